@@ -1,0 +1,1 @@
+"""The actor runtime of sbp: registers, credits and static order, one set of threads a rank."""

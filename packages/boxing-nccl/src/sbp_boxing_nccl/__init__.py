@@ -1,0 +1,1 @@
+"""sbp boxing over MPI, and over NCCL through CuPy."""

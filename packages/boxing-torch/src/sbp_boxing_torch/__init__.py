@@ -1,0 +1,1 @@
+"""sbp boxing over torch.distributed: gloo on CPUs, NCCL on GPUs."""

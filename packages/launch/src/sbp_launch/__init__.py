@@ -1,0 +1,1 @@
+"""The Hydra apps, the trainer and the metrics of sbp."""

@@ -1,0 +1,92 @@
+"""The contract of boxing backends: one transport, one process or many.
+
+A backend opens one `Communicator` for each rank that lives in this process. Everything above
+(routes, prices, order, buffers) is shared; a communicator only executes one step for one rank.
+Tensors are never changed in place by either side: a communicator may hand several ranks the same
+tensor, and may keep what it was given until the step is over on every rank.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from sbp_core.boxing.step import Step
+
+
+class Communicator(ABC):
+    """The ends of all steps of one rank. Called from one thread at a time.
+
+    `tag` names the firing (actor and micro-batch) and is equal on all ranks of the step's group;
+    every rank issues the steps of one group in the same order. `deadline_s` is the time a call
+    may wait for others, in seconds.
+
+    Raises (all methods):
+        BoxingError: the deadline passed, another rank failed, or the backend was closed; names the
+            tag, the step and the ranks that did not arrive.
+    """
+
+    rank: int
+
+    #: Bytes this rank has sent to other ranks so far, as `Step.size_bytes` counts them.
+    sent_bytes: int
+
+    @abstractmethod
+    def collective(
+        self, step: Step, shard: torch.Tensor, *, tag: str, deadline_s: float
+    ) -> torch.Tensor:
+        """Run an all-reduce, reduce-scatter, all-gather or all-to-all with the step's group.
+
+        Args:
+            step: Any kind but `TRANSFER` and `LOCAL`.
+            shard: This rank's part, of the local shape that `step.source` gives.
+
+        Returns:
+            This rank's part under `step.target`.
+        """
+
+    @abstractmethod
+    def send(self, step: Step, shard: torch.Tensor, *, tag: str, deadline_s: float) -> None:
+        """Send this rank's pieces of a `TRANSFER`; does not wait for the receivers."""
+
+    @abstractmethod
+    def receive(
+        self, step: Step, shard: torch.Tensor | None, *, tag: str, deadline_s: float
+    ) -> torch.Tensor:
+        """Receive and put together this rank's part of a `TRANSFER`.
+
+        Args:
+            shard: The rank's own source part if it is also a sender, else None.
+        """
+
+
+class BoxingBackend(ABC):
+    """A transport. Kind `boxing`: `build(config)` returns one, not yet open."""
+
+    @abstractmethod
+    def open(self, ranks: Sequence[int]) -> None:
+        """Connect all `ranks` of the run (those of this process and others).
+
+        Raises:
+            BoxingError: they cannot be connected.
+        """
+
+    @abstractmethod
+    def local_ranks(self) -> tuple[int, ...]:
+        """Return the ranks that live in this process."""
+
+    @abstractmethod
+    def communicator(self, rank: int) -> Communicator:
+        """Return the communicator of one local rank."""
+
+    @abstractmethod
+    def fail(self, error: BaseException) -> None:
+        """Unblock every waiting call of this process with a `BoxingError` caused by `error`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release everything; further calls raise `BoxingError`. Safe to call twice."""

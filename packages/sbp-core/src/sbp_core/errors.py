@@ -1,0 +1,107 @@
+"""The errors that users see: one shape of message, and subclasses of the builtins they would catch.
+
+A message says, in this order: what does not hold (with the values), where, what would be accepted,
+and what to do. Errors pickle, so that a worker process can hand one to its launcher.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+
+class SbpError(Exception):
+    """Report something a user can mend.
+
+    Args:
+        what: What does not hold, with the values.
+        where: Op, module path and source line, rank, file or config key; one a line.
+        accepted: What would have been accepted.
+        todo: What to do about it.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        where: str | Sequence[str] = (),
+        accepted: str = "",
+        todo: str = "",
+    ) -> None:
+        self.what = what
+        self.where: tuple[str, ...] = (where,) if isinstance(where, str) else tuple(where)
+        self.accepted = accepted
+        self.todo = todo
+        super().__init__(self._message())
+
+    def _message(self) -> str:
+        lines = [self.what]
+        lines += [f"  in {place}" for place in self.where if place]
+        if self.accepted:
+            lines.append(f"  accepted here: {self.accepted}")
+        if self.todo:
+            lines.append(f"  to mend it: {self.todo}")
+        return "\n".join(lines)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild, (type(self), self.what, self.where, self.accepted, self.todo))
+
+
+def _rebuild(
+    cls: type[SbpError], what: str, where: tuple[str, ...], accepted: str, todo: str
+) -> SbpError:
+    return cls(what, where=where, accepted=accepted, todo=todo)
+
+
+class SbpValueError(SbpError, ValueError):
+    """A value that cannot be meant."""
+
+
+class SbpTypeError(SbpError, TypeError):
+    """An object of the wrong type."""
+
+
+class SbpLookupError(SbpError, LookupError):
+    """A name that is not known."""
+
+
+class ConfigError(SbpError, ValueError):
+    """A setting that cannot be meant; the apps answer it with exit code 2."""
+
+
+class CaptureError(SbpError, RuntimeError):
+    """A model that cannot be captured as one graph."""
+
+
+class GraphError(SbpError, ValueError):
+    """A graph that breaks its specification."""
+
+
+class SignatureError(SbpError, ValueError):
+    """An assignment that no signature of the operator allows."""
+
+
+class PlanError(SbpError, RuntimeError):
+    """A plan that would deadlock, overflow or not fit."""
+
+
+class BoxingError(SbpError, RuntimeError):
+    """A boxing step that could not complete."""
+
+
+class RuntimeFailure(SbpError, RuntimeError):
+    """A run that stopped: which rank, which actor, and why."""
+
+
+def unknown_name(
+    kind: str, name: str, known: Iterable[str], *, where: str | Sequence[str] = ()
+) -> SbpLookupError:
+    """Make the error for an unknown name: the closest match and the whole list."""
+    choices = sorted(known)
+    near = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
+    return SbpLookupError(
+        f"no {kind} is called {name!r}",
+        where=where,
+        accepted=", ".join(choices) or f"none ({kind}: nothing is installed)",
+        todo=f"did you mean {near[0]!r}?" if near else "choose one of these, or install a plugin",
+    )

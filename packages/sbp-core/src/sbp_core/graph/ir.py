@@ -1,0 +1,300 @@
+"""The logical graph: our own frozen IR of functional ATen ops on global shapes.
+
+Values are named and typed; a node names its argument values through `Ref`. Nothing here imports
+torch or FX: `sbp_core.capture` makes these graphs, `graph.serialize` writes them, `graph.spec` says
+what is legal, and `graph.passes` rewrites them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from functools import cached_property
+from math import prod
+from typing import Any
+
+from sbp_core.errors import GraphError
+
+#: Bytes of one element, by dtype name (torch's names).
+ITEMSIZE = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
+    "complex64": 8, "complex128": 16,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TensorType:
+    """A logical tensor: global shape and dtype name (`float32`, `int64`, ...)."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the whole logical tensor."""
+        return prod(self.shape) * ITEMSIZE[self.dtype]
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True, slots=True)
+class ScalarType:
+    """A number that lives on the host and is equal on every rank: `float`, `int` or `bool`."""
+
+    dtype: str = "float"
+
+    def __str__(self) -> str:
+        return f"host {self.dtype}"
+
+
+ValueType = TensorType | ScalarType
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """The use of a value as an argument."""
+
+    name: str
+
+    def __repr__(self) -> str:
+        return f"%{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Symbol:
+    """An argument that is a name of torch: `Symbol("dtype", "float32")`.
+
+    `kind` is `dtype`, `device`, `layout` or `memory_format`.
+    """
+
+    kind: str
+    name: str
+
+
+#: An argument: number, string, bool, None, Ref, Symbol, or a tuple of arguments.
+Argument = Any
+
+
+class Phase(str, Enum):
+    """The part of a training step that a node belongs to."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    OPTIMIZER = "optimizer"
+
+
+class Rate(str, Enum):
+    """How often a node runs: for each micro-batch, or once a step."""
+
+    MICRO = "micro"
+    STEP = "step"
+
+
+class InputKind(str, Enum):
+    """What a graph input is. The first three are states, which outputs may replace."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    OPTIMIZER_STATE = "optimizer_state"
+    BATCH = "batch"
+    RNG = "rng"
+    SCALAR = "scalar"
+
+    @property
+    def is_state(self) -> bool:
+        """Whether the value outlives the step."""
+        return self in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.OPTIMIZER_STATE)
+
+
+class OutputKind(str, Enum):
+    """What a graph output is."""
+
+    LOSS = "loss"
+    METRIC = "metric"
+    STATE = "state"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphInput:
+    """A graph input; its value bears the same name.
+
+    Args:
+        name: Parameters and buffers bear the module's own names; optimizer states are
+            `<parameter>.<key>`, such as `head.weight.exp_avg`.
+        kind: What it is.
+        of: For an optimizer state, the parameter it belongs to; else empty.
+    """
+
+    name: str
+    kind: InputKind
+    of: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphOutput:
+    """A graph output: which value, and the loss, metric or state (by name) that it is."""
+
+    name: str
+    kind: OutputKind
+    value: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """One operator call.
+
+    Args:
+        name: Unique; `<module path>.<op>` with a number if needed.
+        op: `aten.mm.default`, `host.mul`, `sbp.accumulate`, ...
+        args, kwargs: In the operator's own order; tensors and host scalars as `Ref`.
+        outputs: Names of the values made, in order; also those that nobody uses.
+        phase, rate: When it runs.
+        module: Path of the module that called it (of its forward node, for a backward node).
+        source: `file:line` of the user's code.
+        forward: For a backward node, a forward node of the same call; else empty.
+        tags: Tags of the operator that signatures need: `pointwise`, `view`, `seeded`.
+    """
+
+    name: str
+    op: str
+    args: tuple[Argument, ...]
+    kwargs: Mapping[str, Argument] = field(default_factory=dict)
+    outputs: tuple[str, ...]
+    phase: Phase = Phase.FORWARD
+    rate: Rate = Rate.MICRO
+    module: str = ""
+    source: str = ""
+    forward: str = ""
+    tags: tuple[str, ...] = ()
+
+    @property
+    def is_host(self) -> bool:
+        """Whether it computes host scalars only."""
+        return self.op.startswith("host.")
+
+    @property
+    def kind(self) -> str:
+        """The operator without namespace and overload: `mm`."""
+        return self.op.split(".")[1]
+
+    def inputs(self) -> tuple[str, ...]:
+        """Return the names of the values used, in argument order, with repetitions."""
+        return tuple(ref.name for ref in refs((self.args, tuple(self.kwargs.values()))))
+
+    def where(self) -> tuple[str, ...]:
+        """Return the lines that an error message puts after 'in'."""
+        place = f"{self.source}, " if self.source else ""
+        return (f"{place}op {self.op} of module {self.module or '(root)'!r} ({self.name})",)
+
+
+def refs(argument: Argument) -> Iterator[Ref]:
+    """Yield every `Ref` in an argument, in order."""
+    if isinstance(argument, Ref):
+        yield argument
+    elif isinstance(argument, tuple | list):
+        for part in argument:
+            yield from refs(part)
+
+
+def map_refs(argument: Argument, change: Callable[[Ref], Argument]) -> Argument:
+    """Return the argument with every `Ref` replaced by `change(ref)`."""
+    if isinstance(argument, Ref):
+        return change(argument)
+    if isinstance(argument, tuple | list):
+        return tuple(map_refs(part, change) for part in argument)
+    return argument
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogicalGraph:
+    """A whole training step (or an evaluation) as one functional graph.
+
+    Args:
+        name: What reports call it.
+        inputs, outputs: Typed; see `GraphInput` and `GraphOutput`.
+        nodes: In topological order.
+        types: Type of every value.
+        num_micro_batches: Micro-batches of one step; types are those of one micro-batch.
+    """
+
+    name: str
+    inputs: tuple[GraphInput, ...]
+    outputs: tuple[GraphOutput, ...]
+    nodes: tuple[Node, ...]
+    types: Mapping[str, ValueType]
+    num_micro_batches: int = 1
+
+    @cached_property
+    def producers(self) -> Mapping[str, Node]:
+        """The node that makes each value (inputs have none)."""
+        return {value: node for node in self.nodes for value in node.outputs}
+
+    @cached_property
+    def users(self) -> Mapping[str, tuple[Node, ...]]:
+        """The nodes that use each value, in graph order."""
+        found: dict[str, dict[str, Node]] = {value: {} for value in self.types}
+        for node in self.nodes:
+            for value in node.inputs():
+                found[value][node.name] = node
+        return {value: tuple(nodes.values()) for value, nodes in found.items()}
+
+    @cached_property
+    def input_kinds(self) -> Mapping[str, GraphInput]:
+        """Each graph input by name."""
+        return {entry.name: entry for entry in self.inputs}
+
+    @cached_property
+    def by_name(self) -> Mapping[str, Node]:
+        """Each node by name."""
+        return {node.name: node for node in self.nodes}
+
+    @cached_property
+    def new_states(self) -> Mapping[str, str]:
+        """For each state that is replaced, the value that replaces it."""
+        return {out.name: out.value for out in self.outputs if out.kind is OutputKind.STATE}
+
+    @cached_property
+    def loss(self) -> str:
+        """The value that is the loss.
+
+        Raises:
+            GraphError: the graph has none.
+        """
+        for out in self.outputs:
+            if out.kind is OutputKind.LOSS:
+                return out.value
+        raise GraphError(f"graph {self.name!r} has no loss", accepted="an output of kind 'loss'")
+
+    def tensor(self, value: str) -> TensorType:
+        """Return the type of a value that is a tensor."""
+        found = self.types[value]
+        assert isinstance(found, TensorType), f"{value} is a host scalar, not a tensor"
+        return found
+
+    def is_tensor(self, value: str) -> bool:
+        """Whether a value is a tensor (else a host scalar)."""
+        return isinstance(self.types[value], TensorType)
+
+    def tensor_inputs(self, node: Node) -> tuple[str, ...]:
+        """Return the tensors a node uses, in argument order, with repetitions."""
+        return tuple(value for value in node.inputs() if self.is_tensor(value))
+
+    def rate_of(self, value: str) -> Rate:
+        """Return how often a value is made: inputs by kind, `sbp.accumulate` once a step."""
+        node = self.producers.get(value)
+        if node is None:
+            kind = self.input_kinds[value].kind
+            return Rate.MICRO if kind is InputKind.BATCH else Rate.STEP
+        return Rate.STEP if node.op == "sbp.accumulate" else node.rate
+
+    def with_nodes(self, nodes: tuple[Node, ...], **changes: Any) -> LogicalGraph:
+        """Return a copy with other nodes (and other fields), dropping types nobody has."""
+        types = dict(changes.pop("types", self.types))
+        inputs = changes.get("inputs", self.inputs)
+        kept = {entry.name for entry in inputs} | {out for node in nodes for out in node.outputs}
+        return replace(
+            self, nodes=nodes, types={k: v for k, v in types.items() if k in kept}, **changes
+        )

@@ -1,0 +1,250 @@
+"""Where things are: meshes of ranks (`Placement`), and the machine they stand on (`Cluster`).
+
+Holds no tensors and no policy. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from math import prod
+from typing import Any
+
+from sbp_core.errors import SbpValueError
+
+Nested = int | Sequence["Nested"]
+
+
+def _flatten(nested: Nested) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return (mesh shape, ranks in row-major order) of a nested list of ranks."""
+    if isinstance(nested, int):
+        return (), (nested,)
+    parts = [_flatten(part) for part in nested]
+    if not parts or any(shape != parts[0][0] for shape, _ in parts):
+        raise SbpValueError(
+            f"the ranks {nested!r} are no rectangular mesh",
+            accepted="nested lists of equal length, such as [[0, 1], [2, 3]]",
+        )
+    return (len(parts), *parts[0][0]), tuple(rank for _, ranks in parts for rank in ranks)
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Placement:
+    """A mesh of distinct ranks with named axes.
+
+    Args:
+        ranks: Nested lists of ranks, one level for each axis.
+        axes: One name for each axis; `axis0`, `axis1`, ... if omitted.
+        device: Kind of device behind every rank: `cpu` or `cuda`.
+
+    Raises:
+        SbpValueError: the lists are not rectangular, a rank repeats, or axes do not match.
+    """
+
+    mesh_shape: tuple[int, ...]
+    rank_list: tuple[int, ...]
+    axes: tuple[str, ...]
+    device: str
+
+    def __init__(
+        self, ranks: Sequence[Nested], axes: Sequence[str] | None = None, device: str = "cpu"
+    ) -> None:
+        shape, flat = _flatten(ranks)
+        names = tuple(axes) if axes is not None else tuple(f"axis{i}" for i in range(len(shape)))
+        if len(set(flat)) != len(flat) or any(rank < 0 for rank in flat):
+            raise SbpValueError(
+                f"ranks {list(flat)} repeat or are negative", accepted="distinct ranks >= 0"
+            )
+        if len(names) != len(shape) or len(set(names)) != len(names):
+            raise SbpValueError(
+                f"axes {names} do not name the {len(shape)} axes of a mesh of shape {shape}",
+                accepted="one distinct name for each axis",
+            )
+        object.__setattr__(self, "mesh_shape", shape)
+        object.__setattr__(self, "rank_list", flat)
+        object.__setattr__(self, "axes", names)
+        object.__setattr__(self, "device", device)
+
+    @classmethod
+    def grid(
+        cls, mesh_shape: Sequence[int], axes: Sequence[str] | None = None, device: str = "cpu"
+    ) -> Placement:
+        """Return the mesh of `mesh_shape` over ranks 0, 1, 2, ... in row-major order."""
+        ranks = iter(range(prod(mesh_shape)))
+
+        def build(shape: Sequence[int]) -> Nested:
+            return next(ranks) if not shape else [build(shape[1:]) for _ in range(shape[0])]
+
+        nested = build(mesh_shape)
+        assert not isinstance(nested, int), "a mesh has at least one axis"
+        return cls(nested, axes, device)
+
+    @property
+    def ranks(self) -> Nested:
+        """The ranks as nested lists."""
+        flat = iter(self.rank_list)
+
+        def build(shape: Sequence[int]) -> Nested:
+            return next(flat) if not shape else [build(shape[1:]) for _ in range(shape[0])]
+
+        return build(self.mesh_shape)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.rank_list)
+
+    @property
+    def num_axes(self) -> int:
+        """Number of mesh axes."""
+        return len(self.mesh_shape)
+
+    def __contains__(self, rank: object) -> bool:
+        return rank in self.rank_list
+
+    def coordinates(self) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """Yield (rank, mesh coordinate) in row-major order."""
+        grid = product(*(range(extent) for extent in self.mesh_shape))
+        yield from zip(self.rank_list, grid, strict=True)
+
+    def coordinate(self, rank: int) -> tuple[int, ...]:
+        """Return the mesh coordinate of a rank.
+
+        Raises:
+            SbpValueError: the rank is not in this mesh.
+        """
+        if rank not in self.rank_list:
+            raise SbpValueError(
+                f"rank {rank} is not in the mesh {self.ranks}",
+                accepted=", ".join(map(str, self.rank_list)),
+            )
+        rest = self.rank_list.index(rank)
+        coordinate: list[int] = []
+        for extent in reversed(self.mesh_shape):
+            rest, index = divmod(rest, extent)
+            coordinate.append(index)
+        return tuple(reversed(coordinate))
+
+    def rank_at(self, coordinate: Sequence[int]) -> int:
+        """Return the rank at a mesh coordinate."""
+        index = 0
+        for extent, part in zip(self.mesh_shape, coordinate, strict=True):
+            index = index * extent + part
+        return self.rank_list[index]
+
+    def group(self, rank: int, axis: int) -> tuple[int, ...]:
+        """Return the ranks that differ from `rank` along `axis` only, in axis order."""
+        at = list(self.coordinate(rank))
+        return tuple(
+            self.rank_at([*at[:axis], index, *at[axis + 1 :]])
+            for index in range(self.mesh_shape[axis])
+        )
+
+    def groups(self, axis: int) -> tuple[tuple[int, ...], ...]:
+        """Return the distinct groups of ranks along one axis, in row-major order."""
+        return tuple(dict.fromkeys(self.group(rank, axis) for rank in self.rank_list))
+
+    def submesh(self, axis: int, index: int) -> Placement:
+        """Return the mesh at one index of an axis, without that axis.
+
+        A mesh of one axis leaves a mesh of one rank and one axis, named `rank`.
+        """
+        ranks = tuple(rank for rank, at in self.coordinates() if at[axis] == index)
+        shape = self.mesh_shape[:axis] + self.mesh_shape[axis + 1 :]
+        names = self.axes[:axis] + self.axes[axis + 1 :]
+        flat = iter(ranks)
+
+        def build(extents: Sequence[int]) -> Nested:
+            return next(flat) if not extents else [build(extents[1:]) for _ in range(extents[0])]
+
+        nested = build(shape or (1,))
+        assert not isinstance(nested, int), "a mesh has at least one axis"
+        return Placement(nested, names or ("rank",), self.device)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON value that `from_json` reads."""
+        return {"ranks": self.ranks, "axes": list(self.axes), "device": self.device}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Placement:
+        """Read what `to_json` wrote."""
+        return cls(value["ranks"], value["axes"], value["device"])
+
+    def __repr__(self) -> str:
+        return f"Placement(ranks={self.ranks!r}, axes={self.axes!r}, device={self.device!r})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """What one rank computes with.
+
+    Args:
+        kind: `cpu` or `cuda`.
+        memory_bytes: Memory that a plan may use.
+        flop_per_s: Matrix-multiplication rate by dtype name.
+        memory_bytes_per_s: Memory bandwidth.
+        launch_s: Time to start one operator.
+    """
+
+    kind: str = "cpu"
+    memory_bytes: int
+    flop_per_s: Mapping[str, float]
+    memory_bytes_per_s: float
+    launch_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        rates = [self.memory_bytes, self.memory_bytes_per_s, *self.flop_per_s.values()]
+        if not self.flop_per_s or any(rate <= 0 for rate in rates) or self.launch_s < 0:
+            raise SbpValueError(
+                f"a device needs positive memory and rates, not {self}",
+                accepted="memory_bytes, flop_per_s by dtype and memory_bytes_per_s above 0",
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """What a message costs: `latency_s` + bytes / `bytes_per_s` (the α-β model)."""
+
+    latency_s: float
+    bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        if self.latency_s < 0 or self.bytes_per_s <= 0:
+            raise SbpValueError(
+                f"a link needs latency >= 0 and bandwidth > 0, not {self}",
+                accepted="latency_s in seconds, bytes_per_s above 0",
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """The machine: equal devices in nodes of equal size, and the links inside and between nodes.
+
+    Args:
+        name: How reports call it.
+        num_devices: Ranks 0 .. num_devices - 1; consecutive ranks share a node.
+        devices_per_node: Ranks of one node.
+        device: What one rank computes with.
+        intra_node: Link between two ranks of one node.
+        inter_node: Link between two ranks of different nodes.
+    """
+
+    name: str
+    num_devices: int
+    devices_per_node: int
+    device: Device
+    intra_node: Link
+    inter_node: Link = field(default=Link(latency_s=2e-5, bytes_per_s=1.25e9))
+
+    def __post_init__(self) -> None:
+        if self.num_devices < 1 or self.devices_per_node < 1:
+            raise SbpValueError(
+                f"a cluster of {self.num_devices} devices in nodes of {self.devices_per_node}",
+                accepted="at least one device, in nodes of at least one",
+            )
+
+    def link(self, ranks: Sequence[int]) -> Link:
+        """Return the slowest link that a message among `ranks` may take."""
+        nodes = {rank // self.devices_per_node for rank in ranks}
+        return self.intra_node if len(nodes) <= 1 else self.inter_node
