@@ -1,1 +1,28 @@
-"""TODO."""
+"""Compile: graph and strategy -> `PhysicalPlan`. In order: `lower`, `segments`, `order`.
+
+before: a graph of ops on logical tensors, and a signature for each
+after:  for each rank, actors with registers, quotas, threads and a fixed firing order
+"""
+
+from __future__ import annotations
+
+from sbp_core.compile.lower import lower
+from sbp_core.compile.order import order_firings
+from sbp_core.compile.physical import PhysicalPlan
+from sbp_core.compile.segments import CompileOptions, form_plan
+from sbp_core.graph.ir import LogicalGraph
+from sbp_core.strategy import Strategy
+
+__all__ = ["CompileOptions", "PhysicalPlan", "compile_plan"]
+
+
+def compile_plan(
+    graph: LogicalGraph, strategy: Strategy, options: CompileOptions | None = None
+) -> PhysicalPlan:
+    """Compile a graph under a strategy; the result is not yet checked (see `sbp_core.check`).
+
+    Raises:
+        PlanError: the strategy does not cover the graph, or its quotas admit no order.
+    """
+    lowered = lower(graph, strategy)
+    return order_firings(form_plan(graph, strategy, lowered, options or CompileOptions()))

@@ -126,11 +126,14 @@ class GraphInput:
             `<parameter>.<key>`, such as `head.weight.exp_avg`.
         kind: What it is.
         of: For an optimizer state, the parameter it belongs to; else empty.
+        stands_for: States that this one replaces because they are always equal (see
+            `passes.tie_clocks`).
     """
 
     name: str
     kind: InputKind
     of: str = ""
+    stands_for: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,225 @@
+"""Check a plan before any device is touched: it is live, its registers are bounded, it fits memory.
+
+Within a step the plan is a deterministic dataflow program on counted tokens: whichever order ready
+actors fire in, the same firings happen (Kahn). So replaying the fixed thread orders once is a proof:
+either all firings happen, and the step ends in the marking it began with, so every later step goes
+the same way; or the replay stops, and the threads that wait for each other are the guilty cycle.
+No torch.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from sbp_core.compile.physical import ActorKind, PhysicalPlan, RankPlan
+from sbp_core.compile.tokens import Place, TokenGame
+from sbp_core.errors import PlanError
+from sbp_core.graph.ir import ITEMSIZE, InputKind
+
+ThreadId = tuple[int, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMemory:
+    """Predicted bytes of one rank.
+
+    Args:
+        states: Parameters, buffers and optimizer states that it stores.
+        peak: Most bytes alive at once: states, their new values, registers, and what one firing
+            needs inside.
+    """
+
+    states: int
+    peak: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckReport:
+    """What the replay of one step showed.
+
+    Args:
+        num_firings: Firings of all ranks in a step.
+        occupancy: Most fillings that were alive, by (rank, register).
+        memory: By rank.
+    """
+
+    num_firings: int
+    occupancy: Mapping[tuple[int, str], int]
+    memory: Mapping[int, RankMemory]
+
+
+def check(plan: PhysicalPlan, *, memory_bytes: int | None = None) -> CheckReport:
+    """Prove a plan live and bounded and compute its memory.
+
+    Args:
+        plan: With firing orders.
+        memory_bytes: Memory of each rank; None leaves memory unchecked.
+
+    Raises:
+        PlanError: an actor is missing from the orders, the plan would deadlock (with the cycle), a
+            register would overflow, or a rank would not fit.
+    """
+    _check_orders(plan)
+    replay = _Replay(plan)
+    replay.run()
+    report = CheckReport(
+        num_firings=replay.num_firings,
+        occupancy=dict(replay.occupancy),
+        memory={
+            rank: RankMemory(states=replay.states[rank], peak=replay.peak[rank])
+            for rank in replay.states
+        },
+    )
+    if memory_bytes is not None:
+        _check_memory(report, memory_bytes)
+    return report
+
+
+def _check_orders(plan: PhysicalPlan) -> None:
+    for part in plan.ranks:
+        listed: dict[str, int] = defaultdict(int)
+        for thread, order in part.orders.items():
+            for name, index in order:
+                actor = part.by_name.get(name)
+                if actor is None or actor.thread != thread or index != listed[name]:
+                    raise PlanError(
+                        f"thread {thread!r} of rank {part.rank} lists firing {index} of {name!r}",
+                        accepted="each firing of its own actors once, in turn",
+                    )
+                listed[name] += 1
+        for actor in part.actors:
+            if listed[actor.name] != actor.num_firings(plan.num_micro_batches):
+                raise PlanError(
+                    f"rank {part.rank} fires {actor.name!r} {listed[actor.name]} times a step",
+                    accepted=f"{actor.num_firings(plan.num_micro_batches)} times",
+                )
+
+
+def _check_memory(report: CheckReport, memory_bytes: int) -> None:
+    rank, worst = max(report.memory.items(), key=lambda entry: entry[1].peak)
+    if worst.peak > memory_bytes:
+        raise PlanError(
+            f"rank {rank} would need {worst.peak / 1e6:.1f} MB of {memory_bytes / 1e6:.1f} MB",
+            where=f"{worst.states / 1e6:.1f} MB of it are states",
+            todo="shard states (planner=osdp), use smaller micro-batches, or more ranks",
+        )
+
+
+class _Replay:
+    """One step, fired in the orders of the plan."""
+
+    def __init__(self, plan: PhysicalPlan) -> None:
+        self.plan, self.game = plan, TokenGame(plan)
+        self.cursor: dict[ThreadId, int] = {}
+        self.order: dict[ThreadId, tuple[tuple[str, int], ...]] = {}
+        self.num_firings = 0
+        self.occupancy: dict[tuple[int, str], int] = defaultdict(int)
+        self.states = {part.rank: _state_bytes(part) for part in plan.ranks}
+        self.peak = dict(self.states)
+        self.held: dict[int, int] = dict(self.states)
+        for part in plan.ranks:
+            for thread, order in part.orders.items():
+                self.order[(part.rank, thread)] = order
+                self.cursor[(part.rank, thread)] = 0
+
+    def run(self) -> None:
+        progress = True
+        while progress:
+            progress = False
+            for thread in self.order:
+                while (place := self._head(thread)) is not None and self._can_fire(place):
+                    self._fire(place)
+                    progress = True
+        if any(self._head(thread) is not None for thread in self.order):
+            raise PlanError(
+                "the plan would deadlock: each of these waits for the next",
+                where=self._cycle(),
+                todo="raise in_flight of the stages named, or plan again",
+            )
+
+    def _head(self, thread: ThreadId) -> Place | None:
+        position, order = self.cursor[thread], self.order[thread]
+        return (thread[0], order[position][0]) if position < len(order) else None
+
+    def _thread(self, place: Place) -> ThreadId:
+        return place[0], self.game.actor(place).thread
+
+    def _can_fire(self, place: Place) -> bool:
+        partners = self.game.partners(place)
+        return all(
+            self._head(self._thread(partner)) == partner and self.game.is_ready(partner)
+            for partner in partners
+        )
+
+    def _fire(self, place: Place) -> None:
+        for partner in self.game.partners(place):
+            actor = self.game.actor(partner)
+            rank = partner[0]
+            self.peak[rank] = max(self.peak[rank], self.held[rank] + actor.transient_bytes)
+            self.game.start(partner)
+            self.game.finish(partner)
+            self.cursor[self._thread(partner)] += 1
+            self.num_firings += 1
+            self._count(rank, actor.name)
+
+    def _count(self, rank: int, name: str) -> None:
+        """Add up what is alive on a rank after a firing."""
+        part = self.plan.by_rank[rank]
+        for register in part.outputs_of[name]:
+            live = self.game.live(rank, register)
+            if live > register.quota:
+                raise PlanError(f"register {register.name} of rank {rank} holds {live} fillings")
+            self.occupancy[(rank, register.name)] = max(
+                live, self.occupancy[(rank, register.name)]
+            )
+        alive = sum(self.game.live(rank, r) * r.size_bytes for r in part.registers)
+        alive += sum(
+            actor.written_bytes for actor in part.actors if self.game.finished[(rank, actor.name)]
+        )
+        alive += sum(
+            actor.transient_bytes
+            for actor in part.actors
+            if actor.kind is ActorKind.ACCUMULATE and self._is_summing((rank, actor.name))
+        )
+        self.held[rank] = self.states[rank] + alive
+        self.peak[rank] = max(self.peak[rank], self.held[rank])
+
+    def _is_summing(self, place: Place) -> bool:
+        return 0 < self.game.finished[place] < self.plan.num_micro_batches
+
+    def _cycle(self) -> list[str]:
+        """Follow waiting threads until one repeats."""
+        thread = next(t for t in self.order if self._head(t) is not None)
+        lines: dict[ThreadId, str] = {}
+        while thread not in lines:
+            place = self._head(thread)
+            assert place is not None, "a finished thread keeps nobody waiting"
+            reason, on = self._wait(place)
+            lines[thread] = f"rank {place[0]}, thread {thread[1]}: {place[1]} {reason}"
+            thread = self._thread(on)
+        start = list(lines).index(thread)
+        return list(lines.values())[start:]
+
+    def _wait(self, place: Place) -> tuple[str, Place]:
+        for partner in self.game.partners(place):
+            wait = next(self.game.waits(partner), None)
+            if wait is not None and partner == place:
+                return wait.reason, wait.on
+            if self._head(self._thread(partner)) != partner:
+                return f"waits for rank {partner[0]} to arrive", partner
+        partner = next(p for p in self.game.partners(place) if not self.game.is_ready(p))
+        return f"waits for rank {partner[0]}", partner
+
+
+def _state_bytes(part: RankPlan) -> int:
+    total = 0
+    for slot in part.slots:
+        if InputKind(slot.kind).is_state and slot.sbp is not None:
+            size = ITEMSIZE[slot.dtype]
+            for extent in slot.local_shape:
+                size *= extent
+            total += size
+    return total
+

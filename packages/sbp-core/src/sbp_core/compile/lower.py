@@ -1,0 +1,251 @@
+"""Insert boxing: from graph and strategy to a list of work items that is the same for all ranks.
+
+before: y = mm(x, w)                          x is made as (P), mm wants (B)
+after:  x@0(B) = all-reduce(x); y = mm(x@0(B), w)
+
+Conversions of one value to one target are shared by all their consumers; only a sharded parameter is
+gathered anew for the backward phase, so that the gathered copy need not live in between. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from sbp_core.boxing import Step, StepKind, route
+from sbp_core.errors import PlanError
+from sbp_core.graph.ir import InputKind, LogicalGraph, Node, OutputKind, Phase, Rate
+from sbp_core.sbp import B, NdSbp
+from sbp_core.signatures.call import OpCall
+from sbp_core.strategy import Strategy
+
+
+class ItemKind(str, Enum):
+    """What an item becomes: instructions of segments, or an actor of its own."""
+
+    OP = "op"
+    HOST = "host"
+    LOCAL = "local"
+    COLLECTIVE = "collective"
+    TRANSFER = "transfer"
+    ACCUMULATE = "accumulate"
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """How a key lies: logical value, stage, nd-SBP."""
+
+    value: str
+    stage: int
+    sbp: NdSbp
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """One op, host op, accumulation or boxing step.
+
+    `level` counts the boxing steps on the longest path to it: items of one stage, phase, rate and
+    level need nothing that was boxed after any of them, so they make one segment.
+    """
+
+    name: str
+    kind: ItemKind
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    stage: int
+    target_stage: int
+    phase: Phase
+    rate: Rate
+    level: int
+    node: Node | None = None
+    step: Step | None = None
+
+
+@dataclass(slots=True)
+class Lowered:
+    """All items in topological order, how every key lies, and which keys leave the graph."""
+
+    items: list[Item] = field(default_factory=list)
+    held: dict[str, Held] = field(default_factory=dict)
+    results: dict[str, str] = field(default_factory=dict)
+    new_states: dict[str, str] = field(default_factory=dict)
+
+
+def lower(graph: LogicalGraph, strategy: Strategy) -> Lowered:
+    """Insert every boxing step that the strategy asks for.
+
+    Raises:
+        PlanError: the strategy was made for another graph, or lacks an op or a state.
+    """
+    _check_complete(graph, strategy)
+    return _Lowering(graph, strategy).run()
+
+
+def _check_complete(graph: LogicalGraph, strategy: Strategy) -> None:
+    ops = {node.name for node in graph.nodes if not node.is_host}
+    states = {entry.name for entry in graph.inputs if graph.is_tensor(entry.name)}
+    missing = sorted((ops - set(strategy.nodes)) | (states - set(strategy.storage)))
+    if missing or strategy.num_micro_batches != graph.num_micro_batches:
+        raise PlanError(
+            f"the strategy of planner {strategy.planner!r} does not cover the graph",
+            where=[f"{name} has no assignment" for name in missing[:5]],
+            accepted=f"every op and state, {graph.num_micro_batches} micro-batches",
+            todo="plan this very graph",
+        )
+
+
+class _Lowering:
+    """The state of one lowering."""
+
+    def __init__(self, graph: LogicalGraph, strategy: Strategy) -> None:
+        self.graph, self.strategy = graph, strategy
+        self.out = Lowered()
+        self.levels: dict[str, int] = {}
+        self.boxed: dict[tuple[str, int, NdSbp, str], str] = {}
+        for name, storage in strategy.storage.items():
+            self.out.held[name] = Held(name, storage.stage, storage.sbp)
+
+    def run(self) -> Lowered:
+        for node in self.graph.nodes:
+            if node.is_host:
+                self._host(node)
+            else:
+                self._op(node)
+        for out in self.graph.outputs:
+            self._output(out.name, out.kind, out.value)
+        return self.out
+
+    def _host(self, node: Node) -> None:
+        if any(self.graph.is_tensor(value) for value in node.inputs()):
+            raise PlanError(
+                "a host number is read from a tensor in the middle of the step",
+                where=node.where(),
+                accepted="host numbers that come from scalars and clocks",
+                todo="keep such optimizers' step counters as plain counters",
+            )
+        self._add(node.name, ItemKind.HOST, node.inputs(), node.outputs, 0, node=node)
+
+    def _op(self, node: Node) -> None:
+        assigned = self.strategy.nodes[node.name]
+        tensors = iter(
+            self._box(value, assigned.stage, sbp, node.phase, node.rate)
+            for value, sbp in zip(
+                self.graph.tensor_inputs(node), assigned.signature.inputs, strict=True
+            )
+        )
+        keys = tuple(
+            next(tensors) if self.graph.is_tensor(value) else value for value in node.inputs()
+        )
+        for value, sbp in zip(node.outputs, assigned.signature.outputs, strict=True):
+            self.out.held[value] = Held(value, assigned.stage, sbp)
+        kind = ItemKind.ACCUMULATE if node.op == "sbp.accumulate" else ItemKind.OP
+        self._add(node.name, kind, keys, node.outputs, assigned.stage, node=node)
+
+    def _output(self, name: str, kind: OutputKind, value: str) -> None:
+        if not self.graph.is_tensor(value):
+            self.out.new_states[name] = value
+            return
+        producer = self.graph.producers.get(value)
+        phase = producer.phase if producer is not None else Phase.FORWARD
+        rate = self.graph.rate_of(value)
+        if kind is OutputKind.STATE:
+            storage = self.strategy.storage[name]
+            key = self._box(value, storage.stage, storage.sbp, phase, rate)
+            self.out.new_states[name] = key
+        else:
+            stage = self.out.held[value].stage
+            whole = NdSbp(*[B] * self.strategy.stages[stage].num_axes)
+            self.out.results[name] = self._box(value, stage, whole, phase, rate)
+
+    def _box(self, value: str, stage: int, sbp: NdSbp, phase: Phase, rate: Rate) -> str:
+        """Return the key of `value` as (stage, sbp), adding the steps that are still missing."""
+        held = self.out.held[value]
+        if held.stage == stage and held.sbp == sbp:
+            return value
+        kind = self.graph.tensor(value)
+        entry = self.graph.input_kinds.get(value)
+        is_parameter = entry is not None and entry.kind is InputKind.PARAMETER
+        again = phase.value if is_parameter else ""
+        source = (self.strategy.stages[held.stage], held.sbp)
+        target = (self.strategy.stages[stage], sbp)
+        key, here = value, held.stage
+        for step in route(kind.shape, kind.dtype, source, target).steps:
+            if step.kind is StepKind.TRANSFER:
+                there = stage
+            else:
+                there = here
+            memo = (value, there, step.target[1], again)
+            if memo in self.boxed:
+                key, here = self.boxed[memo], there
+                continue
+            made = f"{value}@{there}({step.target[1]})" + (f"!{again}" if again else "")
+            if made in self.out.held:
+                made = f"{made}'"
+            self.out.held[made] = Held(value, there, step.target[1])
+            kinds = {StepKind.LOCAL: ItemKind.LOCAL, StepKind.TRANSFER: ItemKind.TRANSFER}
+            self._add(
+                made,
+                kinds.get(step.kind, ItemKind.COLLECTIVE),
+                (key,),
+                (made,),
+                here,
+                target_stage=there,
+                step=step,
+                phase=phase,
+                rate=rate,
+            )
+            self.boxed[memo] = made
+            key, here = made, there
+        return key
+
+    def _add(
+        self,
+        name: str,
+        kind: ItemKind,
+        inputs: tuple[str, ...],
+        outputs: tuple[str, ...],
+        stage: int,
+        *,
+        target_stage: int | None = None,
+        node: Node | None = None,
+        step: Step | None = None,
+        phase: Phase | None = None,
+        rate: Rate | None = None,
+    ) -> None:
+        level = max((self.levels.get(key, 0) for key in inputs), default=0)
+        leaves = kind in (ItemKind.COLLECTIVE, ItemKind.TRANSFER)
+        for key in outputs:
+            self.levels[key] = level + 1 if leaves else level
+        assert node is not None or (phase is not None and rate is not None), name
+        self.out.items.append(
+            Item(
+                name=name,
+                kind=kind,
+                inputs=inputs,
+                outputs=outputs,
+                stage=stage,
+                target_stage=stage if target_stage is None else target_stage,
+                phase=node.phase if phase is None and node is not None else phase or Phase.FORWARD,
+                rate=node.rate if rate is None and node is not None else rate or Rate.MICRO,
+                level=level,
+                node=node,
+                step=step,
+            )
+        )
+
+
+def calls(graph: LogicalGraph) -> Iterator[tuple[Node, OpCall]]:
+    """Yield every node that computes tensors with the call it makes."""
+    for node in graph.nodes:
+        if not node.is_host:
+            yield node, OpCall.of(graph, node)
+
+
+def boxing_of(lowered: Lowered) -> Mapping[str, list[Item]]:
+    """Return, for each logical value, the boxing items that convert it."""
+    found: dict[str, list[Item]] = {}
+    for item in lowered.items:
+        if item.step is not None:
+            found.setdefault(lowered.held[item.outputs[0]].value, []).append(item)
+    return found

@@ -1,0 +1,125 @@
+"""Order firings: list scheduling of the token game gives every thread its fixed order.
+
+Forward firings go first, then older micro-batches, so the quotas alone decide the schedule: as many
+as there are micro-batches give GPipe, `stages - stage` gives 1F1B. A collective starts on all ranks
+of its group at once, hence in one order everywhere. No torch.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from dataclasses import replace
+
+from sbp_core.compile.physical import PhysicalPlan
+from sbp_core.compile.tokens import Place, TokenGame
+from sbp_core.errors import PlanError
+from sbp_core.graph.ir import Phase
+
+_PHASES = {Phase.FORWARD: 0, Phase.BACKWARD: 1, Phase.OPTIMIZER: 2}
+
+ThreadId = tuple[int, str]
+
+
+def order_firings(plan: PhysicalPlan) -> PhysicalPlan:
+    """Return the plan with a firing order for every thread.
+
+    Raises:
+        PlanError: the quotas admit no order; names the actors that wait.
+    """
+    return _Scheduler(plan).run()
+
+
+class _Scheduler:
+    """An event simulation with rough times; only the order that it finds is kept."""
+
+    def __init__(self, plan: PhysicalPlan) -> None:
+        self.plan = plan
+        self.game = TokenGame(plan)
+        self.now = 0.0
+        self.free: set[ThreadId] = set()
+        self.pending: dict[ThreadId, list[Place]] = defaultdict(list)
+        self.rank_of: dict[Place, tuple[int, int]] = {}
+        self.orders: dict[ThreadId, list[tuple[str, int]]] = defaultdict(list)
+        for part in plan.ranks:
+            for index, actor in enumerate(part.actors):
+                place = (part.rank, actor.name)
+                self.pending[(part.rank, actor.thread)].append(place)
+                self.rank_of[place] = (_PHASES[actor.phase], index)
+        self.free.update(self.pending)
+        self.running: list[tuple[float, int, tuple[Place, ...]]] = []
+        self.sequence = 0
+
+    def run(self) -> PhysicalPlan:
+        while any(self.pending.values()) or self.running:
+            self._start_what_can()
+            if not self.running:
+                raise PlanError(
+                    "the quotas admit no firing order",
+                    where=self._stuck(),
+                    todo="raise in_flight of the stages named",
+                )
+            self.now, _, places = heapq.heappop(self.running)
+            self._finish(places)
+            while self.running and self.running[0][0] <= self.now:
+                self._finish(heapq.heappop(self.running)[2])
+        return replace(
+            self.plan,
+            ranks=tuple(
+                replace(
+                    part,
+                    orders={
+                        name: tuple(order)
+                        for (rank, name), order in sorted(self.orders.items())
+                        if rank == part.rank
+                    },
+                )
+                for part in self.plan.ranks
+            ),
+        )
+
+    def _priority(self, place: Place) -> tuple[int, int, int]:
+        phase, index = self.rank_of[place]
+        return phase, self.game.started[place], index
+
+    def _start_what_can(self) -> None:
+        for thread in sorted(self.free):
+            if thread not in self.free:
+                continue
+            for place in sorted(self.pending[thread], key=self._priority):
+                partners = self.game.partners(place)
+                threads = [self._thread(partner) for partner in partners]
+                if all(t in self.free for t in threads) and all(map(self._in_step, partners)):
+                    self._start(partners, threads)
+                    break
+
+    def _in_step(self, place: Place) -> bool:
+        return self.game.is_ready(place)
+
+    def _thread(self, place: Place) -> ThreadId:
+        return place[0], self.game.actor(place).thread
+
+    def _start(self, partners: tuple[Place, ...], threads: list[ThreadId]) -> None:
+        for place, thread in zip(partners, threads, strict=True):
+            index = self.game.start(place)
+            self.orders[thread].append((place[1], index))
+            self.free.discard(thread)
+            if self.game.is_done(place):
+                self.pending[thread].remove(place)
+        self.sequence += 1
+        end = self.now + max(self.game.actor(place).weight_s for place in partners)
+        heapq.heappush(self.running, (end, self.sequence, partners))
+
+    def _finish(self, places: tuple[Place, ...]) -> None:
+        for place in places:
+            self.game.finish(place)
+            self.free.add(self._thread(place))
+
+    def _stuck(self) -> list[str]:
+        lines = []
+        for places in self.pending.values():
+            for place in places:
+                wait = next(self.game.waits(place), None)
+                if wait is not None:
+                    lines.append(f"rank {place[0]}: {place[1]} {wait.reason}")
+        return lines[:12]

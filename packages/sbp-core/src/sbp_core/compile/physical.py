@@ -1,0 +1,421 @@
+"""The physical plan: for every rank its actors, registers, threads and firing order.
+
+A plan is a synchronous-dataflow graph that says everything a runtime needs and nothing else: it is
+serialisable, hashable, executed by runtimes, replayed by `sbp_core.check`. No torch.
+
+Keys name what a rank holds: `x` is a value as its op makes it, `x@1(S(0), B)` the same logical value
+boxed to stage 1 and that nd-SBP. Actors read graph inputs (states, batch, scalars) by name and each
+other's results through registers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cached_property
+from typing import Any
+
+from sbp_core.boxing.step import Step, StepKind
+from sbp_core.errors import SbpValueError
+from sbp_core.graph.ir import Argument, Phase, Rate
+from sbp_core.graph.serialize import argument_from_json, argument_to_json
+from sbp_core.placement import Placement
+from sbp_core.sbp import NdSbp
+
+FORMAT = 1
+
+#: Instruction that runs a local boxing step: arguments are (value, index into `plan.steps`).
+LOCAL_BOX = "sbp.local_box"
+
+
+class ActorKind(str, Enum):
+    """The work that an actor owns."""
+
+    COMPUTE = "compute"
+    COLLECTIVE = "collective"
+    SEND = "send"
+    RECEIVE = "receive"
+    ACCUMULATE = "accumulate"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instruction:
+    """One operator call of a compute segment, on local tensors; `Ref`s name keys or inputs."""
+
+    op: str
+    args: tuple[Argument, ...]
+    kwargs: Mapping[str, Argument] = field(default_factory=dict)
+    outputs: tuple[str, ...]
+    node: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Actor:
+    """One kind of work on one thread of one rank.
+
+    Args:
+        name: Unique on its rank; a collective has the same name on every rank of its group.
+        kind: Which work.
+        stage: The stage it belongs to.
+        phase, rate: When it fires: for each micro-batch, or once a step.
+        thread: Name of its thread on this rank.
+        inputs: Keys it takes from registers.
+        reads: Graph inputs it reads: states, batch tensors, scalars.
+        outputs: Keys it puts into registers.
+        instructions: Of a compute segment, in order.
+        step: Of a boxing actor, index into `plan.steps`; else -1.
+        makes: Of a collective or receive, the key it makes, taken by an actor of this rank or not.
+        accumulates: Of an accumulation: (part, sum, scale) for each value.
+        emits: (result name, key): losses and metrics that leave here.
+        writes: (state, key): new values of states, in force from the next step on.
+        weight_s: Rough time of one firing, for ordering only.
+        transient_bytes: Most bytes alive inside one firing; of an accumulation, its sums.
+        written_bytes: Bytes of the new state values, alive from its firing to the end of the step.
+    """
+
+    name: str
+    kind: ActorKind
+    stage: int
+    phase: Phase
+    rate: Rate
+    thread: str
+    inputs: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    instructions: tuple[Instruction, ...] = ()
+    step: int = -1
+    makes: str = ""
+    accumulates: tuple[tuple[str, str, float], ...] = ()
+    emits: tuple[tuple[str, str], ...] = ()
+    writes: tuple[tuple[str, str], ...] = ()
+    weight_s: float = 0.0
+    transient_bytes: int = 0
+    written_bytes: int = 0
+
+    def num_firings(self, num_micro_batches: int) -> int:
+        """Return how often it fires in one step."""
+        return num_micro_batches if self.rate is Rate.MICRO else 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Register:
+    """Holds what one actor makes for the same consumers.
+
+    Args:
+        name: Unique on its rank.
+        producer: Actor that fills it.
+        consumers: Actors that read it; each gives its credit back after its firing.
+        keys: The values in it.
+        rate: How often it is filled: `STEP` for the sums of an accumulation.
+        quota: How many may be alive at once.
+        size_bytes: Bytes of one filling on this rank.
+    """
+
+    name: str
+    producer: str
+    consumers: tuple[str, ...]
+    keys: tuple[str, ...]
+    rate: Rate
+    quota: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """A register between ranks: what a send has put out and the receiver has not yet taken."""
+
+    name: str
+    sender: tuple[int, str]
+    receiver: tuple[int, str]
+    quota: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateSlot:
+    """A state, batch tensor or scalar that a rank holds.
+
+    Args:
+        name: Name of the graph input.
+        kind: Its `InputKind` value.
+        shape, dtype: Of the logical tensor; dtype alone, with an empty shape, for host scalars.
+        sbp: How it is cut on the placement of its stage; None for host scalars.
+        local_shape: Of this rank's part.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+    stage: int
+    sbp: NdSbp | None
+    local_shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankPlan:
+    """Everything one rank does in a step."""
+
+    rank: int
+    slots: tuple[StateSlot, ...]
+    actors: tuple[Actor, ...]
+    registers: tuple[Register, ...]
+    orders: Mapping[str, tuple[tuple[str, int], ...]]
+
+    @cached_property
+    def by_name(self) -> Mapping[str, Actor]:
+        """Each actor by name."""
+        return {actor.name: actor for actor in self.actors}
+
+    @cached_property
+    def producer_of(self) -> Mapping[str, str]:
+        """The actor that fills each register."""
+        return {register.name: register.producer for register in self.registers}
+
+    @cached_property
+    def inputs_of(self) -> Mapping[str, tuple[Register, ...]]:
+        """For each actor the registers it reads."""
+        return {
+            actor.name: tuple(r for r in self.registers if actor.name in r.consumers)
+            for actor in self.actors
+        }
+
+    @cached_property
+    def outputs_of(self) -> Mapping[str, tuple[Register, ...]]:
+        """For each actor the registers it fills."""
+        return {
+            actor.name: tuple(r for r in self.registers if r.producer == actor.name)
+            for actor in self.actors
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhysicalPlan:
+    """What all ranks do in a step, and what it was compiled from.
+
+    `ties` says for a host state, such as a clock, which states of the model it stands for.
+    """
+
+    graph_hash: str
+    planner: str
+    num_micro_batches: int
+    ties: Mapping[str, tuple[str, ...]]
+    stages: tuple[Placement, ...]
+    steps: tuple[Step, ...]
+    links: tuple[Link, ...]
+    ranks: tuple[RankPlan, ...]
+
+    @cached_property
+    def by_rank(self) -> Mapping[int, RankPlan]:
+        """Each rank's plan by rank."""
+        return {part.rank: part for part in self.ranks}
+
+    @cached_property
+    def hash(self) -> str:
+        """16 hex digits of everything in the plan."""
+        text = json.dumps(to_json(self), sort_keys=True, separators=(",", ":"))
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+    @property
+    def boxing_bytes(self) -> int:
+        """Bytes that one step moves between ranks, summed over ranks, as the steps price them."""
+        moves = {
+            actor.step: actor.num_firings(self.num_micro_batches)
+            for part in self.ranks
+            for actor in part.actors
+            if actor.kind in (ActorKind.COLLECTIVE, ActorKind.RECEIVE)
+        }
+        return sum(self.steps[index].size_bytes * count for index, count in moves.items())
+
+
+def step_to_json(step: Step) -> dict[str, Any]:
+    """Return a JSON value that `step_from_json` reads."""
+    return {
+        "kind": step.kind.value,
+        "shape": list(step.shape),
+        "dtype": step.dtype,
+        "source": [step.source[0].to_json(), str(step.source[1])],
+        "target": [step.target[0].to_json(), str(step.target[1])],
+        "axis": step.axis,
+        "size_bytes": step.size_bytes,
+    }
+
+
+def step_from_json(value: Mapping[str, Any]) -> Step:
+    """Read what `step_to_json` wrote."""
+    source, target = value["source"], value["target"]
+    return Step(
+        kind=StepKind(value["kind"]),
+        shape=tuple(value["shape"]),
+        dtype=value["dtype"],
+        source=(Placement.from_json(source[0]), NdSbp.parse(source[1])),
+        target=(Placement.from_json(target[0]), NdSbp.parse(target[1])),
+        axis=value["axis"],
+        size_bytes=value["size_bytes"],
+    )
+
+
+def _instruction_to_json(entry: Instruction) -> list[Any]:
+    kwargs = {key: argument_to_json(value) for key, value in entry.kwargs.items()}
+    return [entry.op, argument_to_json(entry.args), kwargs, list(entry.outputs), entry.node]
+
+
+def _instruction_from_json(value: list[Any]) -> Instruction:
+    op, args, kwargs, outputs, node = value
+    return Instruction(
+        op=op,
+        args=argument_from_json(args),
+        kwargs={key: argument_from_json(part) for key, part in kwargs.items()},
+        outputs=tuple(outputs),
+        node=node,
+    )
+
+
+def _actor_to_json(actor: Actor) -> dict[str, Any]:
+    return {
+        "name": actor.name,
+        "kind": actor.kind.value,
+        "stage": actor.stage,
+        "phase": actor.phase.value,
+        "rate": actor.rate.value,
+        "thread": actor.thread,
+        "inputs": list(actor.inputs),
+        "reads": list(actor.reads),
+        "outputs": list(actor.outputs),
+        "instructions": [_instruction_to_json(entry) for entry in actor.instructions],
+        "step": actor.step,
+        "makes": actor.makes,
+        "accumulates": [list(entry) for entry in actor.accumulates],
+        "emits": [list(entry) for entry in actor.emits],
+        "writes": [list(entry) for entry in actor.writes],
+        "weight_s": actor.weight_s,
+        "transient_bytes": actor.transient_bytes,
+        "written_bytes": actor.written_bytes,
+    }
+
+
+def _actor_from_json(value: Mapping[str, Any]) -> Actor:
+    return Actor(
+        name=value["name"],
+        kind=ActorKind(value["kind"]),
+        stage=value["stage"],
+        phase=Phase(value["phase"]),
+        rate=Rate(value["rate"]),
+        thread=value["thread"],
+        inputs=tuple(value["inputs"]),
+        reads=tuple(value["reads"]),
+        outputs=tuple(value["outputs"]),
+        instructions=tuple(map(_instruction_from_json, value["instructions"])),
+        step=value["step"],
+        makes=value["makes"],
+        accumulates=tuple((a, b, c) for a, b, c in value["accumulates"]),
+        emits=tuple((a, b) for a, b in value["emits"]),
+        writes=tuple((a, b) for a, b in value["writes"]),
+        weight_s=value["weight_s"],
+        transient_bytes=value["transient_bytes"],
+        written_bytes=value["written_bytes"],
+    )
+
+
+def _slot_to_json(slot: StateSlot) -> list[Any]:
+    sbp = None if slot.sbp is None else str(slot.sbp)
+    shapes = [list(slot.shape), list(slot.local_shape)]
+    return [slot.name, slot.kind, slot.dtype, slot.stage, sbp, *shapes]
+
+
+def _slot_from_json(value: list[Any]) -> StateSlot:
+    name, kind, dtype, stage, sbp, shape, local = value
+    return StateSlot(
+        name=name,
+        kind=kind,
+        dtype=dtype,
+        stage=stage,
+        sbp=None if sbp is None else NdSbp.parse(sbp),
+        shape=tuple(shape),
+        local_shape=tuple(local),
+    )
+
+
+def to_json(plan: PhysicalPlan) -> dict[str, Any]:
+    """Return a JSON value that `from_json` reads."""
+    return {
+        "format": FORMAT,
+        "graph_hash": plan.graph_hash,
+        "planner": plan.planner,
+        "num_micro_batches": plan.num_micro_batches,
+        "ties": {name: list(tied) for name, tied in plan.ties.items()},
+        "stages": [stage.to_json() for stage in plan.stages],
+        "steps": [step_to_json(step) for step in plan.steps],
+        "links": [[k.name, list(k.sender), list(k.receiver), k.quota] for k in plan.links],
+        "ranks": [
+            {
+                "rank": part.rank,
+                "slots": [_slot_to_json(slot) for slot in part.slots],
+                "actors": [_actor_to_json(actor) for actor in part.actors],
+                "registers": [
+                    [
+                        r.name,
+                        r.producer,
+                        list(r.consumers),
+                        list(r.keys),
+                        r.rate.value,
+                        r.quota,
+                        r.size_bytes,
+                    ]
+                    for r in part.registers
+                ],
+                "orders": {k: [list(entry) for entry in v] for k, v in part.orders.items()},
+            }
+            for part in plan.ranks
+        ],
+    }
+
+
+def _rank_from_json(value: Mapping[str, Any]) -> RankPlan:
+    return RankPlan(
+        rank=value["rank"],
+        slots=tuple(map(_slot_from_json, value["slots"])),
+        actors=tuple(map(_actor_from_json, value["actors"])),
+        registers=tuple(
+            Register(
+                name=name,
+                producer=producer,
+                consumers=tuple(consumers),
+                keys=tuple(keys),
+                rate=Rate(rate),
+                quota=quota,
+                size_bytes=size,
+            )
+            for name, producer, consumers, keys, rate, quota, size in value["registers"]
+        ),
+        orders={k: tuple((a, m) for a, m in v) for k, v in value["orders"].items()},
+    )
+
+
+def from_json(value: Mapping[str, Any]) -> PhysicalPlan:
+    """Read what `to_json` wrote.
+
+    Raises:
+        SbpValueError: the format is another one.
+    """
+    if value.get("format") != FORMAT:
+        raise SbpValueError(
+            f"a physical plan of format {value.get('format')!r}",
+            accepted=f"format {FORMAT}",
+            todo="compile again with this version",
+        )
+    return PhysicalPlan(
+        graph_hash=value["graph_hash"],
+        planner=value["planner"],
+        num_micro_batches=value["num_micro_batches"],
+        ties={name: tuple(tied) for name, tied in value["ties"].items()},
+        stages=tuple(Placement.from_json(stage) for stage in value["stages"]),
+        steps=tuple(map(step_from_json, value["steps"])),
+        links=tuple(
+            Link(name=n, sender=(s[0], s[1]), receiver=(r[0], r[1]), quota=q)
+            for n, s, r, q in value["links"]
+        ),
+        ranks=tuple(map(_rank_from_json, value["ranks"])),
+    )

@@ -1,0 +1,107 @@
+"""What is legal in a `LogicalGraph`, and the verifier that every pass is followed by. No torch."""
+
+from __future__ import annotations
+
+from sbp_core.errors import GraphError
+from sbp_core.graph.ir import InputKind, LogicalGraph, Node, OutputKind, Rate, ScalarType
+
+_NAMESPACES = ("aten", "host", "sbp", "prims")
+
+
+def verify_graph(graph: LogicalGraph) -> LogicalGraph:
+    """Check a graph against the specification and return it.
+
+    1. Names of nodes are unique; every value is made once, before it is used, and has a type.
+    2. Ops name a namespace, an operator and (for ATen) an overload.
+    3. `host.*` nodes make host scalars, from host scalars only (`host.item` reads a 0-d tensor);
+       other nodes make tensors only.
+    4. Every state output names a state input of the same type; there is at most one loss, 0-d.
+    5. A node of step rate uses no value of micro-batch rate, except `sbp.accumulate`;
+       with one micro-batch, rates do not bind.
+
+    Raises:
+        GraphError: names the node and what it breaks.
+    """
+    _check_values(graph)
+    for node in graph.nodes:
+        _check_node(graph, node)
+    _check_outputs(graph)
+    return graph
+
+
+def _check_values(graph: LogicalGraph) -> None:
+    known = {entry.name for entry in graph.inputs}
+    if len(known) != len(graph.inputs):
+        raise GraphError(f"graph {graph.name!r} has two inputs of one name")
+    names: set[str] = set()
+    for node in graph.nodes:
+        if node.name in names:
+            raise GraphError(f"two nodes are called {node.name!r}", where=node.where())
+        names.add(node.name)
+        for value in node.inputs():
+            if value not in known:
+                raise GraphError(
+                    f"{value!r} is used before it is made",
+                    where=node.where(),
+                    accepted="nodes in topological order",
+                )
+        for value in node.outputs:
+            if value in known:
+                raise GraphError(f"{value!r} is made twice", where=node.where())
+            if value not in graph.types:
+                raise GraphError(f"{value!r} has no type", where=node.where())
+            known.add(value)
+    for out in graph.outputs:
+        if out.value not in known:
+            raise GraphError(f"output {out.name!r} is {out.value!r}, which nothing makes")
+
+
+def _check_node(graph: LogicalGraph, node: Node) -> None:
+    parts = node.op.split(".")
+    if len(parts) < 2 or not all(parts):
+        raise GraphError(
+            f"{node.op!r} is no operator name",
+            where=node.where(),
+            accepted=f"namespace.operator[.overload], such as {', '.join(_NAMESPACES)}",
+        )
+    made = {isinstance(graph.types[value], ScalarType) for value in node.outputs}
+    if made != {node.is_host}:
+        raise GraphError(
+            "host ops make host scalars, other ops tensors",
+            where=node.where(),
+            accepted="host.* for arithmetic on host scalars",
+        )
+    reads = node.is_host and any(graph.is_tensor(value) for value in node.inputs())
+    if reads and node.op != "host.item":
+        raise GraphError("a host op uses a tensor", where=node.where())
+    if graph.num_micro_batches > 1 and node.rate is Rate.STEP:
+        for value in node.inputs():
+            if graph.rate_of(value) is Rate.MICRO:
+                raise GraphError(
+                    f"{value!r} is made for each micro-batch, but used once a step",
+                    where=node.where(),
+                    accepted="sbp.accumulate between the two (pass 'accumulate')",
+                )
+
+
+def _check_outputs(graph: LogicalGraph) -> None:
+    losses = [out for out in graph.outputs if out.kind is OutputKind.LOSS]
+    if len(losses) > 1:
+        raise GraphError(f"graph {graph.name!r} has {len(losses)} losses", accepted="one")
+    for out in losses:
+        if not graph.is_tensor(out.value) or graph.tensor(out.value).shape:
+            raise GraphError(f"the loss {out.value!r} is {graph.types[out.value]}", accepted="0-d")
+    for out in graph.outputs:
+        if out.kind is not OutputKind.STATE:
+            continue
+        entry = graph.input_kinds.get(out.name)
+        if entry is None or not entry.kind.is_state:
+            states = [e.name for e in graph.inputs if e.kind is InputKind.PARAMETER]
+            raise GraphError(
+                f"output {out.name!r} replaces no state", accepted=", ".join(states[:8])
+            )
+        if graph.types[out.value] != graph.types[out.name]:
+            raise GraphError(
+                f"the new value of {out.name!r} is {graph.types[out.value]}",
+                accepted=str(graph.types[out.name]),
+            )

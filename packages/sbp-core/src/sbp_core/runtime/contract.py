@@ -1,0 +1,100 @@
+"""The contract of runtimes: start a plan on states, run steps, hand states back. No torch at import.
+
+A runtime owns the ranks of one process. Batches come in whole, as the one-device program would see
+them; each rank takes its own part. States are handed over and back as whole logical tensors or, for
+those who compare, as each rank's shard.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from sbp_core.boxing.backend import BoxingBackend
+    from sbp_core.compile.physical import PhysicalPlan
+
+Number = float | int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What one step gave: losses and metrics by name (0-d tensors), equal on every rank."""
+
+    outputs: Mapping[str, torch.Tensor]
+
+    @property
+    def loss(self) -> torch.Tensor:
+        """The loss: a 0-d tensor."""
+        return self.outputs["loss"]
+
+
+class Session(ABC):
+    """A started plan. Use it as a context manager."""
+
+    @abstractmethod
+    def step(
+        self, batch: Mapping[str, torch.Tensor], scalars: Mapping[str, Number]
+    ) -> StepResult:
+        """Run one step.
+
+        Args:
+            batch: Whole batch tensors by name: dim 0 is micro-batches times the captured size.
+            scalars: Every scalar input by name, such as `lr`.
+
+        Raises:
+            SbpValueError: a batch tensor is missing or of another shape or dtype.
+            RuntimeFailure: a rank failed; names the rank and the actor. States are those from
+                before the step.
+        """
+
+    @abstractmethod
+    def shard(self, name: str, rank: int) -> torch.Tensor | Number:
+        """Return one rank's part of a state (not a copy)."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return every state as a whole logical tensor, by the names of `initial_states`."""
+
+    @abstractmethod
+    def load_state_dict(self, states: Mapping[str, torch.Tensor]) -> None:
+        """Replace every state.
+
+        Raises:
+            SbpValueError: a state is missing, unknown, or of another shape or dtype.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop threads and release states. Safe to call twice."""
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Runtime(ABC):
+    """Kind `runtime`: `build(config)` returns one."""
+
+    @abstractmethod
+    def start(
+        self,
+        plan: PhysicalPlan,
+        states: Mapping[str, torch.Tensor],
+        backend: BoxingBackend,
+        ranks: Sequence[int] | None = None,
+    ) -> Session:
+        """Start a plan on initial states; the backend is opened here and closed by the session.
+
+        Args:
+            plan: Checked (see `sbp_core.check`).
+            states: Whole tensors by the names of `initial_states`.
+            backend: Not yet open.
+            ranks: Ranks to run in this process; all that the backend has here, if None.
+        """

@@ -1,0 +1,65 @@
+"""From the names of operators in graphs and plans to what executes them on tensors. Knows torch."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+from sbp_core.errors import GraphError
+from sbp_core.graph.ir import Argument, Ref, Symbol
+
+_HOST: dict[str, Callable[..., Any]] = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "truediv": operator.truediv,
+    "pow": operator.pow,
+    "neg": operator.neg,
+    "item": operator.methodcaller("item"),
+}
+
+
+@cache
+def operator_of(op: str) -> Callable[..., Any]:
+    """Return the callable of an operator name.
+
+    `aten.*` and custom namespaces come from `torch.ops`; `host.*` are Python's own on numbers.
+
+    Raises:
+        GraphError: torch has no such operator.
+    """
+    namespace, name, *overload = op.split(".")
+    if namespace == "host" and name in _HOST:
+        return _HOST[name]
+    try:
+        packet = getattr(getattr(torch.ops, namespace), name)
+        found: Callable[..., Any] = getattr(packet, overload[0]) if overload else packet
+    except AttributeError:
+        raise GraphError(
+            f"no operator is called {op!r} here",
+            accepted=f"an operator of torch {torch.__version__} or one registered with torch.library",
+            todo="import the package that registers it",
+        ) from None
+    return found
+
+
+def symbol_value(symbol: Symbol) -> Any:
+    """Return the torch object a `Symbol` names."""
+    if symbol.kind == "device":
+        return torch.device(symbol.name)
+    return getattr(torch, symbol.name)
+
+
+def bind(argument: Argument, read: Callable[[str], Any]) -> Any:
+    """Return an argument with symbols resolved and each `Ref` replaced by `read(name)`."""
+    if isinstance(argument, Ref):
+        return read(argument.name)
+    if isinstance(argument, Symbol):
+        return symbol_value(argument)
+    if isinstance(argument, tuple):
+        return [bind(part, read) for part in argument]
+    return argument
