@@ -12,10 +12,10 @@ from queue import SimpleQueue
 from torch import Tensor
 
 from sbp_actor_runtime.configs import ActorConfig
-from sbp_actor_runtime.worker import Message, Stop, StepOrder, ThreadId, Worker, WorkerReport
+from sbp_actor_runtime.worker import Message, StepOrder, Stop, ThreadId, Worker, WorkerReport
 from sbp_core.boxing.backend import BoxingBackend
 from sbp_core.compile.physical import PhysicalPlan
-from sbp_core.errors import BoxingError, RuntimeFailure, SbpError
+from sbp_core.errors import BoxingError, RunError, SbpError
 from sbp_core.runtime.contract import Number, Runtime, Session, StepResult
 from sbp_core.runtime.store import StateStore, feed
 
@@ -86,7 +86,7 @@ class ActorSession(Session):
     def step(self, batch: Mapping[str, Tensor], scalars: Mapping[str, Number]) -> StepResult:
         """See `Session.step`."""
         if self.closed or self.failure is not None:
-            raise RuntimeFailure(
+            raise RunError(
                 "the session has ended" if self.closed else "the session has failed before",
                 where=str(self.failure or ""),
                 todo="start a new session from state_dict()",
@@ -113,18 +113,18 @@ class ActorSession(Session):
         """Wait for a worker; after a first failure the others are unblocked."""
         report = self.reports.get()
         if report.error is not None and self.failure is None:
-            self.failure = RuntimeFailure(str(report.error))
+            self.failure = RunError(str(report.error))
             self.backend.fail(report.error)
             for worker in self.workers.values():
                 worker.inbox.put(Stop())
         return report
 
-    def _failed(self, failed: Sequence[WorkerReport]) -> RuntimeFailure:
+    def _failed(self, failed: Sequence[WorkerReport]) -> RunError:
         """Make the error: the first cause is a failure that is no consequence of another."""
-        causes = [r for r in failed if not isinstance(r.error, BoxingError | RuntimeFailure)]
+        causes = [r for r in failed if not isinstance(r.error, BoxingError | RunError)]
         report = (causes or list(failed))[0]
         rank, thread = report.thread
-        error = RuntimeFailure(
+        error = RunError(
             f"rank {rank} failed in actor {report.actor!r}: {report.error}",
             where=(f"thread {thread!r}, step {self.steps_done}",),
             todo="states are those from before the step: state_dict() still gives them",

@@ -1,8 +1,8 @@
 """One thread of one rank: fires its actors in the plan's order, as data and credits allow.
 
-Messages between threads are two: a request hands a filled register to a consumer, an acknowledgement
-gives the credit back. Within a thread both are plain calls. A worker never looks at another worker's
-state; what it needs arrives in its inbox.
+Messages between threads are two: a request hands a filled register to a consumer, an
+acknowledgement gives the credit back. Within a thread both are plain calls. A worker never looks at
+another worker's state; what it needs arrives in its inbox.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from sbp_actor_runtime.register import InRegister, OutRegister, Values
 from sbp_core.boxing.backend import Communicator
 from sbp_core.compile.physical import Actor, ActorKind, Link, PhysicalPlan
-from sbp_core.errors import RuntimeFailure
+from sbp_core.errors import RunError
 from sbp_core.graph.ir import Rate
 from sbp_core.runtime.codegen import Segment, keys_out, segment_function
 
@@ -158,19 +158,19 @@ class Worker:
         elif isinstance(message, Acknowledge):
             self.outputs[message.register].acknowledged[message.consumer] += 1
         elif isinstance(message, Stop):
-            raise RuntimeFailure(f"rank {self.id[0]} was stopped in the middle of a step")
+            raise RunError(f"rank {self.id[0]} was stopped in the middle of a step")
 
     def _wait(self, name: str, lack: Callable[[], str], deadline_s: float) -> None:
         """Handle messages until nothing is lacking.
 
         Raises:
-            RuntimeFailure: nothing came for `deadline_s` seconds; says what was lacking.
+            RunError: nothing came for `deadline_s` seconds; says what was lacking.
         """
         while lacking := lack():
             try:
                 self._handle(self.inbox.get(timeout=deadline_s))
             except Empty:
-                raise RuntimeFailure(
+                raise RunError(
                     f"{name} has waited {deadline_s:.0f} s for {lacking}",
                     where=f"rank {self.id[0]}, thread {self.id[1]}",
                     todo="see which rank stopped; raise runtime.deadline_s if it is only slow",
@@ -222,8 +222,8 @@ class Worker:
         tag = f"{key}, micro-batch {index} of step {order.index}"
         if actor.kind is ActorKind.SEND:
             (shard,) = values.values()
-            for link in self.sends[actor.name]:
-                link.filled += 1
+            for end in self.sends[actor.name]:
+                end.filled += 1
             self.communicator.send(step, shard, tag=tag, deadline_s=order.deadline_s)
             return {}
         if actor.kind is ActorKind.RECEIVE:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._C._autograd import _get_sequence_nr
 from torch._guards import TracingContext, tracing
 from torch._subclasses import FakeTensorMode
 from torch.fx import traceback as fx_traceback
@@ -33,9 +34,7 @@ __all__ = [
 
 def fake_mode() -> FakeTensorMode:
     """Return a mode of tensors without data, with static shapes. Tried on 2.13."""
-    return FakeTensorMode(
-        allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True
-    )
+    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
 
 
 def trace_graph(
@@ -72,9 +71,7 @@ def annotated(note: Mapping[str, Any]) -> Iterator[None]:
 
 
 @contextmanager
-def reparametrized(
-    module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]
-) -> Iterator[None]:
+def reparametrized(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """Swap a module's parameters and buffers, tied ones too. Tried on 2.13."""
     with stateless._reparametrize_module(module, dict(tensors), tie_weights=True):
         yield
@@ -82,7 +79,7 @@ def reparametrized(
 
 def last_forward_number() -> int:
     """Return the sequence number of the newest autograd node. Tried on 2.13."""
-    return int(torch.autograd._get_sequence_nr()) - 1
+    return int(_get_sequence_nr()) - 1
 
 
 def current_backward_node() -> int | None:

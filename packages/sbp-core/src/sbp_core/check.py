@@ -1,10 +1,10 @@
 """Check a plan before any device is touched: it is live, its registers are bounded, it fits memory.
 
 Within a step the plan is a deterministic dataflow program on counted tokens: whichever order ready
-actors fire in, the same firings happen (Kahn). So replaying the fixed thread orders once is a proof:
-either all firings happen, and the step ends in the marking it began with, so every later step goes
-the same way; or the replay stops, and the threads that wait for each other are the guilty cycle.
-No torch.
+actors fire in, the same firings happen (Kahn). So replaying the fixed thread orders once is a
+proof: either all firings happen, and the step ends in the marking it began with, so every later
+step goes the same way; or the replay stops, and the threads that wait for each other are the guilty
+cycle. No torch.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from sbp_core._callable_module import make_callable
 from sbp_core.compile.physical import ActorKind, PhysicalPlan, RankPlan
 from sbp_core.compile.tokens import Place, TokenGame
 from sbp_core.errors import PlanError
@@ -171,9 +172,7 @@ class _Replay:
             live = self.game.live(rank, register)
             if live > register.quota:
                 raise PlanError(f"register {register.name} of rank {rank} holds {live} fillings")
-            self.occupancy[(rank, register.name)] = max(
-                live, self.occupancy[(rank, register.name)]
-            )
+            self.occupancy[(rank, register.name)] = max(live, self.occupancy[(rank, register.name)])
         alive = sum(self.game.live(rank, r) * r.size_bytes for r in part.registers)
         alive += sum(
             actor.written_bytes for actor in part.actors if self.game.finished[(rank, actor.name)]
@@ -223,3 +222,5 @@ def _state_bytes(part: RankPlan) -> int:
             total += size
     return total
 
+
+make_callable(__name__)

@@ -89,7 +89,7 @@ class BoxingError(SbpError, RuntimeError):
     """A boxing step that could not complete."""
 
 
-class RuntimeFailure(SbpError, RuntimeError):
+class RunError(SbpError, RuntimeError):
     """A run that stopped: which rank, which actor, and why."""
 
 

@@ -1,9 +1,10 @@
 """The SBP algebra: how one logical tensor lies on the axes of a mesh, and which slice a rank holds.
 
 `S(dim)` splits, `B` broadcasts, `P` (`P("sum")`, `P("max")`, `P("min")`) leaves partial values that
-are reduced to the logical one. `NdSbp` has one entry for each mesh axis. Tensors have *dims*, meshes
-have *axes*. This module holds values, text and geometry; which signatures an operator allows is
-`sbp_core.signatures`, how to get from one `NdSbp` to another is `sbp_core.boxing`. Imports no torch.
+are reduced to the logical one. `NdSbp` has one entry for each mesh axis. Tensors have *dims*,
+meshes have *axes*. This module holds values, text and geometry; which signatures an operator allows
+is `sbp_core.signatures`, how to get from one `NdSbp` to another is `sbp_core.boxing`. Imports no
+torch.
 """
 
 from __future__ import annotations
@@ -102,6 +103,7 @@ class NdSbp(tuple[Sbp, ...]):
     __slots__ = ()
 
     def __new__(cls, *entries: Sbp) -> NdSbp:
+        """Return the value after checking every entry."""
         for entry in entries:
             if not isinstance(entry, Split | Broadcast | Partial):
                 raise SbpTypeError(
@@ -141,9 +143,7 @@ class NdSbp(tuple[Sbp, ...]):
     def split_axes(self, dim: int) -> tuple[int, ...]:
         """Return the mesh axes that split `dim`, in order."""
         return tuple(
-            axis
-            for axis, entry in enumerate(self)
-            if isinstance(entry, Split) and entry.dim == dim
+            axis for axis, entry in enumerate(self) if isinstance(entry, Split) and entry.dim == dim
         )
 
     def __str__(self) -> str:
@@ -179,7 +179,7 @@ def check_sbp(shape: Sequence[int], sbp: NdSbp, mesh_shape: Sequence[int]) -> No
     """
     if len(sbp) != len(mesh_shape):
         raise SbpValueError(
-            f"({sbp}) has {len(sbp)} entries for a mesh of {len(mesh_shape)} axes {tuple(mesh_shape)}",
+            f"({sbp}) has {len(sbp)} entries for a mesh of {len(mesh_shape)} axes",
             accepted="one entry for each mesh axis",
         )
     for entry in sbp:
@@ -214,9 +214,7 @@ def local_shape(
     shape: Sequence[int], sbp: NdSbp, mesh_shape: Sequence[int], coordinate: Sequence[int]
 ) -> tuple[int, ...]:
     """Return the shape of the slice held at a mesh coordinate."""
-    return tuple(
-        stop - start for start, stop in local_bounds(shape, sbp, mesh_shape, coordinate)
-    )
+    return tuple(stop - start for start, stop in local_bounds(shape, sbp, mesh_shape, coordinate))
 
 
 def all_entries(num_dims: int, reductions: Sequence[str] = ("sum",)) -> tuple[Sbp, ...]:

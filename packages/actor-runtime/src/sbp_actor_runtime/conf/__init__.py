@@ -1,0 +1,1 @@
+"""Config options of this package, found by Hydra."""

@@ -1,1 +1,20 @@
-"""TODO."""
+"""Boxing: how a tensor gets from one (placement, nd-SBP) to another, and what that costs.
+
+In the order in which they are used: `step` (the values), `slices` (who needs what), `router` (finds
+the route), `price` (its time), `backend` (the contract of transports), `execute` (one step for all
+ranks at once; knows torch) and `local` (the in-process backend; knows torch).
+"""
+
+from sbp_core.boxing.backend import BoxingBackend, Communicator
+from sbp_core.boxing.router import conversion_bytes, route
+from sbp_core.boxing.step import Route, Step, StepKind
+
+__all__ = [
+    "BoxingBackend",
+    "Communicator",
+    "Route",
+    "Step",
+    "StepKind",
+    "conversion_bytes",
+    "route",
+]

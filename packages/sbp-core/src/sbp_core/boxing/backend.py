@@ -44,6 +44,8 @@ class Communicator(ABC):
         Args:
             step: Any kind but `TRANSFER` and `LOCAL`.
             shard: This rank's part, of the local shape that `step.source` gives.
+            tag: Name of the firing, see the class.
+            deadline_s: Seconds to wait for others.
 
         Returns:
             This rank's part under `step.target`.
@@ -60,7 +62,10 @@ class Communicator(ABC):
         """Receive and put together this rank's part of a `TRANSFER`.
 
         Args:
+            step: A `TRANSFER` whose target has this rank.
             shard: The rank's own source part if it is also a sender, else None.
+            tag: Name of the firing, see the class.
+            deadline_s: Seconds to wait for the senders.
         """
 
 

@@ -7,14 +7,20 @@ it. A route is a list of steps. Nothing here moves data (`boxing.execute`, backe
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
+from typing import TYPE_CHECKING
 
+from sbp_core.errors import BoxingError
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp
 
+if TYPE_CHECKING:
+    from sbp_core.placement import Cluster
 
-class StepKind(str, Enum):
+
+class StepKind(StrEnum):
     """The primitive that a step is.
 
     The first four are collectives among the ranks of one mesh axis of one placement.
@@ -60,6 +66,16 @@ class Step:
             return tuple(dict.fromkeys((*senders, *receivers)))
         return self.source[0].group(rank, self.axis)
 
+    def __str__(self) -> str:
+        """One line: kind, mesh axis, from -> to, bytes."""
+        (before, source), (after, target) = self.source, self.target
+        change = f"({source}) -> ({target}), {format_bytes(self.size_bytes)}"
+        if self.kind is not StepKind.TRANSFER:
+            return f"{self.kind.value} on axis {before.axes[self.axis]!r}: {change}"
+        if before == after:
+            return f"{self.kind.value} within {before.ranks}: {change}"
+        return f"{self.kind.value} from {before.ranks} to {after.ranks}: {change}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
@@ -75,3 +91,49 @@ class Route:
     def bytes(self) -> int:
         """Bytes moved between ranks, summed over ranks and steps."""
         return sum(step.size_bytes for step in self.steps)
+
+    def time_s(self, cluster: Cluster) -> float:
+        """Return the predicted time on a machine, in seconds; see `boxing.price`."""
+        from sbp_core.boxing.price import route_time_s
+
+        return route_time_s(self, cluster)
+
+    def __str__(self) -> str:
+        """One line for the whole, then one a step."""
+        what = f"{self.dtype}{list(self.shape)} ({self.source[1]}) -> ({self.target[1]})"
+        if not self.steps:
+            return f"{what}: nothing to do"
+        lines = [f"{what}: {format_bytes(self.bytes)}"]
+        return "\n".join([*lines, *(f"  {step}" for step in self.steps)])
+
+
+def format_bytes(size_bytes: int) -> str:
+    """Return a size for people to read, in decimal units: `172.1 MB`; exact below 10,000."""
+    if size_bytes < 10_000:
+        return f"{size_bytes} B"
+    size, unit = size_bytes / 1000, "kB"
+    for larger in ("MB", "GB", "TB", "PB"):
+        if size < 999.95:
+            break
+        size, unit = size / 1000, larger
+    return f"{size:.1f} {unit}"
+
+
+def missing_ranks(
+    step: Step, tag: str, missing: Iterable[int], deadline_s: float, *, rank: int | None = None
+) -> BoxingError:
+    """Make the error for a step that some ranks did not come to, worded alike by every backend.
+
+    Args:
+        step: The step that cannot complete.
+        tag: The firing that it belongs to.
+        missing: The ranks that did not arrive.
+        deadline_s: How long the others waited, in seconds.
+        rank: The rank that waited, where known.
+    """
+    late = ", ".join(map(str, missing))
+    return BoxingError(
+        f"boxing step {tag!r} waited {deadline_s:g} s; ranks that did not arrive: {late}",
+        where=(str(step), "" if rank is None else f"rank {rank}"),
+        todo="see what those ranks were doing; a larger deadline helps only if they are just slow",
+    )

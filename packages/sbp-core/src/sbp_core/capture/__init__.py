@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from sbp_core._callable_module import make_callable
 from sbp_core.capture.convert import to_logical
 from sbp_core.capture.trace import Loss, optimizer_states, trace_step
 from sbp_core.graph.ir import LogicalGraph
@@ -53,3 +54,6 @@ def initial_states(
         for name, states in optimizer_states(model, optimizer).items():
             found |= {f"{name}.{key}": value.detach().clone() for key, value in states.items()}
     return found
+
+
+make_callable(__name__)

@@ -114,8 +114,10 @@ class _Conversion:
         return tuple(found)
 
     def _call(self, node: fx.Node) -> None:
-        if node.target is operator.getitem and node.args[0] in self.parts:
-            self.values[node] = Ref(self.parts[node.args[0]][node.args[1]])
+        if node.target is operator.getitem:
+            whole, index = node.args
+            assert isinstance(whole, fx.Node) and isinstance(index, int), "an op's result is taken"
+            self.values[node] = Ref(self.parts[whole][index])
             return
         if node.target is torch.ops.aten._local_scalar_dense.default:
             source = self._argument(node.args[0])
@@ -171,7 +173,9 @@ class _Conversion:
         kind = op.split(".")[1]
         if phase is Phase.OPTIMIZER:
             owner = next((o for ref in _refs(args) if (o := self.owners.get(ref.name))), "")
-            base = f"{owner}.update.{kind}" if owner and not op.startswith("host") else f"step.{kind}"
+            base = (
+                f"{owner}.update.{kind}" if owner and not op.startswith("host") else f"step.{kind}"
+            )
         else:
             middle = ["grad"] if phase is Phase.BACKWARD else []
             base = ".".join([*filter(None, [note.get("module", "")]), *middle, kind])
@@ -187,9 +191,10 @@ class _Conversion:
         if isinstance(value, tuple | list):
             names = tuple(f"{name}:{index}" for index in range(len(value)))
             for part, made in zip(value, names, strict=True):
-                self.types[made] = _tensor_type(part)
+                if part is not None:
+                    self.types[made] = _tensor_type(part)
             self.parts[node] = names
-            return names
+            return tuple(made for made in names if made in self.types)
         if isinstance(value, torch.Tensor):
             self.types[name] = _tensor_type(value)
         else:

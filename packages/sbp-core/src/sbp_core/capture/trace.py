@@ -49,19 +49,17 @@ class TracedStep:
     outputs: tuple[tuple[str, OutputKind], ...]
 
 
-class Notes(TorchDispatchMode):
+class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch leaves it untyped
     """Write beside every traced op its phase, module path, source line and forward op."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call] # torch leaves it untyped
         self.phase = Phase.FORWARD
         self.modules: list[str] = []
         self.forward_ops: dict[int, list[dict[str, Any]]] = {}
         self.num_ops = 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         note = self._note()
         with annotated({"sbp": note}):
             return func(*args, **(kwargs or {}))
@@ -118,7 +116,7 @@ def _user_line() -> str:
     frame = sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename
-        ours = name.startswith((torch_folder, our_folder)) or name.startswith("<")
+        ours = name.startswith((torch_folder, our_folder, "<"))
         if not ours and "contextlib" not in name:
             return f"{_short(name)}:{frame.f_lineno}"
         if frame.f_back is None:
@@ -231,7 +229,11 @@ class _Step:
         )
 
     def __call__(
-        self, tensors: list[Tensor], states: list[Tensor], batch: dict[str, Tensor], rates: list[Tensor]
+        self,
+        tensors: list[Tensor],
+        states: list[Tensor],
+        batch: dict[str, Tensor],
+        rates: list[Tensor],
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """Return ([loss], new parameters and buffers, new optimizer states)."""
         held = dict(zip(self.names, tensors, strict=True))
@@ -246,7 +248,9 @@ class _Step:
                 with self.notes.during(Phase.BACKWARD):
                     grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
             with torch.no_grad(), self.notes.during(Phase.OPTIMIZER):
-                new_states = self._update(held, dict(zip(leaves, grads, strict=True)), states, rates)
+                new_states = self._update(
+                    held, dict(zip(leaves, grads, strict=True)), states, rates
+                )
         return [loss.detach()], [held[name] for name in self.names], new_states
 
     def _update(
@@ -353,7 +357,7 @@ def _functional(first: fx.GraphModule, num_states: int) -> fx.GraphModule:
         if node.op != "call_function":
             continue
         copied = node.target is aten.clone.default and not node.kwargs
-        if copied and node.args[0].op == "placeholder" or node.target is aten.detach.default:
+        if (copied and node.args[0].op == "placeholder") or node.target is aten.detach.default:
             node.replace_all_uses_with(node.args[0])
     second.graph.eliminate_dead_code()
     second.recompile()

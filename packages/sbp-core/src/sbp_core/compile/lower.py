@@ -3,25 +3,25 @@
 before: y = mm(x, w)                          x is made as (P), mm wants (B)
 after:  x@0(B) = all-reduce(x); y = mm(x@0(B), w)
 
-Conversions of one value to one target are shared by all their consumers; only a sharded parameter is
-gathered anew for the backward phase, so that the gathered copy need not live in between. No torch.
+Conversions of one value to one target are shared by all their consumers; only a sharded parameter
+is gathered anew for the backward phase, so that the gathered copy need not live in between. No
+torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from enum import Enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
 
 from sbp_core.boxing import Step, StepKind, route
 from sbp_core.errors import PlanError
 from sbp_core.graph.ir import InputKind, LogicalGraph, Node, OutputKind, Phase, Rate
 from sbp_core.sbp import B, NdSbp
-from sbp_core.signatures.call import OpCall
 from sbp_core.strategy import Strategy
 
 
-class ItemKind(str, Enum):
+class ItemKind(StrEnum):
     """What an item becomes: instructions of segments, or an actor of its own."""
 
     OP = "op"
@@ -46,7 +46,8 @@ class Item:
     """One op, host op, accumulation or boxing step.
 
     `level` counts the boxing steps on the longest path to it: items of one stage, phase, rate and
-    level need nothing that was boxed after any of them, so they make one segment.
+    level need nothing that was boxed after any of them, so they make one segment. `asked_by` is
+    the node that a boxing step was first inserted for; empty if it is for a graph output.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Item:
     level: int
     node: Node | None = None
     step: Step | None = None
+    asked_by: str = ""
 
 
 @dataclass(slots=True)
@@ -114,6 +116,7 @@ class _Lowering:
                 self._op(node)
         for out in self.graph.outputs:
             self._output(out.name, out.kind, out.value)
+        self.out.items = sink(self.out.items)
         return self.out
 
     def _host(self, node: Node) -> None:
@@ -129,7 +132,7 @@ class _Lowering:
     def _op(self, node: Node) -> None:
         assigned = self.strategy.nodes[node.name]
         tensors = iter(
-            self._box(value, assigned.stage, sbp, node.phase, node.rate)
+            self._box(value, assigned.stage, sbp, node.phase, node.rate, node.name)
             for value, sbp in zip(
                 self.graph.tensor_inputs(node), assigned.signature.inputs, strict=True
             )
@@ -158,7 +161,9 @@ class _Lowering:
             whole = NdSbp(*[B] * self.strategy.stages[stage].num_axes)
             self.out.results[name] = self._box(value, stage, whole, phase, rate)
 
-    def _box(self, value: str, stage: int, sbp: NdSbp, phase: Phase, rate: Rate) -> str:
+    def _box(
+        self, value: str, stage: int, sbp: NdSbp, phase: Phase, rate: Rate, asked_by: str = ""
+    ) -> str:
         """Return the key of `value` as (stage, sbp), adding the steps that are still missing."""
         held = self.out.held[value]
         if held.stage == stage and held.sbp == sbp:
@@ -171,10 +176,7 @@ class _Lowering:
         target = (self.strategy.stages[stage], sbp)
         key, here = value, held.stage
         for step in route(kind.shape, kind.dtype, source, target).steps:
-            if step.kind is StepKind.TRANSFER:
-                there = stage
-            else:
-                there = here
+            there = stage if step.kind is StepKind.TRANSFER else here
             memo = (value, there, step.target[1], again)
             if memo in self.boxed:
                 key, here = self.boxed[memo], there
@@ -194,6 +196,7 @@ class _Lowering:
                 step=step,
                 phase=phase,
                 rate=rate,
+                asked_by=asked_by,
             )
             self.boxed[memo] = made
             key, here = made, there
@@ -212,6 +215,7 @@ class _Lowering:
         step: Step | None = None,
         phase: Phase | None = None,
         rate: Rate | None = None,
+        asked_by: str = "",
     ) -> None:
         level = max((self.levels.get(key, 0) for key in inputs), default=0)
         leaves = kind in (ItemKind.COLLECTIVE, ItemKind.TRANSFER)
@@ -231,21 +235,40 @@ class _Lowering:
                 level=level,
                 node=node,
                 step=step,
+                asked_by=asked_by,
             )
         )
 
 
-def calls(graph: LogicalGraph) -> Iterator[tuple[Node, OpCall]]:
-    """Yield every node that computes tensors with the call it makes."""
-    for node in graph.nodes:
-        if not node.is_host:
-            yield node, OpCall.of(graph, node)
+#: Operators whose results alias their arguments: they cost no memory and next to no time.
+ALIASES = frozenset(
+    {"view", "_unsafe_view", "reshape", "t", "transpose", "permute", "split", "split_with_sizes"}
+    | {"slice", "select", "expand", "unsqueeze", "squeeze", "detach", "alias"}
+)
+
+_FACTORIES = frozenset({"arange", "ones_like", "zeros_like", "full", "full_like", "ones", "zeros"})
 
 
-def boxing_of(lowered: Lowered) -> Mapping[str, list[Item]]:
-    """Return, for each logical value, the boxing items that convert it."""
-    found: dict[str, list[Item]] = {}
-    for item in lowered.items:
-        if item.step is not None:
-            found.setdefault(lowered.held[item.outputs[0]].value, []).append(item)
-    return found
+def sink(items: Sequence[Item]) -> list[Item]:
+    """Move what gains nothing from being early into the segment that uses it first.
+
+    Aliases and constants need no segment of their own, and an update that is begun before its
+    gradient has come only holds memory.
+
+    before: levels  t(w): 0  mul(w, decay): 0  mm(x@.., t(w)): 2  addcdiv(.., grad@..): 5
+    after:  levels  t(w): 2  mul(w, decay): 5  mm(x@.., t(w)): 2  addcdiv(.., grad@..): 5
+    """
+    users: dict[str, list[Item]] = {}
+    sunk: list[Item] = []
+    for item in reversed(items):
+        light = item.phase is Phase.OPTIMIZER or (
+            item.node is not None and item.node.kind in ALIASES | _FACTORIES
+        )
+        if item.kind is ItemKind.OP and light:
+            found = [user for key in item.outputs for user in users.get(key, ())]
+            same = [user.level for user in found if user.phase is item.phase]
+            item = replace(item, level=min(same, default=item.level))
+        for key in item.inputs:
+            users.setdefault(key, []).append(item)
+        sunk.append(item)
+    return sunk[::-1]

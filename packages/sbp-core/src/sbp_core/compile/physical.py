@@ -3,9 +3,9 @@
 A plan is a synchronous-dataflow graph that says everything a runtime needs and nothing else: it is
 serialisable, hashable, executed by runtimes, replayed by `sbp_core.check`. No torch.
 
-Keys name what a rank holds: `x` is a value as its op makes it, `x@1(S(0), B)` the same logical value
-boxed to stage 1 and that nd-SBP. Actors read graph inputs (states, batch, scalars) by name and each
-other's results through registers.
+Keys name what a rank holds: `x` is a value as its op makes it, `x@1(S(0), B)` the same logical
+value boxed to stage 1 and that nd-SBP. Actors read graph inputs (states, batch, scalars) by name
+and each other's results through registers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from functools import cached_property
 from typing import Any
 
@@ -31,7 +31,7 @@ FORMAT = 1
 LOCAL_BOX = "sbp.local_box"
 
 
-class ActorKind(str, Enum):
+class ActorKind(StrEnum):
     """The work that an actor owns."""
 
     COMPUTE = "compute"

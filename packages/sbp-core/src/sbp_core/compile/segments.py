@@ -1,7 +1,7 @@
-"""Form actors and registers: maximal compute segments, boxing actors, accumulations, for each rank.
+"""Form actors and registers: compute segments, boxing actors, accumulations, for each rank.
 
-Items of one (stage, phase, rate, level) become one compute segment. An actor's results that go to the
-same consumers share one register. Names of actors are equal on all ranks. No torch.
+Items of one (stage, phase, rate, level) become one compute segment. An actor's results that go to
+the same consumers share one register. Names of actors are equal on all ranks. No torch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TypedDict
 
 from sbp_core.boxing import Step
-from sbp_core.compile.lower import Item, ItemKind, Lowered
+from sbp_core.compile.lower import ALIASES, Item, ItemKind, Lowered
 from sbp_core.compile.physical import (
     LOCAL_BOX,
     Actor,
@@ -47,14 +47,8 @@ ROUGH_FLOP_PER_S = 1e11
 ROUGH_BYTES_PER_S = 1e10
 ROUGH_LAUNCH_S = 5e-6
 
-#: Operators whose results alias their arguments: they cost no memory and no time.
-ALIASES = frozenset(
-    {"view", "_unsafe_view", "reshape", "t", "transpose", "permute", "split", "split_with_sizes"}
-    | {"slice", "select", "expand", "unsqueeze", "squeeze", "detach", "alias"}
-)
-
 _RENAMED = {
-    # A local part need not be contiguous where the logical tensor is, so views must be able to copy.
+    # A part need not be contiguous where the logical tensor is, so views must be able to copy.
     "aten.view.default": "aten.reshape.default",
     "aten._unsafe_view.default": "aten.reshape.default",
 }
@@ -478,4 +472,3 @@ def _size(dtype: str, shape: Sequence[int]) -> int:
     for extent in shape:
         size *= extent
     return size
-

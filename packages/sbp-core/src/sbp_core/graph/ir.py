@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from enum import Enum
+from enum import StrEnum
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -78,7 +78,7 @@ class Symbol:
 Argument = Any
 
 
-class Phase(str, Enum):
+class Phase(StrEnum):
     """The part of a training step that a node belongs to."""
 
     FORWARD = "forward"
@@ -86,14 +86,14 @@ class Phase(str, Enum):
     OPTIMIZER = "optimizer"
 
 
-class Rate(str, Enum):
+class Rate(StrEnum):
     """How often a node runs: for each micro-batch, or once a step."""
 
     MICRO = "micro"
     STEP = "step"
 
 
-class InputKind(str, Enum):
+class InputKind(StrEnum):
     """What a graph input is. The first three are states, which outputs may replace."""
 
     PARAMETER = "parameter"
@@ -109,7 +109,7 @@ class InputKind(str, Enum):
         return self in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.OPTIMIZER_STATE)
 
 
-class OutputKind(str, Enum):
+class OutputKind(StrEnum):
     """What a graph output is."""
 
     LOSS = "loss"
@@ -153,7 +153,8 @@ class Node:
         name: Unique; `<module path>.<op>` with a number if needed.
         op: `aten.mm.default`, `host.mul`, `sbp.accumulate`, ...
         args, kwargs: In the operator's own order; tensors and host scalars as `Ref`.
-        outputs: Names of the values made, in order; also those that nobody uses.
+        outputs: Names of the values made, in order; also those that nobody uses, but not what the
+            operator leaves out (`None`).
         phase, rate: When it runs.
         module: Path of the module that called it (of its forward node, for a backward node).
         source: `file:line` of the user's code.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
+from typing import Protocol
 
 import pluggy
 
@@ -71,7 +72,7 @@ KINDS = {
 }
 
 
-class HookSpecs:
+class HookSpecs(Protocol):
     """The hooks. Each returns name -> `Factory`."""
 
     @hookspec
@@ -112,9 +113,7 @@ class HookSpecs:
 
     @hookspec
     def sbp_signatures(self) -> Mapping[str, Factory]:
-        """Op signatures: the name is the op (`mylib.myop.default`); `build(config)` returns a rule,
-        see `sbp_core.signatures.registry`.
-        """
+        """Op signatures, by op (`mylib.myop.default`): rules of `sbp_core.signatures.registry`."""
 
     @hookspec
     def sbp_config_folders(self) -> Sequence[str]:

@@ -1,7 +1,8 @@
 """What a plugin of each kind supplies: one protocol or abstract class for each kind.
 
 A hook returns name -> `Factory` (see `plugins.hooks`); `Factory.build` names a callable that takes
-the plugin's own frozen `Config` and returns the object described here. Imports no torch at run time.
+the plugin's own frozen `Config` and returns the object described here. Imports no torch at run
+time.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ class Dataset(Protocol):
     So the position in the data is one integer, and any rank can make any batch.
     """
 
-    def batch(self, index: int, batch_size: int, split: str = "train") -> Mapping[str, torch.Tensor]:
+    def batch(
+        self, index: int, batch_size: int, split: str = "train"
+    ) -> Mapping[str, torch.Tensor]:
         """Return the batch of that index: tensors whose dim 0 is the sample, by name."""
         ...
 

@@ -21,7 +21,7 @@ from sbp_core.boxing.execute import local_step
 from sbp_core.boxing.step import Step
 from sbp_core.compile.physical import LOCAL_BOX, Actor, Instruction
 from sbp_core.graph.ir import Argument, Ref, Symbol
-from sbp_core.runtime.operators import operator_of
+from sbp_core.runtime.operators import operator_of, results_of
 
 Segment = Callable[..., tuple[Any, ...]]
 
@@ -38,7 +38,7 @@ def segment_function(actor: Actor, rank: int, steps: Sequence[Step]) -> Segment:
     It takes `actor.inputs` and `actor.reads`, in this order, and returns `keys_out(actor)`.
     """
     source, names = segment_source(actor)
-    namespace: dict[str, Any] = {"torch": torch}
+    namespace: dict[str, Any] = {"torch": torch, "results_of": results_of}
     for op, name in names.items():
         namespace[name] = _local_box(rank, steps) if op == LOCAL_BOX else operator_of(op)
     file = f"<segment {actor.name} of rank {rank}>"
@@ -93,8 +93,11 @@ class _Writer:
         arguments += [f"{key}={self._text(part)}" for key, part in entry.kwargs.items()]
         for key in entry.outputs:
             self.names[key] = f"v{len(self.names)}"
-        targets = ", ".join(self.names[key] for key in entry.outputs)
-        return f"{targets} = {name}({', '.join(arguments)})"
+        call = f"{name}({', '.join(arguments)})"
+        if len(entry.outputs) == 1 and not entry.op.endswith("_backward.default"):
+            return f"{self.names[entry.outputs[0]]} = {call}"
+        targets = "".join(f"{self.names[key]}, " for key in entry.outputs)
+        return f"({targets}) = results_of({call})"
 
     def _text(self, argument: Argument) -> str:
         if isinstance(argument, Ref):
@@ -120,6 +123,4 @@ def _keys(argument: Argument) -> list[str]:
 
 def sources(actors: Mapping[str, Actor]) -> dict[str, str]:
     """Return the source of every compute segment by actor name, for people to read."""
-    return {
-        name: segment_source(actor)[0] for name, actor in actors.items() if actor.instructions
-    }
+    return {name: segment_source(actor)[0] for name, actor in actors.items() if actor.instructions}

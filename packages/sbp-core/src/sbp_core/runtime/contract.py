@@ -1,4 +1,4 @@
-"""The contract of runtimes: start a plan on states, run steps, hand states back. No torch at import.
+"""The contract of runtimes: start a plan on states, run steps, hand states back.
 
 A runtime owns the ranks of one process. Batches come in whole, as the one-device program would see
 them; each rank takes its own part. States are handed over and back as whole logical tensors or, for
@@ -37,9 +37,7 @@ class Session(ABC):
     """A started plan. Use it as a context manager."""
 
     @abstractmethod
-    def step(
-        self, batch: Mapping[str, torch.Tensor], scalars: Mapping[str, Number]
-    ) -> StepResult:
+    def step(self, batch: Mapping[str, torch.Tensor], scalars: Mapping[str, Number]) -> StepResult:
         """Run one step.
 
         Args:
@@ -48,7 +46,7 @@ class Session(ABC):
 
         Raises:
             SbpValueError: a batch tensor is missing or of another shape or dtype.
-            RuntimeFailure: a rank failed; names the rank and the actor. States are those from
+            RunError: a rank failed; names the rank and the actor. States are those from
                 before the step.
         """
 

@@ -41,10 +41,17 @@ def operator_of(op: str) -> Callable[..., Any]:
     except AttributeError:
         raise GraphError(
             f"no operator is called {op!r} here",
-            accepted=f"an operator of torch {torch.__version__} or one registered with torch.library",
+            accepted=f"operators of torch {torch.__version__} and of torch.library",
             todo="import the package that registers it",
         ) from None
     return found
+
+
+def results_of(made: Any) -> tuple[Any, ...]:
+    """Return what an operator made as a tuple, without what it left out (`None`)."""
+    if isinstance(made, tuple | list):
+        return tuple(part for part in made if part is not None)
+    return (made,)
 
 
 def symbol_value(symbol: Symbol) -> Any:

@@ -8,7 +8,8 @@ Slow and simple. Knows torch.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,15 +19,18 @@ from sbp_core.boxing.backend import BoxingBackend
 from sbp_core.boxing.execute import apply_step, local_step
 from sbp_core.compile.physical import LOCAL_BOX, Actor, ActorKind, PhysicalPlan
 from sbp_core.compile.tokens import Place, TokenGame
-from sbp_core.errors import RuntimeFailure
-from sbp_core.plugins.hooks import EmptyConfig
+from sbp_core.errors import RunError
+from sbp_core.runtime.configs import ReferenceConfig
 from sbp_core.runtime.contract import Number, Runtime, Session, StepResult
-from sbp_core.runtime.operators import bind, operator_of
+from sbp_core.runtime.operators import bind, operator_of, results_of
 from sbp_core.runtime.store import StateStore, Values, feed
 
 
 class ReferenceRuntime(Runtime):
     """Runs every rank in the calling thread; the backend is neither opened nor used."""
+
+    def __init__(self, config: ReferenceConfig) -> None:
+        self.config = config
 
     def start(
         self,
@@ -36,26 +40,28 @@ class ReferenceRuntime(Runtime):
         ranks: Sequence[int] | None = None,
     ) -> Session:
         """See `Runtime.start`; all ranks of the plan are here."""
-        return ReferenceSession(plan, states)
+        return ReferenceSession(plan, states, self.config)
 
 
-def build(config: EmptyConfig) -> ReferenceRuntime:
+def build(config: ReferenceConfig) -> ReferenceRuntime:
     """Return the runtime. Kind `runtime`, name `reference`."""
-    return ReferenceRuntime()
+    return ReferenceRuntime(config)
 
 
 class ReferenceSession(Session):
     """The states of all ranks, and the replay of one step at a time."""
 
-    def __init__(self, plan: PhysicalPlan, states: Mapping[str, Tensor]) -> None:
-        self.plan = plan
+    def __init__(
+        self, plan: PhysicalPlan, states: Mapping[str, Tensor], config: ReferenceConfig
+    ) -> None:
+        self.plan, self.config = plan, config
         self.store = StateStore(plan, [part.rank for part in plan.ranks])
         self.store.load(states)
 
     def step(self, batch: Mapping[str, Tensor], scalars: Mapping[str, Number]) -> StepResult:
         """See `Session.step`."""
         fed = feed(self.plan, batch, scalars, self.store.values)
-        with torch.no_grad():
+        with torch.no_grad(), _intra_op_threads(self.config.threads_per_rank):
             replay = _Replay(self.plan, self.store, fed)
             replay.run()
         for rank, values in replay.new_states.items():
@@ -76,6 +82,17 @@ class ReferenceSession(Session):
 
     def close(self) -> None:
         """Nothing runs between steps."""
+
+
+@contextmanager
+def _intra_op_threads(count: int) -> Iterator[None]:
+    """Let operators use `count` threads: sums in another number of parts round otherwise."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class _Replay:
@@ -107,7 +124,7 @@ class _Replay:
                     progress = True
         if any(self.orders.values()):
             stuck = [f"rank {r}: {order[0][0]}" for (r, _), order in self.orders.items() if order]
-            raise RuntimeFailure("the step came to a stand", where=stuck, todo="check the plan")
+            raise RunError("the step came to a stand", where=stuck, todo="check the plan")
 
     def _order(self, place: Place) -> deque[tuple[str, int]]:
         return self.orders[(place[0], self.game.actor(place).thread)]
@@ -124,6 +141,7 @@ class _Replay:
         partners = self.game.partners(place)
         actor = self.game.actor(place)
         taken = {partner: self._take(partner) for partner in partners}
+        results: dict[Place, Values]
         if actor.kind is ActorKind.COLLECTIVE:
             shards = {rank: _only(taken[(rank, name)]) for rank, name in partners}
             made = apply_step(self.plan.steps[actor.step], shards)
@@ -173,7 +191,7 @@ class _Replay:
         if actor.kind is ActorKind.SEND:
             return self._send(place, actor, _only(taken))
         assert actor.kind is ActorKind.RECEIVE, actor.kind
-        shards = {}
+        shards: dict[int, Tensor] = {}
         for link in self.game.receives[place]:
             shards |= self.in_transit[link.name].popleft()
         return {actor.makes: apply_step(step, shards)[place[0]]}
@@ -193,10 +211,7 @@ class _Replay:
                 args = bind(entry.args, values.__getitem__)
                 kwargs = {k: bind(v, values.__getitem__) for k, v in entry.kwargs.items()}
                 made = operator_of(entry.op)(*args, **kwargs)
-            if len(entry.outputs) == 1 and not isinstance(made, tuple | list):
-                values[entry.outputs[0]] = made
-            else:
-                values |= zip(entry.outputs, made, strict=True)
+            values |= zip(entry.outputs, results_of(made), strict=True)
         return values
 
     def _accumulate(self, place: Place, actor: Actor, taken: Values) -> Values:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from sbp_core.graph.ir import LogicalGraph, Node, OutputKind, Rate
-from sbp_core.runtime.operators import bind, operator_of
+from sbp_core.runtime.operators import bind, operator_of, results_of
 
 Number = float | int
 
@@ -60,11 +60,8 @@ def run_graph(
 def _run(node: Node, values: dict[str, Any]) -> None:
     args = bind(node.args, values.__getitem__)
     kwargs = {key: bind(value, values.__getitem__) for key, value in node.kwargs.items()}
-    result = operator_of(node.op)(*args, **kwargs)
-    if len(node.outputs) == 1 and not isinstance(result, tuple | list):
-        values[node.outputs[0]] = result
-    else:
-        values |= zip(node.outputs, result, strict=True)
+    made = results_of(operator_of(node.op)(*args, **kwargs))
+    values |= zip(node.outputs, made, strict=True)
 
 
 def _accumulate(node: Node, values: Mapping[str, Any], sums: dict[str, Tensor]) -> None:

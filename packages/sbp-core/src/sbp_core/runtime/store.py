@@ -1,6 +1,6 @@
-"""What one rank holds between steps, and how whole tensors become parts and parts whole. Knows torch.
+"""What one rank holds between steps; how whole tensors become parts, and parts whole.
 
-Both runtimes use it, so feeding, loading and saving are in one place.
+Both runtimes use it, so feeding, loading and saving are in one place. Knows torch.
 """
 
 from __future__ import annotations
@@ -70,7 +70,9 @@ class StateStore:
     def _tied_number(self, name: str, given: dict[str, Tensor]) -> Number:
         """Take the host number that several equal states stand for."""
         found = {
-            tied: given.pop(tied).item() for tied in self.plan.ties.get(name, (name,)) if tied in given
+            tied: given.pop(tied).item()
+            for tied in self.plan.ties.get(name, (name,))
+            if tied in given
         }
         if len(set(found.values())) != 1:
             raise SbpValueError(
@@ -115,7 +117,8 @@ def feed(
             if kind is InputKind.SCALAR:
                 if slot.name not in scalars:
                     raise SbpValueError(
-                        f"scalar {slot.name!r} is missing", accepted="a number for every scalar input"
+                        f"scalar {slot.name!r} is missing",
+                        accepted="a number for every scalar input",
                     )
                 if part.rank in fed:
                     for values in fed[part.rank]:
@@ -134,7 +137,7 @@ def _feed_tensor(
     _check_tensor(slot.name, whole, shape, slot.dtype)
     assert whole is not None and slot.sbp is not None, "checked above"
     stage = plan.stages[slot.stage]
-    micro_batches = whole.split(slot.shape[0]) if slot.shape else [whole] * count
+    micro_batches = torch.split(whole, slot.shape[0]) if slot.shape else (whole,) * count
     for index, micro in enumerate(micro_batches):
         for rank, piece in shard(micro, stage, slot.sbp).items():
             if rank in fed:

@@ -1,1 +1,71 @@
-"""TODO."""
+"""Signatures: how an operator call may be cut, derived from what the operator means.
+
+`notation` is the language, `rules` say what operators mean, `derive` finds the signatures, `check`
+answers illegal ones, `localize` says what one rank executes, and `verify`, the only module here
+that knows torch, proves signatures by execution.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sbp_core._callable_module import make_callable
+from sbp_core.signatures.call import OpCall
+from sbp_core.signatures.check import check_signature
+from sbp_core.signatures.derive import (
+    Requirement,
+    Signature1d,
+    combine,
+    derive,
+    enumerate_signatures,
+    work_flop,
+)
+from sbp_core.signatures.localize import localize
+from sbp_core.signatures.notation import Notation
+from sbp_core.signatures.registry import Registry
+from sbp_core.signatures.rule import LocalCall, Rule, Shards
+
+__all__ = [
+    "LocalCall",
+    "Notation",
+    "OpCall",
+    "Registry",
+    "Requirement",
+    "Rule",
+    "Shards",
+    "Signature1d",
+    "check_signature",
+    "combine",
+    "derive",
+    "enumerate_signatures",
+    "localize",
+    "signatures",
+    "work_flop",
+]
+
+
+def signatures(
+    op: str, *args: Any, axis_size: int = 2, rules: Registry | None = None, **kwargs: Any
+) -> tuple[Signature1d, ...]:
+    """Return the legal signatures of a call along one mesh axis.
+
+    `signatures("aten.mm.default", x, w)`: nothing is computed, only shapes and dtypes matter.
+
+    Args:
+        op: Operator and overload, such as `aten.mm.default`.
+        *args: Its arguments. A tensor may be a tensor on any device, a `TensorType`, or a shape
+            (which means float32).
+        axis_size: Ranks along the mesh axis.
+        rules: The rules to go by; the built-in ones if omitted.
+        **kwargs: Its arguments by name.
+
+    Raises:
+        SignatureError: the operator has no rule.
+        SbpLookupError: PyTorch has no such operator.
+    """
+    from sbp_core.signatures.verify import abstract_call  # imports torch, for shapes and tags
+
+    return derive(abstract_call(op, args, kwargs), axis_size, rules=rules)
+
+
+make_callable(__name__)

@@ -53,9 +53,7 @@ def tie_clocks(graph: LogicalGraph) -> LogicalGraph:
             items[node.name] = list(node.outputs)
             names[node.outputs[0]] = new_value
     gone = {node.name for node in counters.values()} | set(items)
-    clock = GraphInput(
-        name=CLOCK, kind=InputKind.OPTIMIZER_STATE, stands_for=tuple(counters)
-    )
+    clock = GraphInput(name=CLOCK, kind=InputKind.OPTIMIZER_STATE, stands_for=tuple(counters))
     add = replace(
         rename_uses(kept_node, names), name=new_value, op="host.add", outputs=(new_value,), tags=()
     )

@@ -33,9 +33,7 @@ def fold_views(graph: LogicalGraph) -> LogicalGraph:
                 continue
         kept.append(node)
         made |= dict.fromkeys(node.outputs, node)
-    return drop_dead(
-        graph.with_nodes(tuple(kept), outputs=rename_outputs(graph.outputs, names))
-    )
+    return drop_dead(graph.with_nodes(tuple(kept), outputs=rename_outputs(graph.outputs, names)))
 
 
 def _takes_tensor(node: Node) -> bool:
@@ -60,6 +58,4 @@ def share_expressions(graph: LogicalGraph) -> LogicalGraph:
             kept.append(node)
         else:
             names |= zip(node.outputs, twin.outputs, strict=True)
-    return drop_dead(
-        graph.with_nodes(tuple(kept), outputs=rename_outputs(graph.outputs, names))
-    )
+    return drop_dead(graph.with_nodes(tuple(kept), outputs=rename_outputs(graph.outputs, names)))

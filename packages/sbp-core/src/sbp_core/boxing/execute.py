@@ -1,0 +1,346 @@
+"""Run one boxing step on tensors: for a whole group at once, or one rank's share of it.
+
+Everything is a pure function: inputs are never changed, and results may share memory with inputs
+and with each other (a broadcast copy is the same tensor on every rank). Reductions add in mesh
+order, so they give the same bits on every run. What a backend of several processes needs besides
+its transport is `combine`, which puts received pieces together. Knows torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import prod
+
+import torch
+
+from sbp_core.boxing.slices import (
+    Bounds,
+    Piece,
+    bounds_of,
+    collective_pieces,
+    local_transition,
+    partial_axes,
+    transfer_pieces,
+)
+from sbp_core.boxing.step import Step, StepKind
+from sbp_core.errors import BoxingError, SbpTypeError, SbpValueError
+from sbp_core.placement import Placement
+from sbp_core.sbp import Broadcast, NdSbp, Partial, Split, check_sbp
+
+_REDUCE: dict[str, Callable[..., torch.Tensor]] = {
+    "sum": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return the torch dtype of a dtype name such as `float32`.
+
+    Raises:
+        SbpTypeError: torch has no such dtype.
+    """
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise SbpTypeError(f"{name!r} names no dtype of torch", accepted="float32, int64, ...")
+    return dtype
+
+
+def apply_step(step: Step, shards: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Run a step for all ranks of one or more of its groups.
+
+    Args:
+        step: Of any kind.
+        shards: By rank, of the local shapes that `step.source` gives: whole groups of a collective,
+            all source ranks of a `TRANSFER`, any ranks for a local step.
+
+    Returns:
+        By rank, the shards under `step.target`, contiguous except where a local step kept what it
+        was given.
+
+    Raises:
+        BoxingError: a rank of a group is not there, or a shard has another shape or dtype.
+    """
+    if step.kind is StepKind.TRANSFER:
+        return _transfer(step, shards)
+    results: dict[int, torch.Tensor] = {}
+    for rank in shards:
+        if rank in results:
+            continue
+        if step.kind is StepKind.LOCAL:
+            results[rank] = local_step(step, rank, shards[rank])
+        else:
+            results.update(_collective(step, step.group(rank), shards))
+    return {rank: results[rank] for rank in shards}
+
+
+def check_shard(step: Step, rank: int, shard: torch.Tensor) -> None:
+    """Check one rank's shard before a step.
+
+    Raises:
+        BoxingError: the shape is not the one that `step.source` gives, or the dtype is another.
+    """
+    bounds = bounds_of(step.shape, *step.source).get(rank)
+    if bounds is None:
+        raise BoxingError(
+            f"rank {rank} gives a shard to a step that does not start on it",
+            where=str(step),
+            accepted=f"shards of ranks {step.source[0].ranks}",
+        )
+    shape = tuple(stop - start for start, stop in bounds)
+    if tuple(shard.shape) != shape or shard.dtype != torch_dtype(step.dtype):
+        raise BoxingError(
+            f"rank {rank} gives a shard of shape {tuple(shard.shape)} and {shard.dtype}",
+            where=str(step),
+            accepted=f"shape {shape} and {step.dtype}",
+        )
+
+
+def _present(
+    step: Step, ranks: Iterable[int], shards: Mapping[int, torch.Tensor]
+) -> list[torch.Tensor]:
+    ranks = tuple(ranks)
+    absent = [rank for rank in ranks if rank not in shards]
+    if absent:
+        raise BoxingError(
+            f"a boxing step needs the shards of ranks {list(ranks)}; there is none of {absent}",
+            where=str(step),
+        )
+    for rank in ranks:
+        check_shard(step, rank, shards[rank])
+    return [shards[rank] for rank in ranks]
+
+
+def _collective(
+    step: Step, group: tuple[int, ...], shards: Mapping[int, torch.Tensor]
+) -> dict[int, torch.Tensor]:
+    parts = _present(step, group, shards)
+    if step.kind is StepKind.ALL_REDUCE:
+        total = reduce_in_order(parts, _reduction(step.source[1][step.axis]))
+        return dict.fromkeys(group, total.contiguous())
+    pieces = collective_pieces(step, group)
+    if step.kind is StepKind.ALL_GATHER:
+        received = _taken(pieces, group[0], shards)
+        return dict.fromkeys(group, combine(step, group[0], received, device=parts[0].device))
+    return {
+        rank: combine(step, rank, _taken(pieces, rank, shards), device=shards[rank].device)
+        for rank in group
+    }
+
+
+def _transfer(step: Step, shards: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    parts = _present(step, step.source[0].rank_list, shards)
+    pieces = transfer_pieces(step)
+    results: dict[int, torch.Tensor] = {}
+    for rank in step.target[0].rank_list:
+        device = (shards[rank] if rank in shards else parts[0]).device
+        results[rank] = combine(step, rank, _taken(pieces, rank, shards), device=device)
+    return results
+
+
+def _taken(
+    pieces: Iterable[Piece], receiver: int, shards: Mapping[int, torch.Tensor]
+) -> list[tuple[Piece, torch.Tensor]]:
+    """Return the pieces of one receiver, each with its slice of the sender's shard (a view)."""
+    return [
+        (piece, shards[piece.sender][piece.source_slices])
+        for piece in pieces
+        if piece.receiver == receiver
+    ]
+
+
+def combine(
+    step: Step,
+    rank: int,
+    pieces: Sequence[tuple[Piece, torch.Tensor]],
+    *,
+    device: torch.device | None = None,
+) -> torch.Tensor:
+    """Put together what one rank receives in a step: place the pieces of each term, reduce terms.
+
+    Args:
+        step: An all-gather, all-to-all, reduce-scatter or `TRANSFER`.
+        rank: The receiver.
+        pieces: All its pieces (`collective_pieces`, `transfer_pieces`), ordered by term; each with
+            a tensor of the piece's shape.
+        device: Where the result lives if nothing is received; else where the pieces are.
+
+    Returns:
+        The rank's shard under `step.target`, contiguous; zeros if it receives nothing.
+    """
+    bounds = bounds_of(step.shape, *step.target)[rank]
+    shape = tuple(stop - start for start, stop in bounds)
+    if not pieces:
+        return torch.zeros(shape, dtype=torch_dtype(step.dtype), device=device)
+    terms: dict[int, list[tuple[Piece, torch.Tensor]]] = {}
+    for piece, part in pieces:
+        terms.setdefault(piece.term, []).append((piece, part))
+    values = [_place(shape, placed) for placed in terms.values()]
+    if len(values) == 1:
+        return values[0].contiguous()
+    # A transfer reduces all its partial axes at once, which are of one reduction.
+    axis = step.axis if step.axis >= 0 else partial_axes(step.source[1])[0]
+    return reduce_in_order(values, _reduction(step.source[1][axis])).contiguous()
+
+
+def _place(shape: tuple[int, ...], pieces: Sequence[tuple[Piece, torch.Tensor]]) -> torch.Tensor:
+    """Return a tensor made of disjoint pieces, zero elsewhere; the piece itself if it is all."""
+    part = pieces[0][1]
+    if len(pieces) == 1 and tuple(part.shape) == shape:
+        return part
+    filled = sum(part.numel() for _, part in pieces) == prod(shape)
+    whole = part.new_empty(shape) if filled else part.new_zeros(shape)
+    for piece, part in pieces:
+        whole[piece.target_slices] = part
+    return whole
+
+
+def _reduction(entry: object) -> str:
+    assert isinstance(entry, Partial), "only partial values are reduced"
+    return entry.reduction
+
+
+def reduce_in_order(parts: Sequence[torch.Tensor], reduction: str) -> torch.Tensor:
+    """Reduce tensors of one shape elementwise, from the first to the last.
+
+    Args:
+        parts: At least one; never changed. A single one is returned as it is.
+        reduction: `sum`, `max` or `min`.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    function = _REDUCE[reduction]
+    total = function(parts[0], parts[1])
+    for part in parts[2:]:
+        function(total, part, out=total)
+    return total
+
+
+def local_step(step: Step, rank: int, shard: torch.Tensor) -> torch.Tensor:
+    """Run a local step on one rank: slice, pad with zeros, or keep.
+
+    Args:
+        step: Of kind `LOCAL`.
+        rank: Any rank of its placement.
+        shard: The rank's part under `step.source`.
+
+    Returns:
+        The rank's part under `step.target`; the shard itself or a view of it where that is enough.
+
+    Raises:
+        BoxingError: the shard has another shape or dtype.
+    """
+    check_shard(step, rank, shard)
+    placement, sbp = step.source
+    source, target = sbp[step.axis], step.target[1][step.axis]
+    if placement.mesh_shape[step.axis] == 1:
+        return shard
+    before, after = local_transition(step, rank)
+    if isinstance(target, Split):
+        return shard[_slices(before)].contiguous()
+    bounds = bounds_of(step.shape, *step.target)[rank]
+    if isinstance(source, Split):
+        padded = shard.new_zeros(tuple(stop - start for start, stop in bounds))
+        padded[_slices(after)] = shard
+        return padded
+    keeps = _reduction(target) != "sum" or placement.coordinate(rank)[step.axis] == 0
+    return shard if keeps else torch.zeros_like(shard)
+
+
+def _slices(bounds: Bounds) -> tuple[slice, ...]:
+    return tuple(slice(start, stop) for start, stop in bounds)
+
+
+def shard(tensor: torch.Tensor, placement: Placement, sbp: NdSbp) -> dict[int, torch.Tensor]:
+    """Take a logical tensor apart.
+
+    Args:
+        tensor: Any shape and dtype.
+        placement: The mesh of ranks.
+        sbp: How the tensor lies on it.
+
+    Returns:
+        By rank, its part under `sbp`: contiguous, and sharing memory with `tensor` where it can.
+        `P` keeps the values at coordinate 0 of its axis and puts zeros elsewhere; `P("max")` and
+        `P("min")` keep them everywhere.
+
+    Raises:
+        SbpValueError: `sbp` does not fit the shape or the mesh.
+    """
+    shape = tuple(tensor.shape)
+    parts: dict[Bounds, torch.Tensor] = {}
+    result: dict[int, torch.Tensor] = {}
+    bounds = bounds_of(shape, placement, sbp)
+    for rank, at in placement.coordinates():
+        part = parts.get(bounds[rank])
+        if part is None:
+            part = parts[bounds[rank]] = tensor[_slices(bounds[rank])].contiguous()
+        zero = any(
+            isinstance(entry, Partial) and entry.reduction == "sum" and index > 0
+            for entry, index in zip(sbp, at, strict=True)
+        )
+        result[rank] = torch.zeros_like(part) if zero else part
+    return result
+
+
+def assemble(
+    shards: Mapping[int, torch.Tensor],
+    placement: Placement,
+    sbp: NdSbp,
+    shape: Sequence[int],
+    *,
+    check: bool = False,
+) -> torch.Tensor:
+    """Put a logical tensor together from the parts of all ranks: gather and reduce.
+
+    Args:
+        shards: By rank, of the local shapes that `sbp` gives.
+        placement: The mesh of ranks.
+        sbp: How the tensor lies on it.
+        shape: Of the logical tensor.
+        check: Also compare the copies that `B` axes hold.
+
+    Returns:
+        The logical tensor; it may share memory with the shards.
+
+    Raises:
+        SbpValueError: a shard is missing or of another shape, or (with `check`) copies differ.
+    """
+    shape = tuple(shape)
+    check_sbp(shape, sbp, placement.mesh_shape)
+    bounds = bounds_of(shape, placement, sbp)
+    for rank in placement.rank_list:
+        local = tuple(stop - start for start, stop in bounds[rank])
+        held = tuple(shards[rank].shape) if rank in shards else None
+        if held != local:
+            raise SbpValueError(
+                f"rank {rank} has {'no shard' if held is None else f'a shard of shape {held}'}",
+                accepted=f"shape {local}, its part of {shape} under ({sbp})",
+            )
+    # Undo the axes from the last, which was applied to what the others left, to the first.
+    parts = {at: shards[rank] for rank, at in placement.coordinates()}
+    for axis in reversed(range(len(sbp))):
+        joined: dict[tuple[int, ...], torch.Tensor] = {}
+        for at in {at[:axis]: None for at in parts}:
+            line = [parts[*at, index] for index in range(placement.mesh_shape[axis])]
+            joined[at] = _join(line, sbp, axis, check)
+        parts = joined
+    return parts[()]
+
+
+def _join(line: list[torch.Tensor], sbp: NdSbp, axis: int, check: bool) -> torch.Tensor:
+    """Return the value that the ranks along one axis stand for."""
+    entry = sbp[axis]
+    if isinstance(entry, Split):
+        return torch.cat(line, entry.dim) if len(line) > 1 else line[0]
+    if isinstance(entry, Partial):
+        return reduce_in_order(line, entry.reduction)
+    assert isinstance(entry, Broadcast), "an entry is S, B or P"
+    if check:
+        for index, part in enumerate(line):
+            if not torch.equal(part, line[0]):
+                raise SbpValueError(
+                    f"the copies at indices 0 and {index} of mesh axis {axis} of ({sbp}) differ",
+                    accepted="equal values along every B axis",
+                )
+    return line[0]

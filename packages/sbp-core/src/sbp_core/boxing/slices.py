@@ -1,0 +1,401 @@
+"""Which slices a boxing step moves between which ranks: the geometry under routes and transports.
+
+Everything is worked out from the slices of the logical tensor that ranks hold (`Bounds`), so even
+and uneven splits, empty shards and any overlap of rank sets are the same case. Prices, executors
+and backends all read the pieces listed here. Moves nothing and imports no torch.
+
+Words used below: the *partials* of a `P` tensor are its addends (or arguments of max, min),
+numbered in row-major order over the mesh axes that are `P`; a *term* is one value that a receiver
+reduces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+from sbp_core.boxing.step import Step, StepKind
+from sbp_core.errors import SbpValueError
+from sbp_core.graph.ir import ITEMSIZE
+from sbp_core.placement import Placement
+from sbp_core.sbp import NdSbp, Partial, Split, local_bounds, split_bounds
+
+#: Half-open bounds of a slice of the logical tensor, one pair a dim.
+Bounds = tuple[tuple[int, int], ...]
+
+_CACHED = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """One slice that goes from one rank to another (or stays, if they are the same).
+
+    Args:
+        sender, receiver: Ranks.
+        term: The receiver puts all pieces of one term together, then reduces terms in order.
+        source: Where the piece lies in the sender's shard: (start, stop) of each dim.
+        target: Where it goes in the receiver's shard.
+        size_bytes: Bytes of the piece.
+    """
+
+    sender: int
+    receiver: int
+    term: int
+    source: Bounds
+    target: Bounds
+    size_bytes: int
+
+    @property
+    def source_slices(self) -> tuple[slice, ...]:
+        """Index of the piece in the sender's shard."""
+        return tuple(slice(start, stop) for start, stop in self.source)
+
+    @property
+    def target_slices(self) -> tuple[slice, ...]:
+        """Index of the piece in the receiver's shard."""
+        return tuple(slice(start, stop) for start, stop in self.target)
+
+
+def itemsize(dtype: str) -> int:
+    """Return the bytes of one element.
+
+    Raises:
+        SbpValueError: no such dtype.
+    """
+    if dtype not in ITEMSIZE:
+        raise SbpValueError(f"no dtype is called {dtype!r}", accepted=", ".join(ITEMSIZE))
+    return ITEMSIZE[dtype]
+
+
+def volume(bounds: Bounds) -> int:
+    """Return the number of elements of a slice."""
+    return prod(stop - start for start, stop in bounds)
+
+
+def intersection(one: Bounds, other: Bounds) -> Bounds:
+    """Return the common slice; empty (start == stop in some dim) if there is none."""
+    return tuple(
+        (max(a, c), max(min(b, d), a, c)) for (a, b), (c, d) in zip(one, other, strict=True)
+    )
+
+
+def overlap(one: Bounds, other: Bounds) -> int:
+    """Return the number of elements that two slices share."""
+    size = 1
+    for (a, b), (c, d) in zip(one, other, strict=True):
+        size *= max(0, min(b, d) - max(a, c))
+    return size
+
+
+def _relative(inner: Bounds, outer: Bounds) -> Bounds:
+    """Return the bounds of `inner` counted from the start of `outer`."""
+    return tuple((a - c, b - c) for (a, b), (c, _) in zip(inner, outer, strict=True))
+
+
+@lru_cache(maxsize=_CACHED)
+def bounds_of(shape: tuple[int, ...], placement: Placement, sbp: NdSbp) -> Mapping[int, Bounds]:
+    """Return the slice of the logical tensor that each rank holds, in mesh order.
+
+    Raises:
+        SbpValueError: the nd-SBP does not fit the shape or the mesh.
+    """
+    return {
+        rank: local_bounds(shape, sbp, placement.mesh_shape, at)
+        for rank, at in placement.coordinates()
+    }
+
+
+def partial_axes(sbp: NdSbp, reduction: str | None = None) -> tuple[int, ...]:
+    """Return the mesh axes that are `P` (of one reduction, or of any)."""
+    return tuple(
+        axis
+        for axis, entry in enumerate(sbp)
+        if isinstance(entry, Partial) and reduction in (None, entry.reduction)
+    )
+
+
+def num_partials(placement: Placement, sbp: NdSbp) -> int:
+    """Return how many partials make one element."""
+    return prod(placement.mesh_shape[axis] for axis in partial_axes(sbp))
+
+
+def _index(placement: Placement, at: Sequence[int], axes: Sequence[int]) -> int:
+    """Return the row-major number of a coordinate among some axes."""
+    index = 0
+    for axis in axes:
+        index = index * placement.mesh_shape[axis] + at[axis]
+    return index
+
+
+@dataclass(frozen=True, slots=True)
+class _Tiles:
+    """The ranks that hold each slice of each source partial of a `TRANSFER`, in mesh order."""
+
+    holders: Mapping[tuple[int, Bounds], tuple[int, ...]]
+    #: For targets that are `P(sum)`: the target partial that each of them is added into.
+    homes: Mapping[tuple[int, Bounds], int]
+
+    @classmethod
+    def of(cls, step: Step) -> _Tiles:
+        """Sort the source ranks by what they hold."""
+        (before, source), (after, target) = step.source, step.target
+        held, wanted = bounds_of(step.shape, before, source), bounds_of(step.shape, after, target)
+        axes, sums = partial_axes(source), partial_axes(target, "sum")
+        holders: dict[tuple[int, Bounds], tuple[int, ...]] = {}
+        for rank, at in before.coordinates():
+            if volume(held[rank]):
+                key = (_index(before, at, axes), held[rank])
+                holders[key] = (*holders.get(key, ()), rank)
+        homes: dict[tuple[int, Bounds], int] = {}
+        parts = prod(after.mesh_shape[axis] for axis in sums)
+        for (term, tile), ranks in holders.items() if sums else ():
+            # A slice costs the same in any target partial, less what the ranks there have already.
+            saved = [0] * parts
+            for rank in ranks:
+                if rank in wanted:
+                    j = _index(after, after.coordinate(rank), sums)
+                    saved[j] += overlap(tile, wanted[rank])
+            turns = [(term + turn) % parts for turn in range(parts)]
+            homes[term, tile] = max(turns, key=saved.__getitem__)
+        return cls(holders, homes)
+
+
+def _terms(step: Step) -> Mapping[int, tuple[int, ...]]:
+    """Return, for each receiver of a `TRANSFER` to no `P(sum)`, the partials that it reduces whole.
+
+    A target without `P` reduces all of them. A target that is `P(max)` or `P(min)` shares them out:
+    its partial j takes those equal to j modulo its own number of partials; one that finds none left
+    repeats one, which does no harm.
+    """
+    (before, source), (after, target) = step.source, step.target
+    count, axes = num_partials(before, source), partial_axes(target)
+    if not axes:
+        return dict.fromkeys(after.rank_list, tuple(range(count)))
+    repeats = prod(after.mesh_shape[axis] for axis in axes)
+    terms: dict[int, tuple[int, ...]] = {}
+    for rank, at in after.coordinates():
+        j = _index(after, at, axes)
+        terms[rank] = tuple(range(j, count, repeats)) or (j % count,)
+    return terms
+
+
+def can_transfer(source: NdSbp, target: NdSbp) -> bool:
+    """Say whether one `TRANSFER` leads from source to target.
+
+    Partials of different reductions must be reduced from the inner axis to the outer one, which
+    takes a step each.
+    """
+    before = {entry.reduction for entry in source if isinstance(entry, Partial)}
+    after = {entry.reduction for entry in target if isinstance(entry, Partial)}
+    return not before or (len(before) == 1 and (not after or after == before))
+
+
+def transfer_bytes(step: Step) -> int:
+    """Return the bytes that a `TRANSFER` moves between ranks, without listing its pieces.
+
+    A receiver needs each of its terms once, less what it holds of that term itself.
+    """
+    (before, source), (after, target) = step.source, step.target
+    held, wanted = bounds_of(step.shape, before, source), bounds_of(step.shape, after, target)
+    axes, sums = partial_axes(source), partial_axes(target, "sum")
+    elements = 0
+    if sums:
+        tiles = _Tiles.of(step)
+        homes = {rank: _index(after, at, sums) for rank, at in after.coordinates()}
+        first = sum(volume(wanted[rank]) for rank, home in homes.items() if home == 0)
+        elements = num_partials(before, source) * first
+        for key, ranks in tiles.holders.items():
+            for rank in ranks:
+                if homes.get(rank) == tiles.homes[key]:
+                    elements -= overlap(key[1], wanted[rank])
+        return elements * itemsize(step.dtype)
+    own = {rank: _index(before, at, axes) for rank, at in before.coordinates()}
+    for rank, terms in _terms(step).items():
+        elements += len(terms) * volume(wanted[rank])
+        if own.get(rank) in terms:
+            elements -= overlap(held[rank], wanted[rank])
+    return elements * itemsize(step.dtype)
+
+
+@lru_cache(maxsize=_CACHED)
+def transfer_pieces(step: Step) -> tuple[Piece, ...]:
+    """Return the pieces of a `TRANSFER`, ordered by receiver, term and sender's slice.
+
+    Of several copies of a slice, a receiver takes its own if it has one; else receivers take turns
+    among the copies. Empty pieces are left out; pieces that stay on their rank are listed. Where
+    the target is `P(sum)`, the pieces of a term need not fill the receiver's shard: the rest is
+    zero.
+    """
+    after, target = step.target
+    wanted = bounds_of(step.shape, after, target)
+    sums, size, tiles = partial_axes(target, "sum"), itemsize(step.dtype), _Tiles.of(step)
+    ordered = sorted(tiles.holders.items())
+    terms = {} if sums else _terms(step)
+    pieces: list[Piece] = []
+    for turn, (receiver, at) in enumerate(after.coordinates()):
+        for (term, tile), ranks in ordered:
+            if sums:
+                takes = tiles.homes[term, tile] == _index(after, at, sums)
+            else:
+                takes = term in terms[receiver]
+            common = intersection(tile, wanted[receiver])
+            if takes and volume(common):
+                pieces.append(
+                    Piece(
+                        sender=receiver if receiver in ranks else ranks[turn % len(ranks)],
+                        receiver=receiver,
+                        term=term,
+                        source=_relative(common, tile),
+                        target=_relative(common, wanted[receiver]),
+                        size_bytes=volume(common) * size,
+                    )
+                )
+    return tuple(pieces)
+
+
+@lru_cache(maxsize=_CACHED)
+def collective_pieces(step: Step, group: tuple[int, ...]) -> tuple[Piece, ...]:
+    """Return the pieces of an all-gather, all-to-all or reduce-scatter in one group.
+
+    Ordered by receiver, term and sender. In a reduce-scatter the terms are the senders, in mesh
+    order; in the others there is one term. Empty pieces are left out.
+    """
+    held = bounds_of(step.shape, *step.source)
+    wanted = bounds_of(step.shape, *step.target)
+    reduces, size = step.kind is StepKind.REDUCE_SCATTER, itemsize(step.dtype)
+    return tuple(
+        Piece(
+            sender=sender,
+            receiver=receiver,
+            term=index if reduces else 0,
+            source=_relative(common, held[sender]),
+            target=_relative(common, wanted[receiver]),
+            size_bytes=volume(common) * size,
+        )
+        for receiver in group
+        for index, sender in enumerate(group)
+        if volume(common := intersection(held[sender], wanted[receiver]))
+    )
+
+
+def collective_bytes(step: Step) -> int:
+    """Return the bytes that a collective or local step moves between ranks."""
+    held = bounds_of(step.shape, *step.source)
+    wanted = bounds_of(step.shape, *step.target)
+    elements = 0
+    for group in step.source[0].groups(step.axis):
+        others = len(group) - 1
+        if step.kind is StepKind.ALL_REDUCE:
+            elements += 2 * others * volume(held[group[0]])
+        elif step.kind is StepKind.REDUCE_SCATTER:
+            elements += others * volume(held[group[0]])
+        elif step.kind is not StepKind.LOCAL:
+            elements += sum(
+                volume(wanted[rank]) - overlap(held[rank], wanted[rank]) for rank in group
+            )
+    return elements * itemsize(step.dtype)
+
+
+@lru_cache(maxsize=4 * _CACHED)
+def sent_bytes(step: Step, rank: int) -> int:
+    """Return the bytes that one rank sends to others; over all ranks they add up to `size_bytes`.
+
+    An all-reduce counts as a ring does: n parts, each rank sends its addend of the parts of the
+    others, and the sum of its own part to each of the others.
+    """
+    if step.kind is StepKind.LOCAL or rank not in step.source[0]:
+        return 0
+    if step.kind is StepKind.TRANSFER:
+        return sum(
+            piece.size_bytes
+            for piece in transfer_pieces(step)
+            if piece.sender == rank != piece.receiver
+        )
+    group = step.group(rank)
+    if step.kind is StepKind.ALL_REDUCE:
+        total = volume(bounds_of(step.shape, *step.source)[rank])
+        start, stop = split_bounds(total, len(group), group.index(rank))
+        elements = (total - (stop - start)) + (len(group) - 1) * (stop - start)
+        return elements * itemsize(step.dtype)
+    return sum(
+        piece.size_bytes
+        for piece in collective_pieces(step, group)
+        if piece.sender == rank != piece.receiver
+    )
+
+
+def local_transition(step: Step, rank: int) -> tuple[Bounds, Bounds]:
+    """Return the common slice of a local step, counted in the shard before and in the one after."""
+    held = bounds_of(step.shape, *step.source)[rank]
+    wanted = bounds_of(step.shape, *step.target)[rank]
+    common = intersection(held, wanted)
+    return _relative(common, held), _relative(common, wanted)
+
+
+def is_realisable(step: Step) -> bool:
+    """Say whether the groups of the step's mesh axis can make its target among themselves.
+
+    Mesh axes apply in order, so a change on an outer axis also moves the slices of inner axes that
+    split the same dim; then what a rank needs may lie outside its group. Checked exactly: what each
+    rank needs must be covered by what its group holds (what it holds itself, in a local step that
+    slices); and a rank that only pads with zeros must keep all it has.
+    """
+    held = bounds_of(step.shape, *step.source)
+    wanted = bounds_of(step.shape, *step.target)
+    pads = step.kind is StepKind.LOCAL and isinstance(step.source[1][step.axis], Split)
+    for group in step.source[0].groups(step.axis):
+        covered = _cover([held[rank] for rank in group])
+        for rank in group:
+            if sum(overlap(tile, wanted[rank]) for tile in covered) != volume(wanted[rank]):
+                return False
+            if pads and overlap(held[rank], wanted[rank]) != volume(held[rank]):
+                return False
+    return True
+
+
+def _cover(tiles: Sequence[Bounds]) -> Sequence[Bounds]:
+    """Return disjoint slices with the same union, a single one if the union is a box.
+
+    The slices of one axis group are disjoint, or all the same.
+    """
+    distinct = [tile for tile in dict.fromkeys(tiles) if volume(tile)]
+    if len(distinct) < 2:
+        return distinct
+    hull = tuple(
+        (min(start for start, _ in pairs), max(stop for _, stop in pairs))
+        for pairs in zip(*distinct, strict=True)
+    )
+    return [hull] if sum(map(volume, distinct)) == volume(hull) else distinct
+
+
+def uniform_bytes(step: Step) -> int | None:
+    """Return what `collective_bytes` returns, at once, where every group moves alike.
+
+    That is: every split is even, and the step changes only the innermost split of a dim. Such a
+    step is always realisable. None for any other step, which takes a look at every group.
+    """
+    (placement, source), (_, target) = step.source, step.target
+    parts: list[int] = []
+    for sbp in (source, target):
+        changed = sbp[step.axis]
+        if isinstance(changed, Split) and sbp.split_axes(changed.dim)[-1] != step.axis:
+            return None
+        pieces = [1] * len(step.shape)
+        for extent, entry in zip(placement.mesh_shape, sbp, strict=True):
+            if isinstance(entry, Split):
+                pieces[entry.dim] *= extent
+        if any(extent % count for extent, count in zip(step.shape, pieces, strict=True)):
+            return None
+        parts.append(prod(step.shape) // prod(pieces))
+    before, after = parts
+    num_ranks, n = placement.size, placement.mesh_shape[step.axis]
+    elements = {
+        StepKind.ALL_REDUCE: num_ranks // n * 2 * (n - 1) * before,
+        StepKind.REDUCE_SCATTER: num_ranks // n * (n - 1) * before,
+        StepKind.ALL_GATHER: num_ranks * (after - before),
+        StepKind.ALL_TO_ALL: num_ranks * (before - before // n),
+        StepKind.LOCAL: 0,
+    }[step.kind]
+    return elements * itemsize(step.dtype)

@@ -1,0 +1,1 @@
+"""Hydra options of sbp-core: `boxing=local`, `runtime=reference`."""

@@ -1,0 +1,140 @@
+"""The cost model of planners: the time of one operator, and of one boxing, on the fullest rank.
+
+    operator = max(local flop / rate, local bytes / bandwidth) + launch                  [s]
+    boxing   = route + steps * launch + target bytes / bandwidth                         [s]
+
+* local flop: `work_flop` of the call times the fraction of it that one rank does. A mesh axis on
+  which any tensor of the call is split divides the work by ceil(n / p) / n, n being the extent of
+  the split dim that is left by the axes before, p the ranks of the axis; on an axis on which all
+  tensors are B or P every rank does all of the work.
+* rate: `Device.flop_per_s` of the dtype of the first floating tensor, in flop/s. A dtype that the
+  device does not list is given the slowest listed rate.
+* local bytes: every distinct tensor argument and every output once, as the rank holds them.
+* launch: `Device.launch_s`, once for a call.
+
+A view moves and computes nothing: 0. The time that a route spends on links is `boxing.price`; the
+rest of a boxing is handling its steps and writing its result, so that a slice is not free either.
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+from sbp_core.boxing.step import Route
+from sbp_core.graph.ir import ITEMSIZE, TensorType
+from sbp_core.placement import Cluster, Device, Placement
+from sbp_core.sbp import NdSbp, Split, local_shape, split_bounds
+from sbp_core.signatures.call import OpCall
+from sbp_core.signatures.derive import work_flop
+from sbp_core.strategy import Signature
+
+_FLOATING = ("float64", "float32", "float16", "bfloat16", "complex64", "complex128")
+
+
+def local_bytes(tensor: TensorType, sbp: NdSbp, mesh_shape: Sequence[int]) -> int:
+    """Return the bytes of the largest shard of a tensor (that of the first rank)."""
+    shard = local_shape(tensor.shape, sbp, mesh_shape, (0,) * len(mesh_shape))
+    return prod(shard) * ITEMSIZE[tensor.dtype]
+
+
+def work_fraction(call: OpCall, signature: Signature, mesh_shape: Sequence[int]) -> float:
+    """Return the share of the call's work that the rank with the largest shard does, in (0, 1]."""
+    tensors = [
+        *zip(call.inputs, signature.inputs, strict=True),
+        *zip(call.outputs, signature.outputs, strict=True),
+    ]
+    share = 1.0
+    for axis, ranks in enumerate(mesh_shape):
+        share *= max(
+            (
+                _axis_share(tensor.shape, sbp, mesh_shape, axis, ranks)
+                for tensor, sbp in tensors
+                if isinstance(sbp[axis], Split)
+            ),
+            default=1.0,
+        )
+    return share
+
+
+def _axis_share(
+    shape: Sequence[int], sbp: NdSbp, mesh_shape: Sequence[int], axis: int, ranks: int
+) -> float:
+    entry = sbp[axis]
+    assert isinstance(entry, Split)
+    before = local_shape(shape, NdSbp(*sbp[:axis]), mesh_shape[:axis], (0,) * axis)
+    extent = before[entry.dim]
+    return split_bounds(extent, ranks, 0)[1] / extent if extent else 1.0
+
+
+def flop_rate(call: OpCall, device: Device) -> float:
+    """Return the device's rate for a call, in flop/s."""
+    dtypes = [tensor.dtype for tensor in (*call.outputs, *call.inputs)]
+    floating = next((dtype for dtype in dtypes if dtype in _FLOATING), "")
+    return device.flop_per_s.get(floating, min(device.flop_per_s.values()))
+
+
+def boxing_time_s(route: Route, cluster: Cluster) -> float:
+    """Return the time of one boxing, in seconds; 0 if there is nothing to do.
+
+    Args:
+        route: What is done.
+        cluster: Links and rates.
+    """
+    if not route.steps:
+        return 0.0
+    placement, sbp = route.target
+    written = local_bytes(TensorType(route.shape, route.dtype), sbp, placement.mesh_shape)
+    device = cluster.device
+    handling_s = len(route.steps) * device.launch_s + written / device.memory_bytes_per_s
+    return route.time_s(cluster) + handling_s
+
+
+def is_view(call: OpCall, flop: float) -> bool:
+    """Return whether a call only looks at its argument in another way: no work, by tag or rule."""
+    return "view" in call.tags or flop == 0
+
+
+def op_time_s(call: OpCall, signature: Signature, mesh: Placement, cluster: Cluster) -> float:
+    """Return the time of one call on the rank with the largest shard, in seconds.
+
+    Args:
+        call: Op, arguments and logical types.
+        signature: How it is cut on `mesh`.
+        mesh: Where it runs.
+        cluster: Rates of the devices.
+
+    Source: Williams, Waterman, Patterson, "Roofline", CACM 52 (2009).
+    """
+    return grid_time_s(call, signature, mesh.mesh_shape, cluster.device, work_flop(call))
+
+
+def grid_time_s(
+    call: OpCall,
+    signature: Signature,
+    mesh_shape: Sequence[int],
+    device: Device,
+    flop: float,
+) -> float:
+    """Return what `op_time_s` returns, for callers that know the mesh's shape and the work.
+
+    Args:
+        call: See `op_time_s`.
+        signature: How it is cut.
+        mesh_shape: Shape of the mesh that the signature has an entry for each axis of.
+        device: What runs it.
+        flop: Work of the whole call, `work_flop(call)`.
+    """
+    if is_view(call, flop):
+        return 0.0
+    held: dict[object, int] = {}
+    for name, tensor, sbp in zip(call.tensor_names, call.inputs, signature.inputs, strict=True):
+        held[name, sbp] = local_bytes(tensor, sbp, mesh_shape)
+    made = sum(
+        local_bytes(tensor, sbp, mesh_shape)
+        for tensor, sbp in zip(call.outputs, signature.outputs, strict=True)
+    )
+    compute_s = flop * work_fraction(call, signature, mesh_shape) / flop_rate(call, device)
+    memory_s = (sum(held.values()) + made) / device.memory_bytes_per_s
+    return max(compute_s, memory_s) + device.launch_s

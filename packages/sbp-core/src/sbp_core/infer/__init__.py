@@ -1,0 +1,28 @@
+"""Inference of a whole strategy from a few pinned tensors, at least predicted cost.
+
+In the order in which they are used: `stages` (where each node runs), `pins` (what is decided),
+`work` (what is to be decided), `axis` (one mesh axis as a min-sum problem), `minsum` (solves it),
+`predict` (what the result costs). Imports no torch.
+"""
+
+from sbp_core.infer.pins import PinValue
+from sbp_core.infer.predict import Conversion, conversions, predict
+from sbp_core.infer.solve import (
+    PIPE_AXIS,
+    infer_strategy,
+    one_forward_one_backward,
+    stage_placements,
+)
+from sbp_core.infer.stages import StagePatterns
+
+__all__ = [
+    "PIPE_AXIS",
+    "Conversion",
+    "PinValue",
+    "StagePatterns",
+    "conversions",
+    "infer_strategy",
+    "one_forward_one_backward",
+    "predict",
+    "stage_placements",
+]

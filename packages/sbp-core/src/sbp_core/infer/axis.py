@@ -1,0 +1,383 @@
+"""The search on one mesh axis, as a min-sum problem.
+
+Variables
+    signature of each node            its options on this axis, given those on the axes before
+    storage of each tensor input      S(d) or B; one value if pinned; a state without a pin shares
+                                      the variable of its parameter if their shapes are equal
+    targets of a value                only for values of many users: the set of SBPs it is boxed to
+
+Costs, in seconds of one step (a micro-batch's cost counts once for each micro-batch)
+    node        time of the op on the rank with the largest shard
+    conversion  for each value and each *distinct* target that its users ask for: the route from
+                what it is made as; users that ask for the same share one. New states are asked for
+                as they are stored, loss and metrics as B
+    tie-break   so small that it only decides among equals: fewer bytes, then B, then low dims
+
+Pins remove values from the variables: a pinned input has one storage, and the users of a pinned
+value keep only the signatures that take it so; a view of it is pinned to what it then must be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import isinf, prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sbp_core.errors import PlanError
+from sbp_core.graph.ir import InputKind, Node, TensorType
+from sbp_core.infer.minsum import Factor, Table, minimise
+from sbp_core.infer.pins import Pin, Pins
+from sbp_core.infer.prices import AxisPrices
+from sbp_core.infer.work import Decision, OptionTable, Work, shard_shape, smaller, whole
+from sbp_core.sbp import B, Broadcast, Sbp, Split
+from sbp_core.signatures.derive import Signature1d
+
+#: Seconds that stand for "not possible" in tables: far above any step, and finite, so that sums
+#: of tables stay numbers.
+FORBIDDEN_S = 1e9
+
+#: Weights of the tie-break: seconds for each byte, and for each step away from B.
+_TIE_S_PER_BYTE = 1e-18
+_TIE_S_PER_RANK = 1e-15
+
+#: Values with more users than this, or with larger tables, get a variable of their targets.
+_MAX_DIRECT_USERS = 3
+_MAX_DIRECT_ENTRIES = 20_000
+
+Masks = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _End:
+    """One end of conversions: what a tensor is made as, or asked for as.
+
+    Args:
+        variable: The variable that decides it; -1 if it is always the first of `entries`.
+        entries: The SBP on this axis for each value of the variable.
+        stage: Where.
+        before: The entries on the axes before.
+    """
+
+    variable: int
+    entries: tuple[Sbp, ...]
+    stage: int
+    before: tuple[Sbp, ...]
+
+
+class AxisProblem:
+    """The problem of one mesh axis, given what is decided on the axes before."""
+
+    def __init__(self, work: Work, decision: Decision, axis: int, pins: Pins) -> None:
+        self.work, self.decision, self.axis, self.pins = work, decision, axis, pins
+        self.use = {value: pin for (value, at), pin in pins.use.items() if at == axis}
+        self.prices = AxisPrices(work.placements, axis, work.cluster)
+        self.sizes: list[int] = []
+        self.start: list[int] = []
+        self.factors: list[Factor] = []
+        self.unary: list[Table] = []
+        self.parts: dict[str, tuple[Signature1d, ...]] = {}
+        self.node_variable: dict[str, int] = {}
+        self.storage_variable: dict[str, int] = {}
+        self.storage_entries: dict[str, tuple[Sbp, ...]] = {}
+        self._costs: dict[object, Table] = {}
+        self._add_storage()
+        self._add_nodes()
+        self._start_greedily()
+        for value in work.graph.types:
+            if work.graph.is_tensor(value):
+                self._add_conversions(value)
+
+    def solve(self) -> bool:
+        """Decide this axis in `decision`; return whether the choice is proved to be the best.
+
+        Raises:
+            PlanError: the pins leave nothing that can be boxed.
+        """
+        unary = [Factor((v,), table) for v, table in enumerate(self.unary)]
+        found = minimise(self.sizes, [*unary, *self.factors], self.start)
+        if found.cost >= FORBIDDEN_S:
+            raise PlanError(
+                f"no plan on mesh axis {self.work.axes[self.axis]!r} fulfils the pins",
+                todo="remove a pin of this axis",
+            )
+        for node in self.work.nodes:
+            part = self.parts[node.name][found.values[self.node_variable[node.name]]]
+            before = self.decision.nodes.get(node.name, ())
+            self.decision.nodes[node.name] = (*before, part)
+        for entry in self.work.inputs:
+            value = found.values[self.storage_variable[entry.name]]
+            before_storage = self.decision.storage.get(entry.name, ())
+            chosen = self.storage_entries[entry.name][value]
+            self.decision.storage[entry.name] = (*before_storage, chosen)
+        return found.exact
+
+    # Variables
+
+    def _variable(self, unary: Sequence[float], start: int = 0) -> int:
+        self.sizes.append(len(unary))
+        self.start.append(start)
+        self.unary.append(np.array(unary, dtype=np.float64))
+        return len(self.sizes) - 1
+
+    def _add_storage(self) -> None:
+        ordered = sorted(self.work.inputs, key=lambda entry: entry.name in self.work.leader)
+        for entry in ordered:
+            pin = self.pins.storage.get((entry.name, self.axis))
+            leader = self.work.leader.get(entry.name)
+            if pin is None and leader is not None:
+                self.storage_variable[entry.name] = self.storage_variable[leader]
+                self.storage_entries[entry.name] = self.storage_entries[leader]
+                continue
+            if pin is not None:
+                entries: tuple[Sbp, ...] = (pin.entry,)
+            elif entry.kind is InputKind.RNG:
+                entries = (B,)
+            else:
+                entries = (B, *self._splits(entry.name))
+            self.storage_entries[entry.name] = entries
+            self.storage_variable[entry.name] = self._variable([_tie(e) for e in entries])
+
+    def _splits(self, name: str) -> list[Sbp]:
+        """Return the splits that leave no rank of this axis without elements."""
+        tensor = self.work.graph.tensor(name)
+        before = self.decision.storage.get(name, ())
+        shape = shard_shape(tensor, before, self.work.mesh_shape)
+        ranks = self.work.mesh_shape[self.axis]
+        return [Split(dim) for dim, extent in enumerate(shape) if extent >= ranks]
+
+    def _add_nodes(self) -> None:
+        table = OptionTable(self.work, self.axis)
+        for node in self.work.nodes:
+            options = table.options(node, self.decision.nodes.get(node.name, ()))
+            kept = self._unpinned(node, options.parts)
+            times = self.work.times(node.rate)
+            self.parts[node.name] = tuple(options.parts[at] for at in kept)
+            self.node_variable[node.name] = self._variable(
+                [
+                    times * options.seconds[at]
+                    + sum(_tie(e) for e in (*options.parts[at].inputs, *options.parts[at].outputs))
+                    for at in kept
+                ]
+            )
+
+    def _unpinned(self, node: Node, parts: Sequence[Signature1d]) -> list[int]:
+        """Return which options take the node's arguments as they are pinned."""
+        pinned = [
+            (at, value, self.use[value])
+            for at, value in enumerate(self.work.calls[node.name].tensor_names)
+            if value in self.use
+        ]
+        kept = list(range(len(parts)))
+        for at, value, pin in sorted(pinned, key=lambda entry: not entry[2].firm):
+            fits = [index for index in kept if parts[index].inputs[at] == pin.entry]
+            if not fits and pin.firm:
+                raise self._untakable(node, value, pin, {parts[index].inputs[at] for index in kept})
+            kept = fits or kept
+        if len(kept) == 1 and pinned and self.work.is_view(node) and pinned[0][2].firm:
+            for value, entry in zip(node.outputs, parts[kept[0]].outputs, strict=True):
+                self.use.setdefault(value, replace(pinned[0][2], entry=entry))
+        return kept
+
+    def _untakable(self, node: Node, value: str, pin: Pin, possible: set[Sbp]) -> PlanError:
+        axis = self.work.axes[self.axis]
+        return PlanError(
+            f"the pin '{pin.text}' asks that {value!r} is used as {pin.entry!r} on mesh axis "
+            f"{axis!r}, which {node.op} cannot take",
+            where=node.where(),
+            accepted=", ".join(sorted(map(repr, possible))),
+            todo="pin what is accepted, or pin another value on the way",
+        )
+
+    # Ends of conversions
+
+    def _source(self, value: str) -> _End:
+        work = self.work
+        node = work.graph.producers.get(value)
+        if node is None:
+            return self._storage_end(value)
+        at = node.outputs.index(value)
+        return _End(
+            variable=self.node_variable[node.name],
+            entries=tuple(part.outputs[at] for part in self.parts[node.name]),
+            stage=work.stages.nodes[node.name],
+            before=self.decision.value(work.graph, value) if self.axis else (),
+        )
+
+    def _storage_end(self, name: str) -> _End:
+        return _End(
+            variable=self.storage_variable[name],
+            entries=self.storage_entries[name],
+            stage=self.work.stages.inputs[name],
+            before=self.decision.storage.get(name, ()),
+        )
+
+    def _argument_ends(self, node: Node, value: str) -> list[_End]:
+        names = self.work.calls[node.name].tensor_names
+        before = self.decision.nodes.get(node.name, ())
+        return [
+            _End(
+                variable=self.node_variable[node.name],
+                entries=tuple(part.inputs[at] for part in self.parts[node.name]),
+                stage=self.work.stages.nodes[node.name],
+                before=tuple(part.inputs[at] for part in before),
+            )
+            for at, name in enumerate(names)
+            if name == value
+        ]
+
+    def _targets(self, value: str, source: _End) -> list[_End]:
+        ends = [
+            end
+            for user in self.work.graph.users[value]
+            if not user.is_host
+            for end in self._argument_ends(user, value)
+        ]
+        ends += [self._storage_end(state) for state in self.work.results.get(value, ())]
+        if value in self.work.reported:
+            whole_before = (B,) * self.axis
+            ends.append(_End(variable=-1, entries=(B,), stage=source.stage, before=whole_before))
+        return ends
+
+    # Conversions
+
+    def _add_conversions(self, value: str) -> None:
+        source = self._source(value)
+        groups: dict[tuple[int, tuple[Sbp, ...]], list[_End]] = {}
+        for end in self._targets(value, source):
+            groups.setdefault((end.stage, end.before), []).append(end)
+        for (stage, before), ends in groups.items():
+            self._add_group(value, source, stage, before, ends)
+
+    def _add_group(
+        self, value: str, source: _End, stage: int, before: tuple[Sbp, ...], ends: list[_End]
+    ) -> None:
+        """Add the cost of boxing one value to what its users on one stage ask for.
+
+        A set of targets is a bit mask; `costs[state of the source, mask]` prices all sets.
+        """
+        targets = tuple(dict.fromkeys(entry for end in ends for entry in end.entries))
+        costs = self._costs_of_sets(value, source, stage, before, targets)
+        if not costs.any():
+            return
+        own: Masks = np.zeros(self.sizes[source.variable], dtype=np.int64)
+        asked: dict[int, Masks] = {}
+        for end in ends:
+            masks = np.array([1 << targets.index(entry) for entry in end.entries], dtype=np.int64)
+            if end.variable in (-1, source.variable):
+                own = own | masks
+            else:
+                asked[end.variable] = asked.get(end.variable, 0) | masks
+        entries = prod(self.sizes[v] for v in (source.variable, *asked))
+        if len(asked) > _MAX_DIRECT_USERS or entries > _MAX_DIRECT_ENTRIES:
+            asked = self._through_target_variable(asked)
+        together = np.zeros((), dtype=np.int64)
+        for masks in asked.values():
+            together = np.bitwise_or.outer(together, masks)
+        states = np.arange(len(own)).reshape(-1, *(1,) * together.ndim)
+        table = costs[states, own.reshape(states.shape) | together]
+        self.factors.append(Factor((source.variable, *asked), table))
+
+    def _through_target_variable(self, asked: dict[int, Masks]) -> dict[int, Masks]:
+        """Put one variable, the set of targets, between a value and its many users."""
+        sets = {0}
+        for masks in asked.values():
+            sets = {a | int(mask) for a in sets for mask in masks}
+        domain = np.array(sorted(sets), dtype=np.int64)
+        present = 0
+        for variable, masks in asked.items():
+            present |= int(masks[self.start[variable]])
+        between = self._variable([0.0] * len(domain), int(np.searchsorted(domain, present)))
+        for variable, masks in asked.items():
+            missing = (masks[None, :] & ~domain[:, None]) != 0
+            self.factors.append(Factor((between, variable), np.where(missing, FORBIDDEN_S, 0.0)))
+        return {between: domain}
+
+    def _costs_of_sets(
+        self,
+        value: str,
+        source: _End,
+        stage: int,
+        before: tuple[Sbp, ...],
+        targets: tuple[Sbp, ...],
+    ) -> Table:
+        tensor = self.work.graph.tensor(value)
+        times = self.work.times(self.work.graph.rate_of(value))
+        key = (tensor, times, source.entries, source.stage, source.before, stage, before, targets)
+        if key not in self._costs:
+            single = times * self._costs_of_each(tensor, source, stage, before, targets)
+            bits = np.arange(1 << len(targets))[:, None] >> np.arange(len(targets)) & 1
+            self._costs[key] = single @ bits.T.astype(np.float64)
+        return self._costs[key]
+
+    def _costs_of_each(
+        self,
+        tensor: TensorType,
+        source: _End,
+        stage: int,
+        before: tuple[Sbp, ...],
+        targets: tuple[Sbp, ...],
+    ) -> Table:
+        """Return the cost of each target (columns) from each state of the source (rows)."""
+        mesh_shape = self.work.mesh_shape
+        shape = smaller(
+            shard_shape(tensor, source.before, mesh_shape), shard_shape(tensor, before, mesh_shape)
+        )
+        rows: dict[Sbp, list[float]] = {}
+        for entry in source.entries:
+            if entry not in rows:
+                rows[entry] = [
+                    self._cost(shape, tensor.dtype, (source.stage, entry), (stage, target))
+                    for target in targets
+                ]
+        return np.array([rows[entry] for entry in source.entries], dtype=np.float64)
+
+    def _cost(
+        self, shape: tuple[int, ...], dtype: str, source: tuple[int, Sbp], target: tuple[int, Sbp]
+    ) -> float:
+        seconds, size_bytes = self.prices.price(shape, dtype, source, target)
+        return FORBIDDEN_S if isinf(seconds) else seconds + _TIE_S_PER_BYTE * size_bytes
+
+    # A first assignment
+
+    def _start_greedily(self) -> None:
+        """Let each node in turn take the option that is cheapest after those before it."""
+        for node in self.work.nodes:
+            variable = self.node_variable[node.name]
+            cost = self.unary[variable].copy()
+            for value in dict.fromkeys(self.work.calls[node.name].tensor_names):
+                source = self._source(value)
+                for end in self._argument_ends(node, value):
+                    cost += self._from_present(value, source, end)
+            self.start[variable] = int(cost.argmin())
+
+    def _from_present(self, value: str, source: _End, end: _End) -> Table:
+        targets = tuple(dict.fromkeys(end.entries))
+        costs = self._costs_of_sets(value, source, end.stage, end.before, targets)
+        masks = [1 << targets.index(entry) for entry in end.entries]
+        found: Table = costs[self.start[source.variable], masks]
+        return found
+
+
+def decide_axis(work: Work, decision: Decision, axis: int, pins: Pins) -> bool:
+    """Decide one mesh axis; return whether the choice is proved to be the best on that axis.
+
+    On an axis of one rank all SBPs are the same thing; it is written as B.
+    """
+    if work.mesh_shape[axis] > 1:
+        return AxisProblem(work, decision, axis, pins).solve()
+    for node in work.nodes:
+        part = whole(work.calls[node.name])
+        decision.nodes[node.name] = (*decision.nodes.get(node.name, ()), part)
+    for entry in work.inputs:
+        decision.storage[entry.name] = (*decision.storage.get(entry.name, ()), B)
+    return True
+
+
+def _tie(entry: Sbp) -> float:
+    """Return the tie-break of one entry: B before low dims before partial values."""
+    if isinstance(entry, Broadcast):
+        return 0.0
+    return _TIE_S_PER_RANK * (1 + entry.dim if isinstance(entry, Split) else 20)

@@ -1,0 +1,346 @@
+"""Pins: which tensors the user (or a planner) has decided, resolved to one entry for each axis.
+
+A pin is a pattern and a value; later pins override earlier ones, mesh axis by mesh axis.
+
+A pattern is one of
+* `batch`, `parameters`, `optimizer_states`: all graph inputs of that kind;
+* `activations`: every floating forward value whose dim 0 is the sample (it depends on a batch
+  input and has the extent of the batch's dim 0);
+* `gradients`: the values that the backward pass hands to the optimizer;
+* `updates`: the values that the optimizer makes;
+* an `fnmatch` pattern of names, tried in this order: graph inputs; module paths, which means the
+  values that leave the module in its forward pass; values.
+
+A value is `"S(0)"` (on every mesh axis), `"S(0), B"` (one entry for each axis), or
+`{axis: "S(0)"}`, which says nothing of other axes; the axis `*` means every axis not named. `S(-1)`
+splits the last dim of whatever tensor it is; `free` takes earlier pins back.
+
+Pinning an input says how it is *stored*. Pinning a value, or an input with `use:` before the
+pattern, says how it is *used*: whatever its producer makes, or however it is stored, it is boxed to
+that SBP once, and every op that uses it takes it so, also where it looks at it through a view. The
+words are wishes where they cannot hold (a state without dims, an op that cannot take a split
+sample); all other pins are demands. Imports no torch; decides nothing that is not pinned.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TypeGuard
+
+from sbp_core.errors import ConfigError, SbpError
+from sbp_core.graph.ir import InputKind, LogicalGraph, Phase, TensorType
+from sbp_core.sbp import Partial, Sbp, Split, parse_sbp
+
+#: What a user writes for one pattern.
+PinValue = str | Mapping[str, str]
+
+#: Words that stand for all graph inputs of a kind.
+INPUT_WORDS = {
+    "batch": InputKind.BATCH,
+    "parameters": InputKind.PARAMETER,
+    "optimizer_states": InputKind.OPTIMIZER_STATE,
+}
+#: Words that stand for values of a kind.
+VALUE_WORDS = ("activations", "gradients", "updates")
+OTHER_AXES = "*"
+
+#: Before a pattern of inputs: how they are used, not how they are stored.
+USE = "use:"
+
+_FROM_BACK = re.compile(r"S\(\s*-\s*(\d+)\s*\)")
+
+
+@dataclass(frozen=True, slots=True)
+class _SplitFromBack:
+    """A split of a dim counted from the last, 1 being the last."""
+
+    from_back: int
+
+    def __repr__(self) -> str:
+        return f"S(-{self.from_back})"
+
+
+@dataclass(frozen=True, slots=True)
+class _Free:
+    """No pin."""
+
+    def __repr__(self) -> str:
+        return "free"
+
+
+_Entry = Sbp | _SplitFromBack | _Free
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pin:
+    """One decided entry.
+
+    Args:
+        entry: The SBP on that axis.
+        text: The pin as written, for messages.
+        firm: Whether it must hold, or gives way where it cannot.
+    """
+
+    entry: Sbp
+    text: str
+    firm: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pins:
+    """All pins of a graph: (name, mesh axis) -> pin, of stored inputs and of used values."""
+
+    storage: Mapping[tuple[str, int], Pin]
+    use: Mapping[tuple[str, int], Pin]
+
+
+def resolve_pins(graph: LogicalGraph, axes: Sequence[str], *layers: Mapping[str, PinValue]) -> Pins:
+    """Resolve pins; later layers override earlier ones.
+
+    Args:
+        graph: Where the names come from.
+        axes: Names of the mesh axes of a stage.
+        layers: Pins in the order in which they apply.
+
+    Raises:
+        ConfigError: a pin matches nothing, names an axis that the mesh does not have, cannot be
+            read, or cannot hold for a tensor that it matches.
+    """
+    storage: dict[tuple[str, int], Pin] = {}
+    use: dict[tuple[str, int], Pin] = {}
+    names = _Names(graph)
+    for layer in layers:
+        for pattern, value in layer.items():
+            text = f"{pattern}: {_text(value)}"
+            entries = _entries(value, axes, text)
+            bare = pattern.removeprefix(USE)
+            firm = bare not in INPUT_WORDS and bare not in VALUE_WORDS
+            for name in names.match(bare, text):
+                stored = name in names.inputs and bare == pattern
+                shape = graph.tensor(name).shape
+                for axis, written in entries.items():
+                    if isinstance(written, _Free):
+                        (storage if stored else use).pop((name, axis), None)
+                        continue
+                    entry = _entry_of(written, len(shape))
+                    if _can_hold(entry, len(shape), stored):
+                        pin = Pin(entry=entry, text=text, firm=firm)
+                        (storage if stored else use)[name, axis] = pin
+                    elif firm or isinstance(entry, Partial):
+                        raise _cannot_hold(text, name, shape, stored)
+    return Pins(storage=storage, use=use)
+
+
+def _text(value: PinValue) -> str:
+    if isinstance(value, str):
+        return value
+    return "{" + ", ".join(f"{axis}: {entry}" for axis, entry in value.items()) + "}"
+
+
+def _entries(value: PinValue, axes: Sequence[str], text: str) -> dict[int, _Entry]:
+    """Return the pinned entry of each mesh axis that the pin speaks of."""
+    try:
+        if isinstance(value, str):
+            parts = [_parse_entry(part) for part in value.strip().strip("[]").split(",")]
+            if len(parts) == 1:
+                parts = parts * len(axes)
+            if len(parts) != len(axes):
+                raise ConfigError(
+                    f"the pin '{text}' has {len(parts)} entries for a mesh of {len(axes)} axes",
+                    accepted=f"one entry for all axes, or one for each of {', '.join(axes)}",
+                )
+            return dict(enumerate(parts))
+        found = {
+            axes.index(_known_axis(name, axes, text)): _parse_entry(entry)
+            for name, entry in value.items()
+            if name != OTHER_AXES
+        }
+        if OTHER_AXES in value:
+            other = _parse_entry(value[OTHER_AXES])
+            found = {axis: found.get(axis, other) for axis in range(len(axes))}
+        return found
+    except ConfigError:
+        raise
+    except SbpError as error:
+        raise ConfigError(
+            f"the pin '{text}' cannot be read: {error.what}", accepted=error.accepted
+        ) from error
+
+
+def _known_axis(name: str, axes: Sequence[str], text: str) -> str:
+    if name in axes:
+        return name
+    raise ConfigError(
+        f"the pin '{text}' names the mesh axis {name!r}, which this mesh does not have",
+        accepted=f"{', '.join(axes)}, or {OTHER_AXES!r} for every axis not named",
+        todo="give the mesh that axis (cluster.mesh), or pin an axis that it has",
+    )
+
+
+def _parse_entry(text: str) -> _Entry:
+    if text.strip() == "free":
+        return _Free()
+    found = _FROM_BACK.fullmatch(text.strip())
+    if found and int(found[1]) > 0:
+        return _SplitFromBack(int(found[1]))
+    return parse_sbp(text)
+
+
+def _entry_of(written: Sbp | _SplitFromBack, num_dims: int) -> Sbp | None:
+    """Return what an entry means for a tensor; None if it counts back beyond the first dim."""
+    if not isinstance(written, _SplitFromBack):
+        return written
+    dim = num_dims - written.from_back
+    return Split(dim) if dim >= 0 else None
+
+
+def _can_hold(entry: Sbp | None, num_dims: int, stored: bool) -> TypeGuard[Sbp]:
+    if isinstance(entry, Split):
+        return entry.dim < num_dims
+    return entry is not None and not (stored and isinstance(entry, Partial))
+
+
+def _cannot_hold(text: str, name: str, shape: tuple[int, ...], stored: bool) -> ConfigError:
+    splits = [f"S({dim})" for dim in range(len(shape))]
+    return ConfigError(
+        f"the pin '{text}' cannot hold for {name!r} of shape {shape}",
+        accepted=", ".join(["B", *splits, *([] if stored else ["P"])]),
+        todo="pin a dim that the tensor has; nothing is stored as P",
+    )
+
+
+class _Names:
+    """What the patterns of one graph can mean."""
+
+    def __init__(self, graph: LogicalGraph) -> None:
+        self.graph = graph
+        self.inputs = {
+            entry.name: entry.kind for entry in graph.inputs if graph.is_tensor(entry.name)
+        }
+        self.modules = _modules(graph)
+        self.values = [
+            value for node in graph.nodes for value in node.outputs if graph.is_tensor(value)
+        ]
+
+    def match(self, pattern: str, text: str) -> list[str]:
+        """Return the inputs or the values that a pattern means."""
+        if pattern in INPUT_WORDS:
+            kind = INPUT_WORDS[pattern]
+            return [name for name, found in self.inputs.items() if found is kind]
+        if pattern in VALUE_WORDS:
+            return _VALUES[pattern](self.graph)
+        inputs = _matching(self.inputs, pattern)
+        if inputs:
+            return inputs
+        modules = _matching(self.modules, pattern)
+        values = [value for module in modules for value in module_outputs(self.graph, module)]
+        values = values or _matching(self.values, pattern)
+        if not values:
+            raise self._unmatched(pattern, text)
+        return list(dict.fromkeys(values))
+
+    def _unmatched(self, pattern: str, text: str) -> ConfigError:
+        known = [*INPUT_WORDS, *VALUE_WORDS, *self.inputs, *self.modules, *self.values]
+        near = difflib.get_close_matches(pattern.strip("*."), known, n=4, cutoff=0.3)
+        return ConfigError(
+            f"the pin '{text}' matches no tensor and no module of {self.graph.name!r}",
+            accepted="a pattern of parameters, states, batch inputs, modules or values; "
+            + ", ".join([*INPUT_WORDS, *VALUE_WORDS]),
+            todo=f"the nearest names are {', '.join(near)}" if near else "list the graph's names",
+        )
+
+
+def _matching(names: Iterable[str], pattern: str) -> list[str]:
+    return [name for name in names if fnmatchcase(name, pattern)]
+
+
+def _modules(graph: LogicalGraph) -> list[str]:
+    """Return the paths of all modules with forward nodes, and of the modules around them."""
+    found: dict[str, None] = {}
+    for node in graph.nodes:
+        if node.phase is Phase.FORWARD and node.module:
+            parts = node.module.split(".")
+            found.update(dict.fromkeys(".".join(parts[: i + 1]) for i in range(len(parts))))
+    return list(found)
+
+
+def is_within(module: str, outer: str) -> bool:
+    """Return whether a module path is `outer` or lies within it."""
+    return module == outer or module.startswith(outer + ".")
+
+
+def module_outputs(graph: LogicalGraph, module: str) -> list[str]:
+    """Return the tensors made by a module's forward nodes that are used outside it."""
+    results = {out.value for out in graph.outputs}
+    return [
+        value
+        for node in graph.nodes
+        if node.phase is Phase.FORWARD and is_within(node.module, module)
+        for value in node.outputs
+        if graph.is_tensor(value)
+        and (
+            value in results
+            or any(not is_within(user.module, module) for user in graph.users[value])
+        )
+    ]
+
+
+def activations(graph: LogicalGraph) -> list[str]:
+    """Return the floating forward values whose dim 0 is the sample."""
+    batch = [entry.name for entry in graph.inputs if entry.kind is InputKind.BATCH]
+    extents = {graph.tensor(name).shape[0] for name in batch if _rank(graph, name)}
+    dependent = set(batch)
+    found: list[str] = []
+    for node in graph.nodes:
+        if node.phase is not Phase.FORWARD or not dependent.intersection(node.inputs()):
+            continue
+        dependent.update(node.outputs)
+        for value in node.outputs:
+            kind = graph.types[value]
+            if (
+                isinstance(kind, TensorType)
+                and kind.dtype.startswith(("float", "bfloat"))
+                and len(kind.shape) > 1
+                and kind.shape[0] in extents
+            ):
+                found.append(value)
+    return found
+
+
+def _rank(graph: LogicalGraph, name: str) -> int:
+    kind = graph.types[name]
+    return len(kind.shape) if isinstance(kind, TensorType) else 0
+
+
+def gradients(graph: LogicalGraph) -> list[str]:
+    """Return the tensors that nodes outside the optimizer make and optimizer nodes use."""
+    return [
+        value
+        for node in graph.nodes
+        if node.phase is not Phase.OPTIMIZER
+        for value in node.outputs
+        if graph.is_tensor(value)
+        and any(user.phase is Phase.OPTIMIZER for user in graph.users[value])
+    ]
+
+
+def updates(graph: LogicalGraph) -> list[str]:
+    """Return the tensors that optimizer nodes make."""
+    return [
+        value
+        for node in graph.nodes
+        if node.phase is Phase.OPTIMIZER
+        for value in node.outputs
+        if graph.is_tensor(value)
+    ]
+
+
+_VALUES: Mapping[str, Callable[[LogicalGraph], list[str]]] = {
+    "activations": activations,
+    "gradients": gradients,
+    "updates": updates,
+}

@@ -1,0 +1,278 @@
+"""What a strategy costs: time, bytes and memory of one step, by whole routes and signatures.
+
+    step time    sum_i m_i + (M - 1) max_i m_i + max_i s_i                              [s]
+
+with M micro-batches, m_i the time of stage i for one micro-batch (forward and backward) and s_i
+what it does once a step; the time of a stage is that of its ops and of the routes that end on it,
+one after the other (no overlap). With one stage this is M m + s.
+
+    memory of a rank of stage i    states + gathered + gradients + q_i activations + working set [B]
+
+* states: parameters, buffers and optimizer states as they are stored;
+* gathered: copies of states in another SBP than the stored one, held through the step;
+* gradients: accumulated values;
+* activations: what one micro-batch's forward pass leaves for its backward pass (views count as
+  what they view), q_i = `in_flight[i]` of them;
+* working set: the largest arguments and results of one op.
+
+All for the rank that holds the most, an upper estimate: the plan's own memory comes from lifetimes.
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sbp_core.boxing.router import route
+from sbp_core.cost import boxing_time_s, is_view, local_bytes, op_time_s
+from sbp_core.graph.ir import LogicalGraph, Node, OutputKind, Phase, Rate
+from sbp_core.placement import Cluster
+from sbp_core.sbp import NdSbp
+from sbp_core.signatures.call import OpCall
+from sbp_core.signatures.derive import work_flop
+from sbp_core.strategy import Strategy
+
+#: A place and an nd-SBP there: (stage, nd-SBP).
+Lie = tuple[int, NdSbp]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversion:
+    """One boxing that a strategy asks for.
+
+    Args:
+        value: Which value.
+        source, target: (stage, nd-SBP).
+        rate: How often.
+        users: The nodes that take it so; empty for states, loss and metrics.
+    """
+
+    value: str
+    source: Lie
+    target: Lie
+    rate: Rate
+    users: tuple[Node, ...]
+
+
+@dataclass(slots=True, kw_only=True)
+class StagePrediction:
+    """What one stage does; times in seconds, memory in bytes on its fullest rank."""
+
+    micro_compute_s: float = 0.0
+    micro_boxing_s: float = 0.0
+    step_compute_s: float = 0.0
+    step_boxing_s: float = 0.0
+    states_bytes: int = 0
+    gathered_bytes: int = 0
+    gradients_bytes: int = 0
+    activations_bytes: int = 0
+    working_bytes: int = 0
+
+    @property
+    def micro_s(self) -> float:
+        """Time of one micro-batch."""
+        return self.micro_compute_s + self.micro_boxing_s
+
+    @property
+    def step_s(self) -> float:
+        """Time of what happens once a step."""
+        return self.step_compute_s + self.step_boxing_s
+
+    def memory_bytes(self, in_flight: int) -> int:
+        """Return the memory with that many micro-batches between forward and backward."""
+        once = self.states_bytes + self.gathered_bytes + self.gradients_bytes + self.working_bytes
+        return once + in_flight * self.activations_bytes
+
+
+def source_of(graph: LogicalGraph, strategy: Strategy, value: str) -> Lie:
+    """Return where a value is made or stored, and as what."""
+    node = graph.producers.get(value)
+    if node is None:
+        return strategy.storage[value].stage, strategy.storage[value].sbp
+    found = strategy.nodes[node.name]
+    return found.stage, found.signature.outputs[node.outputs.index(value)]
+
+
+def conversions(graph: LogicalGraph, strategy: Strategy) -> Iterator[Conversion]:
+    """Yield every boxing that a strategy asks for, each distinct target once."""
+    states: dict[str, list[str]] = {}
+    reported: set[str] = set()
+    for out in graph.outputs:
+        if out.kind is OutputKind.STATE:
+            states.setdefault(out.value, []).append(out.name)
+        else:
+            reported.add(out.value)
+    for value in graph.types:
+        if not graph.is_tensor(value):
+            continue
+        source = source_of(graph, strategy, value)
+        targets: dict[Lie, list[Node]] = {}
+        for user in graph.users[value]:
+            if user.is_host:
+                continue
+            found = strategy.nodes[user.name]
+            names = graph.tensor_inputs(user)
+            for name, sbp in zip(names, found.signature.inputs, strict=True):
+                if name == value and user not in targets.setdefault((found.stage, sbp), []):
+                    targets[found.stage, sbp].append(user)
+        for state in states.get(value, ()):
+            targets.setdefault((strategy.storage[state].stage, strategy.storage[state].sbp), [])
+        if value in reported:
+            targets.setdefault((source[0], _whole(source[1])), [])
+        for target, users in targets.items():
+            if target != source:
+                yield Conversion(
+                    value=value,
+                    source=source,
+                    target=target,
+                    rate=graph.rate_of(value),
+                    users=tuple(users),
+                )
+
+
+def _whole(sbp: NdSbp) -> NdSbp:
+    return NdSbp.parse(", ".join("B" for _ in sbp))
+
+
+def predict_stages(
+    graph: LogicalGraph, strategy: Strategy, cluster: Cluster
+) -> tuple[tuple[StagePrediction, ...], int]:
+    """Return what each stage does, and the bytes that a step moves between ranks."""
+    stages = tuple(StagePrediction() for _ in strategy.stages)
+    for node in graph.nodes:
+        if not node.is_host:
+            _add_op(graph, strategy, cluster, node, stages)
+    for name, storage in strategy.storage.items():
+        if graph.input_kinds[name].kind.is_state:
+            mesh_shape = strategy.stages[storage.stage].mesh_shape
+            size = local_bytes(graph.tensor(name), storage.sbp, mesh_shape)
+            stages[storage.stage].states_bytes += size
+    _add_activations(graph, strategy, stages)
+    moved = 0
+    for conversion in conversions(graph, strategy):
+        moved += _add_conversion(graph, strategy, cluster, conversion, stages)
+    return stages, moved
+
+
+def _add_op(
+    graph: LogicalGraph,
+    strategy: Strategy,
+    cluster: Cluster,
+    node: Node,
+    stages: tuple[StagePrediction, ...],
+) -> None:
+    found = strategy.nodes[node.name]
+    stage, mesh = stages[found.stage], strategy.stages[found.stage]
+    call = OpCall.of(graph, node)
+    seconds = op_time_s(call, found.signature, mesh, cluster)
+    if node.rate is Rate.MICRO:
+        stage.micro_compute_s += seconds
+    else:
+        stage.step_compute_s += seconds
+    made = sum(
+        local_bytes(tensor, sbp, mesh.mesh_shape)
+        for tensor, sbp in zip(call.outputs, found.signature.outputs, strict=True)
+    )
+    read = sum(
+        local_bytes(tensor, sbp, mesh.mesh_shape)
+        for tensor, sbp in zip(call.inputs, found.signature.inputs, strict=True)
+    )
+    stage.working_bytes = max(stage.working_bytes, made + read)
+    if node.op == "sbp.accumulate":
+        stage.gradients_bytes += made
+
+
+def _add_activations(
+    graph: LogicalGraph, strategy: Strategy, stages: tuple[StagePrediction, ...]
+) -> None:
+    """Count the forward values that backward nodes use, views as what they view."""
+    kept: set[str] = set()
+    for node in graph.nodes:
+        if node.phase is Phase.BACKWARD:
+            kept.update(_base(graph, value) for value in graph.tensor_inputs(node))
+    for value in kept:
+        producer = graph.producers.get(value)
+        if producer is not None and producer.phase is Phase.FORWARD:
+            stage, sbp = source_of(graph, strategy, value)
+            mesh_shape = strategy.stages[stage].mesh_shape
+            stages[stage].activations_bytes += local_bytes(graph.tensor(value), sbp, mesh_shape)
+
+
+def _base(graph: LogicalGraph, value: str) -> str:
+    while (node := graph.producers.get(value)) is not None:
+        call = OpCall.of(graph, node)
+        if not call.inputs or not is_view(call, work_flop(call)):
+            break
+        value = call.tensor_names[0]
+    return value
+
+
+def _add_conversion(
+    graph: LogicalGraph,
+    strategy: Strategy,
+    cluster: Cluster,
+    conversion: Conversion,
+    stages: tuple[StagePrediction, ...],
+) -> int:
+    tensor = graph.tensor(conversion.value)
+    (source, source_sbp), (target, target_sbp) = conversion.source, conversion.target
+    found = route(
+        tensor.shape,
+        tensor.dtype,
+        (strategy.stages[source], source_sbp),
+        (strategy.stages[target], target_sbp),
+    )
+    stage, seconds = stages[target], boxing_time_s(found, cluster)
+    size = local_bytes(tensor, target_sbp, strategy.stages[target].mesh_shape)
+    producer = graph.producers.get(conversion.value)
+    if producer is None and graph.input_kinds[conversion.value].kind.is_state and found.bytes:
+        stage.gathered_bytes += size
+    elif (
+        producer is not None
+        and producer.phase is Phase.FORWARD
+        and any(user.phase is Phase.BACKWARD for user in conversion.users)
+    ):
+        stage.activations_bytes += size
+    if conversion.rate is Rate.MICRO:
+        stage.micro_boxing_s += seconds
+        return found.bytes * graph.num_micro_batches
+    stage.step_boxing_s += seconds
+    return found.bytes
+
+
+def predict(graph: LogicalGraph, strategy: Strategy, cluster: Cluster) -> Mapping[str, Any]:
+    """Return the prediction as plain values, for `Strategy.report`.
+
+    Returns:
+        `predicted_step_s`, `predicted_boxing_bytes` (all ranks), `predicted_memory_bytes_per_rank`
+        (the fullest rank), and `predicted_by_stage` with the parts of each.
+    """
+    stages, moved = predict_stages(graph, strategy, cluster)
+    micro = [stage.micro_s for stage in stages]
+    step_s = sum(micro) + (graph.num_micro_batches - 1) * max(micro)
+    step_s += max(stage.step_s for stage in stages)
+    memory = [
+        stage.memory_bytes(quota) for stage, quota in zip(stages, strategy.in_flight, strict=True)
+    ]
+    return {
+        "predicted_step_s": step_s,
+        "predicted_boxing_bytes": moved,
+        "predicted_memory_bytes_per_rank": max(memory),
+        "predicted_by_stage": [
+            {
+                "micro_compute_s": stage.micro_compute_s,
+                "micro_boxing_s": stage.micro_boxing_s,
+                "step_compute_s": stage.step_compute_s,
+                "step_boxing_s": stage.step_boxing_s,
+                "memory_bytes": size,
+                "states_bytes": stage.states_bytes,
+                "gathered_bytes": stage.gathered_bytes,
+                "gradients_bytes": stage.gradients_bytes,
+                "activations_bytes": stage.activations_bytes,
+                "working_bytes": stage.working_bytes,
+            }
+            for stage, size in zip(stages, memory, strict=True)
+        ],
+    }

@@ -1,0 +1,152 @@
+"""Inference: a few pins are given, everything else is chosen at least cost.
+
+Mesh axes are decided one after the other, the outermost first, each exactly where that is possible
+(`axis`, `minsum`). This decomposition is legal because an n-D signature is legal iff its entries
+are legal on every axis and the axes do not clash, which later axes take into account; it is not
+always the n-D optimum, since an early axis does not foresee a later one. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from sbp_core.errors import ConfigError, SignatureError
+from sbp_core.graph.serialize import graph_hash
+from sbp_core.infer.axis import decide_axis
+from sbp_core.infer.pins import PinValue, resolve_pins
+from sbp_core.infer.predict import predict
+from sbp_core.infer.stages import StagePatterns, assign_stages
+from sbp_core.infer.work import Decision, Work
+from sbp_core.placement import Placement
+from sbp_core.sbp import NdSbp
+from sbp_core.signatures.derive import clash
+from sbp_core.strategy import Assignment, Storage, Strategy
+
+if TYPE_CHECKING:
+    from sbp_core.plugins.kinds import PlanRequest
+
+#: The mesh axis whose positions are pipeline stages.
+PIPE_AXIS = "pipe"
+
+
+def infer_strategy(
+    request: PlanRequest,
+    *,
+    planner: str,
+    pins: Mapping[str, PinValue] | None = None,
+    stages: tuple[Placement, ...] | None = None,
+    stage_patterns: StagePatterns = (),
+    in_flight: tuple[int, ...] | None = None,
+    report: Mapping[str, Any] | None = None,
+) -> Strategy:
+    """Return the cheapest legal strategy that keeps the pins.
+
+    Args:
+        request: Graph, mesh, cluster, and the user's pins, which override `pins`.
+        planner: Name for the strategy.
+        pins: The planner's own pins; see `infer.pins`.
+        stages: Placement of each stage; by default the positions of the mesh axis `pipe`, or the
+            whole mesh.
+        stage_patterns: For each stage, patterns of module paths; empty splits evenly.
+        in_flight: Quota of each stage; by default that of 1F1B, `num_stages - stage`.
+        report: Added to the report.
+
+    Returns:
+        The strategy. Its report holds what `predict` returns and, under `optimal_by_axis`, whether
+        the choice on each mesh axis is proved to be the best.
+
+    Raises:
+        ConfigError: a pin or stage pattern cannot be meant.
+        PlanError: nothing fulfils the pins or the stages.
+        SignatureError: an operator has no signatures.
+    """
+    graph = request.graph
+    placements = stages or stage_placements(request.mesh)
+    _check_placements(placements)
+    progress = request.progress or (lambda what, fraction: None)
+    progress("assigning stages", 0.0)
+    work = Work(
+        graph=graph,
+        placements=placements,
+        stages=assign_stages(graph, len(placements), stage_patterns),
+        cluster=request.cluster,
+    )
+    resolved = resolve_pins(graph, work.axes, pins or {}, request.pins)
+    decision = Decision()
+    optimal: dict[str, bool] = {}
+    for axis, name in enumerate(work.axes):
+        progress(f"inferring mesh axis {name!r}", (1 + axis) / (2 + len(work.axes)))
+        optimal[name] = decide_axis(work, decision, axis, resolved)
+    _check_legal(work, decision)
+    quotas = in_flight or one_forward_one_backward(len(placements), graph.num_micro_batches)
+    strategy = _strategy(work, decision, planner, quotas, {})
+    progress("predicting", (1 + len(work.axes)) / (2 + len(work.axes)))
+    found = {**predict(graph, strategy, request.cluster), "optimal_by_axis": optimal}
+    progress("planned", 1.0)
+    return _strategy(work, decision, planner, quotas, {**found, **(report or {})})
+
+
+def stage_placements(mesh: Placement) -> tuple[Placement, ...]:
+    """Return the placement of each stage: one for each position of the axis `pipe`, if any."""
+    if PIPE_AXIS not in mesh.axes:
+        return (mesh,)
+    axis = mesh.axes.index(PIPE_AXIS)
+    return tuple(mesh.submesh(axis, index) for index in range(mesh.mesh_shape[axis]))
+
+
+def one_forward_one_backward(num_stages: int, num_micro_batches: int) -> tuple[int, ...]:
+    """Return the quotas of 1F1B: `num_stages - stage`, at most the number of micro-batches.
+
+    Source: Narayanan et al., "PipeDream", SOSP 2019, section 3.2.
+    """
+    return tuple(min(num_stages - stage, num_micro_batches) for stage in range(num_stages))
+
+
+def _check_placements(placements: Sequence[Placement]) -> None:
+    first = placements[0]
+    for placement in placements:
+        if (placement.axes, placement.mesh_shape) != (first.axes, first.mesh_shape):
+            raise ConfigError(
+                f"stages on unequal meshes: {dict(zip(first.axes, first.mesh_shape, strict=True))} "
+                f"and {dict(zip(placement.axes, placement.mesh_shape, strict=True))}",
+                accepted="stages with the same mesh axes of the same sizes",
+            )
+
+
+def _check_legal(work: Work, decision: Decision) -> None:
+    for node in work.nodes:
+        reason = clash(decision.nodes[node.name], work.mesh_shape)
+        if reason:
+            raise SignatureError(
+                f"{decision.signature(node.name)} is not legal: {reason}", where=node.where()
+            )
+
+
+def _strategy(
+    work: Work,
+    decision: Decision,
+    planner: str,
+    in_flight: tuple[int, ...],
+    report: Mapping[str, Any],
+) -> Strategy:
+    return Strategy(
+        planner=planner,
+        graph_hash=graph_hash(work.graph),
+        stages=work.placements,
+        num_micro_batches=work.graph.num_micro_batches,
+        nodes={
+            node.name: Assignment(
+                stage=work.stages.nodes[node.name], signature=decision.signature(node.name)
+            )
+            for node in work.nodes
+        },
+        storage={
+            entry.name: Storage(
+                stage=work.stages.inputs[entry.name], sbp=NdSbp(*decision.storage[entry.name])
+            )
+            for entry in work.inputs
+        },
+        in_flight=in_flight,
+        report=report,
+    )

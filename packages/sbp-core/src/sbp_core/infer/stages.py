@@ -1,0 +1,295 @@
+"""Stages: which part of the machine runs each node, and where each graph input lives.
+
+A node that a pattern names goes to that stage. The rest follows: forward nodes to the latest stage
+of what they read, nodes that depend on no batch input (constants, views of parameters) to their
+users, backward nodes to their forward node, optimizer nodes to their parameter. Without patterns
+the forward pass is cut, between blocks, so that the largest stage has the least work. Imports no
+torch; says nothing about SBP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import groupby
+
+from sbp_core.errors import ConfigError, PlanError
+from sbp_core.graph.ir import InputKind, LogicalGraph, Node, Phase
+from sbp_core.signatures.call import OpCall
+from sbp_core.signatures.derive import work_flop
+
+#: Module path patterns of each stage.
+StagePatterns = Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageMap:
+    """The stage of every node that computes tensors, and of every tensor input."""
+
+    nodes: Mapping[str, int]
+    inputs: Mapping[str, int]
+
+
+def assign_stages(graph: LogicalGraph, num_stages: int, patterns: StagePatterns = ()) -> StageMap:
+    """Assign every node and every tensor input to a stage.
+
+    Args:
+        graph: The training step.
+        num_stages: Stages, >= 1.
+        patterns: For each stage, `fnmatch` patterns of module paths (modules inside a matching
+            one belong to it); empty: split evenly.
+
+    Raises:
+        ConfigError: patterns do not fit the number of stages or match no module.
+        PlanError: an edge leads to an earlier stage, or two stages use one parameter.
+    """
+    if num_stages == 1 and not patterns:
+        return _all_on_one_stage(graph)
+    chosen = _matched(graph, num_stages, patterns) if patterns else split_evenly(graph, num_stages)
+    nodes = _forward_stages(graph, chosen)
+    _check_forward(graph, nodes)
+    _add_backward_stages(graph, nodes)
+    inputs = _input_stages(graph, nodes)
+    _add_optimizer_stages(graph, nodes, inputs)
+    for state, value in graph.new_states.items():
+        if state in inputs and value in graph.producers:
+            producer = graph.producers[value]
+            inputs.setdefault(state, nodes.get(producer.name, 0))
+    return StageMap(nodes=nodes, inputs=inputs)
+
+
+def _tensor_nodes(graph: LogicalGraph, *phases: Phase) -> list[Node]:
+    return [node for node in graph.nodes if not node.is_host and node.phase in phases]
+
+
+def _tensor_input_names(graph: LogicalGraph) -> list[str]:
+    return [entry.name for entry in graph.inputs if graph.is_tensor(entry.name)]
+
+
+def _all_on_one_stage(graph: LogicalGraph) -> StageMap:
+    return StageMap(
+        nodes={node.name: 0 for node in graph.nodes if not node.is_host},
+        inputs=dict.fromkeys(_tensor_input_names(graph), 0),
+    )
+
+
+def _matched(graph: LogicalGraph, num_stages: int, patterns: StagePatterns) -> dict[str, int]:
+    """Return the stage of each forward node that a pattern names."""
+    if len(patterns) != num_stages:
+        raise ConfigError(
+            f"stage_patterns has {len(patterns)} lists for {num_stages} stages",
+            accepted=f"{num_stages} lists of module patterns, or none to split evenly",
+        )
+    modules = {node.module for node in _tensor_nodes(graph, Phase.FORWARD)}
+    stage_of: dict[str, int] = {}
+    for stage, group in enumerate(patterns):
+        for pattern in group:
+            found = [module for module in modules if _covers(pattern, module)]
+            if not found:
+                raise ConfigError(
+                    f"the stage pattern {pattern!r} of stage {stage} matches no module",
+                    accepted=", ".join(sorted(module for module in modules if module)),
+                )
+            for module in found:
+                if stage_of.setdefault(module, stage) != stage:
+                    raise ConfigError(
+                        f"module {module!r} is on stage {stage_of[module]} and on stage {stage}",
+                        where=f"stage pattern {pattern!r}",
+                        todo="let the patterns of two stages match different modules",
+                    )
+    return {
+        node.name: stage_of[node.module]
+        for node in _tensor_nodes(graph, Phase.FORWARD)
+        if node.module in stage_of
+    }
+
+
+def _covers(pattern: str, module: str) -> bool:
+    """Return whether the pattern matches the module or one around it."""
+    parts = module.split(".")
+    return any(fnmatchcase(".".join(parts[: i + 1]), pattern) for i in range(len(parts)))
+
+
+def _moving(graph: LogicalGraph) -> set[str]:
+    """Return the forward nodes that depend on a batch input."""
+    values = {entry.name for entry in graph.inputs if entry.kind is InputKind.BATCH}
+    found: set[str] = set()
+    for node in _tensor_nodes(graph, Phase.FORWARD):
+        if values.intersection(node.inputs()):
+            values.update(node.outputs)
+            found.add(node.name)
+    return found
+
+
+def split_evenly(graph: LogicalGraph, num_stages: int) -> dict[str, int]:
+    """Cut the forward pass between blocks so that the largest stage has the least flop.
+
+    A block is a run of nodes, in graph order, whose module paths agree up to and including the
+    first number (`blocks.3`), or else in their first part. Exact, by dynamic programming over the
+    cuts, O(stages * blocks^2).
+
+    Raises:
+        PlanError: there are fewer blocks than stages.
+    """
+    moving = _moving(graph)
+    nodes = [node for node in _tensor_nodes(graph, Phase.FORWARD) if node.name in moving]
+    runs: list[list[Node]] = []
+    for block, members in groupby(nodes, key=lambda node: _block(node.module)):
+        run = list(members)
+        if block or not runs:
+            runs.append(run)
+        else:  # code of the root module between blocks belongs to what it follows
+            runs[-1].extend(run)
+    if len(runs) < num_stages:
+        raise PlanError(
+            f"the forward pass has {len(runs)} blocks for {num_stages} stages",
+            accepted="at least one block for each stage",
+            todo="use fewer stages, or name the modules of each stage in stage_patterns",
+        )
+    work = [sum(work_flop(OpCall.of(graph, node)) for node in run) for run in runs]
+    cuts = balanced_cuts(work, num_stages)
+    return {
+        node.name: stage
+        for stage, (first, last) in enumerate(zip([0, *cuts], [*cuts, len(runs)], strict=True))
+        for run in runs[first:last]
+        for node in run
+    }
+
+
+def _block(module: str) -> str:
+    parts = module.split(".")
+    for at, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[: at + 1])
+    return parts[0]
+
+
+def balanced_cuts(work: Sequence[float], num_parts: int) -> list[int]:
+    """Return where to cut a list into contiguous parts whose largest sum is least.
+
+    Among equals the sum of squares decides, then the earliest cuts.
+
+    Returns:
+        `num_parts - 1` increasing indices; no part is empty.
+    """
+    sums = [0.0]
+    for entry in work:
+        sums.append(sums[-1] + entry)
+    best = {(1, stop): (sums[stop], sums[stop] ** 2, [0][:0]) for stop in range(1, len(sums))}
+    for part in range(2, num_parts + 1):
+        for stop in range(part, len(sums)):
+            best[part, stop] = min(
+                (
+                    max(best[part - 1, cut][0], sums[stop] - sums[cut]),
+                    best[part - 1, cut][1] + (sums[stop] - sums[cut]) ** 2,
+                    [*best[part - 1, cut][2], cut],
+                )
+                for cut in range(part - 1, stop)
+            )
+    return best[num_parts, len(work)][2]
+
+
+def _forward_stages(graph: LogicalGraph, chosen: Mapping[str, int]) -> dict[str, int]:
+    moving = _moving(graph)
+    stages: dict[str, int] = {}
+    forward = _tensor_nodes(graph, Phase.FORWARD)
+    for node in forward:
+        before = [
+            stages[producer.name]
+            for value in node.inputs()
+            if (producer := graph.producers.get(value)) and producer.name in stages
+        ]
+        if node.name in chosen:
+            stages[node.name] = chosen[node.name]
+        elif node.name in moving:
+            stages[node.name] = max(before, default=0)
+    for node in reversed(forward):
+        if node.name not in stages:
+            users = [user for value in node.outputs for user in graph.users[value]]
+            after = [stages[user.name] for user in users if user.name in stages]
+            stages[node.name] = min(after, default=0)
+    return stages
+
+
+def _check_forward(graph: LogicalGraph, stages: Mapping[str, int]) -> None:
+    for node in _tensor_nodes(graph, Phase.FORWARD):
+        for value in node.inputs():
+            producer = graph.producers.get(value)
+            if producer is None or producer.is_host:
+                continue
+            if stages[producer.name] > stages[node.name]:
+                raise PlanError(
+                    f"{value!r} is made on stage {stages[producer.name]} and used on the earlier "
+                    f"stage {stages[node.name]} by {node.name!r}",
+                    where=(*producer.where(), *node.where()),
+                    accepted="stages that do not decrease along the forward pass",
+                    todo="move one of the two modules to another stage (stage_patterns)",
+                )
+
+
+def _add_backward_stages(graph: LogicalGraph, stages: dict[str, int]) -> None:
+    """Give each backward node the stage of its forward node, of its module, or of its input."""
+    modules: dict[str, set[int]] = {}
+    for node in _tensor_nodes(graph, Phase.FORWARD):
+        modules.setdefault(node.module, set()).add(stages[node.name])
+    for node in _tensor_nodes(graph, Phase.BACKWARD):
+        of_module = modules.get(node.module, set())
+        if node.op == "sbp.accumulate":
+            stages[node.name] = _largest_input(graph, node, stages)
+        elif node.forward in stages:
+            stages[node.name] = stages[node.forward]
+        elif len(of_module) == 1:
+            stages[node.name] = min(of_module)
+        else:
+            stages[node.name] = _largest_input(graph, node, stages)
+
+
+def _largest_input(graph: LogicalGraph, node: Node, stages: Mapping[str, int]) -> int:
+    """Return the stage of the producer of a node's largest tensor argument (0 if none)."""
+    made = [
+        (graph.tensor(value).size_bytes, stages[graph.producers[value].name])
+        for value in graph.tensor_inputs(node)
+        if value in graph.producers and graph.producers[value].name in stages
+    ]
+    return max(made, default=(0, 0))[1]
+
+
+def _input_stages(graph: LogicalGraph, stages: Mapping[str, int]) -> dict[str, int]:
+    inputs: dict[str, int] = {}
+    for entry in graph.inputs:
+        if not graph.is_tensor(entry.name) or entry.kind is InputKind.OPTIMIZER_STATE:
+            continue
+        users = [user for user in graph.users[entry.name] if user.name in stages]
+        found = [stages[user.name] for user in users]
+        if entry.kind is InputKind.PARAMETER and len(set(found)) > 1:
+            raise PlanError(
+                f"parameter {entry.name!r} is used on the stages {sorted(set(found))}",
+                where=tuple(line for user in users for line in user.where()),
+                accepted="a parameter that one stage uses",
+                todo="put the modules that share it on one stage (stage_patterns), or untie it",
+            )
+        inputs[entry.name] = found[0] if found else 0
+    for entry in graph.inputs:
+        if entry.kind is InputKind.OPTIMIZER_STATE and graph.is_tensor(entry.name):
+            inputs[entry.name] = inputs.get(entry.of, 0)
+    return inputs
+
+
+def _add_optimizer_stages(
+    graph: LogicalGraph, stages: dict[str, int], inputs: Mapping[str, int]
+) -> None:
+    """Give each optimizer node the stage of the state it reads, else of its largest argument."""
+    of_module = {
+        name.rpartition(".")[0]: stage
+        for name, stage in inputs.items()
+        if graph.input_kinds[name].kind is InputKind.PARAMETER
+    }
+    for node in _tensor_nodes(graph, Phase.OPTIMIZER):
+        states = [inputs[value] for value in graph.tensor_inputs(node) if value in inputs]
+        if states:
+            stages[node.name] = states[0]
+        elif node.module in of_module:
+            stages[node.name] = of_module[node.module]
+        else:
+            stages[node.name] = _largest_input(graph, node, stages)

@@ -1,0 +1,217 @@
+"""The work of one step, prepared for the search, and what has been decided of it so far.
+
+Imports no torch; searches nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+
+from sbp_core.cost import grid_time_s, is_view
+from sbp_core.graph.ir import (
+    GraphInput,
+    InputKind,
+    LogicalGraph,
+    Node,
+    OutputKind,
+    Rate,
+    TensorType,
+)
+from sbp_core.infer.stages import StageMap
+from sbp_core.placement import Cluster, Placement
+from sbp_core.sbp import B, NdSbp, Partial, Sbp, local_shape
+from sbp_core.signatures.arguments import identity
+from sbp_core.signatures.call import OpCall
+from sbp_core.signatures.derive import Signature1d, clash, combine, derive, work_flop
+from sbp_core.strategy import Signature
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """One step on given stages.
+
+    Args:
+        graph: The training step.
+        placements: Placement of each stage; all have the same axes and mesh shape.
+        stages: Stage of each node and input.
+        cluster: Rates and links.
+    """
+
+    graph: LogicalGraph
+    placements: tuple[Placement, ...]
+    stages: StageMap
+    cluster: Cluster
+
+    @cached_property
+    def nodes(self) -> tuple[Node, ...]:
+        """The nodes that compute tensors, in graph order."""
+        return tuple(node for node in self.graph.nodes if not node.is_host)
+
+    @cached_property
+    def inputs(self) -> tuple[GraphInput, ...]:
+        """The graph inputs that are tensors."""
+        return tuple(e for e in self.graph.inputs if self.graph.is_tensor(e.name))
+
+    @cached_property
+    def calls(self) -> Mapping[str, OpCall]:
+        """The call of each node that computes tensors."""
+        return {node.name: OpCall.of(self.graph, node) for node in self.nodes}
+
+    @cached_property
+    def kinds(self) -> Mapping[str, str]:
+        """A text for each node, equal for nodes whose calls mean the same."""
+        return {name: identity(call) for name, call in self.calls.items()}
+
+    def is_view(self, node: Node) -> bool:
+        """Return whether a node only looks at its argument in another way."""
+        call = self.calls[node.name]
+        return is_view(call, work_flop(call))
+
+    @property
+    def mesh_shape(self) -> tuple[int, ...]:
+        """Shape of the mesh of every stage."""
+        return self.placements[0].mesh_shape
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Names of the mesh axes of every stage."""
+        return self.placements[0].axes
+
+    def times(self, rate: Rate) -> int:
+        """Return how often a step does something of that rate."""
+        return self.graph.num_micro_batches if rate is Rate.MICRO else 1
+
+    def stage_of_value(self, value: str) -> int:
+        """Return the stage on which a value is made or stored."""
+        node = self.graph.producers.get(value)
+        return self.stages.nodes[node.name] if node else self.stages.inputs[value]
+
+    @cached_property
+    def results(self) -> Mapping[str, tuple[str, ...]]:
+        """For each value that is the new value of tensor states: those states."""
+        found: dict[str, list[str]] = {}
+        for state, value in self.graph.new_states.items():
+            if state in self.stages.inputs:
+                found.setdefault(value, []).append(state)
+        return {value: tuple(states) for value, states in found.items()}
+
+    @cached_property
+    def reported(self) -> frozenset[str]:
+        """The tensors that the user sees whole: loss and metrics."""
+        return frozenset(
+            out.value
+            for out in self.graph.outputs
+            if out.kind is not OutputKind.STATE and self.graph.is_tensor(out.value)
+        )
+
+    @cached_property
+    def leader(self) -> Mapping[str, str]:
+        """For each optimizer state of the shape of its parameter: the parameter."""
+        return {
+            entry.name: entry.of
+            for entry in self.inputs
+            if entry.kind is InputKind.OPTIMIZER_STATE
+            and entry.of in self.stages.inputs
+            and self.graph.tensor(entry.of).shape == self.graph.tensor(entry.name).shape
+        }
+
+
+@dataclass(slots=True, kw_only=True)
+class Decision:
+    """What is decided, one entry for each mesh axis that is done."""
+
+    nodes: dict[str, tuple[Signature1d, ...]] = field(default_factory=dict)
+    storage: dict[str, tuple[Sbp, ...]] = field(default_factory=dict)
+
+    def value(self, graph: LogicalGraph, value: str) -> tuple[Sbp, ...]:
+        """Return what a value is made or stored as."""
+        node = graph.producers.get(value)
+        if node is None:
+            return self.storage[value]
+        at = node.outputs.index(value)
+        return tuple(part.outputs[at] for part in self.nodes[node.name])
+
+    def signature(self, node: str) -> Signature:
+        """Return the n-D signature of a node, once all axes are decided."""
+        return combine(self.nodes[node])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The legal signatures of one call on the next mesh axis, given those on the axes before.
+
+    Args:
+        parts: The signatures.
+        seconds: Time of the call on the axes so far under each.
+    """
+
+    parts: tuple[Signature1d, ...]
+    seconds: tuple[float, ...]
+
+
+class OptionTable:
+    """Finds the options of each node on one mesh axis; equal calls share them."""
+
+    def __init__(self, work: Work, axis: int) -> None:
+        self._work = work
+        self._mesh_shape = work.mesh_shape[: axis + 1]
+        self._found: dict[tuple[str, tuple[Signature1d, ...]], Options] = {}
+
+    def options(self, node: Node, before: tuple[Signature1d, ...]) -> Options:
+        """Return the options of a node.
+
+        Raises:
+            SignatureError: the operator has no rule, or the rule does not fit.
+        """
+        key = (self._work.kinds[node.name], before)
+        if key not in self._found:
+            call = self._work.calls[node.name]
+            parts = tuple(
+                part
+                for part in derive(call, self._mesh_shape[-1])
+                if not clash((*before, part), self._mesh_shape) and not _mixes(before, part)
+            )
+            flop, device = work_flop(call), self._work.cluster.device
+            seconds = tuple(
+                grid_time_s(call, combine((*before, part)), self._mesh_shape, device, flop)
+                for part in parts
+            )
+            self._found[key] = Options(parts=parts, seconds=seconds)
+        return self._found[key]
+
+
+def _mixes(before: Sequence[Signature1d], part: Signature1d) -> bool:
+    """Return whether some tensor would be partial under two reductions at once."""
+
+    def entries(one: Signature1d) -> Iterator[Sbp]:
+        yield from one.inputs
+        yield from one.outputs
+
+    return any(
+        isinstance(new, Partial) and isinstance(old, Partial) and new != old
+        for other in before
+        for new, old in zip(entries(part), entries(other), strict=True)
+    )
+
+
+def shard_shape(
+    tensor: TensorType, sbp: Sequence[Sbp], mesh_shape: Sequence[int]
+) -> tuple[int, ...]:
+    """Return the shape of the largest shard under the entries of the first `len(sbp)` axes."""
+    num_axes = len(sbp)
+    return local_shape(tensor.shape, NdSbp(*sbp), mesh_shape[:num_axes], (0,) * num_axes)
+
+
+def smaller(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape with fewer elements."""
+    return second if prod(second) < prod(first) else first
+
+
+def whole(call: OpCall) -> Signature1d:
+    """Return the signature that splits nothing."""
+    return Signature1d(
+        inputs=(B,) * len(call.inputs), outputs=(B,) * len(call.outputs), origin="all B"
+    )

@@ -1,0 +1,340 @@
+"""How plugins are found: entry points of group `sbp`, read tolerantly, checked, and never trusted.
+
+A plugin that fails is set aside with its reason and its distribution; the others work on. Only
+hook modules are imported here, nothing that they build. What was found is a `registry.Registry`.
+
+pluggy keeps one of two equal entry-point names without a word, accepts hooks that do not exist,
+and lets one raising hook stop the rest. So the distributions are read here, every plugin gets a
+plugin manager of its own, and names are compared with the hook specifications.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import types
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import pluggy
+
+from sbp_core.errors import SbpError
+from sbp_core.plugins.hooks import API_VERSION, KINDS, PROJECT, Factory, HookSpecs
+from sbp_core.plugins.registry import (
+    BROKEN,
+    CONFLICT,
+    FAULTY,
+    NO_KIND,
+    OK,
+    ConfigFolder,
+    Entry,
+    Problem,
+    Registry,
+)
+from sbp_core.plugins.settings import nearest
+
+#: The oldest version of the hooks that still works.
+OLDEST_API_VERSION = 1
+
+#: Where a plugin states the version it was written for.
+VERSION_ATTRIBUTE = "SBP_API_VERSION"
+
+HOOKS = frozenset(name for name in vars(HookSpecs) if name.startswith("sbp_"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PluginSource:
+    """One entry point, with the distribution that brings it.
+
+    Args:
+        name: Name of the entry point.
+        value: What it names: a module, or `module:object`.
+        distribution: Name of the distribution.
+        version: Version of the distribution.
+    """
+
+    name: str
+    value: str
+    distribution: str
+    version: str = ""
+
+    def load(self) -> object:
+        """Import the plugin."""
+        return importlib.metadata.EntryPoint(self.name, self.value, PROJECT).load()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """What one plugin turned out to be."""
+
+    source: PluginSource
+    api_version: int | None = None
+    offers: tuple[tuple[str, str, Factory], ...] = ()
+    folders: tuple[str, ...] = ()
+    faults: tuple[str, ...] = ()
+    set_aside: bool = False
+
+
+def discover(
+    entry_points: Iterable[PluginSource] | None = None, *, strict: bool = False
+) -> Registry:
+    """Find, import and check all plugins.
+
+    Args:
+        entry_points: What to read instead of the installed distributions.
+        strict: Whether any problem is an error.
+
+    Raises:
+        SbpError: `strict`, and something is wrong with some plugin.
+    """
+    sources = installed_sources() if entry_points is None else tuple(entry_points)
+    found = [_read(source) for source in sources]
+    offers = [
+        Entry(
+            kind=kind,
+            name=name,
+            distribution=plugin.source.distribution,
+            version=plugin.source.version,
+            api_version=plugin.api_version,
+            health=FAULTY if plugin.faults else OK,
+            summary=factory.summary,
+            factory=factory,
+        )
+        for plugin in found
+        for kind, name, factory in plugin.offers
+    ]
+    problems = [
+        Problem(plugin=plugin.source.name, distributions=(plugin.source.distribution,), what=fault)
+        for plugin in found
+        for fault in plugin.faults
+    ]
+    problems += _equal_entry_points(sources)
+    entries, conflicts = _mark_conflicts(offers)
+    entries += [_line_of(plugin) for plugin in found if not plugin.offers]
+    registry = Registry(
+        entries=tuple(sorted(entries, key=lambda one: (one.kind, one.name, one.distribution))),
+        folders=tuple(
+            ConfigFolder(path=path, distribution=plugin.source.distribution)
+            for plugin in found
+            for path in plugin.folders
+        ),
+        problems=tuple(problems + conflicts),
+    )
+    if strict and registry.problems:
+        raise SbpError(
+            f"{len(registry.problems)} problem(s) with plugins",
+            where=[str(problem) for problem in registry.problems],
+            todo="mend or uninstall them, or do without strict",
+        )
+    return registry
+
+
+def installed_sources() -> tuple[PluginSource, ...]:
+    """Return the entry points of group `sbp` of all installed distributions, sorted.
+
+    A distribution that stands twice on `sys.path` counts once, as it does for imports.
+    """
+    sources: dict[str, list[PluginSource]] = {}
+    for distribution in importlib.metadata.distributions():
+        points = distribution.entry_points.select(group=PROJECT)
+        if not points:
+            continue
+        name = distribution.metadata["Name"]
+        sources.setdefault(
+            name.lower().replace("_", "-"),
+            [
+                PluginSource(
+                    name=point.name,
+                    value=point.value,
+                    distribution=name,
+                    version=distribution.version,
+                )
+                for point in points
+            ],
+        )
+    everything = (source for group in sources.values() for source in group)
+    return tuple(sorted(everything, key=lambda one: (one.distribution, one.name)))
+
+
+def _read(source: PluginSource) -> _Found:
+    """Import one plugin and call its hooks; whatever goes wrong becomes a fault."""
+    try:
+        plugin = source.load()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        # Not only Exception: a module that calls sys.exit() must not stop every command.
+        return _Found(source=source, faults=(_import_fault(source, error),), set_aside=True)
+    version = getattr(plugin, VERSION_ATTRIBUTE, None)
+    fault = _version_fault(version)
+    if fault:
+        known = version if isinstance(version, int) else None
+        return _Found(source=source, api_version=known, faults=(fault,), set_aside=True)
+    manager = pluggy.PluginManager(PROJECT)
+    manager.add_hookspecs(HookSpecs)
+    try:
+        manager.register(plugin, source.name)
+    except Exception as error:  # a hook with arguments, or whatever its attributes raise
+        reason = f"its hooks are refused: {_reason(error)}"
+        return _Found(source=source, api_version=version, faults=(reason,), set_aside=True)
+    faults = _misspelt_hooks(plugin)
+    offers: list[tuple[str, str, Factory]] = []
+    for kind, hook in KINDS.items():
+        for result in _call(manager, hook, faults):
+            offers += _check_factories(kind, hook, result, faults)
+    folders: list[str] = []
+    for result in _call(manager, "sbp_config_folders", faults):
+        folders += _check_folders(result, faults)
+    return _Found(
+        source=source,
+        api_version=version,
+        offers=tuple(offers),
+        folders=tuple(folders),
+        faults=tuple(faults),
+    )
+
+
+def _reason(error: BaseException) -> str:
+    """Return an exception in one line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _import_fault(source: PluginSource, error: BaseException) -> str:
+    return f"{source.value} cannot be imported: {_reason(error)}"
+
+
+def _version_fault(version: object) -> str:
+    """Say why a stated API version does not do, or `""`."""
+    if version is None:
+        return f"states no API version; it needs {VERSION_ATTRIBUTE} = {API_VERSION}"
+    if isinstance(version, bool) or not isinstance(version, int):
+        return f"states the API version {version!r}, which is no integer"
+    if version > API_VERSION:
+        return f"is written for API version {version}; this sbp-core has {API_VERSION}: upgrade it"
+    if version < OLDEST_API_VERSION:
+        return (
+            f"is written for API version {version}; the oldest that works is {OLDEST_API_VERSION}"
+        )
+    return ""
+
+
+def _misspelt_hooks(plugin: object) -> list[str]:
+    """Name the hooks that pluggy would accept, or overlook, without a word."""
+    faults = []
+    for name in dir(plugin):
+        value = getattr(plugin, name, None)
+        if isinstance(value, types.ModuleType):
+            continue
+        marked = getattr(value, f"{PROJECT}_impl", None)
+        if isinstance(marked, dict):
+            hook = str(marked.get("specname") or name)
+            if hook not in HOOKS:
+                faults.append(_unknown_hook(hook))
+        elif name.startswith(f"{PROJECT}_") and _is_own(plugin, value):
+            faults.append(
+                f"{name} is not marked with @hookimpl" if name in HOOKS else _unknown_hook(name)
+            )
+    return faults
+
+
+def _is_own(plugin: object, value: object) -> bool:
+    """Return whether a callable was written in the plugin, not imported into it."""
+    home = getattr(plugin, "__name__", getattr(plugin, "__module__", None))
+    return callable(value) and getattr(value, "__module__", home) == home
+
+
+def _unknown_hook(name: str) -> str:
+    near = nearest(name, HOOKS)
+    hint = f"did you mean {near}?" if near else f"known: {', '.join(sorted(HOOKS))}"
+    return f"{name} is no hook; {hint}"
+
+
+def _call(manager: pluggy.PluginManager, hook: str, faults: list[str]) -> list[object]:
+    """Call one hook of the one plugin of a manager; what it raises becomes a fault."""
+    try:
+        return list(getattr(manager.hook, hook)())
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        faults.append(f"{hook} raises {_reason(error)}")
+        return []
+
+
+def _check_factories(
+    kind: str, hook: str, result: object, faults: list[str]
+) -> list[tuple[str, str, Factory]]:
+    """Keep what is name -> Factory; everything else becomes a fault."""
+    if not isinstance(result, Mapping):
+        faults.append(f"{hook} returns {type(result).__name__}, not name -> Factory")
+        return []
+    kept = []
+    for name, factory in result.items():
+        if not isinstance(name, str) or not name:
+            faults.append(f"{hook} offers the name {name!r}, which is no text")
+        elif not isinstance(factory, Factory):
+            faults.append(f"{hook} offers {name!r} as {type(factory).__name__}, not as Factory")
+        else:
+            kept.append((kind, name, factory))
+    return kept
+
+
+def _check_folders(result: object, faults: list[str]) -> list[str]:
+    if isinstance(result, str) or not isinstance(result, Sequence):
+        faults.append(f"sbp_config_folders returns {type(result).__name__}, not a list of paths")
+        return []
+    faults += [
+        f"sbp_config_folders offers {path!r}, which is no text"
+        for path in result
+        if not isinstance(path, str)
+    ]
+    return [path for path in result if isinstance(path, str)]
+
+
+def _equal_entry_points(sources: Sequence[PluginSource]) -> list[Problem]:
+    """Name the entry points that several distributions call the same."""
+    owners: defaultdict[str, list[str]] = defaultdict(list)
+    for source in sources:
+        owners[source.name].append(source.distribution)
+    return [
+        Problem(
+            plugin=name,
+            distributions=tuple(distributions),
+            what=f"several distributions call their entry point {name!r}",
+        )
+        for name, distributions in owners.items()
+        if len(distributions) > 1
+    ]
+
+
+def _mark_conflicts(entries: Sequence[Entry]) -> tuple[list[Entry], list[Problem]]:
+    """Mark the entries whose kind and name several plugins claim."""
+    owners: defaultdict[tuple[str, str], list[Entry]] = defaultdict(list)
+    for entry in entries:
+        owners[entry.kind, entry.name].append(entry)
+    marked = [
+        replace(entry, health=CONFLICT) if len(owners[entry.kind, entry.name]) > 1 else entry
+        for entry in entries
+    ]
+    problems = [
+        Problem(
+            plugin=f"{kind}={name}",
+            distributions=tuple(claim.distribution for claim in claims),
+            what=f"several plugins claim {kind} {name!r}",
+        )
+        for (kind, name), claims in owners.items()
+        if len(claims) > 1
+    ]
+    return marked, problems
+
+
+def _line_of(plugin: _Found) -> Entry:
+    """Return the listing line of a plugin that offers nothing."""
+    return Entry(
+        kind=NO_KIND,
+        name=plugin.source.name,
+        distribution=plugin.source.distribution,
+        version=plugin.source.version,
+        api_version=plugin.api_version,
+        health=BROKEN if plugin.set_aside else FAULTY if plugin.faults else OK,
+    )

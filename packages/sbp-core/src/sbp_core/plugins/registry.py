@@ -1,0 +1,256 @@
+"""What discovery found: factories by kind and name, their health, and how to make an object of one.
+
+A `Registry` is a value; nothing registers itself into it. It imports what a plugin builds only when
+`make` is called. How plugins are found is `plugins.discovery`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+from sbp_core.errors import SbpError, SbpLookupError, unknown_name
+from sbp_core.plugins.hooks import KINDS, Factory
+from sbp_core.plugins.settings import merge_settings
+
+#: Healths of an entry: usable; usable, but its plugin has a problem; claimed twice; set aside.
+OK, FAULTY, CONFLICT, BROKEN = "ok", "faulty", "conflict", "broken"
+
+#: Kind of the listing line of a plugin that offers nothing that could be listed.
+NO_KIND = "-"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """Something wrong with a plugin.
+
+    Args:
+        plugin: Name of its entry point.
+        distributions: The distributions to blame, one or two.
+        what: What is wrong, in one line.
+    """
+
+    plugin: str
+    distributions: tuple[str, ...]
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.plugin} ({' and '.join(self.distributions)}): {self.what}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One thing that a plugin offers, or one plugin that offers nothing (`kind` is `-`).
+
+    Args:
+        kind: A key of `hooks.KINDS`.
+        name: Name by which it is asked for.
+        distribution: Distribution that brings it.
+        version: Version of that distribution.
+        api_version: Version of the hooks that its plugin states; None if unknown.
+        health: `ok`, `faulty`, `conflict` or `broken`.
+        summary: One line of its author.
+        factory: How to make it; None for a plugin that offers nothing.
+    """
+
+    kind: str
+    name: str
+    distribution: str
+    version: str
+    api_version: int | None
+    health: str = OK
+    summary: str = ""
+    factory: Factory | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigFolder:
+    """A Hydra search path, and the distribution that brings it."""
+
+    path: str
+    distribution: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Registry:
+    """All plugins of this environment.
+
+    Args:
+        entries: What is offered, sorted by kind and name; faulty and broken ones too.
+        folders: Config folders, in the order of the distributions' names.
+        problems: What is wrong, and whose fault it is.
+    """
+
+    entries: tuple[Entry, ...] = ()
+    folders: tuple[ConfigFolder, ...] = ()
+    problems: tuple[Problem, ...] = field(default=())
+
+    def names(self, kind: str) -> tuple[str, ...]:
+        """Return the names offered for a kind, sorted.
+
+        Raises:
+            SbpLookupError: no such kind.
+        """
+        return tuple(sorted({entry.name for entry in self._of_kind(kind)}))
+
+    def config_folders(self) -> tuple[ConfigFolder, ...]:
+        """Return the Hydra search paths of all healthy plugins."""
+        return self.folders
+
+    def entry(self, kind: str, name: str) -> Entry:
+        """Return the one entry of that kind and name.
+
+        Raises:
+            SbpLookupError: no such kind or name, or two plugins claim the name.
+        """
+        found = [entry for entry in self._of_kind(kind) if entry.name == name]
+        if not found:
+            raise self._unknown(kind, name)
+        if len(found) > 1:
+            owners = " and ".join(f"{entry.distribution} {entry.version}" for entry in found)
+            raise SbpLookupError(
+                f"{kind} {name!r} is claimed by {owners}",
+                accepted="one distribution for each name",
+                todo="uninstall one of them, or ask its author for another name",
+            )
+        return found[0]
+
+    def factory(self, kind: str, name: str) -> Factory:
+        """Return the factory of that kind and name.
+
+        Raises:
+            SbpLookupError: no such kind or name, or two plugins claim the name.
+        """
+        factory = self.entry(kind, name).factory
+        assert factory is not None, "only a plugin without a kind has no factory"
+        return factory
+
+    def configure(
+        self,
+        kind: str,
+        name: str,
+        settings: Mapping[str, object],
+        *,
+        key: str | None = None,
+        where: str | Sequence[str] = (),
+    ) -> object:
+        """Return the plugin's config with the settings in it, without importing what it builds.
+
+        Args:
+            kind: A key of `hooks.KINDS`.
+            name: Name of the plugin object.
+            settings: Plain values by field name, without `name`.
+            key: Key of the settings for messages; the kind if omitted.
+            where: File that the settings come from, for messages.
+
+        Raises:
+            SbpLookupError: see `entry`.
+            ConfigError: see `settings.merge_settings`.
+        """
+        config = self.factory(kind, name).config
+        return merge_settings(config, settings, key=kind if key is None else key, where=where)
+
+    def make(
+        self,
+        kind: str,
+        name: str,
+        settings: Mapping[str, object] | None = None,
+        *,
+        where: str | Sequence[str] = (),
+    ) -> object:
+        """Build the plugin object: import its target now, and call it with its config.
+
+        Raises:
+            SbpLookupError: see `entry`.
+            ConfigError: see `settings.merge_settings`.
+            SbpError: the target cannot be imported; names the distribution and what to install.
+        """
+        entry = self.entry(kind, name)
+        config = self.configure(kind, name, settings or {}, where=where)
+        try:
+            return _target(entry)(config)
+        except ImportError as error:
+            raise _not_importable(entry, error) from error
+
+    def _of_kind(self, kind: str) -> list[Entry]:
+        if kind not in KINDS:
+            raise unknown_name("plugin kind", kind, KINDS)
+        return [entry for entry in self.entries if entry.kind == kind]
+
+    def _unknown(self, kind: str, name: str) -> SbpLookupError:
+        error = unknown_name(kind, name, self.names(kind))
+        if not self.problems:
+            return error
+        # The name may belong to a plugin that could not be read, so its reason belongs here.
+        broken = tuple(f"a plugin with a problem: {problem}" for problem in self.problems)
+        return SbpLookupError(
+            error.what,
+            where=(*error.where, *broken),
+            accepted=error.accepted,
+            todo=f"{error.todo}; or mend the plugin above, if it is the one that brings it",
+        )
+
+
+def _target(entry: Entry) -> Callable[[object], object]:
+    """Import what `Factory.build` names.
+
+    Raises:
+        ImportError: something it needs is not installed.
+        SbpError: it names nothing that exists, or nothing that can be called.
+    """
+    assert entry.factory is not None, "an entry of a kind has a factory"
+    module_name, _, attribute = entry.factory.build.partition(":")
+    target: object = importlib.import_module(module_name)
+    for part in attribute.split("."):
+        target = getattr(target, part, None)
+    if not callable(target):
+        raise SbpError(
+            f"{entry.kind} {entry.name!r} names {entry.factory.build}, which is nothing to call",
+            where=f"distribution {entry.distribution} {entry.version}",
+            todo=f"report it to the authors of {entry.distribution}",
+        )
+    return cast("Callable[[object], object]", target)
+
+
+def _not_importable(entry: Entry, error: ImportError) -> SbpError:
+    missing = (error.name or "").partition(".")[0]
+    todo = f"report it to the authors of {entry.distribution}"
+    home = entry.factory.build.partition(":")[0].partition(".")[0] if entry.factory else ""
+    if missing and missing != home:
+        extra = _extra_with(entry.distribution, missing)
+        todo = f"pip install '{entry.distribution}[{extra}]'" if extra else f"pip install {missing}"
+    return SbpError(
+        f"{entry.kind} {entry.name!r} cannot be imported: {error}",
+        where=f"distribution {entry.distribution} {entry.version}",
+        todo=todo,
+    )
+
+
+_EXTRA = re.compile(r"""extra\s*==\s*["'](?P<extra>[^"']+)["']""")
+
+
+def _extra_with(distribution: str, module: str) -> str:
+    """Return the extra of a distribution that brings a module, or `""`.
+
+    A wheel may be called after its module and a variant: `cupy-cuda12x` brings `cupy`.
+    """
+    try:
+        requirements = importlib.metadata.requires(distribution) or []
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+    wanted = module.lower().replace("_", "-")
+    extras: list[str] = []
+    for requirement in requirements:
+        name = re.match(r"[\w.-]+", requirement)
+        extra = _EXTRA.search(requirement)
+        if name is None or extra is None:
+            continue
+        project = name[0].lower().replace("_", "-")
+        if project == wanted or project.startswith(f"{wanted}-"):
+            extras.append(extra["extra"])
+    # The extra for tests repeats what others bring; a user wants the smallest one.
+    return min(extras, key=lambda extra: (extra == "test", extra), default="")

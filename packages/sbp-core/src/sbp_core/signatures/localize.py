@@ -1,0 +1,56 @@
+"""What one rank executes for a call.
+
+Most operators run unchanged on their shards; the arguments of some change, as the localiser of
+their rule says. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sbp_core.graph.ir import TensorType
+from sbp_core.placement import Placement
+from sbp_core.sbp import NdSbp, local_bounds
+from sbp_core.signatures.call import OpCall
+from sbp_core.signatures.registry import Registry, builtin
+from sbp_core.signatures.rule import Bounds, LocalCall, Shards
+from sbp_core.strategy import Signature
+
+
+def localize(
+    call: OpCall,
+    signature: Signature,
+    mesh: Placement,
+    rank: int,
+    *,
+    rules: Registry | None = None,
+) -> LocalCall:
+    """Return what `rank` executes for its part of a call.
+
+    Args:
+        call: The call on logical tensors.
+        signature: A legal signature; see `check_signature`.
+        mesh: Where the call runs.
+        rank: One of its ranks.
+        rules: The rules to go by; the built-in ones if omitted.
+
+    Raises:
+        SbpValueError: the signature does not fit the shapes and the mesh, or the rank is not there.
+        SignatureError: the operator has no rule.
+    """
+    localizer = (rules or builtin()).rule(call).localize
+    if localizer is None:
+        return LocalCall(op=call.op, args=call.args, kwargs=call.kwargs)
+    coordinate = mesh.coordinate(rank)
+
+    def bounds(types: Sequence[TensorType], sbps: Sequence[NdSbp]) -> tuple[Bounds, ...]:
+        return tuple(
+            local_bounds(entry.shape, sbp, mesh.mesh_shape, coordinate)
+            for entry, sbp in zip(types, sbps, strict=True)
+        )
+
+    shards = Shards(
+        inputs=bounds(call.inputs, signature.inputs),
+        outputs=bounds(call.outputs, signature.outputs),
+    )
+    return localizer(call, shards)

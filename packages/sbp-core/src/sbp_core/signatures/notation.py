@@ -1,0 +1,292 @@
+"""The notation in which an operator states its meaning, and its text form.
+
+    i k, k j -> i j              a sum of products: what einsum means by it
+    j + i k, k j -> i j          of several addends
+    b d!, b d! => b d!; linear 0 some function along the labels; `d` is needed whole
+    (b t) d -> b t d             a dim may be a group of labels; the first is the slowest
+    b 1 => b c                   `1` is a dim of one element that is broadcast
+
+Left of the arrow stand the tensor arguments in argument order, right of it the outputs; `()` is a
+tensor without dims. Marks behind a label: `!` may not be split, `+` has to leave every shard at
+least one element. A label that an output lacks is summed away there, unless a clause says
+otherwise. Clauses follow, each after `;`:
+
+    linear 0 1                   jointly linear in arguments 0 and 1 (`linear 0 to 1`: output 1
+                                 depends linearly on it, the other outputs not at all)
+    increasing 0, decreasing 0   monotone in the argument, elementwise
+    unread 0                     only the shape of the argument matters
+    reduce k max                 `k` is reduced with max; `reduce k@1 min` for output 1 only
+    flop 8                       work of the call, if it cannot be read off the labels
+
+This module holds values and text. What follows from a notation is `signatures.derive`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from sbp_core.errors import SbpValueError
+from sbp_core.sbp import REDUCTIONS
+
+#: One dim: its labels, slowest first; no label means one element, broadcast.
+Dim = tuple[str, ...]
+
+#: The dims of one tensor.
+Dims = tuple[Dim, ...]
+
+_LABEL = re.compile(r"(?P<name>[A-Za-z_]\w*)(?P<marks>[!+]*)")
+_TOKEN = re.compile(r"\(([^()]*)\)|(\S+)")
+
+
+class Effect(StrEnum):
+    """How outputs depend on a set of arguments while the other arguments are fixed."""
+
+    LINEAR = "linear"
+    INCREASING = "increasing"
+    DECREASING = "decreasing"
+    UNREAD = "unread"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dependence:
+    """One statement about a set of arguments.
+
+    Args:
+        effect: What is stated.
+        inputs: Positions among the tensor arguments; a linear set is jointly linear.
+        outputs: Outputs that depend on them so, the others not at all; None means all.
+    """
+
+    effect: Effect
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...] | None = None
+
+    def __str__(self) -> str:
+        words = [self.effect.value, *map(str, self.inputs)]
+        if self.outputs is not None:
+            words += ["to", *map(str, self.outputs)]
+        return " ".join(words)
+
+
+def linear(*inputs: int, outputs: tuple[int, ...] | None = None) -> Dependence:
+    """Return the statement that outputs are jointly linear in these arguments."""
+    return Dependence(effect=Effect.LINEAR, inputs=inputs, outputs=outputs)
+
+
+def increasing(argument: int) -> Dependence:
+    """Return the statement that outputs never decrease when the argument grows."""
+    return Dependence(effect=Effect.INCREASING, inputs=(argument,))
+
+
+def decreasing(argument: int) -> Dependence:
+    """Return the statement that outputs never increase when the argument grows."""
+    return Dependence(effect=Effect.DECREASING, inputs=(argument,))
+
+
+def unread(argument: int) -> Dependence:
+    """Return the statement that only the shape of the argument matters."""
+    return Dependence(effect=Effect.UNREAD, inputs=(argument,))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Notation:
+    """What an operator means, as far as signatures need it; see the module docstring.
+
+    Args:
+        inputs: Dims of each tensor argument.
+        outputs: Dims of each output.
+        addends: For a sum of products, the addend that each argument is a factor of; None if the
+            operator is no sum of products.
+        dependences: Linearity and monotony beyond what a sum of products implies.
+        whole: Labels that may not be split.
+        nonempty: Labels whose shards may not be empty.
+        reductions: `label` or `label@output` -> `sum`, `max` or `min`; `sum` where nothing is said.
+        work_flop: Work of the call in floating-point operations; None: read it off the labels.
+
+    Raises:
+        SbpValueError: a label repeats in one tensor, or a clause names what is not there.
+    """
+
+    inputs: tuple[Dims, ...]
+    outputs: tuple[Dims, ...]
+    addends: tuple[int, ...] | None = None
+    dependences: tuple[Dependence, ...] = ()
+    whole: frozenset[str] = frozenset()
+    nonempty: frozenset[str] = frozenset()
+    reductions: tuple[tuple[str, str], ...] = field(default=())
+    work_flop: float | None = None
+
+    def __post_init__(self) -> None:
+        for dims in (*self.inputs, *self.outputs):
+            names = [name for dim in dims for name in dim]
+            if len(set(names)) != len(names):
+                raise SbpValueError(
+                    f"a label repeats in one tensor of {self}",
+                    accepted="distinct labels in each tensor",
+                )
+        if self.addends is not None and (
+            len(self.addends) != len(self.inputs) or len(self.outputs) != 1
+        ):
+            raise SbpValueError(
+                f"{self} is no sum of products", accepted="one output, and an addend an argument"
+            )
+        known = set(self.labels)
+        for key, reduction in self.reductions:
+            if key.split("@")[0] not in known or reduction not in REDUCTIONS:
+                raise SbpValueError(
+                    f"{self} cannot reduce {key!r} with {reduction!r}",
+                    accepted=f"labels {', '.join(sorted(known))}; {', '.join(REDUCTIONS)}",
+                )
+        for dependence in self.dependences:
+            self._check_dependence(dependence)
+
+    def _check_dependence(self, dependence: Dependence) -> None:
+        inputs_fit = all(0 <= index < len(self.inputs) for index in dependence.inputs)
+        outputs = dependence.outputs or ()
+        if not inputs_fit or not all(0 <= index < len(self.outputs) for index in outputs):
+            raise SbpValueError(
+                f"'{dependence}' names an argument or output that is not there",
+                accepted=f"arguments below {len(self.inputs)}, outputs below {len(self.outputs)}",
+            )
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """All labels: those of the outputs first, each once."""
+        return tuple(
+            dict.fromkeys(
+                name for dims in (*self.outputs, *self.inputs) for dim in dims for name in dim
+            )
+        )
+
+    def reduction(self, label: str, output: int) -> str:
+        """Return how `label` is reduced away for one output."""
+        table = dict(self.reductions)
+        return table.get(f"{label}@{output}") or table.get(label) or "sum"
+
+    @classmethod
+    def parse(cls, text: str) -> Notation:
+        """Read the text form.
+
+        Raises:
+            SbpValueError: the text is no notation.
+        """
+        formula, *clauses = text.split(";")
+        arrow = "=>" if "=>" in formula else "->"
+        sides = formula.split(arrow)
+        if len(sides) != 2:
+            raise _unreadable(text, f"one arrow in {formula.strip()!r}")
+        reader = _Reader(text)
+        addends = re.split(r"(?:^|\s)\+(?:\s|$)", sides[0]) if sides[0].strip() else []
+        if arrow == "=>" and len(addends) > 1:
+            raise _unreadable(text, "'->' for a sum of products")
+        terms = [list(reader.tensors(addend)) for addend in addends]
+        outputs = tuple(reader.tensors(sides[1]))
+        for clause in clauses:
+            reader.clause(clause)
+        return cls(
+            inputs=tuple(dims for term in terms for dims in term),
+            outputs=outputs,
+            addends=tuple(index for index, term in enumerate(terms) for _ in term)
+            if arrow == "->"
+            else None,
+            dependences=tuple(reader.dependences),
+            whole=frozenset(reader.whole),
+            nonempty=frozenset(reader.nonempty),
+            reductions=tuple(reader.reductions),
+            work_flop=reader.work_flop,
+        )
+
+    def __str__(self) -> str:
+        left: list[str] = []
+        for index, dims in enumerate(self.inputs):
+            if index:
+                same = self.addends is None or self.addends[index] == self.addends[index - 1]
+                left.append(", " if same else " + ")
+            left.append(self._tensor(dims))
+        arrow = "=>" if self.addends is None else "->"
+        formula = f"{''.join(left)} {arrow} {', '.join(map(self._tensor, self.outputs))}"
+        clauses = [
+            *map(str, self.dependences),
+            *(f"reduce {key} {reduction}" for key, reduction in self.reductions),
+        ]
+        if self.work_flop is not None:
+            clauses.append(f"flop {self.work_flop:.17g}")
+        return "; ".join([formula.strip(), *clauses])
+
+    def _tensor(self, dims: Dims) -> str:
+        def label(name: str) -> str:
+            return name + "!" * (name in self.whole) + "+" * (name in self.nonempty)
+
+        def dim(labels: Dim) -> str:
+            text = " ".join(map(label, labels))
+            return text if len(labels) == 1 else f"({text})" if labels else "1"
+
+        return " ".join(map(dim, dims)) or "()"
+
+
+def _unreadable(text: str, accepted: str) -> SbpValueError:
+    return SbpValueError(
+        f"{text!r} is no notation",
+        accepted=accepted,
+        todo="see the docstring of sbp_core.signatures.notation",
+    )
+
+
+class _Reader:
+    """Reads one text; collects the marks and clauses found on the way."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.whole: set[str] = set()
+        self.nonempty: set[str] = set()
+        self.dependences: list[Dependence] = []
+        self.reductions: list[tuple[str, str]] = []
+        self.work_flop: float | None = None
+
+    def tensors(self, text: str) -> Iterator[Dims]:
+        """Yield the dims of each tensor of a comma-separated list."""
+        for tensor in text.split(","):
+            if tensor.strip() in ("", "()"):
+                yield ()
+            else:
+                yield tuple(self._dim(*match.groups()) for match in _TOKEN.finditer(tensor))
+
+    def _dim(self, group: str | None, word: str | None) -> Dim:
+        if word == "1":
+            return ()
+        return tuple(map(self._label, (group if group is not None else word or "").split()))
+
+    def _label(self, word: str) -> str:
+        match = _LABEL.fullmatch(word)
+        if match is None:
+            raise _unreadable(self.text, f"a label such as b, d! or h+ instead of {word!r}")
+        if "!" in match["marks"]:
+            self.whole.add(match["name"])
+        if "+" in match["marks"]:
+            self.nonempty.add(match["name"])
+        return match["name"]
+
+    def clause(self, text: str) -> None:
+        """Read one clause."""
+        try:
+            self._clause(text.split())
+        except ValueError as error:
+            raise _unreadable(
+                self.text, f"linear, increasing, decreasing, unread, reduce or flop, not {text!r}"
+            ) from error
+
+    def _clause(self, words: list[str]) -> None:
+        if words[:1] == ["reduce"] and len(words) == 3:
+            self.reductions.append((words[1], words[2]))
+        elif words[:1] == ["flop"] and len(words) == 2:
+            self.work_flop = float(words[1])
+        elif words:
+            end = words.index("to") if "to" in words else len(words)
+            outputs = tuple(map(int, words[end + 1 :])) if "to" in words else None
+            inputs = tuple(map(int, words[1:end]))
+            self.dependences.append(
+                Dependence(effect=Effect(words[0]), inputs=inputs, outputs=outputs)
+            )
