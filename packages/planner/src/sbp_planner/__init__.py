@@ -1,1 +1,1 @@
-"""The cost model and the planners of sbp."""
+"""The planners of sbp: `manual` (pins, the rest inferred) and `osdp` (sharding that has to be)."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from sbp_core.plugins.hooks import Factory, hookimpl
+from sbp_core.runtime.configs import ReferenceConfig
 
 SBP_API_VERSION = 1
 
@@ -24,7 +25,9 @@ def sbp_runtimes() -> Mapping[str, Factory]:
     """Offer the reference runtime."""
     return {
         "reference": Factory(
-            build="sbp_core.runtime.reference:build", summary="all ranks in lock-step in one thread"
+            build="sbp_core.runtime.reference:build",
+            config=ReferenceConfig,
+            summary="all ranks in lock-step in one thread",
         )
     }
 

@@ -147,9 +147,11 @@ class _Former:
         """Yield the actors of this rank that an item belongs to: none, one, or send and receive."""
         segment = f"{item.phase.value}.{item.stage}.{item.level}"
         if item.kind in (ItemKind.OP, ItemKind.LOCAL) and item.stage in stages:
-            yield segment
+            # What is boxed after an accumulation must not wait inside the segment that feeds it.
+            after = item.rate is Rate.STEP and item.phase is not Phase.OPTIMIZER
+            yield f"{segment}.step" if after else segment
         elif item.kind is ItemKind.ACCUMULATE and item.stage in stages:
-            yield f"accumulate.{item.stage}.{item.level}"
+            yield f"accumulate.{segment}"  # a loss must not wait for gradients of its level
         elif item.kind is ItemKind.COLLECTIVE and item.stage in stages:
             yield item.name
         elif item.kind is ItemKind.TRANSFER:

@@ -1,10 +1,10 @@
 """Stages: which part of the machine runs each node, and where each graph input lives.
 
 A node that a pattern names goes to that stage. The rest follows: forward nodes to the latest stage
-of what they read, nodes that depend on no batch input (constants, views of parameters) to their
-users, backward nodes to their forward node, optimizer nodes to their parameter. Without patterns
-the forward pass is cut, between blocks, so that the largest stage has the least work. Imports no
-torch; says nothing about SBP.
+of what they read, or, if they read graph inputs only (constants, views of parameters or of the
+batch), to their users, backward nodes to their forward node, optimizer nodes to their parameter.
+Without patterns the forward pass is cut, between blocks, so that the largest stage has the least
+work. Imports no torch; says nothing about SBP.
 """
 
 from __future__ import annotations
@@ -191,7 +191,6 @@ def balanced_cuts(work: Sequence[float], num_parts: int) -> list[int]:
 
 
 def _forward_stages(graph: LogicalGraph, chosen: Mapping[str, int]) -> dict[str, int]:
-    moving = _moving(graph)
     stages: dict[str, int] = {}
     forward = _tensor_nodes(graph, Phase.FORWARD)
     for node in forward:
@@ -202,8 +201,8 @@ def _forward_stages(graph: LogicalGraph, chosen: Mapping[str, int]) -> dict[str,
         ]
         if node.name in chosen:
             stages[node.name] = chosen[node.name]
-        elif node.name in moving:
-            stages[node.name] = max(before, default=0)
+        elif before:
+            stages[node.name] = max(before)
     for node in reversed(forward):
         if node.name not in stages:
             users = [user for value in node.outputs for user in graph.users[value]]

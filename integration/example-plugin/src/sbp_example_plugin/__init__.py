@@ -1,0 +1,1 @@
+"""An example plugin of sbp: one planner and one model."""

@@ -1,0 +1,38 @@
+"""A planner in one idea: split the batch over one mesh axis, keep every state whole."""
+
+from dataclasses import dataclass
+
+from sbp_core.errors import unknown_name
+from sbp_core.infer import PinValue, infer_strategy
+from sbp_core.plugins.kinds import PlanRequest
+from sbp_core.strategy import Strategy
+from sbp_example_plugin.plugin import PlannerConfig
+
+
+@dataclass(frozen=True, slots=True)
+class ExamplePlanner:
+    """Plan data parallelism on one mesh axis; other axes repeat the same work."""
+
+    config: PlannerConfig
+
+    def plan(self, request: PlanRequest) -> Strategy:
+        """Pin the batch and the states; sbp infers every other tensor from these.
+
+        Raises:
+            SbpLookupError: the mesh has no axis of the configured name.
+        """
+        axes = request.mesh.axes
+        axis = self.config.axis or axes[0]
+        if axis not in axes:
+            raise unknown_name("mesh axis", axis, axes, where="planner.axis")
+        pins: dict[str, PinValue] = {
+            "batch": {axis: "S(0)", "*": "B"},
+            "parameters": "B",
+            "optimizer_states": "B",
+        }
+        return infer_strategy(request, planner="example", pins=pins)
+
+
+def build(config: PlannerConfig) -> ExamplePlanner:
+    """Make the planner."""
+    return ExamplePlanner(config)

@@ -1,0 +1,59 @@
+"""The hooks of this plugin: names, settings, and where the objects are made. Imports no torch."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from sbp_core.plugins import Factory, hookimpl
+
+SBP_API_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannerConfig:
+    """Settings of the planner: the mesh axis that splits the batch, the first one if empty."""
+
+    axis: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Settings of the model."""
+
+    vocabulary: int = 256
+    context: int = 64
+    hidden: int = 64
+
+    def __post_init__(self) -> None:
+        for name in ("vocabulary", "context", "hidden"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} is not positive")
+
+
+@hookimpl
+def sbp_planners() -> Mapping[str, Factory]:
+    """Return name -> factory; the name is what users write behind `planner=`."""
+    return {
+        "example": Factory(
+            build="sbp_example_plugin.planner:build",
+            config=PlannerConfig,
+            summary="data parallel on one mesh axis",
+        )
+    }
+
+
+@hookimpl
+def sbp_models() -> Mapping[str, Factory]:
+    """Return name -> factory; the name is what users write behind `model=`."""
+    return {
+        "example": Factory(
+            build="sbp_example_plugin.model:build",
+            config=ModelConfig,
+            summary="predicts each token from the one before",
+        )
+    }
+
+
+@hookimpl
+def sbp_config_folders() -> Sequence[str]:
+    """Return the folder with `planner/example.yaml` and `model/example.yaml`."""
+    return ["pkg://sbp_example_plugin.conf"]

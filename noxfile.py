@@ -1,0 +1,294 @@
+"""The sessions of this repository: `python3 -m nox -l` lists them.
+
+Packages are found in `packages/*/pyproject.toml`; a new one needs no edit here. Every session
+installs PyTorch in the version below, unless the variable SBP_TORCH names another requirement, such
+as `SBP_TORCH=torch==2.11.0`. Where PyTorch comes from is pip's own affair (see the README for
+machines without a GPU). Arguments behind `--` go to the main command of a session.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import nox
+
+nox.needs_version = ">=2024.4.15"
+nox.options.default_venv_backend = "venv"
+nox.options.sessions = ["tests"]
+
+ROOT = Path(__file__).parent
+EXAMPLE = ROOT / "integration" / "example-plugin"
+
+#: One exact version: pip then takes a CPU build where it is configured for one.
+TORCH = os.environ.get("SBP_TORCH", "torch==2.13.0")
+
+RUFF = "ruff==0.17.5"
+IMPORT_LINTER = "import-linter>=2.5,<3"
+MYPY = "mypy>=2.4,<2.5"
+BUILD = "build>=1.2"
+
+#: Ranks are threads in most tests; more threads below them only fight for the cores.
+TEST_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
+
+#: The tests that run everywhere, in minutes.
+QUICK = ("-m", "not exhaustive and not gpu")
+
+#: Exit status of pytest when no test was selected.
+NO_TESTS = 5
+
+
+@dataclass(frozen=True)
+class Package:
+    """A package of this repository."""
+
+    folder: Path
+
+    @property
+    def name(self) -> str:
+        """The name of its folder, by which sessions call it."""
+        return self.folder.name
+
+    @property
+    def project(self) -> dict[str, Any]:
+        """The table `project` of its pyproject.toml."""
+        text = (self.folder / "pyproject.toml").read_text("utf-8")
+        project: dict[str, Any] = tomllib.loads(text)["project"]
+        return project
+
+    @property
+    def module(self) -> str:
+        """The name under which it is imported."""
+        return str(self.project["name"]).replace("-", "_")
+
+    @property
+    def dependencies(self) -> list[str]:
+        """The requirements that it declares, without extras."""
+        return list(self.project.get("dependencies", []))
+
+    @property
+    def test_dependencies(self) -> list[str]:
+        """The requirements that it declares for its tests."""
+        return list(self.project.get("optional-dependencies", {}).get("test", []))
+
+
+PACKAGES = [Package(path.parent) for path in sorted(ROOT.glob("packages/*/pyproject.toml"))]
+CORE = next(package for package in PACKAGES if package.name == "sbp-core")
+SOURCES = [str(package.folder / "src") for package in PACKAGES]
+
+
+def pip_install(session: nox.Session, *arguments: str) -> None:
+    """Install, with PyTorch held to the version above."""
+    file = Path(session.virtualenv.location, "constraints.txt")
+    file.write_text(f"{TORCH}\n", "utf-8")
+    session.install("--constraint", str(file), *arguments)
+
+
+def install_all(session: nox.Session, *more: str, with_tests: bool = False) -> None:
+    """Install all packages in one call, so that they satisfy each other's requirements."""
+    # Not as `folder[test]`: pip would then look for the folder's package elsewhere, when another
+    # package requires it with other extras.
+    needed = {entry for package in PACKAGES for entry in package.test_dependencies if with_tests}
+    pip_install(session, *(str(package.folder) for package in PACKAGES), *sorted(needed), *more)
+
+
+def run_pytest(
+    session: nox.Session, folder: Path, *arguments: str, may_be_empty: bool = False
+) -> None:
+    """Run the tests below a folder, with the pytest settings of that folder."""
+    with session.chdir(folder):
+        session.run(
+            "python",
+            "-m",
+            "pytest",
+            *arguments,
+            env=TEST_ENVIRONMENT,
+            success_codes=[0, NO_TESTS] if may_be_empty else [0],
+        )
+
+
+def build_wheel(session: nox.Session, folder: Path) -> str:
+    """Build the wheel of a folder, below the session's environment, and return its path."""
+    target = Path(session.virtualenv.location, "wheels", folder.name)
+    shutil.rmtree(target, ignore_errors=True)
+    command = ["python", "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir"]
+    session.run(*command, str(target), str(folder))
+    (wheel,) = target.glob("*.whl")
+    return str(wheel)
+
+
+def check_style(session: nox.Session) -> None:
+    """Check lint, format and the direction of imports."""
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+    session.run("lint-imports", env={"PYTHONPATH": os.pathsep.join(SOURCES)})
+
+
+def check_types(session: nox.Session) -> None:
+    """Check the types of every package."""
+    session.run("mypy", "--config-file", "pyproject.toml", *SOURCES, str(EXAMPLE / "src"))
+
+
+def check_docs(session: nox.Session) -> None:
+    """Check that links between the documents lead somewhere, and that their examples hold."""
+    documents = [
+        path
+        for pattern in ("*.md", "docs/**/*.md", "packages/*/*.md", "integration/*/*.md")
+        for path in sorted(ROOT.glob(pattern))
+    ]
+    dead = [
+        f"{path.relative_to(ROOT)}: {link}"
+        for path in documents
+        for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", path.read_text("utf-8"))
+        if "://" not in link and not (path.parent / link).exists()
+    ]
+    if dead:
+        session.error("dead links:\n  " + "\n  ".join(dead))
+    examples = [str(path) for path in documents if ">>> " in path.read_text("utf-8")]
+    session.run("python", "-m", "doctest", *examples, env=TEST_ENVIRONMENT)
+
+
+def try_example_plugin(session: nox.Session) -> None:
+    """Install the example plugin from its wheel beside our packages, and use it."""
+    wheel = build_wheel(session, EXAMPLE)
+    pip_install(session, "--force-reinstall", "--no-deps", wheel)
+    run_pytest(session, EXAMPLE)
+    listing = session.run("sbp-plugins", silent=True)
+    if "sbp-example-plugin" not in str(listing):
+        session.error(f"sbp-plugins does not list the example plugin:\n{listing}")
+    session.run("sbp-train", "planner=example", "model=example", "trainer.steps=3",
+                *session.posargs)  # fmt: skip
+
+
+def run_integration(session: nox.Session, *arguments: str, may_be_empty: bool = False) -> None:
+    """Run the tests that know several packages."""
+    folder = ROOT / "integration"
+    run_pytest(session, folder, "--ignore=example-plugin", *arguments, may_be_empty=may_be_empty)
+
+
+@nox.session(reuse_venv=True)
+def train(session: nox.Session) -> None:
+    """Install everything and train; `nox -s train -- KEY=VALUE ...` overrides settings."""
+    install_all(session)
+    session.run("sbp-train", *session.posargs)
+
+
+@nox.session(reuse_venv=True)
+def tests(session: nox.Session) -> None:
+    """Everything that CI needs, in one environment."""
+    install_all(session, RUFF, IMPORT_LINTER, MYPY, with_tests=True)
+    check_style(session)
+    check_types(session)
+    for package in PACKAGES:
+        run_pytest(session, package.folder, *QUICK, *session.posargs)
+    run_integration(session, *QUICK, *session.posargs)
+    try_example_plugin(session)
+    check_docs(session)
+
+
+def add_tests_session(package: Package) -> None:
+    """Define the session `tests-<package>`."""
+
+    @nox.session(name=f"tests-{package.name}", reuse_venv=True)
+    def tests_package(session: nox.Session) -> None:
+        install_all(session, with_tests=True)
+        run_pytest(session, package.folder, *QUICK, *session.posargs)
+
+    tests_package.__doc__ = f"The tests of {package.name}, with all packages installed."
+
+
+for _package in PACKAGES:
+    add_tests_session(_package)
+
+
+@nox.session(reuse_venv=False)
+@nox.parametrize("package", PACKAGES, ids=[package.name for package in PACKAGES])
+def alone(session: nox.Session, package: Package) -> None:
+    """A package with its declared dependencies only: imports, then its tests."""
+    # sbp-core is built here and named, lest pip look for it elsewhere; but only if it is declared.
+    needs_core = any(str(entry).startswith("sbp-core") for entry in package.dependencies)
+    core = [build_wheel(session, CORE.folder)] if needs_core else []
+    own = build_wheel(session, package.folder)
+
+    pip_install(session, own, *core)
+    script = ROOT / "integration" / "import_all_modules.py"
+    session.run("python", "-I", str(script), package.module)
+    pip_install(session, f"{own}[test]", *core)
+    run_pytest(session, package.folder, *QUICK, *session.posargs)
+
+
+@nox.session(reuse_venv=True)
+def lint(session: nox.Session) -> None:
+    """Lint, format, and the direction of imports."""
+    session.install(RUFF, IMPORT_LINTER)
+    check_style(session)
+
+
+@nox.session(reuse_venv=True)
+def typecheck(session: nox.Session) -> None:
+    """Strict types in every package."""
+    install_all(session, MYPY, with_tests=True)
+    check_types(session)
+
+
+@nox.session(reuse_venv=True)
+def build(session: nox.Session) -> None:
+    """The wheel and the source distribution of every package, into dist/."""
+    session.install(BUILD)
+    for package in PACKAGES:
+        session.run("python", "-m", "build", "--outdir", "dist", str(package.folder))
+
+
+@nox.session(reuse_venv=True)
+def integration(session: nox.Session) -> None:
+    """The quick tests that know several packages."""
+    install_all(session, with_tests=True)
+    run_integration(session, *QUICK, *session.posargs)
+
+
+@nox.session(reuse_venv=True)
+def plugin(session: nox.Session) -> None:
+    """The example third-party plugin, installed from its wheel."""
+    install_all(session, with_tests=True)
+    try_example_plugin(session)
+
+
+@nox.session(reuse_venv=True)
+def exhaustive(session: nox.Session) -> None:
+    """The long property and conformance tests, those marked `exhaustive`."""
+    install_all(session, with_tests=True)
+    for package in PACKAGES:
+        run_pytest(session, package.folder, "-m", "exhaustive", *session.posargs, may_be_empty=True)
+    run_integration(session, "-m", "exhaustive", *session.posargs, may_be_empty=True)
+
+
+@nox.session(reuse_venv=True)
+def benchmarks(session: nox.Session) -> None:
+    """Every script in integration/benchmarks."""
+    scripts = sorted((ROOT / "integration" / "benchmarks").glob("*.py"))
+    if not scripts:
+        session.skip("integration/benchmarks holds no script")
+    install_all(session)
+    for script in scripts:
+        session.run("python", str(script), *session.posargs)
+
+
+@nox.session(reuse_venv=True)
+def docs(session: nox.Session) -> None:
+    """Links between the documents, and their examples."""
+    install_all(session)
+    check_docs(session)
+
+
+@nox.session(reuse_venv=True)
+def gpu(session: nox.Session) -> None:
+    """The tests that need a GPU."""
+    install_all(session, with_tests=True)
+    for package in PACKAGES:
+        run_pytest(session, package.folder, "-m", "gpu", *session.posargs, may_be_empty=True)
+    run_integration(session, "-m", "gpu", *session.posargs, may_be_empty=True)

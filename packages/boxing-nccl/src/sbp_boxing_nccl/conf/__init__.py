@@ -1,0 +1,1 @@
+"""Hydra options of sbp-boxing-nccl: `boxing=mpi`."""

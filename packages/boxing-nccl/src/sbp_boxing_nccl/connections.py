@@ -1,0 +1,213 @@
+"""The connections of one process: groups of ranks, messages on their way, and how it all breaks.
+
+Groups of ranks are connected when a step first needs them. A call that fails breaks everything
+here, and by a note on the board whatever waits on other ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from sbp_boxing_nccl.board import Board
+from sbp_boxing_nccl.call import Call
+from sbp_boxing_nccl.group import Group, Work
+from sbp_boxing_nccl.outbox import Message, Outbox
+from sbp_core.errors import BoxingError
+
+_log = logging.getLogger(__name__)
+
+#: Seconds that a rank waits, when it closes, for the others not to need it any more.
+_FAREWELL_S = 10.0
+
+#: Seconds that a rank which failed waits, when it closes, for the others to hear why.
+_NEWS_S = 1.0
+
+
+class Connections:
+    """The connections of one rank to all others.
+
+    Args:
+        comm: Communicator of all ranks; its owner keeps it.
+        mpi: The module `mpi4py.MPI`.
+        limit_s: Seconds to wait for the other ranks.
+
+    Raises:
+        BoxingError: the ranks could not be connected.
+    """
+
+    def __init__(self, comm: Any, mpi: Any, limit_s: float) -> None:
+        self._mpi = mpi
+        self._comm = comm
+        everyone = tuple(range(comm.Get_size()))
+        self.rank: int = comm.Get_rank()
+        self._lock = threading.Lock()
+        self._groups: dict[tuple[int, ...], Group] = {}
+        self._failure: BaseException | None = None
+        self._closed = False
+        self._abandoned = False
+        self._notes = self._duplicate(limit_s)
+        self.board = Board(self._notes, mpi)
+        self._messages = Group(everyone, self._duplicate(limit_s), mpi)
+        self._outbox = Outbox(self.fail)
+
+    @property
+    def largest_tag(self) -> int:
+        """The largest number that may be a tag."""
+        largest: int = self._comm.Get_attr(self._mpi.TAG_UB)
+        return largest
+
+    def check_usable(self, call: Call) -> None:
+        """Raise `BoxingError` if the connections were closed, or a rank has failed."""
+        if self._closed:
+            raise call.failed("the boxing backend was closed")
+        if self._failure is not None:
+            raise call.failed(str(self._failure)) from self._failure
+
+    def group(self, call: Call, ranks: tuple[int, ...]) -> Group:
+        """Return the group of some ranks; the first call connects it, together with the others.
+
+        Raises:
+            BoxingError: a rank did not come in time, or has failed.
+        """
+        if ranks in self._groups:
+            return self._groups[ranks]
+        board, name = self.board, group_name(ranks)
+        board.join(name, ranks)
+
+        def over() -> bool:
+            self._check(call)
+            return not board.not_joined(name, ranks)
+
+        # Create_group has no deadline, so that it is called once all ranks are there for it.
+        if not board.wait_for(over, call.left_s):
+            raise self.broken(call, call.missing(board.not_joined(name, ranks)))
+        with self.guard(call):
+            members = self._comm.Get_group()
+            chosen = members.Incl(list(ranks))
+            group = Group(ranks, self._comm.Create_group(chosen), self._mpi)
+            chosen.Free()
+            members.Free()
+        with self._lock:
+            self._groups[ranks] = group
+        return group
+
+    def messages(self) -> Group:
+        """Return the group, of all ranks in order, that carries messages."""
+        return self._messages
+
+    def post(self, call: Call, receiver: int, values: torch.Tensor, tag: int) -> None:
+        """Send a message, and keep it alive until it is received.
+
+        Args:
+            call: The call that sends it.
+            receiver: Rank that it goes to.
+            tag: Its number.
+            values: Shape (elements,), contiguous; not used by anybody else.
+        """
+        with self.guard(call):
+            work = self._messages.send(values, receiver, tag)
+        self._outbox.keep(Message(call=call, receiver=receiver, group=self._messages, work=work))
+
+    def wait(self, call: Call, group: Group, work: Work, limit_s: float) -> bool:
+        """Wait for work; False if it is still under way after `limit_s` seconds.
+
+        Raises:
+            BoxingError: a rank has failed; the work is abandoned.
+        """
+        try:
+            with self.guard(call):
+                return work.wait(limit_s, lambda: self._check(call))
+        except BoxingError:
+            self.abandon(group, work)
+            raise
+
+    def abandon(self, group: Group, work: Work) -> None:
+        """Give up work that is under way."""
+        self._abandoned = True
+        group.abandon(work)
+
+    @contextlib.contextmanager
+    def guard(self, call: Call) -> Iterator[None]:
+        """Turn the errors of MPI into one that says which step failed, and why."""
+        try:
+            yield
+        except BoxingError:
+            raise
+        except (RuntimeError, OverflowError) as error:
+            raise self.broken(call, call.failed(f"MPI reported: {error}")) from error
+
+    def broken(self, call: Call, error: BoxingError) -> BoxingError:
+        """Break everything because a call failed; return the error to raise."""
+        if self._failure is not None:
+            return call.failed(str(self._failure))
+        self.fail(error)
+        return error
+
+    def fail(self, error: BaseException) -> None:
+        """Make every call fail, here and on the other ranks."""
+        with self._lock:
+            if self._failure is not None or self._closed:
+                return
+            self._failure = error
+        self.board.announce(str(error) or type(error).__name__)
+
+    def close(self) -> None:
+        """Release everything; waits a while for messages and ranks that are on their way."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        if self._failure is None and not self._outbox.flush(_FAREWELL_S):
+            self._abandoned = True
+        self._outbox.close()
+        self.board.leave()
+        if self._part() and not self._abandoned:
+            # Freeing is collective: all ranks have left, and free in one order.
+            for ranks in sorted(self._groups):
+                self._groups[ranks].free()
+            self._messages.free()
+            self._notes.Free()
+
+    def _part(self) -> bool:
+        """Stay until no rank needs this one; say whether all of them are well."""
+        board = self.board
+
+        def over() -> bool:
+            return board.all_left() or board.failure() is not None
+
+        if self._failure is not None:
+            board.wait_for(board.all_heard, _NEWS_S)
+            return False
+        if not board.wait_for(over, _FAREWELL_S):
+            _log.warning("rank %d leaves before other ranks did", self.rank)
+            return False
+        return board.failure() is None
+
+    def _check(self, call: Call) -> None:
+        """Raise `BoxingError` if waiting on has become hopeless."""
+        self.check_usable(call)
+        reason = self.board.failure()
+        if reason is not None:
+            raise self.broken(call, call.failed(reason))
+
+    def _duplicate(self, limit_s: float) -> Any:
+        """Return a communicator of all ranks with a context of its own."""
+        comm, request = self._comm.Idup()
+        if not Work(request=request, tensors=()).wait(limit_s, lambda: None):
+            raise BoxingError(
+                f"the ranks of MPI were not connected within {limit_s:g} s",
+                where=f"rank {self.rank} of {self._comm.Get_size()}",
+                todo="check that every process opens the boxing backend",
+            )
+        return comm
+
+
+def group_name(ranks: tuple[int, ...]) -> str:
+    """Return how the ranks of a group call it among themselves."""
+    return "-".join(map(str, ranks))

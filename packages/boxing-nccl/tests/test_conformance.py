@@ -1,0 +1,23 @@
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+
+from sbp_boxing_nccl.backend import MpiBackend
+from sbp_core.testing.boxing import BoxingConformance, Program
+
+
+def run_program(rank: int, backend: MpiBackend, program: Program) -> Any:
+    return program(rank, backend.communicator(rank))
+
+
+class TestMpiBackend(BoxingConformance):
+    dtypes = ("float32", "float64", "int16", "bfloat16")
+
+    @pytest.fixture(autouse=True)
+    def _use_pool(self, pool: Any) -> None:
+        self.pool = pool
+
+    def run_ranks(self, num_ranks: int, program: Program) -> Sequence[Any]:
+        return self.pool.run(num_ranks, partial(run_program, program=program))

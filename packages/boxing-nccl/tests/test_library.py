@@ -1,0 +1,30 @@
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from sbp_boxing_nccl.backend import build
+from sbp_boxing_nccl.configs import MpiBoxingConfig
+from sbp_boxing_nccl.library import load_mpi
+from sbp_core.errors import BoxingError
+
+
+def test_without_mpi4py_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", None)
+    backend = build(MpiBoxingConfig())
+
+    with pytest.raises(BoxingError, match=r"^boxing=mpi needs mpi4py") as caught:
+        backend.open([0])
+
+    assert 'pip install "sbp-boxing-nccl[mpi]"' in caught.value.todo
+
+
+def test_an_mpi_for_one_thread_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    single = SimpleNamespace(Query_thread=lambda: 1, THREAD_MULTIPLE=3)
+    monkeypatch.setitem(sys.modules, "mpi4py", SimpleNamespace(MPI=single))
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", single)
+
+    with pytest.raises(BoxingError, match="fewer threads") as caught:
+        load_mpi()
+
+    assert caught.value.accepted == "MPI_THREAD_MULTIPLE"

@@ -1,0 +1,1 @@
+"""Hydra options of sbp-boxing-torch: `boxing=torch`."""

@@ -1,0 +1,82 @@
+"""The settings of the backend `torch`, validated on construction. Imports no torch."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from sbp_core.errors import ConfigError
+
+_DEVICE = re.compile(r"cpu|cuda(:\d+)?")
+_SCHEMES = ("env://", "tcp://", "file://")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchBoxingConfig:
+    """Settings of `sbp_boxing_torch.backend.TorchBackend`.
+
+    Args:
+        transport: `gloo` for tensors on CPUs, `nccl` for tensors on GPUs, or `auto` for the one
+            that fits `device`.
+        device: Where the shards of this process live: `cpu`, `cuda`, or `cuda:N`.
+        init_method: Where the processes meet: `env://` (MASTER_ADDR and MASTER_PORT, as torchrun
+            sets them), `tcp://HOST:PORT` or `file:///PATH`.
+        rank: Rank of this process; from RANK in the environment if None.
+        world_size: Number of processes; from WORLD_SIZE in the environment if None.
+        connect_timeout_s: Seconds to wait for the other processes at the start, above 0.
+
+    Raises:
+        ConfigError: a setting cannot be meant, or two of them contradict each other.
+    """
+
+    transport: Literal["auto", "gloo", "nccl"] = "auto"
+    device: str = "cpu"
+    init_method: str = "env://"
+    rank: int | None = None
+    world_size: int | None = None
+    connect_timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        if not _DEVICE.fullmatch(self.device):
+            raise ConfigError(f"device={self.device!r} is unknown", accepted="cpu, cuda, cuda:N")
+        if self.transport not in ("auto", "gloo", "nccl"):
+            raise ConfigError(
+                f"transport={self.transport!r} is unknown", accepted="auto, gloo, nccl"
+            )
+        if self.transport not in ("auto", self._fitting_transport):
+            raise ConfigError(
+                f"transport={self.transport!r} does not move tensors of device={self.device!r}",
+                accepted=f"auto, {self._fitting_transport}",
+            )
+        if not self.init_method.startswith(_SCHEMES):
+            raise ConfigError(
+                f"init_method={self.init_method!r} says no place to meet",
+                accepted="env://, tcp://HOST:PORT, file:///PATH",
+            )
+        self._check_numbers()
+
+    def _check_numbers(self) -> None:
+        if self.world_size is not None and self.world_size < 1:
+            raise ConfigError(f"world_size={self.world_size} is too small", accepted="1 or more")
+        if self.rank is not None and not (
+            0 <= self.rank < (self.rank + 1 if self.world_size is None else self.world_size)
+        ):
+            raise ConfigError(
+                f"rank={self.rank} is no rank of world_size={self.world_size}",
+                accepted="0 .. world_size - 1",
+            )
+        if not self.connect_timeout_s > 0:
+            raise ConfigError(
+                f"connect_timeout_s={self.connect_timeout_s} leaves no time to connect",
+                accepted="seconds above 0",
+            )
+
+    @property
+    def _fitting_transport(self) -> str:
+        return "nccl" if self.device.startswith("cuda") else "gloo"
+
+    @property
+    def chosen_transport(self) -> str:
+        """The transport that is used: `gloo` or `nccl`."""
+        return self._fitting_transport

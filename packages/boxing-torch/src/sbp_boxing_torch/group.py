@@ -1,0 +1,194 @@
+"""One process group of torch.distributed: collectives and messages on flat tensors.
+
+Knows transports (gloo, NCCL) and their ways of waiting and breaking, not steps: `communicator` says
+what is moved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sbp_boxing_torch._torch_compat import Store, gloo_group, nccl_group
+
+#: Seconds that a transport waits longer than we do: our own deadline has to speak first, as it
+#: knows who is missing.
+_MARGIN_S = 30.0
+
+#: Tag that no message has, of the receive by which a gloo group is broken.
+_NO_TAG = 2**31 - 1
+
+#: Pause between two looks at work on a GPU, in seconds.
+_POLL_S = 1e-4
+
+_OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+def _delta(seconds: float) -> timedelta:
+    """Return a time of whole milliseconds, at least one: torch takes 0 for no limit."""
+    return timedelta(milliseconds=max(1, math.ceil(seconds * 1000)))
+
+
+class Group(ABC):
+    """A set of ranks that are connected; `peer` and list positions count within `ranks`.
+
+    Each method that starts something returns at once, with the torch `Work` to wait for; its
+    tensors are shape (elements,), contiguous, on the group's device, and must live until it is
+    over. Work that cannot complete raises `RuntimeError` when it is waited for.
+    """
+
+    def __init__(self, ranks: tuple[int, ...], process_group: Any) -> None:
+        self.ranks = ranks
+        self._group = process_group
+
+    def all_reduce(self, values: torch.Tensor, reduction: str, limit_s: float) -> dist.Work:
+        """Reduce `values` in place over all ranks."""
+        work: dist.Work = self._group.allreduce(
+            [values], _OPERATIONS[reduction], _delta(limit_s + _MARGIN_S)
+        )
+        return work
+
+    def reduce_scatter(
+        self, part: torch.Tensor, parts: Sequence[torch.Tensor], reduction: str, limit_s: float
+    ) -> dist.Work:
+        """Reduce `parts[i]` over all ranks into `part` of rank i; all of one size."""
+        work: dist.Work = self._group.reduce_scatter(
+            part, list(parts), _OPERATIONS[reduction], _delta(limit_s + _MARGIN_S)
+        )
+        return work
+
+    def all_gather(
+        self, parts: Sequence[torch.Tensor], part: torch.Tensor, limit_s: float
+    ) -> dist.Work:
+        """Copy `part` of rank i into `parts[i]` of all; all of one size."""
+        work: dist.Work = self._group.allgather(list(parts), part, _delta(limit_s + _MARGIN_S))
+        return work
+
+    def exchange(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        received_sizes: Sequence[int],
+        sent_sizes: Sequence[int],
+        limit_s: float,
+    ) -> dist.Work:
+        """Send consecutive chunks of `sent` to ranks in order, and receive theirs likewise."""
+        work: dist.Work = self._group.alltoall_base(
+            received, sent, list(received_sizes), list(sent_sizes), _delta(limit_s + _MARGIN_S)
+        )
+        return work
+
+    def send(self, values: torch.Tensor, peer: int, tag: int) -> dist.Work:
+        """Send a message; `tag` in [0, 2^31 - 2]."""
+        work: dist.Work = self._group.send([values], peer, tag)
+        return work
+
+    def receive(self, values: torch.Tensor, peer: int, tag: int) -> dist.Work:
+        """Receive a message into `values`."""
+        work: dist.Work = self._group.recv([values], peer, tag)
+        return work
+
+    @abstractmethod
+    def wait(self, work: dist.Work, limit_s: float) -> bool:
+        """Wait for a collective; False if it still runs after `limit_s` seconds."""
+
+    @abstractmethod
+    def wait_message(self, work: dist.Work, limit_s: float) -> bool:
+        """Wait for a message; False if the time is over, which may break the group."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Make everything that runs in this group fail, here and on the other ranks."""
+
+
+class GlooGroup(Group):
+    """A group over gloo, for tensors on CPUs."""
+
+    def __init__(self, ranks: tuple[int, ...], index: int, store: Store, limit_s: float) -> None:
+        super().__init__(ranks, gloo_group(store, index, len(ranks), _delta(limit_s)))
+        self._index = index
+
+    def wait(self, work: dist.Work, limit_s: float) -> bool:
+        """See `Group.wait`."""
+        try:
+            work.wait(_delta(limit_s))
+        except RuntimeError:
+            if not work.is_completed():
+                return False
+            work.wait()  # it is over: raises its own error, or returns if it just came in time
+        return True
+
+    def wait_message(self, work: dist.Work, limit_s: float) -> bool:
+        """See `Group.wait_message`."""
+        end = time.monotonic() + limit_s
+        try:
+            work.wait(_delta(limit_s))
+        except RuntimeError:
+            if time.monotonic() >= end:
+                return False
+            raise
+        return True
+
+    def abort(self) -> None:
+        """See `Group.abort`."""
+        # gloo cannot abort a call, but a receive that runs out of time closes all connections of
+        # its group, and every call that waits on them fails, here and at the other ends.
+        peer = (self._index + 1) % len(self.ranks)
+        with contextlib.suppress(RuntimeError):
+            self._group.recv([torch.empty(1)], peer, _NO_TAG).wait(_delta(0.001))
+
+
+class NcclGroup(Group):
+    """A group over NCCL, for tensors on GPUs. The host waits until the GPU is done.
+
+    Messages between two ranks arrive in the order in which they were sent: NCCL has no tags.
+    """
+
+    def __init__(self, ranks: tuple[int, ...], index: int, store: Store, limit_s: float) -> None:
+        # NCCL's own watchdog ends the process when it loses patience; we raise long before.
+        super().__init__(ranks, nccl_group(store, index, len(ranks), timedelta(days=7)))
+
+    def wait(self, work: dist.Work, limit_s: float) -> bool:
+        """See `Group.wait`."""
+        end = time.monotonic() + limit_s
+        while not work.is_completed():
+            if time.monotonic() >= end:
+                return False
+            time.sleep(_POLL_S)
+        work.wait()
+        return True
+
+    def wait_message(self, work: dist.Work, limit_s: float) -> bool:
+        """See `Group.wait_message`."""
+        return self.wait(work, limit_s)
+
+    def abort(self) -> None:
+        """See `Group.abort`."""
+        self._group.abort()
+
+
+def connect(
+    transport: str, ranks: tuple[int, ...], rank: int, store: Store, limit_s: float
+) -> Group:
+    """Connect the ranks of a group, all of which call this at the same time.
+
+    Args:
+        transport: `gloo` or `nccl`.
+        ranks: Of the group, in order.
+        rank: This one.
+        store: Store of this group alone.
+        limit_s: Seconds to wait for the others.
+
+    Raises:
+        RuntimeError: a rank could not be reached.
+    """
+    kind = NcclGroup if transport == "nccl" else GlooGroup
+    return kind(ranks, ranks.index(rank), store, limit_s)

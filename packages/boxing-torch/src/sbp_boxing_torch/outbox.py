@@ -1,0 +1,88 @@
+"""Messages that are on their way: kept alive until they are received, watched by one thread."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from sbp_boxing_torch.call import Call
+from sbp_boxing_torch.group import Group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One message that was sent but perhaps not received.
+
+    Args:
+        values: Its bytes, which must not be freed before.
+    """
+
+    call: Call
+    receiver: int
+    group: Group
+    work: dist.Work
+    values: torch.Tensor
+
+
+class Outbox:
+    """The messages of one process.
+
+    Args:
+        fail: Called with a `BoxingError` when a message was not received within its deadline.
+    """
+
+    def __init__(self, fail: Callable[[BaseException], None]) -> None:
+        self._fail = fail
+        self._messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._under_way = 0
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def keep(
+        self, call: Call, receiver: int, group: Group, work: dist.Work, values: torch.Tensor
+    ) -> None:
+        """Keep a message that was just sent."""
+        if self._thread is None:
+            # A daemon: it may be inside a wait of the transport when the process ends.
+            self._thread = threading.Thread(target=self._watch, name="sbp-outbox", daemon=True)
+            self._thread.start()
+        with self._changed:
+            self._under_way += 1
+        self._messages.put(
+            Message(call=call, receiver=receiver, group=group, work=work, values=values)
+        )
+
+    def flush(self, limit_s: float) -> bool:
+        """Wait until all messages are received, for at most `limit_s` seconds."""
+        end = time.monotonic() + limit_s
+        with self._changed:
+            while self._under_way:
+                left_s = end - time.monotonic()
+                if left_s <= 0:
+                    return False
+                self._changed.wait(left_s)
+        return True
+
+    def close(self) -> None:
+        """Stop watching once the messages at hand are received or lost."""
+        self._messages.put(None)
+
+    def _watch(self) -> None:
+        while (message := self._messages.get()) is not None:
+            try:
+                received = message.group.wait_message(message.work, message.call.left_s)
+            except RuntimeError as error:
+                lost = message.call.failed(f"rank {message.receiver} is lost ({error})")
+                self._fail(lost)
+            else:
+                if not received:
+                    self._fail(message.call.missing([message.receiver]))
+            with self._changed:
+                self._under_way -= 1
+                self._changed.notify_all()

@@ -1,0 +1,28 @@
+"""The hooks of sbp-boxing-torch: one boxing backend. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from sbp_boxing_torch.configs import TorchBoxingConfig
+from sbp_core.plugins.hooks import Factory, hookimpl
+
+SBP_API_VERSION = 1
+
+
+@hookimpl
+def sbp_boxing_backends() -> Mapping[str, Factory]:
+    """Offer the backend over torch.distributed."""
+    return {
+        "torch": Factory(
+            build="sbp_boxing_torch.backend:build",
+            config=TorchBoxingConfig,
+            summary="one process a rank, over torch.distributed (gloo on CPUs, nccl on GPUs)",
+        )
+    }
+
+
+@hookimpl
+def sbp_config_folders() -> Sequence[str]:
+    """Offer the Hydra option of the above."""
+    return ["pkg://sbp_boxing_torch.conf"]

@@ -1,0 +1,67 @@
+"""Where the processes of a run meet: rank, world size and the store that all of them reach.
+
+The only module that reads the environment. Knows nothing of boxing.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+from sbp_boxing_torch._torch_compat import Store, meet_at
+from sbp_boxing_torch.configs import TorchBoxingConfig
+from sbp_core.errors import BoxingError, ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """This process among all.
+
+    Args:
+        rank: Rank of this process.
+        size: Number of processes; one rank each.
+        store: Key-value store of torch.distributed that every process is connected to.
+    """
+
+    rank: int
+    size: int
+    store: Store
+
+
+def meet(config: TorchBoxingConfig) -> World:
+    """Find this process' rank and connect it to the store of all.
+
+    Raises:
+        ConfigError: neither the config nor the environment says which rank this is.
+        BoxingError: the place to meet could not be reached in time.
+    """
+    rank = _number("rank", config.rank, "RANK")
+    size = _number("world_size", config.world_size, "WORLD_SIZE")
+    if rank >= size:
+        raise ConfigError(
+            f"rank={rank} is no rank of world_size={size}", accepted="0 .. world_size - 1"
+        )
+    try:
+        store = meet_at(config.init_method, rank, size, timedelta(seconds=config.connect_timeout_s))
+    except (RuntimeError, ValueError, OSError) as error:
+        raise BoxingError(
+            f"no meeting at {config.init_method} within {config.connect_timeout_s:g} s: {error}",
+            where=f"rank {rank} of {size}",
+            todo="check that every process was started and that the address can be reached",
+        ) from error
+    return World(rank=rank, size=size, store=store)
+
+
+def _number(key: str, given: int | None, variable: str) -> int:
+    """Return a setting, or the environment variable that stands for it."""
+    if given is not None:
+        return given
+    text = os.environ.get(variable, "")
+    if not text.isdecimal():
+        raise ConfigError(
+            f"{key} is not set, and the environment has {variable}={text!r}",
+            accepted="an integer >= 0",
+            todo=f"start the program with torchrun --nproc-per-node=N, or set boxing.{key}",
+        )
+    return int(text)

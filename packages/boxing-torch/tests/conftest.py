@@ -1,0 +1,11 @@
+from collections.abc import Iterator
+
+import pytest
+from rank_pool import RankPool
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[RankPool]:
+    ranks = RankPool()
+    yield ranks
+    ranks.close()

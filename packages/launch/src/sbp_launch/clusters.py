@@ -1,0 +1,105 @@
+"""The cluster profile `local`: the ranks of one process, with declared rates. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from math import inf, prod
+
+from sbp_core.errors import ConfigError
+from sbp_core.placement import Cluster, Device, Link
+from sbp_core.plugins.kinds import ClusterFactory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalConfig:
+    """A mesh of ranks, each one CPU core, all in one process.
+
+    The rates are declared, not measured: the order of magnitude of one core of a server.
+
+    Args:
+        mesh: Ranks along each axis, >= 1.
+        axes: Distinct name of each axis.
+        world_size: Ranks in all; None takes what the mesh has.
+        float32_flop_per_s: Rate of a float32 matrix multiplication, in flop/s.
+        float64_flop_per_s: Rate of a float64 matrix multiplication, in flop/s.
+        memory_bytes: Memory of one rank that a plan may use, in bytes.
+        memory_bytes_per_s: Memory bandwidth of one rank, in bytes/s.
+        launch_s: Time to start one operator, in seconds.
+        link_latency_s: Latency of a message between two ranks, in seconds.
+        link_bytes_per_s: Bandwidth between two ranks, in bytes/s.
+    """
+
+    mesh: tuple[int, ...] = (2, 2)
+    axes: tuple[str, ...] = ("data", "tensor")
+    world_size: int | None = None
+    float32_flop_per_s: float = 100e9
+    float64_flop_per_s: float = 50e9
+    memory_bytes: int = 4 * 2**30
+    memory_bytes_per_s: float = 10e9
+    launch_s: float = 5e-6
+    link_latency_s: float = 2e-5
+    link_bytes_per_s: float = 5e9
+
+    def __post_init__(self) -> None:
+        check_mesh(self.mesh, self.axes, self.world_size)
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in ("launch_s", "link_latency_s"):
+                if not 0 <= value < inf:
+                    raise ConfigError(f"{field.name}={value!r}", accepted="seconds >= 0")
+            elif field.name.endswith(("bytes", "per_s")) and not 0 < value < inf:
+                raise ConfigError(f"{field.name}={value!r}", accepted="a finite number > 0")
+
+
+def check_mesh(mesh: tuple[int, ...], axes: tuple[str, ...], world_size: int | None) -> None:
+    """Check that the axes name the mesh, and that it has as many ranks as the world.
+
+    Raises:
+        ConfigError: one of them does not hold; the message starts with the guilty setting.
+    """
+    shown = list(mesh)
+    if not mesh or min(mesh) < 1:
+        raise ConfigError(
+            f"mesh={shown} has no ranks",
+            accepted="at least one axis, each of one rank or more, such as [2, 2]",
+        )
+    if len(axes) != len(mesh):
+        raise ConfigError(
+            f"axes={list(axes)} names {len(axes)} axes for a mesh of {len(mesh)}: mesh={shown}",
+            accepted="one name for each axis of the mesh",
+            todo="set cluster.mesh and cluster.axes together",
+        )
+    if len(set(axes)) != len(axes) or not all(axes):
+        raise ConfigError(f"axes={list(axes)} repeats a name", accepted="distinct names")
+    if world_size is not None and prod(mesh) != world_size:
+        raise ConfigError(
+            f"mesh={shown} has {prod(mesh)} ranks, and world_size={world_size}",
+            accepted=f"a mesh of {world_size} ranks, or world_size={prod(mesh)}",
+        )
+
+
+def build_local(config: LocalConfig) -> ClusterFactory:
+    """Return a maker of the declared cluster: one node that holds all ranks."""
+    device = Device(
+        kind="cpu",
+        memory_bytes=config.memory_bytes,
+        flop_per_s={
+            "float32": config.float32_flop_per_s,
+            "float64": config.float64_flop_per_s,
+        },
+        memory_bytes_per_s=config.memory_bytes_per_s,
+        launch_s=config.launch_s,
+    )
+    link = Link(latency_s=config.link_latency_s, bytes_per_s=config.link_bytes_per_s)
+
+    def make(num_devices: int) -> Cluster:
+        return Cluster(
+            name="local",
+            num_devices=num_devices,
+            devices_per_node=num_devices,
+            device=device,
+            intra_node=link,
+            inter_node=link,
+        )
+
+    return make

@@ -1,0 +1,138 @@
+"""The config of one run as values: `RunConfig`, its `TrainerConfig`, and a `Choice` for each group.
+
+Knows nothing of Hydra: `check` makes these from what Hydra composed. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from sbp_core.errors import ConfigError
+
+#: Config groups whose options name a plugin, in the order of a run.
+PLUGIN_GROUPS = (
+    "model",
+    "data",
+    "cluster",
+    "boxing",
+    "runtime",
+    "planner",
+    "optimizer",
+    "logger",
+)
+
+#: All config groups.
+GROUPS = (*PLUGIN_GROUPS, "trainer")
+
+_AT_LEAST_ONE = ("steps", "batch_size", "micro_batches", "log_every")
+_AT_LEAST_ZERO = ("seed", "compare_steps", "eval_batches", "sample_tokens", "plan_rows")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerConfig:
+    """How long and how a run trains.
+
+    Args:
+        steps: Optimizer updates, >= 1.
+        batch_size: Samples of one step over all ranks, >= 1.
+        micro_batches: Parts of one step; divides `batch_size`.
+        seed: Seed of the initialisation, >= 0.
+        compare_steps: First steps that also run on one device; 0 for none.
+        eval_batches: Batches of held-out data after training; 0 for none.
+        sample_tokens: Tokens generated after training; 0 for none.
+        log_every: Steps between two lines of metrics, >= 1.
+        dtype: Floating type of parameters and activations.
+        plan_rows: Most rows of the printed plan; 0 for no plan.
+        boxing_thread: Whether boxing has a thread of its own on every rank, beside computing.
+    """
+
+    steps: int = 300
+    batch_size: int = 16
+    micro_batches: int = 1
+    seed: int = 0
+    compare_steps: int = 3
+    eval_batches: int = 4
+    sample_tokens: int = 200
+    log_every: int = 10
+    dtype: Literal["float32", "float64"] = "float32"
+    plan_rows: int = 40
+    boxing_thread: bool = False
+
+    def __post_init__(self) -> None:
+        for low, names in ((1, _AT_LEAST_ONE), (0, _AT_LEAST_ZERO)):
+            for name in names:
+                if getattr(self, name) < low:
+                    raise ConfigError(
+                        f"{name}={getattr(self, name)} is too small",
+                        accepted=f"an integer >= {low}",
+                    )
+        if self.batch_size % self.micro_batches:
+            divisors = [n for n in range(1, self.batch_size + 1) if self.batch_size % n == 0]
+            raise ConfigError(
+                f"batch_size={self.batch_size} does not divide into "
+                f"micro_batches={self.micro_batches}",
+                accepted=f"micro_batches one of {', '.join(map(str, divisors))}",
+            )
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Samples of one micro-batch over all ranks."""
+        return self.batch_size // self.micro_batches
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The option of one group: a plugin's name and the settings for its config, without `name`."""
+
+    name: str
+    settings: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """All choices of one run, checked.
+
+    Args:
+        model: Kind `model`.
+        data: Kind `data`.
+        cluster: Kind `cluster`.
+        boxing: Kind `boxing`.
+        runtime: Kind `runtime`.
+        planner: Kind `planner`.
+        optimizer: Kind `optimizer`.
+        logger: Kind `logger`.
+        trainer: How long and how it trains.
+        mesh: Ranks along each mesh axis, from the cluster's config.
+        axes: Name of each mesh axis, from the cluster's config.
+    """
+
+    model: Choice
+    data: Choice
+    cluster: Choice
+    boxing: Choice
+    runtime: Choice
+    planner: Choice
+    optimizer: Choice
+    logger: Choice
+    trainer: TrainerConfig
+    mesh: tuple[int, ...]
+    axes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Composed:
+    """A composed config as plain values, not yet checked.
+
+    Args:
+        values: The whole config by group.
+        files: File of the chosen option of each group.
+        owners: Distributions that bring an option of the chosen name, by group.
+        overrides: What the command line said.
+    """
+
+    values: Mapping[str, object]
+    files: Mapping[str, str]
+    owners: Mapping[str, tuple[str, ...]]
+    overrides: tuple[str, ...]

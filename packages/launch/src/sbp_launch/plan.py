@@ -1,0 +1,32 @@
+"""The command `sbp-plan`: check the config, plan, and print the plan. Runs no step of training."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from sbp_core.plugins import Registry
+from sbp_launch.app import App, run
+from sbp_launch.config import RunConfig
+
+
+def _plan(config: RunConfig, registry: Registry, run_folder: Path) -> None:
+    # Here and not above: a wrong setting is answered without waiting for torch.
+    from sbp_launch.trainer import plan_only
+
+    plan_only(config, registry)
+
+
+def main() -> None:
+    """Run `sbp-plan` and exit with its code."""
+    app = App(
+        name="sbp-plan",
+        about="plan a training step on many ranks, and print the plan without training",
+        config_name="plan",
+        task=_plan,
+    )
+    sys.exit(run(app))
+
+
+if __name__ == "__main__":
+    main()

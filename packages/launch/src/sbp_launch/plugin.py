@@ -1,0 +1,65 @@
+"""What sbp-launch itself offers: optimizers, the local cluster, metric sinks. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from sbp_core.plugins import Factory, hookimpl
+from sbp_launch.clusters import LocalConfig
+from sbp_launch.metrics import CsvConfig, JsonlConfig
+from sbp_launch.optimizers import AdamWConfig, SgdConfig
+
+SBP_API_VERSION = 1
+
+
+@hookimpl
+def sbp_optimizers() -> Mapping[str, Factory]:
+    """Offer optimizers of `torch.optim`."""
+    return {
+        "adamw": Factory(
+            build="sbp_launch.optimizers:build_adamw",
+            config=AdamWConfig,
+            summary="Adam with decoupled weight decay",
+        ),
+        "sgd": Factory(
+            build="sbp_launch.optimizers:build_sgd",
+            config=SgdConfig,
+            summary="stochastic gradient descent with momentum",
+        ),
+    }
+
+
+@hookimpl
+def sbp_clusters() -> Mapping[str, Factory]:
+    """Offer the cluster that is one process."""
+    return {
+        "local": Factory(
+            build="sbp_launch.clusters:build_local",
+            config=LocalConfig,
+            summary="the ranks of one process, one CPU core each",
+        )
+    }
+
+
+@hookimpl
+def sbp_loggers() -> Mapping[str, Factory]:
+    """Offer metric sinks."""
+    return {
+        "jsonl": Factory(
+            build="sbp_launch.metrics:build_jsonl",
+            config=JsonlConfig,
+            summary="one JSON object a line and step",
+        ),
+        "csv": Factory(
+            build="sbp_launch.metrics:build_csv",
+            config=CsvConfig,
+            summary="lines of step, metric, value",
+        ),
+        "none": Factory(build="sbp_launch.metrics:build_none", summary="metrics are not kept"),
+    }
+
+
+@hookimpl
+def sbp_config_folders() -> Sequence[str]:
+    """Offer the Hydra options of the above."""
+    return ["pkg://sbp_launch.conf"]

@@ -1,0 +1,201 @@
+"""What a plan looks like: a table by module and op, with SBPs, boxing and bytes. Imports no torch.
+
+Equal rows of repeated layers are folded into one, with their number. The whole table, a row for
+each op, goes to a file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from sbp_core.boxing import Step, StepKind
+from sbp_core.check import CheckReport
+from sbp_core.compile.lower import lower
+from sbp_core.compile.physical import PhysicalPlan
+from sbp_core.graph.ir import LogicalGraph, Phase
+from sbp_core.strategy import Strategy
+
+_LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One op of the plan: where it stands, how it is cut, and the boxing of its inputs."""
+
+    phase: str
+    stage: int
+    module: str
+    kind: str
+    inputs: str
+    outputs: str
+    boxing: str
+    moved_bytes: int
+
+
+def pretty_bytes(count: float) -> str:
+    """Return bytes for people: `1.5 MB`."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def plan_rows(graph: LogicalGraph, strategy: Strategy) -> Iterator[Row]:
+    """Yield a row for each op, in graph order, and one for what each state's new value needs."""
+    before: dict[str, list[Step]] = defaultdict(list)
+    after: dict[str, list[Step]] = defaultdict(list)
+    lowered = lower(graph, strategy)
+    for item in lowered.items:
+        if item.step is not None and item.asked_by:
+            before[item.asked_by].append(item.step)
+        elif item.step is not None:
+            after[lowered.held[item.outputs[0]].value].append(item.step)
+    for node in graph.nodes:
+        if node.is_host:
+            continue
+        assigned = strategy.nodes[node.name]
+        own = before[node.name]
+        leaving = [step for value in node.outputs for step in after[value]]
+        repeats = graph.num_micro_batches if node.rate.value == "micro" else 1
+        text = ", ".join(map(_step_text, own))
+        if leaving:
+            text += ("; " if text else "") + "then " + ", ".join(map(_step_text, leaving))
+        yield Row(
+            phase=node.phase.value,
+            stage=assigned.stage,
+            module=node.module or _owner(node.name),
+            kind=node.kind.removeprefix("_"),
+            inputs=" ".join(f"({sbp})" for sbp in assigned.signature.inputs),
+            outputs=" ".join(f"({sbp})" for sbp in assigned.signature.outputs),
+            boxing=text,
+            moved_bytes=repeats * sum(step.size_bytes for step in (*own, *leaving)),
+        )
+
+
+def _owner(name: str) -> str:
+    """Return the parameter that an update belongs to."""
+    return name.split(".update.")[0] if ".update." in name else ""
+
+
+def _step_text(step: Step) -> str:
+    if step.kind is StepKind.TRANSFER:
+        return f"transfer to ranks {', '.join(map(str, step.target[0].rank_list))}"
+    axis = step.source[0].axes[step.axis]
+    if step.kind is StepKind.LOCAL:
+        return f"local {step.target[1][step.axis]} ({axis})".replace('"', "")
+    return f"{step.kind.value} ({axis})"
+
+
+def plan_table(rows: Sequence[Row], max_rows: int, width: int) -> Table:
+    """Return the table that is printed: repeated layers are folded into one row.
+
+    Args:
+        rows: As `plan_rows` gives them.
+        max_rows: Rows beyond it are left out and counted in the caption: views and rows without
+            boxing go first, updates next.
+        width: Characters of a line; below 120 two lines a row.
+    """
+    folded = Counter(map(_fold, rows))
+    moved: Counter[Row] = Counter()
+    for row in rows:
+        moved[_fold(row)] += row.moved_bytes
+    order = {row: index for index, row in enumerate(folded)}
+    kept = sorted(folded, key=lambda row: (_rank(row, moved[row]), order[row]))[:max_rows]
+    table = Table(title="The plan", header_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    wide = width >= _WIDE
+    heads = ("phase", "module", "op", "inputs", "outputs") if wide else ("module, op", "SBP")
+    for head in heads:
+        table.add_column(head, overflow="fold")
+    table.add_column("boxing before the op", overflow="fold")
+    table.add_column("bytes/step", justify="right", no_wrap=True)
+    staged = len({row.stage for row in rows}) > 1
+    for row in sorted(kept, key=order.__getitem__):
+        module = row.module + (f" x{folded[row]}" if folded[row] > 1 else "")
+        phase = _SHORT[row.phase] + (f" {row.stage}" if staged else "")
+        cells = [phase, module, row.kind, row.inputs, row.outputs]
+        if not wide:
+            cells = [f"{module}\n  {row.kind}, {phase}", f"{row.inputs}\n-> {row.outputs}"]
+        size = pretty_bytes(moved[row]) if moved[row] else "-"
+        table.add_row(*cells, row.boxing or "-", size)
+    hidden = len(folded) - len(kept)
+    if hidden:
+        table.caption = f"{hidden} further kinds of rows are in plan.txt of the run folder"
+    return table
+
+
+_WIDE = 120
+_SHORT = {"forward": "fwd", "backward": "bwd", "optimizer": "update"}
+
+
+def _fold(row: Row) -> Row:
+    """Return the row that stands for all equal rows of repeated layers."""
+    return replace(row, module=_LAYER.sub("*", row.module), moved_bytes=0)
+
+
+_VIEWS = ("view", "t", "transpose", "split", "unsafe_view", "clone", "reshape", "cat", "expand")
+
+
+def _rank(row: Row, moved: int) -> int:
+    if moved:
+        return 0
+    if row.kind in _VIEWS:
+        return 3
+    return 2 if row.phase == Phase.OPTIMIZER.value else 1
+
+
+def plan_text(rows: Sequence[Row]) -> str:
+    """Return every row as a line of tab-separated text."""
+    names = ("phase", "stage", "module", "op", "inputs", "outputs", "boxing", "bytes")
+    lines = ["\t".join(names)]
+    for row in rows:
+        cells = (row.phase, row.stage, row.module, row.kind, row.inputs, row.outputs, row.boxing)
+        lines.append("\t".join(map(str, (*cells, row.moved_bytes))))
+    return "\n".join(lines) + "\n"
+
+
+def summary(plan: PhysicalPlan, strategy: Strategy, checked: CheckReport) -> list[str]:
+    """Return the lines under the table: what the plan is, moves, needs, and why it was chosen."""
+    actors = sum(len(part.actors) for part in plan.ranks)
+    kinds = Counter(
+        plan.steps[index].kind.value
+        for index in {a.step for p in plan.ranks for a in p.actors}
+        if index >= 0
+    )
+    meshes = "; ".join(
+        " x ".join(f"{axis} {size}" for axis, size in zip(s.axes, s.mesh_shape, strict=True))
+        for s in plan.stages
+    )
+    steps = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())) or "none"
+    worst = max(checked.memory.values(), key=lambda memory: memory.peak)
+    lines = [
+        f"planner {strategy.planner}: {len(plan.ranks)} ranks, "
+        f"{len(plan.stages)} stage{'s' * (len(plan.stages) > 1)} ({meshes}), "
+        f"{plan.num_micro_batches} micro-batch{'es' * (plan.num_micro_batches > 1)}",
+        f"boxing in a step: {steps}; {pretty_bytes(plan.boxing_bytes)} between ranks",
+        f"{actors} actors, {checked.num_firings} firings a step; proved live and bounded",
+        f"memory of the fullest rank: {pretty_bytes(worst.peak)} at peak, "
+        f"{pretty_bytes(worst.states)} of it states",
+    ]
+    lines += [f"{key}: {_report_value(key, value)}" for key, value in _report(strategy.report)]
+    return lines
+
+
+def _report(report: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    for key, value in report.items():
+        if isinstance(value, str | int | float):
+            yield key, value
+
+
+def _report_value(key: str, value: object) -> str:
+    if isinstance(value, float) and key.endswith("_s"):
+        return f"{value * 1e3:.3g} ms"
+    if isinstance(value, int | float) and ("bytes" in key):
+        return pretty_bytes(value)
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

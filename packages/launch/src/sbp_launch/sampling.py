@@ -1,0 +1,30 @@
+"""Continue a text with a trained language model, on one device."""
+
+from __future__ import annotations
+
+import torch
+
+from sbp_core.plugins.kinds import LanguageModel, TextDataset
+
+
+def sample_text(
+    model: LanguageModel, data: TextDataset, prompt: str, num_tokens: int, seed: int
+) -> str:
+    """Return `prompt` and its continuation, drawn token by token at temperature 0.8.
+
+    Args:
+        model: With the trained parameters; sees at most its `context` newest tokens.
+        data: Turns text to tokens and back.
+        prompt: Not empty.
+        num_tokens: Tokens to draw.
+        seed: Of the draws.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    tokens = list(data.encode(prompt))
+    with torch.no_grad():
+        for _ in range(num_tokens):
+            seen = torch.tensor([tokens[-model.context :]])
+            logits = model.logits(seen)[0, -1].float()
+            chances = torch.softmax(logits / 0.8, dim=-1)
+            tokens.append(int(torch.multinomial(chances, 1, generator=generator)))
+    return data.decode(tokens)

@@ -1,0 +1,32 @@
+"""The command `sbp-train`: check the config, then train. Imports no torch until it trains."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from sbp_core.plugins import Registry
+from sbp_launch.app import App, run
+from sbp_launch.config import RunConfig
+
+
+def _train(config: RunConfig, registry: Registry, run_folder: Path) -> None:
+    # Here and not above: a wrong setting is answered without waiting for torch.
+    from sbp_launch.trainer import train
+
+    train(config, registry, run_folder)
+
+
+def main() -> None:
+    """Run `sbp-train` and exit with its code."""
+    app = App(
+        name="sbp-train",
+        about="train a model on many ranks as if on one device",
+        config_name="config",
+        task=_train,
+    )
+    sys.exit(run(app))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""Runs the apps in a child process, beside a stand-in distribution."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+from toys import CHILD, OPTIONS, PLUGIN, TOYS, Outcome, group_of, write_distribution
+
+
+@pytest.fixture(scope="session")
+def toys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the stand-in distribution `sbp-toys`."""
+    root = tmp_path_factory.mktemp("site")
+    write_distribution(root, "sbp-toys", "toy_package", PLUGIN, OPTIONS)
+    return root
+
+
+@pytest.fixture
+def app(toys: Path, tmp_path: Path) -> Callable[..., Outcome]:
+    """Run an app with a toy task in a child process, on the given command line."""
+
+    def call(
+        *arguments: str,
+        config: str = "config",
+        fail: bool = False,
+        defaults: bool = False,
+        beside: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> Outcome:
+        folder = tmp_path / "work"
+        folder.mkdir(exist_ok=True)
+        path = [str(toys), *([str(beside)] if beside else [])]
+        inherited = os.environ.get("PYTHONPATH")
+        toys_missing = [
+            toy for toy in TOYS if not any(group_of(toy) == group_of(one) for one in arguments)
+        ]
+        child = subprocess.run(
+            [
+                sys.executable,
+                "-c",
+                CHILD.format(config=config, fail=fail),
+                *(() if defaults else toys_missing),
+                *arguments,
+            ],
+            cwd=folder,
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join([*path, *([inherited] if inherited else [])]),
+                **(environment or {}),
+            },
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        err, _, last = child.stderr.rpartition("\n")
+        code, cpu_s, wall_s, torch = json.loads(last)
+        return Outcome(
+            code=code,
+            out=child.stdout,
+            err=err,
+            cpu_s=cpu_s,
+            wall_s=wall_s,
+            torch=torch,
+            folder=folder,
+        )
+
+    return call

@@ -1,0 +1,275 @@
+"""The apps from the outside: exit codes, messages, folders, and what they may not import."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from toys import TOYS, Outcome, write_distribution
+
+App = Callable[..., Outcome]
+
+TRAINER = "sbp_launch/conf/trainer/default.yaml"
+CLUSTER = "sbp_launch/conf/cluster/local.yaml"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["trainer.stepz=5"], ["trainer.stepz", TRAINER, "did you mean 'trainer.steps'"]),
+        (["+trainer.stepz=5"], ["trainer.stepz", TRAINER, "did you mean 'trainer.steps'"]),
+        (["trainr.steps=5"], ["trainr.steps", "did you mean trainer.steps"]),
+        (["plannr=toy"], ["plannr", "did you mean planner"]),
+        (["+foo=1"], ["'foo'", "optimizer, planner"]),
+        (
+            ["planner=tyos/even"],
+            ["planner=tyos/even", "did you mean planner=toys/even"],
+        ),
+        (["planner/toys=odd"], ["planner/toys", "did you mean planner=toys/odd"]),
+        (["boxing=lcal"], ["boxing=lcal", "did you mean boxing=local"]),
+        (["model=strange"], ["toyy", "toy_package/conf/model/strange.yaml", "did you mean 'toy'"]),
+        (["model=hollow"], ["model.width is not set", "toy_package/conf/model/hollow.yaml"]),
+        (["model=lost"], ["model.width", "no.such.key", "toy_package/conf/model/lost.yaml"]),
+        (["model.width=0"], ["model.width=0", "toy_package/conf/model/toy.yaml"]),
+        (["model.depth=3"], ["model.depth", "+model.depth=3"]),
+        (["cluster.mesh=[2,3]", "cluster.world_size=4"], ["cluster.mesh=[2, 3]", CLUSTER]),
+        (["cluster.mesh=[4]"], ["cluster.axes", "cluster.mesh=[4]", CLUSTER]),
+        (["cluster.mesh=[]"], ["cluster.mesh=[]", CLUSTER]),
+        (["cluster.mesh=[0,2]"], ["cluster.mesh=[0, 2]", CLUSTER]),
+        (["cluster.mesh=two"], ["cluster.mesh", "a list", CLUSTER]),
+        (
+            ["trainer.batch_size=10", "trainer.micro_batches=4"],
+            ["trainer.batch_size=10", "1, 2, 5, 10", TRAINER, "trainer.micro_batches=4"],
+        ),
+        (["trainer.steps=abc"], ["trainer.steps", "'abc'", "an integer", TRAINER]),
+        (["trainer.steps=0"], ["trainer.steps=0", "an integer >= 1", TRAINER]),
+        (["trainer.dtype=float16"], ["trainer.dtype", "float32, float64", TRAINER]),
+        (["trainer.steps.x=1"], ["trainer.steps.x", TRAINER]),
+        (["optimizer.lr=-1"], ["optimizer.lr=-1", "sbp_launch/conf/optimizer/adamw.yaml"]),
+        (["~logger"], ["logger"]),
+        (["trainer.steps=1,2"], ["trainer.steps=1,2", "--multirun"]),
+        (["trainer.steps=[1,"], ["trainer.steps=[1,", "key=value"]),
+        (["-m", "trainer.steps=5,0"], ["trainer.steps=0", TRAINER]),
+        (["--config-name", "nope"], ["nope"]),
+        (["--config-dir", "nope"], ["nope"]),
+        (["hydra.searchpath=[file:///no/such/folder]"], ["/no/such/folder"]),
+        (["--cfg", "job", "trainer.stepz=5"], ["trainer.stepz", "'trainer.steps'"]),
+    ],
+)
+def test_a_wrong_setting_is_answered_fast_with_exit_code_2(
+    app: App, arguments: list[str], says: list[str]
+) -> None:
+    outcome = app(*arguments)
+
+    assert outcome.code == 2, outcome.err
+    assert [text for text in says if text not in outcome.err] == []
+    assert "Traceback" not in outcome.err
+    assert not outcome.torch
+    assert outcome.wall_s < 3
+    assert outcome.cpu_s < 1
+    assert outcome.made == []
+
+
+def test_a_run_gets_its_config_and_its_own_folder(app: App) -> None:
+    outcome = app("trainer.steps=7", "cluster.mesh=[1,2]", "model.width=5")
+
+    result = json.loads(outcome.out)
+    folder = Path(result.pop("run_folder"))
+    assert outcome.code == 0, outcome.err
+    assert result == {
+        "model": ["toy", {"width": 5}],
+        "planner": "toy",
+        "steps": 7,
+        "mesh": [1, 2],
+    }
+    assert folder.parent == outcome.folder / "runs"
+    assert (folder / ".hydra" / "overrides.yaml").is_file()
+    assert outcome.made == ["runs"]
+
+
+def test_an_option_in_a_folder_of_its_group_is_chosen_by_its_path(app: App) -> None:
+    outcome = app("planner=toys/odd")
+
+    assert json.loads(outcome.out)["planner"] == "toys"
+
+
+def test_planning_leaves_no_folder_behind(app: App) -> None:
+    outcome = app(config="plan")
+
+    assert outcome.code == 0, outcome.err
+    assert outcome.made == []
+
+
+def test_a_sweep_runs_one_job_for_each_combination(app: App) -> None:
+    outcome = app("trainer.steps=1,2", "-m", "model.width=range(3,5)")
+
+    jobs = [json.loads(line) for line in outcome.out.splitlines() if line.startswith("{")]
+    assert outcome.code == 0, outcome.err
+    assert [(job["steps"], job["model"][1]["width"]) for job in jobs] == [
+        (1, 3),
+        (1, 4),
+        (2, 3),
+        (2, 4),
+    ]
+    assert len({job["run_folder"] for job in jobs}) == 4
+
+
+def test_a_run_that_fails_exits_with_1_and_its_message_alone(app: App) -> None:
+    outcome = app(fail=True)
+
+    assert outcome.code == 1
+    assert outcome.err.strip() == "sbp-toy: it does not fit\n  in rank 3"
+
+
+def test_help_lists_the_options_of_every_group_as_one_types_them(app: App) -> None:
+    outcome = app("--help")
+
+    lines = [line.split() for line in outcome.out.splitlines()]
+    assert outcome.code == 0, outcome.err
+    assert ["toys/odd"] in lines
+    assert ["*", "toy", "a", "toy"] in lines
+    assert ["steps:", "300"] in lines
+    assert any(line[:1] == ["--multirun,"] for line in lines)
+    assert not outcome.torch
+    assert outcome.cpu_s < 1
+
+
+def test_the_config_is_shown_instead_of_run(app: App) -> None:
+    outcome = app("--cfg", "job", "trainer.steps=7")
+
+    assert outcome.code == 0, outcome.err
+    assert "steps: 7" in outcome.out
+    assert outcome.made == []
+
+
+def test_the_search_path_names_the_distribution_of_each_folder(app: App) -> None:
+    outcome = app("--info", "searchpath")
+
+    rows = [line.split() for line in outcome.out.splitlines()]
+    assert ["|", "sbp-toys", "|", "pkg://toy_package.conf", "|"] in rows
+    assert outcome.code == 0, outcome.err
+
+
+@pytest.mark.parametrize(
+    ("line", "completions"),
+    [
+        ("sbp-toy planner=toys/", ["planner=toys/even", "planner=toys/odd"]),
+        ("sbp-toy optimizer=", ["optimizer=adamw", "optimizer=sgd"]),
+        ("sbp-toy plann", ["planner"]),
+    ],
+)
+def test_a_shell_completes_options(app: App, line: str, completions: list[str]) -> None:
+    outcome = app(
+        "-sc",
+        "query=bash",
+        defaults=True,
+        environment={"COMP_LINE": line, "COMP_POINT": str(len(line))},
+    )
+
+    assert outcome.code == 0, outcome.err
+    words = outcome.out.split()
+    assert [word for word in completions if word not in words] == []
+    assert [word for word in words if not word.startswith(line.split()[-1])] == []
+
+
+def test_an_own_config_folder_brings_options(app: App, tmp_path: Path) -> None:
+    (tmp_path / "own" / "trainer").mkdir(parents=True)
+    (tmp_path / "own" / "trainer" / "short.yaml").write_text("steps: 2\n", encoding="utf-8")
+
+    outcome = app("--config-dir", str(tmp_path / "own"), "trainer=short")
+
+    assert json.loads(outcome.out)["steps"] == 2
+
+
+def test_a_file_that_is_no_yaml_is_answered_by_its_name(app: App, tmp_path: Path) -> None:
+    (tmp_path / "own" / "trainer").mkdir(parents=True)
+    (tmp_path / "own" / "trainer" / "odd.yaml").write_text("steps: [2\n", encoding="utf-8")
+
+    outcome = app("--config-dir", str(tmp_path / "own"), "trainer=odd")
+
+    assert outcome.code == 2
+    assert "odd.yaml" in outcome.err
+    assert "Traceback" not in outcome.err
+
+
+def test_a_config_folder_that_does_not_exist_names_its_distribution(
+    app: App, tmp_path: Path
+) -> None:
+    plugin = """
+from sbp_core.plugins import hookimpl
+SBP_API_VERSION = 1
+@hookimpl
+def sbp_config_folders():
+    return ["pkg://lost_package.no_such_folder"]
+"""
+    write_distribution(tmp_path / "site", "sbp-lost", "lost_package", plugin, {})
+
+    outcome = app(beside=tmp_path / "site")
+
+    assert outcome.code == 2
+    assert "pkg://lost_package.no_such_folder" in outcome.err
+    assert "sbp-lost" in outcome.err
+
+
+@pytest.mark.parametrize("module", ["sbp_launch.train", "sbp_launch.plan"])
+def test_the_commands_check_their_settings_before_they_import_torch(
+    toys: Path, tmp_path: Path, module: str
+) -> None:
+    script = (
+        f"import sys\nfrom {module} import main\n"
+        "try:\n    main()\n"
+        "except SystemExit as exit:\n"
+        "    sys.exit(99 if 'torch' in sys.modules else exit.code)\n"
+    )
+
+    child = subprocess.run(
+        [sys.executable, "-c", script, *TOYS, "trainer.stepz=5"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(toys)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+    assert child.returncode == 2, child.stderr
+    assert "'trainer.steps'" in child.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_distributions_that_bring_one_option_are_both_named(app: App, tmp_path: Path) -> None:
+    plugin = """
+from sbp_core.plugins import hookimpl
+SBP_API_VERSION = 1
+@hookimpl
+def sbp_config_folders():
+    return ["pkg://twin_package.conf"]
+"""
+    options = {"planner/toy": "name: toy\n"}
+    write_distribution(tmp_path / "site", "sbp-twin", "twin_package", plugin, options)
+
+    refused = app(beside=tmp_path / "site")
+    other = app("planner=toys/odd", beside=tmp_path / "site")
+
+    assert refused.code == 2
+    assert "sbp-toys" in refused.err
+    assert "sbp-twin" in refused.err
+    assert other.code == 0
+
+
+def test_a_broken_plugin_stops_nobody_who_does_not_ask_for_it(app: App, tmp_path: Path) -> None:
+    plugin = "raise OSError('the library is too old')\n"
+    write_distribution(tmp_path / "site", "sbp-broken", "broken_package", plugin, {})
+
+    fine = app(beside=tmp_path / "site")
+    asked = app("planner=broken_one_zzz", beside=tmp_path / "site")
+
+    assert fine.code == 0, fine.err
+    assert asked.code == 2
+    assert "sbp-broken" in asked.err
+    assert "the library is too old" in asked.err

@@ -1,0 +1,68 @@
+"""The declared cluster, and the meshes that it refuses."""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sbp_core.errors import ConfigError
+from sbp_launch.clusters import LocalConfig, build_local
+
+MESHES = st.lists(st.integers(1, 4), min_size=1, max_size=3)
+
+
+@settings(derandomize=True, max_examples=60)
+@given(MESHES, st.integers(1, 64))
+def test_a_mesh_fits_exactly_the_world_that_it_fills(mesh: list[int], world: int) -> None:
+    axes = tuple(f"a{index}" for index in range(len(mesh)))
+
+    if prod(mesh) == world:
+        assert LocalConfig(mesh=tuple(mesh), axes=axes, world_size=world).world_size == world
+    else:
+        with pytest.raises(ConfigError, match=f"world_size={world}"):
+            LocalConfig(mesh=tuple(mesh), axes=axes, world_size=world)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "axes"),
+    [((), ()), ((0, 2), ("a", "b")), ((-1,), ("a",)), ((2,), ("a", "b")), ((2, 2), ("a", "a"))],
+)
+def test_a_mesh_that_cannot_be_meant_is_refused(mesh: tuple[int, ...], axes: tuple[str]) -> None:
+    with pytest.raises(ConfigError):
+        LocalConfig(mesh=mesh, axes=axes)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "float32_flop_per_s",
+        "float64_flop_per_s",
+        "memory_bytes",
+        "memory_bytes_per_s",
+        "link_bytes_per_s",
+    ],
+)
+def test_rates_must_be_positive(name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        LocalConfig(**{name: 0})
+
+
+@pytest.mark.parametrize("name", ["launch_s", "link_latency_s"])
+def test_latencies_may_be_zero_but_not_negative(name: str) -> None:
+    assert getattr(LocalConfig(**{name: 0.0}), name) == 0
+    with pytest.raises(ConfigError, match=name):
+        LocalConfig(**{name: -1e-6})
+
+
+def test_the_cluster_is_one_node_with_the_declared_rates() -> None:
+    config = LocalConfig(float32_flop_per_s=3e9, memory_bytes=1000, link_latency_s=1.5)
+
+    cluster = build_local(config)(4)
+
+    assert (cluster.num_devices, cluster.devices_per_node) == (4, 4)
+    assert cluster.device.flop_per_s["float32"] == 3e9
+    assert cluster.device.memory_bytes == 1000
+    assert cluster.link([0, 3]).latency_s == 1.5

@@ -1,0 +1,90 @@
+"""The values of a run's config, and that the YAML files say the same as the dataclasses."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, fields
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+import sbp_launch
+from sbp_core.errors import ConfigError
+from sbp_core.plugins import PluginSource, discover, merge_settings
+from sbp_launch.check import check
+from sbp_launch.config import Composed, TrainerConfig
+
+CONF = Path(sbp_launch.__file__).parent / "conf"
+LAUNCH_ONLY = discover(
+    [PluginSource(name="launch", value="sbp_launch.plugin", distribution="sbp-launch")]
+)
+
+
+@pytest.mark.parametrize(
+    ("group", "name"),
+    [
+        (kind, name)
+        for kind in ("optimizer", "cluster", "logger")
+        for name in LAUNCH_ONLY.names(kind)
+    ],
+)
+def test_every_plugin_has_an_option_file_that_states_its_defaults(group: str, name: str) -> None:
+    values = OmegaConf.to_container(OmegaConf.load(CONF / group / f"{name}.yaml"))
+
+    assert isinstance(values, dict)
+    assert values.pop("name") == name
+    config = LAUNCH_ONLY.factory(group, name).config
+    assert LAUNCH_ONLY.configure(group, name, values) == config()
+    assert set(values) == {field.name for field in fields(config)}
+
+
+def test_the_trainer_option_states_the_defaults_of_the_trainer() -> None:
+    values = OmegaConf.to_container(OmegaConf.load(CONF / "trainer" / "default.yaml"))
+
+    assert isinstance(values, dict)
+    assert values == asdict(TrainerConfig())
+
+
+@pytest.mark.parametrize(
+    "name", ["steps", "batch_size", "micro_batches", "log_every", "threads_per_rank"]
+)
+def test_counts_that_cannot_be_zero_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"trainer.{name}=0 is too small"):
+        merge_settings(TrainerConfig, {name: 0}, key="trainer")
+
+
+@pytest.mark.parametrize(
+    "name", ["seed", "compare_steps", "eval_batches", "sample_tokens", "plan_rows"]
+)
+def test_counts_may_be_zero_but_not_negative(name: str) -> None:
+    assert getattr(merge_settings(TrainerConfig, {name: 0}), name) == 0
+    with pytest.raises(ConfigError, match=f"trainer.{name}=-1 is too small"):
+        merge_settings(TrainerConfig, {name: -1}, key="trainer")
+
+
+@settings(derandomize=True, max_examples=100)
+@given(st.integers(1, 200), st.integers(1, 200))
+def test_a_batch_is_accepted_exactly_if_its_parts_are_equal(batch: int, parts: int) -> None:
+    if batch % parts:
+        with pytest.raises(ConfigError, match="does not divide"):
+            TrainerConfig(batch_size=batch, micro_batches=parts)
+    else:
+        config = TrainerConfig(batch_size=batch, micro_batches=parts)
+        assert config.micro_batch_size * parts == batch
+
+
+def test_a_group_without_a_plugin_name_is_refused_with_its_file() -> None:
+    composed = Composed(
+        values={"model": {"width": 3}},
+        files={"model": "there/model/odd.yaml"},
+        owners={},
+        overrides=(),
+    )
+
+    with pytest.raises(ConfigError) as caught:
+        check(composed, LAUNCH_ONLY)
+
+    assert caught.value.what == "model.name is None"
+    assert caught.value.where == ("there/model/odd.yaml",)

@@ -1,0 +1,192 @@
+import logging
+import re
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+
+from sbp_core.errors import ConfigError, SbpLookupError, SbpValueError
+from sbp_core.plugins.kinds import TextDataset
+from sbp_models.configs import StdlibConfig, TextConfig
+from sbp_models.text import ByteText, build_stdlib, build_text
+
+LINES = "".join(f"line {number}\n" for number in range(200))
+
+
+def make(text: bytes = LINES.encode(), *, context: int = 8, seed: int = 0) -> ByteText:
+    return ByteText([("file", text)], context=context, seed=seed, label="test")
+
+
+def build_from(path: Path, context: int = 8) -> ByteText:
+    return build_text(TextConfig(path=str(path), context=context))
+
+
+def all_windows(data: ByteText, split: str) -> set[bytes]:
+    batch = data.batch(0, 2000, split)
+    windows = torch.cat([batch["tokens"], batch["targets"][:, -1:]], dim=1)
+    return {bytes(window) for window in windows.tolist()}
+
+
+def test_targets_are_one_byte_ahead_of_tokens() -> None:
+    batch = make().batch(0, 4)
+
+    assert batch["tokens"].shape == batch["targets"].shape == (4, 8)
+    assert batch["tokens"].dtype == batch["targets"].dtype == torch.int64
+    assert torch.equal(batch["tokens"][:, 1:], batch["targets"][:, :-1])
+
+
+def test_samples_are_windows_of_the_text() -> None:
+    found = all_windows(make(), "train") | all_windows(make(), "validation")
+
+    assert all(window in LINES.encode() for window in found)
+
+
+def test_the_splits_share_no_byte_and_the_last_twentieth_is_held_out() -> None:
+    text = bytes(95) + bytes([1] * 5)
+
+    data = make(text, context=2)
+
+    assert all_windows(data, "train") == {bytes([0, 0, 0])}
+    assert all_windows(data, "validation") == {bytes([1, 1, 1])}
+
+
+def test_every_position_is_drawn_including_the_first_and_the_last() -> None:
+    data = make(bytes(range(60)), context=2)
+
+    assert all_windows(data, "train") == {bytes([p, p + 1, p + 2]) for p in range(55)}
+
+
+def test_another_seed_or_split_gives_other_samples() -> None:
+    first = make(seed=0).batch(0, 8)["tokens"]
+
+    assert not torch.equal(first, make(seed=1).batch(0, 8)["tokens"])
+    assert not torch.equal(first, make(seed=0).batch(1, 8)["tokens"])
+    assert torch.equal(first, make(seed=0).batch(0, 8)["tokens"])
+
+
+def test_an_unknown_split_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(SbpLookupError, match="did you mean 'validation'") as caught:
+        make().batch(0, 1, "validate")
+
+    assert caught.value.accepted == "train, validation"
+
+
+@pytest.mark.parametrize(("index", "batch_size"), [(-1, 1), (0, 0)])
+def test_a_batch_that_cannot_be_is_refused(index: int, batch_size: int) -> None:
+    with pytest.raises(SbpValueError, match=re.escape(f"batch({index}, {batch_size})")):
+        make().batch(index, batch_size)
+
+
+def test_a_text_too_short_for_one_sample_is_refused_with_the_size_it_needs() -> None:
+    with pytest.raises(ConfigError) as caught:
+        make(b"short" * 10, context=8)
+
+    assert "50 bytes" in caught.value.what
+    assert caught.value.accepted == "about 181 bytes or more"
+    assert make(bytes(181), context=8).batch(0, 1, "validation")["tokens"].shape == (1, 8)
+
+
+def test_the_order_of_the_files_does_not_depend_on_the_order_they_are_given_in() -> None:
+    files = [(f"file{number}", LINES[number:].encode()) for number in range(5)]
+
+    one = ByteText(files, context=8, seed=0, label="x").batch(0, 16)["tokens"]
+    two = ByteText(files[::-1], context=8, seed=0, label="x").batch(0, 16)["tokens"]
+
+    assert torch.equal(one, two)
+
+
+def test_text_becomes_bytes_and_comes_back() -> None:
+    data = make()
+
+    assert isinstance(data, TextDataset)
+    assert data.vocabulary == 256
+    assert data.encode("é") == [0xC3, 0xA9]
+    assert data.decode([0xC3, 0xA9]) == "é"
+
+
+def test_tokens_that_are_no_utf8_or_no_bytes_are_replaced() -> None:
+    assert make().decode([0x41, 0xC3, 0x42, 999]) == "A\ufffdB\ufffd"
+
+
+def test_a_file_is_taken_byte_for_byte(tmp_path: Path) -> None:
+    file = tmp_path / "data.bin"
+    file.write_bytes(bytes(range(256)) * 2)
+
+    data = build_from(file)
+
+    assert any(max(window) >= 0x80 for window in all_windows(data, "train"))
+    assert "1 file," in data.describe()
+
+
+def test_a_folder_is_read_but_for_hidden_and_binary_files(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "deep" / "er").mkdir(parents=True)
+    (tmp_path / "deep" / "er" / "a.txt").write_text("a" * 150)
+    (tmp_path / "b.txt").write_text("b" * 150)
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "config").write_text("h" * 150)
+    (tmp_path / "picture.png").write_bytes(bytes([0xFF] * 150))
+
+    with caplog.at_level(logging.WARNING):
+        data = build_from(tmp_path)
+
+    seen = set(b"".join(all_windows(data, "train") | all_windows(data, "validation")))
+    assert seen == set(b"ab\n")
+    assert "2 files" in data.describe()
+    assert "1 files below" in caplog.text
+    assert "picture.png" in caplog.text
+
+
+def test_a_path_that_does_not_exist_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not exist") as caught:
+        build_from(tmp_path / "nothing")
+
+    assert "data.path" in caught.value.todo
+
+
+@pytest.mark.parametrize("name", ["folder", "file"])
+def test_a_path_without_content_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_bytes(b"")
+
+    with pytest.raises(ConfigError, match="holds no text"):
+        build_from(tmp_path / name)
+
+
+def test_the_standard_library_is_found_and_is_python() -> None:
+    data, again = (build_stdlib(StdlibConfig(context=64)) for _ in range(2))
+
+    tokens = data.batch(0, 64)["tokens"]
+
+    assert "standard library of Python 3." in data.describe()
+    assert "self" in "".join(data.decode(row.tolist()) for row in tokens)
+    assert torch.equal(tokens, again.batch(0, 64)["tokens"])
+
+
+def test_the_standard_library_has_neither_tests_nor_installed_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in (".", "json", "test", "json/tests", "site-packages/torch", "__pycache__"):
+        (tmp_path / folder).mkdir(exist_ok=True, parents=True)
+        content = "good" if folder in (".", "json") else "evil"
+        (tmp_path / folder / "module.py").write_text(content * 50)
+    (tmp_path / "README.txt").write_text("evil" * 50)
+    monkeypatch.setattr(sysconfig, "get_path", {"stdlib": str(tmp_path)}.__getitem__)
+
+    data = build_stdlib(StdlibConfig(context=8))
+
+    assert set(b"".join(all_windows(data, "train"))) == set(b"good\n")
+    assert "2 files" in data.describe()
+
+
+def test_a_python_without_its_library_is_answered_with_the_other_data_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sysconfig, "get_path", {"stdlib": str(tmp_path)}.__getitem__)
+
+    with pytest.raises(ConfigError) as caught:
+        build_stdlib(StdlibConfig())
+
+    assert "data=text" in caught.value.todo

@@ -1,0 +1,61 @@
+"""The settings of the planners, validated on construction.
+
+Messages begin with the name of the setting, which `sbp_core.plugins.merge_settings` completes to
+its key. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from sbp_core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ManualConfig:
+    """Settings of `sbp_planner.manual`.
+
+    Args:
+        pins: Pattern -> SBP, in the order in which they apply; see `sbp_core.infer.pins`.
+        stage_patterns: For each pipeline stage, patterns of module paths; empty splits evenly.
+        schedule: How many micro-batches may be in flight on each of several stages: `1f1b` allows
+            `num_stages - stage`, `gpipe` all.
+    """
+
+    pins: Mapping[str, str | Mapping[str, str]] = field(default_factory=dict)
+    stage_patterns: tuple[tuple[str, ...], ...] = ()
+    schedule: Literal["1f1b", "gpipe"] = "1f1b"
+
+    def __post_init__(self) -> None:
+        if self.schedule not in ("1f1b", "gpipe"):
+            raise ConfigError(f"schedule={self.schedule!r}", accepted="1f1b, gpipe")
+        for stage, patterns in enumerate(self.stage_patterns):
+            if not patterns or not all(patterns):
+                raise ConfigError(
+                    f"stage_patterns[{stage}]={patterns!r} names no module",
+                    accepted="a list of patterns for each stage, such as [embed, blocks.0]",
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OsdpConfig:
+    """Settings of `sbp_planner.osdp`.
+
+    Args:
+        axis: The mesh axis over which data are split, and parameters may be.
+        memory_bytes: Memory of a rank that the plan may use; None takes the device's.
+    """
+
+    axis: str = "data"
+    memory_bytes: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.axis:
+            raise ConfigError("axis='' names no mesh axis", accepted="a name, such as data")
+        if self.memory_bytes is not None and not self.memory_bytes > 0:
+            raise ConfigError(
+                f"memory_bytes={self.memory_bytes!r}",
+                accepted="a number of bytes above 0, or null for the device's memory",
+            )

@@ -1,0 +1,53 @@
+"""The planner `manual`: pins from the config, everything else inferred at least cost.
+
+Holds no inference; that is `sbp_core.infer`. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sbp_core.infer import infer_strategy, stage_placements
+from sbp_core.plugins.kinds import PlanRequest
+from sbp_core.strategy import Strategy
+from sbp_planner.configs import ManualConfig
+
+
+@dataclass(frozen=True, slots=True)
+class ManualPlanner:
+    """Plans by pins."""
+
+    config: ManualConfig
+
+    def plan(self, request: PlanRequest) -> Strategy:
+        """Return the cheapest strategy that keeps the pins.
+
+        Raises:
+            ConfigError: a pin or a stage pattern cannot be meant.
+            PlanError: nothing fulfils the pins or the stages.
+        """
+        num_stages = len(stage_placements(request.mesh))
+        return infer_strategy(
+            request,
+            planner="manual",
+            pins=self.config.pins,
+            stage_patterns=self.config.stage_patterns,
+            in_flight=in_flight(self.config.schedule, num_stages, request.graph.num_micro_batches),
+            report={"schedule": self.config.schedule} if num_stages > 1 else {},
+        )
+
+
+def in_flight(schedule: str, num_stages: int, num_micro_batches: int) -> tuple[int, ...]:
+    """Return how many micro-batches each stage may have between forward and backward.
+
+    Source: GPipe (Huang et al., NeurIPS 2019) keeps all; 1F1B (Narayanan et al., "PipeDream",
+    SOSP 2019, section 3.2) keeps one for each stage from here to the end.
+    """
+    if schedule == "gpipe":
+        return (num_micro_batches,) * num_stages
+    return tuple(min(num_stages - stage, num_micro_batches) for stage in range(num_stages))
+
+
+def build(config: ManualConfig) -> ManualPlanner:
+    """Make the planner."""
+    return ManualPlanner(config)

@@ -1,0 +1,182 @@
+from importlib.resources import files
+
+import pytest
+import yaml
+from plan_requests import assert_legal, collectives, request
+
+from sbp_core.errors import ConfigError
+from sbp_core.graph.ir import Phase
+from sbp_core.infer import conversions
+from sbp_core.plugins import merge_settings
+from sbp_core.sbp import B, NdSbp, S
+from sbp_planner.configs import ManualConfig
+from sbp_planner.manual import build, in_flight
+
+MESHES = [
+    ("data_parallel", (4,), ("data",)),
+    ("data_parallel", (2, 2), ("data", "tensor")),
+    ("tensor_parallel", (1, 2), ("data", "tensor")),
+    ("tensor_parallel", (2,), ("tensor",)),
+    ("tensor_parallel", (2, 2), ("data", "tensor")),
+    ("data_tensor", (2, 2), ("data", "tensor")),
+    ("data_tensor", (2, 1, 2), ("pipe", "data", "tensor")),
+    ("zero", (4,), ("data",)),
+    ("zero", (2, 2), ("data", "tensor")),
+    ("zero1", (4,), ("data",)),
+    ("pipeline", (2,), ("pipe",)),
+    ("pipeline", (2, 2), ("pipe", "data")),
+    ("custom", (2, 2), ("data", "tensor")),
+]
+
+
+def preset(name, **changes):
+    folder = files("sbp_planner.conf").joinpath("planner", "manual")
+    option = yaml.safe_load(folder.joinpath(f"{name}.yaml").read_text("utf-8"))
+    assert option.pop("name") == "manual"
+    return build(merge_settings(ManualConfig, {**option, **changes}))
+
+
+@pytest.mark.parametrize(("name", "mesh_shape", "axes"), MESHES)
+def test_every_preset_plans_legally(name, mesh_shape, axes):
+    asked = request(mesh_shape, axes)
+
+    strategy = preset(name).plan(asked)
+
+    assert_legal(asked.graph, strategy)
+    assert strategy.planner == "manual"
+    assert all(strategy.report["optimal_by_axis"].values())
+
+
+def test_data_parallelism_all_reduces_each_gradient_once_and_nothing_else():
+    asked = request((4,), ("data",))
+
+    strategy = preset("data_parallel").plan(asked)
+
+    num_parameters = sum(entry.kind.value == "parameter" for entry in asked.graph.inputs)
+    found = collectives(asked.graph, strategy, Phase.BACKWARD)
+    assert found == {"all-reduce": num_parameters}
+    assert not collectives(asked.graph, strategy, Phase.OPTIMIZER)
+
+
+def test_tensor_parallelism_has_two_all_reduces_forward_and_two_backward_a_layer():
+    asked = request((1, 2), ("data", "tensor"))
+
+    strategy = preset("tensor_parallel").plan(asked)
+
+    wide = {
+        (conversion.value, str(conversion.target[1]))
+        for conversion in _partial_activations(asked.graph, strategy)
+    }
+    assert wide == {
+        ("blocks.0.attention.proj.addmm", "B, B"),
+        ("blocks.0.mlp.down.addmm", "B, B"),
+        ("blocks.0.mlp.up.grad.mm", "B, B"),
+        ("blocks.0.attention.qkv.grad.mm", "B, B"),
+    }
+
+
+def _partial_activations(graph, strategy):
+    return [
+        conversion
+        for conversion in conversions(graph, strategy)
+        if conversion.source[1].has_partial
+        and conversion.value.startswith("blocks.")
+        and not conversion.value.endswith(".mean")
+    ]
+
+
+@pytest.mark.parametrize("name", ["tensor_parallel", "data_tensor"])
+def test_tensor_parallel_weights_are_stored_and_updated_in_shards(name):
+    strategy = preset(name).plan(request((2, 2), ("data", "tensor")))
+
+    expected = {
+        "attention.qkv.weight": S(0),
+        "attention.qkv.bias": S(0),
+        "attention.proj.weight": S(1),
+        "attention.proj.bias": B,
+        "mlp.up.weight": S(0),
+        "mlp.down.weight": S(1),
+        "mlp.down.weight.exp_avg": S(1),
+        "norm1.weight": B,
+    }
+    found = {key: strategy.storage[f"blocks.0.{key}"].sbp for key in expected}
+    assert found == {key: NdSbp(B, entry) for key, entry in expected.items()}
+
+
+def test_zero_shards_all_states_gathers_parameters_and_scatters_gradients():
+    asked = request((4,), ("data",))
+
+    strategy = preset("zero").plan(asked)
+
+    states = [name for name in strategy.storage if asked.graph.input_kinds[name].kind.is_state]
+    assert all(strategy.storage[name].sbp == NdSbp(S(0)) for name in states)
+    assert collectives(asked.graph, strategy, Phase.BACKWARD)["reduce-scatter"] == len(states) // 3
+    assert not collectives(asked.graph, strategy, Phase.OPTIMIZER)
+
+
+def test_zero_stage_1_keeps_parameters_whole():
+    asked = request((4,), ("data",))
+
+    strategy = preset("zero1").plan(asked)
+
+    assert strategy.storage["head.weight"].sbp == NdSbp(B)
+    assert strategy.storage["head.weight.exp_avg"].sbp == NdSbp(S(0))
+    gathers = collectives(asked.graph, strategy, Phase.OPTIMIZER)
+    assert set(gathers) == {"all-gather"}
+
+
+def test_zero_holds_less_memory_than_data_parallelism():
+    sizes = [
+        preset(name).plan(request((4,), ("data",))).report["predicted_by_stage"][0]["states_bytes"]
+        for name in ("data_parallel", "zero1", "zero")
+    ]
+
+    assert sizes[0] > sizes[1] > sizes[2] > 0
+
+
+def test_a_pipeline_sends_one_activation_forward_and_its_gradient_back():
+    asked = request((2,), ("pipe",))
+
+    strategy = preset("pipeline").plan(asked)
+
+    assert collectives(asked.graph, strategy) == {"transfer": 2}
+    assert strategy.in_flight == (2, 1)
+
+
+def test_gpipe_lets_all_micro_batches_be_in_flight():
+    strategy = preset("pipeline", schedule="gpipe").plan(request((2,), ("pipe",)))
+
+    assert strategy.in_flight == (2, 2)
+    assert strategy.report["schedule"] == "gpipe"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"), [("1f1b", (4, 3, 2, 1)), ("gpipe", (8, 8, 8, 8))]
+)
+def test_quotas_of_four_stages(schedule, expected):
+    assert in_flight(schedule, 4, 8) == expected
+
+
+def test_no_quota_exceeds_the_micro_batches():
+    assert in_flight("1f1b", 4, 2) == (2, 2, 2, 1)
+
+
+def test_stage_patterns_place_modules():
+    patterns = [["embed", "blocks"], ["norm", "head"]]
+
+    strategy = preset("pipeline", stage_patterns=patterns).plan(request((2,), ("pipe",)))
+
+    assert strategy.storage["blocks.0.norm1.weight"].stage == 0
+    assert strategy.storage["norm.weight"].stage == 1
+    assert strategy.storage["targets"].stage == 1
+
+
+def test_the_users_pins_override_a_preset():
+    strategy = preset("data_parallel").plan(request((4,), ("data",), {"head.weight": "S(1)"}))
+
+    assert strategy.storage["head.weight"].sbp == NdSbp(S(1))
+
+
+def test_a_preset_for_an_axis_that_the_mesh_lacks_says_so():
+    with pytest.raises(ConfigError, match="'tensor'"):
+        preset("data_tensor").plan(request((2,), ("data",)))

@@ -1,0 +1,126 @@
+import pytest
+from plan_requests import assert_legal, cluster, collectives, gpt_step, request
+
+from sbp_core.errors import ConfigError, PlanError
+from sbp_core.graph.ir import Phase
+from sbp_core.placement import Placement
+from sbp_core.sbp import B, NdSbp, S
+from sbp_planner.configs import OsdpConfig
+from sbp_planner.osdp import build, parameter_items, shardable, update_values
+
+
+def plan(memory_bytes=None, mesh_shape=(4,), axes=("data",)):
+    return build(OsdpConfig(memory_bytes=memory_bytes)).plan(request(mesh_shape, axes))
+
+
+@pytest.fixture(scope="module")
+def bounds():
+    report = plan().report["osdp"]
+    return (
+        report["all_zdp"]["predicted_memory_bytes_per_rank"],
+        report["all_dp"]["predicted_memory_bytes_per_rank"],
+    )
+
+
+def test_an_item_costs_what_the_paper_says():
+    graph, machine = gpt_step(), cluster()
+    mesh = Placement.grid((4,), ("data",))
+
+    (found,) = parameter_items(graph, ["head.weight"], mesh, 0, machine)
+
+    size = 32 * 16 * 4
+    once = 3 * (1e-6 + size / 4 / 1e7)
+    assert (found.dp_s, found.zdp_s) == pytest.approx((2 * once, 3 * once))
+    assert (found.dp_bytes, found.zdp_bytes) == (4 * size, size)
+    assert found.transient_bytes == 2 * size
+
+
+def test_an_uneven_shard_counts_its_largest_part():
+    mesh = Placement.grid((3,), ("data",))
+
+    (found,) = parameter_items(gpt_step(), ["head.weight"], mesh, 0, cluster())
+
+    assert found.zdp_bytes == 4 * 11 * 16 * 4  # 11 of 32 rows
+
+
+def test_with_enough_memory_everything_is_replicated():
+    strategy = plan()
+
+    assert set(strategy.report["osdp"]["modes"].values()) == {"DP"}
+    assert strategy.report["osdp"]["binds"].startswith("communication time")
+    assert all(entry.sbp == NdSbp(B) for n, entry in strategy.storage.items() if "weight" in n)
+
+
+def test_with_little_memory_some_parameters_are_sharded_with_their_states(bounds):
+    limit = sum(bounds) / 2
+
+    strategy = plan(limit)
+
+    report = strategy.report["osdp"]
+    assert set(report["modes"].values()) == {"DP", "ZDP"}
+    assert report["chosen"]["predicted_memory_bytes_per_rank"] <= limit
+    assert report["binds"].startswith("memory")
+    for name, mode in report["modes"].items():
+        expected = NdSbp(S(0) if mode == "ZDP" else B)
+        for key in (name, f"{name}.exp_avg", f"{name}.exp_avg_sq"):
+            assert strategy.storage[key].sbp == expected, key
+
+
+def test_gradients_of_sharded_parameters_are_reduce_scattered(bounds):
+    asked = request((4,), ("data",))
+
+    strategy = build(OsdpConfig(memory_bytes=sum(bounds) / 2)).plan(asked)
+
+    modes = list(strategy.report["osdp"]["modes"].values())
+    found = collectives(asked.graph, strategy, Phase.BACKWARD)
+    assert found["reduce-scatter"] == modes.count("ZDP")
+    assert found["all-reduce"] == modes.count("DP")
+    assert_legal(asked.graph, strategy)
+
+
+def test_the_report_compares_with_all_replicated_and_all_sharded(bounds):
+    report = plan(sum(bounds) / 2).report["osdp"]
+
+    times = [report[key]["predicted_step_s"] for key in ("all_dp", "chosen", "all_zdp")]
+    assert times == sorted(times)
+    assert times[0] < times[1] < times[2]
+    assert [report[key]["fits"] for key in ("all_dp", "chosen")] == [False, True]
+
+
+def test_more_memory_is_never_slower(bounds):
+    low, high = bounds
+    limits = [low + (high - low) * part / 4 for part in range(5)]
+
+    times = [plan(limit).report["osdp"]["chosen"]["predicted_step_s"] for limit in limits]
+
+    assert times == sorted(times, reverse=True)
+
+
+def test_too_little_memory_names_the_limit_and_the_least_that_would_do():
+    with pytest.raises(PlanError, match="no choice fits 1000 B") as caught:
+        plan(1000)
+
+    least = int(caught.value.accepted.rpartition(" ")[2])
+    assert plan(least).report["osdp"]["chosen"]["fits"]
+    with pytest.raises(PlanError):
+        plan(least - 1)
+
+
+def test_updates_belong_to_the_parameter_whose_states_they_read():
+    graph = gpt_step()
+
+    found = update_values(graph)
+
+    assert set(found) == set(shardable(graph))
+    assert any(value.endswith(".mean") for value in found["head.weight"])
+    assert all(graph.tensor(value).shape == (32, 16) for value in found["head.weight"])
+
+
+def test_an_unknown_axis_is_refused():
+    with pytest.raises(ConfigError, match="'data' alone"):
+        plan(axes=("tensor",))
+
+
+def test_a_second_axis_of_several_ranks_is_refused():
+    with pytest.raises(ConfigError, match="'tensor': 2"):
+        plan(mesh_shape=(2, 2), axes=("data", "tensor"))

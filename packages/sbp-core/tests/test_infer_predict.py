@@ -1,0 +1,94 @@
+import pytest
+from infer_graphs import cluster, mlp
+
+from sbp_core.infer import conversions, infer_strategy
+from sbp_core.infer.predict import predict_stages
+from sbp_core.placement import Placement
+from sbp_core.plugins.kinds import PlanRequest
+
+
+def plan(graph, mesh_shape=(2,), axes=None, **settings):
+    request = PlanRequest(
+        graph=graph, mesh=Placement.grid(mesh_shape, axes), cluster=cluster(launch_s=1e-6)
+    )
+    return infer_strategy(request, planner="test", **settings)
+
+
+def test_users_of_one_target_share_a_conversion():
+    graph = mlp((4, 8, 4))
+    strategy = plan(graph, pins={"parameters": "S(0)", "use:layers.1.weight": "B"})
+
+    found = [c for c in conversions(graph, strategy) if c.value == "layers.1.weight"]
+
+    assert len(found) == 1
+    assert {user.name for user in found[0].users} >= {"layers.1.mm", "layers.1.grad.t_1"}
+
+
+def test_states_are_counted_as_they_are_stored():
+    graph = mlp((4, 8))
+    whole = plan(graph, pins={"parameters": "B", "optimizer_states": "B"})
+    sharded = plan(graph, pins={"parameters": "B", "optimizer_states": "S(0)"})
+
+    sizes = [s.report["predicted_by_stage"][0]["states_bytes"] for s in (whole, sharded)]
+
+    assert sizes == [3 * 128, 128 + 2 * 64]
+
+
+def test_gathered_copies_of_states_are_counted():
+    graph = mlp((4, 8))
+
+    strategy = plan(graph, pins={"parameters": "S(0)", "use:parameters": "B"})
+
+    assert strategy.report["predicted_by_stage"][0]["gathered_bytes"] == 128
+
+
+def test_accumulated_gradients_are_counted_where_there_are_micro_batches():
+    pins = {"batch": "B", "activations": "B", "gradients": "B", "updates": "B"}
+
+    one, two = (
+        plan(mlp((4, 8), num_micro_batches=m), pins=pins).report["predicted_by_stage"][0]
+        for m in (1, 2)
+    )
+
+    assert one["gradients_bytes"] == 0
+    assert two["gradients_bytes"] == 128 + 4  # the weight's and the mean loss
+
+
+def test_more_micro_batches_in_flight_need_more_memory():
+    graph = mlp((4, 8, 4), num_micro_batches=4)
+
+    few, many = (
+        plan(graph, (2,), ("pipe",), in_flight=quotas).report["predicted_memory_bytes_per_rank"]
+        for quotas in ((2, 1), (4, 4))
+    )
+
+    assert many > few
+
+
+def test_a_step_of_one_stage_is_its_micro_batches_and_its_update():
+    graph = mlp((4, 8, 4), num_micro_batches=3)
+
+    report = plan(graph).report
+
+    (stage,) = report["predicted_by_stage"]
+    micro = stage["micro_compute_s"] + stage["micro_boxing_s"]
+    once = stage["step_compute_s"] + stage["step_boxing_s"]
+    assert report["predicted_step_s"] == pytest.approx(3 * micro + once)
+
+
+def test_a_pipeline_fills_then_runs_at_its_slowest_stage():
+    graph = mlp((4, 8, 64), batch=64, num_micro_batches=5)
+    strategy = plan(graph, (2,), ("pipe",))
+
+    stages, _ = predict_stages(graph, strategy, cluster(launch_s=1e-6))
+
+    micro = [stage.micro_s for stage in stages]
+    expected = sum(micro) + 4 * max(micro) + max(stage.step_s for stage in stages)
+    assert strategy.report["predicted_step_s"] == pytest.approx(expected)
+
+
+def test_activations_are_what_the_backward_pass_uses():
+    strategy = plan(mlp((4, 8), batch=16), pins={"batch": "B", "activations": "B"})
+
+    # relu's output and the loss; x is stored anyway, relu's input is not needed again.
+    assert strategy.report["predicted_by_stage"][0]["activations_bytes"] == 4 * (16 * 8 + 1)

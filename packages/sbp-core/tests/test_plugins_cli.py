@@ -1,0 +1,110 @@
+"""The command `sbp-plugins`, and what sbp-core itself offers through the common door."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import sbp_core.plugins.cli as cli
+from sbp_core.plugins import PluginSource, Registry, discover
+
+CORE = PluginSource(
+    name="sbp-core", value="sbp_core.plugin", distribution="sbp-core", version="0.1.0"
+)
+LOST = PluginSource(name="lost", value="no_such_plugin", distribution="lost-dist", version="9")
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> list[PluginSource]:
+    """The plugins that the command sees; tests add to it."""
+    sources = [CORE]
+
+    def discover_these() -> Registry:
+        return discover(sources)
+
+    monkeypatch.setattr(cli, "discover", discover_these)
+    return sources
+
+
+@pytest.mark.usefixtures("installed")
+def test_the_table_is_aligned(capsys: pytest.CaptureFixture[str]) -> None:
+    code = cli.main([])
+
+    assert code == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "kind     name       distribution  version  API  health",
+        "boxing   local      sbp-core      0.1.0    1    ok",
+        "runtime  reference  sbp-core      0.1.0    1    ok",
+    ]
+
+
+def test_problems_stand_below_and_count_only_with_strict(
+    installed: list[PluginSource], capsys: pytest.CaptureFixture[str]
+) -> None:
+    installed.append(LOST)
+
+    codes = cli.main([]), cli.main(["--strict"])
+
+    out = capsys.readouterr().out
+    assert codes == (0, 1)
+    assert "1 problem(s):" in out
+    assert "lost (lost-dist): no_such_plugin cannot be imported" in out
+    assert ["-", "lost", "lost-dist", "9", "-", "broken"] in [
+        line.split() for line in out.splitlines()
+    ]
+
+
+@pytest.mark.usefixtures("installed")
+def test_one_kind_can_be_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["--kind", "runtime", "--json"])
+    runtimes = json.loads(capsys.readouterr().out)
+    cli.main(["--kind", "planner"])
+    planners = capsys.readouterr().out
+
+    assert [one["name"] for one in runtimes["plugins"]] == ["reference"]
+    assert runtimes["problems"] == []
+    assert "(none)" in planners
+
+
+def test_an_unknown_kind_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--kind", "planer"])
+
+    assert caught.value.code == 2
+    assert "planner" in capsys.readouterr().err
+
+
+def test_listing_takes_less_than_a_second_of_cpu_and_imports_no_torch() -> None:
+    script = (
+        "import sys, time\n"
+        "from sbp_core.plugins.cli import main\n"
+        "code = main(['--json'])\n"
+        "sys.exit(code or 10 * ('torch' in sys.modules) + 20 * (time.process_time() > 1))\n"
+    )
+
+    child = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+    )
+
+    assert child.returncode == 0, child.stderr
+    names = [(one["kind"], one["name"]) for one in json.loads(child.stdout)["plugins"]]
+    assert ("boxing", "local") in names
+
+
+def test_each_offer_of_the_core_has_an_option_file() -> None:
+    registry = discover([CORE], strict=True)
+
+    files = [
+        Path(cli.__file__).parents[1] / "conf" / entry.kind / f"{entry.name}.yaml"
+        for entry in registry.entries
+    ]
+
+    assert len(files) == 2
+    assert [file.read_text(encoding="utf-8").strip() for file in files] == [
+        "name: local",
+        "name: reference",
+    ]

@@ -1,0 +1,116 @@
+"""Asking the registry: names, configs, and objects that are imported only when made."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from sbp_core.errors import ConfigError, SbpError, SbpLookupError
+from sbp_core.plugins import Entry, Factory, Problem, Registry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    size: int = 1
+
+
+def registry(build: str, *problems: Problem, distribution: str = "some-dist") -> Registry:
+    factory = Factory(build=build, config=Config)
+    entry = Entry(
+        kind="planner",
+        name="mine",
+        distribution=distribution,
+        version="1.0",
+        api_version=1,
+        factory=factory,
+    )
+    return Registry(entries=(entry,), problems=problems)
+
+
+def test_an_object_is_made_with_its_settings_and_imported_only_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "late_module.py").write_text(
+        "class Late:\n    @staticmethod\n    def build(config):\n        return config.size * 2\n",
+        encoding="utf-8",
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    plugins = registry("late_module:Late.build")
+
+    config = plugins.configure("planner", "mine", {"size": 4})
+    imported_early = "late_module" in sys.modules
+    made = plugins.make("planner", "mine", {"size": 4})
+
+    assert config == Config(size=4)
+    assert not imported_early
+    assert made == 8
+
+
+def test_settings_are_checked_before_anything_is_imported() -> None:
+    with pytest.raises(ConfigError, match=r"planner\.sise") as caught:
+        registry("no_such_module:build").make("planner", "mine", {"sise": 4}, where="x.yaml")
+
+    assert caught.value.todo == "did you mean 'planner.size'?"
+    assert caught.value.where == ("x.yaml",)
+
+
+def test_an_unknown_name_gets_the_nearest_and_the_list() -> None:
+    with pytest.raises(SbpLookupError) as caught:
+        registry("x:y").factory("planner", "mein")
+
+    assert caught.value.accepted == "mine"
+    assert caught.value.todo == "did you mean 'mine'?"
+    assert caught.value.where == ()
+
+
+def test_an_unknown_name_mentions_plugins_that_could_not_be_read() -> None:
+    problem = Problem(plugin="theirs", distributions=("their-dist",), what="cannot be imported: x")
+
+    with pytest.raises(SbpLookupError, match=r"their-dist.*cannot be imported: x"):
+        registry("x:y", problem).factory("planner", "theirs")
+
+
+def test_an_unknown_kind_gets_the_list_of_kinds() -> None:
+    with pytest.raises(SbpLookupError, match="did you mean 'planner'"):
+        registry("x:y").names("planer")
+
+
+def test_a_target_that_needs_something_uninstalled_names_what_to_install() -> None:
+    with pytest.raises(SbpError) as caught:
+        registry("no_such_module:build").make("planner", "mine")
+
+    assert "no_such_module" in caught.value.what
+    assert caught.value.where == ("distribution some-dist 1.0",)
+
+
+def test_a_missing_module_is_found_among_the_extras_of_its_distribution(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "needs_more.py").write_text("import fancylib\n", encoding="utf-8")
+    info = tmp_path / "extra_dist-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: extra-dist\nVersion: 1.0\n"
+        'Requires-Dist: fancylib-cuda12x>=3; extra == "gpu"\n'
+        'Requires-Dist: fancylib-cuda12x>=3; extra == "test"\n'
+        'Requires-Dist: otherlib; extra == "all"\n',
+        encoding="utf-8",
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+    with pytest.raises(SbpError) as caught:
+        registry("needs_more:build", distribution="extra-dist").make("planner", "mine")
+
+    assert caught.value.todo == "pip install 'extra-dist[gpu]'"
+
+
+@pytest.mark.parametrize("build", ["json:no_such_thing", "json:decoder.nothing", "json:__name__"])
+def test_a_target_that_is_nothing_to_call_is_its_authors_fault(build: str) -> None:
+    with pytest.raises(SbpError) as caught:
+        registry(build).make("planner", "mine")
+
+    assert build in caught.value.what
+    assert caught.value.todo == "report it to the authors of some-dist"

@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from sbp_core.errors import SbpValueError, SignatureError
+from sbp_core.graph.ir import Ref, TensorType
+from sbp_core.placement import Placement
+from sbp_core.sbp import NdSbp
+from sbp_core.signatures import OpCall, check_signature
+from sbp_core.strategy import Signature
+
+MESH = Placement([[0, 1, 2], [3, 4, 5]], axes=("dp", "tp"))
+
+
+def signature(inputs: list[str], outputs: list[str]) -> Signature:
+    return Signature(tuple(map(NdSbp.parse, inputs)), tuple(map(NdSbp.parse, outputs)))
+
+
+def _call(op: str, inputs: dict[str, tuple[int, ...]], output: tuple[int, ...]) -> OpCall:
+    return OpCall(
+        op=op,
+        args=tuple(map(Ref, inputs)),
+        inputs=tuple(TensorType(shape, "float32") for shape in inputs.values()),
+        tensor_names=tuple(inputs),
+        outputs=(TensorType(output, "float32"),),
+        tags=("pointwise",) if op == "aten.gelu.default" else (),
+        where=("models/llama.py:57, op aten",),
+    )
+
+
+MATMUL = _call("aten.mm.default", {"x": (4, 6), "w": (6, 8)}, (4, 8))
+VIEW = _call("aten.view.default", {"mlp.w1": (4096, 11008)}, (4096, 32, 344))
+GELU = _call("aten.gelu.default", {"h": (4, 6)}, (4, 6))
+
+
+def test_a_legal_signature_passes() -> None:
+    check_signature(MATMUL, signature(["S(0), S(1)", "B, S(0)"], ["S(0), P"]), MESH)
+
+
+def test_an_illegal_signature_names_tensor_axis_place_and_way_out() -> None:
+    asked = signature(["B, S(1)"], ["B, S(1)"])
+
+    with pytest.raises(SignatureError) as caught:
+        check_signature(VIEW, asked, MESH)
+
+    assert str(caught.value).splitlines() == [
+        "cannot split dim 1 of 'mlp.w1' (shape (4096, 11008)) for aten.view.default to "
+        "(4096, 32, 344) on mesh axis 'tp' of size 3",
+        "  in models/llama.py:57, op aten",
+        "  accepted here: S(0) -> S(0) (split of label g0); B -> B (all B); P -> P (linear in "
+        "argument 0)",
+        "  not here: S(1) -> S(1): needs 32 to be divisible by 3; "
+        "S(1) -> S(2): only the slowest factor of dim 1 may be split",
+        "  to mend it: box 'mlp.w1' (B, S(1)) -> (B, S(0)) before it: all-to-all, 240.5 MB; "
+        "it then gives (B, S(0))",
+    ]
+
+
+def test_a_partial_value_may_not_reach_a_nonlinear_operator() -> None:
+    with pytest.raises(SignatureError, match=r"cannot take P of 'h'") as caught:
+        check_signature(GELU, signature(["S(0), P"], ["S(0), P"]), MESH)
+
+    assert "box 'h' (S(0), P) -> (S(0), S(0)) before it: reduce-scatter" in str(caught.value)
+
+
+def test_a_wrong_output_is_told_from_a_wrong_input() -> None:
+    with pytest.raises(SignatureError, match=r"does not give S\(1\), S\(0\) -> B"):
+        check_signature(MATMUL, signature(["S(1), B", "S(0), B"], ["B, B"]), MESH)
+
+
+def test_a_split_of_what_an_operator_needs_whole_says_so() -> None:
+    lookup = _call("aten.embedding.default", {"w": (9, 6), "i": (4,)}, (4, 6))
+
+    with pytest.raises(SignatureError, match=r"needs that dim whole"):
+        check_signature(lookup, signature(["S(0), B", "B, B"], ["P, B"]), MESH)
+
+
+def test_axes_that_are_legal_alone_may_be_refused_together() -> None:
+    heads = _call("aten.view.default", {"x": (8, 24)}, (8, 6, 4))
+    mesh = Placement.grid((2, 2), axes=("a", "b"))
+
+    check_signature(heads, signature(["S(1), S(0)"], ["S(1), S(0)"]), mesh)
+    with pytest.raises(SignatureError, match="6 to be divisible by 4"):
+        check_signature(heads, signature(["S(1), S(1)"], ["S(1), S(1)"]), mesh)
+
+
+def test_a_signature_needs_an_entry_for_every_tensor() -> None:
+    with pytest.raises(SignatureError, match="2 tensor arguments and 1 outputs"):
+        check_signature(MATMUL, signature(["B, B"], ["B, B"]), MESH)
+
+
+def test_an_sbp_has_to_fit_mesh_and_shape() -> None:
+    with pytest.raises(SbpValueError, match="one entry for each mesh axis"):
+        check_signature(GELU, signature(["B"], ["B"]), MESH)
+    with pytest.raises(SbpValueError, match="does not have"):
+        check_signature(GELU, signature(["S(2), B"], ["S(2), B"]), MESH)
+
+
+def test_the_refusal_travels_between_processes() -> None:
+    with pytest.raises(SignatureError) as caught:
+        check_signature(GELU, signature(["P, B"], ["P, B"]), MESH)
+
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)

@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import pytest
+
+from sbp_core.graph.ir import Argument, Ref, Symbol, TensorType
+from sbp_core.placement import Placement
+from sbp_core.sbp import NdSbp
+from sbp_core.signatures import LocalCall, OpCall, Registry, Rule, Shards, localize
+from sbp_core.strategy import Signature
+
+MESH = Placement.grid((2, 2), axes=("a", "b"))
+
+
+def _call(
+    op: str, inputs: dict[str, tuple[int, ...]], output: tuple[int, ...], *rest: Argument
+) -> OpCall:
+    return OpCall(
+        op=op,
+        args=(*map(Ref, inputs), *rest),
+        kwargs={"dtype": Symbol("dtype", "float32")} if not inputs else {},
+        inputs=tuple(TensorType(shape, "float32") for shape in inputs.values()),
+        tensor_names=tuple(inputs),
+        outputs=(TensorType(output, "float32"),),
+    )
+
+
+def signature(inputs: list[str], outputs: list[str]) -> Signature:
+    return Signature(tuple(map(NdSbp.parse, inputs)), tuple(map(NdSbp.parse, outputs)))
+
+
+def test_most_calls_run_unchanged() -> None:
+    mm = _call("aten.mm.default", {"x": (4, 6), "w": (6, 8)}, (4, 8))
+
+    local = localize(mm, signature(["S(0), B", "B, S(1)"], ["S(0), S(1)"]), MESH, 3)
+
+    assert local == LocalCall(op="aten.mm.default", args=(Ref("x"), Ref("w")))
+
+
+@pytest.mark.parametrize(("rank", "size"), [(0, (2, 2, 8)), (3, (2, 2, 8))])
+def test_a_view_gets_the_sizes_of_its_shard(rank: int, size: tuple[int, ...]) -> None:
+    heads = _call("aten.view.default", {"x": (4, 32)}, (4, 4, 8), (4, 4, -1))
+
+    local = localize(heads, signature(["S(0), S(1)"], ["S(0), S(1)"]), MESH, rank)
+
+    assert local.args == (Ref("x"), size)
+
+
+def test_uneven_shards_get_their_own_sizes() -> None:
+    ones = _call("aten.ones.default", {}, (5,), (5,))
+
+    local = [localize(ones, signature([], ["S(0), S(0)"]), MESH, rank) for rank in range(4)]
+
+    assert [made.args[0] for made in local] == [(2,), (1,), (1,), (1,)]
+    assert local[0].kwargs == ones.kwargs
+
+
+def test_a_range_starts_where_its_shard_starts() -> None:
+    indices = _call("aten.arange.default", {}, (5,), 5)
+
+    local = [localize(indices, signature([], ["S(0), B"]), MESH, rank) for rank in range(4)]
+
+    assert [made.args for made in local] == [(0, 3, 1), (0, 3, 1), (3, 5, 1), (3, 5, 1)]
+    assert {made.op for made in local} == {"aten.arange.start_step"}
+    assert local[0].kwargs == indices.kwargs
+
+
+def test_a_whole_range_runs_unchanged() -> None:
+    indices = _call("aten.arange.default", {}, (5,), 5)
+
+    assert localize(indices, signature([], ["B, B"]), MESH, 1).op == "aten.arange.default"
+
+
+def test_the_vocabulary_of_an_embedding_gradient_stays_whole() -> None:
+    gradient = _call(
+        "aten.embedding_dense_backward.default", {"g": (4, 6), "i": (4,)}, (9, 6), 9, -1, False
+    )
+
+    local = localize(gradient, signature(["S(0), S(1)", "S(0), B"], ["P, S(1)"]), MESH, 2)
+
+    assert local.args == gradient.args
+
+
+def test_third_parties_say_how_their_arguments_change() -> None:
+    def half(call: OpCall, shards: Shards) -> LocalCall:
+        return LocalCall(op=call.op, args=(*call.args[:1], *shards.output_shape()))
+
+    theirs = _call("mylib.pad.default", {"x": (6,)}, (6,), 6)
+    rules = Registry({"mylib.pad.default": Rule("n => n", half)})
+
+    local = localize(theirs, signature(["S(0), B"], ["S(0), B"]), MESH, 0, rules=rules)
+
+    assert local.args == (Ref("x"), 3)
