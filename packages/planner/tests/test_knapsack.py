@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sbp_core.errors import SbpValueError
-from sbp_planner.knapsack import Item, choose, evaluate, least_memory
+from sbp_planner.knapsack import Item, choose, evaluate
 
 
 def item(size, seconds=1.0):
@@ -56,16 +56,6 @@ def test_no_choice_that_fits_is_faster_or_as_fast_and_smaller(found, again, limi
         assert choice == evaluate(found, choice.sharded, fixed_bytes)
         best = min((c.seconds, c.memory_bytes) for c in fitting)
         assert (choice.seconds, choice.memory_bytes) == best
-
-
-@settings(max_examples=150, deadline=None, derandomize=True)
-@given(st.lists(items(), max_size=6), st.integers(0, 5))
-def test_no_choice_needs_less_than_the_least_memory(found, fixed_bytes):
-    least = min(c.memory_bytes for c in all_choices(found, fixed_bytes))
-
-    assert least_memory(found, fixed_bytes).memory_bytes == least
-    assert choose(found, least, fixed_bytes) is not None
-    assert choose(found, least - 1, fixed_bytes) is None
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)

@@ -24,6 +24,7 @@ from sbp_core.capture import capture, initial_states
 from sbp_core.check import CheckReport, check
 from sbp_core.compile import CompileOptions, PhysicalPlan, compile_plan
 from sbp_core.compile.physical import to_json as plan_to_json
+from sbp_core.errors import ConfigError
 from sbp_core.graph.ir import InputKind, LogicalGraph
 from sbp_core.graph.passes import prepare_step
 from sbp_core.infer import infer_strategy
@@ -169,8 +170,24 @@ def start(
 ) -> Session:
     """Start a plan on the chosen runtime and boxing backend."""
     runtime = cast(Runtime, _make(registry, "runtime", run.runtime))
+    return runtime.start(plan, states, make_backend(run, registry))
+
+
+def make_backend(run: RunConfig, registry: Registry) -> BoxingBackend:
+    """Return the chosen boxing backend, not yet open.
+
+    Raises:
+        ConfigError: its ranks live in several processes, which the trainer does not start yet.
+    """
     backend = cast(BoxingBackend, _make(registry, "boxing", run.boxing))
-    return runtime.start(plan, states, backend)
+    if backend.spans_processes:
+        raise ConfigError(
+            f"boxing={run.boxing.name} connects one process a rank, and sbp-train runs all ranks "
+            "in one process",
+            accepted="boxing=local",
+            todo="leave out boxing, or drive the backend from your own program",
+        )
+    return backend
 
 
 def train(run: RunConfig, registry: Registry, run_folder: Path) -> None:
@@ -180,6 +197,7 @@ def train(run: RunConfig, registry: Registry, run_folder: Path) -> None:
     states as `states.safetensors`, which are written also if the run is interrupted or fails.
     """
     console = make_console()
+    make_backend(run, registry)
     program = make_program(run, registry)
     parameters = sum(p.numel() for p in program.model.parameters())
     console.print(

@@ -91,23 +91,6 @@ def evaluate(items: Sequence[Item], sharded: Sequence[bool], fixed_bytes: int = 
     )
 
 
-def least_memory(items: Sequence[Item], fixed_bytes: int = 0) -> Choice:
-    """Return the choice that needs the least memory.
-
-    With τ as the largest transient allowed, sharding everything below it that saves memory is best.
-    """
-    bounds = {0, *(item.transient_bytes for item in items)}
-    choices = (
-        evaluate(
-            items,
-            [item.transient_bytes <= τ and item.zdp_bytes < item.dp_bytes for item in items],
-            fixed_bytes,
-        )
-        for τ in sorted(bounds)
-    )
-    return min(choices, key=lambda choice: (choice.memory_bytes, choice.seconds))
-
-
 def choose(items: Sequence[Item], limit_bytes: float, fixed_bytes: int = 0) -> Choice | None:
     """Return the fastest choice that fits; among equals the one with the least memory.
 

@@ -12,7 +12,10 @@ parameter:
     memory           activations + buffers + sum of states + largest transient  <=  limit
 
 The choice is exact (`knapsack`). It becomes pins on parameters, states, gradients and updates; the
-batch is split; the rest is inferred. Holds the model; imports no torch.
+batch is split; the rest is inferred. The model leaves out what the paper's does, such as the new
+values of states beside the old ones, so the plan is compiled and its memory computed from lifetimes
+(`sbp_core.check`); where that exceeds the limit, the choice is made again under a limit that is
+lower by as much. Holds the model; imports no torch.
 
 Source: Jiang et al., "OSDP: Optimal Sharded Data Parallel for Distributed Deep Learning", IJCAI
 2023, section 3.
@@ -21,9 +24,11 @@ Source: Jiang et al., "OSDP: Optimal Sharded Data Parallel for Distributed Deep 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from sbp_core.check import check
+from sbp_core.compile import compile_plan
 from sbp_core.errors import ConfigError, PlanError
 from sbp_core.graph.ir import GraphInput, InputKind, LogicalGraph, Phase
 from sbp_core.infer import PinValue, infer_strategy
@@ -32,9 +37,12 @@ from sbp_core.plugins.kinds import PlanRequest
 from sbp_core.sbp import split_bounds
 from sbp_core.strategy import Strategy
 from sbp_planner.configs import OsdpConfig
-from sbp_planner.knapsack import Choice, Item, choose, evaluate, least_memory
+from sbp_planner.knapsack import Choice, Item, choose, evaluate
 
 DP, ZDP = "B", "S(0)"
+
+#: Choices that are compiled before the planner gives up; each is under a lower limit.
+MAX_TRIES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,30 +52,55 @@ class OsdpPlanner:
     config: OsdpConfig
 
     def plan(self, request: PlanRequest) -> Strategy:
-        """Return the fastest strategy that fits the memory.
+        """Return the fastest strategy whose compiled plan fits the memory.
 
         Raises:
             ConfigError: the mesh has no such axis, or splits over other axes too.
-            PlanError: no choice fits; names the limit and the least memory that would do.
+            PlanError: no choice fits; names the limit and what sharding everything needs.
+        """
+        model = asked = self.model(request)
+        everything = evaluate(model.items, [True] * len(model.items), model.fixed_bytes)
+        for last in [False] * MAX_TRIES + [True]:
+            choice = None if last else asked.solve()
+            choice = everything if choice is None else choice
+            chosen = dict(zip(model.names, choice.sharded, strict=True))
+            strategy = _infer(request, self.config.axis, chosen, {})
+            checked = check(compile_plan(request.graph, strategy))
+            needed = max(memory.peak for memory in checked.memory.values())
+            if needed <= model.limit_bytes:
+                report = model.report(choice) | {"plan_memory_bytes_per_rank": needed}
+                return replace(strategy, report={**strategy.report, "osdp": report})
+            if all(choice.sharded):
+                break
+            lower = choice.memory_bytes - max(1.0, needed - model.limit_bytes)
+            asked = replace(model, limit_bytes=lower)
+        raise PlanError(
+            f"no choice fits {model.limit_bytes:.0f} B on a rank: with all {len(model.items)} "
+            f"parameters sharded the plan needs {needed} B",
+            where="planner osdp",
+            accepted=f"memory_bytes >= {needed}",
+            todo="raise planner.memory_bytes, use more ranks, or make micro-batches smaller",
+        )
+
+    def model(self, request: PlanRequest) -> OsdpModel:
+        """Return the problem of a request.
+
+        Raises:
+            ConfigError: the mesh has no such axis, or splits over other axes too.
         """
         axis = _only_axis(request.mesh, self.config.axis)
-        limit = self.config.memory_bytes or request.cluster.device.memory_bytes
         names = shardable(request.graph)
         replicated = _infer(request, self.config.axis, dict.fromkeys(names, False), {})
         stage = replicated.report["predicted_by_stage"][0]
         micro, once = stage["micro_compute_s"], stage["step_compute_s"]
-        compute_s = request.graph.num_micro_batches * micro + once
-        model = OsdpModel(
+        return OsdpModel(
             names=names,
             items=parameter_items(request.graph, names, request.mesh, axis, request.cluster),
-            compute_s=compute_s,
+            compute_s=request.graph.num_micro_batches * micro + once,
             activations_bytes=replicated.in_flight[0] * stage["activations_bytes"],
             buffers_bytes=_unsharded_bytes(request.graph, names),
-            limit_bytes=limit,
+            limit_bytes=self.config.memory_bytes or request.cluster.device.memory_bytes,
         )
-        choice = model.solve()
-        chosen = dict(zip(names, choice.sharded, strict=True))
-        return _infer(request, self.config.axis, chosen, {"osdp": model.report(choice)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,25 +128,9 @@ class OsdpModel:
         """Memory that does not depend on the choice."""
         return self.activations_bytes + self.buffers_bytes
 
-    def solve(self) -> Choice:
-        """Return the fastest choice that fits.
-
-        Raises:
-            PlanError: none does.
-        """
-        choice = choose(self.items, self.limit_bytes, self.fixed_bytes)
-        if choice is not None:
-            return choice
-        least = least_memory(self.items, self.fixed_bytes)
-        raise PlanError(
-            f"no choice fits {self.limit_bytes:.0f} B on a rank: the least that any needs is "
-            f"{least.memory_bytes} B (activations and buffers {self.fixed_bytes} B, states and "
-            f"transient {least.memory_bytes - self.fixed_bytes} B, "
-            f"{sum(least.sharded)} of {len(self.items)} parameters sharded)",
-            where="planner osdp",
-            accepted=f"memory_bytes >= {least.memory_bytes}",
-            todo="raise planner.memory_bytes, use more ranks, or make micro-batches smaller",
-        )
+    def solve(self) -> Choice | None:
+        """Return the fastest choice that fits the limit, exactly; None if none does."""
+        return choose(self.items, self.limit_bytes, self.fixed_bytes)
 
     def report(self, choice: Choice) -> dict[str, Any]:
         """Return what was chosen and what it was chosen among, as plain values."""

@@ -22,7 +22,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from sbp_core.boxing.step import Route
+from sbp_core.boxing.price import step_time_s
+from sbp_core.boxing.step import Route, Step
 from sbp_core.graph.ir import ITEMSIZE, TensorType
 from sbp_core.placement import Cluster, Device, Placement
 from sbp_core.sbp import NdSbp, Split, local_shape, split_bounds
@@ -82,13 +83,21 @@ def boxing_time_s(route: Route, cluster: Cluster) -> float:
         route: What is done.
         cluster: Links and rates.
     """
-    if not route.steps:
-        return 0.0
-    placement, sbp = route.target
-    written = local_bytes(TensorType(route.shape, route.dtype), sbp, placement.mesh_shape)
+    return sum(boxing_step_time_s(step, cluster) for step in route.steps)
+
+
+def boxing_step_time_s(step: Step, cluster: Cluster) -> float:
+    """Return the time of one boxing step, in seconds: to move, to start, and to write its result.
+
+    Args:
+        step: What is done.
+        cluster: Links and rates.
+    """
+    placement, sbp = step.target
+    written = local_bytes(TensorType(step.shape, step.dtype), sbp, placement.mesh_shape)
     device = cluster.device
-    handling_s = len(route.steps) * device.launch_s + written / device.memory_bytes_per_s
-    return route.time_s(cluster) + handling_s
+    handling_s = device.launch_s + written / device.memory_bytes_per_s
+    return step_time_s(step, cluster) + handling_s
 
 
 def is_view(call: OpCall, flop: float) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     import torch
@@ -70,7 +70,12 @@ class Communicator(ABC):
 
 
 class BoxingBackend(ABC):
-    """A transport. Kind `boxing`: `build(config)` returns one, not yet open."""
+    """A transport. Kind `boxing`: `build(config)` returns one, not yet open.
+
+    `spans_processes` says whether its ranks live in several processes.
+    """
+
+    spans_processes: ClassVar[bool] = True
 
     @abstractmethod
     def open(self, ranks: Sequence[int]) -> None:

@@ -50,6 +50,8 @@ class _Rendezvous:
 class LocalBackend(BoxingBackend):
     """Boxing among the threads of one process."""
 
+    spans_processes = False
+
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._ranks: tuple[int, ...] = ()

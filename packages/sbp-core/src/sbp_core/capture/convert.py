@@ -167,7 +167,10 @@ class _Conversion:
             )
         if target is torch.ops.aten._local_scalar_dense.default:
             return "host.item", ()
-        return str(target), tuple(text for tag, text in _TAGS.items() if tag in target.tags)
+        tags = tuple(text for tag, text in _TAGS.items() if tag in target.tags)
+        if "seeded" in tags and _never_draws(node, target):
+            tags = tuple(tag for tag in tags if tag != "seeded")
+        return str(target), tags
 
     def _name(self, op: str, phase: Phase, note: Mapping[str, Any], args: Argument) -> str:
         kind = op.split(".")[1]
@@ -220,6 +223,15 @@ class _Conversion:
         if value is None or isinstance(value, bool | int | float | str):
             return value
         raise CaptureError(f"an argument of type {type(value).__name__}: {value!r}")
+
+
+def _never_draws(node: fx.Node, target: torch._ops.OpOverload) -> bool:
+    """Whether a random op is asked for a dropout of zero, so that it is not random."""
+    for index, argument in enumerate(target._schema.arguments):
+        if argument.name == "dropout_p":
+            given = node.args[index] if index < len(node.args) else node.kwargs.get("dropout_p", 0)
+            return isinstance(given, int | float) and given == 0
+    return False
 
 
 def _refs(argument: Argument) -> list[Ref]:

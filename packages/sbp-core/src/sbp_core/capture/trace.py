@@ -161,16 +161,18 @@ def optimizer_states(
             "the optimizer holds a parameter that the model does not have",
             accepted="an optimizer over model.parameters()",
         )
-    if all(optimizer.state.get(parameter) for parameter in held):
-        states = {names[id(p)]: dict(optimizer.state[p]) for p in held}
-    else:
-        if not isinstance(optimizer, ZERO_STATE_OPTIMIZERS):
+    moving = [parameter for parameter in held if parameter.requires_grad]
+    states = {names[id(p)]: dict(optimizer.state[p]) for p in moving if optimizer.state.get(p)}
+    if len(states) < len(moving):
+        damped = any(g.get("dampening") and g.get("momentum") for g in optimizer.param_groups)
+        if damped or not isinstance(optimizer, ZERO_STATE_OPTIMIZERS):
+            why = " with dampening" if damped else ""
             raise CaptureError(
-                f"the states of {type(optimizer).__name__} before its first step are not known",
+                f"the states of {type(optimizer).__name__}{why} before its first step are unknown",
                 accepted=", ".join(kind.__name__ for kind in ZERO_STATE_OPTIMIZERS),
                 todo="take one step with it first, or choose one of these",
             )
-        states = _zero_states(optimizer, held, names)
+        states = _zero_states(optimizer, held, names) | states
     return {
         name: {key: value for key, value in sorted(state.items()) if isinstance(value, Tensor)}
         for name, state in states.items()
@@ -182,9 +184,10 @@ def _zero_states(
 ) -> dict[str, dict[str, Any]]:
     """Take a step on a copy to learn which states there are; they start at zero."""
     trial = copy.deepcopy(optimizer)
+    trial.state = defaultdict(dict)
     twins = [p for group in trial.param_groups for p in group["params"]]
     for twin in twins:
-        twin.grad = torch.zeros_like(twin)
+        twin.grad = torch.zeros_like(twin) if twin.requires_grad else None
     trial.step()
     return {
         names[id(parameter)]: {
@@ -192,6 +195,7 @@ def _zero_states(
             for key, value in trial.state[twin].items()
         }
         for parameter, twin in zip(held, twins, strict=True)
+        if twin.requires_grad
     }
 
 
@@ -274,7 +278,7 @@ class _Step:
             for parameter in group["params"]:
                 name = names[id(parameter)]
                 member = held[name]
-                member.grad = grads[name]
+                member.grad = grads.get(name)  # None: frozen
                 kept = self.optimizer.state.get(parameter, {})
                 numbers = {k: v for k, v in kept.items() if not isinstance(v, Tensor)}
                 twin.state[member] = {**numbers, **tensors[name]}

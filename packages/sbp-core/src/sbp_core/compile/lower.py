@@ -3,9 +3,9 @@
 before: y = mm(x, w)                          x is made as (P), mm wants (B)
 after:  x@0(B) = all-reduce(x); y = mm(x@0(B), w)
 
-Conversions of one value to one target are shared by all their consumers; only a sharded parameter
-is gathered anew for the backward phase, so that the gathered copy need not live in between. No
-torch.
+Conversions of one value to one target are shared by all their consumers. A sharded parameter is
+gathered right before it is used, and anew for the backward phase, so that no gathered copy lives
+longer than its use. No torch.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ class Held:
 class Item:
     """One op, host op, accumulation or boxing step.
 
-    `level` counts the boxing steps on the longest path to it: items of one stage, phase, rate and
-    level need nothing that was boxed after any of them, so they make one segment. `asked_by` is
-    the node that a boxing step was first inserted for; empty if it is for a graph output.
+    `level` counts the boxing steps and changes of stage on the longest path to it: items of one
+    stage, phase, rate and level need nothing that was boxed after any of them, so they make one
+    segment. `asked_by` is the node that a boxing step was first inserted for; empty if it is for a
+    graph output.
     """
 
     name: str
@@ -73,12 +74,17 @@ class Lowered:
     results: dict[str, str] = field(default_factory=dict)
     new_states: dict[str, str] = field(default_factory=dict)
 
+    def users(self, key: str) -> list[Item]:
+        """Return the items that take a key."""
+        return [item for item in self.items if key in item.inputs]
+
 
 def lower(graph: LogicalGraph, strategy: Strategy) -> Lowered:
     """Insert every boxing step that the strategy asks for.
 
     Raises:
-        PlanError: the strategy was made for another graph, or lacks an op or a state.
+        PlanError: the strategy was made for another graph, or lacks an op or a state; an output is
+            an input itself; a host number is read from a tensor.
     """
     _check_complete(graph, strategy)
     return _Lowering(graph, strategy).run()
@@ -104,7 +110,9 @@ class _Lowering:
         self.graph, self.strategy = graph, strategy
         self.out = Lowered()
         self.levels: dict[str, int] = {}
+        self.made_on: dict[str, int] = {}
         self.boxed: dict[tuple[str, int, NdSbp, str], str] = {}
+        self.front: dict[tuple[int, Phase], int] = {}
         for name, storage in strategy.storage.items():
             self.out.held[name] = Held(name, storage.stage, storage.sbp)
 
@@ -146,12 +154,17 @@ class _Lowering:
         self._add(node.name, kind, keys, node.outputs, assigned.stage, node=node)
 
     def _output(self, name: str, kind: OutputKind, value: str) -> None:
+        producer = self.graph.producers.get(value)
+        if producer is None:
+            raise PlanError(
+                f"output {name!r} is the input {value!r} itself",
+                accepted="values that an op makes",
+                todo="copy the input in the model's forward",
+            )
         if not self.graph.is_tensor(value):
             self.out.new_states[name] = value
             return
-        producer = self.graph.producers.get(value)
-        phase = producer.phase if producer is not None else Phase.FORWARD
-        rate = self.graph.rate_of(value)
+        phase, rate = producer.phase, self.graph.rate_of(value)
         if kind is OutputKind.STATE:
             storage = self.strategy.storage[name]
             key = self._box(value, storage.stage, storage.sbp, phase, rate)
@@ -169,9 +182,8 @@ class _Lowering:
         if held.stage == stage and held.sbp == sbp:
             return value
         kind = self.graph.tensor(value)
-        entry = self.graph.input_kinds.get(value)
-        is_parameter = entry is not None and entry.kind is InputKind.PARAMETER
-        again = phase.value if is_parameter else ""
+        again = phase.value if is_gathered_on_use(self.graph, value) else ""
+        phase, rate = self._boxing_time(value, phase, rate)
         source = (self.strategy.stages[held.stage], held.sbp)
         target = (self.strategy.stages[stage], sbp)
         key, here = value, held.stage
@@ -202,6 +214,14 @@ class _Lowering:
             key, here = made, there
         return key
 
+    def _boxing_time(self, value: str, phase: Phase, rate: Rate) -> tuple[Phase, Rate]:
+        """Return when a value is boxed: with its users, but gradients as soon as they are made."""
+        producer = self.graph.producers.get(value)
+        is_gradient = producer is not None and producer.phase is Phase.BACKWARD
+        if is_gradient and phase is Phase.OPTIMIZER and self.graph.rate_of(value) is Rate.MICRO:
+            return Phase.BACKWARD, Rate.MICRO
+        return phase, rate
+
     def _add(
         self,
         name: str,
@@ -217,10 +237,22 @@ class _Lowering:
         rate: Rate | None = None,
         asked_by: str = "",
     ) -> None:
-        level = max((self.levels.get(key, 0) for key in inputs), default=0)
+        # Stages on the same ranks hand values over without a boxing step; that too ends a segment.
+        level = max(
+            (self.levels.get(key, 0) + (self.made_on.get(key, stage) != stage) for key in inputs),
+            default=0,
+        )
         leaves = kind in (ItemKind.COLLECTIVE, ItemKind.TRANSFER)
+        if node is not None:
+            place = (stage, node.phase)
+            self.front[place] = max(level, self.front.get(place, 0))
+        elif leaves and phase is not None and is_gathered_on_use(self.graph, inputs[0]):
+            # No earlier than the segment before its user, so that copies do not pile up.
+            level = max(level, self.front.get((stage, phase), 0))
         for key in outputs:
             self.levels[key] = level + 1 if leaves else level
+            if not leaves and kind is not ItemKind.HOST:
+                self.made_on[key] = stage
         assert node is not None or (phase is not None and rate is not None), name
         self.out.items.append(
             Item(
@@ -238,6 +270,12 @@ class _Lowering:
                 asked_by=asked_by,
             )
         )
+
+
+def is_gathered_on_use(graph: LogicalGraph, value: str) -> bool:
+    """Whether each phase boxes a value for itself, shortly before it uses it: parameters."""
+    entry = graph.input_kinds.get(value)
+    return entry is not None and entry.kind is InputKind.PARAMETER
 
 
 #: Operators whose results alias their arguments: they cost no memory and next to no time.
@@ -266,7 +304,11 @@ def sink(items: Sequence[Item]) -> list[Item]:
         )
         if item.kind is ItemKind.OP and light:
             found = [user for key in item.outputs for user in users.get(key, ())]
-            same = [user.level for user in found if user.phase is item.phase]
+            same = [
+                user.level - (user.stage != item.stage)
+                for user in found
+                if user.phase is item.phase
+            ]
             item = replace(item, level=min(same, default=item.level))
         for key in item.inputs:
             users.setdefault(key, []).append(item)

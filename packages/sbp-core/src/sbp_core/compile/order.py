@@ -1,8 +1,9 @@
 """Order firings: list scheduling of the token game gives every thread its fixed order.
 
-Forward firings go first, then older micro-batches, so the quotas alone decide the schedule: as many
-as there are micro-batches give GPipe, `stages - stage` gives 1F1B. A collective starts on all ranks
-of its group at once, hence in one order everywhere. No torch.
+Sends go first, since another rank waits for them; then forward firings, then older micro-batches,
+so the quotas alone decide the schedule: as many as there are micro-batches give GPipe, `stages -
+stage` gives 1F1B. A collective starts on all ranks of its group at once, hence in one order
+everywhere. No torch.
 """
 
 from __future__ import annotations
@@ -11,12 +12,10 @@ import heapq
 from collections import defaultdict
 from dataclasses import replace
 
-from sbp_core.compile.physical import PhysicalPlan
+from sbp_core.compile.physical import ActorKind, PhysicalPlan
 from sbp_core.compile.tokens import Place, TokenGame
 from sbp_core.errors import PlanError
-from sbp_core.graph.ir import Phase
-
-_PHASES = {Phase.FORWARD: 0, Phase.BACKWARD: 1, Phase.OPTIMIZER: 2}
+from sbp_core.graph.ir import PHASE_ORDER
 
 ThreadId = tuple[int, str]
 
@@ -45,7 +44,8 @@ class _Scheduler:
             for index, actor in enumerate(part.actors):
                 place = (part.rank, actor.name)
                 self.pending[(part.rank, actor.thread)].append(place)
-                self.rank_of[place] = (_PHASES[actor.phase], index)
+                sends = actor.kind is ActorKind.SEND
+                self.rank_of[place] = (-1 if sends else PHASE_ORDER[actor.phase], index)
         self.free.update(self.pending)
         self.running: list[tuple[float, int, tuple[Place, ...]]] = []
         self.sequence = 0

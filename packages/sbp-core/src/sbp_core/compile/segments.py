@@ -26,6 +26,7 @@ from sbp_core.compile.physical import (
 )
 from sbp_core.graph.ir import (
     ITEMSIZE,
+    PHASE_ORDER,
     Argument,
     LogicalGraph,
     Node,
@@ -131,7 +132,8 @@ class _Former:
         for item in self.lowered.items:
             for name in self._actor_names(item, rank, stages):
                 groups[name].append(item)
-        actors = [self._actor(rank, name, items) for name, items in groups.items()]
+        ordered = sorted(groups.items(), key=lambda group: _precedence(group[1][0]))
+        actors = [self._actor(rank, name, items) for name, items in ordered]
         actors = self._place_host_states(actors, min(stages))
         actors = _finish_outputs(actors)
         registers = self._registers(rank, actors)
@@ -146,10 +148,10 @@ class _Former:
     def _actor_names(self, item: Item, rank: int, stages: set[int]) -> Iterable[str]:
         """Yield the actors of this rank that an item belongs to: none, one, or send and receive."""
         segment = f"{item.phase.value}.{item.stage}.{item.level}"
+        if item.rate is Rate.STEP and item.phase is not Phase.OPTIMIZER:
+            segment += ".step"  # boxed after an accumulation: no part of the segment that feeds it
         if item.kind in (ItemKind.OP, ItemKind.LOCAL) and item.stage in stages:
-            # What is boxed after an accumulation must not wait inside the segment that feeds it.
-            after = item.rate is Rate.STEP and item.phase is not Phase.OPTIMIZER
-            yield f"{segment}.step" if after else segment
+            yield segment
         elif item.kind is ItemKind.ACCUMULATE and item.stage in stages:
             yield f"accumulate.{segment}"  # a loss must not wait for gradients of its level
         elif item.kind is ItemKind.COLLECTIVE and item.stage in stages:
@@ -445,6 +447,12 @@ class _Former:
                         )
                     )
         return tuple(found)
+
+
+def _precedence(item: Item) -> tuple[int, int, bool]:
+    """Return the place among actors that could fire: what a segment made leaves first."""
+    inside = item.kind in (ItemKind.OP, ItemKind.LOCAL)
+    return PHASE_ORDER[item.phase], item.level, not inside
 
 
 def _with_keys(node: Node, keys: Sequence[str]) -> Node:

@@ -86,6 +86,10 @@ class Phase(StrEnum):
     OPTIMIZER = "optimizer"
 
 
+#: The order of the phases within a step.
+PHASE_ORDER = {phase: index for index, phase in enumerate(Phase)}
+
+
 class Rate(StrEnum):
     """How often a node runs: for each micro-batch, or once a step."""
 

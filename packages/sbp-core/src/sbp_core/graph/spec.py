@@ -16,8 +16,9 @@ def verify_graph(graph: LogicalGraph) -> LogicalGraph:
     3. `host.*` nodes make host scalars, from host scalars only (`host.item` reads a 0-d tensor);
        other nodes make tensors only.
     4. Every state output names a state input of the same type; there is at most one loss, 0-d.
-    5. A node of step rate uses no value of micro-batch rate, except `sbp.accumulate`;
-       with one micro-batch, rates do not bind.
+    5. A node of step rate uses no value of micro-batch rate, except through `sbp.accumulate`, and
+       a node of micro-batch rate none that a node makes once a step; with one micro-batch, rates
+       do not bind.
 
     Raises:
         GraphError: names the node and what it breaks.
@@ -74,14 +75,25 @@ def _check_node(graph: LogicalGraph, node: Node) -> None:
     reads = node.is_host and any(graph.is_tensor(value) for value in node.inputs())
     if reads and node.op != "host.item":
         raise GraphError("a host op uses a tensor", where=node.where())
-    if graph.num_micro_batches > 1 and node.rate is Rate.STEP:
-        for value in node.inputs():
-            if graph.rate_of(value) is Rate.MICRO:
-                raise GraphError(
-                    f"{value!r} is made for each micro-batch, but used once a step",
-                    where=node.where(),
-                    accepted="sbp.accumulate between the two (pass 'accumulate')",
-                )
+    if graph.num_micro_batches > 1:
+        _check_rates(graph, node)
+
+
+def _check_rates(graph: LogicalGraph, node: Node) -> None:
+    for value in node.inputs():
+        rate = graph.rate_of(value)
+        if node.rate is Rate.STEP and rate is Rate.MICRO:
+            raise GraphError(
+                f"{value!r} is made for each micro-batch, but used once a step",
+                where=node.where(),
+                accepted="sbp.accumulate between the two (pass 'accumulate')",
+            )
+        if node.rate is Rate.MICRO and rate is Rate.STEP and value in graph.producers:
+            raise GraphError(
+                f"{value!r} is made once a step, but used for each micro-batch",
+                where=node.where(),
+                accepted="values of the same micro-batch, states, scalars",
+            )
 
 
 def _check_outputs(graph: LogicalGraph) -> None:

@@ -26,8 +26,9 @@ from math import isinf, prod
 import numpy as np
 from numpy.typing import NDArray
 
+from sbp_core.compile.lower import is_gathered_on_use
 from sbp_core.errors import PlanError
-from sbp_core.graph.ir import InputKind, Node, TensorType
+from sbp_core.graph.ir import InputKind, Node, Rate, TensorType
 from sbp_core.infer.minsum import Factor, Table, minimise
 from sbp_core.infer.pins import Pin, Pins
 from sbp_core.infer.prices import AxisPrices
@@ -59,12 +60,16 @@ class _End:
         entries: The SBP on this axis for each value of the variable.
         stage: Where.
         before: The entries on the axes before.
+        phase: For the use of a value that each phase boxes for itself, that phase; else empty.
+        rate: For such a use, how often it is boxed; else None, as often as it is made.
     """
 
     variable: int
     entries: tuple[Sbp, ...]
     stage: int
     before: tuple[Sbp, ...]
+    phase: str = ""
+    rate: Rate | None = None
 
 
 class AxisProblem:
@@ -217,12 +222,15 @@ class AxisProblem:
     def _argument_ends(self, node: Node, value: str) -> list[_End]:
         names = self.work.calls[node.name].tensor_names
         before = self.decision.nodes.get(node.name, ())
+        again = is_gathered_on_use(self.work.graph, value)
         return [
             _End(
                 variable=self.node_variable[node.name],
                 entries=tuple(part.inputs[at] for part in self.parts[node.name]),
                 stage=self.work.stages.nodes[node.name],
                 before=tuple(part.inputs[at] for part in before),
+                phase=node.phase.value if again else "",
+                rate=node.rate if again else None,
             )
             for at, name in enumerate(names)
             if name == value
@@ -245,21 +253,19 @@ class AxisProblem:
 
     def _add_conversions(self, value: str) -> None:
         source = self._source(value)
-        groups: dict[tuple[int, tuple[Sbp, ...]], list[_End]] = {}
+        groups: dict[tuple[int, tuple[Sbp, ...], str], list[_End]] = {}
         for end in self._targets(value, source):
-            groups.setdefault((end.stage, end.before), []).append(end)
-        for (stage, before), ends in groups.items():
-            self._add_group(value, source, stage, before, ends)
+            groups.setdefault((end.stage, end.before, end.phase), []).append(end)
+        for ends in groups.values():
+            self._add_group(value, source, ends)
 
-    def _add_group(
-        self, value: str, source: _End, stage: int, before: tuple[Sbp, ...], ends: list[_End]
-    ) -> None:
+    def _add_group(self, value: str, source: _End, ends: list[_End]) -> None:
         """Add the cost of boxing one value to what its users on one stage ask for.
 
         A set of targets is a bit mask; `costs[state of the source, mask]` prices all sets.
         """
         targets = tuple(dict.fromkeys(entry for end in ends for entry in end.entries))
-        costs = self._costs_of_sets(value, source, stage, before, targets)
+        costs = self._costs_of_sets(value, source, ends[0], targets)
         if not costs.any():
             return
         own: Masks = np.zeros(self.sizes[source.variable], dtype=np.int64)
@@ -299,12 +305,11 @@ class AxisProblem:
         self,
         value: str,
         source: _End,
-        stage: int,
-        before: tuple[Sbp, ...],
+        end: _End,
         targets: tuple[Sbp, ...],
     ) -> Table:
-        tensor = self.work.graph.tensor(value)
-        times = self.work.times(self.work.graph.rate_of(value))
+        tensor, stage, before = self.work.graph.tensor(value), end.stage, end.before
+        times = self.work.times(end.rate or self.work.graph.rate_of(value))
         key = (tensor, times, source.entries, source.stage, source.before, stage, before, targets)
         if key not in self._costs:
             single = times * self._costs_of_each(tensor, source, stage, before, targets)
@@ -355,7 +360,7 @@ class AxisProblem:
 
     def _from_present(self, value: str, source: _End, end: _End) -> Table:
         targets = tuple(dict.fromkeys(end.entries))
-        costs = self._costs_of_sets(value, source, end.stage, end.before, targets)
+        costs = self._costs_of_sets(value, source, end, targets)
         masks = [1 << targets.index(entry) for entry in end.entries]
         found: Table = costs[self.start[source.variable], masks]
         return found

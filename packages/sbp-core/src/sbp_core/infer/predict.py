@@ -9,7 +9,7 @@ one after the other (no overlap). With one stage this is M m + s.
     memory of a rank of stage i    states + gathered + gradients + q_i activations + working set [B]
 
 * states: parameters, buffers and optimizer states as they are stored;
-* gathered: copies of states in another SBP than the stored one, held through the step;
+* gathered: the largest copy of a state in another SBP than the stored one, held while it is used;
 * gradients: accumulated values;
 * activations: what one micro-batch's forward pass leaves for its backward pass (views count as
   what they view), q_i = `in_flight[i]` of them;
@@ -25,8 +25,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sbp_core.boxing.router import route
-from sbp_core.cost import boxing_time_s, is_view, local_bytes, op_time_s
+from sbp_core.boxing.step import Step
+from sbp_core.compile.lower import Item, Lowered, lower
+from sbp_core.cost import boxing_step_time_s, is_view, local_bytes, op_time_s
 from sbp_core.graph.ir import LogicalGraph, Node, OutputKind, Phase, Rate
 from sbp_core.placement import Cluster
 from sbp_core.sbp import NdSbp
@@ -151,8 +152,10 @@ def predict_stages(
             stages[storage.stage].states_bytes += size
     _add_activations(graph, strategy, stages)
     moved = 0
-    for conversion in conversions(graph, strategy):
-        moved += _add_conversion(graph, strategy, cluster, conversion, stages)
+    lowered = lower(graph, strategy)
+    for item in lowered.items:
+        if item.step is not None:
+            moved += _add_boxing(graph, cluster, item, item.step, lowered, stages)
     return stages, moved
 
 
@@ -209,37 +212,30 @@ def _base(graph: LogicalGraph, value: str) -> str:
     return value
 
 
-def _add_conversion(
+def _add_boxing(
     graph: LogicalGraph,
-    strategy: Strategy,
     cluster: Cluster,
-    conversion: Conversion,
+    item: Item,
+    step: Step,
+    lowered: Lowered,
     stages: tuple[StagePrediction, ...],
 ) -> int:
-    tensor = graph.tensor(conversion.value)
-    (source, source_sbp), (target, target_sbp) = conversion.source, conversion.target
-    found = route(
-        tensor.shape,
-        tensor.dtype,
-        (strategy.stages[source], source_sbp),
-        (strategy.stages[target], target_sbp),
-    )
-    stage, seconds = stages[target], boxing_time_s(found, cluster)
-    size = local_bytes(tensor, target_sbp, strategy.stages[target].mesh_shape)
-    producer = graph.producers.get(conversion.value)
-    if producer is None and graph.input_kinds[conversion.value].kind.is_state and found.bytes:
-        stage.gathered_bytes += size
-    elif (
-        producer is not None
-        and producer.phase is Phase.FORWARD
-        and any(user.phase is Phase.BACKWARD for user in conversion.users)
-    ):
-        stage.activations_bytes += size
-    if conversion.rate is Rate.MICRO:
+    """Add one boxing step of the plan; return the bytes that it moves in a step."""
+    stage, seconds = stages[item.target_stage], boxing_step_time_s(step, cluster)
+    value = lowered.held[item.outputs[0]].value
+    size = local_bytes(graph.tensor(value), step.target[1], step.target[0].mesh_shape)
+    producer = graph.producers.get(value)
+    if producer is None and graph.input_kinds[value].kind.is_state and step.size_bytes:
+        stage.gathered_bytes = max(stage.gathered_bytes, size)
+    elif producer is not None and producer.phase is Phase.FORWARD:
+        taken = [user for key in item.outputs for user in lowered.users(key)]
+        if any(user.phase is Phase.BACKWARD for user in taken):
+            stage.activations_bytes += size
+    if item.rate is Rate.MICRO:
         stage.micro_boxing_s += seconds
-        return found.bytes * graph.num_micro_batches
+        return step.size_bytes * graph.num_micro_batches
     stage.step_boxing_s += seconds
-    return found.bytes
+    return step.size_bytes
 
 
 def predict(graph: LogicalGraph, strategy: Strategy, cluster: Cluster) -> Mapping[str, Any]:

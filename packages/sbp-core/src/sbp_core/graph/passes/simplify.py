@@ -7,7 +7,8 @@ from dataclasses import replace
 from sbp_core.graph.ir import LogicalGraph, Node, Ref
 from sbp_core.graph.rewrite import drop_dead, rename_outputs, rename_uses
 
-_RESHAPES = ("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default")
+_COPYING = "aten.reshape.default"
+_RESHAPES = ("aten.view.default", "aten._unsafe_view.default", _COPYING)
 
 
 def fold_views(graph: LogicalGraph) -> LogicalGraph:
@@ -27,7 +28,9 @@ def fold_views(graph: LogicalGraph) -> LogicalGraph:
             continue
         if node.op in _RESHAPES:
             if source is not None and source.op in _RESHAPES and source.phase is node.phase:
-                node = replace(node, args=(source.args[0], *node.args[1:]))
+                # What had to be copied cannot be viewed.
+                op = _COPYING if source.op == _COPYING else node.op
+                node = replace(node, op=op, args=(source.args[0], *node.args[1:]))
             if graph.types[node.args[0].name] == graph.types[node.outputs[0]]:
                 names[node.outputs[0]] = node.args[0].name
                 continue

@@ -1,0 +1,103 @@
+"""The commands as users type them: they train, plan, explain, and refuse what cannot be meant."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+SMALL = (
+    "model.num_layers=2",
+    "model.hidden=32",
+    "model.num_heads=4",
+    "model.context=32",
+    "trainer.steps=4",
+    "trainer.batch_size=8",
+    "trainer.eval_batches=2",
+    "trainer.sample_tokens=8",
+    "trainer.log_every=2",
+)
+
+WAYS = {
+    "data x tensor": (),
+    "tensor": ("planner=manual/tensor_parallel", "cluster.mesh=[1,2]"),
+    "data": ("planner=manual/data_parallel", "cluster.mesh=[4,1]"),
+    "sharded": ("planner=manual/zero", "cluster.mesh=[4]", "cluster.axes=[data]"),
+    "pipeline": (
+        "planner=manual/pipeline",
+        "cluster.mesh=[2]",
+        "cluster.axes=[pipe]",
+        "trainer.micro_batches=4",
+    ),
+    "osdp": (
+        "planner=osdp",
+        "planner.memory_bytes=2.2e6",
+        "cluster.mesh=[4]",
+        "cluster.axes=[data]",
+    ),
+    "lock-step": ("runtime=reference",),
+    "own text": ("data=text", f"data.path={Path(__file__).parent}"),
+}
+
+
+def sbp(command: str, folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    """Run a command of sbp_launch in a folder."""
+    return subprocess.run(
+        [sys.executable, "-m", f"sbp_launch.{command}", *overrides],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.replace(" ", "-"))
+def test_it_trains_and_says_how_far_it_is_from_one_device(tmp_path: Path, way: str) -> None:
+    done = sbp("train", tmp_path, *SMALL, *WAYS[way])
+
+    assert done.returncode == 0, done.stderr
+    assert "The plan" in done.stdout
+    assert "proved live and bounded" in done.stdout
+    assert "step 4/4" in done.stdout
+    assert re.search(r"held-out loss: \d\.\d+", done.stdout)
+    assert "a sample of text" in done.stdout
+    deviation = re.search(r"first 3 steps: \S+ \((\S+) relative\)", done.stdout)
+    assert deviation is not None
+    assert float(deviation[1]) < 1e-5
+
+
+def test_a_run_leaves_its_plan_metrics_and_states(tmp_path: Path) -> None:
+    done = sbp("train", tmp_path, *SMALL)
+
+    assert done.returncode == 0, done.stderr
+    (folder,) = (tmp_path / "runs").iterdir()
+    lines = (folder / "metrics.jsonl").read_text("utf-8").splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
+    assert json.loads((folder / "plan.json").read_text("utf-8"))["planner"] == "manual"
+    assert (folder / "plan.txt").read_text("utf-8").count("\n") > 100
+    states = load_file(folder / "states.safetensors")
+    assert states["head.weight"].shape == (256, 32)
+    assert states["head.weight.step"].item() == 4
+
+
+def test_a_plan_is_printed_without_training(tmp_path: Path) -> None:
+    done = sbp("plan", tmp_path, *SMALL, "planner=osdp", "cluster.mesh=[4]", "cluster.axes=[data]")
+
+    assert done.returncode == 0, done.stderr
+    assert "all-reduce (data)" in done.stdout
+    assert "step 1/4" not in done.stdout
+
+
+def test_a_backend_of_several_processes_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    done = sbp("train", tmp_path, *SMALL, "boxing=torch")
+
+    assert done.returncode == 2
+    assert "boxing=torch" in done.stderr
+    assert "local" in done.stderr
+    assert "Traceback" not in done.stderr
