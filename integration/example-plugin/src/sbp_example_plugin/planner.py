@@ -27,6 +27,8 @@ class ExamplePlanner:
             raise unknown_name("mesh axis", axis, axes, where="planner.axis")
         pins: dict[str, PinValue] = {
             "batch": {axis: "S(0)", "*": "B"},
+            "use:batch": {axis: "S(0)"},
+            "activations": {axis: "S(0)"},
             "parameters": "B",
             "optimizer_states": "B",
         }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from rich.box import SIMPLE_HEAD
@@ -20,6 +20,7 @@ from sbp_core.compile.lower import lower
 from sbp_core.compile.physical import PhysicalPlan
 from sbp_core.graph.ir import LogicalGraph, Phase
 from sbp_core.strategy import Strategy
+from sbp_core.units import format_bytes, format_seconds
 
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
@@ -36,15 +37,6 @@ class Row:
     outputs: str
     boxing: str
     moved_bytes: int
-
-
-def pretty_bytes(count: float) -> str:
-    """Return bytes for people: `1.5 MB`."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
 
 
 def plan_rows(graph: LogicalGraph, strategy: Strategy) -> Iterator[Row]:
@@ -70,7 +62,7 @@ def plan_rows(graph: LogicalGraph, strategy: Strategy) -> Iterator[Row]:
         yield Row(
             phase=node.phase.value,
             stage=assigned.stage,
-            module=node.module or _owner(node.name),
+            module=node.module or _owner(node.name) or "(root)",
             kind=node.kind.removeprefix("_"),
             inputs=" ".join(f"({sbp})" for sbp in assigned.signature.inputs),
             outputs=" ".join(f"({sbp})" for sbp in assigned.signature.outputs),
@@ -122,7 +114,7 @@ def plan_table(rows: Sequence[Row], max_rows: int, width: int) -> Table:
         cells = [phase, module, row.kind, row.inputs, row.outputs]
         if not wide:
             cells = [f"{module}\n  {row.kind}, {phase}", f"{row.inputs}\n-> {row.outputs}"]
-        size = pretty_bytes(moved[row]) if moved[row] else "-"
+        size = format_bytes(moved[row]) if moved[row] else "-"
         table.add_row(*cells, row.boxing or "-", size)
     hidden = len(folded) - len(kept)
     if hidden:
@@ -161,7 +153,10 @@ def plan_text(rows: Sequence[Row]) -> str:
 
 
 def summary(plan: PhysicalPlan, strategy: Strategy, checked: CheckReport) -> list[str]:
-    """Return the lines under the table: what the plan is, moves, needs, and why it was chosen."""
+    """Return the lines under the table: what the plan is, moves and needs, and the planner's why.
+
+    The latter is `explanation` of the strategy's report: a list of lines.
+    """
     actors = sum(len(part.actors) for part in plan.ranks)
     kinds = Counter(
         plan.steps[index].kind.value
@@ -178,24 +173,12 @@ def summary(plan: PhysicalPlan, strategy: Strategy, checked: CheckReport) -> lis
         f"planner {strategy.planner}: {len(plan.ranks)} ranks, "
         f"{len(plan.stages)} stage{'s' * (len(plan.stages) > 1)} ({meshes}), "
         f"{plan.num_micro_batches} micro-batch{'es' * (plan.num_micro_batches > 1)}",
-        f"boxing in a step: {steps}; {pretty_bytes(plan.boxing_bytes)} between ranks",
+        f"boxing in a step: {steps}; {format_bytes(plan.boxing_bytes)} between ranks",
         f"{actors} actors, {checked.num_firings} firings a step; proved live and bounded",
-        f"memory of the fullest rank: {pretty_bytes(worst.peak)} at peak, "
-        f"{pretty_bytes(worst.states)} of it states",
+        f"memory of the fullest rank: {format_bytes(worst.peak)} at peak, "
+        f"{format_bytes(worst.states)} of it states",
     ]
-    lines += [f"{key}: {_report_value(key, value)}" for key, value in _report(strategy.report)]
-    return lines
-
-
-def _report(report: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    for key, value in report.items():
-        if isinstance(value, str | int | float):
-            yield key, value
-
-
-def _report_value(key: str, value: object) -> str:
-    if isinstance(value, float) and key.endswith("_s"):
-        return f"{value * 1e3:.3g} ms"
-    if isinstance(value, int | float) and ("bytes" in key):
-        return pretty_bytes(value)
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    predicted = strategy.report.get("predicted_step_s")
+    if predicted is not None:
+        lines.append(f"predicted time of a step: {format_seconds(predicted)}")
+    return [*lines, *strategy.report.get("explanation", ())]

@@ -36,6 +36,7 @@ from sbp_core.placement import Cluster, Placement
 from sbp_core.plugins.kinds import PlanRequest
 from sbp_core.sbp import split_bounds
 from sbp_core.strategy import Strategy
+from sbp_core.units import format_bytes, format_seconds
 from sbp_planner.configs import OsdpConfig
 from sbp_planner.knapsack import Choice, Item, choose, evaluate
 
@@ -68,8 +69,11 @@ class OsdpPlanner:
             checked = check(compile_plan(request.graph, strategy))
             needed = max(memory.peak for memory in checked.memory.values())
             if needed <= model.limit_bytes:
-                report = model.report(choice) | {"plan_memory_bytes_per_rank": needed}
-                return replace(strategy, report={**strategy.report, "osdp": report})
+                report = {
+                    "osdp": model.report(choice) | {"plan_memory_bytes_per_rank": needed},
+                    "explanation": model.explain(choice, needed),
+                }
+                return replace(strategy, report={**strategy.report, **report})
             if all(choice.sharded):
                 break
             lower = choice.memory_bytes - max(1.0, needed - model.limit_bytes)
@@ -152,6 +156,23 @@ class OsdpModel:
                 for name, sharded in zip(self.names, choice.sharded, strict=True)
             },
         }
+
+    def explain(self, choice: Choice, needed_bytes: int) -> list[str]:
+        """Return what was chosen and why, as lines for people."""
+        num = len(self.items)
+        lines = [
+            f"osdp: {sum(choice.sharded)} of {num} parameters sharded, under a limit of "
+            f"{format_bytes(self.limit_bytes)} a rank; the compiled plan needs "
+            f"{format_bytes(needed_bytes)}"
+        ]
+        for name, entry in (
+            ("all replicated", evaluate(self.items, [False] * num, self.fixed_bytes)),
+            ("chosen", choice),
+            ("all sharded", evaluate(self.items, [True] * num, self.fixed_bytes)),
+        ):
+            seconds, size = self.compute_s + entry.seconds, entry.memory_bytes
+            lines.append(f"  {name}: {format_seconds(seconds)} a step, {format_bytes(size)}")
+        return lines
 
     def _entry(self, choice: Choice) -> dict[str, Any]:
         return {

@@ -1,0 +1,98 @@
+from rich.console import Console
+from trainable import registry, run_config
+
+from sbp_launch.report import Row, plan_rows, plan_table, plan_text, summary
+from sbp_launch.trainer import make_program, plan_step
+
+
+def planned():
+    run = run_config()
+    return plan_step(run, registry(), make_program(run, registry()))
+
+
+def text_of(table, width):
+    console = Console(width=width, color_system=None)
+    with console.capture() as captured:
+        console.print(table)
+    return captured.get()
+
+
+def row(module, kind="mm", moved=0, phase="forward"):
+    return Row(
+        phase=phase,
+        stage=0,
+        module=module,
+        kind=kind,
+        inputs="(B) (B)",
+        outputs="(B)",
+        boxing="all-reduce (data)" if moved else "",
+        moved_bytes=moved,
+    )
+
+
+def test_there_is_a_row_for_every_op_with_its_signature():
+    found = planned()
+
+    rows = list(plan_rows(found.graph, found.strategy))
+
+    assert len(rows) == sum(not node.is_host for node in found.graph.nodes)
+    embedding = next(row for row in rows if row.kind == "embedding")
+    assert (embedding.inputs, embedding.outputs) == ("(B) (S(0))", "(S(0))")
+
+
+def test_the_bytes_of_all_rows_are_the_bytes_of_the_plan():
+    found = planned()
+
+    rows = plan_rows(found.graph, found.strategy)
+
+    assert sum(row.moved_bytes for row in rows) == found.plan.boxing_bytes
+
+
+def test_repeated_layers_are_one_row_with_their_number_and_bytes():
+    rows = [row("blocks.0.up", moved=1000), row("blocks.1.up", moved=1000), row("head")]
+
+    text = text_of(plan_table(rows, 10, 140), 140)
+
+    assert "blocks.*.up x2" in text
+    assert "2000 B" in text
+    assert "blocks.0" not in text
+
+
+def test_rows_with_boxing_are_kept_first_and_the_rest_is_counted():
+    rows = [row("a"), row("b", "view"), row("c", moved=8), row("d", phase="optimizer")]
+
+    text = text_of(plan_table(rows, 2, 140), 140)
+
+    assert "all-reduce (data)" in text
+    assert " a " in text
+    assert "2 further kinds of rows" in text
+
+
+def test_a_narrow_terminal_gets_two_lines_a_row():
+    text = text_of(plan_table([row("blocks.0.attention.proj", moved=8)], 5, 80), 80)
+
+    assert "module, op" in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_the_whole_table_is_written_as_text():
+    text = plan_text([row("a"), row("b", moved=8)])
+
+    lines = text.splitlines()
+    assert lines[0].split("\t")[:4] == ["phase", "stage", "module", "op"]
+    assert lines[2].endswith("all-reduce (data)\t8")
+
+
+def test_the_summary_says_what_was_proved_and_why_it_was_chosen():
+    found = planned()
+    report = {**found.strategy.report, "explanation": ["because"]}
+    strategy = type(found.strategy)(
+        **{field: getattr(found.strategy, field) for field in found.strategy.__slots__}
+        | {"report": report}
+    )
+
+    lines = summary(found.plan, strategy, found.checked)
+
+    assert lines[0] == "planner even: 2 ranks, 1 stage (data 2), 1 micro-batch"
+    assert any("proved live and bounded" in line for line in lines)
+    assert lines[-1] == "because"

@@ -1,0 +1,126 @@
+"""A plugin that can be trained with sbp-core alone: a tiny language model, its data, a planner."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from sbp_core import infer_strategy
+from sbp_core.plugins import Factory, Registry, discover, hookimpl
+from sbp_core.plugins.discovery import PluginSource
+from sbp_core.plugins.kinds import PlanRequest
+from sbp_core.strategy import Strategy
+from sbp_launch.config import Choice, RunConfig, TrainerConfig
+
+SBP_API_VERSION = 1
+
+
+class Bigram(nn.Module):
+    """Predicts a token from the one before."""
+
+    context = 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 6)
+        self.head = nn.Linear(6, 8)
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        return self.head(torch.relu(self.embed(tokens)))
+
+    def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
+        logits = self.logits(batch["tokens"])
+        return functional.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
+
+
+class Counting:
+    """Sequences that count up modulo eight."""
+
+    vocabulary = 8
+
+    def batch(self, index: int, batch_size: int, split: str = "train") -> dict[str, Tensor]:
+        start = torch.arange(batch_size)[:, None] + index + (split == "validation")
+        tokens = (start + torch.arange(5)) % 8
+        return {"tokens": tokens[:, :4].contiguous(), "targets": tokens[:, 1:].contiguous()}
+
+    def describe(self) -> str:
+        return "counting"
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) % 8 for letter in text]
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        return "".join(str(token) for token in tokens)
+
+
+class Planner:
+    """Splits the batch over every axis but `pipe`."""
+
+    def plan(self, request: PlanRequest) -> Strategy:
+        pins = {"batch": "S(0)", "use:batch": "S(0)", "activations": "S(0)", "parameters": "B"}
+        return infer_strategy(request, planner="even", pins=pins)
+
+
+def make_model(config: object) -> Bigram:
+    return Bigram()
+
+
+def make_data(config: object) -> Counting:
+    return Counting()
+
+
+def make_planner(config: object) -> Planner:
+    return Planner()
+
+
+@hookimpl
+def sbp_models() -> Mapping[str, Factory]:
+    return {"bigram": Factory(build="trainable:make_model")}
+
+
+@hookimpl
+def sbp_datasets() -> Mapping[str, Factory]:
+    return {"counting": Factory(build="trainable:make_data")}
+
+
+@hookimpl
+def sbp_planners() -> Mapping[str, Factory]:
+    return {"even": Factory(build="trainable:make_planner")}
+
+
+def registry() -> Registry:
+    """Return core's and launch's own plugins, and those of this module."""
+    return discover(
+        [
+            PluginSource(name=name, value=module, distribution=name)
+            for name, module in (
+                ("sbp-core", "sbp_core.plugin"),
+                ("sbp-launch", "sbp_launch.plugin"),
+                ("trainable", "trainable"),
+            )
+        ],
+        strict=True,
+    )
+
+
+def run_config(
+    mesh: tuple[int, ...] = (2,), axes: tuple[str, ...] = ("data",), **trainer: object
+) -> RunConfig:
+    """Return a small run on the reference runtime."""
+    settings = {"steps": 3, "batch_size": 4, "eval_batches": 1, "sample_tokens": 3, **trainer}
+    return RunConfig(
+        model=Choice(name="bigram"),
+        data=Choice(name="counting"),
+        cluster=Choice(name="local", settings={"mesh": mesh, "axes": axes}),
+        boxing=Choice(name="local"),
+        runtime=Choice(name="reference"),
+        planner=Choice(name="even"),
+        optimizer=Choice(name="adamw"),
+        logger=Choice(name="jsonl"),
+        trainer=TrainerConfig(**settings),
+        mesh=mesh,
+        axes=axes,
+    )
