@@ -215,6 +215,18 @@ def test_a_shard_of_another_shape_is_refused_before_anything_is_sent(pool: Any) 
         assert total == 16.0
 
 
+def gather_columns(rank: int, backend: MpiBackend) -> list[float]:
+    column = torch.arange(8.0).reshape(4, 2)[:, rank : rank + 1]
+    mesh = Placement([0, 1], ("x",))
+    (step,) = route((8, 1), "float32", (mesh, NdSbp(S(0))), (mesh, NdSbp(B))).steps
+    whole = backend.communicator(rank).collective(step, column, tag="columns", deadline_s=30.0)
+    return whole.flatten().tolist()
+
+
+def test_a_shard_that_is_a_column_of_something_larger_is_gathered(pool: Any) -> None:
+    assert pool.run(2, gather_columns) == [[0.0, 2.0, 4.0, 6.0, 1.0, 3.0, 5.0, 7.0]] * 2
+
+
 def any_of(rank: int, backend: MpiBackend) -> list[bool]:
     flags = torch.arange(3) == rank
     results: list[bool] = []

@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sbp_boxing_nccl.wire import movable, operation, reducible, tag_number, to_reducible
+from sbp_boxing_nccl.wire import movable, operation, reducible, to_reducible
 
 #: Stands in for `mpi4py.MPI`: every datatype and operation is its own name.
 MPI = SimpleNamespace(
@@ -60,11 +60,3 @@ def test_what_is_reduced_is_never_the_tensor_that_was_given() -> None:
     to_reducible(values).zero_()
 
     assert torch.equal(values, torch.ones(2))
-
-
-def test_tags_give_numbers_below_the_bound_of_mpi() -> None:
-    tags = [f"actor {actor}, micro-batch {batch}" for actor in range(40) for batch in range(40)]
-
-    assert len({tag_number(tag, 2**31 - 1) for tag in tags}) == len(tags)
-    assert all(0 <= tag_number(tag, 32767) < 32767 for tag in tags)
-    assert tag_number("case 1", 2**31 - 1) == 1627621487

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from sbp_boxing_torch.wire import as_bytes, from_reducible, reducible, tag_number, to_reducible
+from sbp_boxing_torch.wire import as_bytes, from_reducible, reducible, to_reducible
 
 REDUCE = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
@@ -45,13 +45,3 @@ def test_what_is_reduced_is_never_the_tensor_that_was_given() -> None:
     to_reducible(values, "sum")[0].zero_()
 
     assert torch.equal(values, torch.ones(2))
-
-
-def test_tags_give_equal_numbers_for_equal_texts_only() -> None:
-    tags = [f"actor {actor}, micro-batch {batch}" for actor in range(40) for batch in range(40)]
-
-    numbers = {tag_number(tag) for tag in tags}
-
-    assert len(numbers) == len(tags)
-    assert all(0 <= number < 2**31 - 1 for number in numbers)
-    assert tag_number("case 1") == 1627621487

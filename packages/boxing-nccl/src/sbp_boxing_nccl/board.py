@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-#: Longest pause between two looks at what has come, in seconds.
-_PAUSE_S = 0.005
+from sbp_core.boxing.call import wait_until
+
+#: Pauses between two looks at what has come, in seconds: the first, and the longest.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1e-4, 0.005
 
 #: Characters of an error that are told: short notes leave at once, whatever the receiver does.
 _LONGEST_TEXT = 1000
@@ -89,13 +90,9 @@ class Board:
 
     def wait_for(self, done: Callable[[], bool], timeout_s: float) -> bool:
         """Look until `done()` says yes or `timeout_s` seconds are over; return the answer."""
-        end, pause = time.monotonic() + timeout_s, 0.0001
-        while not done():
-            if time.monotonic() >= end:
-                return False
-            time.sleep(pause)
-            pause = min(2 * pause, _PAUSE_S)
-        return True
+        return wait_until(
+            done, timeout_s, first_pause_s=_FIRST_PAUSE_S, longest_pause_s=_LONGEST_PAUSE_S
+        )
 
     def _send(self, ranks: Iterable[int], kind: str, *content: str | int) -> None:
         """Send a note to ranks; to oneself without MPI."""

@@ -1,23 +1,23 @@
 """The connections of one process: groups of ranks, messages on their way, and how it all breaks.
 
 Groups of ranks are connected when a step first needs them. A call that fails breaks everything
-here, and by a note on the board whatever waits on other ranks.
+here (`sbp_core.boxing.connections`), and by a note on the board whatever waits on other ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from sbp_boxing_nccl.board import Board
-from sbp_boxing_nccl.call import Call
 from sbp_boxing_nccl.group import Group, Work
 from sbp_boxing_nccl.outbox import Message, Outbox
+from sbp_core.boxing.call import Call, group_name
+from sbp_core.boxing.connections import Connections
 from sbp_core.errors import BoxingError
 
 _log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ _FAREWELL_S = 10.0
 _NEWS_S = 1.0
 
 
-class Connections:
+class MpiConnections(Connections):
     """The connections of one rank to all others.
 
     Args:
@@ -42,14 +42,12 @@ class Connections:
     """
 
     def __init__(self, comm: Any, mpi: Any, limit_s: float) -> None:
+        super().__init__()
         self._mpi = mpi
         self._comm = comm
         everyone = tuple(range(comm.Get_size()))
         self.rank: int = comm.Get_rank()
-        self._lock = threading.Lock()
         self._groups: dict[tuple[int, ...], Group] = {}
-        self._failure: BaseException | None = None
-        self._closed = False
         self._abandoned = False
         self._notes = self._duplicate(limit_s)
         self.board = Board(self._notes, mpi)
@@ -61,13 +59,6 @@ class Connections:
         """The largest number that may be a tag."""
         largest: int = self._comm.Get_attr(self._mpi.TAG_UB)
         return largest
-
-    def check_usable(self, call: Call) -> None:
-        """Raise `BoxingError` if the connections were closed, or a rank has failed."""
-        if self._closed:
-            raise call.failed("the boxing backend was closed")
-        if self._failure is not None:
-            raise call.failed(str(self._failure)) from self._failure
 
     def group(self, call: Call, ranks: tuple[int, ...]) -> Group:
         """Return the group of some ranks; the first call connects it, together with the others.
@@ -142,27 +133,12 @@ class Connections:
         except (RuntimeError, OverflowError) as error:
             raise self.broken(call, call.failed(f"MPI reported: {error}")) from error
 
-    def broken(self, call: Call, error: BoxingError) -> BoxingError:
-        """Break everything because a call failed; return the error to raise."""
-        if self._failure is not None:
-            return call.failed(str(self._failure))
-        self.fail(error)
-        return error
+    def _announce(self, text: str) -> None:
+        """See `Connections._announce`; who waits sees the note when it looks next."""
+        self.board.announce(text)
 
-    def fail(self, error: BaseException) -> None:
-        """Make every call fail, here and on the other ranks."""
-        with self._lock:
-            if self._failure is not None or self._closed:
-                return
-            self._failure = error
-        self.board.announce(str(error) or type(error).__name__)
-
-    def close(self) -> None:
-        """Release everything; waits a while for messages and ranks that are on their way."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
+    def _release(self) -> None:
+        """See `Connections._release`; waits a while for messages, and for ranks on their way."""
         if self._failure is None and not self._outbox.flush(_FAREWELL_S):
             self._abandoned = True
         self._outbox.close()
@@ -206,8 +182,3 @@ class Connections:
                 todo="check that every process opens the boxing backend",
             )
         return comm
-
-
-def group_name(ranks: tuple[int, ...]) -> str:
-    """Return how the ranks of a group call it among themselves."""
-    return "-".join(map(str, ranks))

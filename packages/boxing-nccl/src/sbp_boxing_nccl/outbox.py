@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from sbp_boxing_nccl.call import Call
 from sbp_boxing_nccl.group import Group, Work
+from sbp_core.boxing.call import Call
 
 #: Pauses between two looks at the messages, in seconds: the first, and the longest.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 5e-5, 2e-3

@@ -1,11 +1,10 @@
-"""What MPI is given in place of a dtype that it does not know, and of a tag that is text.
+"""What MPI is given in place of a dtype that it does not know.
 
 Moves go as integers of the same width; reductions go in a dtype that MPI can reduce.
 """
 
 from __future__ import annotations
 
-from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -66,8 +65,3 @@ def operation(reduction: str, dtype: torch.dtype, mpi: Any) -> Any:
     if dtype == torch.bool and reduction == "sum":
         return mpi.MAX  # torch adds truth values as `or`
     return {"sum": mpi.SUM, "max": mpi.MAX, "min": mpi.MIN}[reduction]
-
-
-def tag_number(tag: str, upper: int) -> int:
-    """Return the number, in [0, upper), that stands for a tag on every rank."""
-    return int.from_bytes(blake2b(tag.encode(), digest_size=8).digest(), "big") % upper

@@ -6,13 +6,13 @@ no tensors and knows no steps.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 
 from sbp_boxing_torch._torch_compat import Store
+from sbp_core.boxing.call import wait_until
 
-#: Longest pause between two looks at the store, in seconds.
-_PAUSE_S = 0.02
+#: Pauses between two looks at the store, in seconds: the first, and the longest.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 5e-4, 0.02
 
 
 class Board:
@@ -76,13 +76,9 @@ class Board:
 
     def wait_for(self, done: Callable[[], bool], timeout_s: float) -> bool:
         """Look until `done()` says yes or `timeout_s` seconds are over; return the answer."""
-        end, pause = time.monotonic() + timeout_s, 0.0005
-        while not done():
-            if time.monotonic() >= end:
-                return False
-            time.sleep(pause)
-            pause = min(2 * pause, _PAUSE_S)
-        return True
+        return wait_until(
+            done, timeout_s, first_pause_s=_FIRST_PAUSE_S, longest_pause_s=_LONGEST_PAUSE_S
+        )
 
     def _set(self, key: str, value: str) -> None:
         try:

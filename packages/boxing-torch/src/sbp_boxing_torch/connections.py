@@ -1,25 +1,26 @@
 """The connections of one process: groups of ranks, messages on their way, and how it all breaks.
 
 Groups of ranks are connected when a step first needs them. A call that fails breaks everything
-here, and by closed connections and a note on the board whatever waits for it on other ranks.
+here (`sbp_core.boxing.connections`), and by closed connections and a note on the board whatever
+waits for it on other ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 from collections.abc import Iterator
 
 import torch
 
 from sbp_boxing_torch._torch_compat import prefixed
 from sbp_boxing_torch.board import Board
-from sbp_boxing_torch.call import Call
 from sbp_boxing_torch.configs import TorchBoxingConfig
 from sbp_boxing_torch.group import Group, connect
 from sbp_boxing_torch.outbox import Outbox
 from sbp_boxing_torch.rendezvous import World
+from sbp_core.boxing.call import Call, group_name
+from sbp_core.boxing.connections import Connections
 from sbp_core.errors import BoxingError
 
 _log = logging.getLogger(__name__)
@@ -31,7 +32,7 @@ _FAREWELL_S = 10.0
 _REASON_S = 1.0
 
 
-class Connections:
+class TorchConnections(Connections):
     """The connections of one rank to all others.
 
     Args:
@@ -43,16 +44,14 @@ class Connections:
     """
 
     def __init__(self, config: TorchBoxingConfig, world: World) -> None:
+        super().__init__()
         self._config = config
         self._world = world
         opened = world.store.add(f"sbp-boxing/opened/{world.rank}", 1)
         # A part of the store where no earlier backend of these processes has left notes.
         self._store = prefixed(f"sbp-boxing/{opened}", world.store)
         self.board = Board(self._store, world.rank)
-        self._lock = threading.Lock()
         self._groups: dict[tuple[int, ...], Group] = {}
-        self._failure: BaseException | None = None
-        self._closed = False
         self._outbox = Outbox(self.fail)
         self._messages: tuple[Group, ...] = ()
         if world.size > 1:
@@ -63,13 +62,6 @@ class Connections:
             self._messages = tuple(
                 self._connect(f"messages-{name}", everyone, limit_s) for name in names
             )
-
-    def check_usable(self, call: Call) -> None:
-        """Raise `BoxingError` if the connections were closed or have failed."""
-        if self._closed:
-            raise call.failed("the boxing backend was closed")
-        if self._failure is not None:
-            raise call.failed(str(self._failure)) from self._failure
 
     def group(self, call: Call, ranks: tuple[int, ...]) -> Group:
         """Return the group of some ranks; the first call connects it, together with the others.
@@ -124,30 +116,16 @@ class Connections:
         except RuntimeError as error:
             raise self.broken(call, self._told(call, str(error))) from error
 
-    def broken(self, call: Call, error: BoxingError) -> BoxingError:
-        """Break everything because a call failed; return the error to raise."""
-        if self._failure is not None:
-            return call.failed(str(self._failure))
-        self.fail(error)
-        return error
-
-    def fail(self, error: BaseException) -> None:
-        """Make every call fail, here and on the ranks that wait for this one."""
+    def _announce(self, text: str) -> None:
+        """See `Connections._announce`."""
         with self._lock:
-            if self._failure is not None or self._closed:
-                return
-            self._failure = error
             groups = (*self._groups.values(), *self._messages)
-        self.board.announce(str(error) or type(error).__name__)
+        self.board.announce(text)
         for group in groups:
             group.abort()
 
-    def close(self) -> None:
-        """Release everything; waits a while for messages and ranks that are on their way."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
+    def _release(self) -> None:
+        """See `Connections._release`; waits a while for messages, and for ranks on their way."""
         if self._failure is None:
             self._outbox.flush(_FAREWELL_S)
         self.board.leave()
@@ -186,8 +164,3 @@ class Connections:
                 todo="check that every process runs and that their hosts reach each other; "
                 "GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME chooses the network",
             ) from error
-
-
-def group_name(ranks: tuple[int, ...]) -> str:
-    """Return how the ranks of a group call it among themselves."""
-    return "-".join(map(str, ranks))

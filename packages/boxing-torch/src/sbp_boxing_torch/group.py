@@ -23,8 +23,11 @@ from sbp_boxing_torch._torch_compat import Store, gloo_group, nccl_group
 #: knows who is missing.
 _MARGIN_S = 30.0
 
+#: Tags of messages are 0 .. NUM_TAGS - 1.
+NUM_TAGS = 2**31 - 1
+
 #: Tag that no message has, of the receive by which a gloo group is broken.
-_NO_TAG = 2**31 - 1
+_NO_TAG = NUM_TAGS
 
 #: Pause between two looks at work on a GPU, in seconds.
 _POLL_S = 1e-4
@@ -87,7 +90,7 @@ class Group(ABC):
         return work
 
     def send(self, values: torch.Tensor, peer: int, tag: int) -> dist.Work:
-        """Send a message; `tag` in [0, 2^31 - 2]."""
+        """Send a message; `tag` in [0, NUM_TAGS)."""
         work: dist.Work = self._group.send([values], peer, tag)
         return work
 

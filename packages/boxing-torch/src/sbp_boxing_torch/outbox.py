@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from sbp_boxing_torch.call import Call
 from sbp_boxing_torch.group import Group
+from sbp_core.boxing.call import Call
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

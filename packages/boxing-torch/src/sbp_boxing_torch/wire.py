@@ -1,11 +1,9 @@
-"""What a transport is given in place of a dtype that it does not know, and of a tag that is text.
+"""What a transport is given in place of a dtype that it does not know.
 
 Moves go as bytes; reductions go in a dtype that gloo and NCCL can reduce, with the same result.
 """
 
 from __future__ import annotations
-
-from hashlib import blake2b
 
 import torch
 
@@ -44,8 +42,3 @@ def from_reducible(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if dtype.is_complex:
         return torch.view_as_complex(values.reshape(-1, 2))
     return values.to(dtype)
-
-
-def tag_number(tag: str) -> int:
-    """Return the number, in [0, 2^31 - 2], that stands for a tag on every rank."""
-    return int.from_bytes(blake2b(tag.encode(), digest_size=8).digest(), "big") % (2**31 - 1)

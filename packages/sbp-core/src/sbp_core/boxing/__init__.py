@@ -3,6 +3,10 @@
 In the order in which they are used: `step` (the values), `slices` (who needs what), `router` (finds
 the route), `price` (its time), `backend` (the contract of transports), `execute` (one step for all
 ranks at once; knows torch) and `local` (the in-process backend; knows torch).
+
+Backends of several processes are made of `call` (one call and its deadline), `connections` (how
+they break), `process` (a backend but its transport), `parcel` (shards to flat messages and back;
+knows torch) and `exchange` (a communicator but its transport; knows torch).
 """
 
 from sbp_core.boxing.backend import BoxingBackend, Communicator

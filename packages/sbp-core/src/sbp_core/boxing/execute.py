@@ -116,7 +116,7 @@ def _collective(
 ) -> dict[int, torch.Tensor]:
     parts = _present(step, group, shards)
     if step.kind is StepKind.ALL_REDUCE:
-        total = reduce_in_order(parts, _reduction(step.source[1][step.axis]))
+        total = reduce_in_order(parts, reduction_of(step))
         return dict.fromkeys(group, total.contiguous())
     pieces = collective_pieces(step, group)
     if step.kind is StepKind.ALL_GATHER:
@@ -178,9 +178,7 @@ def combine(
     values = [_place(shape, placed) for placed in terms.values()]
     if len(values) == 1:
         return values[0].contiguous()
-    # A transfer reduces all its partial axes at once, which are of one reduction.
-    axis = step.axis if step.axis >= 0 else partial_axes(step.source[1])[0]
-    return reduce_in_order(values, _reduction(step.source[1][axis])).contiguous()
+    return reduce_in_order(values, reduction_of(step)).contiguous()
 
 
 def _place(shape: tuple[int, ...], pieces: Sequence[tuple[Piece, torch.Tensor]]) -> torch.Tensor:
@@ -198,6 +196,17 @@ def _place(shape: tuple[int, ...], pieces: Sequence[tuple[Piece, torch.Tensor]])
 def _reduction(entry: object) -> str:
     assert isinstance(entry, Partial), "only partial values are reduced"
     return entry.reduction
+
+
+def reduction_of(step: Step) -> str:
+    """Return the reduction of a step that makes values of partial ones: `sum`, `max` or `min`.
+
+    Args:
+        step: An all-reduce, a reduce-scatter, or a `TRANSFER` from partial values.
+    """
+    # A transfer reduces all its partial axes at once, which are of one reduction.
+    axis = step.axis if step.axis >= 0 else partial_axes(step.source[1])[0]
+    return _reduction(step.source[1][axis])
 
 
 def reduce_in_order(parts: Sequence[torch.Tensor], reduction: str) -> torch.Tensor:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from sbp_core.errors import BoxingError
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp
+from sbp_core.units import format_bytes
 
 if TYPE_CHECKING:
     from sbp_core.placement import Cluster
@@ -105,18 +106,6 @@ class Route:
             return f"{what}: nothing to do"
         lines = [f"{what}: {format_bytes(self.bytes)}"]
         return "\n".join([*lines, *(f"  {step}" for step in self.steps)])
-
-
-def format_bytes(size_bytes: int) -> str:
-    """Return a size for people to read, in decimal units: `172.1 MB`; exact below 10,000."""
-    if size_bytes < 10_000:
-        return f"{size_bytes} B"
-    size, unit = size_bytes / 1000, "kB"
-    for larger in ("MB", "GB", "TB", "PB"):
-        if size < 999.95:
-            break
-        size, unit = size / 1000, larger
-    return f"{size:.1f} {unit}"
 
 
 def missing_ranks(

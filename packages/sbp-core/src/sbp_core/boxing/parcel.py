@@ -1,7 +1,7 @@
 """Shards to flat messages and back: the pieces for one rank, one after the other.
 
-The geometry (which slice goes where) is `sbp_core.boxing.slices`, putting pieces together is
-`sbp_core.boxing.execute.combine`, the transport is `group`.
+For transports between processes. The geometry (which slice goes where) is `slices`, putting pieces
+together is `execute.combine`, when parcels are sent is `exchange`. Knows torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def pack(shard: torch.Tensor, pieces: Sequence[Piece]) -> torch.Tensor:
     """
     parts = [shard[piece.source_slices].reshape(-1) for piece in pieces]
     if len(parts) == 1:
-        return parts[0]
+        return parts[0].contiguous()  # a single column is a view with gaps
     return torch.cat(parts) if parts else shard.new_empty(0)
 
 

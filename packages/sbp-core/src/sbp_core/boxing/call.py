@@ -1,10 +1,15 @@
-"""One call of a communicator: what it does, how long it may take, and how its errors read."""
+"""One call of a communicator: what it does, how long it may take, and how its errors read.
+
+Also the names by which the ranks of several processes agree on a group and on a tag. Moves nothing
+and imports no torch.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from hashlib import blake2b
 
 from sbp_core.boxing.step import Step, missing_ranks
 from sbp_core.errors import BoxingError
@@ -38,6 +43,11 @@ class Call:
         """Seconds that are left, above 0."""
         return max(1e-3, self.end_s - time.monotonic())
 
+    @property
+    def is_over(self) -> bool:
+        """Whether no time is left."""
+        return time.monotonic() >= self.end_s
+
     def missing(self, ranks: Iterable[int]) -> BoxingError:
         """Make the error for ranks that did not arrive."""
         return missing_ranks(self.step, self.tag, ranks, self.deadline_s, rank=self.rank)
@@ -49,3 +59,33 @@ class Call:
             where=(str(self.step), f"rank {self.rank}"),
             todo="mend what the first of these errors says; then start the run again",
         )
+
+
+def wait_until(
+    done: Callable[[], bool], limit_s: float, *, first_pause_s: float, longest_pause_s: float
+) -> bool:
+    """Look until `done()` says yes or the time is over; return the answer.
+
+    Args:
+        done: Asked at least once; what it raises is passed on.
+        limit_s: Seconds to look.
+        first_pause_s: Seconds between the first two looks; each pause is twice the one before.
+        longest_pause_s: Seconds that no pause exceeds.
+    """
+    end, pause = time.monotonic() + limit_s, first_pause_s
+    while not done():
+        if time.monotonic() >= end:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, longest_pause_s)
+    return True
+
+
+def group_name(ranks: tuple[int, ...]) -> str:
+    """Return how the ranks of a group call it among themselves."""
+    return "-".join(map(str, ranks))
+
+
+def tag_number(tag: str, upper: int) -> int:
+    """Return the number, in [0, upper), that stands for a tag on every rank."""
+    return int.from_bytes(blake2b(tag.encode(), digest_size=8).digest(), "big") % upper

@@ -1,16 +1,20 @@
+"""Parcels: what ranks send each other makes the shards that the step itself makes."""
+
+from __future__ import annotations
+
 from math import prod
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sbp_boxing_torch.parcel import num_elements, pack, unpack
 from sbp_core.boxing.execute import apply_step, combine, shard
+from sbp_core.boxing.parcel import num_elements, pack, unpack
 from sbp_core.boxing.router import route
 from sbp_core.boxing.slices import collective_pieces, transfer_pieces
 from sbp_core.boxing.step import Step, StepKind
 from sbp_core.placement import Placement
-from sbp_core.sbp import NdSbp, all_entries
+from sbp_core.sbp import NdSbp, S, Sbp, all_entries
 
 SBPS = st.sampled_from(all_entries(2))
 SHAPES = st.tuples(st.integers(0, 7), st.integers(1, 5))
@@ -25,7 +29,7 @@ def exchange(step: Step, rank: int, shards: dict[int, torch.Tensor]) -> torch.Te
         else collective_pieces(step, step.group(rank))
     )
     mine = [piece for piece in every if piece.receiver == rank]
-    parcels = {}
+    parcels: dict[int, torch.Tensor] = {}
     for sender in {piece.sender for piece in mine}:
         pieces = [piece for piece in mine if piece.sender == sender]
         parcels[sender] = pack(shards[sender], pieces)
@@ -35,7 +39,9 @@ def exchange(step: Step, rank: int, shards: dict[int, torch.Tensor]) -> torch.Te
 
 @settings(derandomize=True, max_examples=150, deadline=None)
 @given(shape=SHAPES, sources=RANKS, targets=RANKS, before=SBPS, after=SBPS)
-def test_parcels_make_the_shards_that_the_step_itself_makes(shape, sources, targets, before, after):
+def test_parcels_make_the_shards_that_the_step_itself_makes(
+    shape: tuple[int, int], sources: list[int], targets: list[int], before: Sbp, after: Sbp
+) -> None:
     source = (Placement(sources, ("x",)), NdSbp(before))
     target = (Placement(targets, ("x",)), NdSbp(after))
     logical = torch.arange(1.0, prod(shape) + 1).reshape(shape)
@@ -47,3 +53,20 @@ def test_parcels_make_the_shards_that_the_step_itself_makes(shape, sources, targ
             for rank in expected:
                 assert torch.equal(exchange(step, rank, shards), expected[rank])
         shards = expected
+
+
+def test_no_pieces_make_an_empty_parcel_of_the_shard_s_dtype() -> None:
+    parcel = pack(torch.ones(2, 3, dtype=torch.int16), [])
+
+    assert parcel.shape == (0,) and parcel.dtype == torch.int16
+
+
+def test_a_parcel_of_one_column_is_contiguous() -> None:
+    mesh = Placement([0, 1], ("x",))
+    ends = (mesh, NdSbp(S(0))), (mesh, NdSbp(S(1)))
+    (step,) = route((4, 2), "float32", *ends).steps
+    (piece,) = [p for p in collective_pieces(step, (0, 1)) if (p.sender, p.receiver) == (0, 1)]
+
+    parcel = pack(torch.arange(4.0).reshape(2, 2), [piece])
+
+    assert parcel.is_contiguous() and parcel.tolist() == [1.0, 3.0]

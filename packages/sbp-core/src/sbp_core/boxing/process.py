@@ -1,0 +1,71 @@
+"""A backend whose processes have one rank each: the life of its connections and communicator.
+
+How the processes find each other is the transport's. Moves nothing and imports no torch.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+
+from sbp_core.boxing.backend import BoxingBackend, Communicator
+from sbp_core.boxing.connections import Connections
+from sbp_core.errors import BoxingError
+
+
+class ProcessBackend(BoxingBackend):
+    """Boxing among processes.
+
+    A step that fails breaks the backend: the calls that wait, here and on other ranks, and those
+    that come raise `BoxingError`.
+    """
+
+    def __init__(self) -> None:
+        self._connections: Connections | None = None
+        self._communicator: Communicator | None = None
+        self._closed = False
+
+    def open(self, ranks: Sequence[int]) -> None:
+        """See `BoxingBackend.open`."""
+        if self._closed or self._connections is not None:
+            raise BoxingError("this boxing backend was opened before", todo="build a new one")
+        self._connections, self._communicator = self._connect(ranks)
+
+    def local_ranks(self) -> tuple[int, ...]:
+        """See `BoxingBackend.local_ranks`: the one rank of this process, once it is open."""
+        return () if self._communicator is None else (self._communicator.rank,)
+
+    def communicator(self, rank: int) -> Communicator:
+        """See `BoxingBackend.communicator`.
+
+        Raises:
+            BoxingError: the rank is another process', or the backend is not open.
+        """
+        if self._communicator is None or rank != self._communicator.rank:
+            raise BoxingError(
+                f"rank {rank} does not live in this process",
+                accepted=", ".join(map(str, self.local_ranks())) or "none: it is not open",
+            )
+        return self._communicator
+
+    def fail(self, error: BaseException) -> None:
+        """See `BoxingBackend.fail`; unblocks the ranks of other processes too."""
+        if self._connections is not None:
+            self._connections.fail(error)
+
+    def close(self) -> None:
+        """See `BoxingBackend.close`; waits a while for messages and ranks on their way."""
+        self._closed = True
+        if self._connections is not None:
+            self._connections.close()
+
+    @abstractmethod
+    def _connect(self, ranks: Sequence[int]) -> tuple[Connections, Communicator]:
+        """Connect this process to the others, and make the communicator of its rank.
+
+        Args:
+            ranks: All ranks of the run; not checked yet.
+
+        Raises:
+            BoxingError: they are not the processes that were started, or cannot be connected.
+        """
