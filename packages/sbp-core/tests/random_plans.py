@@ -30,16 +30,19 @@ class _Draft:
     inputs: list[GraphInput]
     nodes: list[Node]
     types: dict[str, TensorType]
+    samples: dict[str, torch.Tensor]
 
     def add_input(self, name: str, kind: InputKind, shape: Sequence[int]) -> None:
         self.inputs.append(GraphInput(name=name, kind=kind))
         self.types[name] = TensorType(tuple(shape), _DTYPE)
+        self.samples[name] = torch.empty(tuple(shape), device="meta")
 
     def add(self, op: str, args: tuple[object, ...], phase: Phase) -> str:
         """Add a node; its type is what torch says on tensors without data."""
         function = operator_of(op)
-        made = function(*bind(args, lambda name: torch.empty(self.types[name].shape, device="meta")))
+        made = function(*bind(args, self.samples.__getitem__))
         name = f"{op.split('.')[1]}_{len(self.nodes)}"
+        self.samples[name] = made
         self.types[name] = TensorType(tuple(made.shape), _DTYPE)
         self.nodes.append(
             Node(
@@ -61,6 +64,7 @@ class _Draft:
 def _calls(draft: _Draft, value: str) -> list[tuple[str, tuple[object, ...]]]:
     """Return the calls that may follow on a matrix."""
     rows, columns = draft.types[value].shape
+    reshape = "view" if draft.samples[value].is_contiguous() else "reshape"
     calls: list[tuple[str, tuple[object, ...]]] = [
         ("aten.relu.default", (Ref(value),)),
         ("aten.neg.default", (Ref(value),)),
@@ -68,9 +72,9 @@ def _calls(draft: _Draft, value: str) -> list[tuple[str, tuple[object, ...]]]:
         ("aten.sum.dim_IntList", (Ref(value), (0,), True)),
         ("aten.sum.dim_IntList", (Ref(value), (1,), True)),
         ("aten.amax.default", (Ref(value), (0,), True)),
-        ("aten.view.default", (Ref(value), (columns, rows))),
-        ("aten.view.default", (Ref(value), (rows * columns, 1))),
-        ("aten.view.default", (Ref(value), (1, rows * columns))),
+        (f"aten.{reshape}.default", (Ref(value), (columns, rows))),
+        (f"aten.{reshape}.default", (Ref(value), (rows * columns, 1))),
+        (f"aten.{reshape}.default", (Ref(value), (1, rows * columns))),
     ]
     for other in draft.matrices():
         shape = draft.types[other].shape
@@ -85,7 +89,7 @@ def _calls(draft: _Draft, value: str) -> list[tuple[str, tuple[object, ...]]]:
 @st.composite
 def graphs(draw: st.DrawFn, num_micro_batches: int = 1) -> LogicalGraph:
     """Draw a graph with forward, backward and update nodes, values of which have many users."""
-    draft = _Draft([], [], {})
+    draft = _Draft([], [], {}, {})
     for index in range(draw(st.integers(1, 2))):
         draft.add_input(f"x{index}", InputKind.BATCH, (draw(_EXTENTS), draw(_EXTENTS)))
         draft.add_input(f"w{index}", InputKind.PARAMETER, (draw(_EXTENTS), draw(_EXTENTS)))

@@ -27,5 +27,6 @@ class ActorConfig:
                 f"threads_per_rank={self.threads_per_rank}", accepted="an integer >= 1"
             )
         for name in ("first_deadline_s", "deadline_s"):
-            if getattr(self, name) <= 0:
+            # Written so that NaN is refused.
+            if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}={getattr(self, name)}", accepted="seconds > 0")

@@ -2,42 +2,83 @@
 
 Counts are cumulative over steps. A register is filled by one actor and read by several; its credit
 comes back when every reader has given an acknowledgement.
+
+    quota 2, readers a and b     filled  a  b   live  credit
+    fill                              1  0  0      1  yes
+    fill                              2  0  0      2  no
+    a acknowledges                    2  1  0      2  no
+    b acknowledges                    2  1  1      1  yes
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Mapping
 
-Values = dict[str, Any]
+from sbp_actor_runtime.message import ThreadId, Values
 
 
 class InRegister:
-    """The reading end, for one consumer: fillings in the order in which they came."""
+    """The reading end, for one consumer: fillings in the order in which they came.
 
-    __slots__ = ("fillings", "name")
+    Args:
+        name: Of the register.
+        producer: The thread that fills it, which acknowledgements go to.
+    """
 
-    def __init__(self, name: str) -> None:
+    __slots__ = ("fillings", "name", "producer")
+
+    def __init__(self, name: str, producer: ThreadId) -> None:
         self.name = name
+        self.producer = producer
         self.fillings: deque[Values] = deque()
 
 
 class OutRegister:
-    """The filling end: how many fillings each consumer has acknowledged."""
+    """The filling end: how many fillings each consumer has acknowledged.
 
-    __slots__ = ("acknowledged", "filled", "name", "quota")
+    Args:
+        name: Of the register or link.
+        quota: Fillings that may be alive, >= 1.
+        consumers: The thread of each actor that reads it.
+        keys: The values that one filling holds; none for a link.
+    """
 
-    def __init__(self, name: str, quota: int, consumers: Iterable[str]) -> None:
+    __slots__ = ("acknowledged", "consumers", "filled", "keys", "name", "quota", "read")
+
+    def __init__(
+        self,
+        name: str,
+        quota: int,
+        consumers: Mapping[str, ThreadId],
+        keys: tuple[str, ...] = (),
+    ) -> None:
         self.name = name
         self.quota = quota
+        self.consumers = tuple(consumers.items())
+        self.keys = keys
         self.filled = 0
+        self.read = 0
         self.acknowledged = dict.fromkeys(consumers, 0)
 
     @property
     def has_credit(self) -> bool:
         """Whether another filling may be made."""
-        return self.filled - min(self.acknowledged.values()) < self.quota
+        return self.filled - self.read < self.quota
+
+    def fill(self) -> None:
+        """Take a credit."""
+        assert self.has_credit, f"{self.name} is full"
+        self.filled += 1
+
+    def acknowledge(self, consumer: str) -> None:
+        """Note that a consumer is through with its oldest filling.
+
+        Of a link this may come before the filling: a receiver does not wait for a sender that has
+        nothing for it.
+        """
+        self.acknowledged[consumer] += 1
+        self.read = min(self.acknowledged.values())
 
     def slowest(self) -> str:
         """Return the consumer that the credit waits for."""

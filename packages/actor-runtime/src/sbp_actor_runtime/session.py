@@ -1,23 +1,31 @@
 """The actor runtime: starts a worker thread for every thread of every local rank, and runs steps.
 
-A step is all or nothing: new states take force when every worker has finished; after a failure the
-states are those from before the step, and the error names the rank and the actor.
+A step is all or nothing: new states take force when every worker has finished; after a failure or
+an interrupt the states are those from before the step, the workers end, and the session is over.
 """
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Mapping, Sequence
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 from torch import Tensor
 
 from sbp_actor_runtime.configs import ActorConfig
-from sbp_actor_runtime.worker import Message, StepOrder, Stop, ThreadId, Worker, WorkerReport
+from sbp_actor_runtime.message import Message, StepOrder, ThreadId, WorkerReport
+from sbp_actor_runtime.worker import Worker
 from sbp_core.boxing.backend import BoxingBackend
 from sbp_core.compile.physical import PhysicalPlan
-from sbp_core.errors import BoxingError, RunError, SbpError
+from sbp_core.errors import BoxingError, RunError
 from sbp_core.runtime.contract import Number, Runtime, Session, StepResult
 from sbp_core.runtime.store import StateStore, feed
+
+logger = logging.getLogger(__name__)
+
+#: Seconds that threads get to end, after a failure and on closing, before they are left behind.
+GRACE_S = 10.0
 
 
 class ActorRuntime(Runtime):
@@ -64,74 +72,133 @@ class ActorSession(Session):
         self.store.load(states)
         self.reports: SimpleQueue[WorkerReport] = SimpleQueue()
         self.steps_done = 0
-        self.failure: SbpError | None = None
+        self.failure: RunError | None = None
         self.closed = False
-        self.workers: dict[ThreadId, Worker] = {}
-        for rank in ranks:
-            for name in plan.by_rank[rank].orders:
-                self.workers[(rank, name)] = Worker(
-                    plan,
-                    (rank, name),
-                    backend.communicator(rank),
-                    self._post,
-                    self.reports.put,
-                    config.threads_per_rank,
-                )
-        for worker in self.workers.values():
-            worker.os_thread.start()
+        self.workers: dict[ThreadId, Worker] = {
+            (rank, name): Worker(
+                plan,
+                (rank, name),
+                ranks,
+                backend.communicator(rank),
+                self._post,
+                self.reports.put,
+                config.threads_per_rank,
+            )
+            for rank in ranks
+            for name in plan.by_rank[rank].orders
+        }
+        try:
+            for worker in self.workers.values():
+                worker.os_thread.start()
+        except BaseException:
+            self._stop_workers()
+            raise
 
     def _post(self, thread: ThreadId, message: Message) -> None:
         self.workers[thread].inbox.put(message)
 
+    # Steps.
+
     def step(self, batch: Mapping[str, Tensor], scalars: Mapping[str, Number]) -> StepResult:
         """See `Session.step`."""
-        if self.closed or self.failure is not None:
-            raise RunError(
-                "the session has ended" if self.closed else "the session has failed before",
-                where=str(self.failure or ""),
-                todo="start a new session from state_dict()",
-            )
+        self._check_usable()
         fed = feed(self.plan, batch, scalars, self.store.values)
         first = self.steps_done == 0
         deadline_s = self.config.first_deadline_s if first else self.config.deadline_s
-        for (rank, _), worker in self.workers.items():
-            worker.inbox.put(
-                StepOrder(self.steps_done, self.store.values[rank], fed[rank], deadline_s)
-            )
-        reports = [self._next_report() for _ in self.workers]
+        try:
+            for (rank, _), worker in self.workers.items():
+                worker.inbox.put(
+                    StepOrder(self.steps_done, self.store.values[rank], fed[rank], deadline_s)
+                )
+            reports = self._collect()
+        except BaseException as error:
+            # Such as an interrupt from the keyboard: the workers are in the middle of the step.
+            self._end(error, RunError(f"step {self.steps_done} was interrupted by {error!r}"))
+            raise
         failed = [report for report in reports if report.error is not None]
         if failed:
             raise self._failed(failed)
         results: dict[str, Tensor] = {}
+        values = {rank: dict(held) for rank, held in self.store.values.items()}
         for report in reports:
             results |= report.results
-            self.store.values[report.thread[0]] |= report.new_states
+            values[report.thread[0]] |= report.new_states
+        # One assignment, so that an interrupt leaves all ranks either before the step or after it.
+        self.store.values = values
         self.steps_done += 1
         return StepResult(outputs=results)
 
-    def _next_report(self) -> WorkerReport:
-        """Wait for a worker; after a first failure the others are unblocked."""
-        report = self.reports.get()
-        if report.error is not None and self.failure is None:
-            self.failure = RunError(str(report.error))
-            self.backend.fail(report.error)
-            for worker in self.workers.values():
-                worker.inbox.put(Stop())
-        return report
+    def _check_usable(self) -> None:
+        if self.closed or self.failure is not None:
+            raise RunError(
+                "the session is closed" if self.closed else "the session ended in a failed step",
+                where=self.failure.what if self.failure is not None else "",
+                todo="start a new session from state_dict()",
+            )
+
+    def _collect(self) -> list[WorkerReport]:
+        """Wait for the reports of all workers; after a first failure the others are stopped."""
+        reports: list[WorkerReport] = []
+        end: float | None = None
+        while len(reports) < len(self.workers):
+            try:
+                left_s = None if end is None else max(0.0, end - time.monotonic())
+                report = self.reports.get(timeout=left_s)
+            except Empty:
+                break
+            reports.append(report)
+            if report.error is not None and end is None:
+                end = time.monotonic() + GRACE_S
+                self._end(report.error, self._failure(report, self._others(reports)))
+        return reports
+
+    def _others(self, reports: Sequence[WorkerReport]) -> list[str]:
+        """Say where the threads are that have not reported."""
+        heard = {report.thread for report in reports}
+        return [
+            f"rank {rank}, thread {name!r}: at {worker.at!r}"
+            for (rank, name), worker in self.workers.items()
+            if (rank, name) not in heard and worker.at
+        ]
+
+    def _end(self, cause: BaseException, failure: RunError) -> None:
+        """End the session: unblock whoever waits for a rank, stop the workers."""
+        self.failure = failure
+        self.backend.fail(cause)
+        self._stop_workers()
+
+    def _stop_workers(self) -> None:
+        for worker in self.workers.values():
+            worker.stop()
 
     def _failed(self, failed: Sequence[WorkerReport]) -> RunError:
-        """Make the error: the first cause is a failure that is no consequence of another."""
-        causes = [r for r in failed if not isinstance(r.error, BoxingError | RunError)]
-        report = (causes or list(failed))[0]
+        """Return the error of the step: the first cause that is no consequence of another.
+
+        Whoever waited for a rank fails with a `BoxingError`, be it before or after that rank.
+        """
+        causes = [
+            report
+            for report in failed
+            if not report.stopped and not isinstance(report.error, BoxingError | RunError)
+        ]
+        if causes and causes[0] is not failed[0]:
+            self.failure = self._failure(causes[0], [])
+        assert self.failure is not None, "the first failure was noted"
+        return self.failure
+
+    def _failure(self, report: WorkerReport, others: Sequence[str]) -> RunError:
+        """Make the error for one worker's failure."""
         rank, thread = report.thread
+        waited = isinstance(report.error, BoxingError | RunError)
         error = RunError(
             f"rank {rank} failed in actor {report.actor!r}: {report.error}",
-            where=(f"thread {thread!r}, step {self.steps_done}",),
+            where=(f"thread {thread!r}, step {self.steps_done}", *(others if waited else ())),
             todo="states are those from before the step: state_dict() still gives them",
         )
         error.__cause__ = report.error
-        self.failure = error
         return error
+
+    # States.
 
     def shard(self, name: str, rank: int) -> Tensor | Number:
         """See `Session.shard`."""
@@ -146,12 +213,21 @@ class ActorSession(Session):
         self.store.load(states)
 
     def close(self) -> None:
-        """See `Session.close`."""
+        """See `Session.close`. States can still be read."""
         if self.closed:
             return
         self.closed = True
-        for worker in self.workers.values():
-            worker.inbox.put(Stop())
-        self.backend.close()
-        for worker in self.workers.values():
-            worker.os_thread.join(timeout=10.0)
+        self._stop_workers()
+        try:
+            self.backend.close()
+        finally:
+            self._join()
+
+    def _join(self) -> None:
+        end = time.monotonic() + GRACE_S
+        for (rank, name), worker in self.workers.items():
+            worker.os_thread.join(timeout=max(0.0, end - time.monotonic()))
+            if worker.os_thread.is_alive():
+                logger.warning(
+                    "rank %s, thread %r is still in %r and is left behind", rank, name, worker.at
+                )

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 from torch._C._autograd import _get_sequence_nr
 from torch._guards import TracingContext, tracing
+from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
 from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -21,13 +22,17 @@ from torch.nn.utils import stateless
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
+    "OpOverload",
     "TorchDispatchMode",
     "annotated",
+    "argument_types",
     "current_backward_node",
     "fake_mode",
     "functional_graph",
+    "is_mutable",
     "last_forward_number",
     "reparametrized",
+    "return_types",
     "trace_graph",
 ]
 
@@ -86,3 +91,21 @@ def current_backward_node() -> int | None:
     """Return the sequence number of the autograd node that runs now, if any. Tried on 2.13."""
     node = torch._C._current_autograd_node()
     return None if node is None else int(node._sequence_nr())
+
+
+def is_mutable(op: OpOverload) -> bool:
+    """Whether an operator writes to its arguments. Tried on 2.13."""
+    return bool(op._schema.is_mutable)
+
+
+def argument_types(op: OpOverload) -> dict[str, str]:
+    """Return the type of each argument by name, in order: `Tensor`, `List[Tensor]`, `int`, ...
+
+    Tried on 2.13.
+    """
+    return {entry.name: str(entry.type) for entry in op._schema.arguments}
+
+
+def return_types(op: OpOverload) -> list[str]:
+    """Return the type of each result, in order. Tried on 2.13."""
+    return [str(entry.type) for entry in op._schema.returns]

@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sbp_core._callable_module import make_callable
-from sbp_core.compile.physical import ActorKind, PhysicalPlan, RankPlan
+from sbp_core.compile.physical import Actor, ActorKind, PhysicalPlan, RankPlan, Register
 from sbp_core.compile.tokens import Place, TokenGame
 from sbp_core.errors import PlanError
-from sbp_core.graph.ir import ITEMSIZE, InputKind
+from sbp_core.graph.ir import ITEMSIZE, InputKind, Rate
 
 ThreadId = tuple[int, str]
 
@@ -59,9 +59,15 @@ def check(plan: PhysicalPlan, *, memory_bytes: int | None = None) -> CheckReport
         memory_bytes: Memory of each rank; None leaves memory unchecked.
 
     Raises:
-        PlanError: an actor is missing from the orders, the plan would deadlock (with the cycle), a
-            register would overflow, or a rank would not fit.
+        PlanError: actors, registers and links do not fit together, an actor is missing from the
+            orders, the plan would deadlock (with the cycle), a register would overflow, or a rank
+            would not fit.
     """
+    for part in plan.ranks:
+        for actor in part.actors:
+            _check_actor(plan, part, actor)
+        for register in part.registers:
+            _check_register(plan, part, register)
     _check_orders(plan)
     replay = _Replay(plan)
     replay.run()
@@ -76,6 +82,67 @@ def check(plan: PhysicalPlan, *, memory_bytes: int | None = None) -> CheckReport
     if memory_bytes is not None:
         _check_memory(report, memory_bytes)
     return report
+
+
+def _check_actor(plan: PhysicalPlan, part: RankPlan, actor: Actor) -> None:
+    """Check that what an actor takes is there, once, and that its partners are."""
+    where = f"actor {actor.name!r} of rank {part.rank}"
+    filled = [key for register in part.inputs_of[actor.name] for key in register.keys]
+    slots = {slot.name for slot in part.slots}
+    for key in (*actor.inputs, *actor.reads):
+        found = filled.count(key) if key in actor.inputs else int(key in slots)
+        if found != 1:
+            raise PlanError(
+                f"{key!r} comes from {found} places",
+                where=where,
+                accepted="one register for each input, a slot for each state, batch part or scalar",
+            )
+    if actor.kind in (ActorKind.COMPUTE, ActorKind.ACCUMULATE):
+        return
+    if actor.step not in range(len(plan.steps)):
+        raise PlanError(
+            f"there is no boxing step {actor.step}", where=where, accepted=f"0 .. {len(plan.steps)}"
+        )
+    if actor.kind is ActorKind.COLLECTIVE:
+        group = plan.steps[actor.step].group(part.rank)
+        gone = [
+            r for r in group if r not in plan.by_rank or actor.name not in plan.by_rank[r].by_name
+        ]
+    elif actor.kind is ActorKind.SEND:
+        ends = {k.receiver[0] for k in plan.links if k.sender == (part.rank, actor.name)}
+        gone = [r for r in plan.steps[actor.step].target[0].rank_list if r not in ends]
+    else:
+        ends = {k.sender[0] for k in plan.links if k.receiver == (part.rank, actor.name)}
+        gone = [r for r in plan.steps[actor.step].source[0].rank_list if r not in ends]
+    if gone:
+        raise PlanError(
+            f"nothing of this boxing step is planned on the ranks {gone}",
+            where=(where, str(plan.steps[actor.step])),
+            accepted="an actor on every rank of the step, and links between senders and receivers",
+        )
+
+
+def _check_register(plan: PhysicalPlan, part: RankPlan, register: Register) -> None:
+    """Check that a register is filled and read equally often, by actors that there are."""
+    where = f"register {register.name!r} of rank {part.rank}"
+    unknown = sorted({register.producer, *register.consumers} - set(part.by_name))
+    if unknown or not register.consumers or register.quota < 1:
+        raise PlanError(
+            f"a register of quota {register.quota} from {register.producer!r} to "
+            f"{list(register.consumers)}" + (f"; there is no {unknown}" if unknown else ""),
+            where=where,
+            accepted="a producer, at least one consumer, a quota >= 1",
+        )
+    lacking = set(register.keys) - set(part.by_name[register.producer].outputs)
+    if lacking:
+        raise PlanError(f"{register.producer!r} does not make {sorted(lacking)}", where=where)
+    fillings = 1 if register.rate is Rate.STEP else plan.num_micro_batches
+    for name in register.consumers:
+        reads = part.by_name[name].num_firings(plan.num_micro_batches)
+        if reads != fillings:
+            raise PlanError(
+                f"filled {fillings} times a step, read {reads} by {name!r}", where=where
+            )
 
 
 def _check_orders(plan: PhysicalPlan) -> None:

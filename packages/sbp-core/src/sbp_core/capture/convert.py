@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from sbp_core._torch_compat import OpOverload, argument_types, is_mutable
 from sbp_core.capture.trace import TracedStep
 from sbp_core.errors import CaptureError
 from sbp_core.graph.ir import (
@@ -159,9 +160,9 @@ class _Conversion:
         target: Any = node.target
         if target in HOST_OPS:
             return f"host.{HOST_OPS[target]}", ()
-        if not isinstance(target, torch._ops.OpOverload):
+        if not isinstance(target, OpOverload):
             raise CaptureError(f"the captured graph calls {target!r}", accepted="ATen operators")
-        if target._schema.is_mutable:
+        if is_mutable(target):
             raise CaptureError(
                 f"{target} still writes to its arguments after capture", accepted="functional ops"
             )
@@ -225,10 +226,10 @@ class _Conversion:
         raise CaptureError(f"an argument of type {type(value).__name__}: {value!r}")
 
 
-def _never_draws(node: fx.Node, target: torch._ops.OpOverload) -> bool:
+def _never_draws(node: fx.Node, target: OpOverload) -> bool:
     """Whether a random op is asked for a dropout of zero, so that it is not random."""
-    for index, argument in enumerate(target._schema.arguments):
-        if argument.name == "dropout_p":
+    for index, name in enumerate(argument_types(target)):
+        if name == "dropout_p":
             given = node.args[index] if index < len(node.args) else node.kwargs.get("dropout_p", 0)
             return isinstance(given, int | float) and given == 0
     return False

@@ -1,4 +1,6 @@
-"""Compile: graph and strategy -> `PhysicalPlan`. In order: `lower`, `segments`, `order`.
+"""Compile: graph and strategy -> `PhysicalPlan`.
+
+In order: `lower`, `segments` (with `program`, `instructions`, `registers`), `order`.
 
 before: a graph of ops on logical tensors, and a signature for each
 after:  for each rank, actors with registers, quotas, threads and a fixed firing order

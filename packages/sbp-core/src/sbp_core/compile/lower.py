@@ -16,7 +16,15 @@ from enum import StrEnum
 
 from sbp_core.boxing import Step, StepKind, route
 from sbp_core.errors import PlanError
-from sbp_core.graph.ir import InputKind, LogicalGraph, Node, OutputKind, Phase, Rate
+from sbp_core.graph.ir import (
+    PHASE_ORDER,
+    InputKind,
+    LogicalGraph,
+    Node,
+    OutputKind,
+    Phase,
+    Rate,
+)
 from sbp_core.sbp import B, NdSbp
 from sbp_core.strategy import Strategy
 
@@ -111,6 +119,7 @@ class _Lowering:
         self.out = Lowered()
         self.levels: dict[str, int] = {}
         self.made_on: dict[str, int] = {}
+        self.phases: dict[str, Phase] = {}
         self.boxed: dict[tuple[str, int, NdSbp, str], str] = {}
         self.front: dict[tuple[int, Phase], int] = {}
         for name, storage in strategy.storage.items():
@@ -135,7 +144,16 @@ class _Lowering:
                 accepted="host numbers that come from scalars and clocks",
                 todo="keep such optimizers' step counters as plain counters",
             )
-        self._add(node.name, ItemKind.HOST, node.inputs(), node.outputs, 0, node=node)
+        self._add(
+            node.name,
+            ItemKind.HOST,
+            node.inputs(),
+            node.outputs,
+            0,
+            phase=node.phase,
+            rate=node.rate,
+            node=node,
+        )
 
     def _op(self, node: Node) -> None:
         assigned = self.strategy.nodes[node.name]
@@ -151,7 +169,16 @@ class _Lowering:
         for value, sbp in zip(node.outputs, assigned.signature.outputs, strict=True):
             self.out.held[value] = Held(value, assigned.stage, sbp)
         kind = ItemKind.ACCUMULATE if node.op == "sbp.accumulate" else ItemKind.OP
-        self._add(node.name, kind, keys, node.outputs, assigned.stage, node=node)
+        self._add(
+            node.name,
+            kind,
+            keys,
+            node.outputs,
+            assigned.stage,
+            phase=node.phase,
+            rate=node.rate,
+            node=node,
+        )
 
     def _output(self, name: str, kind: OutputKind, value: str) -> None:
         producer = self.graph.producers.get(value)
@@ -230,13 +257,17 @@ class _Lowering:
         outputs: tuple[str, ...],
         stage: int,
         *,
+        phase: Phase,
+        rate: Rate,
         target_stage: int | None = None,
         node: Node | None = None,
         step: Step | None = None,
-        phase: Phase | None = None,
-        rate: Rate | None = None,
         asked_by: str = "",
     ) -> None:
+        if kind not in (ItemKind.OP, ItemKind.HOST):
+            # It may go on from a boxing step that a later phase was the first to ask for.
+            before = (self.phases.get(key, phase) for key in inputs)
+            phase = max((phase, *before), key=PHASE_ORDER.__getitem__)
         # Stages on the same ranks hand values over without a boxing step; that too ends a segment.
         level = max(
             (self.levels.get(key, 0) + (self.made_on.get(key, stage) != stage) for key in inputs),
@@ -244,16 +275,16 @@ class _Lowering:
         )
         leaves = kind in (ItemKind.COLLECTIVE, ItemKind.TRANSFER)
         if node is not None:
-            place = (stage, node.phase)
+            place = (stage, phase)
             self.front[place] = max(level, self.front.get(place, 0))
-        elif leaves and phase is not None and is_gathered_on_use(self.graph, inputs[0]):
+        elif leaves and is_gathered_on_use(self.graph, inputs[0]):
             # No earlier than the segment before its user, so that copies do not pile up.
             level = max(level, self.front.get((stage, phase), 0))
         for key in outputs:
             self.levels[key] = level + 1 if leaves else level
+            self.phases[key] = phase
             if not leaves and kind is not ItemKind.HOST:
                 self.made_on[key] = stage
-        assert node is not None or (phase is not None and rate is not None), name
         self.out.items.append(
             Item(
                 name=name,
@@ -262,8 +293,8 @@ class _Lowering:
                 outputs=outputs,
                 stage=stage,
                 target_stage=stage if target_stage is None else target_stage,
-                phase=node.phase if phase is None and node is not None else phase or Phase.FORWARD,
-                rate=node.rate if rate is None and node is not None else rate or Rate.MICRO,
+                phase=phase,
+                rate=rate,
                 level=level,
                 node=node,
                 step=step,

@@ -12,6 +12,7 @@ Knows torch.
 from __future__ import annotations
 
 import linecache
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from sbp_core.boxing.execute import local_step
 from sbp_core.boxing.step import Step
 from sbp_core.compile.physical import LOCAL_BOX, Actor, Instruction
 from sbp_core.graph.ir import Argument, Ref, Symbol
-from sbp_core.runtime.operators import operator_of, results_of
+from sbp_core.runtime.operators import makes_one_tensor, operator_of, results_of
 
 Segment = Callable[..., tuple[Any, ...]]
 
@@ -94,7 +95,7 @@ class _Writer:
         for key in entry.outputs:
             self.names[key] = f"v{len(self.names)}"
         call = f"{name}({', '.join(arguments)})"
-        if len(entry.outputs) == 1 and not entry.op.endswith("_backward.default"):
+        if entry.op == LOCAL_BOX or makes_one_tensor(entry.op):
             return f"{self.names[entry.outputs[0]]} = {call}"
         targets = "".join(f"{self.names[key]}, " for key in entry.outputs)
         return f"({targets}) = results_of({call})"
@@ -108,7 +109,7 @@ class _Writer:
             return f"torch.{argument.name}"
         if isinstance(argument, tuple):
             return f"[{', '.join(map(self._text, argument))}]"
-        if isinstance(argument, float) and argument in (float("inf"), -float("inf")):
+        if isinstance(argument, float) and not math.isfinite(argument):
             return f"float({str(argument)!r})"
         return repr(argument)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from sbp_core._torch_compat import OpOverload, return_types
 from sbp_core.errors import GraphError
 from sbp_core.graph.ir import Argument, Ref, Symbol
 
@@ -52,6 +53,12 @@ def results_of(made: Any) -> tuple[Any, ...]:
     if isinstance(made, tuple | list):
         return tuple(part for part in made if part is not None)
     return (made,)
+
+
+def makes_one_tensor(op: str) -> bool:
+    """Whether a call gives a tensor (or a host number) itself, not a tuple or list of them."""
+    found = operator_of(op)
+    return not isinstance(found, OpOverload) or return_types(found) == ["Tensor"]
 
 
 def symbol_value(symbol: Symbol) -> Any:

@@ -139,19 +139,27 @@ class _Replay:
 
     def _fire(self, place: Place) -> None:
         partners = self.game.partners(place)
-        actor = self.game.actor(place)
         taken = {partner: self._take(partner) for partner in partners}
-        results: dict[Place, Values]
-        if actor.kind is ActorKind.COLLECTIVE:
-            shards = {rank: _only(taken[(rank, name)]) for rank, name in partners}
-            made = apply_step(self.plan.steps[actor.step], shards)
-            results = {partner: {actor.makes: made[partner[0]]} for partner in partners}
-        else:
-            results = {place: self._run(place, actor, taken[place])}
+        try:
+            results = self._results(place, taken)
+        except Exception as error:
+            raise RunError(
+                f"rank {place[0]} failed in actor {place[1]!r}: {error}",
+                todo="states are those from before the step: state_dict() still gives them",
+            ) from error
         for partner in partners:
             self._put(partner, results[partner])
             self.game.finish(partner)
             self._order(partner).popleft()
+
+    def _results(self, place: Place, taken: Mapping[Place, Values]) -> dict[Place, Values]:
+        """Do the work of a firing: of one actor, or of a collective on all ranks of its group."""
+        actor = self.game.actor(place)
+        if actor.kind is not ActorKind.COLLECTIVE:
+            return {place: self._run(place, actor, taken[place])}
+        shards = {rank: _only(values) for (rank, _), values in taken.items()}
+        made = apply_step(self.plan.steps[actor.step], shards)
+        return {partner: {actor.makes: made[partner[0]]} for partner in taken}
 
     def _take(self, place: Place) -> Values:
         """Return what an actor reads: register contents, states, batch parts, scalars."""

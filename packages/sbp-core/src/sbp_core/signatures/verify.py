@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from sbp_core._torch_compat import OpOverload, argument_types
 from sbp_core.errors import SbpError, SbpLookupError
 from sbp_core.graph.ir import Argument, Ref, Symbol, TensorType, map_refs
 from sbp_core.placement import Placement
@@ -183,7 +184,7 @@ def abstract_call(op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Op
     Raises:
         SbpLookupError: PyTorch has no such operator.
     """
-    schema = {entry.name: str(entry.type) for entry in overload(op)._schema.arguments}
+    schema = argument_types(overload(op))
     kinds = list(schema.values())
 
     def meta(value: Any, kind: str) -> Any:
@@ -204,7 +205,7 @@ def abstract_call(op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Op
     return call_of(op, shapes, named)[0]
 
 
-def overload(op: str) -> torch._ops.OpOverload:
+def overload(op: str) -> OpOverload:
     """Return PyTorch's operator of a name such as `aten.mm.default`.
 
     Raises:
@@ -213,7 +214,7 @@ def overload(op: str) -> torch._ops.OpOverload:
     found: Any = torch.ops
     for part in op.split("."):
         found = getattr(found, part, None)
-    if not isinstance(found, torch._ops.OpOverload):
+    if not isinstance(found, OpOverload):
         raise SbpLookupError(
             f"PyTorch has no operator {op!r}",
             accepted="namespace.operator.overload, such as aten.mm.default",

@@ -1,0 +1,83 @@
+"""What threads tell each other: requests, acknowledgements, orders of the session, reports to it.
+
+Plain values; nothing here acts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+#: A thread of the plan: rank, name of the thread.
+ThreadId = tuple[int, str]
+
+#: Tensors and host numbers by key.
+Values = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A register was filled: its values, for one consumer.
+
+    All consumers of a filling are handed the same dict, so nobody may change it.
+    """
+
+    register: str
+    consumer: str
+    values: Values
+
+
+@dataclass(frozen=True, slots=True)
+class Acknowledge:
+    """A consumer is through with the oldest filling of a register or link."""
+
+    register: str
+    consumer: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepOrder:
+    """Run one step.
+
+    Args:
+        index: Number of the step, from 0; equal on all ranks.
+        states: The rank's states by name.
+        fed: Batch parts and scalars by name, for each micro-batch.
+        deadline_s: Seconds that one boxing step may wait for other ranks.
+    """
+
+    index: int
+    states: Mapping[str, Any]
+    fed: list[Values]
+    deadline_s: float
+
+
+class Stop:
+    """End the thread, in the middle of a step too."""
+
+
+@dataclass(slots=True)
+class WorkerReport:
+    """What a thread's step gave: results, new states, or the failure.
+
+    Args:
+        thread: Whose report it is.
+        results: Losses and metrics by name.
+        new_states: States by name, not yet in force.
+        error: The failure, if any.
+        actor: The actor that failed.
+        stopped: Whether the thread was told to stop, so that it failed for no reason of its own.
+    """
+
+    thread: ThreadId
+    results: dict[str, Tensor] = field(default_factory=dict)
+    new_states: Values = field(default_factory=dict)
+    error: BaseException | None = None
+    actor: str = ""
+    stopped: bool = False
+
+
+Message = Request | Acknowledge | StepOrder | Stop

@@ -1,0 +1,142 @@
+"""An actor's post: the actor, its work, and the ends of all registers and links it touches.
+
+Everything that a firing needs is looked up once, when the session starts. Decides whether the actor
+may fire; does not fire it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+
+from sbp_actor_runtime.message import ThreadId
+from sbp_actor_runtime.register import InRegister, OutRegister
+from sbp_actor_runtime.work import Work, work_of
+from sbp_core.boxing.backend import Communicator
+from sbp_core.compile.physical import Actor, Link, PhysicalPlan, RankPlan
+from sbp_core.graph.ir import Rate
+
+
+@dataclass(frozen=True, slots=True)
+class Post:
+    """Where one actor fires from.
+
+    Args:
+        actor: What the plan says of it.
+        work: What it does.
+        inputs: Registers it reads.
+        outputs: Registers that every firing fills.
+        sums: Registers that only the last micro-batch of a step fills.
+        sends: Links that a send fills; only those whose receiver is in this process have credits.
+        receives: Name of each link that a receive empties, and the thread that gets its credit.
+    """
+
+    actor: Actor
+    work: Work
+    inputs: tuple[InRegister, ...]
+    outputs: tuple[OutRegister, ...]
+    sums: tuple[OutRegister, ...]
+    sends: tuple[OutRegister, ...]
+    receives: tuple[tuple[str, ThreadId], ...]
+
+    def fills(self, is_last: bool) -> tuple[OutRegister, ...]:
+        """Return the registers that a firing fills."""
+        return self.outputs + self.sums if is_last else self.outputs
+
+    def may_fire(self, is_last: bool) -> bool:
+        """Whether all data and credits for the next firing are there."""
+        return next(self._lacks(is_last), None) is None
+
+    def lacks(self, is_last: bool) -> str:
+        """Say what keeps the actor from firing."""
+        return "; ".join(
+            f"data in register {end.name} from rank {end.producer[0]}"
+            if isinstance(end, InRegister)
+            else f"credit of {end.name} from {end.slowest()}"
+            for end in self._lacks(is_last)
+        )
+
+    def _lacks(self, is_last: bool) -> Iterator[InRegister | OutRegister]:
+        for register in self.inputs:
+            if not register.fillings:
+                yield register
+        for end in (*self.fills(is_last), *self.sends):
+            if not end.has_credit:
+                yield end
+
+
+def make_posts(
+    plan: PhysicalPlan, thread: ThreadId, communicator: Communicator, ranks_here: Collection[int]
+) -> dict[str, Post]:
+    """Return the post of every actor of one thread, by name.
+
+    Links to ranks of other processes have no credits: no acknowledgement comes from there, and the
+    quotas of the registers behind them bound what is in flight.
+
+    Args:
+        plan: With firing orders.
+        thread: The thread.
+        communicator: Of its rank.
+        ranks_here: Ranks of this process.
+
+    Raises:
+        GraphError: torch has no operator that a segment names.
+    """
+    rank, name = thread
+    part = plan.by_rank[rank]
+    mine = [actor for actor in part.actors if actor.thread == name]
+    names = {actor.name for actor in mine}
+    sends: dict[str, list[Link]] = defaultdict(list)
+    receives: dict[str, list[Link]] = defaultdict(list)
+    for link in plan.links:
+        if link.sender[0] == rank and link.sender[1] in names and link.receiver[0] in ranks_here:
+            sends[link.sender[1]].append(link)
+        if link.receiver[0] == rank and link.receiver[1] in names and link.sender[0] in ranks_here:
+            receives[link.receiver[1]].append(link)
+    return {
+        actor.name: Post(
+            actor=actor,
+            work=work_of(actor, plan, communicator),
+            inputs=_inputs(part, actor),
+            outputs=_outputs(part, actor, sums=False),
+            sums=_outputs(part, actor, sums=True),
+            sends=_link_ends(plan, sends[actor.name]),
+            receives=tuple(
+                (link.name, _thread(plan, link.sender)) for link in receives[actor.name]
+            ),
+        )
+        for actor in mine
+    }
+
+
+def _inputs(part: RankPlan, actor: Actor) -> tuple[InRegister, ...]:
+    return tuple(
+        InRegister(register.name, (part.rank, part.by_name[register.producer].thread))
+        for register in part.inputs_of[actor.name]
+    )
+
+
+def _outputs(part: RankPlan, actor: Actor, *, sums: bool) -> tuple[OutRegister, ...]:
+    return tuple(
+        OutRegister(
+            register.name,
+            register.quota,
+            {reader: (part.rank, part.by_name[reader].thread) for reader in register.consumers},
+            register.keys,
+        )
+        for register in part.outputs_of[actor.name]
+        if (register.rate is Rate.STEP and actor.rate is Rate.MICRO) == sums
+    )
+
+
+def _link_ends(plan: PhysicalPlan, links: Iterable[Link]) -> tuple[OutRegister, ...]:
+    return tuple(
+        OutRegister(link.name, link.quota, {link.receiver[1]: _thread(plan, link.receiver)})
+        for link in links
+    )
+
+
+def _thread(plan: PhysicalPlan, place: tuple[int, str]) -> ThreadId:
+    rank, actor = place
+    return rank, plan.by_rank[rank].by_name[actor].thread

@@ -1,0 +1,34 @@
+from importlib.resources import files
+
+import pytest
+
+from sbp_actor_runtime.configs import ActorConfig
+from sbp_core.errors import ConfigError
+
+
+def test_the_defaults_are_those_of_the_option_file() -> None:
+    text = files("sbp_actor_runtime.conf").joinpath("runtime/actor.yaml").read_text("utf-8")
+    lines = [line.split("#")[0].strip() for line in text.splitlines()]
+    pairs = dict(line.split(": ") for line in lines if line)
+
+    assert pairs.pop("name") == "actor"
+    config = ActorConfig()
+    assert {key: float(value) for key, value in pairs.items()} == {
+        "threads_per_rank": config.threads_per_rank,
+        "first_deadline_s": config.first_deadline_s,
+        "deadline_s": config.deadline_s,
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("threads_per_rank", 0), ("deadline_s", 0.0), ("deadline_s", -1.0), ("first_deadline_s", 0.0)],
+)
+def test_a_setting_out_of_range_is_refused_by_name(name: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=name):
+        ActorConfig(**{name: value})
+
+
+def test_a_deadline_that_is_no_number_is_refused() -> None:
+    with pytest.raises(ConfigError, match="deadline_s"):
+        ActorConfig(deadline_s=float("nan"))

@@ -1,0 +1,8 @@
+from sbp_actor_runtime.configs import ActorConfig
+from sbp_actor_runtime.session import ActorRuntime, build
+from sbp_core.testing.runtime import RuntimeConformance
+
+
+class TestActorRuntime(RuntimeConformance):
+    def make_runtime(self) -> ActorRuntime:
+        return build(ActorConfig(first_deadline_s=30.0, deadline_s=30.0))

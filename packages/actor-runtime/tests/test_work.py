@@ -1,0 +1,119 @@
+"""The work of single actors, with a communicator that only writes down what it is asked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from actor_plans import DATA, PIPELINE, training_step
+from torch import Tensor
+
+from sbp_actor_runtime.message import StepOrder
+from sbp_actor_runtime.work import work_of
+from sbp_core.boxing.backend import Communicator
+from sbp_core.boxing.step import Step
+from sbp_core.compile.physical import Actor, ActorKind
+from sbp_core.testing.cases import compile_case
+
+
+class Recorder(Communicator):
+    """Answers every call with its number."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.sent_bytes = rank, 0
+        self.calls: list[tuple[str, str, float]] = []
+
+    def _write(self, kind: str, tag: str, deadline_s: float) -> Tensor:
+        self.calls.append((kind, tag, deadline_s))
+        return torch.tensor(len(self.calls))
+
+    def collective(self, step: Step, shard: Tensor, *, tag: str, deadline_s: float) -> Tensor:
+        return self._write("collective", tag, deadline_s)
+
+    def send(self, step: Step, shard: Tensor, *, tag: str, deadline_s: float) -> None:
+        self._write("send", tag, deadline_s)
+
+    def receive(self, step: Step, shard: Tensor | None, *, tag: str, deadline_s: float) -> Tensor:
+        return self._write("receive", tag, deadline_s)
+
+
+def order(index: int = 0) -> StepOrder:
+    return StepOrder(index, {}, [], 7.0)
+
+
+def actor_of(name: str, rank: int, kind: ActorKind) -> Actor:
+    return next(a for a in compile_case(name).by_rank[rank].actors if a.kind is kind)
+
+
+def tags_of(kind: ActorKind, rank: int, values: dict[str, Any]) -> list[str]:
+    actor, recorder = actor_of(PIPELINE, rank, kind), Recorder(rank)
+    work = work_of(actor, compile_case(PIPELINE), recorder)
+    for step in (0, 1):
+        for index in (0, 1, 2):
+            work(index, values, order(step))
+    return [tag for _, tag, _ in recorder.calls]
+
+
+def test_every_firing_has_a_tag_of_its_own() -> None:
+    tags = tags_of(ActorKind.SEND, 0, {"x": torch.zeros(1)})
+
+    assert len(set(tags)) == 6
+
+
+def test_sender_and_receiver_call_a_firing_the_same() -> None:
+    sent = tags_of(ActorKind.SEND, 0, {"x": torch.zeros(1)})
+    received = tags_of(ActorKind.RECEIVE, 2, {})
+
+    assert sent == received
+
+
+def test_a_collective_hands_on_the_deadline_and_names_what_it_makes() -> None:
+    actor, recorder = actor_of(DATA, 1, ActorKind.COLLECTIVE), Recorder(1)
+
+    made = work_of(actor, compile_case(DATA), recorder)(0, {"x": torch.zeros(1)}, order())
+
+    assert made == {actor.makes: torch.tensor(1)}
+    ((kind, tag, deadline_s),) = recorder.calls
+    assert (kind, deadline_s) == ("collective", 7.0)
+    assert actor.name in tag
+
+
+def test_an_accumulation_gives_the_scaled_sum_with_the_last_micro_batch() -> None:
+    plan = compile_case("accumulation")
+    actor = actor_of("accumulation", 0, ActorKind.ACCUMULATE)
+    work = work_of(actor, plan, Recorder(0))
+    _, total, scale = actor.accumulates[0]
+
+    made = [
+        work(i, {p: torch.tensor(1.0 + i) for p, _, _ in actor.accumulates}, order())
+        for i in range(3)
+    ]
+
+    assert made[:2] == [{}, {}]
+    assert made[2][total].item() == pytest.approx(6.0 * scale)
+
+
+def test_an_accumulation_begins_anew_after_a_step_that_was_broken_off() -> None:
+    plan = compile_case("accumulation")
+    actor = actor_of("accumulation", 0, ActorKind.ACCUMULATE)
+    work = work_of(actor, plan, Recorder(0))
+    values = {part: torch.tensor(1.0) for part, _, _ in actor.accumulates}
+    _, total, scale = actor.accumulates[0]
+    work(0, values, order())
+
+    for index in range(3):
+        made = work(index, values, order(1))
+
+    assert made[total].item() == pytest.approx(3.0 * scale)
+
+
+def test_a_segment_computes_from_states_batch_and_scalars() -> None:
+    plan, step = compile_case("one rank"), training_step("one rank")
+    actor = next(a for a in plan.by_rank[0].actors if "features" in a.reads)
+    values = {**step.states, **step.batches[0], **step.scalars}
+
+    made = work_of(actor, plan, Recorder(0))(0, {key: values[key] for key in actor.reads}, order())
+
+    assert set(made) >= set(actor.outputs)
+    assert all(isinstance(made[key], Tensor) for key in actor.outputs)

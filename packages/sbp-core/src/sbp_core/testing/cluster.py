@@ -1,0 +1,57 @@
+"""The conformance suite of cluster profiles: subclass `ClusterConformance`, supply one method.
+
+    class TestMyCluster(ClusterConformance):
+        def make_factory(self):
+            return build(MyConfig())
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from sbp_core.placement import Cluster
+from sbp_core.plugins.kinds import ClusterFactory
+
+
+class ClusterConformance(ABC):
+    """What every cluster profile must do. See the module's docstring for how to use it."""
+
+    #: Numbers of ranks to ask for.
+    sizes: tuple[int, ...] = (1, 2, 4)
+
+    #: Dtypes whose rate a planner will ask for.
+    dtypes: tuple[str, ...] = ("float32",)
+
+    @abstractmethod
+    def make_factory(self) -> ClusterFactory:
+        """Return what `build(config)` returns."""
+
+    def test_the_cluster_has_as_many_devices_as_asked_for(self) -> None:
+        """And a name."""
+        for size in self.sizes:
+            cluster = self.make_factory()(size)
+            assert isinstance(cluster, Cluster), f"a {type(cluster).__name__}"
+            assert cluster.num_devices == size, f"{cluster.num_devices} devices, not {size}"
+            assert cluster.name, "the cluster has no name"
+
+    def test_the_profile_is_the_same_every_time(self) -> None:
+        """It is declared or was measured; asking measures nothing."""
+        for size in self.sizes:
+            assert self.make_factory()(size) == self.make_factory()(size), f"{size} devices"
+
+    def test_devices_have_a_rate_for_every_dtype(self) -> None:
+        """In flop/s."""
+        device = self.make_factory()(self.sizes[0]).device
+        missing = [dtype for dtype in self.dtypes if dtype not in device.flop_per_s]
+        assert not missing, f"no rate for {missing}"
+
+    def test_every_pair_of_ranks_has_a_link(self) -> None:
+        """Whose bandwidth is at most that inside a node, whose latency at least."""
+        for size in self.sizes:
+            cluster = self.make_factory()(size)
+            for other in range(1, size):
+                link = cluster.link([0, other])
+                assert link.bytes_per_s <= cluster.intra_node.bytes_per_s, f"0 to {other}"
+                assert link.latency_s >= cluster.intra_node.latency_s, f"0 to {other}"

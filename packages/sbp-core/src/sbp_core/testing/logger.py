@@ -1,0 +1,93 @@
+"""The conformance suite of metric sinks: subclass `MetricSinkConformance` and supply two methods.
+
+    class TestMySink(MetricSinkConformance):
+        def make_factory(self):
+            return build(MyConfig())
+        def read(self, run_folder):
+            return [(line.step, line.metrics) for line in parse(run_folder / "my.log")]
+
+A sink that keeps nothing sets `keeps = False`. The tests take
+pytest's fixture `tmp_path`. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from sbp_core.plugins.kinds import MetricSinkFactory
+
+#: The metrics of one step, by step.
+Records = Sequence[tuple[int, Mapping[str, float]]]
+
+
+class MetricSinkConformance(ABC):
+    """What every metric sink must do. See the module's docstring for how to use it."""
+
+    #: Whether what is logged can be read again.
+    keeps: bool = True
+
+    #: Metrics that come and go, numbers without a short decimal form, and no numbers at all.
+    records: Records = (
+        (1, {"loss": 0.1, "tokens_per_s": 12345.678}),
+        (2, {"loss": 1 / 3}),
+        (5, {"held_out_loss": 2.5e-300, "loss": float("nan")}),
+        (6, {"loss": float("inf")}),
+    )
+
+    @abstractmethod
+    def make_factory(self) -> MetricSinkFactory:
+        """Return what `build(config)` returns."""
+
+    @abstractmethod
+    def read(self, run_folder: Path) -> Records:
+        """Read back what a sink has written: steps in order, each with its metrics."""
+
+    def test_what_is_logged_survives_without_close(self, tmp_path: Path) -> None:
+        """A run that is killed keeps what it logged."""
+        sink = self.make_factory()(tmp_path)
+        for number, (step, metrics) in enumerate(self.records, start=1):
+            sink.log(step, metrics)
+            self._check(tmp_path, self.records[:number])
+        sink.close()
+
+    def test_closing_loses_nothing(self, tmp_path: Path) -> None:
+        """Everything can be read afterwards, exactly."""
+        sink = self.make_factory()(tmp_path)
+        for step, metrics in self.records:
+            sink.log(step, metrics)
+        sink.close()
+        self._check(tmp_path, self.records)
+
+    def test_a_run_without_metrics_is_fine(self, tmp_path: Path) -> None:
+        """Closing at once leaves no record."""
+        self.make_factory()(tmp_path).close()
+        self._check(tmp_path, ())
+
+    def test_two_runs_do_not_meet(self, tmp_path: Path) -> None:
+        """Each run folder has its own metrics, and nothing is written elsewhere."""
+        folders = [tmp_path / "one", tmp_path / "two"]
+        for folder in folders:
+            folder.mkdir()
+        sinks = [self.make_factory()(folder) for folder in folders]
+        for sink, record in zip(sinks, self.records, strict=False):
+            sink.log(*record)
+        for sink in sinks:
+            sink.close()
+        for folder, record in zip(folders, self.records, strict=False):
+            self._check(folder, (record,))
+        assert sorted(tmp_path.iterdir()) == folders, "files outside the run folder"
+
+    def _check(self, folder: Path, wanted: Records) -> None:
+        if not self.keeps:
+            assert not list(folder.iterdir()), "a sink that keeps nothing wrote files"
+            return
+        found = [(step, dict(metrics)) for step, metrics in self.read(folder)]
+        assert [step for step, _ in found] == [step for step, _ in wanted], f"steps: {found}"
+        for (step, metrics), (_, given) in zip(found, wanted, strict=True):
+            assert set(metrics) == set(given), f"metrics of step {step}: {metrics}"
+            for name, value in given.items():
+                same = metrics[name] == value or (math.isnan(metrics[name]) and math.isnan(value))
+                assert same, f"{name} of step {step}: {metrics[name]!r}, not {value!r}"

@@ -1,0 +1,23 @@
+"""Numbers for people to read; inside, everything is in SI base units. Imports no torch."""
+
+from __future__ import annotations
+
+
+def format_bytes(size_bytes: float) -> str:
+    """Return a size in decimal units: `172.1 MB`; exact below 10,000 bytes."""
+    if size_bytes < 10_000:
+        return f"{size_bytes:.0f} B"
+    size, unit = size_bytes / 1000, "kB"
+    for larger in ("MB", "GB", "TB", "PB"):
+        if size < 999.95:
+            break
+        size, unit = size / 1000, larger
+    return f"{size:.1f} {unit}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Return a duration with three digits: `1.25 s`, `17.3 ms`, `42 µs`."""
+    for factor, unit in ((1.0, "s"), (1e-3, "ms")):
+        if seconds >= 0.9995 * factor:
+            return f"{seconds / factor:.3g} {unit}"
+    return f"{seconds / 1e-6:.3g} µs"

@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hand_plans import data_parallel_plan, pipeline_plan
+
+from sbp_core.compile import CompileOptions
+from sbp_core.compile.order import order_firings
+from sbp_core.compile.physical import ActorKind, PhysicalPlan
+from sbp_core.errors import PlanError
+from sbp_core.placement import Placement
+
+_COUNTS = range(2, 7)
+
+
+def _schedule(plan: PhysicalPlan, rank: int) -> list[str]:
+    """Return the compute firings of a rank: F0, F1, B0, ..."""
+    letters = {"forward": "F", "backward": "B"}
+    return [
+        f"{letters[name.split('.')[0]]}{index}"
+        for name, index in plan.by_rank[rank].orders["compute"]
+        if name.split(".")[0] in letters
+    ]
+
+
+def _one_forward_one_backward(num_micro_batches: int, in_flight: int) -> list[str]:
+    """Return the textbook order: `in_flight` forwards, then one backward and one forward each."""
+    order = [f"F{index}" for index in range(min(in_flight, num_micro_batches))]
+    for index in range(num_micro_batches):
+        order.append(f"B{index}")
+        if index + in_flight < num_micro_batches:
+            order.append(f"F{index + in_flight}")
+    return order
+
+
+@pytest.mark.parametrize("count", _COUNTS)
+def test_quotas_of_stages_minus_stage_give_one_forward_one_backward(count: int) -> None:
+    plan = pipeline_plan(count, (2, 1))
+
+    for rank, in_flight in enumerate((2, 1)):
+        assert _schedule(plan, rank) == _one_forward_one_backward(count, in_flight)
+
+
+@pytest.mark.parametrize("count", _COUNTS)
+def test_quotas_of_all_micro_batches_give_gpipe(count: int) -> None:
+    plan = pipeline_plan(count, (count, count))
+
+    gpipe = [f"{letter}{index}" for letter in "FB" for index in range(count)]
+    assert [_schedule(plan, rank) for rank in (0, 1)] == [gpipe, gpipe]
+
+
+@pytest.mark.parametrize("count", _COUNTS)
+def test_three_stages_give_one_forward_one_backward(count: int) -> None:
+    plan = pipeline_plan(count, (3, 2, 1), widths=(4, 4, 4, 4))
+
+    for rank, in_flight in enumerate((3, 2, 1)):
+        assert _schedule(plan, rank) == _one_forward_one_backward(count, in_flight)
+
+
+@pytest.mark.parametrize("quotas", [(2, 1), (4, 4)])
+@pytest.mark.parametrize("boxing_thread", [False, True])
+def test_collectives_come_in_one_order_on_all_ranks_of_a_group(
+    quotas: tuple[int, int], boxing_thread: bool
+) -> None:
+    mesh = Placement.grid((2, 2), ("pipe", "data"))
+
+    plan = pipeline_plan(4, quotas, mesh=mesh, options=CompileOptions(boxing_thread=boxing_thread))
+
+    orders: dict[tuple[int, ...], set[tuple[tuple[str, int], ...]]] = {}
+    for part in plan.ranks:
+        collectives = {a.name: a for a in part.actors if a.kind is ActorKind.COLLECTIVE}
+        found: dict[tuple[int, ...], list[tuple[str, int]]] = {}
+        for order in part.orders.values():
+            for name, index in order:
+                if name in collectives:
+                    group = plan.steps[collectives[name].step].group(part.rank)
+                    found.setdefault(group, []).append((name, index))
+        for group, firings in found.items():
+            orders.setdefault(group, set()).add(tuple(firings))
+    assert orders
+    assert all(len(alternatives) == 1 for alternatives in orders.values())
+
+
+def test_every_actor_is_listed_for_each_of_its_firings_in_turn() -> None:
+    plan = pipeline_plan(3, (2, 1))
+
+    for part in plan.ranks:
+        for actor in part.actors:
+            indices = [index for name, index in part.orders[actor.thread] if name == actor.name]
+            assert indices == list(range(actor.num_firings(3)))
+
+
+def test_a_gradient_is_sent_before_the_next_forward_begins() -> None:
+    order = pipeline_plan(4, (2, 1)).by_rank[1].orders["compute"]
+
+    for index in range(3):
+        sent = order.index(("send layers.1.grad.mm_1@0(B)", index))
+        assert order.index(("backward.1.1", index)) < sent < order.index(("forward.1.1", index + 1))
+
+
+def test_ordering_again_changes_nothing() -> None:
+    plan = data_parallel_plan()
+
+    assert order_firings(plan).hash == plan.hash
+
+
+def test_quotas_that_admit_no_order_are_refused() -> None:
+    plan = pipeline_plan(2, (2, 1))
+    ranks = tuple(
+        replace(part, registers=tuple(replace(r, quota=0) for r in part.registers))
+        for part in plan.ranks
+    )
+
+    with pytest.raises(PlanError, match="the quotas admit no firing order") as caught:
+        order_firings(replace(plan, ranks=ranks))
+
+    assert "forward.0.0 waits for credit of register forward.0.0#0" in caught.value.where[0]

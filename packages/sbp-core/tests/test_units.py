@@ -1,0 +1,19 @@
+import pytest
+
+from sbp_core.units import format_bytes, format_seconds
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "text"),
+    [(0, "0 B"), (9999, "9999 B"), (10_000, "10.0 kB"), (999_960, "1.0 MB"), (2.5e12, "2.5 TB")],
+)
+def test_bytes_are_printed_in_decimal_units(size_bytes, text):
+    assert format_bytes(size_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(90.0, "90 s"), (1.2345, "1.23 s"), (0.9996, "1 s"), (0.0173, "17.3 ms"), (4.2e-5, "42 µs")],
+)
+def test_durations_are_printed_with_three_digits(seconds, text):
+    assert format_seconds(seconds) == text
