@@ -72,6 +72,19 @@ class Package:
         return list(self.project.get("dependencies", []))
 
     @property
+    def extras(self) -> dict[str, list[str]]:
+        """The extras that it offers to users, with their requirements."""
+        found = dict(self.project.get("optional-dependencies", {}))
+        found.pop("test", None)
+        return found
+
+    @property
+    def extra_modules(self) -> list[str]:
+        """What the extras bring, by the names under which it is imported."""
+        entries = [entry for extra in self.extras.values() for entry in extra]
+        return sorted({re.split(r"[^\w-]", entry)[0].replace("-", "_") for entry in entries})
+
+    @property
     def test_dependencies(self) -> list[str]:
         """The requirements that it declares for its tests."""
         return list(self.project.get("optional-dependencies", {}).get("test", []))
@@ -217,7 +230,10 @@ def alone(session: nox.Session, package: Package) -> None:
 
     pip_install(session, own, *core)
     script = ROOT / "integration" / "import_all_modules.py"
-    session.run("python", "-I", str(script), package.module)
+    session.run("python", "-I", str(script), package.module, *package.extra_modules)
+    if package.extras:
+        pip_install(session, f"{own}[{','.join(package.extras)}]", *core)
+        session.run("python", "-I", str(script), package.module)
     pip_install(session, f"{own}[test]", *core)
     run_pytest(session, package.folder, *QUICK, *session.posargs)
 

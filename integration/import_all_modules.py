@@ -1,4 +1,8 @@
-"""Import every module of the package named on the command line; the first failure is shown."""
+"""Import every module of the package named first on the command line; the first failure is shown.
+
+Further arguments name what extras bring and what is not installed yet: a module that lacks one of
+those is counted as waiting for it, not as a failure.
+"""
 
 import importlib
 import pkgutil
@@ -6,12 +10,27 @@ import sys
 
 
 def main() -> None:
-    package = importlib.import_module(sys.argv[1])
-    names = [package.__name__]
-    for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-        importlib.import_module(found.name)
-        names.append(found.name)
-    print(f"{len(names)} modules of {package.__name__} import with the declared dependencies only")
+    name, extras = sys.argv[1], sys.argv[2:]
+    imported, waiting = 0, []
+    package = importlib.import_module(name)
+    for found in [package.__name__, *_modules(package.__path__, name)]:
+        try:
+            importlib.import_module(found)
+            imported += 1
+        except ModuleNotFoundError as error:
+            if error.name is None or error.name.split(".")[0] not in extras:
+                raise
+            waiting.append(found)
+    print(f"{imported} modules of {name} import with what is installed")
+    if waiting:
+        print(f"{len(waiting)} wait for an extra ({', '.join(extras)}): {', '.join(waiting)}")
+
+
+def _modules(path: object, name: str) -> list[str]:
+    def waits(_: str) -> None:
+        """Go on after a package that needs an extra; it is reported when it is imported."""
+
+    return [found.name for found in pkgutil.walk_packages(path, f"{name}.", onerror=waits)]
 
 
 if __name__ == "__main__":
