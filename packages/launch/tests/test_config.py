@@ -47,9 +47,7 @@ def test_the_trainer_option_states_the_defaults_of_the_trainer() -> None:
     assert values == asdict(TrainerConfig())
 
 
-@pytest.mark.parametrize(
-    "name", ["steps", "batch_size", "micro_batches", "log_every", "threads_per_rank"]
-)
+@pytest.mark.parametrize("name", ["steps", "batch_size", "micro_batches", "log_every"])
 def test_counts_that_cannot_be_zero_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"trainer.{name}=0 is too small"):
         merge_settings(TrainerConfig, {name: 0}, key="trainer")
