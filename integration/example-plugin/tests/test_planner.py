@@ -4,6 +4,7 @@ import torch
 from sbp_core.capture import capture
 from sbp_core.errors import SbpLookupError
 from sbp_core.graph.ir import InputKind
+from sbp_core.graph.passes import prepare_step
 from sbp_core.placement import Cluster, Device, Link, Placement
 from sbp_core.plugins.kinds import PlanRequest
 from sbp_core.sbp import B, NdSbp, S
@@ -35,7 +36,7 @@ def make_request() -> PlanRequest:
         {"tokens": tokens, "targets": tokens},
         torch.optim.AdamW(model.parameters(), foreach=False),
     )
-    return PlanRequest(graph=graph, mesh=MESH, cluster=CLUSTER)
+    return PlanRequest(graph=prepare_step(graph), mesh=MESH, cluster=CLUSTER)
 
 
 def test_the_batch_is_split_on_the_first_axis_and_every_state_is_whole() -> None:

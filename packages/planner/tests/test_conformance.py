@@ -1,27 +1,24 @@
-"""Every preset and `osdp` plan a small transformer that runs as on one device. Needs torch."""
+"""Every preset and `osdp` plan a small transformer that runs as on one device."""
 
 from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
-import pytest
+import torch
 import yaml
+from torch import nn
+from torch.nn import functional
 
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402
-from torch.nn import functional  # noqa: E402
-
-from sbp_core.capture import capture, initial_states  # noqa: E402
-from sbp_core.graph.passes import prepare_step  # noqa: E402
-from sbp_core.plugins import merge_settings  # noqa: E402
-from sbp_core.plugins.kinds import Planner  # noqa: E402
-from sbp_core.testing.planner import PlannerConformance  # noqa: E402
-from sbp_core.testing.programs import TrainingStep  # noqa: E402
-from sbp_planner.configs import ManualConfig, OsdpConfig  # noqa: E402
-from sbp_planner.manual import build as build_manual  # noqa: E402
-from sbp_planner.osdp import build as build_osdp  # noqa: E402
+from sbp_core.capture import capture, initial_states
+from sbp_core.graph.passes import prepare_step
+from sbp_core.plugins import merge_settings
+from sbp_core.plugins.kinds import Planner
+from sbp_core.testing.planner import PlannerConformance
+from sbp_core.testing.programs import TrainingStep
+from sbp_planner.configs import ManualConfig, OsdpConfig
+from sbp_planner.manual import build as build_manual
+from sbp_planner.osdp import build as build_osdp
 
 
 class Attention(nn.Module):

@@ -1,0 +1,32 @@
+"""The suites that sbp ships for plugin authors: subclass one for each kind that you supply."""
+
+from collections.abc import Mapping
+
+import torch
+
+from sbp_core.plugins.kinds import Planner
+from sbp_core.testing.model import ModelConformance
+from sbp_core.testing.planner import PlannerConformance
+from sbp_example_plugin.model import Bigram
+from sbp_example_plugin.model import build as build_model
+from sbp_example_plugin.planner import build as build_planner
+from sbp_example_plugin.plugin import ModelConfig, PlannerConfig
+
+
+class TestPlanner(PlannerConformance):
+    def make_planner(self) -> Planner:
+        return build_planner(PlannerConfig())
+
+
+class TestModel(ModelConformance):
+    vocabulary = 6
+
+    def make_model(self) -> Bigram:
+        return build_model(ModelConfig(vocabulary=6, context=4, hidden=8))
+
+    def make_batch(self, batch_size: int) -> Mapping[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        return {
+            name: torch.randint(0, 6, (batch_size, 4), generator=generator)
+            for name in ("tokens", "targets")
+        }
