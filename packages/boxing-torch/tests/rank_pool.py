@@ -23,9 +23,14 @@ Job = Callable[[int, TorchBackend], Any]
 
 
 class RankPool:
-    """Ranks 0 .. n - 1, started when they are first needed."""
+    """Ranks 0 .. n - 1, started when they are first needed.
 
-    def __init__(self) -> None:
+    Args:
+        device: Where their shards live: `cpu`, or `cuda` for one GPU each.
+    """
+
+    def __init__(self, device: str = "cpu") -> None:
+        self._device = device
         self._store = dist.TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=_TIMEOUT
         )
@@ -55,19 +60,22 @@ class RankPool:
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
-        process = context.Process(target=work, args=(theirs, self._store.port), daemon=True)
+        process = context.Process(
+            target=work, args=(theirs, self._store.port, self._device), daemon=True
+        )
         process.start()
         theirs.close()
         self._workers.append((process, ours))
 
 
-def work(pipe: Connection, port: int) -> None:
+def work(pipe: Connection, port: int, device: str) -> None:
     """Run the jobs that come, as one rank."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=_TIMEOUT)
     while (given := pipe.recv()) is not None:
         rank, num_ranks, run, job = given
         world = World(rank=rank, size=num_ranks, store=dist.PrefixStore(run, store))
-        backend = TorchBackend(TorchBoxingConfig(), world=world)
+        own = f"{device}:{rank}" if device == "cuda" else device
+        backend = TorchBackend(TorchBoxingConfig(device=own), world=world)
         try:
             backend.open(range(num_ranks))
             pipe.send((pickle.loads(job)(rank, backend), None))

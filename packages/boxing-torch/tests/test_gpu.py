@@ -1,0 +1,67 @@
+"""NCCL, on machines that have GPUs: one rank on one GPU, and the conformance suite on four."""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from rank_pool import RankPool
+from torch.distributed import HashStore
+
+from sbp_boxing_torch.backend import TorchBackend
+from sbp_boxing_torch.configs import TorchBoxingConfig
+from sbp_boxing_torch.rendezvous import World
+from sbp_core.boxing import Step, StepKind
+from sbp_core.placement import Placement
+from sbp_core.sbp import B, NdSbp, P
+from sbp_core.testing.boxing import BoxingConformance, Program
+
+NUM_GPUS = torch.cuda.device_count()
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(NUM_GPUS == 0, reason="no CUDA device is visible"),
+]
+
+
+def test_a_group_of_one_rank_reduces_over_nccl() -> None:
+    mesh = Placement([0], device="cuda")
+    step = Step(
+        kind=StepKind.ALL_REDUCE,
+        shape=(4,),
+        dtype="float32",
+        source=(mesh, NdSbp(P)),
+        target=(mesh, NdSbp(B)),
+        axis=0,
+        size_bytes=0,
+    )
+    backend = TorchBackend(
+        TorchBoxingConfig(device="cuda:0"), world=World(rank=0, size=1, store=HashStore())
+    )
+    backend.open([0])
+    value = torch.arange(4.0, device="cuda:0")
+
+    made = backend.communicator(0).collective(step, value, tag="test", deadline_s=60.0)
+
+    assert torch.equal(made, value)
+    backend.close()
+
+
+def run_program(rank: int, backend: TorchBackend, program: Program) -> Any:
+    return program(rank, backend.communicator(rank))
+
+
+@pytest.mark.skipif(NUM_GPUS < 4, reason=f"the suite wants 4 GPUs, {NUM_GPUS} are visible")
+class TestNccl(BoxingConformance):
+    device = "cuda"
+    dtypes = ("float32", "float64", "int64", "bfloat16")
+
+    @pytest.fixture(autouse=True)
+    def _start_pool(self) -> Iterator[None]:
+        self.pool = RankPool("cuda")
+        yield
+        self.pool.close()
+
+    def run_ranks(self, num_ranks: int, program: Program) -> Sequence[Any]:
+        return self.pool.run(num_ranks, partial(run_program, program=program))
