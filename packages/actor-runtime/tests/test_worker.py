@@ -29,7 +29,9 @@ from sbp_core.testing.cases import compile_case, plan_with
 class Alone:
     """The compute thread of rank 0, with nobody at the other end of its messages."""
 
-    def __init__(self, name: str = PIPELINE, plan: PhysicalPlan | None = None) -> None:
+    def __init__(
+        self, name: str = PIPELINE, plan: PhysicalPlan | None = None, *, starts: bool = True
+    ) -> None:
         self.step = training_step(name)
         self.plan = plan or compile_case(name)
         self.sent: SimpleQueue[tuple[ThreadId, Message]] = SimpleQueue()
@@ -45,7 +47,8 @@ class Alone:
             self.reports.put,
             1,
         )
-        self.worker.os_thread.start()
+        if starts:
+            self.worker.os_thread.start()
 
     def order(self, deadline_s: float) -> None:
         store = StateStore(self.plan, [0])
@@ -66,6 +69,19 @@ def all_messages(alone: Alone) -> list[tuple[ThreadId, Message]]:
             found.append(alone.sent.get(timeout=0.2))
         except Empty:
             return found
+
+
+def test_a_step_that_was_ordered_before_the_stop_is_reported() -> None:
+    # The session waits for the report of every worker that it gave an order.
+    alone = Alone(starts=False)
+    alone.order(deadline_s=5.0)
+    alone.worker.stop()
+
+    alone.worker.os_thread.start()
+    report = alone.reports.get(timeout=5.0)
+    alone.end()
+
+    assert report.stopped
 
 
 def test_a_deadline_that_passes_names_what_was_awaited() -> None:

@@ -48,6 +48,7 @@ CLUSTER = "sbp_launch/conf/cluster/local.yaml"
         ),
         (["trainer.steps=abc"], ["trainer.steps", "'abc'", "an integer", TRAINER]),
         (["trainer.steps=0"], ["trainer.steps=0", "an integer >= 1", TRAINER]),
+        (["trainer.passes=[fuse]"], ["trainer.passes=fuse", "'fuse'", TRAINER]),
         (["trainer.dtype=float16"], ["trainer.dtype", "float32, float64", TRAINER]),
         (["trainer.steps.x=1"], ["trainer.steps.x", TRAINER]),
         (["optimizer.lr=-1"], ["optimizer.lr=-1", "sbp_launch/conf/optimizer/adamw.yaml"]),

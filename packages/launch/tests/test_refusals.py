@@ -74,3 +74,26 @@ def test_every_default_that_another_package_brings_has_a_home() -> None:
     ]
 
     assert homeless == []
+
+
+@pytest.mark.parametrize("value", ["S(0)", "{batch: {data: S(0)}}"])
+def test_an_sbp_outside_quotes_is_answered_with_the_quotes_that_it_needs(value: str) -> None:
+    with session(LAUNCH_ONLY) as catalog, pytest.raises(ConfigError) as caught:
+        compose(catalog, LAUNCH_ONLY, "config", [f"+planner.pins={value}"])
+
+    assert caught.value.todo == 'quote values with brackets: "S(0)"'
+
+
+def test_an_unreadable_override_is_answered_without_repeating_it() -> None:
+    with session(LAUNCH_ONLY) as catalog, pytest.raises(ConfigError) as caught:
+        compose(catalog, LAUNCH_ONLY, "config", ["trainer.steps=[1"])
+
+    assert caught.value.what == "the override 'trainer.steps=[1' cannot be read"
+    assert "parsing" not in caught.value.todo
+
+
+def test_an_option_is_described_by_the_comment_that_its_file_begins_with() -> None:
+    with session(LAUNCH_ONLY) as catalog:
+        headline = catalog.headline("optimizer/adamw")
+
+    assert headline == "Adam with decoupled weight decay"

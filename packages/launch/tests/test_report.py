@@ -1,7 +1,7 @@
 from rich.console import Console
 from trainable import registry, run_config
 
-from sbp_launch.report import Row, plan_rows, plan_table, plan_text, summary
+from sbp_launch.report import Row, counted, plan_rows, plan_table, plan_text, summary
 from sbp_launch.trainer import make_program, plan_step
 
 
@@ -96,3 +96,8 @@ def test_the_summary_says_what_was_proved_and_why_it_was_chosen():
     assert lines[0] == "planner even: 2 ranks, 1 stage (data 2), 1 micro-batch"
     assert any("proved live and bounded" in line for line in lines)
     assert lines[-1] == "because"
+
+
+def test_one_is_counted_without_a_plural():
+    assert counted(1, "batch", "es") == "1 batch"
+    assert counted(0, "step") == "0 steps"

@@ -18,7 +18,7 @@ def test_a_run_prints_plan_progress_evaluation_sample_and_deviation(tmp_path, ca
     assert "bigram: 104 parameters; data: counting" in out
     assert "all-reduce (data)" in out
     assert "step 3/3" in out
-    assert re.search(r"held-out loss: \d\.\d{4} \(1 batches\)", out)
+    assert re.search(r"held-out loss: \d\.\d{4} \(1 batch\)", out)
     assert "a sample of text" in out
     deviation = re.search(r"first 3 steps: (\S+) \((\S+) relative\)", out)
     assert float(deviation[2]) < 1e-5
@@ -88,6 +88,18 @@ def test_evaluation_gives_the_loss_of_the_model_on_one_device(tmp_path):
     assert found == pytest.approx(expected, abs=1e-12)
 
 
+def test_held_out_loss_does_not_depend_on_the_micro_batches():
+    losses = []
+    for micro_batches in (1, 2):
+        run = run_config(dtype="float64", eval_batches=2, micro_batches=micro_batches)
+        program = trainer.make_program(run, registry())
+        planned = trainer.plan_step(run, registry(), program)
+        states = trainer.initial_states(program.model, program.optimizer)
+        losses.append(trainer.evaluate(run, registry(), program, planned, states))
+
+    assert losses[0] == pytest.approx(losses[1], abs=1e-12)
+
+
 def test_planning_alone_prints_the_plan_and_trains_nothing(capsys):
     trainer.plan_only(run_config(), registry())
 
@@ -110,3 +122,16 @@ def test_the_model_is_left_in_the_chosen_dtype():
 
     assert isinstance(program.model, Bigram)
     assert {parameter.dtype for parameter in program.model.parameters()} == {torch.float64}
+
+
+def test_graph_passes_of_plugins_are_applied(tmp_path):
+    once, twice = (tmp_path / name for name in ("once", "twice"))
+
+    trainer.train(run_config(compare_steps=0), registry(), once)
+    trainer.train(run_config(compare_steps=0, passes=("double",)), registry(), twice)
+
+    first, second = (
+        json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])["loss"]
+        for folder in (once, twice)
+    )
+    assert second == pytest.approx(2 * first)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from sbp_core import infer_strategy
+from sbp_core.graph.ir import LogicalGraph, Node, OutputKind, Ref
 from sbp_core.plugins import Factory, Registry, discover, hookimpl
 from sbp_core.plugins.discovery import PluginSource
-from sbp_core.plugins.kinds import PlanRequest
+from sbp_core.plugins.kinds import GraphPass, PlanRequest
 from sbp_core.strategy import Strategy
 from sbp_launch.config import Choice, RunConfig, TrainerConfig
 
@@ -84,6 +86,37 @@ def sbp_models() -> Mapping[str, Factory]:
 @hookimpl
 def sbp_datasets() -> Mapping[str, Factory]:
     return {"counting": Factory(build="trainable:make_data")}
+
+
+def make_doubling(config: object) -> GraphPass:
+    """Return a pass that doubles the loss, by adding it to itself."""
+
+    def double(graph: LogicalGraph) -> LogicalGraph:
+        old = graph.loss
+        twice = Node(
+            name="twice",
+            op="aten.add.Tensor",
+            args=(Ref(old), Ref(old)),
+            outputs=("twice",),
+            tags=("pointwise",),
+        )
+        last = max(i for i, node in enumerate(graph.nodes) if old in node.outputs)
+        nodes = (*graph.nodes[: last + 1], twice, *graph.nodes[last + 1 :])
+        return graph.with_nodes(
+            nodes,
+            outputs=tuple(
+                replace(out, value="twice") if out.kind is OutputKind.LOSS else out
+                for out in graph.outputs
+            ),
+            types={**graph.types, "twice": graph.types[old]},
+        )
+
+    return double
+
+
+@hookimpl
+def sbp_passes() -> Mapping[str, Factory]:
+    return {"double": Factory(build="trainable:make_doubling")}
 
 
 @hookimpl

@@ -7,6 +7,8 @@ from hand_plans import LINE, diamond, strategy_of
 from infer_graphs import Builder, mlp
 
 from sbp_core.boxing import StepKind, route
+from sbp_core.check import check
+from sbp_core.compile import compile_plan
 from sbp_core.compile.lower import Item, ItemKind, lower
 from sbp_core.errors import PlanError
 from sbp_core.graph.ir import (
@@ -21,6 +23,7 @@ from sbp_core.graph.ir import (
     ScalarType,
     TensorType,
 )
+from sbp_core.graph.passes import accumulate
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, P
 
@@ -79,6 +82,30 @@ def test_a_sharded_parameter_is_gathered_again_for_the_backward_phase() -> None:
     by_name = {item.name: item for item in lowered.items}
     assert "w@0(B)!forward" in by_name["y"].inputs
     assert "w@0(B)!backward" in by_name["g"].inputs
+
+
+def test_a_buffer_is_boxed_apart_for_what_runs_once_a_step() -> None:
+    b = Builder()
+    b.add_input("x", InputKind.BATCH, (4, 4))
+    b.add_input("w", InputKind.PARAMETER, (4, 4))
+    b.add_input("u", InputKind.BUFFER, (4, 4))
+    b.op("y", "mm.default", (Ref("x"), Ref("u")), (4, 4))
+    b.op("loss", "sum.default", (Ref("y"),), ())
+    b.op("g", "mm.default", (Ref("y"), Ref("w")), (4, 4), phase=Phase.BACKWARD)
+    at = {"phase": Phase.OPTIMIZER, "pointwise": True}
+    b.op("scaled", "mul.Tensor", (Ref("u"), Ref("g")), (4, 4), **at)
+    b.op("new", "sub.Tensor", (Ref("w"), Ref("scaled")), (4, 4), **at)
+    b.outputs.append(GraphOutput(name="w", kind=OutputKind.STATE, value="new"))
+    graph = accumulate(b.graph(), 2)
+    strategy = strategy_of(graph, storage={"u": "S(0)"})
+
+    gathers = _boxing(lower(graph, strategy).items)
+
+    assert [(item.name, item.rate) for item in gathers] == [
+        ("u@0(B)", Rate.MICRO),
+        ("u@0(B)!step", Rate.STEP),
+    ]
+    check(compile_plan(graph, strategy))
 
 
 def test_levels_count_the_boxing_steps_on_the_way() -> None:
@@ -189,14 +216,16 @@ def test_boxing_that_goes_on_from_a_later_phase_belongs_to_that_phase() -> None:
     way = route((4, 4), "float32", (square, both), (square, whole)).steps
     half = way[0].target[1]
     signatures = {
-        "y": f"B, B | B, B -> {both}",
+        "y": f"S(1), S(1) | S(0), S(0) -> {both}",
         "a": f"{both} -> {both}",
         "b": f"{both} -> {both}",
         "c": f"{both} | {both} -> {both}",
-        "g": f"{half} | B, B -> B, B",
+        "g": f"{half} | B, B -> {half}",
     }
+    linear = [replace(n, op="aten.neg.default") if n.name == "a" else n for n in graph.nodes]
     graph = replace(
-        graph, outputs=(*graph.outputs, GraphOutput(name="y", kind=OutputKind.METRIC, value="y"))
+        graph.with_nodes(tuple(linear)),
+        outputs=(*graph.outputs, GraphOutput(name="y", kind=OutputKind.METRIC, value="y")),
     )
 
     lowered = lower(graph, strategy_of(graph, (square,), signatures=signatures))

@@ -268,6 +268,20 @@ def test_aliases_take_no_bytes() -> None:
     assert _plan(b.graph(), stages=(_ONE,)).by_rank[0].by_name["forward.0.0"].transient_bytes == 4
 
 
+def test_what_an_alias_views_lives_as_long_as_the_alias() -> None:
+    b, matrix = Builder(), 4 * 4 * 4
+    b.add_input("x", InputKind.BATCH, (4, 4))
+    b.op("y", "mm.default", (Ref("x"), Ref("x")), (4, 4))
+    b.op("t", "t.default", (Ref("y"),), (4, 4))
+    b.op("z", "relu.default", (Ref("t"),), (4, 4), pointwise=True)
+    b.op("loss", "sum.default", (Ref("z"),), ())
+    b.outputs.append(GraphOutput(name="loss", kind=OutputKind.LOSS, value="loss"))
+
+    forward = _plan(b.graph(), stages=(_ONE,)).by_rank[0].by_name["forward.0.0"]
+
+    assert forward.transient_bytes == 2 * matrix  # y, which t looks at, and z
+
+
 def test_new_states_count_as_written_bytes_of_the_shard() -> None:
     plan = _plan(diamond(), storage={"w": "S(0)"})
 

@@ -251,6 +251,18 @@ def test_accumulation_is_put_between_micro_batches_and_step() -> None:
     assert [out.value for out in graph.outputs] == ["new", "g.mean"]
 
 
+def test_integers_have_no_mean_over_micro_batches() -> None:
+    b = Builder()
+    b.add_input("x", InputKind.BATCH, (2,))
+    b.op("hits", "sum.default", (Ref("x"),), ())
+    b.types["hits"] = TensorType((), "int64")
+    b.outputs.append(GraphOutput(name="hits", kind=OutputKind.METRIC, value="hits"))
+
+    assert accumulate(b.graph(), 1).outputs[0].value == "hits"
+    with pytest.raises(GraphError, match=r"'hits' is int64\[\]: the mean of 2 micro-batches"):
+        accumulate(b.graph(), 2)
+
+
 def test_one_micro_batch_needs_no_accumulation() -> None:
     graph = mlp()
 

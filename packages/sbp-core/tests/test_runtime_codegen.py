@@ -66,6 +66,27 @@ def test_the_source_is_readable_and_frees_values_after_their_last_use() -> None:
     }
 
 
+def test_operators_whose_names_differ_in_dots_only_are_not_confused() -> None:
+    actor = _segment(
+        _call("mine.two_add.default", Ref("x"), outputs=("a",)),
+        _call("mine_two.add.default", Ref("a"), outputs=("b",)),
+        inputs=("x",),
+        outputs=("b",),
+    )
+    with (
+        torch.library._scoped_library("mine", "DEF") as first,
+        torch.library._scoped_library("mine_two", "DEF") as second,
+    ):
+        first.define("two_add(Tensor x) -> Tensor")
+        first.impl("two_add", lambda x: x + 2, "CPU")
+        second.define("add(Tensor x) -> Tensor")
+        second.impl("add", lambda x: x * 10, "CPU")
+
+        (made,) = segment_function(actor, 0, ())(torch.tensor(1.0))
+
+    assert made.item() == 30
+
+
 def test_a_segment_takes_inputs_then_states_and_returns_what_leaves() -> None:
     actor = _segment(
         _call("aten.mm.default", Ref("x"), Ref("w"), outputs=("a",)),

@@ -291,6 +291,21 @@ def test_states_that_do_not_fit_are_refused(
         _start(plan, {**states, "nobody": torch.zeros(2)})
     with pytest.raises(SbpValueError, match="the states tied into 'clock' are not one number"):
         _start(plan, uneven)
+    with pytest.raises(SbpValueError, match=r"'head\.weight\.step' is missing"):
+        _start(plan, {k: v for k, v in states.items() if k != "head.weight.step"})
+    with pytest.raises(SbpValueError, match=r"'head\.weight\.step' is of shape \(2,\)"):
+        _start(plan, {**states, "head.weight.step": torch.zeros(2)})
+
+
+def test_states_that_a_clock_stands_for_keep_their_dtype(
+    plan: PhysicalPlan, states: dict[str, torch.Tensor]
+) -> None:
+    # torch.optim makes its step counters float64 where that is the default dtype.
+    given = {k: v.double() if k.endswith(".step") else v for k, v in states.items()}
+
+    saved = _start(plan, given).state_dict()
+
+    assert {saved[name].dtype for name in saved if name.endswith(".step")} == {torch.float64}
 
 
 def test_states_that_do_not_fit_change_nothing(

@@ -101,16 +101,21 @@ class Worker:
     def _loop(self) -> None:
         # The count belongs to the thread that sets it.
         torch.set_num_threads(self.num_threads)
-        while not self.is_stopping:
-            self._next_message()
+        while self._next_message():
+            pass
 
-    def _next_message(self) -> None:
+    def _next_message(self) -> bool:
+        """Handle one message; return whether to go on."""
         # A frame of its own lets go of the message: states and batches are not kept between steps.
         message = self.inbox.get()
         if isinstance(message, StepOrder):
+            # A step that was ordered is reported even if it may no longer begin: it is awaited.
             self.report(self._step(message))
-        elif not isinstance(message, Stop):
-            self._handle(message)
+            return not self.is_stopping
+        if isinstance(message, Stop):
+            return False
+        self._handle(message)
+        return True
 
     def _step(self, order: StepOrder) -> WorkerReport:
         report = WorkerReport(self.id)

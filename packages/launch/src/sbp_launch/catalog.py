@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from importlib.resources import files
+from itertools import takewhile
 from pathlib import Path
 
 from hydra.core.config_loader import ConfigLoader
@@ -24,6 +26,9 @@ from sbp_core.plugins import ConfigFolder
 
 #: Where the primary configs are.
 PRIMARY = "pkg://sbp_launch.conf"
+
+#: Most characters of a headline.
+_HEADLINE = 76
 
 _FOLDERS: ContextVar[tuple[ConfigFolder, ...]] = ContextVar("config_folders", default=())
 
@@ -101,6 +106,20 @@ class Catalog:
         for source in self._sources(config):
             folder = source.path.replace(".", "/") if source.scheme() == "pkg" else source.path
             return f"{folder}/{config}.yaml"
+        return ""
+
+    def headline(self, config: str) -> str:
+        """Return the first sentence of the comment that a config begins with, or `""`."""
+        for source in self._sources(config):
+            text = ""
+            if source.scheme() == "pkg":
+                package, _, rest = f"{source.path.replace('.', '/')}/{config}.yaml".partition("/")
+                text = files(package).joinpath(rest).read_text("utf-8")
+            elif source.scheme() == "file":
+                text = Path(source.path, f"{config}.yaml").read_text("utf-8")
+            comment = takewhile(lambda line: line.startswith("#"), text.splitlines())
+            first = " ".join(line.lstrip("# ") for line in comment).partition(". ")[0].rstrip(".")
+            return first if len(first) <= _HEADLINE else f"{first[: _HEADLINE - 3].rstrip()}..."
         return ""
 
     def _sources(self, config: str) -> Iterable[ConfigSource]:

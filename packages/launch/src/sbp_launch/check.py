@@ -43,7 +43,10 @@ def check(composed: Composed, registry: Registry) -> RunConfig:
         choices[group] = Choice(name=name, settings=settings)
         configs[group] = _configure(composed, registry, group, choices[group])
     mesh, axes = _mesh(composed, configs["cluster"])
-    return RunConfig(**choices, trainer=_trainer(composed), mesh=mesh, axes=axes)
+    trainer = _trainer(composed)
+    for name in trainer.passes:
+        _check_pass(composed, registry, name)
+    return RunConfig(**choices, trainer=trainer, mesh=mesh, axes=axes)
 
 
 def _settings(composed: Composed, group: str) -> dict[str, object]:
@@ -97,6 +100,24 @@ def _trainer(composed: Composed) -> TrainerConfig:
         return merge_settings(TrainerConfig, settings, key="trainer", where=file)
     except ConfigError as error:
         raise _blame(composed, "trainer", error) from error
+
+
+def _check_pass(composed: Composed, registry: Registry, name: str) -> None:
+    """Check that a graph pass is installed.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    try:
+        registry.factory("pass", name)
+    except SbpLookupError as error:
+        refused = ConfigError(
+            f"trainer.passes={name}: {error.what}",
+            where=[composed.files.get("trainer", ""), *error.where],
+            accepted=error.accepted,
+            todo=error.todo,
+        )
+        raise _blame(composed, "trainer", refused) from error
 
 
 def _mesh(composed: Composed, cluster: object) -> tuple[tuple[int, ...], tuple[str, ...]]:

@@ -42,9 +42,11 @@ class TrainerConfig:
         compare_steps: First steps that also run on one device; 0 for none.
         eval_batches: Batches of held-out data after training; 0 for none.
         sample_tokens: Tokens generated after training; 0 for none.
-        log_every: Steps between two lines of metrics, >= 1.
+        log_every: Steps between two printed lines where there is no bar, >= 1; metrics are kept
+            for every step.
         dtype: Floating type of parameters and activations.
         plan_rows: Most rows of the printed plan; 0 for no plan.
+        passes: Names of graph passes of plugins, applied in this order before planning.
         boxing_thread: Whether boxing has a thread of its own on every rank, beside computing.
     """
 
@@ -58,6 +60,7 @@ class TrainerConfig:
     log_every: int = 10
     dtype: Literal["float32", "float64"] = "float32"
     plan_rows: int = 40
+    passes: tuple[str, ...] = ()
     boxing_thread: bool = False
 
     def __post_init__(self) -> None:

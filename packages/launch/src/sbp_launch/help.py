@@ -40,7 +40,8 @@ def render_help(
         chosen = composed.files.get(group, "")
         for option in catalog.options(group):
             mark = "*" if chosen and catalog.file(f"{group}/{option}") == chosen else " "
-            lines.append(f"    {mark} {option:<24} {_summary(registry, group, option)}".rstrip())
+            told = _summary(registry, group, option) or catalog.headline(f"{group}/{option}")
+            lines.append(f"    {mark} {option:<24} {told}".rstrip())
     lines += ["", "Settings (KEY=VALUE changes one, `trainer.steps=50`):"]
     settings = OmegaConf.to_yaml(OmegaConf.create(dict(composed.values)))
     lines += [f"  {line}" for line in settings.splitlines()]

@@ -36,6 +36,12 @@ HOMES: Mapping[str, str] = {
     "boxing/mpi": "sbp-boxing-nccl",
 }
 
+#: Lines of Hydra's messages that only repeat the override, or lead elsewhere.
+_NO_NEWS = ("Error parsing override", "See http")
+
+#: An SBP value outside quotes.
+_SBP_CALL = re.compile(r"""(?<![\w"'])[SP]\([^()]*\)(?!["'])""")
+
 _KEY = re.compile(r"[+~]*(?P<key>[^=@]*)")
 _COULD_NOT = re.compile(r"(?:Could not override|Could not delete\D*?) '(?P<key>[^'@]+)[^']*'")
 
@@ -69,12 +75,7 @@ class Refusal:
     def translate(self) -> ConfigError:
         """Return the error in our words."""
         if isinstance(self.error, OverrideParseException):
-            return ConfigError(
-                f"the override {self.error.override!r} cannot be read",
-                where="the command line",
-                accepted="key=value, group=option, key=[1,2]",
-                todo=self.error.message.partition("\n")[0],
-            )
+            return self._unreadable(self.error)
         if isinstance(self.error, MissingConfigException) and self.error.missing_cfg_file:
             return self._missing_option(self.error.missing_cfg_file)
         key = self._guilty_key()
@@ -83,6 +84,17 @@ class Refusal:
         if "." not in key and "/" in key:
             return self._folder_as_group(key)
         return self._unknown_key(key)
+
+    def _unreadable(self, error: OverrideParseException) -> ConfigError:
+        """Say what Hydra's grammar does not take; it reads `S(0)` as the call of a function."""
+        told = [line for line in error.message.splitlines() if not line.startswith(_NO_NEWS)]
+        call = _SBP_CALL.search(error.override or "")
+        return ConfigError(
+            f"the override {error.override!r} cannot be read",
+            where="the command line",
+            accepted='key=value, group=option, key=[1,2], key={name: "S(0)"}',
+            todo=f'quote values with brackets: "{call[0]}"' if call else "; ".join(told),
+        )
 
     def _as_hydra_says(self) -> ConfigError:
         """Return what Hydra says, without the search path that it lists at the end."""
@@ -170,13 +182,13 @@ class Refusal:
         places = [base.files.get(group, ""), place]
         if path in settable:
             override = next(text for text in self.overrides if key_of(text) == key)
+            lacking = "does not have these names in" if path in _names(node) else "is not in"
             return ConfigError(
-                f"{key} is not in the file, though {group} takes it",
+                f"{key} {lacking} the file, though {group} takes it",
                 where=places,
                 todo=f"add it: +{override.lstrip('+~')}",
             )
-        known = frozenset(map(str, node)) if isinstance(node, Mapping) else frozenset()
-        error = unknown_key(key, known | settable, where=places)
+        error = unknown_key(key, _names(node) | settable, where=places)
         if "." not in path or group not in PLUGIN_GROUPS:
             return error
         # Inside a setting that is a mapping, such as pins, names are the user's own.
@@ -193,6 +205,10 @@ class Refusal:
             except SbpError:
                 return frozenset()
         return frozenset(field.name for field in fields(config))
+
+
+def _names(node: object) -> frozenset[str]:
+    return frozenset(map(str, node)) if isinstance(node, Mapping) else frozenset()
 
 
 def _is_installed(distribution: str) -> bool:

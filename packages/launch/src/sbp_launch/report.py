@@ -19,6 +19,7 @@ from sbp_core.check import CheckReport
 from sbp_core.compile.lower import lower
 from sbp_core.compile.physical import PhysicalPlan
 from sbp_core.graph.ir import LogicalGraph, Phase
+from sbp_core.placement import Placement
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_bytes, format_seconds
 
@@ -78,14 +79,29 @@ def _owner(name: str) -> str:
 
 def _step_text(step: Step) -> str:
     if step.kind is StepKind.TRANSFER:
-        return f"transfer to ranks {', '.join(map(str, step.target[0].rank_list))}"
+        return f"transfer to {_ranks_text(step.target[0])}"
     axis = step.source[0].axes[step.axis]
     if step.kind is StepKind.LOCAL:
         return f"local {step.target[1][step.axis]} ({axis})".replace('"', "")
     return f"{step.kind.value} ({axis})"
 
 
-def plan_table(rows: Sequence[Row], max_rows: int, width: int) -> Table:
+def _ranks_text(placement: Placement) -> str:
+    ranks = placement.rank_list
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def _stage_text(placement: Placement) -> str:
+    mesh = f": {_mesh_text(placement)}" if placement.size > 1 else ""
+    return _ranks_text(placement) + mesh
+
+
+def _mesh_text(placement: Placement) -> str:
+    pairs = zip(placement.axes, placement.mesh_shape, strict=True)
+    return " x ".join(f"{axis} {size}" for axis, size in pairs)
+
+
+def plan_table(rows: Sequence[Row], max_rows: int, width: int, todo: str = "") -> Table:
     """Return the table that is printed: repeated layers are folded into one row.
 
     Args:
@@ -93,6 +109,7 @@ def plan_table(rows: Sequence[Row], max_rows: int, width: int) -> Table:
         max_rows: Rows beyond it are left out and counted in the caption: views and rows without
             boxing go first, updates next.
         width: Characters of a line; below 120 two lines a row.
+        todo: How to see the rows that are left out, for the caption.
     """
     folded = Counter(map(_fold, rows))
     moved: Counter[Row] = Counter()
@@ -104,7 +121,11 @@ def plan_table(rows: Sequence[Row], max_rows: int, width: int) -> Table:
     wide = width >= _WIDE
     heads = ("phase", "module", "op", "inputs", "outputs") if wide else ("module, op", "SBP")
     for head in heads:
-        table.add_column(head, overflow="fold")
+        # Names of modules stay in one piece where there is room; SBPs fold well.
+        least = width // 4 if wide and head == "module" else None
+        longest = max((len(row.module) + len(" x99") for row in folded), default=0)
+        min_width = None if least is None else min(least, longest)
+        table.add_column(head, overflow="fold", min_width=min_width)
     table.add_column("boxing before the op", overflow="fold")
     table.add_column("bytes/step", justify="right", no_wrap=True)
     staged = len({row.stage for row in rows}) > 1
@@ -118,7 +139,8 @@ def plan_table(rows: Sequence[Row], max_rows: int, width: int) -> Table:
         table.add_row(*cells, row.boxing or "-", size)
     hidden = len(folded) - len(kept)
     if hidden:
-        table.caption = f"{hidden} further kinds of rows are in plan.txt of the run folder"
+        kinds = "kinds of rows" if hidden > 1 else "kind of row"
+        table.caption = f"{hidden} further {kinds}" + (f": {todo}" if todo else "")
     return table
 
 
@@ -152,6 +174,11 @@ def plan_text(rows: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def counted(number: int, word: str, plural: str = "s") -> str:
+    """Return a number with its word: `1 step`, `3 steps`."""
+    return f"{number} {word}{plural * (number != 1)}"
+
+
 def summary(plan: PhysicalPlan, strategy: Strategy, checked: CheckReport) -> list[str]:
     """Return the lines under the table: what the plan is, moves and needs, and the planner's why.
 
@@ -163,16 +190,16 @@ def summary(plan: PhysicalPlan, strategy: Strategy, checked: CheckReport) -> lis
         for index in {a.step for p in plan.ranks for a in p.actors}
         if index >= 0
     )
-    meshes = "; ".join(
-        " x ".join(f"{axis} {size}" for axis, size in zip(s.axes, s.mesh_shape, strict=True))
-        for s in plan.stages
-    )
+    if len(plan.stages) > 1:
+        meshes = "; ".join(map(_stage_text, plan.stages))
+    else:
+        meshes = _mesh_text(plan.stages[0])
     steps = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())) or "none"
     worst = max(checked.memory.values(), key=lambda memory: memory.peak)
     lines = [
-        f"planner {strategy.planner}: {len(plan.ranks)} ranks, "
-        f"{len(plan.stages)} stage{'s' * (len(plan.stages) > 1)} ({meshes}), "
-        f"{plan.num_micro_batches} micro-batch{'es' * (plan.num_micro_batches > 1)}",
+        f"planner {strategy.planner}: {counted(len(plan.ranks), 'rank')}, "
+        f"{counted(len(plan.stages), 'stage')} ({meshes}), "
+        f"{counted(plan.num_micro_batches, 'micro-batch', 'es')}",
         f"boxing in a step: {steps}; {format_bytes(plan.boxing_bytes)} between ranks",
         f"{actors} actors, {checked.num_firings} firings a step; proved live and bounded",
         f"memory of the fullest rank: {format_bytes(worst.peak)} at peak, "

@@ -33,6 +33,7 @@ from sbp_core.plugins import Registry
 from sbp_core.plugins.kinds import (
     ClusterFactory,
     Dataset,
+    GraphPass,
     LanguageModel,
     MetricSinkFactory,
     OptimizerFactory,
@@ -44,8 +45,11 @@ from sbp_core.runtime import Runtime, Session
 from sbp_core.strategy import Strategy
 from sbp_launch.config import Choice, RunConfig
 from sbp_launch.progress import StepProgress
-from sbp_launch.report import plan_rows, plan_table, plan_text, summary
+from sbp_launch.report import counted, plan_rows, plan_table, plan_text, summary
 from sbp_launch.sampling import sample_text
+
+#: Where a run keeps every row of its plan.
+_ALL_ROWS = "see plan.txt of the run folder"
 
 
 class _Model(Protocol):
@@ -109,7 +113,8 @@ def plan_step(run: RunConfig, registry: Registry, program: Program) -> Planned:
     """Capture, plan, compile and check the training step."""
     batch = program.data.batch(0, run.trainer.micro_batch_size)
     captured = capture(program.model, model_loss, batch, program.optimizer)
-    graph = prepare_step(captured, run.trainer.micro_batches)
+    passes = [cast(GraphPass, registry.make("pass", name)) for name in run.trainer.passes]
+    graph = prepare_step(captured, run.trainer.micro_batches, passes)
     planner = cast(Planner, _make(registry, "planner", run.planner))
     request = PlanRequest(graph=graph, mesh=program.mesh, cluster=program.cluster)
     return _compiled(run, program, graph, planner.plan(request))
@@ -153,14 +158,14 @@ def plan_only(run: RunConfig, registry: Registry) -> None:
     console = make_console()
     program = make_program(run, registry)
     planned = plan_step(run, registry, program)
-    show_plan(console, run, planned)
+    show_plan(console, run, planned, todo="raise trainer.plan_rows to see them")
 
 
-def show_plan(console: Console, run: RunConfig, planned: Planned) -> None:
-    """Print the plan's table and its summary."""
+def show_plan(console: Console, run: RunConfig, planned: Planned, todo: str = _ALL_ROWS) -> None:
+    """Print the plan's table and its summary; `todo` says how to see the rest."""
     if run.trainer.plan_rows:
         rows = list(plan_rows(planned.graph, planned.strategy))
-        console.print(plan_table(rows, run.trainer.plan_rows, console.width))
+        console.print(plan_table(rows, run.trainer.plan_rows, console.width, todo))
     for line in summary(planned.plan, planned.strategy, planned.checked):
         console.print(line)
 
@@ -211,6 +216,7 @@ def train(run: RunConfig, registry: Registry, run_folder: Path) -> None:
     twin = _Twin(program) if run.trainer.compare_steps else None
     states = initial_states(program.model, program.optimizer)
     session = start(run, registry, planned.plan, states)
+    speed = ""
     try:
         with session:
             try:
@@ -221,7 +227,9 @@ def train(run: RunConfig, registry: Registry, run_folder: Path) -> None:
                     {k: v.contiguous() for k, v in states.items()},
                     run_folder / "states.safetensors",
                 )
-        console.print(f"{run.trainer.steps} steps, {speed}")
+                if not speed:
+                    console.print("stopped early; the states so far are in states.safetensors")
+        console.print(f"{counted(run.trainer.steps, 'step')}, {speed}")
         _conclude(run, registry, console, program, planned, states, twin)
     finally:
         console.print(f"run folder: {run_folder}", highlight=False, soft_wrap=True)
@@ -259,7 +267,7 @@ class _Twin:
         relative = max(d / abs(x) for d, x in zip(self.deviations, self.losses, strict=True))
         return (
             f"largest deviation of the loss from the one-device program over the first "
-            f"{len(self.losses)} steps: {worst:.2e} ({relative:.2e} relative)"
+            f"{counted(len(self.losses), 'step')}: {worst:.2e} ({relative:.2e} relative)"
         )
 
 
@@ -309,9 +317,8 @@ def _conclude(
     """Print held-out loss, a sample of text, and the deviation from the one-device program."""
     if run.trainer.eval_batches:
         loss = evaluate(run, registry, program, planned, states)
-        console.print(
-            f"held-out loss: {loss:.4f} ({run.trainer.eval_batches} batches)", highlight=False
-        )
+        batches = counted(run.trainer.eval_batches, "batch", "es")
+        console.print(f"held-out loss: {loss:.4f} ({batches})", highlight=False)
     model: Any = program.model
     talks = isinstance(program.data, TextDataset) and isinstance(model, LanguageModel)
     if run.trainer.sample_tokens and talks:
@@ -333,13 +340,13 @@ def evaluate(
     planned: Planned,
     states: Mapping[str, Tensor],
 ) -> float:
-    """Return the mean loss over held-out batches, computed by all ranks."""
+    """Return the mean loss over held-out batches, by all ranks, a micro-batch at a time."""
     evaluation = plan_evaluation(run, program, planned)
     names = {entry.name for entry in evaluation.graph.inputs if entry.kind.is_state}
     held = {name: states[name] for name in names}
-    total = 0.0
+    total, count = 0.0, run.trainer.eval_batches * run.trainer.micro_batches
     with start(run, registry, evaluation.plan, held) as session:
-        for index in range(run.trainer.eval_batches):
+        for index in range(count):
             batch = program.data.batch(index, run.trainer.micro_batch_size, "validation")
             total += session.step(batch, {}).loss.item()
-    return total / run.trainer.eval_batches
+    return total / count

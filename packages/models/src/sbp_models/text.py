@@ -22,6 +22,7 @@ import numpy.typing as npt
 import torch
 
 from sbp_core.errors import ConfigError, SbpValueError, unknown_name
+from sbp_core.units import format_bytes
 from sbp_models.configs import StdlibConfig, TextConfig
 
 logger = logging.getLogger(__name__)
@@ -112,7 +113,7 @@ class ByteText:
     def describe(self) -> str:
         """Return one line: what the text is and how large each split is."""
         sizes = ", ".join(
-            f"{len(text) / 1e6:.2f} MB {split}" for split, text in self._splits.items()
+            f"{format_bytes(len(text))} {split}" for split, text in self._splits.items()
         )
         return f"{self._label}, {sizes}, a token is a byte"
 

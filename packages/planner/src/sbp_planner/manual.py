@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sbp_core.infer import infer_strategy, stage_placements
+from sbp_core.infer import infer_strategy, one_forward_one_backward, stage_placements
 from sbp_core.plugins.kinds import PlanRequest
 from sbp_core.strategy import Strategy
 from sbp_planner.configs import ManualConfig
@@ -40,12 +40,11 @@ class ManualPlanner:
 def in_flight(schedule: str, num_stages: int, num_micro_batches: int) -> tuple[int, ...]:
     """Return how many micro-batches each stage may have between forward and backward.
 
-    Source: GPipe (Huang et al., NeurIPS 2019) keeps all; 1F1B (Narayanan et al., "PipeDream",
-    SOSP 2019, section 3.2) keeps one for each stage from here to the end.
+    Source: GPipe (Huang et al., NeurIPS 2019) keeps all; for 1F1B see `one_forward_one_backward`.
     """
     if schedule == "gpipe":
         return (num_micro_batches,) * num_stages
-    return tuple(min(num_stages - stage, num_micro_batches) for stage in range(num_stages))
+    return one_forward_one_backward(num_stages, num_micro_batches)
 
 
 def build(config: ManualConfig) -> ManualPlanner:

@@ -1,10 +1,11 @@
 """The planner `osdp`: each parameter replicated (DP) or sharded (ZDP), fastest that fits.
 
 With N ranks on one mesh axis, α and 1/β latency and bandwidth of its slowest link, S bytes of a
-parameter:
+parameter, M micro-batches in a step (the paper has one):
 
-    communication    DP    2 (N-1) (α + β S/N)    all-reduce of the gradient              [s]
-                     ZDP   3 (N-1) (α + β S/N)    gather, gather again, reduce-scatter
+    communication    DP    2 (N-1) (α + β S/N)         all-reduce of the gradient         [s]
+                     ZDP   (2M+1) (N-1) (α + β S/N)    for each micro-batch gather and gather
+                                                       again, once reduce-scatter
     model states     DP    parameter + gradient + optimizer states (4 S for AdamW)        [B]
                      ZDP   the same of the first rank's shard of dim 0, ceil(n / N) of n rows
     transient        ZDP   2 S while it is used: the gathered parameter and its gradient
@@ -229,6 +230,7 @@ def parameter_items(
     """Return what each parameter costs either way."""
     link = cluster.link(mesh.group(mesh.rank_list[0], axis))
     α, β, N = link.latency_s, 1 / link.bytes_per_s, mesh.mesh_shape[axis]  # noqa: N806
+    M = graph.num_micro_batches  # noqa: N806
     found = []
     for name in names:
         tensor = graph.tensor(name)
@@ -241,7 +243,7 @@ def parameter_items(
                 dp_bytes=whole,
                 zdp_bytes=whole // max(rows, 1) * split_bounds(rows, N, 0)[1],
                 dp_s=2 * (N - 1) * (α + β * S / N),
-                zdp_s=3 * (N - 1) * (α + β * S / N),
+                zdp_s=(2 * M + 1) * (N - 1) * (α + β * S / N),
             )
         )
     return tuple(found)

@@ -14,10 +14,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sbp_core._callable_module import make_callable
+from sbp_core.boxing.slices import sent_bytes
+from sbp_core.boxing.step import StepKind
 from sbp_core.compile.physical import Actor, ActorKind, PhysicalPlan, RankPlan, Register
 from sbp_core.compile.tokens import Place, TokenGame
 from sbp_core.errors import PlanError
 from sbp_core.graph.ir import ITEMSIZE, InputKind, Rate
+from sbp_core.units import format_bytes
 
 ThreadId = tuple[int, str]
 
@@ -28,8 +31,8 @@ class RankMemory:
 
     Args:
         states: Parameters, buffers and optimizer states that it stores.
-        peak: Most bytes alive at once: states, their new values, registers, and what one firing
-            needs inside.
+        peak: Most bytes alive at once: states, their new values, registers, what was sent and not
+            yet received, and what one firing needs inside. Batches and scalars are not in it.
     """
 
     states: int
@@ -101,25 +104,47 @@ def _check_actor(plan: PhysicalPlan, part: RankPlan, actor: Actor) -> None:
         return
     if actor.step not in range(len(plan.steps)):
         raise PlanError(
-            f"there is no boxing step {actor.step}", where=where, accepted=f"0 .. {len(plan.steps)}"
+            f"there is no boxing step {actor.step}",
+            where=where,
+            accepted=f"0 .. {len(plan.steps) - 1}",
         )
-    if actor.kind is ActorKind.COLLECTIVE:
-        group = plan.steps[actor.step].group(part.rank)
-        gone = [
-            r for r in group if r not in plan.by_rank or actor.name not in plan.by_rank[r].by_name
-        ]
-    elif actor.kind is ActorKind.SEND:
-        ends = {k.receiver[0] for k in plan.links if k.sender == (part.rank, actor.name)}
-        gone = [r for r in plan.steps[actor.step].target[0].rank_list if r not in ends]
-    else:
-        ends = {k.sender[0] for k in plan.links if k.receiver == (part.rank, actor.name)}
-        gone = [r for r in plan.steps[actor.step].source[0].rank_list if r not in ends]
+    gone = _missing_partners(plan, part.rank, actor)
     if gone:
         raise PlanError(
             f"nothing of this boxing step is planned on the ranks {gone}",
             where=(where, str(plan.steps[actor.step])),
             accepted="an actor on every rank of the step, and links between senders and receivers",
         )
+
+
+def _missing_partners(plan: PhysicalPlan, rank: int, actor: Actor) -> list[int]:
+    """Return the ranks on which no actor does the other part of a boxing actor's step.
+
+    Only actors of the same step and rate count: others would move something else, or not as often.
+    """
+
+    def does(place: Place, kind: ActorKind) -> bool:
+        there = plan.by_rank.get(place[0])
+        found = None if there is None else there.by_name.get(place[1])
+        return found is not None and (found.kind, found.step, found.rate) == (
+            kind,
+            actor.step,
+            actor.rate,
+        )
+
+    step = plan.steps[actor.step]
+    if (actor.kind is ActorKind.COLLECTIVE) == (step.kind is StepKind.TRANSFER):
+        return [rank]
+    if actor.kind is ActorKind.COLLECTIVE:
+        return [r for r in step.group(rank) if not does((r, actor.name), ActorKind.COLLECTIVE)]
+    if actor.kind is ActorKind.SEND:
+        ends = [link.receiver for link in plan.links if link.sender == (rank, actor.name)]
+        wanted, kind = step.target[0].rank_list, ActorKind.RECEIVE
+    else:
+        ends = [link.sender for link in plan.links if link.receiver == (rank, actor.name)]
+        wanted, kind = step.source[0].rank_list, ActorKind.SEND
+    there = {place[0] for place in ends if does(place, kind)}
+    return [r for r in wanted if r not in there]
 
 
 def _check_register(plan: PhysicalPlan, part: RankPlan, register: Register) -> None:
@@ -136,6 +161,15 @@ def _check_register(plan: PhysicalPlan, part: RankPlan, register: Register) -> N
     lacking = set(register.keys) - set(part.by_name[register.producer].outputs)
     if lacking:
         raise PlanError(f"{register.producer!r} does not make {sorted(lacking)}", where=where)
+    producer = part.by_name[register.producer]
+    fills = Rate.STEP if producer.kind is ActorKind.ACCUMULATE else producer.rate
+    if register.rate is not fills and plan.num_micro_batches > 1:
+        raise PlanError(
+            f"{register.producer!r} fills at rate {fills.value!r}, the register at rate "
+            f"{register.rate.value!r}",
+            where=where,
+            accepted="the producer's rate; 'step' for the sums of an accumulation",
+        )
     fillings = 1 if register.rate is Rate.STEP else plan.num_micro_batches
     for name in register.consumers:
         reads = part.by_name[name].num_firings(plan.num_micro_batches)
@@ -169,8 +203,9 @@ def _check_memory(report: CheckReport, memory_bytes: int) -> None:
     rank, worst = max(report.memory.items(), key=lambda entry: entry[1].peak)
     if worst.peak > memory_bytes:
         raise PlanError(
-            f"rank {rank} would need {worst.peak / 1e6:.1f} MB of {memory_bytes / 1e6:.1f} MB",
-            where=f"{worst.states / 1e6:.1f} MB of it are states",
+            f"rank {rank} would need {format_bytes(worst.peak)}, {format_bytes(worst.states)} of "
+            f"it for states, and has {format_bytes(memory_bytes)}",
+            accepted="plans that fit cluster.memory_bytes",
             todo="shard states (planner=osdp), use smaller micro-batches, or more ranks",
         )
 
@@ -249,8 +284,18 @@ class _Replay:
             for actor in part.actors
             if actor.kind is ActorKind.ACCUMULATE and self._is_summing((rank, actor.name))
         )
+        alive += sum(
+            self._in_transit((rank, actor.name)) * sent_bytes(self.plan.steps[actor.step], rank)
+            for actor in part.actors
+            if actor.kind is ActorKind.SEND
+        )
         self.held[rank] = self.states[rank] + alive
         self.peak[rank] = max(self.peak[rank], self.held[rank])
+
+    def _in_transit(self, place: Place) -> int:
+        """Return how many firings of a send some receiver has not yet taken."""
+        taken = (self.game.finished[link.receiver] for link in self.game.sends[place])
+        return self.game.finished[place] - min(taken)
 
     def _is_summing(self, place: Place) -> bool:
         return 0 < self.game.finished[place] < self.plan.num_micro_batches

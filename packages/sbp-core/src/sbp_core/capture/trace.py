@@ -31,7 +31,7 @@ from sbp_core._torch_compat import (
     reparametrized,
     trace_graph,
 )
-from sbp_core.errors import CaptureError
+from sbp_core.errors import CaptureError, SbpError
 from sbp_core.graph.ir import GraphInput, InputKind, OutputKind, Phase
 
 Loss = Callable[[nn.Module, Mapping[str, Tensor]], Tensor]
@@ -332,6 +332,13 @@ def trace_step(
         first = trace_graph(step, mode, arguments)
     except CaptureError:
         raise
+    except SbpError as error:  # of the user's own model: it says itself what would be accepted
+        raise CaptureError(
+            f"{type(model).__name__} cannot be captured: {error.what}",
+            where=(*error.where, _user_frame(error)),
+            accepted=error.accepted,
+            todo=error.todo,
+        ) from error
     except Exception as error:
         raise CaptureError(
             f"{type(model).__name__} cannot be captured: {error}",

@@ -1,6 +1,6 @@
 """Compile: graph and strategy -> `PhysicalPlan`.
 
-In order: `lower`, `segments` (with `program`, `instructions`, `registers`), `order`.
+In order: `lower` (with `legal`), `segments` (with `program`, `instructions`, `registers`), `order`.
 
 before: a graph of ops on logical tensors, and a signature for each
 after:  for each rank, actors with registers, quotas, threads and a fixed firing order
@@ -24,7 +24,10 @@ def compile_plan(
     """Compile a graph under a strategy; the result is not yet checked (see `sbp_core.check`).
 
     Raises:
-        PlanError: the strategy does not cover the graph, or its quotas admit no order.
+        PlanError: the strategy does not cover the graph, names a stage that is not there, or its
+            quotas admit no order.
+        SignatureError: an op may not be cut as the strategy says, or has no rule.
+        SbpValueError: an SBP does not fit the shape of its tensor or the mesh.
     """
     lowered = lower(graph, strategy)
     return order_firings(form_plan(graph, strategy, lowered, options or CompileOptions()))

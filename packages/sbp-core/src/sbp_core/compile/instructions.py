@@ -57,20 +57,38 @@ def host_instruction(item: Item) -> Instruction:
 
 
 def transient_bytes(program: Program, rank: int, items: Sequence[Item]) -> int:
-    """Return the most bytes that a segment's own values take at once while it runs."""
-    last = {key: index for index, item in enumerate(items) for key in item.inputs}
-    sizes: dict[str, int] = {}
+    """Return the most bytes that a segment's own values take at once while it runs.
+
+    An alias takes none, but what it views lives as long as the alias does.
+    """
+    base = _bases(items)
+    last = {
+        base.get(key, key): index
+        for index, item in enumerate(items)
+        for key in (*item.inputs, *item.outputs)
+    }
+    kept = {base[key] for key in base if key in program.kept_keys}
+    sizes = {key: program.bytes_of(rank, key) for key, of in base.items() if key == of}
+    freed = [0] * len(items)
+    for key, index in last.items():
+        if key in sizes and key not in kept:
+            freed[index] += sizes[key]
     alive = peak = 0
-    for index, item in enumerate(items):
+    for item, gone in zip(items, freed, strict=True):
+        alive += sum(sizes.get(key, 0) for key in item.outputs)
+        peak = max(peak, alive)
+        alive -= gone
+    return peak
+
+
+def _bases(items: Sequence[Item]) -> dict[str, str]:
+    """Return for each key that a segment makes the key whose memory it is in."""
+    base: dict[str, str] = {}
+    for item in items:
         is_alias = item.node is not None and item.node.kind in ALIASES
         for key in item.outputs:
-            sizes[key] = 0 if is_alias else program.bytes_of(rank, key)
-            alive += sizes[key]
-        peak = max(peak, alive)
-        for key in (*item.inputs, *item.outputs):
-            if key in sizes and key not in program.kept_keys and last.get(key, -1) <= index:
-                alive -= sizes.pop(key)
-    return peak
+            base[key] = base.get(item.inputs[0], item.inputs[0]) if is_alias else key
+    return base
 
 
 def _with_keys(node: Node, keys: Sequence[str]) -> Node:

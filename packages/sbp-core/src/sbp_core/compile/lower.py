@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from sbp_core.boxing import Step, StepKind, route
+from sbp_core.compile.legal import check_strategy
 from sbp_core.errors import PlanError
 from sbp_core.graph.ir import (
     PHASE_ORDER,
@@ -88,27 +89,16 @@ class Lowered:
 
 
 def lower(graph: LogicalGraph, strategy: Strategy) -> Lowered:
-    """Insert every boxing step that the strategy asks for.
+    """Insert every boxing step that a legal strategy asks for.
 
     Raises:
-        PlanError: the strategy was made for another graph, or lacks an op or a state; an output is
-            an input itself; a host number is read from a tensor.
+        PlanError: the strategy does not cover the graph, or names a stage that is not there; an
+            output is an input itself; a host number is read from a tensor.
+        SignatureError: an op may not be cut as the strategy says, or has no rule.
+        SbpValueError: an SBP does not fit the shape of its tensor or the mesh.
     """
-    _check_complete(graph, strategy)
+    check_strategy(graph, strategy)
     return _Lowering(graph, strategy).run()
-
-
-def _check_complete(graph: LogicalGraph, strategy: Strategy) -> None:
-    ops = {node.name for node in graph.nodes if not node.is_host}
-    states = {entry.name for entry in graph.inputs if graph.is_tensor(entry.name)}
-    missing = sorted((ops - set(strategy.nodes)) | (states - set(strategy.storage)))
-    if missing or strategy.num_micro_batches != graph.num_micro_batches:
-        raise PlanError(
-            f"the strategy of planner {strategy.planner!r} does not cover the graph",
-            where=[f"{name} has no assignment" for name in missing[:5]],
-            accepted=f"every op and state, {graph.num_micro_batches} micro-batches",
-            todo="plan this very graph",
-        )
 
 
 class _Lowering:
@@ -209,7 +199,7 @@ class _Lowering:
         if held.stage == stage and held.sbp == sbp:
             return value
         kind = self.graph.tensor(value)
-        again = phase.value if is_gathered_on_use(self.graph, value) else ""
+        again = self._again(value, phase, rate)
         phase, rate = self._boxing_time(value, phase, rate)
         source = (self.strategy.stages[held.stage], held.sbp)
         target = (self.strategy.stages[stage], sbp)
@@ -240,6 +230,15 @@ class _Lowering:
             self.boxed[memo] = made
             key, here = made, there
         return key
+
+    def _again(self, value: str, phase: Phase, rate: Rate) -> str:
+        """Return for what a value is boxed apart from its other users; empty if for none."""
+        if is_gathered_on_use(self.graph, value):
+            return phase.value
+        entry = self.graph.input_kinds.get(value)
+        # What is boxed for each micro-batch cannot be read once a step.
+        once = rate is Rate.STEP and entry is not None and entry.kind is InputKind.BUFFER
+        return rate.value if once else ""
 
     def _boxing_time(self, value: str, phase: Phase, rate: Rate) -> tuple[Phase, Rate]:
         """Return when a value is boxed: with its users, but gradients as soon as they are made."""

@@ -72,7 +72,8 @@ class Actor:
         emits: (result name, key): losses and metrics that leave here.
         writes: (state, key): new values of states, in force from the next step on.
         weight_s: Rough time of one firing, for ordering only.
-        transient_bytes: Most bytes alive inside one firing; of an accumulation, its sums.
+        transient_bytes: Most bytes alive inside one firing, beside what it takes; of an
+            accumulation, its sums.
         written_bytes: Bytes of the new state values, alive from its firing to the end of the step.
     """
 

@@ -125,6 +125,7 @@ class _Actors:
             kind = ActorKind.RECEIVE if receives else ActorKind.SEND
         takes = kind is not ActorKind.RECEIVE or self.rank in item.step.source[0]
         bytes_each = item.step.size_bytes / max(1, item.step.target[0].size)
+        made = () if kind is ActorKind.SEND else item.outputs
         return Actor(
             name=name,
             kind=kind,
@@ -134,11 +135,12 @@ class _Actors:
             thread=self.boxing_thread,
             inputs=tuple(k for k in item.inputs if takes and k not in self.program.inputs),
             reads=tuple(k for k in item.inputs if takes and k in self.program.inputs),
-            outputs=() if kind is ActorKind.SEND else item.outputs,
+            outputs=made,
             step=self.program.step_index[item.name],
-            makes="" if kind is ActorKind.SEND else item.outputs[0],
+            makes=made[0] if made else "",
             weight_s=20 * ROUGH_LAUNCH_S + bytes_each / ROUGH_BYTES_PER_S,
-            **self._leaving(() if kind is ActorKind.SEND else item.outputs),
+            transient_bytes=sum(self.program.bytes_of(self.rank, key) for key in made),
+            **self._leaving(made),
         )
 
     def _accumulation(self, name: str, items: Sequence[Item]) -> Actor:

@@ -6,16 +6,19 @@ with M micro-batches, m_i the time of stage i for one micro-batch (forward and b
 what it does once a step; the time of a stage is that of its ops and of the routes that end on it,
 one after the other (no overlap). With one stage this is M m + s.
 
-    memory of a rank of stage i    states + gathered + gradients + q_i activations + working set [B]
+    memory of a rank of stage i    states + updates + gathered + gradients + q_i activations
+                                   + working set                                        [B]
 
 * states: parameters, buffers and optimizer states as they are stored;
+* updates: their new values, which live beside the old ones until the step is done;
 * gathered: the largest copy of a state in another SBP than the stored one, held while it is used;
 * gradients: accumulated values;
 * activations: what one micro-batch's forward pass leaves for its backward pass (views count as
   what they view), q_i = `in_flight[i]` of them;
 * working set: the largest arguments and results of one op.
 
-All for the rank that holds the most, an upper estimate: the plan's own memory comes from lifetimes.
+All for the rank that holds the most, as if all of it met: an estimate. The memory that a plan must
+keep to comes from lifetimes (`sbp_core.check`).
 Imports no torch.
 """
 
@@ -30,7 +33,7 @@ from sbp_core.compile.lower import Item, Lowered, lower
 from sbp_core.cost import boxing_step_time_s, is_view, local_bytes, op_time_s
 from sbp_core.graph.ir import LogicalGraph, Node, OutputKind, Phase, Rate
 from sbp_core.placement import Cluster
-from sbp_core.sbp import NdSbp
+from sbp_core.sbp import B, NdSbp
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.derive import work_flop
 from sbp_core.strategy import Strategy
@@ -66,6 +69,7 @@ class StagePrediction:
     step_compute_s: float = 0.0
     step_boxing_s: float = 0.0
     states_bytes: int = 0
+    updates_bytes: int = 0
     gathered_bytes: int = 0
     gradients_bytes: int = 0
     activations_bytes: int = 0
@@ -83,8 +87,8 @@ class StagePrediction:
 
     def memory_bytes(self, in_flight: int) -> int:
         """Return the memory with that many micro-batches between forward and backward."""
-        once = self.states_bytes + self.gathered_bytes + self.gradients_bytes + self.working_bytes
-        return once + in_flight * self.activations_bytes
+        once = self.states_bytes + self.updates_bytes + self.gathered_bytes + self.gradients_bytes
+        return once + self.working_bytes + in_flight * self.activations_bytes
 
 
 def source_of(graph: LogicalGraph, strategy: Strategy, value: str) -> Lie:
@@ -121,7 +125,7 @@ def conversions(graph: LogicalGraph, strategy: Strategy) -> Iterator[Conversion]
         for state in states.get(value, ()):
             targets.setdefault((strategy.storage[state].stage, strategy.storage[state].sbp), [])
         if value in reported:
-            targets.setdefault((source[0], _whole(source[1])), [])
+            targets.setdefault((source[0], NdSbp(*[B] * len(source[1]))), [])
         for target, users in targets.items():
             if target != source:
                 yield Conversion(
@@ -131,10 +135,6 @@ def conversions(graph: LogicalGraph, strategy: Strategy) -> Iterator[Conversion]
                     rate=graph.rate_of(value),
                     users=tuple(users),
                 )
-
-
-def _whole(sbp: NdSbp) -> NdSbp:
-    return NdSbp.parse(", ".join("B" for _ in sbp))
 
 
 def predict_stages(
@@ -150,6 +150,7 @@ def predict_stages(
             mesh_shape = strategy.stages[storage.stage].mesh_shape
             size = local_bytes(graph.tensor(name), storage.sbp, mesh_shape)
             stages[storage.stage].states_bytes += size
+            stages[storage.stage].updates_bytes += size if name in graph.new_states else 0
     _add_activations(graph, strategy, stages)
     moved = 0
     lowered = lower(graph, strategy)
@@ -264,6 +265,7 @@ def predict(graph: LogicalGraph, strategy: Strategy, cluster: Cluster) -> Mappin
                 "step_boxing_s": stage.step_boxing_s,
                 "memory_bytes": size,
                 "states_bytes": stage.states_bytes,
+                "updates_bytes": stage.updates_bytes,
                 "gathered_bytes": stage.gathered_bytes,
                 "gradients_bytes": stage.gradients_bytes,
                 "activations_bytes": stage.activations_bytes,

@@ -84,11 +84,6 @@ class Work:
         """Return how often a step does something of that rate."""
         return self.graph.num_micro_batches if rate is Rate.MICRO else 1
 
-    def stage_of_value(self, value: str) -> int:
-        """Return the stage on which a value is made or stored."""
-        node = self.graph.producers.get(value)
-        return self.stages.nodes[node.name] if node else self.stages.inputs[value]
-
     @cached_property
     def results(self) -> Mapping[str, tuple[str, ...]]:
         """For each value that is the new value of tensor states: those states."""

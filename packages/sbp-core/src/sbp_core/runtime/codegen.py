@@ -21,7 +21,7 @@ import torch
 from sbp_core.boxing.execute import local_step
 from sbp_core.boxing.step import Step
 from sbp_core.compile.physical import LOCAL_BOX, Actor, Instruction
-from sbp_core.graph.ir import Argument, Ref, Symbol
+from sbp_core.graph.ir import Argument, Ref, Symbol, refs
 from sbp_core.runtime.operators import makes_one_tensor, operator_of, results_of
 
 Segment = Callable[..., tuple[Any, ...]]
@@ -76,7 +76,7 @@ class _Writer:
         returned = keys_out(self.actor)
         last: dict[str, int] = {}
         for index, entry in enumerate(self.actor.instructions):
-            for key in (*_keys((entry.args, tuple(entry.kwargs.values()))), *entry.outputs):
+            for key in (*_keys(entry), *entry.outputs):
                 last[key] = index
         lines = [f"def segment({', '.join(self.names.values())}):"]
         for index, entry in enumerate(self.actor.instructions):
@@ -89,7 +89,7 @@ class _Writer:
         return "\n".join(lines) + "\n"
 
     def _call(self, entry: Instruction) -> str:
-        name = self.operators.setdefault(entry.op, entry.op.replace(".", "_"))
+        name = self._operator(entry.op)
         arguments = [self._text(part) for part in entry.args]
         arguments += [f"{key}={self._text(part)}" for key, part in entry.kwargs.items()]
         for key in entry.outputs:
@@ -99,6 +99,15 @@ class _Writer:
             return f"{self.names[entry.outputs[0]]} = {call}"
         targets = "".join(f"{self.names[key]}, " for key in entry.outputs)
         return f"({targets}) = results_of({call})"
+
+    def _operator(self, op: str) -> str:
+        """Return the name of an operator in the source; `a_b.c` and `a.b_c` get two."""
+        if op not in self.operators:
+            name = op.replace(".", "_")
+            while name in self.operators.values():
+                name += "_"
+            self.operators[op] = name
+        return self.operators[op]
 
     def _text(self, argument: Argument) -> str:
         if isinstance(argument, Ref):
@@ -114,12 +123,8 @@ class _Writer:
         return repr(argument)
 
 
-def _keys(argument: Argument) -> list[str]:
-    if isinstance(argument, Ref):
-        return [argument.name]
-    if isinstance(argument, tuple):
-        return [key for part in argument for key in _keys(part)]
-    return []
+def _keys(entry: Instruction) -> list[str]:
+    return [ref.name for ref in refs((entry.args, tuple(entry.kwargs.values())))]
 
 
 def sources(actors: Mapping[str, Actor]) -> dict[str, str]:

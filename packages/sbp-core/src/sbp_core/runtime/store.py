@@ -28,6 +28,8 @@ class StateStore:
     def __init__(self, plan: PhysicalPlan, ranks: Iterable[int]) -> None:
         self.plan = plan
         self.values: dict[int, Values] = {rank: {} for rank in ranks}
+        #: Of the states that a host number stands for, as they were last given.
+        self.tied_dtypes: dict[str, torch.dtype] = {}
 
     def slots(self) -> dict[str, StateSlot]:
         """Return one slot of every state of the plan, by name."""
@@ -48,9 +50,10 @@ class StateStore:
         slots = self.slots()
         given = dict(states)
         new: dict[int, Values] = {rank: {} for rank in self.values}
+        dtypes: dict[str, torch.dtype] = {}
         for name, slot in slots.items():
             if slot.sbp is None:
-                number = self._tied_number(name, given)
+                number = self._tied_number(name, given, dtypes)
                 for values in new.values():
                     values[name] = number
                 continue
@@ -65,15 +68,21 @@ class StateStore:
                 f"the plan has no state called {sorted(given)[0]!r}",
                 accepted=", ".join(sorted(slots)[:6]) + ", ...",
             )
-        self.values = new
+        self.values, self.tied_dtypes = new, dtypes
 
-    def _tied_number(self, name: str, given: dict[str, Tensor]) -> Number:
-        """Take the host number that several equal states stand for."""
-        found = {
-            tied: given.pop(tied).item()
-            for tied in self.plan.ties.get(name, (name,))
-            if tied in given
-        }
+    def _tied_number(
+        self, name: str, given: dict[str, Tensor], dtypes: dict[str, torch.dtype]
+    ) -> Number:
+        """Take the host number that several equal states stand for, and note their dtypes."""
+        found: dict[str, Number] = {}
+        for tied in self.plan.ties.get(name, (name,)):
+            value = given.pop(tied, None)
+            if value is None or value.numel() != 1:
+                shape = "" if value is None else f" of shape {tuple(value.shape)}"
+                raise SbpValueError(
+                    f"{tied!r} is{shape or ' missing'}", accepted="one number: a 0-d tensor"
+                )
+            found[tied], dtypes[tied] = value.item(), value.dtype
         if len(set(found.values())) != 1:
             raise SbpValueError(
                 f"the states tied into {name!r} are not one number: {found}",
@@ -89,7 +98,7 @@ class StateStore:
             if slot.sbp is None:
                 number = next(iter(parts.values()))
                 for tied in self.plan.ties.get(name, (name,)):
-                    found[tied] = torch.tensor(number, dtype=torch.float32)
+                    found[tied] = torch.tensor(number, dtype=self.tied_dtypes[tied])
                 continue
             stage = self.plan.stages[slot.stage]
             tensors = {rank: part for rank, part in parts.items() if isinstance(part, Tensor)}

@@ -17,11 +17,10 @@ from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.derive import Signature1d, clash, derivation, derive
 from sbp_core.signatures.registry import Registry
 from sbp_core.strategy import Signature
+from sbp_core.units import format_bytes
 
 #: How many of the nearest legal signatures a message lists.
 _NUM_NEAREST = 3
-
-_UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 def check_signature(
@@ -175,7 +174,7 @@ def _boxing(
         steps = ", ".join(step.kind.value for step in way.steps) or "nothing to do"
         parts.append(
             f"box {call.tensor_names[index]!r} ({way.source[1]}) -> ({way.target[1]}) before it: "
-            f"{steps}, {_pretty(way.bytes)}"
+            f"{steps}, {format_bytes(way.bytes)}"
         )
     made = ", ".join(
         f"({sbp.replace(axis, new)})"
@@ -185,13 +184,3 @@ def _boxing(
         f"it then gives {made}" if parts else f"let it give {made}, and box that behind it"
     )
     return "; ".join(parts)
-
-
-def _pretty(size_bytes: int) -> str:
-    """Return a size in the largest unit below it."""
-    size, unit = float(size_bytes), _UNITS[0]
-    for unit in _UNITS:
-        if size < 1000 or unit == _UNITS[-1]:
-            break
-        size /= 1000
-    return f"{size:.4g} {unit}"

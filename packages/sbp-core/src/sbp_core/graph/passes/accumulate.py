@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sbp_core.errors import GraphError
-from sbp_core.graph.ir import LogicalGraph, Node, OutputKind, Phase, Rate, Ref
+from sbp_core.graph.ir import LogicalGraph, Node, OutputKind, Phase, Rate, Ref, TensorType
 from sbp_core.graph.rewrite import rename_outputs, rename_uses
+
+#: How the names of dtypes begin that hold means of their values.
+_AVERAGED = ("float", "bfloat", "complex")
 
 
 def accumulate(graph: LogicalGraph, num_micro_batches: int) -> LogicalGraph:
@@ -16,7 +19,8 @@ def accumulate(graph: LogicalGraph, num_micro_batches: int) -> LogicalGraph:
     after:  g = mm(dy, x) [micro]; G = sbp.accumulate(g, 1/M); w1 = sub(w, G) [step]
 
     Raises:
-        GraphError: M < 1, or a state other than by the optimizer is replaced at micro-batch rate.
+        GraphError: M < 1; a state is replaced at micro-batch rate; or what crosses has no mean,
+            such as a count of integers.
     """
     if num_micro_batches < 1:
         raise GraphError(f"num_micro_batches={num_micro_batches}", accepted="an integer >= 1")
@@ -39,6 +43,15 @@ def accumulate(graph: LogicalGraph, num_micro_batches: int) -> LogicalGraph:
             )
         if out.value in micro:
             crossing[out.value] = None
+    for value in crossing:
+        kind = graph.types[value]
+        if not isinstance(kind, TensorType) or not kind.dtype.startswith(_AVERAGED):
+            raise GraphError(
+                f"{value!r} is {kind}: the mean of {num_micro_batches} micro-batches is none",
+                where=graph.producers[value].where(),
+                accepted="floating tensors",
+                todo="convert it in the model, or train with one micro-batch",
+            )
     names = {value: f"{value}.mean" for value in crossing}
     sums = [
         _sum_node(graph.producers[value], value, name, 1.0 / num_micro_batches)

@@ -1,0 +1,62 @@
+"""Whether a strategy is one for a graph: complete, on stages that there are, and legal op by op.
+
+A strategy may have been edited by hand or made by anybody's planner. One that is not legal would
+run and give wrong numbers, so nothing is compiled before it has passed here. No torch.
+"""
+
+from __future__ import annotations
+
+from sbp_core.errors import PlanError
+from sbp_core.graph.ir import LogicalGraph
+from sbp_core.sbp import check_sbp
+from sbp_core.signatures.call import OpCall
+from sbp_core.signatures.check import check_signature
+from sbp_core.strategy import Strategy
+
+
+def check_strategy(graph: LogicalGraph, strategy: Strategy) -> None:
+    """Check that a strategy says everything about a graph, and nothing that is not legal.
+
+    Raises:
+        PlanError: an op or a state has no assignment, the micro-batches differ, or a stage is not
+            there.
+        SignatureError: an op may not be cut as the strategy says, or has no rule.
+        SbpValueError: an SBP does not fit the shape of its tensor or the mesh.
+    """
+    _check_complete(graph, strategy)
+    _check_stages(strategy)
+    for node in graph.nodes:
+        if not node.is_host:
+            found = strategy.nodes[node.name]
+            mesh = strategy.stages[found.stage]
+            check_signature(OpCall.of(graph, node), found.signature, mesh)
+    for entry in graph.inputs:
+        if graph.is_tensor(entry.name):
+            storage = strategy.storage[entry.name]
+            mesh_shape = strategy.stages[storage.stage].mesh_shape
+            check_sbp(graph.tensor(entry.name).shape, storage.sbp, mesh_shape)
+
+
+def _check_complete(graph: LogicalGraph, strategy: Strategy) -> None:
+    ops = {node.name for node in graph.nodes if not node.is_host}
+    states = {entry.name for entry in graph.inputs if graph.is_tensor(entry.name)}
+    missing = sorted((ops - set(strategy.nodes)) | (states - set(strategy.storage)))
+    if missing or strategy.num_micro_batches != graph.num_micro_batches:
+        raise PlanError(
+            f"the strategy of planner {strategy.planner!r} does not cover the graph",
+            where=[f"{name} has no assignment" for name in missing[:5]],
+            accepted=f"every op and state, {graph.num_micro_batches} micro-batches",
+            todo="plan this very graph",
+        )
+
+
+def _check_stages(strategy: Strategy) -> None:
+    chosen = [(name, entry.stage) for name, entry in strategy.nodes.items()]
+    chosen += [(name, entry.stage) for name, entry in strategy.storage.items()]
+    for name, stage in chosen:
+        if stage not in range(len(strategy.stages)):
+            raise PlanError(
+                f"{name!r} is on stage {stage}",
+                where=f"the strategy of planner {strategy.planner!r}",
+                accepted=f"stages 0 .. {len(strategy.stages) - 1}",
+            )
