@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -44,7 +44,8 @@ def test_the_trainer_option_states_the_defaults_of_the_trainer() -> None:
     values = OmegaConf.to_container(OmegaConf.load(CONF / "trainer" / "default.yaml"))
 
     assert isinstance(values, dict)
-    assert values == asdict(TrainerConfig())
+    assert merge_settings(TrainerConfig, values) == TrainerConfig()
+    assert set(values) == {field.name for field in fields(TrainerConfig)}
 
 
 @pytest.mark.parametrize("name", ["steps", "batch_size", "micro_batches", "log_every"])

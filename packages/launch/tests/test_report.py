@@ -1,3 +1,4 @@
+import pytest
 from rich.console import Console
 from trainable import registry, run_config
 
@@ -5,8 +6,8 @@ from sbp_launch.report import Row, counted, plan_rows, plan_table, plan_text, su
 from sbp_launch.trainer import make_program, plan_step
 
 
-def planned():
-    run = run_config()
+def planned(**trainer):
+    run = run_config(**trainer)
     return plan_step(run, registry(), make_program(run, registry()))
 
 
@@ -40,8 +41,9 @@ def test_there_is_a_row_for_every_op_with_its_signature():
     assert (embedding.inputs, embedding.outputs) == ("(B) (S(0))", "(S(0))")
 
 
-def test_the_bytes_of_all_rows_are_the_bytes_of_the_plan():
-    found = planned()
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_the_bytes_of_all_rows_are_the_bytes_of_the_plan(micro_batches):
+    found = planned(micro_batches=micro_batches)
 
     rows = plan_rows(found.graph, found.strategy)
 

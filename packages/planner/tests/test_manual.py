@@ -180,3 +180,22 @@ def test_the_users_pins_override_a_preset():
 def test_a_preset_for_an_axis_that_the_mesh_lacks_says_so():
     with pytest.raises(ConfigError, match="'tensor'"):
         preset("data_tensor").plan(request((2,), ("data",)))
+
+
+@pytest.mark.parametrize(
+    ("preset", "axes", "lacks"),
+    [
+        ("pipeline", ("data",), "pipe"),
+        ("tensor_parallel", ("data",), "tensor"),
+        ("data_tensor", ("tensor",), "data"),
+    ],
+)
+def test_a_preset_refuses_a_mesh_without_the_axis_it_is_about(preset, axes, lacks):
+    text = files("sbp_planner").joinpath(f"conf/planner/manual/{preset}.yaml").read_text()
+    settings = yaml.safe_load(text)
+    planner = build(
+        merge_settings(ManualConfig, {k: v for k, v in settings.items() if k != "name"})
+    )
+
+    with pytest.raises(ConfigError, match=f"no axis '{lacks}'"):
+        planner.plan(request((2,), axes))

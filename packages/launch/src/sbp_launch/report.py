@@ -18,7 +18,7 @@ from sbp_core.boxing import Step, StepKind
 from sbp_core.check import CheckReport
 from sbp_core.compile.lower import lower
 from sbp_core.compile.physical import PhysicalPlan
-from sbp_core.graph.ir import LogicalGraph, Phase
+from sbp_core.graph.ir import LogicalGraph, Phase, Rate
 from sbp_core.placement import Placement
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_bytes, format_seconds
@@ -41,22 +41,32 @@ class Row:
 
 
 def plan_rows(graph: LogicalGraph, strategy: Strategy) -> Iterator[Row]:
-    """Yield a row for each op, in graph order, and one for what each state's new value needs."""
+    """Yield a row for each op, in graph order.
+
+    Its boxing is that of its inputs, and behind "then" what its result needs as a new state, a loss
+    or a metric.
+    """
     before: dict[str, list[Step]] = defaultdict(list)
     after: dict[str, list[Step]] = defaultdict(list)
+    moved: Counter[str] = Counter()
     lowered = lower(graph, strategy)
     for item in lowered.items:
-        if item.step is not None and item.asked_by:
+        if item.step is None:
+            continue
+        value = lowered.held[item.outputs[0]].value
+        repeats = graph.num_micro_batches if item.rate is Rate.MICRO else 1
+        if item.asked_by:
             before[item.asked_by].append(item.step)
-        elif item.step is not None:
-            after[lowered.held[item.outputs[0]].value].append(item.step)
+            moved[item.asked_by] += repeats * item.step.size_bytes
+        else:
+            after[value].append(item.step)
+            moved[graph.producers[value].name] += repeats * item.step.size_bytes
     for node in graph.nodes:
         if node.is_host:
             continue
         assigned = strategy.nodes[node.name]
         own = before[node.name]
         leaving = [step for value in node.outputs for step in after[value]]
-        repeats = graph.num_micro_batches if node.rate.value == "micro" else 1
         text = ", ".join(map(_step_text, own))
         if leaving:
             text += ("; " if text else "") + "then " + ", ".join(map(_step_text, leaving))
@@ -68,7 +78,7 @@ def plan_rows(graph: LogicalGraph, strategy: Strategy) -> Iterator[Row]:
             inputs=" ".join(f"({sbp})" for sbp in assigned.signature.inputs),
             outputs=" ".join(f"({sbp})" for sbp in assigned.signature.outputs),
             boxing=text,
-            moved_bytes=repeats * sum(step.size_bytes for step in (*own, *leaving)),
+            moved_bytes=moved[node.name],
         )
 
 

@@ -128,8 +128,12 @@ def _compiled(run: RunConfig, program: Program, graph: LogicalGraph, strategy: S
 
 
 def plan_evaluation(run: RunConfig, program: Program, train: Planned) -> Planned:
-    """Plan forward and loss on held-out data, with every state stored as in training."""
+    """Plan forward and loss on held-out data, with every state stored as in training.
+
+    The model is in evaluation mode from here on.
+    """
     batch = program.data.batch(0, run.trainer.micro_batch_size)
+    program.model.eval()
     graph = prepare_step(capture(program.model, model_loss, batch, name="evaluate"))
     stored = {
         entry.name: str(train.strategy.storage[entry.name].sbp)
@@ -264,7 +268,8 @@ class _Twin:
     def verdict(self) -> str:
         """Return the line that is printed."""
         worst = max(self.deviations)
-        relative = max(d / abs(x) for d, x in zip(self.deviations, self.losses, strict=True))
+        pairs = zip(self.deviations, self.losses, strict=True)
+        relative = max(deviation / abs(loss or 1.0) for deviation, loss in pairs)
         return (
             f"largest deviation of the loss from the one-device program over the first "
             f"{counted(len(self.losses), 'step')}: {worst:.2e} ({relative:.2e} relative)"
@@ -324,6 +329,7 @@ def _conclude(
     if run.trainer.sample_tokens and talks:
         names = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
         model.load_state_dict({k: v for k, v in states.items() if k in names}, strict=False)
+        model.eval()
         data = cast(TextDataset, program.data)
         text = sample_text(model, data, "\ndef ", run.trainer.sample_tokens, run.trainer.seed)
         console.rule("a sample of text")

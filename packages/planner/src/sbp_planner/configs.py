@@ -22,11 +22,13 @@ class ManualConfig:
         stage_patterns: For each pipeline stage, patterns of module paths; empty splits evenly.
         schedule: How many micro-batches may be in flight on each of several stages: `1f1b` allows
             `num_stages - stage`, `gpipe` all.
+        needs_axes: Mesh axes without which the preset does not do what its name says.
     """
 
     pins: Mapping[str, str | Mapping[str, str]] = field(default_factory=dict)
     stage_patterns: tuple[tuple[str, ...], ...] = ()
     schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    needs_axes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.schedule not in ("1f1b", "gpipe"):

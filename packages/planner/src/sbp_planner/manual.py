@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sbp_core.errors import ConfigError
 from sbp_core.infer import infer_strategy, one_forward_one_backward, stage_placements
 from sbp_core.plugins.kinds import PlanRequest
 from sbp_core.strategy import Strategy
@@ -23,9 +24,18 @@ class ManualPlanner:
         """Return the cheapest strategy that keeps the pins.
 
         Raises:
-            ConfigError: a pin or a stage pattern cannot be meant.
+            ConfigError: a pin or a stage pattern cannot be meant, or the mesh lacks an axis that
+                the preset needs.
             PlanError: nothing fulfils the pins or the stages.
         """
+        for axis in self.config.needs_axes:
+            if axis not in request.mesh.axes:
+                raise ConfigError(
+                    f"the mesh has no axis {axis!r}, which this preset is about",
+                    where=f"planner manual, mesh axes {', '.join(request.mesh.axes)}",
+                    accepted=f"a mesh with the axes {', '.join(self.config.needs_axes)}",
+                    todo=f"set cluster.mesh and cluster.axes, such as cluster.axes=[{axis}]",
+                )
         num_stages = len(stage_placements(request.mesh))
         return infer_strategy(
             request,

@@ -171,11 +171,6 @@ class RankPlan:
         return {actor.name: actor for actor in self.actors}
 
     @cached_property
-    def producer_of(self) -> Mapping[str, str]:
-        """The actor that fills each register."""
-        return {register.name: register.producer for register in self.registers}
-
-    @cached_property
     def inputs_of(self) -> Mapping[str, tuple[Register, ...]]:
         """For each actor the registers it reads."""
         return {

@@ -20,7 +20,7 @@ from sbp_core.sbp import B, NdSbp, Partial, S, Sbp, Split
 from sbp_core.signatures.arguments import identity
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.notation import Dependence, Dims, Effect, Notation
-from sbp_core.signatures.registry import Registry, builtin
+from sbp_core.signatures.registry import Registry, installed
 from sbp_core.strategy import Signature
 
 #: For each effect: which partial values of the inputs give which of the outputs.
@@ -109,7 +109,7 @@ def derivation(call: OpCall, rules: Registry | None = None) -> Derivation:
     Raises:
         SignatureError: the operator has no rule, or the rule does not fit the shapes.
     """
-    return _derivation(_Key(identity(call), call), rules or builtin())
+    return _derivation(_Key(identity(call), call), rules or installed())
 
 
 @lru_cache(maxsize=65536)
@@ -138,7 +138,7 @@ def derive(
     Raises:
         SignatureError: the operator has no rule, or the rule does not fit the shapes.
     """
-    return _derive(_Key(identity(call), call), axis_size, rules or builtin())
+    return _derive(_Key(identity(call), call), axis_size, rules or installed())
 
 
 @lru_cache(maxsize=65536)

@@ -1,7 +1,7 @@
-"""Which rule belongs to which operator: PyTorch's own by family, then those of third parties.
+"""Which rule belongs to which operator: PyTorch's own by family, then those of plugins.
 
-Pointwise operators need no entry: they are recognised by the tag that the call carries. Imports no
-torch.
+Pointwise operators need no entry: they are recognised by the tag that the call carries. Plugins are
+looked for only when an operator has no rule here. Imports no torch.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from difflib import get_close_matches
 from functools import cache
 
 from sbp_core.errors import SignatureError
+from sbp_core.plugins import Registry as Plugins
+from sbp_core.plugins import discover
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.notation import Notation
 from sbp_core.signatures.rule import Rule
@@ -26,18 +28,26 @@ class Registry:
     """Rules by operator name.
 
     Args:
-        extra: Rules of third parties; they take precedence over the built-in ones.
+        extra: Rules that take precedence over the built-in ones.
+        plugins: Gives the installed plugins, whose rules (hook `sbp_signatures`) serve operators
+            that have none otherwise; asked at most once.
         fallback: Whether an operator without a rule may run whole on every rank (all B) instead of
             being an error.
     """
 
     def __init__(
-        self, extra: Mapping[str, RuleLike] | None = None, *, fallback: bool = False
+        self,
+        extra: Mapping[str, RuleLike] | None = None,
+        *,
+        fallback: bool = False,
+        plugins: Callable[[], Plugins] | None = None,
     ) -> None:
         self._rules: dict[str, Rule] = dict(RULES)
         for op, rule in (extra or {}).items():
-            self._rules[op] = rule if isinstance(rule, Rule) else Rule(rule)
+            self._rules[op] = _as_rule(rule)
         self._fallback = fallback
+        self._plugins = plugins
+        self._offered: Plugins | None = None
 
     @property
     def ops(self) -> tuple[str, ...]:
@@ -55,6 +65,9 @@ class Registry:
             return found
         if "pointwise" in call.tags:
             return POINTWISE
+        offered = self._from_plugins(call.op)
+        if offered is not None:
+            return offered
         if self._fallback:
             return OPAQUE
         near = get_close_matches(call.op, self._rules, n=3, cutoff=0.6)
@@ -66,8 +79,30 @@ class Registry:
             "fallback that runs unknown operators whole on every rank",
         )
 
+    def _from_plugins(self, op: str) -> Rule | None:
+        """Return the rule that a plugin registers for an operator, and keep it."""
+        if self._plugins is None:
+            return None
+        if self._offered is None:
+            self._offered = self._plugins()
+        if op not in self._offered.names("signature"):
+            return None
+        made = self._offered.make("signature", op)
+        if not isinstance(made, Rule | str) and not callable(made):
+            raise SignatureError(
+                f"the plugin rule for {op} is a {type(made).__name__}",
+                where=f"distribution {self._offered.entry('signature', op).distribution}",
+                accepted="a Rule, a notation such as 'i k, k j -> i j', or call -> Notation",
+            )
+        self._rules[op] = _as_rule(made)
+        return self._rules[op]
+
+
+def _as_rule(rule: RuleLike) -> Rule:
+    return rule if isinstance(rule, Rule) else Rule(rule)
+
 
 @cache
-def builtin() -> Registry:
-    """Return the registry without third parties."""
-    return Registry()
+def installed() -> Registry:
+    """Return the registry that everything goes by unless told otherwise: ours, and plugins'."""
+    return Registry(plugins=discover)
