@@ -63,6 +63,7 @@ def test_it_trains_and_says_how_far_it_is_from_one_device(tmp_path: Path, way: s
 
     assert done.returncode == 0, done.stderr
     assert "The plan" in done.stdout
+    assert "bytes/step" in done.stdout
     assert "proved live and bounded" in done.stdout
     assert "step 4/4" in done.stdout
     assert re.search(r"held-out loss: \d\.\d+", done.stdout)

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 from rich.console import Console
 from trainable import registry, run_config
@@ -74,7 +76,18 @@ def test_a_narrow_terminal_gets_two_lines_a_row():
     text = text_of(plan_table([row("blocks.0.attention.proj", moved=8)], 5, 80), 80)
 
     assert "module, op" in text
-    assert max(map(len, text.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("width", [80, 119, 120, 140, 200])
+def test_every_column_is_on_the_line_whatever_its_width(width):
+    long = row("blocks.0.attention.projection", "scaled_dot_product_flash_attention", moved=123456)
+    wordy = replace(long, inputs="(S(0), S(1)) " * 3, boxing="reduce-scatter (tensor), " * 3)
+
+    text = text_of(plan_table([long, wordy], 5, width), width)
+
+    assert max(map(len, text.splitlines())) <= width
+    assert "bytes/step" in text
+    assert text.count("123.5 kB") == 2
 
 
 def test_the_whole_table_is_written_as_text():

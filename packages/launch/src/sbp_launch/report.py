@@ -129,15 +129,11 @@ def plan_table(rows: Sequence[Row], max_rows: int, width: int, todo: str = "") -
     kept = sorted(folded, key=lambda row: (_rank(row, moved[row]), order[row]))[:max_rows]
     table = Table(title="The plan", header_style="bold", box=SIMPLE_HEAD, pad_edge=False)
     wide = width >= _WIDE
-    heads = ("phase", "module", "op", "inputs", "outputs") if wide else ("module, op", "SBP")
-    for head in heads:
-        # Names of modules stay in one piece where there is room; SBPs fold well.
-        least = width // 4 if wide and head == "module" else None
-        longest = max((len(row.module) + len(" x99") for row in folded), default=0)
-        min_width = None if least is None else min(least, longest)
-        table.add_column(head, overflow="fold", min_width=min_width)
-    table.add_column("boxing before the op", overflow="fold")
-    table.add_column("bytes/step", justify="right", no_wrap=True)
+    columns = _COLUMNS if wide else _NARROW_COLUMNS
+    shared = width - _BYTES_WIDTH - _GAP * (len(columns) + 1)
+    for head, share in columns.items():
+        table.add_column(head, overflow="fold", width=int(shared * share))
+    table.add_column("bytes/step", justify="right", no_wrap=True, width=_BYTES_WIDTH)
     staged = len({row.stage for row in rows}) > 1
     for row in sorted(kept, key=order.__getitem__):
         module = row.module + (f" x{folded[row]}" if folded[row] > 1 else "")
@@ -155,6 +151,19 @@ def plan_table(rows: Sequence[Row], max_rows: int, width: int, todo: str = "") -
 
 
 _WIDE = 120
+_GAP, _BYTES_WIDTH = 3, 10
+
+#: Columns and their shares of the line. Explicit, since a column that asks for a least width of its
+#: own pushes the last one off the line.
+_COLUMNS = {
+    "phase": 0.07,
+    "module": 0.27,
+    "op": 0.17,
+    "inputs": 0.19,
+    "outputs": 0.13,
+    "boxing": 0.17,
+}
+_NARROW_COLUMNS = {"module, op": 0.45, "SBP": 0.3, "boxing": 0.25}
 _SHORT = {"forward": "fwd", "backward": "bwd", "optimizer": "update"}
 
 
