@@ -63,6 +63,7 @@ def test_bytes_moved_are_the_bytes_predicted(case: Case) -> None:
 
     plan = make_plan(case, torch.float32)
     assert found.sent_bytes == len(found.losses) * plan.boxing_bytes
+    assert plan.boxing_bytes == make_strategy(case, torch.float32).report["predicted_boxing_bytes"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
