@@ -17,8 +17,8 @@ from sbp_core.graph.ir import LogicalGraph, Phase
 from sbp_core.infer import conversions
 from sbp_core.placement import Cluster, Device, Link, Placement
 from sbp_core.plugins.kinds import PlanRequest
+from sbp_core.signatures.axes import enumerate_signatures
 from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.derive import enumerate_signatures
 from sbp_core.strategy import Strategy
 
 

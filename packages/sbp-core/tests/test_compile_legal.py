@@ -9,6 +9,7 @@ from infer_graphs import mlp
 from sbp_core.compile import compile_plan
 from sbp_core.compile.legal import check_strategy
 from sbp_core.errors import PlanError, SbpValueError, SignatureError
+from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp
 from sbp_core.strategy import Assignment, Storage, Strategy
 
@@ -60,3 +61,18 @@ def test_a_stage_that_is_not_there_is_refused(stage: int) -> None:
 def test_a_strategy_for_another_graph_is_refused() -> None:
     with pytest.raises(PlanError, match="does not cover the graph"):
         compile_plan(mlp(), strategy_of(diamond()))
+
+
+def test_ranks_that_would_draw_numbers_of_their_own_are_refused() -> None:
+    graph = diamond()
+    seeded = tuple(
+        replace(node, tags=(*node.tags, "seeded")) if node.name == "a" else node
+        for node in graph.nodes
+    )
+    random = graph.with_nodes(seeded)
+
+    with pytest.raises(PlanError, match="other random numbers on each of 2 ranks") as caught:
+        check_strategy(random, strategy_of(random))
+
+    assert "sbp.random_bernoulli" in caught.value.accepted
+    check_strategy(random, strategy_of(random, stages=[Placement.grid((1,))]))

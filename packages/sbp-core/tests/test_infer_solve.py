@@ -10,8 +10,8 @@ from sbp_core.infer import conversions, infer_strategy, predict, stage_placement
 from sbp_core.placement import Placement
 from sbp_core.plugins.kinds import PlanRequest
 from sbp_core.sbp import B, NdSbp, S, all_entries
+from sbp_core.signatures.axes import enumerate_signatures
 from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.derive import enumerate_signatures
 from sbp_core.strategy import Assignment, Storage, Strategy
 
 DATA_PARALLEL = {

@@ -7,7 +7,7 @@ run and give wrong numbers, so nothing is compiled before it has passed here. No
 from __future__ import annotations
 
 from sbp_core.errors import PlanError
-from sbp_core.graph.ir import LogicalGraph
+from sbp_core.graph.ir import LogicalGraph, Node
 from sbp_core.sbp import check_sbp
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.check import check_signature
@@ -18,8 +18,8 @@ def check_strategy(graph: LogicalGraph, strategy: Strategy) -> None:
     """Check that a strategy says everything about a graph, and nothing that is not legal.
 
     Raises:
-        PlanError: an op or a state has no assignment, the micro-batches differ, or a stage is not
-            there.
+        PlanError: an op or a state has no assignment, the micro-batches differ, a stage is not
+            there, or several ranks would have to draw the same random numbers.
         SignatureError: an op may not be cut as the strategy says, or has no rule.
         SbpValueError: an SBP does not fit the shape of its tensor or the mesh.
     """
@@ -30,11 +30,23 @@ def check_strategy(graph: LogicalGraph, strategy: Strategy) -> None:
             found = strategy.nodes[node.name]
             mesh = strategy.stages[found.stage]
             check_signature(OpCall.of(graph, node), found.signature, mesh)
+            _check_draws(node, len(mesh.rank_list))
     for entry in graph.inputs:
         if graph.is_tensor(entry.name):
             storage = strategy.storage[entry.name]
             mesh_shape = strategy.stages[storage.stage].mesh_shape
             check_sbp(graph.tensor(entry.name).shape, storage.sbp, mesh_shape)
+
+
+def _check_draws(node: Node, num_ranks: int) -> None:
+    """Refuse what draws from PyTorch's generator: each rank would draw numbers of its own."""
+    if num_ranks > 1 and "seeded" in node.tags:
+        raise PlanError(
+            f"{node.op} would draw other random numbers on each of {num_ranks} ranks",
+            where=node.where(),
+            accepted="sbp.random_uniform, sbp.random_normal, sbp.random_bernoulli, ...",
+            todo="draw with these, or set dropout to zero",
+        )
 
 
 def _check_complete(graph: LogicalGraph, strategy: Strategy) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypedDict
 
-from sbp_core.compile.instructions import host_instruction, instruction, transient_bytes
+from sbp_core.compile.instructions import host_instruction, instructions, transient_bytes
 from sbp_core.compile.lower import Item, ItemKind, Lowered
 from sbp_core.compile.physical import Actor, ActorKind, PhysicalPlan, RankPlan
 from sbp_core.compile.program import ROUGH_BYTES_PER_S, ROUGH_LAUNCH_S, Program
@@ -183,7 +183,7 @@ class _Actors:
             outputs=outputs,
             instructions=(
                 *map(host_instruction, hosts),
-                *(instruction(program, self.rank, item) for item in items),
+                *(part for item in items for part in instructions(program, self.rank, item)),
             ),
             weight_s=sum(map(program.weight_s, items)),
             transient_bytes=transient_bytes(program, self.rank, items),

@@ -34,7 +34,7 @@ from sbp_core.infer.pins import Pin, Pins
 from sbp_core.infer.prices import AxisPrices
 from sbp_core.infer.work import Decision, OptionTable, Work, shard_shape, smaller, whole
 from sbp_core.sbp import B, Broadcast, Sbp, Split
-from sbp_core.signatures.derive import Signature1d
+from sbp_core.signatures.signature import Signature1d
 
 #: Seconds that stand for "not possible" in tables: far above any step, and finite, so that sums
 #: of tables stay numbers.

@@ -20,7 +20,7 @@ from sbp_core.infer.stages import StagePatterns, assign_stages
 from sbp_core.infer.work import Decision, Work
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp
-from sbp_core.signatures.derive import clash
+from sbp_core.signatures.axes import clash
 from sbp_core.strategy import Assignment, Storage, Strategy
 
 if TYPE_CHECKING:

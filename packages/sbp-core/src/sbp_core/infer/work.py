@@ -5,7 +5,7 @@ Imports no torch; searches nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -22,10 +22,12 @@ from sbp_core.graph.ir import (
 )
 from sbp_core.infer.stages import StageMap
 from sbp_core.placement import Cluster, Placement
-from sbp_core.sbp import B, NdSbp, Partial, Sbp, local_shape
+from sbp_core.sbp import B, NdSbp, Sbp, local_shape
 from sbp_core.signatures.arguments import identity
+from sbp_core.signatures.axes import combine, continuations
 from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.derive import Signature1d, clash, combine, derive, work_flop
+from sbp_core.signatures.derive import work_flop
+from sbp_core.signatures.signature import Signature1d
 from sbp_core.strategy import Signature
 
 
@@ -164,11 +166,7 @@ class OptionTable:
         key = (self._work.kinds[node.name], before)
         if key not in self._found:
             call = self._work.calls[node.name]
-            parts = tuple(
-                part
-                for part in derive(call, self._mesh_shape[-1])
-                if not clash((*before, part), self._mesh_shape) and not _mixes(before, part)
-            )
+            parts = continuations(call, before, self._mesh_shape)
             flop, device = work_flop(call), self._work.cluster.device
             seconds = tuple(
                 grid_time_s(call, combine((*before, part)), self._mesh_shape, device, flop)
@@ -176,20 +174,6 @@ class OptionTable:
             )
             self._found[key] = Options(parts=parts, seconds=seconds)
         return self._found[key]
-
-
-def _mixes(before: Sequence[Signature1d], part: Signature1d) -> bool:
-    """Return whether some tensor would be partial under two reductions at once."""
-
-    def entries(one: Signature1d) -> Iterator[Sbp]:
-        yield from one.inputs
-        yield from one.outputs
-
-    return any(
-        isinstance(new, Partial) and isinstance(old, Partial) and new != old
-        for other in before
-        for new, old in zip(entries(part), entries(other), strict=True)
-    )
 
 
 def shard_shape(

@@ -10,23 +10,20 @@ from __future__ import annotations
 from typing import Any
 
 from sbp_core._callable_module import make_callable
+from sbp_core.signatures.axes import combine, continuations, enumerate_signatures
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.check import check_signature
-from sbp_core.signatures.derive import (
-    Requirement,
-    Signature1d,
-    combine,
-    derive,
-    enumerate_signatures,
-    work_flop,
-)
+from sbp_core.signatures.derive import derive, work_flop
 from sbp_core.signatures.localize import localize
 from sbp_core.signatures.notation import Notation
-from sbp_core.signatures.registry import Registry
-from sbp_core.signatures.rule import LocalCall, Rule, Shards
+from sbp_core.signatures.registry import Registry, Unknown
+from sbp_core.signatures.rule import Draft, LocalCall, LocalProgram, Rule, Shards
+from sbp_core.signatures.signature import Requirement, Signature1d
 
 __all__ = [
+    "Draft",
     "LocalCall",
+    "LocalProgram",
     "Notation",
     "OpCall",
     "Registry",
@@ -34,8 +31,10 @@ __all__ = [
     "Rule",
     "Shards",
     "Signature1d",
+    "Unknown",
     "check_signature",
     "combine",
+    "continuations",
     "derive",
     "enumerate_signatures",
     "localize",
@@ -63,7 +62,7 @@ def signatures(
         SignatureError: the operator has no rule.
         SbpLookupError: PyTorch has no such operator.
     """
-    from sbp_core.signatures.verify import abstract_call  # imports torch, for shapes and tags
+    from sbp_core.signatures.torch_call import abstract_call  # imports torch, for shapes and tags
 
     return derive(abstract_call(op, args, kwargs), axis_size, rules=rules)
 

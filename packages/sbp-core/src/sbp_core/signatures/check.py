@@ -13,9 +13,11 @@ from sbp_core.boxing.step import Route
 from sbp_core.errors import SignatureError
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, Partial, Sbp, Split, check_sbp
+from sbp_core.signatures.axes import clash
 from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.derive import Signature1d, clash, derivation, derive
+from sbp_core.signatures.derive import derivation, derive
 from sbp_core.signatures.registry import Registry
+from sbp_core.signatures.signature import Signature1d
 from sbp_core.strategy import Signature
 from sbp_core.units import format_bytes
 
@@ -40,7 +42,10 @@ def check_signature(
     parts: list[Signature1d] = []
     for axis, size in enumerate(mesh.mesh_shape):
         asked = _along(signature, axis)
-        legal = derive(call, size, rules=rules)
+        legal = (
+            *derive(call, size, rules=rules),
+            *(derivation(call, rules).behind if axis else ()),
+        )
         found = next((part for part in legal if (part.inputs, part.outputs) == asked), None)
         if found is None:
             raise _refusal(call, signature, mesh, axis, rules)

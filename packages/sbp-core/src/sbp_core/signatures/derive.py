@@ -1,9 +1,8 @@
 """The derivation: all signatures of a call, from the notation of its operator.
 
 For one mesh axis they follow from the labels (split one of them), from linearity and monotony
-(partial in, partial out), and there is always "all B". Several axes combine freely, but for what
-`Requirement`s say. Rejected candidates are kept with the reason, for error messages. Imports no
-torch.
+(partial in, partial out), and there is always "all B". Rejected candidates are kept with their
+reasons, for error messages. How several axes combine is `signatures.axes`. Imports no torch.
 """
 
 from __future__ import annotations
@@ -16,65 +15,24 @@ from math import prod
 
 from sbp_core.errors import SignatureError
 from sbp_core.graph.ir import TensorType
-from sbp_core.sbp import B, NdSbp, Partial, S, Sbp, Split
+from sbp_core.sbp import B, Partial, S, Sbp, Split
 from sbp_core.signatures.arguments import identity
 from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.notation import Dependence, Dims, Effect, Notation
+from sbp_core.signatures.notation import Dependence, Effect, Notation
 from sbp_core.signatures.registry import Registry, installed
-from sbp_core.strategy import Signature
+from sbp_core.signatures.signature import Requirement, Signature1d
 
 #: For each effect: which partial values of the inputs give which of the outputs.
 _PASSES = {
     Effect.LINEAR: (("sum", "sum"),),
     Effect.INCREASING: (("max", "max"), ("min", "min")),
     Effect.DECREASING: (("max", "min"), ("min", "max")),
+    Effect.MAX: (("max", "max"),),
+    Effect.MIN: (("min", "min"),),
+    Effect.FALLS: (("min", "max"),),
     Effect.UNREAD: (("sum", ""), ("max", ""), ("min", "")),
+    Effect.IGNORED: (("sum", ""), ("max", ""), ("min", "")),
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Requirement:
-    """What the sizes of all mesh axes that split one label must fulfil together.
-
-    Args:
-        label: The label.
-        extents: Extents of the dims that the label leads.
-        even: The product of the sizes must divide every extent; else it must not exceed any (no
-            shard may be empty).
-    """
-
-    label: str
-    extents: tuple[int, ...]
-    even: bool
-
-    def failure(self, parts: int) -> str:
-        """Return why `parts` parts are not possible; empty if they are."""
-        for extent in sorted(self.extents):
-            if self.even and extent % parts:
-                return f"needs {extent} to be divisible by {parts}"
-            if not self.even and extent < parts:
-                return f"needs at least one of {extent} on each of {parts} ranks"
-        return ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Signature1d:
-    """How a call may be cut along one mesh axis.
-
-    Args:
-        inputs, outputs: In argument order (lists flattened) and output order.
-        origin: Why it is legal: `split of label k`, `linear in argument 0`, `all B`.
-        requires: What several axes that split the same label must fulfil together.
-    """
-
-    inputs: tuple[Sbp, ...]
-    outputs: tuple[Sbp, ...]
-    origin: str
-    requires: tuple[Requirement, ...] = field(default=(), compare=False)
-
-    def __str__(self) -> str:
-        left = ", ".join(map(repr, self.inputs))
-        return f"{left} -> {', '.join(map(repr, self.outputs))}".strip()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,10 +46,18 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Derivation:
-    """All candidates of a call along one mesh axis, before the size of the axis is known."""
+    """All candidates of a call along one mesh axis, before the size of the axis is known.
+
+    Args:
+        notation: What they follow from.
+        legal: Those that are legal on any axis of a fitting size.
+        behind: Those that are legal behind other axes only (see `Signature1d.follows`).
+        rejected: Those that are not legal on a first axis, with the reason.
+    """
 
     notation: Notation
     legal: tuple[Signature1d, ...]
+    behind: tuple[Signature1d, ...]
     rejected: tuple[Rejected, ...]
 
 
@@ -125,8 +91,13 @@ def _derivation(key: _Key, rules: Registry) -> Derivation:
     for dependence in notation.dependences:
         found.depend(dependence)
     found.add([B] * len(call.inputs), [B] * len(call.outputs), "all B")
+    for signature in rules.discovered(call):
+        found.legal.setdefault((signature.inputs, signature.outputs), signature)
     return Derivation(
-        notation=notation, legal=tuple(found.legal.values()), rejected=tuple(found.rejected)
+        notation=notation,
+        legal=tuple(found.legal.values()),
+        behind=tuple(found.behind),
+        rejected=tuple(found.rejected),
     )
 
 
@@ -148,43 +119,6 @@ def _derive(key: _Key, axis_size: int, rules: Registry) -> tuple[Signature1d, ..
         for signature in _derivation(key, rules).legal
         if not any(entry.failure(axis_size) for entry in signature.requires)
     )
-
-
-def enumerate_signatures(
-    call: OpCall, mesh_shape: Sequence[int], *, rules: Registry | None = None
-) -> Iterator[Signature]:
-    """Yield the legal signatures of a call on a mesh, one entry of `mesh_shape` an axis.
-
-    Raises:
-        SignatureError: the operator has no rule, or the rule does not fit the shapes.
-    """
-    axes = [derive(call, size, rules=rules) for size in mesh_shape]
-    for parts in product(*axes):
-        if not clash(parts, mesh_shape):
-            yield combine(parts)
-
-
-def combine(parts: Sequence[Signature1d]) -> Signature:
-    """Return the signature whose entries on each mesh axis are those of `parts`."""
-    return Signature(
-        tuple(NdSbp(*entries) for entries in zip(*(part.inputs for part in parts), strict=True)),
-        tuple(NdSbp(*entries) for entries in zip(*(part.outputs for part in parts), strict=True)),
-    )
-
-
-def clash(parts: Sequence[Signature1d], mesh_shape: Sequence[int]) -> str:
-    """Return why signatures, each legal on its axis, are not legal together; empty if they are."""
-    for part in parts:
-        for requirement in part.requires:
-            sizes = [
-                size
-                for other, size in zip(parts, mesh_shape, strict=True)
-                if any(entry.label == requirement.label for entry in other.requires)
-            ]
-            failure = requirement.failure(prod(sizes))
-            if failure:
-                return f"{part.origin} {failure} (mesh axes of sizes {sizes} together)"
-    return ""
 
 
 def work_flop(call: OpCall, *, rules: Registry | None = None) -> float:
@@ -215,7 +149,7 @@ def work_flop(call: OpCall, *, rules: Registry | None = None) -> float:
 
 
 def label_sizes(call: OpCall, notation: Notation) -> dict[str, int]:
-    """Return the extent of each label that some dim consists of alone.
+    """Return the extent of each label that the shapes determine.
 
     Raises:
         SignatureError: the notation does not fit the shapes of the call.
@@ -224,16 +158,18 @@ def label_sizes(call: OpCall, notation: Notation) -> dict[str, int]:
     _check_fit(len(call.outputs) == len(notation.outputs), call, notation)
     pairs = list(_dims(call, notation))
     sizes: dict[str, int] = {}
-    for names, extent in pairs:
-        if len(names) == 1:
-            _check_fit(sizes.setdefault(names[0], extent) == extent, call, notation)
-    for names, extent in pairs:
-        known = prod(sizes.get(name, 1) for name in names)
-        if all(name in sizes for name in names):
-            _check_fit(known == extent, call, notation)
-        else:
-            _check_fit(known == 0 or extent % known == 0, call, notation)
-    return sizes
+    while True:
+        found: dict[str, int] = {}
+        for names, extent in pairs:
+            known = prod(sizes.get(name, 1) for name in names)
+            unknown = [name for name in names if name not in sizes]
+            fits = known == 0 or extent % known == 0 if unknown else known == extent
+            _check_fit(fits, call, notation)
+            if len(unknown) == 1 and known:
+                found[unknown[0]] = extent // known
+        if not found:
+            return sizes
+        sizes |= found
 
 
 def _check_fit(fits: bool, call: OpCall, notation: Notation) -> None:
@@ -264,11 +200,27 @@ def _factors(notation: Notation) -> Mapping[int, list[int]]:
     return factors
 
 
-def _kind(entry: TensorType) -> str:
-    """Return whether sums of such tensors are exact: `bool` (no sums), `integer` or `real`."""
-    if entry.dtype == "bool":
-        return "bool"
-    return "integer" if entry.dtype.startswith(("int", "uint")) else "real"
+def _origin(dependence: Dependence) -> str:
+    """Return what a dependence says of its arguments: `jointly linear in arguments 0, 1`."""
+    listed = ", ".join(map(str, dependence.inputs))
+    many = "arguments" if len(dependence.inputs) != 1 else "argument"
+    if dependence.effect in (Effect.UNREAD, Effect.IGNORED):
+        return f"{dependence.effect.value} {many} {listed}"
+    joint = "jointly " if len(dependence.inputs) > 1 else ""
+    words = {Effect.MAX: "maxima of", Effect.MIN: "minima of", Effect.FALLS: "minima of"}
+    how = words.get(dependence.effect, f"{joint}{dependence.effect.value} in")
+    result = {Effect.MAX: "maxima", Effect.MIN: "minima", Effect.FALLS: "maxima"}
+    gives = f" give {result[dependence.effect]}" if dependence.effect in result else ""
+    return f"{how} {many} {listed}{gives}"
+
+
+def _unreducible(entry: TensorType, reduction: str) -> str:
+    """Return why values of a dtype have no such reduction; empty if they have."""
+    if reduction == "sum" and entry.dtype == "bool":
+        return "a bool output cannot be summed"
+    if reduction in ("max", "min") and entry.dtype.startswith("complex"):
+        return "complex numbers have no maximum"
+    return ""
 
 
 class _Candidates:
@@ -279,6 +231,7 @@ class _Candidates:
         self.notation = notation
         self.sizes = label_sizes(call, notation)
         self.legal: dict[tuple[tuple[Sbp, ...], tuple[Sbp, ...]], Signature1d] = {}
+        self.behind: list[Signature1d] = []
         self.rejected: list[Rejected] = []
 
     def add(
@@ -288,19 +241,23 @@ class _Candidates:
         origin: str,
         requires: tuple[Requirement, ...] = (),
         reason: str = "",
+        label: str = "",
     ) -> None:
         """Keep a candidate: as legal, or as rejected if there is a reason."""
         key = (tuple(inputs), tuple(outputs))
         if reason:
             self.rejected.append(Rejected(inputs=key[0], outputs=key[1], reason=reason))
         else:
-            signature = Signature1d(inputs=key[0], outputs=key[1], origin=origin, requires=requires)
+            signature = Signature1d(
+                inputs=key[0], outputs=key[1], origin=origin, requires=requires, label=label
+            )
             self.legal.setdefault(key, signature)
 
     def split(self, label: str) -> None:
         """Split one label: S where it leads a dim, B or partial where it is missing."""
         notation = self.notation
         extents: dict[int, None] = {}
+        slower: dict[str, int] = {}
         reason = ""
         entries: list[list[Sbp]] = [[], []]
         for side, (types, tensors) in enumerate(
@@ -309,21 +266,57 @@ class _Candidates:
             for index, (entry, dims) in enumerate(zip(types, tensors, strict=True)):
                 dim = next((at for at, names in enumerate(dims) if label in names), None)
                 if dim is not None:
-                    extents[entry.shape[dim]] = None
-                    reason = reason or self._buried(label, dims, dim)
+                    before = self._slower(label, dims[dim])
+                    # What is left to split once earlier axes have split these to one element each.
+                    parts = prod(self.sizes.get(name, 1) for name in before)
+                    extents[entry.shape[dim] // max(parts, 1)] = None
+                    slower |= dict.fromkeys(before, dim)
                     entries[side].append(S(dim))
                 elif side == 1 and self._contracted(label):
-                    reduction = notation.reduction(label, index)
-                    entries[side].append(Partial(reduction))
-                    if reduction == "sum" and entry.dtype == "bool":
-                        reason = reason or "a bool output cannot be summed"
+                    reduced, illegal = self._reduced(label, index, entry)
+                    entries[side].append(reduced)
+                    reason = reason or illegal
                 else:
                     entries[side].append(B)
         if label in notation.whole:
-            reason = f"{self.call.op} needs that dim whole"
+            why = f": {notation.why}" if notation.why else ""
+            reason = f"{self.call.op} needs that dim whole{why}"
         requires = self._requirements(label, tuple(extents))
         for inputs in self._beside(label, entries[0]):
-            self.add(inputs, entries[1], f"split of label {label}", requires, reason)
+            self._add_split(label, (inputs, entries[1]), requires, slower, reason)
+
+    def _add_split(
+        self,
+        label: str,
+        entries: tuple[list[Sbp], list[Sbp]],
+        requires: tuple[Requirement, ...],
+        slower: Mapping[str, int],
+        reason: str,
+    ) -> None:
+        """Keep a split; one of a label behind slower ones is for later mesh axes only."""
+        origin = f"split of label {label}"
+        if slower and not reason:
+            reason = f"only the slowest factor of dim {min(slower.values())} may be split"
+            if all(name in self.sizes for name in slower):
+                follows = tuple((name, self.sizes[name]) for name in slower)
+                self.behind.append(
+                    Signature1d(
+                        inputs=tuple(entries[0]),
+                        outputs=tuple(entries[1]),
+                        origin=origin,
+                        requires=requires,
+                        label=label,
+                        follows=follows,
+                    )
+                )
+        self.add(*entries, origin, requires, reason, label)
+
+    def _reduced(self, label: str, output: int, entry: TensorType) -> tuple[Sbp, str]:
+        """Return what an output without `label` is when it is split, and why not, if so."""
+        reduction = self.notation.reduction(label, output)
+        if reduction == "none":
+            return B, ""
+        return Partial(reduction), _unreducible(entry, reduction)
 
     def _requirements(self, label: str, extents: tuple[int, ...]) -> tuple[Requirement, ...]:
         found = []
@@ -333,18 +326,26 @@ class _Candidates:
             found.append(Requirement(label=label, extents=extents, even=False))
         return tuple(found)
 
-    def _buried(self, label: str, dims: Dims, dim: int) -> str:
-        """Return why `label` does not lead its dim; empty if it does."""
-        before = dims[dim][: dims[dim].index(label)]
-        slower = [name for name in before if self.sizes.get(name) != 1]
-        return f"only the slowest factor of dim {dim} may be split" if slower else ""
+    def _slower(self, label: str, names: tuple[str, ...]) -> list[str]:
+        """Return the labels of a dim that come before `label` and have more than one element."""
+        return [name for name in names[: names.index(label)] if self.sizes.get(name) != 1]
 
     def _contracted(self, label: str) -> bool:
         return any(label in names for dims in self.notation.inputs for names in dims)
 
     def _beside(self, label: str, inputs: list[Sbp]) -> Iterator[list[Sbp]]:
-        """Yield the inputs; where `label` is summed, addends without it have to be partial."""
+        """Yield the inputs; where `label` is summed, addends without it have to be partial.
+
+        What is not read may as well be partial; what is ignored, whole or partial.
+        """
         notation = self.notation
+        yield from self._unused(inputs)
+        once = [index for name, index in notation.beside if name == label]
+        if once:
+            kind = notation.reduction(label, 0)
+            yield [Partial(kind) if at in once else entry for at, entry in enumerate(inputs)]
+            if kind == "sum":
+                return
         output = [name for dims in notation.outputs for names in dims for name in names]
         if notation.addends is None or label in output:
             yield inputs
@@ -357,26 +358,42 @@ class _Candidates:
         for chosen in product(*without):
             yield [Partial() if index in chosen else entry for index, entry in enumerate(inputs)]
 
+    def _unused(self, inputs: list[Sbp]) -> Iterator[list[Sbp]]:
+        """Yield the inputs with what is never read cut in other ways."""
+        found = {
+            index: dependence.effect
+            for dependence in self.notation.dependences
+            if dependence.effect in (Effect.UNREAD, Effect.IGNORED)
+            for index in dependence.inputs
+        }
+        free = {
+            index
+            for index, effect in found.items()
+            if effect is Effect.IGNORED or not isinstance(inputs[index], Split)
+        }
+        others: list[Sbp] = [B, Partial()] if free else []
+        for other in others:
+            if other == B or not any(_unreducible(self.call.inputs[at], "sum") for at in free):
+                yield [other if at in free else entry for at, entry in enumerate(inputs)]
+
     def depend(self, dependence: Dependence) -> None:
         """Pass partial values of the arguments of one dependence to the outputs."""
         call = self.call
         reached = dependence.outputs
-        if dependence.effect is Effect.UNREAD:
+        if dependence.effect in (Effect.UNREAD, Effect.IGNORED):
             reached = ()
         elif reached is None:
             reached = tuple(range(len(call.outputs)))
-        kinds_in = {_kind(call.inputs[index]) for index in dependence.inputs}
-        kinds_out = {_kind(call.outputs[index]) for index in reached}
-        rounds = "real" in kinds_in and "integer" in kinds_out
-        if "bool" in kinds_in | kinds_out or (dependence.effect is Effect.LINEAR and rounds):
+        pairs = [
+            (before, after)
+            for before, after in _PASSES[dependence.effect]
+            if not any(_unreducible(call.inputs[index], before) for index in dependence.inputs)
+            and not any(_unreducible(call.outputs[index], after) for index in reached)
+        ]
+        if dependence.effect is Effect.LINEAR and self._rounds(dependence.inputs, reached):
             return
-        listed = ", ".join(map(str, dependence.inputs))
-        many = "arguments" if len(dependence.inputs) != 1 else "argument"
-        joint = "jointly " if len(dependence.inputs) > 1 else ""
-        origin = f"{joint}{dependence.effect.value} in {many} {listed}".replace(
-            "unread in", "unread"
-        )
-        for before, after in _PASSES[dependence.effect]:
+        origin = _origin(dependence)
+        for before, after in pairs:
             inputs: list[Sbp] = [B] * len(call.inputs)
             outputs: list[Sbp] = [B] * len(call.outputs)
             for index in dependence.inputs:
@@ -384,3 +401,21 @@ class _Candidates:
             for index in reached:
                 outputs[index] = Partial(after)
             self.add(inputs, outputs, origin)
+        if dependence.effect is Effect.IGNORED:
+            for index in dependence.inputs:
+                for dim in range(len(call.inputs[index].shape)):
+                    inputs = [B] * len(call.inputs)
+                    inputs[index] = S(dim)
+                    self.add(inputs, [B] * len(call.outputs), origin)
+
+    def _rounds(self, inputs: Sequence[int], outputs: Sequence[int]) -> bool:
+        """Return whether integers come out of reals, or wide ones out of unsigned ones that wrap.
+
+        Then a linear operator is not linear on its dtypes.
+        """
+        before = {self.call.inputs[index].dtype for index in inputs}
+        after = {self.call.outputs[index].dtype for index in outputs}
+        exact = all(dtype.startswith(("int", "uint")) for dtype in before)
+        rounds = not exact and any(dtype.startswith(("int", "uint")) for dtype in after)
+        wraps = any(dtype.startswith("uint") for dtype in before) and before != after
+        return rounds or (wraps and bool(after))

@@ -13,7 +13,7 @@ from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp, local_bounds
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.registry import Registry, installed
-from sbp_core.signatures.rule import Bounds, LocalCall, Shards
+from sbp_core.signatures.rule import Bounds, LocalCall, LocalProgram, Shards
 from sbp_core.strategy import Signature
 
 
@@ -24,7 +24,7 @@ def localize(
     rank: int,
     *,
     rules: Registry | None = None,
-) -> LocalCall:
+) -> LocalProgram:
     """Return what `rank` executes for its part of a call.
 
     Args:
@@ -40,7 +40,7 @@ def localize(
     """
     localizer = (rules or installed()).rule(call).localize
     if localizer is None:
-        return LocalCall(op=call.op, args=call.args, kwargs=call.kwargs)
+        return LocalProgram(calls=(LocalCall(op=call.op, args=call.args, kwargs=call.kwargs),))
     coordinate = mesh.coordinate(rank)
 
     def bounds(types: Sequence[TensorType], sbps: Sequence[NdSbp]) -> tuple[Bounds, ...]:
@@ -53,4 +53,5 @@ def localize(
         inputs=bounds(call.inputs, signature.inputs),
         outputs=bounds(call.outputs, signature.outputs),
     )
-    return localizer(call, shards)
+    made = localizer(call, shards)
+    return made if isinstance(made, LocalProgram) else LocalProgram(calls=(made,))

@@ -13,10 +13,20 @@ otherwise. Clauses follow, each after `;`:
 
     linear 0 1                   jointly linear in arguments 0 and 1 (`linear 0 to 1`: output 1
                                  depends linearly on it, the other outputs not at all)
-    increasing 0, decreasing 0   monotone in the argument, elementwise
+    increasing 0, decreasing 0   monotone in the argument: each element of an output is a monotone
+                                 function of one element of it (of all of them together, if several
+                                 arguments stand here: of one element of one of them)
+    max 0 1, min 0 1             maxima (minima) of the arguments together give those of the outputs
+    falls 0                      it falls where it is defined, above some bound: minima of the
+                                 argument give maxima (below a maximum it may not be defined)
     unread 0                     only the shape of the argument matters
-    reduce k max                 `k` is reduced with max; `reduce k@1 min` for output 1 only
+    ignored 0                    not even that, where all else is whole
+    reduce k max                 `k` is reduced with max; `reduce k@1 min` for output 1 only;
+                                 `reduce k@1 none`: output 1 does not depend on what `k` indexes
+    beside k 0                   argument 0 is met once, whatever `k` indexes: where `k` is split it
+                                 is partial (under a maximum or minimum of `k` it need not be)
     flop 8                       work of the call, if it cannot be read off the labels
+    why the softmax runs over d  why labels are marked `!` or `+`, for messages and listings; last
 
 This module holds values and text. What follows from a notation is `signatures.derive`.
 """
@@ -47,7 +57,15 @@ class Effect(StrEnum):
     LINEAR = "linear"
     INCREASING = "increasing"
     DECREASING = "decreasing"
+    MAX = "max"
+    MIN = "min"
+    FALLS = "falls"
     UNREAD = "unread"
+    IGNORED = "ignored"
+
+
+#: How a label is reduced away: the reductions of partial values, or not at all.
+LABEL_REDUCTIONS = (*REDUCTIONS, "none")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,19 +94,39 @@ def linear(*inputs: int, outputs: tuple[int, ...] | None = None) -> Dependence:
     return Dependence(effect=Effect.LINEAR, inputs=inputs, outputs=outputs)
 
 
-def increasing(argument: int) -> Dependence:
-    """Return the statement that outputs never decrease when the argument grows."""
-    return Dependence(effect=Effect.INCREASING, inputs=(argument,))
+def increasing(*inputs: int, outputs: tuple[int, ...] | None = None) -> Dependence:
+    """Return the statement that elements of outputs grow with one element of these arguments."""
+    return Dependence(effect=Effect.INCREASING, inputs=inputs, outputs=outputs)
 
 
-def decreasing(argument: int) -> Dependence:
-    """Return the statement that outputs never increase when the argument grows."""
-    return Dependence(effect=Effect.DECREASING, inputs=(argument,))
+def decreasing(*inputs: int, outputs: tuple[int, ...] | None = None) -> Dependence:
+    """Return the statement that elements of outputs fall with one element of these arguments."""
+    return Dependence(effect=Effect.DECREASING, inputs=inputs, outputs=outputs)
+
+
+def maxima(*inputs: int, outputs: tuple[int, ...] | None = None) -> Dependence:
+    """Return the statement that maxima of these arguments together give those of outputs."""
+    return Dependence(effect=Effect.MAX, inputs=inputs, outputs=outputs)
+
+
+def minima(*inputs: int, outputs: tuple[int, ...] | None = None) -> Dependence:
+    """Return the statement that minima of these arguments together give those of outputs."""
+    return Dependence(effect=Effect.MIN, inputs=inputs, outputs=outputs)
+
+
+def falls(*inputs: int, outputs: tuple[int, ...] | None = None) -> Dependence:
+    """Return the statement that minima of these arguments together give maxima of outputs."""
+    return Dependence(effect=Effect.FALLS, inputs=inputs, outputs=outputs)
 
 
 def unread(argument: int) -> Dependence:
     """Return the statement that only the shape of the argument matters."""
     return Dependence(effect=Effect.UNREAD, inputs=(argument,))
+
+
+def ignored(argument: int) -> Dependence:
+    """Return the statement that the argument is not looked at."""
+    return Dependence(effect=Effect.IGNORED, inputs=(argument,))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,8 +141,12 @@ class Notation:
         dependences: Linearity and monotony beyond what a sum of products implies.
         whole: Labels that may not be split.
         nonempty: Labels whose shards may not be empty.
-        reductions: `label` or `label@output` -> `sum`, `max` or `min`; `sum` where nothing is said.
+        reductions: `label` or `label@output` -> `sum`, `max`, `min` or `none`; `sum` where nothing
+            is said.
+        beside: Pairs (label, argument without it): the argument is one more term of the sum,
+            maximum or minimum over the label.
         work_flop: Work of the call in floating-point operations; None: read it off the labels.
+        why: Why the labels in `whole` and `nonempty` are so; half a sentence.
 
     Raises:
         SbpValueError: a label repeats in one tensor, or a clause names what is not there.
@@ -117,7 +159,9 @@ class Notation:
     whole: frozenset[str] = frozenset()
     nonempty: frozenset[str] = frozenset()
     reductions: tuple[tuple[str, str], ...] = field(default=())
+    beside: tuple[tuple[str, int], ...] = ()
     work_flop: float | None = None
+    why: str = ""
 
     def __post_init__(self) -> None:
         for dims in (*self.inputs, *self.outputs):
@@ -135,10 +179,17 @@ class Notation:
             )
         known = set(self.labels)
         for key, reduction in self.reductions:
-            if key.split("@")[0] not in known or reduction not in REDUCTIONS:
+            if key.split("@")[0] not in known or reduction not in LABEL_REDUCTIONS:
                 raise SbpValueError(
                     f"{self} cannot reduce {key!r} with {reduction!r}",
-                    accepted=f"labels {', '.join(sorted(known))}; {', '.join(REDUCTIONS)}",
+                    accepted=f"labels {', '.join(sorted(known))}; {', '.join(LABEL_REDUCTIONS)}",
+                )
+        for label, index in self.beside:
+            if label not in known or not 0 <= index < len(self.inputs):
+                raise SbpValueError(
+                    f"{self} has no argument {index} beside label {label!r}",
+                    accepted=f"labels {', '.join(sorted(known))}; arguments below "
+                    f"{len(self.inputs)}",
                 )
         for dependence in self.dependences:
             self._check_dependence(dependence)
@@ -196,7 +247,9 @@ class Notation:
             whole=frozenset(reader.whole),
             nonempty=frozenset(reader.nonempty),
             reductions=tuple(reader.reductions),
+            beside=tuple(reader.beside),
             work_flop=reader.work_flop,
+            why=reader.why,
         )
 
     def __str__(self) -> str:
@@ -211,9 +264,12 @@ class Notation:
         clauses = [
             *map(str, self.dependences),
             *(f"reduce {key} {reduction}" for key, reduction in self.reductions),
+            *(f"beside {label} {index}" for label, index in self.beside),
         ]
         if self.work_flop is not None:
             clauses.append(f"flop {self.work_flop:.17g}")
+        if self.why:
+            clauses.append(f"why {self.why}")
         return "; ".join([formula.strip(), *clauses])
 
     def _tensor(self, dims: Dims) -> str:
@@ -244,7 +300,9 @@ class _Reader:
         self.nonempty: set[str] = set()
         self.dependences: list[Dependence] = []
         self.reductions: list[tuple[str, str]] = []
+        self.beside: list[tuple[str, int]] = []
         self.work_flop: float | None = None
+        self.why = ""
 
     def tensors(self, text: str) -> Iterator[Dims]:
         """Yield the dims of each tensor of a comma-separated list."""
@@ -274,15 +332,19 @@ class _Reader:
         try:
             self._clause(text.split())
         except ValueError as error:
-            raise _unreadable(
-                self.text, f"linear, increasing, decreasing, unread, reduce or flop, not {text!r}"
-            ) from error
+            effects = ", ".join(Effect)
+            accepted = f"{effects}, reduce, flop or why, not {text!r}"
+            raise _unreadable(self.text, accepted) from error
 
     def _clause(self, words: list[str]) -> None:
         if words[:1] == ["reduce"] and len(words) == 3:
             self.reductions.append((words[1], words[2]))
+        elif words[:1] == ["beside"] and len(words) == 3:
+            self.beside.append((words[1], int(words[2])))
         elif words[:1] == ["flop"] and len(words) == 2:
             self.work_flop = float(words[1])
+        elif words[:1] == ["why"]:
+            self.why = " ".join(words[1:])
         elif words:
             end = words.index("to") if "to" in words else len(words)
             outputs = tuple(map(int, words[end + 1 :])) if "to" in words else None

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
+from enum import StrEnum
 from functools import cache
+from importlib import import_module
 
 from sbp_core.errors import SignatureError
 from sbp_core.plugins import Registry as Plugins
@@ -19,6 +21,18 @@ from sbp_core.signatures.rule import Rule
 from sbp_core.signatures.rules import RULES
 from sbp_core.signatures.rules.opaque import OPAQUE
 from sbp_core.signatures.rules.pointwise import POINTWISE
+from sbp_core.signatures.signature import Signature1d
+
+_DISCOVERY = "sbp_core.signatures.discover"
+
+
+class Unknown(StrEnum):
+    """What becomes of an operator without a rule: an error, all B, or what execution finds."""
+
+    REFUSE = "refuse"
+    WHOLE = "whole"
+    DISCOVER = "discover"
+
 
 #: What a plugin may register for an operator: a rule, a notation, or a function that makes one.
 RuleLike = Rule | str | Callable[[OpCall], Notation]
@@ -31,21 +45,20 @@ class Registry:
         extra: Rules that take precedence over the built-in ones.
         plugins: Gives the installed plugins, whose rules (hook `sbp_signatures`) serve operators
             that have none otherwise; asked at most once.
-        fallback: Whether an operator without a rule may run whole on every rank (all B) instead of
-            being an error.
+        unknown: What becomes of an operator without a rule.
     """
 
     def __init__(
         self,
         extra: Mapping[str, RuleLike] | None = None,
         *,
-        fallback: bool = False,
+        unknown: Unknown = Unknown.REFUSE,
         plugins: Callable[[], Plugins] | None = None,
     ) -> None:
         self._rules: dict[str, Rule] = dict(RULES)
         for op, rule in (extra or {}).items():
             self._rules[op] = _as_rule(rule)
-        self._fallback = fallback
+        self._unknown = unknown
         self._plugins = plugins
         self._offered: Plugins | None = None
 
@@ -58,7 +71,8 @@ class Registry:
         """Return the rule of a call.
 
         Raises:
-            SignatureError: there is none, the operator is not pointwise, and there is no fallback.
+            SignatureError: there is none, the operator is not pointwise, and unknown operators are
+                refused.
         """
         found = self._rules.get(call.op)
         if found is not None:
@@ -68,16 +82,24 @@ class Registry:
         offered = self._from_plugins(call.op)
         if offered is not None:
             return offered
-        if self._fallback:
+        if self._unknown is not Unknown.REFUSE:
             return OPAQUE
         near = get_close_matches(call.op, self._rules, n=3, cutoff=0.6)
         raise SignatureError(
             f"nothing says how {call.op} may be split: it has no rule and no tag 'pointwise'",
             where=call.where,
             accepted=f"operators with a rule, such as {', '.join(near)}" if near else "",
-            todo=f"register a rule for {call.op!r} through the hook sbp_signatures, or allow the "
-            "fallback that runs unknown operators whole on every rank",
+            todo=f"register a rule for {call.op!r} through the hook sbp_signatures, or let unknown "
+            "operators run whole on every rank (Unknown.WHOLE), or be tried out (Unknown.DISCOVER)",
         )
+
+    def discovered(self, call: OpCall) -> tuple[Signature1d, ...]:
+        """Return what execution finds for a call whose operator nothing describes."""
+        if self._unknown is not Unknown.DISCOVER or self.rule(call) is not OPAQUE:
+            return ()
+        # Knows torch, which those who only plan need not wait for.
+        found: tuple[Signature1d, ...] = import_module(_DISCOVERY).discover_call(call).signatures
+        return found
 
     def _from_plugins(self, op: str) -> Rule | None:
         """Return the rule that a plugin registers for an operator, and keep it."""

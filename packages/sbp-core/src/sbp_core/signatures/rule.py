@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 
-from sbp_core.graph.ir import Argument
+from sbp_core.graph.ir import Argument, Ref
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.notation import Notation
 
@@ -20,11 +20,61 @@ Bounds = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalCall:
-    """What one rank executes; `Ref`s stand for its shards."""
+    """One operator call of one rank; `Ref`s stand for its shards and for what earlier calls made.
+
+    Args:
+        op: `aten.mm.default`.
+        args, kwargs: In the operator's own order.
+        outputs: Names of what it makes; empty for the only call, which makes the outputs of the
+            logical call in their order.
+    """
 
     op: str
     args: tuple[Argument, ...]
     kwargs: Mapping[str, Argument] = field(default_factory=dict)
+    outputs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalProgram:
+    """What one rank executes for a logical call: calls one after the other.
+
+    Args:
+        calls: At least one. Names that they make are unique, and begin with `~`.
+        results: What each output of the logical call is; empty if `calls` is one call that makes
+            them all.
+    """
+
+    calls: tuple[LocalCall, ...]
+    results: tuple[Ref, ...] = ()
+
+
+class Draft:
+    """Collects the calls of a `LocalProgram`: each adds one and gives a `Ref` to what it makes.
+
+    draft = Draft()
+    total = draft("aten.sum.dim_IntList", x, (0,))
+    return draft.program(draft("aten.div.Scalar", total, 12))
+    """
+
+    def __init__(self) -> None:
+        self._calls: list[LocalCall] = []
+        self._count = 0
+
+    def __call__(self, op: str, *args: Argument, **kwargs: Argument) -> Ref:
+        """Add a call that makes one tensor."""
+        return self.several(1, op, *args, **kwargs)[0]
+
+    def several(self, count: int, op: str, *args: Argument, **kwargs: Argument) -> tuple[Ref, ...]:
+        """Add a call that makes `count` tensors (those it leaves out, `None`, not counted)."""
+        names = tuple(f"~{self._count + index}" for index in range(count))
+        self._count += count
+        self._calls.append(LocalCall(op=op, args=args, kwargs=kwargs, outputs=names))
+        return tuple(map(Ref, names))
+
+    def program(self, *results: Ref) -> LocalProgram:
+        """Return the program whose outputs, in the order of the logical call, are `results`."""
+        return LocalProgram(calls=tuple(self._calls), results=results)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +89,8 @@ class Shards:
         return tuple(stop - start for start, stop in self.outputs[index])
 
 
-Localizer = Callable[[OpCall, Shards], LocalCall]
+#: May return a single call for short.
+Localizer = Callable[[OpCall, Shards], LocalCall | LocalProgram]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,107 @@
+"""Signatures on meshes of several axes: those of each axis, and what they ask of each other.
+
+Axes combine freely, but for what `Requirement`s say of axes that split one label; and once earlier
+axes have split the slower labels of a dim down to one element, a later axis may split the next
+label of that dim. No tensor is partial under two reductions. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod
+
+from sbp_core.sbp import NdSbp, Partial
+from sbp_core.signatures.call import OpCall
+from sbp_core.signatures.derive import derivation, derive
+from sbp_core.signatures.registry import Registry
+from sbp_core.signatures.signature import Signature1d
+from sbp_core.strategy import Signature
+
+
+def enumerate_signatures(
+    call: OpCall, mesh_shape: Sequence[int], *, rules: Registry | None = None
+) -> Iterator[Signature]:
+    """Yield the legal signatures of a call on a mesh, one entry of `mesh_shape` an axis.
+
+    Raises:
+        SignatureError: the operator has no rule, or the rule does not fit the shapes.
+    """
+    yield from (combine(parts) for parts in _continued(call, (), mesh_shape, rules))
+
+
+def _continued(
+    call: OpCall,
+    before: tuple[Signature1d, ...],
+    mesh_shape: Sequence[int],
+    rules: Registry | None,
+) -> Iterator[tuple[Signature1d, ...]]:
+    if len(before) == len(mesh_shape):
+        yield before
+        return
+    for part in continuations(call, before, mesh_shape[: len(before) + 1], rules=rules):
+        yield from _continued(call, (*before, part), mesh_shape, rules)
+
+
+def continuations(
+    call: OpCall,
+    before: tuple[Signature1d, ...],
+    mesh_shape: Sequence[int],
+    *,
+    rules: Registry | None = None,
+) -> tuple[Signature1d, ...]:
+    """Return the legal signatures on the last axis of a mesh, given those on the axes before.
+
+    Args:
+        call: The call.
+        before: A signature for each axis but the last.
+        mesh_shape: Sizes of the axes.
+        rules: The rules to go by; the installed ones if omitted.
+
+    Raises:
+        SignatureError: the operator has no rule, or the rule does not fit the shapes.
+    """
+    found = derivation(call, rules)
+    candidates = (*derive(call, mesh_shape[-1], rules=rules), *(found.behind if before else ()))
+    return tuple(part for part in candidates if not clash((*before, part), mesh_shape))
+
+
+def combine(parts: Sequence[Signature1d]) -> Signature:
+    """Return the signature whose entries on each mesh axis are those of `parts`."""
+    return Signature(
+        tuple(NdSbp(*entries) for entries in zip(*(part.inputs for part in parts), strict=True)),
+        tuple(NdSbp(*entries) for entries in zip(*(part.outputs for part in parts), strict=True)),
+    )
+
+
+def clash(parts: Sequence[Signature1d], mesh_shape: Sequence[int]) -> str:
+    """Return why signatures, each legal on its axis, are not legal together; empty if they are."""
+    for axis, part in enumerate(parts):
+        for requirement in part.requires:
+            sizes = [
+                size
+                for other, size in zip(parts, mesh_shape, strict=True)
+                if any(entry.label == requirement.label for entry in other.requires)
+            ]
+            failure = requirement.failure(prod(sizes))
+            if failure:
+                return f"{part.origin} {failure} (mesh axes of sizes {sizes} together)"
+        for label, extent in part.follows:
+            split = [mesh_shape[at] for at in range(axis) if parts[at].label == label]
+            if prod(split) != extent:
+                return (
+                    f"{part.origin} needs the mesh axes before it to split label {label} into "
+                    f"{extent} parts, not {prod(split)}"
+                )
+    return _mixture(parts)
+
+
+def _mixture(parts: Sequence[Signature1d]) -> str:
+    """Return which tensor would be partial under two reductions at once; empty if none would.
+
+    A sum of maxima is no maximum of sums: what such a tensor means would hang on the order.
+    """
+    for entries in zip(*((*part.inputs, *part.outputs) for part in parts), strict=True):
+        kinds = {entry.reduction for entry in entries if isinstance(entry, Partial)}
+        if len(kinds) > 1:
+            return f"one tensor would be partial under {' and '.join(sorted(kinds))} at once"
+    return ""
