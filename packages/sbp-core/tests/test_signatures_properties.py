@@ -49,6 +49,7 @@ def test_every_sum_of_products_is_cut_as_derived(
         "my.einsum.default",
         *tensors,
         axis_sizes=(axis, 2),
+        isolated=False,
         rules=Registry({"my.einsum.default": notation}),
         execute=einsum,
     )
@@ -79,7 +80,9 @@ def test_every_reshape_is_cut_as_derived(shapes: tuple[list[int], list[int]], ax
     torch.manual_seed(0)
     source, target = shapes
 
-    report = verify("aten.view.default", _random(source), target, axis_sizes=(axis, 2))
+    report = verify(
+        "aten.view.default", _random(source), target, axis_sizes=(axis, 2), isolated=False
+    )
 
     assert report.ok, str(report)
 
@@ -98,7 +101,13 @@ def test_every_broadcast_is_cut_as_derived(
     left = [extent if keep else 1 for extent, keep in zip(shape, keeps[:3], strict=False)]
     right = [extent if keep else 1 for extent, keep in zip(shape, keeps[3:], strict=False)]
 
-    report = verify("aten.mul.Tensor", _random(left), _random(right[drop:]), axis_sizes=(axis, 2))
+    report = verify(
+        "aten.mul.Tensor",
+        _random(left),
+        _random(right[drop:]),
+        axis_sizes=(axis, 2),
+        isolated=False,
+    )
 
     assert report.ok, str(report)
 

@@ -1,0 +1,268 @@
+"""Trials in a forked worker: what may crash or hang does so there, and the crash is a verdict.
+
+One worker runs trials one after the other and sends each result over a pipe. If it dies, or takes
+too long, that is the verdict on the trial it was at, and a fresh worker goes on behind it. Forking
+keeps the arguments of the trials where they are; results are pickled, and should be small. Needs a
+system with `fork`; tensors have to be on the CPU.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import pickle
+import select
+import signal
+import struct
+import sys
+import time
+import warnings
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, NoReturn, TypeVar
+
+import torch
+
+from sbp_core.errors import SbpValueError
+
+T = TypeVar("T")
+
+#: Memory that a worker may allocate beyond what its parent has.
+MEMORY_BYTES = 16 << 30
+
+#: A result is preceded by its length.
+_LENGTH = struct.Struct("!Q")
+
+#: How much longer than its time limit a trial may live if nobody is left to end it.
+_GRACE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Done(Generic[T]):
+    """The trial returned."""
+
+    value: T
+
+
+@dataclass(frozen=True, slots=True)
+class Raised:
+    """The trial raised a Python exception: its class, and the first line of its message."""
+
+    kind: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"raised {self.kind}: {self.message}"
+
+
+@dataclass(frozen=True, slots=True)
+class Crash:
+    """The trial ended its process: `-signal`, or the exit code."""
+
+    returncode: int
+
+    @property
+    def signal(self) -> signal.Signals | None:
+        """The signal that killed the process, if one did."""
+        return signal.Signals(-self.returncode) if self.returncode < 0 else None
+
+    def __str__(self) -> str:
+        killer = self.signal
+        if killer is None:
+            return f"ended its process with exit code {self.returncode}"
+        return f"was killed by {killer.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Timeout:
+    """The trial was ended after `seconds`."""
+
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"took longer than {self.seconds:g} s"
+
+
+Verdict = Done[T] | Raised | Crash | Timeout
+
+
+def run_isolated(
+    trials: Sequence[Callable[[], T]], *, timeout_s: float, memory_bytes: int = MEMORY_BYTES
+) -> list[Verdict[T]]:
+    """Run trials in forked workers and return one verdict each.
+
+    Args:
+        trials: Each returns a value that pickles. They see the memory of this process as it is now;
+            what they change in it is lost.
+        timeout_s: Seconds (> 0) that one trial may take.
+        memory_bytes: Memory that a worker may allocate beyond what this process has (Linux only).
+
+    Raises:
+        SbpValueError: this system cannot fork, or the time limit is not positive.
+    """
+    return list(iter_isolated(trials, timeout_s=timeout_s, memory_bytes=memory_bytes))
+
+
+def iter_isolated(
+    trials: Sequence[Callable[[], T]], *, timeout_s: float, memory_bytes: int = MEMORY_BYTES
+) -> Generator[Verdict[T], None, None]:
+    """Yield what `run_isolated` returns, one by one; closing the iterator ends the worker.
+
+    Raises:
+        SbpValueError: see `run_isolated`.
+    """
+    if not hasattr(os, "fork"):
+        raise SbpValueError(
+            "this system cannot fork a worker", todo="run without isolation, at your own risk"
+        )
+    if not timeout_s > 0:
+        raise SbpValueError(f"a time limit of {timeout_s} s", accepted="more than 0")
+    done = 0
+    while done < len(trials):
+        worker = _Worker(trials[done:], timeout_s, memory_bytes)
+        try:
+            for verdict in worker.verdicts():
+                done += 1
+                yield verdict
+        finally:
+            worker.end()
+
+
+class _Worker(Generic[T]):
+    """A forked process that runs trials until it is through, dies or is ended."""
+
+    def __init__(
+        self, trials: Sequence[Callable[[], T]], timeout_s: float, memory_bytes: int
+    ) -> None:
+        self._count = len(trials)
+        self._timeout_s = timeout_s
+        self._returncode: int | None = None
+        self._read, write = os.pipe()
+        try:
+            with warnings.catch_warnings():
+                # Python 3.12 warns of forking beside threads (PyTorch's). The child takes no lock
+                # that they may hold: it runs kernels on one thread and leaves by `_exit`.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                self._pid = os.fork()
+            if self._pid == 0:
+                _serve(trials, write, timeout_s, memory_bytes)
+        except BaseException:
+            os.close(self._read)
+            raise
+        finally:
+            os.close(write)
+
+    def verdicts(self) -> Iterator[Verdict[T]]:
+        """Yield a verdict a trial, up to one that the worker does not survive."""
+        for _ in range(self._count):
+            deadline = time.monotonic() + self._timeout_s
+            try:
+                (length,) = _LENGTH.unpack(self._bytes(_LENGTH.size, deadline))
+                payload = self._bytes(length, deadline)
+            except TimeoutError:
+                # Whoever else holds the pipe may hide that the worker is dead.
+                gone = self._wait(os.WNOHANG)
+                yield Timeout(self._timeout_s) if gone is None else Crash(gone)
+                return
+            except EOFError:
+                yield Crash(self._wait(0) or 0)
+                return
+            verdict: Done[T] | Raised = pickle.loads(payload)
+            yield verdict
+
+    def _bytes(self, count: int, deadline: float) -> bytes:
+        """Return that many bytes of the pipe.
+
+        Raises:
+            TimeoutError: they are not there at the deadline.
+            EOFError: the worker closed the pipe.
+        """
+        found = bytearray()
+        poll = select.poll()
+        poll.register(self._read, select.POLLIN)
+        while len(found) < count:
+            rest_s = deadline - time.monotonic()
+            if rest_s <= 0 or not poll.poll(rest_s * 1e3):
+                raise TimeoutError
+            part = os.read(self._read, min(count - len(found), 1 << 20))
+            if not part:
+                raise EOFError
+            found += part
+        return bytes(found)
+
+    def _wait(self, options: int) -> int | None:
+        """Return how the worker ended; None if it has not."""
+        if self._returncode is None:
+            pid, status = os.waitpid(self._pid, options)
+            if pid:
+                self._returncode = os.waitstatus_to_exitcode(status)
+        return self._returncode
+
+    def end(self) -> None:
+        """Kill the worker if it still lives, reap it, and close the pipe."""
+        os.close(self._read)
+        if self._wait(os.WNOHANG) is None:
+            os.kill(self._pid, signal.SIGKILL)
+            self._wait(0)
+
+
+def _serve(
+    trials: Sequence[Callable[[], T]], write: int, timeout_s: float, memory_bytes: int
+) -> NoReturn:
+    """Run trials in the child; never return, nor run what the parent does at exit."""
+    code = 1
+    try:
+        _quieten()
+        _limit(memory_bytes)
+        torch.set_num_threads(1)  # the pool's other threads did not come along
+        for trial in trials:
+            # If the parent dies, nobody else ends a trial that hangs.
+            signal.setitimer(signal.ITIMER_REAL, timeout_s + _GRACE_S)
+            _send(write, _outcome(trial))
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def _outcome(trial: Callable[[], T]) -> bytes:
+    """Run a trial and return its pickled verdict."""
+    verdict: Done[T] | Raised
+    try:
+        verdict = Done(trial())
+        return pickle.dumps(verdict)
+    except Exception as error:  # whatever a trial raises is its verdict
+        lines = str(error).splitlines() or [""]
+        return pickle.dumps(Raised(type(error).__name__, lines[0]))
+
+
+def _send(write: int, payload: bytes) -> None:
+    rest = memoryview(_LENGTH.pack(len(payload)) + payload)
+    while rest:
+        rest = rest[os.write(write, rest) :]
+
+
+def _quieten() -> None:
+    """Let the child neither print, warn, nor touch what belongs to its parent."""
+    gc.freeze()  # the parent's garbage is the parent's to finalise
+    faulthandler.disable()
+    warnings.simplefilter("ignore")
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for standard in (0, 1, 2):
+        os.dup2(nowhere, standard)
+    sys.stdout = sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - until `_exit`
+    for number in (signal.SIGALRM, signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+
+
+def _limit(memory_bytes: int) -> None:
+    """Allow no core dump, and so much memory more."""
+    import resource  # is not there on systems without fork
+
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with suppress(OSError, ValueError):  # no such file, or the limit is already tighter
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+        limit = pages * os.sysconf("SC_PAGE_SIZE") + memory_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
