@@ -13,7 +13,7 @@ from sbp_core.graph import LogicalGraph, Node, Ref, TensorType, graph_hash, veri
 from sbp_core.graph.ir import GraphInput, GraphOutput, InputKind, OutputKind, Phase, Rate
 from sbp_core.graph.passes import accumulate
 from sbp_core.placement import Placement
-from sbp_core.runtime.operators import bind, operator_of
+from sbp_core.runtime.operators import bind, operator_of, results_of
 from sbp_core.sbp import B, NdSbp, S
 from sbp_core.signatures import OpCall, enumerate_signatures
 from sbp_core.strategy import Assignment, Storage, Strategy
@@ -21,6 +21,9 @@ from sbp_core.strategy import Assignment, Storage, Strategy
 #: Dims of matrices; 5 and 3 divide no mesh, 1 leaves empty shards.
 _EXTENTS = st.sampled_from((1, 2, 3, 4, 5))
 _DTYPE = "float64"
+
+#: The largest row or column that an integer input names.
+_MOST_PLACE = 1
 
 
 @dataclass
@@ -32,24 +35,29 @@ class _Draft:
     types: dict[str, TensorType]
     samples: dict[str, torch.Tensor]
 
-    def add_input(self, name: str, kind: InputKind, shape: Sequence[int]) -> None:
+    def add_input(
+        self, name: str, kind: InputKind, shape: Sequence[int], dtype: str = _DTYPE
+    ) -> None:
         self.inputs.append(GraphInput(name=name, kind=kind))
-        self.types[name] = TensorType(tuple(shape), _DTYPE)
-        self.samples[name] = torch.empty(tuple(shape), device="meta")
+        self.types[name] = TensorType(tuple(shape), dtype)
+        self.samples[name] = torch.empty(tuple(shape), dtype=getattr(torch, dtype), device="meta")
 
     def add(self, op: str, args: tuple[object, ...], phase: Phase) -> str:
-        """Add a node; its type is what torch says on tensors without data."""
+        """Add a node and return its first output; types are what torch says without data."""
         function = operator_of(op)
-        made = function(*bind(args, self.samples.__getitem__))
+        made = results_of(function(*bind(args, self.samples.__getitem__)))
         name = f"{op.split('.')[1]}_{len(self.nodes)}"
-        self.samples[name] = made
-        self.types[name] = TensorType(tuple(made.shape), _DTYPE)
+        names = (name, *(f"{name}_{index}" for index in range(1, len(made))))
+        for output, sample in zip(names, made, strict=True):
+            self.samples[output] = sample
+            dtype = str(sample.dtype).removeprefix("torch.")
+            self.types[output] = TensorType(tuple(sample.shape), dtype)
         self.nodes.append(
             Node(
                 name=name,
                 op=op,
                 args=args,
-                outputs=(name,),
+                outputs=names,
                 phase=phase,
                 rate=Rate.STEP if phase is Phase.OPTIMIZER else Rate.MICRO,
                 tags=("pointwise",) if torch.Tag.pointwise in function.tags else (),
@@ -58,7 +66,14 @@ class _Draft:
         return name
 
     def matrices(self) -> list[str]:
-        return [name for name, kind in self.types.items() if len(kind.shape) == 2]
+        return [
+            name
+            for name, kind in self.types.items()
+            if len(kind.shape) == 2 and kind.dtype == _DTYPE
+        ]
+
+    def places(self) -> list[str]:
+        return [name for name, kind in self.types.items() if kind.dtype == "int64"]
 
 
 def _calls(draft: _Draft, value: str) -> list[tuple[str, tuple[object, ...]]]:
@@ -75,6 +90,24 @@ def _calls(draft: _Draft, value: str) -> list[tuple[str, tuple[object, ...]]]:
         (f"aten.{reshape}.default", (Ref(value), (columns, rows))),
         (f"aten.{reshape}.default", (Ref(value), (rows * columns, 1))),
         (f"aten.{reshape}.default", (Ref(value), (1, rows * columns))),
+        ("aten.mean.dim", (Ref(value), (0,), True)),
+        ("aten.mean.dim", (Ref(value), (-1,), True)),
+        ("aten._softmax.default", (Ref(value), 1, False)),
+        ("aten.cumsum.default", (Ref(value), 0)),
+        ("aten.tril.default", (Ref(value), columns - rows)),
+        ("aten.native_layer_norm.default", (Ref(value), (columns,), None, None, 1e-3)),
+        ("aten.slice.Tensor", (Ref(value), 1, 0, max(columns - 1, 1))),
+        ("aten.cat.default", ((Ref(value), Ref(value)), 0)),
+    ]
+    calls += [
+        (op, args)
+        for place in draft.places()
+        for op, args in (
+            ("aten.embedding.default", (Ref(value), Ref(place))),
+            ("aten.index_select.default", (Ref(value), 0, Ref(place))),
+            ("aten.index_select.default", (Ref(value), 1, Ref(place))),
+        )
+        if rows > _MOST_PLACE and columns > _MOST_PLACE
     ]
     for other in draft.matrices():
         shape = draft.types[other].shape
@@ -90,6 +123,8 @@ def _calls(draft: _Draft, value: str) -> list[tuple[str, tuple[object, ...]]]:
 def graphs(draw: st.DrawFn, num_micro_batches: int = 1) -> LogicalGraph:
     """Draw a graph with forward, backward and update nodes, values of which have many users."""
     draft = _Draft([], [], {}, {})
+    if draw(st.booleans()):
+        draft.add_input("places", InputKind.BATCH, (draw(_EXTENTS),), "int64")
     for index in range(draw(st.integers(1, 2))):
         draft.add_input(f"x{index}", InputKind.BATCH, (draw(_EXTENTS), draw(_EXTENTS)))
         draft.add_input(f"w{index}", InputKind.PARAMETER, (draw(_EXTENTS), draw(_EXTENTS)))
@@ -130,7 +165,7 @@ def _add_updates(draw: st.DrawFn, draft: _Draft, outputs: list[GraphOutput]) -> 
         outputs.append(GraphOutput(name=entry.name, kind=OutputKind.STATE, value=new))
 
 
-_MESHES = ((1,), (2,), (3,), (2, 2), (1, 2))
+_MESHES = ((1,), (2,), (3,), (2, 2), (1, 2), (2, 1, 2), (2, 2, 2))
 
 
 @st.composite
@@ -199,17 +234,17 @@ def strategies(draw: st.DrawFn, graph: LogicalGraph, stages: tuple[Placement, ..
 def random_values(
     graph: LogicalGraph, seed: int
 ) -> tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]:
-    """Return states, and a batch for each micro-batch, in [-1, 1)."""
+    """Return states, and a batch for each micro-batch: reals in [-1, 1), places that exist."""
     generator = torch.Generator().manual_seed(seed)
 
+    def value(entry: GraphInput) -> torch.Tensor:
+        kind = graph.tensor(entry.name)
+        if kind.dtype == "int64":
+            return torch.randint(0, _MOST_PLACE + 1, kind.shape, generator=generator)
+        return 2 * torch.rand(kind.shape, dtype=torch.float64, generator=generator) - 1
+
     def values(kind: InputKind) -> dict[str, torch.Tensor]:
-        return {
-            entry.name: 2
-            * torch.rand(graph.tensor(entry.name).shape, dtype=torch.float64, generator=generator)
-            - 1
-            for entry in graph.inputs
-            if entry.kind is kind
-        }
+        return {entry.name: value(entry) for entry in graph.inputs if entry.kind is kind}
 
     batches = [values(InputKind.BATCH) for _ in range(graph.num_micro_batches)]
     return values(InputKind.PARAMETER), batches

@@ -1,6 +1,6 @@
 import pytest
 
-from sbp_core.units import format_bytes, format_seconds
+from sbp_core.units import format_bytes, format_flop, format_seconds
 
 
 @pytest.mark.parametrize(
@@ -17,3 +17,11 @@ def test_bytes_are_printed_in_decimal_units(size_bytes, text):
 )
 def test_durations_are_printed_with_three_digits(seconds, text):
     assert format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("work_flop", "text"),
+    [(0, "0 FLOP"), (210.0, "210 FLOP"), (8192, "8.19 kFLOP"), (34.36e9, "34.4 GFLOP")],
+)
+def test_work_is_printed_with_decimal_prefixes(work_flop, text):
+    assert format_flop(work_flop) == text

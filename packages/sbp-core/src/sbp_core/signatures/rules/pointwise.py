@@ -1,88 +1,21 @@
 """Pointwise operators: the notation is broadcasting, computed from the shapes.
 
-Which operators are pointwise is known from ATen's tags; here stand only those that ATen does not
-tag, and in what pointwise operators are linear or monotone.
+Which operators are pointwise is known from ATen's tags; here stand those that ATen does not tag. In
+what they are linear or monotone is in `effects`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sbp_core.signatures.arguments import argument, labels, tensor_position
+from sbp_core.signatures.arguments import labels
 from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.notation import (
-    Dependence,
-    Dims,
-    Notation,
-    decreasing,
-    increasing,
-    linear,
-    unread,
-)
+from sbp_core.signatures.notation import Dims, Notation
 from sbp_core.signatures.rule import Rule
+from sbp_core.signatures.rules.effects import dependences
 
-#: Sets of argument positions in which an operator is jointly linear. A set counts only where all
-#: its arguments are tensors: `add(x, 1.0)` is affine.
-_LINEAR: dict[str, tuple[tuple[int, ...], ...]] = {
-    "aten._to_copy.default": ((0,),),
-    "aten.add.Tensor": ((0, 1),),
-    "aten.addcdiv.default": ((0, 1),),
-    "aten.addcmul.default": ((0, 1), (0, 2)),
-    "aten.clone.default": ((0,),),
-    "aten.copy.default": ((1,),),
-    "aten.div.Scalar": ((0,),),
-    "aten.div.Tensor": ((0,),),
-    "aten.gelu_backward.default": ((0,),),
-    "aten.lerp.Scalar": ((0, 1),),
-    "aten.lerp.Tensor": ((0, 1),),
-    "aten.mul.Scalar": ((0,),),
-    "aten.mul.Tensor": ((0,), (1,)),
-    "aten.neg.default": ((0,),),
-    "aten.rsub.Tensor": ((0, 1),),
-    "aten.sigmoid_backward.default": ((0,),),
-    "aten.silu_backward.default": ((0,),),
-    "aten.sub.Tensor": ((0, 1),),
-    "aten.tanh_backward.default": ((0,),),
-    "aten.threshold_backward.default": ((0,),),
-    "aten.where.self": ((1, 2),),
-    "sbp.accumulate": ((0,),),
-}
-
-#: Operators that are linear in argument 0 where the scalar in argument 1 or 2 is zero.
-_LINEAR_BESIDE_ZERO = {
-    "aten.masked_fill.Scalar": (0, 2, "value"),
-    "aten.where.ScalarOther": (1, 2, "other"),
-    "aten.where.ScalarSelf": (2, 1, "self"),
-}
-
-_INCREASING = frozenset(
-    f"aten.{name}.default" for name in ("_to_copy", "clone", "exp", "relu", "sigmoid", "tanh")
-)
-
-#: Arguments of which only the shape matters.
-_UNREAD = {"aten.copy.default": 0, "aten.fill.Scalar": 0}
-
-
-def dependences(call: OpCall) -> tuple[Dependence, ...]:
-    """Return in what a pointwise call is linear or monotone."""
-    found: list[Dependence] = []
-    for arguments in _LINEAR.get(call.op, ()):
-        positions = [tensor_position(call, index, "") for index in arguments]
-        present = tuple(position for position in positions if position is not None)
-        if len(present) == len(positions):
-            found.append(linear(*present))
-    if call.op in _LINEAR_BESIDE_ZERO:
-        tensor, scalar, name = _LINEAR_BESIDE_ZERO[call.op]
-        position = tensor_position(call, tensor, "")
-        if position is not None and argument(call, scalar, name) == 0:
-            found.append(linear(position))
-    if call.op in _INCREASING:
-        found.append(increasing(0))
-    if call.op == "aten.neg.default":
-        found.append(decreasing(0))
-    if call.op in _UNREAD:
-        found.append(unread(_UNREAD[call.op]))
-    return tuple(found)
+#: Why an operator that draws random numbers stays whole.
+OTHER_NUMBERS = "a shard would draw other random numbers; those of sbp.random_* may be split"
 
 
 def broadcast_dims(shape: Sequence[int], target: Sequence[int]) -> Dims:
@@ -96,28 +29,45 @@ def broadcast_dims(shape: Sequence[int], target: Sequence[int]) -> Dims:
 
 
 def broadcasting(call: OpCall) -> Notation:
-    """Return the notation of a pointwise call.
+    """Return the notation of a pointwise call: `d0 d1, d1 => d0 d1`.
 
-    One that draws random numbers stays whole: a shard would draw others.
+    One that draws random numbers stays whole.
     """
     target = call.outputs[0].shape
     random = "seeded" in call.tags
     return Notation(
         inputs=tuple(broadcast_dims(entry.shape, target) for entry in call.inputs),
         outputs=tuple(broadcast_dims(entry.shape, target) for entry in call.outputs),
-        dependences=dependences(call),
+        dependences=() if random else dependences(call),
         whole=frozenset(labels("d", len(target))) if random else frozenset(),
+        why=OTHER_NUMBERS if random else "",
     )
 
 
 #: The rule of every operator that ATen tags as pointwise.
 POINTWISE = Rule(broadcasting)
 
+#: What ATen does not tag as pointwise although it is, with `default` as overload.
+_UNTAGGED = (
+    "_conj _conj_copy _masked_scale _neg_view _neg_view_copy _prelu_kernel _prelu_kernel_backward "
+    "_to_copy complex copy elu_backward fake_quantize_per_tensor_affine_cachemask floor_divide "
+    "hardshrink_backward hardsigmoid_backward hardswish hardswish_backward hardtanh_backward "
+    "leaky_relu_backward mish_backward polar rrelu_with_noise_backward "
+    "softplus_backward softshrink_backward zero"
+)
+
 RULES = dict.fromkeys(
     (
-        "aten._to_copy.default",
-        "aten.copy.default",
+        *(f"aten.{name}.default" for name in _UNTAGGED.split()),
+        "aten._add_relu.Scalar",
+        "aten._add_relu.Tensor",
         "aten.fill.Scalar",
+        "aten.fill.Tensor",
+        "aten.floor_divide.Scalar",
+        "aten.isin.Tensor_Scalar",
+        "aten.masked_fill.Tensor",
+        "aten.rsub.Tensor",
+        "aten.where.Scalar",
         "aten.where.ScalarOther",
         "aten.where.ScalarSelf",
     ),

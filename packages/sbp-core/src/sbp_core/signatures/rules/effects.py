@@ -1,0 +1,341 @@
+"""In which arguments pointwise operators are linear or monotone: a table of clauses.
+
+A clause is one of the notation, but its numbers are positions among all arguments: `linear 0 1` of
+`add(x, y)`. It holds where all of them are tensors, of any shape, 0 dims included; in a linear set
+the number 0 does as well, since it is a sum of zeros. Numbers known on the host only have no sign.
+
+What is monotone is so on all reals, since the parts of a `P(max)` lie anywhere below the maximum.
+Where an operator is not defined below some number (`sqrt`, `log`), only `P(min)` passes. NaN is no
+part of the order. No claim is made where integers of few bits would wrap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import isfinite
+
+from sbp_core.graph.ir import ITEMSIZE
+from sbp_core.signatures.arguments import argument, tensor_position
+from sbp_core.signatures.call import OpCall
+from sbp_core.signatures.notation import Dependence, Effect
+
+_UPPER = "increasing 0; increasing 1; max 0 1"
+_LOWER = "increasing 0; increasing 1; min 0 1"
+
+#: Clauses -> operators of ATen, without overloads.
+_CLAUSES = {
+    "linear 0": (
+        "__lshift__ _masked_scale _prelu_kernel_backward bitwise_left_shift gelu_backward "
+        "hardswish_backward mish_backward polar sigmoid_backward silu_backward tanh_backward"
+    ),
+    # On reals the conjugate is the number itself.
+    "linear 0; increasing 0": (
+        "_conj _conj_copy _conj_physical clone conj_physical deg2rad hardshrink_backward "
+        "hardsigmoid_backward hardtanh_backward ldexp logit_backward positive rad2deg "
+        "softplus_backward softshrink_backward threshold_backward"
+    ),
+    "linear 0; decreasing 0": "_neg_view _neg_view_copy",
+    "linear 0 1": "complex",
+    "linear 0 1; linear 0 2; increasing 0": "addcmul",
+    "linear 0 1; increasing 0": "addcdiv",
+    "linear 1; linear 0 1; increasing 1; unread 0": "copy fill",
+    "linear 0; unread 0": "zero",
+    "linear 0 2; increasing 0 2; increasing 0; increasing 2": "masked_fill",
+    "increasing 0": (
+        "__rshift__ asinh atan bitwise_right_shift celu erf exp exp2 expm1 hardshrink hardsigmoid "
+        "hardtanh relu relu6 selu sgn sigmoid sign sinh softshrink special_i1 special_log_ndtr "
+        "special_modified_bessel_i1 tanh"
+    ),
+    "decreasing 0": "angle bitwise_not erfc signbit special_erfcx",
+    "increasing 0; increasing 1": "_add_relu logaddexp logaddexp2 nextafter",
+    "increasing 1": "copysign heaviside",
+    "increasing 0; decreasing 1": "ge gt",
+    "decreasing 0; increasing 1": "le lt",
+    _UPPER: "clamp_min fmax max maximum",
+    _LOWER: "clamp_max fmin min minimum",
+    "increasing 0; increasing 1; increasing 2; max 0 1; min 0 2; min 1 2": "clamp clip",
+    # A slope counts where the number is negative.
+    "decreasing 1": "_prelu_kernel",
+    "min 0": "acosh",
+    "min 1": "igamma",
+    "falls 0": (
+        "special_modified_bessel_k0 special_modified_bessel_k1 special_scaled_modified_bessel_k0 "
+        "special_scaled_modified_bessel_k1"
+    ),
+}
+
+#: Arguments of `rrelu_with_noise_backward`.
+_RRELU = ((3, "lower"), (4, "upper"), (5, "training"))
+
+#: Operators that do nothing to integers.
+_TO_INTEGERS = "ceil floor round trunc"
+
+#: Operators that are increasing from zero on and not defined below it.
+_FROM_ZERO = "log log10 log1p log2 sqrt"
+
+#: Operators that are decreasing from zero on, which only unsigned numbers are sure to be.
+_FALLING_FROM_ZERO = "logical_not reciprocal"
+
+#: Unsigned numbers: `bool` counts as 0 and 1.
+_UNSIGNED = ("bool", "uint8", "uint16", "uint32", "uint64")
+
+#: How the names of dtypes begin that hold fractions.
+_INEXACT = ("float", "bfloat", "complex")
+
+#: Integers that few additions bring to wrap around.
+_NARROW = ("int8", "int16", *_UNSIGNED[1:])
+
+
+def _sign(value: object) -> int | None:
+    """Return 1, 0 or -1 for a finite number; None for anything else."""
+    if not isinstance(value, int | float) or not isfinite(value):
+        return None
+    return (value > 0) - (value < 0)
+
+
+def _direction(index: int, sign: int | None) -> str:
+    """Return the clause for an argument that is multiplied by a number of that sign."""
+    if sign is None:
+        return ""
+    return f"; {'decreasing' if sign < 0 else 'increasing'} {index}"
+
+
+def _all_unsigned(call: OpCall) -> bool:
+    return all(entry.dtype in _UNSIGNED for entry in call.inputs)
+
+
+def _is_exact(call: OpCall) -> bool:
+    """Whether the argument holds integers or bools."""
+    return not call.inputs[0].dtype.startswith(_INEXACT)
+
+
+def _all_bool(call: OpCall) -> bool:
+    return all(entry.dtype == "bool" for entry in call.inputs)
+
+
+def _wraps(call: OpCall) -> bool:
+    return call.outputs[0].dtype in _NARROW
+
+
+def _on_exact(exact: str, otherwise: str) -> Callable[[OpCall], str]:
+    """Return the clauses of an operator to which integers are a special case."""
+    return lambda call: exact if _is_exact(call) else otherwise
+
+
+def _sum(call: OpCall) -> str:
+    """`add` and `sub`: x + alpha y, where `sub` has the other sign. Of bools, `add` is "or"."""
+    if _wraps(call):
+        return "linear 0 1"
+    sign = _sign(argument(call, 2, "alpha", 1))
+    minus = call.op.startswith("aten.sub.")
+    joint = "; max 0 1" if _all_bool(call) else ""
+    turned = -sign if minus and sign is not None else sign
+    return f"linear 0 1; increasing 0{_direction(1, turned)}{joint}"
+
+
+def _reversed_difference(call: OpCall) -> str:
+    """`rsub`: y - alpha x."""
+    if _wraps(call):
+        return "linear 0 1"
+    sign = _sign(argument(call, 2, "alpha", 1))
+    return f"linear 0 1{_direction(0, None if sign is None else -sign)}; increasing 1"
+
+
+def _product(call: OpCall) -> str:
+    """`mul`: monotone beside a factor of known sign. Of bools it is "and"."""
+    clauses = "linear 0; linear 1"
+    if _wraps(call):
+        return clauses
+    if len(call.inputs) == 2:
+        for index, other in ((0, 1), (1, 0)):
+            if call.inputs[other].dtype in _UNSIGNED:
+                clauses += f"; increasing {index}"
+        return f"{clauses}; min 0 1" if _all_bool(call) else clauses
+    return clauses + _direction(0, _sign(argument(call, 1, "other")))
+
+
+def _quotient(call: OpCall) -> str:
+    """`div` and `floor_divide`: linear unless rounded, monotone where the divisor is a number."""
+    rounded = "floor" in call.op or argument(call, 2, "rounding_mode") is not None
+    sign = _sign(argument(call, 1, "other"))
+    return ("" if rounded else "linear 0") + (_direction(0, sign) if sign else "")
+
+
+def _interpolation(call: OpCall) -> str:
+    """`lerp`: (1 - w) x + w y."""
+    weight = argument(call, 2, "weight")
+    if _sign(weight) is None:
+        return "linear 0 1"
+    return f"linear 0 1{_direction(0, _sign(1 - weight))}{_direction(1, _sign(weight))}"
+
+
+def _power(call: OpCall) -> str:
+    """`pow` of or to a number: odd powers are monotone, broken ones are not defined below zero."""
+    if call.op == "aten.pow.Scalar":
+        base = argument(call, 0, "self")
+        if _is_exact(call) or _sign(base) != 1:
+            return ""
+        return "decreasing 1" if base < 1 else "increasing 1"
+    exponent = argument(call, 1, "exponent")
+    if _sign(exponent) != 1 or _wraps(call):
+        return ""
+    if exponent == 1:
+        return "linear 0; increasing 0"
+    if exponent % 2 == 1 or _all_unsigned(call):
+        return "increasing 0"
+    return "" if exponent % 2 == 0 else "min 0"
+
+
+def _logic(upper: bool) -> Callable[[OpCall], str]:
+    """Return the clauses of "or" (`upper`) and "and", which are max and min of bools."""
+
+    def clauses(call: OpCall) -> str:
+        fits = _all_bool if "bitwise" in call.op else _all_unsigned
+        return (_UPPER if upper else _LOWER) if fits(call) else ""
+
+    return clauses
+
+
+def _choice(call: OpCall) -> str:
+    """`where`: between two numbers, the condition decides which is larger."""
+    if call.op != "aten.where.Scalar":
+        return "linear 1 2; increasing 1 2; increasing 1; increasing 2"
+    yes, no = argument(call, 1, "self"), argument(call, 2, "other")
+    if _sign(yes) is None or _sign(no) is None:
+        return ""
+    return "increasing 0" if yes >= no else "decreasing 0"
+
+
+def _conversion(call: OpCall) -> str:
+    """`_to_copy`: monotone unless numbers wrap, or are compared with zero."""
+    before, after = call.inputs[0].dtype, call.outputs[0].dtype
+    room = ITEMSIZE.get(after, 0) - ITEMSIZE.get(before, 0)
+    if before == "bool" or after.startswith(_INEXACT):
+        fits = True
+    elif after == "bool":
+        fits = before in _UNSIGNED
+    elif before.startswith("int"):
+        fits = after.startswith("int") and room >= 0
+    elif before.startswith("uint"):
+        fits = room >= (1 if after.startswith("int") else 0)
+    else:
+        fits = after in ("int32", "int64")
+    return "linear 0; increasing 0" if fits else "linear 0"
+
+
+def _exponential_unit(call: OpCall) -> str:
+    """`elu` and its backward operator: increasing if no coefficient is negative."""
+    backward = call.op.startswith("aten.elu_backward.")
+    names = ("alpha", "scale", "input_scale")
+    signs = [_sign(argument(call, at, name, 1)) for at, name in enumerate(names, 1)]
+    by_result = backward and argument(call, 4, "is_result")
+    grows = not by_result and all(sign in (0, 1) for sign in signs)
+    return ("linear 0" if backward else "") + ("; increasing 0" if grows else "")
+
+
+def _scaled(index: int, name: str, default: object = None) -> Callable[[OpCall], str]:
+    """Return the clauses of an operator whose slopes are 1, 0 and this number."""
+
+    def clauses(call: OpCall) -> str:
+        linear = "linear 0" if "_backward" in call.op else ""
+        grows = _sign(argument(call, index, name, default)) in (0, 1)
+        return linear + ("; increasing 0" if grows else "")
+
+    return clauses
+
+
+def _threshold(call: OpCall) -> str:
+    """`threshold(x, t, v)`: x above t, else v."""
+    bound, value = argument(call, 1, "threshold"), argument(call, 2, "value")
+    known = _sign(bound) is not None and _sign(value) is not None
+    return "increasing 0" if known and value <= bound else ""
+
+
+def _softplus(call: OpCall) -> str:
+    """`softplus(x, beta, threshold)`: it jumps down where it turns into x, by exp(-threshold)."""
+    steep = _sign(argument(call, 1, "beta", 1)) == 1
+    smooth = argument(call, 2, "threshold", 20)
+    return "increasing 0" if steep and _sign(smooth) == 1 and smooth >= 20 else ""
+
+
+def _logit(call: OpCall) -> str:
+    """`logit(x, eps)`: defined between 0 and 1; with `eps` the argument is brought there."""
+    return "increasing 0" if _sign(argument(call, 1, "eps")) in (0, 1) else ""
+
+
+def _randomised_gradient(call: OpCall) -> str:
+    """`rrelu_with_noise_backward(g, x, noise, ...)`: g noise in training, else as `leaky_relu`."""
+    lower, upper, trains = (argument(call, at, name) for at, name in _RRELU)
+    if _sign(lower) is None or _sign(upper) is None:
+        return "linear 0"
+    if trains and upper - lower > 1e-6:
+        return "linear 0; linear 2; ignored 1"
+    return "linear 0; ignored 2" + ("; increasing 0" if lower + upper >= 0 else "")
+
+
+def _cleaned(call: OpCall) -> str:
+    """`nan_to_num`: by default infinities stay the extremes."""
+    given = (argument(call, 2, "posinf"), argument(call, 3, "neginf"))
+    return "increasing 0" if given == (None, None) else ""
+
+
+_BY_CALL: dict[str, Callable[[OpCall], str]] = {
+    **dict.fromkeys(("add", "sub"), _sum),
+    **dict.fromkeys(("div", "floor_divide", "true_divide"), _quotient),
+    **dict.fromkeys(("elu", "elu_backward"), _exponential_unit),
+    **dict.fromkeys(("bitwise_or", "__or__", "logical_or"), _logic(True)),
+    **dict.fromkeys(("bitwise_and", "__and__", "logical_and"), _logic(False)),
+    **dict.fromkeys(
+        _FROM_ZERO.split(), lambda call: "increasing 0" if _all_unsigned(call) else "min 0"
+    ),
+    **dict.fromkeys(
+        _FALLING_FROM_ZERO.split(), lambda call: "decreasing 0" if _all_unsigned(call) else ""
+    ),
+    **dict.fromkeys(_TO_INTEGERS.split(), _on_exact("linear 0; increasing 0", "increasing 0")),
+    "rsqrt": lambda call: "decreasing 0" if _all_unsigned(call) else "falls 0",
+    "isinf": _on_exact("unread 0", ""),
+    "isnan": _on_exact("unread 0", ""),
+    "isneginf": _on_exact("unread 0", "decreasing 0"),
+    "isposinf": _on_exact("unread 0", "increasing 0"),
+    "_to_copy": _conversion,
+    "leaky_relu": _scaled(1, "negative_slope", 0.01),
+    "leaky_relu_backward": _scaled(2, "negative_slope"),
+    "lerp": _interpolation,
+    "logit": _logit,
+    "mul": _product,
+    "nan_to_num": _cleaned,
+    "native_dropout_backward": _scaled(2, "scale"),
+    "neg": lambda call: "linear 0" if _wraps(call) else "linear 0; decreasing 0",
+    "pow": _power,
+    "rrelu_with_noise_backward": _randomised_gradient,
+    "rsub": _reversed_difference,
+    "softplus": _softplus,
+    "threshold": _threshold,
+    "where": _choice,
+}
+
+_ALWAYS = {name: clauses for clauses, names in _CLAUSES.items() for name in names.split()}
+
+
+def dependences(call: OpCall) -> tuple[Dependence, ...]:
+    """Return in what a pointwise call is linear or monotone, by positions of its tensors."""
+    namespace, name = call.op.split(".")[:2]
+    if namespace != "aten":
+        return ()
+    by_call = _BY_CALL.get(name)
+    text = by_call(call) if by_call else _ALWAYS.get(name, "")
+    found = (_dependence(call, clause.split()) for clause in text.split(";") if clause.strip())
+    return tuple(dependence for dependence in found if dependence is not None)
+
+
+def _dependence(call: OpCall, words: list[str]) -> Dependence | None:
+    """Return what a clause says of this call; None if it says nothing."""
+    effect = Effect(words[0])
+    inputs = []
+    for index in map(int, words[1:]):
+        position = tensor_position(call, index, "")
+        if position is not None:
+            inputs.append(position)
+        elif effect is not Effect.LINEAR or _sign(argument(call, index, "")) != 0:
+            return None
+    return Dependence(effect=effect, inputs=tuple(inputs))

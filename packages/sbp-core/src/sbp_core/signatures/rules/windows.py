@@ -1,0 +1,99 @@
+"""Reading and writing by index where a rank holds a window of the rows that the indices number.
+
+A read gives zeros for the rows that other ranks hold, so that the ranks' results sum up to the
+whole; a write to such a row goes to a spare row behind the window, which is cut off afterwards.
+Holds no rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from sbp_core.graph.ir import Argument, Ref, TensorType
+from sbp_core.signatures.arguments import argument
+from sbp_core.signatures.call import OpCall
+from sbp_core.signatures.rule import Bounds, Draft, LocalCall, LocalProgram
+
+#: Half-open bounds in one dim.
+Window = tuple[int, int]
+
+
+def is_cut(window: Window, extent: int) -> bool:
+    """Return whether a rank holds less than all of a dim."""
+    return window != (0, extent)
+
+
+def length(window: Window) -> int:
+    """Return the number of rows in a window."""
+    return window[1] - window[0]
+
+
+def shape_of(bounds: Bounds) -> tuple[int, ...]:
+    """Return the shape of a shard."""
+    return tuple(map(length, bounds))
+
+
+def lookup_reduction(entry: TensorType) -> str:
+    """Return how reads from windows give the whole read: their sum; of booleans, a disjunction."""
+    return "max" if entry.dtype == "bool" else "sum"
+
+
+def wrapped(draft: Draft, index: Ref, extent: int) -> Ref:
+    """Return an index that may count from behind, counted from the front."""
+    return draft("aten.remainder.Scalar", index, extent)
+
+
+def inside(draft: Draft, index: Ref, window: Window) -> tuple[Ref, Ref]:
+    """Return an index counted from the window's first row, and where it points outside of it."""
+    local = draft("aten.sub.Tensor", index, window[0]) if window[0] else index
+    before = draft("aten.lt.Scalar", local, 0)
+    behind = draft("aten.ge.Scalar", local, length(window))
+    return local, draft("aten.logical_or.default", before, behind)
+
+
+def readable(draft: Draft, index: Ref, window: Window) -> tuple[Ref, Ref]:
+    """Return an index into the window, 0 where it points outside, and where it does."""
+    local, outside = inside(draft, index, window)
+    return draft("aten.masked_fill.Scalar", local, outside, 0), outside
+
+
+def writable(draft: Draft, index: Ref, window: Window) -> Ref:
+    """Return an index into the window; where it points outside, to the spare row behind it."""
+    local, outside = inside(draft, index, window)
+    return draft("aten.masked_fill.Scalar", local, outside, length(window))
+
+
+def zeros(like: Ref, shape: Sequence[int]) -> LocalProgram:
+    """Return the program of a rank that holds no row to read from."""
+    draft = Draft()
+    return draft.program(draft("aten.new_zeros.default", like, tuple(shape)))
+
+
+def with_spare(draft: Draft, tensor: Ref, dims: Sequence[int], num_dims: int) -> Ref:
+    """Return a tensor with a row of zeros more behind each of some dims."""
+    padding = [0] * (2 * num_dims)
+    for dim in dims:
+        padding[2 * (num_dims - 1 - dim) + 1] = 1
+    return draft("aten.constant_pad_nd.default", tensor, tuple(padding), 0)
+
+
+def without_spare(draft: Draft, tensor: Ref, windows: Mapping[int, Window]) -> Ref:
+    """Cut the spare row off each dim that has one."""
+    for dim, window in windows.items():
+        tensor = draft("aten.slice.Tensor", tensor, dim, 0, length(window))
+    return tensor
+
+
+def given(call: OpCall, names: Sequence[str]) -> tuple[list[Argument], dict[str, Argument]]:
+    """Return the arguments that stand first in the schema, by position, and all others by name.
+
+    Arguments behind them that are given by position stay behind them.
+    """
+    first = [argument(call, index, name) for index, name in enumerate(names)]
+    rest = call.args[len(names) :]
+    return [*first, *rest], {key: value for key, value in call.kwargs.items() if key not in names}
+
+
+def unchanged(call: OpCall) -> LocalCall:
+    """Return the call as it is."""
+    return LocalCall(op=call.op, args=call.args, kwargs=call.kwargs)

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+from sbp_core.signatures import explain
+
+
+def test_every_signature_says_where_it_comes_from() -> None:
+    rows = explain("aten.mm.default", (4, 6), (6, 8)).rows()
+
+    because = {str(inputs): why for inputs, _, why in rows}
+    assert because["(S(0), B)"] == "split of label i"
+    assert because["(S(1), S(0))"] == (
+        "split of label k, which is reduced away: each rank has parts of sums"
+    )
+    assert because["(P, B)"] == "linear in argument 0"
+    assert because["(B, B)"] == "all B"
+
+
+def test_maxima_are_not_called_sums() -> None:
+    rows = explain("aten.amax.default", (4, 6), [0]).rows()
+
+    assert "each rank has parts of maxima" in rows[1][2]
+
+
+def test_candidates_that_are_not_legal_say_why_not() -> None:
+    softmax = explain("aten._softmax.default", (4, 6), 1, False)
+    view = explain("aten.view.default", (6, 4), [24], axis_size=4)
+
+    assert "aten._softmax.default needs that dim whole" in softmax.refused[0][2]
+    assert any("needs 6 to be divisible by 4" in why for _, _, why in view.refused)
+    assert any("only the slowest factor of dim 0 may be split" in why for _, _, why in view.refused)
+
+
+def test_what_is_legal_behind_other_axes_says_which() -> None:
+    text = str(explain("aten.view.default", (6,), [2, 3]))
+
+    assert "legal on an axis behind others:" in text
+    assert "earlier axes split label g0 into 2 parts" in text
+
+
+def test_the_text_is_a_table_with_a_column_for_each_tensor() -> None:
+    lines = str(explain("aten.mm.default", (4096, 1024), (1024, 4096))).splitlines()
+
+    assert lines[0] == "aten.mm.default    i k, k j -> i j"
+    assert lines[1] == "  input 0   float32[4096, 1024]   i k"
+    assert "  work      34.4 GFLOP" in lines
+    head = next(line for line in lines if "because" in line)
+    assert head.split() == ["input", "0", "input", "1", "output", "0", "because"]
+    assert not any(line != line.rstrip() for line in lines)
