@@ -21,3 +21,12 @@ def format_seconds(seconds: float) -> str:
         if seconds >= 0.9995 * factor:
             return f"{seconds / factor:.3g} {unit}"
     return f"{seconds / 1e-6:.3g} µs"
+
+
+def format_flop(work_flop: float) -> str:
+    """Return work in floating-point operations with a decimal prefix, such as `17.2 GFLOP`."""
+    prefixes = ("", "k", "M", "G", "T", "P")
+    power = 0
+    while power + 1 < len(prefixes) and work_flop >= 1000 ** (power + 1):
+        power += 1
+    return f"{work_flop / 1000**power:.3g} {prefixes[power]}FLOP"

@@ -1,0 +1,169 @@
+"""Explanations: where each signature of a call comes from, and why other candidates are none.
+
+`explain("aten.mm.default", (4, 6), (6, 8))` prints as a table. What an illegal assignment inside a
+program is answered with is `signatures.check`. Torch is imported only to find shapes of outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sbp_core._callable_module import make_callable
+from sbp_core.sbp import NdSbp, Sbp
+from sbp_core.signatures.call import OpCall
+from sbp_core.signatures.derive import derivation, derive, work_flop
+from sbp_core.signatures.notation import Dims, Notation
+from sbp_core.signatures.registry import Registry, installed
+from sbp_core.signatures.signature import Signature1d
+from sbp_core.units import format_flop
+
+#: Rows of a table: a column for each tensor, and the reason.
+Row = tuple[tuple[Sbp, ...], tuple[Sbp, ...], str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """What is legal for a call along one mesh axis, and why.
+
+    Args:
+        call: The call.
+        axis_size: Ranks along the mesh axis.
+        notation: What the operator means.
+        legal: The legal signatures.
+        behind: Those that are legal only on an axis behind others.
+        refused: Candidates that are not legal: (inputs, outputs, why not).
+        work_flop: Work of the whole call in floating-point operations.
+    """
+
+    call: OpCall
+    axis_size: int
+    notation: Notation
+    legal: tuple[Signature1d, ...]
+    behind: tuple[Signature1d, ...]
+    refused: tuple[Row, ...]
+    work_flop: float
+
+    def rows(self) -> tuple[Row, ...]:
+        """Return the legal signatures with where each comes from."""
+        return tuple((part.inputs, part.outputs, self.because(part)) for part in self.legal)
+
+    def because(self, part: Signature1d) -> str:
+        """Return where a signature comes from, in words."""
+        if not part.label:
+            return part.origin
+        kept = [part.label in _names(dims) for dims in self.notation.outputs]
+        reductions = {
+            self.notation.reduction(part.label, index)
+            for index, kept in enumerate(kept)
+            if not kept
+        } - {"none"}
+        if reductions and any(part.label in _names(dims) for dims in self.notation.inputs):
+            parts = " or ".join({"sum": "sums"}.get(name, f"{name}ima") for name in reductions)
+            return f"{part.origin}, which is reduced away: each rank has parts of {parts}"
+        return part.origin
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        call, notation = self.call, self.notation
+        yield f"{call.op}    {notation}"
+        tensors = (*zip(call.inputs, notation.inputs, strict=True),)
+        for index, (entry, dims) in enumerate(tensors):
+            yield f"  input {index}   {entry}   {_dims_text(dims)}"
+        for index, (entry, dims) in enumerate(zip(call.outputs, notation.outputs, strict=True)):
+            yield f"  output {index}  {entry}   {_dims_text(dims)}"
+        yield f"  work      {format_flop(self.work_flop)}"
+        yield f"\nlegal on a mesh axis of size {self.axis_size}:"
+        yield from self._table(self.rows(), "because")
+        if self.behind:
+            yield "\nlegal on an axis behind others:"
+            yield from self._table(
+                [
+                    (part.inputs, part.outputs, f"{part.origin}, once {_follows(part)}")
+                    for part in self.behind
+                ],
+                "because",
+            )
+        if self.refused:
+            yield "\nnot legal here:"
+            yield from self._table(self.refused, "why not")
+
+    def _table(self, rows: Sequence[Row], reason: str) -> Iterator[str]:
+        head = [f"input {index}" for index in range(len(self.call.inputs))]
+        head += [f"output {index}" for index in range(len(self.call.outputs))]
+        cells = [
+            [*(str(NdSbp(entry)) for entry in (*inputs, *outputs)), why]
+            for inputs, outputs, why in rows
+        ]
+        widths = [max(map(len, column)) for column in zip([*head, reason], *cells, strict=True)]
+        for line in ([*head, reason], *cells):
+            text = "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+            yield f"  {text.rstrip()}"
+
+
+def explain(
+    op: str, *args: Any, axis_size: int = 2, rules: Registry | None = None, **kwargs: Any
+) -> Explanation:
+    """Return what is legal for a call along one mesh axis, and why; it prints as a table.
+
+    Args:
+        op: Operator and overload, such as `aten.mm.default`.
+        *args: Its arguments. A tensor may be a tensor on any device, a `TensorType`, or a shape
+            (which means float32).
+        axis_size: Ranks along the mesh axis.
+        rules: The rules to go by; the installed ones if omitted.
+        **kwargs: Its arguments by name.
+
+    Raises:
+        SignatureError: the operator has no rule.
+        SbpLookupError: PyTorch has no such operator.
+    """
+    from sbp_core.signatures.torch_call import abstract_call  # imports torch, for shapes and tags
+
+    return explain_call(abstract_call(op, args, kwargs), axis_size, rules=rules)
+
+
+def explain_call(call: OpCall, axis_size: int, *, rules: Registry | None = None) -> Explanation:
+    """Return what is legal for a call along one mesh axis, and why.
+
+    Raises:
+        SignatureError: the operator has no rule, or the rule does not fit the shapes.
+    """
+    rules = rules or installed()
+    found = derivation(call, rules)
+    legal = derive(call, axis_size, rules=rules)
+    refused: list[Row] = [
+        (part.inputs, part.outputs, failure)
+        for part in found.legal
+        if (failure := next((f for e in part.requires if (f := e.failure(axis_size))), ""))
+    ]
+    refused += [(other.inputs, other.outputs, other.reason) for other in found.rejected]
+    return Explanation(
+        call=call,
+        axis_size=axis_size,
+        notation=found.notation,
+        legal=legal,
+        behind=found.behind,
+        refused=tuple(refused),
+        work_flop=work_flop(call, rules=rules),
+    )
+
+
+def _names(dims: Dims) -> set[str]:
+    return {name for dim in dims for name in dim}
+
+
+def _dims_text(dims: Dims) -> str:
+    return str(Notation(inputs=(dims,), outputs=())).split(" =>")[0]
+
+
+def _follows(part: Signature1d) -> str:
+    return " and ".join(
+        f"earlier axes split label {label} into {extent} parts" for label, extent in part.follows
+    )
+
+
+make_callable(__name__)
