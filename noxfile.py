@@ -274,13 +274,24 @@ def plugin(session: nox.Session) -> None:
     try_example_plugin(session)
 
 
+def survey_signatures(session: nox.Session, *arguments: str) -> None:
+    """Run the survey of the algebra over PyTorch's operator samples."""
+    with session.chdir(ROOT / "integration"):
+        session.run("python", "-m", "signatures", *arguments, env=TEST_ENVIRONMENT)
+
+
 @nox.session(reuse_venv=True)
 def exhaustive(session: nox.Session) -> None:
-    """The long property and conformance tests, those marked `exhaustive`."""
-    install_all(session, with_tests=True)
+    """The long tests, and the survey of signatures; only that with `-- signatures ...`."""
+    install_all(session, "rich>=13.7", with_tests=True)
+    if session.posargs[:1] == ["signatures"]:
+        survey_signatures(session, *session.posargs[1:])
+        return
     for package in PACKAGES:
         run_pytest(session, package.folder, "-m", "exhaustive", *session.posargs, may_be_empty=True)
     run_integration(session, "-m", "exhaustive", *session.posargs, may_be_empty=True)
+    if not session.posargs:
+        survey_signatures(session)
 
 
 @nox.session(reuse_venv=True)

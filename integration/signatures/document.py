@@ -1,0 +1,128 @@
+"""The document `docs/signatures.md`: every operator, what it means, and how it may be split.
+
+    python -m signatures.document
+
+Made from `canonical.json` and the rules; a test holds it to them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from pkgutil import iter_modules
+
+# `python integration/signatures/document.py` is to find the package too.
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import sbp_core.signatures.rules as families
+from sbp_core.graph.ir import Argument, Ref, Symbol, TensorType
+from sbp_core.sbp import NdSbp
+from sbp_core.signatures import OpCall, Signature1d, derive
+from sbp_core.signatures.derive import derivation
+from sbp_core.signatures.registry import installed
+from signatures.canonical import read
+
+FILE = Path(__file__).parent.parent.parent / "docs" / "signatures.md"
+
+AXIS_SIZE = 2
+
+#: Of each operator; lists of tensors have many.
+MOST_SHOWN = 16
+
+_HEAD = """# Signatures
+
+How every operator may be split along one mesh axis. Generated from the rules by
+`python -m signatures.document` (in `integration/`); a test holds this file to them.
+
+- *notation*: what the operator means; `sbp_core.signatures.notation` describes the language. It may
+  depend on the arguments, so it is shown for the sample call beside it. `!` marks a label that may
+  not be split, `+` one whose shards may not be empty; `why` says why.
+- *signatures*: what follows from the notation on an axis of {axis_size} ranks: one SBP for each
+  tensor argument, then for each output. All are *derived*, and verified by execution over PyTorch's
+  own operator samples (`nox -s exhaustive -- signatures`). Those of operators that nobody describes
+  can be *discovered* by execution, and say so (`sbp_core.signatures.discover`); none stand here.
+- For your own call: `python -m sbp_core.signatures aten.mm.default 4096x1024 1024x4096`.
+
+{num_ops} operators, {num_useful} of which may be split; the others say why not.
+"""
+
+
+def document() -> str:
+    """Return the text of the document."""
+    by_family: dict[str, list[OpCall]] = defaultdict(list)
+    places = _families()
+    calls = list(read())
+    for call in calls:
+        by_family[places.get(call.op, "pointwise")].append(call)
+    useful = sum(len(derive(call, AXIS_SIZE)) > 1 for call in calls)
+    parts = [_HEAD.format(axis_size=AXIS_SIZE, num_ops=len(calls), num_useful=useful)]
+    for family in sorted(by_family):
+        parts.append(f"## {family.replace('_', ' ')}\n\n{_about(family)}\n")
+        parts.append("| operator | sample | notation | signatures |\n|---|---|---|---|")
+        parts += [_row(call) for call in sorted(by_family[family], key=lambda call: call.op)]
+        parts.append("")
+    return "\n".join(parts)
+
+
+def _families() -> dict[str, str]:
+    """Return the module that holds the rule of each operator."""
+    names = [module.name for module in iter_modules(families.__path__)]
+    modules = {name: import_module(f"{families.__name__}.{name}") for name in names}
+    return {op: name for name, module in modules.items() for op in getattr(module, "RULES", {})}
+
+
+def _about(family: str) -> str:
+    """Return the first paragraph of a family's docstring."""
+    text = import_module(f"{families.__name__}.{family}").__doc__ or ""
+    return text.split("\n\n")[0].replace("\n", " ")
+
+
+def _row(call: OpCall) -> str:
+    found = derive(call, AXIS_SIZE)
+    shown = [f"`{_signature(part)}`" for part in found[:MOST_SHOWN]]
+    if len(found) > MOST_SHOWN:
+        shown.append(f"and {len(found) - MOST_SHOWN} more")
+    notation = str(derivation(call, installed()).notation)
+    cells = (f"`{call.op}`", f"`{_sample(call)}`", f"`{notation}`", "<br>".join(shown))
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _signature(part: Signature1d) -> str:
+    mark = " (discovered)" if part.origin == "discovered" else ""
+    return f"{NdSbp(*part.inputs)} → {NdSbp(*part.outputs)}{mark}".strip()
+
+
+def _sample(call: OpCall) -> str:
+    types = dict(zip(call.tensor_names, call.inputs, strict=True))
+    words = [_text(entry, types) for entry in call.args]
+    words += [f"{key}={_text(entry, types)}" for key, entry in call.kwargs.items()]
+    return f"({', '.join(words)})"
+
+
+def _text(argument: Argument, types: dict[str, TensorType]) -> str:
+    if isinstance(argument, Ref):
+        entry = types[argument.name]
+        dtype = "" if entry.dtype == "float32" else f":{entry.dtype}"
+        return ("x".join(map(str, entry.shape)) or "()") + dtype
+    if isinstance(argument, Symbol):
+        return argument.name
+    if isinstance(argument, tuple):
+        return f"[{', '.join(_texts(argument, types))}]"
+    return repr(argument)
+
+
+def _texts(arguments: tuple[Argument, ...], types: dict[str, TensorType]) -> Iterator[str]:
+    return (_text(part, types) for part in arguments)
+
+
+def main() -> None:
+    """Write the document."""
+    FILE.write_text(document(), "utf-8")
+    sys.stdout.write(f"{FILE.name}: {len(FILE.read_text('utf-8').splitlines())} lines\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,430 @@
+"""The judgement of one recorded call: what the rules claim, beside what execution says.
+
+*Wrong* is a claim that execution refutes. *Missed* is a signature that execution discovers and no
+claim implies; it is explained if the notation rejects it for a reason that it states.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+import sbp_core.signatures
+from sbp_core.errors import SbpError, SignatureError
+from sbp_core.placement import Placement
+from sbp_core.sbp import B, Partial, Sbp, Split
+from sbp_core.signatures import OpCall, Signature1d
+from sbp_core.signatures.axes import combine
+from sbp_core.signatures.derive import Derivation, derivation, derive
+from sbp_core.signatures.discover import discover
+from sbp_core.signatures.notation import Effect
+from sbp_core.signatures.registry import installed
+from sbp_core.signatures.rule import LocalProgram
+from sbp_core.signatures.torch_call import call_of, run_op, unchanged
+from sbp_core.signatures.trial import Sample, refutation, whole_sample
+from sbp_core.signatures.verify import verify
+from signatures.calls import RecordedCall
+from signatures.reasons import REASONS
+
+#: Axis sizes at which claims are run, and those at which signatures are looked for.
+VERIFIED_SIZES = (2, 3, 5)
+DISCOVERED_SIZES = (2, 5)
+
+#: What discovery found, by axis size.
+Found = dict[int, list[Signature1d]]
+
+#: On how many other draws a missed signature has to hold.
+_NUM_REDRAWS = 12
+
+#: How many candidates discovery tries, the promising ones first: of calls with up to three tensor
+#: arguments, and of others, whose runs are longer and whose candidates are countless.
+_BUDGETS = (500, 200)
+
+#: Calls with more tensor arguments are not searched for further signatures.
+MOST_SEARCHED_INPUTS = 12
+
+#: The reason that a notation gives for any label marked `!`, which explains nothing.
+_GENERIC_REASON = "needs that dim whole"
+
+#: What is executed besides the rules: a change there makes verdicts stale.
+_VERIFYING = ("verify", "trial", "isolate", "localize", "derive", "axes", "pieces", "torch_call")
+_DISCOVERING = ("discover", "candidates", "study", "trial", "isolate", "pieces", "torch_call")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A signature that is wrong or missed.
+
+    Args:
+        text: The signature.
+        size: Size of the mesh axis; 0 on more axes than one.
+        even: Whether the size divides every extent that is split.
+        reason: How execution refutes it; or why it is not claimed, empty if nothing says.
+    """
+
+    text: str
+    size: int
+    even: bool
+    reason: str
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What came of one call.
+
+    Args:
+        op, key, shapes: The call; shapes for messages.
+        rule: `own`, `pointwise`, or empty if the operator has no rule.
+        refused: Why the call could not be judged; empty if it was.
+        why: The reasons that the notation states.
+        even, uneven, product: How many claims were run, on one axis and on two.
+        useful: Whether anything but all B is claimed.
+        wrong, missed: The findings.
+        searched: Whether signatures were looked for.
+        verify_s, discover_s: Time spent, in seconds; 0 where a cache answered.
+    """
+
+    op: str
+    key: str
+    shapes: str
+    rule: str = ""
+    refused: str = ""
+    why: str = ""
+    even: int = 0
+    uneven: int = 0
+    product: int = 0
+    useful: bool = False
+    wrong: list[Finding] = field(default_factory=list)
+    missed: list[Finding] = field(default_factory=list)
+    searched: bool = False
+    verify_s: float = 0.0
+    discover_s: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON value that `from_json` reads."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Verdict:
+        """Read what `to_json` wrote."""
+        lists = {name: [Finding(**entry) for entry in value[name]] for name in ("wrong", "missed")}
+        return cls(**{**value, **lists})
+
+    @property
+    def claimed(self) -> int:
+        """How many claims were run."""
+        return self.even + self.uneven + self.product
+
+    def unexplained(self, even: bool) -> list[Finding]:
+        """Return the missed signatures of even, or uneven, shards that nothing explains."""
+        return [entry for entry in self.missed if entry.even == even and not entry.reason]
+
+
+def opcall(recorded: RecordedCall) -> OpCall:
+    """Return the call as signatures see it; it is run once."""
+    return call_of(recorded.op, recorded.args, recorded.kwargs)[0]
+
+
+def rule_hash(recorded: RecordedCall) -> str:
+    """Return a text that changes with everything that a verdict on the claims depends on."""
+    judged = Path(__file__).read_text("utf-8")
+    parts = [search_hash(recorded), recorded.key, _sources(_VERIFYING), judged]
+    parts.append(REASONS.get(recorded.op, ""))
+    try:
+        call = opcall(recorded)
+        rule = installed().rule(call)
+        found = derivation(call)
+        parts += [repr(entry) + repr(entry.requires) for entry in found.legal]
+        parts += [repr(found.rejected), repr(found.notation)]
+        if rule.localize is not None:
+            parts.append(Path(inspect.getfile(rule.localize)).read_text("utf-8"))
+    except (SbpError, RuntimeError, ValueError, TypeError, IndexError) as error:
+        parts.append(str(error))
+    return _hash(parts)
+
+
+def search_hash(recorded: RecordedCall) -> str:
+    """Return a text that changes with everything that discovery depends on."""
+    # What holds in float32 holds in float64.
+    like = recorded.key.replace("float64", "float32")
+    return _hash([like, torch.__version__, str(_BUDGETS), _sources(_DISCOVERING)])
+
+
+def _hash(parts: Sequence[str]) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+
+
+@cache
+def _sources(names: tuple[str, ...]) -> str:
+    folder = Path(inspect.getfile(sbp_core.signatures)).parent
+    files = [folder / f"{name}.py" for name in names]
+    return _hash([file.read_text("utf-8") for file in files if file.exists()])
+
+
+def judge(
+    recorded: RecordedCall,
+    found: Found | None,
+    *,
+    isolated: bool = False,
+) -> Verdict:
+    """Return the verdict on one call.
+
+    Args:
+        recorded: The call.
+        found: What discovery found, by axis size; None if it was not asked.
+        isolated: Whether each claim runs in a process of its own, which is slower.
+    """
+    verdict = Verdict(op=recorded.op, key=recorded.key, shapes=shown(recorded))
+    try:
+        call = opcall(recorded)
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        verdict.rule = "own"
+        verdict.refused = f"cannot be run again: {_line(error)}"
+        return verdict
+    try:
+        rule = installed().rule(call)
+    except SignatureError:
+        return verdict
+    tagged = "pointwise" in call.tags and call.op not in installed().ops
+    verdict.rule = "pointwise" if tagged else "own"
+    try:
+        rule.notation(call)
+        derived = derivation(call)
+    except Exception as error:  # a rule may fail in any way
+        verdict.refused = f"the rule fails: {_line(error)}"
+        return verdict
+    verdict.useful = len(derived.legal) > 1
+    verdict.why = getattr(derived.notation, "why", "") or getattr(derived.notation, "note", "")
+    _verify(recorded, verdict, isolated=isolated)
+    if found is not None:
+        verdict.searched = True
+        for size, signatures in found.items():
+            verdict.missed += _missed(recorded, derived, size, signatures)
+    return verdict
+
+
+def refusal(recorded: RecordedCall, reason: str) -> Verdict:
+    """Return the verdict on a call that could not be judged."""
+    return Verdict(
+        op=recorded.op, key=recorded.key, shapes=shown(recorded), rule="own", refused=reason
+    )
+
+
+def searchable(recorded: RecordedCall) -> bool:
+    """Return whether discovery is asked: of calls with some tensor arguments, not very many."""
+    return 0 < _num_tensors(recorded) <= MOST_SEARCHED_INPUTS
+
+
+def _num_tensors(recorded: RecordedCall) -> int:
+    leaves = tree_leaves((recorded.args, recorded.kwargs))
+    return sum(isinstance(leaf, torch.Tensor) for leaf in leaves)
+
+
+def discovered(recorded: RecordedCall) -> Found:
+    """Return what execution finds of a call."""
+    budget = _BUDGETS[_num_tensors(recorded) > 3]
+    return {
+        size: [
+            entry
+            for entry in discover(
+                recorded.op,
+                *recorded.args,
+                axis_size=size,
+                budget=budget,
+                cache=False,
+                **recorded.kwargs,
+            ).signatures
+            if not any(need.failure(size) for need in entry.requires)
+        ]
+        for size in DISCOVERED_SIZES
+        if size == DISCOVERED_SIZES[0] or _longest(recorded) >= size
+    }
+
+
+def _longest(recorded: RecordedCall) -> int:
+    """Return the largest extent of a tensor argument: where none can be split, sizes are alike."""
+    leaves = tree_leaves((recorded.args, recorded.kwargs))
+    extents = [leaf.shape for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return max((extent for shape in extents for extent in shape), default=0)
+
+
+def _verify(recorded: RecordedCall, verdict: Verdict, *, isolated: bool) -> None:
+    started = time.perf_counter()
+    report = verify(
+        recorded.op, *recorded.args, axis_sizes=VERIFIED_SIZES, isolated=isolated, **recorded.kwargs
+    )
+    verdict.verify_s = time.perf_counter() - started
+    even = {}
+    for claim in report.claimed:
+        even[claim.mesh_shape, claim.signature] = claim.even
+        if len(claim.mesh_shape) > 1:
+            verdict.product += 1
+        elif claim.even:
+            verdict.even += 1
+        else:
+            verdict.uneven += 1
+    for entry in report.wrong:
+        size = entry.mesh_shape[0] if len(entry.mesh_shape) == 1 else 0
+        verdict.wrong.append(
+            Finding(
+                text=f"{entry.signature} on {entry.mesh_shape}",
+                size=size,
+                even=even[entry.mesh_shape, entry.signature],
+                reason=entry.reason,
+            )
+        )
+
+
+def _is_even(call: OpCall, entries: Sequence[Sbp], size: int) -> bool:
+    return not any(extent % size for extent in _split_extents(call, entries))
+
+
+def _split_extents(call: OpCall, entries: Sequence[Sbp]) -> Iterator[int]:
+    for kind, entry in zip((*call.inputs, *call.outputs), entries, strict=True):
+        if isinstance(entry, Split):
+            yield kind.shape[entry.dim]
+
+
+def _missed(
+    recorded: RecordedCall, derived: Derivation, size: int, found: Sequence[Signature1d]
+) -> Iterator[Finding]:
+    """Yield the discovered signatures that no claim implies."""
+    call, inputs = call_of(recorded.op, recorded.args, recorded.kwargs)
+    claims: dict[tuple[Sbp, ...], list[tuple[Sbp, ...]]] = {}
+    for claim in derive(call, size):
+        claims.setdefault(claim.inputs, []).append(claim.outputs)
+    unread = {
+        dependence.inputs[0]
+        for dependence in derived.notation.dependences
+        if dependence.effect in (Effect.UNREAD, Effect.IGNORED)
+    }
+    redraws: list[Sample] | None = None
+    for entry in found:
+        entries = (*entry.inputs, *entry.outputs)
+        if any(extent < size for extent in _split_extents(call, entries)):
+            continue
+        if any(
+            cut != B and 0 in kind.shape
+            for kind, cut in zip(call.inputs, entry.inputs, strict=True)
+        ):
+            continue  # to cut what has no element says nothing
+        if any(
+            _covers(inputs, entry.inputs, unread) and _implies(outputs, entry.outputs)
+            for inputs, several in claims.items()
+            for outputs in several
+        ):
+            continue
+        reason = _rejection(derived, entry)
+        if not reason:
+            redraws = redrawn(call, inputs) if redraws is None else redraws
+            reason = accident(redraws, entry, size) or REASONS.get(call.op, "")
+        even = _is_even(call, entries, size)
+        yield Finding(text=str(entry), size=size, even=even, reason=reason)
+
+
+def _covers(claimed: Sequence[Sbp], found: Sequence[Sbp], unread: set[int]) -> bool:
+    """Return whether claimed inputs are the found ones, or what these are without any boxing.
+
+    What is whole is its own maximum and minimum on every rank. Partial values that are never read
+    are as good as whole ones.
+    """
+    return all(
+        have == want
+        or (want == B and have in (Partial("max"), Partial("min")))
+        or (at in unread and have == B and isinstance(want, Partial))
+        for at, (have, want) in enumerate(zip(claimed, found, strict=True))
+    )
+
+
+def _implies(claimed: Sequence[Sbp], found: Sequence[Sbp]) -> bool:
+    """Return whether claimed outputs are the found ones, or whole where those are less."""
+    return all(have in (want, B) for have, want in zip(claimed, found, strict=True))
+
+
+def redrawn(call: OpCall, inputs: Sequence[torch.Tensor]) -> list[Sample]:
+    """Return the call on other values of the same shapes, where it can be run on such."""
+    draw = torch.Generator().manual_seed(0)
+    # Elsewhere integers are often indices, and some kernels do not check them.
+    integers = "pointwise" in call.tags or len(inputs) == 1
+    made = []
+    for number in range(_NUM_REDRAWS):
+        values = [_redrawn(entry, number, draw, integers=integers) for entry in inputs]
+        try:
+            made.append(whole_sample(call, values, run_op))
+        except Exception:  # an operator may insist on its values
+            return made
+    return made
+
+
+def _redrawn(
+    tensor: torch.Tensor, number: int, draw: torch.Generator, *, integers: bool
+) -> torch.Tensor:
+    """Return values of both signs; booleans are seldom, often, or evenly true.
+
+    Every third time some reals are zero, every third time some are no numbers.
+    """
+    if tensor.is_floating_point() or tensor.is_complex():
+        scale = 10.0**number if number % 2 else 2.0
+        values = scale * torch.randn(tensor.shape, dtype=tensor.dtype, generator=draw)
+        if number % 3 and tensor.numel() > 1:
+            chosen = torch.rand(tensor.shape, generator=draw) < 0.2
+            chosen.view(-1)[number % tensor.numel()] = True
+            values[chosen] = 0.0 if number % 3 == 1 else torch.nan
+        return values
+    if tensor.dtype == torch.bool:
+        return torch.rand(tensor.shape, generator=draw) < (0.5, 0.05, 0.95)[number % 3]
+    if integers:
+        most = min(2**40 if number % 2 else 5, torch.iinfo(tensor.dtype).max - 1)
+        least = 0 if tensor.dtype == torch.uint8 else -most
+        return torch.randint(least, most + 1, tensor.shape, dtype=tensor.dtype, generator=draw)
+    return tensor
+
+
+def accident(redraws: Sequence[Sample], entry: Signature1d, size: int) -> str:
+    """Return that a discovered signature fails on other values; empty if it does not."""
+    signature, mesh = combine([entry]), Placement.grid((size,))
+    for sample in redraws:
+        same_everywhere = partial(_program, sample)
+        if refutation(sample, signature, mesh, run_op, same_everywhere):
+            return "holds for the values of this sample only"
+    return ""
+
+
+def _program(sample: Sample, rank: int) -> LocalProgram:
+    """Return what every rank runs where the arguments do not change on a shard."""
+    return unchanged(sample.call)
+
+
+def _rejection(derived: Derivation, entry: Signature1d) -> str:
+    """Return why the notation rejects a signature; empty if it states nothing."""
+    for rejected in derived.rejected:
+        if rejected.inputs == entry.inputs and not rejected.reason.endswith(_GENERIC_REASON):
+            return rejected.reason
+    return ""
+
+
+def shown(recorded: RecordedCall) -> str:
+    """Return a call with shapes for tensors, such as `aten.neg.default(float32[2, 3])`."""
+    named = [f"{name}={_shown(value)}" for name, value in recorded.kwargs.items()]
+    return f"{recorded.op}({', '.join([*map(_shown, recorded.args), *named])})"[:240]
+
+
+def _shown(argument: Any) -> str:
+    if hasattr(argument, "shape"):
+        return f"{str(argument.dtype).removeprefix('torch.')}{list(argument.shape)}"
+    if isinstance(argument, list | tuple):
+        return f"[{', '.join(map(_shown, argument))}]"
+    return repr(argument)
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip()[:300]}".splitlines()[0]
