@@ -1,1 +1,1 @@
-"""An example plugin of sbp: one planner and one model."""
+"""An example plugin of sbp: one planner, one model, and one operator."""

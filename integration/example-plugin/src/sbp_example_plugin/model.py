@@ -1,10 +1,11 @@
-"""A model in one idea: predict each token from the one before, through one hidden layer."""
+"""A model in one idea: predict each token from the one before, through a layer of low rank."""
 
 from collections.abc import Mapping
 
 import torch
 from torch import nn
 
+from sbp_example_plugin.operator import low_rank
 from sbp_example_plugin.plugin import ModelConfig
 
 
@@ -15,13 +16,16 @@ class Bigram(nn.Module):
         super().__init__()
         self.context = config.context
         self.embed = nn.Embedding(config.vocabulary, config.hidden)
-        self.hidden = nn.Linear(config.hidden, config.hidden)
+        scale = config.hidden**-0.5
+        self.down = nn.Parameter(torch.randn(config.hidden, config.rank) * scale)
+        self.up = nn.Parameter(torch.randn(config.rank, config.hidden) * scale)
         self.head = nn.Linear(config.hidden, config.vocabulary)
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
         """Map int64 tokens (batch, time) to logits (batch, time, vocabulary)."""
-        logits: torch.Tensor = self.head(torch.relu(self.hidden(self.embed(tokens))))
-        return logits
+        hidden = low_rank(self.embed(tokens.flatten()), self.down, self.up)
+        logits: torch.Tensor = self.head(torch.relu(hidden))
+        return logits.unflatten(0, tokens.shape)
 
     def loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the mean cross-entropy of `tokens` against `targets`, int64 (batch, time) each."""

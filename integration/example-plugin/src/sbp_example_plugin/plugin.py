@@ -22,9 +22,10 @@ class ModelConfig:
     vocabulary: int = 256
     context: int = 64
     hidden: int = 64
+    rank: int = 16
 
     def __post_init__(self) -> None:
-        for name in ("vocabulary", "context", "hidden"):
+        for name in ("vocabulary", "context", "hidden", "rank"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} is not positive")
 
@@ -49,6 +50,22 @@ def sbp_models() -> Mapping[str, Factory]:
             build="sbp_example_plugin.model:build",
             config=ModelConfig,
             summary="predicts each token from the one before",
+        )
+    }
+
+
+def low_rank_notation(_: object) -> str:
+    """Return what the operator of `operator.py` means: sums of products over i and r."""
+    return "n i, i r, r o -> n o"
+
+
+@hookimpl
+def sbp_signatures() -> Mapping[str, Factory]:
+    """Return operator -> factory of its rule: a notation, or a `sbp_core.signatures.Rule`."""
+    return {
+        "sbp_example.low_rank.default": Factory(
+            build="sbp_example_plugin.plugin:low_rank_notation",
+            summary="x·a·b, the product of three matrices",
         )
     }
 

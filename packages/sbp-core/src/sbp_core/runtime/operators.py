@@ -12,6 +12,7 @@ import torch
 from sbp_core._torch_compat import OpOverload, return_types
 from sbp_core.errors import GraphError
 from sbp_core.graph.ir import Argument, Ref, Symbol
+from sbp_core.runtime import random_ops as _  # noqa: F401 - registers sbp.random_*
 
 _HOST: dict[str, Callable[..., Any]] = {
     "add": operator.add,
@@ -49,10 +50,10 @@ def operator_of(op: str) -> Callable[..., Any]:
 
 
 def results_of(made: Any) -> tuple[Any, ...]:
-    """Return what an operator made as a tuple, without what it left out (`None`)."""
+    """Return what an operator made, lists flattened, without what it left out (`None`)."""
     if isinstance(made, tuple | list):
-        return tuple(part for part in made if part is not None)
-    return (made,)
+        return tuple(result for part in made for result in results_of(part))
+    return () if made is None else (made,)
 
 
 def makes_one_tensor(op: str) -> bool:

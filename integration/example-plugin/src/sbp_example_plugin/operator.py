@@ -1,0 +1,31 @@
+"""An operator of our own, the product of three matrices, registered with `torch.library`.
+
+How it may be split is one line of notation, which `plugin.low_rank_notation` returns: what is
+summed over (`i` and `r`) gives partial sums, and the operator is linear in each argument.
+"""
+
+import torch
+
+
+@torch.library.custom_op("sbp_example::low_rank", mutates_args=())
+def low_rank(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return x·a·b of shape (n, o) for x (n, i), a (i, r), b (r, o)."""
+    return x @ a @ b
+
+
+@low_rank.register_fake
+def _(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(x.shape[0], b.shape[1])
+
+
+def _keep(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: object) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: torch.autograd.function.FunctionCtx, gradient: torch.Tensor) -> tuple:
+    x, a, b = ctx.saved_tensors
+    inner = gradient @ b.t()
+    return inner @ a.t(), x.t() @ inner, (x @ a).t() @ gradient
+
+
+low_rank.register_autograd(_backward, setup_context=_keep)
