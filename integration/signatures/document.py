@@ -64,7 +64,20 @@ def document() -> str:
         parts.append("| operator | sample | notation | signatures |\n|---|---|---|---|")
         parts += [_row(call) for call in sorted(by_family[family], key=lambda call: call.op)]
         parts.append("")
+    parts += ["## described, without a sample\n", _unsampled({call.op for call in calls}), ""]
     return "\n".join(parts)
+
+
+def _unsampled(shown: set[str]) -> str:
+    """Return the operators with rules that no sample of PyTorch's calls on a CPU, by family."""
+    rest = {op: family for op, family in _families().items() if op not in shown}
+    lines = [
+        f"- {family.replace('_', ' ')}: "
+        + ", ".join(f"`{op}`" for op in sorted(rest) if rest[op] == family)
+        for family in sorted(set(rest.values()))
+    ]
+    head = "Their rules are run on hand-made calls by the tests of their family, where a CPU can.\n"
+    return "\n".join([head, *lines])
 
 
 def _families() -> dict[str, str]:

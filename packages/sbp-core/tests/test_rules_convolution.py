@@ -223,3 +223,16 @@ def _work(**changes: Any) -> float:
 def test_work_counts_a_multiplication_and_an_addition_for_each_weight_and_window() -> None:
     assert _work() == 2 * 2 * 8 * 4 * 9 * 16
     assert _work(bias=8, padding=1) == 2 * 2 * 8 * 4 * 9 * 36
+
+
+@pytest.mark.parametrize(("axis_size", "is_legal"), [(2, True), (4, True), (8, False)])
+def test_groups_of_equal_width_are_split_between_groups_only(
+    axis_size: int, is_legal: bool
+) -> None:
+    # 8 divides the channels as well, but would cut groups of four in two.
+    image, weight = (4, 16, 8, 8), (16, 4, 3, 3)
+    rest = (None, [1, 1], [1, 1], [1, 1], False, [0, 0], 4)
+
+    found = signatures("aten.convolution.default", image, weight, *rest, axis_size=axis_size)
+
+    assert ("S(1), S(0) -> S(1)" in map(str, found)) is is_legal

@@ -117,11 +117,14 @@ CASES: dict[str, list[Sample]] = {
             for count in (1, 2, 3)
         )
     ),
-    "aten.channel_shuffle.default": [
-        sample(real(2, 6, 3), 3),
-        sample(real(2, 6, 3), 1),
-        sample(real(2, 6, 3), 6),
-    ],
+    **{
+        f"aten.{name}.default": [
+            sample(real(2, 6, 3), 3),
+            sample(real(2, 6, 3), 1),
+            sample(real(2, 6, 3), 6),
+        ]
+        for name in ("channel_shuffle", "native_channel_shuffle")
+    },
     "aten.im2col.default": [
         sample(real(2, 5, 6, 4), [3, 2], [1, 1], [1, 0], [2, 1]),
         sample(real(2, 3, 6, 8), [2, 2], [1, 1], [0, 0], [2, 2]),

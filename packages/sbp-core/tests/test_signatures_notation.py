@@ -75,6 +75,9 @@ def test_nothing_left_of_the_arrow_means_no_arguments() -> None:
         "k, k -> ()",
         "n c! => (), (); linear 0 to 0; reduce n max; reduce n@1 min",
         "=> d0; linear",
+        "a, b => a; max 0; min 0; falls 1; ignored 1; why the rest is read whole",
+        "i, j => i; reduce j max; beside j 0",
+        "n (g i), (g o) i -> n (g o); size g 2",
     ],
 )
 def test_printing_gives_the_text_that_was_read(text: str) -> None:
@@ -97,6 +100,8 @@ def test_printing_gives_the_text_that_was_read(text: str) -> None:
         ("i => i; reduce k max", "labels i"),
         ("i => (); reduce i mean", "sum, max, min"),
         ("i -> i, i", "one output"),
+        ("i => i; size k 2", "labels i, extents from 1 on"),
+        ("i => i; beside i 1", "arguments below 1"),
     ],
 )
 def test_a_text_that_cannot_be_meant_is_refused_with_what_would_be(text: str, message: str) -> None:

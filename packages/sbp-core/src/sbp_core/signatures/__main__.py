@@ -11,24 +11,48 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import os
+import re
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from importlib import import_module
+from typing import Any, NoReturn
 
-from sbp_core.errors import SbpError, SbpValueError, unknown_name
+from sbp_core.errors import SbpError, SbpLookupError, SbpValueError, unknown_name
 from sbp_core.graph.ir import ITEMSIZE, TensorType
+from sbp_core.plugins import discover as plugins
 from sbp_core.sbp import NdSbp
 from sbp_core.signatures.axes import enumerate_signatures
 from sbp_core.signatures.explain import Explanation, explain_call
-from sbp_core.signatures.registry import installed
+from sbp_core.signatures.registry import Registry, Unknown, installed
 
-_USAGE = """
+_EPILOG = """
 arguments of the operator, in its order, or as name=value:
   4096x1024          a float32 tensor of that shape; 4096x1024:int64 of another dtype
   ():float32         a tensor without dims
   [4x4,4x4]          a list of tensors
   -1, 0.5, [0,1], True, None, torch.float64, sum    anything else, as in Python
+
+examples:
+  python -m sbp_core.signatures aten.mm.default 4096x1024 1024x4096 --verify
+  python -m sbp_core.signatures aten.sum.dim_IntList 4x6 [-1] keepdim=True --axis-size 4
+  python -m sbp_core.signatures aten.view.default 6x4 [24] --mesh 2x3
+  python -m sbp_core.signatures mylib.myop.default 4x6 --import mylib.operators --discover
+  python -m sbp_core.signatures --list softmax
+
+Exit status: 0; 1 if --verify refutes a signature; 2 for bad input.
 """
+
+#: What looks like an option, and is a number.
+_NEGATIVE = re.compile(r"-(\d|\.|inf\b|nan\b)")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Answers bad options as the rest of the package does."""
+
+    def error(self, message: str) -> NoReturn:
+        raise SbpValueError(message, todo="--help lists the options")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,65 +64,156 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         Exit code: 0; 1 if `--verify` refutes a signature; 2 for bad input.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m sbp_core.signatures",
-        description="How an operator call may be split over a mesh axis, and why.",
-        epilog=_USAGE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("op", nargs="?", help="operator and overload, such as aten.mm.default")
-    parser.add_argument("arguments", nargs="*", help="its arguments, see below")
-    parser.add_argument("--axis-size", type=int, default=2, help="ranks along the axis (default 2)")
-    parser.add_argument("--mesh", help="list the n-D signatures of a mesh, such as 2x4")
-    parser.add_argument("--verify", action="store_true", help="run each signature, on random data")
-    parser.add_argument("--discover", action="store_true", help="find signatures by execution")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.add_argument("--list", action="store_true", help="list the operators that have rules")
-    options, unknown = parser.parse_known_args(arguments)
-    # What argparse takes for an option may be a negative number.
-    options.arguments += [word for word in unknown if not word.startswith("--")]
+    words = sys.argv[1:] if arguments is None else arguments
     try:
-        _check(options, [word for word in unknown if word.startswith("--")])
-        return _run(options)
+        code = _run(_options(words))
+        sys.stdout.flush()
     except SbpError as error:
         sys.stderr.write(f"{error}\n")
         return 2
+    except BrokenPipeError:
+        # Whoever reads has seen enough (`| head`); the interpreter would complain when it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return code
 
 
-def _check(options: argparse.Namespace, unknown: Sequence[str]) -> None:
+def _options(words: Sequence[str]) -> argparse.Namespace:
+    parser = _Parser(
+        prog="python -m sbp_core.signatures",
+        description="How an operator call may be split over a mesh axis, and why.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("op", nargs="?", help="operator and overload, such as aten.mm.default")
+    parser.add_argument("arguments", nargs="*", help="its arguments, see below")
+    parser.add_argument(
+        "--axis-size", type=int, default=2, metavar="N", help="ranks along the axis (default 2)"
+    )
+    parser.add_argument(
+        "--mesh", metavar="SHAPE", help="list the n-D signatures of a mesh, such as 2x4, instead"
+    )
+    parser.add_argument(
+        "--verify", action="store_true", help="run each signature, on random data, also uneven"
+    )
+    parser.add_argument(
+        "--discover",
+        action="store_true",
+        help="find signatures by execution, and compare; all there is for an operator without rule",
+    )
+    parser.add_argument(
+        "--import",
+        action="append",
+        default=[],
+        dest="modules",
+        metavar="MODULE",
+        help="import a module first: one that registers an operator of yours",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON value, no tables")
+    parser.add_argument(
+        "--list",
+        action="store_true",
+        help="list the operators that have rules, or those with OP in their names",
+    )
+    # argparse knows -1 for a number, but not -1e-5: a blank in front settles it.
+    spaced = [f" {word}" if _NEGATIVE.match(word) else word for word in words]
+    options, unknown = parser.parse_known_intermixed_args(spaced)
     if unknown:
-        raise unknown_name(
-            "option",
-            unknown[0],
-            ("--axis-size", "--mesh", "--verify", "--discover"),
-        )
+        known = re.findall(r"--[a-z-]+", parser.format_usage())
+        raise unknown_name("option", unknown[0], known)
     if options.axis_size < 1:
-        raise SbpValueError(f"--axis-size {options.axis_size}", accepted="at least 1")
+        raise SbpValueError(
+            f"--axis-size {options.axis_size} is no number of ranks", accepted="at least 1"
+        )
+    if options.axis_size < 2 and options.discover:
+        raise SbpValueError(
+            "--discover on one rank finds nothing", accepted="--axis-size 2 or more"
+        )
+    if options.mesh and (options.verify or options.discover):
+        raise SbpValueError(
+            "--mesh lists signatures and runs none",
+            accepted="--mesh, or --verify and --discover",
+            todo="leave --mesh out: --verify tries meshes of two axes as well",
+        )
     if not options.op and not options.list:
-        raise SbpValueError("no operator is given", accepted="aten.mm.default, or --list")
+        raise SbpValueError(
+            "no operator is given",
+            accepted="an operator and its arguments, such as aten.mm.default 4x6 6x8; or --list",
+            todo="--help shows how arguments are written",
+        )
+    return options
 
 
 def _run(options: argparse.Namespace) -> int:
     if options.list:
-        wanted = options.op or ""
-        listed = [op for op in installed().ops if wanted in op]
-        sys.stdout.write("".join(f"{op}\n" for op in listed))
-        return 0
+        return _print_operators(options)
+    for module in options.modules:
+        _import(module)
     from sbp_core.signatures.torch_call import abstract_call  # imports torch, for shapes and tags
 
     args, kwargs = _arguments(options.op, options.arguments)
     call = abstract_call(options.op, args, kwargs)
+    rules = Registry(plugins=plugins, unknown=Unknown.DISCOVER) if options.discover else installed()
     if options.mesh:
-        for signature in enumerate_signatures(call, _shape(options.mesh)):
-            sys.stdout.write(f"{signature}\n")
+        found = enumerate_signatures(call, _mesh_shape(options.mesh), rules=rules)
+        if options.json:
+            _print_json([{"inputs": _texts(s.inputs), "outputs": _texts(s.outputs)} for s in found])
+        else:
+            sys.stdout.writelines(f"{signature}\n" for signature in found)
         return 0
-    explanation = explain_call(call, options.axis_size)
-    sys.stdout.write((_as_json(explanation) if options.json else str(explanation)) + "\n")
-    return _execute(options, args, kwargs) if options.verify or options.discover else 0
+    explanation = explain_call(call, options.axis_size, rules=rules)
+    shown = _as_json(explanation)
+    if not options.json:
+        sys.stdout.write(f"{explanation}\n")
+        sys.stdout.flush()
+    code = _execute(options, args, kwargs, explanation, shown, rules)
+    if options.json:
+        _print_json(shown)
+    return code
 
 
-def _execute(options: argparse.Namespace, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
-    """Verify and discover on random tensors."""
+def _print_operators(options: argparse.Namespace) -> int:
+    wanted = options.op or ""
+    names = sorted({*installed().ops, *plugins().names("signature")})
+    listed = [op for op in names if wanted in op]
+    if not listed:
+        near = get_close_matches(wanted, {name.split(".")[1] for name in names}, n=3, cutoff=0.5)
+        raise SbpLookupError(
+            f"no operator with a rule has {wanted!r} in its name",
+            accepted=", ".join(near),
+            todo="name the operator and its arguments instead: pointwise operators need no rule",
+        )
+    if options.json:
+        _print_json(listed)
+    else:
+        sys.stdout.write("".join(f"{op}\n" for op in listed))
+    return 0
+
+
+def _import(module: str) -> None:
+    sys.path[:0] = [""] * ("" not in sys.path)
+    try:
+        import_module(module)
+    except ImportError as error:
+        raise SbpLookupError(
+            f"cannot import {module!r}: {error}",
+            where="--import",
+            accepted="a module of this environment, or of the current folder",
+        ) from error
+
+
+def _execute(
+    options: argparse.Namespace,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    explanation: Explanation,
+    shown: dict[str, Any],
+    rules: Registry,
+) -> int:
+    """Verify and discover on random tensors; print it, or add it to `shown`."""
+    if not options.verify and not options.discover:
+        return 0
     from sbp_core.signatures.discover import discover
     from sbp_core.signatures.torch_call import random_arguments
     from sbp_core.signatures.verify import verify
@@ -106,16 +221,34 @@ def _execute(options: argparse.Namespace, args: Sequence[Any], kwargs: dict[str,
     tensors, named = random_arguments(args, kwargs)
     code = 0
     if options.verify:
-        report = verify(options.op, *tensors, **named)
-        sys.stdout.write(f"\n{report}\n")
+        sizes = tuple(dict.fromkeys((2, 3, options.axis_size)))
+        report = verify(options.op, *tensors, axis_sizes=sizes, rules=rules, **named)
         code = 0 if report.ok else 1
+        shown["verified"] = {"run": len(report.claimed), "wrong": list(map(str, report.wrong))}
+        if not options.json:
+            sizes_text = ", ".join(map(str, sizes))
+            sys.stdout.write(f"\nverified on axes of size {sizes_text}, and pairs:\n{report}\n")
     if options.discover:
         found = discover(options.op, *tensors, axis_size=options.axis_size, **named)
-        sys.stdout.write(f"\n{found}\n")
+        claimed = {(part.inputs, part.outputs) for part in explanation.legal}
+        missed = [str(s) for s in found.signatures if (s.inputs, s.outputs) not in claimed]
+        shown["discovered"] = {**found.to_json(), "not_claimed": missed}
+        if not options.json:
+            sys.stdout.write(f"\ndiscovered on an axis of size {options.axis_size}: {found}\n")
+            text = "".join(f"  {entry}\n" for entry in missed)
+            sys.stdout.write(f"not in the table above:\n{text}" * bool(missed))
     return code
 
 
-def _as_json(explanation: Explanation) -> str:
+def _print_json(value: Any) -> None:
+    sys.stdout.write(json.dumps(value, indent=2) + "\n")
+
+
+def _texts(sbps: Iterable[NdSbp]) -> list[str]:
+    return list(map(str, sbps))
+
+
+def _as_json(explanation: Explanation) -> dict[str, Any]:
     def row(entry: Any, key: str) -> dict[str, Any]:
         inputs, outputs, why = entry
         return {
@@ -124,17 +257,14 @@ def _as_json(explanation: Explanation) -> str:
             key: why,
         }
 
-    return json.dumps(
-        {
-            "op": explanation.call.op,
-            "notation": str(explanation.notation),
-            "axis_size": explanation.axis_size,
-            "work_flop": explanation.work_flop,
-            "legal": [row(entry, "because") for entry in explanation.rows()],
-            "refused": [row(entry, "why_not") for entry in explanation.refused],
-        },
-        indent=2,
-    )
+    return {
+        "op": explanation.call.op,
+        "notation": str(explanation.notation),
+        "axis_size": explanation.axis_size,
+        "work_flop": explanation.work_flop,
+        "legal": [row(entry, "because") for entry in explanation.rows()],
+        "refused": [row(entry, "why_not") for entry in explanation.refused],
+    }
 
 
 def _arguments(op: str, words: Sequence[str]) -> tuple[list[Any], dict[str, Any]]:
@@ -145,9 +275,8 @@ def _arguments(op: str, words: Sequence[str]) -> tuple[list[Any], dict[str, Any]
         SbpValueError: a word is no argument of its type.
     """
     from sbp_core._torch_compat import argument_types
-    from sbp_core.signatures.torch_call import overload
 
-    kinds = argument_types(overload(op))
+    kinds = argument_types(_operator(op))
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
     for word in words:
@@ -158,7 +287,10 @@ def _arguments(op: str, words: Sequence[str]) -> tuple[list[Any], dict[str, Any]
             kwargs[name] = _argument(op, name, text, kinds[name])
             continue
         if len(args) == len(kinds):
-            raise SbpValueError(f"{op} takes {len(kinds)} arguments", accepted=", ".join(kinds))
+            raise SbpValueError(
+                f"{op} takes {len(kinds)} arguments, and {word!r} is one more",
+                accepted=", ".join(f"{name}: {kind}" for name, kind in kinds.items()),
+            )
         name = list(kinds)[len(args)]
         args.append(_argument(op, name, word, kinds[name]))
     return args, kwargs
@@ -166,6 +298,7 @@ def _arguments(op: str, words: Sequence[str]) -> tuple[list[Any], dict[str, Any]
 
 def _argument(op: str, name: str, text: str, kind: str) -> Any:
     """Read one argument of a schema type such as `Tensor`, `List[Tensor]` or `int`."""
+    text = text.strip()
     if text in ("None", "none"):
         return None
     if "Tensor" in kind and "List" in kind:
@@ -176,28 +309,91 @@ def _argument(op: str, name: str, text: str, kind: str) -> Any:
         if (dtype or "float32") not in ITEMSIZE:
             raise unknown_name("dtype", dtype, tuple(ITEMSIZE), where=f"argument {name} of {op}")
         return TensorType(_shape(shape, f"argument {name} of {op}"), dtype or "float32")
-    if text.startswith("torch."):
-        import torch
-
-        return getattr(torch, text.removeprefix("torch."))
+    if text.startswith("torch.") or text in ITEMSIZE:
+        return _symbol(op, name, text.removeprefix("torch."))
+    if text.lstrip("-") in ("inf", "nan"):
+        return float(text)
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
         if kind.removeprefix("Optional[").startswith("str"):
             return text
         raise SbpValueError(
-            f"{text!r} is no value for {name!r} of {op}", accepted=f"a value of type {kind}"
+            f"{text!r} is no value for {name!r}",
+            where=f"argument {name} of {op}",
+            accepted=f"a value of type {kind}",
+            todo="write it as in Python; in a shell, quote lists and text",
         ) from None
 
 
-def _shape(text: str, where: str = "") -> tuple[int, ...]:
-    """Read `4096x1024`; `()` is the shape without dims."""
+def _symbol(op: str, name: str, text: str) -> Any:
+    """Read `float16`, `strided` or `channels_last`."""
+    import torch
+
+    found = getattr(torch, text, None)
+    if not isinstance(found, torch.dtype | torch.layout | torch.memory_format):
+        known = (*ITEMSIZE, "strided", "channels_last", "contiguous_format", "preserve_format")
+        raise unknown_name("dtype or layout", text, known, where=f"argument {name} of {op}")
+    return found
+
+
+def _operator(op: str) -> Any:
+    """Return PyTorch's operator of a name.
+
+    Raises:
+        SbpLookupError: there is none; the message suggests one.
+    """
+    import torch
+
+    from sbp_core.signatures.torch_call import overload
+
     try:
-        return tuple(int(part) for part in text.split("x")) if text != "()" else ()
-    except ValueError:
+        return overload(op)
+    except SbpLookupError as error:
+        parts = [part for part in op.split(".") if part not in _PLAIN]
+        packets = [(parts[0], parts[1])] if len(parts) > 1 else []
+        packets += [("aten", part) for part in parts]
+        near = [name for packet in packets for name in _overloads(*packet)]
+        if not near and parts:
+            words = {*dir(torch), *dir(torch.Tensor), *dir(torch.nn.functional)}
+            words |= {name.split(".")[1] for name in installed().ops}
+            close = get_close_matches(max(parts, key=len), words, n=5, cutoff=0.6)
+            near = [name for word in close for name in _overloads("aten", word)[:1]]
+        todo = f"did you mean {' or '.join(map(repr, near[:3]))}?" if near else ""
+        if op.count(".") == 2 and not op.startswith(("aten.", "torch.")):
+            todo = "import the module that registers it: --import MODULE"
+        raise SbpLookupError(error.what, accepted=error.accepted, todo=todo) from None
+
+
+#: Parts of a name that say nothing about which operator is meant.
+_PLAIN = frozenset({"aten", "torch", "default"})
+
+
+def _overloads(namespace: str, name: str) -> list[str]:
+    """Return the overloads of an operator that make new tensors; none if there is no such one."""
+    import torch
+
+    packet = getattr(getattr(torch.ops, namespace, None), name, None) if namespace else None
+    found: list[str] = getattr(packet, "overloads", list)()
+    return [f"{namespace}.{name}.{entry}" for entry in found if "out" not in entry]
+
+
+def _mesh_shape(text: str) -> tuple[int, ...]:
+    """Read `2x4`."""
+    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", text):
+        raise SbpValueError(
+            f"{text!r} is no shape of a mesh", where="--mesh", accepted="ranks an axis, such as 2x4"
+        )
+    return tuple(map(int, text.split("x")))
+
+
+def _shape(text: str, where: str) -> tuple[int, ...]:
+    """Read `4096x1024`; `()` is the shape without dims."""
+    if not re.fullmatch(r"\(\)|\d+(x\d+)*", text):
         raise SbpValueError(
             f"{text!r} is no shape", where=where, accepted="extents such as 4096x1024, or ()"
-        ) from None
+        )
+    return tuple(map(int, text.split("x"))) if text != "()" else ()
 
 
 if __name__ == "__main__":

@@ -157,7 +157,7 @@ def label_sizes(call: OpCall, notation: Notation) -> dict[str, int]:
     _check_fit(len(call.inputs) == len(notation.inputs), call, notation)
     _check_fit(len(call.outputs) == len(notation.outputs), call, notation)
     pairs = list(_dims(call, notation))
-    sizes: dict[str, int] = {}
+    sizes = dict(notation.sizes)
     while True:
         found: dict[str, int] = {}
         for names, extent in pairs:
@@ -320,8 +320,11 @@ class _Candidates:
 
     def _requirements(self, label: str, extents: tuple[int, ...]) -> tuple[Requirement, ...]:
         found = []
-        if len(extents) > 1:
-            found.append(Requirement(label=label, extents=extents, even=True))
+        size = self.sizes.get(label)
+        if len(extents) > 1 or size not in (None, *extents):
+            # Ranks that share the label evenly share every dim that it leads.
+            shared = extents if size is None else (size,)
+            found.append(Requirement(label=label, extents=shared, even=True))
         if label in self.notation.nonempty:
             found.append(Requirement(label=label, extents=extents, even=False))
         return tuple(found)

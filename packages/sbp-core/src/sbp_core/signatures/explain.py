@@ -6,6 +6,7 @@ program is answered with is `signatures.check`. Torch is imported only to find s
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,11 +17,18 @@ from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.derive import derivation, derive, work_flop
 from sbp_core.signatures.notation import Dims, Notation
 from sbp_core.signatures.registry import Registry, installed
+from sbp_core.signatures.rules.opaque import OPAQUE
 from sbp_core.signatures.signature import Signature1d
 from sbp_core.units import format_flop
 
 #: Rows of a table: a column for each tensor, and the reason.
 Row = tuple[tuple[Sbp, ...], tuple[Sbp, ...], str]
+
+#: What stands for the notation of an operator that nothing describes.
+NO_RULE = "has no rule: whole on every rank, and what execution finds"
+
+#: Columns of a terminal, and the fewest that a reason is squeezed into.
+_WIDTH, _REASON_WIDTH = 100, 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +43,7 @@ class Explanation:
         behind: Those that are legal only on an axis behind others.
         refused: Candidates that are not legal: (inputs, outputs, why not).
         work_flop: Work of the whole call in floating-point operations.
+        described: Whether a rule says what the operator means.
     """
 
     call: OpCall
@@ -44,6 +53,7 @@ class Explanation:
     behind: tuple[Signature1d, ...]
     refused: tuple[Row, ...]
     work_flop: float
+    described: bool = True
 
     def rows(self) -> tuple[Row, ...]:
         """Return the legal signatures with where each comes from."""
@@ -69,12 +79,15 @@ class Explanation:
 
     def _lines(self) -> Iterator[str]:
         call, notation = self.call, self.notation
-        yield f"{call.op}    {notation}"
-        tensors = (*zip(call.inputs, notation.inputs, strict=True),)
-        for index, (entry, dims) in enumerate(tensors):
-            yield f"  input {index}   {entry}   {_dims_text(dims)}"
-        for index, (entry, dims) in enumerate(zip(call.outputs, notation.outputs, strict=True)):
-            yield f"  output {index}  {entry}   {_dims_text(dims)}"
+        yield from _wrapped(f"{call.op}    ", str(notation) if self.described else NO_RULE, 4)
+        tensors = [("input", *entry) for entry in zip(call.inputs, notation.inputs, strict=True)]
+        tensors += [("output", *e) for e in zip(call.outputs, notation.outputs, strict=True)]
+        width = max((len(str(entry)) for _, entry, _ in tensors), default=0)
+        count = {"input": 0, "output": 0}
+        for side, entry, dims in tensors:
+            name, count[side] = f"{side} {count[side]}", count[side] + 1
+            labels = _dims_text(dims) if self.described else ""
+            yield f"  {name:<8}  {entry!s:<{width}}   {labels}".rstrip()
         yield f"  work      {format_flop(self.work_flop)}"
         yield f"\nlegal on a mesh axis of size {self.axis_size}:"
         yield from self._table(self.rows(), "because")
@@ -94,14 +107,19 @@ class Explanation:
     def _table(self, rows: Sequence[Row], reason: str) -> Iterator[str]:
         head = [f"input {index}" for index in range(len(self.call.inputs))]
         head += [f"output {index}" for index in range(len(self.call.outputs))]
-        cells = [
-            [*(str(NdSbp(entry)) for entry in (*inputs, *outputs)), why]
-            for inputs, outputs, why in rows
-        ]
-        widths = [max(map(len, column)) for column in zip([*head, reason], *cells, strict=True)]
-        for line in ([*head, reason], *cells):
-            text = "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
-            yield f"  {text.rstrip()}"
+        cells = [[str(NdSbp(entry)) for entry in (*ins, *outs)] for ins, outs, _ in rows]
+        # The reasons of one table often begin alike: with the operator, which is on top.
+        reasons = [why.removeprefix(f"{self.call.op} ") for _, _, why in rows]
+        widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
+        if sum(widths) + 2 * len(widths) > _WIDTH - _REASON_WIDTH:
+            for (inputs, outputs, _), why in zip(rows, reasons, strict=True):
+                text = f"{_listed(inputs)} -> {_listed(outputs)}"
+                yield from _wrapped("  ", text, 4)
+                yield from _wrapped("      ", f"{reason}: {why}", 8)
+            return
+        for line, why in zip([head, *cells], [reason, *reasons], strict=True):
+            text = "".join(f"{cell:<{width}}  " for cell, width in zip(line, widths, strict=True))
+            yield from _wrapped(f"  {text}", why, len(text) + 2)
 
 
 def explain(
@@ -140,7 +158,9 @@ def explain_call(call: OpCall, axis_size: int, *, rules: Registry | None = None)
         for part in found.legal
         if (failure := next((f for e in part.requires if (f := e.failure(axis_size))), ""))
     ]
-    refused += [(other.inputs, other.outputs, other.reason) for other in found.rejected]
+    described = rules.rule(call) is not OPAQUE
+    if described:
+        refused += [(other.inputs, other.outputs, other.reason) for other in found.rejected]
     return Explanation(
         call=call,
         axis_size=axis_size,
@@ -149,6 +169,23 @@ def explain_call(call: OpCall, axis_size: int, *, rules: Registry | None = None)
         behind=found.behind,
         refused=tuple(refused),
         work_flop=work_flop(call, rules=rules),
+        described=described,
+    )
+
+
+def _listed(entries: Sequence[Sbp]) -> str:
+    return ", ".join(str(NdSbp(entry)) for entry in entries)
+
+
+def _wrapped(start: str, text: str, indent: int) -> Iterator[str]:
+    """Yield `start` and `text` in lines of the terminal's width."""
+    yield from textwrap.wrap(
+        text,
+        _WIDTH,
+        initial_indent=start,
+        subsequent_indent=" " * indent,
+        break_on_hyphens=False,
+        break_long_words=False,
     )
 
 

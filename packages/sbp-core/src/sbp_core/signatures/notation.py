@@ -25,6 +25,7 @@ otherwise. Clauses follow, each after `;`:
                                  `reduce k@1 none`: output 1 does not depend on what `k` indexes
     beside k 0                   argument 0 is met once, whatever `k` indexes: where `k` is split it
                                  is partial (under a maximum or minimum of `k` it need not be)
+    size g 2                     extent of `g`, where no shape determines it
     flop 8                       work of the call, if it cannot be read off the labels
     why the softmax runs over d  why labels are marked `!` or `+`, for messages and listings; last
 
@@ -145,6 +146,7 @@ class Notation:
             is said.
         beside: Pairs (label, argument without it): the argument is one more term of the sum,
             maximum or minimum over the label.
+        sizes: Extents of labels that the shapes do not determine, such as those of groups.
         work_flop: Work of the call in floating-point operations; None: read it off the labels.
         why: Why the labels in `whole` and `nonempty` are so; half a sentence.
 
@@ -160,6 +162,7 @@ class Notation:
     nonempty: frozenset[str] = frozenset()
     reductions: tuple[tuple[str, str], ...] = field(default=())
     beside: tuple[tuple[str, int], ...] = ()
+    sizes: tuple[tuple[str, int], ...] = ()
     work_flop: float | None = None
     why: str = ""
 
@@ -183,6 +186,12 @@ class Notation:
                 raise SbpValueError(
                     f"{self} cannot reduce {key!r} with {reduction!r}",
                     accepted=f"labels {', '.join(sorted(known))}; {', '.join(LABEL_REDUCTIONS)}",
+                )
+        for label, extent in self.sizes:
+            if label not in known or extent < 1:
+                raise SbpValueError(
+                    f"{self} has no label {label!r} of extent {extent}",
+                    accepted=f"labels {', '.join(sorted(known))}, extents from 1 on",
                 )
         for label, index in self.beside:
             if label not in known or not 0 <= index < len(self.inputs):
@@ -248,6 +257,7 @@ class Notation:
             nonempty=frozenset(reader.nonempty),
             reductions=tuple(reader.reductions),
             beside=tuple(reader.beside),
+            sizes=tuple(reader.sizes),
             work_flop=reader.work_flop,
             why=reader.why,
         )
@@ -265,6 +275,7 @@ class Notation:
             *map(str, self.dependences),
             *(f"reduce {key} {reduction}" for key, reduction in self.reductions),
             *(f"beside {label} {index}" for label, index in self.beside),
+            *(f"size {label} {extent}" for label, extent in self.sizes),
         ]
         if self.work_flop is not None:
             clauses.append(f"flop {self.work_flop:.17g}")
@@ -301,6 +312,7 @@ class _Reader:
         self.dependences: list[Dependence] = []
         self.reductions: list[tuple[str, str]] = []
         self.beside: list[tuple[str, int]] = []
+        self.sizes: list[tuple[str, int]] = []
         self.work_flop: float | None = None
         self.why = ""
 
@@ -341,6 +353,8 @@ class _Reader:
             self.reductions.append((words[1], words[2]))
         elif words[:1] == ["beside"] and len(words) == 3:
             self.beside.append((words[1], int(words[2])))
+        elif words[:1] == ["size"] and len(words) == 3:
+            self.sizes.append((words[1], int(words[2])))
         elif words[:1] == ["flop"] and len(words) == 2:
             self.work_flop = float(words[1])
         elif words[:1] == ["why"]:

@@ -84,13 +84,16 @@ class Registry:
             return offered
         if self._unknown is not Unknown.REFUSE:
             return OPAQUE
-        near = get_close_matches(call.op, self._rules, n=3, cutoff=0.6)
+        # Names of another namespace are near by their endings only.
+        ours = [op for op in self._rules if op.split(".")[0] == call.op.split(".")[0]]
+        near = get_close_matches(call.op, ours, n=3, cutoff=0.6)
         raise SignatureError(
             f"nothing says how {call.op} may be split: it has no rule and no tag 'pointwise'",
             where=call.where,
             accepted=f"operators with a rule, such as {', '.join(near)}" if near else "",
-            todo=f"register a rule for {call.op!r} through the hook sbp_signatures, or let unknown "
-            "operators run whole on every rank (Unknown.WHOLE), or be tried out (Unknown.DISCOVER)",
+            todo=f"register a rule for {call.op!r}, such as one line of notation, through the hook "
+            "sbp_signatures of a plugin; in Python, rules=Registry(unknown=Unknown.WHOLE) lets "
+            "unknown operators run whole on every rank, and Unknown.DISCOVER tries them out",
         )
 
     def discovered(self, call: OpCall) -> tuple[Signature1d, ...]:

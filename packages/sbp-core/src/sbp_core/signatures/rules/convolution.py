@@ -19,7 +19,7 @@ from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.notation import Dependence, Dim, Dims, Notation, increasing, linear, unread
 from sbp_core.signatures.rule import LocalCall, Rule, Shards
 from sbp_core.signatures.rules.patterns import changed
-from sbp_core.signatures.rules.sliding import Slide, Space, leads_evenly, space, spread
+from sbp_core.signatures.rules.sliding import Slide, Space, space, spread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +32,7 @@ class _Form:
         space: Labels of the spatial dims.
         whole: Labels that may not be split, channels included.
         nonempty: Labels whose shards may not be empty.
+        sizes: Extent of the groups.
         work_flop: Work of one such sum of products.
     """
 
@@ -42,6 +43,7 @@ class _Form:
     space: Space
     whole: frozenset[str]
     nonempty: frozenset[str]
+    sizes: tuple[tuple[str, int], ...]
     work_flop: float
 
 
@@ -85,15 +87,15 @@ def _form(call: OpCall, shapes: tuple[tuple[int, ...], ...], first: int) -> _For
     channels = (dim("g", "i"), dim("o")) if transposed else (dim("g", "o"), dim("i"))
     in_space = (shape.windows, shape.elements) if transposed else (shape.elements, shape.windows)
     used = {name for name, size in sizes.items() if size != 1}
-    cut = frozenset() if leads_evenly(inputs, outputs) else frozenset({"g"} & used)
     return _Form(
         source=(("n",), dim("g", "i"), *in_space[0]),
         target=(("n",), dim("g", "o"), *in_space[1]),
         weight=(*channels, *shape.kernel),
         bias=(dim("g", "o"),),
         space=shape,
-        whole=shape.whole | cut,
-        nonempty=(shape.nonempty | used) - cut,
+        whole=shape.whole,
+        nonempty=shape.nonempty | used,
+        sizes=(("g", groups),) if groups != 1 else (),
         work_flop=2.0 * prod(weight) * source[0] * prod(small[2:]),
     )
 
@@ -110,6 +112,7 @@ def _forward(call: OpCall) -> Notation:
         dependences=(increasing(2),) if with_bias else (),
         whole=form.whole,
         nonempty=form.nonempty,
+        sizes=form.sizes,
         work_flop=form.work_flop,
         why=form.space.why,
     )
@@ -136,6 +139,7 @@ def _backward(call: OpCall) -> Notation:
         dependences=(linear(0), *_meetings(places.get(1), places.get(0))),
         whole=form.whole,
         nonempty=form.nonempty,
+        sizes=form.sizes,
         reductions=tuple(apart),
         work_flop=form.work_flop * (wanted[0] + wanted[1]) + prod(gradient) * wanted[2],
         why=form.space.why,

@@ -15,7 +15,7 @@ from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.notation import Dim, Dims, Notation, increasing, linear
 from sbp_core.signatures.rule import LocalCall, Rule, Shards, resized
 from sbp_core.signatures.rules.patterns import changed, each
-from sbp_core.signatures.rules.sliding import Slide, leads_evenly, space
+from sbp_core.signatures.rules.sliding import Slide, space
 
 
 def _columns(call: OpCall, *, fold: bool) -> Notation:
@@ -40,8 +40,6 @@ def _columns(call: OpCall, *, fold: bool) -> Notation:
             )
         )
     shape = space(slides)
-    row, beside = slides
-    cut = set() if leads_evenly(row.stride, beside.windows) else set(shape.windows[0])
     windows = tuple(name for dim in shape.windows for name in dim)
     lead = each(len(image) - 3, "n")
     images: Dims = (*lead, ("c",), *shape.elements)
@@ -51,8 +49,10 @@ def _columns(call: OpCall, *, fold: bool) -> Notation:
         inputs=(columns if fold else images,),
         outputs=(images if fold else columns,),
         dependences=(linear(0), *([increasing(0)] if disjoint or not fold else [])),
-        whole=shape.whole | {"k"} | cut,
-        nonempty=(shape.nonempty - cut) | {"c"},
+        whole=shape.whole | {"k"},
+        nonempty=shape.nonempty | {"c"},
+        # Windows lead both the rows of the image, with their stride, and the columns.
+        sizes=tuple((name, slides[0].windows) for name in shape.windows[0][:1]),
         why=shape.why,
     )
 

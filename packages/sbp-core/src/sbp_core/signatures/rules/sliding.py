@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import gcd
 
 from sbp_core.signatures.notation import Dim, Dims
 
@@ -139,16 +138,3 @@ def _why(slides: Sequence[Slide]) -> str:
     if all(slide.blockwise for slide in slides):
         return "each window needs all of its elements"
     return "the windows do not begin where shards would"
-
-
-def leads_evenly(first: int, second: int) -> bool:
-    """Return whether even shards of two dims always cut the label that leads both of them.
-
-    Of dims `(g a)` and `(g b)` p ranks hold even shards if p divides both extents; that has to mean
-    that p divides `g`, which no dim consists of alone.
-
-    Args:
-        first: Extent of `a`.
-        second: Extent of `b`.
-    """
-    return gcd(first, second) == 1
