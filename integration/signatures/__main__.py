@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,6 +20,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from signatures import grounds, store, summary, survey
 from signatures.cache import Cache
+from signatures.judge import Finding, Verdict
+from signatures.reasons import accident_of
 from signatures.variants import DTYPES
 
 
@@ -41,6 +44,12 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--no-discover", action="store_true", help="only run claims; look for no others")
     add("--width", type=int, help="columns of the printed tables")
     return parser.parse_args(argv)
+
+
+def _explained(verdict: Verdict, entry: Finding) -> Finding:
+    """Return a missed signature with the reason that `reasons.py` knows, if it has none."""
+    reason = entry.reason or accident_of(verdict.op, verdict.shapes)
+    return replace(entry, reason=reason)
 
 
 def _calls(options: argparse.Namespace, console: Console) -> store.Calls:
@@ -106,6 +115,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             calls, ops, Cache(options.cache),
             survey.Options(jobs=options.jobs, search=not options.no_discover), tell,
         )  # fmt: skip
+    for verdict in verdicts:
+        verdict.missed = [_explained(verdict, entry) for entry in verdict.missed]
     few = bool(wanted or options.ops)
     if few:
         summary.print_details(console, verdicts)

@@ -48,3 +48,41 @@ REASONS: dict[str, str] = {
     for reason, names in _GROUPS.items()
     for name in names.split()
 } | dict.fromkeys(foreach.RULES, "a signature cuts the tensors of one place, or all of them alike")
+
+#: Reason -> (operators, text that the shown call has to contain).
+_ACCIDENTS = {
+    "a bool has two values, and any function of them is monotone": ("mul.Tensor", "bool["),
+    "the number that is added is below the tolerance": (
+        "add.Scalar add.Tensor sub.Scalar sub.Tensor",
+        "e-",
+    ),
+    "whether a summand is not zero says nothing of the sum": ("_to_copy", "dtype=torch.bool"),
+    "a matrix of one element is linear in it": (
+        "_linalg_det lu_unpack linalg_solve_triangular",
+        "1, 1]",
+    ),
+    "an argument without elements is as good partial as whole": ("cat stack", "[0"),
+    "the indices of the sample meet every place, or none twice": (
+        "scatter.src scatter.value scatter_reduce.two scatter_add index_add index_put put "
+        "index_copy index_reduce embedding_dense_backward fractional_max_pool2d_backward "
+        "fractional_max_pool3d_backward max_pool2d_with_indices_backward "
+        "max_pool3d_with_indices_backward max_unpool2d max_unpool3d",
+        "int64",
+    ),
+    "nothing, or everything, is selected in the sample": ("masked_select masked_scatter", "bool["),
+    "parts of narrow integers may wrap before they are widened": ("_int_mm", "int8"),
+    "with one class a score is compared with nothing": (
+        "multilabel_margin_loss_forward multilabel_margin_loss_backward",
+        "[]",
+    ),
+    "one element is unique": ("_unique _unique2 unique_consecutive", "[]"),
+}
+
+
+def accident_of(op: str, shown: str) -> str:
+    """Return why a signature of a shown call is none in general; empty if nothing is known."""
+    for reason, (names, part) in _ACCIDENTS.items():
+        ops = (f"aten.{name}" if "." in name else f"aten.{name}.default" for name in names.split())
+        if op in ops and part in shown:
+            return reason
+    return ""

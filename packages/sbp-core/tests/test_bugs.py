@@ -15,7 +15,7 @@ from sbp_core.signatures.verify import verify
 from sbp_core.strategy import Signature
 
 
-def texts(op: str, *args: object, axis_size: int = 2, **kwargs: object) -> list[str]:
+def texts(op: str, /, *args: object, axis_size: int = 2, **kwargs: object) -> list[str]:
     return [str(part) for part in signatures(op, *args, axis_size=axis_size, **kwargs)]
 
 
@@ -141,3 +141,20 @@ def test_libai_406_a_reshape_asks_the_axis_and_not_all_devices(
     nd = {f"{one.inputs[0]} -> {one.outputs[0]}" for one in enumerate_signatures(call, (4, 2))}
     assert {"S(0), S(2) -> S(0), S(2)", "S(2), S(0) -> S(2), S(0)"} <= nd
     assert "S(2), S(2) -> S(2), S(2)" not in nd
+
+
+def test_parts_of_narrow_integers_are_not_widened() -> None:
+    """Parts of an int8 sum may lie outside of int8, wrap, and come back; not so in int64."""
+    narrow = torch.tensor([127, -128, 120, -120, 100], dtype=torch.int8)
+
+    assert "P -> P" not in texts("aten.sum.default", narrow)
+    assert "S(0) -> P" in texts("aten.sum.default", narrow)
+    assert verify("aten.sum.default", narrow).ok
+
+
+def test_arguments_by_name_mean_what_they_mean_by_position() -> None:
+    """Rules read the arguments of mm in the order in which they were given."""
+    by_name = texts("aten.mm.default", mat2=(6, 8), self=(4, 6))
+
+    assert by_name == texts("aten.mm.default", (4, 6), (6, 8))
+    assert verify("aten.mm.default", mat2=torch.randn(3, 5), self=torch.randn(4, 3)).ok

@@ -118,6 +118,7 @@ RANDOM: dict[str, list[Sample]] = {
         sample([5, 7], 3, 1, 2, low=-1.0, high=3.0),
         sample([], 3, 1, 2),
         sample([2, 3, 5], 3, 1, 2, dtype=torch.bfloat16),
+        sample([5, 7], 3, 1, 2, start=[2, 1], logical=[9, 11]),
     ],
 }
 

@@ -13,12 +13,12 @@ from sbp_core.sbp import B, P, S, Sbp
 from sbp_core.signatures import derive
 from sbp_core.signatures.rules import (
     advanced,
+    data_dependent,
     grouped,
     histograms,
     index_put,
     indexing,
     replace_view,
-    selecting,
 )
 from sbp_core.signatures.verify import call_of
 from sbp_core.testing.signatures import Sample, check_rule, sample
@@ -165,7 +165,7 @@ def test_indexing_can_be_cut_as_its_rules_say(op: str) -> None:
 
 
 def test_every_rule_of_indexing_is_verified() -> None:
-    modules = (advanced, grouped, histograms, index_put, indexing, replace_view, selecting)
+    modules = (advanced, grouped, histograms, index_put, indexing, replace_view, data_dependent)
 
     assert set(CASES) == {op for module in modules for op in module.RULES}
 

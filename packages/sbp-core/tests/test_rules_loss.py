@@ -170,6 +170,7 @@ CASES: dict[str, list[Sample]] = {
         *gradients(real),
         sample(real(), real(5, 1), real(3), MEAN),
         sample(real(), real(3), real(5, 1), MEAN),
+        sample(real(), self=real(5, 3), target=real(5, 3), reduction=MEAN),
     ],
     "aten.multi_margin_loss.default": margins(backward=False),
     "aten.multi_margin_loss_backward.default": margins(backward=True),

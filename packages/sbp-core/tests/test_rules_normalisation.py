@@ -88,6 +88,13 @@ def batch_backward(*, training: bool, mask: list[bool], reserve: bool = False) -
     )
 
 
+def by_name(case: Sample, *names: str) -> Sample:
+    """Return a call whose last arguments are given by name."""
+    args, kwargs = case
+    count = len(args) - len(names)
+    return sample(*args[:count], **dict(zip(names, args[count:], strict=True)), **kwargs)
+
+
 def weight_backward(dim: int) -> Sample:
     v = real(5, 3)
     g = real(5, 1) if dim == 0 else real(1, 3)
@@ -135,6 +142,10 @@ CASES: dict[str, list[Sample]] = {
     "aten.batch_norm_backward.default": [
         batch_backward(training=True, mask=[True] * 3, reserve=True),
         batch_backward(training=False, mask=[True] * 3, reserve=True),
+        by_name(
+            batch_backward(training=True, mask=[True] * 3, reserve=True),
+            *("save_mean", "save_var", "update", "eps", "output_mask", "reserve"),
+        ),
     ],
     "aten.native_batch_norm.default": [batch(False, 0.1, 1e-5), batch(True, 0.1, 1e-5)],
     "aten.native_batch_norm_backward.default": [

@@ -102,6 +102,8 @@ CASES: dict[str, list[Sample]] = {
         sample(real(4, 5), [5]),
         sample(real(5, 2, 3), [3]),
         sample(real(5, 2, 3), [-6]),
+        sample(real(0, 3), [1]),
+        sample(real(3, 0), [1]),
         sample(real(4, 5), [40]),
         sample(real(4, 5), [3]),
         sample(real(), [1]),

@@ -12,7 +12,7 @@ import torch.nn.modules.linear_cross_entropy  # registers the operators of `torc
 from sbp_core.sbp import B, P, S
 from sbp_core.signatures import signatures
 from sbp_core.signatures.derive import derivation
-from sbp_core.signatures.rules import recurrent, special
+from sbp_core.signatures.rules import layers, recurrent
 from sbp_core.signatures.verify import abstract_call, call_of
 from sbp_core.testing.signatures import Sample, check_rule, sample
 
@@ -179,7 +179,7 @@ def test_every_claimed_cut_of_an_accelerator_cell_gives_what_its_model_gives(op:
 
 
 def test_every_rule_of_layers_is_tested() -> None:
-    assert {*CASES, *MODELLED} | WHOLE == {*recurrent.RULES, *special.RULES}
+    assert {*CASES, *MODELLED} | WHOLE == {*recurrent.RULES, *layers.RULES}
 
 
 def test_packed_sequences_are_whole_and_say_why() -> None:

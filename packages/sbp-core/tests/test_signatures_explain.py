@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from sbp_core.signatures import explain
+from sbp_core.signatures import Registry, Unknown, explain
 
 
 def test_every_signature_says_where_it_comes_from() -> None:
@@ -46,3 +46,30 @@ def test_the_text_is_a_table_with_a_column_for_each_tensor() -> None:
     head = next(line for line in lines if "because" in line)
     assert head.split() == ["input", "0", "input", "1", "output", "0", "because"]
     assert not any(line != line.rstrip() for line in lines)
+
+
+def test_no_line_is_wider_than_a_terminal() -> None:
+    calls = [
+        explain("aten._softmax.default", (8, 16, 512), -1, False),
+        explain("aten._foreach_add.List", [(4, 4)] * 9, [(4, 4)] * 9),
+        explain("aten.convolution.default", (2, 3, 8, 8), (5, 3, 3, 3), (5,), *[[1, 1]] * 3,
+                False, [0, 0], 1),
+    ]  # fmt: skip
+
+    assert max(len(line) for entry in calls for line in str(entry).splitlines()) <= 100
+
+
+def test_a_table_too_wide_for_columns_has_an_entry_for_each_signature() -> None:
+    lines = str(explain("aten._foreach_neg.default", [(4, 4)] * 6)).splitlines()
+
+    first = lines.index("  S(0), B, B, B, B, B -> S(0), B, B, B, B, B")
+    assert lines[first + 1] == "      because: split of label p0_d0"
+
+
+def test_an_operator_that_nothing_describes_is_not_explained_by_made_up_labels() -> None:
+    rules = Registry(unknown=Unknown.WHOLE)
+    lines = str(explain("aten.linalg_cholesky.default", (4, 4), rules=rules)).splitlines()
+
+    assert lines[0].startswith("aten.linalg_cholesky.default    has no rule")
+    assert "  input 0   float32[4, 4]" in lines
+    assert "not legal here:" not in lines

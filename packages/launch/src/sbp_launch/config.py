@@ -47,6 +47,8 @@ class TrainerConfig:
         dtype: Floating type of parameters and activations.
         plan_rows: Most rows of the printed plan; 0 for no plan.
         passes: Names of graph passes of plugins, applied in this order before planning.
+        unknown_ops: What becomes of operators that nothing says how to split: `refuse` them, run
+            them `whole` on every rank, or `discover` by execution how they may be split.
         boxing_thread: Whether boxing has a thread of its own on every rank, beside computing.
     """
 
@@ -61,6 +63,7 @@ class TrainerConfig:
     dtype: Literal["float32", "float64"] = "float32"
     plan_rows: int = 40
     passes: tuple[str, ...] = ()
+    unknown_ops: Literal["refuse", "whole", "discover"] = "refuse"
     boxing_thread: bool = False
 
     def __post_init__(self) -> None:

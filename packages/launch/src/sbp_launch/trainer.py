@@ -9,8 +9,9 @@ import copy
 import json
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -26,7 +27,7 @@ from sbp_core.compile import CompileOptions, PhysicalPlan, compile_plan
 from sbp_core.compile.physical import to_json as plan_to_json
 from sbp_core.errors import ConfigError
 from sbp_core.graph.ir import InputKind, LogicalGraph
-from sbp_core.graph.passes import prepare_step
+from sbp_core.graph.passes import allow_unknown, prepare_step
 from sbp_core.infer import infer_strategy
 from sbp_core.placement import Cluster, Placement
 from sbp_core.plugins import Registry
@@ -42,6 +43,7 @@ from sbp_core.plugins.kinds import (
     TextDataset,
 )
 from sbp_core.runtime import Runtime, Session
+from sbp_core.signatures import Unknown
 from sbp_core.strategy import Strategy
 from sbp_launch.config import Choice, RunConfig
 from sbp_launch.progress import StepProgress
@@ -114,10 +116,14 @@ def plan_step(run: RunConfig, registry: Registry, program: Program) -> Planned:
     batch = program.data.batch(0, run.trainer.micro_batch_size)
     captured = capture(program.model, model_loss, batch, program.optimizer)
     passes = [cast(GraphPass, registry.make("pass", name)) for name in run.trainer.passes]
-    graph = prepare_step(captured, run.trainer.micro_batches, passes)
+    graph = prepare_step(captured, run.trainer.micro_batches, [*passes, _unknown_ops(run)])
     planner = cast(Planner, _make(registry, "planner", run.planner))
     request = PlanRequest(graph=graph, mesh=program.mesh, cluster=program.cluster)
     return _compiled(run, program, graph, planner.plan(request))
+
+
+def _unknown_ops(run: RunConfig) -> Callable[[LogicalGraph], LogicalGraph]:
+    return partial(allow_unknown, unknown=Unknown(run.trainer.unknown_ops))
 
 
 def _compiled(run: RunConfig, program: Program, graph: LogicalGraph, strategy: Strategy) -> Planned:
@@ -134,7 +140,8 @@ def plan_evaluation(run: RunConfig, program: Program, train: Planned) -> Planned
     """
     batch = program.data.batch(0, run.trainer.micro_batch_size)
     program.model.eval()
-    graph = prepare_step(capture(program.model, model_loss, batch, name="evaluate"))
+    captured = capture(program.model, model_loss, batch, name="evaluate")
+    graph = prepare_step(captured, extra=[_unknown_ops(run)])
     stored = {
         entry.name: str(train.strategy.storage[entry.name].sbp)
         for entry in graph.inputs

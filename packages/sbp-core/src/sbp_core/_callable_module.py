@@ -15,7 +15,7 @@ from typing import Any
 class _CallableModule(ModuleType):
     """A module whose call is that of its function of the same name."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         function = getattr(self, self.__name__.rpartition(".")[2])
         return function(*args, **kwargs)
 

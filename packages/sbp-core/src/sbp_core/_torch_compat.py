@@ -29,6 +29,7 @@ __all__ = [
     "current_backward_node",
     "fake_mode",
     "functional_graph",
+    "in_schema_order",
     "is_mutable",
     "last_forward_number",
     "reparametrized",
@@ -104,6 +105,24 @@ def argument_types(op: OpOverload) -> dict[str, str]:
     Tried on 2.13.
     """
     return {entry.name: str(entry.type) for entry in op._schema.arguments}
+
+
+def in_schema_order(
+    op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """Return the arguments of a call as the dispatcher passes them on, the same call.
+
+    By position up to the last one that is given and may be, with defaults in between; the others by
+    name, in the order of the schema. Tried on 2.13.
+    """
+    rest, ordered = dict(kwargs), list(args)
+    listed = op._schema.arguments
+    placed = [entry for entry in listed if not entry.kwarg_only]
+    last = max((at for at, entry in enumerate(placed) if entry.name in rest), default=-1)
+    for entry in placed[len(ordered) : last + 1]:
+        ordered.append(rest.pop(entry.name) if entry.name in rest else entry.default_value)
+    named = {entry.name: rest.pop(entry.name) for entry in listed if entry.name in rest}
+    return ordered, named | rest
 
 
 def return_types(op: OpOverload) -> list[str]:

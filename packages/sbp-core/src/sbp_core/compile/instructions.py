@@ -46,7 +46,8 @@ def instructions(program: Program, rank: int, item: Item) -> Iterator[Instructio
 
 def named(local: LocalProgram, outputs: Sequence[str], node: str) -> Iterator[Instruction]:
     """Yield the calls of a program; what they make is named by the keys of the node's outputs."""
-    keys = {ref.name: key for ref, key in zip(local.results, outputs, strict=False)}
+    pairs = list(zip(local.results, outputs, strict=bool(local.results)))
+    keys = {ref.name: key for ref, key in pairs}
     own: set[str] = set()
 
     def renamed(ref: Ref) -> Ref:
@@ -63,7 +64,7 @@ def named(local: LocalProgram, outputs: Sequence[str], node: str) -> Iterator[In
             outputs=tuple(renamed(Ref(name)).name for name in call.outputs) or tuple(outputs),
             node=node,
         )
-    for ref, key in zip(local.results, outputs, strict=False):
+    for ref, key in pairs:
         if ref.name not in own or keys[ref.name] != key:
             # An output that is a shard itself, or the same value as another output.
             args = (renamed(ref),)

@@ -192,7 +192,6 @@ def _print_operators(options: argparse.Namespace) -> int:
 
 
 def _import(module: str) -> None:
-    sys.path[:0] = [""] * ("" not in sys.path)
     try:
         import_module(module)
     except ImportError as error:
@@ -222,7 +221,17 @@ def _execute(
     code = 0
     if options.verify:
         sizes = tuple(dict.fromkeys((2, 3, options.axis_size)))
-        report = verify(options.op, *tensors, axis_sizes=sizes, rules=rules, **named)
+        try:
+            report = verify(options.op, *tensors, axis_sizes=sizes, rules=rules, **named)
+        except SbpError:
+            raise
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            raise SbpValueError(
+                f"{options.op} cannot be run on made-up data: {str(error).strip()}",
+                where="--verify",
+                accepted="arguments that work with normal numbers, and integers 0 and 1",
+                todo="call sbp_core.signatures.verify in Python, with tensors of yours",
+            ) from error
         code = 0 if report.ok else 1
         shown["verified"] = {"run": len(report.claimed), "wrong": list(map(str, report.wrong))}
         if not options.json:

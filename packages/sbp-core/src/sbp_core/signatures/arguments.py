@@ -11,6 +11,9 @@ from typing import Any
 from sbp_core.graph.ir import Argument, Ref, map_refs
 from sbp_core.signatures.call import OpCall
 
+#: Position of an argument that can be given by name only.
+BY_NAME = 1 << 16
+
 
 def argument(call: OpCall, index: int, name: str, default: Argument = None) -> Any:
     """Return an argument given by position or by name, or the default of the operator."""

@@ -14,12 +14,13 @@ from itertools import product
 from math import prod
 
 from sbp_core.errors import SignatureError
-from sbp_core.graph.ir import TensorType
+from sbp_core.graph.ir import TensorType, refs
 from sbp_core.sbp import B, Partial, S, Sbp, Split
 from sbp_core.signatures.arguments import identity
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.notation import Dependence, Effect, Notation
 from sbp_core.signatures.registry import Registry, installed
+from sbp_core.signatures.rule import Rule
 from sbp_core.signatures.signature import Requirement, Signature1d
 
 #: For each effect: which partial values of the inputs give which of the outputs.
@@ -33,6 +34,10 @@ _PASSES = {
     Effect.UNREAD: (("sum", ""), ("max", ""), ("min", "")),
     Effect.IGNORED: (("sum", ""), ("max", ""), ("min", "")),
 }
+
+
+#: Integers of few bits: the parts of a partial sum may lie outside, and come back in the sum.
+_WRAPPING = {"int8", "int16", "int32", "uint8", "uint16", "uint32", "uint64"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +86,7 @@ def derivation(call: OpCall, rules: Registry | None = None) -> Derivation:
 @lru_cache(maxsize=65536)
 def _derivation(key: _Key, rules: Registry) -> Derivation:
     call = key.call
-    notation = rules.rule(call).notation(call)
+    notation = _notation(rules.rule(call), call)
     found = _Candidates(call, notation)
     for label in notation.labels:
         found.split(label)
@@ -99,6 +104,24 @@ def _derivation(key: _Key, rules: Registry) -> Derivation:
         behind=tuple(found.behind),
         rejected=tuple(found.rejected),
     )
+
+
+def _notation(rule: Rule, call: OpCall) -> Notation:
+    """Return what a call means, or say that a number is not known before the program runs."""
+    try:
+        return rule.notation(call)
+    except TypeError as error:
+        known = set(call.tensor_names)
+        host = [ref.name for ref in refs((call.args, tuple(call.kwargs.values())))]
+        unknown = [name for name in host if name not in known]
+        if not unknown:
+            raise
+        raise SignatureError(
+            f"how {call.op} may be split hangs on {unknown[0]!r}, a number of the running program",
+            where=call.where,
+            accepted="a constant",
+            todo="compute it outside of the captured step",
+        ) from error
 
 
 def derive(
@@ -412,7 +435,7 @@ class _Candidates:
                     self.add(inputs, [B] * len(call.outputs), origin)
 
     def _rounds(self, inputs: Sequence[int], outputs: Sequence[int]) -> bool:
-        """Return whether integers come out of reals, or wide ones out of unsigned ones that wrap.
+        """Return whether integers come out of reals, or others out of narrow ones that wrap.
 
         Then a linear operator is not linear on its dtypes.
         """
@@ -420,5 +443,6 @@ class _Candidates:
         after = {self.call.outputs[index].dtype for index in outputs}
         exact = all(dtype.startswith(("int", "uint")) for dtype in before)
         rounds = not exact and any(dtype.startswith(("int", "uint")) for dtype in after)
-        wraps = any(dtype.startswith("uint") for dtype in before) and before != after
+        # Parts of 64 bits are taken not to wrap.
+        wraps = bool(before & _WRAPPING) and before != after
         return rounds or (wraps and bool(after))

@@ -33,6 +33,11 @@ class Unknown(StrEnum):
     WHOLE = "whole"
     DISCOVER = "discover"
 
+    @property
+    def tag(self) -> str:
+        """The tag of a node of a graph that is to be treated so, see `passes.allow_unknown`."""
+        return f"unknown:{self.value}"
+
 
 #: What a plugin may register for an operator: a rule, a notation, or a function that makes one.
 RuleLike = Rule | str | Callable[[OpCall], Notation]
@@ -45,7 +50,7 @@ class Registry:
         extra: Rules that take precedence over the built-in ones.
         plugins: Gives the installed plugins, whose rules (hook `sbp_signatures`) serve operators
             that have none otherwise; asked at most once.
-        unknown: What becomes of an operator without a rule.
+        unknown: What becomes of an operator without a rule whose call has no tag that says so.
     """
 
     def __init__(
@@ -58,7 +63,7 @@ class Registry:
         self._rules: dict[str, Rule] = dict(RULES)
         for op, rule in (extra or {}).items():
             self._rules[op] = _as_rule(rule)
-        self._unknown = unknown
+        self._unknown = Unknown(unknown)
         self._plugins = plugins
         self._offered: Plugins | None = None
 
@@ -82,23 +87,30 @@ class Registry:
         offered = self._from_plugins(call.op)
         if offered is not None:
             return offered
-        if self._unknown is not Unknown.REFUSE:
+        if self._fate(call) is not Unknown.REFUSE:
             return OPAQUE
-        # Names of another namespace are near by their endings only.
-        ours = [op for op in self._rules if op.split(".")[0] == call.op.split(".")[0]]
-        near = get_close_matches(call.op, ours, n=3, cutoff=0.6)
+        near = get_close_matches(call.op, self._rules, n=3, cutoff=0.6)
+        if not call.op.startswith("aten."):
+            # Then endings such as `.default` are alike and mean nothing: go by the name alone.
+            name = call.op.split(".")[-2:-1]
+            near = [op for op in near if op.split(".")[-2:-1] == name]
         raise SignatureError(
             f"nothing says how {call.op} may be split: it has no rule and no tag 'pointwise'",
             where=call.where,
             accepted=f"operators with a rule, such as {', '.join(near)}" if near else "",
             todo=f"register a rule for {call.op!r}, such as one line of notation, through the hook "
-            "sbp_signatures of a plugin; in Python, rules=Registry(unknown=Unknown.WHOLE) lets "
-            "unknown operators run whole on every rank, and Unknown.DISCOVER tries them out",
+            "sbp_signatures of a plugin; or let it run whole on every rank with "
+            "trainer.unknown_ops=whole, or be tried out with trainer.unknown_ops=discover "
+            "(in Python: the pass allow_unknown, or rules=Registry(unknown=Unknown.WHOLE))",
         )
+
+    def _fate(self, call: OpCall) -> Unknown:
+        """Return what becomes of a call if its operator has no rule."""
+        return next((kind for kind in Unknown if kind.tag in call.tags), self._unknown)
 
     def discovered(self, call: OpCall) -> tuple[Signature1d, ...]:
         """Return what execution finds for a call whose operator nothing describes."""
-        if self._unknown is not Unknown.DISCOVER or self.rule(call) is not OPAQUE:
+        if self._fate(call) is not Unknown.DISCOVER or self.rule(call) is not OPAQUE:
             return ()
         # Knows torch, which those who only plan need not wait for.
         found: tuple[Signature1d, ...] = import_module(_DISCOVERY).discover_call(call).signatures

@@ -14,8 +14,11 @@ from sbp_core.graph.ir import Argument, Ref
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.notation import Notation
 
-#: Half-open bounds of a shard in each dim of the logical tensor.
-Bounds = tuple[tuple[int, int], ...]
+#: Half-open range of indices in one dim.
+Range = tuple[int, int]
+
+#: Bounds of a shard in each dim of the logical tensor.
+Bounds = tuple[Range, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,11 +64,13 @@ class Draft:
         self._calls: list[LocalCall] = []
         self._count = 0
 
-    def __call__(self, op: str, *args: Argument, **kwargs: Argument) -> Ref:
+    def __call__(self, op: str, /, *args: Argument, **kwargs: Argument) -> Ref:
         """Add a call that makes one tensor."""
         return self.several(1, op, *args, **kwargs)[0]
 
-    def several(self, count: int, op: str, *args: Argument, **kwargs: Argument) -> tuple[Ref, ...]:
+    def several(
+        self, count: int, op: str, /, *args: Argument, **kwargs: Argument
+    ) -> tuple[Ref, ...]:
         """Add a call that makes `count` tensors (those it leaves out, `None`, not counted)."""
         names = tuple(f"~{self._count + index}" for index in range(count))
         self._count += count

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from sbp_core._torch_compat import OpOverload, argument_types
+from sbp_core._torch_compat import OpOverload, argument_types, in_schema_order
 from sbp_core.errors import SbpLookupError, SbpValueError
 from sbp_core.graph.ir import Argument, Ref, Symbol, TensorType, map_refs
 from sbp_core.runtime import random_ops as _  # noqa: F401 - registers sbp.random_*
@@ -49,7 +49,13 @@ def call_of(
 def describe(
     op: str, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[torch.Tensor]
 ) -> tuple[OpCall, tuple[torch.Tensor, ...]]:
-    """Return what `call_of` does, of a call whose outputs are known; runs nothing."""
+    """Return what `call_of` does, of a call whose outputs are known; runs nothing.
+
+    However arguments are given, they come in the order of the operator's schema, as rules expect.
+    """
+    found = _found(op)
+    if found is not None:
+        args, kwargs = in_schema_order(found, args, kwargs)
     tensors: list[torch.Tensor] = []
 
     def literal(value: Any) -> Argument:
@@ -150,10 +156,8 @@ def overload(op: str) -> OpOverload:
     Raises:
         SbpLookupError: there is none.
     """
-    found: Any = torch.ops
-    for part in op.split("."):
-        found = getattr(found, part, None)
-    if not isinstance(found, OpOverload):
+    found = _found(op)
+    if found is None:
         raise SbpLookupError(
             f"PyTorch has no operator {op!r}",
             accepted="namespace.operator.overload, such as aten.mm.default",
@@ -161,11 +165,17 @@ def overload(op: str) -> OpOverload:
     return found
 
 
+def _found(op: str) -> OpOverload | None:
+    found: Any = torch.ops
+    for part in op.split("."):
+        found = getattr(found, part, None)
+    return found if isinstance(found, OpOverload) else None
+
+
 def tags_of(op: str) -> tuple[str, ...]:
     """Return the tags of an operator that signatures need; none for one that is not PyTorch's."""
-    try:
-        found = overload(op)
-    except SbpLookupError:
+    found = _found(op)
+    if found is None:
         return ()
     names = {str(tag).rsplit(".", maxsplit=1)[-1] for tag in found.tags}
     kept = {"pointwise": "pointwise", "nondeterministic_seeded": "seeded"}

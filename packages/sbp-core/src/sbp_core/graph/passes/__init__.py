@@ -9,10 +9,12 @@ from sbp_core.graph.passes.accumulate import accumulate
 from sbp_core.graph.passes.clocks import tie_clocks
 from sbp_core.graph.passes.losses import sum_losses
 from sbp_core.graph.passes.simplify import fold_views, share_expressions
+from sbp_core.graph.passes.unknown import allow_unknown
 from sbp_core.graph.spec import verify_graph
 
 __all__ = [
     "accumulate",
+    "allow_unknown",
     "fold_views",
     "prepare_step",
     "share_expressions",

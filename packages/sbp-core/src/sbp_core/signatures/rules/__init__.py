@@ -1,4 +1,19 @@
-"""The rules of PyTorch's operators and our own, a module for each family."""
+"""The rules of PyTorch's operators and our own, a module for each family.
+
+    pointwise (in what monotone: effects), elementwise             maps of elements
+    reductions, scans, histograms, distance                        sums, maxima, orders, counts
+    matmul, grouped, linalg, fft                                   products and factorisations
+    attention (its calls: attention_call), recurrent, layers       layers as one operator
+    normalisation, batch_norm, loss, nll, ctc                      softmax, norms, losses
+    convolution, pooling, folding, padding, resampling             windows and planes in space
+    reshape, views, rearrange, selection, triangular, memory       where elements stand
+    indexing, advanced, embedding, embedding_bag                   reading by index
+    scatter, index_put, replace_view, data_dependent               writing by index, masks
+    factories, random, foreach, sbp_ops, opaque                    all else
+
+Without rules of their own: `patterns`, `arrangement`, `windows`, `updates`, `means`, `sliding` and
+`planes` hold what several families share.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +26,7 @@ from sbp_core.signatures.rules import (
     batch_norm,
     convolution,
     ctc,
+    data_dependent,
     distance,
     elementwise,
     embedding,
@@ -23,6 +39,7 @@ from sbp_core.signatures.rules import (
     histograms,
     index_put,
     indexing,
+    layers,
     linalg,
     loss,
     matmul,
@@ -42,9 +59,7 @@ from sbp_core.signatures.rules import (
     sbp_ops,
     scans,
     scatter,
-    selecting,
     selection,
-    special,
     triangular,
     views,
 )
@@ -56,6 +71,7 @@ RULES: Mapping[str, Rule] = {
     **batch_norm.RULES,
     **convolution.RULES,
     **ctc.RULES,
+    **data_dependent.RULES,
     **distance.RULES,
     **elementwise.RULES,
     **embedding.RULES,
@@ -68,6 +84,7 @@ RULES: Mapping[str, Rule] = {
     **histograms.RULES,
     **index_put.RULES,
     **indexing.RULES,
+    **layers.RULES,
     **linalg.RULES,
     **loss.RULES,
     **matmul.RULES,
@@ -87,9 +104,7 @@ RULES: Mapping[str, Rule] = {
     **sbp_ops.RULES,
     **scans.RULES,
     **scatter.RULES,
-    **selecting.RULES,
     **selection.RULES,
-    **special.RULES,
     **triangular.RULES,
     **views.RULES,
 }

@@ -17,15 +17,14 @@ from sbp_core.signatures.arguments import argument
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.notation import Dim, Dims, Notation, increasing, linear
 from sbp_core.signatures.rule import Bounds, Draft, LocalCall, LocalProgram, Rule, Shards
-from sbp_core.signatures.rules.patterns import each
+from sbp_core.signatures.rules.patterns import each, unchanged
 from sbp_core.signatures.rules.windows import (
     given,
     is_cut,
     lookup_reduction,
+    only_zeros,
     readable,
-    unchanged,
     wrapped,
-    zeros,
 )
 
 #: Why dims stay whole that a mask reads, and those that it makes.
@@ -200,7 +199,7 @@ def _index_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
     if not cut:
         return unchanged(call)
     if any(bounds[dim][0] == bounds[dim][1] for index in cut for dim in index.dims):
-        return zeros(tensor, shards.output_shape())
+        return only_zeros(tensor, shards.output_shape())
     draft = Draft()
     local = list(entries)
     outside: list[Ref] = []
@@ -259,7 +258,7 @@ def _masked_index_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgra
         return unchanged(call)
     first = all(bounds[dim][0] == 0 < bounds[dim][1] for index in cut for dim in index.dims)
     if any(bounds[dim][0] == bounds[dim][1] for index in cut for dim in index.dims):
-        return zeros(tensor, shards.output_shape())
+        return only_zeros(tensor, shards.output_shape())
     draft = Draft()
     local = list(entries)
     outside: list[Ref] = []

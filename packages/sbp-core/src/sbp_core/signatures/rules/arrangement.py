@@ -11,11 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from sbp_core.graph.ir import Ref
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.notation import Dim, Notation, increasing, linear
-from sbp_core.signatures.rule import Draft, Localizer, Rule
+from sbp_core.signatures.rule import Draft, Localizer, Range, Rule
 from sbp_core.signatures.rules.patterns import each
-
-#: Half-open range of indices in one dim.
-Range = tuple[int, int]
 
 
 def arranged(

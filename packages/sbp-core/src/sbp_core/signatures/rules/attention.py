@@ -21,7 +21,7 @@ from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.notation import Dependence, Notation, linear
 from sbp_core.signatures.rule import Draft, LocalCall, LocalProgram, Rule, Shards
 from sbp_core.signatures.rules.attention_call import FREE, Kernel, Reader
-from sbp_core.signatures.rules.patterns import changed, opaque
+from sbp_core.signatures.rules.patterns import changed, opaque, unchanged
 
 _RAGGED = opaque("sequences that differ share one dim, or tables that say how they differ")
 
@@ -84,7 +84,7 @@ def _positioned(kernel: Kernel, call: OpCall, shards: Shards) -> LocalCall | Loc
     query, key = names.index("query"), names.index("key")
     (first, last), (start, stop) = shards.inputs[query][-2], shards.inputs[key][-2]
     if not kernel.named(call).get("is_causal") or first == start == 0:
-        return LocalCall(op=call.op, args=call.args, kwargs=call.kwargs)
+        return unchanged(call)
     draft = Draft()
     dtype = Symbol("dtype", call.inputs[query].dtype)
     hidden = draft("aten.full.default", (last - first, stop - start), -inf, dtype=dtype)

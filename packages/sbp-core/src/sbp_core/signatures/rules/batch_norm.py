@@ -102,12 +102,13 @@ def _updates(call: OpCall) -> Iterator[Dependence]:
 
 
 def _backward(call: OpCall) -> Notation:
-    """Arguments: gradient, data, weight, running and saved statistics; `training` is the eighth."""
-    training = bool(argument(call, 7, "train"))
+    """Arguments: gradient, data, weight, running and saved statistics; the eighth says the mode."""
+    spread, trains = ("save_invstd", "train") if "native" in call.op else ("save_var", "update")
+    training = bool(argument(call, 7, trains))
     mask = tuple(argument(call, 9, "output_mask"))
     weight = tensor_position(call, 2, "weight")
     running = [tensor_position(call, 3, "running_mean"), tensor_position(call, 4, "running_var")]
-    saved = [tensor_position(call, 5, "save_mean"), tensor_position(call, 6, "save_invstd")]
+    saved = [tensor_position(call, 5, "save_mean"), tensor_position(call, 6, spread)]
     mean = (saved if training else running)[0]
     unused = [at for at in (running if training else saved) if at is not None]
     fixed = not (training and mask[0])

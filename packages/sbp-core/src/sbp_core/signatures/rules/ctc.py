@@ -14,7 +14,7 @@ from sbp_core.graph.ir import Argument
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.notation import Dims, Notation, linear
 from sbp_core.signatures.rule import Draft, LocalCall, LocalProgram, Rule, Shards
-from sbp_core.signatures.rules.means import unchanged
+from sbp_core.signatures.rules.patterns import unchanged
 
 _SCORES: Dims = (("t",), ("n",), ("c",))
 _SAMPLES: Dims = (("n",),)

@@ -93,6 +93,10 @@ def _sign(value: object) -> int | None:
     return (value > 0) - (value < 0)
 
 
+def _is_infinite(value: object) -> bool:
+    return isinstance(value, float) and not isfinite(value)
+
+
 def _direction(index: int, sign: int | None) -> str:
     """Return the clause for an argument that is multiplied by a number of that sign."""
     if sign is None:
@@ -151,14 +155,19 @@ def _product(call: OpCall) -> str:
             if call.inputs[other].dtype in _UNSIGNED:
                 clauses += f"; increasing {index}"
         return f"{clauses}; min 0 1" if _all_bool(call) else clauses
-    return clauses + _direction(0, _sign(argument(call, 1, "other")))
+    factor = argument(call, 1, "other")
+    # Infinity times parts of both signs does not sum up to infinity.
+    return "" if _is_infinite(factor) else clauses + _direction(0, _sign(factor))
 
 
 def _quotient(call: OpCall) -> str:
     """`div` and `floor_divide`: linear unless rounded, monotone where the divisor is a number."""
     rounded = "floor" in call.op or argument(call, 2, "rounding_mode") is not None
-    sign = _sign(argument(call, 1, "other"))
-    return ("" if rounded else "linear 0") + (_direction(0, sign) if sign else "")
+    divisor = argument(call, 1, "other")
+    sign = _sign(divisor)
+    # Parts divided by zero are infinities of both signs.
+    sums = not rounded and sign != 0
+    return ("linear 0" if sums else "") + (_direction(0, sign) if sign else "")
 
 
 def _interpolation(call: OpCall) -> str:
@@ -177,6 +186,8 @@ def _power(call: OpCall) -> str:
             return ""
         return "decreasing 1" if base < 1 else "increasing 1"
     exponent = argument(call, 1, "exponent")
+    if _sign(exponent) == -1 and exponent % 1 and not _is_exact(call):
+        return "falls 0"
     if _sign(exponent) != 1 or _wraps(call):
         return ""
     if exponent == 1:

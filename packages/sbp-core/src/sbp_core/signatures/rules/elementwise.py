@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sbp_core.signatures.arguments import argument, tensor_position
+from sbp_core.signatures.arguments import BY_NAME, argument, tensor_position
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.notation import Dims, Notation, increasing, linear
 from sbp_core.signatures.rule import Rule
@@ -79,7 +79,7 @@ def _is_in(call: OpCall) -> Notation:
     """`d0, t0 => d0; reduce t0 max`: in any part of the tests; if inverted, in no part (min)."""
     elements = [each(len(entry.shape)) for entry in call.inputs[:-1]]
     tests = each(len(call.inputs[-1].shape), "t")
-    reduction = "min" if argument(call, 9, "invert", False) else "max"
+    reduction = "min" if argument(call, BY_NAME, "invert", False) else "max"
     return Notation(
         inputs=(*elements, tests),
         outputs=(elements[0] if elements else (),),
@@ -96,7 +96,7 @@ def _count_below(call: OpCall) -> Notation:
     shape = call.inputs[bounds].shape
     made = each(len(call.outputs[0].shape))
     inner = (*made[: len(shape) - 1], ("k",))
-    by_order = tensor_position(call, 5, "sorter") is not None
+    by_order = tensor_position(call, BY_NAME, "sorter") is not None
     values = len(call.inputs) - 1 - by_order
     inputs: list[Dims] = [made] * values
     inputs.insert(bounds, inner)

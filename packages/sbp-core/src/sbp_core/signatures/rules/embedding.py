@@ -13,16 +13,15 @@ from sbp_core.signatures.arguments import argument, labels
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.notation import Notation, increasing, linear
 from sbp_core.signatures.rule import Draft, LocalCall, LocalProgram, Rule, Shards
-from sbp_core.signatures.rules.patterns import each
+from sbp_core.signatures.rules.patterns import each, unchanged
 from sbp_core.signatures.rules.windows import (
     given,
     is_cut,
+    only_zeros,
     readable,
-    unchanged,
     with_spare,
     without_spare,
     writable,
-    zeros,
 )
 
 
@@ -44,7 +43,7 @@ def _embedding_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
     if not is_cut(window, call.inputs[0].shape[0]):
         return unchanged(call)
     if window[0] == window[1]:
-        return zeros(weight, shards.output_shape())
+        return only_zeros(weight, shards.output_shape())
     draft = Draft()
     local, outside = readable(draft, indices, window)
     rows = draft("aten.embedding.default", weight, local)

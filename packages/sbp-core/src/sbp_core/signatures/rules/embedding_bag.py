@@ -12,18 +12,16 @@ from sbp_core.graph.ir import Argument, Ref
 from sbp_core.signatures.arguments import argument
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.notation import Dims, Notation, linear, unread
-from sbp_core.signatures.rule import Draft, LocalCall, LocalProgram, Rule, Shards
-from sbp_core.signatures.rules.patterns import each
+from sbp_core.signatures.rule import Draft, LocalCall, LocalProgram, Range, Rule, Shards
+from sbp_core.signatures.rules.patterns import each, unchanged
 from sbp_core.signatures.rules.windows import (
-    Window,
     given,
     is_cut,
     length,
+    only_zeros,
     readable,
-    unchanged,
     without_spare,
     writable,
-    zeros,
 )
 
 #: PyTorch's numbers for `mode=`.
@@ -95,13 +93,13 @@ def _bag(call: OpCall) -> Notation:
     )
 
 
-def _local_offsets(draft: Draft, offsets: Ref, places: Window) -> Ref:
+def _local_offsets(draft: Draft, offsets: Ref, places: Range) -> Ref:
     """Return where bags begin in a window of the places."""
     local = draft("aten.sub.Tensor", offsets, places[0])
     return draft("aten.clamp.default", local, 0, length(places))
 
 
-def _local_padding(padding: int, rows: Window) -> int:
+def _local_padding(padding: int, rows: Range) -> int:
     """Return the padding row in a window of the rows, -1 if it is not there."""
     return padding - rows[0] if rows[0] <= padding < rows[1] else -1
 
@@ -254,7 +252,7 @@ def _weights_gradient_shard(call: OpCall, shards: Shards) -> LocalCall | LocalPr
     if not cut and not is_cut(places, call.inputs[2].shape[0]):
         return unchanged(call)
     if rows[0] == rows[1]:
-        return zeros(gradient, shards.output_shape())
+        return only_zeros(gradient, shards.output_shape())
     draft = Draft()
     begins = _local_offsets(draft, offsets, places)
     local = _local_padding(-1 if padding is None else padding, rows)

@@ -20,7 +20,7 @@ from sbp_core.signatures.rule import (
     Shards,
     resized,
 )
-from sbp_core.signatures.rules.patterns import each
+from sbp_core.signatures.rules.patterns import each, unchanged
 
 
 def made(call: OpCall, *dependences: Dependence) -> Notation:
@@ -116,7 +116,7 @@ def _arange_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
     start, end, step = _range(call)
     ((first, last),) = shards.outputs[0]
     if last - first == call.outputs[0].shape[0]:
-        return LocalCall(op=call.op, args=call.args, kwargs=call.kwargs)
+        return unchanged(call)
     if not (isinstance(start, int) and isinstance(end, int) and isinstance(step, int)):
         return _cut_out(call, shards)
     named = {"start", "end", "step"}

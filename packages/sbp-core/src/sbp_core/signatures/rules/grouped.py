@@ -18,8 +18,9 @@ from sbp_core.graph.ir import ITEMSIZE, Ref
 from sbp_core.signatures.arguments import labels
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.notation import Dims, Notation, linear
-from sbp_core.signatures.rule import Draft, LocalCall, LocalProgram, Rule, Shards
-from sbp_core.signatures.rules.windows import Window, given, is_cut, length, unchanged, zeros
+from sbp_core.signatures.rule import Draft, LocalCall, LocalProgram, Range, Rule, Shards
+from sbp_core.signatures.rules.patterns import unchanged
+from sbp_core.signatures.rules.windows import given, is_cut, length, only_zeros
 
 #: Labels of the operands and of the result, a letter a dim, by the number of dims of the operands.
 _FORMS = {
@@ -61,9 +62,9 @@ def _notation(call: OpCall) -> Notation:
     )
 
 
-def _windows(call: OpCall, shards: Shards) -> tuple[dict[str, Window], set[str]]:
+def _windows(call: OpCall, shards: Shards) -> tuple[dict[str, Range], set[str]]:
     """Return the window of each label, and the labels that are cut."""
-    windows: dict[str, Window] = {}
+    windows: dict[str, Range] = {}
     cut: set[str] = set()
     types = (*call.inputs[:2], *call.outputs)
     for names, entry, bounds in zip(
@@ -76,7 +77,7 @@ def _windows(call: OpCall, shards: Shards) -> tuple[dict[str, Window], set[str]]
     return windows, cut
 
 
-def _paddings(call: OpCall, windows: Mapping[str, Window], cut: set[str]) -> dict[str, int]:
+def _paddings(call: OpCall, windows: Mapping[str, Range], cut: set[str]) -> dict[str, int]:
     """Return how many elements labels lack until rows are aligned, for those that lack any.
 
     Shards are cut out of tensors of either order of dims, so what is cut is aligned in any case.
@@ -97,7 +98,7 @@ class _Experts:
         num_tokens: Number of tokens, at least one.
     """
 
-    def __init__(self, draft: Draft, offsets: Ref, experts: Window, num_tokens: int) -> None:
+    def __init__(self, draft: Draft, offsets: Ref, experts: Range, num_tokens: int) -> None:
         self._draft = draft
         self._num_tokens = num_tokens
         self._first: Ref | None = None
@@ -146,7 +147,7 @@ def _shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
     forms = _form(call)
     windows, cut = _windows(call, shards)
     if not all(map(length, windows.values())):
-        return zeros(left, shards.output_shape())
+        return only_zeros(left, shards.output_shape())
     paddings = _paddings(call, windows, cut)
     if (offsets is None and not paddings) or (not paddings and not cut & {"t", "e"}):
         return unchanged(call)

@@ -15,12 +15,11 @@ from sbp_core.signatures.notation import Dims, Notation
 from sbp_core.signatures.rule import Draft, LocalCall, LocalProgram, Rule, Shards
 from sbp_core.signatures.rules.advanced import DATA, Indexing, clamped, right_aligned
 from sbp_core.signatures.rules.indexing import flat_places
-from sbp_core.signatures.rules.patterns import each
+from sbp_core.signatures.rules.patterns import each, unchanged
 from sbp_core.signatures.rules.updates import Updates, combining, replacing
 from sbp_core.signatures.rules.windows import (
     given,
     shape_of,
-    unchanged,
     with_spare,
     without_spare,
     wrapped,

@@ -13,17 +13,16 @@ from sbp_core.signatures.arguments import argument, wrap_dim
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.notation import Dim, Notation, increasing, linear
 from sbp_core.signatures.rule import Bounds, Draft, LocalCall, LocalProgram, Rule, Shards
-from sbp_core.signatures.rules.patterns import each
+from sbp_core.signatures.rules.patterns import each, unchanged
 from sbp_core.signatures.rules.windows import (
     given,
     inside,
     is_cut,
     lookup_reduction,
+    only_zeros,
     readable,
     shape_of,
-    unchanged,
     wrapped,
-    zeros,
 )
 
 
@@ -54,7 +53,7 @@ def _index_select_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgra
     if not shape or not is_cut(bounds[at], shape[at]):
         return unchanged(call)
     if bounds[at][0] == bounds[at][1]:
-        return zeros(tensor, shards.output_shape())
+        return only_zeros(tensor, shards.output_shape())
     draft = Draft()
     local, outside = readable(draft, index, bounds[at])
     rows = draft(call.op, tensor, at, local)
@@ -111,7 +110,7 @@ def _gather_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
     if (not cuts and not windowed) or 0 in places:
         return unchanged(call)
     if windowed and bounds[at][0] == bounds[at][1]:
-        return zeros(tensor, shards.output_shape())
+        return only_zeros(tensor, shards.output_shape())
     draft = Draft()
     for other in cuts:
         tensor = draft("aten.slice.Tensor", tensor, other, *pieces[other])
@@ -174,7 +173,7 @@ def _take_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
     if local == shape:
         return unchanged(call)
     if 0 in local:
-        return zeros(tensor, shards.output_shape())
+        return only_zeros(tensor, shards.output_shape())
     draft = Draft()
     place, outside = flat_places(draft, index, shape, bounds)
     place = draft("aten.masked_fill.Scalar", place, outside, 0)

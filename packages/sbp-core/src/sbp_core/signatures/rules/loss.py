@@ -19,13 +19,8 @@ from sbp_core.signatures.arguments import argument, tensor_position
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.notation import Dependence, Dims, Notation, linear
 from sbp_core.signatures.rule import Bounds, LocalCall, LocalProgram, Rule, Shards
-from sbp_core.signatures.rules.means import (
-    part_of_gradient,
-    part_of_mean,
-    replaced,
-    unchanged,
-)
-from sbp_core.signatures.rules.patterns import broadcast_shape, each
+from sbp_core.signatures.rules.means import part_of_gradient, part_of_mean
+from sbp_core.signatures.rules.patterns import broadcast_shape, changed, each, unchanged
 from sbp_core.signatures.rules.pointwise import broadcast_dims
 
 #: PyTorch's numbers for `reduction=`.
@@ -69,7 +64,7 @@ class _Family:
             return unchanged(call)
         if self.gradient:
             return part_of_gradient(call, local, total)
-        summed = replaced(unchanged(call), self.reduction, "reduction", SUM)
+        summed = changed(call, (self.reduction, "reduction", SUM))
         return part_of_mean(call, local, total, summed)
 
 

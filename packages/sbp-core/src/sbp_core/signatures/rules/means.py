@@ -7,22 +7,10 @@ larger than the mean itself, as sums would be. Holds no rules.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
+from sbp_core.signatures.arguments import argument
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.rule import Draft, LocalCall, LocalProgram
-
-
-def unchanged(call: OpCall) -> LocalCall:
-    """Return the call as it is."""
-    return LocalCall(op=call.op, args=call.args, kwargs=call.kwargs)
-
-
-def replaced(call: LocalCall, index: int, name: str, value: int | bool) -> LocalCall:
-    """Return a call with another value for one argument, given by position or by name."""
-    if index < len(call.args):
-        return replace(call, args=(*call.args[:index], value, *call.args[index + 1 :]))
-    return replace(call, kwargs={**call.kwargs, name: value})
+from sbp_core.signatures.rules.patterns import changed, unchanged
 
 
 def part_of_mean(
@@ -58,5 +46,6 @@ def part_of_gradient(call: OpCall, local: int, total: int) -> LocalCall | LocalP
     if local in (0, total):
         return unchanged(call)
     draft = Draft()
-    gradient = draft("aten.mul.Scalar", call.args[0], local / total)
-    return draft.program(draft(call.op, gradient, *call.args[1:], **call.kwargs))
+    gradient = draft("aten.mul.Scalar", argument(call, 0, "grad_output"), local / total)
+    own = changed(call, (0, "grad_output", gradient))
+    return draft.program(draft(own.op, *own.args, **own.kwargs))

@@ -16,7 +16,7 @@ from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.notation import Dims, Notation, increasing, linear, unread
 from sbp_core.signatures.rule import Draft, LocalCall, LocalProgram, Rule, Shards
 from sbp_core.signatures.rules.arrangement import arranged
-from sbp_core.signatures.rules.patterns import each
+from sbp_core.signatures.rules.patterns import each, unchanged
 from sbp_core.signatures.rules.reshape import reshaped
 
 
@@ -49,7 +49,7 @@ def _reinterpreted(call: OpCall) -> Notation:
 
 def _reinterpret(call: OpCall, _: Shards) -> LocalCall | LocalProgram:
     if call.inputs[0].shape == call.outputs[0].shape:
-        return LocalCall(op=call.op, args=call.args, kwargs=call.kwargs)
+        return unchanged(call)
     draft = Draft()
     return draft.program(draft(call.op, _copied(draft, call), *call.args[1:], **call.kwargs))
 

@@ -17,8 +17,7 @@ from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.notation import Dims, Notation, decreasing, linear, unread
 from sbp_core.signatures.rule import Draft, LocalCall, LocalProgram, Rule, Shards
 from sbp_core.signatures.rules.loss import MEAN, NONE, SUM
-from sbp_core.signatures.rules.means import unchanged
-from sbp_core.signatures.rules.patterns import each
+from sbp_core.signatures.rules.patterns import each, unchanged
 
 #: The target that a rank ignores, whatever the call ignores.
 _ELSEWHERE = -100

@@ -186,6 +186,11 @@ def of_batch(
     )
 
 
+def unchanged(call: OpCall) -> LocalCall:
+    """Return the call as it is: for localisers."""
+    return LocalCall(op=call.op, args=call.args, kwargs=call.kwargs)
+
+
 def changed(call: OpCall, *changes: tuple[int, str, Argument]) -> LocalCall:
     """Return a call with other literals: for localisers.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sbp_core.signatures.arguments import argument
+from sbp_core.signatures.arguments import BY_NAME, argument
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.notation import Dependence, Notation, increasing, linear, unread
 from sbp_core.signatures.rule import LocalCall, Rule, Shards
@@ -51,17 +51,22 @@ def _dropout(call: OpCall) -> Notation:
 
 
 def _counted_shard(call: OpCall, shards: Shards) -> LocalCall:
-    """Tell where in the logical tensor the shard lies; or give it a stream of its own."""
-    logical = call.outputs[0].shape
-    start = tuple(begin for begin, _ in shards.outputs[0])
+    """Tell where in the logical tensor the shard lies; or give it a stream of its own.
+
+    The call itself may draw a part of a larger tensor: `start` and `logical` are given then.
+    """
+    made_shape = call.outputs[0].shape
+    logical = argument(call, BY_NAME, "logical") or made_shape
+    first = argument(call, BY_NAME, "start") or (0,) * len(made_shape)
+    start = tuple(at + begin for at, (begin, _) in zip(first, shards.outputs[0], strict=True))
     size = shards.output_shape()
     kwargs = dict(call.kwargs)
-    if argument(call, 9, "per_shard", False):
+    if argument(call, BY_NAME, "per_shard", False):
         place = 0
         for extent, begin in zip(logical, start, strict=True):
             place = place * extent + begin
         kwargs["stream"] = place
-    elif size != logical:
+    elif size != made_shape:
         kwargs.update(start=start, logical=logical)
     return LocalCall(op=call.op, args=(size, *call.args[1:]), kwargs=kwargs)
 

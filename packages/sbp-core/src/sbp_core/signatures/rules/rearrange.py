@@ -112,8 +112,8 @@ def _rolled(call: OpCall, num_dims: int) -> dict[int, int]:
     shifts, dims = ((entry,) if isinstance(entry, int) else entry for entry in (shifts, dims))
     moves = dict.fromkeys(range(num_dims), 0)
     if not dims:
-        moves = dict.fromkeys(range(num_dims), shifts[0])
-        return {dim: by for dim, by in moves.items() if by % max(prod(shape[dim:]), 1)}
+        moves = dict.fromkeys(range(num_dims), shifts[0]) if prod(shape) else {}
+        return {dim: by for dim, by in moves.items() if by % prod(shape[dim:])}
     for dim, shift in zip(dims, shifts, strict=True):
         moves[wrap_dim(dim, num_dims)] += shift
     return {dim: by for dim, by in moves.items() if by % max(shape[dim], 1)}

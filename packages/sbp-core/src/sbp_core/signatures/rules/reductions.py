@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from math import inf, prod
 
 from sbp_core.graph.ir import Symbol
-from sbp_core.signatures.arguments import argument, labels, wrap_dims
+from sbp_core.signatures.arguments import BY_NAME, argument, labels, wrap_dims
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.notation import (
     Dependence,
@@ -28,15 +28,12 @@ from sbp_core.signatures.notation import (
     unread,
 )
 from sbp_core.signatures.rule import Draft, LocalCall, Localizer, LocalProgram, Rule, Shards
-from sbp_core.signatures.rules.means import part_of_mean, unchanged
-from sbp_core.signatures.rules.patterns import broadcast_shape, each
+from sbp_core.signatures.rules.means import part_of_mean
+from sbp_core.signatures.rules.patterns import broadcast_shape, each, unchanged
 from sbp_core.signatures.rules.pointwise import broadcast_dims
 
-#: Position of an argument that is given by name only.
-_NAMED = 99
-
 #: Position of an argument that is not there: the reduction is over all dims.
-_NONE = 98
+_NONE = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,7 +267,7 @@ RULES = {
     "aten.all.dims": _over(_ALL),
     "aten.amax.default": _over(_MAX),
     "aten.amin.default": _over(_MIN),
-    "aten.aminmax.default": _over(_MIN_MAX, _NAMED),
+    "aten.aminmax.default": _over(_MIN_MAX, BY_NAME),
     "aten.any.default": _over(_ANY, _NONE),
     "aten.any.dim": _over(_ANY),
     "aten.any.dims": _over(_ANY),

@@ -15,9 +15,9 @@ from sbp_core.signatures.arguments import argument, wrap_dim
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.notation import Dims, Notation, linear, unread
 from sbp_core.signatures.rule import Draft, LocalCall, LocalProgram, Rule, Shards
-from sbp_core.signatures.rules.patterns import each
-from sbp_core.signatures.rules.updates import selecting
-from sbp_core.signatures.rules.windows import given, is_cut, length, unchanged
+from sbp_core.signatures.rules.patterns import each, unchanged
+from sbp_core.signatures.rules.updates import choosing
+from sbp_core.signatures.rules.windows import given, is_cut, length
 
 _WHY = "the source is shorter than the tensor there"
 
@@ -29,7 +29,7 @@ def _notation(call: OpCall, source: Dims) -> Notation:
     return Notation(
         inputs=(target, source),
         outputs=(target,),
-        dependences=selecting(0, 1),
+        dependences=choosing(0, 1),
         whole=frozenset(own),
         why=_WHY if own else "",
     )
@@ -140,7 +140,7 @@ def _strided(call: OpCall) -> Notation:
     return Notation(
         inputs=(target, source),
         outputs=(target,),
-        dependences=selecting(0, 1),
+        dependences=choosing(0, 1),
         whole=frozenset(name for dim in (*target, *source) for name in dim),
         why="strides run through the memory of the whole tensor",
     )

@@ -8,14 +8,11 @@ Also those that look for distinct elements, which run whole.
 
 from __future__ import annotations
 
-from sbp_core.signatures.arguments import argument, wrap_dim, wrap_dims
+from sbp_core.signatures.arguments import BY_NAME, argument, wrap_dim, wrap_dims
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.notation import Dependence, Notation, increasing, linear
 from sbp_core.signatures.rule import Rule
 from sbp_core.signatures.rules.patterns import along, each, opaque
-
-#: Position of an argument that is given by name only.
-_NAMED = 99
 
 _BEFORE = "each element comes from all before it"
 _SORTED = "its elements are put into one order"
@@ -74,7 +71,7 @@ RULES = {
     "aten.nanmedian.dim": _along(1, why=_RANKED),
     "aten.renorm.default": Rule(_renorm),
     "aten.sort.default": _along(1, default=-1, why=_SORTED),
-    "aten.sort.stable": _along(_NAMED, default=-1, why=_SORTED),
+    "aten.sort.stable": _along(BY_NAME, default=-1, why=_SORTED),
     "aten.topk.default": _along(2, default=-1, why=_RANKED),
     "aten.unique_consecutive.default": opaque(_DISTINCT),
     "aten.unique_dim.default": opaque(_DISTINCT),

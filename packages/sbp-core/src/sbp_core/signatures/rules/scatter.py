@@ -16,11 +16,11 @@ from sbp_core.signatures.arguments import argument, wrap_dim
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.notation import Dims, Notation
 from sbp_core.signatures.rule import Draft, LocalCall, Localizer, LocalProgram, Rule, Shards
+from sbp_core.signatures.rules.patterns import unchanged
 from sbp_core.signatures.rules.updates import Updates, combining, meeting_number, replacing
 from sbp_core.signatures.rules.windows import (
     given,
     is_cut,
-    unchanged,
     with_spare,
     without_spare,
     wrapped,

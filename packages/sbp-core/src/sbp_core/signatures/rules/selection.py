@@ -18,9 +18,9 @@ from sbp_core.graph.ir import Ref
 from sbp_core.signatures.arguments import argument, wrap_dim
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.notation import Dims, Notation
-from sbp_core.signatures.rule import Draft, LocalCall, LocalProgram, Rule, Shards
-from sbp_core.signatures.rules.arrangement import Range, arranged, fitted, zeros
-from sbp_core.signatures.rules.patterns import each
+from sbp_core.signatures.rule import Draft, LocalCall, LocalProgram, Range, Rule, Shards
+from sbp_core.signatures.rules.arrangement import arranged, fitted, zeros
+from sbp_core.signatures.rules.patterns import each, unchanged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +130,7 @@ def _selecting(read: _Read) -> Rule:
         cut = read(call, shape)
         bounds, (x, *_), draft = held[cut.dim], call.args, Draft()
         if bounds == (0, shape[cut.dim]):
-            return LocalCall(op=call.op, args=call.args, kwargs=call.kwargs)
+            return unchanged(call)
 
         def taken(index: int, piece: _Piece) -> Ref:
             first, last = piece.within(bounds)

@@ -12,8 +12,8 @@ from dataclasses import replace
 from sbp_core.signatures.arguments import argument, wrap_dim
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.notation import Dim, Dims, Notation, increasing, linear, unread
-from sbp_core.signatures.rule import Bounds, Draft, LocalCall, LocalProgram, Rule, Shards
-from sbp_core.signatures.rules.arrangement import Range, arranged, fitted, zeros
+from sbp_core.signatures.rule import Bounds, Draft, LocalCall, LocalProgram, Range, Rule, Shards
+from sbp_core.signatures.rules.arrangement import arranged, fitted, zeros
 from sbp_core.signatures.rules.patterns import each
 
 #: From a call and the rank of the matrices: offset, dim of the rows, dim of the columns.

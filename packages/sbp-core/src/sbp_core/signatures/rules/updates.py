@@ -37,7 +37,7 @@ class Updates:
     why: str = ""
 
 
-def selecting(*inputs: int, zero: bool = False) -> tuple[Dependence, ...]:
+def choosing(*inputs: int, zero: bool = False) -> tuple[Dependence, ...]:
     """Return the dependences of a result each of whose elements is one of its inputs' or a number.
 
     Args:
@@ -63,7 +63,7 @@ def replacing(
         over: Labels of the updates.
         number: That number.
     """
-    dependences = selecting(0, *(() if values is None else (values,)), zero=number == 0)
+    dependences = choosing(0, *(() if values is None else (values,)), zero=number == 0)
     if values is None and target.dtype == "bool":
         # Truth that is written is "or", falsehood is "and".
         reduction = "max" if number else "min"

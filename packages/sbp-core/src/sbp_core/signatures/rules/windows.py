@@ -12,18 +12,15 @@ from collections.abc import Mapping, Sequence
 from sbp_core.graph.ir import Argument, Ref, TensorType
 from sbp_core.signatures.arguments import argument
 from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.rule import Bounds, Draft, LocalCall, LocalProgram
-
-#: Half-open bounds in one dim.
-Window = tuple[int, int]
+from sbp_core.signatures.rule import Bounds, Draft, LocalProgram, Range
 
 
-def is_cut(window: Window, extent: int) -> bool:
+def is_cut(window: Range, extent: int) -> bool:
     """Return whether a rank holds less than all of a dim."""
     return window != (0, extent)
 
 
-def length(window: Window) -> int:
+def length(window: Range) -> int:
     """Return the number of rows in a window."""
     return window[1] - window[0]
 
@@ -43,7 +40,7 @@ def wrapped(draft: Draft, index: Ref, extent: int) -> Ref:
     return draft("aten.remainder.Scalar", index, extent)
 
 
-def inside(draft: Draft, index: Ref, window: Window) -> tuple[Ref, Ref]:
+def inside(draft: Draft, index: Ref, window: Range) -> tuple[Ref, Ref]:
     """Return an index counted from the window's first row, and where it points outside of it."""
     local = draft("aten.sub.Tensor", index, window[0]) if window[0] else index
     before = draft("aten.lt.Scalar", local, 0)
@@ -51,19 +48,19 @@ def inside(draft: Draft, index: Ref, window: Window) -> tuple[Ref, Ref]:
     return local, draft("aten.logical_or.default", before, behind)
 
 
-def readable(draft: Draft, index: Ref, window: Window) -> tuple[Ref, Ref]:
+def readable(draft: Draft, index: Ref, window: Range) -> tuple[Ref, Ref]:
     """Return an index into the window, 0 where it points outside, and where it does."""
     local, outside = inside(draft, index, window)
     return draft("aten.masked_fill.Scalar", local, outside, 0), outside
 
 
-def writable(draft: Draft, index: Ref, window: Window) -> Ref:
+def writable(draft: Draft, index: Ref, window: Range) -> Ref:
     """Return an index into the window; where it points outside, to the spare row behind it."""
     local, outside = inside(draft, index, window)
     return draft("aten.masked_fill.Scalar", local, outside, length(window))
 
 
-def zeros(like: Ref, shape: Sequence[int]) -> LocalProgram:
+def only_zeros(like: Ref, shape: Sequence[int]) -> LocalProgram:
     """Return the program of a rank that holds no row to read from."""
     draft = Draft()
     return draft.program(draft("aten.new_zeros.default", like, tuple(shape)))
@@ -77,7 +74,7 @@ def with_spare(draft: Draft, tensor: Ref, dims: Sequence[int], num_dims: int) ->
     return draft("aten.constant_pad_nd.default", tensor, tuple(padding), 0)
 
 
-def without_spare(draft: Draft, tensor: Ref, windows: Mapping[int, Window]) -> Ref:
+def without_spare(draft: Draft, tensor: Ref, windows: Mapping[int, Range]) -> Ref:
     """Cut the spare row off each dim that has one."""
     for dim, window in windows.items():
         tensor = draft("aten.slice.Tensor", tensor, dim, 0, length(window))
@@ -92,8 +89,3 @@ def given(call: OpCall, names: Sequence[str]) -> tuple[list[Argument], dict[str,
     first = [argument(call, index, name) for index, name in enumerate(names)]
     rest = call.args[len(names) :]
     return [*first, *rest], {key: value for key, value in call.kwargs.items() if key not in names}
-
-
-def unchanged(call: OpCall) -> LocalCall:
-    """Return the call as it is."""
-    return LocalCall(op=call.op, args=call.args, kwargs=call.kwargs)

@@ -1,0 +1,43 @@
+"""What becomes of operators that nothing describes, said in the graph itself."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+from sbp_core.errors import SignatureError
+from sbp_core.graph.ir import LogicalGraph, Node
+from sbp_core.signatures.call import OpCall
+from sbp_core.signatures.registry import Unknown, installed
+
+_LOG = logging.getLogger(__name__)
+
+
+def allow_unknown(graph: LogicalGraph, unknown: Unknown) -> LogicalGraph:
+    """Tag the operators without a rule, so that they run whole, or are tried out.
+
+    before: y = mylib.smooth(x)                    nothing says how it may be split
+    after:  y = mylib.smooth(x)   unknown:whole    runs whole on every rank
+
+    Each of them is named in a warning. With `Unknown.REFUSE` the graph stays as it is, and planning
+    refuses the first of them.
+    """
+    if unknown is Unknown.REFUSE:
+        return graph
+    named: set[str] = set()
+    nodes = tuple(_tagged(graph, node, unknown, named) for node in graph.nodes)
+    for op in sorted(named):
+        how = "runs whole" if unknown is Unknown.WHOLE else "is tried out, and run as found"
+        _LOG.warning("nothing says how %s may be split: it %s", op, how)
+    return graph.with_nodes(nodes)
+
+
+def _tagged(graph: LogicalGraph, node: Node, unknown: Unknown, named: set[str]) -> Node:
+    if node.is_host:
+        return node
+    try:
+        installed().rule(OpCall.of(graph, node))
+    except SignatureError:
+        named.add(node.op)
+        return replace(node, tags=(*node.tags, unknown.tag))
+    return node
