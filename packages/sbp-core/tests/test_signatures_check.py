@@ -95,8 +95,9 @@ def test_a_signature_needs_an_entry_for_every_tensor() -> None:
 def test_an_sbp_has_to_fit_mesh_and_shape() -> None:
     with pytest.raises(SbpValueError, match="one entry for each mesh axis"):
         check_signature(GELU, signature(["B"], ["B"]), MESH)
-    with pytest.raises(SbpValueError, match="does not have"):
+    with pytest.raises(SbpValueError, match="does not have") as caught:
         check_signature(GELU, signature(["S(2), B"], ["S(2), B"]), MESH)
+    assert caught.value.where[0] == "'h' of aten.gelu.default"
 
 
 def test_the_refusal_travels_between_processes() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from sbp_core.boxing.router import route
 from sbp_core.boxing.step import Route
-from sbp_core.errors import SignatureError
+from sbp_core.errors import SbpValueError, SignatureError
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, Partial, Sbp, Split, check_sbp
 from sbp_core.signatures.axes import clash
@@ -35,10 +35,7 @@ def check_signature(
         SbpValueError: an SBP does not fit the shape of its tensor or the mesh.
     """
     _check_arity(call, signature)
-    for entry, sbp in zip(
-        (*call.inputs, *call.outputs), (*signature.inputs, *signature.outputs), strict=True
-    ):
-        check_sbp(entry.shape, sbp, mesh.mesh_shape)
+    _check_fit(call, signature, mesh)
     parts: list[Signature1d] = []
     for axis, size in enumerate(mesh.mesh_shape):
         asked = _along(signature, axis)
@@ -58,6 +55,24 @@ def check_signature(
             accepted="any one of these mesh axes alone",
             todo="split another dim on one of the axes",
         )
+
+
+def _check_fit(call: OpCall, signature: Signature, mesh: Placement) -> None:
+    """Check that every entry fits its tensor; the error says which tensor, of which op."""
+    outputs = (f"output {index}" for index in range(len(call.outputs)))
+    names = [*(repr(name) for name in call.tensor_names), *outputs]
+    types = (*call.inputs, *call.outputs)
+    sbps = (*signature.inputs, *signature.outputs)
+    for name, entry, sbp in zip(names, types, sbps, strict=True):
+        try:
+            check_sbp(entry.shape, sbp, mesh.mesh_shape)
+        except SbpValueError as error:
+            raise SbpValueError(
+                error.what,
+                where=(f"{name} of {call.op}", *call.where, *error.where),
+                accepted=error.accepted,
+                todo=error.todo,
+            ) from None
 
 
 def _check_arity(call: OpCall, signature: Signature) -> None:
