@@ -51,7 +51,15 @@ REASONS: dict[str, str] = {
 
 #: Reason -> (operators, text that the shown call has to contain).
 _ACCIDENTS = {
-    "a bool has two values, and any function of them is monotone": ("mul.Tensor", "bool["),
+    "a bool has two values, and any function of them is monotone": (
+        "mul.Tensor sum.dim_IntList where.self all all.dim any any.dim",
+        "bool[",
+    ),
+    "the product of empty matrices is zero": ("addmm baddbmm addbmm addmv", "0]"),
+    "what stays of the target is zero, or nothing stays": (
+        "slice_scatter select_scatter as_strided_scatter diagonal_scatter stack",
+        "int64",
+    ),
     "the number that is added is below the tolerance": (
         "add.Scalar add.Tensor sub.Scalar sub.Tensor",
         "e-",
