@@ -25,7 +25,7 @@ class Bigram(nn.Module):
         """Map int64 tokens (batch, time) to logits (batch, time, vocabulary)."""
         hidden = low_rank(self.embed(tokens.flatten()), self.down, self.up)
         logits: torch.Tensor = self.head(torch.relu(hidden))
-        return logits.unflatten(0, tokens.shape)
+        return logits.reshape(*tokens.shape, -1)
 
     def loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the mean cross-entropy of `tokens` against `targets`, int64 (batch, time) each."""

@@ -4,6 +4,8 @@ How it may be split is one line of notation, which `plugin.low_rank_notation` re
 summed over (`i` and `r`) gives partial sums, and the operator is linear in each argument.
 """
 
+from typing import Any
+
 import torch
 
 
@@ -18,11 +20,11 @@ def _(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return x.new_empty(x.shape[0], b.shape[1])
 
 
-def _keep(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: object) -> None:
+def _keep(ctx: Any, inputs: tuple[torch.Tensor, ...], output: object) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _backward(ctx: torch.autograd.function.FunctionCtx, gradient: torch.Tensor) -> tuple:
+def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
     x, a, b = ctx.saved_tensors
     inner = gradient @ b.t()
     return inner @ a.t(), x.t() @ inner, (x @ a).t() @ gradient
