@@ -307,6 +307,12 @@ def _missed(
         for dependence in derived.notation.dependences
         if dependence.effect in (Effect.UNREAD, Effect.IGNORED)
     }
+    ignored = {
+        index
+        for dependence in derived.notation.dependences
+        if dependence.effect is Effect.IGNORED
+        for index in dependence.inputs
+    }
     redraws: list[Sample] | None = None
     for entry in found:
         entries = (*entry.inputs, *entry.outputs)
@@ -318,7 +324,7 @@ def _missed(
         ):
             continue  # to cut what has no element says nothing
         if any(
-            _covers(inputs, entry.inputs, unread) and _implies(outputs, entry.outputs)
+            _covers(inputs, entry.inputs, unread, ignored) and _implies(outputs, entry.outputs)
             for inputs, several in claims.items()
             for outputs in several
         ):
@@ -331,23 +337,32 @@ def _missed(
         yield Finding(text=str(entry), size=size, even=even, reason=reason)
 
 
-def _covers(claimed: Sequence[Sbp], found: Sequence[Sbp], unread: set[int]) -> bool:
+def _covers(
+    claimed: Sequence[Sbp], found: Sequence[Sbp], unread: set[int], ignored: set[int]
+) -> bool:
     """Return whether claimed inputs are the found ones, or what these are without any boxing.
 
     What is whole is its own maximum and minimum on every rank. Partial values that are never read
-    are as good as whole ones.
+    are as good as whole ones, and what is ignored may be cut in any way.
     """
     return all(
         have == want
         or (want == B and have in (Partial("max"), Partial("min")))
         or (at in unread and have == B and isinstance(want, Partial))
+        or at in ignored
         for at, (have, want) in enumerate(zip(claimed, found, strict=True))
     )
 
 
 def _implies(claimed: Sequence[Sbp], found: Sequence[Sbp]) -> bool:
-    """Return whether claimed outputs are the found ones, or whole where those are less."""
-    return all(have in (want, B) for have, want in zip(claimed, found, strict=True))
+    """Return whether claimed outputs are the found ones, or these without any boxing.
+
+    What is whole is anything, and what is split is a sum with zeros beside it.
+    """
+    return all(
+        have in (want, B) or (isinstance(have, Split) and want == Partial())
+        for have, want in zip(claimed, found, strict=True)
+    )
 
 
 def redrawn(call: OpCall, inputs: Sequence[torch.Tensor]) -> list[Sample]:

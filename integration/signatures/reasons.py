@@ -52,8 +52,26 @@ REASONS: dict[str, str] = {
 #: Reason -> (operators, text that the shown call has to contain).
 _ACCIDENTS = {
     "a bool has two values, and any function of them is monotone": (
-        "mul.Tensor sum.dim_IntList where.self all all.dim any any.dim",
+        "mul.Tensor sum sum.dim_IntList where.self all all.dim any any.dim addr bitwise_and.Tensor "
+        "bitwise_or.Tensor amin amax aminmax min max index_fill.int_Scalar "
+        "_unsafe_masked_index _unsafe_masked_index_put_accumulate as_strided_scatter",
         "bool[",
+    ),
+    "all of the sample is true, or none of it, or its extremes are everywhere": (
+        "all any all.dim any.dim aminmax amin amax min max count_nonzero",
+        "",
+    ),
+    "the fill is below, or above, all of the sample": ("_unsafe_masked_index", "int64"),
+    "what a mask selects hangs on its data": ("index.Tensor", "bool["),
+    "tolerances beside which nothing is small": ("linalg_pinv.atol_rtol_tensor", "[]"),
+    "products of few integers happen to keep the order": ("mm bmm", "int64"),
+    "places of the sample rise with its data": ("take", "int64"),
+    "rounding to so many decimals is the identity within tolerance": ("round.decimals", ""),
+    "running statistics are written in place": ("native_batch_norm", ", True,"),
+    "at this size no element is read twice": (
+        "upsample_bilinear2d upsample_linear1d_backward upsample_bilinear2d_backward "
+        "upsample_trilinear3d_backward",
+        "",
     ),
     "the product of empty matrices is zero": ("addmm baddbmm addbmm addmv", "0]"),
     "what stays of the target is zero, or nothing stays": (
@@ -70,6 +88,11 @@ _ACCIDENTS = {
         "1, 1]",
     ),
     "an argument without elements is as good partial as whole": ("cat stack", "[0"),
+    "a piece without elements is as good whole as partial": (
+        "split_with_sizes split_with_sizes_copy",
+        "0]",
+    ),
+    "nothing is added": ("scatter_add", "0]"),
     "the indices of the sample meet every place, or none twice": (
         "scatter.src scatter.value scatter_reduce.two scatter_add index_add index_put put "
         "index_copy index_reduce embedding_dense_backward fractional_max_pool2d_backward "

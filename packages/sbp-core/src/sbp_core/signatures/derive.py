@@ -397,7 +397,8 @@ class _Candidates:
             for index, effect in found.items()
             if effect is Effect.IGNORED or not isinstance(inputs[index], Split)
         }
-        others: list[Sbp] = [B, Partial()] if free else []
+        read = any(isinstance(cut, Split) for at, cut in enumerate(inputs) if at not in free)
+        others: list[Sbp] = [B, Partial()] if free and read else []
         for other in others:
             if other == B or not any(_unreducible(self.call.inputs[at], "sum") for at in free):
                 yield [other if at in free else entry for at, entry in enumerate(inputs)]

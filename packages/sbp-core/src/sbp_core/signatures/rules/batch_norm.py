@@ -17,7 +17,7 @@ from collections.abc import Iterator
 
 from sbp_core.signatures.arguments import argument, labels, tensor_position
 from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.notation import Dependence, Dims, Notation, increasing, linear, unread
+from sbp_core.signatures.notation import Dependence, Dims, Notation, ignored, increasing, linear
 from sbp_core.signatures.rule import Rule
 from sbp_core.signatures.rules.normalisation import affine, in_weight
 from sbp_core.signatures.rules.patterns import each
@@ -112,7 +112,7 @@ def _backward(call: OpCall) -> Notation:
     mean = (saved if training else running)[0]
     unused = [at for at in (running if training else saved) if at is not None]
     fixed = not (training and mask[0])
-    dependences = [linear(0), *in_weight(weight, mask), *map(unread, unused)]
+    dependences = [linear(0), *in_weight(weight, mask), *map(ignored, unused)]
     if fixed and mean is not None:
         # The gradient of the weight sums gradient * (data - mean) * scale.
         dependences.append(linear(1, mean, outputs=(int(mask[0]),) if mask[1] else ()))

@@ -11,6 +11,7 @@ from sbp_core.signatures.notation import (
     Dependence,
     Dims,
     Notation,
+    increasing,
     linear,
     maxima,
     minima,
@@ -85,7 +86,7 @@ def _segment_reduce_backward(call: OpCall) -> Notation:
     return Notation(
         inputs=(made, made, data, ends),
         outputs=(data,),
-        dependences=(linear(0), *((unread(1), unread(2)) if blind else ())),
+        dependences=(linear(0), *((increasing(0), unread(1), unread(2)) if blind else ())),
         whole=frozenset("nso"),
         why=_SEGMENTS,
     )

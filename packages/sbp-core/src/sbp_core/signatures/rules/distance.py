@@ -10,7 +10,7 @@ from math import inf, prod
 
 from sbp_core.signatures.arguments import argument, wrap_dim
 from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.notation import Dependence, Dim, Dims, Notation, linear, unread
+from sbp_core.signatures.notation import Dependence, Dim, Dims, Notation, ignored, linear, unread
 from sbp_core.signatures.rule import Rule
 from sbp_core.signatures.rules.pointwise import broadcast_dims
 
@@ -41,8 +41,10 @@ def _unread(norm: float, count: int) -> tuple[Dependence, ...]:
 
     Under p = 1 it hangs on signs of differences, under p = 0 it is zero.
     """
-    first = {0.0: 0, 1.0: count - 1}.get(float(norm), count)
-    return tuple(map(unread, range(first, count)))
+    if norm not in (0.0, 1.0):
+        return ()
+    first = 0 if norm == 0.0 else count - 1
+    return (*map(unread, range(first, count - 1)), ignored(count - 1))
 
 
 def _cdist(call: OpCall) -> Notation:

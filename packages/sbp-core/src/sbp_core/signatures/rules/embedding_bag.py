@@ -11,7 +11,7 @@ from __future__ import annotations
 from sbp_core.graph.ir import Argument, Ref
 from sbp_core.signatures.arguments import argument
 from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.notation import Dims, Notation, linear, unread
+from sbp_core.signatures.notation import Dims, Notation, ignored, linear, unread
 from sbp_core.signatures.rule import Draft, LocalCall, LocalProgram, Range, Rule, Shards
 from sbp_core.signatures.rules.patterns import each, unchanged
 from sbp_core.signatures.rules.windows import (
@@ -197,7 +197,7 @@ def _table_gradient(call: OpCall) -> Notation:
         dependences=(
             linear(0),
             *((linear(len(inputs) - 1),) if weighted else ()),
-            *(unread(index) for index, name in enumerate(inputs) if name in unread_names),
+            *(ignored(index) for index, name in enumerate(inputs) if name in unread_names),
         ),
         whole=frozenset(whole),
         why=_MAXIMA if largest else _COUNTS if scaled else _BAGS,

@@ -178,6 +178,7 @@ RULES = {
     "aten.zeros.default": _of_size(linear()),
     "aten.zeros_like.default": _like(linear(0), linear()),
     **dict.fromkeys((f"aten.linspace.{name}" for name in _SPACED), _CUT_OUT),
+    "aten.linspace.Tensor_Tensor": Rule(lambda call: made(call, linear(0, 1)), _cut_out),
     **dict.fromkeys((f"aten.logspace.{name}" for name in _SPACED), _CUT_OUT),
     **dict.fromkeys((f"aten.{name}" for name in _WINDOWS.split()), _CUT_OUT),
     **dict.fromkeys(

@@ -13,7 +13,16 @@ from math import prod
 
 from sbp_core.signatures.arguments import argument, labels
 from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.notation import Dependence, Dim, Dims, Notation, increasing, linear, unread
+from sbp_core.signatures.notation import (
+    Dependence,
+    Dim,
+    Dims,
+    Notation,
+    ignored,
+    increasing,
+    linear,
+    unread,
+)
 from sbp_core.signatures.rule import Rule, parsed
 from sbp_core.signatures.rules.pointwise import broadcast_dims
 
@@ -210,7 +219,7 @@ def _lu_unpack(call: OpCall) -> Notation:
     data, pivots = argument(call, 2, "unpack_data", True), argument(call, 3, "unpack_pivots", True)
     read = [
         increasing(0, outputs=(1, 2)) if data else unread(0),
-        *(() if pivots else (unread(1),)),
+        *(() if pivots else (ignored(1),)),
     ]
     one = parsed("m! n!, k! => m! m2!, m! k!, k! n!")
     return _stacked(call, one, *read, work_flop=0.0, why="triangles of a matrix are cut out")
