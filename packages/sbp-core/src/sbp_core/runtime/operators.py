@@ -50,10 +50,13 @@ def operator_of(op: str) -> Callable[..., Any]:
 
 
 def results_of(made: Any) -> tuple[Any, ...]:
-    """Return what an operator made, lists flattened, without what it left out (`None`)."""
-    if isinstance(made, tuple | list):
-        return tuple(result for part in made for result in results_of(part))
-    return () if made is None else (made,)
+    """Return what an operator made as a tuple, lists flattened, without what it left out (`None`).
+
+    An operator that makes nothing has the one result `None`.
+    """
+    if not isinstance(made, tuple | list):
+        return (made,)
+    return tuple(part for entry in made if entry is not None for part in results_of(entry))
 
 
 def makes_one_tensor(op: str) -> bool:
