@@ -54,7 +54,9 @@ _ACCIDENTS = {
     "a bool has two values, and any function of them is monotone": (
         "mul.Tensor sum sum.dim_IntList where.self all all.dim any any.dim addr bitwise_and.Tensor "
         "bitwise_or.Tensor amin amax aminmax min max index_fill.int_Scalar "
-        "_unsafe_masked_index _unsafe_masked_index_put_accumulate as_strided_scatter",
+        "_unsafe_masked_index _unsafe_masked_index_put_accumulate as_strided_scatter "
+        "special_modified_bessel_k0 special_modified_bessel_k1 "
+        "special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1",
         "bool[",
     ),
     "all of the sample is true, or none of it, or its extremes are everywhere": (
@@ -62,6 +64,27 @@ _ACCIDENTS = {
         "",
     ),
     "the fill is below, or above, all of the sample": ("_unsafe_masked_index", "int64"),
+    "all of the target is written, or the fill is beyond all of it": (
+        "index_fill.int_Scalar index_fill.int_Tensor as_strided_scatter",
+        "",
+    ),
+    "of two elements the median is the smaller": ("median nanmedian", "[2]"),
+    "a number beyond the threshold, where it is the identity": ("softplus", "[]"),
+    "no reflection is given": ("linalg_householder_product", "[0]"),
+    "one number is drawn, and happens to be the same": ("bernoulli", "[]"),
+    "one element falls into one bin": ("histogram.bins_tensor", "[]"),
+    "two windows a dim hold the same places whatever the random samples": (
+        "fractional_max_pool2d fractional_max_pool3d",
+        "",
+    ),
+    "the power zero is one, and one step is its start": (
+        "pow.Tensor_Scalar logspace.Tensor_Tensor",
+        "",
+    ),
+    "windows side by side split the plane too, which is claimed instead": (
+        "adaptive_max_pool2d_backward adaptive_max_pool3d_backward",
+        "",
+    ),
     "what a mask selects hangs on its data": ("index.Tensor", "bool["),
     "tolerances beside which nothing is small": ("linalg_pinv.atol_rtol_tensor", "[]"),
     "products of few integers happen to keep the order": ("mm bmm", "int64"),
