@@ -177,6 +177,7 @@ _OVERLOADS: dict[str, tuple[tuple[torch.dtype, ...], _Samples]] = {
         lambda d: [_args(d(2, 4, 5, 6, 2), [10, 12, 4], True, None)],
     ),
     "upsample_linear1d.vec": (_FLOAT, lambda d: [_args(d(2, 4, 5), [10], True, None)]),
+    "any.dims": (_FLOATS, lambda d: [_args(d(4, 6, 5), [0, 2]), _args(d(4, 6, 5), [1], True)]),
     "var.dim": (
         _FLOATS,
         lambda d: [_args(d(4, 6, 5), [1]), _args(d(4, 6, 5), [0, 2], False, True)],

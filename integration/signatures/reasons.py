@@ -60,7 +60,7 @@ _ACCIDENTS = {
         "bool[",
     ),
     "all of the sample is true, or none of it, or its extremes are everywhere": (
-        "all any all.dim any.dim aminmax amin amax min max count_nonzero",
+        "all any all.dim any.dim all.dims any.dims aminmax amin amax min max count_nonzero",
         "",
     ),
     "the fill is below, or above, all of the sample": ("_unsafe_masked_index", "int64"),
