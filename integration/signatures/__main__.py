@@ -48,7 +48,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _explained(verdict: Verdict, entry: Finding) -> Finding:
     """Return a missed signature with the reason that `reasons.py` knows, if it has none."""
-    reason = entry.reason or accident_of(verdict.op, verdict.shapes)
+    reason = entry.reason or accident_of(verdict.op, verdict.shapes, entry.text)
     return replace(entry, reason=reason)
 
 

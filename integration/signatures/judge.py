@@ -33,7 +33,6 @@ from sbp_core.signatures.torch_call import call_of, run_op, unchanged
 from sbp_core.signatures.trial import Sample, refutation, whole_sample
 from sbp_core.signatures.verify import verify
 from signatures.calls import RecordedCall
-from signatures.reasons import REASONS
 
 #: Axis sizes at which claims are run, and those at which signatures are looked for.
 VERIFIED_SIZES = (2, 3, 5)
@@ -138,7 +137,6 @@ def rule_hash(recorded: RecordedCall) -> str:
     """Return a text that changes with everything that a verdict on the claims depends on."""
     judged = Path(__file__).read_text("utf-8")
     parts = [search_hash(recorded), recorded.key, _sources(_VERIFYING), judged]
-    parts.append(REASONS.get(recorded.op, ""))
     try:
         call = opcall(recorded)
         rule = installed().rule(call)
@@ -332,7 +330,7 @@ def _missed(
         reason = _rejection(derived, entry)
         if not reason:
             redraws = redrawn(call, inputs) if redraws is None else redraws
-            reason = accident(redraws, entry, size) or REASONS.get(call.op, "")
+            reason = accident(redraws, entry, size)
         even = _is_even(call, entries, size)
         yield Finding(text=str(entry), size=size, even=even, reason=reason)
 
