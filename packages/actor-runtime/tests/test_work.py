@@ -28,7 +28,9 @@ class Recorder(Communicator):
         self.calls.append((kind, tag, deadline_s))
         return torch.tensor(len(self.calls))
 
-    def collective(self, step: Step, shard: Tensor, *, tag: str, deadline_s: float) -> Tensor:
+    def collective(
+        self, step: Step, shard: Tensor, *, tag: str, deadline_s: float, donate: bool = False
+    ) -> Tensor:
         return self._write("collective", tag, deadline_s)
 
     def send(self, step: Step, shard: Tensor, *, tag: str, deadline_s: float) -> None:

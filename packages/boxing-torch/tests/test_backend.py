@@ -52,7 +52,7 @@ def test_a_world_of_one_rank_needs_nobody() -> None:
         dtype="float32",
         source=(mesh, NdSbp(P)),
         target=(mesh, NdSbp(B)),
-        axis=0,
+        axes=(0,),
         size_bytes=0,
     )
 

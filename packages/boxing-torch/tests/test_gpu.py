@@ -33,7 +33,7 @@ def test_a_group_of_one_rank_reduces_over_nccl() -> None:
         dtype="float32",
         source=(mesh, NdSbp(P)),
         target=(mesh, NdSbp(B)),
-        axis=0,
+        axes=(0,),
         size_bytes=0,
     )
     backend = TorchBackend(

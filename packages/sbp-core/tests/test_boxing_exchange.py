@@ -147,7 +147,7 @@ def test_a_group_of_one_rank_keeps_its_shard() -> None:
         dtype="float32",
         source=(mesh, NdSbp.parse("P")),
         target=(mesh, NdSbp.parse("B")),
-        axis=0,
+        axes=(0,),
         size_bytes=0,
     )
     given = torch.ones(2)

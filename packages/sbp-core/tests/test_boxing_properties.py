@@ -117,7 +117,7 @@ def test_a_route_is_a_chain_from_source_to_target(case: BoxingCase) -> None:
         ]
         if step.kind is not StepKind.TRANSFER:
             assert step.source[0] == step.target[0]
-            assert changed == [step.axis]
+            assert changed == list(step.axes)
 
 
 @thorough

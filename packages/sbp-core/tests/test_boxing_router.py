@@ -134,7 +134,7 @@ def test_a_sum_over_two_axes_goes_in_parts() -> None:
 def test_partials_of_two_reductions_are_reduced_from_the_inner_axis() -> None:
     found = on_mesh("P, P(max)", "B, B")
 
-    assert found.steps[0].axis == 1
+    assert found.steps[0].axes == (1,)
     reduced = [step for step in found.steps if step.source[1][0] == P != step.target[1][0]]
     assert all(step.source[1][1] != P("max") for step in reduced)
 

@@ -90,10 +90,10 @@ def _owner(name: str) -> str:
 def _step_text(step: Step) -> str:
     if step.kind is StepKind.TRANSFER:
         return f"transfer to {_ranks_text(step.target[0])}"
-    axis = step.source[0].axes[step.axis]
+    axes = ", ".join(step.source[0].axes[axis] for axis in step.axes)
     if step.kind is StepKind.LOCAL:
-        return f"local {step.target[1][step.axis]} ({axis})".replace('"', "")
-    return f"{step.kind.value} ({axis})"
+        return f"local {step.target[1][step.axes[0]]} ({axes})".replace('"', "")
+    return f"{step.kind.value} ({axes})"
 
 
 def _ranks_text(placement: Placement) -> str:

@@ -133,17 +133,22 @@ class Placement:
             index = index * extent + part
         return self.rank_list[index]
 
-    def group(self, rank: int, axis: int) -> tuple[int, ...]:
-        """Return the ranks that differ from `rank` along `axis` only, in axis order."""
-        at = list(self.coordinate(rank))
+    def group(self, rank: int, *axes: int) -> tuple[int, ...]:
+        """Return the ranks that differ from `rank` along `axes` only, in mesh order."""
+        at = self.coordinate(rank)
         return tuple(
-            self.rank_at([*at[:axis], index, *at[axis + 1 :]])
-            for index in range(self.mesh_shape[axis])
+            self.rank_at(other)
+            for other in product(
+                *(
+                    range(extent) if axis in axes else (at[axis],)
+                    for axis, extent in enumerate(self.mesh_shape)
+                )
+            )
         )
 
-    def groups(self, axis: int) -> tuple[tuple[int, ...], ...]:
-        """Return the distinct groups of ranks along one axis, in row-major order."""
-        return tuple(dict.fromkeys(self.group(rank, axis) for rank in self.rank_list))
+    def groups(self, *axes: int) -> tuple[tuple[int, ...], ...]:
+        """Return the distinct groups of ranks along some axes, in row-major order."""
+        return tuple(dict.fromkeys(self.group(rank, *axes) for rank in self.rank_list))
 
     def submesh(self, axis: int, index: int) -> Placement:
         """Return the mesh at one index of an axis, without that axis.

@@ -2,8 +2,9 @@
 
 A backend opens one `Communicator` for each rank that lives in this process. Everything above
 (routes, prices, order, buffers) is shared; a communicator only executes one step for one rank.
-Tensors are never changed in place by either side: a communicator may hand several ranks the same
-tensor, and may keep what it was given until the step is over on every rank.
+Tensors are never changed in place by either side, save a shard that was donated: a communicator
+may hand several ranks the same tensor, and may keep what it was given until the step is over on
+every rank.
 """
 
 from __future__ import annotations
@@ -37,7 +38,13 @@ class Communicator(ABC):
 
     @abstractmethod
     def collective(
-        self, step: Step, shard: torch.Tensor, *, tag: str, deadline_s: float
+        self,
+        step: Step,
+        shard: torch.Tensor,
+        *,
+        tag: str,
+        deadline_s: float,
+        donate: bool = False,
     ) -> torch.Tensor:
         """Run an all-reduce, reduce-scatter, all-gather or all-to-all with the step's group.
 
@@ -46,6 +53,8 @@ class Communicator(ABC):
             shard: This rank's part, of the local shape that `step.source` gives.
             tag: Name of the firing, see the class.
             deadline_s: Seconds to wait for others.
+            donate: Nobody else uses the memory of `shard`, now or later: it may be overwritten, and
+                may become the result.
 
         Returns:
             This rank's part under `step.target`.

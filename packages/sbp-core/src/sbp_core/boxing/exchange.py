@@ -44,7 +44,13 @@ class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
         self._device = device
 
     def collective(
-        self, step: Step, shard: torch.Tensor, *, tag: str, deadline_s: float
+        self,
+        step: Step,
+        shard: torch.Tensor,
+        *,
+        tag: str,
+        deadline_s: float,
+        donate: bool = False,
     ) -> torch.Tensor:
         """See `Communicator.collective`."""
         call = self._begin(step, tag, deadline_s)

@@ -204,8 +204,8 @@ def reduction_of(step: Step) -> str:
     Args:
         step: An all-reduce, a reduce-scatter, or a `TRANSFER` from partial values.
     """
-    # A transfer reduces all its partial axes at once, which are of one reduction.
-    axis = step.axis if step.axis >= 0 else partial_axes(step.source[1])[0]
+    # All axes that one step reduces are of one reduction.
+    axis = step.axes[0] if step.axes else partial_axes(step.source[1])[0]
     return _reduction(step.source[1][axis])
 
 
@@ -241,8 +241,9 @@ def local_step(step: Step, rank: int, shard: torch.Tensor) -> torch.Tensor:
     """
     check_shard(step, rank, shard)
     placement, sbp = step.source
-    source, target = sbp[step.axis], step.target[1][step.axis]
-    if placement.mesh_shape[step.axis] == 1:
+    (axis,) = step.axes
+    source, target = sbp[axis], step.target[1][axis]
+    if placement.mesh_shape[axis] == 1:
         return shard
     before, after = local_transition(step, rank)
     if isinstance(target, Split):
@@ -252,7 +253,7 @@ def local_step(step: Step, rank: int, shard: torch.Tensor) -> torch.Tensor:
         padded = shard.new_zeros(tuple(stop - start for start, stop in bounds))
         padded[_slices(after)] = shard
         return padded
-    keeps = _reduction(target) != "sum" or placement.coordinate(rank)[step.axis] == 0
+    keeps = _reduction(target) != "sum" or placement.coordinate(rank)[axis] == 0
     return shard if keeps else torch.zeros_like(shard)
 
 

@@ -255,7 +255,13 @@ class LocalCommunicator(Communicator):
         self._backend = backend
 
     def collective(
-        self, step: Step, shard: torch.Tensor, *, tag: str, deadline_s: float
+        self,
+        step: Step,
+        shard: torch.Tensor,
+        *,
+        tag: str,
+        deadline_s: float,
+        donate: bool = False,
     ) -> torch.Tensor:
         """Meet the step's group; the last to arrive computes for all."""
         if step.kind in (StepKind.TRANSFER, StepKind.LOCAL):

@@ -73,7 +73,7 @@ def _shared_bytes(step: Step) -> tuple[tuple[tuple[int, ...], int], ...]:
             return sum(volume(held[rank]) for rank in group)
         return volume(held[group[0]])
 
-    return tuple((group, piece(group) * size) for group in placement.groups(step.axis))
+    return tuple((group, piece(group) * size) for group in placement.groups(*step.axes))
 
 
 @lru_cache(maxsize=4096)

@@ -180,7 +180,7 @@ class _Search:
                     dtype=self.dtype,
                     source=state,
                     target=(placement, sbp.replace(axis, entry)),
-                    axis=axis,
+                    axes=(axis,),
                     size_bytes=0,
                 )
                 size_bytes = uniform_bytes(step)
@@ -196,7 +196,7 @@ class _Search:
             dtype=self.dtype,
             source=source,
             target=target,
-            axis=-1,
+            axes=(),
             size_bytes=0,
         )
         return replace(step, size_bytes=transfer_bytes(step))

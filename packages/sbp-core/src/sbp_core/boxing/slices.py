@@ -285,7 +285,7 @@ def collective_bytes(step: Step) -> int:
     held = bounds_of(step.shape, *step.source)
     wanted = bounds_of(step.shape, *step.target)
     elements = 0
-    for group in step.source[0].groups(step.axis):
+    for group in step.source[0].groups(*step.axes):
         others = len(group) - 1
         if step.kind is StepKind.ALL_REDUCE:
             elements += 2 * others * volume(held[group[0]])
@@ -344,8 +344,8 @@ def is_realisable(step: Step) -> bool:
     """
     held = bounds_of(step.shape, *step.source)
     wanted = bounds_of(step.shape, *step.target)
-    pads = step.kind is StepKind.LOCAL and isinstance(step.source[1][step.axis], Split)
-    for group in step.source[0].groups(step.axis):
+    pads = step.kind is StepKind.LOCAL and isinstance(step.source[1][step.axes[0]], Split)
+    for group in step.source[0].groups(*step.axes):
         covered = _cover([held[rank] for rank in group])
         for rank in group:
             if sum(overlap(tile, wanted[rank]) for tile in covered) != volume(wanted[rank]):
@@ -373,15 +373,17 @@ def _cover(tiles: Sequence[Bounds]) -> Sequence[Bounds]:
 def uniform_bytes(step: Step) -> int | None:
     """Return what `collective_bytes` returns, at once, where every group moves alike.
 
-    That is: every split is even, and the step changes only the innermost split of a dim. Such a
+    That is: every split is even, and the step changes only the innermost splits of a dim. Such a
     step is always realisable. None for any other step, which takes a look at every group.
     """
     (placement, source), (_, target) = step.source, step.target
     parts: list[int] = []
     for sbp in (source, target):
-        changed = sbp[step.axis]
-        if isinstance(changed, Split) and sbp.split_axes(changed.dim)[-1] != step.axis:
-            return None
+        for dim in {entry.dim for axis in step.axes if isinstance(entry := sbp[axis], Split)}:
+            split = sbp.split_axes(dim)
+            changed = [axis for axis in split if axis in step.axes]
+            if tuple(split[-len(changed) :]) != tuple(changed):
+                return None
         pieces = [1] * len(step.shape)
         for extent, entry in zip(placement.mesh_shape, sbp, strict=True):
             if isinstance(entry, Split):
@@ -390,7 +392,7 @@ def uniform_bytes(step: Step) -> int | None:
             return None
         parts.append(prod(step.shape) // prod(pieces))
     before, after = parts
-    num_ranks, n = placement.size, placement.mesh_shape[step.axis]
+    num_ranks, n = placement.size, prod(placement.mesh_shape[axis] for axis in step.axes)
     elements = {
         StepKind.ALL_REDUCE: num_ranks // n * 2 * (n - 1) * before,
         StepKind.REDUCE_SCATTER: num_ranks // n * (n - 1) * before,

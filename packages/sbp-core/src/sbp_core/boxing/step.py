@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 class StepKind(StrEnum):
     """The primitive that a step is.
 
-    The first four are collectives among the ranks of one mesh axis of one placement.
+    The first four are collectives among the ranks of one mesh axis, or of several merged ones, of
+    one placement.
     `TRANSFER` sends slice intersections from the ranks of one placement to those of another, point
     to point. `LOCAL` moves nothing: each rank slices, zero-fills or keeps what it has.
     """
@@ -45,8 +46,9 @@ class Step:
         kind: Which.
         shape, dtype: Of the logical tensor.
         source, target: (placement, nd-SBP) before and after. Only `TRANSFER` changes the
-            placement; a collective changes the nd-SBP on `axis` only.
-        axis: The mesh axis of a collective or local step; -1 for `TRANSFER`.
+            placement; a collective changes the nd-SBP on `axes` only.
+        axes: The mesh axes of a collective, ascending, whose ranks are merged in row-major order;
+            the one mesh axis of a local step; empty for `TRANSFER`.
         size_bytes: Bytes moved between ranks, summed over all ranks.
     """
 
@@ -55,7 +57,7 @@ class Step:
     dtype: str
     source: tuple[Placement, NdSbp]
     target: tuple[Placement, NdSbp]
-    axis: int
+    axes: tuple[int, ...]
     size_bytes: int
 
     def group(self, rank: int) -> tuple[int, ...]:
@@ -65,14 +67,20 @@ class Step:
         if self.kind is StepKind.TRANSFER:
             senders, receivers = self.source[0].rank_list, self.target[0].rank_list
             return tuple(dict.fromkeys((*senders, *receivers)))
-        return self.source[0].group(rank, self.axis)
+        return self.source[0].group(rank, *self.axes)
+
+    @property
+    def axis_names(self) -> str:
+        """The mesh axes in words, such as "axis 'data'" or "axes 'data', 'tensor'"."""
+        names = ", ".join(repr(self.source[0].axes[axis]) for axis in self.axes)
+        return f"axis {names}" if len(self.axes) == 1 else f"axes {names}"
 
     def __str__(self) -> str:
-        """One line: kind, mesh axis, from -> to, bytes."""
+        """One line: kind, mesh axes, from -> to, bytes."""
         (before, source), (after, target) = self.source, self.target
         change = f"({source}) -> ({target}), {format_bytes(self.size_bytes)}"
         if self.kind is not StepKind.TRANSFER:
-            return f"{self.kind.value} on axis {before.axes[self.axis]!r}: {change}"
+            return f"{self.kind.value} on {self.axis_names}: {change}"
         if before == after:
             return f"{self.kind.value} within {before.ranks}: {change}"
         return f"{self.kind.value} from {before.ranks} to {after.ranks}: {change}"

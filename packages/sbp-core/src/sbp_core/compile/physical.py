@@ -234,7 +234,7 @@ def step_to_json(step: Step) -> dict[str, Any]:
         "dtype": step.dtype,
         "source": [step.source[0].to_json(), str(step.source[1])],
         "target": [step.target[0].to_json(), str(step.target[1])],
-        "axis": step.axis,
+        "axes": list(step.axes),
         "size_bytes": step.size_bytes,
     }
 
@@ -248,7 +248,7 @@ def step_from_json(value: Mapping[str, Any]) -> Step:
         dtype=value["dtype"],
         source=(Placement.from_json(source[0]), NdSbp.parse(source[1])),
         target=(Placement.from_json(target[0]), NdSbp.parse(target[1])),
-        axis=value["axis"],
+        axes=tuple(value["axes"]),
         size_bytes=value["size_bytes"],
     )
 
