@@ -280,17 +280,41 @@ def survey_signatures(session: nox.Session, *arguments: str) -> None:
         session.run("python", "-m", "signatures", *arguments, env=TEST_ENVIRONMENT)
 
 
+def box_everything(session: nox.Session, *arguments: str) -> None:
+    """Run all there is of boxing: routes, and every case of the conformance suite on CPUs.
+
+    Prints the number of cases and their time by backend and number of ranks.
+    """
+    select = ["-m", "exhaustive and not gpu", "-k", "boxing or Conformance"]
+    for package in PACKAGES:
+        run_pytest(session, package.folder, *select, "-p", "sbp_core.testing.boxing.report",
+                   *arguments, may_be_empty=True)  # fmt: skip
+
+
+def kill_ranks(session: nox.Session, *arguments: str) -> None:
+    """Kill ranks of every backend and launcher at random moments."""
+    with session.chdir(ROOT / "integration"):
+        session.run("python", "-m", "kills", *arguments, env=TEST_ENVIRONMENT)
+
+
 @nox.session(reuse_venv=True)
 def exhaustive(session: nox.Session) -> None:
-    """The long tests, and the survey of signatures; only that with `-- signatures ...`."""
+    """All that takes long; a part with `-- boxing ...`, `-- kills ...` or `-- signatures ...`."""
     install_all(session, "rich>=13.7", with_tests=True)
     if session.posargs[:1] == ["signatures"]:
         survey_signatures(session, *session.posargs[1:])
+        return
+    if session.posargs[:1] == ["boxing"]:
+        box_everything(session, *session.posargs[1:])
+        return
+    if session.posargs[:1] == ["kills"]:
+        kill_ranks(session, *session.posargs[1:])
         return
     for package in PACKAGES:
         run_pytest(session, package.folder, "-m", "exhaustive", *session.posargs, may_be_empty=True)
     run_integration(session, "-m", "exhaustive", *session.posargs, may_be_empty=True)
     if not session.posargs:
+        kill_ranks(session)
         survey_signatures(session)
 
 

@@ -12,7 +12,9 @@ def test_the_defaults_are_those_of_the_option_file() -> None:
     pairs = dict(line.split(": ") for line in lines if line)
 
     assert pairs.pop("name") == "actor"
+    assert pairs.pop("debug_fingerprints") == "false"
     config = ActorConfig()
+    assert not config.debug_fingerprints
     assert {key: float(value) for key, value in pairs.items()} == {
         "threads_per_rank": config.threads_per_rank,
         "first_deadline_s": config.first_deadline_s,

@@ -1,4 +1,4 @@
-"""Ranks under one `mpiexec`, which stay alive between tests. See `mpi_rank` for how they work."""
+"""Ranks under `mpiexec`, which stay alive between tests. See `mpi_rank` for how they work."""
 
 import os
 import pickle
@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,32 +21,58 @@ Job = Callable[[int, MpiBackend], Any]
 MPIEXEC = Path(sys.executable).parent / "mpiexec"
 
 #: Seconds that a job may take before the tests give up.
-_LIMIT_S = 120.0
+_LIMIT_S = 600.0
 
 
 class RankPool:
-    """Ranks 0 .. 3, started when they are first needed.
+    """Ranks 0 .. 3, and 0 .. 5 for what wants more; started when they are first needed.
 
     Args:
-        folder: Empty folder for jobs, results and the log.
+        folder: Empty folder for jobs, results and logs.
     """
 
-    NUM_RANKS = 4
+    SIZES = (4, 6)
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._process: subprocess.Popen[bytes] | None = None
-        self._num_jobs = 0
+        self._worlds: dict[int, World] = {}
 
     def run(self, num_ranks: int, job: Job) -> Sequence[Any]:
         """Call `job(rank, backend)` on ranks 0 .. num_ranks - 1; return results in rank order."""
-        process = self._process = self._process or self._start()
+        size = next(size for size in self.SIZES if size >= num_ranks)
+        if size not in self._worlds:
+            self._worlds[size] = World(size, self._folder / str(size))
+        return self._worlds[size].run(num_ranks, job)
+
+    def close(self) -> None:
+        """End the ranks; those of every `mpiexec`, even if one complains."""
+        with ExitStack() as stack:
+            for world in self._worlds.values():
+                stack.callback(world.close)
+
+
+class World:
+    """The processes of one `mpiexec`.
+
+    Args:
+        size: How many they are.
+        folder: For jobs, results and the log; does not exist yet.
+    """
+
+    def __init__(self, size: int, folder: Path) -> None:
+        folder.mkdir()
+        self._folder = folder
+        self._num_jobs = 0
+        self._process = self._start(size)
+
+    def run(self, num_ranks: int, job: Job) -> Sequence[Any]:
+        """See `RankPool.run`."""
         number, end = self._num_jobs, time.monotonic() + _LIMIT_S
         self._num_jobs += 1
         write(self._folder / f"job-{number}.pickle", (num_ranks, job))
         paths = [self._folder / f"result-{number}-{rank}.pickle" for rank in range(num_ranks)]
         while not all(path.exists() for path in paths):
-            if process.poll() is not None or time.monotonic() > end:
+            if self._process.poll() is not None or time.monotonic() > end:
                 raise AssertionError(f"mpiexec did not answer:\n{self._log()}")
             time.sleep(0.01)
         answers = [pickle.loads(path.read_bytes()) for path in paths]
@@ -56,8 +83,6 @@ class RankPool:
 
     def close(self) -> None:
         """End the ranks."""
-        if self._process is None:
-            return
         (self._folder / "stop").touch()
         try:
             code = self._process.wait(30)
@@ -65,9 +90,9 @@ class RankPool:
             self._process.kill()
         assert code == 0, f"mpiexec ended with code {code}:\n{self._log()}"
 
-    def _start(self) -> "subprocess.Popen[bytes]":
+    def _start(self, size: int) -> "subprocess.Popen[bytes]":
         script = Path(__file__).with_name("mpi_rank.py")
-        command = [MPIEXEC, "--oversubscribe", "-n", self.NUM_RANKS, sys.executable, "-m", "mpi4py"]
+        command = [MPIEXEC, "--oversubscribe", "-n", size, sys.executable, "-m", "mpi4py"]
         # Containers often run tests as root, which Open MPI has to be told is meant. Without copies
         # between processes, which the kernel may forbid, ranks of one host send large messages as
         # those of several hosts do. The ranks find the modules of the tests where these were found.

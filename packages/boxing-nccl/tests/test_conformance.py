@@ -4,20 +4,20 @@ from typing import Any
 
 import pytest
 
-from sbp_boxing_nccl.backend import MpiBackend
-from sbp_core.testing.boxing import BoxingConformance, Program
+from sbp_core.testing.boxing import BoxingConformance, Job, Program, use_communicator
 
 
-def run_program(rank: int, backend: MpiBackend, program: Program) -> Any:
-    return program(rank, backend.communicator(rank))
-
-
-class TestMpiBackend(BoxingConformance):
-    dtypes = ("float32", "float64", "int16", "bfloat16")
+@pytest.mark.timeout(1800)
+class TestMpiConformance(BoxingConformance):
+    name = "mpi"
+    rank_counts = (2, 4, 6)
 
     @pytest.fixture(autouse=True)
     def _use_pool(self, pool: Any) -> None:
         self.pool = pool
 
     def run_ranks(self, num_ranks: int, program: Program) -> Sequence[Any]:
-        return self.pool.run(num_ranks, partial(run_program, program=program))
+        return self.pool.run(num_ranks, partial(use_communicator, program=program))
+
+    def run_backends(self, num_ranks: int, job: Job) -> Sequence[Any]:
+        return self.pool.run(num_ranks, job)

@@ -1,4 +1,4 @@
-"""NCCL, on machines that have GPUs: one rank on one GPU, and the conformance suite on four."""
+"""NCCL, on machines that have GPUs: one rank on one GPU, and the conformance suite on all."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -15,7 +15,7 @@ from sbp_boxing_torch.rendezvous import World
 from sbp_core.boxing import Step, StepKind
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, P
-from sbp_core.testing.boxing import BoxingConformance, Program
+from sbp_core.testing.boxing import BoxingConformance, Job, Program, use_communicator
 
 NUM_GPUS = torch.cuda.device_count()
 
@@ -48,14 +48,10 @@ def test_a_group_of_one_rank_reduces_over_nccl() -> None:
     backend.close()
 
 
-def run_program(rank: int, backend: TorchBackend, program: Program) -> Any:
-    return program(rank, backend.communicator(rank))
-
-
-@pytest.mark.skipif(NUM_GPUS < 4, reason=f"the suite wants 4 GPUs, {NUM_GPUS} are visible")
-class TestNccl(BoxingConformance):
+class TestNcclConformance(BoxingConformance):
+    name = "torch, nccl"
     device = "cuda"
-    dtypes = ("float32", "float64", "int64", "bfloat16")
+    rank_counts = tuple(count for count in (1, 2, 4, 6, 8) if count <= max(1, NUM_GPUS))
 
     @pytest.fixture(autouse=True)
     def _start_pool(self) -> Iterator[None]:
@@ -64,4 +60,7 @@ class TestNccl(BoxingConformance):
         self.pool.close()
 
     def run_ranks(self, num_ranks: int, program: Program) -> Sequence[Any]:
-        return self.pool.run(num_ranks, partial(run_program, program=program))
+        return self.pool.run(num_ranks, partial(use_communicator, program=program))
+
+    def run_backends(self, num_ranks: int, job: Job) -> Sequence[Any]:
+        return self.pool.run(num_ranks, job)

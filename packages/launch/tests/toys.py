@@ -104,6 +104,7 @@ import json, sys, time
 from pathlib import Path
 start = time.monotonic()
 from sbp_launch.app import App, run
+from sbp_launch.check import check
 
 def task(config, registry, run_folder):
     if {fail!r}:
@@ -119,7 +120,9 @@ def task(config, registry, run_folder):
 
 code = 0
 try:
-    code = run(App(name="sbp-toy", about="be a toy", config_name={config!r}, task=task))
+    code = run(
+        App(name="sbp-toy", about="be a toy", config_name={config!r}, check=check, task=task)
+    )
 except SystemExit as exit:
     code = exit.code or 0
 sys.stdout.flush()

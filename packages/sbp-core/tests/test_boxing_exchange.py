@@ -17,7 +17,6 @@ from sbp_core.boxing.connections import Connections
 from sbp_core.boxing.exchange import ExchangeCommunicator
 from sbp_core.boxing.execute import apply_step, shard
 from sbp_core.boxing.process import ProcessBackend
-from sbp_core.boxing.slices import collective_pieces
 from sbp_core.errors import BoxingError
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp
@@ -43,8 +42,10 @@ class TableCommunicator(ExchangeCommunicator[TableConnections]):
     def __init__(self, table: Table, rank: int) -> None:
         super().__init__(TableConnections(table), rank, torch.device("cpu"))
 
-    def _collective(self, call: Call, ranks: tuple[int, ...], shard: torch.Tensor) -> torch.Tensor:
-        return self._exchange(call, ranks, shard, collective_pieces(call.step, ranks))
+    def _collective(
+        self, call: Call, ranks: tuple[int, ...], shard: torch.Tensor, donate: bool
+    ) -> torch.Tensor:
+        return self._exchange(call, ranks, shard)
 
     def _post(self, call: Call, receiver: int, values: torch.Tensor) -> None:
         self._connections.table[self.rank, receiver, call.tag] = values

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -200,3 +202,46 @@ def test_only_dtypes_are_dtypes() -> None:
     assert torch_dtype("bfloat16") is torch.bfloat16
     with pytest.raises(SbpTypeError, match="'nn' names no dtype"):
         torch_dtype("nn")
+
+
+@pytest.mark.parametrize(
+    ("reduction", "expected"), [("sum", torch.add), ("max", torch.maximum), ("min", torch.minimum)]
+)
+def test_terms_that_come_in_pieces_are_reduced_where_they_belong(
+    reduction: str, expected: Callable[..., torch.Tensor]
+) -> None:
+    source = (MESH, NdSbp.parse(f"P({reduction}), S(0)"))
+    target = (Placement([4, 5], ("x",)), NdSbp(B))
+    step = Step(
+        kind=StepKind.TRANSFER,
+        shape=(5, 2),
+        dtype="float32",
+        source=source,
+        target=target,
+        axes=(),
+        size_bytes=0,
+    )
+    partials = torch.randn(2, 5, 2, generator=torch.Generator().manual_seed(0))
+    parts = {
+        rank: partials[at[0]][:3] if at[1] == 0 else partials[at[0]][3:]
+        for rank, at in MESH.coordinates()
+    }
+
+    after = apply_step(step, parts)
+
+    assert torch.equal(after[4], expected(partials[0], partials[1]))
+    assert torch.equal(after[5], after[4])
+
+
+def test_a_reduction_may_be_made_in_the_memory_of_a_part() -> None:
+    parts = [torch.full((3,), float(number)) for number in (1, 2, 4)]
+
+    for place in (0, 1):
+        given = [part.clone() for part in parts]
+        result = reduce_in_order(given, "sum", out=given[place])
+
+        assert result is given[place] and result.tolist() == [7.0] * 3
+        assert torch.equal(given[2], parts[2])
+    single = torch.empty(3)
+    assert reduce_in_order(parts[:1], "max", out=single) is single
+    assert torch.equal(single, parts[0])

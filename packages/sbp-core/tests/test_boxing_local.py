@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from sbp_core.errors import BoxingError
 from sbp_core.placement import Placement
 from sbp_core.plugins.hooks import EmptyConfig
 from sbp_core.sbp import B, NdSbp, P, S
-from sbp_core.testing.boxing import BoxingConformance, Program
+from sbp_core.testing.boxing import BoxingConformance, Job, Program, use_communicator
 
 
 def run_threads(backend: LocalBackend, num_ranks: int, program: Program) -> list[Any]:
@@ -58,16 +59,23 @@ def caught(call: Callable[[], object]) -> BoxingError | None:
     return None
 
 
+@pytest.mark.timeout(1800)
 class TestLocalConformance(BoxingConformance):
-    dtypes = ("float32", "float64", "int64", "bfloat16")
+    name = "local"
+    rank_counts = (1, 2, 3, 4, 5, 6, 7, 8)
     missing_deadline_s = 0.2
 
     def run_ranks(self, num_ranks: int, program: Program) -> list[Any]:
+        return self.run_backends(num_ranks, partial(use_communicator, program=program))
+
+    def run_backends(self, num_ranks: int, job: Job) -> list[Any]:
         backend = opened(num_ranks)
-        # Backends of several processes send programs and results as bytes; so they must pickle.
-        program = pickle.loads(pickle.dumps(program))
+        # Backends of several processes send jobs and results as bytes; so they must pickle.
+        job = pickle.loads(pickle.dumps(job))
         try:
-            results = run_threads(backend, num_ranks, program)
+            with ThreadPoolExecutor(num_ranks) as threads:
+                futures = [threads.submit(job, rank, backend) for rank in range(num_ranks)]
+                results = [future.result() for future in futures]
             return [pickle.loads(pickle.dumps(result)) for result in results]
         finally:
             backend.close()

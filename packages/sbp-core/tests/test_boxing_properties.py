@@ -117,7 +117,7 @@ def test_a_route_is_a_chain_from_source_to_target(case: BoxingCase) -> None:
         ]
         if step.kind is not StepKind.TRANSFER:
             assert step.source[0] == step.target[0]
-            assert changed == list(step.axes)
+            assert set(changed) <= set(step.axes)
 
 
 @thorough
@@ -136,15 +136,19 @@ def test_the_bytes_that_ranks_send_add_up_to_those_of_each_step(case: BoxingCase
 
 @quick
 @given(cases(largest=2), st.integers(1, 3))
-def test_the_closed_form_for_even_splits_is_the_exact_count(case: BoxingCase, half: int) -> None:
-    shape = tuple(extent * 12 * half for extent in case.shape)
+def test_the_steps_of_even_and_uneven_tensors_move_the_exact_count(
+    case: BoxingCase, half: int
+) -> None:
+    even = tuple(extent * 24 * half for extent in case.shape)
 
-    for step in route(shape, case.dtype, case.source, case.target).steps:
-        if step.kind is not StepKind.TRANSFER:
-            fast = uniform_bytes(step)
-            assert is_realisable(step)
-            assert step.size_bytes == collective_bytes(step)
-            assert fast in (None, step.size_bytes)
+    for shape in (case.shape, even):
+        for step in route(shape, case.dtype, case.source, case.target).steps:
+            if step.kind is StepKind.TRANSFER:
+                assert step.size_bytes == transfer_bytes(step)
+            else:
+                assert is_realisable(step)
+                assert step.size_bytes == collective_bytes(step)
+                assert uniform_bytes(step) in (None, step.size_bytes)
 
 
 @quick

@@ -120,7 +120,35 @@ def test_an_outer_split_over_an_inner_one_is_no_plain_slice() -> None:
 
 
 def test_collectives_go_before_a_transfer_of_as_many_bytes() -> None:
-    assert kinds(on_mesh("S(0), S(1)", "B, B")) == [StepKind.ALL_GATHER, StepKind.ALL_GATHER]
+    found = on_mesh("S(0), S(1)", "B, S(1)")
+
+    assert kinds(found) == [StepKind.ALL_GATHER]
+    assert found.bytes == T
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "kind"),
+    [
+        ("P, P", "S(0), S(1)", StepKind.REDUCE_SCATTER),
+        ("P(max), P(max)", "S(0), S(0)", StepKind.REDUCE_SCATTER),
+        ("S(0), S(1)", "B, B", StepKind.ALL_GATHER),
+        ("S(0), S(0)", "B, B", StepKind.ALL_GATHER),
+        ("S(0), S(1)", "S(1), S(0)", StepKind.ALL_TO_ALL),
+        ("S(0), S(0)", "S(1), S(1)", StepKind.ALL_TO_ALL),
+    ],
+)
+def test_what_two_axes_do_alike_is_one_collective(source: str, target: str, kind: StepKind) -> None:
+    found = on_mesh(source, target)
+
+    assert kinds(found) == [kind]
+    assert found.steps[0].axes == (0, 1)
+
+
+def test_a_sum_too_small_to_cut_is_all_reduced_on_both_axes_at_once() -> None:
+    found = on_mesh("P, P", "B, B", ())
+
+    assert kinds(found) == [StepKind.ALL_REDUCE]
+    assert found.steps[0].axes == (0, 1)
 
 
 def test_a_sum_over_two_axes_goes_in_parts() -> None:

@@ -96,7 +96,7 @@ def test_values_for_the_same_consumers_share_a_register() -> None:
     plan = pipeline_plan(2, (2, 2))
 
     assert _register(plan, 0, "layers.0.relu").consumers == (
-        "send layers.0.relu@1(B)",
+        "send layers.0.relu@1(S(0))",
         "backward.0.2",
     )
     assert _register(plan, 1, "layers.1.relu").consumers == ("backward.1.1",)
@@ -147,7 +147,7 @@ def test_a_transfer_is_a_send_a_receive_and_a_link_for_each_pair() -> None:
 
     plan = pipeline_plan(4, (2, 1), mesh=mesh)
 
-    sends = [k for k in plan.links if k.sender[1] == "send layers.0.relu@1(B)"]
+    sends = [k for k in plan.links if k.sender[1] == "send layers.0.relu@1(S(0))"]
     pairs = {(k.sender[0], k.receiver[0]) for k in sends}
     assert pairs == {(0, 2), (0, 3), (1, 2), (1, 3)}
     assert {k.quota for k in sends} == {2}

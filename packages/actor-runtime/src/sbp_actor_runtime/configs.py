@@ -15,11 +15,15 @@ class ActorConfig:
         threads_per_rank: Threads that one operator may use (intra-op), >= 1.
         first_deadline_s: Seconds that an actor may wait for others in the first step, > 0.
         deadline_s: The same for every later step.
+        debug_fingerprints: Whether ranks compare what they are about to do before every boxing step
+            (`sbp_core.boxing.fingerprint`): names both sides of a mismatch, and costs a small
+            exchange a step.
     """
 
     threads_per_rank: int = 1
     first_deadline_s: float = 300.0
     deadline_s: float = 120.0
+    debug_fingerprints: bool = False
 
     def __post_init__(self) -> None:
         if self.threads_per_rank < 1:

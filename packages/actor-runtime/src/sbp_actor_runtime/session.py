@@ -7,16 +7,20 @@ an interrupt the states are those from before the step, the workers end, and the
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from queue import Empty, SimpleQueue
 
+import torch
 from torch import Tensor
 
 from sbp_actor_runtime.configs import ActorConfig
 from sbp_actor_runtime.message import Message, StepOrder, ThreadId, WorkerReport
 from sbp_actor_runtime.worker import Worker
+from sbp_core.boxing.agree import agree
 from sbp_core.boxing.backend import BoxingBackend
+from sbp_core.boxing.fingerprint import Fingerprinted
 from sbp_core.compile.physical import PhysicalPlan
 from sbp_core.errors import BoxingError, RunError
 from sbp_core.runtime.contract import Number, Runtime, Session, StepResult
@@ -42,6 +46,8 @@ class ActorRuntime(Runtime):
         ranks: Sequence[int] | None = None,
     ) -> Session:
         """See `Runtime.start`."""
+        if self.config.debug_fingerprints:
+            backend = Fingerprinted(backend)
         backend.open([part.rank for part in plan.ranks])
         try:
             here = tuple(ranks) if ranks is not None else backend.local_ranks()
@@ -106,11 +112,17 @@ class ActorSession(Session):
         first = self.steps_done == 0
         deadline_s = self.config.first_deadline_s if first else self.config.deadline_s
         try:
+            if first and self.backend.spans_processes:
+                self._agree_on_plan(deadline_s)
             for (rank, _), worker in self.workers.items():
                 worker.inbox.put(
                     StepOrder(self.steps_done, self.store.values[rank], fed[rank], deadline_s)
                 )
             reports = self._collect()
+        except BoxingError as error:
+            failure = RunError(error.what, where=error.where, todo=error.todo)
+            self._end(error, failure)
+            raise failure from error
         except BaseException as error:
             # Such as an interrupt from the keyboard: the workers are in the middle of the step.
             self._end(error, RunError(f"step {self.steps_done} was interrupted by {error!r}"))
@@ -127,6 +139,42 @@ class ActorSession(Session):
         self.store.values = values
         self.steps_done += 1
         return StepResult(outputs=results)
+
+    def _agree_on_plan(self, deadline_s: float) -> None:
+        """See that every process runs the same plan; its ranks compare the plan's hash.
+
+        Raises:
+            BoxingError: they do not, or a rank did not come.
+        """
+        outcomes: SimpleQueue[BaseException | None] = SimpleQueue()
+        everyone = [part.rank for part in self.plan.ranks]
+
+        def compare(rank: int) -> None:
+            tensors = [
+                value for value in self.store.values[rank].values() if torch.is_tensor(value)
+            ]
+            device = tensors[0].device if tensors else None
+            try:
+                agree(
+                    self.backend.communicator(rank),
+                    everyone,
+                    "plan",
+                    self.plan.hash,
+                    deadline_s,
+                    device=device,
+                )
+            except BaseException as error:
+                outcomes.put(error)
+            else:
+                outcomes.put(None)
+
+        # On threads: the ranks of one process wait for each other too, and so that an interrupt
+        # from the keyboard need not wait for them.
+        for rank in self.store.values:
+            threading.Thread(target=compare, args=(rank,), name="sbp agree", daemon=True).start()
+        for _ in self.store.values:
+            if (error := outcomes.get()) is not None:
+                raise error
 
     def _check_usable(self) -> None:
         if self.closed or self.failure is not None:
@@ -211,6 +259,13 @@ class ActorSession(Session):
     def load_state_dict(self, states: Mapping[str, Tensor]) -> None:
         """See `Session.load_state_dict`."""
         self.store.load(states)
+
+    def __exit__(self, *raised: object) -> None:
+        """Close; if an error ends the block, let the ranks of other processes know of it."""
+        error = raised[1]
+        if isinstance(error, BaseException) and not self.closed and self.failure is None:
+            self.backend.fail(error)
+        self.close()
 
     def close(self) -> None:
         """See `Session.close`. States can still be read."""

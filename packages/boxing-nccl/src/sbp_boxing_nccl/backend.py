@@ -6,14 +6,19 @@ The connections are `connections`, the steps `communicator`; the life of both is
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
+from sbp_boxing_nccl.board import MpiBoard
 from sbp_boxing_nccl.communicator import MpiCommunicator
 from sbp_boxing_nccl.configs import MpiBoxingConfig
 from sbp_boxing_nccl.connections import MpiConnections
+from sbp_boxing_nccl.exit import Exit
 from sbp_boxing_nccl.library import load_mpi
+from sbp_boxing_nccl.start import processes
 from sbp_core.boxing.process import ProcessBackend
+from sbp_core.boxing.start import Start
 from sbp_core.errors import BoxingError
 
 
@@ -35,6 +40,25 @@ class MpiBackend(ProcessBackend):
         super().__init__()
         self._config = config
         self._comm = comm
+        self._exit: Exit | None = None
+        self._board: MpiBoard | None = None
+
+    def starts(self, num_ranks: int, command: Sequence[str]) -> tuple[Start, ...]:
+        """See `BoxingBackend.starts`: a launcher, `mpiexec`."""
+        return processes(num_ranks, command)
+
+    def close(self) -> None:
+        """See `BoxingBackend.close`; if an exception is on its way, it fails the other ranks too.
+
+        `SystemExit` is one, unless its status means success.
+        """
+        error = sys.exc_info()[1]
+        quits = isinstance(error, SystemExit) and error.code in (None, 0)
+        if error is not None and not quits:
+            self.fail(error)
+        super().close()
+        if self._exit is not None:
+            self._exit.leave(well=self._board is not None and self._board.failure() is None)
 
     def _connect(self, ranks: Sequence[int]) -> tuple[MpiConnections, MpiCommunicator]:
         """See `ProcessBackend._connect`."""
@@ -48,5 +72,7 @@ class MpiBackend(ProcessBackend):
                 accepted=f"ranks 0 .. {size - 1}, one a process",
                 todo=f"start the program with mpiexec -n {len(ranks)} python -m mpi4py ...",
             )
+        self._exit = Exit(comm, mpi)
         connections = MpiConnections(comm, mpi, self._config.connect_timeout_s)
+        self._board = connections.board
         return connections, MpiCommunicator(connections)

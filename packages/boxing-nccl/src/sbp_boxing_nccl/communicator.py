@@ -10,13 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from sbp_boxing_nccl.connections import MpiConnections
-from sbp_boxing_nccl.group import Group, Work
-from sbp_boxing_nccl.wire import to_reducible
+from sbp_boxing_nccl.group import Group, Work, split
 from sbp_core.boxing.call import Call, group_name, tag_number
 from sbp_core.boxing.exchange import ExchangeCommunicator
 from sbp_core.boxing.execute import reduction_of
-from sbp_core.boxing.parcel import num_elements, pack
-from sbp_core.boxing.slices import bounds_of, collective_pieces, volume
+from sbp_core.boxing.manifest import manifest
+from sbp_core.boxing.parcel import Parcels, pack
 from sbp_core.boxing.step import StepKind
 
 #: Seconds after which a rank that waits in a collective tells the others that it is there.
@@ -30,13 +29,18 @@ class MpiCommunicator(ExchangeCommunicator[MpiConnections]):
         super().__init__(connections, connections.rank, torch.device("cpu"))
         self._calls: dict[tuple[int, ...], int] = {}
 
-    def _collective(self, call: Call, ranks: tuple[int, ...], shard: torch.Tensor) -> torch.Tensor:
+    def _collective(
+        self, call: Call, ranks: tuple[int, ...], shard: torch.Tensor, donate: bool
+    ) -> torch.Tensor:
         """See `ExchangeCommunicator._collective`."""
-        if call.step.kind is StepKind.ALL_REDUCE:
-            return self._all_reduce(call, ranks, shard)
-        if call.step.kind is StepKind.REDUCE_SCATTER:
-            return self._reduce_scatter(call, ranks, shard)
-        return self._regroup(call, ranks, shard)
+        kind, given = call.step.kind, shard.detach()
+        if kind is StepKind.ALL_REDUCE:
+            return self._all_reduce(call, ranks, given, donate)
+        if kind is StepKind.REDUCE_SCATTER:
+            return self._reduce_scatter(call, ranks, given)
+        if kind is StepKind.ALL_GATHER and manifest(call.step, self.rank).gathers:
+            return self._all_gather(call, ranks, given)
+        return self._exchange(call, ranks, given)
 
     def _post(self, call: Call, receiver: int, values: torch.Tensor) -> None:
         """See `ExchangeCommunicator._post`."""
@@ -60,51 +64,37 @@ class MpiCommunicator(ExchangeCommunicator[MpiConnections]):
     def _number(self, call: Call) -> int:
         return tag_number(call.tag, self._connections.largest_tag)
 
-    def _all_reduce(self, call: Call, ranks: tuple[int, ...], shard: torch.Tensor) -> torch.Tensor:
+    def _all_reduce(
+        self, call: Call, ranks: tuple[int, ...], shard: torch.Tensor, donate: bool
+    ) -> torch.Tensor:
         if not shard.numel():
             return shard
-        values, reduction = to_reducible(shard.reshape(-1)), reduction_of(call.step)
-        self._run(call, ranks, lambda group: group.all_reduce(values, reduction, shard.dtype))
-        return values.to(shard.dtype).reshape(shard.shape)
+        values, reduction = shard.contiguous().view(-1), reduction_of(call.step)
+        result = values if donate else torch.empty_like(values)
+        self._run(call, ranks, lambda group: group.all_reduce(result, values, reduction))
+        return result.view(shard.shape)
 
     def _reduce_scatter(
         self, call: Call, ranks: tuple[int, ...], shard: torch.Tensor
     ) -> torch.Tensor:
-        step = call.step
-        sent = {
-            piece.receiver: piece
-            for piece in collective_pieces(step, ranks)
-            if piece.sender == self.rank
-        }
-        parts = [pack(shard, [sent[rank]] if rank in sent else []) for rank in ranks]
-        sizes = [part.numel() for part in parts]
-        values, reduction = to_reducible(torch.cat(parts)), reduction_of(step)
-        received = values.new_empty(sizes[ranks.index(self.rank)])
+        known, reduction = manifest(call.step, self.rank), reduction_of(call.step)
+        parts = [pack(shard, [piece] if piece else []) for piece in known.outgoing]
+        received = torch.empty_like(parts[known.place])
+        if shard.numel():
+            self._run(call, ranks, lambda group: group.reduce_scatter(received, parts, reduction))
+        return received.view(known.shape)
+
+    def _all_gather(self, call: Call, ranks: tuple[int, ...], shard: torch.Tensor) -> torch.Tensor:
+        """Run an all-gather in which everybody receives whole shards."""
+        known = manifest(call.step, self.rank)
+        parcels = Parcels(call.step, known, shard, device=self._device, whole=True)
+        sizes = parcels.received_sizes
         if sum(sizes):
             self._run(
-                call,
-                ranks,
-                lambda group: group.reduce_scatter(received, values, sizes, reduction, shard.dtype),
+                call, ranks, lambda group: group.all_gather(parcels.received, parcels.sent, sizes)
             )
-        bounds = bounds_of(step.shape, *step.target)[self.rank]
-        return received.to(shard.dtype).reshape([stop - start for start, stop in bounds])
-
-    def _regroup(self, call: Call, ranks: tuple[int, ...], shard: torch.Tensor) -> torch.Tensor:
-        """Run an all-gather or all-to-all."""
-        step, pieces = call.step, collective_pieces(call.step, ranks)
-        mine = [piece for piece in pieces if piece.receiver == self.rank]
-        held = bounds_of(step.shape, *step.source)
-        sizes = [volume(held[rank]) for rank in ranks]
-        whole = dict(zip(ranks, sizes, strict=True))
-        gathers = all(num_elements(step, [piece]) == whole[piece.sender] for piece in pieces)
-        if step.kind is not StepKind.ALL_GATHER or not gathers:
-            return self._exchange(call, ranks, shard, pieces)
-        received = self._empty(step, sum(sizes))
-        if sum(sizes):
-            part = shard.reshape(-1).contiguous()
-            self._run(call, ranks, lambda group: group.all_gather(received, part, sizes))
-        parcels = dict(zip(ranks, torch.split(received, sizes), strict=True))
-        return self._unpack(step, mine, parcels)
+        parcels.keep_own()
+        return parcels.result()
 
     def _trade(
         self,
@@ -116,11 +106,8 @@ class MpiCommunicator(ExchangeCommunicator[MpiConnections]):
         sent_sizes: Sequence[int],
     ) -> None:
         """See `ExchangeCommunicator._trade`."""
-        self._run(
-            call,
-            ranks,
-            lambda group: group.exchange(received, sent, received_sizes, sent_sizes),
-        )
+        places, parts = split(received, received_sizes), split(sent, sent_sizes)
+        self._run(call, ranks, lambda group: group.exchange(places, parts))
 
     def _run(self, call: Call, ranks: tuple[int, ...], start: Callable[[Group], Work]) -> None:
         """Start a collective in the group of `ranks` and wait for it.

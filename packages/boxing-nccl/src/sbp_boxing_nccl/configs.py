@@ -1,10 +1,15 @@
-"""The settings of the backend `mpi`, validated on construction. Imports neither torch nor MPI."""
+"""The settings of the backends, validated on construction. Imports neither torch nor MPI."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from typing import Literal
 
 from sbp_core.errors import ConfigError
+
+_DEVICE = re.compile(r"auto|cuda:(\d+)")
+_SCHEMES = ("env://", "tcp://", "file://")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,3 +31,75 @@ class MpiBoxingConfig:
                 f"connect_timeout_s={self.connect_timeout_s} leaves no time to connect",
                 accepted="seconds above 0",
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NcclBoxingConfig:
+    """Settings of `sbp_boxing_nccl.nccl.backend.NcclBackend`.
+
+    Args:
+        bootstrap: How the processes meet before NCCL connects them: `mpi` (started by `mpiexec`) or
+            `store` (torch's store, as `torchrun` starts it).
+        device: The GPU of this process among those that it sees: `cuda:N`, or `auto` for the number
+            of the process on its machine.
+        init_method: With `bootstrap=store`, where: `env://` (MASTER_ADDR and MASTER_PORT),
+            `tcp://HOST:PORT` or `file:///PATH`.
+        rank: With `bootstrap=store`, rank of this process; from RANK in the environment if None.
+        world_size: Likewise, number of processes; from WORLD_SIZE if None.
+        connect_timeout_s: Seconds to wait for the other processes at the start, above 0.
+        abort_timeout_s: Seconds to wait for NCCL to let go of its communicators, above 0.
+        run_ahead: Calls return once their work is on its stream, for which torch's stream then
+            waits; a rank that does not come makes a later call fail. Else the host waits.
+
+    Raises:
+        ConfigError: a setting cannot be meant, or two of them contradict each other.
+    """
+
+    bootstrap: Literal["mpi", "store"] = "mpi"
+    device: str = "auto"
+    init_method: str = "env://"
+    rank: int | None = None
+    world_size: int | None = None
+    connect_timeout_s: float = 60.0
+    abort_timeout_s: float = 5.0
+    run_ahead: bool = False
+
+    def __post_init__(self) -> None:
+        if self.bootstrap not in ("mpi", "store"):
+            raise ConfigError(f"bootstrap={self.bootstrap!r} is unknown", accepted="mpi, store")
+        if not _DEVICE.fullmatch(self.device):
+            raise ConfigError(f"device={self.device!r} is unknown", accepted="auto, cuda:N")
+        if not self.init_method.startswith(_SCHEMES):
+            raise ConfigError(
+                f"init_method={self.init_method!r} says no place to meet",
+                accepted="env://, tcp://HOST:PORT, file:///PATH",
+            )
+        if self.bootstrap == "mpi" and (self.rank, self.world_size) != (None, None):
+            raise ConfigError(
+                f"rank={self.rank} and world_size={self.world_size} are given by MPI",
+                accepted="null for both, or bootstrap=store",
+            )
+        self._check_numbers()
+
+    def _check_numbers(self) -> None:
+        if self.world_size is not None and self.world_size < 1:
+            raise ConfigError(f"world_size={self.world_size} is too small", accepted="1 or more")
+        if self.rank is not None and not (
+            0 <= self.rank < (self.rank + 1 if self.world_size is None else self.world_size)
+        ):
+            raise ConfigError(
+                f"rank={self.rank} is no rank of world_size={self.world_size}",
+                accepted="0 .. world_size - 1",
+            )
+        for key in ("connect_timeout_s", "abort_timeout_s"):
+            if not getattr(self, key) > 0:
+                raise ConfigError(
+                    f"{key}={getattr(self, key)} leaves no time", accepted="seconds above 0"
+                )
+
+    @property
+    def device_index(self) -> int | None:
+        """Number of the GPU among those that this process sees; None if it is to be found out."""
+        found = _DEVICE.fullmatch(self.device)
+        assert found is not None, "checked on construction"
+        return None if found[1] is None else int(found[1])

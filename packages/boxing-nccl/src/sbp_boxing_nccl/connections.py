@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from sbp_boxing_nccl.board import Board
+from sbp_boxing_nccl.board import MpiBoard
 from sbp_boxing_nccl.group import Group, Work
 from sbp_boxing_nccl.outbox import Message, Outbox
 from sbp_core.boxing.call import Call, group_name
@@ -49,10 +49,11 @@ class MpiConnections(Connections):
         self.rank: int = comm.Get_rank()
         self._groups: dict[tuple[int, ...], Group] = {}
         self._abandoned = False
-        self._notes = self._duplicate(limit_s)
-        self.board = Board(self._notes, mpi)
+        self._private = self._duplicate(limit_s)
+        self.board = MpiBoard(self._private, mpi)
         self._messages = Group(everyone, self._duplicate(limit_s), mpi)
         self._outbox = Outbox(self.fail)
+        self.watch_over(self.board, limit_s)
 
     @property
     def largest_tag(self) -> int:
@@ -72,7 +73,7 @@ class MpiConnections(Connections):
         board.join(name, ranks)
 
         def over() -> bool:
-            self._check(call)
+            self.check_others(call)
             return not board.not_joined(name, ranks)
 
         # Create_group has no deadline, so that it is called once all ranks are there for it.
@@ -113,7 +114,7 @@ class MpiConnections(Connections):
         """
         try:
             with self.guard(call):
-                return work.wait(limit_s, lambda: self._check(call))
+                return work.wait(limit_s, lambda: self.check_others(call))
         except BoxingError:
             self.abandon(group, work)
             raise
@@ -131,7 +132,7 @@ class MpiConnections(Connections):
         except BoxingError:
             raise
         except (RuntimeError, OverflowError) as error:
-            raise self.broken(call, call.failed(f"MPI reported: {error}")) from error
+            raise self.lost(call, f"MPI reported: {error}") from error
 
     def _announce(self, text: str) -> None:
         """See `Connections._announce`; who waits sees the note when it looks next."""
@@ -148,14 +149,15 @@ class MpiConnections(Connections):
             for ranks in sorted(self._groups):
                 self._groups[ranks].free()
             self._messages.free()
-            self._notes.Free()
+            self.board.close()
+            self._private.Free()
 
     def _part(self) -> bool:
         """Stay until no rank needs this one; say whether all of them are well."""
         board = self.board
 
         def over() -> bool:
-            return board.all_left() or board.failure() is not None
+            return board.all_left() or self.reason_to_go() is not None
 
         if self._failure is not None:
             board.wait_for(board.all_heard, _NEWS_S)
@@ -164,13 +166,6 @@ class MpiConnections(Connections):
             _log.warning("rank %d leaves before other ranks did", self.rank)
             return False
         return board.failure() is None
-
-    def _check(self, call: Call) -> None:
-        """Raise `BoxingError` if waiting on has become hopeless."""
-        self.check_usable(call)
-        reason = self.board.failure()
-        if reason is not None:
-            raise self.broken(call, call.failed(reason))
 
     def _duplicate(self, limit_s: float) -> Any:
         """Return a communicator of all ranks with a context of its own."""

@@ -1,63 +1,128 @@
 """One MPI communicator: collectives and messages on flat tensors.
 
 Knows MPI's calls and how to wait for them with a deadline, not steps: `communicator` says what is
-moved.
+moved. Large collectives are made of messages (`direct`).
 """
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from sbp_boxing_nccl.wire import movable, operation, reducible
+from sbp_boxing_nccl.direct import Direct, Schedule
+from sbp_boxing_nccl.reduce import reduce_into
+from sbp_boxing_nccl.wire import memory
 
-#: Pauses between two looks at a request, in seconds: the first, and the longest.
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2e-5, 1e-3
+#: Looks at a request between two looks at the clock.
+_LOOKS = 64
 
-#: Seconds between two calls of `check` while a request is under way.
+#: Seconds without any progress after which a waiting rank lets others have its core between looks,
+#: and after which it pauses.
+_ALONE_S, SPIN_S = 1e-4, 1e-3
+
+#: Length of a pause, as a part of the time without progress, and at most in seconds.
+_PAUSE_SHARE, _LONGEST_PAUSE_S = 0.03, 1e-3
+
+#: Seconds between two calls of `check` while work is under way.
 _CHECK_S = 0.02
 
+#: Bytes below which an all-reduce gathers the values of all ranks, and an all-gather is MPI's own.
+_SMALL_BYTES = 2**16
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+#: Bytes of the parts of a message, and how many there are at most.
+_PART_BYTES, _MOST_PARTS = 2**19, 64
+
+
 class Work:
-    """Something that MPI was asked to do, and the tensors that it does it with."""
+    """Something that MPI was asked to do, and the tensors that it does it with.
 
-    request: Any
-    tensors: tuple[torch.Tensor, ...]
+    Used by one thread at a time.
+
+    Args:
+        request: The request to wait for; or, of a schedule, all of them in turn.
+        tensors: What must live until the work is over.
+    """
+
+    def __init__(self, *, request: Any | Schedule, tensors: tuple[torch.Tensor, ...]) -> None:
+        self._schedule: Schedule = request if isinstance(request, Iterator) else iter((request,))
+        self._request: Any = None
+        self.tensors = tensors
+        self.num_done = 0
+        self.is_over = False
+
+    def look(self, times: int = 1, *, yields: bool = True) -> bool:
+        """Let MPI move what it can, some times; say whether all is over.
+
+        Raises what the schedule raises, and mpi4py's `Exception`.
+
+        Args:
+            times: How often, at most.
+            yields: Whether to let others have the core in between.
+        """
+        for _ in range(times):
+            while self._request is None or self._request.Test():
+                self._request = next(self._schedule, None)
+                if self._request is None:
+                    self.is_over = True
+                    return True
+                self.num_done += 1
+            if yields:
+                yield_core()
+        return False
 
     def wait(self, limit_s: float, check: Callable[[], None]) -> bool:
         """Wait; False if it is still under way after `limit_s` seconds.
 
-        Looks and sleeps in turn instead of letting MPI wait: MPI would keep a core busy, and knows
-        no deadline.
+        Looks again and again instead of letting MPI wait, which knows no deadline. MPI moves data
+        only while it is called: as long as there is progress, this rank keeps looking. If there is
+        none, somebody is late: it lets others have the core, and soon pauses.
 
         Args:
             limit_s: Seconds to wait for others.
             check: Called now and then; raises if there is no hope.
         """
-        end, pause, checked = time.monotonic() + limit_s, _FIRST_PAUSE_S, time.monotonic()
-        while not self.request.Test():
+        moved = checked = time.monotonic()
+        end, num_done = moved + limit_s, self.num_done
+        yields = False
+        while not self.look(_LOOKS, yields=yields):
             now = time.monotonic()
+            if self.num_done > num_done:
+                moved, num_done = now, self.num_done
             if now >= end:
                 return False
             if now - checked >= _CHECK_S:
                 checked = now
                 check()
-            time.sleep(pause)
-            pause = min(1.5 * pause, _LONGEST_PAUSE_S)
+            yields = now - moved > _ALONE_S
+            pause_s = pause_after(now - moved)
+            if pause_s:
+                time.sleep(pause_s)
         return True
+
+
+def pause_after(idle_s: float) -> float:
+    """Return how many seconds to pause after some without progress."""
+    return min(_PAUSE_SHARE * idle_s, _LONGEST_PAUSE_S) if idle_s > SPIN_S else 0.0
+
+
+def yield_core() -> None:
+    """Let another thread or process run on this core, if one wants to."""
+    if hasattr(os, "sched_yield"):
+        os.sched_yield()
+    else:
+        time.sleep(0)
 
 
 class Group:
     """A set of ranks that are connected; `peer` and list positions count within `ranks`.
 
-    Each method starts something and returns at once. Tensors are shape (elements,), contiguous, on
-    the CPU. Raises mpi4py's `Exception` (a `RuntimeError`), or `OverflowError` for more elements
-    than MPI counts.
+    Each method returns at once; messages have been started then, a collective starts when its work
+    is first looked at. Tensors are shape (elements,), contiguous, on the CPU. Raises mpi4py's
+    `Exception` (a `RuntimeError`), there or when the work is waited for.
 
     Args:
         ranks: In the order of the communicator.
@@ -69,66 +134,58 @@ class Group:
         self.ranks = ranks
         self._comm = comm
         self._mpi = mpi
+        self._direct = Direct(comm, mpi)
+        self._index: int = comm.Get_rank()
 
-    def all_reduce(self, values: torch.Tensor, reduction: str, dtype: torch.dtype) -> Work:
-        """Reduce `values`, which stand for values of `dtype`, in place over all ranks."""
-        request = self._comm.Iallreduce(
-            self._mpi.IN_PLACE,
-            reducible(values, self._mpi),
-            op=operation(reduction, dtype, self._mpi),
-        )
-        return Work(request=request, tensors=(values,))
+    def all_reduce(self, result: torch.Tensor, values: torch.Tensor, reduction: str) -> Work:
+        """Reduce `values` over all ranks into `result`, in rank order; they may be the same."""
+        if values.numel() * values.element_size() < _SMALL_BYTES:
+            schedule = self._gather_and_reduce(result, values, reduction)
+        else:
+            schedule = self._direct.all_reduce(result, values, reduction)
+        return Work(request=schedule, tensors=(result, values))
 
     def reduce_scatter(
-        self,
-        received: torch.Tensor,
-        sent: torch.Tensor,
-        sizes: Sequence[int],
-        reduction: str,
-        dtype: torch.dtype,
+        self, result: torch.Tensor, parts: Sequence[torch.Tensor], reduction: str
     ) -> Work:
-        """Reduce consecutive chunks of `sent` over all ranks, chunk i into `received` of rank i."""
-        request = self._comm.Ireduce_scatter(
-            reducible(sent, self._mpi),
-            reducible(received, self._mpi),
-            list(sizes),
-            op=operation(reduction, dtype, self._mpi),
-        )
-        return Work(request=request, tensors=(received, sent))
+        """Reduce `parts[i]` over all ranks into `result` of rank i, in rank order."""
+        schedule = self._direct.reduce_scatter(result, parts, reduction)
+        return Work(request=schedule, tensors=(result, *parts))
 
     def all_gather(self, received: torch.Tensor, part: torch.Tensor, sizes: Sequence[int]) -> Work:
-        """Copy `part` of rank i into consecutive chunk i of `received` of all."""
-        values, datatype = movable(received, self._mpi)
-        request = self._comm.Iallgatherv(
-            movable(part, self._mpi), [values, (list(sizes), starts(sizes)), datatype]
-        )
-        return Work(request=request, tensors=(received, part))
+        """Copy `part` of rank i into consecutive chunk i, of `sizes[i]`, of `received` of others.
 
-    def exchange(
-        self,
-        received: torch.Tensor,
-        sent: torch.Tensor,
-        received_sizes: Sequence[int],
-        sent_sizes: Sequence[int],
-    ) -> Work:
-        """Send consecutive chunks of `sent` to ranks in order, and receive theirs likewise."""
-        values_in, datatype = movable(received, self._mpi)
-        values_out, _ = movable(sent, self._mpi)
-        request = self._comm.Ialltoallv(
-            [values_out, (list(sent_sizes), starts(sent_sizes)), datatype],
-            [values_in, (list(received_sizes), starts(received_sizes)), datatype],
-        )
-        return Work(request=request, tensors=(received, sent))
+        Whether a rank's own chunk is filled is left open: the caller has it.
+        """
+        if received.numel() * received.element_size() < _SMALL_BYTES:
+            return Work(request=self._gather(received, part, sizes), tensors=(received, part))
+        places = split(received, sizes)
+        schedule = self._direct.exchange(places, [part] * len(places))
+        return Work(request=schedule, tensors=(received, part))
+
+    def exchange(self, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> Work:
+        """Send `sent[i]` to rank i, and receive `received[i]` from it; some may be empty.
+
+        What this rank sends to itself is copied.
+        """
+        if sent[self._index].numel():
+            received[self._index].copy_(sent[self._index])
+        schedule = self._direct.exchange(received, sent)
+        return Work(request=schedule, tensors=(*received, *sent))
 
     def send(self, values: torch.Tensor, peer: int, tag: int) -> Work:
         """Send a message."""
-        request = self._comm.Isend(movable(values, self._mpi), peer, tag)
-        return Work(request=request, tensors=(values,))
+        requests = [
+            self._comm.Isend([part, self._mpi.BYTE], peer, tag) for part in self._parts(values)
+        ]
+        return Work(request=iter(requests), tensors=(values,))
 
     def receive(self, values: torch.Tensor, peer: int, tag: int) -> Work:
         """Receive a message into `values`."""
-        request = self._comm.Irecv(movable(values, self._mpi), peer, tag)
-        return Work(request=request, tensors=(values,))
+        requests = [
+            self._comm.Irecv([part, self._mpi.BYTE], peer, tag) for part in self._parts(values)
+        ]
+        return Work(request=iter(requests), tensors=(values,))
 
     def abandon(self, work: Work) -> None:
         """Keep the tensors of work that was given up for as long as MPI may write to them."""
@@ -140,7 +197,38 @@ class Group:
         """Release the communicator; nothing may be under way."""
         self._comm.Free()
 
+    def _gather(
+        self, received: torch.Tensor, part: torch.Tensor, sizes: Sequence[int]
+    ) -> Iterator[Any]:
+        byte, size = self._mpi.BYTE, part.element_size()
+        counts = [size * elements for elements in sizes]
+        places = [memory(received, self._mpi), (counts, starts(counts)), byte]
+        yield self._comm.Iallgatherv([memory(part, self._mpi), byte], places)
+
+    def _gather_and_reduce(
+        self, result: torch.Tensor, values: torch.Tensor, reduction: str
+    ) -> Iterator[Any]:
+        """Run an all-reduce that is over after one round, and adds in the order of the ranks."""
+        everything = values.new_empty(len(self.ranks) * values.numel())
+        yield from self._gather(everything, values, [values.numel()] * len(self.ranks))
+        reduce_into(result, list(everything.chunk(len(self.ranks))), reduction)
+
+    def _parts(self, values: torch.Tensor) -> list[Any]:
+        """Cut a message into parts that follow each other, as memory; both ends cut alike.
+
+        So both see while it moves that it moves; and shared memory takes several at a time.
+        """
+        whole = memory(values, self._mpi)
+        size = max(_PART_BYTES, -(-len(whole) // _MOST_PARTS))
+        return [whole[start : start + size] for start in range(0, max(1, len(whole)), size)]
+
 
 def starts(sizes: Sequence[int]) -> list[int]:
     """Return where consecutive chunks of these sizes start."""
     return [sum(sizes[:index]) for index in range(len(sizes))]
+
+
+def split(values: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+    """Return consecutive chunks of a tensor of shape (elements,); `torch.split` is much slower."""
+    bounds = zip(starts(sizes), sizes, strict=True)
+    return [values[start : start + size] for start, size in bounds]

@@ -11,11 +11,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from sbp_boxing_nccl.group import Group, Work
+from sbp_boxing_nccl.group import SPIN_S, Group, Work, pause_after
 from sbp_core.boxing.call import Call
 
-#: Pauses between two looks at the messages, in seconds: the first, and the longest.
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 5e-5, 2e-3
+#: Looks at a message that was just sent, and at one that moves before the next has its turn.
+_EAGER_LOOKS, _LOOKS = 4, 32
+
+#: Seconds that a first message waits for the sender to move it by itself.
+_FIRST_PAUSE_S = 1e-4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +47,8 @@ class Outbox:
 
     def keep(self, message: Message) -> None:
         """Keep a message that was just sent."""
+        if message.work.look(_EAGER_LOOKS):
+            return  # MPI has taken a copy of it, or it is received
         with self._changed:
             self._messages.append(message)
             if self._thread is None:
@@ -67,25 +72,36 @@ class Outbox:
             message.group.abandon(message.work)
 
     def _watch(self) -> None:
-        pause = _FIRST_PAUSE_S
+        moved, moved_s = -1, 0.0
         while True:
             with self._changed:
+                waits = not self._messages
                 self._changed.wait_for(lambda: self._messages or self._closed)
                 if self._closed:
                     return
-                messages = list(self._messages)
+            if waits:
+                # A sender that now waits for something itself moves its messages meanwhile.
+                time.sleep(_FIRST_PAUSE_S)
+                moved = -1
+            messages = list(self._messages)
+            idle_s = time.monotonic() - moved_s if moved >= 0 else 0.0
             try:
-                received = [message for message in messages if message.work.request.Test()]
+                for message in messages:
+                    message.work.look(_LOOKS if idle_s < SPIN_S else 1)
             except RuntimeError as error:  # MPI itself has failed
                 self._fail(messages[0].call.failed(f"MPI reported: {error}"))
                 return
-            self._forget(received)
-            late = [m for m in messages if m not in received and m.call.is_over]
+            num_done, now = sum(message.work.num_done for message in messages), time.monotonic()
+            if num_done != moved:
+                moved, moved_s = num_done, now
+            self._forget([message for message in messages if message.work.is_over])
+            late = [m for m in messages if not m.work.is_over and m.call.is_over]
             if late:
                 self._fail(late[0].call.missing([late[0].receiver]))
                 return
-            pause = _FIRST_PAUSE_S if received else min(2 * pause, _LONGEST_PAUSE_S)
-            time.sleep(pause)
+            pause_s = pause_after(now - moved_s)
+            if pause_s:
+                time.sleep(pause_s)
 
     def _forget(self, received: list[Message]) -> None:
         if received:

@@ -1,10 +1,10 @@
-"""The hooks of sbp-boxing-nccl: one boxing backend. Imports neither torch nor mpi4py."""
+"""The hooks of sbp-boxing-nccl: two boxing backends. Imports neither torch, mpi4py nor CuPy."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from sbp_boxing_nccl.configs import MpiBoxingConfig
+from sbp_boxing_nccl.configs import MpiBoxingConfig, NcclBoxingConfig
 from sbp_core.plugins.hooks import Factory, hookimpl
 
 SBP_API_VERSION = 1
@@ -12,17 +12,22 @@ SBP_API_VERSION = 1
 
 @hookimpl
 def sbp_boxing_backends() -> Mapping[str, Factory]:
-    """Offer the backend over MPI."""
+    """Offer the backends over MPI and over NCCL."""
     return {
         "mpi": Factory(
             build="sbp_boxing_nccl.backend:build",
             config=MpiBoxingConfig,
             summary="one process a rank, over MPI through mpi4py",
-        )
+        ),
+        "nccl": Factory(
+            build="sbp_boxing_nccl.nccl.backend:build",
+            config=NcclBoxingConfig,
+            summary="one process and one GPU a rank, over NCCL through CuPy",
+        ),
     }
 
 
 @hookimpl
 def sbp_config_folders() -> Sequence[str]:
-    """Offer the Hydra option of the above."""
+    """Offer the Hydra options of the above."""
     return ["pkg://sbp_boxing_nccl.conf"]

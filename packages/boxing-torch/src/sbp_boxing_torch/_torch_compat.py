@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol, cast
 
+import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous
 
 
@@ -56,3 +58,22 @@ def nccl_group(store: Store, index: int, size: int, timeout: timedelta) -> Any:
     options = nccl.Options()
     options._timeout = timeout
     return nccl(store, index, size, options)
+
+
+def all_gather_parts(
+    group: Any, received: torch.Tensor, part: torch.Tensor, timeout: timedelta
+) -> dist.Work:
+    """Copy `part` of rank i into chunk i of `received` of all ranks; all parts of one size."""
+    options = cast(Any, distributed_c10d).AllgatherOptions()
+    options.timeout = timeout
+    return cast(dist.Work, group._allgather_base(received, part, options))
+
+
+def reduce_scatter_parts(
+    group: Any, part: torch.Tensor, values: torch.Tensor, operation: Any, timeout: timedelta
+) -> dist.Work:
+    """Reduce chunk i of `values` over all ranks into `part` of rank i; all parts of one size."""
+    options = cast(Any, distributed_c10d).ReduceScatterOptions()
+    options.reduceOp = operation
+    options.timeout = timeout
+    return cast(dist.Work, group._reduce_scatter_base(part, values, options))

@@ -14,7 +14,9 @@ from sbp_boxing_torch.communicator import TorchCommunicator
 from sbp_boxing_torch.configs import TorchBoxingConfig
 from sbp_boxing_torch.connections import TorchConnections
 from sbp_boxing_torch.rendezvous import World, meet
+from sbp_boxing_torch.start import processes
 from sbp_core.boxing.process import ProcessBackend
+from sbp_core.boxing.start import Start
 from sbp_core.errors import BoxingError
 
 
@@ -36,6 +38,10 @@ class TorchBackend(ProcessBackend):
         super().__init__()
         self._config = config
         self._world = world
+
+    def starts(self, num_ranks: int, command: Sequence[str]) -> tuple[Start, ...]:
+        """See `BoxingBackend.starts`: one process a rank."""
+        return processes(self._config, num_ranks, command)
 
     def _connect(self, ranks: Sequence[int]) -> tuple[TorchConnections, TorchCommunicator]:
         """See `ProcessBackend._connect`.

@@ -1,99 +1,36 @@
-"""The notes that ranks leave for each other in the store: joining, waiting, failing, leaving.
-
-A note is written when something takes long or goes wrong, never on the fast path of a step. Holds
-no tensors and knows no steps.
-"""
+"""The notes of the ranks in the store that all of them reach."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable
 
 from sbp_boxing_torch._torch_compat import Store
-from sbp_core.boxing.call import wait_until
-
-#: Pauses between two looks at the store, in seconds: the first, and the longest.
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 5e-4, 0.02
+from sbp_boxing_torch.clerk import Clerk
+from sbp_core.boxing.board import Board
 
 
-class Board:
-    """The notes of one run, as one rank sees them.
+class StoreBoard(Board):
+    """Notes in a store of torch.distributed, which any rank may read at any time.
 
-    No method waits for another rank, but for `wait_for`. A store that cannot be reached (the
-    process that hosts it has ended) counts as a failure of that process.
+    Args:
+        store: A part of it that nobody else writes to.
+        rank: The rank that looks.
+        size: Number of ranks.
     """
 
-    def __init__(self, store: Store, rank: int) -> None:
-        self._store = store
-        self._rank = rank
+    def __init__(self, store: Store, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self._clerk = Clerk(store)
 
-    def join(self, group: str) -> None:
-        """Note that this rank is ready to connect a group."""
-        self._set(f"join/{group}/{self._rank}", "1")
+    def close(self) -> None:
+        """Let go of the store; nothing may be asked any more."""
+        self._clerk.close()
 
-    def not_joined(self, group: str, ranks: Sequence[int]) -> list[int]:
-        """Return the ranks that are not ready to connect a group."""
-        return [rank for rank in ranks if not self._has(f"join/{group}/{rank}")]
+    def _put(self, key: str, value: str, ranks: Iterable[int]) -> None:
+        self._clerk.set(key, value)
 
-    def wait_at(self, group: str, number: int) -> None:
-        """Note that this rank waits at a call, counted from the first, of a group."""
-        self._set(f"wait/{group}/{self._rank}", str(number))
+    def _get(self, key: str) -> str | None:
+        return self._clerk.get(key)
 
-    def not_waiting(self, group: str, number: int, ranks: Sequence[int]) -> list[int]:
-        """Return the ranks that have not come to a call of a group, as far as they noted it."""
-        return [
-            rank
-            for rank in ranks
-            if rank != self._rank and int(self._get(f"wait/{group}/{rank}") or -1) < number
-        ]
-
-    def announce(self, text: str) -> None:
-        """Tell all ranks why this one failed; the first text stays."""
-        try:
-            if not self._store.check(["failure"]):
-                self._store.set("failure", f"rank {self._rank} reported: {text}")
-        except RuntimeError:  # the store is gone, and with it whoever would have read this
-            return
-
-    def failure(self) -> str | None:
-        """Return what the first rank that failed said, or None if none did."""
-        try:
-            if self._store.check(["failure"]):
-                return self._store.get("failure").decode()
-        except RuntimeError as error:
-            return f"the process that hosts the store cannot be reached: {error}"
-        return None
-
-    def leave(self) -> None:
-        """Note that this rank needs nobody any more."""
-        self._set(f"leave/{self._rank}", "1")
-
-    def all_left(self, ranks: Sequence[int]) -> bool:
-        """Say whether nobody needs this rank any more."""
-        try:
-            return self._store.check([f"leave/{rank}" for rank in ranks])
-        except RuntimeError:  # whoever hosts the store leaves last
-            return True
-
-    def wait_for(self, done: Callable[[], bool], timeout_s: float) -> bool:
-        """Look until `done()` says yes or `timeout_s` seconds are over; return the answer."""
-        return wait_until(
-            done, timeout_s, first_pause_s=_FIRST_PAUSE_S, longest_pause_s=_LONGEST_PAUSE_S
-        )
-
-    def _set(self, key: str, value: str) -> None:
-        try:
-            self._store.set(key, value)
-        except RuntimeError:  # seen as a failure by whoever looks next
-            return
-
-    def _has(self, key: str) -> bool:
-        try:
-            return self._store.check([key])
-        except RuntimeError:
-            return False
-
-    def _get(self, key: str) -> str:
-        try:
-            return self._store.get(key).decode() if self._store.check([key]) else ""
-        except RuntimeError:
-            return ""
+    def _has_all(self, keys: Iterable[str]) -> bool:
+        return self._clerk.has_all(list(keys))

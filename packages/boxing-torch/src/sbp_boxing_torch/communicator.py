@@ -12,30 +12,53 @@ import torch.distributed as dist
 
 from sbp_boxing_torch.connections import TorchConnections
 from sbp_boxing_torch.group import NUM_TAGS, Group
-from sbp_boxing_torch.wire import as_bytes, from_reducible, reducible, to_reducible
+from sbp_boxing_torch.wire import as_bytes, reducible
 from sbp_core.boxing.call import Call, group_name, tag_number
 from sbp_core.boxing.exchange import ExchangeCommunicator
-from sbp_core.boxing.execute import reduction_of
-from sbp_core.boxing.parcel import num_elements, pack
-from sbp_core.boxing.slices import Piece, collective_pieces
+from sbp_core.boxing.execute import reduce_in_order, reduction_of
+from sbp_core.boxing.manifest import Manifest
+from sbp_core.boxing.parcel import Parcels
 from sbp_core.boxing.step import StepKind
+from sbp_core.sbp import split_bounds
 
 #: Seconds after which a rank that waits in a collective leaves a note that it is there.
 _PATIENCE_S = 0.2
 
+#: Bytes of a shard up to which an all-reduce of two ranks on CPUs is faster as an exchange. Source:
+#: a virtual machine of 2 cores, gloo of torch 2.13; of four ranks it is slower for every size.
+_EXCHANGED_BYTES = 2**22
+
+
+def _nothing() -> None:
+    """Do nothing while data is under way."""
+
 
 class TorchCommunicator(ExchangeCommunicator[TorchConnections]):
-    """One rank's ends, over the connections of its process."""
+    """One rank's ends, over the connections of its process.
+
+    NCCL has fast collectives for parts of one size, and for sums. gloo's copy what they move once
+    or twice more than an exchange does, and its reduce-scatter moves as much as an all-reduce; only
+    its all-reduce is used, where it is large. What ranks do together is decided by the step alone.
+    """
 
     def __init__(self, connections: TorchConnections, rank: int, device: torch.device) -> None:
         super().__init__(connections, rank, device)
         self._calls: dict[tuple[int, ...], int] = {}
+        self._on_cpu = device.type == "cpu"
 
-    def _collective(self, call: Call, ranks: tuple[int, ...], shard: torch.Tensor) -> torch.Tensor:
+    def _collective(
+        self, call: Call, ranks: tuple[int, ...], shard: torch.Tensor, donate: bool
+    ) -> torch.Tensor:
         """See `ExchangeCommunicator._collective`."""
         if call.step.kind is StepKind.ALL_REDUCE:
-            return self._all_reduce(call, ranks, shard)
-        return self._regroup(call, ranks, shard)
+            return self._all_reduce(call, ranks, shard, donate)
+        known = self._manifest(call)
+        if call.step.kind is StepKind.ALL_GATHER and known.gathers and not known.is_idle:
+            return self._all_gather(call, ranks, shard, known)
+        native = not self._on_cpu and known.is_even and reducible(shard.dtype)
+        if call.step.kind is StepKind.REDUCE_SCATTER and native:
+            return self._reduce_scatter(call, ranks, shard, known)
+        return self._exchange(call, ranks, shard)
 
     def _post(self, call: Call, receiver: int, values: torch.Tensor) -> None:
         """See `ExchangeCommunicator._post`."""
@@ -55,48 +78,100 @@ class TorchCommunicator(ExchangeCommunicator[TorchConnections]):
                 if not group.wait_message(work, call.left_s):
                     raise self._connections.broken(call, call.missing([sender]))
 
-    def _all_reduce(self, call: Call, ranks: tuple[int, ...], shard: torch.Tensor) -> torch.Tensor:
+    def _all_reduce(
+        self, call: Call, ranks: tuple[int, ...], shard: torch.Tensor, donate: bool
+    ) -> torch.Tensor:
         if not shard.numel():
             return shard
-        values, reduction = to_reducible(shard.reshape(-1), reduction_of(call.step))
-        self._run(call, ranks, lambda group: group.all_reduce(values, reduction, call.left_s))
-        return from_reducible(values, shard.dtype).reshape(shard.shape)
+        values = shard.contiguous().view(-1)
+        spare = donate or values.data_ptr() != shard.data_ptr()
+        is_small = values.numel() * values.element_size() <= _EXCHANGED_BYTES
+        is_pair = len(ranks) == 2
+        if reducible(shard.dtype) and not (self._on_cpu and is_pair and is_small):
+            total = values if spare else values.clone()
+            reduction = reduction_of(call.step)
+            self._run(call, ranks, lambda group: [group.all_reduce(total, reduction, call.left_s)])
+        elif is_pair:
+            total = self._swap_and_reduce(call, ranks, values, spare)
+        else:
+            total = self._reduce_parts(call, ranks, values, values if spare else None)
+        return total.view(shard.shape)
 
-    def _regroup(self, call: Call, ranks: tuple[int, ...], shard: torch.Tensor) -> torch.Tensor:
-        """Run an all-gather, reduce-scatter or all-to-all.
+    def _swap_and_reduce(
+        self, call: Call, ranks: tuple[int, ...], values: torch.Tensor, spare: bool
+    ) -> torch.Tensor:
+        """Run the all-reduce of two ranks: each sends the other all it has, shape (elements,).
 
-        The native collectives want parts of one size. Uneven parts are exchanged at their exact
-        sizes and reduced here, in mesh order.
+        `spare` says whether `values` may become the result.
         """
-        step, pieces = call.step, collective_pieces(call.step, ranks)
-        mine = [piece for piece in pieces if piece.receiver == self.rank]
-        even = len(pieces) == len(ranks) ** 2 and len({piece.size_bytes for piece in pieces}) == 1
-        size = num_elements(step, pieces[:1])
-        if even and step.kind is StepKind.ALL_GATHER and size == shard.numel():
-            received = self._empty(step, size * len(ranks))
-            parts = list(as_bytes(received).chunk(len(ranks)))
-            part = as_bytes(shard.reshape(-1).contiguous())
-            self._run(call, ranks, lambda group: group.all_gather(parts, part, call.left_s))
-            parcels = dict(zip(ranks, received.chunk(len(ranks)), strict=True))
-            return self._unpack(step, mine, parcels)
-        if even and step.kind is StepKind.REDUCE_SCATTER and reducible(shard.dtype):
-            return self._reduce_scatter(call, ranks, shard, pieces)
-        return self._exchange(call, ranks, shard, pieces)
+        size, received = values.numel(), torch.empty_like(values)
+        sizes = [0 if rank == self.rank else size for rank in ranks]
+        self._trade(call, ranks, received, values, sizes, sizes)
+        parts = [values if rank == self.rank else received for rank in ranks]
+        return reduce_in_order(parts, reduction_of(call.step), out=values if spare else received)
+
+    def _reduce_parts(
+        self,
+        call: Call,
+        ranks: tuple[int, ...],
+        values: torch.Tensor,
+        total: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Run an all-reduce in two exchanges: each rank reduces a part, and sends it to all.
+
+        Args:
+            call: Of the all-reduce.
+            ranks: The group.
+            values: What this rank has, shape (elements,).
+            total: Where the result is made; it may be `values`.
+        """
+        bounds = split_bounds(values.numel(), len(ranks))
+        sizes = [stop - start for start, stop in bounds]
+        size = sizes[ranks.index(self.rank)]
+        received = values.new_empty(len(ranks), size)
+        self._trade(call, ranks, received.view(-1), values, [size] * len(ranks), sizes)
+        part = reduce_in_order(list(received), reduction_of(call.step), out=received[0])
+        result = torch.empty_like(values) if total is None else total
+        start, stop = bounds[ranks.index(self.rank)]
+        result[start:stop] = part
+        self._gather(call, ranks, result, part, sizes)
+        return result
+
+    def _all_gather(
+        self, call: Call, ranks: tuple[int, ...], shard: torch.Tensor, known: Manifest
+    ) -> torch.Tensor:
+        parcels = Parcels(call.step, known, shard, device=self._device, whole=True)
+        sizes = parcels.received_sizes
+        self._gather(call, ranks, parcels.received, parcels.sent, sizes, parcels.keep_own)
+        return parcels.result()
 
     def _reduce_scatter(
-        self, call: Call, ranks: tuple[int, ...], shard: torch.Tensor, pieces: tuple[Piece, ...]
+        self, call: Call, ranks: tuple[int, ...], shard: torch.Tensor, known: Manifest
     ) -> torch.Tensor:
+        parcels = Parcels(call.step, known, shard, device=self._device, with_own=True)
+        result = shard.new_empty(known.shape)
         reduction = reduction_of(call.step)
-        mine = {piece.receiver: piece for piece in pieces if piece.sender == self.rank}
-        parts = [pack(shard, [mine[rank]]) for rank in ranks]
-        received = torch.empty_like(parts[0])
         self._run(
             call,
             ranks,
-            lambda group: group.reduce_scatter(received, parts, reduction, call.left_s),
+            lambda group: [
+                group.reduce_scatter(result.view(-1), parcels.sent, reduction, call.left_s)
+            ],
         )
-        target = mine[self.rank].target
-        return received.reshape(tuple(stop - start for start, stop in target))
+        return result
+
+    def _exchange(self, call: Call, ranks: tuple[int, ...], shard: torch.Tensor) -> torch.Tensor:
+        """See `ExchangeCommunicator._exchange`; copies what stays while the rest is moved."""
+        known = self._manifest(call)
+        parcels = Parcels(call.step, known, shard, device=self._device)
+        if known.is_idle:
+            parcels.keep_own()
+        else:
+            sizes = parcels.received_sizes, parcels.sent_sizes
+            self._trade(
+                call, ranks, parcels.received, parcels.sent, *sizes, meanwhile=parcels.keep_own
+            )
+        return parcels.result()
 
     def _trade(
         self,
@@ -106,33 +181,71 @@ class TorchCommunicator(ExchangeCommunicator[TorchConnections]):
         sent: torch.Tensor,
         received_sizes: Sequence[int],
         sent_sizes: Sequence[int],
+        *,
+        meanwhile: Callable[[], None] = _nothing,
     ) -> None:
-        """See `ExchangeCommunicator._trade`."""
+        """See `ExchangeCommunicator._trade`; `meanwhile` is called while data is under way."""
         size_bytes = received.element_size()
         bytes_in = [size_bytes * size for size in received_sizes]
         bytes_out = [size_bytes * size for size in sent_sizes]
         self._run(
             call,
             ranks,
-            lambda group: group.exchange(
-                as_bytes(received), as_bytes(sent), bytes_in, bytes_out, call.left_s
-            ),
+            lambda group: [
+                group.exchange(as_bytes(received), as_bytes(sent), bytes_in, bytes_out, call.left_s)
+            ],
+            meanwhile,
         )
 
-    def _run(self, call: Call, ranks: tuple[int, ...], start: Callable[[Group], dist.Work]) -> None:
+    def _gather(
+        self,
+        call: Call,
+        ranks: tuple[int, ...],
+        received: torch.Tensor,
+        part: torch.Tensor,
+        sizes: Sequence[int],
+        meanwhile: Callable[[], None] = _nothing,
+    ) -> None:
+        """Fill the chunks of `received` with the parts of the other ranks, of given sizes."""
+        bytes_in = [received.element_size() * size for size in sizes]
+        self._run(
+            call,
+            ranks,
+            lambda group: group.all_gather(
+                as_bytes(received), as_bytes(part), bytes_in, call.left_s
+            ),
+            meanwhile,
+        )
+
+    def _run(
+        self,
+        call: Call,
+        ranks: tuple[int, ...],
+        start: Callable[[Group], Sequence[dist.Work]],
+        meanwhile: Callable[[], None] = _nothing,
+    ) -> None:
         """Start a collective in the group of `ranks` and wait for it.
 
         The ranks that wait long leave a note, so that each can say at its deadline who did not.
+
+        Args:
+            call: The call that does so.
+            ranks: The group.
+            start: Returns what to wait for.
+            meanwhile: Called before the wait.
         """
         number = self._calls[ranks] = self._calls.get(ranks, -1) + 1
         group = self._connections.group(call, ranks)
-        board, name = self._connections.board, group_name(ranks)
         with self._connections.guard(call):
-            work = start(group)
-            if group.wait(work, min(_PATIENCE_S, call.left_s / 2)):
+            under_way = list(start(group))
+            meanwhile()
+            while under_way and group.wait(under_way[0], min(_PATIENCE_S, call.left_s / 2)):
+                del under_way[0]
+            if not under_way:
                 return
+            board, name = self._connections.board, group_name(ranks)
             board.wait_at(name, number)
-            if group.wait(work, call.left_s):
+            if all(group.wait(work, call.left_s) for work in under_way):
                 return
         missing = board.not_waiting(name, number, ranks)
         raise self._connections.broken(call, call.missing(missing))

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 
 import torch
 
 from sbp_boxing_torch._torch_compat import prefixed
-from sbp_boxing_torch.board import Board
+from sbp_boxing_torch.board import StoreBoard
 from sbp_boxing_torch.configs import TorchBoxingConfig
 from sbp_boxing_torch.group import Group, connect
 from sbp_boxing_torch.outbox import Outbox
@@ -28,8 +30,8 @@ _log = logging.getLogger(__name__)
 #: Seconds that a rank waits, when it closes, for the others not to need it any more.
 _FAREWELL_S = 10.0
 
-#: Seconds within which the rank that failed first tells why, after its connections broke.
-_REASON_S = 1.0
+#: Seconds between two looks whether the ranks that are being connected still run.
+_LOOK_S = 0.1
 
 
 class TorchConnections(Connections):
@@ -45,23 +47,30 @@ class TorchConnections(Connections):
 
     def __init__(self, config: TorchBoxingConfig, world: World) -> None:
         super().__init__()
+        limit_s = config.connect_timeout_s
         self._config = config
         self._world = world
         opened = world.store.add(f"sbp-boxing/opened/{world.rank}", 1)
         # A part of the store where no earlier backend of these processes has left notes.
         self._store = prefixed(f"sbp-boxing/{opened}", world.store)
-        self.board = Board(self._store, world.rank)
+        self.board = StoreBoard(self._store, world.rank, world.size)
         self._groups: dict[tuple[int, ...], Group] = {}
-        self._outbox = Outbox(self.fail)
+        self._outbox = Outbox(self.fail, self.lost)
         self._messages: tuple[Group, ...] = ()
+        self.watch_over(self.board, limit_s)
         if world.size > 1:
-            everyone, limit_s = tuple(range(world.size)), config.connect_timeout_s
             # NCCL runs the messages of a group one after the other, so that two ranks that first
             # send and then receive would wait for each other: each direction has a group.
             names = ("up", "down") if config.chosen_transport == "nccl" else ("all",)
-            self._messages = tuple(
-                self._connect(f"messages-{name}", everyone, limit_s) for name in names
-            )
+            try:
+                self._messages = tuple(
+                    self._connect(f"messages-{name}", tuple(range(world.size)), limit_s)
+                    for name in names
+                )
+            except BoxingError as error:
+                self.fail(error)
+                self.close()
+                raise
 
     def group(self, call: Call, ranks: tuple[int, ...]) -> Group:
         """Return the group of some ranks; the first call connects it, together with the others.
@@ -72,16 +81,14 @@ class TorchConnections(Connections):
         if ranks in self._groups:
             return self._groups[ranks]
         board, name = self.board, group_name(ranks)
-        board.join(name)
+        board.join(name, ranks)
 
         def over() -> bool:
-            self.check_usable(call)
-            return not board.not_joined(name, ranks) or board.failure() is not None
+            self.check_others(call)
+            return not board.not_joined(name, ranks)
 
-        came = board.wait_for(over, call.left_s)
-        missing = board.not_joined(name, ranks)
-        if missing:
-            raise self.broken(call, self._told(call) if came else call.missing(missing))
+        if not board.wait_for(over, call.left_s):
+            raise self.broken(call, call.missing(board.not_joined(name, ranks)))
         with self.guard(call):
             group = self._connect(name, ranks, call.left_s)
         with self._lock:
@@ -114,7 +121,7 @@ class TorchConnections(Connections):
         except BoxingError:
             raise
         except RuntimeError as error:
-            raise self.broken(call, self._told(call, str(error))) from error
+            raise self.lost(call, str(error)) from error
 
     def _announce(self, text: str) -> None:
         """See `Connections._announce`."""
@@ -137,30 +144,46 @@ class TorchConnections(Connections):
 
     def _part(self) -> None:
         """Stay until no rank needs this one: its connections, or the store if it hosts it."""
-        everyone = range(self._world.size)
 
         def over() -> bool:
-            return self.board.all_left(everyone) or self.board.failure() is not None
+            return self.board.all_left() or self.reason_to_go() is not None
 
         if not self.board.wait_for(over, _FAREWELL_S):
             _log.warning("rank %d leaves before other ranks did", self._world.rank)
 
-    def _told(self, call: Call, transport: str = "") -> BoxingError:
-        """Make the error for a broken connection: what the rank that failed first says about it."""
-        if self._failure is None:
-            self.board.wait_for(lambda: self.board.failure() is not None, _REASON_S)
-        lost = f"a rank of the group has ended, or its connection is lost ({transport})"
-        return call.failed(self.board.failure() or lost)
-
     def _connect(self, name: str, ranks: tuple[int, ...], limit_s: float) -> Group:
         store = prefixed(f"connect/{name}", self._store)
-        transport = self._config.chosen_transport
+        transport, rank = self._config.chosen_transport, self._world.rank
         try:
-            return connect(transport, ranks, self._world.rank, store, limit_s)
+            if transport == "nccl":  # connects at its first use
+                return connect(transport, ranks, rank, store, limit_s)
+            return self._watched(lambda: connect(transport, ranks, rank, store, limit_s))
         except RuntimeError as error:
             raise BoxingError(
                 f"ranks {list(ranks)} were not connected within {limit_s:g} s: {error}",
-                where=f"rank {self._world.rank}",
+                where=f"rank {rank}",
                 todo="check that every process runs and that their hosts reach each other; "
                 "GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME chooses the network",
             ) from error
+
+    def _watched(self, make: Callable[[], Group]) -> Group:
+        """Connect a group on another thread, which is left behind if another rank fails.
+
+        gloo itself waits until its time is over, whatever becomes of the others.
+        """
+        made: Future[Group] = Future()
+
+        def run() -> None:
+            try:
+                made.set_result(make())
+            except BaseException as error:
+                made.set_exception(error)
+
+        threading.Thread(target=run, name="sbp-connect", daemon=True).start()
+        while True:
+            try:
+                return made.result(_LOOK_S)
+            except TimeoutError:
+                reason = self.reason_to_go()
+            if reason is not None:
+                raise BoxingError(f"ranks cannot be connected: {reason}")

@@ -17,7 +17,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sbp_boxing_torch._torch_compat import Store, gloo_group, nccl_group
+from sbp_boxing_torch._torch_compat import (
+    Store,
+    all_gather_parts,
+    gloo_group,
+    nccl_group,
+    reduce_scatter_parts,
+)
 
 #: Seconds that a transport waits longer than we do: our own deadline has to speak first, as it
 #: knows who is missing.
@@ -29,8 +35,11 @@ NUM_TAGS = 2**31 - 1
 #: Tag that no message has, of the receive by which a gloo group is broken.
 _NO_TAG = NUM_TAGS
 
-#: Pause between two looks at work on a GPU, in seconds.
-_POLL_S = 1e-4
+#: Bytes of a whole up to which an all-gather over gloo sends copies of a part, in one call.
+_REPEATED_BYTES = 2**18
+
+#: Seconds in which work on a GPU is looked at all the time, and pause between two looks after them.
+_EAGER_S, _POLL_S = 1e-3, 1e-4
 
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -48,8 +57,9 @@ class Group(ABC):
     over. Work that cannot complete raises `RuntimeError` when it is waited for.
     """
 
-    def __init__(self, ranks: tuple[int, ...], process_group: Any) -> None:
+    def __init__(self, ranks: tuple[int, ...], index: int, process_group: Any) -> None:
         self.ranks = ranks
+        self._index = index
         self._group = process_group
 
     def all_reduce(self, values: torch.Tensor, reduction: str, limit_s: float) -> dist.Work:
@@ -60,20 +70,31 @@ class Group(ABC):
         return work
 
     def reduce_scatter(
-        self, part: torch.Tensor, parts: Sequence[torch.Tensor], reduction: str, limit_s: float
+        self, part: torch.Tensor, values: torch.Tensor, reduction: str, limit_s: float
     ) -> dist.Work:
-        """Reduce `parts[i]` over all ranks into `part` of rank i; all of one size."""
-        work: dist.Work = self._group.reduce_scatter(
-            part, list(parts), _OPERATIONS[reduction], _delta(limit_s + _MARGIN_S)
-        )
-        return work
+        """Reduce consecutive chunks of `values` over all ranks, chunk i into `part` of rank i.
+
+        All chunks are of one size.
+        """
+        limit = _delta(limit_s + _MARGIN_S)
+        return reduce_scatter_parts(self._group, part, values, _OPERATIONS[reduction], limit)
 
     def all_gather(
-        self, parts: Sequence[torch.Tensor], part: torch.Tensor, limit_s: float
-    ) -> dist.Work:
-        """Copy `part` of rank i into `parts[i]` of all; all of one size."""
-        work: dist.Work = self._group.allgather(list(parts), part, _delta(limit_s + _MARGIN_S))
-        return work
+        self, received: torch.Tensor, part: torch.Tensor, sizes: Sequence[int], limit_s: float
+    ) -> Sequence[dist.Work]:
+        """Copy `part` of rank i into consecutive chunk i of `received` of all other ranks.
+
+        The chunk of the rank itself may be written too, with its part.
+
+        Args:
+            received: To be filled.
+            part: Of this rank.
+            sizes: Elements of the parts, in order.
+            limit_s: Seconds to wait for the others.
+        """
+        num_ranks = len(self.ranks)
+        sent = part.repeat(num_ranks)
+        return [self.exchange(received, sent, sizes, [part.numel()] * num_ranks, limit_s)]
 
     def exchange(
         self,
@@ -116,8 +137,24 @@ class GlooGroup(Group):
     """A group over gloo, for tensors on CPUs."""
 
     def __init__(self, ranks: tuple[int, ...], index: int, store: Store, limit_s: float) -> None:
-        super().__init__(ranks, gloo_group(store, index, len(ranks), _delta(limit_s)))
-        self._index = index
+        super().__init__(ranks, index, gloo_group(store, index, len(ranks), _delta(limit_s)))
+
+    def all_gather(
+        self, received: torch.Tensor, part: torch.Tensor, sizes: Sequence[int], limit_s: float
+    ) -> Sequence[dist.Work]:
+        """See `Group.all_gather`."""
+        num_ranks = len(self.ranks)
+        if num_ranks > 2 and sum(sizes) * received.element_size() <= _REPEATED_BYTES:
+            return super().all_gather(received, part, sizes, limit_s)
+        # gloo's own copies everything once more. In turn k, everybody sends its part to the k-th
+        # rank after it, straight from and to where it has to be.
+        chunks, turns = torch.split(received, list(sizes)), []
+        for turn in range(1, num_ranks):
+            target, source = (self._index + turn) % num_ranks, (self._index - turn) % num_ranks
+            sizes_in = [size if peer == source else 0 for peer, size in enumerate(sizes)]
+            sizes_out = [part.numel() if peer == target else 0 for peer in range(num_ranks)]
+            turns.append(self.exchange(chunks[source], part, sizes_in, sizes_out, limit_s))
+        return turns
 
     def wait(self, work: dist.Work, limit_s: float) -> bool:
         """See `Group.wait`."""
@@ -157,15 +194,25 @@ class NcclGroup(Group):
 
     def __init__(self, ranks: tuple[int, ...], index: int, store: Store, limit_s: float) -> None:
         # NCCL's own watchdog ends the process when it loses patience; we raise long before.
-        super().__init__(ranks, nccl_group(store, index, len(ranks), timedelta(days=7)))
+        group = nccl_group(store, index, len(ranks), timedelta(days=7))
+        super().__init__(ranks, index, group)
+
+    def all_gather(
+        self, received: torch.Tensor, part: torch.Tensor, sizes: Sequence[int], limit_s: float
+    ) -> Sequence[dist.Work]:
+        """See `Group.all_gather`."""
+        if len(set(sizes)) > 1:
+            return super().all_gather(received, part, sizes, limit_s)
+        return [all_gather_parts(self._group, received, part, _delta(limit_s + _MARGIN_S))]
 
     def wait(self, work: dist.Work, limit_s: float) -> bool:
         """See `Group.wait`."""
-        end = time.monotonic() + limit_s
+        start = time.monotonic()
         while not work.is_completed():
-            if time.monotonic() >= end:
+            waited_s = time.monotonic() - start
+            if waited_s >= limit_s:
                 return False
-            time.sleep(_POLL_S)
+            time.sleep(0.0 if waited_s < _EAGER_S else _POLL_S)
         work.wait()
         return True
 

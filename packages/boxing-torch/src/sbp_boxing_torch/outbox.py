@@ -14,6 +14,9 @@ import torch.distributed as dist
 from sbp_boxing_torch.group import Group
 from sbp_core.boxing.call import Call
 
+#: Seconds that the thread gets to end.
+_END_S = 1.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
@@ -35,10 +38,15 @@ class Outbox:
 
     Args:
         fail: Called with a `BoxingError` when a message was not received within its deadline.
+        lost: Called with the call that sent a message, and what the transport says, when the
+            connection to its receiver broke.
     """
 
-    def __init__(self, fail: Callable[[BaseException], None]) -> None:
+    def __init__(
+        self, fail: Callable[[BaseException], None], lost: Callable[[Call, str], object]
+    ) -> None:
         self._fail = fail
+        self._lost = lost
         self._messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._under_way = 0
         self._changed = threading.Condition()
@@ -70,16 +78,21 @@ class Outbox:
         return True
 
     def close(self) -> None:
-        """Stop watching once the messages at hand are received or lost."""
+        """Stop watching once the messages at hand are received or lost.
+
+        Waits a moment for that: a thread that comes back from the transport while the interpreter
+        is taken down would end the process by SIGABRT.
+        """
         self._messages.put(None)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(_END_S)
 
     def _watch(self) -> None:
         while (message := self._messages.get()) is not None:
             try:
                 received = message.group.wait_message(message.work, message.call.left_s)
             except RuntimeError as error:
-                lost = message.call.failed(f"rank {message.receiver} is lost ({error})")
-                self._fail(lost)
+                self._lost(message.call, f"to rank {message.receiver}: {error}")
             else:
                 if not received:
                     self._fail(message.call.missing([message.receiver]))

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import hydra
 from hydra._internal.utils import get_args_parser  # the parser that hydra.main itself uses
@@ -24,37 +24,40 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from sbp_core.errors import ConfigError, SbpError
 from sbp_core.plugins import Registry, discover
 from sbp_launch.catalog import PRIMARY, Catalog, config_folders
-from sbp_launch.check import check
 from sbp_launch.completion import complete
 from sbp_launch.compose import VERSION_BASE, compose, read, session, sweep_jobs
-from sbp_launch.config import RunConfig
+from sbp_launch.config import Composed
 from sbp_launch.help import render_help
 
 #: Exit codes: a setting is wrong; a run failed; the user pressed Ctrl-C.
 BAD_CONFIG, FAILED, INTERRUPTED = 2, 1, 130
 
-#: What an app does with a checked config, the plugins and the run folder.
-Task = Callable[[RunConfig, Registry, Path], None]
+#: The checked config of an app.
+ConfigT = TypeVar("ConfigT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class App:
+class App(Generic[ConfigT]):
     """One command.
 
     Args:
         name: Its name: `sbp-train`.
         about: What it does, in one sentence.
         config_name: Its primary config.
-        task: What it does; called inside a Hydra job.
+        check: Makes its checked config of what Hydra composed; raises `ConfigError`.
+        task: What it does with that, the plugins and the run folder; called inside a Hydra job.
+        groups: The config groups that it has; empty for all.
     """
 
     name: str
     about: str
     config_name: str
-    task: Task
+    check: Callable[[Composed, Registry], ConfigT]
+    task: Callable[[ConfigT, Registry, Path], None]
+    groups: tuple[str, ...] = ()
 
 
-def run(app: App) -> int:
+def run(app: App[ConfigT]) -> int:
     """Run a command on `sys.argv`.
 
     Returns:
@@ -71,12 +74,12 @@ def run(app: App) -> int:
         return INTERRUPTED
 
 
-def _report(app: App, error: SbpError) -> int:
+def _report(app: App[Any], error: SbpError) -> int:
     sys.stderr.write(f"{app.name}: {error}\n")
     return BAD_CONFIG if isinstance(error, ConfigError) else FAILED
 
 
-def _run(app: App) -> int:
+def _run(app: App[ConfigT]) -> int:
     sys.argv[1:] = flags_first(sys.argv[1:])
     parser = get_args_parser()
     options = parser.parse_args()
@@ -93,11 +96,17 @@ def _run(app: App) -> int:
             if options.help:
                 config = compose(catalog, registry, config_name, options.overrides)
                 text = render_help(
-                    app.name, app.about, read(config, catalog), catalog, registry, parser
+                    app.name,
+                    app.about,
+                    read(config, catalog),
+                    catalog,
+                    registry,
+                    parser,
+                    groups=app.groups,
                 )
                 sys.stdout.write(text)
                 return 0
-            _check_jobs(catalog, registry, config_name, options)
+            _check_jobs(app, catalog, registry, config_name, options)
     with config_folders(registry.config_folders()):
         hydra.main(config_path=PRIMARY, config_name=app.config_name, version_base=VERSION_BASE)(
             _job(app, registry)
@@ -125,7 +134,9 @@ def _can_check(options: Any) -> bool:
     )
 
 
-def _check_jobs(catalog: Catalog, registry: Registry, config_name: str, options: Any) -> None:
+def _check_jobs(
+    app: App[ConfigT], catalog: Catalog, registry: Registry, config_name: str, options: Any
+) -> None:
     """Check every job that the command line asks for; one that is only shown must just compose.
 
     Raises:
@@ -138,25 +149,25 @@ def _check_jobs(catalog: Catalog, registry: Registry, config_name: str, options:
         single = [text for text in job if not text.startswith("hydra.mode=")]
         config = compose(catalog, registry, config_name, single)
         if not options.cfg and not options.info:
-            check(read(config, catalog), registry)
+            app.check(read(config, catalog), registry)
 
 
-def _job(app: App, registry: Registry) -> Callable[[DictConfig], None]:
+def _job(app: App[ConfigT], registry: Registry) -> Callable[[DictConfig], None]:
     """Return what Hydra calls for each job."""
 
     def job(config: DictConfig) -> None:
         # Hydra prints a traceback for what a job raises; what a user can mend needs none.
         try:
             run_folder = Path(HydraConfig.get().runtime.output_dir)
-            app.task(_checked(config, registry), registry, run_folder)
+            app.task(_checked(app, config, registry), registry, run_folder)
         except SbpError as error:
             raise SystemExit(_report(app, error)) from error
 
     return job
 
 
-def _checked(config: DictConfig, registry: Registry) -> RunConfig:
+def _checked(app: App[ConfigT], config: DictConfig, registry: Registry) -> ConfigT:
     whole = OmegaConf.create({"hydra": HydraConfig.get()})
     with open_dict(config):
         config.hydra = whole.hydra
-    return check(read(config, Catalog(GlobalHydra.instance().config_loader())), registry)
+    return app.check(read(config, Catalog(GlobalHydra.instance().config_loader())), registry)

@@ -32,21 +32,30 @@ def check(composed: Composed, registry: Registry) -> RunConfig:
     choices: dict[str, Choice] = {}
     configs: dict[str, object] = {}
     for group in PLUGIN_GROUPS:
-        settings = _settings(composed, group)
-        name = settings.pop("name", None)
-        if not isinstance(name, str):
-            raise ConfigError(
-                f"{group}.name is {name!r}",
-                where=composed.files.get(group, ""),
-                accepted=", ".join(registry.names(group)),
-            )
-        choices[group] = Choice(name=name, settings=settings)
-        configs[group] = _configure(composed, registry, group, choices[group])
+        choices[group], configs[group] = choose(composed, registry, group)
     mesh, axes = _mesh(composed, configs["cluster"])
     trainer = _trainer(composed)
     for name in trainer.passes:
         _check_pass(composed, registry, name)
     return RunConfig(**choices, trainer=trainer, mesh=mesh, axes=axes)
+
+
+def choose(composed: Composed, registry: Registry, group: str) -> tuple[Choice, object]:
+    """Return the plugin that a group names, and its checked config.
+
+    Raises:
+        ConfigError: the group is missing, or the plugin or a setting is not known or refused.
+    """
+    settings = _settings(composed, group)
+    name = settings.pop("name", None)
+    if not isinstance(name, str):
+        raise ConfigError(
+            f"{group}.name is {name!r}",
+            where=composed.files.get(group, ""),
+            accepted=", ".join(registry.names(group)),
+        )
+    choice = Choice(name=name, settings=settings)
+    return choice, _configure(composed, registry, group, choice)
 
 
 def _settings(composed: Composed, group: str) -> dict[str, object]:

@@ -7,6 +7,7 @@ back; here every option reads as one writes it. Prints nothing.
 from __future__ import annotations
 
 from argparse import ArgumentParser
+from collections.abc import Sequence
 
 from omegaconf import OmegaConf
 
@@ -22,6 +23,7 @@ def render_help(
     catalog: Catalog,
     registry: Registry,
     parser: ArgumentParser,
+    groups: Sequence[str] = (),
 ) -> str:
     """Return the help of an app.
 
@@ -32,10 +34,12 @@ def render_help(
         catalog: Groups and options.
         registry: Plugins; their summaries and problems are shown.
         parser: Parser of the flags.
+        groups: The groups that it has; empty for all.
     """
     lines = [f"{name}: {about}", "", f"usage: {name} [GROUP=OPTION ...] [KEY=VALUE ...] [FLAG ...]"]
     lines += ["", "Options of each group (* is chosen):"]
-    for group in (*GROUPS, *(one for one in catalog.groups() if one not in GROUPS)):
+    everything = (*GROUPS, *(one for one in catalog.groups() if one not in GROUPS))
+    for group in groups or everything:
         lines.append(f"  {group}")
         chosen = composed.files.get(group, "")
         for option in catalog.options(group):

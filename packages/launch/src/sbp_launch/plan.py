@@ -7,6 +7,7 @@ from pathlib import Path
 
 from sbp_core.plugins import Registry
 from sbp_launch.app import App, run
+from sbp_launch.check import check
 from sbp_launch.config import RunConfig
 
 
@@ -23,6 +24,7 @@ def main() -> None:
         name="sbp-plan",
         about="plan a training step on many ranks, and print the plan without training",
         config_name="plan",
+        check=check,
         task=_plan,
     )
     sys.exit(run(app))

@@ -1,4 +1,4 @@
-"""What sbp-launch itself offers: optimizers, the local cluster, metric sinks. Imports no torch."""
+"""What sbp-launch itself offers: optimizers, clusters, metric sinks. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from sbp_core.plugins import Factory, hookimpl
 from sbp_launch.clusters import LocalConfig
+from sbp_launch.measured import MeasuredConfig
 from sbp_launch.metrics import CsvConfig, JsonlConfig
 from sbp_launch.optimizers import AdamWConfig, SgdConfig
 
@@ -31,13 +32,18 @@ def sbp_optimizers() -> Mapping[str, Factory]:
 
 @hookimpl
 def sbp_clusters() -> Mapping[str, Factory]:
-    """Offer the cluster that is one process."""
+    """Offer the cluster that is one process, and those that were measured."""
     return {
         "local": Factory(
             build="sbp_launch.clusters:build_local",
             config=LocalConfig,
             summary="the ranks of one process, one CPU core each",
-        )
+        ),
+        "measured": Factory(
+            build="sbp_launch.measured:build_measured",
+            config=MeasuredConfig,
+            summary="a machine that sbp-calibrate has measured",
+        ),
     }
 
 

@@ -162,13 +162,14 @@ class Refusal:
         """Say which setting does not exist, in which file, and what is known beside it."""
         place = self._command_line(key)
         group, _, path = key.partition(".")
-        if group not in GROUPS:
-            near = nearest(group, GROUPS)
+        known = self._top_level()
+        if group not in known:
+            near = nearest(group, known)
             hint = f"did you mean {'.'.join(filter(None, (near, path)))}?" if near else ""
             return ConfigError(
                 f"no group or setting is called {key!r}",
                 where=place,
-                accepted=", ".join(GROUPS),
+                accepted=", ".join(known),
                 todo=hint,
             )
         try:
@@ -195,9 +196,20 @@ class Refusal:
         todo = f"{error.todo}; or add it: +{key}=VALUE"
         return ConfigError(error.what, where=places, accepted=error.accepted, todo=todo)
 
+    def _top_level(self) -> tuple[str, ...]:
+        """Return the groups and settings that the primary config has."""
+        try:
+            values = self.compose_groups_only().values
+        except (SbpError, HydraException):
+            return GROUPS
+        groups = tuple(group for group in GROUPS if group in values)
+        return (*groups, *(name for name in values if name not in groups))
+
     def _settable(self, group: str, values: object) -> frozenset[str]:
         """Return the settings that a group takes, whether its file lists them or not."""
         config: type = TrainerConfig
+        if group not in GROUPS:
+            return frozenset()
         if group in PLUGIN_GROUPS:
             name = values.get("name") if isinstance(values, Mapping) else None
             try:

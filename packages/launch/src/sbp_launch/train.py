@@ -7,6 +7,7 @@ from pathlib import Path
 
 from sbp_core.plugins import Registry
 from sbp_launch.app import App, run
+from sbp_launch.check import check
 from sbp_launch.config import RunConfig
 
 
@@ -23,6 +24,7 @@ def main() -> None:
         name="sbp-train",
         about="train a model on many ranks as if on one device",
         config_name="config",
+        check=check,
         task=_train,
     )
     sys.exit(run(app))

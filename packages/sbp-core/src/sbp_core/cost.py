@@ -1,7 +1,7 @@
 """The cost model of planners: the time of one operator, and of one boxing, on the fullest rank.
 
     operator = max(local flop / rate, local bytes / bandwidth) + launch                  [s]
-    boxing   = route + steps * launch + target bytes / bandwidth                         [s]
+    boxing   = sum over steps of: link + launch + target bytes / bandwidth               [s]
 
 * local flop: `work_flop` of the call times the fraction of it that one rank does. A mesh axis on
   which any tensor of the call is split divides the work by ceil(n / p) / n, n being the extent of
@@ -12,8 +12,9 @@
 * local bytes: every distinct tensor argument and every output once, as the rank holds them.
 * launch: `Device.launch_s`, once for a call.
 
-A view moves and computes nothing: 0. The time that a route spends on links is `boxing.price`; the
-rest of a boxing is handling its steps and writing its result, so that a slice is not free either.
+A view moves and computes nothing: 0. The time that a step spends on links is `boxing.price`; the
+rest of a boxing is handling its steps and writing their results, so that a slice is not free
+either. Where a calibration measured whole calls of the transport, that rest is in it already.
 Imports no torch.
 """
 
@@ -22,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from sbp_core.boxing.price import step_time_s
+from sbp_core.boxing.price import step_time
 from sbp_core.boxing.step import Route, Step
 from sbp_core.graph.ir import ITEMSIZE, TensorType
 from sbp_core.placement import Cluster, Device, Placement
@@ -91,13 +92,16 @@ def boxing_step_time_s(step: Step, cluster: Cluster) -> float:
 
     Args:
         step: What is done.
-        cluster: Links and rates.
+        cluster: Links, rates and calibrations. A calibration measured whole calls, so nothing is
+            added to what it says.
     """
+    moved = step_time(step, cluster)
+    if moved.is_whole_call:
+        return moved.time_s
     placement, sbp = step.target
     written = local_bytes(TensorType(step.shape, step.dtype), sbp, placement.mesh_shape)
     device = cluster.device
-    handling_s = device.launch_s + written / device.memory_bytes_per_s
-    return step_time_s(step, cluster) + handling_s
+    return moved.time_s + device.launch_s + written / device.memory_bytes_per_s
 
 
 def is_view(call: OpCall, flop: float) -> bool:

@@ -7,11 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import product
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sbp_core.errors import SbpValueError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from sbp_core.calibration import Calibration
 
 Nested = int | Sequence["Nested"]
 
@@ -148,7 +154,7 @@ class Placement:
 
     def groups(self, *axes: int) -> tuple[tuple[int, ...], ...]:
         """Return the distinct groups of ranks along some axes, in row-major order."""
-        return tuple(dict.fromkeys(self.group(rank, *axes) for rank in self.rank_list))
+        return _groups(self, axes)
 
     def submesh(self, axis: int, index: int) -> Placement:
         """Return the mesh at one index of an axis, without that axis.
@@ -178,6 +184,16 @@ class Placement:
 
     def __repr__(self) -> str:
         return f"Placement(ranks={self.ranks!r}, axes={self.axes!r}, device={self.device!r})"
+
+
+@lru_cache(maxsize=1024)
+def _groups(placement: Placement, axes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """Return what `Placement.groups` returns, without a look at every rank's group."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank, at in placement.coordinates():
+        rest = tuple(part for axis, part in enumerate(at) if axis not in axes)
+        groups.setdefault(rest, []).append(rank)
+    return tuple(map(tuple, groups.values()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,7 +240,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """The machine: equal devices in nodes of equal size, and the links inside and between nodes.
+    """The machine: equal devices in nodes of equal size, the links, and what was measured of them.
 
     Args:
         name: How reports call it.
@@ -233,6 +249,15 @@ class Cluster:
         device: What one rank computes with.
         intra_node: Link between two ranks of one node.
         inter_node: Link between two ranks of different nodes.
+        intra_node_shared: Whether all messages inside a node that are under way at the same time
+            divide one link's bandwidth, as on CPUs that share a memory bus; otherwise each pair
+            of ranks has its own.
+        inter_node_shared: Whether all ranks of a node divide one link to the other nodes, in each
+            direction; otherwise each rank has its own.
+        calibrations: What was measured of transports, by the name of their boxing backend.
+        backend: The boxing backend whose calibration says what steps take; empty: the only one
+            that there is. Without a calibration the links say it.
+        machine: What was measured, in words, such as its processor and the versions used.
     """
 
     name: str
@@ -241,6 +266,11 @@ class Cluster:
     device: Device
     intra_node: Link
     inter_node: Link = field(default=Link(latency_s=2e-5, bytes_per_s=1.25e9))
+    intra_node_shared: bool = False
+    inter_node_shared: bool = True
+    calibrations: Mapping[str, Calibration] = field(default_factory=dict)
+    backend: str = ""
+    machine: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.num_devices < 1 or self.devices_per_node < 1:
@@ -248,8 +278,43 @@ class Cluster:
                 f"a cluster of {self.num_devices} devices in nodes of {self.devices_per_node}",
                 accepted="at least one device, in nodes of at least one",
             )
+        wrong = [name for name, of in self.calibrations.items() if of.backend != name]
+        if wrong:
+            raise SbpValueError(
+                f"the calibration {wrong[0]!r} is of backend "
+                f"{self.calibrations[wrong[0]].backend!r}",
+                accepted="calibrations by the name of their backend",
+            )
+
+    @property
+    def calibration(self) -> Calibration | None:
+        """The calibration that prices: that of `backend`, or the only one if that is empty."""
+        if self.backend:
+            return self.calibrations.get(self.backend)
+        return next(iter(self.calibrations.values())) if len(self.calibrations) == 1 else None
+
+    def node(self, rank: int) -> int:
+        """Return the number of the node that a rank is on."""
+        return rank // self.devices_per_node
 
     def link(self, ranks: Sequence[int]) -> Link:
         """Return the slowest link that a message among `ranks` may take."""
         nodes = {rank // self.devices_per_node for rank in ranks}
         return self.intra_node if len(nodes) <= 1 else self.inter_node
+
+    def save(self, path: Path) -> None:
+        """Write a cluster file; see `cluster_file`."""
+        from sbp_core.cluster_file import save_cluster
+
+        save_cluster(self, path)
+
+    @classmethod
+    def load(cls, path: Path) -> Cluster:
+        """Read a cluster file; see `cluster_file`.
+
+        Raises:
+            ConfigError: there is no such file, or it is no cluster file of this version.
+        """
+        from sbp_core.cluster_file import load_cluster
+
+        return load_cluster(path)

@@ -13,6 +13,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
+from sbp_core.boxing.start import Start, one_process
+
 if TYPE_CHECKING:
     import torch
 
@@ -85,6 +87,21 @@ class BoxingBackend(ABC):
     """
 
     spans_processes: ClassVar[bool] = True
+
+    def starts(self, num_ranks: int, command: Sequence[str]) -> tuple[Start, ...]:
+        """Return how to start `command` as the processes of a run on this machine.
+
+        Here: one process, which holds all ranks. See `boxing.supervise`.
+
+        Args:
+            num_ranks: Ranks of the run, >= 1.
+            command: Program and arguments; a Python program begins with `sys.executable`.
+
+        Raises:
+            BoxingError: the launcher that is needed is not installed.
+            ConfigError: the settings are those of one process, and cannot start several.
+        """
+        return one_process(num_ranks, command)
 
     @abstractmethod
     def open(self, ranks: Sequence[int]) -> None:

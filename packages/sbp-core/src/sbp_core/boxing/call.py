@@ -7,12 +7,26 @@ and imports no torch.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from sbp_core.boxing.step import Step, missing_ranks
 from sbp_core.errors import BoxingError
+
+#: Ranks -> what is known about each of them, one a line.
+Witness = Callable[[Collection[int]], Sequence[str]]
+
+
+_AFTER_A_FAILURE = (
+    "see why that rank failed (its log, its exit code, the kernel's out-of-memory killer), "
+    "and start all ranks again"
+)
+
+
+def _nothing_known(ranks: Collection[int]) -> Sequence[str]:
+    """Say nothing about any rank."""
+    return ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +38,7 @@ class Call:
         rank: The rank that does it.
         deadline_s: Seconds that it may wait.
         end_s: When they are over, on the clock of `time.monotonic`.
+        witness: Asked about the ranks that an error names.
     """
 
     step: Step
@@ -31,12 +46,27 @@ class Call:
     rank: int
     deadline_s: float
     end_s: float
+    witness: Witness = field(default=_nothing_known, repr=False, compare=False)
 
     @classmethod
-    def begin(cls, step: Step, tag: str, rank: int, deadline_s: float) -> Call:
+    def begin(
+        cls,
+        step: Step,
+        tag: str,
+        rank: int,
+        deadline_s: float,
+        witness: Witness = _nothing_known,
+    ) -> Call:
         """Make a call whose time begins now."""
         end_s = time.monotonic() + deadline_s
-        return cls(step=step, tag=tag, rank=rank, deadline_s=deadline_s, end_s=end_s)
+        return cls(
+            step=step, tag=tag, rank=rank, deadline_s=deadline_s, end_s=end_s, witness=witness
+        )
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since it began."""
+        return time.monotonic() - self.end_s + self.deadline_s
 
     @property
     def left_s(self) -> float:
@@ -49,15 +79,17 @@ class Call:
         return time.monotonic() >= self.end_s
 
     def missing(self, ranks: Iterable[int]) -> BoxingError:
-        """Make the error for ranks that did not arrive."""
-        return missing_ranks(self.step, self.tag, ranks, self.deadline_s, rank=self.rank)
+        """Make the error for ranks that did not arrive, with what is known about them."""
+        ranks = list(ranks)
+        error = missing_ranks(self.step, self.tag, ranks, self.deadline_s, rank=self.rank)
+        return BoxingError(error.what, where=(*error.where, *self.witness(ranks)), todo=error.todo)
 
-    def failed(self, why: str) -> BoxingError:
+    def failed(self, why: str, *, todo: str = _AFTER_A_FAILURE) -> BoxingError:
         """Make the error for a call that was cut short."""
         return BoxingError(
             f"boxing step {self.tag!r} could not complete: {why}",
             where=(str(self.step), f"rank {self.rank}"),
-            todo="mend what the first of these errors says; then start the run again",
+            todo=todo,
         )
 
 

@@ -1,16 +1,28 @@
 """What holds the processes of a run together, and how it breaks: once, and for all calls.
 
-Which connections there are, and how another process hears of a failure, is the transport's. Moves
-nothing and imports no torch.
+Which connections there are, and how notes reach another process, is the transport's; who looks for
+failures is `watch`. Moves nothing and imports no torch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import time
 from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Sequence
 
+from sbp_core.boxing.board import Board
 from sbp_core.boxing.call import Call
-from sbp_core.errors import BoxingError
+from sbp_core.boxing.members import Member, State, state_of
+from sbp_core.boxing.watch import INTERVAL_S, Calls, Watch
+from sbp_core.errors import BoxingError, SbpError
+
+#: Seconds in which it is found out why a connection broke: who ended, or what was told.
+_REASON_S = 1.0
+
+#: Seconds that a rank which failed waits, when it closes, for the others to hear why.
+_NEWS_S = 1.0
 
 
 class Connections(ABC):
@@ -20,28 +32,108 @@ class Connections(ABC):
         self._lock = threading.Lock()
         self._failure: BaseException | None = None
         self._closed = False
+        self._calls = Calls()
+        self._notes: Board | None = None
+        self._watch: Watch | None = None
+
+    def watch_over(self, board: Board, limit_s: float) -> None:
+        """Meet the other ranks on the board, and watch them from now on.
+
+        Args:
+            board: Of this rank.
+            limit_s: Seconds to wait for the others.
+
+        Raises:
+            BoxingError: a rank did not come, or ended.
+        """
+        board.enlist(Member.of_this_process(board.rank))
+
+        looked = time.monotonic()
+
+        def over() -> bool:
+            nonlocal looked
+            if board.all_enlisted() or board.failure() is not None:
+                return True
+            if time.monotonic() < looked + INTERVAL_S:
+                return False
+            looked = time.monotonic()
+            return bool(self._gone(board))
+
+        came = board.wait_for(over, limit_s)
+        members = board.members()
+        missing = [rank for rank in range(board.size) if rank not in members]
+        if missing:
+            gone = [f"{member.rank} (pid {member.pid})" for member in self._gone(board)]
+            why = board.failure() or (f"ended before: ranks {', '.join(gone)}" if gone else "")
+            error = BoxingError(
+                f"rank {board.rank} waited {'' if came else f'{limit_s:g} s '}for ranks that did "
+                f"not open their boxing backend: {', '.join(map(str, missing))}",
+                where=why,
+                todo="check that every process was started, and see why those did not come",
+            )
+            board.announce(f"rank {board.rank} reported: {_words(error)}")
+            board.close()
+            raise error
+        self._notes = board
+        if board.size > 1:
+            self._watch = Watch(board, members, self._calls, self._learn)
+            self._watch.start()
+
+    # Calls.
+
+    @contextlib.contextmanager
+    def under_way(self, call: Call) -> Iterator[None]:
+        """Let others know, while a call takes long, that this rank is in it."""
+        self._calls.begin(call)
+        try:
+            yield
+        finally:
+            self._calls.end()
+
+    def witness(self, ranks: Collection[int]) -> Sequence[str]:
+        """Say what is known about ranks that did not arrive, one a line."""
+        return () if self._watch is None else self._watch.witness(ranks)
 
     def check_usable(self, call: Call) -> None:
         """Raise `BoxingError` if the connections were closed or have failed."""
         if self._closed:
-            raise call.failed("the boxing backend was closed")
+            raise call.failed("the boxing backend was closed", todo="open a new one")
         if self._failure is not None:
-            raise call.failed(str(self._failure)) from self._failure
+            raise call.failed(_words(self._failure)) from self._failure
+
+    def check_others(self, call: Call) -> None:
+        """Raise `BoxingError` if waiting for others has become hopeless, as far as they told."""
+        self.check_usable(call)
+        reason = None if self._notes is None else self._notes.failure()
+        if reason is not None:
+            raise self.lost(call, reason)
 
     def broken(self, call: Call, error: BoxingError) -> BoxingError:
         """Break everything because a call failed; return the error to raise."""
         if self._failure is not None:
-            return call.failed(str(self._failure))
+            return call.failed(_words(self._failure))
         self.fail(error)
         return error
 
+    def lost(self, call: Call, report: str) -> BoxingError:
+        """Break everything because a connection broke; find out why, and return the error to raise.
+
+        Args:
+            call: The call that noticed.
+            report: What the transport says; names no rank, as a rule.
+        """
+        if self._failure is None:
+            reason = None if self._watch is None else self._watch.find(_REASON_S)
+            self._learn(reason or f"a rank has ended, or its connection is lost ({report})")
+        return call.failed(report if self._failure is None else _words(self._failure))
+
+    # The end.
+
     def fail(self, error: BaseException) -> None:
         """Make every call fail, here and on the ranks that wait for this one."""
-        with self._lock:
-            if self._failure is not None or self._closed:
-                return
-            self._failure = error
-        self._announce(str(error) or type(error).__name__)
+        words = _words(error)
+        told = words if self._notes is None else f"rank {self._notes.rank} reported: {words}"
+        self._break(error, told)
 
     def close(self) -> None:
         """Release everything; waits a while for messages and ranks that are on their way."""
@@ -49,12 +141,71 @@ class Connections(ABC):
             if self._closed:
                 return
             self._closed = True
+        if self._failure is not None:
+            self._linger()
         self._release()
+        if self._watch is not None:
+            self._watch.stop()
+        if self._notes is not None:
+            self._notes.close()
+
+    def end_with_program(self, error: BaseException) -> None:
+        """Tell the others that this process ends without closing its connections."""
+        self.fail(error)
+        self.close()
+
+    def reason_to_go(self) -> str | None:
+        """Return why waiting for others makes no sense any more, or None if it does."""
+        return None if self._watch is None else self._watch.reason()
+
+    def _learn(self, reason: str) -> None:
+        """Break everything for a reason that is not this rank's."""
+        self._break(BoxingError(reason), reason)
+
+    def _break(self, error: BaseException, told: str) -> None:
+        with self._lock:
+            if self._failure is not None or self._closed:
+                return
+            self._failure = error
+        if self._notes is not None:
+            self._notes.hear()
+        self._announce(told)
+
+    def _linger(self) -> None:
+        """Wait a moment for the others to hear why this rank goes: they may need it for that."""
+        board = self._notes
+        if board is None:
+            return
+        members = board.members()
+        deaf = (State.ENDED, State.STOPPED)
+        others = [
+            rank
+            for rank, member in members.items()
+            if state_of(member, members[board.rank]) not in deaf
+        ]
+        board.wait_for(lambda: board.is_lost() or not board.not_heard(others), _NEWS_S)
+
+    def _gone(self, board: Board) -> list[Member]:
+        """Return the processes that enlisted and have ended, among those that can be seen."""
+        members = board.members()
+        me = members.get(board.rank)
+        return [
+            member
+            for member in members.values()
+            if me is not None and state_of(member, me) is State.ENDED
+        ]
 
     @abstractmethod
     def _announce(self, text: str) -> None:
-        """Tell the other ranks why this one failed, and unblock what waits; called once."""
+        """Tell the other ranks why the run failed, and unblock what waits; called once."""
 
     @abstractmethod
     def _release(self) -> None:
         """Leave the other ranks, well (`_failure` is None) or not; called once."""
+
+
+def _words(error: BaseException) -> str:
+    """Return what an error says, and where."""
+    if isinstance(error, SbpError):
+        return "\n  in ".join([error.what, *filter(None, error.where)])
+    return str(error) or type(error).__name__

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
 from typing import Generic, TypeVar
 
 import torch
@@ -16,12 +18,36 @@ import torch
 from sbp_core.boxing.backend import Communicator
 from sbp_core.boxing.call import Call
 from sbp_core.boxing.connections import Connections
-from sbp_core.boxing.execute import check_shard, combine, torch_dtype
-from sbp_core.boxing.parcel import num_elements, pack, unpack
-from sbp_core.boxing.slices import Piece, sent_bytes, transfer_pieces
-from sbp_core.boxing.step import Step
+from sbp_core.boxing.execute import check_shard, fill, reduction_of, torch_dtype
+from sbp_core.boxing.manifest import Manifest, manifest, span
+from sbp_core.boxing.parcel import Parcels, num_elements, pack, unpack
+from sbp_core.boxing.slices import Piece, bounds_of, sent_bytes, transfer_pieces, volume
+from sbp_core.boxing.step import Step, StepKind
 
 ConnectionsT = TypeVar("ConnectionsT", bound=Connections)
+
+#: Steps that a communicator remembers; a training step has fewer.
+_REMEMBERED = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Role:
+    """One rank's part in a collective, worked out once: small messages take less time than that.
+
+    Args:
+        step: Which.
+        ranks: Its group.
+        shape, dtype: Of its shard.
+        sent_bytes: Bytes that it sends.
+        manifest: What it sends and receives; None for an all-reduce.
+    """
+
+    step: Step
+    ranks: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    sent_bytes: int
+    manifest: Manifest | None
 
 
 class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
@@ -42,6 +68,7 @@ class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
         self.sent_bytes = 0
         self._connections = connections
         self._device = device
+        self._roles: dict[int, _Role] = {}
 
     def collective(
         self,
@@ -54,12 +81,14 @@ class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
     ) -> torch.Tensor:
         """See `Communicator.collective`."""
         call = self._begin(step, tag, deadline_s)
-        check_shard(step, self.rank, shard)
-        ranks = step.group(self.rank)
-        if len(ranks) == 1:
+        role = self._role(step, shard)
+        if shard.shape != role.shape or shard.dtype != role.dtype:
+            check_shard(step, self.rank, shard)
+        if len(role.ranks) == 1:
             return shard
-        result = self._collective(call, ranks, shard)
-        self.sent_bytes += sent_bytes(step, self.rank)
+        with self._connections.under_way(call):
+            result = self._collective(call, role.ranks, shard, donate)
+        self.sent_bytes += role.sent_bytes
         return result
 
     def send(self, step: Step, shard: torch.Tensor, *, tag: str, deadline_s: float) -> None:
@@ -72,7 +101,7 @@ class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
                 outgoing.setdefault(piece.receiver, []).append(piece)
         for receiver, pieces in outgoing.items():
             # A copy: the shard is the caller's to drop, and may be a view of something larger.
-            self._post(call, receiver, pack(shard, pieces).to(self._device, copy=True))
+            self._post(call, receiver, pack(shard, pieces, copy=True).to(self._device))
         self.sent_bytes += sent_bytes(step, self.rank)
 
     def receive(
@@ -84,27 +113,51 @@ class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
         by_sender: dict[int, list[Piece]] = {}
         for piece in mine:
             by_sender.setdefault(piece.sender, []).append(piece)
-        parcels: dict[int, torch.Tensor] = {}
-        if self.rank in by_sender:
+        own = by_sender.pop(self.rank, [])
+        if own:
             if shard is None:
                 raise call.failed("this rank is a sender too, and gave no shard to receive()")
             check_shard(step, self.rank, shard)
-            parcels[self.rank] = pack(shard, by_sender.pop(self.rank))
-        arriving = {
-            sender: self._empty(step, num_elements(step, pieces))
-            for sender, pieces in by_sender.items()
-        }
-        self._collect(call, arriving)
-        return self._unpack(step, mine, parcels | arriving)
+        if len(own) == len(mine) == 1 and shard is not None:
+            part = shard[own[0].source_slices]
+            if part.shape == self._shape_after(step):
+                return part.contiguous()
+        result = self._blank(step, mine)
+        arriving: dict[int, torch.Tensor] = {}
+        landed: set[int] = set()
+        for sender, pieces in by_sender.items():
+            where = span(result.shape, pieces[0].target)
+            if len(pieces) == 1 and pieces[0].term == mine[0].term and where is not None:
+                arriving[sender] = result.view(-1)[slice(*where)]
+                landed.add(sender)
+            else:
+                arriving[sender] = self._empty(step, num_elements(step, pieces))
+        with self._connections.under_way(call):
+            self._collect(call, arriving)
+        if own:
+            assert shard is not None, "checked above"
+            arriving[self.rank] = pack(shard, own)
+        received = [
+            (piece, None if piece.sender in landed else part)
+            for piece, part in unpack(mine, arriving)
+        ]
+        if received:
+            reduces = mine[0].term != mine[-1].term
+            fill(result, received, reduction_of(step) if reduces else None)
+        return result
 
     @abstractmethod
-    def _collective(self, call: Call, ranks: tuple[int, ...], shard: torch.Tensor) -> torch.Tensor:
+    def _collective(
+        self, call: Call, ranks: tuple[int, ...], shard: torch.Tensor, donate: bool
+    ) -> torch.Tensor:
         """Run a collective among the ranks of a group: two or more, in mesh order.
 
         Args:
             call: Its step is of any kind but `TRANSFER` and `LOCAL`.
             ranks: The group.
             shard: This rank's part under the step's source, checked.
+            donate: Whether the shard's memory may be overwritten, and may become the result. Other
+                ranks may say otherwise: what they do together must not depend on it.
 
         Returns:
             This rank's part under the step's target.
@@ -141,53 +194,77 @@ class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
             ranks: The group.
             received: To be filled.
             sent: On the shard's device.
-            received_sizes: Elements from each rank, in order; 0 for this one.
-            sent_sizes: Elements to each rank, in order; 0 for this one.
+            received_sizes: Elements from each rank, in order.
+            sent_sizes: Elements to each rank, in order; for this one as many as it receives, often
+                but not always 0.
         """
 
     def _begin(self, step: Step, tag: str, deadline_s: float) -> Call:
         """Make the call of a step, if the connections can be used."""
-        call = Call.begin(step, tag, self.rank, deadline_s)
+        call = Call.begin(step, tag, self.rank, deadline_s, self._connections.witness)
         self._connections.check_usable(call)
         return call
 
-    def _exchange(
-        self, call: Call, ranks: tuple[int, ...], shard: torch.Tensor, pieces: Sequence[Piece]
-    ) -> torch.Tensor:
+    def _role(self, step: Step, shard: torch.Tensor) -> _Role:
+        """Return the part of this rank in a collective, to which it brings a shard."""
+        # A step that is remembered lives, so that no other has its id.
+        role = self._roles.get(id(step))
+        if role is not None:
+            return role
+        check_shard(step, self.rank, shard)
+        ranks = step.group(self.rank)
+        role = _Role(
+            step=step,
+            ranks=ranks,
+            shape=tuple(shard.shape),
+            dtype=shard.dtype,
+            sent_bytes=sent_bytes(step, self.rank),
+            manifest=None if step.kind is StepKind.ALL_REDUCE else manifest(step, self.rank),
+        )
+        if len(self._roles) >= _REMEMBERED:
+            self._roles.clear()
+        self._roles[id(step)] = role
+        return role
+
+    def _manifest(self, call: Call) -> Manifest:
+        """Return what this rank sends and receives in an all-gather, -scatter or all-to-all."""
+        role = self._roles.get(id(call.step))
+        known = None if role is None else role.manifest
+        return manifest(call.step, self.rank) if known is None else known
+
+    def _exchange(self, call: Call, ranks: tuple[int, ...], shard: torch.Tensor) -> torch.Tensor:
         """Run a collective by sending each rank its pieces, at their exact sizes.
 
         Args:
             call: Of an all-gather, reduce-scatter or all-to-all.
             ranks: The group.
             shard: This rank's part under the step's source.
-            pieces: What `collective_pieces` says for the group.
         """
-        step = call.step
-        mine = [piece for piece in pieces if piece.receiver == self.rank]
-        own = pack(shard, [piece for piece in mine if piece.sender == self.rank])
-        others = [piece for piece in pieces if piece.sender != piece.receiver]
-        outgoing = [
-            [piece for piece in others if (piece.sender, piece.receiver) == (self.rank, rank)]
-            for rank in ranks
-        ]
-        incoming = [
-            [piece for piece in others if (piece.sender, piece.receiver) == (rank, self.rank)]
-            for rank in ranks
-        ]
-        sizes_in = [num_elements(step, given) for given in incoming]
-        sizes_out = [num_elements(step, given) for given in outgoing]
-        received = self._empty(step, sum(sizes_in))
-        if others:
-            sent = torch.cat([pack(shard, given) for given in outgoing])
-            self._trade(call, ranks, received, sent, sizes_in, sizes_out)
-        parcels = dict(zip(ranks, torch.split(received, sizes_in), strict=True))
-        return self._unpack(step, mine, parcels | {self.rank: own})
+        known = self._manifest(call)
+        parcels = Parcels(call.step, known, shard, device=self._device)
+        parcels.keep_own()
+        if not known.is_idle:
+            self._trade(
+                call,
+                ranks,
+                parcels.received,
+                parcels.sent,
+                parcels.received_sizes,
+                parcels.sent_sizes,
+            )
+        return parcels.result()
 
-    def _unpack(
-        self, step: Step, pieces: Sequence[Piece], parcels: Mapping[int, torch.Tensor]
-    ) -> torch.Tensor:
-        """Return the shard that this rank's pieces make; `parcels` as in `parcel.unpack`."""
-        return combine(step, self.rank, unpack(pieces, parcels), device=self._device)
+    def _shape_after(self, step: Step) -> tuple[int, ...]:
+        """Return the local shape of this rank under the step's target."""
+        bounds = bounds_of(step.shape, *step.target)[self.rank]
+        return tuple(stop - start for start, stop in bounds)
+
+    def _blank(self, step: Step, pieces: Sequence[Piece]) -> torch.Tensor:
+        """Return a shard to fill with pieces, zero wherever the first term has none."""
+        shape = self._shape_after(step)
+        first = [volume(piece.target) for piece in pieces if piece.term == pieces[0].term]
+        make = torch.empty if sum(first) == prod(shape) else torch.zeros
+        return make(shape, dtype=torch_dtype(step.dtype), device=self._device)
 
     def _empty(self, step: Step, elements: int) -> torch.Tensor:
         """Return a flat tensor of the step's dtype to receive into."""

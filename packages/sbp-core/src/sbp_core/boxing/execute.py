@@ -166,31 +166,48 @@ def combine(
         device: Where the result lives if nothing is received; else where the pieces are.
 
     Returns:
-        The rank's shard under `step.target`, contiguous; zeros if it receives nothing.
+        The rank's shard under `step.target`, contiguous; zeros if it receives nothing. Shares
+        memory with a piece that is all of it.
     """
     bounds = bounds_of(step.shape, *step.target)[rank]
     shape = tuple(stop - start for start, stop in bounds)
     if not pieces:
         return torch.zeros(shape, dtype=torch_dtype(step.dtype), device=device)
-    terms: dict[int, list[tuple[Piece, torch.Tensor]]] = {}
-    for piece, part in pieces:
-        terms.setdefault(piece.term, []).append((piece, part))
-    values = [_place(shape, placed) for placed in terms.values()]
-    if len(values) == 1:
-        return values[0].contiguous()
-    return reduce_in_order(values, reduction_of(step)).contiguous()
-
-
-def _place(shape: tuple[int, ...], pieces: Sequence[tuple[Piece, torch.Tensor]]) -> torch.Tensor:
-    """Return a tensor made of disjoint pieces, zero elsewhere; the piece itself if it is all."""
-    part = pieces[0][1]
+    first, part = pieces[0]
     if len(pieces) == 1 and tuple(part.shape) == shape:
-        return part
-    filled = sum(part.numel() for _, part in pieces) == prod(shape)
-    whole = part.new_empty(shape) if filled else part.new_zeros(shape)
+        return part.contiguous()
+    filled = sum(part.numel() for piece, part in pieces if piece.term == first.term) == prod(shape)
+    result = part.new_empty(shape) if filled else part.new_zeros(shape)
+    reduces = any(piece.term != first.term for piece, _ in pieces)
+    fill(result, pieces, reduction_of(step) if reduces else None)
+    return result
+
+
+def fill(
+    result: torch.Tensor,
+    pieces: Sequence[tuple[Piece, torch.Tensor | None]],
+    reduction: str | None = None,
+) -> None:
+    """Place the pieces of the first term in a shard, and reduce those of the others into it.
+
+    Args:
+        result: The receiver's shard; zero wherever the first term has no piece.
+        pieces: Ordered by term; each with a tensor of the piece's shape, or None if it is in its
+            place already, which only pieces of the first term may be.
+        reduction: `sum`, `max` or `min`; None if there is one term.
+    """
+    parts = [result if part is None else part for _, part in pieces]
+    whole = all(part.shape == result.shape for part in parts)
+    if reduction is not None and whole and len({piece.term for piece, _ in pieces}) == len(pieces):
+        reduce_in_order(parts, reduction, out=result)
+        return
     for piece, part in pieces:
-        whole[piece.target_slices] = part
-    return whole
+        place = result[piece.target_slices]
+        if piece.term != pieces[0][0].term:
+            assert reduction is not None and part is not None, "later terms are reduced"
+            _REDUCE[reduction](place, part, out=place)
+        elif part is not None:
+            place.copy_(part)
 
 
 def _reduction(entry: object) -> str:
@@ -209,17 +226,21 @@ def reduction_of(step: Step) -> str:
     return _reduction(step.source[1][axis])
 
 
-def reduce_in_order(parts: Sequence[torch.Tensor], reduction: str) -> torch.Tensor:
+def reduce_in_order(
+    parts: Sequence[torch.Tensor], reduction: str, *, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """Reduce tensors of one shape elementwise, from the first to the last.
 
     Args:
-        parts: At least one; never changed. A single one is returned as it is.
+        parts: At least one; never changed, but for one that is `out`. A single one is returned as
+            it is, if there is no `out`.
         reduction: `sum`, `max` or `min`.
+        out: Where the result is made; it may be one of the first two parts.
     """
     if len(parts) == 1:
-        return parts[0]
+        return parts[0] if out is None else out.copy_(parts[0])
     function = _REDUCE[reduction]
-    total = function(parts[0], parts[1])
+    total = function(parts[0], parts[1], out=out)
     for part in parts[2:]:
         function(total, part, out=total)
     return total

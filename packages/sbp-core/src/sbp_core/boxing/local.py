@@ -1,24 +1,26 @@
 """The `local` backend: ranks are threads of one process, tensors are handed over by reference.
 
-A collective is a rendezvous: each rank leaves its shard, the last to arrive runs the step for all
-of them (`execute.apply_step`) and wakes the others. A transfer goes through a mailbox, in order of
+A collective is a rendezvous: each rank leaves its shard; when the last has come, each does its
+share of the work (`share`), and all leave together. A transfer goes through a mailbox, in order of
 sending. Nothing is copied that can be shared, and sums are made once, in mesh order. Knows torch.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
+from sbp_core.boxing.arena import Arena
 from sbp_core.boxing.backend import BoxingBackend, Communicator
-from sbp_core.boxing.execute import apply_step, check_shard, combine
+from sbp_core.boxing.call import Call
+from sbp_core.boxing.execute import check_shard, combine
+from sbp_core.boxing.share import Shares, share_out
 from sbp_core.boxing.slices import Piece, sent_bytes, transfer_pieces
-from sbp_core.boxing.step import Step, StepKind, missing_ranks
+from sbp_core.boxing.step import Step, StepKind
 from sbp_core.errors import BoxingError
 
 if TYPE_CHECKING:
@@ -38,13 +40,24 @@ class _Rendezvous:
         self.step = step
         self.changed = threading.Condition(lock)
         self.shards: dict[int, torch.Tensor] = {}
-        self.results: dict[int, torch.Tensor] | None = None
+        self.donated: list[int] = []
+        #: What is to do, once all have come; and how many ranks have not done their share.
+        self.shares: Shares | None = None
+        self.num_left = 0
         self.error: BoxingError | None = None
+        #: Whether the backend failed or was closed before all had come.
+        self.stopped = False
         self.unheard: set[int] = set()
 
     @property
+    def met(self) -> bool:
+        """Whether waiting for others has an end."""
+        return self.shares is not None or self.error is not None or self.stopped
+
+    @property
     def over(self) -> bool:
-        return self.results is not None or self.error is not None
+        """Whether the results are there, or never will be."""
+        return self.num_left == 0 or self.error is not None
 
 
 class LocalBackend(BoxingBackend):
@@ -59,7 +72,9 @@ class LocalBackend(BoxingBackend):
         self._rendezvous: dict[_Key, _Rendezvous] = {}
         self._mail: dict[tuple[str, int, int], deque[_Letter]] = {}
         self._mail_came: dict[int, threading.Condition] = {}
-        self._failure: BoxingError | None = None
+        self._arena = Arena()
+        #: Why nothing can be done any more, and what caused that.
+        self._end: tuple[str, BaseException | None] | None = None
 
     def open(self, ranks: Sequence[int]) -> None:
         """Make a communicator for each of `ranks`, all of which live in this process.
@@ -68,7 +83,8 @@ class LocalBackend(BoxingBackend):
             BoxingError: the backend is open already or was closed, or a rank repeats.
         """
         with self._lock:
-            self._check_open()
+            if self._end is not None:
+                raise BoxingError(self._end[0], todo="build a new one") from self._end[1]
             if self._ranks or len(set(ranks)) != len(ranks):
                 raise BoxingError(
                     f"cannot open the local backend on ranks {list(ranks)}"
@@ -98,47 +114,44 @@ class LocalBackend(BoxingBackend):
 
     def fail(self, error: BaseException) -> None:
         """Unblock every waiting call with a `BoxingError` caused by `error`."""
-        failure = BoxingError(
-            f"boxing stopped because another part of the run failed: {error}",
-            todo="mend that failure; this rank only waited",
-        )
-        failure.__cause__ = error
-        self._stop(failure)
+        self._stop(f"another part of the run failed: {str(error) or type(error).__name__}", error)
 
     def close(self) -> None:
         """Drop everything that waits; further calls raise `BoxingError`."""
-        self._stop(BoxingError("the local boxing backend is closed"))
+        self._stop("the local boxing backend is closed", None)
         with self._lock:
             self._mail.clear()
+        self._arena.clear()
 
-    def _stop(self, failure: BoxingError) -> None:
+    def _stop(self, reason: str, cause: BaseException | None) -> None:
         with self._lock:
-            self._failure = self._failure or failure
+            self._end = self._end or (reason, cause)
             for rendezvous in self._rendezvous.values():
-                rendezvous.error = rendezvous.error or self._failure
+                rendezvous.stopped = True
                 rendezvous.changed.notify_all()
             self._rendezvous.clear()
             for came in self._mail_came.values():
                 came.notify_all()
 
-    def _check_open(self) -> None:
-        if self._failure is not None:
-            raise _again(self._failure)
+    def _check_usable(self, call: Call) -> None:
+        """Raise `BoxingError` if the backend has failed or was closed."""
+        if self._end is not None:
+            reason, cause = self._end
+            raise call.failed(reason) from cause
 
-    def meet(
-        self, step: Step, rank: int, shard: torch.Tensor, tag: str, deadline_s: float
-    ) -> torch.Tensor:
+    def meet(self, call: Call, shard: torch.Tensor, donate: bool) -> torch.Tensor:
         """Take part in a collective; see `Communicator.collective`."""
+        step, rank = call.step, call.rank
         group = step.group(rank)
-        key = (tag, group)
+        key = (call.tag, group)
         with self._lock:
-            self._check_open()
+            self._check_usable(call)
             rendezvous = self._rendezvous.get(key)
             if rendezvous is None:
                 rendezvous = self._rendezvous[key] = _Rendezvous(step, self._lock)
             if rendezvous.error is None and rendezvous.step != step:
                 error = BoxingError(
-                    f"ranks meet under tag {tag!r} for different steps",
+                    f"ranks meet under tag {call.tag!r} for different steps",
                     where=(f"rank {rank}: {step}", f"others: {rendezvous.step}"),
                     accepted="one step for each tag and group",
                 )
@@ -146,36 +159,32 @@ class LocalBackend(BoxingBackend):
             if rendezvous.error is not None:
                 raise self._hear(key, rendezvous, rank)
             rendezvous.shards[rank] = shard
+            if donate:
+                rendezvous.donated.append(rank)
             last = len(rendezvous.shards) == len(group)
             if last:
                 # The tag is free for its next use; those who wait hold the object itself.
                 del self._rendezvous[key]
             else:
-                self._await(key, rendezvous, rank, tag, deadline_s)
+                self._await(call, key, rendezvous)
         if last:
-            self._complete(rendezvous)
-        if rendezvous.error is not None:
-            raise _again(rendezvous.error)
-        assert rendezvous.results is not None, "a rendezvous ends with results or an error"
-        return rendezvous.results[rank]
+            self._divide(rendezvous, group)
+        return self._take_part(rendezvous, rank)
 
-    def _await(
-        self, key: _Key, rendezvous: _Rendezvous, rank: int, tag: str, deadline_s: float
-    ) -> None:
-        """Wait, holding the lock, until the rendezvous is over; fail it at the deadline."""
+    def _await(self, call: Call, key: _Key, rendezvous: _Rendezvous) -> None:
+        """Wait, holding the lock, until all have come; fail the rendezvous at the deadline."""
         full = len(key[1])
-        end = time.monotonic() + deadline_s
-        while not rendezvous.over:
-            left_s = end - time.monotonic()
+        while not rendezvous.met:
             if len(rendezvous.shards) == full:
-                # All have come: the last one is computing, which is no one's absence.
+                # All have come: the last one divides the work, which is no one's absence.
                 rendezvous.changed.wait()
-            elif left_s <= 0 or not rendezvous.changed.wait(left_s):
-                if rendezvous.over or len(rendezvous.shards) == full:
+            elif call.is_over or not rendezvous.changed.wait(call.left_s):
+                if rendezvous.met or len(rendezvous.shards) == full:
                     continue
                 missing = [other for other in key[1] if other not in rendezvous.shards]
-                error = missing_ranks(rendezvous.step, tag, missing, deadline_s, rank=rank)
-                self._fail_rendezvous(key, rendezvous, error)
+                self._fail_rendezvous(key, rendezvous, call.missing(missing))
+        if rendezvous.stopped:
+            self._check_usable(call)
 
     def _fail_rendezvous(self, key: _Key, rendezvous: _Rendezvous, error: BoxingError) -> None:
         """End a rendezvous for those who came; it stays until the others have heard of it."""
@@ -192,52 +201,67 @@ class LocalBackend(BoxingBackend):
             self._rendezvous.pop(key, None)
         return _again(rendezvous.error)
 
-    def _complete(self, rendezvous: _Rendezvous) -> None:
-        """Run the step for all ranks and wake them. Called without the lock."""
-        results, error = None, None
+    def _divide(self, rendezvous: _Rendezvous, group: tuple[int, ...]) -> None:
+        """Let those who wait begin with their shares. Called without the lock, by the last."""
+        shares, error = None, None
         try:
-            results = apply_step(rendezvous.step, rendezvous.shards)
-        except BoxingError as caught:
-            error = caught
-        except BaseException as caught:  # whatever it was, the others must not wait for ever
-            error = BoxingError(
-                f"a boxing step failed: {type(caught).__name__}: {caught}",
-                where=str(rendezvous.step),
+            shares = share_out(
+                rendezvous.step, group, rendezvous.shards, rendezvous.donated, self._arena
             )
-            error.__cause__ = caught
+        except BaseException as caught:  # whatever it was, the others must not wait for ever
+            error = _as_boxing_error(rendezvous.step, caught)
         with self._lock:
-            rendezvous.results, rendezvous.error = results, error
+            rendezvous.shares, rendezvous.error = shares, error
+            rendezvous.num_left = 0 if shares is None or shares.are_done else len(group)
             rendezvous.shards = {}
             rendezvous.changed.notify_all()
 
-    def post(self, tag: str, sender: int, letters: dict[int, _Letter]) -> None:
+    def _take_part(self, rendezvous: _Rendezvous, rank: int) -> torch.Tensor:
+        """Do one rank's share, wait for the others', and return its result."""
+        shares, error = rendezvous.shares, None
+        if shares is not None and not shares.are_done:
+            try:
+                shares.do(rank)
+            except BaseException as caught:
+                error = _as_boxing_error(rendezvous.step, caught)
+            with self._lock:
+                rendezvous.num_left -= 1
+                rendezvous.error = rendezvous.error or error
+                if rendezvous.over:
+                    rendezvous.changed.notify_all()
+                while not rendezvous.over:
+                    # They all compute, which is no one's absence.
+                    rendezvous.changed.wait()
+        if rendezvous.error is not None:
+            raise _again(rendezvous.error)
+        assert shares is not None, "a rendezvous ends with results or an error"
+        return shares.results[rank]
+
+    def post(self, call: Call, letters: dict[int, _Letter]) -> None:
         """Put letters into the mailboxes of their receivers."""
         with self._lock:
-            self._check_open()
+            self._check_usable(call)
             for receiver, letter in letters.items():
                 if receiver not in self._mail_came:
                     raise BoxingError(
-                        f"rank {sender} sends to rank {receiver}, which is not on this backend",
+                        f"rank {call.rank} sends to rank {receiver}, which is not on this backend",
                         accepted=", ".join(map(str, self._ranks)),
                     )
-                self._mail.setdefault((tag, sender, receiver), deque()).append(letter)
+                self._mail.setdefault((call.tag, call.rank, receiver), deque()).append(letter)
                 self._mail_came[receiver].notify_all()
 
-    def collect(
-        self, step: Step, tag: str, receiver: int, senders: Sequence[int], deadline_s: float
-    ) -> dict[int, _Letter]:
+    def collect(self, call: Call, senders: Sequence[int]) -> dict[int, _Letter]:
         """Wait for one letter of each sender and take them out of the mailbox."""
-        keys = {sender: (tag, sender, receiver) for sender in senders}
+        keys = {sender: (call.tag, sender, call.rank) for sender in senders}
 
         def come() -> bool:
-            return self._failure is not None or all(key in self._mail for key in keys.values())
+            return self._end is not None or all(key in self._mail for key in keys.values())
 
         with self._lock:
-            in_time = self._mail_came[receiver].wait_for(come, deadline_s)
-            self._check_open()
+            in_time = self._mail_came[call.rank].wait_for(come, call.left_s)
+            self._check_usable(call)
             if not in_time:
-                missing = [sender for sender, key in keys.items() if key not in self._mail]
-                raise missing_ranks(step, tag, missing, deadline_s, rank=receiver)
+                raise call.missing(sender for sender, key in keys.items() if key not in self._mail)
             letters: dict[int, _Letter] = {}
             for sender, key in keys.items():
                 letters[sender] = self._mail[key].popleft()
@@ -263,11 +287,12 @@ class LocalCommunicator(Communicator):
         deadline_s: float,
         donate: bool = False,
     ) -> torch.Tensor:
-        """Meet the step's group; the last to arrive computes for all."""
+        """Meet the step's group, and do this rank's share of the work."""
         if step.kind in (StepKind.TRANSFER, StepKind.LOCAL):
             raise BoxingError(f"a {step.kind.value} step is no collective", where=str(step))
         self._check_rank(step, self.rank in step.source[0])
-        result = self._backend.meet(step, self.rank, shard, tag, deadline_s)
+        call = Call.begin(step, tag, self.rank, deadline_s)
+        result = self._backend.meet(call, shard, donate)
         self.sent_bytes += sent_bytes(step, self.rank)
         return result
 
@@ -280,8 +305,8 @@ class LocalCommunicator(Communicator):
             if piece.sender == self.rank != piece.receiver:
                 part = (piece, shard[piece.source_slices])
                 letters.setdefault(piece.receiver, []).append(part)
-        self._backend.post(tag, self.rank, letters)
-        self.sent_bytes += sent_bytes(step, self.rank)
+        self._backend.post(Call.begin(step, tag, self.rank, deadline_s), letters)
+        self.sent_bytes += sum(part.nbytes for letter in letters.values() for _, part in letter)
 
     def receive(
         self, step: Step, shard: torch.Tensor | None, *, tag: str, deadline_s: float
@@ -298,7 +323,8 @@ class LocalCommunicator(Communicator):
                 todo="pass the rank's source shard to receive",
             )
         others = [sender for sender in senders if sender != self.rank]
-        letters = self._backend.collect(step, tag, self.rank, others, deadline_s)
+        call = Call.begin(step, tag, self.rank, deadline_s)
+        letters = self._backend.collect(call, others)
         received = {piece: part for letter in letters.values() for piece, part in letter}
         if shard is not None:
             received |= {piece: shard[piece.source_slices] for piece in own}
@@ -312,6 +338,18 @@ class LocalCommunicator(Communicator):
     def _check_rank(self, step: Step, takes_part: bool) -> None:
         if not takes_part:
             raise BoxingError(f"rank {self.rank} has no part in this step", where=str(step))
+
+
+def _as_boxing_error(step: Step, error: BaseException) -> BoxingError:
+    """Return what the ranks of a step are told when one of them could not do its share."""
+    if isinstance(error, BoxingError):
+        return error
+    found = BoxingError(
+        f"a boxing step failed: {type(error).__name__}: {error}",
+        where=str(step),
+    )
+    found.__cause__ = error
+    return found
 
 
 def _again(error: BoxingError) -> BoxingError:

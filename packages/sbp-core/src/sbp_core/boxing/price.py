@@ -1,26 +1,66 @@
-"""What a route costs in time on a machine: the α-β model of every step.
+"""What a route costs in time on a machine.
 
-α is the latency of a message in seconds, β the seconds per byte of the slowest link that the step
-uses, n the ranks of one group, S the bytes of the tensor piece that a group shares (the part of the
-logical tensor that its ranks hold together). The groups of one mesh axis work at the same time; the
-slowest one counts. Bytes are in the steps themselves. Imports no torch.
+S is what the ranks of one group share: the bytes of the tensor piece that each holds before an
+all-reduce or reduce-scatter and after an all-gather, and of all that they hold together before an
+all-to-all. The groups of one step work at the same time; the slowest one counts, and those that
+share a link divide its bandwidth.
 
-Source: the ring costs are the standard ones, as in Thakur, Rabenseifner and Gropp, "Optimization
-of Collective Communication Operations in MPICH" (2005), section 4, and in the cost model of OSDP
-(Jiang et al., 2023). All-to-all is the pairwise exchange: n-1 messages of one nth of a shard.
+A step takes
+
+* what `Cluster.calibration` predicts, if there is one that knows such calls: it measured whole
+  calls, so the start of the call and the writing of its result are in it;
+* else what the fastest of `algorithms` takes on the links;
+* a transfer: as long as its busiest rank or shared link. A rank sends one message after the other,
+  all pieces from one rank to another being one; likewise it receives;
+* a local step: nothing here (see `cost` for what it reads and writes).
+
+Bytes are in the steps themselves. Imports no torch.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from sbp_core.boxing.slices import bounds_of, itemsize, transfer_pieces, volume
+from sbp_core.boxing.algorithms import Group, Links, ways
+from sbp_core.boxing.slices import (
+    bounds_of,
+    itemsize,
+    transfer_pieces,
+    uniform_bytes,
+    volume,
+)
 from sbp_core.boxing.step import Route, Step, StepKind
+from sbp_core.sbp import local_bounds
+from sbp_core.units import format_seconds
 
 if TYPE_CHECKING:
+    from sbp_core.calibration import Calibration
     from sbp_core.placement import Cluster
+
+_CACHED = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTime:
+    """The time of one step, and where it comes from.
+
+    Args:
+        step: Which.
+        time_s: In seconds.
+        algorithm: How the step is taken to be done, such as `ring`; `measured` or the like where a
+            calibration says the time.
+        reason: Why that, in a few words.
+        is_whole_call: Whether starting the call and writing its result are in the time.
+    """
+
+    step: Step
+    time_s: float
+    algorithm: str
+    reason: str
+    is_whole_call: bool = False
 
 
 def route_time_s(route: Route, cluster: Cluster) -> float:
@@ -28,55 +68,107 @@ def route_time_s(route: Route, cluster: Cluster) -> float:
     return sum(step_time_s(step, cluster) for step in route.steps)
 
 
-def step_time_s(step: Step, cluster: Cluster) -> float:
-    """Return the time of one step in seconds.
+def step_times(route: Route, cluster: Cluster) -> tuple[StepTime, ...]:
+    """Return the time of each step of a route, with its algorithm and the reason for it."""
+    return tuple(step_time(step, cluster) for step in route.steps)
 
-    * all-reduce: 2 (n-1) (α + β S/n)
-    * all-gather, reduce-scatter: (n-1) (α + β S/n)
-    * all-to-all: (n-1) (α + β S/n²)
-    * transfer: the largest sum of α + β · bytes over the messages that one rank sends, or receives;
-      all pieces from one rank to another are one message
-    * local: 0
-    """
+
+def step_time_s(step: Step, cluster: Cluster) -> float:
+    """Return the time of one step in seconds; see the module."""
+    return step_time(step, cluster).time_s
+
+
+def step_time(step: Step, cluster: Cluster) -> StepTime:
+    """Return the time of one step, with its algorithm and the reason for it."""
     if step.kind is StepKind.LOCAL:
-        return 0.0
+        return StepTime(step=step, time_s=0.0, algorithm="-", reason="moves nothing")
     if step.kind is StepKind.TRANSFER:
-        return _transfer_time_s(step, cluster)
-    return max(
-        (_ring_time_s(step.kind, group, size, cluster) for group, size in _shared_bytes(step)),
-        default=0.0,
+        return _transfer_time(step, cluster)
+    calls = _calls(step, cluster.devices_per_node)
+    if not calls:
+        return StepTime(step=step, time_s=0.0, algorithm="-", reason="nothing to do")
+    calibration = cluster.calibration
+    if calibration is not None:
+        measured = _calibrated(step, calls, calibration)
+        if measured is not None:
+            return measured
+    links = Links.of(cluster)
+    slowest = max((ways(step.kind, group, size, links) for group, size in calls))
+    best, *others = slowest
+    reason = "the only way"
+    if others:
+        after = f"{others[0].algorithm}, {format_seconds(others[0].time_s)}"
+        reason = f"fastest of {len(slowest)}; next {after}"
+    return StepTime(step=step, time_s=best.time_s, algorithm=best.algorithm, reason=reason)
+
+
+def _calibrated(
+    step: Step, calls: tuple[tuple[Group, int], ...], calibration: Calibration
+) -> StepTime | None:
+    """Return what a calibration says of a collective; None if it does not know such calls."""
+    slowest: tuple[float, Group] | None = None
+    for group, size in calls:
+        time_s = calibration.time_s(
+            step.kind.value, group.size, group.neighbours, size, num_nodes=group.num_nodes
+        )
+        if time_s is None:
+            return None
+        if slowest is None or time_s > slowest[0]:
+            slowest = time_s, group
+    assert slowest is not None, "a collective has a group"
+    time_s, group = slowest
+    origin = calibration.origin(
+        step.kind.value, group.size, group.neighbours, num_nodes=group.num_nodes
+    )
+    return StepTime(
+        step=step,
+        time_s=time_s,
+        algorithm="measured" if origin == "measured" else "calibrated",
+        reason=f"{calibration.backend!r} calls: {origin}",
+        is_whole_call=True,
     )
 
 
-def _ring_time_s(kind: StepKind, ranks: tuple[int, ...], size: int, cluster: Cluster) -> float:
-    n, S = len(ranks), size  # noqa: N806 (the letters of the formula)
-    link = cluster.link(ranks)
-    α, β = link.latency_s, 1 / link.bytes_per_s
-    if kind is StepKind.ALL_TO_ALL:
-        return (n - 1) * (α + β * S / n**2)
-    rounds = 2 if kind is StepKind.ALL_REDUCE else 1
-    return rounds * (n - 1) * (α + β * S / n)
+@lru_cache(maxsize=_CACHED)
+def _calls(step: Step, devices_per_node: int) -> tuple[tuple[Group, int], ...]:
+    """Return the distinct (group, S) of a collective; groups of one rank are left out."""
+    groups = step.source[0].groups(*step.axes)
+    if len(groups[0]) < 2:
+        return ()
+    on_node = Counter(
+        node for ranks in groups for node in {rank // devices_per_node for rank in ranks}
+    )
+    sizes = _sizes(step, groups)
+    found: dict[tuple[Group, int], None] = {}
+    for ranks, size in zip(groups, sizes, strict=True):
+        at = [rank // devices_per_node for rank in ranks]
+        numbers = {node: number for number, node in enumerate(dict.fromkeys(at))}
+        group = Group(
+            nodes=tuple(numbers[node] for node in at),
+            neighbours=max(on_node[node] for node in numbers),
+        )
+        found[group, size] = None
+    return tuple(found)
 
 
-@lru_cache(maxsize=4096)
-def _shared_bytes(step: Step) -> tuple[tuple[tuple[int, ...], int], ...]:
-    """Return (ranks, bytes of the piece they share) of each group of a collective."""
-    placement, _ = step.source
-    held = bounds_of(step.shape, *step.source)
-    wanted = bounds_of(step.shape, *step.target)
+def _sizes(step: Step, groups: tuple[tuple[int, ...], ...]) -> list[int]:
+    """Return S of each group, in bytes."""
+    held_first = step.kind is not StepKind.ALL_GATHER
+    placement, sbp = step.source if held_first else step.target
     size = itemsize(step.dtype)
+    sums = step.kind is StepKind.ALL_TO_ALL
+    if uniform_bytes(step) is not None:
+        first = local_bounds(step.shape, sbp, placement.mesh_shape, (0,) * placement.num_axes)
+        shared = volume(first) * size * (len(groups[0]) if sums else 1)
+        return [shared] * len(groups)
+    bounds = bounds_of(step.shape, placement, sbp)
+    return [
+        size * sum(volume(bounds[rank]) for rank in (ranks if sums else ranks[:1]))
+        for ranks in groups
+    ]
 
-    def piece(group: tuple[int, ...]) -> int:
-        if step.kind is StepKind.ALL_GATHER:
-            return volume(wanted[group[0]])
-        if step.kind is StepKind.ALL_TO_ALL:
-            return sum(volume(held[rank]) for rank in group)
-        return volume(held[group[0]])
 
-    return tuple((group, piece(group) * size) for group in placement.groups(*step.axes))
-
-
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=_CACHED)
 def transfer_messages(step: Step) -> tuple[tuple[int, int, int], ...]:
     """Return (sender, receiver, bytes) of each message of a `TRANSFER` between different ranks."""
     messages: dict[tuple[int, int], int] = defaultdict(int)
@@ -86,12 +178,110 @@ def transfer_messages(step: Step) -> tuple[tuple[int, int, int], ...]:
     return tuple((sender, receiver, size) for (sender, receiver), size in messages.items())
 
 
-def _transfer_time_s(step: Step, cluster: Cluster) -> float:
-    sends: dict[int, float] = defaultdict(float)
-    receives: dict[int, float] = defaultdict(float)
+class _Load(NamedTuple):
+    """Messages and bytes, inside a node and between nodes, of one rank or one node."""
+
+    near: int
+    near_bytes: int
+    far: int
+    far_bytes: int
+
+
+class _Traffic(NamedTuple):
+    """What a transfer asks of ranks and nodes.
+
+    `ports` has each distinct load of a rank that sends or receives, `nodes` of a node, in one
+    direction; `senders` is the most ranks of one node that send inside it, `far_senders` the most
+    that send to other nodes or receive from them.
+    """
+
+    ports: tuple[_Load, ...]
+    nodes: tuple[_Load, ...]
+    senders: int
+    far_senders: int
+
+
+@lru_cache(maxsize=_CACHED)
+def _traffic(step: Step, devices_per_node: int) -> _Traffic:
+    ports: dict[tuple[str, int], list[int]] = defaultdict(lambda: [0, 0, 0, 0])
+    nodes: dict[tuple[str, int], list[int]] = defaultdict(lambda: [0, 0, 0, 0])
+    busy: dict[tuple[str, int], set[int]] = defaultdict(set)
     for sender, receiver, size in transfer_messages(step):
-        link = cluster.link((sender, receiver))
-        time_s = link.latency_s + size / link.bytes_per_s
-        sends[sender] += time_s
-        receives[receiver] += time_s
-    return max((*sends.values(), *receives.values()), default=0.0)
+        there, here = sender // devices_per_node, receiver // devices_per_node
+        far = there != here
+        at = 2 if far else 0
+        for key, load in (
+            (("out", sender), ports),
+            (("in", receiver), ports),
+            (("out", there), nodes),
+            (("in", here), nodes),
+        ):
+            load[key][at] += 1
+            load[key][at + 1] += size
+        busy["far out" if far else "near", there].add(sender)
+        if far:
+            busy["far in", here].add(receiver)
+    return _Traffic(
+        ports=tuple({_Load(*load): None for load in ports.values()}),
+        nodes=tuple({_Load(*load): None for load in nodes.values()}),
+        senders=max((len(of) for (way, _), of in busy.items() if way == "near"), default=1),
+        far_senders=max((len(of) for (way, _), of in busy.items() if way != "near"), default=1),
+    )
+
+
+def _transfer_time(step: Step, cluster: Cluster) -> StepTime:
+    traffic = _traffic(step, cluster.devices_per_node)
+    if not traffic.ports:
+        return StepTime(step=step, time_s=0.0, algorithm="-", reason="moves nothing")
+    calibration = cluster.calibration
+    if calibration is not None:
+        time_s = _calibrated_transfer_s(traffic, calibration)
+        if time_s is not None:
+            return StepTime(
+                step=step,
+                time_s=time_s,
+                algorithm="calibrated",
+                reason=f"{calibration.backend!r} calls: messages of the busiest rank",
+                is_whole_call=True,
+            )
+    links = Links.of(cluster)
+    near, far = links.intra, links.inter
+    port_s = max(
+        load.near * near.latency_s
+        + load.near_bytes / near.bytes_per_s
+        + load.far * far.latency_s
+        + load.far_bytes / far.bytes_per_s
+        for load in traffic.ports
+    )
+    shared_s = 0.0
+    for load in traffic.nodes:
+        if load.near and links.intra_shared:
+            shared_s = max(shared_s, near.latency_s + load.near_bytes / near.bytes_per_s)
+        if load.far and links.inter_shared:
+            shared_s = max(shared_s, far.latency_s + load.far_bytes / far.bytes_per_s)
+    return StepTime(
+        step=step,
+        time_s=max(port_s, shared_s),
+        algorithm="direct",
+        reason="the busiest rank" if port_s >= shared_s else "the busiest shared link",
+    )
+
+
+def _calibrated_transfer_s(traffic: _Traffic, calibration: Calibration) -> float | None:
+    """Return the time of the busiest rank, its messages being equal; None if not measured."""
+    busiest_s = 0.0
+    for load in traffic.ports:
+        total_s = 0.0
+        for messages, size, senders, num_nodes in (
+            (load.near, load.near_bytes, traffic.senders, 1),
+            (load.far, load.far_bytes, traffic.far_senders, 2),
+        ):
+            if messages:
+                one_s = calibration.time_s(
+                    StepKind.TRANSFER.value, 2, senders, size / messages, num_nodes=num_nodes
+                )
+                if one_s is None:
+                    return None
+                total_s += messages * one_s
+        busiest_s = max(busiest_s, total_s)
+    return busiest_s

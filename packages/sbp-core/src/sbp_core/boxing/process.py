@@ -5,6 +5,9 @@ How the processes find each other is the transport's. Moves nothing and imports 
 
 from __future__ import annotations
 
+import atexit
+import os
+import sys
 from abc import abstractmethod
 from collections.abc import Sequence
 
@@ -24,12 +27,17 @@ class ProcessBackend(BoxingBackend):
         self._connections: Connections | None = None
         self._communicator: Communicator | None = None
         self._closed = False
+        self._process = 0
 
     def open(self, ranks: Sequence[int]) -> None:
         """See `BoxingBackend.open`."""
         if self._closed or self._connections is not None:
             raise BoxingError("this boxing backend was opened before", todo="build a new one")
         self._connections, self._communicator = self._connect(ranks)
+        self._process = os.getpid()
+        # The others must hear of it if the program ends without closing; and no thread of ours may
+        # be at work while the interpreter is taken down.
+        atexit.register(self._end_with_program)
 
     def local_ranks(self) -> tuple[int, ...]:
         """See `BoxingBackend.local_ranks`: the one rank of this process, once it is open."""
@@ -56,8 +64,19 @@ class ProcessBackend(BoxingBackend):
     def close(self) -> None:
         """See `BoxingBackend.close`; waits a while for messages and ranks on their way."""
         self._closed = True
+        atexit.unregister(self._end_with_program)
         if self._connections is not None:
             self._connections.close()
+
+    def _end_with_program(self) -> None:
+        """Let the others know that the program ends, which did not close the backend."""
+        if self._closed or self._connections is None or os.getpid() != self._process:
+            return  # a process that this one has forked is no rank
+        # What the interpreter has just printed, if an exception ended the program.
+        error = getattr(sys, "last_value", None)
+        if not isinstance(error, BaseException):
+            error = BoxingError("its program ended without closing the boxing backend")
+        self._connections.end_with_program(error)
 
     @abstractmethod
     def _connect(self, ranks: Sequence[int]) -> tuple[Connections, Communicator]:

@@ -134,8 +134,9 @@ class _Tiles:
     """The ranks that hold each slice of each source partial of a `TRANSFER`, in mesh order."""
 
     holders: Mapping[tuple[int, Bounds], tuple[int, ...]]
-    #: For targets that are `P(sum)`: the target partial that each of them is added into.
-    homes: Mapping[tuple[int, Bounds], int]
+    #: For targets that are `P(sum)`: the target partial into which the part of a slice that lies
+    #: in one slice of the target is added.
+    homes: Mapping[tuple[int, Bounds, Bounds], int]
 
     @classmethod
     def of(cls, step: Step) -> _Tiles:
@@ -148,17 +149,18 @@ class _Tiles:
             if volume(held[rank]):
                 key = (_index(before, at, axes), held[rank])
                 holders[key] = (*holders.get(key, ()), rank)
-        homes: dict[tuple[int, Bounds], int] = {}
+        homes: dict[tuple[int, Bounds, Bounds], int] = {}
         parts = prod(after.mesh_shape[axis] for axis in sums)
         for (term, tile), ranks in holders.items() if sums else ():
-            # A slice costs the same in any target partial, less what the ranks there have already.
-            saved = [0] * parts
+            # It costs the same in any target partial, less what the ranks there have already.
+            saved: dict[Bounds, list[int]] = {box: [0] * parts for box in wanted.values()}
             for rank in ranks:
                 if rank in wanted:
                     j = _index(after, after.coordinate(rank), sums)
-                    saved[j] += overlap(tile, wanted[rank])
+                    saved[wanted[rank]][j] += overlap(tile, wanted[rank])
             turns = [(term + turn) % parts for turn in range(parts)]
-            homes[term, tile] = max(turns, key=saved.__getitem__)
+            for box, savings in saved.items():
+                homes[term, tile, box] = max(turns, key=savings.__getitem__)
         return cls(holders, homes)
 
 
@@ -206,10 +208,10 @@ def transfer_bytes(step: Step) -> int:
         homes = {rank: _index(after, at, sums) for rank, at in after.coordinates()}
         first = sum(volume(wanted[rank]) for rank, home in homes.items() if home == 0)
         elements = num_partials(before, source) * first
-        for key, ranks in tiles.holders.items():
+        for (term, tile), ranks in tiles.holders.items():
             for rank in ranks:
-                if homes.get(rank) == tiles.homes[key]:
-                    elements -= overlap(key[1], wanted[rank])
+                if rank in wanted and homes[rank] == tiles.homes[term, tile, wanted[rank]]:
+                    elements -= overlap(tile, wanted[rank])
         return elements * itemsize(step.dtype)
     own = {rank: _index(before, at, axes) for rank, at in before.coordinates()}
     for rank, terms in _terms(step).items():
@@ -237,7 +239,7 @@ def transfer_pieces(step: Step) -> tuple[Piece, ...]:
     for turn, (receiver, at) in enumerate(after.coordinates()):
         for (term, tile), ranks in ordered:
             if sums:
-                takes = tiles.homes[term, tile] == _index(after, at, sums)
+                takes = tiles.homes[term, tile, wanted[receiver]] == _index(after, at, sums)
             else:
                 takes = term in terms[receiver]
             common = intersection(tile, wanted[receiver])

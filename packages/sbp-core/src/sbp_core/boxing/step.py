@@ -107,6 +107,30 @@ class Route:
 
         return route_time_s(self, cluster)
 
+    def explain(self, cluster: Cluster | None = None) -> str:
+        """Return a table: what each step does, what each rank sends and holds, and the time.
+
+        Args:
+            cluster: The machine that says the times and algorithms; without one they are left out.
+
+        Example:
+            >>> from sbp_core import NdSbp, Placement, boxing
+            >>> mesh = Placement(ranks=[0, 1, 2, 3], axes=("tensor",))
+            >>> rows, columns = NdSbp.parse("S(0)"), NdSbp.parse("S(1)")
+            >>> route = boxing.route((4096, 1024), "float32", (mesh, rows), (mesh, columns))
+            >>> print(route)
+            float32[4096, 1024] (S(0)) -> (S(1)): 12.6 MB
+              all-to-all on axis 'tensor': (S(0)) -> (S(1)), 12.6 MB
+            >>> print(route.explain())
+            float32[4096, 1024] (S(0)) -> (S(1)) on tensor=4 (ranks 0-3)
+              12.6 MB between ranks
+              step  kind        where   from -> to    bytes    each rank sends  and holds at most
+              1     all-to-all  tensor  S(0) -> S(1)  12.6 MB  3.1 MB           14.7 MB
+        """
+        from sbp_core.boxing.explain import explain_route
+
+        return explain_route(self, cluster)
+
     def __str__(self) -> str:
         """One line for the whole, then one a step."""
         what = f"{self.dtype}{list(self.shape)} ({self.source[1]}) -> ({self.target[1]})"

@@ -205,7 +205,9 @@ class _Lowering:
         target = (self.strategy.stages[stage], sbp)
         key, here = value, held.stage
         for step in route(kind.shape, kind.dtype, source, target).steps:
-            there = stage if step.kind is StepKind.TRANSFER else here
+            # A transfer may also lead from one nd-SBP to another on the stage where the value is.
+            arrives = step.kind is StepKind.TRANSFER and step.target[0] == target[0]
+            there = stage if arrives else here
             memo = (value, there, step.target[1], again)
             if memo in self.boxed:
                 key, here = self.boxed[memo], there

@@ -1,0 +1,166 @@
+"""Time the router: how long it takes to find a route, and how often a greedy one would cost more.
+
+`nox -s benchmarks`, or `python integration/benchmarks/route_time.py [PAIRS]`. For each mesh and
+tensor, over all pairs of nd-SBPs (or that many of them, drawn by chance; 4000 if not said; 0 for
+all): S(0), S(1), S(2), B, P, P(max), P(min) on each axis.
+
+    empty    nothing is known: the first route in a process for this mesh and these reductions
+    cold     the tables of the mesh are there, nothing is known of the pair
+    cached   the same route asked for again
+
+Times in milliseconds, of this thread on the CPU. `greedy` is the share of pairs for which changing
+one mesh axis after the other (from the last to the first; by way of `B` where there is no direct
+step) moves more bytes, or does not get there at all. Nothing is asserted: machines differ.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import sys
+import time
+from itertools import permutations
+
+from sbp_core.boxing import Step, StepKind, route, router, tables
+from sbp_core.boxing.problem import pose
+from sbp_core.boxing.slices import collective_bytes, is_realisable
+from sbp_core.placement import Placement
+from sbp_core.sbp import B, Broadcast, NdSbp, P, Partial, Sbp, all_nd_sbps
+
+REDUCTIONS = ("sum", "max", "min")
+DTYPE = "float32"
+EVEN, UNEVEN = (64, 96, 32), (50, 7, 33)
+
+#: Source mesh, target mesh (None: the same), shape.
+CASES: list[tuple[str, Placement, Placement | None, tuple[int, ...]]] = [
+    ("1-D 4", Placement.grid((4,)), None, EVEN),
+    ("1-D 4, uneven", Placement.grid((4,)), None, UNEVEN),
+    ("2-D 2x4", Placement.grid((2, 4)), None, EVEN),
+    ("2-D 2x4, uneven", Placement.grid((2, 4)), None, UNEVEN),
+    ("3-axis 2x2x2", Placement.grid((2, 2, 2)), None, EVEN),
+    ("3-axis 2x2x2, uneven", Placement.grid((2, 2, 2)), None, UNEVEN),
+    ("2x4 to 4x2", Placement.grid((2, 4)), Placement.grid((4, 2)), EVEN),
+    ("2x2 to others", Placement.grid((2, 2)), Placement([[4, 5], [6, 7]]), EVEN),
+]
+
+#: Empty caches are tried with so many pairs.
+NUM_EMPTY = 20
+
+State = tuple[Placement, NdSbp]
+
+
+def forget(*, meshes: bool) -> None:
+    """Empty the caches of routes, and those of meshes if asked to."""
+    router.clear_routes()
+    if meshes:
+        tables.clear_tables()
+
+
+def find_ms(shape: tuple[int, ...], source: State, target: State) -> float:
+    """Return the time of one call, in milliseconds."""
+    start = time.thread_time()
+    route(shape, DTYPE, source, target)
+    return (time.thread_time() - start) * 1e3
+
+
+def single_step(
+    shape: tuple[int, ...], placement: Placement, sbp: NdSbp, axis: int, entry: Sbp
+) -> int | None:
+    """Return the bytes of the step that changes one mesh axis, or None if there is none."""
+    before = sbp[axis]
+    if isinstance(before, Partial):
+        inner = {other for other in sbp[axis:] if isinstance(other, Partial)}
+        kind = StepKind.ALL_REDUCE if isinstance(entry, Broadcast) else StepKind.REDUCE_SCATTER
+        if isinstance(entry, Partial) or inner != {before}:
+            return None
+    elif isinstance(before, Broadcast) or entry == P:
+        kind = StepKind.LOCAL
+    elif isinstance(entry, Partial):
+        return None
+    else:
+        kind = StepKind.ALL_GATHER if isinstance(entry, Broadcast) else StepKind.ALL_TO_ALL
+    step = Step(
+        kind=kind,
+        shape=shape,
+        dtype=DTYPE,
+        source=(placement, sbp),
+        target=(placement, sbp.replace(axis, entry)),
+        axes=(axis,),
+        size_bytes=0,
+    )
+    return collective_bytes(step) if is_realisable(step) else None
+
+
+def greedy_bytes(
+    shape: tuple[int, ...], placement: Placement, source: NdSbp, target: NdSbp
+) -> int | None:
+    """Return the bytes of changing axis after axis, or None if that does not get there."""
+    total, sbp = 0, source
+    for direct in (True, False):
+        axes = range(placement.num_axes)
+        for axis in reversed(axes) if direct else axes:
+            for entry in (target[axis], B) if direct else (target[axis],):
+                if sbp[axis] == target[axis]:
+                    break
+                moved = single_step(shape, placement, sbp, axis, entry)
+                if moved is not None:
+                    total, sbp = total + moved, sbp.replace(axis, entry)
+                    break
+    return total if sbp == target else None
+
+
+def measure(
+    name: str, before: Placement, after: Placement | None, shape: tuple[int, ...], most: int
+) -> None:
+    """Print one line of the table."""
+    draw = random.Random(0)
+    sources = [(before, sbp) for sbp in all_nd_sbps(len(shape), before.num_axes, REDUCTIONS)]
+    if after is None:
+        pairs = list(permutations(sources, 2))
+    else:
+        targets = [(after, sbp) for sbp in all_nd_sbps(len(shape), after.num_axes, REDUCTIONS)]
+        pairs = [(source, target) for source in sources for target in targets]
+    if most and len(pairs) > most:
+        pairs = draw.sample(pairs, most)
+    empty: list[float] = []
+    for source, target in draw.sample(pairs, min(NUM_EMPTY, len(pairs))):
+        forget(meshes=True)
+        empty.append(find_ms(shape, source, target))
+    for source, target in pairs:
+        problem, _ = pose(shape, source, target)
+        tables.tables(*problem.question)
+    cold: list[float] = []
+    cached: list[float] = []
+    for source, target in pairs:
+        forget(meshes=False)
+        cold.append(find_ms(shape, source, target))
+        cached.append(find_ms(shape, source, target))
+    cold.sort()
+    worse = "-"
+    if after is None:
+        greedy = [
+            greedy_bytes(shape, before, source[1], target[1]) for source, target in pairs[:1000]
+        ]
+        best = [route(shape, DTYPE, *pair).bytes for pair in pairs[:1000]]
+        lost = sum(one is None or one > two for one, two in zip(greedy, best, strict=True))
+        worse = f"{lost / len(greedy):.0%}"
+    print(
+        f"{name:22}{len(pairs):8}{statistics.median(empty):9.2f}{max(empty):9.2f}"
+        f"{statistics.median(cold):9.3f}{cold[int(0.99 * len(cold))]:9.3f}{cold[-1]:9.3f}"
+        f"{statistics.median(cached):9.4f}{worse:>9}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    most = int(sys.argv[1]) if len(sys.argv) > 1 else 4000
+    print(
+        f"{'milliseconds':22}{'pairs':>8}{'empty':>9}{'worst':>9}"
+        f"{'cold':>9}{'p99':>9}{'worst':>9}{'cached':>9}{'greedy':>9}"
+    )
+    for name, before, after, shape in CASES:
+        measure(name, before, after, shape, most)
+
+
+if __name__ == "__main__":
+    main()

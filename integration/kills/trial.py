@@ -1,0 +1,311 @@
+"""One trial: start the ranks, kill one at a random moment, and see what becomes of the rest.
+
+Times are seconds after the kill.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from sbp_core.boxing import BoxingBackend
+from sbp_core.boxing.start import Start, thread_share
+from sbp_core.boxing.supervise import Line, supervise
+from sbp_core.plugins import discover
+
+PROGRAM = Path(__file__).with_name("program.py")
+
+#: Seconds that the ranks get to start, and that they get to end before the trial gives up.
+_START_S, _END_S = 60.0, 60.0
+
+#: Seconds between two looks at the processes.
+_LOOK_S = 0.01
+
+
+class How(StrEnum):
+    """How a rank is killed."""
+
+    SIGKILL = "SIGKILL"
+    SIGSTOP = "SIGSTOP"
+    EXCEPTION = "exception"
+    EXIT = "sys.exit"
+
+    @property
+    def is_stall(self) -> bool:
+        """Whether the rank only stops, so that others notice at their deadline."""
+        return self is How.SIGSTOP
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """A backend, and what starts its processes.
+
+    Args:
+        backend: Name of the plugin.
+        launcher: `sbp` for our own supervisor, `torchrun`, or `mpiexec` (without `-m mpi4py`).
+        config: Settings of the backend.
+        threads: Whether the ranks are threads.
+    """
+
+    backend: str
+    launcher: str = "sbp"
+    config: dict[str, Any] = field(default_factory=dict)
+    threads: bool = False
+
+    @property
+    def name(self) -> str:
+        """As tables call it."""
+        return f"{self.backend} ({self.launcher})"
+
+    def starts(self, num_ranks: int, command: Sequence[str]) -> tuple[Start, ...]:
+        """Return what to start."""
+        if self.launcher == "torchrun":
+            torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+            shown = (f"--nproc-per-node={num_ranks}", *command[1:])
+            every = tuple(range(num_ranks))
+            return (
+                Start(command=(*torchrun, *shown), ranks=every, defaults=thread_share(num_ranks)),
+            )
+        backend = discover().make("boxing", self.backend, self.config)
+        assert isinstance(backend, BoxingBackend), "kind boxing builds boxing backends"
+        starts = backend.starts(num_ranks, command)
+        if self.launcher == "mpiexec":
+            (start,) = starts
+            at = start.command.index("mpi4py")
+            plain = (*start.command[: at - 1], *start.command[at + 1 :])
+            return (
+                Start(
+                    command=plain,
+                    ranks=start.ranks,
+                    environment=start.environment,
+                    defaults=start.defaults,
+                ),
+            )
+        return starts
+
+
+WAYS = {
+    way.name: way
+    for way in (
+        Way(backend="local", threads=True),
+        Way(backend="torch"),
+        Way(backend="torch", launcher="torchrun"),
+        Way(backend="mpi"),
+        Way(backend="mpi", launcher="mpiexec"),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of one trial.
+
+    Args:
+        way, how, culprit: What was done, and to which rank.
+        deadline_s: The deadline of the steps.
+        others_down_s: When the last of the other ranks had ended, or None if one never did.
+        all_down_s: When the launcher and all that it started had ended.
+        named_by: Who named the culprit: ranks, or `launcher`.
+        told: What each other rank was told by boxing.
+        left: Processes that were left behind.
+        exit_status: Of the run.
+        lines: All that was written.
+    """
+
+    way: str
+    how: How
+    culprit: int
+    deadline_s: float
+    others_down_s: float | None
+    all_down_s: float
+    named_by: tuple[str, ...]
+    told: dict[int, str]
+    left: tuple[int, ...]
+    exit_status: int
+    lines: tuple[str, ...]
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """What does not hold that must."""
+        limit_s = self.deadline_s + 10.0 if self.how.is_stall else 5.0
+        found: list[str] = []
+        if self.others_down_s is None or self.others_down_s > limit_s:
+            down = "never" if self.others_down_s is None else f"after {self.others_down_s:.1f} s"
+            found.append(f"other ranks came down {down}, not within {limit_s:g} s")
+        if not self.named_by:
+            found.append("nobody named the rank")
+        if any("step " not in text for text in self.told.values()):
+            found.append("a rank was not told the step that it waited in")
+        if self.left:
+            found.append(f"processes {list(self.left)} were left behind")
+        if self.exit_status == 0:
+            found.append("the run ended with exit status 0")
+        return tuple(found)
+
+
+def run_trial(
+    way: Way, how: How, *, num_ranks: int, deadline_s: float, draw: random.Random
+) -> Outcome:
+    """Start ranks, kill one, and wait until all is over.
+
+    Raises:
+        AssertionError: the ranks did not come to run.
+    """
+    with tempfile.TemporaryDirectory(prefix="sbp-kill-") as folder:
+        settings = {
+            "backend": way.backend,
+            "config": way.config,
+            "threads": way.threads,
+            "ranks": num_ranks,
+            "seed": draw.randrange(2**31),
+            "deadline_s": deadline_s,
+            "folder": folder,
+        }
+        command = (sys.executable, str(PROGRAM), json.dumps(settings))
+        culprit, mark = draw.randrange(num_ranks), f"sbp-trial-{uuid4().hex}"
+        kill = _Kill(way, how, Path(folder), num_ranks, culprit, draw.uniform(0.0, 1.5))
+        lines: list[Line] = []
+        starts = [
+            Start(
+                command=start.command,
+                ranks=start.ranks,
+                environment={**start.environment, "SBP_TRIAL": mark},
+                defaults=start.defaults,
+            )
+            for start in way.starts(num_ranks, command)
+        ]
+        kill.start()
+        ended = supervise(starts, on_line=lines.append, timeout_s=_START_S + _END_S)
+        over = time.monotonic()
+        kill.join()
+        text = [line.text for line in lines]
+        assert kill.at is not None, "the ranks did not start:\n" + "\n".join(text)
+        told = _told(Path(folder), num_ranks, culprit)
+        message = str(ended.error() or "")
+        return Outcome(
+            way=way.name,
+            how=how,
+            culprit=culprit,
+            deadline_s=deadline_s,
+            others_down_s=kill.others_down_s,
+            all_down_s=over - kill.at,
+            named_by=_named_by(culprit, told, [*text, message.split("\n", 1)[0]], way, how),
+            told=told,
+            left=marked_processes(mark),
+            exit_status=ended.exit_status,
+            lines=(*text, message),
+        )
+
+
+class _Kill(threading.Thread):
+    """Waits for the ranks, kills one, and notes when the others have ended."""
+
+    def __init__(
+        self, way: Way, how: How, folder: Path, num_ranks: int, culprit: int, after_s: float
+    ) -> None:
+        super().__init__(daemon=True)
+        self.way, self.how, self.folder = way, how, folder
+        self.num_ranks, self.culprit, self.after_s = num_ranks, culprit, after_s
+        self.at: float | None = None
+        self.others_down_s: float | None = None
+
+    def run(self) -> None:
+        pids = self._pids()
+        if pids is None:
+            return
+        time.sleep(self.after_s)
+        self.at = time.monotonic()
+        self._kill(pids[self.culprit])
+        others = {pids[rank] for rank in range(self.num_ranks) if rank != self.culprit}
+        end = self.at + _END_S
+        while any(_runs(pid) for pid in others):
+            if time.monotonic() > end:
+                return
+            time.sleep(_LOOK_S)
+        self.others_down_s = time.monotonic() - self.at
+
+    def _pids(self) -> list[int] | None:
+        paths = [self.folder / f"rank-{rank}.pid" for rank in range(self.num_ranks)]
+        end = time.monotonic() + _START_S
+        while not all(path.exists() for path in paths):
+            if time.monotonic() > end:
+                return None
+            time.sleep(_LOOK_S)
+        return [json.loads(path.read_text("utf-8")) for path in paths]
+
+    def _kill(self, pid: int) -> None:
+        if self.way.threads and self.how is not How.SIGKILL:
+            words = {How.EXCEPTION: "exception", How.EXIT: "exit", How.SIGSTOP: "stall"}
+            path = self.folder / f"rank-{self.culprit}.told"
+            unfinished = path.with_suffix(".part")
+            unfinished.write_text(json.dumps(words[self.how]), "utf-8")
+            unfinished.rename(path)
+            return
+        signals = {
+            How.SIGKILL: signal.SIGKILL,
+            How.SIGSTOP: signal.SIGSTOP,
+            How.EXCEPTION: signal.SIGUSR1,
+            How.EXIT: signal.SIGUSR2,
+        }
+        os.kill(pid, signals[self.how])
+
+
+def _runs(pid: int) -> bool:
+    """Say whether a process has not ended."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")
+    except OSError:
+        return False
+    return text.rpartition(")")[2].split()[0] not in "ZX"
+
+
+def marked_processes(mark: str) -> tuple[int, ...]:
+    """Return the processes of this machine whose environment holds a mark, but for this one."""
+    found: list[int] = []
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdecimal() or int(folder.name) == os.getpid():
+            continue
+        try:
+            environment = (folder / "environ").read_bytes()
+        except OSError:  # it has ended, or is another user's
+            continue
+        if mark.encode() in environment and _runs(int(folder.name)):
+            found.append(int(folder.name))
+    return tuple(found)
+
+
+def _told(folder: Path, num_ranks: int, culprit: int) -> dict[int, str]:
+    """Return what boxing told the ranks other than the culprit."""
+    told: dict[int, str] = {}
+    for rank in range(num_ranks):
+        path = folder / f"rank-{rank}.error"
+        if rank != culprit and path.exists():
+            told[rank] = json.loads(path.read_text("utf-8"))[1]
+    return told
+
+
+def _named_by(
+    culprit: int, told: dict[int, str], lines: Sequence[str], way: Way, how: How
+) -> tuple[str, ...]:
+    """Return who named the culprit: ranks in what boxing told them, and the launcher's lines."""
+    name = re.compile(rf"\brank:? {culprit}\b|did not arrive: (\d+, )*{culprit}\b")
+    named = [f"rank {rank}" for rank, text in told.items() if name.search(text)]
+    ours = [line for line in lines if "boxing step" not in line]
+    if way.threads and how is How.SIGKILL:
+        named.append("launcher")  # the only process there is was killed, and supervise says so
+    elif any(name.search(line) for line in ours):
+        named.append("launcher")
+    return tuple(named)

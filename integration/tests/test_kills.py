@@ -1,0 +1,27 @@
+"""A few kills of each backend; `nox -s exhaustive -- kills` does many."""
+
+import random
+
+import pytest
+
+from kills.trial import WAYS, How, run_trial
+
+
+@pytest.mark.parametrize(
+    ("way", "how"),
+    [
+        ("local (sbp)", How.EXCEPTION),
+        ("torch (sbp)", How.SIGKILL),
+        ("torch (sbp)", How.SIGSTOP),
+        ("torch (torchrun)", How.EXCEPTION),
+        ("mpi (sbp)", How.SIGSTOP),
+        ("mpi (mpiexec)", How.EXIT),
+    ],
+    ids=str,
+)
+def test_when_a_rank_is_killed_it_is_named_and_all_come_down(way: str, how: How) -> None:
+    outcome = run_trial(
+        WAYS[way], how, num_ranks=3, deadline_s=3.0, draw=random.Random(f"{way} {how}")
+    )
+
+    assert not outcome.faults, "\n".join(outcome.lines)

@@ -1,0 +1,79 @@
+"""The backend `nccl`: one rank and one GPU in each process, over NCCL through CuPy.
+
+The connections are `connections`, the steps `communicator`; the life of both is
+`sbp_core.boxing.process`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sbp_boxing_nccl.configs import NcclBoxingConfig
+from sbp_boxing_nccl.nccl.communicator import NcclCommunicator
+from sbp_boxing_nccl.nccl.connections import NcclConnections
+from sbp_boxing_nccl.nccl.device import Device
+from sbp_boxing_nccl.nccl.start import processes
+from sbp_boxing_nccl.nccl.world import World, meet
+from sbp_core.boxing.process import ProcessBackend
+from sbp_core.boxing.start import Start
+from sbp_core.errors import BoxingError
+
+
+def build(config: NcclBoxingConfig) -> NcclBackend:
+    """Make the backend of a config, not yet open."""
+    return NcclBackend(config)
+
+
+class NcclBackend(ProcessBackend):
+    """Boxing over NCCL, for tensors on GPUs.
+
+    Args:
+        config: Settings.
+        world: This process among all, if the program has met the others already; found by
+            `config.bootstrap` if None.
+        device: What does the work; the GPU that `config.device` names if None.
+    """
+
+    def __init__(
+        self,
+        config: NcclBoxingConfig,
+        *,
+        world: World | None = None,
+        device: Device | None = None,
+    ) -> None:
+        super().__init__()
+        self._config = config
+        self._world = world
+        self._device = device
+
+    def starts(self, num_ranks: int, command: Sequence[str]) -> tuple[Start, ...]:
+        """See `BoxingBackend.starts`: a launcher, or one process a rank."""
+        return processes(self._config, num_ranks, command)
+
+    def _connect(self, ranks: Sequence[int]) -> tuple[NcclConnections, NcclCommunicator]:
+        """See `ProcessBackend._connect`.
+
+        Raises:
+            ConfigError: neither config nor environment say which rank this is.
+        """
+        world = self._world or meet(self._config)
+        if sorted(ranks) != list(range(world.size)):
+            raise BoxingError(
+                f"the run has ranks {sorted(ranks)}, but {world.size} processes were started",
+                where=f"rank {world.rank}",
+                accepted=f"ranks 0 .. {world.size - 1}, one a process",
+                todo="start as many processes as the mesh has ranks",
+            )
+        try:
+            device = self._device or self._load(world.local_rank)
+        except BoxingError as error:
+            # The others wait for this rank; they are told what it lacks.
+            world.board.announce(f"rank {world.rank} reported: {error.what}")
+            raise
+        connections = NcclConnections(self._config, world, device)
+        return connections, NcclCommunicator(connections)
+
+    def _load(self, local_rank: int) -> Device:
+        from sbp_boxing_nccl.nccl.library import load_device
+
+        return load_device(self._config.device_index, local_rank)

@@ -1,0 +1,249 @@
+"""How ranks connect over NCCL, each wait with a limit.
+
+NCCL itself has no limits here: `ncclCommInitRank` waits for all ranks for ever. So the ranks first
+tell each other that they are there; the first of them makes the unique id and sends it, or the
+error why it could not; when all have it, each connects in a thread that may be left behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from sbp_boxing_nccl.nccl.board import NoteBoard
+from sbp_boxing_nccl.nccl.device import Channel, Device
+from sbp_core.boxing.call import Call, wait_until
+from sbp_core.errors import BoxingError
+
+#: Pauses between two looks at what has come, in seconds: the first, and the longest.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1e-4, 0.01
+
+
+class Bootstrap:
+    """Connects the ranks of groups.
+
+    Args:
+        board: Of all ranks.
+        device: Of this one.
+        check: Raises `BoxingError` when waiting for others has become hopeless.
+    """
+
+    def __init__(self, board: NoteBoard, device: Device, check: Callable[[Call], None]) -> None:
+        self._board = board
+        self._device = device
+        self._check = check
+        self._rank = board.rank
+
+    def gather(self, call: Call, groups: Mapping[str, tuple[int, ...]]) -> None:
+        """Wait until the ranks of some groups are ready to connect them.
+
+        Raises:
+            BoxingError: some did not come in time; names them.
+        """
+        for name, ranks in groups.items():
+            self._board.join(name, ranks)
+        self._await(call, groups)
+
+    def connect(self, call: Call, name: str, ranks: tuple[int, ...]) -> Channel:
+        """Connect the ranks of a group, all of which call this.
+
+        Raises:
+            BoxingError: a rank did not come, could not make an id, or did not connect in time.
+        """
+        self.gather(call, {name: ranks})
+        unique_id = self._share_id(call, name, ranks)
+        # All have the id before one enters NCCL, from where it can send nothing.
+        self._board.join(f"{name}/id", ranks)
+        self._await(call, {f"{name}/id": ranks})
+        return self._init(call, ranks, unique_id)
+
+    def _await(self, call: Call, groups: Mapping[str, tuple[int, ...]]) -> None:
+        def missing() -> set[int]:
+            board = self._board
+            return {rank for name in groups for rank in board.not_joined(name, groups[name])}
+
+        def over() -> bool:
+            self._check(call)
+            return not missing()
+
+        if not self._look(over, call.left_s):
+            raise call.missing(sorted(missing()))
+
+    def _share_id(self, call: Call, name: str, ranks: tuple[int, ...]) -> bytes:
+        """Return the id that the first rank of the group makes."""
+        key, first = f"id/{name}", ranks[0]
+        if self._rank == first:
+            try:
+                unique_id, error = self._device.unique_id(), ""
+            except Exception as caught:  # whatever it is, the others must hear of it
+                unique_id, error = b"", f"{type(caught).__name__}: {caught}"
+            note = {"ok": not error, "id": unique_id.hex(), "error": error}
+            self._board.share(key, json.dumps(note), ranks)
+        text: list[str] = []
+
+        def come() -> bool:
+            self._check(call)
+            found = self._board.read(key)
+            text.extend([] if found is None else [found])
+            return found is not None
+
+        if not self._look(come, call.left_s):
+            raise call.missing([first])
+        note = json.loads(text[0])
+        if not note["ok"]:
+            raise call.failed(f"rank {first} could not make an NCCL id: {note['error']}")
+        return bytes.fromhex(note["id"])
+
+    def _init(self, call: Call, ranks: tuple[int, ...], unique_id: bytes) -> Channel:
+        """Make the communicator in a thread, which may be left behind inside NCCL."""
+        attempt = _Attempt(
+            lambda: self._device.connect(len(ranks), unique_id, ranks.index(self._rank))
+        )
+        begun_s = time.monotonic()
+
+        def over() -> bool:
+            self._check(call)
+            return attempt.ended.wait(_LONGEST_PAUSE_S)
+
+        try:
+            in_time = self._look(over, call.left_s)
+        except BoxingError:
+            attempt.abandon()
+            raise
+        if not in_time:
+            attempt.abandon()
+            raise self._slow(call, ranks, time.monotonic() - begun_s)
+        if attempt.channel is None:
+            raise call.failed(f"NCCL could not connect ranks {list(ranks)}: {attempt.error}")
+        return attempt.channel
+
+    def _slow(self, call: Call, ranks: tuple[int, ...], waited_s: float) -> BoxingError:
+        return BoxingError(
+            f"boxing step {call.tag!r} could not complete: NCCL did not connect ranks "
+            f"{list(ranks)} within {waited_s:.3g} s, though all of them are there",
+            where=(str(call.step), f"rank {call.rank}"),
+            todo="see what NCCL says with NCCL_DEBUG=INFO; NCCL_SOCKET_IFNAME chooses the network",
+        )
+
+    def _look(self, done: Callable[[], bool], limit_s: float) -> bool:
+        return wait_until(
+            done, limit_s, first_pause_s=_FIRST_PAUSE_S, longest_pause_s=_LONGEST_PAUSE_S
+        )
+
+
+class _Attempt:
+    """A call that makes a channel, in a thread that nobody needs to wait for."""
+
+    def __init__(self, connect: Callable[[], Channel]) -> None:
+        self.channel: Channel | None = None
+        self.error: BaseException | None = None
+        self.ended = threading.Event()
+        self._abandoned = False
+        self._lock = threading.Lock()
+        self._connect = connect
+        threading.Thread(target=self._run, name="sbp-nccl-init", daemon=True).start()
+
+    def abandon(self) -> None:
+        """Give up: nobody will use the channel."""
+        with self._lock:
+            self._abandoned = True
+            channel = self.channel
+        if channel is not None:
+            threading.Thread(target=channel.abort, name="sbp-nccl-abort", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            channel = self._connect()
+            with self._lock:
+                self.channel = channel
+                late = self._abandoned
+            if late:
+                channel.abort()
+        except BaseException as error:
+            self.error = error
+        finally:
+            self.ended.set()
+
+
+def check_devices(board: NoteBoard, device: Device, limit_s: float) -> None:
+    """Check, on all ranks at once, that each has a GPU of its own and the same NCCL.
+
+    NCCL hangs or fails obscurely where two ranks share a GPU.
+
+    Raises:
+        BoxingError: a rank did not come in time, two ranks have one GPU, or versions differ.
+    """
+    everyone = range(board.size)
+    card = [device.host, device.bus_id, ".".join(map(str, device.nccl_version))]
+    board.share(f"device/{board.rank}", json.dumps(card), everyone)
+    cards: dict[int, list[str]] = {}
+
+    def over() -> bool:
+        for rank in everyone:
+            if rank not in cards and (text := board.read(f"device/{rank}")):
+                cards[rank] = json.loads(text)
+        return len(cards) == board.size or board.failure() is not None
+
+    if not board.wait_for(over, limit_s) or len(cards) < board.size:
+        late = ", ".join(str(rank) for rank in everyone if rank not in cards)
+        raise BoxingError(
+            f"rank {board.rank} waited {limit_s:g} s for the GPUs of the others; ranks that did "
+            f"not name theirs: {late}",
+            where=board.failure() or "",
+            todo="see what those ranks say",
+        )
+    owners: dict[tuple[str, str], int] = {}
+    for rank in everyone:
+        host, bus_id, version = cards[rank]
+        other = owners.setdefault((host, bus_id), rank)
+        if other != rank:
+            raise BoxingError(
+                f"ranks {other} and {rank} have the same GPU: {bus_id} of host {host}",
+                accepted="one GPU for each rank",
+                todo="start at most as many processes on a host as it has GPUs, and let "
+                "CUDA_VISIBLE_DEVICES or boxing.device give each its own",
+            )
+        if version != cards[0][2]:
+            raise BoxingError(
+                f"rank 0 has NCCL {cards[0][2]}, but rank {rank} has NCCL {version}",
+                where=f"hosts {cards[0][0]} and {host}",
+                accepted="the same NCCL on all ranks",
+            )
+
+
+def release(
+    channels: Mapping[str, Channel], device: Device, limit_s: float, *, abort: bool
+) -> bool:
+    """Abort or destroy channels, all together, in a thread; return whether that ended in time.
+
+    Aborted one by one, each could wait for the work of the next, which is not aborted yet.
+
+    Args:
+        channels: By name.
+        device: That they use.
+        limit_s: Seconds to wait; a thread that needs longer is left behind.
+        abort: Whether to give up what is under way, instead of expecting that nothing is.
+    """
+    ended = threading.Event()
+
+    def work() -> None:
+        with contextlib.suppress(RuntimeError):
+            device.use()
+            if abort:
+                with device.grouped():
+                    for name in sorted(channels):
+                        with contextlib.suppress(RuntimeError):
+                            channels[name].abort()
+            else:
+                # In one order on all ranks: NCCL may wait for the other ranks of each.
+                for name in sorted(channels):
+                    channels[name].destroy()
+        ended.set()
+
+    if not channels:
+        return True
+    threading.Thread(target=work, name="sbp-nccl-release", daemon=True).start()
+    return ended.wait(limit_s)

@@ -1,0 +1,123 @@
+"""The ends of all steps of one rank: its collectives, in the form that costs the fewest copies.
+
+What goes where is `sbp_core.boxing.exchange`; how is `group` and `mail`; how it breaks is
+`connections`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from sbp_boxing_nccl.nccl.connections import NcclConnections
+from sbp_boxing_nccl.nccl.group import Group, Work
+from sbp_boxing_nccl.nccl.wire import reducible, restored
+from sbp_core.boxing.call import Call, group_name
+from sbp_core.boxing.exchange import ExchangeCommunicator
+from sbp_core.boxing.execute import reduction_of
+from sbp_core.boxing.manifest import Manifest, manifest
+from sbp_core.boxing.parcel import Parcels, pack
+from sbp_core.boxing.step import StepKind
+
+
+class NcclCommunicator(ExchangeCommunicator[NcclConnections]):
+    """One rank's ends, over the connections of its process."""
+
+    def __init__(self, connections: NcclConnections) -> None:
+        super().__init__(connections, connections.rank, connections.device.torch_device)
+        self._calls: dict[tuple[int, ...], int] = {}
+
+    def _collective(
+        self, call: Call, ranks: tuple[int, ...], shard: torch.Tensor, donate: bool
+    ) -> torch.Tensor:
+        """See `ExchangeCommunicator._collective`."""
+        if call.step.kind is StepKind.ALL_REDUCE:
+            return self._all_reduce(call, ranks, shard, donate)
+        # NCCL's own collectives want parts of one size. Others go at their exact sizes, and are
+        # reduced here, in mesh order.
+        known = manifest(call.step, self.rank)
+        if known.is_even and call.step.kind is StepKind.REDUCE_SCATTER:
+            return self._reduce_scatter(call, ranks, shard, known)
+        if known.is_even and known.gathers and call.step.kind is StepKind.ALL_GATHER:
+            return self._all_gather(call, ranks, shard, known)
+        return self._exchange(call, ranks, shard)
+
+    def _post(self, call: Call, receiver: int, values: torch.Tensor) -> None:
+        """See `ExchangeCommunicator._post`."""
+        self._connections.post(call, receiver, values)
+
+    def _collect(self, call: Call, arriving: Mapping[int, torch.Tensor]) -> None:
+        """See `ExchangeCommunicator._collect`."""
+        if arriving:
+            self._connections.collect(call, arriving)
+
+    def _all_reduce(
+        self, call: Call, ranks: tuple[int, ...], shard: torch.Tensor, donate: bool
+    ) -> torch.Tensor:
+        if not shard.numel():
+            return shard
+        flat = shard.contiguous().view(-1)
+        values, reduction = reducible(flat, reduction_of(call.step))
+        ours = donate or values.data_ptr() != shard.data_ptr()
+        received = values if ours else torch.empty_like(values)
+        self._run(call, ranks, lambda group: group.all_reduce(received, values, reduction))
+        return restored(received, shard.dtype).view(shard.shape)
+
+    def _reduce_scatter(
+        self, call: Call, ranks: tuple[int, ...], shard: torch.Tensor, known: Manifest
+    ) -> torch.Tensor:
+        if known.packed:
+            flat = shard.contiguous().view(-1)
+        else:
+            flat = pack(shard, [piece for piece in known.outgoing if piece])
+        values, reduction = reducible(flat, reduction_of(call.step))
+        received = values.new_empty(values.numel() // len(ranks))
+        self._run(call, ranks, lambda group: group.reduce_scatter(received, values, reduction))
+        return restored(received, shard.dtype).view(known.shape)
+
+    def _all_gather(
+        self, call: Call, ranks: tuple[int, ...], shard: torch.Tensor, known: Manifest
+    ) -> torch.Tensor:
+        parcels = Parcels(call.step, known, shard, device=self._device, whole=True)
+        if not known.unpacked:  # else NCCL puts it there like the parts of the others
+            parcels.keep_own()
+        self._run(call, ranks, lambda group: group.all_gather(parcels.received, parcels.sent))
+        return parcels.result()
+
+    def _trade(
+        self,
+        call: Call,
+        ranks: tuple[int, ...],
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        received_sizes: Sequence[int],
+        sent_sizes: Sequence[int],
+    ) -> None:
+        """See `ExchangeCommunicator._trade`."""
+        self._run(
+            call,
+            ranks,
+            lambda group: group.exchange(received, sent, received_sizes, sent_sizes),
+        )
+
+    def _run(self, call: Call, ranks: tuple[int, ...], start: Callable[[Group], Work]) -> None:
+        """Start a collective in the group of `ranks`, and wait as the connections are told to.
+
+        The ranks that wait long tell each other, so that each can say at its deadline who did not.
+        """
+        connections, name = self._connections, group_name(ranks)
+        board = connections.board
+        number = self._calls[ranks] = self._calls.get(ranks, -1) + 1
+        group = connections.group(call, ranks)
+        with (
+            connections.guard(call),
+            connections.limits.launching(
+                call,
+                lambda: board.not_waiting(name, number, ranks),
+                lambda: board.wait_at(name, number, ranks),
+            ) as entry,
+        ):
+            entry.work = start(group)
+            entry.attended = not connections.runs_ahead
+        connections.finish(call, entry)

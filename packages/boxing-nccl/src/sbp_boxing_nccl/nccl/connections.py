@@ -1,0 +1,280 @@
+"""The connections of one process: groups of ranks, channels of messages, and how it all breaks.
+
+Everything is connected when it is first needed. A call that fails breaks everything here
+(`sbp_core.boxing.connections`): all channels are aborted together, which ends what waits inside
+them, and a note tells the other ranks, each of which then does the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from sbp_boxing_nccl.configs import NcclBoxingConfig
+from sbp_boxing_nccl.nccl.bootstrap import Bootstrap, check_devices, release
+from sbp_boxing_nccl.nccl.device import Channel, Device
+from sbp_boxing_nccl.nccl.group import Group, Work
+from sbp_boxing_nccl.nccl.limits import PATIENCE_S, Entry, Limits
+from sbp_boxing_nccl.nccl.mail import Inbox, Lane, Message, pair_name
+from sbp_boxing_nccl.nccl.world import World
+from sbp_core.boxing.call import Call, group_name, wait_until
+from sbp_core.boxing.connections import Connections
+from sbp_core.errors import BoxingError
+
+_log = logging.getLogger(__name__)
+
+#: Seconds that a rank waits, when it closes, for the others not to need it any more.
+_FAREWELL_S = 10.0
+
+#: Pauses between two looks at work on the GPU, in seconds: the first, and the longest.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1e-5, 5e-4
+
+#: Seconds between two looks whether another rank has failed.
+_CHECK_S = 0.02
+
+
+class NcclConnections(Connections):
+    """The connections of one rank to all others.
+
+    Args:
+        config: Times.
+        world: This process among all.
+        device: The GPU of this rank.
+
+    Raises:
+        BoxingError: not all ranks came, two share a GPU, or their NCCLs differ.
+    """
+
+    def __init__(self, config: NcclBoxingConfig, world: World, device: Device) -> None:
+        super().__init__()
+        self.rank = world.rank
+        self.device = device
+        self.board = world.board
+        self._config = config
+        self._world = world
+        self._groups: dict[tuple[int, ...], Group] = {}
+        self._channels: dict[str, Channel] = {}
+        self._lanes: dict[int, Lane] = {}
+        self._gave_up = False
+        self._bootstrap = Bootstrap(self.board, device, self._check)
+        self.limits = Limits(device.use, self._check_here, self._give_up)
+        self._inbox = Inbox(
+            board=self.board,
+            device=device,
+            limits=self.limits,
+            check=self._check,
+            connect=self._pair,
+            gather=self._bootstrap.gather,
+        )
+        try:
+            self.watch_over(self.board, config.connect_timeout_s)
+            check_devices(self.board, device, config.connect_timeout_s)
+        except BoxingError as error:
+            self.fail(error)
+            self.close()
+            self.board.close()
+            raise
+
+    def group(self, call: Call, ranks: tuple[int, ...]) -> Group:
+        """Return the group of some ranks; the first call connects it, together with the others.
+
+        Raises:
+            BoxingError: a rank did not come in time, or has failed.
+        """
+        if ranks not in self._groups:
+            with self.guard(call):
+                channel = self._connect(call, group_name(ranks), ranks)
+            self._groups[ranks] = Group(ranks, self.rank, channel, self.device)
+        return self._groups[ranks]
+
+    def post(self, call: Call, receiver: int, values: torch.Tensor) -> None:
+        """Send a message, and keep it alive until it is received.
+
+        Args:
+            call: The call that sends it.
+            receiver: Rank that it goes to.
+            values: Shape (elements,), contiguous, on the device; nobody else uses them.
+        """
+        lane = self._lanes.get(receiver)
+        if lane is None:
+            lane = self._lanes[receiver] = Lane(
+                receiver,
+                board=self.board,
+                device=self.device,
+                limits=self.limits,
+                check=self._check_here,
+                connect=self._pair,
+                fail=self._give_up,
+            )
+        with self.guard(call):
+            ready = self.device.record()
+        lane.post(Message(call=call, values=values, ready=ready))
+
+    def collect(self, call: Call, arriving: Mapping[int, torch.Tensor]) -> None:
+        """Fill each tensor with the message of its sender for the call's tag.
+
+        Raises:
+            BoxingError: a message did not come in time, or a rank has failed.
+        """
+        with self.guard(call):
+            for sender, work in self._inbox.collect(call, arriving).items():
+                if self.runs_ahead:
+                    self._leave_alone(call, work, sender)
+                elif not self._wait(call, work, call.left_s):
+                    raise call.missing([sender])
+
+    def finish(self, call: Call, entry: Entry) -> None:
+        """Wait for launched work; if we run ahead, let torch's current stream do so instead.
+
+        Raises:
+            BoxingError: it was not done in time, or a rank has failed.
+        """
+        work = entry.work
+        assert work is not None, "it was launched"
+        with self.guard(call):
+            if not entry.attended:
+                work.event.hold_back()
+            elif not self._wait(call, work, min(PATIENCE_S, call.left_s / 2)):
+                entry.tell_once()
+                if not self._wait(call, work, call.left_s):
+                    raise call.missing(entry.missing())
+
+    def _leave_alone(self, call: Call, work: Work, sender: int) -> None:
+        """Let torch's current stream wait for a message, and somebody see to it that it comes."""
+        with self.limits.launching(call, lambda: [sender]) as entry:
+            entry.work = work
+        work.event.hold_back()
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether calls return while their work is under way."""
+        return self._config.run_ahead
+
+    @contextlib.contextmanager
+    def guard(self, call: Call) -> Iterator[None]:
+        """Break everything if what is inside fails, and say which step did, and why."""
+        try:
+            yield
+        except BoxingError as error:
+            if self._failure is None:
+                self.fail(error)
+            raise
+        except RuntimeError as error:
+            raise self.lost(call, f"NCCL reported: {error}") from error
+
+    def _wait(self, call: Call, work: Work, limit_s: float) -> bool:
+        """Wait for work; False if it is still under way after `limit_s` seconds."""
+        checked_s = time.monotonic()
+
+        def over() -> bool:
+            nonlocal checked_s
+            if work.is_done():
+                return True
+            if time.monotonic() - checked_s > _CHECK_S:
+                checked_s = time.monotonic()
+                self._check(call)
+            return False
+
+        done = wait_until(
+            over, limit_s, first_pause_s=_FIRST_PAUSE_S, longest_pause_s=_LONGEST_PAUSE_S
+        )
+        # Work that was aborted is done too.
+        self.check_usable(call)
+        return done
+
+    def _pair(self, call: Call, sender: int, receiver: int) -> Channel:
+        """Connect the channel of the messages from one rank to another."""
+        return self._connect(call, pair_name(sender, receiver), (sender, receiver))
+
+    def _connect(self, call: Call, name: str, ranks: tuple[int, ...]) -> Channel:
+        channel = self._bootstrap.connect(call, name, ranks)
+        with self._lock:
+            self._channels[name] = channel
+            too_late = self._failure is not None or self._gave_up
+        if too_late:
+            self._let_go(abort=True)
+            self._check_here(call)
+        return channel
+
+    def _check_here(self, call: Call) -> None:
+        """Raise `BoxingError` if this rank has failed.
+
+        That it is being closed is no reason: messages may still be on their way.
+        """
+        if self._failure is not None:
+            self.check_usable(call)
+
+    def _check(self, call: Call) -> None:
+        """Raise `BoxingError` if waiting for others has become hopeless."""
+        self._check_here(call)
+        reason = self.board.failure()
+        if reason is not None:
+            raise self.lost(call, reason)
+
+    def _give_up(self, error: BaseException) -> None:
+        """Break everything because of something that no caller waits for."""
+        if self._closed and not self._gave_up:
+            _log.warning("rank %d leaves while something is under way: %s", self.rank, error)
+        self._gave_up = True
+        self.fail(error)
+
+    def _announce(self, text: str) -> None:
+        """See `Connections._announce`; the others are told before NCCL may keep us."""
+        self.board.announce(text)
+        self._let_go(abort=True)
+
+    def _let_go(self, *, abort: bool) -> None:
+        """Abort or destroy all channels, together and once."""
+        with self._lock:
+            channels, self._channels = self._channels, {}
+        limit_s = self._config.abort_timeout_s
+        if not release(channels, self.device, limit_s, abort=abort):
+            _log.warning(
+                "rank %d leaves %d communicators behind, of which NCCL did not let go within %g s",
+                self.rank,
+                len(channels),
+                limit_s,
+            )
+
+    def _release(self) -> None:
+        """See `Connections._release`; waits a while for messages, and for ranks on their way."""
+        flushed = self._failure is None and self._flush()
+        self.board.leave()
+        well = flushed and self._part()
+        for lane in self._lanes.values():
+            lane.close()
+        self.limits.close()
+        self._let_go(abort=not well)
+        if well:
+            self.board.close()
+            self._world.free()
+
+    def _flush(self) -> bool:
+        """Wait until all messages and all work are done; say whether they are."""
+
+        def idle() -> bool:
+            return all(lane.is_idle for lane in self._lanes.values()) and self.limits.is_idle
+
+        def over() -> bool:
+            return idle() or self._gave_up or self.reason_to_go() is not None
+
+        # A receiver may be far behind; a message has the time that its sender gave it.
+        end_s = max((lane.end_s for lane in self._lanes.values()), default=0.0)
+        self.board.wait_for(over, max(_FAREWELL_S, end_s - time.monotonic()))
+        if not idle():
+            _log.warning("rank %d leaves before its messages were received", self.rank)
+        return idle() and not self._gave_up
+
+    def _part(self) -> bool:
+        """Stay until no rank needs this one; say whether all of them are well."""
+        board = self.board
+        if not board.wait_for(
+            lambda: board.all_left() or self.reason_to_go() is not None, _FAREWELL_S
+        ):
+            _log.warning("rank %d leaves before other ranks did", self.rank)
+            return False
+        return board.failure() is None

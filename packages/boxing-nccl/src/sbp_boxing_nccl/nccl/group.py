@@ -1,0 +1,137 @@
+"""One set of ranks that NCCL connects: collectives on flat tensors.
+
+Knows tensors, addresses and streams, not steps: `communicator` says what is moved. Nothing here
+waits for the GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from sbp_boxing_nccl.nccl.device import Channel, Device, Event
+from sbp_boxing_nccl.nccl.wire import NATIVE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """Something that is under way on the stream of a channel.
+
+    Args:
+        event: When it is over.
+        channel: That does it.
+        tensors: What it reads and writes; not to be freed before.
+    """
+
+    event: Event
+    channel: Channel
+    tensors: tuple[torch.Tensor, ...]
+
+    def is_done(self) -> bool:
+        """Say whether it is over.
+
+        Raises:
+            RuntimeError: NCCL has found a failure.
+        """
+        self.channel.check()
+        return self.event.is_done()
+
+
+def launch(
+    device: Device, channel: Channel, start: Callable[[], None], *tensors: torch.Tensor
+) -> Work:
+    """Start work once torch's current stream has made its input; return it.
+
+    Args:
+        device: Of the tensors.
+        channel: That works.
+        start: Calls the channel.
+        tensors: That it reads and writes.
+    """
+    channel.wait_for(device.record())
+    start()
+    return Work(event=channel.record(), channel=channel, tensors=tensors)
+
+
+class Group:
+    """A set of ranks that are connected; list positions count within `ranks`.
+
+    Each method starts something and returns it. Tensors are shape (elements,), contiguous, on the
+    device, of a dtype in `wire.NATIVE` where they are reduced. Raises `RuntimeError`.
+    """
+
+    def __init__(self, ranks: tuple[int, ...], rank: int, channel: Channel, device: Device) -> None:
+        self.ranks = ranks
+        self._index = ranks.index(rank)
+        self._channel = channel
+        self._device = device
+
+    def all_reduce(self, received: torch.Tensor, sent: torch.Tensor, reduction: str) -> Work:
+        """Reduce `sent` over all ranks into `received`, which may be the same tensor."""
+        return self._launch(
+            lambda: self._channel.all_reduce(
+                sent.data_ptr(), received.data_ptr(), sent.numel(), NATIVE[sent.dtype], reduction
+            ),
+            received,
+            sent,
+        )
+
+    def reduce_scatter(self, received: torch.Tensor, sent: torch.Tensor, reduction: str) -> Work:
+        """Reduce equal chunks of `sent` over all ranks, chunk i into `received` of rank i."""
+        count = received.numel()
+        assert sent.numel() == count * len(self.ranks), "the chunks are of one size"
+        return self._launch(
+            lambda: self._channel.reduce_scatter(
+                sent.data_ptr(), received.data_ptr(), count, NATIVE[sent.dtype], reduction
+            ),
+            received,
+            sent,
+        )
+
+    def all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
+        """Copy `sent` of rank i into chunk i of `received` of all; all chunks of one size."""
+        assert received.nbytes == sent.nbytes * len(self.ranks), "the chunks are of one size"
+        return self._launch(
+            lambda: self._channel.all_gather(
+                sent.data_ptr(), received.data_ptr(), sent.nbytes, "uint8"
+            ),
+            received,
+            sent,
+        )
+
+    def exchange(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        received_sizes: Sequence[int],
+        sent_sizes: Sequence[int],
+    ) -> Work:
+        """Send consecutive chunks of `sent` to ranks in order, and receive theirs likewise.
+
+        Args:
+            received: To be filled.
+            sent: Of the same dtype.
+            received_sizes: Elements from each rank, any number.
+            sent_sizes: Elements to each rank; to this one itself as many as from it.
+        """
+        size, here = sent.element_size(), self._index
+        if sent_sizes[here]:
+            own_in = torch.split(received, list(received_sizes))[here]
+            own_in.copy_(torch.split(sent, list(sent_sizes))[here])
+
+        def start() -> None:
+            source, target = sent.data_ptr(), received.data_ptr()
+            with self._device.grouped():
+                for peer, (out, into) in enumerate(zip(sent_sizes, received_sizes, strict=True)):
+                    if out and peer != here:
+                        self._channel.send(source, out * size, "uint8", peer)
+                    if into and peer != here:
+                        self._channel.receive(target, into * size, "uint8", peer)
+                    source, target = source + out * size, target + into * size
+
+        return self._launch(start, received, sent)
+
+    def _launch(self, start: Callable[[], None], *tensors: torch.Tensor) -> Work:
+        return launch(self._device, self._channel, start, *tensors)

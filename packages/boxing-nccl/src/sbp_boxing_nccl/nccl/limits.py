@@ -1,0 +1,154 @@
+"""Limits on what no thread of ours waits for: launches inside NCCL, and work that runs alone.
+
+One thread looks at all of it now and then; what takes too long makes everything fail, which ends
+it. What other processes do is watched by `sbp_core.boxing.watch`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from sbp_boxing_nccl.nccl.group import Work
+from sbp_core.boxing.call import Call
+from sbp_core.errors import BoxingError
+
+#: Seconds between two looks: while there is something to look at, and while there is nothing.
+_BUSY_S, _IDLE_S = 0.002, 0.02
+
+#: Seconds after which a rank that waits in a call tells the others that it is there.
+PATIENCE_S = 0.2
+
+
+def _to_nobody() -> None:
+    """Tell nobody."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Entry:
+    """One thing that is watched.
+
+    Args:
+        call: That it belongs to.
+        missing: Says which ranks have not come, once its time is over.
+        tell: Tells the others that this rank waits here.
+        work: None while it is being launched.
+        attended: The caller waits for the work itself.
+        over: Whether it is done with.
+        error: What was raised on its account.
+    """
+
+    call: Call
+    missing: Callable[[], Iterable[int]]
+    tell: Callable[[], None]
+    work: Work | None = None
+    attended: bool = False
+    over: bool = False
+    error: BoxingError | None = None
+    begun_s: float = field(default_factory=time.monotonic)
+    told: bool = False
+
+    def tell_once(self) -> None:
+        """Tell the others that this rank waits, unless they know."""
+        if not self.told:
+            self.told = True
+            self.tell()
+
+
+class Limits:
+    """What is watched in one process.
+
+    Args:
+        use: Makes a thread use the GPU.
+        check: Raises `BoxingError` if the connections have failed.
+        fail: Breaks everything.
+    """
+
+    def __init__(
+        self,
+        use: Callable[[], None],
+        check: Callable[[Call], None],
+        fail: Callable[[BaseException], None],
+    ) -> None:
+        self._use = use
+        self._check = check
+        self._fail = fail
+        self._lock = threading.Lock()
+        self._entries: list[Entry] = []
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="sbp-nccl-limits", daemon=True)
+        self._thread.start()
+
+    @contextlib.contextmanager
+    def launching(
+        self,
+        call: Call,
+        missing: Callable[[], Iterable[int]],
+        tell: Callable[[], None] = _to_nobody,
+    ) -> Iterator[Entry]:
+        """Watch while NCCL is called, and after that what the caller left as `work` in the entry.
+
+        The caller of NCCL may be kept by it; it is freed by an abort, and then raises the entry's
+        error.
+        """
+        entry = Entry(call=call, missing=missing, tell=tell)
+        with self._lock:
+            self._entries.append(entry)
+        try:
+            yield entry
+        except RuntimeError as error:
+            if entry.error is not None:
+                raise entry.error from error
+            raise
+        finally:
+            entry.over = entry.over or entry.attended or entry.work is None
+            if entry.over:
+                # At once: an entry keeps tensors alive.
+                with self._lock:
+                    self._entries = [other for other in self._entries if other is not entry]
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is watched."""
+        return not self._entries
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._closed.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(1.0)
+
+    def _run(self) -> None:
+        self._use()
+        while not self._closed.wait(_BUSY_S if self._entries else _IDLE_S):
+            with self._lock:
+                entries = list(self._entries)
+            for entry in entries:
+                if not entry.over:
+                    self._look_at(entry)
+            with self._lock:
+                self._entries = [entry for entry in self._entries if not entry.over]
+
+    def _look_at(self, entry: Entry) -> None:
+        call, work = entry.call, entry.work
+        try:
+            if work is not None and work.is_done():
+                entry.over = True
+                return
+            self._check(call)
+            if call.is_over:
+                raise call.missing(entry.missing())
+        except BoxingError as error:
+            self._stop(entry, error)
+        except RuntimeError as error:
+            self._stop(entry, call.failed(f"NCCL reported: {error}"))
+        else:
+            if time.monotonic() - entry.begun_s > PATIENCE_S:
+                entry.tell_once()
+
+    def _stop(self, entry: Entry, error: BoxingError) -> None:
+        entry.error, entry.over = error, True
+        self._fail(error)

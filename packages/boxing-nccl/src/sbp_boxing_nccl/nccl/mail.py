@@ -1,0 +1,302 @@
+"""Messages between two ranks, found by their tags, over NCCL, which has none.
+
+Each direction of each pair of ranks has a channel of its own, connected when it is first needed.
+Notes say what there is, and what is wanted, so that both ends start the same message at the same
+time:
+
+    sender                                   receiver
+    post: queue -> lane (a thread)           collect:
+      connect                                  connect
+      offer n: tag and size of message n       look through the offers for the tag
+      wait for a go                            go k: message n, the k-th to be moved
+      send n, on the channel's stream          receive n, on the channel's stream
+
+The receiver chooses the order in which the messages of a channel are moved, whatever the order of
+sending. Nothing is started on a GPU that would have to wait there for a rank which is elsewhere:
+such a kernel occupies the GPU, and hinders NCCL where it connects ranks. And as each channel has
+only one sender and one receiver, two ranks that send to each other first, or a ring of ranks, do
+not wait for each other, as they could on one channel for all, which moves one message at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from sbp_boxing_nccl.nccl.board import NoteBoard
+from sbp_boxing_nccl.nccl.device import Channel, Device, Event
+from sbp_boxing_nccl.nccl.group import Work
+from sbp_boxing_nccl.nccl.limits import Limits
+from sbp_core.boxing.call import Call, wait_until
+from sbp_core.errors import BoxingError
+
+#: Pauses between two looks for notes, in seconds: the first, and the longest.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2e-5, 2e-3
+
+#: Place of each end in the communicator of a pair.
+_SENDER, _RECEIVER = 0, 1
+
+#: Connects (sender, receiver), both of which call this at some time.
+Connect = Callable[[Call, int, int], Channel]
+
+
+def pair_name(sender: int, receiver: int) -> str:
+    """Return how both ends call the channel of one direction."""
+    return f"mail-{sender}-{receiver}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One message that was posted.
+
+    Args:
+        call: That posted it.
+        values: Shape (elements,), contiguous, on the device; nobody else writes to them.
+        ready: When the values are there.
+    """
+
+    call: Call
+    values: torch.Tensor
+    ready: Event
+
+
+class Lane:
+    """The messages of this rank to one other, sent by one thread as the receiver asks for them.
+
+    Args:
+        receiver: The other rank.
+        board: Of all ranks.
+        device: Of this rank.
+        limits: Watches what was sent until it is received.
+        check: Raises `BoxingError` once everything is broken.
+        connect: Connects the channel.
+        fail: Breaks everything.
+    """
+
+    def __init__(
+        self,
+        receiver: int,
+        *,
+        board: NoteBoard,
+        device: Device,
+        limits: Limits,
+        check: Callable[[Call], None],
+        connect: Connect,
+        fail: Callable[[BaseException], None],
+    ) -> None:
+        self._receiver = receiver
+        self._board = board
+        self._device = device
+        self._limits = limits
+        self._check = check
+        self._connect = connect
+        self._fail = fail
+        self._name = pair_name(board.rank, receiver)
+        self._posted: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._offered: dict[int, Message] = {}
+        self._num_posted = self._num_offered = self._num_sent = 0
+        #: When the time of all messages is over, on the clock of `time.monotonic`.
+        self.end_s = 0.0
+        # A daemon: it may be inside NCCL when the process ends.
+        self._thread = threading.Thread(target=self._run, name=f"sbp-{self._name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all messages are on the stream."""
+        return self._num_posted == self._num_sent
+
+    def post(self, message: Message) -> None:
+        """Send a message once the receiver asks for it; returns at once."""
+        self._num_posted += 1
+        self.end_s = max(self.end_s, message.call.end_s)
+        self._posted.put(message)
+
+    def close(self) -> None:
+        """Send no more."""
+        self._posted.put(None)
+
+    def _run(self) -> None:
+        message = self._posted.get()
+        if message is None:
+            return
+        try:
+            self._device.use()
+            channel = self._connect(message.call, self._board.rank, self._receiver)
+            self._offer(message)
+            while self._offer_all():
+                self._await_go(channel)
+        except BoxingError as error:
+            self._fail(error)
+        except RuntimeError as error:
+            self._fail(message.call.failed(f"NCCL reported: {error}"))
+
+    def _offer_all(self) -> bool:
+        """Offer what was posted; wait for something if nothing is on offer. False at the end."""
+        while True:
+            try:
+                message = self._posted.get(block=not self._offered)
+            except queue.Empty:
+                return True
+            if message is None:
+                return False
+            self._offer(message)
+
+    def _offer(self, message: Message) -> None:
+        note = json.dumps([message.call.tag, message.values.nbytes])
+        self._offered[self._num_offered] = message
+        self._board.share(f"{self._name}/offer/{self._num_offered}", note, [self._receiver])
+        self._num_offered += 1
+
+    def _await_go(self, channel: Channel) -> None:
+        """Look for the receiver's next go, for as long as nothing more is posted, and follow it."""
+        go: list[str] = []
+        most_urgent = min((m.call for m in self._offered.values()), key=lambda call: call.end_s)
+
+        def over() -> bool:
+            text = self._board.take(f"{self._name}/go/{self._num_sent}")
+            go.extend([] if text is None else [text])
+            self._check(most_urgent)
+            return bool(go) or not self._posted.empty()
+
+        in_time = wait_until(
+            over,
+            most_urgent.left_s,
+            first_pause_s=_FIRST_PAUSE_S,
+            longest_pause_s=_LONGEST_PAUSE_S,
+        )
+        if go:
+            self._send(channel, self._offered.pop(int(go[0])))
+        elif not in_time:
+            raise most_urgent.missing([self._receiver])
+
+    def _send(self, channel: Channel, message: Message) -> None:
+        values = message.values
+        with self._limits.launching(message.call, lambda: [self._receiver]) as entry:
+            channel.wait_for(message.ready)
+            channel.send(values.data_ptr(), values.nbytes, "uint8", _RECEIVER)
+            entry.work = Work(event=channel.record(), channel=channel, tensors=(values,))
+        self._num_sent += 1
+
+
+@dataclass(slots=True, kw_only=True)
+class _Sender:
+    """What one rank offers.
+
+    Args:
+        channel: From it to this one.
+        num_offers: That were seen.
+        num_goes: That were given.
+        offers: Number and bytes of the messages that were not asked for yet, by tag.
+    """
+
+    channel: Channel
+    num_offers: int = 0
+    num_goes: int = 0
+    offers: dict[str, deque[tuple[int, int]]] = field(default_factory=dict)
+
+
+class Inbox:
+    """The messages of other ranks to this one.
+
+    Args:
+        board: Of all ranks.
+        device: Of this rank.
+        limits: Watches the calls of NCCL.
+        check: Raises `BoxingError` when waiting for others has become hopeless.
+        connect: Connects the channel of a sender that is ready for it.
+        gather: Waits until senders are ready to connect, and names those that are not.
+    """
+
+    def __init__(
+        self,
+        *,
+        board: NoteBoard,
+        device: Device,
+        limits: Limits,
+        check: Callable[[Call], None],
+        connect: Connect,
+        gather: Callable[[Call, Mapping[str, tuple[int, ...]]], None],
+    ) -> None:
+        self._board = board
+        self._device = device
+        self._limits = limits
+        self._check = check
+        self._connect = connect
+        self._gather = gather
+        self._rank = board.rank
+        self._senders: dict[int, _Sender] = {}
+
+    def collect(self, call: Call, arriving: Mapping[int, torch.Tensor]) -> dict[int, Work]:
+        """Start to fill each tensor with the message of its sender for the call's tag.
+
+        Waits until all senders have offered it; not until it is here.
+
+        Raises:
+            BoxingError: a sender did not send in time; names it.
+        """
+        new = [sender for sender in arriving if sender not in self._senders]
+        self._gather(call, {pair_name(s, self._rank): (s, self._rank) for s in new})
+        for sender in new:
+            channel = self._connect(call, sender, self._rank)
+            self._senders[sender] = _Sender(channel=channel)
+        wanted, works = dict(arriving), dict[int, Work]()
+
+        def over() -> bool:
+            self._check(call)
+            offered = [sender for sender in wanted if self._has(sender, call.tag)]
+            works.update(self._start(call, {sender: wanted.pop(sender) for sender in offered}))
+            return not wanted
+
+        if not wait_until(
+            over, call.left_s, first_pause_s=_FIRST_PAUSE_S, longest_pause_s=_LONGEST_PAUSE_S
+        ):
+            raise call.missing(sorted(wanted))
+        return works
+
+    def _has(self, sender: int, tag: str) -> bool:
+        """Say whether a sender offers a message for a tag, as far as its offers have come."""
+        source, name = self._senders[sender], pair_name(sender, self._rank)
+        while tag not in source.offers:
+            note = self._board.take(f"{name}/offer/{source.num_offers}")
+            if note is None:
+                return False
+            offered, num_bytes = json.loads(note)
+            source.offers.setdefault(offered, deque()).append((source.num_offers, num_bytes))
+            source.num_offers += 1
+        return True
+
+    def _start(self, call: Call, arriving: Mapping[int, torch.Tensor]) -> dict[int, Work]:
+        """Receive, as one, a message that each of some senders offers for the call's tag."""
+        if not arriving:
+            return {}
+        for sender, values in arriving.items():
+            source = self._senders[sender]
+            number, num_bytes = source.offers[call.tag].popleft()
+            if not source.offers[call.tag]:
+                del source.offers[call.tag]
+            if num_bytes != values.nbytes:
+                raise call.failed(
+                    f"rank {sender} sends {num_bytes} bytes, and {values.nbytes} are awaited"
+                )
+            # Before we call NCCL, which may keep us until the sender does so too.
+            key = f"{pair_name(sender, self._rank)}/go/{source.num_goes}"
+            self._board.share(key, str(number), [sender])
+            source.num_goes += 1
+        channels = {sender: self._senders[sender].channel for sender in arriving}
+        with self._limits.launching(call, lambda: list(arriving)):
+            ready = self._device.record()
+            with self._device.grouped():
+                for sender, values in arriving.items():
+                    channels[sender].wait_for(ready)
+                    channels[sender].receive(values.data_ptr(), values.nbytes, "uint8", _SENDER)
+        return {
+            sender: Work(event=channel.record(), channel=channel, tensors=(arriving[sender],))
+            for sender, channel in channels.items()
+        }

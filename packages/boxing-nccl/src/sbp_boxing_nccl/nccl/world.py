@@ -1,0 +1,133 @@
+"""Where the processes of a run meet before NCCL connects them: by MPI, or by torch's store.
+
+The only module of the backend that reads the environment.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, cast
+
+from sbp_boxing_nccl.configs import NcclBoxingConfig
+from sbp_boxing_nccl.library import load_mpi
+from sbp_boxing_nccl.nccl.board import MpiNoteBoard, NoteBoard, StoreNoteBoard
+from sbp_core.boxing.call import wait_until
+from sbp_core.errors import BoxingError, ConfigError
+
+
+def _nothing() -> None:
+    """Free nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """This process among all.
+
+    Args:
+        rank: Rank of this process.
+        size: Number of processes; one rank each.
+        local_rank: Number of this process among those of its machine.
+        board: By which it reaches the others.
+        free: Called in the end, if all ranks are well and do so too.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    board: NoteBoard
+    free: Callable[[], None] = field(default=_nothing, repr=False)
+
+
+def meet(config: NcclBoxingConfig) -> World:
+    """Find this process' rank and the others, by what `config.bootstrap` says.
+
+    Raises:
+        ConfigError: neither the config nor the environment says which rank this is.
+        BoxingError: the others could not be reached in time.
+    """
+    if config.bootstrap == "mpi":
+        mpi = load_mpi()
+        return meet_by_mpi(mpi.COMM_WORLD, mpi, config.connect_timeout_s)
+    return _meet_by_store(config)
+
+
+def meet_by_mpi(comm: Any, mpi: Any, limit_s: float) -> World:
+    """Meet the processes of a communicator.
+
+    Args:
+        comm: mpi4py communicator whose processes are the ranks, in order; it stays its owner's.
+        mpi: The module `mpi4py.MPI`.
+        limit_s: Seconds to wait for the others.
+
+    Raises:
+        BoxingError: not all of them came.
+    """
+    own, request = comm.Idup()
+    if not _wait(request.Test, limit_s):
+        raise BoxingError(
+            f"the ranks of MPI did not meet within {limit_s:g} s",
+            where=f"rank {comm.Get_rank()} of {comm.Get_size()}",
+            todo="check that every process opens the boxing backend",
+        )
+    machine = comm.Split_type(mpi.COMM_TYPE_SHARED)
+    local_rank: int = machine.Get_rank()
+    machine.Free()
+    return World(
+        rank=comm.Get_rank(),
+        size=comm.Get_size(),
+        local_rank=local_rank,
+        board=MpiNoteBoard(own, mpi),
+        free=own.Free,
+    )
+
+
+def _meet_by_store(config: NcclBoxingConfig) -> World:
+    """Meet at `config.init_method`, as torchrun arranges it."""
+    import torch.distributed as dist
+    from torch.distributed.rendezvous import rendezvous
+
+    rank = _number("rank", config.rank, "RANK")
+    size = _number("world_size", config.world_size, "WORLD_SIZE")
+    if rank >= size:
+        raise ConfigError(
+            f"rank={rank} is no rank of world_size={size}", accepted="0 .. world_size - 1"
+        )
+    limit = timedelta(seconds=config.connect_timeout_s)
+    try:
+        store, _, _ = next(cast(Any, rendezvous)(config.init_method, rank, size, timeout=limit))
+        # A part of the store where no earlier backend of these processes has left notes.
+        opened = store.add(f"sbp-boxing-nccl/opened/{rank}", 1)
+        store = cast(Any, dist).PrefixStore(f"sbp-boxing-nccl/{opened}", store)
+    except (RuntimeError, ValueError, OSError) as error:
+        raise BoxingError(
+            f"no meeting at {config.init_method} within {config.connect_timeout_s:g} s: {error}",
+            where=f"rank {rank} of {size}",
+            todo="check that every process was started and that the address can be reached",
+        ) from error
+    board = StoreNoteBoard(store, rank, size)
+    local_rank = _number("rank", None, "LOCAL_RANK", rank)
+    return World(rank=rank, size=size, local_rank=local_rank, board=board)
+
+
+def _wait(done: Callable[[], bool], limit_s: float) -> bool:
+    return wait_until(done, limit_s, first_pause_s=1e-4, longest_pause_s=5e-3)
+
+
+def _number(key: str, given: int | None, variable: str, default: int | None = None) -> int:
+    """Return a setting, or the environment variable that stands for it, or a default."""
+    if given is not None:
+        return given
+    text = os.environ.get(variable, "")
+    if text.isdecimal():
+        return int(text)
+    if default is not None:
+        return default
+    raise ConfigError(
+        f"{key} is not set, and the environment has {variable}={text!r}",
+        accepted="an integer >= 0",
+        todo=f"start the program with torchrun --nproc-per-node=N, set boxing.{key}, or use "
+        "boxing.bootstrap=mpi under mpiexec",
+    )

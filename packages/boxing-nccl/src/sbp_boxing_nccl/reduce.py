@@ -1,0 +1,41 @@
+"""Sums, maxima and minima of tensors that came from several ranks. Knows no MPI."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+_REDUCE: dict[str, Callable[..., torch.Tensor]] = {
+    "sum": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
+
+#: dtypes whose sums are made in float32, and rounded once.
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+def reduce_into(out: torch.Tensor, parts: Sequence[torch.Tensor], reduction: str) -> None:
+    """Reduce tensors elementwise, from the first to the last.
+
+    Args:
+        out: For the result; may be the memory of one of the parts. If that is not the first, the
+            first is overwritten.
+        parts: Two or more of one shape and dtype; others than these stay as they are.
+        reduction: `sum`, `max` or `min`.
+    """
+    first, *others = parts
+    if reduction == "sum" and out.dtype in _HALVES and len(parts) > 2:
+        total = first.float()
+        for part in others:
+            total.add_(part)
+        out.copy_(total)
+        return
+    function = _REDUCE[reduction]
+    # A part that is still to come must not be overwritten.
+    holds_part = out.data_ptr() in [part.data_ptr() for part in others]
+    total = first if holds_part else out
+    for part in others[:-1]:
+        first = function(first, part, out=total)
+    function(first, others[-1], out=out)

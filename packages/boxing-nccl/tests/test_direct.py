@@ -1,0 +1,157 @@
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from fake_mpi import MPI, Comm, Network
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sbp_boxing_nccl import direct
+from sbp_boxing_nccl.direct import Direct
+from sbp_boxing_nccl.group import Work
+from sbp_boxing_nccl.reduce import reduce_into
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small_chunks() -> Iterator[None]:
+    """Chunks of 16 bytes, so that a few numbers make many."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(direct, "_LEAST_BYTES", 16)
+        patch.setattr(direct, "_MOST_BYTES", 16)
+        patch.setattr(direct, "_WINDOW", 2)
+        yield
+
+
+def run(ends: list[Direct], start: Callable[[int], Any], choose: Callable[[int], int]) -> None:
+    """Run a collective on all ranks, one look at a time, in an order that `choose(count)` says."""
+    network = ends[0]._comm.network
+    works = [Work(request=start(rank), tensors=()) for rank in range(len(ends))]
+    while sum(work.look() for work in works) < len(works):
+        assert network.matched, "nobody can go on"
+        network.deliver(choose(len(network.matched)))
+    assert not network.matched
+    assert not any([*network.sent.values(), *network.awaited.values()])
+
+
+def connected(size: int) -> list[Direct]:
+    network = Network(size)
+    return [Direct(Comm(network, rank), MPI) for rank in range(size)]
+
+
+class Choices:
+    """Draws which message arrives next."""
+
+    def __init__(self, seed: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __call__(self, count: int) -> int:
+        return int(torch.randint(count, (), generator=self._generator))
+
+
+def values_of(size: int, length: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Sums of these depend on their order."""
+    generator = torch.Generator().manual_seed(length)
+    return [
+        torch.randn(length, generator=generator).mul(10.0 ** (3 * rank)).to(dtype)
+        for rank in range(size)
+    ]
+
+
+SIZES = st.integers(2, 5)
+LENGTHS = st.integers(0, 60)
+SEEDS = st.integers(0, 2**16)
+REDUCTIONS = st.sampled_from(["sum", "max", "min"])
+DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int64])
+
+
+@settings(deadline=None)
+@given(SIZES, LENGTHS, DTYPES, REDUCTIONS, st.booleans(), SEEDS)
+def test_an_all_reduce_gives_all_ranks_the_sum_in_rank_order(
+    size: int, length: int, dtype: torch.dtype, reduction: str, in_place: bool, seed: int
+) -> None:
+    given_values = values_of(size, length, dtype)
+    expected = torch.empty(length, dtype=dtype)
+    reduce_into(expected, [values.clone() for values in given_values], reduction)
+    kept = [values.clone() for values in given_values]
+    results = given_values if in_place else [torch.empty_like(v) for v in given_values]
+    ends = connected(size)
+
+    run(
+        ends,
+        lambda rank: ends[rank].all_reduce(results[rank], given_values[rank], reduction),
+        Choices(seed),
+    )
+
+    for result in results:
+        assert torch.equal(result, expected)
+    for values, before in zip(given_values, kept, strict=True):
+        assert in_place or torch.equal(values, before)
+
+
+@settings(deadline=None)
+@given(SIZES, st.lists(st.integers(0, 20), min_size=5, max_size=5), DTYPES, REDUCTIONS, SEEDS)
+def test_a_reduce_scatter_gives_each_rank_its_part_of_the_sum(
+    size: int, sizes: list[int], dtype: torch.dtype, reduction: str, seed: int
+) -> None:
+    sizes = sizes[:size]
+    given_values = values_of(size, sum(sizes), dtype)
+    expected = torch.empty(sum(sizes), dtype=dtype)
+    reduce_into(expected, [values.clone() for values in given_values], reduction)
+    kept = [values.clone() for values in given_values]
+    results = [torch.empty(length, dtype=dtype) for length in sizes]
+    ends = connected(size)
+
+    run(
+        ends,
+        lambda rank: ends[rank].reduce_scatter(
+            results[rank], torch.split(given_values[rank], sizes), reduction
+        ),
+        Choices(seed),
+    )
+
+    assert torch.equal(torch.cat(results), expected)
+    for values, before in zip(given_values, kept, strict=True):
+        assert torch.equal(values, before)
+
+
+@settings(deadline=None)
+@given(SIZES, st.data(), SEEDS)
+def test_an_exchange_brings_everybody_what_was_sent_to_it(
+    size: int, data: st.DataObject, seed: int
+) -> None:
+    lengths = [[data.draw(st.integers(0, 20)) for _ in range(size)] for _ in range(size)]
+    sent = [[torch.full((lengths[a][b],), 10.0 * a + b) for b in range(size)] for a in range(size)]
+    received = [[torch.empty(lengths[a][b]) for a in range(size)] for b in range(size)]
+    ends = connected(size)
+
+    run(ends, lambda rank: ends[rank].exchange(received[rank], sent[rank]), Choices(seed))
+
+    for b in range(size):
+        for a in set(range(size)) - {b}:
+            assert torch.equal(received[b][a], sent[a][b])
+
+
+def test_collectives_of_one_group_do_not_mix() -> None:
+    ends, lengths = connected(3), (40, 7, 0, 33)
+    results = [[torch.ones(length) for length in lengths] for _ in range(3)]
+
+    def several(rank: int) -> Iterator[Any]:
+        for values in results[rank]:
+            yield from ends[rank].all_reduce(values, values, "sum")
+
+    run(ends, several, Choices(7))
+
+    for rank in range(3):
+        for values in results[rank]:
+            assert torch.equal(values, torch.full_like(values, 3.0))
+
+
+def test_the_memory_for_what_comes_in_has_a_bound() -> None:
+    ends = connected(2)
+    values = torch.ones(10_000), torch.ones(10_000)
+
+    run(ends, lambda rank: ends[rank].all_reduce(values[rank], values[rank], "sum"), Choices(0))
+
+    held = sum(place.numel() for row in ends[0]._kept for place, _ in row)
+    assert held <= 2 * 2 * 4  # chunks at a time, ranks, elements of a chunk

@@ -1,0 +1,125 @@
+"""Meeting by torch's store, and what the notes of the backend are there."""
+
+import socket
+import threading
+from typing import Any
+
+import pytest
+import torch
+from fake_device import FakeDevice, ThreadNetwork
+from steps import collective
+from thread_ranks import DictStore
+
+from sbp_boxing_nccl.configs import NcclBoxingConfig
+from sbp_boxing_nccl.nccl.backend import NcclBackend
+from sbp_boxing_nccl.nccl.board import StoreNoteBoard
+from sbp_boxing_nccl.nccl.start import processes
+from sbp_boxing_nccl.nccl.world import meet
+from sbp_core.boxing.step import StepKind
+from sbp_core.errors import BoxingError, ConfigError
+from sbp_core.sbp import B, P
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def test_processes_meet_at_an_address_and_reduce() -> None:
+    url, network, totals = f"tcp://127.0.0.1:{free_port()}", ThreadNetwork(), {}
+
+    def work(rank: int) -> None:
+        config = NcclBoxingConfig(bootstrap="store", init_method=url, rank=rank, world_size=2)
+        backend = NcclBackend(config, device=FakeDevice(network, rank))
+        backend.open([0, 1])
+        step = collective(StepKind.ALL_REDUCE, 2, P, B)
+        total = backend.communicator(rank).collective(
+            step, torch.ones(4, 2), tag="sum", deadline_s=30.0
+        )
+        backend.close()
+        totals[rank] = total.sum().item()
+
+    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60.0)
+
+    assert totals == {0: 16.0, 1: 16.0}
+
+
+def test_rank_and_size_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "3"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+
+    world = meet(NcclBoxingConfig(bootstrap="store"))
+
+    assert (world.rank, world.size, world.local_rank) == (0, 1, 3)
+    world.board.close()
+
+
+def test_without_a_rank_the_error_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+
+    with pytest.raises(ConfigError, match="rank is not set") as caught:
+        meet(NcclBoxingConfig(bootstrap="store"))
+
+    assert "torchrun" in caught.value.todo and "mpiexec" in caught.value.todo
+
+
+def test_a_place_where_nobody_is_ends_in_an_error_in_time() -> None:
+    config = NcclBoxingConfig(
+        bootstrap="store",
+        init_method=f"tcp://127.0.0.1:{free_port()}",
+        rank=1,
+        world_size=2,
+        connect_timeout_s=0.5,
+    )
+
+    with pytest.raises(BoxingError, match=r"no meeting at tcp://.* within 0\.5 s"):
+        meet(config)
+
+
+def test_a_note_to_one_rank_is_read_once_and_then_forgotten() -> None:
+    store: Any = DictStore()
+    one, other = StoreNoteBoard(store, 0, 2), StoreNoteBoard(store, 1, 2)
+
+    assert other.take("mail/0") is None
+    one.share("mail/0", "hello", [1])
+
+    assert other.read("mail/0") == "hello"
+    assert other.take("mail/0") == "hello"
+    assert other.take("mail/0") is None
+    one.close()
+    other.close()
+
+
+def test_the_first_failure_stays() -> None:
+    store: Any = DictStore()
+    one, other = StoreNoteBoard(store, 0, 2), StoreNoteBoard(store, 1, 2)
+
+    one.announce("first")
+    other._put("failure", "second", [0, 1])
+
+    assert one.failure() == other.failure() == "first"
+    one.close()
+    other.close()
+
+
+def test_processes_for_the_store_get_their_rank_and_one_address() -> None:
+    starts = processes(NcclBoxingConfig(bootstrap="store"), 2, ["python", "x.py"])
+
+    assert [start.environment["RANK"] for start in starts] == ["0", "1"]
+    assert [start.environment["LOCAL_RANK"] for start in starts] == ["0", "1"]
+    assert len({start.environment["MASTER_PORT"] for start in starts}) == 1
+
+
+def test_settings_of_one_process_start_no_others() -> None:
+    config = NcclBoxingConfig(bootstrap="store", rank=0, world_size=2)
+
+    with pytest.raises(ConfigError, match="do not fit 2 processes"):
+        processes(config, 2, ["python", "x.py"])

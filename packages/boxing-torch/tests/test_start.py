@@ -1,0 +1,61 @@
+import sys
+
+import pytest
+
+from sbp_boxing_torch.backend import TorchBackend
+from sbp_boxing_torch.configs import TorchBoxingConfig
+from sbp_boxing_torch.start import free_port, processes
+from sbp_core.boxing.supervise import Line, supervise
+from sbp_core.errors import ConfigError
+
+_PROGRAM = """
+import sys
+from sbp_boxing_torch.backend import TorchBackend
+from sbp_boxing_torch.configs import TorchBoxingConfig
+backend = TorchBackend(TorchBoxingConfig(init_method=sys.argv[1]))
+backend.open([0, 1])
+print("open as", *backend.local_ranks())
+backend.close()
+"""
+
+
+@pytest.mark.parametrize("scheme", ["env", "file"])
+def test_the_started_processes_find_each_other(scheme, tmp_path):
+    init_method = "env://" if scheme == "env" else f"file://{tmp_path / 'store'}"
+    backend = TorchBackend(TorchBoxingConfig(init_method=init_method))
+    lines: list[Line] = []
+
+    starts = backend.starts(2, [sys.executable, "-c", _PROGRAM, init_method])
+    ended = supervise(starts, timeout_s=120, on_line=lines.append)
+
+    assert ended.error() is None
+    assert {f"rank {n} | open as {n}" for n in range(2)} <= set(map(str, lines))
+
+
+def test_every_process_has_a_rank_and_the_same_place_to_meet():
+    starts = processes(TorchBoxingConfig(), 3, ["program"])
+
+    assert [start.ranks for start in starts] == [(0,), (1,), (2,)]
+    assert [start.environment["RANK"] for start in starts] == ["0", "1", "2"]
+    assert {start.environment["WORLD_SIZE"] for start in starts} == {"3"}
+    assert len({start.environment["MASTER_PORT"] for start in starts}) == 1
+    assert all(int(start.defaults["OMP_NUM_THREADS"]) >= 1 for start in starts)
+
+
+def test_a_place_to_meet_of_the_config_is_kept():
+    (start,) = processes(TorchBoxingConfig(init_method="tcp://localhost:1234"), 1, ["program"])
+
+    assert "MASTER_ADDR" not in start.environment
+
+
+@pytest.mark.parametrize("settings", [{"rank": 0}, {"world_size": 3}])
+def test_settings_of_one_process_cannot_start_several(settings):
+    with pytest.raises(ConfigError, match="do not fit 2 processes"):
+        processes(TorchBoxingConfig(**settings), 2, ["program"])
+
+
+def test_ports_are_drawn_below_those_of_outgoing_connections():
+    ports = {free_port() for _ in range(20)}
+
+    assert len(ports) > 1
+    assert all(1024 < port < 32_000 for port in ports)

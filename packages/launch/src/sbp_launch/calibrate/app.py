@@ -1,0 +1,34 @@
+"""The command `sbp-calibrate`. Imports no torch until it measures."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from sbp_core.plugins import Registry
+from sbp_launch.app import App, run
+from sbp_launch.calibrate.config import CalibrateRun, check_calibrate
+
+
+def _calibrate(config: CalibrateRun, registry: Registry, run_folder: Path) -> None:
+    # Here and not above: a wrong setting is answered without waiting for torch.
+    from sbp_launch.calibrate.run import calibrate_machine
+
+    calibrate_machine(config, registry)
+
+
+def main() -> None:
+    """Run `sbp-calibrate` and exit with its code."""
+    app = App(
+        name="sbp-calibrate",
+        about="measure this machine through a boxing backend, and write a cluster file",
+        config_name="calibrate",
+        check=check_calibrate,
+        task=_calibrate,
+        groups=("boxing",),
+    )
+    sys.exit(run(app))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""What is measured: one call of a kind, in groups of a size, with a number of bytes.
+
+A call is the step that the router makes for it, on a mesh of the first ranks. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import isqrt, prod
+
+from sbp_core.boxing.router import route
+from sbp_core.boxing.step import Step
+from sbp_core.calibration import Case
+from sbp_core.errors import BoxingError
+from sbp_core.placement import Placement
+from sbp_core.sbp import Broadcast, NdSbp, Partial, Sbp, Split
+from sbp_launch.calibrate.config import CalibrateConfig
+
+#: Type of the elements that are sent: that of most activations and gradients on CPUs.
+DTYPE = "float32"
+
+_ITEM_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One call that is measured.
+
+    Args:
+        case: Its kind and groups.
+        shared_bytes: S, as `sbp_core.calibration.Sample` counts it.
+        step: What runs.
+    """
+
+    case: Case
+    shared_bytes: int
+    step: Step
+
+
+def cases_of(config: CalibrateConfig) -> tuple[Case, ...]:
+    """Return the cases to measure: one group alone, and as many as the ranks allow.
+
+    Of transfers: one message, one from each rank of the first half to one of the second, and one
+    from each rank to the next, the last one sending to the first.
+    """
+    cases: list[Case] = []
+    for kind in config.kinds:
+        if kind == "transfer":
+            at_once = {1, config.ranks // 2, config.ranks} if config.ranks > 1 else set()
+            sizes = dict.fromkeys(sorted(at_once), 2)
+            cases += [Case(kind=kind, group_size=2, concurrent_groups=g) for g in sizes]
+            continue
+        for size in config.chosen_group_sizes:
+            for groups in sorted({1, config.ranks // size}):
+                cases.append(Case(kind=kind, group_size=size, concurrent_groups=groups))
+    return tuple(cases)
+
+
+def calls_of(config: CalibrateConfig) -> Iterator[tuple[Call, ...]]:
+    """Yield the calls of each size, ascending; the same on every rank."""
+    cases = cases_of(config)
+    for size in config.chosen_sizes:
+        yield tuple(make_call(case, size, config.ranks) for case in cases)
+
+
+def make_call(case: Case, size_bytes: int, num_ranks: int) -> Call:
+    """Return the call of a case whose S is about `size_bytes`: rounded so that shards are even.
+
+    Args:
+        case: Kind and groups.
+        size_bytes: Bytes, >= 1.
+        num_ranks: Ranks of the run.
+    """
+    elements = max(1, size_bytes // _ITEM_BYTES)
+    if case.kind == "transfer":
+        return _transfer(case, elements, num_ranks)
+    n, groups = case.group_size, case.concurrent_groups
+    before, after, shape = _conversion(case.kind, elements, n)
+    shared = prod(shape) * _ITEM_BYTES
+    if groups == 1:
+        mesh = Placement.grid((n,))
+        step = _only_step(case, shape, (mesh, NdSbp(before)), (mesh, NdSbp(after)))
+    else:
+        # Each group has a slice of dim 0 of its own.
+        mesh, own = Placement.grid((groups, n)), Split(0)
+        source, target = (NdSbp(own, _behind(entry)) for entry in (before, after))
+        step = _only_step(case, (groups, *shape), (mesh, source), (mesh, target))
+    return Call(case=case, shared_bytes=shared, step=step)
+
+
+def _conversion(kind: str, elements: int, n: int) -> tuple[Sbp, Sbp, tuple[int, ...]]:
+    """Return what a collective of n ranks makes of what, and a shape that n divides."""
+    if kind == "all-reduce":
+        return Partial("sum"), Broadcast(), (elements,)
+    if kind == "reduce-scatter":
+        return Partial("sum"), Split(0), (_multiple(elements, n),)
+    if kind == "all-gather":
+        return Split(0), Broadcast(), (_multiple(elements, n),)
+    assert kind == "all-to-all", f"no such collective: {kind}"
+    return Split(0), Split(1), _square(elements, n)
+
+
+def _transfer(case: Case, elements: int, num_ranks: int) -> Call:
+    """Return the transfer of one message a sender, each to another rank."""
+    messages, ranks = case.concurrent_groups, list(range(num_ranks))
+    if messages == num_ranks:
+        senders, receivers = ranks, [*ranks[1:], ranks[0]]
+    else:
+        senders, receivers = ranks[:messages], ranks[messages : 2 * messages]
+    split = NdSbp(Split(0))
+    shape = (messages * elements,)
+    step = _only_step(case, shape, (Placement(senders), split), (Placement(receivers), split))
+    return Call(case=case, shared_bytes=elements * _ITEM_BYTES, step=step)
+
+
+def _only_step(
+    case: Case,
+    shape: tuple[int, ...],
+    source: tuple[Placement, NdSbp],
+    target: tuple[Placement, NdSbp],
+) -> Step:
+    steps = route(shape, DTYPE, source, target).steps
+    if [step.kind.value for step in steps] != [case.kind]:
+        raise BoxingError(
+            f"the router makes no single {case.kind} of what should measure one",
+            where=[str(step) for step in steps],
+            todo="leave this kind out of `kinds`",
+        )
+    return steps[0]
+
+
+def _behind(entry: Sbp) -> Sbp:
+    """Return an entry for a tensor that has one more dim in front."""
+    return Split(entry.dim + 1) if isinstance(entry, Split) else entry
+
+
+def _multiple(elements: int, of: int) -> int:
+    return max(of, round(elements / of) * of)
+
+
+def _square(elements: int, n: int) -> tuple[int, int]:
+    """Return a shape of about as many elements, not far from a square, whose dims n divides."""
+    width = n * max(1, isqrt(elements) // n)
+    return _multiple(round(elements / width), n), width

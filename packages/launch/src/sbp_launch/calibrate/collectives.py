@@ -1,0 +1,249 @@
+"""How long calls of a communicator take, on one rank among all. Knows torch.
+
+Everything is repeated in rounds, each in another order, so that what slows the machine down for a
+while does not look like the curve of one size. A repetition begins when all ranks have met, and its
+time is that of the slowest rank. All ranks do the same in the same order, and agree on what they
+leave out.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from math import prod
+
+import torch
+
+from sbp_core.boxing.backend import Communicator
+from sbp_core.boxing.router import route
+from sbp_core.boxing.step import Step, StepKind
+from sbp_core.calibration import Sample
+from sbp_core.placement import Placement
+from sbp_core.sbp import NdSbp, local_shape
+from sbp_core.units import format_bytes
+from sbp_launch.calibrate.calls import Call, calls_of
+from sbp_launch.calibrate.device import settle
+from sbp_launch.calibrate.job import Job, Progress
+
+#: Seconds that the first call of each kind may take: it connects the ranks.
+_CONNECT_S = 300.0
+
+#: A round repeats a short call for this many seconds, so many times at most.
+_SHORT_S, _MOST_AT_ONCE = 0.1, 5
+
+#: A call that takes less than this many seconds is made once more just before it is timed: so that
+#: it finds memory as a call of its own size leaves it, and not as any other does. Larger results
+#: have fresh memory every time.
+_WARM_S = 0.05
+
+#: Rounds that are made even if they take longer than they should.
+_FEWEST_ROUNDS = 3
+
+#: Seconds between two lines of progress.
+_NEWS_S = 0.25
+
+
+class Stopwatch:
+    """The times of one rank, and how the ranks agree on them.
+
+    Args:
+        communicator: Of this rank.
+        num_ranks: Of the run.
+        device: Where tensors live.
+        deadline_s: Seconds that a call may wait for others.
+    """
+
+    def __init__(
+        self, communicator: Communicator, num_ranks: int, device: torch.device, deadline_s: float
+    ) -> None:
+        self._communicator, self._device, self._deadline_s = communicator, device, deadline_s
+        self._everyone = Placement.grid((num_ranks,))
+        self._number = 0
+        self._meeting = torch.zeros(1, device=device)
+        self._meet_step = self._reduction((1,), "float32", "sum")
+
+    def meet(self) -> None:
+        """Wait until all ranks have come here."""
+        if self._everyone.size > 1:
+            self._run(self._meet_step, self._meeting, _CONNECT_S)
+            settle(self._device)
+
+    def slowest(self, values: Sequence[float]) -> list[float]:
+        """Return the largest of each value over all ranks."""
+        if self._everyone.size == 1 or not values:
+            return list(values)
+        given = torch.tensor(values, dtype=torch.float64, device=self._device)
+        step = self._reduction((len(values),), "float64", "max")
+        result: list[float] = self._run(step, given, _CONNECT_S).tolist()
+        return result
+
+    def time(self, step: Step, shard: torch.Tensor | None, *, first: bool = False) -> float:
+        """Return the seconds that one call takes on this rank; 0 if it has no part in it."""
+        self.meet()
+        start = time.perf_counter()
+        self._run(step, shard, _CONNECT_S if first else self._deadline_s)
+        settle(self._device)
+        return time.perf_counter() - start
+
+    def _run(self, step: Step, shard: torch.Tensor | None, deadline_s: float) -> torch.Tensor:
+        rank, communicator = self._communicator.rank, self._communicator
+        self._number += 1
+        tag, result = f"calibrate-{self._number}", self._meeting
+        if step.kind is not StepKind.TRANSFER:
+            if rank in step.source[0]:
+                assert shard is not None, "a rank that holds a part has a shard"
+                result = communicator.collective(step, shard, tag=tag, deadline_s=deadline_s)
+            return result
+        if rank in step.source[0]:
+            assert shard is not None, "a rank that holds a part has a shard"
+            communicator.send(step, shard, tag=tag, deadline_s=deadline_s)
+        if rank in step.target[0]:
+            result = communicator.receive(step, shard, tag=tag, deadline_s=deadline_s)
+        return result
+
+    def _reduction(self, shape: tuple[int, ...], dtype: str, how: str) -> Step:
+        source = (self._everyone, NdSbp.parse(f"P({how})"))
+        target = (self._everyone, NdSbp.parse("B"))
+        return route(shape, dtype, source, target).steps[0]
+
+
+class Shards:
+    """The parts that a rank gives: views of one block of memory, which was written to before.
+
+    Args:
+        rank: Whose.
+        device: Where they live.
+    """
+
+    def __init__(self, rank: int, device: torch.device) -> None:
+        self._rank, self._device = rank, device
+        self._block = torch.ones(0, device=device)
+
+    def of(self, step: Step) -> torch.Tensor | None:
+        """Return the part of a step, float32, contiguous; None if the rank holds none."""
+        mesh, sbp = step.source
+        if self._rank not in mesh:
+            return None
+        shape = local_shape(step.shape, sbp, mesh.mesh_shape, mesh.coordinate(self._rank))
+        if prod(shape) > self._block.numel():
+            self._block = torch.ones(prod(shape), device=self._device)
+        return self._block[: prod(shape)].view(shape)
+
+
+class Measurement:
+    """The calls of one job, as one rank measures them.
+
+    Args:
+        job: What to measure.
+        watch: The stopwatch of this rank.
+        rank: Which.
+        tell: Called with the progress, on every rank.
+    """
+
+    def __init__(
+        self, job: Job, watch: Stopwatch, rank: int, tell: Callable[[Progress], None]
+    ) -> None:
+        self._job, self._watch, self._tell = job, watch, tell
+        self._shards = Shards(rank, torch.device(job.device))
+        self._calls: list[Call] = []
+        self._first_s: list[float] = []
+        self._times_s: list[list[float]] = []
+        self._told_s = self._began = self._round_s = 0.0
+        self.rounds = 0
+        self.skipped = ""
+
+    def run(self) -> tuple[Sample, ...]:
+        """Measure; return one sample a call, the same on every rank."""
+        self._began = time.monotonic()
+        self._warm_up()
+        self._times_s = [[] for _ in self._calls]
+        wanted = self._job.settings.repetitions
+        while self._calls and self.rounds < wanted:
+            started = time.monotonic()
+            self._round()
+            self.rounds += 1
+            now = time.monotonic()
+            spent_s, self._round_s = self._watch.slowest([now - self._began, now - started])
+            fits = spent_s + self._round_s <= self._job.settings.time_s
+            if self.rounds >= min(_FEWEST_ROUNDS, wanted) and not fits:
+                break
+        backend = self._job.boxing.name
+        return tuple(
+            Sample(
+                backend=backend,
+                kind=call.case.kind,
+                group_size=call.case.group_size,
+                concurrent_groups=call.case.concurrent_groups,
+                shared_bytes=call.shared_bytes,
+                times_s=tuple(times),
+            )
+            for call, times in zip(self._calls, self._times_s, strict=True)
+        )
+
+    def _warm_up(self) -> None:
+        """Make every call once, from small to large; leave out what there is no time or room for.
+
+        A size is tried if the one before lets expect that `_FEWEST_ROUNDS` of all sizes and of this
+        one, which should take twice as long, end in time.
+        """
+        settings = self._job.settings
+        for number, level in enumerate(calls_of(settings)):
+            size = settings.chosen_sizes[number]
+            if size > self._job.max_call_bytes:
+                self.skipped = f"{format_bytes(size)} and more: there is not enough memory"
+                return
+            self._news("warming up", number, len(settings.chosen_sizes))
+            took_s = [
+                self._watch.time(call.step, self._shards.of(call.step), first=True)
+                for call in level
+            ]
+            took_s = self._watch.slowest(took_s)
+            self._calls += level
+            self._first_s += took_s
+            (spent_s,) = self._watch.slowest([time.monotonic() - self._began])
+            expected_s = (
+                spent_s + 2 * sum(took_s) + _FEWEST_ROUNDS * (sum(self._first_s) + 2 * sum(took_s))
+            )
+            if expected_s > settings.time_s and number + 1 < len(settings.chosen_sizes):
+                next_size = format_bytes(settings.chosen_sizes[number + 1])
+                self.skipped = (
+                    f"{next_size} and more: they take longer than time_s={settings.time_s:g}"
+                )
+                return
+
+    def _round(self) -> None:
+        """Repeat every call, in an order of its own."""
+        repeats = [
+            max(1, min(_MOST_AT_ONCE, int(_SHORT_S / max(first_s, 1e-9))))
+            for first_s in self._first_s
+        ]
+        order = [index for index, times in enumerate(repeats) for _ in range(times)]
+        random.Random(self.rounds).shuffle(order)
+        if not self.rounds:
+            pairs = zip(self._first_s, repeats, strict=True)
+            self._round_s = sum(first_s * times for first_s, times in pairs)
+        took_s: list[float] = []
+        for done, index in enumerate(order):
+            what = f"round {self.rounds + 1} of {self._job.settings.repetitions}"
+            self._news(what, done, len(order), left_s=self._left_s(done / len(order)))
+            step = self._calls[index].step
+            if self._first_s[index] < _WARM_S:
+                self._watch.time(step, self._shards.of(step))
+            took_s.append(self._watch.time(step, self._shards.of(step)))
+        for index, time_s in zip(order, self._watch.slowest(took_s), strict=True):
+            self._times_s[index].append(time_s)
+
+    def _left_s(self, part: float) -> float:
+        """Return the seconds until the end, a part of this round being done."""
+        settings = self._job.settings
+        time_s = settings.time_s - (time.monotonic() - self._began)
+        fewest = min(_FEWEST_ROUNDS, settings.repetitions)
+        rounds = [number - self.rounds - part for number in (fewest, settings.repetitions)]
+        return min(rounds[1] * self._round_s, max(time_s, rounds[0] * self._round_s))
+
+    def _news(self, what: str, done: int, of: int, left_s: float = 0.0) -> None:
+        now = time.monotonic()
+        if now - self._told_s >= _NEWS_S or not done:
+            self._told_s = now
+            self._tell(Progress(what=what, done=done, of=of, left_s=left_s))

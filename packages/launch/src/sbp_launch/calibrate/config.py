@@ -1,0 +1,135 @@
+"""The settings of `sbp-calibrate`, checked. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from sbp_core.errors import ConfigError
+from sbp_core.plugins import Registry, merge_settings, unknown_key
+from sbp_launch.check import choose
+from sbp_launch.config import Choice, Composed
+
+#: Kinds of steps that are measured, as `sbp_core.calibration.KINDS` lists them.
+KINDS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "transfer")
+
+_AT_LEAST_ONE = ("ranks", "repetitions", "min_bytes", "max_bytes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrateConfig:
+    """What to measure, and where to write it.
+
+    Args:
+        ranks: Ranks to start on this machine, >= 1; one measures no communication.
+        out: Cluster file to write.
+        name: How reports call the machine.
+        keep: Whether calibrations of other backends that `out` already holds stay in it.
+        kinds: Kinds of steps to measure, of `KINDS`.
+        min_bytes: Smallest message, in bytes, >= 1; each size is twice the one before.
+        max_bytes: Largest message, in bytes.
+        sizes: Sizes of messages in bytes, in place of `min_bytes` and `max_bytes`.
+        group_sizes: Ranks of the groups to measure, >= 2; empty for those of meshes of `ranks`.
+        repetitions: Most times that all calls are repeated, in another order each time, >= 1.
+        time_s: Seconds that measuring may take; fewer repetitions are made, and sizes left out, to
+            keep to it.
+        deadline_s: Seconds that one call may wait for other ranks.
+    """
+
+    ranks: int = 2
+    out: str = "cluster.json"
+    name: str = "measured"
+    keep: bool = False
+    kinds: tuple[str, ...] = KINDS
+    min_bytes: int = 1024
+    max_bytes: int = 256 * 2**20
+    sizes: tuple[int, ...] = ()
+    group_sizes: tuple[int, ...] = ()
+    repetitions: int = 9
+    time_s: float = 120.0
+    deadline_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        for name in _AT_LEAST_ONE:
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)}", accepted="an integer >= 1")
+        for name in ("time_s", "deadline_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name}={getattr(self, name)}", accepted="seconds above 0")
+        unknown = [kind for kind in self.kinds if kind not in KINDS]
+        if unknown:
+            raise ConfigError(f"kinds names {unknown[0]!r}", accepted=", ".join(KINDS))
+        if any(size < 1 for size in self.sizes):
+            raise ConfigError(f"sizes={list(self.sizes)}", accepted="bytes >= 1")
+        if not self.sizes and self.max_bytes < self.min_bytes:
+            raise ConfigError(
+                f"max_bytes={self.max_bytes} is below min_bytes={self.min_bytes}",
+                accepted="max_bytes >= min_bytes",
+            )
+        wrong = [size for size in self.group_sizes if not 2 <= size <= self.ranks]
+        if wrong:
+            raise ConfigError(
+                f"group_sizes={list(self.group_sizes)} has no groups of {wrong[0]} among "
+                f"ranks={self.ranks}",
+                accepted=f"2 .. {self.ranks}",
+            )
+        if not self.out or Path(self.out).is_dir():
+            raise ConfigError(f"out={self.out!r} is no file", accepted="a path such as a.json")
+
+    @property
+    def chosen_sizes(self) -> tuple[int, ...]:
+        """The sizes of messages in bytes, ascending."""
+        if self.sizes:
+            return tuple(sorted(set(self.sizes)))
+        sizes = [self.min_bytes]
+        while 2 * sizes[-1] <= self.max_bytes:
+            sizes.append(2 * sizes[-1])
+        return tuple(sizes)
+
+    @property
+    def chosen_group_sizes(self) -> tuple[int, ...]:
+        """The sizes of groups: those along the axes of a mesh of all ranks, unless given."""
+        if self.group_sizes:
+            return tuple(sorted(set(self.group_sizes)))
+        return tuple(size for size in range(2, self.ranks + 1) if self.ranks % size == 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrateRun:
+    """What a command line of `sbp-calibrate` asks for.
+
+    Args:
+        boxing: The backend that is measured.
+        device: Where its tensors live, such as `cpu` or `cuda`.
+        settings: What to measure.
+    """
+
+    boxing: Choice
+    device: str
+    settings: CalibrateConfig
+
+
+def check_calibrate(composed: Composed, registry: Registry) -> CalibrateRun:
+    """Return the calibration that a composed config describes.
+
+    Raises:
+        ConfigError: the backend or a setting is unknown, missing or refused.
+    """
+    settings = {name: value for name, value in composed.values.items() if name != "boxing"}
+    known = [field.name for field in fields(CalibrateConfig)]
+    for name in settings:
+        if name not in known:
+            raise unknown_key(name, ["boxing", *known], where="the command line")
+    choice, backend = choose(composed, registry, "boxing")
+    said = [
+        f"the command line: {text}"
+        for text in composed.overrides
+        if text.lstrip("+~").partition("=")[0] in known
+    ]
+    return CalibrateRun(
+        boxing=choice,
+        device=str(getattr(backend, "device", "cpu")),
+        settings=merge_settings(
+            CalibrateConfig, settings, where=["sbp_launch/conf/calibrate.yaml", *said]
+        ),
+    )

@@ -1,0 +1,155 @@
+"""What the processes of a calibration are told, and what they tell: files, and lines of progress.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from sbp_core.calibration import Sample
+from sbp_core.plugins import merge_settings
+from sbp_launch.calibrate.config import CalibrateConfig
+from sbp_launch.config import Choice
+
+#: What a line of progress begins with; all others are what the processes have to say.
+_MARK = "sbp-calibrate-progress "
+
+_JOB, _FOUND = "job.json", "found.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What every process does.
+
+    Args:
+        boxing: The backend to measure.
+        device: Where its tensors live.
+        settings: What to measure.
+        max_call_bytes: Largest S for which a rank has the memory.
+    """
+
+    boxing: Choice
+    device: str
+    settings: CalibrateConfig
+    max_call_bytes: int
+
+    def save(self, folder: Path) -> None:
+        """Write it where `load` finds it."""
+        text = json.dumps(
+            {
+                "boxing": {"name": self.boxing.name, "settings": dict(self.boxing.settings)},
+                "device": self.device,
+                "settings": asdict(self.settings),
+                "max_call_bytes": self.max_call_bytes,
+            }
+        )
+        (folder / _JOB).write_text(text, encoding="utf-8")
+
+    @classmethod
+    def load(cls, folder: Path) -> Job:
+        """Read what `save` wrote."""
+        value = json.loads((folder / _JOB).read_text(encoding="utf-8"))
+        return cls(
+            boxing=Choice(**value["boxing"]),
+            device=value["device"],
+            settings=merge_settings(CalibrateConfig, value["settings"]),
+            max_call_bytes=value["max_call_bytes"],
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """What one rank computes and copies, while all others do the same.
+
+    Args:
+        flop_per_s: Rate of a matrix multiplication by dtype, in flop/s.
+        memory_bytes_per_s: Bytes read and written by a copy, a second.
+        launch_s: Seconds to start one small operator.
+    """
+
+    flop_per_s: Mapping[str, float]
+    memory_bytes_per_s: float
+    launch_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What was measured.
+
+    Args:
+        rates: Of the slowest rank.
+        samples: The calls.
+        rounds: Times that all calls were repeated.
+        skipped: Sizes that were left out, with the reason; empty if none were.
+        library: Version of torch.
+    """
+
+    rates: Rates
+    samples: tuple[Sample, ...]
+    rounds: int
+    skipped: str
+    library: str
+
+    def save(self, folder: Path) -> None:
+        """Write it where `load` finds it."""
+        text = json.dumps(
+            {
+                "backend": self.samples[0].backend if self.samples else "",
+                "rates": asdict(self.rates),
+                "samples": [sample.to_json() for sample in self.samples],
+                "rounds": self.rounds,
+                "skipped": self.skipped,
+                "library": self.library,
+            }
+        )
+        (folder / _FOUND).write_text(text, encoding="utf-8")
+
+    @classmethod
+    def load(cls, folder: Path) -> Found:
+        """Read what `save` wrote."""
+        value = json.loads((folder / _FOUND).read_text(encoding="utf-8"))
+        samples = [Sample.from_json(entry, value["backend"]) for entry in value["samples"]]
+        return cls(
+            rates=Rates(**value["rates"]),
+            samples=tuple(samples),
+            rounds=value["rounds"],
+            skipped=value["skipped"],
+            library=value["library"],
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far the processes are.
+
+    Args:
+        what: What they do now.
+        done: Calls that were made since `what` began.
+        of: Calls that it takes.
+        left_s: Seconds until all is done, as far as known; 0 if not.
+    """
+
+    what: str
+    done: int = 0
+    of: int = 0
+    left_s: float = 0.0
+
+    def to_line(self) -> str:
+        """Return the line that tells it."""
+        values: dict[str, Any] = asdict(self)
+        return _MARK + json.dumps(values)
+
+    @classmethod
+    def of_line(cls, line: str) -> Progress | None:
+        """Read what `to_line` made; None for any other line."""
+        if not line.startswith(_MARK):
+            return None
+        try:
+            return cls(**json.loads(line.removeprefix(_MARK)))
+        except (ValueError, TypeError):  # a launcher mixed the lines of two processes
+            return None

@@ -1,0 +1,90 @@
+"""One process of a calibration: `python -m sbp_launch.calibrate.rank FOLDER`. Knows torch.
+
+Opens the backend, and measures on each rank that lives here, in a thread each.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from sbp_core.boxing.backend import BoxingBackend
+from sbp_core.plugins import discover
+from sbp_launch.calibrate.collectives import Measurement, Stopwatch
+from sbp_launch.calibrate.device import measure_rates
+from sbp_launch.calibrate.job import Found, Job, Progress, Rates
+
+
+def main(folder: Path) -> None:
+    """Do the job in a folder; the first rank leaves there what was found."""
+    job = Job.load(folder)
+    ranks = range(job.settings.ranks)
+    backend = cast(BoxingBackend, discover().make("boxing", job.boxing.name, job.boxing.settings))
+    errors: list[Exception] = []
+
+    def work(rank: int) -> None:
+        try:
+            found = measure(job, backend, rank)
+            if rank == 0:
+                found.save(folder)
+        except Exception as error:
+            errors.append(error)
+            backend.fail(error)
+
+    try:
+        backend.open(ranks)
+        threads = [threading.Thread(target=work, args=(rank,)) for rank in backend.local_ranks()]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        backend.close()
+    if errors:
+        raise errors[0]
+
+
+def measure(job: Job, backend: BoxingBackend, rank: int) -> Found:
+    """Measure on one rank, together with all others; return what was found."""
+    device, settings = torch.device(job.device), job.settings
+    watch = Stopwatch(backend.communicator(rank), settings.ranks, device, settings.deadline_s)
+
+    def tell(progress: Progress) -> None:
+        if rank == 0:
+            sys.stdout.write(progress.to_line() + "\n")
+            sys.stdout.flush()
+
+    tell(Progress(what="connecting the ranks"))
+    watch.meet()
+    tell(Progress(what="computing and copying"))
+    rates = _slowest(watch, measure_rates(device, watch.meet))
+    measurement = Measurement(job, watch, rank, tell)
+    return Found(
+        samples=measurement.run(),
+        rates=rates,
+        rounds=measurement.rounds,
+        skipped=measurement.skipped,
+        library=torch.__version__,
+    )
+
+
+def _slowest(watch: Stopwatch, rates: Rates) -> Rates:
+    """Return the rates of the slowest rank."""
+    names = list(rates.flop_per_s)
+    times_s = [1 / rates.flop_per_s[name] for name in names]
+    *flop_s, byte_s, launch_s = watch.slowest(
+        [*times_s, 1 / rates.memory_bytes_per_s, rates.launch_s]
+    )
+    return Rates(
+        flop_per_s={name: 1 / time_s for name, time_s in zip(names, flop_s, strict=True)},
+        memory_bytes_per_s=1 / byte_s,
+        launch_s=launch_s,
+    )
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,242 @@
+"""Start the ranks of a calibration, show how far they are, and make a cluster of the findings."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import cast
+
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
+
+from sbp_core.boxing.backend import BoxingBackend
+from sbp_core.boxing.supervise import Line, supervise
+from sbp_core.calibration import Calibration, HeldOut, cross_validate
+from sbp_core.errors import ConfigError
+from sbp_core.placement import Cluster, Device, Link
+from sbp_core.plugins import Registry
+from sbp_core.units import format_seconds
+from sbp_launch.calibrate.config import CalibrateRun
+from sbp_launch.calibrate.job import Found, Job, Progress
+from sbp_launch.calibrate.machine import (
+    describe_machine,
+    free_memory_bytes,
+    total_memory_bytes,
+)
+from sbp_launch.calibrate.table import call_table, error_lines, rate_lines
+
+#: Copies of a message that a rank and its transport hold, at most, while it is under way.
+_COPIES = 5
+
+#: Width of what is printed to a file or pipe.
+_WIDTH = 110
+
+#: Message that tells the bandwidth of a link, in bytes.
+_LARGE = 2**26
+
+#: A link whose messages take so much longer when all ranks send at once is shared.
+_SHARED = 1.5
+
+#: What is said of links if there is but one rank.
+_NO_LINK = Link(latency_s=2e-5, bytes_per_s=5e9)
+
+#: Seconds that starting the processes, computing and copying may take beside the calls.
+_BESIDE_S = 600.0
+
+
+def calibrate_machine(run: CalibrateRun, registry: Registry) -> None:
+    """Measure this machine through a backend, print what was found, and write the cluster file.
+
+    Raises:
+        ConfigError: the file that is to be kept is no cluster file of as many ranks.
+        RunError: a rank ended badly.
+    """
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH)
+    settings = run.settings
+    kept = _kept(run)
+    console.print(
+        f"measuring boxing={run.boxing.name} among {settings.ranks} ranks on this machine: "
+        f"about {format_seconds(settings.time_s)} at most, {settings.repetitions} repetitions",
+        highlight=False,
+    )
+    began = time.monotonic()
+    found = measure(run, registry, console)
+    cluster, held_out = make_cluster(run, found, kept)
+    cluster.save(Path(settings.out))
+    console.print(f"measured {len(found.samples)} calls, {found.rounds} times each or more, in "
+                  f"{format_seconds(time.monotonic() - began)}", highlight=False)  # fmt: skip
+    if found.skipped:
+        console.print(f"left out: {found.skipped}", highlight=False)
+    for line in rate_lines(cluster):
+        console.print(line, highlight=False)
+    calibration = cluster.calibrations.get(run.boxing.name)
+    if calibration is not None:
+        console.print(call_table(calibration, held_out))
+        for line in error_lines(calibration):
+            console.print(line, highlight=False)
+    console.print(f"wrote {settings.out}", highlight=False, soft_wrap=True)
+    console.print(
+        f"use it: sbp-plan cluster=measured cluster.file={settings.out}",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _kept(run: CalibrateRun) -> Mapping[str, Calibration]:
+    """Return the calibrations of other backends that stay in the file.
+
+    Raises:
+        ConfigError: it is no cluster file, or was measured with another number of ranks.
+    """
+    path = Path(run.settings.out)
+    if not run.settings.keep or not path.exists():
+        return {}
+    old = Cluster.load(path)
+    if old.num_devices != run.settings.ranks:
+        raise ConfigError(
+            f"{path} was measured with {old.num_devices} ranks, and ranks={run.settings.ranks}",
+            where="keep=true",
+            accepted=f"ranks={old.num_devices}, or another file",
+        )
+    return {name: of for name, of in old.calibrations.items() if name != run.boxing.name}
+
+
+def measure(run: CalibrateRun, registry: Registry, console: Console) -> Found:
+    """Start the ranks, and return what they found.
+
+    Raises:
+        RunError: a rank ended badly, or they took far too long.
+    """
+    settings = run.settings
+    backend = cast(BoxingBackend, registry.make("boxing", run.boxing.name, run.boxing.settings))
+    limit = free_memory_bytes() // (_COPIES * settings.ranks)
+    with tempfile.TemporaryDirectory(prefix="sbp-calibrate-") as name, _Show(console) as show:
+        folder = Path(name)
+        job = Job(
+            boxing=run.boxing,
+            device=run.device,
+            settings=settings,
+            max_call_bytes=limit if run.device == "cpu" else settings.chosen_sizes[-1],
+        )
+        job.save(folder)
+        command = [sys.executable, "-m", "sbp_launch.calibrate.rank", str(folder)]
+        ended = supervise(
+            backend.starts(settings.ranks, command),
+            on_line=show.line,
+            timeout_s=_BESIDE_S + 3 * settings.time_s,
+        )
+        error = ended.error(quote=False)
+        if error is not None:
+            raise error
+        return Found.load(folder)
+
+
+class _Show:
+    """Shows how far the ranks are: a bar on a terminal, plain lines elsewhere."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._what = ""
+        self._bar = Bar(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[left]}"),
+            TimeElapsedColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("starting the ranks", total=None, left="")
+
+    def __enter__(self) -> _Show:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._bar.stop()
+
+    def line(self, line: Line) -> None:
+        """Take a line that a process wrote."""
+        progress = Progress.of_line(line.text)
+        if progress is None:
+            self._console.print(str(line), markup=False, highlight=False, soft_wrap=True)
+            return
+        left = f"{progress.left_s:.0f} s left" if progress.left_s else ""
+        if self._console.is_terminal:
+            self._bar.update(
+                self._task,
+                description=progress.what,
+                completed=progress.done,
+                total=progress.of or None,
+                left=left,
+            )
+        elif progress.what != self._what:
+            text = f"{progress.what}: {left}" if left else progress.what
+            self._console.print(text, highlight=False)
+        self._what = progress.what
+
+
+def make_cluster(
+    run: CalibrateRun, found: Found, kept: Mapping[str, Calibration]
+) -> tuple[Cluster, tuple[HeldOut, ...]]:
+    """Return the measured machine, and the predictions behind the errors of its calibration.
+
+    Args:
+        run: What was asked for.
+        found: What was measured.
+        kept: Calibrations of other backends.
+    """
+    settings, name = run.settings, run.boxing.name
+    calibrations = dict(kept)
+    held_out: tuple[HeldOut, ...] = ()
+    link, shared = _NO_LINK, False
+    if found.samples:
+        errors, held_out = cross_validate(found.samples)
+        calibration = replace(Calibration.of(found.samples), errors=errors)
+        calibrations[name] = calibration
+        link, shared = link_of(calibration, settings.ranks)
+    device = Device(
+        kind=run.device.partition(":")[0],
+        memory_bytes=total_memory_bytes() // settings.ranks,
+        flop_per_s=found.rates.flop_per_s,
+        memory_bytes_per_s=found.rates.memory_bytes_per_s,
+        launch_s=found.rates.launch_s,
+    )
+    cluster = Cluster(
+        name=settings.name,
+        num_devices=settings.ranks,
+        devices_per_node=settings.ranks,
+        device=device,
+        intra_node=link,
+        inter_node=link,
+        intra_node_shared=shared,
+        calibrations=calibrations,
+        backend=name if name in calibrations else "",
+        machine=describe_machine(found.library),
+    )
+    return cluster, held_out
+
+
+def link_of(calibration: Calibration, num_ranks: int) -> tuple[Link, bool]:
+    """Return the link between two ranks, and whether all messages share it."""
+
+    def message_s(at_once: int, size_bytes: int) -> float:
+        time_s = calibration.time_s("transfer", 2, at_once, size_bytes)
+        assert time_s is not None, "a calibration on one node knows calls on one node"
+        return time_s
+
+    small_s, large_s = message_s(1, _LARGE // 4), message_s(1, _LARGE)
+    # A transport that only hands over a reference takes as long for any size.
+    step_s = max(large_s - small_s, 1e-3 * large_s, 1e-9)
+    link = Link(latency_s=message_s(1, 0), bytes_per_s=(_LARGE - _LARGE // 4) / step_s)
+    return link, message_s(num_ranks, _LARGE) > _SHARED * large_s

@@ -1,0 +1,78 @@
+"""What `sbp-calibrate` prints: how fast each kind of call is, and how far predictions are off."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from statistics import median
+
+from rich.table import Table
+
+from sbp_core.calibration import Calibration, Case, Curve, HeldOut
+from sbp_core.placement import Cluster
+from sbp_core.units import format_bytes, format_seconds
+
+#: What errors should stay below: the median, and the 90th percentile.
+GOALS = (0.15, 0.35)
+
+_LEGEND = (
+    "latency: of a call, however small. bandwidth: bytes that a group shares (the whole tensor, a "
+    "message) a second, added by a large call. error: of predictions for sizes that were left out "
+    "of the fit."
+)
+
+
+def rate_lines(cluster: Cluster) -> Iterator[str]:
+    """Yield what one rank computes and copies."""
+    device = cluster.device
+    rates = ", ".join(f"{rate / 1e9:,.4g} ({name})" for name, rate in device.flop_per_s.items())
+    yield f"matrix multiplication of one rank, in GFLOP/s: {rates}"
+    yield (
+        f"memory of one rank: {device.memory_bytes_per_s / 1e9:.3g} GB/s, "
+        f"{format_bytes(device.memory_bytes)}; starting an operator: "
+        f"{format_seconds(device.launch_s)}"
+    )
+
+
+def call_table(calibration: Calibration, held_out: Sequence[HeldOut]) -> Table:
+    """Return a row for every kind of call that was measured in more than one size."""
+    table = Table(title=f"boxing={calibration.backend}", caption=_LEGEND, caption_justify="left")
+    table.add_column("call")
+    for name in ("ranks", "at once", "latency", "bandwidth", "largest", "took", "error"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for case, curve in calibration.curves.items():
+        largest = max(
+            (sample for sample in calibration.samples if sample.case == case),
+            key=lambda sample: sample.shared_bytes,
+        )
+        table.add_row(
+            case.kind,
+            str(case.group_size),
+            str(case.concurrent_groups),
+            format_seconds(curve.latency_s),
+            bandwidth(curve),
+            format_bytes(largest.shared_bytes),
+            format_seconds(largest.median_s),
+            _error(case, held_out),
+        )
+    return table
+
+
+def bandwidth(curve: Curve) -> str:
+    """Return the rate of a curve's last segment."""
+    rate = curve.s_per_byte[-1]
+    return f"{1e-9 / rate:.3g} GB/s" if rate > 0 else "-"
+
+
+def _error(case: Case, held_out: Sequence[HeldOut]) -> str:
+    errors = [
+        entry.error for entry in held_out if entry.way == "size" and entry.sample.case == case
+    ]
+    return f"{median(errors):.0%}" if errors else "-"
+
+
+def error_lines(calibration: Calibration) -> Iterator[str]:
+    """Yield how far predictions are off what was left out of the fit, and whether that is much."""
+    yield "error of predictions for calls that were left out of the fit:"
+    for error in calibration.errors:
+        good = error.way != "size" or (error.median <= GOALS[0] and error.p90 <= GOALS[1])
+        yield f"  {error}" + ("" if good else "; measure again on an idle machine")

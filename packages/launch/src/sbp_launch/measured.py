@@ -1,0 +1,93 @@
+"""The cluster profile `measured`: a mesh on a machine that `sbp-calibrate` has measured.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sbp_core.errors import ConfigError
+from sbp_launch.clusters import check_mesh
+
+if TYPE_CHECKING:
+    from sbp_core.placement import Cluster
+    from sbp_core.plugins.kinds import ClusterFactory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredConfig:
+    """A mesh of ranks, and the file that says what they and the links between them can do.
+
+    Args:
+        file: Cluster file that `sbp-calibrate` wrote.
+        mesh: Ranks along each axis, >= 1.
+        axes: Distinct name of each axis.
+        world_size: Ranks in all; None takes what the mesh has.
+        backend: Boxing backend whose times are used; empty for the one that the file names.
+        extrapolate: Whether the mesh may have more ranks than were measured. They are taken to be
+            as fast, and groups of them are predicted from smaller ones.
+
+    Raises:
+        ConfigError: the mesh cannot be meant, or the file cannot be read or says too little.
+    """
+
+    file: str = "cluster.json"
+    mesh: tuple[int, ...] = (2,)
+    axes: tuple[str, ...] = ("data",)
+    world_size: int | None = None
+    backend: str = ""
+    extrapolate: bool = False
+
+    def __post_init__(self) -> None:
+        check_mesh(self.mesh, self.axes, self.world_size)
+        load(self, prod(self.mesh))
+
+
+def load(config: MeasuredConfig, num_devices: int) -> Cluster:
+    """Return the measured machine, with as many ranks as a mesh has.
+
+    Raises:
+        ConfigError: the file cannot be read, knows no such backend, or has too few ranks.
+    """
+    # Here and not above: hook modules are imported for every command, and this one takes a while.
+    from sbp_core.placement import Cluster
+
+    cluster = Cluster.load(Path(config.file))
+    if config.backend and config.backend not in cluster.calibrations:
+        raise ConfigError(
+            f"backend={config.backend!r} is not in file={config.file!r}",
+            accepted=", ".join(cluster.calibrations) or "none: only one rank was measured",
+            todo=f"sbp-calibrate boxing={config.backend} ranks={cluster.num_devices} "
+            f"out={config.file} keep=true",
+        )
+    if num_devices > cluster.num_devices and not config.extrapolate:
+        raise ConfigError(
+            f"mesh={list(config.mesh)} has {num_devices} ranks, and file={config.file!r} was "
+            f"measured with {cluster.num_devices}: more ranks share cores, memory and links, and "
+            "nobody knows how",
+            accepted=f"a mesh of at most {cluster.num_devices} ranks, or extrapolate=true",
+            todo=f"sbp-calibrate ranks={num_devices}, or cluster.extrapolate=true for a guess",
+        )
+    per_node = cluster.devices_per_node
+    if cluster.num_devices <= per_node:
+        # Only one node was measured: all ranks are on one.
+        per_node = max(per_node, num_devices)
+    return replace(
+        cluster,
+        num_devices=num_devices,
+        devices_per_node=per_node,
+        backend=config.backend or cluster.backend,
+    )
+
+
+def build_measured(config: MeasuredConfig) -> ClusterFactory:
+    """Return a maker of the measured cluster."""
+
+    def make(num_devices: int) -> Cluster:
+        return load(config, num_devices)
+
+    return make

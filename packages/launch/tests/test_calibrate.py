@@ -1,0 +1,445 @@
+"""`sbp-calibrate`: what it measures, how the ranks agree, and the file that it leaves."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import fields, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+import sbp_launch.conf
+from sbp_core.boxing.local import LocalBackend
+from sbp_core.boxing.step import StepKind
+from sbp_core.calibration import KINDS as MEASURABLE
+from sbp_core.calibration import Calibration, Case, Sample
+from sbp_core.errors import ConfigError
+from sbp_core.placement import Cluster
+from sbp_core.plugins import merge_settings
+from sbp_launch.calibrate import collectives
+from sbp_launch.calibrate.calls import calls_of, cases_of, make_call
+from sbp_launch.calibrate.collectives import Measurement, Shards, Stopwatch
+from sbp_launch.calibrate.config import KINDS, CalibrateConfig, CalibrateRun
+from sbp_launch.calibrate.device import measure_rates
+from sbp_launch.calibrate.job import Found, Job, Progress, Rates
+from sbp_launch.calibrate.machine import (
+    describe_machine,
+    free_memory_bytes,
+    total_memory_bytes,
+)
+from sbp_launch.calibrate.run import link_of, make_cluster
+from sbp_launch.config import Choice
+
+CONF = Path(sbp_launch.conf.__file__).parent / "calibrate.yaml"
+
+TINY = CalibrateConfig(ranks=2, sizes=(1024, 4096, 16_384), repetitions=2, time_s=60)
+
+
+def job_of(config: CalibrateConfig, max_call_bytes: int = 2**40) -> Job:
+    return Job(
+        boxing=Choice(name="local"), device="cpu", settings=config, max_call_bytes=max_call_bytes
+    )
+
+
+def on_ranks(num_ranks: int, work: Callable[[Any], Any]) -> list[Any]:
+    """Call `work(communicator)` in a thread for every rank; return the results in rank order."""
+    backend = LocalBackend()
+    backend.open(range(num_ranks))
+    results: list[Any] = [None] * num_ranks
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = work(backend.communicator(rank))
+        except BaseException as error:
+            errors.append(error)
+            backend.fail(error)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(num_ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    backend.close()
+    if errors:
+        raise errors[0]
+    return results
+
+
+def measure(job: Job, tell: Callable[[Progress], None] = lambda progress: None) -> list[Any]:
+    """Measure on threads; return (samples, measurement) of every rank."""
+    config = job.settings
+
+    def work(communicator: Any) -> Any:
+        watch = Stopwatch(communicator, config.ranks, torch.device("cpu"), config.deadline_s)
+        measurement = Measurement(job, watch, communicator.rank, tell)
+        return measurement.run(), measurement
+
+    return on_ranks(config.ranks, work)
+
+
+def test_the_kinds_are_those_that_can_be_fitted() -> None:
+    assert KINDS == MEASURABLE
+
+
+def test_sizes_double_from_the_smallest_to_the_largest() -> None:
+    sizes = CalibrateConfig().chosen_sizes
+
+    assert sizes[0] == 1024
+    assert sizes[-1] == 256 * 2**20
+    assert all(large == 2 * small for small, large in pairwise(sizes))
+
+
+def test_groups_are_those_along_the_axes_of_a_mesh() -> None:
+    assert CalibrateConfig(ranks=12).chosen_group_sizes == (2, 3, 4, 6, 12)
+    assert CalibrateConfig(ranks=1).chosen_group_sizes == ()
+    assert CalibrateConfig(ranks=4, group_sizes=(3,)).chosen_group_sizes == (3,)
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ({"ranks": 0}, "ranks=0"),
+        ({"repetitions": 0}, "repetitions=0"),
+        ({"time_s": 0}, "time_s=0"),
+        ({"kinds": ("gather",)}, "gather"),
+        ({"sizes": (0,)}, "sizes"),
+        ({"max_bytes": 10}, "max_bytes=10"),
+        ({"group_sizes": (3,)}, "group_sizes"),
+        ({"out": "."}, "no file"),
+    ],
+)
+def test_settings_that_cannot_be_meant_are_refused(setting: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        CalibrateConfig(**setting)
+
+
+def test_every_kind_is_measured_alone_and_with_all_ranks_at_work() -> None:
+    cases = cases_of(CalibrateConfig(ranks=4))
+
+    for kind in KINDS[:-1]:
+        assert [(c.group_size, c.concurrent_groups) for c in cases if c.kind == kind] == [
+            (2, 1),
+            (2, 2),
+            (4, 1),
+        ]
+    assert [c.concurrent_groups for c in cases if c.kind == "transfer"] == [1, 2, 4]
+
+
+def test_one_rank_has_no_calls_to_measure() -> None:
+    assert cases_of(CalibrateConfig(ranks=1)) == ()
+
+
+@settings(derandomize=True, max_examples=60, deadline=None)
+@given(st.integers(2, 8), st.integers(1, 2**22), st.sampled_from(KINDS))
+def test_a_call_moves_what_its_kind_moves_of_the_size_asked_for(
+    num_ranks: int, size: int, kind: str
+) -> None:
+    config = CalibrateConfig(ranks=num_ranks, kinds=(kind,))
+
+    for case in cases_of(config):
+        call = make_call(case, size, num_ranks)
+        n, groups, shared = case.group_size, case.concurrent_groups, call.shared_bytes
+
+        moved = {
+            "all-reduce": 2 * (n - 1) * shared,
+            "reduce-scatter": (n - 1) * shared,
+            "all-gather": (n - 1) * shared,
+            "all-to-all": shared - shared // n,
+            "transfer": shared,
+        }[kind]
+        assert call.step.kind == StepKind(kind)
+        assert call.step.size_bytes == groups * moved
+        assert call.case == case
+        # Rounded to what the ranks divide evenly.
+        assert abs(shared - size) <= 0.05 * size + 16 * n**2
+
+
+def test_the_calls_of_all_sizes_are_the_same_in_every_process() -> None:
+    config = CalibrateConfig(ranks=4, max_bytes=2**16)
+
+    assert list(calls_of(config)) == list(calls_of(config))
+
+
+def test_the_primary_config_states_the_defaults() -> None:
+    values = OmegaConf.to_container(OmegaConf.load(CONF))
+    assert isinstance(values, dict)
+    settings = {name: of for name, of in values.items() if name not in ("defaults", "hydra")}
+
+    assert merge_settings(CalibrateConfig, settings) == CalibrateConfig()
+    assert set(settings) == {field.name for field in fields(CalibrateConfig)}
+
+
+def test_a_job_and_what_was_found_are_read_back(tmp_path: Path) -> None:
+    job = job_of(replace(TINY, kinds=("transfer",), group_sizes=(2,)), 1234)
+    sample = Sample(
+        backend="local", kind="transfer", group_size=2, shared_bytes=8, times_s=(0.5, 0.25)
+    )
+    rates = Rates(flop_per_s={"float32": 1e9}, memory_bytes_per_s=2e9, launch_s=1e-6)
+    found = Found(samples=(sample,), rates=rates, rounds=2, skipped="none", library="2.13")
+
+    job.save(tmp_path)
+    found.save(tmp_path)
+
+    assert Job.load(tmp_path) == job
+    assert Found.load(tmp_path) == found
+
+
+def test_progress_is_told_from_what_a_process_has_to_say() -> None:
+    progress = Progress(what="round 1 of 2", done=3, of=7, left_s=1.5)
+
+    assert Progress.of_line(progress.to_line()) == progress
+    assert Progress.of_line("round 1 of 2") is None
+    assert Progress.of_line(progress.to_line()[:-3]) is None
+
+
+def test_the_slowest_rank_counts() -> None:
+    def work(communicator: Any) -> list[float]:
+        watch = Stopwatch(communicator, 3, torch.device("cpu"), 60)
+        return watch.slowest([float(communicator.rank), -float(communicator.rank)])
+
+    assert on_ranks(3, work) == [[2.0, 0.0]] * 3
+
+
+def test_a_rank_without_a_part_has_no_shard_and_takes_no_time() -> None:
+    call = make_call(Case(kind="all-reduce", group_size=2), 1024, 3)
+
+    def work(communicator: Any) -> float:
+        watch = Stopwatch(communicator, 3, torch.device("cpu"), 60)
+        shard = Shards(communicator.rank, torch.device("cpu")).of(call.step)
+        assert (shard is None) == (communicator.rank == 2)
+        return watch.time(call.step, shard)
+
+    times_s = on_ranks(3, work)
+
+    assert times_s[2] < min(times_s[:2])
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_all_ranks_measure_the_same_samples(num_ranks: int) -> None:
+    results = measure(job_of(replace(TINY, ranks=num_ranks)))
+
+    first = results[0][0]
+    assert all(samples == first for samples, _ in results)
+    config = replace(TINY, ranks=num_ranks)
+    expected = [(call.case, call.shared_bytes) for level in calls_of(config) for call in level]
+    assert [(sample.case, sample.shared_bytes) for sample in first] == expected
+    assert all(len(sample.times_s) >= TINY.repetitions for sample in first)
+    assert results[0][1].skipped == ""
+
+
+def test_the_order_differs_from_round_to_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    orders: list[list[int]] = []
+    shuffle = random.Random.shuffle
+
+    def note(self: random.Random, order: list[int]) -> None:
+        shuffle(self, order)
+        orders.append(list(order))
+
+    monkeypatch.setattr(random.Random, "shuffle", note)
+    measure(job_of(replace(TINY, sizes=(1024, 2048), repetitions=2)))
+
+    assert len(orders) == 4
+    assert len(set(map(tuple, orders))) == 2
+    assert all(order != sorted(order) for order in orders)
+
+
+def test_a_short_call_is_repeated_more_often_than_a_long_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(collectives, "_SHORT_S", 1e3)
+
+    samples, _ = measure(job_of(replace(TINY, kinds=("all-reduce",), repetitions=2)))[0]
+
+    assert all(len(sample.times_s) == 10 for sample in samples)
+
+
+def test_sizes_for_which_there_is_no_memory_are_left_out() -> None:
+    samples, measurement = measure(job_of(TINY, max_call_bytes=5000))[0]
+
+    assert {sample.shared_bytes for sample in samples} == {1024, 4096}
+    assert measurement.skipped.startswith("16.4 kB and more: there is not enough memory")
+
+
+def slow_by(pause_s: float) -> Callable[..., float]:
+    def wait(self: Stopwatch, step: Any, shard: Any, *, first: bool = False) -> float:
+        self.meet()
+        time.sleep(pause_s)
+        return pause_s
+
+    return wait
+
+
+def test_sizes_for_which_there_is_no_time_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Stopwatch, "time", slow_by(0.05))
+
+    config = replace(TINY, kinds=("all-reduce",), time_s=0.3)
+    samples, measurement = measure(job_of(config))[0]
+
+    assert {sample.shared_bytes for sample in samples} == {1024}
+    assert "longer than time_s=0.3" in measurement.skipped
+
+
+def test_repetitions_end_when_the_time_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Stopwatch, "time", slow_by(0.02))
+
+    config = replace(TINY, kinds=("all-reduce",), sizes=(1024,), time_s=0.5, repetitions=1000)
+    _, measurement = measure(job_of(config))[0]
+
+    assert 3 <= measurement.rounds < 100
+
+
+def test_progress_says_what_is_done_and_how_long_it_takes() -> None:
+    told: list[Progress] = []
+
+    measure(job_of(TINY), told.append)
+
+    assert {progress.what for progress in told} == {
+        "warming up",
+        "round 1 of 2",
+        "round 2 of 2",
+    }
+    assert all(0 <= progress.left_s <= 60 for progress in told)
+
+
+def test_rates_of_a_device_are_positive_and_all_ranks_are_waited_for() -> None:
+    waits: list[int] = []
+
+    rates = measure_rates(torch.device("cpu"), lambda: waits.append(1))
+
+    assert set(rates.flop_per_s) == {"float32", "float64", "bfloat16"}
+    assert min(*rates.flop_per_s.values(), rates.memory_bytes_per_s, rates.launch_s) > 0
+    assert len(waits) == 5
+
+
+def test_a_machine_is_described_without_its_name() -> None:
+    described = describe_machine("2.13")
+
+    assert set(described) == {"processor", "cores", "memory_bytes", "system", "python", "torch"}
+    assert int(described["cores"]) >= 1
+    assert 0 < free_memory_bytes() <= total_memory_bytes() == int(described["memory_bytes"])
+
+
+def linear(latency_s: float, s_per_byte: float, at_once: int = 1) -> list[Sample]:
+    return [
+        Sample(
+            backend="local",
+            kind="transfer",
+            group_size=2,
+            concurrent_groups=at_once,
+            shared_bytes=size,
+            times_s=(latency_s + size * s_per_byte,),
+        )
+        for size in (2**power for power in range(10, 28))
+    ]
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_the_link_is_what_one_message_takes_and_shared_if_more_take_longer(shared: bool) -> None:
+    samples = linear(1e-4, 1e-9) + linear(1e-4, 2e-9 if shared else 1e-9, at_once=2)
+
+    link, is_shared = link_of(Calibration.of(samples), 2)
+
+    assert link.latency_s == pytest.approx(1e-4, rel=0.05)
+    assert link.bytes_per_s == pytest.approx(1e9, rel=0.05)
+    assert is_shared == shared
+
+
+@pytest.mark.parametrize("samples", [(), tuple(linear(1e-4, 1e-9))])
+def test_a_cluster_has_the_ranks_and_rates_that_were_found(samples: tuple[Sample, ...]) -> None:
+    run = CalibrateRun(boxing=Choice(name="local"), device="cpu", settings=TINY)
+    rates = Rates(flop_per_s={"float32": 1e9}, memory_bytes_per_s=2e9, launch_s=1e-6)
+    found = Found(samples=samples, rates=rates, rounds=2, skipped="", library="2.13")
+
+    cluster, held_out = make_cluster(run, found, {})
+
+    assert cluster.num_devices == cluster.devices_per_node == 2
+    assert cluster.device.flop_per_s == {"float32": 1e9}
+    assert set(cluster.calibrations) == ({"local"} if samples else set())
+    assert bool(held_out) == bool(samples)
+
+
+def calibrate(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "sbp_launch.calibrate.app", "boxing=local", *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+def test_the_command_writes_a_file_that_a_cluster_is_read_from(tmp_path: Path) -> None:
+    done = calibrate(tmp_path, "sizes=[1024,8192,65536]", "repetitions=3", "out=here.json")
+
+    assert done.returncode == 0, done.stderr
+    cluster = Cluster.load(tmp_path / "here.json")
+    calibration = cluster.calibration
+    assert calibration is not None
+    assert len(calibration.samples) == 18
+    assert {error.way for error in calibration.errors} == {"size", "group", "collective"}
+    assert "reduce-scatter" in done.stdout
+    assert "left out by size: median" in done.stdout
+    assert "sbp-plan cluster=measured cluster.file=here.json" in done.stdout
+    assert "sbp-calibrate-progress" not in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["here.json"]
+
+
+def test_one_rank_measures_only_itself(tmp_path: Path) -> None:
+    done = calibrate(tmp_path, "ranks=1")
+
+    assert done.returncode == 0, done.stderr
+    assert Cluster.load(tmp_path / "cluster.json").calibration is None
+
+
+def test_a_rank_that_fails_is_named_and_no_file_is_left(tmp_path: Path) -> None:
+    done = calibrate(tmp_path, "sizes=[1024]", "deadline_s=1e-9")
+
+    assert done.returncode == 1
+    assert "sbp-calibrate: ranks 0-1 ended with exit code 1" in done.stderr
+    assert "boxing step 'calibrate-" in done.stdout
+    assert not (tmp_path / "cluster.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["rank=4"], ["'rank'", "did you mean ranks?"]),
+        (["+rank=4"], ["'rank'", "did you mean 'ranks'?"]),
+        (["ranks=two"], ["ranks", "an integer", "sbp_launch/conf/calibrate.yaml"]),
+        (["kinds=[gather]"], ["gather", "all-gather"]),
+        (["boxing.depth=1"], ["boxing.depth"]),
+        (["keep=true", "out=old.json"], ["no cluster file", "old.json"]),
+    ],
+)
+def test_a_wrong_setting_of_the_command_has_exit_code_2(
+    tmp_path: Path, arguments: list[str], says: list[str]
+) -> None:
+    (tmp_path / "old.json").write_text("{}")
+
+    done = calibrate(tmp_path, *arguments)
+
+    assert done.returncode == 2, done.stderr
+    assert [text for text in says if text not in done.stderr] == []
+    assert "Traceback" not in done.stderr
+
+
+def test_help_shows_the_backends_and_no_other_groups(tmp_path: Path) -> None:
+    done = calibrate(tmp_path, "--help")
+
+    assert done.returncode == 0
+    assert "  boxing\n    * local" in done.stdout
+    assert "optimizer" not in done.stdout
+    assert "time_s: 120.0" in done.stdout

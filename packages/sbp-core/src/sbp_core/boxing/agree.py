@@ -1,0 +1,120 @@
+"""Do all ranks mean the same thing? Compare a short text, such as the hash of a plan, over them.
+
+Uses nothing but a communicator's own all-gather, so that it works over every backend. Knows torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from sbp_core.boxing.backend import Communicator
+from sbp_core.boxing.step import Step, StepKind
+from sbp_core.errors import BoxingError
+from sbp_core.placement import Placement
+from sbp_core.sbp import B, NdSbp, S
+
+#: Bytes of UTF-8 that `agree` compares and shows; longer texts are cut.
+_WIDTH_BYTES = 128
+
+
+def agree(
+    communicator: Communicator,
+    ranks: Sequence[int],
+    what: str,
+    value: str,
+    deadline_s: float,
+    *,
+    device: torch.device | None = None,
+) -> None:
+    """See that a text is the same on all ranks; all of them call this at the same time.
+
+    Args:
+        communicator: Of one of the ranks.
+        ranks: Who compares, in an order that is the same on all of them.
+        what: What the text is, such as `plan`; the same on all ranks.
+        value: The text, of at most 128 bytes in UTF-8.
+        deadline_s: Seconds to wait for the others.
+        device: Where the transport wants its tensors; the CPU if None.
+
+    Raises:
+        BoxingError: two ranks have different texts (raised on all ranks), or a rank did not come.
+    """
+    texts = gather_texts(
+        communicator,
+        ranks,
+        value,
+        tag=f"agreement on the {what}",
+        width_bytes=_WIDTH_BYTES,
+        deadline_s=deadline_s,
+        device=device,
+    )
+    holders: dict[str, list[int]] = {}
+    for rank, text in texts.items():
+        holders.setdefault(text, []).append(rank)
+    if len(holders) == 1:
+        return
+    sides = ", ".join(
+        f"{'rank' if len(held) == 1 else 'ranks'} {', '.join(map(str, held))} "
+        f"{'has' if len(held) == 1 else 'have'} {text}"
+        for text, held in holders.items()
+    )
+    raise BoxingError(
+        f"the ranks have different values of {what}: {sides}",
+        where=f"rank {communicator.rank}",
+        accepted=f"one {what} on all ranks",
+        todo="the program or its config differs between the processes: start all of them with the "
+        "same files, arguments and versions",
+    )
+
+
+def gather_texts(
+    communicator: Communicator,
+    ranks: Sequence[int],
+    text: str,
+    *,
+    tag: str,
+    width_bytes: int,
+    deadline_s: float,
+    device: torch.device | None = None,
+) -> dict[int, str]:
+    """Return a text of every rank, by rank; all of them call this at the same time.
+
+    Args:
+        communicator: Of one of the ranks.
+        ranks: In an order that is the same on all of them.
+        text: This rank's; what does not fit into `width_bytes` is cut off.
+        tag: Names the exchange; the same on all ranks.
+        width_bytes: Bytes of UTF-8 for each text, the same on all ranks.
+        deadline_s: Seconds to wait for the others.
+        device: Where the transport wants its tensors; the CPU if None.
+    """
+    if len(ranks) == 1:
+        return {ranks[0]: text}
+    mesh = Placement(list(ranks), ("rank",))
+    step = Step(
+        kind=StepKind.ALL_GATHER,
+        shape=(width_bytes * len(ranks),),
+        dtype="uint8",
+        source=(mesh, NdSbp(S(0))),
+        target=(mesh, NdSbp(B)),
+        axes=(0,),
+        size_bytes=(len(ranks) - 1) * len(ranks) * width_bytes,
+    )
+    shard = text_tensor(text, width_bytes, device)
+    whole = communicator.collective(step, shard, tag=tag, deadline_s=deadline_s)
+    return {
+        rank: tensor_text(part) for rank, part in zip(ranks, whole.chunk(len(ranks)), strict=True)
+    }
+
+
+def text_tensor(text: str, width_bytes: int, device: torch.device | None = None) -> torch.Tensor:
+    """Return a text as uint8 of shape (width_bytes,), padded with zeros or cut."""
+    data = bytearray(text.encode()[:width_bytes].ljust(width_bytes, b"\0"))
+    return torch.frombuffer(data, dtype=torch.uint8).to(device or torch.device("cpu"))
+
+
+def tensor_text(values: torch.Tensor) -> str:
+    """Return the text that `text_tensor` wrote."""
+    return bytes(values.tolist()).rstrip(b"\0").decode("utf-8", "ignore")

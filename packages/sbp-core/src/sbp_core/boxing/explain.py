@@ -1,0 +1,145 @@
+"""A route as a table for people: what each step moves, who sends how much, how long it takes.
+
+Only prints: bytes are from `slices`, what ranks hold from `memory`, times from `price`. Imports no
+torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import TYPE_CHECKING
+
+from sbp_core.boxing.memory import held_at_once, step_memory_bytes
+from sbp_core.boxing.price import StepTime, step_times
+from sbp_core.boxing.slices import itemsize, sent_bytes, uniform_bytes, volume
+from sbp_core.boxing.step import Route, Step, StepKind
+from sbp_core.sbp import local_bounds
+from sbp_core.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from sbp_core.placement import Cluster, Placement
+
+#: Most ranks whose bytes are listed one by one.
+_MOST_LISTED = 4
+
+
+def explain_route(route: Route, cluster: Cluster | None = None) -> str:
+    """Return the table of a route; see `Route.explain`."""
+    times = step_times(route, cluster) if cluster is not None else ()
+    headline = f"{route.dtype}{list(route.shape)} {_change(route)}"
+    if not route.steps:
+        return f"{headline}\n  nothing to do"
+    total = f"  {format_bytes(route.bytes)} between ranks"
+    if cluster is not None:
+        total_s = sum(entry.time_s for entry in times)
+        total += f", {format_seconds(total_s)} on the links of cluster {cluster.name!r}"
+    rows = [["step", "kind", "where", "from -> to", "bytes"]]
+    rows[0] += ["each rank sends", "and holds at most"]
+    for number, step in enumerate(route.steps, start=1):
+        row = [str(number), step.kind.value, _where(step), f"{step.source[1]} -> {step.target[1]}"]
+        row += [format_bytes(step.size_bytes), sent_by_rank(step)]
+        rows.append([*row, format_bytes(held_bytes(step))])
+    for row, cells in zip(rows, _time_cells(times), strict=False):
+        row += cells
+    return "\n".join([headline, total, *_aligned(rows)])
+
+
+def sent_by_rank(step: Step) -> str:
+    """Return the bytes that each rank sends, in one phrase.
+
+    `1.5 MB` if all ranks send the same; a list if they are few; else the least and the most.
+    """
+    ranks = step.source[0].rank_list
+    if step.size_bytes == 0:
+        return "-"
+    if _is_even(step):
+        return format_bytes(step.size_bytes / len(ranks))
+    sizes = {rank: sent_bytes(step, rank) for rank in ranks}
+    shown = {rank: format_bytes(size) for rank, size in sizes.items()}
+    if len(set(shown.values())) == 1:
+        return shown[ranks[0]]
+    if len(ranks) <= _MOST_LISTED:
+        return ", ".join(f"{rank}: {size}" for rank, size in shown.items())
+    return f"{format_bytes(min(sizes.values()))} to {format_bytes(max(sizes.values()))}"
+
+
+def _is_even(step: Step) -> bool:
+    """Say, without a look at every rank, whether all are known to send the same."""
+    if step.kind is StepKind.TRANSFER or uniform_bytes(step) is None:
+        return False
+    n = prod(step.source[0].mesh_shape[axis] for axis in step.axes)
+    # Each part of an all-reduce moves 2 (n - 1) times; even parts of whole elements send alike.
+    return step.size_bytes % (2 * len(step.source[0].rank_list) * n) == 0
+
+
+def held_bytes(step: Step) -> int:
+    """Return the most that any rank holds of the tensor while the step runs, in bytes."""
+    if step.kind is StepKind.TRANSFER or uniform_bytes(step) is None:
+        return max(step_memory_bytes(step).values())
+    placement, _ = step.source
+    before, after = (
+        volume(local_bounds(step.shape, sbp, placement.mesh_shape, (0,) * placement.num_axes))
+        * itemsize(step.dtype)
+        for _, sbp in (step.source, step.target)
+    )
+    moved = step.size_bytes // placement.size
+    if step.kind is StepKind.LOCAL:  # what is dropped, or filled up with zeros
+        return held_at_once(
+            step.kind, before, after, max(0, before - after), max(0, after - before)
+        )
+    return held_at_once(step.kind, before, after, moved, moved)
+
+
+def _time_cells(times: Sequence[StepTime]) -> list[list[str]]:
+    if not times:
+        return []
+    rows = [["time", "algorithm", "why"]]
+    for entry in times:
+        spent = format_seconds(entry.time_s) if entry.time_s else "-"
+        rows.append([spent, entry.algorithm, entry.reason])
+    return rows
+
+
+def _where(step: Step) -> str:
+    """Return the mesh axes of a collective, or the ranks of a transfer."""
+    (before, _), (after, _) = step.source, step.target
+    if step.kind is not StepKind.TRANSFER:
+        return ", ".join(before.axes[axis] for axis in step.axes)
+    if before.rank_list == after.rank_list:
+        return f"ranks {_ranks(before)}"
+    return f"ranks {_ranks(before)} -> {_ranks(after)}"
+
+
+def _ranks(placement: Placement) -> str:
+    """Return the ranks of a mesh in short: `0-7`, or a list with ranges."""
+    ranges: list[list[int]] = []
+    for rank in sorted(placement.rank_list):
+        if ranges and ranges[-1][1] == rank - 1:
+            ranges[-1][1] = rank
+        else:
+            ranges.append([rank, rank])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)
+
+
+def _change(route: Route) -> str:
+    (before, source), (after, target) = route.source, route.target
+    if before == after:
+        return f"({source}) -> ({target}) on {_mesh(before)}"
+    return f"({source}) on {_mesh(before)} -> ({target}) on {_mesh(after)}"
+
+
+def _mesh(placement: Placement) -> str:
+    """Return a mesh in words: `data=2 x tensor=4 (ranks 0-7)`."""
+    axes = zip(placement.axes, placement.mesh_shape, strict=True)
+    return " x ".join(f"{name}={extent}" for name, extent in axes) + f" (ranks {_ranks(placement)})"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the rows as lines whose columns start at one place; numbers stay to the left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  "
+        + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]

@@ -1,0 +1,201 @@
+"""The states of a search: nd-SBPs on one mesh as rows of small integers, and the slices they mean.
+
+An entry is an int here (`encode`): `S(dim)` is its dim, `B` and the partials are negative. A
+`Layout` has one row for each nd-SBP that a search may visit, in a fixed order, and numpy arrays of
+what depends on the row alone. `lengths` and `covers` are what one split of one dim does, shared by
+all tensors that have a dim of that extent. Sets of mesh axes are bit masks (axis 0 is bit 0), ranks
+are positions in mesh order. Holds no prices. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from math import prod
+
+import numpy as np
+import numpy.typing as npt
+
+from sbp_core.sbp import B, Broadcast, Partial, Sbp, Split
+
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+#: Codes of the entries that are no splits.
+BROADCAST, SUM, MAX, MIN = -1, -2, -3, -4
+
+_PARTIAL = {"sum": SUM, "max": MAX, "min": MIN}
+_REDUCTION = {code: name for name, code in _PARTIAL.items()}
+
+
+def encode(entry: Sbp) -> int:
+    """Return the code of an entry."""
+    if isinstance(entry, Split):
+        return entry.dim
+    return BROADCAST if isinstance(entry, Broadcast) else _PARTIAL[entry.reduction]
+
+
+def decode(code: int) -> Sbp:
+    """Return the entry of a code."""
+    if code >= 0:
+        return Split(code)
+    return B if code == BROADCAST else Partial(_REDUCTION[code])
+
+
+def coordinates(mesh_shape: tuple[int, ...]) -> Ints:
+    """Return the mesh coordinate of each rank: shape (ranks, axes)."""
+    grid = np.indices(mesh_shape, dtype=np.int64)
+    return grid.reshape(len(mesh_shape), -1).T.copy()
+
+
+def number(mesh_shape: tuple[int, ...], mask: int) -> Ints:
+    """Return each rank's row-major number among the axes of a mask: shape (ranks,)."""
+    at = coordinates(mesh_shape)
+    result = np.zeros(len(at), dtype=np.int64)
+    for axis, extent in enumerate(mesh_shape):
+        if mask >> axis & 1:
+            result = result * extent + at[:, axis]
+    return result
+
+
+def num_ranks(mesh_shape: tuple[int, ...], mask: int) -> int:
+    """Return the product of the extents of a mask's axes."""
+    return prod(extent for axis, extent in enumerate(mesh_shape) if mask >> axis & 1)
+
+
+@lru_cache(maxsize=1024)
+def intervals(extent: int, mesh_shape: tuple[int, ...]) -> tuple[Ints, Ints]:
+    """Return where the slices of a dim start and stop, by mask of the axes that split it, and rank.
+
+    Returns:
+        Two arrays of shape (2 ** axes, ranks).
+    """
+    at = coordinates(mesh_shape)
+    masks = 1 << len(mesh_shape)
+    start = np.zeros((masks, len(at)), dtype=np.int64)
+    length = np.full((masks, len(at)), extent, dtype=np.int64)
+    for axis, parts in enumerate(mesh_shape):
+        split = (np.arange(masks) >> axis & 1).astype(bool)
+        base, more = length[split] // parts, length[split] % parts
+        index = at[:, axis]
+        start[split] += index * base + np.minimum(index, more)
+        length[split] = base + (index < more)
+    return start, start + length
+
+
+def common_lengths(one: tuple[Ints, Ints], other: tuple[Ints, Ints]) -> Ints:
+    """Return the length of what two arrays of intervals share, elementwise."""
+    shared: Ints = np.minimum(one[1], other[1]) - np.maximum(one[0], other[0])
+    np.maximum(shared, 0, out=shared)
+    return shared
+
+
+@lru_cache(maxsize=256)
+def covers(extent: int, mesh_shape: tuple[int, ...], *, together: bool) -> Bools:
+    """Say where the ranks of a group hold all that one of them wants, in one dim.
+
+    Args:
+        extent: Of the dim.
+        mesh_shape: Of the mesh.
+        together: Whether it is asked of all ranks together, or of each.
+
+    Returns:
+        By mask of the axes that split the dim before, mask of those among them along which the
+        ranks of a group differ, mask of the axes that split the dim after, and rank (one for all if
+        asked together): shape (2 ** axes, 2 ** axes, 2 ** axes, ranks or 1).
+    """
+    masks = range(1 << len(mesh_shape))
+    start, stop = intervals(extent, mesh_shape)
+    covered = np.ones((len(masks), len(masks), *start.shape), dtype=np.bool_)
+    for held, free in product(masks, masks):
+        if free != held and free & ~held == 0:
+            at = coordinates(mesh_shape)
+            axes = [axis for axis in range(len(mesh_shape)) if free >> axis & 1]
+            shared = np.zeros(start.shape, dtype=np.int64)
+            for index in product(*(range(mesh_shape[axis]) for axis in axes)):
+                at[:, axes] = index
+                peer = np.ravel_multi_index(tuple(at.T), mesh_shape)
+                shared += common_lengths((start[held, peer], stop[held, peer]), (start, stop))
+            covered[held, free] = shared == stop - start
+    if not together:
+        return covered
+    everywhere: Bools = np.all(covered, axis=3, keepdims=True)
+    return everywhere
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layout:
+    """The states of one mesh that a search may visit.
+
+    Args:
+        mesh_shape: Of the mesh.
+        entries: The codes that each axis may have; the states are their product, in order.
+        codes: The states, shape (states, axes).
+        splits: Mask of the axes that split each dim, shape (states, dims).
+        split, partial, sums, copied: Mask of the axes that are `S`, `P`, `P("sum")`, `B`; shape
+            (states,).
+        kinds: The reductions of a state: 1 for sum, 2 for max, 4 for min, added up.
+        form: Number of a state's splits among `forms`: states that differ in `B` and `P` only
+            share one.
+        forms: `splits` of each form, shape (forms, dims).
+    """
+
+    mesh_shape: tuple[int, ...]
+    entries: tuple[tuple[int, ...], ...]
+    codes: Ints
+    splits: Ints
+    split: Ints
+    partial: Ints
+    sums: Ints
+    copied: Ints
+    kinds: Ints
+    form: Ints
+    forms: Ints
+
+    @classmethod
+    def of(
+        cls, mesh_shape: tuple[int, ...], entries: tuple[tuple[int, ...], ...], num_dims: int
+    ) -> Layout:
+        """List the states."""
+        codes = np.array(list(product(*entries)), dtype=np.int64).reshape(-1, len(mesh_shape))
+        bits = 1 << np.arange(len(mesh_shape), dtype=np.int64)
+
+        def mask(chosen: Bools) -> Ints:
+            masks: Ints = (chosen * bits).sum(axis=1)
+            return masks
+
+        splits = np.stack([mask(codes == dim) for dim in range(num_dims)], axis=1)
+        forms, form = np.unique(
+            (np.maximum(codes, -1) + 1) @ (num_dims + 1) ** np.arange(len(mesh_shape)),
+            return_inverse=True,
+        )
+        first = np.zeros(len(forms), dtype=np.int64)
+        first[form[::-1]] = np.arange(len(codes))[::-1]
+        return cls(
+            mesh_shape,
+            entries,
+            codes,
+            splits,
+            split=mask(codes >= 0),
+            partial=mask(codes <= SUM),
+            sums=mask(codes == SUM),
+            copied=mask(codes == BROADCAST),
+            kinds=sum(
+                ((codes == code).any(axis=1) * (1 << bit) for bit, code in enumerate(_REDUCTION)),
+                np.zeros(len(codes), dtype=np.int64),
+            ),
+            form=form,
+            forms=splits[first],
+        )
+
+    def index(self, codes: Sequence[int]) -> int:
+        """Return the number of a state."""
+        result = 0
+        for entries, code in zip(self.entries, codes, strict=True):
+            result = result * len(entries) + entries.index(code)
+        return result
+
+    def __len__(self) -> int:
+        return len(self.codes)

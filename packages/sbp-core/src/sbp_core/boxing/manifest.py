@@ -1,0 +1,144 @@
+"""What one rank sends and receives in one collective, and where that lies in its memory.
+
+Worked out once for each step and rank. Pieces that lie one after the other, in the order of the
+group, in the row-major memory of a shard need no packing, and no unpacking. Holds no tensors and
+imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+from sbp_core.boxing.slices import Bounds, Piece, bounds_of, collective_pieces, volume
+from sbp_core.boxing.step import Step, StepKind
+
+_CACHED = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """One rank's part of an all-gather, reduce-scatter or all-to-all.
+
+    Args:
+        place: Position of the rank in its group.
+        held, shape: Local shape of its shard before and after.
+        outgoing: The piece for each rank of the group, in order, itself included; None if there is
+            nothing for it.
+        incoming: The piece from each rank of the group, likewise.
+        sent_sizes, received_sizes: Elements of these pieces.
+        packed: The outgoing pieces, one after the other, are the shard's own memory.
+        unpacked: The incoming pieces, one after the other, are the memory of the shard after it;
+            never in a reduce-scatter.
+        apart: The rank's own piece can be left out on both sides, and what remains is one piece of
+            memory wherever nothing is packed: it stays, or is at an end of the others.
+        others_out, others_in: Where the others lie then, among all pieces: (start, stop).
+        gathers: Every rank of the group receives the whole shards of all. Equal on all ranks.
+        is_even: Every rank of the group sends every rank as many elements. Equal on all ranks.
+        is_idle: No rank of the group sends another one anything. Equal on all ranks.
+    """
+
+    place: int
+    held: tuple[int, ...]
+    shape: tuple[int, ...]
+    outgoing: tuple[Piece | None, ...]
+    incoming: tuple[Piece | None, ...]
+    sent_sizes: tuple[int, ...]
+    received_sizes: tuple[int, ...]
+    packed: bool
+    unpacked: bool
+    apart: bool
+    others_out: tuple[int, int]
+    others_in: tuple[int, int]
+    gathers: bool
+    is_even: bool
+    is_idle: bool
+
+
+@lru_cache(maxsize=_CACHED)
+def manifest(step: Step, rank: int) -> Manifest:
+    """Return what a rank sends and receives in a step.
+
+    Args:
+        step: An all-gather, reduce-scatter or all-to-all.
+        rank: Any rank of its placement.
+    """
+    group = step.group(rank)
+    pieces = collective_pieces(step, group)
+    by_ends = {(piece.sender, piece.receiver): piece for piece in pieces}
+    bounds = bounds_of(step.shape, *step.source)
+    held, shape = _shape(bounds[rank]), _shape(bounds_of(step.shape, *step.target)[rank])
+    outgoing = tuple(by_ends.get((rank, other)) for other in group)
+    incoming = tuple(by_ends.get((other, rank)) for other in group)
+    senders = sum(volume(bounds[other]) > 0 for other in group)
+    place, packed = group.index(rank), _tiles(held, [piece.source for piece in outgoing if piece])
+    unpacked = step.kind is not StepKind.REDUCE_SCATTER and _tiles(
+        shape, [piece.target for piece in incoming if piece]
+    )
+    sent_sizes = tuple(volume(piece.source) if piece else 0 for piece in outgoing)
+    received_sizes = tuple(volume(piece.target) if piece else 0 for piece in incoming)
+    return Manifest(
+        place=place,
+        held=held,
+        shape=shape,
+        outgoing=outgoing,
+        incoming=incoming,
+        sent_sizes=sent_sizes,
+        received_sizes=received_sizes,
+        packed=packed,
+        unpacked=unpacked,
+        apart=(not packed or _is_at_an_end(sent_sizes, place))
+        and (not unpacked or _is_at_an_end(received_sizes, place)),
+        others_out=_others(sent_sizes, place),
+        others_in=_others(received_sizes, place),
+        gathers=len(pieces) == senders * len(group)
+        and all(volume(piece.source) == volume(bounds[piece.sender]) for piece in pieces),
+        is_even=len(pieces) == len(group) ** 2 and len({piece.size_bytes for piece in pieces}) == 1,
+        is_idle=all(piece.sender == piece.receiver for piece in pieces),
+    )
+
+
+def span(shape: Sequence[int], bounds: Bounds) -> tuple[int, int] | None:
+    """Return where a slice lies in row-major memory: (start, stop) in elements; None if in parts.
+
+    Args:
+        shape: Of what it is a slice of.
+        bounds: The slice, not empty.
+    """
+    start, whole = 0, True
+    for extent, (first, last) in zip(reversed(shape), reversed(bounds), strict=True):
+        # Inner dims must be whole, up to one that may be a range; of the outer ones, one index.
+        if not whole and last - first != 1:
+            return None
+        whole = whole and (first, last) == (0, extent)
+    for extent, (first, _) in zip(shape, bounds, strict=True):
+        start = start * extent + first
+    return start, start + volume(bounds)
+
+
+def _tiles(shape: tuple[int, ...], slices: Sequence[Bounds]) -> bool:
+    """Say whether slices, none empty, lie one after the other and fill a tensor of a shape."""
+    end = 0
+    for bounds in slices:
+        where = span(shape, bounds)
+        if where is None or where[0] != end:
+            return False
+        end = where[1]
+    return end == prod(shape)
+
+
+def _is_at_an_end(sizes: Sequence[int], place: int) -> bool:
+    """Say whether no chunk before, or none after, the one at a place has elements."""
+    return not any(sizes[:place]) or not any(sizes[place + 1 :])
+
+
+def _others(sizes: Sequence[int], place: int) -> tuple[int, int]:
+    """Return where all chunks but the one at a place lie, if that is at an end."""
+    before = sum(sizes[:place])
+    return (0, before) if before else (sizes[place], sum(sizes))
+
+
+def _shape(bounds: Bounds) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in bounds)

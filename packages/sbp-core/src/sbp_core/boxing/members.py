@@ -1,0 +1,119 @@
+"""The processes of a run: where each rank lives, and whether it still runs.
+
+What ranks tell each other is `board`; who looks, and when, is `watch`. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from dataclasses import astuple, dataclass
+from enum import StrEnum
+from pathlib import Path
+
+_PROC = Path("/proc")
+
+
+class State(StrEnum):
+    """What a process does, as far as it can be seen from here."""
+
+    RUNNING = "running"
+    STOPPED = "stopped"
+    ENDED = "ended"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """The process of one rank.
+
+    Args:
+        rank: Its rank.
+        host: Name of its host.
+        space: What tells apart hosts, and containers, whose process ids mean nothing to each other.
+        pid: Its process id.
+        started: When it started, in ticks since its host did; 0 if that is not known.
+    """
+
+    rank: int
+    host: str
+    space: str
+    pid: int
+    started: int
+
+    @classmethod
+    def of_this_process(cls, rank: int) -> Member:
+        """Return this process, as a rank."""
+        pid = os.getpid()
+        host, (_, started) = socket.gethostname(), _status(pid) or ("", 0)
+        return cls(rank=rank, host=host, space=_space(), pid=pid, started=started)
+
+    @classmethod
+    def from_json(cls, text: str) -> Member:
+        """Read what `to_json` wrote."""
+        rank, host, space, pid, started = json.loads(text)
+        return cls(rank=rank, host=host, space=space, pid=pid, started=started)
+
+    def to_json(self) -> str:
+        """Return a text that `from_json` reads."""
+        return json.dumps(astuple(self))
+
+    def is_beside(self, other: Member) -> bool:
+        """Say whether process ids of one mean something to the other."""
+        return (self.host, self.space) == (other.host, other.space)
+
+    def seen_from(self, other: Member) -> str:
+        """Return how a message of another member calls it."""
+        place = "this host" if self.is_beside(other) else f"host {self.host}"
+        return f"rank {self.rank} (pid {self.pid} on {place})"
+
+
+def state_of(member: Member, seen_from: Member) -> State:
+    """Return what a process does: `UNKNOWN` if it lives on another host.
+
+    A process that ended and was not waited for (a zombie) has ended, and so has one whose process
+    id another process has now.
+    """
+    if not member.is_beside(seen_from):
+        return State.UNKNOWN
+    status = _status(member.pid)
+    if status is None:
+        return _signalled(member.pid)
+    letter, started = status
+    if letter in "ZXx" or (member.started and started != member.started):
+        return State.ENDED
+    return State.STOPPED if letter in "Tt" else State.RUNNING
+
+
+def _status(pid: int) -> tuple[str, int] | None:
+    """Return (state letter, start time in ticks) of a process, or None if that is not to be had."""
+    try:
+        text = (_PROC / str(pid) / "stat").read_text("utf-8", "replace")
+        # The name of the program, in parentheses, may itself hold spaces and parentheses.
+        fields = text.rpartition(")")[2].split()
+        return fields[0], int(fields[19])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _signalled(pid: int) -> State:
+    """Return what a signal that does nothing finds out: what remains where there is no /proc."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return State.ENDED
+    except PermissionError:  # it is another user's, so there is one
+        return State.RUNNING
+    except OSError:
+        return State.UNKNOWN
+    return State.RUNNING
+
+
+def _space() -> str:
+    """Return what is equal for two processes that see each other's process ids."""
+    try:
+        boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {(_PROC / 'self/ns/pid').readlink()}"
+    except OSError:
+        return ""

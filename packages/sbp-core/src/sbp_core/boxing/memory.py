@@ -1,0 +1,106 @@
+"""What memory a route needs on the way: the second criterion of the router.
+
+While a step runs, a rank holds its shard from before, its shard from after, and buffers:
+
+| step | buffers |
+|---|---|
+| local | none; and where the slice stays, the shard after takes the place of the one before |
+| all-reduce | none: the result is a copy of the shard, reduced in place |
+| reduce-scatter | the shard once more, cut into the parts for each rank |
+| all-gather | what the others send, before it is put together |
+| all-to-all | what goes to others, packed, and what comes from them |
+| transfer | likewise; a packed copy for each receiver, and every term before it is reduced |
+
+This is the most that an executor of `boxing.execute` and `boxing.exchange` takes; one may share
+memory where that is safe (a slice that is a view, a shard that was donated). The memory of a route
+is the largest of any rank in any step. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from sbp_core.boxing.slices import (
+    Piece,
+    bounds_of,
+    collective_pieces,
+    itemsize,
+    overlap,
+    transfer_pieces,
+    volume,
+)
+from sbp_core.boxing.step import Route, Step, StepKind
+
+Amount = TypeVar("Amount", int, npt.NDArray[np.int64])
+
+
+def held_at_once(
+    kind: StepKind, before: Amount, after: Amount, sent: Amount, received: Amount
+) -> Amount:
+    """Return what a rank holds while a step runs; numbers or arrays, all in one unit.
+
+    Args:
+        kind: Of the step.
+        before: The rank's shard under the step's source.
+        after: The rank's shard under its target.
+        sent: What goes to other ranks, once for each; in a local step, what is dropped.
+        received: What comes from other ranks; in a local step, what is filled up with zeros.
+    """
+    shards = before + after
+    if kind is StepKind.LOCAL:
+        stays: Amount = before * (sent + received == 0)
+        return shards - stays
+    if kind is StepKind.REDUCE_SCATTER:
+        return shards + before
+    if kind is StepKind.ALL_GATHER:
+        return shards + received
+    if kind in (StepKind.ALL_TO_ALL, StepKind.TRANSFER):
+        return shards + sent + received
+    return shards
+
+
+def step_memory_bytes(step: Step) -> dict[int, int]:
+    """Return what each rank holds at most while a step runs, in bytes, shards included."""
+    size = itemsize(step.dtype)
+    held, wanted = bounds_of(step.shape, *step.source), bounds_of(step.shape, *step.target)
+    ranks = dict.fromkeys((*held, *wanted))
+    sent, received = dict.fromkeys(ranks, 0), dict.fromkeys(ranks, 0)
+    pieces: tuple[Piece, ...] = ()
+    if step.kind is StepKind.TRANSFER:
+        pieces = transfer_pieces(step)
+    elif step.kind is StepKind.LOCAL:
+        for rank in ranks:
+            kept = overlap(held[rank], wanted[rank])
+            sent[rank] = (volume(held[rank]) - kept) * size
+            received[rank] = (volume(wanted[rank]) - kept) * size
+    elif step.kind in (StepKind.ALL_GATHER, StepKind.ALL_TO_ALL):
+        groups = step.source[0].groups(*step.axes)
+        pieces = tuple(piece for group in groups for piece in collective_pieces(step, group))
+    for piece in pieces:
+        if piece.sender != piece.receiver:
+            sent[piece.sender] += piece.size_bytes
+            received[piece.receiver] += piece.size_bytes
+    return {
+        rank: held_at_once(
+            step.kind,
+            volume(held[rank]) * size if rank in held else 0,
+            volume(wanted[rank]) * size if rank in wanted else 0,
+            sent[rank],
+            received[rank],
+        )
+        for rank in ranks
+    }
+
+
+def route_memory_bytes(route: Route) -> int:
+    """Return the most that any rank holds of the tensor at once on the way, in bytes.
+
+    A route without steps holds the shards that are there.
+    """
+    if not route.steps:
+        held = bounds_of(route.shape, *route.source)
+        return max(map(volume, held.values())) * itemsize(route.dtype)
+    return max(max(step_memory_bytes(step).values()) for step in route.steps)

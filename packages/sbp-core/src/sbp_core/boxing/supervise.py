@@ -1,0 +1,295 @@
+"""Start the processes of a run, pass on what they write, and see that all of them end.
+
+If one ends badly, the others get a moment to say why, and are ended. Nothing stays behind: not what
+they have started, and not if the supervisor itself is interrupted or killed (`boxing.keeper`).
+Which processes there are is the backend's to say (`BoxingBackend.starts`). Imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from types import FrameType
+from uuid import uuid4
+
+from sbp_core.boxing import keeper
+from sbp_core.boxing.ended import End, Ended
+from sbp_core.boxing.start import Start
+from sbp_core.errors import RunError
+
+#: Lines of each process that are kept for the message about its end.
+_LAST_LINES = 30
+
+#: Seconds between SIGTERM and SIGKILL.
+_TERM_S = 1.0
+
+#: Seconds to read what a process has written before it ended.
+_DRAIN_S = 1.0
+
+#: Signals that would end a program without giving it the chance to end its ranks.
+_DEADLY = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One line that a process wrote, without its end; `str` of it says which rank did.
+
+    Args:
+        start: What wrote it.
+        text: The line.
+    """
+
+    start: Start
+    text: str
+
+    def __str__(self) -> str:
+        """The line behind `rank N | `; a launcher's, or that of several ranks, as it is."""
+        return self.text if len(self.start.ranks) > 1 else f"{self.start.name} | {self.text}"
+
+
+def write_line(line: Line) -> None:
+    """Write a line to standard output."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def supervise(
+    starts: Sequence[Start],
+    *,
+    grace_s: float = 3.0,
+    on_line: Callable[[Line], None] = write_line,
+    timeout_s: float | None = None,
+) -> Ended:
+    """Start processes, wait for all of them, and end what is left of them.
+
+    Each is the leader of a session, and so of a process group, of its own: what the terminal sends
+    reaches the supervisor alone. Ctrl-C is passed on, and the processes get `grace_s` to save what
+    they have. A SIGTERM or SIGHUP that would end this process raises `SystemExit` instead.
+
+    Args:
+        starts: What to start.
+        grace_s: Seconds, after one has ended badly, in which the others may end by themselves.
+        on_line: Called with every line they write, in the thread of the caller.
+        timeout_s: Seconds after which they are ended; None waits for ever.
+
+    Returns:
+        How they ended; see `Ended.error`.
+
+    Raises:
+        RunError: a program cannot be started.
+        KeyboardInterrupt: Ctrl-C, once all processes have ended.
+    """
+    with _exit_on_deadly_signals(), _Supervision(starts, grace_s, on_line) as run:
+        try:
+            run.start()
+            run.wait(timeout_s)
+        except KeyboardInterrupt:
+            run.interrupt()
+            raise
+        finally:
+            run.end()
+    return run.ended()
+
+
+@contextlib.contextmanager
+def _exit_on_deadly_signals() -> Iterator[None]:
+    """Turn signals that end a process at once into `SystemExit`, where the program left them be."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    taken: list[int] = []
+    if threading.current_thread() is threading.main_thread():
+        taken = [number for number in _DEADLY if signal.getsignal(number) is signal.SIG_DFL]
+    for number in taken:
+        signal.signal(number, leave)
+    try:
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL)
+
+
+class _Supervision:
+    """The processes of one run. Two threads for each: one reads its lines, one awaits its end."""
+
+    def __init__(
+        self, starts: Sequence[Start], grace_s: float, on_line: Callable[[Line], None]
+    ) -> None:
+        self._starts, self._grace_s, self._on_line = tuple(starts), grace_s, on_line
+        self._mark = f"SBP_SUPERVISED_{uuid4().hex}"
+        self._processes: dict[int, subprocess.Popen[str]] = {}
+        self._threads: list[threading.Thread] = []
+        self._events: queue.SimpleQueue[tuple[int, str | int]] = queue.SimpleQueue()
+        self._last: list[deque[str]] = [deque(maxlen=_LAST_LINES) for _ in self._starts]
+        self._ends: dict[int, End] = {}
+        self._by_themselves: tuple[int, ...] = ()
+        self._timeout_s: float | None = None
+        self._deaf = False
+        self._began = time.monotonic()
+
+    def __enter__(self) -> _Supervision:
+        command = [sys.executable, "-I", "-S", keeper.__file__, self._mark, str(_TERM_S)]
+        self._keeper = subprocess.Popen(
+            command, stdin=subprocess.PIPE, text=True, start_new_session=True
+        )
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        """Send the keeper away; one that never heard `done` ends what is left."""
+        assert self._keeper.stdin is not None, "the keeper reads a pipe"
+        with contextlib.suppress(BrokenPipeError):
+            self._keeper.stdin.close()
+        self._keeper.wait()
+
+    def _tell_keeper(self, line: str) -> None:
+        assert self._keeper.stdin is not None, "the keeper reads a pipe"
+        with contextlib.suppress(BrokenPipeError):
+            self._keeper.stdin.write(f"{line}\n")
+            self._keeper.stdin.flush()
+
+    def start(self) -> None:
+        """Start all processes.
+
+        Raises:
+            RunError: one cannot be started.
+        """
+        for index, start in enumerate(self._starts):
+            environment = {"PYTHONUNBUFFERED": "1", **start.defaults, **os.environ}
+            try:
+                process = subprocess.Popen(
+                    start.command,
+                    env={**environment, **start.environment, self._mark: "1"},
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    encoding="utf-8",
+                    errors="replace",
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise RunError(
+                    f"{start.name} cannot be started: {error}",
+                    where=" ".join(start.command),
+                    todo="check that the program is installed and may be run",
+                ) from error
+            self._processes[index] = process
+            self._tell_keeper(str(process.pid))
+            for target in (self._read, self._await):
+                thread = threading.Thread(target=target, args=(index, process), daemon=True)
+                thread.start()
+                self._threads.append(thread)
+
+    def _read(self, index: int, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None, "what a process writes comes through a pipe"
+        with process.stdout as lines:
+            for line in lines:
+                self._events.put((index, line.strip("\n\0")))
+
+    def _await(self, index: int, process: subprocess.Popen[str]) -> None:
+        self._events.put((index, process.wait()))
+
+    def wait(self, timeout_s: float | None) -> None:
+        """Pass on lines until all have ended, or one has ended badly and the grace is over."""
+        end = None if timeout_s is None else self._began + timeout_s
+        while len(self._ends) < len(self._starts):
+            if self._bad():
+                self._pass_on(time.monotonic() + self._grace_s)
+                break
+            if _is_over(end) or not self._take(end):
+                self._timeout_s = timeout_s
+                break
+        self._by_themselves = tuple(self._ends)
+        for index in range(len(self._starts)):
+            if index not in self._ends:
+                self._ends[index] = self._describe(index, None)
+
+    def interrupt(self) -> None:
+        """Pass Ctrl-C on, and give all processes the time to save what they have."""
+        for index, process in self._processes.items():
+            if index not in self._ends:
+                process.send_signal(signal.SIGINT)
+        self._pass_on(time.monotonic() + self._grace_s)
+
+    def end(self) -> None:
+        """End all processes and what they have started; pass on what they wrote."""
+        groups = [process.pid for process in self._processes.values()]
+        keeper.end_processes(groups, self._mark, _TERM_S)
+        self._tell_keeper("done")
+        until = time.monotonic() + _DRAIN_S
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        while self._take(0.0):
+            pass
+
+    def _pass_on(self, end: float) -> None:
+        """Take what comes until all have ended, or the time is over."""
+        while len(self._ends) < len(self._starts) and not _is_over(end) and self._take(end):
+            pass
+
+    def _take(self, end: float | None) -> bool:
+        """Take one line, or the end of one process; False if none came in time."""
+        limit_s = None if end is None else end - time.monotonic()
+        try:
+            if limit_s is not None and limit_s <= 0:
+                index, event = self._events.get_nowait()
+            else:
+                index, event = self._events.get(timeout=limit_s)
+        except queue.Empty:
+            return False
+        if isinstance(event, int):
+            self._ends.setdefault(index, self._describe(index, event))
+        else:
+            self._last[index].append(event)
+            self._say(Line(start=self._starts[index], text=event))
+        return True
+
+    def _say(self, line: Line) -> None:
+        """Hand a line to the caller, who hears no more once it has raised."""
+        if self._deaf:
+            return
+        try:
+            self._on_line(line)
+        except Exception:
+            self._deaf = True
+            raise
+
+    def _bad(self) -> bool:
+        return any(end.code != 0 for end in self._ends.values())
+
+    def _describe(self, index: int, code: int | None) -> End:
+        """Describe how a process ended, or how it is if `code` is None."""
+        pid = self._processes[index].pid
+        return End(
+            start=self._starts[index],
+            pid=pid,
+            code=code,
+            after_s=time.monotonic() - self._began,
+            stopped=code is None and keeper.is_stopped(pid),
+        )
+
+    def ended(self) -> Ended:
+        """Return how all processes ended, in order."""
+        ends = {
+            index: replace(end, last_lines=tuple(self._last[index]))
+            for index, end in self._ends.items()
+        }
+        return Ended(
+            ends=tuple(end for index, end in ends.items() if index in self._by_themselves),
+            left=tuple(end for index, end in ends.items() if index not in self._by_themselves),
+            timeout_s=self._timeout_s,
+        )
+
+
+def _is_over(end: float | None) -> bool:
+    return end is not None and time.monotonic() >= end

@@ -1,0 +1,30 @@
+"""What was measured of a transport, and what that says about calls that were not measured.
+
+In the order in which they are used: `sample` (one raw measurement), `nonnegative` (least squares
+whose coefficients are >= 0), `curve` (time over bytes of one kind of call), `structure` (time of
+any call from the rounds and bytes of its algorithm), `held_out` (errors of predictions), `model`
+(`Calibration`: the samples and both fits), `validate` (how far the fit is off where it did not
+look). The file of a whole machine is `cluster_file`. Measures nothing itself, and
+imports no torch.
+"""
+
+from sbp_core.calibration.curve import Curve
+from sbp_core.calibration.held_out import WAYS, FitError, HeldOut
+from sbp_core.calibration.model import Calibration
+from sbp_core.calibration.sample import KINDS, Case, Sample
+from sbp_core.calibration.structure import Structure
+from sbp_core.calibration.validate import calibrate, cross_validate
+
+__all__ = [
+    "KINDS",
+    "WAYS",
+    "Calibration",
+    "Case",
+    "Curve",
+    "FitError",
+    "HeldOut",
+    "Sample",
+    "Structure",
+    "calibrate",
+    "cross_validate",
+]

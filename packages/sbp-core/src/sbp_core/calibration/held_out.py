@@ -1,0 +1,90 @@
+"""How far predictions are off measurements that a fit did not see."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+from sbp_core.calibration.sample import Sample
+from sbp_core.units import format_bytes, format_seconds
+
+#: Ways to leave samples out; see `validate`.
+WAYS = ("size", "group", "collective")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldOut:
+    """One sample that was left out of a fit, and what that fit says of it.
+
+    Args:
+        way: How it was left out, one of `WAYS`.
+        sample: The measurement.
+        predicted_s: Prediction by the fit that did not see it, in seconds.
+    """
+
+    way: str
+    sample: Sample
+    predicted_s: float
+
+    @property
+    def error(self) -> float:
+        """|predicted - measured| / measured."""
+        return abs(self.predicted_s / self.sample.time_s - 1)
+
+    def __str__(self) -> str:
+        """One line: the call, measured, predicted, error."""
+        sample = self.sample
+        return (
+            f"{sample.case}, {format_bytes(sample.shared_bytes)}: "
+            f"{format_seconds(sample.time_s)} measured, "
+            f"{format_seconds(self.predicted_s)} predicted, {self.error:.0%} off"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FitError:
+    """How far predictions are off samples that the fit did not see.
+
+    Args:
+        way: How they were left out, one of `WAYS`.
+        num_samples: How many there were, >= 1.
+        median: Of |predicted - measured| / measured.
+        p90: 90th percentile of the same.
+        worst: The largest.
+    """
+
+    way: str
+    num_samples: int
+    median: float
+    p90: float
+    worst: float
+
+    @classmethod
+    def of(cls, way: str, held_out: Sequence[HeldOut]) -> FitError:
+        """Sum up predictions, of which there is at least one."""
+        errors = sorted(entry.error for entry in held_out)
+        return cls(
+            way=way,
+            num_samples=len(errors),
+            median=median(errors),
+            p90=errors[min(len(errors) - 1, int(0.9 * len(errors)))],
+            worst=errors[-1],
+        )
+
+    def __str__(self) -> str:
+        """One line: median, 90th percentile, worst."""
+        return (
+            f"left out by {self.way}: median {self.median:.1%}, 90th percentile {self.p90:.1%}, "
+            f"worst {self.worst:.0%} of {self.num_samples} samples"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON value that `from_json` reads."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> FitError:
+        """Read what `to_json` wrote."""
+        return cls(**value)

@@ -1,0 +1,193 @@
+"""The calibration of one transport: its samples, what was fitted to them, and how well it fits."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from sbp_core.calibration.curve import Curve, fit_curve, through
+from sbp_core.calibration.held_out import FitError
+from sbp_core.calibration.sample import Case, Sample
+from sbp_core.calibration.structure import Structure
+from sbp_core.errors import SbpValueError
+
+#: Kind, group size, groups at once, nodes.
+_Key = tuple[str, int, int, int]
+
+#: Sizes between which the curve of a case that was not measured is straight.
+_GRID_BYTES = (0, *(2**power for power in range(8, 33)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """What is known of a backend's times; make one with `calibrate(samples)`.
+
+    A call that was measured is predicted by its own curve; any other by the structural model, which
+    knows what the measured kinds take beyond the others. See `curve` and `structure`.
+
+    Args:
+        backend: Name of the transport.
+        samples: The raw measurements, all of this backend.
+        curves: The fitted curve of each case that was measured in two sizes or more.
+        structures: The structural model of groups within a node, and of those on several nodes,
+            by `"intra-node"` and `"inter-node"`; as far as there are samples.
+        errors: How far such a fit is off samples that it did not see, as `cross_validate` found.
+    """
+
+    backend: str
+    samples: tuple[Sample, ...]
+    curves: Mapping[Case, Curve]
+    structures: Mapping[str, Structure]
+    errors: tuple[FitError, ...] = ()
+    #: Curves and origins of the calls that were asked for so far.
+    _found: dict[_Key, tuple[Curve | None, str | None]] = field(
+        init=False, repr=False, compare=False, default_factory=dict
+    )
+
+    def __post_init__(self) -> None:
+        if not self.samples or {sample.backend for sample in self.samples} != {self.backend}:
+            names = sorted({sample.backend for sample in self.samples})
+            raise SbpValueError(
+                f"a calibration of {self.backend!r} from samples of {names}",
+                accepted="at least one sample, all of the one backend",
+            )
+
+    @classmethod
+    def of(cls, samples: Iterable[Sample]) -> Calibration:
+        """Fit the samples of one backend, without `errors`.
+
+        Raises:
+            SbpValueError: there are none, or they are of several backends.
+        """
+        given = tuple(samples)
+        by_case: dict[Case, list[Sample]] = defaultdict(list)
+        levels: dict[str, list[Sample]] = defaultdict(list)
+        for sample in given:
+            by_case[sample.case].append(sample)
+            levels[_level(sample.case)].append(sample)
+        curves = {
+            case: fit_curve([s.shared_bytes for s in of], [s.time_s for s in of])
+            for case, of in by_case.items()
+            if len({s.shared_bytes for s in of}) > 1
+        }
+        return cls(
+            backend=given[0].backend if given else "",
+            samples=given,
+            curves=curves,
+            structures={level: Structure.fit(of) for level, of in levels.items()},
+        )
+
+    @property
+    def spread(self) -> float:
+        """Median of the samples' spreads: no prediction can be much closer than that."""
+        return median(sample.spread for sample in self.samples)
+
+    def time_s(
+        self,
+        kind: str,
+        group_size: int,
+        concurrent_groups: int,
+        shared_bytes: float,
+        *,
+        num_nodes: int = 1,
+    ) -> float | None:
+        """Predict the time of one whole call, in seconds.
+
+        Args:
+            kind: One of `KINDS`.
+            group_size: Ranks of one group; below 2 there is nothing to do, which takes 0 s.
+            concurrent_groups: Groups at work at the same time, >= 1; see `Sample`.
+            shared_bytes: S of `Sample`, >= 0.
+            num_nodes: Nodes that one group spans.
+
+        Returns:
+            Seconds; None if nothing was measured on as many nodes (one, or several).
+
+        Raises:
+            SbpError: no such kind or group.
+        """
+        if group_size < 2:
+            return 0.0
+        curve, _ = self._look_up(kind, group_size, concurrent_groups, num_nodes)
+        return curve.time_s(shared_bytes) if curve is not None else None
+
+    def origin(
+        self, kind: str, group_size: int, concurrent_groups: int, *, num_nodes: int = 1
+    ) -> str | None:
+        """Say in a few words what `time_s` predicts this call from; None if from nothing."""
+        return self._look_up(kind, group_size, concurrent_groups, num_nodes)[1]
+
+    def _look_up(
+        self, kind: str, group_size: int, concurrent_groups: int, num_nodes: int
+    ) -> tuple[Curve | None, str | None]:
+        """Return the curve of a case, measured or not, and where it comes from."""
+        key = (kind, group_size, concurrent_groups, num_nodes)
+        found = self._found.get(key)
+        if found is None:
+            case = Case(
+                kind=kind,
+                group_size=group_size,
+                num_nodes=num_nodes,
+                concurrent_groups=concurrent_groups,
+            )
+            measured = self.curves.get(case)
+            found = (measured, "measured") if measured is not None else self._derive(case)
+            self._found[key] = found
+        return found
+
+    def _derive(self, case: Case) -> tuple[Curve | None, str | None]:
+        """Return the curve of a case that was not measured, and what it is made of."""
+        structure = self.structures.get(_level(case))
+        if structure is None:
+            return None, None
+        curve = through(_GRID_BYTES, [structure.time_s(case, size) for size in _GRID_BYTES])
+        like = f"{case.kind} in other groups" if case.kind in structure.own else "other kinds"
+        return curve, f"derived from {like}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON value that `from_json` reads."""
+        return {
+            "backend": self.backend,
+            "samples": [sample.to_json() for sample in self.samples],
+            "curves": [
+                {
+                    "kind": case.kind,
+                    "group_size": case.group_size,
+                    "num_nodes": case.num_nodes,
+                    "concurrent_groups": case.concurrent_groups,
+                    **curve.to_json(),
+                }
+                for case, curve in self.curves.items()
+            ],
+            "structures": {level: fit.to_json() for level, fit in self.structures.items()},
+            "errors": [error.to_json() for error in self.errors],
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Calibration:
+        """Read what `to_json` wrote."""
+        backend = value["backend"]
+        return cls(
+            backend=backend,
+            samples=tuple(Sample.from_json(sample, backend) for sample in value["samples"]),
+            curves={
+                Case(
+                    kind=entry["kind"],
+                    group_size=entry["group_size"],
+                    num_nodes=entry["num_nodes"],
+                    concurrent_groups=entry["concurrent_groups"],
+                ): Curve.from_json(entry)
+                for entry in value["curves"]
+            },
+            structures={
+                level: Structure.from_json(fit) for level, fit in value["structures"].items()
+            },
+            errors=tuple(map(FitError.from_json, value["errors"])),
+        )
+
+
+def _level(case: Case) -> str:
+    return "intra-node" if case.num_nodes == 1 else "inter-node"

@@ -1,0 +1,153 @@
+"""One raw measurement of a transport: a call, and the seconds of its repetitions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import isfinite
+from statistics import median
+from typing import Any
+
+from sbp_core.errors import SbpValueError, unknown_name
+
+#: Kinds of steps that can be measured: the values of `boxing.StepKind`, less the local one.
+KINDS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "transfer")
+
+
+@dataclass(frozen=True, slots=True, order=True, kw_only=True)
+class Case:
+    """A kind of call, of any size.
+
+    Args:
+        kind: One of `KINDS`.
+        group_size: n, ranks of one group, >= 2; 2 for a transfer.
+        num_nodes: Nodes that one group spans.
+        concurrent_groups: Groups (messages, for a transfer) of this kind at work at the same time.
+    """
+
+    kind: str
+    group_size: int
+    num_nodes: int = 1
+    concurrent_groups: int = 1
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise unknown_name("kind of step that can be measured", str(self.kind), KINDS)
+        transfer = self.kind == "transfer"
+        if self.group_size < 2 or (transfer and self.group_size != 2):
+            raise SbpValueError(
+                f"{self.kind} among {self.group_size} ranks",
+                accepted="2 ranks (who sends, who receives)" if transfer else "2 ranks or more",
+            )
+        if not 1 <= self.num_nodes <= self.group_size or self.concurrent_groups < 1:
+            raise SbpValueError(
+                f"{self.concurrent_groups} groups of {self.group_size} ranks on {self.num_nodes} "
+                "nodes each",
+                accepted="at least one group, on at least one node and at most one for each rank",
+            )
+
+    def __str__(self) -> str:
+        """In words, such as `all-reduce of 4 ranks, 2 groups at once`."""
+        words = f"{self.kind} of {self.group_size} ranks"
+        if self.num_nodes > 1:
+            words += f" on {self.num_nodes} nodes"
+        return words + (f", {self.concurrent_groups} at once" * (self.concurrent_groups > 1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """The seconds that one call of a backend took, from all ranks being ready to all being done.
+
+    Args:
+        backend: Name of the transport, such as `torch`.
+        kind: One of `KINDS`.
+        group_size: n, ranks of one group, >= 2; 2 for a transfer.
+        num_nodes: Nodes that one group spans.
+        concurrent_groups: Groups at work at the same time. For a transfer: messages under way at
+            the same time; two ranks that send to each other are 2.
+        shared_bytes: S, the bytes of the tensor piece that the ranks of one group hold together:
+
+            * all-reduce, reduce-scatter: what each rank gives, its whole addend;
+            * all-gather: what each rank gets, the whole result;
+            * all-to-all: what all ranks of the group give, added up;
+            * transfer: the one message.
+        times_s: Of each repetition, in seconds: of the slowest rank.
+    """
+
+    backend: str
+    kind: str
+    group_size: int
+    shared_bytes: int
+    times_s: tuple[float, ...]
+    concurrent_groups: int = 1
+    num_nodes: int = 1
+
+    def __post_init__(self) -> None:
+        assert self.case, "the case checks itself"
+        if self.shared_bytes < 1 or not self.times_s:
+            raise SbpValueError(
+                f"a sample of {self.shared_bytes} bytes and {len(self.times_s)} repetitions",
+                where=f"{self.backend}: {self.case}",
+                accepted="at least one byte and one repetition",
+            )
+        if not all(isfinite(time_s) and time_s > 0 for time_s in self.times_s):
+            raise SbpValueError(
+                f"a sample that took {list(self.times_s)} s",
+                where=f"{self.backend}: {self.case}",
+                accepted="finite numbers above 0",
+            )
+
+    @property
+    def case(self) -> Case:
+        """What was called, without the size."""
+        return Case(
+            kind=self.kind,
+            group_size=self.group_size,
+            num_nodes=self.num_nodes,
+            concurrent_groups=self.concurrent_groups,
+        )
+
+    @property
+    def time_s(self) -> float:
+        """First quartile of the repetitions, in seconds: what fits and their errors go by.
+
+        Other work on a machine only ever adds to a time. The quartile is disturbed less than the
+        median, and hangs on one lucky repetition less than the least.
+        """
+        return sorted(self.times_s)[(len(self.times_s) - 1) // 4]
+
+    @property
+    def median_s(self) -> float:
+        """Median of the repetitions, in seconds."""
+        return median(self.times_s)
+
+    @property
+    def spread(self) -> float:
+        """Distance of the first and the third quartile of the repetitions, over the median."""
+        ordered = sorted(self.times_s)
+        last = len(ordered) - 1
+        return (ordered[round(0.75 * last)] - ordered[round(0.25 * last)]) / self.median_s
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON value that `from_json` reads, without the backend."""
+        return {
+            "kind": self.kind,
+            "group_size": self.group_size,
+            "num_nodes": self.num_nodes,
+            "concurrent_groups": self.concurrent_groups,
+            "shared_bytes": self.shared_bytes,
+            "times_s": list(self.times_s),
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any], backend: str) -> Sample:
+        """Read what `to_json` wrote."""
+        return cls(
+            backend=backend,
+            kind=value["kind"],
+            group_size=value["group_size"],
+            num_nodes=value["num_nodes"],
+            concurrent_groups=value["concurrent_groups"],
+            shared_bytes=value["shared_bytes"],
+            times_s=tuple(value["times_s"]),
+        )

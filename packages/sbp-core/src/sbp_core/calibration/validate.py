@@ -1,0 +1,94 @@
+"""How far a calibration is off where it did not look: fit on a part, predict the rest.
+
+Three ways to leave something out, from the mildest to the hardest:
+
+* `size`: one size of one case; its curve is fitted to the sizes around it. The smallest and the
+  largest size are never left out: that would be extrapolation.
+* `group`: all of one case (a kind, a group size, a number of groups at once).
+* `collective`: all of one kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from sbp_core.calibration.held_out import WAYS, FitError, HeldOut
+from sbp_core.calibration.model import Calibration
+from sbp_core.calibration.sample import Sample
+from sbp_core.errors import SbpValueError
+
+
+def calibrate(samples: Iterable[Sample]) -> Calibration:
+    """Fit the samples of one backend, and find out how far the fit can be trusted.
+
+    Raises:
+        SbpValueError: there are no samples, or they are of several backends.
+    """
+    given = tuple(samples)
+    return replace(Calibration.of(given), errors=cross_validate(given)[0])
+
+
+def cross_validate(
+    samples: Iterable[Sample], ways: Sequence[str] = WAYS
+) -> tuple[tuple[FitError, ...], tuple[HeldOut, ...]]:
+    """Return the errors of each way that the samples allow, and every prediction behind them.
+
+    Args:
+        samples: Of one backend.
+        ways: Some of `WAYS`.
+
+    Raises:
+        SbpValueError: no such way.
+    """
+    given = tuple(samples)
+    errors: list[FitError] = []
+    everything: list[HeldOut] = []
+    for way in ways:
+        if way not in WAYS:
+            raise SbpValueError(f"no way to leave samples out is {way!r}", accepted=", ".join(WAYS))
+        held_out = [entry for left in _folds(given, way) for entry in _predict(given, left, way)]
+        if held_out:
+            errors.append(FitError.of(way, held_out))
+            everything += held_out
+    return tuple(errors), tuple(everything)
+
+
+def _folds(samples: Sequence[Sample], way: str) -> Iterator[tuple[Sample, ...]]:
+    """Yield the samples to leave out together."""
+    if way == "collective":
+        for kind in dict.fromkeys(sample.kind for sample in samples):
+            yield tuple(sample for sample in samples if sample.kind == kind)
+        return
+    cases = {sample.case: [s for s in samples if s.case == sample.case] for sample in samples}
+    if way == "group":
+        yield from map(tuple, cases.values())
+        return
+    # One size of every case at once: the cases keep their own curves, so that is the same as one
+    # at a time, and needs fewer fits.
+    inner = {case: sorted({s.shared_bytes for s in of})[1:-1] for case, of in cases.items()}
+    for turn in range(max(map(len, inner.values()), default=0)):
+        yield tuple(
+            sample
+            for case, of in cases.items()
+            for sample in of
+            if turn < len(inner[case]) and sample.shared_bytes == inner[case][turn]
+        )
+
+
+def _predict(samples: Sequence[Sample], left: tuple[Sample, ...], way: str) -> Iterator[HeldOut]:
+    out = set(map(id, left))
+    kept = [sample for sample in samples if id(sample) not in out]
+    if not kept:
+        return
+    model = Calibration.of(kept)
+    for sample in left:
+        predicted_s = model.time_s(
+            sample.kind,
+            sample.group_size,
+            sample.concurrent_groups,
+            sample.shared_bytes,
+            num_nodes=sample.num_nodes,
+        )
+        if predicted_s is not None:
+            yield HeldOut(way=way, sample=sample, predicted_s=predicted_s)

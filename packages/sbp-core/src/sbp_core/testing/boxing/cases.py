@@ -1,0 +1,68 @@
+"""What the suite converts: one case is one conversion of one tensor, by a route or by one step.
+
+`families` lists the cases; `values` makes their tensors. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from sbp_core.boxing.router import route
+from sbp_core.boxing.slices import collective_bytes, transfer_bytes
+from sbp_core.boxing.step import Route, Step, StepKind
+from sbp_core.placement import Placement
+from sbp_core.sbp import NdSbp
+
+#: A tensor's place and SBP.
+State = tuple[Placement, NdSbp]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoxingCase:
+    """One conversion to try.
+
+    Args:
+        shape, dtype: Of the logical tensor.
+        source, target: (placement, nd-SBP) before and after.
+        kind: The one step that does it, if the router is not to choose.
+        axes: The mesh axes of that step.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    source: State
+    target: State
+    kind: StepKind | None = None
+    axes: tuple[int, ...] = ()
+
+    @property
+    def route(self) -> Route:
+        """What the backend has to run."""
+        if self.kind is None:
+            return route(self.shape, self.dtype, self.source, self.target)
+        return Route(
+            shape=self.shape,
+            dtype=self.dtype,
+            source=self.source,
+            target=self.target,
+            steps=(hand_made_step(self, self.kind),),
+        )
+
+    def __str__(self) -> str:
+        places = f"{self.source[0].ranks} to {self.target[0].ranks}"
+        return f"{self.dtype}{list(self.shape)}, {places}:\n{self.route}"
+
+
+def hand_made_step(case: BoxingCase, kind: StepKind) -> Step:
+    """Return the one step of a kind that takes a case from its source to its target."""
+    step = Step(
+        kind=kind,
+        shape=case.shape,
+        dtype=case.dtype,
+        source=case.source,
+        target=case.target,
+        axes=case.axes,
+        size_bytes=0,
+    )
+    count = transfer_bytes if kind is StepKind.TRANSFER else collective_bytes
+    return replace(step, size_bytes=count(step))

@@ -1,0 +1,180 @@
+"""What ranks run when something goes wrong on purpose, and what they then say. Needs torch.
+
+A job is given the backend itself, a program only its communicator.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sbp_core.boxing.router import route
+from sbp_core.boxing.step import Step
+from sbp_core.errors import BoxingError
+from sbp_core.placement import Placement
+from sbp_core.sbp import B, NdSbp, P, Sbp
+
+if TYPE_CHECKING:
+    from sbp_core.boxing.backend import BoxingBackend, Communicator
+
+#: Shape of every tensor here.
+SHAPE = (4, 2)
+
+#: What a rank that fails says.
+REASON = "loss is not a number"
+
+#: What a rank was told (nothing: the call came to its end), and the seconds until then.
+Told = tuple[str, float]
+
+
+def one_step(before: Sbp, after: Sbp, sources: list[int], targets: list[int]) -> Step:
+    """Return the only step that takes a float32 tensor from one 1-D placement to the other."""
+    source, target = Placement(sources, ("x",)), Placement(targets, ("x",))
+    (step,) = route(SHAPE, "float32", (source, NdSbp(before)), (target, NdSbp(after))).steps
+    return step
+
+
+def sum_over(*ranks: int) -> Step:
+    """Return the all-reduce among some ranks."""
+    return one_step(P, B, list(ranks), list(ranks))
+
+
+def message(sender: int, receiver: int) -> Step:
+    """Return the step that sends a whole tensor from one rank to another."""
+    return one_step(B, B, [sender], [receiver])
+
+
+def told(call: Callable[[], object]) -> Told:
+    """Return what the `BoxingError` of a call says, and when."""
+    start, said = time.monotonic(), ""
+    try:
+        call()
+    except BoxingError as error:
+        said = str(error)
+    return said, time.monotonic() - start
+
+
+def _ones(device: str) -> torch.Tensor:
+    return torch.ones(SHAPE, device=device)
+
+
+def miss_a_sum(
+    rank: int,
+    communicator: Communicator,
+    *,
+    missing: int,
+    met_before: bool,
+    deadline_s: float,
+    waits_s: float,
+    device: str,
+) -> Told:
+    """Sum over three ranks without rank `missing`; with it once before, if they `met_before`."""
+    step, values = sum_over(0, 1, 2), _ones(device)
+    if met_before:
+        communicator.collective(step, values, tag="found", deadline_s=deadline_s)
+    if rank == missing:
+        time.sleep(2 * waits_s)
+        return "", 0.0
+    return told(partial(communicator.collective, step, values, tag="lost", deadline_s=waits_s))
+
+
+def miss_a_message(rank: int, communicator: Communicator, *, waits_s: float, device: str) -> Told:
+    """Receive on rank 1 what rank 0 never sends."""
+    if rank == 0:
+        time.sleep(2 * waits_s)
+        return "", 0.0
+    return told(partial(communicator.receive, message(0, 1), None, tag="lost", deadline_s=waits_s))
+
+
+def give_wrong_shard(
+    rank: int, communicator: Communicator, *, deadline_s: float, device: str
+) -> tuple[str, bool]:
+    """Give a shard of another shape, then the right one; return what was said, if it was right."""
+    call = partial(communicator.collective, sum_over(0, 1), tag="odd", deadline_s=deadline_s)
+    said, _ = told(partial(call, _ones(device).reshape(2, 4)))
+    return said, torch.equal(call(_ones(device)), 2 * _ones(device))
+
+
+def exchange_many(
+    rank: int, communicator: Communicator, *, deadline_s: float, device: str
+) -> list[float]:
+    """Send ten messages to the other of two ranks; only then receive its ten, the last first."""
+    out, back = message(rank, 1 - rank), message(1 - rank, rank)
+    for number in range(10):
+        values = (10 * rank + number) * _ones(device)
+        communicator.send(out, values, tag=f"message {number}", deadline_s=deadline_s)
+    return [
+        communicator.receive(back, None, tag=f"message {number}", deadline_s=deadline_s)
+        .mean()
+        .item()
+        for number in reversed(range(10))
+    ]
+
+
+def send_and_go(rank: int, communicator: Communicator, *, deadline_s: float, device: str) -> float:
+    """Send to rank 1 and be done long before it receives."""
+    if rank == 0:
+        communicator.send(message(0, 1), _ones(device), tag="last words", deadline_s=deadline_s)
+        return 0.0
+    time.sleep(0.5)
+    received = communicator.receive(message(0, 1), None, tag="last words", deadline_s=deadline_s)
+    return received.sum().item()
+
+
+def fail_while_waiting(
+    rank: int, backend: BoxingBackend, *, met_before: bool, deadline_s: float, device: str
+) -> Told:
+    """Wait on two ranks for different things that never come, while rank 0 fails."""
+    communicator = backend.communicator(rank)
+    if met_before:
+        communicator.collective(sum_over(0, 1), _ones(device), tag="met", deadline_s=deadline_s)
+    if rank == 1:
+        return told(
+            partial(
+                communicator.receive, message(0, 1), None, tag="elsewhere", deadline_s=deadline_s
+            )
+        )
+    timer = threading.Timer(0.3, backend.fail, (ArithmeticError(REASON),))
+    timer.start()
+    answer = told(
+        partial(
+            communicator.collective,
+            sum_over(0, 1),
+            _ones(device),
+            tag="here",
+            deadline_s=deadline_s,
+        )
+    )
+    timer.join()
+    return answer
+
+
+def use_after_the_end(
+    rank: int, backend: BoxingBackend, *, deadline_s: float, device: str
+) -> list[Any]:
+    """Sum, close the backend twice, and try to go on in three ways."""
+    communicator = backend.communicator(rank)
+    communicator.collective(sum_over(0, 1), _ones(device), tag="good", deadline_s=deadline_s)
+    # Whoever is first may close what the others still use, if they share it.
+    time.sleep(0.2)
+    backend.close()
+    backend.close()
+    there, back = message(rank, 1 - rank), message(1 - rank, rank)
+    return [
+        told(partial(call, tag="late", deadline_s=deadline_s))
+        for call in (
+            partial(communicator.collective, sum_over(0, 1), _ones(device)),
+            partial(communicator.send, there, _ones(device)),
+            partial(communicator.receive, back, None),
+        )
+    ]
+
+
+def ask_for_others(rank: int, backend: BoxingBackend) -> Told:
+    """Ask for the communicator of a rank that does not exist."""
+    return told(partial(backend.communicator, 1000 + rank))

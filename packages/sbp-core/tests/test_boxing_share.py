@@ -1,0 +1,126 @@
+"""Large collectives among threads: each rank's share, together what one rank alone would make."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from sbp_core.boxing.arena import Arena
+from sbp_core.boxing.execute import apply_step, shard
+from sbp_core.boxing.router import route
+from sbp_core.boxing.share import Shares, reduce_in_blocks, share_out
+from sbp_core.boxing.step import Step
+from sbp_core.errors import BoxingError
+from sbp_core.placement import Placement
+from sbp_core.sbp import NdSbp
+
+EVEN, UNEVEN = (512, 768), (509, 771)
+
+
+def one_step(source: str, target: str, shape: tuple[int, ...], num_ranks: int = 3) -> Step:
+    mesh = Placement.grid((num_ranks,), ("x",))
+    before, after = (mesh, NdSbp.parse(source)), (mesh, NdSbp.parse(target))
+    (step,) = route(shape, "float32", before, after).steps
+    return step
+
+
+def random_shards(step: Step) -> dict[int, torch.Tensor]:
+    parts = shard(torch.zeros(step.shape), *step.source)
+    torch.manual_seed(0)
+    return {rank: torch.randn(part.shape) for rank, part in parts.items()}
+
+
+def finish(shares: Shares, ranks: int) -> dict[int, torch.Tensor]:
+    with ThreadPoolExecutor(ranks) as threads:
+        list(threads.map(shares.do, range(ranks)))
+    return shares.results
+
+
+@pytest.mark.parametrize("shape", [EVEN, UNEVEN])
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [("P", "B"), ("P(max)", "B"), ("P", "S(0)"), ("P(min)", "S(1)"), ("S(0)", "B"), ("S(1)", "B"),
+     ("S(0)", "S(1)"), ("S(1)", "S(0)")],
+)  # fmt: skip
+def test_shares_make_bit_for_bit_what_one_rank_makes(
+    source: str, target: str, shape: tuple[int, ...]
+) -> None:
+    step = one_step(source, target, shape)
+    shards = random_shards(step)
+    kept = {rank: part.clone() for rank, part in shards.items()}
+
+    shares = share_out(step, (0, 1, 2), shards, [], Arena())
+
+    assert not shares.are_done
+    made, expected = finish(shares, 3), apply_step(step, kept)
+    for rank in range(3):
+        assert torch.equal(made[rank], expected[rank])
+        assert made[rank].is_contiguous()
+        assert torch.equal(shards[rank], kept[rank])
+
+
+def test_small_tensors_are_done_at_once() -> None:
+    step = one_step("P", "B", (4, 6))
+    shards = random_shards(step)
+
+    shares = share_out(step, (0, 1, 2), shards, [], Arena())
+
+    assert shares.are_done
+    assert torch.equal(shares.results[2], shards[0] + shards[1] + shards[2])
+
+
+@pytest.mark.parametrize("donor", [0, 1, 2])
+def test_a_donated_shard_becomes_the_sum_of_all_and_no_other_is_touched(donor: int) -> None:
+    step = one_step("P", "B", UNEVEN)
+    shards = random_shards(step)
+    kept = {rank: part.clone() for rank, part in shards.items()}
+
+    made = finish(share_out(step, (0, 1, 2), shards, [donor], Arena()), 3)
+
+    assert all(part is shards[donor] for part in made.values())
+    assert torch.equal(made[0], (kept[0] + kept[1]) + kept[2])
+    assert all(torch.equal(shards[rank], kept[rank]) for rank in range(3) if rank != donor)
+
+
+def test_a_donated_shard_with_gaps_is_left_alone() -> None:
+    step = one_step("P", "B", EVEN, 2)
+    wide = torch.randn(512, 1536)
+    shards = {0: wide[:, ::2], 1: torch.randn(EVEN)}
+    expected = shards[0] + shards[1]
+
+    made = finish(share_out(step, (0, 1), shards, [0], Arena()), 2)
+
+    assert torch.equal(made[1], expected)
+    assert not torch.equal(shards[0], expected)
+
+
+def test_a_shard_of_the_wrong_dtype_is_refused() -> None:
+    step = one_step("P", "B", EVEN)
+    shards = random_shards(step)
+    shards[1] = shards[1].double()
+
+    with pytest.raises(BoxingError, match=r"rank 1 gives a shard of shape .* torch.float64"):
+        share_out(step, (0, 1, 2), shards, [], Arena())
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (1, 1), (70_000, 3), (2, 3, 50_001)])
+def test_blocks_of_any_shape_are_reduced_in_order(shape: tuple[int, ...]) -> None:
+    parts = [torch.randn(*shape, 2)[..., index % 2] for index in range(4)]
+    expected = ((parts[0] + parts[1]) + parts[2]) + parts[3]
+    result = torch.empty(shape)
+
+    reduce_in_blocks(parts, "sum", result)
+
+    assert torch.equal(result, expected)
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_the_result_may_be_made_in_any_part(which: int) -> None:
+    parts = [torch.randn(100_000) for _ in range(3)]
+    expected = (parts[0] + parts[1]) + parts[2]
+
+    reduce_in_blocks(parts, "sum", parts[which])
+
+    assert torch.equal(parts[which], expected)

@@ -1,0 +1,386 @@
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from sbp_core.boxing.backend import BoxingBackend
+from sbp_core.boxing.keeper import end_processes, is_stopped
+from sbp_core.boxing.local import LocalBackend
+from sbp_core.boxing.start import Start
+from sbp_core.boxing.supervise import Line, supervise
+from sbp_core.errors import RunError, SbpValueError
+
+#: Seconds that a program sleeps which is to be ended.
+_LONG_S = 600
+
+
+def python(text: str, rank: int = 0, **environment: str) -> Start:
+    command = (sys.executable, "-c", textwrap.dedent(text))
+    return Start(command=command, ranks=(rank,), environment=environment)
+
+
+def sleeper(rank: int = 1) -> Start:
+    return python(f"import time; time.sleep({_LONG_S})", rank)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def wait_for(done, limit_s: float = 30.0) -> None:
+    end = time.monotonic() + limit_s
+    while not done():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.01)
+
+
+class Heard:
+    """What the processes wrote; calls `react` with each line."""
+
+    def __init__(self, react=lambda line: None) -> None:
+        self.lines: list[Line] = []
+        self._react = react
+
+    def __call__(self, line: Line) -> None:
+        self.lines.append(line)
+        self._react(line)
+
+    @property
+    def texts(self) -> list[str]:
+        return [line.text for line in self.lines]
+
+
+def test_a_run_whose_processes_end_well_has_status_0_and_no_error():
+    heard = Heard()
+
+    ended = supervise([python(f"print('from {n}')", n) for n in range(3)], on_line=heard)
+
+    assert ended.exit_status == 0
+    assert ended.error() is None
+    assert sorted(map(str, heard.lines)) == [f"rank {n} | from {n}" for n in range(3)]
+
+
+def test_lines_of_a_process_keep_their_order_and_none_is_lost():
+    heard = Heard()
+    program = "import sys\nfor i in range(2000): print(i, file=(sys.stdout, sys.stderr)[i % 2])"
+
+    supervise([python(program)], on_line=heard)
+
+    assert heard.texts == [str(i) for i in range(2000)]
+
+
+def test_lines_come_while_the_process_runs():
+    came: list[float] = []
+    program = "import time; print('now'); time.sleep(1)"
+
+    began = time.monotonic()
+    heard = Heard(lambda line: came.append(time.monotonic() - began))
+    supervise([python(program)], on_line=heard)
+
+    assert time.monotonic() - began - came[0] > 0.5
+
+
+def test_what_is_no_utf_8_and_has_no_line_end_is_passed_on():
+    heard = Heard()
+
+    supervise([python(r"import sys; sys.stdout.buffer.write(b'a\xff\nb')")], on_line=heard)
+
+    assert heard.texts == ["a�", "b"]
+
+
+def test_lines_are_written_to_standard_output_by_default(capsys):
+    supervise([python("print('hello')", 4)])
+
+    assert capsys.readouterr().out == "rank 4 | hello\n"
+
+
+def test_a_line_of_a_launcher_has_no_prefix():
+    start = Start(command=("mpiexec",), ranks=(0, 1))
+
+    assert str(Line(start=start, text="hello")) == "hello"
+
+
+def test_an_exit_code_is_reported_with_the_rank_its_host_and_its_last_lines():
+    heard = Heard()
+    failing = python("import sys; print('so it is'); sys.exit(3)", 1)
+
+    ended = supervise([sleeper(0), failing], grace_s=0.1, on_line=heard)
+
+    assert ended.exit_status == 3
+    assert ended.first is not None
+    assert ended.first.start.ranks == (1,)
+    text = str(ended)
+    assert text.startswith("rank 1 ended with exit code 3")
+    assert "rank 0 was still running" in text
+    assert f"process {ended.first.pid}" in text
+    assert "so it is" in text
+    assert "to mend it: " in text
+
+
+def test_an_uncaught_exception_shows_its_traceback_and_pickles():
+    ended = supervise([python("raise ValueError('no such luck')", 2)], on_line=Heard())
+
+    error = pickle.loads(pickle.dumps(ended.error()))
+
+    assert isinstance(error, RunError)
+    assert "ValueError: no such luck" in str(error)
+    assert ended.exit_status == 1
+
+
+def test_last_lines_that_were_seen_need_not_be_quoted():
+    ended = supervise([python("print('seen'); exit(1)")], on_line=Heard())
+
+    assert "seen" in str(ended.error())
+    assert "seen" not in str(ended.error(quote=False))
+
+
+def test_the_others_have_the_grace_to_say_why_they_end():
+    heard = Heard()
+    other = python("import time; time.sleep(1); print('rank 1 is gone'); exit(4)", 0)
+
+    ended = supervise([other, python("exit(3)", 1)], grace_s=30, on_line=heard)
+
+    assert heard.texts == ["rank 1 is gone"]
+    assert [end.code for end in ended.ends] == [3, 4]
+    assert ended.exit_status == 3
+    assert "then rank 0 ended with exit code 4" in str(ended)
+
+
+def test_a_killed_process_is_named_with_its_signal_and_the_others_are_ended():
+    pids: list[int] = []
+
+    def react(line: Line) -> None:
+        pids.append(int(line.text))
+        if len(pids) == 2:
+            os.kill(int(line.text), signal.SIGKILL)
+
+    program = f"import os, time; print(os.getpid()); time.sleep({_LONG_S})"
+    ended = supervise([python(program, n) for n in range(2)], grace_s=0.1, on_line=Heard(react))
+
+    assert ended.exit_status == 128 + signal.SIGKILL
+    assert ended.first is not None
+    assert ended.first.pid == pids[1]
+    assert "was ended by SIGKILL" in str(ended)
+    assert not any(map(is_alive, pids))
+
+
+def test_a_crash_points_to_the_fault_handler():
+    program = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
+
+    ended = supervise([python(program)], on_line=Heard())
+
+    assert ended.exit_status == 128 + signal.SIGSEGV
+    assert "PYTHONFAULTHANDLER" in str(ended)
+
+
+def test_a_stopped_process_is_ended_at_the_timeout_and_said_to_have_been_stopped():
+    pids: list[int] = []
+
+    def react(line: Line) -> None:
+        pids.append(int(line.text))
+        os.kill(int(line.text), signal.SIGSTOP)
+
+    program = f"import os, time; print(os.getpid()); time.sleep({_LONG_S})"
+    ended = supervise([python(program)], timeout_s=2, on_line=Heard(react))
+
+    assert ended.exit_status == 124
+    assert "took longer than 2 s: rank 0 had been stopped by a signal" in str(ended)
+    assert not is_alive(pids[0])
+
+
+def test_a_flood_of_lines_does_not_outlive_the_timeout():
+    ended = supervise([python("while True: print(1)")], timeout_s=1, on_line=Heard())
+
+    assert ended.exit_status == 124
+
+
+def test_a_process_that_ignores_sigterm_is_killed():
+    pids: list[int] = []
+    program = f"""
+        import os, signal, time
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        print(os.getpid())
+        time.sleep({_LONG_S})
+    """
+
+    supervise(
+        [python(program)], timeout_s=2, on_line=Heard(lambda said: pids.append(int(said.text)))
+    )
+
+    assert not is_alive(pids[0])
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_process_hears_that_it_is_ended_and_its_last_words_are_passed_on(stopped):
+    def react(line: Line) -> None:
+        if stopped and line.text.isdecimal():
+            os.kill(int(line.text), signal.SIGSTOP)
+
+    heard = Heard(react)
+    program = f"""
+        import os, signal, sys, time
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit("farewell"))
+        print(os.getpid())
+        time.sleep({_LONG_S})
+    """
+
+    supervise([python(program)], timeout_s=2, on_line=heard)
+
+    assert heard.texts[-1] == "farewell"
+
+
+_PARENT = f"""
+    import os, subprocess, sys, time
+    child = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep({_LONG_S})"],
+        start_new_session=bool(int(os.environ["APART"])),
+    )
+    print(child.pid)
+    if os.environ["AFTER"] == "fail": sys.exit(1)
+    if os.environ["AFTER"] == "wait": child.wait()
+"""
+
+
+@pytest.mark.parametrize("apart", ["0", "1"], ids=["same group", "session of its own"])
+@pytest.mark.parametrize("after", ["end", "fail", "wait"])
+def test_what_a_process_has_started_ends_with_the_run(after, apart):
+    heard = Heard()
+
+    supervise(
+        [python(_PARENT, APART=apart, AFTER=after)],
+        timeout_s=2 if after == "wait" else None,
+        grace_s=0.1,
+        on_line=heard,
+    )
+
+    assert not is_alive(int(heard.texts[0]))
+
+
+_RANK = f"""
+    import os, subprocess, sys, time
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep({_LONG_S})"])
+    try:
+        print(os.getpid(), child.pid)
+        time.sleep({_LONG_S})
+    except KeyboardInterrupt:
+        print("saved")
+"""
+
+_SUPERVISOR = """
+    import sys
+    from sbp_core.boxing.start import Start
+    from sbp_core.boxing.supervise import supervise
+    supervise([Start(command=(sys.executable, "-c", sys.argv[1]), ranks=(n,)) for n in range(2)])
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGKILL])
+def test_nothing_is_left_when_the_supervisor_is_ended(number):
+    command = [sys.executable, "-c", textwrap.dedent(_SUPERVISOR), textwrap.dedent(_RANK)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, stderr=subprocess.PIPE) as it:
+        said = [it.stdout.readline() for _ in range(2)]
+        pids = [int(word) for line in said for word in line.partition("|")[2].split()]
+
+        it.send_signal(number)
+        rest, errors = it.communicate(timeout=60)
+
+    wait_for(lambda: not any(map(is_alive, pids)))
+    assert len(pids) == 4
+    assert rest.count("saved") == (2 if number == signal.SIGINT else 0)
+    assert ("KeyboardInterrupt" in errors) == (number == signal.SIGINT)
+    expected = {signal.SIGTERM: 143, signal.SIGHUP: 129}
+    assert it.returncode == expected.get(number, -number)
+
+
+def test_an_error_of_the_caller_ends_all_processes():
+    pids: list[int] = []
+
+    def react(line: Line) -> None:
+        pids.append(int(line.text))
+        raise LookupError("not what was expected")
+
+    program = f"import os, time; print(os.getpid()); print(0); time.sleep({_LONG_S})"
+    with pytest.raises(LookupError):
+        supervise([python(program)], on_line=react)
+
+    assert len(pids) == 1
+    assert not is_alive(pids[0])
+
+
+def test_a_program_that_cannot_be_started_is_an_error_and_ends_the_others():
+    heard = Heard()
+
+    with pytest.raises(RunError, match="rank 1 cannot be started") as caught:
+        supervise([sleeper(0), Start(command=("no-such-program",), ranks=(1,))], on_line=heard)
+
+    assert "no-such-program" in str(caught.value)
+
+
+def test_a_start_sets_its_variables_and_leaves_set_ones_that_are_only_defaults(monkeypatch):
+    monkeypatch.setenv("FIRST", "outer")
+    monkeypatch.setenv("SECOND", "outer")
+    heard = Heard()
+    start = Start(
+        command=(sys.executable, "-c", "import os; print([os.environ[n] for n in ('FIRST', "
+                 "'SECOND', 'THIRD')])"),
+        ranks=(0,),
+        environment={"FIRST": "own"},
+        defaults={"SECOND": "default", "THIRD": "default"},
+    )  # fmt: skip
+
+    supervise([start], on_line=heard)
+
+    assert heard.texts == ["['own', 'outer', 'default']"]
+
+
+def test_handlers_of_signals_are_as_before_after_a_run():
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)]
+
+    supervise([python("pass")])
+
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)] == before
+
+
+def test_processes_of_another_mark_are_left_alone():
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        end_processes([], "SBP_NOT_THIS_ONE", 0.0)
+
+        assert is_alive(other.pid)
+        other.kill()
+
+
+def test_a_process_that_does_not_exist_is_not_stopped():
+    assert not is_stopped(2**22 + 1)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "name"), [((3,), "rank 3"), ((0, 1, 2), "ranks 0-2"), ((1, 4), "ranks 1, 4")]
+)
+def test_a_start_is_called_by_its_ranks(ranks, name):
+    assert Start(command=("program",), ranks=ranks).name == name
+
+
+def test_a_start_needs_a_command_and_ranks():
+    with pytest.raises(SbpValueError):
+        Start(command=(), ranks=(0,))
+    with pytest.raises(SbpValueError):
+        Start(command=("program",), ranks=())
+
+
+def test_a_backend_whose_ranks_are_threads_starts_one_process():
+    backend: BoxingBackend = LocalBackend()
+
+    (start,) = backend.starts(3, ["program", "argument"])
+
+    assert start.command == ("program", "argument")
+    assert start.ranks == (0, 1, 2)

@@ -1,0 +1,124 @@
+"""Cluster files: written, read back, and refused with a reason."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sbp_core.calibration import Sample, calibrate
+from sbp_core.cluster_file import cluster_from_json, cluster_to_json
+from sbp_core.errors import ConfigError, SbpValueError
+from sbp_core.placement import Cluster, Device, Link
+
+
+def measured() -> Cluster:
+    samples = [
+        Sample(
+            backend="torch",
+            kind=kind,
+            group_size=2,
+            shared_bytes=2**power,
+            times_s=(1e-5 + 1e-9 * 2**power, 2e-5 + 1e-9 * 2**power),
+        )
+        for kind in ("all-reduce", "all-gather")
+        for power in range(10, 16)
+    ]
+    return Cluster(
+        name="desk",
+        num_devices=2,
+        devices_per_node=2,
+        device=Device(
+            memory_bytes=10, flop_per_s={"float32": 1e9}, memory_bytes_per_s=1e9, launch_s=1e-6
+        ),
+        intra_node=Link(latency_s=1e-6, bytes_per_s=1e9),
+        intra_node_shared=True,
+        inter_node_shared=False,
+        calibrations={"torch": calibrate(samples)},
+        backend="torch",
+        machine={"processor": "two cores"},
+    )
+
+
+def test_a_cluster_survives_its_file(tmp_path: Path) -> None:
+    cluster, path = measured(), tmp_path / "desk.json"
+
+    cluster.save(path)
+
+    assert Cluster.load(path) == cluster
+
+
+def test_a_file_has_one_line_a_sample(tmp_path: Path) -> None:
+    path = tmp_path / "desk.json"
+
+    measured().save(path)
+
+    lines = path.read_text("utf-8").splitlines()
+    assert sum("times_s" in line for line in lines) == 12
+    assert lines[1:3] == ['  "format": "sbp-cluster",', '  "version": 1,']
+
+
+def broken(change: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
+    value: dict[str, Any] = json.loads(json.dumps(cluster_to_json(measured())))
+    change(value)
+    return value
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda value: value.pop("format"), "no cluster file"),
+        (lambda value: value.update(version=2), "version 2"),
+        (lambda value: value.pop("device"), "'device'"),
+        (lambda value: value["device"].update(memory_bytes=0), "positive memory"),
+        (lambda value: value["device"].update(colour="red"), "colour"),
+        (lambda value: value.update(num_devices="many"), "broken"),
+        (lambda value: value["intra_node"].update(bytes_per_s=-1), "bandwidth"),
+        (lambda value: value["calibrations"]["torch"].pop("curves"), "'curves'"),
+        (
+            lambda value: value["calibrations"]["torch"]["samples"][0].update(kind="gossip"),
+            "gossip",
+        ),
+        (lambda value: value["calibrations"].update(mpi=value["calibrations"]["torch"]), "mpi"),
+        (lambda value: value.update(calibrations=[]), "broken"),
+    ],
+)
+def test_a_file_that_cannot_be_meant_is_refused_with_the_reason_and_the_place(
+    change: Callable[[dict[str, Any]], Any], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says) as caught:
+        cluster_from_json(broken(change), where="desk.json")
+
+    assert caught.value.where[0] == "desk.json"
+
+
+def test_a_file_that_is_no_json_or_not_there_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "desk.json"
+
+    with pytest.raises(ConfigError, match="cannot be read") as absent:
+        Cluster.load(path)
+    path.write_text("{", encoding="utf-8")
+    with pytest.raises(ConfigError, match="no JSON") as cut_off:
+        Cluster.load(path)
+
+    assert absent.value.where == cut_off.value.where == (str(path),)
+
+
+def test_the_only_calibration_prices_unless_another_backend_is_meant() -> None:
+    cluster = measured()
+    fields = {field: getattr(cluster, field) for field in cluster.__dataclass_fields__}
+
+    assert Cluster(**(fields | {"backend": ""})).calibration is cluster.calibrations["torch"]
+    assert Cluster(**(fields | {"backend": "mpi"})).calibration is None
+    assert Cluster(**(fields | {"calibrations": {}})).calibration is None
+
+
+def test_a_calibration_under_another_name_is_refused() -> None:
+    cluster = measured()
+    fields = {field: getattr(cluster, field) for field in cluster.__dataclass_fields__}
+
+    with pytest.raises(SbpValueError, match="by the name of their backend"):
+        Cluster(**(fields | {"calibrations": {"mpi": cluster.calibrations["torch"]}}))
