@@ -22,7 +22,7 @@ import time
 from itertools import permutations
 
 from sbp_core.boxing import Step, StepKind, route, router, tables
-from sbp_core.boxing.problem import pose
+from sbp_core.boxing.routing.problem import pose
 from sbp_core.boxing.slices import collective_bytes, is_realisable
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, Broadcast, NdSbp, P, Partial, Sbp, all_nd_sbps

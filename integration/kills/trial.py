@@ -22,8 +22,8 @@ from typing import Any
 from uuid import uuid4
 
 from sbp_core.boxing import BoxingBackend
-from sbp_core.boxing.start import Start, thread_share
-from sbp_core.boxing.supervise import Line, supervise
+from sbp_core.boxing.supervision.start import Start, thread_share
+from sbp_core.boxing.supervision.supervise import Line, supervise
 from sbp_core.plugins import discover
 
 PROGRAM = Path(__file__).with_name("program.py")

@@ -11,7 +11,7 @@ from sbp_boxing_nccl.nccl.board import StoreNoteBoard
 from sbp_boxing_nccl.nccl.bootstrap import Bootstrap, release
 from sbp_boxing_nccl.nccl.group import launch
 from sbp_boxing_nccl.nccl.library import load_device
-from sbp_core.boxing.call import Call
+from sbp_core.boxing.processes.call import Call
 from sbp_core.boxing.step import Step, StepKind
 from sbp_core.errors import BoxingError
 from sbp_core.placement import Placement

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from sbp_boxing_torch import clerk
 from sbp_boxing_torch.board import StoreBoard
-from sbp_core.boxing.board import BoardSilentError
+from sbp_core.boxing.processes.board import BoardSilentError
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import torch
 from rank_pool import RankPool
 
 from sbp_boxing_torch.backend import TorchBackend
-from sbp_core.boxing.agree import agree
-from sbp_core.boxing.fingerprint import FingerprintedCommunicator
+from sbp_core.boxing.processes.agree import agree
+from sbp_core.boxing.processes.fingerprint import FingerprintedCommunicator
 from sbp_core.boxing.router import route
 from sbp_core.boxing.step import Step
 from sbp_core.errors import BoxingError

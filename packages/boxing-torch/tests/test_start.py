@@ -5,7 +5,7 @@ import pytest
 from sbp_boxing_torch.backend import TorchBackend
 from sbp_boxing_torch.configs import TorchBoxingConfig
 from sbp_boxing_torch.start import free_port, processes
-from sbp_core.boxing.supervise import Line, supervise
+from sbp_core.boxing.supervision.supervise import Line, supervise
 from sbp_core.errors import ConfigError
 
 _PROGRAM = """

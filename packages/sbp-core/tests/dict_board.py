@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from sbp_core.boxing.board import Board, BoardLostError, BoardSilentError
-from sbp_core.boxing.members import Member
+from sbp_core.boxing.processes.board import Board, BoardLostError, BoardSilentError
+from sbp_core.boxing.processes.members import Member
 
 
 class DictBoard(Board):

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from dict_board import boards_of, elsewhere, lost
 
-from sbp_core.boxing.board import BoardSilentError
-from sbp_core.boxing.members import Member
+from sbp_core.boxing.processes.board import BoardSilentError
+from sbp_core.boxing.processes.members import Member
 
 
 def test_all_have_enlisted_once_each_has() -> None:

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from sbp_core.boxing import Step, route
-from sbp_core.boxing.call import Call, group_name, tag_number, wait_until
+from sbp_core.boxing.processes.call import Call, group_name, tag_number, wait_until
 from sbp_core.errors import BoxingError
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, P

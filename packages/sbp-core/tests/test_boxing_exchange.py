@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from sbp_core.boxing import Step, StepKind, route
-from sbp_core.boxing.call import Call
-from sbp_core.boxing.connections import Connections
-from sbp_core.boxing.exchange import ExchangeCommunicator
 from sbp_core.boxing.execute import apply_step, shard
-from sbp_core.boxing.process import ProcessBackend
+from sbp_core.boxing.processes.call import Call
+from sbp_core.boxing.processes.connections import Connections
+from sbp_core.boxing.processes.exchange import ExchangeCommunicator
+from sbp_core.boxing.processes.process import ProcessBackend
 from sbp_core.errors import BoxingError
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from sbp_core.boxing.call import Call
-from sbp_core.boxing.connections import Connections
-from sbp_core.boxing.exchange import ExchangeCommunicator
 from sbp_core.boxing.execute import reduce_in_order, reduction_of
+from sbp_core.boxing.processes.call import Call
+from sbp_core.boxing.processes.connections import Connections
+from sbp_core.boxing.processes.exchange import ExchangeCommunicator
 from sbp_core.boxing.slices import sent_bytes
 from sbp_core.boxing.step import StepKind
 from sbp_core.testing.boxing import BoxingConformance, Program

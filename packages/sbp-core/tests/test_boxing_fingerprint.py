@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from sbp_core.boxing.agree import agree, gather_texts
 from sbp_core.boxing.backend import BoxingBackend, Communicator
-from sbp_core.boxing.fingerprint import Fingerprinted
 from sbp_core.boxing.local import LocalBackend
+from sbp_core.boxing.processes.agree import agree, gather_texts
+from sbp_core.boxing.processes.fingerprint import Fingerprinted
 from sbp_core.boxing.router import route
 from sbp_core.boxing.slices import sent_bytes
 from sbp_core.boxing.step import Step

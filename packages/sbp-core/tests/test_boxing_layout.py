@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from sbp_core.boxing.layout import (
+from sbp_core.boxing.routing.layout import (
     BROADCAST,
     MAX,
     MIN,

@@ -14,8 +14,8 @@ import pytest
 from dict_board import elsewhere
 
 from sbp_core.boxing import members
-from sbp_core.boxing.call import wait_until
-from sbp_core.boxing.members import Member, State, state_of
+from sbp_core.boxing.processes.call import wait_until
+from sbp_core.boxing.processes.members import Member, State, state_of
 
 ME = Member.of_this_process(0)
 

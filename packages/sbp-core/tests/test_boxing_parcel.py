@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sbp_core.boxing.execute import apply_step, combine, shard
-from sbp_core.boxing.manifest import manifest
-from sbp_core.boxing.parcel import Parcels, num_elements, pack, unpack
+from sbp_core.boxing.processes.manifest import manifest
+from sbp_core.boxing.processes.parcel import Parcels, num_elements, pack, unpack
 from sbp_core.boxing.router import route
 from sbp_core.boxing.slices import collective_pieces, is_realisable, transfer_pieces
 from sbp_core.boxing.step import Step, StepKind

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from dict_board import DictBoard, boards_of
 
-from sbp_core.boxing.connections import Connections
-from sbp_core.boxing.process import ProcessBackend
+from sbp_core.boxing.processes.connections import Connections
+from sbp_core.boxing.processes.process import ProcessBackend
 
 
 class Ends:

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from sbp_core.boxing.layout import Ints
-from sbp_core.boxing.search import shortest_path
+from sbp_core.boxing.routing.layout import Ints
+from sbp_core.boxing.routing.search import shortest_path
+from sbp_core.boxing.routing.table import KINDS, NEVER
+from sbp_core.boxing.routing.tables import Block
 from sbp_core.boxing.step import StepKind
-from sbp_core.boxing.table import KINDS, NEVER
-from sbp_core.boxing.tables import Block
 
 GATHER, TRANSFER, LOCAL = StepKind.ALL_GATHER, StepKind.TRANSFER, StepKind.LOCAL
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from sbp_core.boxing.backend import BoxingBackend
-from sbp_core.boxing.keeper import end_processes, is_stopped
 from sbp_core.boxing.local import LocalBackend
-from sbp_core.boxing.start import Start
-from sbp_core.boxing.supervise import Line, supervise
+from sbp_core.boxing.supervision.keeper import end_processes, is_stopped
+from sbp_core.boxing.supervision.start import Start
+from sbp_core.boxing.supervision.supervise import Line, supervise
 from sbp_core.errors import RunError, SbpValueError
 
 #: Seconds that a program sleeps which is to be ended.
@@ -278,8 +278,8 @@ _RANK = f"""
 
 _SUPERVISOR = """
     import sys
-    from sbp_core.boxing.start import Start
-    from sbp_core.boxing.supervise import supervise
+    from sbp_core.boxing.supervision.start import Start
+    from sbp_core.boxing.supervision.supervise import supervise
     supervise([Start(command=(sys.executable, "-c", sys.argv[1]), ranks=(n,)) for n in range(2)])
 """
 

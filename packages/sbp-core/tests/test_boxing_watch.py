@@ -12,12 +12,12 @@ from dict_board import DictBoard, boards_of, elsewhere, lost
 
 from sbp_core.boxing import connections as connections_module
 from sbp_core.boxing import watch as watch_module
-from sbp_core.boxing.call import Call
-from sbp_core.boxing.connections import Connections
-from sbp_core.boxing.members import Member
+from sbp_core.boxing.processes.call import Call
+from sbp_core.boxing.processes.connections import Connections
+from sbp_core.boxing.processes.members import Member
+from sbp_core.boxing.processes.watch import Calls, Watch, awaited
 from sbp_core.boxing.router import route
 from sbp_core.boxing.step import Step
-from sbp_core.boxing.watch import Calls, Watch, awaited
 from sbp_core.errors import BoxingError
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, P, Sbp

@@ -16,8 +16,8 @@ class ActorConfig:
         first_deadline_s: Seconds that an actor may wait for others in the first step, > 0.
         deadline_s: The same for every later step.
         debug_fingerprints: Whether ranks compare what they are about to do before every boxing step
-            (`sbp_core.boxing.fingerprint`): names both sides of a mismatch, and costs a small
-            exchange a step.
+            (`sbp_core.boxing.processes.fingerprint`): names both sides of a mismatch, and costs a
+            small exchange a step.
     """
 
     threads_per_rank: int = 1

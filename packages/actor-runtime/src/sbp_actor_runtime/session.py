@@ -18,9 +18,9 @@ from torch import Tensor
 from sbp_actor_runtime.configs import ActorConfig
 from sbp_actor_runtime.message import Message, StepOrder, ThreadId, WorkerReport
 from sbp_actor_runtime.worker import Worker
-from sbp_core.boxing.agree import agree
 from sbp_core.boxing.backend import BoxingBackend
-from sbp_core.boxing.fingerprint import Fingerprinted
+from sbp_core.boxing.processes.agree import agree
+from sbp_core.boxing.processes.fingerprint import Fingerprinted
 from sbp_core.compile.physical import PhysicalPlan
 from sbp_core.errors import BoxingError, RunError
 from sbp_core.runtime.contract import Number, Runtime, Session, StepResult

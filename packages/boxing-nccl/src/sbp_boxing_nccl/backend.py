@@ -1,7 +1,7 @@
 """The backend `mpi`: one rank in each process, over MPI.
 
 The connections are `connections`, the steps `communicator`; the life of both is
-`sbp_core.boxing.process`.
+`sbp_core.boxing.processes.process`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from sbp_boxing_nccl.connections import MpiConnections
 from sbp_boxing_nccl.exit import Exit
 from sbp_boxing_nccl.library import load_mpi
 from sbp_boxing_nccl.start import processes
-from sbp_core.boxing.process import ProcessBackend
-from sbp_core.boxing.start import Start
+from sbp_core.boxing.processes.process import ProcessBackend
+from sbp_core.boxing.supervision.start import Start
 from sbp_core.errors import BoxingError
 
 

@@ -1,6 +1,7 @@
 """The ends of all steps of one rank: its collectives, how long to wait, what to say if not.
 
-What goes where is `sbp_core.boxing.exchange`; how is `group`; how it breaks is `connections`.
+What goes where is `sbp_core.boxing.processes.exchange`; how is `group`; how it breaks is
+`connections`.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ import torch
 
 from sbp_boxing_nccl.connections import MpiConnections
 from sbp_boxing_nccl.group import Group, Work, split
-from sbp_core.boxing.call import Call, group_name, tag_number
-from sbp_core.boxing.exchange import ExchangeCommunicator
 from sbp_core.boxing.execute import reduction_of
-from sbp_core.boxing.manifest import manifest
-from sbp_core.boxing.parcel import Parcels, pack
+from sbp_core.boxing.processes.call import Call, group_name, tag_number
+from sbp_core.boxing.processes.exchange import ExchangeCommunicator
+from sbp_core.boxing.processes.manifest import manifest
+from sbp_core.boxing.processes.parcel import Parcels, pack
 from sbp_core.boxing.step import StepKind
 
 #: Seconds after which a rank that waits in a collective tells the others that it is there.

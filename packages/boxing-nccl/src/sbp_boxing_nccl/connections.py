@@ -1,7 +1,8 @@
 """The connections of one process: groups of ranks, messages on their way, and how it all breaks.
 
 Groups of ranks are connected when a step first needs them. A call that fails breaks everything
-here (`sbp_core.boxing.connections`), and by a note on the board whatever waits on other ranks.
+here (`sbp_core.boxing.processes.connections`), and by a note on the board whatever waits on other
+ranks.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import torch
 from sbp_boxing_nccl.board import MpiBoard
 from sbp_boxing_nccl.group import Group, Work
 from sbp_boxing_nccl.outbox import Message, Outbox
-from sbp_core.boxing.call import Call, group_name
-from sbp_core.boxing.connections import Connections
+from sbp_core.boxing.processes.call import Call, group_name
+from sbp_core.boxing.processes.connections import Connections
 from sbp_core.errors import BoxingError
 
 _log = logging.getLogger(__name__)

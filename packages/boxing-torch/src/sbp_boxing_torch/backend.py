@@ -1,7 +1,7 @@
 """The backend `torch`: one rank in each process, over torch.distributed.
 
 The connections are `connections`, the steps `communicator`; the life of both is
-`sbp_core.boxing.process`.
+`sbp_core.boxing.processes.process`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from sbp_boxing_torch.configs import TorchBoxingConfig
 from sbp_boxing_torch.connections import TorchConnections
 from sbp_boxing_torch.rendezvous import World, meet
 from sbp_boxing_torch.start import processes
-from sbp_core.boxing.process import ProcessBackend
-from sbp_core.boxing.start import Start
+from sbp_core.boxing.processes.process import ProcessBackend
+from sbp_core.boxing.supervision.start import Start
 from sbp_core.errors import BoxingError
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from sbp_boxing_torch._torch_compat import Store
 from sbp_boxing_torch.clerk import Clerk
-from sbp_core.boxing.board import Board
+from sbp_core.boxing.processes.board import Board
 
 
 class StoreBoard(Board):

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from sbp_boxing_torch._torch_compat import Store
-from sbp_core.boxing.board import BoardLostError, BoardSilentError
+from sbp_core.boxing.processes.board import BoardLostError, BoardSilentError
 
 #: Seconds that the store may take for an answer.
 _LIMIT_S = 1.0

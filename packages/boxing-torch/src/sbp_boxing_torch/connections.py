@@ -1,8 +1,8 @@
 """The connections of one process: groups of ranks, messages on their way, and how it all breaks.
 
 Groups of ranks are connected when a step first needs them. A call that fails breaks everything
-here (`sbp_core.boxing.connections`), and by closed connections and a note on the board whatever
-waits for it on other ranks.
+here (`sbp_core.boxing.processes.connections`), and by closed connections and a note on the board
+whatever waits for it on other ranks.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from sbp_boxing_torch.configs import TorchBoxingConfig
 from sbp_boxing_torch.group import Group, connect
 from sbp_boxing_torch.outbox import Outbox
 from sbp_boxing_torch.rendezvous import World
-from sbp_core.boxing.call import Call, group_name
-from sbp_core.boxing.connections import Connections
+from sbp_core.boxing.processes.call import Call, group_name
+from sbp_core.boxing.processes.connections import Connections
 from sbp_core.errors import BoxingError
 
 _log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from sbp_boxing_torch.group import Group
-from sbp_core.boxing.call import Call
+from sbp_core.boxing.processes.call import Call
 
 #: Seconds that the thread gets to end.
 _END_S = 1.0

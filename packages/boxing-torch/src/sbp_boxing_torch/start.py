@@ -7,7 +7,7 @@ import socket
 from collections.abc import Sequence
 
 from sbp_boxing_torch.configs import TorchBoxingConfig
-from sbp_core.boxing.start import Start, thread_share
+from sbp_core.boxing.supervision.start import Start, thread_share
 from sbp_core.errors import BoxingError, ConfigError
 
 #: Ports below those that systems give to outgoing connections: one that is free stays free until

@@ -1,7 +1,7 @@
 """The backend `nccl`: one rank and one GPU in each process, over NCCL through CuPy.
 
 The connections are `connections`, the steps `communicator`; the life of both is
-`sbp_core.boxing.process`.
+`sbp_core.boxing.processes.process`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from sbp_boxing_nccl.nccl.connections import NcclConnections
 from sbp_boxing_nccl.nccl.device import Device
 from sbp_boxing_nccl.nccl.start import processes
 from sbp_boxing_nccl.nccl.world import World, meet
-from sbp_core.boxing.process import ProcessBackend
-from sbp_core.boxing.start import Start
+from sbp_core.boxing.processes.process import ProcessBackend
+from sbp_core.boxing.supervision.start import Start
 from sbp_core.errors import BoxingError
 
 

@@ -1,4 +1,4 @@
-"""The notes of the ranks, with what connecting and messages need beside `sbp_core.boxing.board`.
+"""The notes of the ranks, with what connecting and messages need beside those of the core's board.
 
 They travel by MPI, or lie in a store of torch.distributed.
 """
@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from sbp_boxing_nccl.board import MpiBoard
-from sbp_core.boxing.board import Board, BoardLostError, BoardSilentError
+from sbp_core.boxing.processes.board import Board, BoardLostError, BoardSilentError
 
 #: Seconds that a store may take for an answer.
 _LIMIT_S = 1.0

@@ -1,8 +1,8 @@
 """The connections of one process: groups of ranks, channels of messages, and how it all breaks.
 
 Everything is connected when it is first needed. A call that fails breaks everything here
-(`sbp_core.boxing.connections`): all channels are aborted together, which ends what waits inside
-them, and a note tells the other ranks, each of which then does the same.
+(`sbp_core.boxing.processes.connections`): all channels are aborted together, which ends what waits
+inside them, and a note tells the other ranks, each of which then does the same.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from sbp_boxing_nccl.nccl.group import Group, Work
 from sbp_boxing_nccl.nccl.limits import PATIENCE_S, Entry, Limits
 from sbp_boxing_nccl.nccl.mail import Inbox, Lane, Message, pair_name
 from sbp_boxing_nccl.nccl.world import World
-from sbp_core.boxing.call import Call, group_name, wait_until
-from sbp_core.boxing.connections import Connections
+from sbp_core.boxing.processes.call import Call, group_name, wait_until
+from sbp_core.boxing.processes.connections import Connections
 from sbp_core.errors import BoxingError
 
 _log = logging.getLogger(__name__)

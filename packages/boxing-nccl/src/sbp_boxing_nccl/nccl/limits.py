@@ -1,7 +1,7 @@
 """Limits on what no thread of ours waits for: launches inside NCCL, and work that runs alone.
 
 One thread looks at all of it now and then; what takes too long makes everything fail, which ends
-it. What other processes do is watched by `sbp_core.boxing.watch`.
+it. What other processes do is watched by `sbp_core.boxing.processes.watch`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from sbp_boxing_nccl.nccl.group import Work
-from sbp_core.boxing.call import Call
+from sbp_core.boxing.processes.call import Call
 from sbp_core.errors import BoxingError
 
 #: Seconds between two looks: while there is something to look at, and while there is nothing.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from sbp_boxing_nccl import start
 from sbp_boxing_nccl.configs import NcclBoxingConfig
-from sbp_core.boxing.start import Start, thread_share
+from sbp_core.boxing.supervision.start import Start, thread_share
 from sbp_core.errors import ConfigError
 
 _HOST = "127.0.0.1"

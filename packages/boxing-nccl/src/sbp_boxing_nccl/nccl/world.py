@@ -14,7 +14,7 @@ from typing import Any, cast
 from sbp_boxing_nccl.configs import NcclBoxingConfig
 from sbp_boxing_nccl.library import load_mpi
 from sbp_boxing_nccl.nccl.board import MpiNoteBoard, NoteBoard, StoreNoteBoard
-from sbp_core.boxing.call import wait_until
+from sbp_core.boxing.processes.call import wait_until
 from sbp_core.errors import BoxingError, ConfigError
 
 

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from sbp_core.boxing.start import Start, one_process
+from sbp_core.boxing.supervision.start import Start, one_process
 
 if TYPE_CHECKING:
     import torch
@@ -91,7 +91,7 @@ class BoxingBackend(ABC):
     def starts(self, num_ranks: int, command: Sequence[str]) -> tuple[Start, ...]:
         """Return how to start `command` as the processes of a run on this machine.
 
-        Here: one process, which holds all ranks. See `boxing.supervise`.
+        Here: one process, which holds all ranks. See `boxing.supervision.supervise`.
 
         Args:
             num_ranks: Ranks of the run, >= 1.

@@ -16,8 +16,8 @@ import torch
 
 from sbp_core.boxing.arena import Arena
 from sbp_core.boxing.backend import BoxingBackend, Communicator
-from sbp_core.boxing.call import Call
 from sbp_core.boxing.execute import check_shard, combine
+from sbp_core.boxing.processes.call import Call
 from sbp_core.boxing.share import Shares, share_out
 from sbp_core.boxing.slices import Piece, sent_bytes, transfer_pieces
 from sbp_core.boxing.step import Step, StepKind

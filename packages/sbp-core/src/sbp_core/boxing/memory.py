@@ -11,9 +11,9 @@ While a step runs, a rank holds its shard from before, its shard from after, and
 | all-to-all | what goes to others, packed, and what comes from them |
 | transfer | likewise; a packed copy for each receiver, and every term before it is reduced |
 
-This is the most that an executor of `boxing.execute` and `boxing.exchange` takes; one may share
-memory where that is safe (a slice that is a view, a shard that was donated). The memory of a route
-is the largest of any rank in any step. Imports no torch.
+This is the most that an executor of `boxing.execute` and `boxing.processes.exchange` takes; one may
+share memory where that is safe (a slice that is a view, a shard that was donated). The memory of a
+route is the largest of any rank in any step. Imports no torch.
 """
 
 from __future__ import annotations

@@ -9,9 +9,10 @@ one `Step`: a collective on one mesh axis or on several merged ones, a local ste
 3. effort: as few transfers as possible, then collectives, then local steps;
 4. the order of enumeration, which is the same in every process.
 
-Here are the ways in, and the steps of the answer. What the answer depends on is `boxing.problem`,
-the states `boxing.layout`, what each step moves `boxing.tables`, the search `boxing.search`, prices
-in seconds `boxing.price`. Imports no torch.
+Here are the ways in, and the steps of the answer. What the answer depends on is
+`boxing.routing.problem`, the states `boxing.routing.layout`, what each step moves
+`boxing.routing.tables`, the search `boxing.routing.search`, prices in seconds `boxing.price`.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from sbp_core.boxing.problem import Codes, Problem, State, pose
-from sbp_core.boxing.search import Edge, shortest_path
+from sbp_core.boxing.routing.problem import Codes, Problem, State, pose
+from sbp_core.boxing.routing.search import Edge, shortest_path
+from sbp_core.boxing.routing.tables import tables
 from sbp_core.boxing.slices import itemsize
 from sbp_core.boxing.step import Route, Step
-from sbp_core.boxing.tables import tables
 from sbp_core.errors import SbpValueError
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp, Partial, check_sbp

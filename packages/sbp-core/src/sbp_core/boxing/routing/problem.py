@@ -13,16 +13,16 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import lcm, prod
 
-from sbp_core.boxing.layout import BROADCAST, MAX, MIN, SUM, decode, encode
-from sbp_core.boxing.table import Shared, Sizes
-from sbp_core.boxing.tables import Mesh
+from sbp_core.boxing.routing.layout import BROADCAST, MAX, MIN, SUM, decode, encode
+from sbp_core.boxing.routing.table import Shared, Sizes
+from sbp_core.boxing.routing.tables import Mesh
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp
 
 #: A tensor's place and SBP.
 State = tuple[Placement, NdSbp]
 
-#: An nd-SBP as codes of `boxing.layout`.
+#: An nd-SBP as codes of `boxing.routing.layout`.
 Codes = tuple[int, ...]
 
 # The most states of one placement that are searched, and the most slices of them that are compared

@@ -21,12 +21,12 @@ from hashlib import blake2b
 
 import torch
 
-from sbp_core.boxing.agree import gather_texts, tensor_text, text_tensor
 from sbp_core.boxing.backend import BoxingBackend, Communicator
-from sbp_core.boxing.call import Call
+from sbp_core.boxing.processes.agree import gather_texts, tensor_text, text_tensor
+from sbp_core.boxing.processes.call import Call
 from sbp_core.boxing.slices import sent_bytes, transfer_pieces
-from sbp_core.boxing.start import Start
 from sbp_core.boxing.step import Step, StepKind
+from sbp_core.boxing.supervision.start import Start
 from sbp_core.errors import BoxingError
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp

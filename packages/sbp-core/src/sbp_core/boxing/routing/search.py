@@ -20,10 +20,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sbp_core.boxing.layout import Ints
+from sbp_core.boxing.routing.layout import Ints
+from sbp_core.boxing.routing.table import KINDS, NEVER
+from sbp_core.boxing.routing.tables import Tables
 from sbp_core.boxing.step import StepKind
-from sbp_core.boxing.table import KINDS, NEVER
-from sbp_core.boxing.tables import Tables
 
 # Efforts only break ties of bytes and memory: any number of collectives goes before a transfer, and
 # any number of local steps (at most a few an axis) before a collective.

@@ -12,10 +12,10 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 
-from sbp_core.boxing.board import Board
-from sbp_core.boxing.call import Call
-from sbp_core.boxing.members import Member, State, state_of
-from sbp_core.boxing.watch import INTERVAL_S, Calls, Watch
+from sbp_core.boxing.processes.board import Board
+from sbp_core.boxing.processes.call import Call
+from sbp_core.boxing.processes.members import Member, State, state_of
+from sbp_core.boxing.processes.watch import INTERVAL_S, Calls, Watch
 from sbp_core.errors import BoxingError, SbpError
 
 #: Seconds in which it is found out why a connection broke: who ended, or what was told.

@@ -12,7 +12,7 @@ from math import prod
 import torch
 
 from sbp_core.boxing.execute import fill, reduce_in_order, reduction_of
-from sbp_core.boxing.manifest import Manifest
+from sbp_core.boxing.processes.manifest import Manifest
 from sbp_core.boxing.slices import Piece, itemsize, volume
 from sbp_core.boxing.step import Step, StepKind
 

@@ -1,6 +1,6 @@
 """How the processes of a run ended, as values and as the message that a user reads.
 
-Made by `boxing.supervise`. Imports no torch.
+Made by `boxing.supervision.supervise`. Imports no torch.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import signal
 import socket
 from dataclasses import dataclass
 
-from sbp_core.boxing.start import Start
+from sbp_core.boxing.supervision.start import Start
 from sbp_core.errors import RunError
 
 #: Exit status of a run that took too long, as that of the command `timeout`.

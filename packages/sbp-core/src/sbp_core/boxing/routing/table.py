@@ -3,7 +3,7 @@
 Bytes are counted in elements. Where every split of every dim is even, a table holds for all such
 tensors: then dims have extent 1 and the whole tensor is `whole` elements (`Sizes`). The definitions
 are those of `boxing.slices` and `boxing.memory`, worked out here for all pairs of states together;
-tests hold the two against each other. Assembled in `boxing.tables`. Imports no torch.
+tests hold the two against each other. Assembled in `boxing.routing.tables`. Imports no torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from math import prod
 
 import numpy as np
 
-from sbp_core.boxing.layout import (
+from sbp_core.boxing.memory import held_at_once
+from sbp_core.boxing.routing.layout import (
     MAX,
     MIN,
     SUM,
@@ -29,7 +30,6 @@ from sbp_core.boxing.layout import (
     num_ranks,
     number,
 )
-from sbp_core.boxing.memory import held_at_once
 from sbp_core.boxing.step import StepKind
 
 #: No such step. Sums of a few are still no overflow.

@@ -11,9 +11,9 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from sbp_core.boxing.board import Board
-from sbp_core.boxing.call import Call
-from sbp_core.boxing.members import Member, State, state_of
+from sbp_core.boxing.processes.board import Board
+from sbp_core.boxing.processes.call import Call
+from sbp_core.boxing.processes.members import Member, State, state_of
 from sbp_core.boxing.slices import transfer_pieces
 from sbp_core.boxing.step import StepKind
 

@@ -2,8 +2,9 @@
 
 A process is found by its process group, and on Linux also by a variable of its environment, which
 what it starts inherits: a launcher gives each rank a group of its own. Run as a script by
-`boxing.supervise`, this file waits until its standard input says `done`; if that breaks off before,
-the supervisor was killed, and its processes are ended. Uses nothing but the standard library.
+`boxing.supervision.supervise`, this file waits until its standard input says `done`; if that breaks
+off before, the supervisor was killed, and its processes are ended. Uses nothing but the standard
+library.
 """
 
 from __future__ import annotations

@@ -16,11 +16,11 @@ from typing import Generic, TypeVar
 import torch
 
 from sbp_core.boxing.backend import Communicator
-from sbp_core.boxing.call import Call
-from sbp_core.boxing.connections import Connections
 from sbp_core.boxing.execute import check_shard, fill, reduction_of, torch_dtype
-from sbp_core.boxing.manifest import Manifest, manifest, span
-from sbp_core.boxing.parcel import Parcels, num_elements, pack, unpack
+from sbp_core.boxing.processes.call import Call
+from sbp_core.boxing.processes.connections import Connections
+from sbp_core.boxing.processes.manifest import Manifest, manifest, span
+from sbp_core.boxing.processes.parcel import Parcels, num_elements, pack, unpack
 from sbp_core.boxing.slices import Piece, bounds_of, sent_bytes, transfer_pieces, volume
 from sbp_core.boxing.step import Step, StepKind
 

@@ -1,8 +1,9 @@
 """Start the processes of a run, pass on what they write, and see that all of them end.
 
 If one ends badly, the others get a moment to say why, and are ended. Nothing stays behind: not what
-they have started, and not if the supervisor itself is interrupted or killed (`boxing.keeper`).
-Which processes there are is the backend's to say (`BoxingBackend.starts`). Imports no torch.
+they have started, and not if the supervisor itself is interrupted or killed
+(`boxing.supervision.keeper`). Which processes there are is the backend's to say
+(`BoxingBackend.starts`). Imports no torch.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from dataclasses import dataclass, replace
 from types import FrameType
 from uuid import uuid4
 
-from sbp_core.boxing import keeper
-from sbp_core.boxing.ended import End, Ended
-from sbp_core.boxing.start import Start
+from sbp_core.boxing.supervision import keeper
+from sbp_core.boxing.supervision.ended import End, Ended
+from sbp_core.boxing.supervision.start import Start
 from sbp_core.errors import RunError
 
 #: Lines of each process that are kept for the message about its end.

@@ -1,8 +1,9 @@
 """All single steps of a search, over the states of one placement or of two.
 
 States are numbered: those of the source placement, then those of the target placement if it is
-another one. Tables are filled by `boxing.table` and kept; what they hold depends on the meshes, the
-tensor's extents and the entries that axes may have, not on source and target. Imports no torch.
+another one. Tables are filled by `boxing.routing.table` and kept; what they hold depends on the
+meshes, the tensor's extents and the entries that axes may have, not on source and target. Imports
+no torch.
 """
 
 from __future__ import annotations
@@ -13,10 +14,16 @@ from math import prod
 
 import numpy as np
 
-from sbp_core.boxing.layout import Ints, Layout, common_lengths, intervals, num_ranks, number
 from sbp_core.boxing.memory import held_at_once
-from sbp_core.boxing.step import StepKind
-from sbp_core.boxing.table import (
+from sbp_core.boxing.routing.layout import (
+    Ints,
+    Layout,
+    common_lengths,
+    intervals,
+    num_ranks,
+    number,
+)
+from sbp_core.boxing.routing.table import (
     NEVER,
     Shared,
     Sizes,
@@ -27,6 +34,7 @@ from sbp_core.boxing.table import (
     transfers,
     within,
 )
+from sbp_core.boxing.step import StepKind
 
 #: The codes that each axis of a mesh may have.
 Entries = tuple[tuple[int, ...], ...]

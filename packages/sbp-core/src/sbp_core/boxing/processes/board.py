@@ -10,8 +10,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import ClassVar
 
-from sbp_core.boxing.call import wait_until
-from sbp_core.boxing.members import Member, State, state_of
+from sbp_core.boxing.processes.call import wait_until
+from sbp_core.boxing.processes.members import Member, State, state_of
 
 #: Characters of a failure that are told: short notes leave at once, whatever the receiver does.
 _LONGEST_TEXT = 2000

@@ -12,7 +12,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 
 from sbp_core.boxing.backend import BoxingBackend, Communicator
-from sbp_core.boxing.connections import Connections
+from sbp_core.boxing.processes.connections import Connections
 from sbp_core.errors import BoxingError
 
 

@@ -1,0 +1,5 @@
+"""Starting the ranks of a run, and seeing to it that all of them end.
+
+`start` says what is to be started, `supervise` does it, `ended` is how it went, and `keeper` ends
+what is left if the supervisor itself is killed. Imports no torch.
+"""
