@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from dict_board import elsewhere
 
-from sbp_core.boxing import members
+from sbp_core.boxing.processes import members
 from sbp_core.boxing.processes.call import wait_until
 from sbp_core.boxing.processes.members import Member, State, state_of
 

@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 from dict_board import DictBoard, boards_of, elsewhere, lost
 
-from sbp_core.boxing import connections as connections_module
-from sbp_core.boxing import watch as watch_module
+from sbp_core.boxing.processes import connections as connections_module
+from sbp_core.boxing.processes import watch as watch_module
 from sbp_core.boxing.processes.call import Call
 from sbp_core.boxing.processes.connections import Connections
 from sbp_core.boxing.processes.members import Member
