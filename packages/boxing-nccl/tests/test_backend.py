@@ -131,6 +131,35 @@ def test_a_large_message_that_nobody_receives_in_time_fails_the_sender(pool: Any
     assert "did not arrive: 1" in message
 
 
+class Slow:
+    """A communicator whose process stops for a while just before it makes another."""
+
+    def __init__(self, comm: Any) -> None:
+        self._comm = comm
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._comm, name)
+
+    def Create_group(self, ranks: Any) -> Any:  # noqa: N802 (mpi4py's name)
+        time.sleep(4.0)
+        return self._comm.Create_group(ranks)
+
+
+def connect_slowly(rank: int, backend: MpiBackend) -> tuple[str, float]:
+    connections: Any = backend._connections
+    if rank == 1:
+        connections._comm = Slow(connections._comm)
+    step = one_step(P, B, [0, 1], [0, 1])
+    sum_up = backend.communicator(rank).collective
+    return told(partial(sum_up, step, torch.ones(4, 2), tag="slow", deadline_s=1.0))
+
+
+def test_a_rank_that_stops_while_a_group_is_made_is_not_waited_for(pool: Any) -> None:
+    for said, took_s in pool.run(2, connect_slowly):
+        assert "'slow'" in said and "did not connect ranks [0, 1]" in said
+        assert took_s < 3.5
+
+
 def add_small(rank: int, backend: MpiBackend) -> list[float]:
     values = torch.tensor([256.0, 1.0]) if rank == 0 else torch.tensor([1.0, 1.0])
     step = one_step(P, B, [0, 1, 2], [0, 1, 2], shape=(2,), dtype="bfloat16")

@@ -19,6 +19,7 @@ def _small_chunks() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(direct, "_LEAST_BYTES", 16)
         patch.setattr(direct, "_MOST_BYTES", 16)
+        patch.setattr(direct, "_WHOLE_BYTES", 32)
         patch.setattr(direct, "_WINDOW", 2)
         yield
 
@@ -147,11 +148,40 @@ def test_collectives_of_one_group_do_not_mix() -> None:
             assert torch.equal(values, torch.full_like(values, 3.0))
 
 
-def test_the_memory_for_what_comes_in_has_a_bound() -> None:
+def test_the_memory_for_what_comes_in_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct, "_SCRATCH_BYTES", 256)
+    ends, held = connected(2), []
+
+    for length in (10_000, 7, 1, 2, 3, 4, 5, 6, 7, 8):
+        for dtype in (torch.float32, torch.float64):
+            both = torch.ones(length, dtype=dtype), torch.ones(length, dtype=dtype)
+
+            def start(rank: int, both: tuple[torch.Tensor, ...] = both) -> Iterator[Any]:
+                return ends[rank].all_reduce(both[rank], both[rank], "sum")
+
+            run(ends, start, Choices(0))
+            kept = [place for rows in ends[0]._kept.values() for row in rows for place, _ in row]
+            held.append(sum(place.numel() * place.element_size() for place in kept))
+
+    assert 0 < max(held) <= 256
+
+
+@settings(deadline=None)
+@given(st.integers(0, 30), DTYPES, REDUCTIONS, st.booleans(), SEEDS)
+def test_two_ranks_that_swap_all_they_have_get_the_sum_in_rank_order(
+    length: int, dtype: torch.dtype, reduction: str, in_place: bool, seed: int
+) -> None:
+    given_values = values_of(2, length, dtype)
+    expected = torch.empty(length, dtype=dtype)
+    reduce_into(expected, [values.clone() for values in given_values], reduction)
+    results = given_values if in_place else [torch.empty_like(v) for v in given_values]
     ends = connected(2)
-    values = torch.ones(10_000), torch.ones(10_000)
 
-    run(ends, lambda rank: ends[rank].all_reduce(values[rank], values[rank], "sum"), Choices(0))
+    run(
+        ends,
+        lambda rank: ends[rank].swap_and_reduce(results[rank], given_values[rank], reduction),
+        Choices(seed),
+    )
 
-    held = sum(place.numel() for row in ends[0]._kept for place, _ in row)
-    assert held <= 2 * 2 * 4  # chunks at a time, ranks, elements of a chunk
+    for result in results:
+        assert torch.equal(result, expected)

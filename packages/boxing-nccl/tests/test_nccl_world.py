@@ -13,7 +13,6 @@ from thread_ranks import DictStore
 from sbp_boxing_nccl.configs import NcclBoxingConfig
 from sbp_boxing_nccl.nccl.backend import NcclBackend
 from sbp_boxing_nccl.nccl.board import StoreNoteBoard
-from sbp_boxing_nccl.nccl.start import processes
 from sbp_boxing_nccl.nccl.world import meet
 from sbp_core.boxing.step import StepKind
 from sbp_core.errors import BoxingError, ConfigError
@@ -111,7 +110,7 @@ def test_the_first_failure_stays() -> None:
 
 
 def test_processes_for_the_store_get_their_rank_and_one_address() -> None:
-    starts = processes(NcclBoxingConfig(bootstrap="store"), 2, ["python", "x.py"])
+    starts = NcclBackend(NcclBoxingConfig(bootstrap="store")).starts(2, ["python", "x.py"])
 
     assert [start.environment["RANK"] for start in starts] == ["0", "1"]
     assert [start.environment["LOCAL_RANK"] for start in starts] == ["0", "1"]
@@ -122,4 +121,4 @@ def test_settings_of_one_process_start_no_others() -> None:
     config = NcclBoxingConfig(bootstrap="store", rank=0, world_size=2)
 
     with pytest.raises(ConfigError, match="do not fit 2 processes"):
-        processes(config, 2, ["python", "x.py"])
+        NcclBackend(config).starts(2, ["python", "x.py"])

@@ -121,6 +121,30 @@ def test_backends_may_meet_one_after_the_other_in_one_place(pool: RankPool) -> N
     assert pool.run(2, partial(meet_twice, port=port)) == [[16.0, 16.0]] * 2
 
 
+def fail_when_connected(rank: int, backend: TorchBackend) -> float:
+    connections: Any = backend._connections
+    connect = connections._connect
+
+    def connect_then(*arguments: Any) -> Any:
+        group = connect(*arguments)
+        if rank == 0:
+            backend.fail(ArithmeticError("loss is not a number"))
+        else:
+            time.sleep(4.0)
+        return group
+
+    connections._connect = connect_then
+    message, took_s = told(partial(reduce, backend, rank, "sum"))
+    assert "loss is not a number" in message
+    return took_s
+
+
+def test_a_failure_while_a_group_is_connected_ends_its_first_call(pool: RankPool) -> None:
+    took_s, _ = pool.run(2, fail_when_connected)
+
+    assert took_s < 3.0
+
+
 def send_in_vain(rank: int, backend: TorchBackend) -> str:
     communicator, step = backend.communicator(rank), one_step(B, B, [0], [1])
     if rank == 1:

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from sbp_boxing_torch.configs import TorchBoxingConfig
-from sbp_boxing_torch.rendezvous import meet
+from sbp_boxing_torch.rendezvous import device_name, meet
 from sbp_core.errors import BoxingError, ConfigError
 
 
@@ -68,3 +68,20 @@ def test_a_place_where_nobody_is_gives_an_error_that_names_it() -> None:
 
     with pytest.raises(BoxingError, match=place):
         meet(config)
+
+
+@pytest.mark.parametrize(
+    ("device", "local_rank", "expected"),
+    [
+        ("cpu", "1", "cpu"),
+        ("cuda:3", "1", "cuda:3"),
+        ("cuda", "1", "cuda:1"),
+        ("cuda", "", "cuda:0"),
+    ],
+)
+def test_each_process_of_a_host_has_the_gpu_of_its_own_number(
+    device: str, local_rank: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+
+    assert device_name(TorchBoxingConfig(device=device)) == expected

@@ -4,7 +4,6 @@ import pytest
 
 from sbp_boxing_torch.backend import TorchBackend
 from sbp_boxing_torch.configs import TorchBoxingConfig
-from sbp_boxing_torch.start import free_port, processes
 from sbp_core.boxing.supervision.supervise import Line, supervise
 from sbp_core.errors import ConfigError
 
@@ -33,7 +32,7 @@ def test_the_started_processes_find_each_other(scheme, tmp_path):
 
 
 def test_every_process_has_a_rank_and_the_same_place_to_meet():
-    starts = processes(TorchBoxingConfig(), 3, ["program"])
+    starts = TorchBackend(TorchBoxingConfig()).starts(3, ["program"])
 
     assert [start.ranks for start in starts] == [(0,), (1,), (2,)]
     assert [start.environment["RANK"] for start in starts] == ["0", "1", "2"]
@@ -43,7 +42,9 @@ def test_every_process_has_a_rank_and_the_same_place_to_meet():
 
 
 def test_a_place_to_meet_of_the_config_is_kept():
-    (start,) = processes(TorchBoxingConfig(init_method="tcp://localhost:1234"), 1, ["program"])
+    config = TorchBoxingConfig(init_method="tcp://localhost:1234")
+
+    (start,) = TorchBackend(config).starts(1, ["program"])
 
     assert "MASTER_ADDR" not in start.environment
 
@@ -51,11 +52,4 @@ def test_a_place_to_meet_of_the_config_is_kept():
 @pytest.mark.parametrize("settings", [{"rank": 0}, {"world_size": 3}])
 def test_settings_of_one_process_cannot_start_several(settings):
     with pytest.raises(ConfigError, match="do not fit 2 processes"):
-        processes(TorchBoxingConfig(**settings), 2, ["program"])
-
-
-def test_ports_are_drawn_below_those_of_outgoing_connections():
-    ports = {free_port() for _ in range(20)}
-
-    assert len(ports) > 1
-    assert all(1024 < port < 32_000 for port in ports)
+        TorchBackend(TorchBoxingConfig(**settings)).starts(2, ["program"])

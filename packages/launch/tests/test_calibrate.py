@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import random
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import fields, replace
+from io import StringIO
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +21,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
+from rich.console import Console
 
 import sbp_launch.conf
 from sbp_core.boxing.local import LocalBackend
@@ -26,11 +30,11 @@ from sbp_core.calibration import KINDS as MEASURABLE
 from sbp_core.calibration import Calibration, Case, Sample
 from sbp_core.errors import ConfigError
 from sbp_core.placement import Cluster
-from sbp_core.plugins import merge_settings
-from sbp_launch.calibrate import collectives
+from sbp_core.plugins import Registry, merge_settings
+from sbp_launch.calibrate import collectives, config
 from sbp_launch.calibrate.calls import calls_of, cases_of, make_call
 from sbp_launch.calibrate.collectives import Measurement, Shards, Stopwatch
-from sbp_launch.calibrate.config import KINDS, CalibrateConfig, CalibrateRun
+from sbp_launch.calibrate.config import KINDS, CalibrateConfig, CalibrateRun, check_calibrate
 from sbp_launch.calibrate.device import measure_rates
 from sbp_launch.calibrate.job import Found, Job, Progress, Rates
 from sbp_launch.calibrate.machine import (
@@ -38,8 +42,10 @@ from sbp_launch.calibrate.machine import (
     free_memory_bytes,
     total_memory_bytes,
 )
+from sbp_launch.calibrate.rank import here
 from sbp_launch.calibrate.run import link_of, make_cluster
-from sbp_launch.config import Choice
+from sbp_launch.calibrate.table import call_table
+from sbp_launch.config import Choice, Composed
 
 CONF = Path(sbp_launch.conf.__file__).parent / "calibrate.yaml"
 
@@ -118,6 +124,7 @@ def test_groups_are_those_along_the_axes_of_a_mesh() -> None:
         ({"max_bytes": 10}, "max_bytes=10"),
         ({"group_sizes": (3,)}, "group_sizes"),
         ({"out": "."}, "no file"),
+        ({"out": "no/such/folder/a.json"}, "no/such/folder is no folder"),
     ],
 )
 def test_settings_that_cannot_be_meant_are_refused(setting: dict[str, Any], says: str) -> None:
@@ -391,16 +398,59 @@ def test_the_command_writes_a_file_that_a_cluster_is_read_from(tmp_path: Path) -
     assert len(calibration.samples) == 18
     assert {error.way for error in calibration.errors} == {"size", "group", "collective"}
     assert "reduce-scatter" in done.stdout
+    assert "e+" not in done.stdout
     assert "left out by size: median" in done.stdout
     assert "sbp-plan cluster=measured cluster.file=here.json" in done.stdout
     assert "sbp-calibrate-progress" not in done.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["here.json"]
 
 
+def test_a_process_measures_the_gpu_that_its_backend_chose(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+
+    assert here("cuda") == torch.device("cuda", 3)
+    assert here("cuda:1") == torch.device("cuda", 1)
+    assert here("cpu") == torch.device("cpu")
+
+
+def test_a_backend_that_chooses_gpus_itself_is_measured_on_gpus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chosen = Choice(name="theirs"), SimpleNamespace(device="auto")
+    monkeypatch.setattr(config, "choose", lambda *arguments: chosen)
+    composed = Composed(values={"boxing": {}, "ranks": 3}, files={}, owners={}, overrides=())
+
+    run = check_calibrate(composed, Registry())
+
+    assert (run.device, run.settings.ranks) == ("cuda", 3)
+
+
+def test_ctrl_c_ends_it_without_a_word_of_the_ranks(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "sbp_launch.calibrate.app", "boxing=local", "sizes=[1024]"]
+    run = subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert run.stdout is not None
+    begun = run.stdout.readline()  # its processes are starting, and import torch
+    time.sleep(1.0)
+
+    run.send_signal(signal.SIGINT)
+    rest, _ = run.communicate(timeout=60)
+
+    assert run.returncode == 130, begun + rest
+    assert "Traceback" not in rest
+    assert rest.rstrip().endswith("sbp-calibrate: interrupted")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_one_rank_measures_only_itself(tmp_path: Path) -> None:
     done = calibrate(tmp_path, "ranks=1")
 
     assert done.returncode == 0, done.stderr
+    assert "measuring boxing=local on 1 rank on this machine" in done.stdout
+    assert '"cluster.mesh=[1]"' in done.stdout
     assert Cluster.load(tmp_path / "cluster.json").calibration is None
 
 
@@ -410,6 +460,7 @@ def test_a_rank_that_fails_is_named_and_no_file_is_left(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "sbp-calibrate: ranks 0-1 ended with exit code 1" in done.stderr
     assert "boxing step 'calibrate-" in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
     assert not (tmp_path / "cluster.json").exists()
 
 
@@ -442,4 +493,26 @@ def test_help_shows_the_backends_and_no_other_groups(tmp_path: Path) -> None:
     assert done.returncode == 0
     assert "  boxing\n    * local" in done.stdout
     assert "optimizer" not in done.stdout
-    assert "time_s: 120.0" in done.stdout
+    assert "# seconds to measure;" in done.stdout
+
+
+def test_the_table_fits_into_80_columns() -> None:
+    long_names = [
+        Sample(
+            backend="torch",
+            kind=kind,
+            group_size=2,
+            concurrent_groups=1,
+            shared_bytes=size,
+            times_s=(1.234e-4 + size / 0.8123e9,),
+        )
+        for kind in KINDS
+        for size in (1024, 268_435_456)
+    ]
+    console = Console(width=80, record=True, file=StringIO())
+
+    console.print(call_table(Calibration.of(long_names), ()))
+
+    shown = console.export_text()
+    assert "…" not in shown
+    assert "268.4 MB" in shown

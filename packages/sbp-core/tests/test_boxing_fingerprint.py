@@ -86,6 +86,15 @@ def test_every_value_is_named_with_the_ranks_that_have_it() -> None:
         assert "config differs between the processes" in error.todo
 
 
+def test_long_values_that_differ_at_their_ends_only_are_no_agreement() -> None:
+    lives: list[Life] = [
+        lambda end: agree(end, [0, 1], "config", "x" * 500 + str(end.rank), 10.0)
+    ] * 2
+
+    for error in run(LocalBackend(), lives):
+        assert isinstance(error, BoxingError) and "values of config" in error.what
+
+
 def test_a_rank_alone_agrees_with_itself_and_long_texts_are_cut_alike() -> None:
     def both(end: Communicator) -> object:
         agree(end, [end.rank], "plan", "mine", 1.0)

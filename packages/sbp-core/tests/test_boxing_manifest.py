@@ -101,3 +101,22 @@ def test_the_ranks_of_merged_axes_are_one_group() -> None:
     assert made.group(6) == (2, 3, 6, 7)
     assert known.place == 2 and known.received_sizes == (6, 6, 6, 6)
     assert known.gathers and known.unpacked and known.is_even and not known.is_idle
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "target", "shape", "is_flat"),
+    [
+        (StepKind.ALL_GATHER, "S(0)", "B", (6, 3), True),
+        (StepKind.ALL_GATHER, "S(0)", "B", (7, 3), False),
+        (StepKind.ALL_GATHER, "S(1)", "B", (6, 3), False),
+        (StepKind.ALL_TO_ALL, "S(0)", "S(1)", (3, 3), True),
+        (StepKind.ALL_TO_ALL, "S(0)", "S(1)", (6, 3), False),
+        (StepKind.REDUCE_SCATTER, "P", "S(0)", (6, 3), False),
+    ],
+)
+def test_all_ranks_agree_whether_parts_are_even_and_lie_in_order(
+    kind: StepKind, source: str, target: str, shape: tuple[int, ...], is_flat: bool
+) -> None:
+    made = step(kind, source, target, shape)
+
+    assert {manifest(made, rank).is_flat for rank in LINE.rank_list} == {is_flat}

@@ -121,3 +121,13 @@ def test_one_table_serves_all_tensors_that_are_cut_evenly(mesh: tuple[int, ...])
             held = exact.transfer_memory(int(u), int(v))
             assert shares.transfer_memory(int(u), int(v)) * 5 == held
             assert one.held_by_transfer[u, v] * 5 <= held
+
+
+def test_the_tables_of_a_model_with_many_uneven_tensors_are_all_kept() -> None:
+    mesh = Placement.grid((2, 2, 2))
+    shapes = [(3, extent) for extent in range(5, 17)]
+
+    found = [tables_of(shape, mesh, mesh) for shape in shapes]
+
+    again = [tables_of(shape, mesh, mesh) for shape in shapes]
+    assert all(one is two for one, two in zip(found, again, strict=True))

@@ -344,6 +344,20 @@ def test_errors_are_summed_up_by_median_percentile_and_worst() -> None:
     assert str(error).startswith("left out by size: median 50.5%, 90th percentile 9")
 
 
+def test_an_error_far_beyond_is_told_as_how_many_times() -> None:
+    held_out = HeldOut(way="size", sample=sample(times_s=(1.0,)), predicted_s=3257.0)
+
+    assert str(held_out).endswith("3,257 times off")
+    assert "worst 3,257 times of 1 samples" in str(FitError.of("size", [held_out]))
+
+
+def test_a_calibration_shows_itself_without_its_samples() -> None:
+    shown = repr(calibrate(made_up(sizes=SIZES[::9])))
+
+    assert "times_s" not in shown
+    assert len(shown) < 1000
+
+
 def test_an_unknown_way_to_leave_out_is_refused() -> None:
     with pytest.raises(SbpError, match="collective"):
         cross_validate(made_up(sizes=SIZES[::9]), ["nothing"])

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -28,6 +30,9 @@ _FAREWELL_S = 10.0
 
 #: Seconds that a rank which failed waits, when it closes, for the others to hear why.
 _NEWS_S = 1.0
+
+#: Seconds between two looks whether the ranks that are being connected still run.
+_LOOK_S = 0.1
 
 
 class MpiConnections(Connections):
@@ -81,11 +86,7 @@ class MpiConnections(Connections):
         if not board.wait_for(over, call.left_s):
             raise self.broken(call, call.missing(board.not_joined(name, ranks)))
         with self.guard(call):
-            members = self._comm.Get_group()
-            chosen = members.Incl(list(ranks))
-            group = Group(ranks, self._comm.Create_group(chosen), self._mpi)
-            chosen.Free()
-            members.Free()
+            group = Group(ranks, self._create(call, ranks), self._mpi)
         with self._lock:
             self._groups[ranks] = group
         return group
@@ -105,7 +106,8 @@ class MpiConnections(Connections):
         """
         with self.guard(call):
             work = self._messages.send(values, receiver, tag)
-        self._outbox.keep(Message(call=call, receiver=receiver, group=self._messages, work=work))
+            message = Message(call=call, receiver=receiver, group=self._messages, work=work)
+            self._outbox.keep(message)
 
     def wait(self, call: Call, group: Group, work: Work, limit_s: float) -> bool:
         """Wait for work; False if it is still under way after `limit_s` seconds.
@@ -167,6 +169,43 @@ class MpiConnections(Connections):
             _log.warning("rank %d leaves before other ranks did", self.rank)
             return False
         return board.failure() is None
+
+    def _create(self, call: Call, ranks: tuple[int, ...]) -> Any:
+        """Return the communicator of some ranks, all of which are there to make it.
+
+        MPI makes it on another thread, which is left behind if one of them stops just then.
+
+        Raises:
+            BoxingError: it was not made in time, or a rank has failed.
+        """
+        made: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                members = self._comm.Get_group()
+                chosen = members.Incl(list(ranks))
+                made.set_result(self._comm.Create_group(chosen))
+                chosen.Free()
+                members.Free()
+            except Exception as error:
+                if not made.done():
+                    made.set_exception(error)
+
+        threading.Thread(target=run, name="sbp-connect", daemon=True).start()
+        while not call.is_over:
+            try:
+                return made.result(min(_LOOK_S, call.left_s))
+            except TimeoutError:
+                self.check_others(call)
+        self._abandoned = True
+        slow = call.failed(
+            f"MPI did not connect ranks {list(ranks)}, all of which had come, in time"
+        )
+        others = [rank for rank in ranks if rank != self.rank]
+        raise self.broken(
+            call,
+            BoxingError(slow.what, where=(*slow.where, *self.witness(others)), todo=slow.todo),
+        )
 
     def _duplicate(self, limit_s: float) -> Any:
         """Return a communicator of all ranks with a context of its own."""

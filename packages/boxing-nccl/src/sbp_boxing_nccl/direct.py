@@ -30,7 +30,11 @@ Schedule = Iterator[Any]
 #: Bytes of a chunk: at least, and at most.
 _LEAST_BYTES, _MOST_BYTES = 2**16, 2**19
 
-#: Chunks that data is cut into at least, if they are not too small then.
+#: Bytes up to which data is one chunk: starting a message takes longer than what overlap saves.
+#: Source: a virtual machine of 2 cores, Open MPI 5.0.
+_WHOLE_BYTES = 2**20
+
+#: Chunks that other data is cut into at least, if they are not too small then.
 _NUM_CHUNKS = 4
 
 #: Chunks between two ranks that are under way at a time.
@@ -60,11 +64,17 @@ class Direct:
         self._size: int = comm.Get_size()
         # Everybody starts with another peer, so that not all send to one.
         self._peers = [(self._rank + turn) % self._size for turn in range(1, self._size)]
-        self._kept: list[list[tuple[torch.Tensor, Any]]] = []
-        self._kept_for: tuple[torch.dtype, int, int] | None = None
+        self._kept: dict[tuple[torch.dtype, int, int], list[list[tuple[torch.Tensor, Any]]]] = {}
+        self._kept_bytes = 0
 
     def exchange(self, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> Schedule:
         """Send `sent[i]` to rank i and receive `received[i]` from it, but for this rank itself."""
+        if self._is_whole((*received, *sent)):
+            rooms = {peer: memory(received[peer], self._mpi) for peer in self._peers}
+            messages = {peer: memory(sent[peer], self._mpi) for peer in self._peers}
+            coming = self._receive_all(rooms, _PARTS)
+            yield from [*coming, *self._send_all(messages, _PARTS)]
+            return
         outgoing = {peer: self._memory(sent[peer]) for peer in self._peers}
         incoming = {peer: self._memory(received[peer]) for peer in self._peers}
         window: deque[list[Any]] = deque()
@@ -86,6 +96,8 @@ class Direct:
             parts: One a rank, equal on all ranks in size.
             reduction: `sum`, `max` or `min`.
         """
+        if self._is_whole(parts):
+            return self._reduce_at_once(result, parts, reduction)
         return self._reduce(result, parts, reduction, {})
 
     def all_reduce(self, result: torch.Tensor, values: torch.Tensor, reduction: str) -> Schedule:
@@ -97,9 +109,74 @@ class Direct:
             reduction: `sum`, `max` or `min`.
         """
         bounds = split_bounds(values.numel(), self._size)
+        if self._fits_whole(bounds[0][1] * values.element_size()):
+            return self._all_reduce_at_once(result, values, reduction, bounds)
         parts = [values[start:stop] for start, stop in bounds]
         totals = {rank: result[start:stop] for rank, (start, stop) in enumerate(bounds)}
         return self._reduce(totals.pop(self._rank), parts, reduction, totals)
+
+    def swap_and_reduce(
+        self, result: torch.Tensor, values: torch.Tensor, reduction: str
+    ) -> Schedule:
+        """Run `all_reduce` between two ranks by one message each way: for small data."""
+        (peer,) = self._peers
+        is_apart = result.data_ptr() != values.data_ptr()
+        if is_apart:
+            received, place = result, memory(result, self._mpi)
+        else:
+            ((*_, (received, place)),) = self._places(values.dtype, values.numel(), 1)
+        arrivals = self._receive_all({peer: place}, _PARTS)
+        yield from [*arrivals, *self._send_all({peer: memory(values, self._mpi)}, _PARTS)]
+        addends = [received, values] if self._rank else [values, received]
+        reduce_into(result, addends, reduction)
+
+    def _all_reduce_at_once(
+        self,
+        result: torch.Tensor,
+        values: torch.Tensor,
+        reduction: str,
+        bounds: Sequence[tuple[int, int]],
+    ) -> Schedule:
+        """Run `all_reduce` with one message for each part of the values, and each result."""
+        size = values.element_size()
+        given, made = memory(values, self._mpi), memory(result, self._mpi)
+        at = [slice(size * start, size * stop) for start, stop in bounds]
+        own, mine = slice(*bounds[self._rank]), at[self._rank]
+        total = result[own]
+        ((*places,),) = self._places(values.dtype, own.stop - own.start, 1)
+        arrivals = self._receive_all({peer: places[peer][1] for peer in self._peers}, _PARTS)
+        departures = self._send_all({peer: given[at[peer]] for peer in self._peers}, _PARTS)
+        returning = {peer: made[at[peer]] for peer in self._peers}
+        is_apart = result.data_ptr() != values.data_ptr()
+        results = self._receive_all(returning, _RESULTS) if is_apart else []
+        yield from arrivals
+        addends = [place for place, _ in places]
+        addends[self._rank] = values[own]
+        reduce_into(total, addends, reduction)
+        at_last = self._send_all(dict.fromkeys(self._peers, made[mine]), _RESULTS)
+        # Only what was sent may be overwritten: the result may lie where the values are.
+        yield from departures
+        yield from results or self._receive_all(returning, _RESULTS)
+        yield from at_last
+
+    def _reduce_at_once(
+        self, result: torch.Tensor, parts: Sequence[torch.Tensor], reduction: str
+    ) -> Schedule:
+        """Run `reduce_scatter` with one message for each part."""
+        own = parts[self._rank]
+        departures = {peer: memory(parts[peer], self._mpi) for peer in self._peers}
+        addends = [own]
+        arrivals: list[Any] = []
+        if own.numel():
+            ((*places,),) = self._places(own.dtype, own.numel(), 1)
+            arrivals = self._receive_all({peer: places[peer][1] for peer in self._peers}, _PARTS)
+            addends = [place for place, _ in places]
+            addends[self._rank] = own
+        leaving = self._send_all(departures, _PARTS)
+        yield from arrivals
+        if own.numel():
+            reduce_into(result, addends, reduction)
+        yield from leaving
 
     def _reduce(
         self,
@@ -142,13 +219,19 @@ class Direct:
     ) -> list[list[tuple[torch.Tensor, Any]]]:
         """Return places, and their memory, for `count` chunks of `length` elements from each rank.
 
-        They are kept for the next collective, which often has the same: new memory is slow.
+        They are kept for the next collectives, which often have the same: new memory is slow.
         """
-        if self._kept_for != (dtype, length, count):
+        key = dtype, length, count
+        kept = self._kept.get(key)
+        if kept is None:
             scratch = torch.empty(count, self._size, length, dtype=dtype)
-            self._kept = [[(place, memory(place, self._mpi)) for place in row] for row in scratch]
-            self._kept_for = (dtype, length, count)
-        return self._kept
+            self._kept_bytes += scratch.numel() * scratch.element_size()
+            if self._kept_bytes > _SCRATCH_BYTES:
+                self._kept.clear()
+                self._kept_bytes = scratch.numel() * scratch.element_size()
+            kept = [[(place, memory(place, self._mpi)) for place in row] for row in scratch]
+            self._kept[key] = kept
+        return kept
 
     def _receive_parts(
         self, places: Sequence[tuple[torch.Tensor, Any]], size_bytes: int
@@ -156,6 +239,16 @@ class Direct:
         """Start to receive from all what is to be added to a chunk of this rank."""
         chunks = {peer: [places[peer][1][:size_bytes]] for peer in self._peers}
         return self._receive(chunks, 0, _PARTS)
+
+    def _send_all(self, messages: Mapping[int, Any], tag: int) -> list[Any]:
+        """Start to send each rank its message, if it has bytes."""
+        send, byte = self._comm.Isend, self._mpi.BYTE
+        return [send([given, byte], peer, tag) for peer, given in messages.items() if len(given)]
+
+    def _receive_all(self, messages: Mapping[int, Any], tag: int) -> list[Any]:
+        """Start to receive each rank's message, if it has bytes."""
+        receive, byte = self._comm.Irecv, self._mpi.BYTE
+        return [receive([room, byte], peer, tag) for peer, room in messages.items() if len(room)]
 
     def _send(self, chunks: Mapping[int, Sequence[Any]], turn: int, tag: int) -> list[Any]:
         """Start to send one chunk to each rank that is to have so many."""
@@ -173,9 +266,19 @@ class Direct:
             if turn < len(given)
         ]
 
+    def _fits_whole(self, size_bytes: int) -> bool:
+        """Say whether a message of some bytes is one chunk; equal on all ranks."""
+        return size_bytes <= min(_WHOLE_BYTES, _SCRATCH_BYTES // self._size)
+
+    def _is_whole(self, messages: Sequence[torch.Tensor]) -> bool:
+        """Say whether each of some messages, of one dtype, is one chunk."""
+        return self._fits_whole(max(map(torch.Tensor.numel, messages)) * messages[0].element_size())
+
     def _chunk(self, values: torch.Tensor) -> int:
         """Return how many elements a chunk of a tensor has; equal on all ranks for equal sizes."""
         size_bytes, item_bytes = values.numel() * values.element_size(), values.element_size()
+        if self._fits_whole(size_bytes):
+            return values.numel()
         most = min(_MOST_BYTES, _SCRATCH_BYTES // (_WINDOW * self._size))
         chunk_bytes: int = max(_LEAST_BYTES, min(most, size_bytes // _NUM_CHUNKS))
         return min(values.numel(), chunk_bytes // item_bytes)

@@ -25,8 +25,11 @@ def reduce_into(out: torch.Tensor, parts: Sequence[torch.Tensor], reduction: str
         parts: Two or more of one shape and dtype; others than these stay as they are.
         reduction: `sum`, `max` or `min`.
     """
+    if len(parts) == 2:
+        _REDUCE[reduction](parts[0], parts[1], out=out)
+        return
     first, *others = parts
-    if reduction == "sum" and out.dtype in _HALVES and len(parts) > 2:
+    if reduction == "sum" and out.dtype in _HALVES:
         total = first.float()
         for part in others:
             total.add_(part)

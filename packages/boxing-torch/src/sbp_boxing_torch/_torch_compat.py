@@ -6,7 +6,6 @@ process groups and stores are used directly. Tried with torch 2.13.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol, cast
 
@@ -15,18 +14,11 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous
 
+from sbp_core.boxing.processes.store import NoteStore
 
-class Store(Protocol):
+
+class Store(NoteStore, Protocol):
     """The part of a torch.distributed store that is used here; raises `RuntimeError` if lost."""
-
-    def set(self, key: str, value: str, /) -> None:
-        """Write a value."""
-
-    def get(self, key: str, /) -> bytes:
-        """Read a value; waits until it is there."""
-
-    def check(self, keys: Sequence[str], /) -> bool:
-        """Say whether all keys are there, without waiting."""
 
     def add(self, key: str, amount: int, /) -> int:
         """Add to a counter, which starts at 0, and return it."""

@@ -13,9 +13,9 @@ import torch
 from sbp_boxing_torch.communicator import TorchCommunicator
 from sbp_boxing_torch.configs import TorchBoxingConfig
 from sbp_boxing_torch.connections import TorchConnections
-from sbp_boxing_torch.rendezvous import World, meet
-from sbp_boxing_torch.start import processes
+from sbp_boxing_torch.rendezvous import World, device_name, meet
 from sbp_core.boxing.processes.process import ProcessBackend
+from sbp_core.boxing.supervision.meet import processes_that_meet
 from sbp_core.boxing.supervision.start import Start
 from sbp_core.errors import BoxingError
 
@@ -41,7 +41,13 @@ class TorchBackend(ProcessBackend):
 
     def starts(self, num_ranks: int, command: Sequence[str]) -> tuple[Start, ...]:
         """See `BoxingBackend.starts`: one process a rank."""
-        return processes(self._config, num_ranks, command)
+        return processes_that_meet(
+            num_ranks,
+            command,
+            init_method=self._config.init_method,
+            rank=self._config.rank,
+            world_size=self._config.world_size,
+        )
 
     def _connect(self, ranks: Sequence[int]) -> tuple[TorchConnections, TorchCommunicator]:
         """See `ProcessBackend._connect`.
@@ -57,7 +63,7 @@ class TorchBackend(ProcessBackend):
                 accepted=f"ranks 0 .. {world.size - 1}, one a process",
                 todo="start as many processes as the mesh has ranks",
             )
-        device = torch.device(self._config.device)
+        device = torch.device(device_name(self._config))
         if device.type == "cuda":
             torch.cuda.set_device(device)
         connections = TorchConnections(self._config, world)

@@ -20,6 +20,7 @@ from sbp_core.boxing.processes.exchange import ExchangeCommunicator
 from sbp_core.boxing.processes.manifest import Manifest
 from sbp_core.boxing.processes.parcel import Parcels
 from sbp_core.boxing.step import StepKind
+from sbp_core.errors import BoxingError
 from sbp_core.sbp import split_bounds
 
 #: Seconds after which a rank that waits in a collective leaves a note that it is there.
@@ -28,6 +29,10 @@ _PATIENCE_S = 0.2
 #: Bytes of a shard up to which an all-reduce of two ranks on CPUs is faster as an exchange. Source:
 #: a virtual machine of 2 cores, gloo of torch 2.13; of four ranks it is slower for every size.
 _EXCHANGED_BYTES = 2**22
+
+#: Bytes of a shard up to which an even all-to-all on CPUs is gloo's own, as each operation on a
+#: tensor takes longer than to copy what this rank keeps. Source: as above.
+_EVEN_BYTES = 2**21
 
 
 def _nothing() -> None:
@@ -53,7 +58,7 @@ class TorchCommunicator(ExchangeCommunicator[TorchConnections]):
         """See `ExchangeCommunicator._collective`."""
         if call.step.kind is StepKind.ALL_REDUCE:
             return self._all_reduce(call, ranks, shard, donate)
-        known = self._manifest(call)
+        known = self._role(call).manifest
         if call.step.kind is StepKind.ALL_GATHER and known.gathers and not known.is_idle:
             return self._all_gather(call, ranks, shard, known)
         native = not self._on_cpu and known.is_even and reducible(shard.dtype)
@@ -163,7 +168,14 @@ class TorchCommunicator(ExchangeCommunicator[TorchConnections]):
 
     def _exchange(self, call: Call, ranks: tuple[int, ...], shard: torch.Tensor) -> torch.Tensor:
         """See `ExchangeCommunicator._exchange`; copies what stays while the rest is moved."""
-        known = self._manifest(call)
+        known = self._role(call).manifest
+        if self._on_cpu and known.is_flat and shard.nbytes <= _EVEN_BYTES:
+            given, result = shard.contiguous(), shard.new_empty(known.shape)
+            sent, received = as_bytes(given.view(-1)), as_bytes(result.view(-1))
+            self._run(
+                call, ranks, lambda group: (group.exchange(received, sent, (), (), call.left_s),)
+            )
+            return result
         parcels = Parcels(call.step, known, shard, device=self._device)
         if known.is_idle:
             parcels.keep_own()
@@ -189,12 +201,11 @@ class TorchCommunicator(ExchangeCommunicator[TorchConnections]):
         size_bytes = received.element_size()
         bytes_in = [size_bytes * size for size in received_sizes]
         bytes_out = [size_bytes * size for size in sent_sizes]
+        room, given = as_bytes(received), as_bytes(sent)
         self._run(
             call,
             ranks,
-            lambda group: [
-                group.exchange(as_bytes(received), as_bytes(sent), bytes_in, bytes_out, call.left_s)
-            ],
+            lambda group: (group.exchange(room, given, bytes_in, bytes_out, call.left_s),),
             meanwhile,
         )
 
@@ -236,14 +247,20 @@ class TorchCommunicator(ExchangeCommunicator[TorchConnections]):
             meanwhile: Called before the wait.
         """
         number = self._calls[ranks] = self._calls.get(ranks, -1) + 1
-        group = self._connections.group(call, ranks)
-        with self._connections.guard(call):
+        connections = self._connections
+        group = connections.group(call, ranks)
+        try:  # as `connections.guard` does, which takes longer to enter
             under_way = list(start(group))
             meanwhile()
             while under_way and group.wait(under_way[0], min(_PATIENCE_S, call.left_s / 2)):
                 del under_way[0]
-            if not under_way:
-                return
+        except RuntimeError as error:
+            if isinstance(error, BoxingError):
+                raise
+            raise connections.lost(call, str(error)) from error
+        if not under_way:
+            return
+        with connections.guard(call):
             board, name = self._connections.board, group_name(ranks)
             board.wait_at(name, number)
             if all(group.wait(work, call.left_s) for work in under_way):

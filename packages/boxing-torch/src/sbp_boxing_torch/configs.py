@@ -19,7 +19,8 @@ class TorchBoxingConfig:
     Args:
         transport: `gloo` for tensors on CPUs, `nccl` for tensors on GPUs, or `auto` for the one
             that fits `device`.
-        device: Where the shards of this process live: `cpu`, `cuda`, or `cuda:N`.
+        device: Where the shards of this process live: `cpu`, `cuda:N`, or `cuda` for the GPU whose
+            number is LOCAL_RANK in the environment (0 if there is none).
         init_method: Where the processes meet: `env://` (MASTER_ADDR and MASTER_PORT, as torchrun
             sets them), `tcp://HOST:PORT` or `file:///PATH`.
         rank: Rank of this process; from RANK in the environment if None.

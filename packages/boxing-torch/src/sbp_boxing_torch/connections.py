@@ -16,13 +16,13 @@ from concurrent.futures import Future
 import torch
 
 from sbp_boxing_torch._torch_compat import prefixed
-from sbp_boxing_torch.board import StoreBoard
 from sbp_boxing_torch.configs import TorchBoxingConfig
 from sbp_boxing_torch.group import Group, connect
 from sbp_boxing_torch.outbox import Outbox
 from sbp_boxing_torch.rendezvous import World
 from sbp_core.boxing.processes.call import Call, group_name
 from sbp_core.boxing.processes.connections import Connections
+from sbp_core.boxing.processes.store import StoreBoard
 from sbp_core.errors import BoxingError
 
 _log = logging.getLogger(__name__)
@@ -93,6 +93,10 @@ class TorchConnections(Connections):
             group = self._connect(name, ranks, call.left_s)
         with self._lock:
             self._groups[ranks] = group
+            too_late = self._failure is not None
+        if too_late:  # what broke all groups did not know of this one
+            group.abort()
+            self.check_usable(call)
         return group
 
     def messages(self, sender: int, receiver: int) -> Group:

@@ -104,7 +104,10 @@ class Group(ABC):
         sent_sizes: Sequence[int],
         limit_s: float,
     ) -> dist.Work:
-        """Send consecutive chunks of `sent` to ranks in order, and receive theirs likewise."""
+        """Send consecutive chunks of `sent` to ranks in order, and receive theirs likewise.
+
+        No sizes mean chunks of one size.
+        """
         work: dist.Work = self._group.alltoall_base(
             received, sent, list(received_sizes), list(sent_sizes), _delta(limit_s + _MARGIN_S)
         )

@@ -53,6 +53,14 @@ def meet(config: TorchBoxingConfig) -> World:
     return World(rank=rank, size=size, store=store)
 
 
+def device_name(config: TorchBoxingConfig) -> str:
+    """Return where the shards of this process live: `cuda` is the GPU of its place on the host."""
+    if config.device != "cuda":
+        return config.device
+    local = os.environ.get("LOCAL_RANK", "0")
+    return f"cuda:{local if local.isdecimal() else 0}"
+
+
 def _number(key: str, given: int | None, variable: str) -> int:
     """Return a setting, or the environment variable that stands for it."""
     if given is not None:

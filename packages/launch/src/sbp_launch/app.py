@@ -103,6 +103,7 @@ def _run(app: App[ConfigT]) -> int:
                     registry,
                     parser,
                     groups=app.groups,
+                    config_name=config_name,
                 )
                 sys.stdout.write(text)
                 return 0

@@ -6,6 +6,7 @@ Composes nothing and checks no setting. Imports no torch.
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -110,16 +111,23 @@ class Catalog:
 
     def headline(self, config: str) -> str:
         """Return the first sentence of the comment that a config begins with, or `""`."""
+        comment = takewhile(lambda line: line.startswith("#"), self._text(config).splitlines())
+        first = " ".join(line.lstrip("# ") for line in comment).partition(". ")[0].rstrip(".")
+        return first if len(first) <= _HEADLINE else f"{first[: _HEADLINE - 3].rstrip()}..."
+
+    def comments(self, config: str) -> dict[str, str]:
+        """Return what a config says behind its own settings: `key: value  # this`."""
+        lines = (re.match(r"(\w+): .*\S  # (.+)", line) for line in self._text(config).splitlines())
+        return {line[1]: line[2] for line in lines if line}
+
+    def _text(self, config: str) -> str:
+        """Return the text of a config, or `""`."""
         for source in self._sources(config):
-            text = ""
             if source.scheme() == "pkg":
                 package, _, rest = f"{source.path.replace('.', '/')}/{config}.yaml".partition("/")
-                text = files(package).joinpath(rest).read_text("utf-8")
-            elif source.scheme() == "file":
-                text = Path(source.path, f"{config}.yaml").read_text("utf-8")
-            comment = takewhile(lambda line: line.startswith("#"), text.splitlines())
-            first = " ".join(line.lstrip("# ") for line in comment).partition(". ")[0].rstrip(".")
-            return first if len(first) <= _HEADLINE else f"{first[: _HEADLINE - 3].rstrip()}..."
+                return files(package).joinpath(rest).read_text("utf-8")
+            if source.scheme() == "file":
+                return Path(source.path, f"{config}.yaml").read_text("utf-8")
         return ""
 
     def _sources(self, config: str) -> Iterable[ConfigSource]:

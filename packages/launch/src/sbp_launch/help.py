@@ -24,6 +24,7 @@ def render_help(
     registry: Registry,
     parser: ArgumentParser,
     groups: Sequence[str] = (),
+    config_name: str = "",
 ) -> str:
     """Return the help of an app.
 
@@ -35,6 +36,7 @@ def render_help(
         registry: Plugins; their summaries and problems are shown.
         parser: Parser of the flags.
         groups: The groups that it has; empty for all.
+        config_name: Its primary config, whose comments explain the settings of its own.
     """
     lines = [f"{name}: {about}", "", f"usage: {name} [GROUP=OPTION ...] [KEY=VALUE ...] [FLAG ...]"]
     lines += ["", "Options of each group (* is chosen):"]
@@ -46,9 +48,14 @@ def render_help(
             mark = "*" if chosen and catalog.file(f"{group}/{option}") == chosen else " "
             told = _summary(registry, group, option) or catalog.headline(f"{group}/{option}")
             lines.append(f"    {mark} {option:<24} {told}".rstrip())
-    lines += ["", "Settings (KEY=VALUE changes one, `trainer.steps=50`):"]
-    settings = OmegaConf.to_yaml(OmegaConf.create(dict(composed.values)))
-    lines += [f"  {line}" for line in settings.splitlines()]
+    comments = catalog.comments(config_name) if config_name else {}
+    example = f"{next(iter(comments))}=4" if comments else "trainer.steps=50"
+    lines += ["", f"Settings (KEY=VALUE changes one, `{example}`):"]
+    for key, value in composed.values.items():
+        line, *more = OmegaConf.to_yaml(OmegaConf.create({key: value})).splitlines()
+        comment = comments.get(str(key), "")
+        lines += [f"  {line:<24}  # {comment}" if comment else f"  {line}"]
+        lines += [f"  {line}" for line in more]
     lines += ["", "Flags:"]
     for action in parser._actions:
         if action.option_strings:

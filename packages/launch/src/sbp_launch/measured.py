@@ -66,11 +66,12 @@ def load(config: MeasuredConfig, num_devices: int) -> Cluster:
         )
     if num_devices > cluster.num_devices and not config.extrapolate:
         raise ConfigError(
-            f"mesh={list(config.mesh)} has {num_devices} ranks, and file={config.file!r} was "
+            f"mesh={list(config.mesh)} has {_ranks(num_devices)}, and file={config.file!r} was "
             f"measured with {cluster.num_devices}: more ranks share cores, memory and links, and "
             "nobody knows how",
-            accepted=f"a mesh of at most {cluster.num_devices} ranks, or extrapolate=true",
-            todo=f"sbp-calibrate ranks={num_devices}, or cluster.extrapolate=true for a guess",
+            accepted=f"a mesh of at most {_ranks(cluster.num_devices)}, or extrapolate=true",
+            todo=f"sbp-calibrate boxing={cluster.backend or 'local'} ranks={num_devices} "
+            f"out={config.file}, or cluster.extrapolate=true for a guess",
         )
     per_node = cluster.devices_per_node
     if cluster.num_devices <= per_node:
@@ -82,6 +83,10 @@ def load(config: MeasuredConfig, num_devices: int) -> Cluster:
         devices_per_node=per_node,
         backend=config.backend or cluster.backend,
     )
+
+
+def _ranks(number: int) -> str:
+    return "1 rank" if number == 1 else f"{number} ranks"
 
 
 def build_measured(config: MeasuredConfig) -> ClusterFactory:

@@ -138,7 +138,7 @@ def load_cluster(path: Path) -> Cluster:
         raise ConfigError(
             f"the cluster file is no JSON: {error}",
             where=str(path),
-            todo="mend it, or measure again with sbp-calibrate",
+            todo="correct that entry, or measure again with sbp-calibrate",
         ) from error
     return cluster_from_json(value, where=str(path))
 

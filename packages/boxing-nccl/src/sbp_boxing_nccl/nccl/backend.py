@@ -12,9 +12,10 @@ from sbp_boxing_nccl.configs import NcclBoxingConfig
 from sbp_boxing_nccl.nccl.communicator import NcclCommunicator
 from sbp_boxing_nccl.nccl.connections import NcclConnections
 from sbp_boxing_nccl.nccl.device import Device
-from sbp_boxing_nccl.nccl.start import processes
 from sbp_boxing_nccl.nccl.world import World, meet
+from sbp_boxing_nccl.start import processes
 from sbp_core.boxing.processes.process import ProcessBackend
+from sbp_core.boxing.supervision.meet import processes_that_meet
 from sbp_core.boxing.supervision.start import Start
 from sbp_core.errors import BoxingError
 
@@ -48,7 +49,15 @@ class NcclBackend(ProcessBackend):
 
     def starts(self, num_ranks: int, command: Sequence[str]) -> tuple[Start, ...]:
         """See `BoxingBackend.starts`: a launcher, or one process a rank."""
-        return processes(self._config, num_ranks, command)
+        if self._config.bootstrap == "mpi":
+            return processes(num_ranks, command)
+        return processes_that_meet(
+            num_ranks,
+            command,
+            init_method=self._config.init_method,
+            rank=self._config.rank,
+            world_size=self._config.world_size,
+        )
 
     def _connect(self, ranks: Sequence[int]) -> tuple[NcclConnections, NcclCommunicator]:
         """See `ProcessBackend._connect`.

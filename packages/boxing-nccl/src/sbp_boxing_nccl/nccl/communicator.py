@@ -16,7 +16,7 @@ from sbp_boxing_nccl.nccl.wire import reducible, restored
 from sbp_core.boxing.execute import reduction_of
 from sbp_core.boxing.processes.call import Call, group_name
 from sbp_core.boxing.processes.exchange import ExchangeCommunicator
-from sbp_core.boxing.processes.manifest import Manifest, manifest
+from sbp_core.boxing.processes.manifest import Manifest
 from sbp_core.boxing.processes.parcel import Parcels, pack
 from sbp_core.boxing.step import StepKind
 
@@ -36,7 +36,7 @@ class NcclCommunicator(ExchangeCommunicator[NcclConnections]):
             return self._all_reduce(call, ranks, shard, donate)
         # NCCL's own collectives want parts of one size. Others go at their exact sizes, and are
         # reduced here, in mesh order.
-        known = manifest(call.step, self.rank)
+        known = self._role(call).manifest
         if known.is_even and call.step.kind is StepKind.REDUCE_SCATTER:
             return self._reduce_scatter(call, ranks, shard, known)
         if known.is_even and known.gathers and call.step.kind is StepKind.ALL_GATHER:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -75,6 +76,15 @@ class CalibrateConfig:
             )
         if not self.out or Path(self.out).is_dir():
             raise ConfigError(f"out={self.out!r} is no file", accepted="a path such as a.json")
+        folder = Path(self.out).absolute().parent
+        if not folder.is_dir() or not os.access(folder, os.W_OK):
+            # Here, so that nobody measures for minutes what then cannot be written.
+            raise ConfigError(
+                f"out={self.out!r} cannot be written: {folder} "
+                + ("may not be written to" if folder.is_dir() else "is no folder"),
+                accepted="a file in a folder that exists and may be written to",
+                todo="choose another path, or make the folder",
+            )
 
     @property
     def chosen_sizes(self) -> tuple[int, ...]:
@@ -100,7 +110,7 @@ class CalibrateRun:
 
     Args:
         boxing: The backend that is measured.
-        device: Where its tensors live, such as `cpu` or `cuda`.
+        device: Where its tensors live, such as `cpu` or `cuda`: each process finds out which GPU.
         settings: What to measure.
     """
 
@@ -121,6 +131,8 @@ def check_calibrate(composed: Composed, registry: Registry) -> CalibrateRun:
         if name not in known:
             raise unknown_key(name, ["boxing", *known], where="the command line")
     choice, backend = choose(composed, registry, "boxing")
+    # A backend that chooses a GPU for each process calls that `auto`.
+    device = str(getattr(backend, "device", "cpu"))
     said = [
         f"the command line: {text}"
         for text in composed.overrides
@@ -128,7 +140,7 @@ def check_calibrate(composed: Composed, registry: Registry) -> CalibrateRun:
     ]
     return CalibrateRun(
         boxing=choice,
-        device=str(getattr(backend, "device", "cpu")),
+        device="cuda" if device == "auto" else device,
         settings=merge_settings(
             CalibrateConfig, settings, where=["sbp_launch/conf/calibrate.yaml", *said]
         ),

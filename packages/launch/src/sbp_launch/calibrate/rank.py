@@ -1,4 +1,4 @@
-"""One process of a calibration: `python -m sbp_launch.calibrate.rank FOLDER`. Knows torch.
+"""What one process of a calibration does; `calibrate.__main__` starts it. Knows torch.
 
 Opens the backend, and measures on each rank that lives here, in a thread each.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -19,7 +20,7 @@ from sbp_launch.calibrate.device import measure_rates
 from sbp_launch.calibrate.job import Found, Job, Progress, Rates
 
 
-def main(folder: Path) -> None:
+def work_in(folder: Path) -> None:
     """Do the job in a folder; the first rank leaves there what was found."""
     job = Job.load(folder)
     ranks = range(job.settings.ranks)
@@ -28,6 +29,8 @@ def main(folder: Path) -> None:
 
     def work(rank: int) -> None:
         try:
+            if torch.device(job.device).type == "cuda":
+                torch.cuda.set_device(job.device)  # each thread has its own
             found = measure(job, backend, rank)
             if rank == 0:
                 found.save(folder)
@@ -37,6 +40,7 @@ def main(folder: Path) -> None:
 
     try:
         backend.open(ranks)
+        job = replace(job, device=str(here(job.device)))
         threads = [threading.Thread(target=work, args=(rank,)) for rank in backend.local_ranks()]
         for thread in threads:
             thread.start()
@@ -46,6 +50,13 @@ def main(folder: Path) -> None:
         backend.close()
     if errors:
         raise errors[0]
+
+
+def here(device: str) -> torch.device:
+    """Return a device with its number: the GPU that an open backend has chosen for this process."""
+    if device == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(device)
 
 
 def measure(job: Job, backend: BoxingBackend, rank: int) -> Found:
@@ -84,7 +95,3 @@ def _slowest(watch: Stopwatch, rates: Rates) -> Rates:
         memory_bytes_per_s=1 / byte_s,
         launch_s=launch_s,
     )
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -61,16 +61,18 @@ def calibrate_machine(run: CalibrateRun, registry: Registry) -> None:
     settings = run.settings
     kept = _kept(run)
     console.print(
-        f"measuring boxing={run.boxing.name} among {settings.ranks} ranks on this machine: "
-        f"about {format_seconds(settings.time_s)} at most, {settings.repetitions} repetitions",
+        f"measuring boxing={run.boxing.name} {_among(settings.ranks)} on this machine: about "
+        f"{format_seconds(settings.time_s)} at most, up to {settings.repetitions} repetitions",
         highlight=False,
     )
     began = time.monotonic()
     found = measure(run, registry, console)
     cluster, held_out = make_cluster(run, found, kept)
     cluster.save(Path(settings.out))
-    console.print(f"measured {len(found.samples)} calls, {found.rounds} times each or more, in "
-                  f"{format_seconds(time.monotonic() - began)}", highlight=False)  # fmt: skip
+    what = f"{len(found.samples)} calls, {found.rounds} times each or more,"
+    if not found.samples:
+        what = "what a rank computes and copies (one rank calls nobody)"
+    console.print(f"measured {what} in {format_seconds(time.monotonic() - began)}", highlight=False)
     if found.skipped:
         console.print(f"left out: {found.skipped}", highlight=False)
     for line in rate_lines(cluster):
@@ -81,11 +83,17 @@ def calibrate_machine(run: CalibrateRun, registry: Registry) -> None:
         for line in error_lines(calibration):
             console.print(line, highlight=False)
     console.print(f"wrote {settings.out}", highlight=False, soft_wrap=True)
+    mesh = "" if settings.ranks == 2 else f' "cluster.mesh=[{settings.ranks}]"'
     console.print(
-        f"use it: sbp-plan cluster=measured cluster.file={settings.out}",
+        f"use it: sbp-plan cluster=measured cluster.file={settings.out}{mesh} "
+        "planner=manual/data_parallel",
         highlight=False,
         soft_wrap=True,
     )
+
+
+def _among(num_ranks: int) -> str:
+    return "on 1 rank" if num_ranks == 1 else f"among {num_ranks} ranks"
 
 
 def _kept(run: CalibrateRun) -> Mapping[str, Calibration]:
@@ -125,7 +133,7 @@ def measure(run: CalibrateRun, registry: Registry, console: Console) -> Found:
             max_call_bytes=limit if run.device == "cpu" else settings.chosen_sizes[-1],
         )
         job.save(folder)
-        command = [sys.executable, "-m", "sbp_launch.calibrate.rank", str(folder)]
+        command = [sys.executable, "-m", "sbp_launch.calibrate", str(folder)]
         ended = supervise(
             backend.starts(settings.ranks, command),
             on_line=show.line,

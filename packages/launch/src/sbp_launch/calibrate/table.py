@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from statistics import median
 
+from rich import box
 from rich.table import Table
 
 from sbp_core.calibration import Calibration, Case, Curve, HeldOut
@@ -14,11 +15,16 @@ from sbp_core.units import format_bytes, format_seconds
 #: What errors should stay below: the median, and the 90th percentile.
 GOALS = (0.15, 0.35)
 
-_LEGEND = (
-    "latency: of a call, however small. bandwidth: bytes that a group shares (the whole tensor, a "
-    "message) a second, added by a large call. error: of predictions for sizes that were left out "
-    "of the fit."
-)
+#: Below this, nothing is copied: faster than any memory, in seconds a byte.
+_NO_COPY_S_PER_BYTE = 1e-14
+
+_LEGEND = """\
+at once: groups that called at the same time
+latency: of a call, however small
+bandwidth: bytes that a group shares (the whole tensor, a message) a second,
+  added by a large call; - if it takes no longer than a small one
+error: of predictions for sizes that were left out of the fit
+"""
 
 
 def rate_lines(cluster: Cluster) -> Iterator[str]:
@@ -35,8 +41,17 @@ def rate_lines(cluster: Cluster) -> Iterator[str]:
 
 def call_table(calibration: Calibration, held_out: Sequence[HeldOut]) -> Table:
     """Return a row for every kind of call that was measured in more than one size."""
-    table = Table(title=f"boxing={calibration.backend}", caption=_LEGEND, caption_justify="left")
-    table.add_column("call")
+    table = Table(
+        title=f"boxing={calibration.backend}",
+        # Fits into 80 columns.
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        caption=_LEGEND,
+        caption_justify="left",
+        title_justify="left",
+    )
+    table.add_column("call", no_wrap=True)
     for name in ("ranks", "at once", "latency", "bandwidth", "largest", "took", "error"):
         table.add_column(name, justify="right", no_wrap=True)
     for case, curve in calibration.curves.items():
@@ -58,9 +73,9 @@ def call_table(calibration: Calibration, held_out: Sequence[HeldOut]) -> Table:
 
 
 def bandwidth(curve: Curve) -> str:
-    """Return the rate of a curve's last segment."""
+    """Return the rate of a curve's last segment; `-` if no memory could be so fast."""
     rate = curve.s_per_byte[-1]
-    return f"{1e-9 / rate:.3g} GB/s" if rate > 0 else "-"
+    return f"{1e-9 / rate:.3g} GB/s" if rate > _NO_COPY_S_PER_BYTE else "-"
 
 
 def _error(case: Case, held_out: Sequence[HeldOut]) -> str:
@@ -72,7 +87,8 @@ def _error(case: Case, held_out: Sequence[HeldOut]) -> str:
 
 def error_lines(calibration: Calibration) -> Iterator[str]:
     """Yield how far predictions are off what was left out of the fit, and whether that is much."""
-    yield "error of predictions for calls that were left out of the fit:"
+    yield "error of predictions for what was left out of the fit (one size of a call,"
+    yield "all of a call in groups of one size, all calls of a kind):"
     for error in calibration.errors:
         good = error.way != "size" or (error.median <= GOALS[0] and error.p90 <= GOALS[1])
         yield f"  {error}" + ("" if good else "; measure again on an idle machine")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from sbp_core.boxing.supervision.start import Start, one_process
 
@@ -86,7 +86,7 @@ class BoxingBackend(ABC):
     `spans_processes` says whether its ranks live in several processes.
     """
 
-    spans_processes: ClassVar[bool] = True
+    spans_processes: bool = True
 
     def starts(self, num_ranks: int, command: Sequence[str]) -> tuple[Start, ...]:
         """Return how to start `command` as the processes of a run on this machine.

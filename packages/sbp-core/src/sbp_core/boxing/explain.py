@@ -35,7 +35,7 @@ def explain_route(route: Route, cluster: Cluster | None = None) -> str:
         total_s = sum(entry.time_s for entry in times)
         total += f", {format_seconds(total_s)} on the links of cluster {cluster.name!r}"
     rows = [["step", "kind", "where", "from -> to", "bytes"]]
-    rows[0] += ["each rank sends", "and holds at most"]
+    rows[0] += ["a rank sends", "and holds"]
     for number, step in enumerate(route.steps, start=1):
         row = [str(number), step.kind.value, _where(step), f"{step.source[1]} -> {step.target[1]}"]
         row += [format_bytes(step.size_bytes), sent_by_rank(step)]
@@ -94,10 +94,11 @@ def held_bytes(step: Step) -> int:
 def _time_cells(times: Sequence[StepTime]) -> list[list[str]]:
     if not times:
         return []
-    rows = [["time", "algorithm", "why"]]
+    rows = [["time", "how"]]
     for entry in times:
         spent = format_seconds(entry.time_s) if entry.time_s else "-"
-        rows.append([spent, entry.algorithm, entry.reason])
+        named = entry.algorithm != "-" and not entry.is_whole_call
+        rows.append([spent, f"{entry.algorithm}, {entry.reason}" if named else entry.reason])
     return rows
 
 

@@ -376,12 +376,19 @@ def uniform_bytes(step: Step) -> int | None:
     """Return what `collective_bytes` returns, at once, where every group moves alike.
 
     That is: every split is even, and the step changes only the innermost splits of a dim. Such a
-    step is always realisable. None for any other step, which takes a look at every group.
+    step is always realisable. None for any other step, which takes a look at every group; so does
+    an all-to-all that splits a dim along one axis instead of another, in which some ranks keep all.
     """
     (placement, source), (_, target) = step.source, step.target
     parts: list[int] = []
-    for sbp in (source, target):
-        for dim in {entry.dim for axis in step.axes if isinstance(entry := sbp[axis], Split)}:
+    dims = [
+        {e.dim for axis in step.axes if isinstance(e := sbp[axis], Split)}
+        for sbp in (source, target)
+    ]
+    if dims[0] & dims[1]:
+        return None
+    for sbp, changed_dims in zip((source, target), dims, strict=True):
+        for dim in changed_dims:
             split = sbp.split_axes(dim)
             changed = [axis for axis in split if axis in step.axes]
             if tuple(split[-len(changed) :]) != tuple(changed):

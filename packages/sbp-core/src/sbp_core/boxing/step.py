@@ -108,10 +108,10 @@ class Route:
         return route_time_s(self, cluster)
 
     def explain(self, cluster: Cluster | None = None) -> str:
-        """Return a table: what each step does, what each rank sends and holds, and the time.
+        """Return a table: what each step does, what a rank sends and holds at most, and the time.
 
         Args:
-            cluster: The machine that says the times and algorithms; without one they are left out.
+            cluster: The machine that says the times, and how they come about; left out without.
 
         Example:
             >>> from sbp_core import NdSbp, Placement, boxing
@@ -124,8 +124,8 @@ class Route:
             >>> print(route.explain())
             float32[4096, 1024] (S(0)) -> (S(1)) on tensor=4 (ranks 0-3)
               12.6 MB between ranks
-              step  kind        where   from -> to    bytes    each rank sends  and holds at most
-              1     all-to-all  tensor  S(0) -> S(1)  12.6 MB  3.1 MB           14.7 MB
+              step  kind        where   from -> to    bytes    a rank sends  and holds
+              1     all-to-all  tensor  S(0) -> S(1)  12.6 MB  3.1 MB        14.7 MB
         """
         from sbp_core.boxing.explain import explain_route
 

@@ -13,6 +13,9 @@ from sbp_core.units import format_bytes, format_seconds
 #: Ways to leave samples out; see `validate`.
 WAYS = ("size", "group", "collective")
 
+#: An error from which on it is not told in percent.
+_MANY = 10.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOut:
@@ -39,7 +42,7 @@ class HeldOut:
         return (
             f"{sample.case}, {format_bytes(sample.shared_bytes)}: "
             f"{format_seconds(sample.time_s)} measured, "
-            f"{format_seconds(self.predicted_s)} predicted, {self.error:.0%} off"
+            f"{format_seconds(self.predicted_s)} predicted, {_share(self.error, 0)} off"
         )
 
 
@@ -76,8 +79,9 @@ class FitError:
     def __str__(self) -> str:
         """One line: median, 90th percentile, worst."""
         return (
-            f"left out by {self.way}: median {self.median:.1%}, 90th percentile {self.p90:.1%}, "
-            f"worst {self.worst:.0%} of {self.num_samples} samples"
+            f"left out by {self.way}: median {_share(self.median, 1)}, "
+            f"90th percentile {_share(self.p90, 1)}, worst {_share(self.worst, 0)} "
+            f"of {self.num_samples} samples"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -88,3 +92,8 @@ class FitError:
     def from_json(cls, value: Mapping[str, Any]) -> FitError:
         """Read what `to_json` wrote."""
         return cls(**value)
+
+
+def _share(error: float, digits: int) -> str:
+    """Return an error in percent, or in how many times too much where that is easier to read."""
+    return f"{error:.{digits}%}" if error < _MANY else f"{1 + error:,.0f} times"

@@ -38,9 +38,10 @@ class Calibration:
     """
 
     backend: str
-    samples: tuple[Sample, ...]
-    curves: Mapping[Case, Curve]
-    structures: Mapping[str, Structure]
+    # Thousands of numbers: they would drown whatever shows a cluster.
+    samples: tuple[Sample, ...] = field(repr=False)
+    curves: Mapping[Case, Curve] = field(repr=False)
+    structures: Mapping[str, Structure] = field(repr=False)
     errors: tuple[FitError, ...] = ()
     #: Curves and origins of the calls that were asked for so far.
     _found: dict[_Key, tuple[Curve | None, str | None]] = field(

@@ -3,6 +3,7 @@
 `call` is one call and its deadline, `process` a backend, `connections` how it breaks. `manifest`
 says what a rank sends and receives, `parcel` makes flat messages of it, `exchange` is the
 communicator (the latter two know torch). How ranks learn that one of them failed: `board` (notes
-to each other), `members` (their processes) and `watch` (the thread that looks). `agree` compares a
-text over all ranks, `fingerprint` every step; both serve any backend, and know torch.
+to each other), `store` (one in a key-value store), `members` (their processes) and `watch` (the
+thread that looks). `agree` compares a text over all ranks, `fingerprint` every step; both serve any
+backend, and know torch.
 """

@@ -6,6 +6,7 @@ Uses nothing but a communicator's own all-gather, so that it works over every ba
 from __future__ import annotations
 
 from collections.abc import Sequence
+from hashlib import blake2b
 
 import torch
 
@@ -15,7 +16,7 @@ from sbp_core.errors import BoxingError
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, S
 
-#: Bytes of UTF-8 that `agree` compares and shows; longer texts are cut.
+#: Bytes of UTF-8 that `agree` exchanges; of longer texts, the beginning and a hash of all.
 _WIDTH_BYTES = 128
 
 
@@ -34,7 +35,7 @@ def agree(
         communicator: Of one of the ranks.
         ranks: Who compares, in an order that is the same on all of them.
         what: What the text is, such as `plan`; the same on all ranks.
-        value: The text, of at most 128 bytes in UTF-8.
+        value: The text; of one beyond 128 bytes in UTF-8, messages show the beginning and a hash.
         deadline_s: Seconds to wait for the others.
         device: Where the transport wants its tensors; the CPU if None.
 
@@ -44,7 +45,7 @@ def agree(
     texts = gather_texts(
         communicator,
         ranks,
-        value,
+        _shortened(value),
         tag=f"agreement on the {what}",
         width_bytes=_WIDTH_BYTES,
         deadline_s=deadline_s,
@@ -67,6 +68,15 @@ def agree(
         todo="the program or its config differs between the processes: start all of them with the "
         "same files, arguments and versions",
     )
+
+
+def _shortened(text: str) -> str:
+    """Return a text that fits into `_WIDTH_BYTES`, another one for another text."""
+    data = text.encode()
+    if len(data) <= _WIDTH_BYTES:
+        return text
+    end = f"... {blake2b(data, digest_size=8).hexdigest()}"
+    return data[: _WIDTH_BYTES - len(end)].decode("utf-8", "ignore") + end
 
 
 def gather_texts(

@@ -29,9 +29,11 @@ def _nothing_known(ranks: Collection[int]) -> Sequence[str]:
     return ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, eq=False)
 class Call:
-    """One call, for its messages and its deadline.
+    """One call, for its messages and its deadline; never changed.
+
+    Not frozen: there is one for every step that runs, and freezing triples the time to make it.
 
     Args:
         step, tag: What is done, and for which firing.
@@ -46,7 +48,7 @@ class Call:
     rank: int
     deadline_s: float
     end_s: float
-    witness: Witness = field(default=_nothing_known, repr=False, compare=False)
+    witness: Witness = field(default=_nothing_known, repr=False)
 
     @classmethod
     def begin(
@@ -59,9 +61,7 @@ class Call:
     ) -> Call:
         """Make a call whose time begins now."""
         end_s = time.monotonic() + deadline_s
-        return cls(
-            step=step, tag=tag, rank=rank, deadline_s=deadline_s, end_s=end_s, witness=witness
-        )
+        return cls(step, tag, rank, deadline_s, end_s, witness)
 
     @property
     def age_s(self) -> float:

@@ -6,16 +6,15 @@ failures is `watch`. Moves nothing and imports no torch.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 
 from sbp_core.boxing.processes.board import Board
 from sbp_core.boxing.processes.call import Call
 from sbp_core.boxing.processes.members import Member, State, state_of
-from sbp_core.boxing.processes.watch import INTERVAL_S, Calls, Watch
+from sbp_core.boxing.processes.watch import INTERVAL_S, Calls, UnderWay, Watch
 from sbp_core.errors import BoxingError, SbpError
 
 #: Seconds in which it is found out why a connection broke: who ended, or what was told.
@@ -81,14 +80,9 @@ class Connections(ABC):
 
     # Calls.
 
-    @contextlib.contextmanager
-    def under_way(self, call: Call) -> Iterator[None]:
-        """Let others know, while a call takes long, that this rank is in it."""
-        self._calls.begin(call)
-        try:
-            yield
-        finally:
-            self._calls.end()
+    def under_way(self, call: Call) -> UnderWay:
+        """Let others know, while a call takes long, that this rank is in it: a context."""
+        return UnderWay(self._calls, call)
 
     def witness(self, ranks: Collection[int]) -> Sequence[str]:
         """Say what is known about ranks that did not arrive, one a line."""

@@ -29,9 +29,11 @@ ConnectionsT = TypeVar("ConnectionsT", bound=Connections)
 #: Steps that a communicator remembers; a training step has fewer.
 _REMEMBERED = 4096
 
+_REDUCES = (StepKind.ALL_REDUCE, StepKind.REDUCE_SCATTER)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Role:
+class Role:
     """One rank's part in a collective, worked out once: small messages take less time than that.
 
     Args:
@@ -39,7 +41,8 @@ class _Role:
         ranks: Its group.
         shape, dtype: Of its shard.
         sent_bytes: Bytes that it sends.
-        manifest: What it sends and receives; None for an all-reduce.
+        reduction: `sum`, `max` or `min`, of an all-reduce or reduce-scatter; else "".
+        known: What it sends and receives; None for an all-reduce.
     """
 
     step: Step
@@ -47,7 +50,14 @@ class _Role:
     shape: tuple[int, ...]
     dtype: torch.dtype
     sent_bytes: int
-    manifest: Manifest | None
+    reduction: str
+    known: Manifest | None
+
+    @property
+    def manifest(self) -> Manifest:
+        """What the rank sends and receives in an all-gather, reduce-scatter or all-to-all."""
+        assert self.known is not None, "an all-reduce has no manifest"
+        return self.known
 
 
 class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
@@ -68,7 +78,7 @@ class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
         self.sent_bytes = 0
         self._connections = connections
         self._device = device
-        self._roles: dict[int, _Role] = {}
+        self._roles: dict[int, Role] = {}
 
     def collective(
         self,
@@ -81,7 +91,8 @@ class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
     ) -> torch.Tensor:
         """See `Communicator.collective`."""
         call = self._begin(step, tag, deadline_s)
-        role = self._role(step, shard)
+        # A step that is remembered lives, so that no other has its id; hashing one takes long.
+        role = self._roles.get(id(step)) or self._new_role(step, shard)
         if shard.shape != role.shape or shard.dtype != role.dtype:
             check_shard(step, self.rank, shard)
         if len(role.ranks) == 1:
@@ -205,32 +216,27 @@ class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
         self._connections.check_usable(call)
         return call
 
-    def _role(self, step: Step, shard: torch.Tensor) -> _Role:
-        """Return the part of this rank in a collective, to which it brings a shard."""
-        # A step that is remembered lives, so that no other has its id.
-        role = self._roles.get(id(step))
-        if role is not None:
-            return role
+    def _role(self, call: Call) -> Role:
+        """Return the part of this rank in a collective that is under way."""
+        return self._roles[id(call.step)]
+
+    def _new_role(self, step: Step, shard: torch.Tensor) -> Role:
+        """Work out the part of this rank in a collective, to which it brings a shard."""
         check_shard(step, self.rank, shard)
         ranks = step.group(self.rank)
-        role = _Role(
+        role = Role(
             step=step,
             ranks=ranks,
             shape=tuple(shard.shape),
             dtype=shard.dtype,
             sent_bytes=sent_bytes(step, self.rank),
-            manifest=None if step.kind is StepKind.ALL_REDUCE else manifest(step, self.rank),
+            reduction=reduction_of(step) if step.kind in _REDUCES else "",
+            known=None if step.kind is StepKind.ALL_REDUCE else manifest(step, self.rank),
         )
         if len(self._roles) >= _REMEMBERED:
             self._roles.clear()
         self._roles[id(step)] = role
         return role
-
-    def _manifest(self, call: Call) -> Manifest:
-        """Return what this rank sends and receives in an all-gather, -scatter or all-to-all."""
-        role = self._roles.get(id(call.step))
-        known = None if role is None else role.manifest
-        return manifest(call.step, self.rank) if known is None else known
 
     def _exchange(self, call: Call, ranks: tuple[int, ...], shard: torch.Tensor) -> torch.Tensor:
         """Run a collective by sending each rank its pieces, at their exact sizes.
@@ -240,7 +246,7 @@ class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
             ranks: The group.
             shard: This rank's part under the step's source.
         """
-        known = self._manifest(call)
+        known = self._role(call).manifest
         parcels = Parcels(call.step, known, shard, device=self._device)
         parcels.keep_own()
         if not known.is_idle:

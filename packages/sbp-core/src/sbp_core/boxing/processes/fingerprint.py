@@ -51,8 +51,7 @@ class Fingerprinted(BoxingBackend):
     def __init__(self, backend: BoxingBackend) -> None:
         self._backend = backend
         self._communicators: dict[int, FingerprintedCommunicator] = {}
-        # Of the class for every other backend, which knows it before there is an instance.
-        self.spans_processes = backend.spans_processes  # type: ignore[misc]
+        self.spans_processes = backend.spans_processes
 
     def starts(self, num_ranks: int, command: Sequence[str]) -> tuple[Start, ...]:
         """See `BoxingBackend.starts`."""
@@ -120,7 +119,7 @@ class FingerprintedCommunicator(Communicator):
         self._lock = threading.Lock()
         #: Collectives by group, and messages by receiver.
         self._counts: dict[tuple[int, ...] | int, int] = defaultdict(int)
-        self._inboxes: dict[int, _Inbox] = defaultdict(_Inbox)
+        self._inboxes: dict[int, _Inbox] = {}
 
     def collective(
         self,
@@ -189,7 +188,9 @@ class FingerprintedCommunicator(Communicator):
         Messages may be received in another order than they were sent in: a fingerprint that is not
         for this tag is kept. One thread receives at a time, for all.
         """
-        inbox, key = self._inboxes[sender], _key(tag)
+        with self._lock:
+            inbox = self._inboxes.setdefault(sender, _Inbox())
+        key = _key(tag)
         while True:
             with inbox.changed:
                 inbox.changed.wait_for(lambda: key in inbox.unclaimed or not inbox.is_read)
@@ -200,7 +201,7 @@ class FingerprintedCommunicator(Communicator):
                     return found
                 number, inbox.is_read = inbox.count, True
             try:
-                text = self._receive_letter(sender, number, mine, call)
+                text = self._receive_letter(sender, number, inbox, mine, call)
                 with inbox.changed:
                     inbox.count += 1
                     inbox.unclaimed[_key_of(text)].append(text)
@@ -209,7 +210,9 @@ class FingerprintedCommunicator(Communicator):
                     inbox.is_read = False
                     inbox.changed.notify_all()
 
-    def _receive_letter(self, sender: int, number: int, mine: str, call: Call) -> str:
+    def _receive_letter(
+        self, sender: int, number: int, inbox: _Inbox, mine: str, call: Call
+    ) -> str:
         try:
             values = self._communicator.receive(
                 _letter(sender, self.rank),
@@ -218,7 +221,6 @@ class FingerprintedCommunicator(Communicator):
                 deadline_s=round(call.left_s, 3),
             )
         except BoxingError as error:
-            inbox = self._inboxes[sender]
             with inbox.changed:
                 kept = [_shown(text) for texts in inbox.unclaimed.values() for text in texts]
             sent = "; ".join(kept) or "nothing else"

@@ -37,6 +37,9 @@ class Manifest:
         others_out, others_in: Where the others lie then, among all pieces: (start, stop).
         gathers: Every rank of the group receives the whole shards of all. Equal on all ranks.
         is_even: Every rank of the group sends every rank as many elements. Equal on all ranks.
+        is_flat: That, and on every rank the outgoing pieces, one after the other, are the memory of
+            the shard before the step (or each is, of an all-gather), and the incoming ones that
+            after it. Equal on all ranks.
         is_idle: No rank of the group sends another one anything. Equal on all ranks.
     """
 
@@ -54,6 +57,7 @@ class Manifest:
     others_in: tuple[int, int]
     gathers: bool
     is_even: bool
+    is_flat: bool
     is_idle: bool
 
 
@@ -68,8 +72,8 @@ def manifest(step: Step, rank: int) -> Manifest:
     group = step.group(rank)
     pieces = collective_pieces(step, group)
     by_ends = {(piece.sender, piece.receiver): piece for piece in pieces}
-    bounds = bounds_of(step.shape, *step.source)
-    held, shape = _shape(bounds[rank]), _shape(bounds_of(step.shape, *step.target)[rank])
+    bounds, after = bounds_of(step.shape, *step.source), bounds_of(step.shape, *step.target)
+    held, shape = _shape(bounds[rank]), _shape(after[rank])
     outgoing = tuple(by_ends.get((rank, other)) for other in group)
     incoming = tuple(by_ends.get((other, rank)) for other in group)
     senders = sum(volume(bounds[other]) > 0 for other in group)
@@ -79,6 +83,19 @@ def manifest(step: Step, rank: int) -> Manifest:
     )
     sent_sizes = tuple(volume(piece.source) if piece else 0 for piece in outgoing)
     received_sizes = tuple(volume(piece.target) if piece else 0 for piece in incoming)
+    gathers = len(pieces) == senders * len(group) and all(
+        volume(piece.source) == volume(bounds[piece.sender]) for piece in pieces
+    )
+    is_even = len(pieces) == len(group) ** 2 and len({piece.size_bytes for piece in pieces}) == 1
+
+    def is_flat(one: int) -> bool:
+        """Say whether the pieces of one rank lie in order in its memory."""
+        arriving = [by_ends[other, one].target for other in group]
+        leaving = [by_ends[one, other].source for other in group]
+        return _tiles(_shape(after[one]), arriving) and (
+            gathers or _tiles(_shape(bounds[one]), leaving)
+        )
+
     return Manifest(
         place=place,
         held=held,
@@ -93,9 +110,9 @@ def manifest(step: Step, rank: int) -> Manifest:
         and (not unpacked or _is_at_an_end(received_sizes, place)),
         others_out=_others(sent_sizes, place),
         others_in=_others(received_sizes, place),
-        gathers=len(pieces) == senders * len(group)
-        and all(volume(piece.source) == volume(bounds[piece.sender]) for piece in pieces),
-        is_even=len(pieces) == len(group) ** 2 and len({piece.size_bytes for piece in pieces}) == 1,
+        gathers=gathers,
+        is_even=is_even,
+        is_flat=step.kind is not StepKind.REDUCE_SCATTER and is_even and all(map(is_flat, group)),
         is_idle=all(piece.sender == piece.receiver for piece in pieces),
     )
 

@@ -61,6 +61,27 @@ class Calls:
         return list(self._by_thread.values())
 
 
+class UnderWay:
+    """The time in which a call is under way; a class, as generators take longer to enter.
+
+    Args:
+        calls: The calls of this process.
+        call: One of them.
+    """
+
+    __slots__ = ("_call", "_calls")
+
+    def __init__(self, calls: Calls, call: Call) -> None:
+        self._calls = calls
+        self._call = call
+
+    def __enter__(self) -> None:
+        self._calls.begin(self._call)
+
+    def __exit__(self, *_: object) -> None:
+        self._calls.end()
+
+
 class Watch:
     """What one process sees of the others.
 

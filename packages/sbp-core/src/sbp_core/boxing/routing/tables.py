@@ -8,9 +8,11 @@ no torch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
+from typing import TypeVar
 
 import numpy as np
 
@@ -36,17 +38,18 @@ from sbp_core.boxing.routing.table import (
 )
 from sbp_core.boxing.step import StepKind
 
+_Made = TypeVar("_Made", bound=Callable[..., object])
+
 #: The codes that each axis of a mesh may have.
 Entries = tuple[tuple[int, ...], ...]
 
 #: A mesh: its shape, and the entries of its axes.
 Mesh = tuple[tuple[int, ...], Entries]
 
-#: Tables of up to this many states are kept in great number.
-_SMALL = 40
-
-#: How many larger tables are kept; each may take some MB.
-_LARGE_KEPT = 8
+#: Up to so many states tables take up to 0.1 MB, up to 3 MB, or else some 30 MB: as many of them
+#: are kept. Tensors of uneven extents have tables of their own, of which a model needs many.
+_SMALL, _MEDIUM = 40, 216
+_SMALL_KEPT, _MEDIUM_KEPT, _LARGE_KEPT = 1024, 48, 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,16 +256,30 @@ def tables(source: Mesh, target: Mesh | None, shared: Shared, sizes: Sizes) -> T
         shared: The ranks that both have; empty if they are the same.
         sizes: Of the tensor.
     """
-    small = _is_small(source) and (target is None or _is_small(target))
-    return (_small_tables if small else _large_tables)(source, target, shared, sizes)
+    num_states = max(_num_states(mesh) for mesh in (source, target) if mesh is not None)
+    return _kept(num_states, _small_tables, _medium_tables, _large_tables)(
+        source, target, shared, sizes
+    )
 
 
-def _is_small(mesh: Mesh) -> bool:
-    return prod(map(len, mesh[1])) <= _SMALL
+def _num_states(mesh: Mesh) -> int:
+    return prod(map(len, mesh[1]))
 
 
-@lru_cache(maxsize=1024)
+def _kept(num_states: int, small: _Made, medium: _Made, large: _Made) -> _Made:
+    """Return the one of three that is for tables of a number of states."""
+    if num_states <= _SMALL:
+        return small
+    return medium if num_states <= _MEDIUM else large
+
+
+@lru_cache(maxsize=_SMALL_KEPT)
 def _small_tables(source: Mesh, target: Mesh | None, shared: Shared, sizes: Sizes) -> Tables:
+    return _tables(source, target, shared, sizes)
+
+
+@lru_cache(maxsize=_MEDIUM_KEPT)
+def _medium_tables(source: Mesh, target: Mesh | None, shared: Shared, sizes: Sizes) -> Tables:
     return _tables(source, target, shared, sizes)
 
 
@@ -281,11 +298,16 @@ def _tables(source: Mesh, target: Mesh | None, shared: Shared, sizes: Sizes) -> 
 
 
 def _within(mesh: Mesh, sizes: Sizes) -> Within:
-    return (_small_within if _is_small(mesh) else _large_within)(mesh, sizes)
+    return _kept(_num_states(mesh), _small_within, _medium_within, _large_within)(mesh, sizes)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=_SMALL_KEPT)
 def _small_within(mesh: Mesh, sizes: Sizes) -> Within:
+    return within(*mesh, sizes)
+
+
+@lru_cache(maxsize=_MEDIUM_KEPT)
+def _medium_within(mesh: Mesh, sizes: Sizes) -> Within:
     return within(*mesh, sizes)
 
 
@@ -296,5 +318,7 @@ def _large_within(mesh: Mesh, sizes: Sizes) -> Within:
 
 def clear_tables() -> None:
     """Forget all tables; for measuring."""
-    for cached in (_small_tables, _large_tables, _small_within, _large_within):
+    for cached in (_small_tables, _medium_tables, _large_tables):
         cached.cache_clear()
+    for kept in (_small_within, _medium_within, _large_within):
+        kept.cache_clear()

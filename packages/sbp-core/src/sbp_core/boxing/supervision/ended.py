@@ -113,9 +113,9 @@ class Ended:
             todo = _TODO.get(first.signal_name, "")
             if not todo and first.signal_name:
                 todo = "a library crashed; PYTHONFAULTHANDLER=1 shows in which call"
-            todo = (
-                todo or f"mend what was said last by {first.start.name}; the others only followed"
-            )
+            if not todo:
+                todo = f"mend what was said last by {first.start.name}"
+                todo += "; the others only followed" if others else ""
         return RunError(what, where=[_place(end, quote) for end in shown], todo=todo)
 
     def __str__(self) -> str:

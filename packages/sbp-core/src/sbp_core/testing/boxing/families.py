@@ -95,12 +95,13 @@ def _mesh(shape: Sequence[int]) -> Placement:
 
 @lru_cache
 def one_axis(num_ranks: int, dtypes: tuple[str, ...]) -> tuple[BoxingCase, ...]:
-    """Every pair of S(0), S(1), S(2), B and P of every reduction; each; and of empty tensors."""
+    """Every pair of S(0), S(1), S(2), B and P of every reduction; each; also empty, and scalar."""
     mesh = _mesh((num_ranks,))
     states = _states(mesh, 3)
     return (
         *_each(_changes(states), shapes_for((num_ranks,), 3), dtypes),
         *_in_turn(_changes(states), [(0, 2, 3), (2, 3, 0)], dtypes),
+        *_each(_changes(_states(mesh, 0)), [()], dtypes),
     )
 
 
@@ -169,7 +170,7 @@ def placement_pairs(num_ranks: int) -> Mapping[str, tuple[Placement, Placement]]
 def across(num_ranks: int, dtypes: tuple[str, ...]) -> tuple[BoxingCase, ...]:
     """Every pair of S(0), S(1), B and P of every reduction, from one placement to another.
 
-    Each where both have one axis, in turn where a mesh has two.
+    Each where both have one axis, in turn where a mesh has two; and of scalars, in turn.
     """
     cases: list[BoxingCase] = []
     for before, after in placement_pairs(num_ranks).values():
@@ -177,6 +178,7 @@ def across(num_ranks: int, dtypes: tuple[str, ...]) -> tuple[BoxingCase, ...]:
         larger = max(before, after, key=lambda placement: placement.size).mesh_shape
         spread = _each if before.num_axes == after.num_axes == 1 else _in_turn
         cases += spread(pairs, shapes_for(larger, 2), dtypes)
+        cases += _in_turn(product(_states(before, 0), _states(after, 0)), [()], dtypes)
     return tuple(cases)
 
 
@@ -321,6 +323,7 @@ def quick_cases(num_ranks: int, dtypes: tuple[str, ...]) -> tuple[BoxingCase, ..
     pairs = _in_turn(_changes(_states(mesh, 3)), shapes_for((num_ranks,), 3), dtypes)
     return (
         *pairs,
+        *_in_turn(_changes(_states(mesh, 0)), [()], dtypes),
         *(
             case
             for name, family in FAMILIES.items()

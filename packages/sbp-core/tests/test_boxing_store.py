@@ -4,9 +4,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from sbp_boxing_torch import clerk
-from sbp_boxing_torch.board import StoreBoard
+from sbp_core.boxing.processes import store as notes
 from sbp_core.boxing.processes.board import BoardSilentError
+from sbp_core.boxing.processes.store import StoreBoard
 
 
 @pytest.fixture
@@ -54,6 +54,13 @@ def test_the_first_failure_is_what_all_ranks_are_told(boards: list[StoreBoard]) 
     assert boards[0].failure() == "disk full"
 
 
+def test_of_two_failures_at_the_same_time_one_stays(boards: list[StoreBoard]) -> None:
+    for board in boards:
+        board._put("failure", f"rank {board.rank} failed", range(3))
+
+    assert {board.failure() for board in boards} == {"rank 0 failed"}
+
+
 def test_all_have_left_once_each_has(boards: list[StoreBoard]) -> None:
     for board in boards[:2]:
         board.leave()
@@ -79,7 +86,7 @@ def test_a_lost_store_is_a_failure_and_is_not_asked_again() -> None:
 def test_a_store_that_does_not_answer_keeps_nobody_waiting_and_may_answer_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(clerk, "_LIMIT_S", 0.05)
+    monkeypatch.setattr(notes, "_LIMIT_S", 0.05)
     store = StoppedStore()
     board = StoreBoard(store, 0, 2)  # type: ignore[arg-type]
 

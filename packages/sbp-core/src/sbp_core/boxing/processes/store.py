@@ -1,7 +1,8 @@
-"""A store that is asked by a thread of its own, so that nobody waits for it for ever.
+"""The notes of the ranks in a key-value store that all of them reach, such as torch.distributed's.
 
-A store of torch.distributed answers within microseconds, or at once with an error if its host has
-ended; but if its host is stopped, a call waits without limit.
+A store answers within microseconds, or at once with an error if its host has ended; but if its host
+is stopped, a call waits without limit. So it is asked by a thread of its own (`Clerk`), and nobody
+waits for it for ever. Imports no torch.
 """
 
 from __future__ import annotations
@@ -9,18 +10,36 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Protocol
 
-from sbp_boxing_torch._torch_compat import Store
-from sbp_core.boxing.processes.board import BoardLostError, BoardSilentError
+from sbp_core.boxing.processes.board import Board, BoardLostError, BoardSilentError
 
 #: Seconds that the store may take for an answer.
 _LIMIT_S = 1.0
 
 #: Seconds that it gets while an earlier question is not answered.
 _IMPATIENT_S = 0.01
+
+
+class NoteStore(Protocol):
+    """The part of a key-value store that carries notes; raises `RuntimeError` if lost."""
+
+    def set(self, key: str, value: str, /) -> None:
+        """Write a value."""
+
+    def compare_set(self, key: str, expected: str, value: str, /) -> bytes:
+        """Write a value if the present one is as expected, which "" is where there is none."""
+
+    def get(self, key: str, /) -> bytes:
+        """Read a value; waits until it is there."""
+
+    def check(self, keys: Sequence[str], /) -> bool:
+        """Say whether all keys are there, without waiting."""
+
+    def delete_key(self, key: str, /) -> bool:
+        """Drop a value, if there is one."""
 
 
 class Clerk:
@@ -31,7 +50,7 @@ class Clerk:
         BoardLostError: the store cannot be reached any more.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: NoteStore) -> None:
         self._store = store
         self._questions: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
         self._questions = queue.SimpleQueue()
@@ -45,6 +64,10 @@ class Clerk:
         """Write a value."""
         self._ask(lambda: self._store.set(key, value))
 
+    def set_first(self, key: str, value: str) -> None:
+        """Write a value unless there is one, whoever else does so at the same time."""
+        self._ask(lambda: self._store.compare_set(key, "", value))
+
     def get(self, key: str) -> str | None:
         """Read a value, or None if there is none."""
         value: str | None = self._ask(
@@ -55,6 +78,10 @@ class Clerk:
     def has_all(self, keys: Sequence[str]) -> bool:
         """Say whether there is a value for each key."""
         return bool(self._ask(lambda: self._store.check(keys)))
+
+    def delete(self, key: str) -> None:
+        """Drop a value."""
+        self._ask(lambda: self._store.delete_key(key))
 
     def close(self) -> None:
         """End the thread, once it has an answer to its last question."""
@@ -87,3 +114,31 @@ class Clerk:
             self._unanswered_since = None
             # Nothing is kept alive while the next question is awaited.
             del entry, answer, question
+
+
+class StoreBoard(Board):
+    """Notes in a store, which any rank may read at any time.
+
+    Args:
+        store: A part of it that nobody else writes to.
+        rank: The rank that looks.
+        size: Number of ranks.
+    """
+
+    def __init__(self, store: NoteStore, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self._clerk = Clerk(store)
+
+    def close(self) -> None:
+        """Let go of the store; nothing may be asked any more."""
+        self._clerk.close()
+
+    def _put(self, key: str, value: str, ranks: Iterable[int]) -> None:
+        write = self._clerk.set_first if key == "failure" else self._clerk.set
+        write(key, value)
+
+    def _get(self, key: str) -> str | None:
+        return self._clerk.get(key)
+
+    def _has_all(self, keys: Iterable[str]) -> bool:
+        return self._clerk.has_all(list(keys))

@@ -1,4 +1,7 @@
-"""How the processes of the backend `torch` are started on this machine. Imports no torch."""
+"""Starts of one process a rank, which meet at an address: with the variables that torchrun sets.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ import random
 import socket
 from collections.abc import Sequence
 
-from sbp_boxing_torch.configs import TorchBoxingConfig
 from sbp_core.boxing.supervision.start import Start, thread_share
 from sbp_core.errors import BoxingError, ConfigError
 
@@ -20,32 +22,45 @@ _HOST = "127.0.0.1"
 _TRIES = 200
 
 
-def processes(
-    config: TorchBoxingConfig, num_ranks: int, command: Sequence[str]
+def processes_that_meet(
+    num_ranks: int,
+    command: Sequence[str],
+    *,
+    init_method: str,
+    rank: int | None,
+    world_size: int | None,
 ) -> tuple[Start, ...]:
-    """Return one start a rank, with the variables that torchrun sets too.
+    """Return one start a rank, on this machine.
+
+    Args:
+        num_ranks: Ranks of the run, >= 1.
+        command: Program and arguments.
+        init_method: Setting of the backend: `env://`, for which an address is found here, or a
+            place that is left as it is.
+        rank: Setting of the backend; None where the processes are started here.
+        world_size: Setting of the backend; None, or as many as ranks.
 
     Raises:
         BoxingError: no port is free.
         ConfigError: the settings are those of one process.
     """
-    if config.rank is not None or config.world_size not in (None, num_ranks):
+    if rank is not None or world_size not in (None, num_ranks):
         raise ConfigError(
-            f"rank={config.rank}, world_size={config.world_size} do not fit {num_ranks} processes",
+            f"rank={rank}, world_size={world_size} do not fit {num_ranks} processes",
             accepted="null for both, where the processes are started here",
             todo="leave boxing.rank and boxing.world_size out",
         )
     shared = {"WORLD_SIZE": str(num_ranks)}
-    if config.init_method.startswith("env://"):
+    if init_method.startswith("env://"):
         shared |= {"MASTER_ADDR": _HOST, "MASTER_PORT": str(free_port())}
     return tuple(
         Start(
             command=tuple(command),
-            ranks=(rank,),
-            environment={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            ranks=(number,),
+            environment={**shared, "RANK": str(number), "LOCAL_RANK": str(number)},
             defaults=thread_share(num_ranks),
         )
-        for rank in range(num_ranks)
+        for number in range(num_ranks)
     )
 
 
