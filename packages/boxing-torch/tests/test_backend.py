@@ -145,6 +145,25 @@ def test_a_failure_while_a_group_is_connected_ends_its_first_call(pool: RankPool
     assert took_s < 3.0
 
 
+def connect_in_vain(rank: int, backend: TorchBackend) -> str:
+    connections: Any = backend._connections
+
+    def never(*arguments: Any) -> Any:
+        raise BoxingError("ranks [0, 1] were not connected: rank 1 has ended")
+
+    connections._connect = never
+    return told(partial(reduce, backend, rank, "sum"))[0]
+
+
+def test_a_group_that_cannot_be_connected_is_blamed_on_the_step_that_needs_it(
+    pool: RankPool,
+) -> None:
+    first, _ = pool.run(2, connect_in_vain)
+
+    assert "boxing step 'sum' could not complete" in first
+    assert "all-reduce" in first and "rank 1 has ended" in first
+
+
 def send_in_vain(rank: int, backend: TorchBackend) -> str:
     communicator, step = backend.communicator(rank), one_step(B, B, [0], [1])
     if rank == 1:

@@ -89,8 +89,10 @@ class TorchConnections(Connections):
 
         if not board.wait_for(over, call.left_s):
             raise self.broken(call, call.missing(board.not_joined(name, ranks)))
-        with self.guard(call):
+        try:
             group = self._connect(name, ranks, call.left_s)
+        except BoxingError as error:
+            raise self.broken(call, call.failed(error.what)) from error
         with self._lock:
             self._groups[ranks] = group
             too_late = self._failure is not None
@@ -164,7 +166,7 @@ class TorchConnections(Connections):
             return self._watched(lambda: connect(transport, ranks, rank, store, limit_s))
         except RuntimeError as error:
             raise BoxingError(
-                f"ranks {list(ranks)} were not connected within {limit_s:g} s: {error}",
+                f"ranks {list(ranks)} were not connected within {limit_s:.3g} s: {error}",
                 where=f"rank {rank}",
                 todo="check that every process runs and that their hosts reach each other; "
                 "GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME chooses the network",
@@ -190,4 +192,4 @@ class TorchConnections(Connections):
             except TimeoutError:
                 reason = self.reason_to_go()
             if reason is not None:
-                raise BoxingError(f"ranks cannot be connected: {reason}")
+                raise BoxingError(reason)
