@@ -131,6 +131,10 @@ def test_a_large_message_that_nobody_receives_in_time_fails_the_sender(pool: Any
     assert "did not arrive: 1" in message
 
 
+#: Seconds that a rank stops for in making a group.
+_STOPPED_S = 4.0
+
+
 class Slow:
     """A communicator whose process stops for a while just before it makes another."""
 
@@ -141,7 +145,7 @@ class Slow:
         return getattr(self._comm, name)
 
     def Create_group(self, ranks: Any) -> Any:  # noqa: N802 (mpi4py's name)
-        time.sleep(4.0)
+        time.sleep(_STOPPED_S)
         return self._comm.Create_group(ranks)
 
 
@@ -151,7 +155,10 @@ def connect_slowly(rank: int, backend: MpiBackend) -> tuple[str, float]:
         connections._comm = Slow(connections._comm)
     step = one_step(P, B, [0, 1], [0, 1])
     sum_up = backend.communicator(rank).collective
-    return told(partial(sum_up, step, torch.ones(4, 2), tag="slow", deadline_s=1.0))
+    answer = told(partial(sum_up, step, torch.ones(4, 2), tag="slow", deadline_s=1.0))
+    # The threads that were left behind keep a core busy until then.
+    time.sleep(_STOPPED_S)
+    return answer
 
 
 def test_a_rank_that_stops_while_a_group_is_made_is_not_waited_for(pool: Any) -> None:
