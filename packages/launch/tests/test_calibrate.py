@@ -441,7 +441,8 @@ def test_ctrl_c_ends_it_without_a_word_of_the_ranks(tmp_path: Path) -> None:
 
     assert run.returncode == 130, begun + rest
     assert "Traceback" not in rest
-    assert rest.rstrip().endswith("sbp-calibrate: interrupted")
+    # Not the last line: libraries that were half imported may log something at exit.
+    assert "sbp-calibrate: interrupted\n" in rest
     assert list(tmp_path.iterdir()) == []
 
 
