@@ -96,7 +96,7 @@ def test_values_for_the_same_consumers_share_a_register() -> None:
     plan = pipeline_plan(2, (2, 2))
 
     assert _register(plan, 0, "layers.0.relu").consumers == (
-        "send layers.0.relu@1(S(0))",
+        "send layers.0.relu@1(B)",
         "backward.0.2",
     )
     assert _register(plan, 1, "layers.1.relu").consumers == ("backward.1.1",)
