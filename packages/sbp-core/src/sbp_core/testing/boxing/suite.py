@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 from unittest import SkipTest
 
-from sbp_core.testing.boxing import failures
+from sbp_core.testing.boxing import failures, mismatches
 from sbp_core.testing.boxing.cases import BoxingCase
 from sbp_core.testing.boxing.convert import make_trials, problems, run_trials
 from sbp_core.testing.boxing.families import FAMILIES, quick_cases
@@ -300,3 +300,48 @@ class BoxingConformance(ABC):
         self._need(2)
         for rank, (said, _) in enumerate(self.run_backends(2, failures.ask_for_others)):
             assert f"rank {1000 + rank} " in said, f"rank {rank} was told: {said!r}"
+
+    def test_ranks_that_differ_in_a_collective_are_both_named_on_both(self) -> None:
+        """With fingerprints, before data moves: tag, dtype or kind of step."""
+        self._need(2)
+        for other, sign in mismatches.MISMATCHES.items():
+            job = partial(
+                mismatches.differ_in_a_collective,
+                other=other,
+                deadline_s=self.deadline_s,
+                device=self.device,
+            )
+            for rank, said in enumerate(self.run_backends(2, job)):
+                both = "rank 0: 'gradients', all-reduce" in said and "rank 1: " in said
+                assert both and sign in said, f"{other} differs, and rank {rank} was told: {said!r}"
+
+    def test_a_message_of_another_dtype_is_refused_and_its_sender_hears(self) -> None:
+        """With fingerprints; the error names what was sent and what was awaited."""
+        self._need(2)
+        job = partial(
+            mismatches.differ_in_a_message, deadline_s=self.deadline_s, device=self.device
+        )
+
+        for rank, said in enumerate(self.run_backends(2, job)):
+            sent, awaited = "rank 0: 'activations', transfer", "rank 1: 'activations', transfer"
+            assert sent in said and awaited in said, f"rank {rank} was told: {said!r}"
+            assert "float32[4, 2]" in said and "int32[4, 2]" in said, f"rank {rank}: {said!r}"
+
+    def test_messages_that_match_arrive_in_any_order(self) -> None:
+        """With fingerprints, and after the ranks have agreed on a plan."""
+        self._need(2)
+        job = partial(mismatches.agree_on_messages, deadline_s=self.deadline_s, device=self.device)
+
+        for rank, received in enumerate(self.run_backends(2, job)):
+            assert received == [2.0, 0.0, 3.0, 1.0], f"rank {rank} received {received}"
+
+    def test_ranks_with_different_plans_are_named_on_all(self) -> None:
+        """Each rank is told which ranks have which plan."""
+        self._need(3)
+        program = partial(
+            mismatches.have_another_plan, deadline_s=self.deadline_s, device=self.device
+        )
+
+        for rank, said in enumerate(self.run_ranks(3, program)):
+            named = "ranks 0, 1 have a1b2, rank 2 has c3d4" in said
+            assert named, f"rank {rank} was told: {said!r}"
