@@ -6,6 +6,7 @@ What a run does is the trainer's. Imports no torch.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import sys
@@ -70,6 +71,8 @@ def run(app: App[ConfigT]) -> int:
     except HydraException as error:
         return _report(app, ConfigError(str(error).partition("\n")[0], where="the command line"))
     except KeyboardInterrupt:
+        # Libraries that were interrupted half imported would log statistics at exit.
+        logging.disable(logging.INFO)
         sys.stderr.write(f"\n{app.name}: interrupted\n")
         return INTERRUPTED
 
