@@ -4,9 +4,13 @@
 tensor, over all pairs of nd-SBPs (or that many of them, drawn by chance; 4000 if not said; 0 for
 all): S(0), S(1), S(2), B, P, P(max), P(min) on each axis.
 
-    empty    nothing is known: the first route in a process for this mesh and these reductions
+    first    nothing is known: the first route in a process for this mesh and these reductions, the
+             making of its tables counted; over some of the pairs
     cold     the tables of the mesh are there, nothing is known of the pair
     cached   the same route asked for again
+
+Below, the first routes on a mesh of 1024 ranks, and the time of a transfer between 256 and 256
+ranks, that is how long it takes to price it.
 
 Times in milliseconds, of this thread on the CPU. `greedy` is the share of pairs for which changing
 one mesh axis after the other (from the last to the first; by way of `B` where there is no direct
@@ -25,12 +29,12 @@ from sbp_core.boxing import Step, StepKind, route, router
 from sbp_core.boxing.routing import tables
 from sbp_core.boxing.routing.problem import pose
 from sbp_core.boxing.slices import collective_bytes, is_realisable
-from sbp_core.placement import Placement
+from sbp_core.placement import Cluster, Device, Link, Placement
 from sbp_core.sbp import B, Broadcast, NdSbp, P, Partial, Sbp, all_nd_sbps
 
 REDUCTIONS = ("sum", "max", "min")
 DTYPE = "float32"
-EVEN, UNEVEN = (64, 96, 32), (50, 7, 33)
+EVEN, UNEVEN, SHORT = (64, 96, 32), (50, 7, 33), (5, 3, 1)
 
 #: Source mesh, target mesh (None: the same), shape.
 CASES: list[tuple[str, Placement, Placement | None, tuple[int, ...]]] = [
@@ -40,12 +44,34 @@ CASES: list[tuple[str, Placement, Placement | None, tuple[int, ...]]] = [
     ("2-D 2x4, uneven", Placement.grid((2, 4)), None, UNEVEN),
     ("3-axis 2x2x2", Placement.grid((2, 2, 2)), None, EVEN),
     ("3-axis 2x2x2, uneven", Placement.grid((2, 2, 2)), None, UNEVEN),
+    ("3-axis 2x2x2, short", Placement.grid((2, 2, 2)), None, SHORT),
+    ("3-axis 2x2x2, 2 dims", Placement.grid((2, 2, 2)), None, UNEVEN[:2]),
+    ("3-axis 2x2x3, uneven", Placement.grid((2, 2, 3)), None, UNEVEN),
+    ("3-axis 4x2x2, uneven", Placement.grid((4, 2, 2)), None, UNEVEN),
+    ("3-axis 2x4x4", Placement.grid((2, 4, 4)), None, EVEN),
+    ("3-axis 2x4x4, uneven", Placement.grid((2, 4, 4)), None, UNEVEN),
     ("2x4 to 4x2", Placement.grid((2, 4)), Placement.grid((4, 2)), EVEN),
     ("2x2 to others", Placement.grid((2, 2)), Placement([[4, 5], [6, 7]]), EVEN),
 ]
 
-#: Empty caches are tried with so many pairs.
-NUM_EMPTY = 20
+#: First routes are looked for with so many pairs, and with so many on the large mesh.
+NUM_FIRST, NUM_LARGE = 100, 20
+
+LARGE = Placement.grid((8, 8, 16))
+HERE, THERE = (
+    Placement([list(range(first + row, first + row + 16)) for row in range(0, 256, 16)])
+    for first in (0, 256)
+)
+CROSSINGS = [("S(0), S(1)", "S(1), S(0)"), ("S(0), S(0)", "S(1), S(1)"), ("P, S(0)", "S(1), B")]
+
+MACHINE = Cluster(
+    name="any",
+    num_devices=512,
+    devices_per_node=8,
+    device=Device(memory_bytes=1, flop_per_s={DTYPE: 1.0}, memory_bytes_per_s=1.0, launch_s=0.0),
+    intra_node=Link(latency_s=1e-6, bytes_per_s=1e11),
+    inter_node=Link(latency_s=1e-5, bytes_per_s=1e10),
+)
 
 State = tuple[Placement, NdSbp]
 
@@ -62,6 +88,15 @@ def find_ms(shape: tuple[int, ...], source: State, target: State) -> float:
     start = time.thread_time()
     route(shape, DTYPE, source, target)
     return (time.thread_time() - start) * 1e3
+
+
+def first_ms(shape: tuple[int, ...], pairs: list[tuple[State, State]]) -> list[float]:
+    """Return the times of routes of which nothing is known, nor of their meshes."""
+    times: list[float] = []
+    for source, target in pairs:
+        forget(meshes=True)
+        times.append(find_ms(shape, source, target))
+    return times
 
 
 def single_step(
@@ -123,10 +158,7 @@ def measure(
         pairs = [(source, target) for source in sources for target in targets]
     if most and len(pairs) > most:
         pairs = draw.sample(pairs, most)
-    empty: list[float] = []
-    for source, target in draw.sample(pairs, min(NUM_EMPTY, len(pairs))):
-        forget(meshes=True)
-        empty.append(find_ms(shape, source, target))
+    first = first_ms(shape, draw.sample(pairs, min(NUM_FIRST, len(pairs))))
     for source, target in pairs:
         problem, _ = pose(shape, source, target)
         tables.tables(*problem.question)
@@ -146,21 +178,42 @@ def measure(
         lost = sum(one is None or one > two for one, two in zip(greedy, best, strict=True))
         worse = f"{lost / len(greedy):.0%}"
     print(
-        f"{name:22}{len(pairs):8}{statistics.median(empty):9.2f}{max(empty):9.2f}"
+        f"{name:22}{len(pairs):8}{statistics.median(first):9.2f}{max(first):9.2f}"
         f"{statistics.median(cold):9.3f}{cold[int(0.99 * len(cold))]:9.3f}{cold[-1]:9.3f}"
         f"{statistics.median(cached):9.4f}{worse:>9}",
         flush=True,
     )
 
 
+def measure_large() -> None:
+    """Print the first routes on a large mesh, and how long it takes to price large transfers."""
+    draw = random.Random(0)
+    for name, shape in (("even", (4096, 4096)), ("uneven", UNEVEN), ("short", SHORT)):
+        states = [(LARGE, sbp) for sbp in all_nd_sbps(len(shape), LARGE.num_axes, REDUCTIONS)]
+        times = first_ms(
+            shape, [(draw.choice(states), draw.choice(states)) for _ in range(NUM_LARGE)]
+        )
+        median, worst = statistics.median(times), max(times)
+        print(f"first on 8x8x16, {name:12}{median:9.2f}{worst:9.2f}", flush=True)
+    for shape in ((4096, 4096), (1000, 77)):
+        for before, after in CROSSINGS:
+            found = route(shape, DTYPE, (HERE, NdSbp.parse(before)), (THERE, NdSbp.parse(after)))
+            start = time.thread_time()
+            found.time_s(MACHINE)
+            took = (time.thread_time() - start) * 1e3
+            what = f"({before}) -> ({after}) of {shape}"
+            print(f"price of 256 -> 256, {what:42}{took:9.2f}", flush=True)
+
+
 def main() -> None:
     most = int(sys.argv[1]) if len(sys.argv) > 1 else 4000
     print(
-        f"{'milliseconds':22}{'pairs':>8}{'empty':>9}{'worst':>9}"
+        f"{'milliseconds':22}{'pairs':>8}{'first':>9}{'worst':>9}"
         f"{'cold':>9}{'p99':>9}{'worst':>9}{'cached':>9}{'greedy':>9}"
     )
     for name, before, after, shape in CASES:
         measure(name, before, after, shape, most)
+    measure_large()
 
 
 if __name__ == "__main__":

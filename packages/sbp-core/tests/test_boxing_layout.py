@@ -19,7 +19,7 @@ from sbp_core.boxing.routing.layout import (
     encode,
     intervals,
     num_ranks,
-    number,
+    numbers,
 )
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp, all_entries, local_bounds
@@ -40,9 +40,9 @@ def test_ranks_are_numbered_in_mesh_order() -> None:
     assert [tuple(at) for at in coordinates((2, 3)).tolist()] == [
         at for _, at in mesh.coordinates()
     ]
-    assert number((2, 3), 0b01).tolist() == [0, 0, 0, 1, 1, 1]
-    assert number((2, 3), 0b10).tolist() == [0, 1, 2, 0, 1, 2]
-    assert number((2, 3), 0b11).tolist() == [0, 1, 2, 3, 4, 5]
+    assert numbers((2, 3))[0b01].tolist() == [0, 0, 0, 1, 1, 1]
+    assert numbers((2, 3))[0b10].tolist() == [0, 1, 2, 0, 1, 2]
+    assert numbers((2, 3))[0b11].tolist() == [0, 1, 2, 3, 4, 5]
     assert (num_ranks((2, 3), 0), num_ranks((2, 3), 0b10), num_ranks((2, 3), 0b11)) == (1, 3, 6)
 
 

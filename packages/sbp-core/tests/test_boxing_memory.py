@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sbp_core.boxing import Step, StepKind, route
-from sbp_core.boxing.memory import route_memory_bytes, step_memory_bytes
+from sbp_core.boxing.memory import step_memory_bytes
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp
 
@@ -60,22 +60,6 @@ def test_every_term_of_a_transfer_is_there_before_it_is_reduced() -> None:
     assert step_memory_bytes(step) == {0: T + T, 1: T + T, 2: T + 2 * T}
 
 
-def test_the_memory_of_a_route_is_that_of_its_fullest_moment() -> None:
-    mesh = Placement.grid((2, 2))
-    found = route((16, 16), "float32", (mesh, NdSbp.parse("P, B")), (mesh, NdSbp.parse("B, S(1)")))
-
-    assert len(found.steps) == 2
-    assert route_memory_bytes(found) == max(
-        max(step_memory_bytes(step).values()) for step in found.steps
-    )
-
-
-def test_a_route_without_steps_holds_what_is_there() -> None:
-    state = (LINE, NdSbp.parse("S(0)"))
-
-    assert route_memory_bytes(route((16, 16), "float32", state, state)) == T // 4
-
-
 def test_of_routes_with_equal_bytes_the_one_with_less_memory_is_taken() -> None:
     mesh = Placement.grid((2, 2))
 
@@ -83,4 +67,4 @@ def test_of_routes_with_equal_bytes_the_one_with_less_memory_is_taken() -> None:
 
     # Cutting first moves as much as reducing the whole would not: half of it.
     assert found.steps[0].target[1][0] == NdSbp.parse("S(0), P")[0]
-    assert route_memory_bytes(found) < 2 * T
+    assert all(max(step_memory_bytes(step).values()) < 2 * T for step in found.steps)

@@ -170,14 +170,14 @@ def test_a_transfer_takes_as_long_as_its_busiest_rank() -> None:
     expected = 2 * (FAST.latency_s + SIZE / FAST.bytes_per_s)
     expected += SLOW.latency_s + SIZE / SLOW.bytes_per_s
 
-    assert transfer_messages(step) == ((0, 1, SIZE), (0, 2, SIZE), (0, 4, SIZE))
+    assert transfer_messages(step).tolist() == [[SIZE, SIZE, SIZE]]
     assert step_time_s(step, machine(4)) == pytest.approx(expected)
 
 
 def test_receivers_take_turns_among_the_copies() -> None:
     step = copies([0, 1], [2, 3])
 
-    assert transfer_messages(step) == ((0, 2, SIZE), (1, 3, SIZE))
+    assert transfer_messages(step).tolist() == [[SIZE, 0], [0, SIZE]]
     assert step_time_s(step, machine(8)) == pytest.approx(FAST.latency_s + SIZE / FAST.bytes_per_s)
 
 

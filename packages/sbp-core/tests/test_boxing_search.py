@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from sbp_core.boxing.routing.collectives import KINDS
 from sbp_core.boxing.routing.layout import Ints
 from sbp_core.boxing.routing.search import shortest_path
-from sbp_core.boxing.routing.table import KINDS, NEVER
+from sbp_core.boxing.routing.sizes import NEVER
 from sbp_core.boxing.routing.tables import Block
 from sbp_core.boxing.step import StepKind
 

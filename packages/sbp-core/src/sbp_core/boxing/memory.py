@@ -12,8 +12,10 @@ While a step runs, a rank holds its shard from before, its shard from after, and
 | transfer | likewise; a packed copy for each receiver, and every term before it is reduced |
 
 This is the most that an executor of `boxing.execute` and `boxing.processes.exchange` takes; one may
-share memory where that is safe (a slice that is a view, a shard that was donated). The memory of a
-route is the largest of any rank in any step. Imports no torch.
+share memory where that is safe (a slice that is a view, a shard that was donated). A transport may
+hold more: bool and int16 sums over gloo are exchanged and over NCCL converted, up to two shards
+more; MPI keeps up to 16 MB of scratch for each group, and its all-reduces below 64 KB hold the
+shards of all ranks. Imports no torch.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from sbp_core.boxing.slices import (
     transfer_pieces,
     volume,
 )
-from sbp_core.boxing.step import Route, Step, StepKind
+from sbp_core.boxing.step import Step, StepKind
 
 Amount = TypeVar("Amount", int, npt.NDArray[np.int64])
 
@@ -93,14 +95,3 @@ def step_memory_bytes(step: Step) -> dict[int, int]:
         )
         for rank in ranks
     }
-
-
-def route_memory_bytes(route: Route) -> int:
-    """Return the most that any rank holds of the tensor at once on the way, in bytes.
-
-    A route without steps holds the shards that are there.
-    """
-    if not route.steps:
-        held = bounds_of(route.shape, *route.source)
-        return max(map(volume, held.values())) * itemsize(route.dtype)
-    return max(max(step_memory_bytes(step).values()) for step in route.steps)

@@ -19,16 +19,20 @@ Bytes are in the steps themselves. Imports no torch.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from sbp_core.boxing.algorithms import Group, Links, ways
+from sbp_core.boxing.routing.layout import Ints, encode
+from sbp_core.boxing.routing.messages import End, messages
+from sbp_core.boxing.routing.sizes import Sizes, positions, shared_places
 from sbp_core.boxing.slices import (
     bounds_of,
     itemsize,
-    transfer_pieces,
     uniform_bytes,
     volume,
 )
@@ -168,14 +172,21 @@ def _sizes(step: Step, groups: tuple[tuple[int, ...], ...]) -> list[int]:
     ]
 
 
-@lru_cache(maxsize=_CACHED)
-def transfer_messages(step: Step) -> tuple[tuple[int, int, int], ...]:
-    """Return (sender, receiver, bytes) of each message of a `TRANSFER` between different ranks."""
-    messages: dict[tuple[int, int], int] = defaultdict(int)
-    for piece in transfer_pieces(step):
-        if piece.sender != piece.receiver:
-            messages[piece.sender, piece.receiver] += piece.size_bytes
-    return tuple((sender, receiver, size) for (sender, receiver), size in messages.items())
+def transfer_messages(step: Step) -> Ints:
+    """Return the bytes of the message from each rank to each other one in a `TRANSFER`.
+
+    Returns:
+        By position in the source placement (row) and the target placement (column); 0 where there
+        is no message, so from a rank to itself.
+    """
+    ranks = [placement.rank_list for placement, _ in (step.source, step.target)]
+    ends = [
+        End(placement.mesh_shape, tuple(map(encode, sbp)))
+        for placement, sbp in (step.source, step.target)
+    ]
+    sizes = Sizes(step.shape or (1,), 0)
+    elements = messages(sizes, ends[0], ends[1], positions(shared_places(ranks[0], ranks[1])))
+    return elements * itemsize(step.dtype)
 
 
 class _Load(NamedTuple):
@@ -203,30 +214,41 @@ class _Traffic(NamedTuple):
 
 @lru_cache(maxsize=_CACHED)
 def _traffic(step: Step, devices_per_node: int) -> _Traffic:
-    ports: dict[tuple[str, int], list[int]] = defaultdict(lambda: [0, 0, 0, 0])
-    nodes: dict[tuple[str, int], list[int]] = defaultdict(lambda: [0, 0, 0, 0])
-    busy: dict[tuple[str, int], set[int]] = defaultdict(set)
-    for sender, receiver, size in transfer_messages(step):
-        there, here = sender // devices_per_node, receiver // devices_per_node
-        far = there != here
-        at = 2 if far else 0
-        for key, load in (
-            (("out", sender), ports),
-            (("in", receiver), ports),
-            (("out", there), nodes),
-            (("in", here), nodes),
-        ):
-            load[key][at] += 1
-            load[key][at + 1] += size
-        busy["far out" if far else "near", there].add(sender)
-        if far:
-            busy["far in", here].add(receiver)
-    return _Traffic(
-        ports=tuple({_Load(*load): None for load in ports.values()}),
-        nodes=tuple({_Load(*load): None for load in nodes.values()}),
-        senders=max((len(of) for (way, _), of in busy.items() if way == "near"), default=1),
-        far_senders=max((len(of) for (way, _), of in busy.items() if way != "near"), default=1),
+    sizes = transfer_messages(step)
+    there, here = (
+        np.array(placement.rank_list) // devices_per_node
+        for placement, _ in (step.source, step.target)
     )
+    is_far = there[:, None] != here
+    near, far = sizes * ~is_far, sizes * is_far
+    out, into = _loads(near, far, there), _loads(near.T, far.T, here)
+    return _Traffic(
+        ports=_distinct(out[0], into[0]),
+        nodes=_distinct(out[1], into[1]),
+        senders=max(1, int(out[2][:, 0].max())),
+        far_senders=max(1, int(out[2][:, 1].max()), int(into[2][:, 1].max())),
+    )
+
+
+def _loads(near: Ints, far: Ints, node: Ints) -> tuple[Ints, Ints, Ints]:
+    """Return the load of each rank and of each node, and how many ranks of it have near, far ones.
+
+    Args:
+        near: Bytes of the messages of each rank (row) inside its node.
+        far: Bytes of those to or from other nodes.
+        node: The node of each rank.
+    """
+    columns = [of for way in (near, far) for of in ((way > 0).sum(axis=1), way.sum(axis=1))]
+    by_rank = np.stack(columns, axis=1)
+    _, number = np.unique(node, return_inverse=True)
+    by_node = np.zeros((number.max() + 1, 6), dtype=np.int64)
+    np.add.at(by_node, number, np.concatenate([by_rank, by_rank[:, ::2] > 0], axis=1))
+    return by_rank, by_node[:, :4], by_node[:, 4:]
+
+
+def _distinct(*loads: Ints) -> tuple[_Load, ...]:
+    found = (_Load(*load) for load in np.concatenate(loads).tolist() if any(load))
+    return tuple(dict.fromkeys(found))
 
 
 def _transfer_time(step: Step, cluster: Cluster) -> StepTime:
@@ -272,16 +294,16 @@ def _calibrated_transfer_s(traffic: _Traffic, calibration: Calibration) -> float
     busiest_s = 0.0
     for load in traffic.ports:
         total_s = 0.0
-        for messages, size, senders, num_nodes in (
+        for count, size, senders, num_nodes in (
             (load.near, load.near_bytes, traffic.senders, 1),
             (load.far, load.far_bytes, traffic.far_senders, 2),
         ):
-            if messages:
+            if count:
                 one_s = calibration.time_s(
-                    StepKind.TRANSFER.value, 2, senders, size / messages, num_nodes=num_nodes
+                    StepKind.TRANSFER.value, 2, senders, size / count, num_nodes=num_nodes
                 )
                 if one_s is None:
                     return None
-                total_s += messages * one_s
+                total_s += count * one_s
         busiest_s = max(busiest_s, total_s)
     return busiest_s

@@ -310,11 +310,7 @@ def sent_bytes(step: Step, rank: int) -> int:
     if step.kind is StepKind.LOCAL or rank not in step.source[0]:
         return 0
     if step.kind is StepKind.TRANSFER:
-        return sum(
-            piece.size_bytes
-            for piece in transfer_pieces(step)
-            if piece.sender == rank != piece.receiver
-        )
+        return _sent_in_transfer(step).get(rank, 0)
     group = step.group(rank)
     if step.kind is StepKind.ALL_REDUCE:
         total = volume(bounds_of(step.shape, *step.source)[rank])
@@ -326,6 +322,16 @@ def sent_bytes(step: Step, rank: int) -> int:
         for piece in collective_pieces(step, group)
         if piece.sender == rank != piece.receiver
     )
+
+
+@lru_cache(maxsize=_CACHED)
+def _sent_in_transfer(step: Step) -> Mapping[int, int]:
+    """Return what each rank sends in a `TRANSFER`; those that send nothing are left out."""
+    sent: dict[int, int] = {}
+    for piece in transfer_pieces(step):
+        if piece.sender != piece.receiver:
+            sent[piece.sender] = sent.get(piece.sender, 0) + piece.size_bytes
+    return sent
 
 
 def local_transition(step: Step, rank: int) -> tuple[Bounds, Bounds]:

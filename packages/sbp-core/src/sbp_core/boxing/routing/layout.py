@@ -50,13 +50,15 @@ def coordinates(mesh_shape: tuple[int, ...]) -> Ints:
     return grid.reshape(len(mesh_shape), -1).T.copy()
 
 
-def number(mesh_shape: tuple[int, ...], mask: int) -> Ints:
-    """Return each rank's row-major number among the axes of a mask: shape (ranks,)."""
+@lru_cache(maxsize=256)
+def numbers(mesh_shape: tuple[int, ...]) -> Ints:
+    """Return each rank's row-major number among the axes of a mask: shape (2 ** axes, ranks)."""
     at = coordinates(mesh_shape)
-    result = np.zeros(len(at), dtype=np.int64)
+    masks = np.arange(1 << len(mesh_shape))
+    result = np.zeros((len(masks), len(at)), dtype=np.int64)
     for axis, extent in enumerate(mesh_shape):
-        if mask >> axis & 1:
-            result = result * extent + at[:, axis]
+        among = (masks >> axis & 1).astype(bool)
+        result[among] = result[among] * extent + at[:, axis]
     return result
 
 
@@ -107,18 +109,21 @@ def covers(extent: int, mesh_shape: tuple[int, ...], *, together: bool) -> Bools
         asked together): shape (2 ** axes, 2 ** axes, 2 ** axes, ranks or 1).
     """
     masks = range(1 << len(mesh_shape))
-    start, stop = intervals(extent, mesh_shape)
+    start, stop = (bound.reshape(-1, *mesh_shape) for bound in intervals(extent, mesh_shape))
     covered = np.ones((len(masks), len(masks), *start.shape), dtype=np.bool_)
     for held, free in product(masks, masks):
         if free != held and free & ~held == 0:
-            at = coordinates(mesh_shape)
-            axes = [axis for axis in range(len(mesh_shape)) if free >> axis & 1]
+            places = [
+                [slice(place, place + 1) for place in range(parts)]
+                if free >> axis & 1
+                else [slice(None)]
+                for axis, parts in enumerate(mesh_shape)
+            ]
             shared = np.zeros(start.shape, dtype=np.int64)
-            for index in product(*(range(mesh_shape[axis]) for axis in axes)):
-                at[:, axes] = index
-                peer = np.ravel_multi_index(tuple(at.T), mesh_shape)
-                shared += common_lengths((start[held, peer], stop[held, peer]), (start, stop))
+            for peer in product(*places):
+                shared += common_lengths((start[held][peer], stop[held][peer]), (start, stop))
             covered[held, free] = shared == stop - start
+    covered = covered.reshape(len(masks), len(masks), len(masks), -1)
     if not together:
         return covered
     everywhere: Bools = np.all(covered, axis=3, keepdims=True)

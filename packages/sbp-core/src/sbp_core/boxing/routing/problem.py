@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from math import lcm, prod
 
 from sbp_core.boxing.routing.layout import BROADCAST, MAX, MIN, SUM, decode, encode
-from sbp_core.boxing.routing.table import Shared, Sizes
+from sbp_core.boxing.routing.sizes import Shared, Sizes, shared_places
 from sbp_core.boxing.routing.tables import Mesh
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp
@@ -100,7 +99,7 @@ def pose(shape: Sequence[int], source: State, target: State) -> tuple[Problem, N
     if source[0] == target[0]:
         meshes = meshes[:1]
     else:
-        shared = _shared(source[0].rank_list, target[0].rank_list)
+        shared = shared_places(source[0].rank_list, target[0].rank_list)
     if even:
         whole = source[0].size * target[0].size
         sizes = Sizes((parts,) * len(dims), whole)
@@ -116,12 +115,6 @@ def pose(shape: Sequence[int], source: State, target: State) -> tuple[Problem, N
 def _sorted(codes: Iterable[int]) -> Codes:
     """Return codes in the order of enumeration: splits, `B`, partials."""
     return tuple(sorted(codes, key=lambda code: (code < 0, abs(code))))
-
-
-@lru_cache(maxsize=1024)
-def _shared(before: tuple[int, ...], after: tuple[int, ...]) -> Shared:
-    places = {rank: place for place, rank in enumerate(after)}
-    return tuple((place, places[rank]) for place, rank in enumerate(before) if rank in places)
 
 
 def _fits(entries: tuple[Codes, ...], placement: Placement) -> bool:

@@ -1,9 +1,9 @@
 """All single steps of a search, over the states of one placement or of two.
 
 States are numbered: those of the source placement, then those of the target placement if it is
-another one. Tables are filled by `boxing.routing.table` and kept; what they hold depends on the
-meshes, the tensor's extents and the entries that axes may have, not on source and target. Imports
-no torch.
+another one. Tables are filled by `boxing.routing.collectives` and `boxing.routing.transfers` and
+kept; what they hold depends on the meshes, the tensor's extents and the entries that axes may have,
+not on source and target. Imports no torch.
 """
 
 from __future__ import annotations
@@ -17,25 +17,18 @@ from typing import TypeVar
 import numpy as np
 
 from sbp_core.boxing.memory import held_at_once
-from sbp_core.boxing.routing.layout import (
-    Ints,
-    Layout,
-    common_lengths,
-    intervals,
-    num_ranks,
-    number,
-)
-from sbp_core.boxing.routing.table import (
+from sbp_core.boxing.routing.collectives import Collectives, collectives
+from sbp_core.boxing.routing.layout import Ints, Layout, covers, intervals, numbers
+from sbp_core.boxing.routing.messages import End, messages
+from sbp_core.boxing.routing.sizes import (
     NEVER,
     Shared,
     Sizes,
-    Transfers,
-    Within,
+    overlaps,
     positions,
     shard_volumes,
-    transfers,
-    within,
 )
+from sbp_core.boxing.routing.transfers import Transfers, transfers
 from sbp_core.boxing.step import StepKind
 
 _Made = TypeVar("_Made", bound=Callable[..., object])
@@ -46,10 +39,27 @@ Entries = tuple[tuple[int, ...], ...]
 #: A mesh: its shape, and the entries of its axes.
 Mesh = tuple[tuple[int, ...], Entries]
 
-#: Up to so many states tables take up to 0.1 MB, up to 3 MB, or else some 30 MB: as many of them
+#: Up to so many states tables take up to 0.1 MB, up to 1 MB, or else up to 10 MB: as many of them
 #: are kept. Tensors of uneven extents have tables of their own, of which a model needs many.
 _SMALL, _MEDIUM = 40, 216
-_SMALL_KEPT, _MEDIUM_KEPT, _LARGE_KEPT = 1024, 48, 8
+_SMALL_KEPT, _MEDIUM_KEPT, _LARGE_KEPT = 1024, 128, 24
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Within:
+    """All steps between the states of one placement.
+
+    Args:
+        layout: The states.
+        collectives: The collectives and local steps.
+        transfers: The transfers.
+        least: The fewest elements that any of the steps between two states moves.
+    """
+
+    layout: Layout
+    collectives: Collectives
+    transfers: Transfers
+    least: Ints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +83,7 @@ class Tables:
         source: Steps on the source placement.
         target: Steps on the target placement; None if it is the same.
         crossing: Transfers from the one to the other; None if they are the same.
+        across: What they move, by state; None if they are the same.
         shared: Ranks that are in both.
         exact: Memory of the transfers that were asked for, by state numbers.
     """
@@ -81,6 +92,7 @@ class Tables:
     source: Within
     target: Within | None
     crossing: Transfers | None
+    across: Ints | None
     shared: tuple[Ints, Ints]
     exact: dict[tuple[int, int], int] = field(default_factory=dict)
 
@@ -92,19 +104,19 @@ class Tables:
     @property
     def lengths(self) -> tuple[Ints, Ints | None, Ints | None]:
         """What the least step moves: on the source placement, across, on the target placement."""
-        if self.target is None or self.crossing is None:
+        if self.target is None:
             return self.source.least, None, None
-        return self.source.least, self.crossing.elements, self.target.least
+        return self.source.least, self.across, self.target.least
 
     def least(self, states: Ints) -> Ints:
         """Return what the least step between each two states moves, row by column."""
-        if self.target is None or self.crossing is None:
+        if self.target is None or self.across is None:
             return self.source.least[np.ix_(states, states)]
         split = int(np.searchsorted(states, self.num_source))
         here, there = states[:split], states[split:] - self.num_source
         least = np.full((len(states), len(states)), NEVER, dtype=np.int64)
         least[:split, :split] = self.source.least[np.ix_(here, here)]
-        least[:split, split:] = self.crossing.elements[np.ix_(here, there)]
+        least[:split, split:] = self.across[np.ix_(here, there)]
         least[split:, split:] = self.target.least[np.ix_(there, there)]
         return least
 
@@ -144,7 +156,6 @@ class Tables:
         split = int(np.searchsorted(states, self.num_source))
         here, there = states[:split], states[split:] - self.num_source
         first, second = _block(self.source, here), _block(self.target, there)
-        corner = np.ix_(here, there)
 
         def join(one: Ints, two: Ints, across: Ints | int, back: int) -> Ints:
             joined = np.full((len(states), len(states)), back, dtype=np.int64)
@@ -157,12 +168,15 @@ class Tables:
             moved_by_transfer=join(
                 first.moved_by_transfer,
                 second.moved_by_transfer,
-                self.crossing.elements[corner],
+                self.crossing.moved(here, there),
                 NEVER,
             ),
             held=join(first.held, second.held, NEVER, NEVER),
             held_by_transfer=join(
-                first.held_by_transfer, second.held_by_transfer, self.crossing.memory[corner], NEVER
+                first.held_by_transfer,
+                second.held_by_transfer,
+                self.crossing.held(here, there),
+                NEVER,
             ),
             kind=join(first.kind, second.kind, 0, 0),
             axes=join(first.axes, second.axes, 0, 0),
@@ -172,79 +186,42 @@ class Tables:
         """Return the most that a rank holds in a transfer, counted as in `Sizes`."""
         key = (before, after)
         if key not in self.exact:
-            (source, u), (target, v) = self._at(before), self._at(after)
-            shared = self.shared
-            if not self.crosses(before, after):
-                everyone = np.arange(prod(source.mesh_shape))
-                shared = (everyone, everyone)
-            self.exact[key] = _transfer_memory(self.sizes, source, u, target, v, shared)
+            self.exact[key] = self._transfer_memory(before, after)
         return self.exact[key]
+
+    def _transfer_memory(self, before: int, after: int) -> int:
+        (source, u), (target, v) = self._at(before), self._at(after)
+        here, there = self.shared
+        if not self.crosses(before, after):
+            here = there = np.arange(prod(source.mesh_shape))
+        sends = messages(
+            self.sizes,
+            End(source.mesh_shape, self.codes(before)),
+            End(target.mesh_shape, self.codes(after)),
+            (here, there),
+        )
+        num_senders, num_receivers = sends.shape
+        place = np.arange(num_senders, num_senders + num_receivers)
+        place[there] = here
+        held, wanted, sent, received = np.zeros((4, num_senders + num_receivers), dtype=np.int64)
+        held[:num_senders] = shard_volumes(source, self.sizes)[:, source.form[u]]
+        wanted[place] = shard_volumes(target, self.sizes)[:, target.form[v]]
+        sent[:num_senders] = sends.sum(axis=1)
+        received[place] = sends.sum(axis=0)
+        return int(held_at_once(StepKind.TRANSFER, held, wanted, sent, received).max())
 
 
 def _block(tables: Within, states: Ints) -> Block:
-    at = np.ix_(states, states)
+    steps, direct = tables.collectives, tables.transfers
+    number = steps.number[np.ix_(states, states)]
     return Block(
-        moved=tables.elements[at],
-        moved_by_transfer=tables.transfers.elements[at],
-        held=tables.memory[at],
-        held_by_transfer=tables.transfers.memory[at],
-        kind=tables.kind[at],
-        axes=tables.axes[at],
+        moved=steps.elements[number],
+        moved_by_transfer=direct.moved(states, states),
+        held=steps.memory[number],
+        held_by_transfer=direct.held(states, states),
+        kind=steps.kind[number],
+        axes=steps.axes[number],
     )
-
-
-def _transfer_memory(
-    sizes: Sizes, source: Layout, u: int, target: Layout, v: int, shared: tuple[Ints, Ints]
-) -> int:
-    """Return what the fullest rank holds in one transfer; see `slices.transfer_pieces`."""
-    messages = _messages(sizes, source, u, target, v, shared)
-    num_senders, num_receivers = messages.shape
-    place = np.arange(num_senders, num_senders + num_receivers)
-    place[shared[1]] = shared[0]
-    before, after, sent, received = np.zeros((4, num_senders + num_receivers), dtype=np.int64)
-    before[:num_senders] = shard_volumes(source, sizes)[:, source.form[u]]
-    after[place] = shard_volumes(target, sizes)[:, target.form[v]]
-    sent[:num_senders] = messages.sum(axis=1)
-    received[place] = messages.sum(axis=0)
-    return int(held_at_once(StepKind.TRANSFER, before, after, sent, received).max())
-
-
-def _messages(
-    sizes: Sizes, source: Layout, u: int, target: Layout, v: int, shared: tuple[Ints, Ints]
-) -> Ints:
-    """Return what each source rank sends each target rank, but itself."""
-    ms, mt = source.mesh_shape, target.mesh_shape
-    lengths = []
-    for dim, extent in enumerate(sizes.extents):
-        held = tuple(bound[source.splits[u, dim]][:, None] for bound in intervals(extent, ms))
-        wanted = tuple(bound[target.splits[v, dim]][None, :] for bound in intervals(extent, mt))
-        lengths.append(common_lengths((held[0], held[1]), (wanted[0], wanted[1])))
-    tile = number(ms, int(source.partial[u] | source.split[u]))
-    term = number(ms, int(source.partial[u]))
-    copies = num_ranks(ms, int(source.copied[u]))
-    copy = number(ms, int(source.copied[u]))
-    receivers = np.arange(prod(mt))
-    sends = copy[:, None] == receivers[None, :] % copies
-    own = np.full(len(receivers), -1)
-    own[shared[1]] = tile[shared[0]]
-    sends &= tile[:, None] != own[None, :]
-    if target.sums[v]:
-        home = number(mt, int(target.sums[v]))
-        box = number(mt, int(target.split[v]))
-        votes = np.zeros((tile.max() + 1, box.max() + 1, home.max() + 1), dtype=np.int64)
-        np.add.at(votes, (tile[shared[0]], box[shared[1]], home[shared[1]]), 1)
-        turns = (term[:, None] + np.arange(votes.shape[2])[None, :]) % votes.shape[2]
-        ballots = np.take_along_axis(votes[tile], turns[:, None, :], axis=2)
-        homes = np.take_along_axis(turns, ballots.argmax(axis=2), axis=1)
-        sends &= homes[:, box] == home[None, :]
-    else:
-        count = num_ranks(ms, int(source.partial[u]))
-        repeats = num_ranks(mt, int(target.partial[v]))
-        part = number(mt, int(target.partial[v]))[None, :]
-        term = term[:, None]
-        sends &= np.where(part < count, term % repeats == part, term == part % count)
-    messages: Ints = sizes.volumes(lengths) * sends
-    return messages
 
 
 def tables(source: Mesh, target: Mesh | None, shared: Shared, sizes: Sizes) -> Tables:
@@ -289,12 +266,14 @@ def _large_tables(source: Mesh, target: Mesh | None, shared: Shared, sizes: Size
 
 
 def _tables(source: Mesh, target: Mesh | None, shared: Shared, sizes: Sizes) -> Tables:
-    first = _within(source, sizes)
+    first, at = _within(source, sizes), positions(shared)
     if target is None:
-        return Tables(sizes, first, None, None, positions(shared))
+        return Tables(sizes, first, None, None, None, at)
     second = _within(target, sizes)
-    crossing = transfers(first.layout, second.layout, sizes, shared)
-    return Tables(sizes, first, second, crossing, positions(shared))
+    ends = (first.layout, second.layout)
+    crossing = transfers(*ends, sizes, shared, overlaps(*ends, sizes, at))
+    across = crossing.moved(*(np.arange(len(end)) for end in ends))
+    return Tables(sizes, first, second, crossing, across, at)
 
 
 def _within(mesh: Mesh, sizes: Sizes) -> Within:
@@ -303,22 +282,38 @@ def _within(mesh: Mesh, sizes: Sizes) -> Within:
 
 @lru_cache(maxsize=_SMALL_KEPT)
 def _small_within(mesh: Mesh, sizes: Sizes) -> Within:
-    return within(*mesh, sizes)
+    return _make_within(mesh, sizes)
 
 
 @lru_cache(maxsize=_MEDIUM_KEPT)
 def _medium_within(mesh: Mesh, sizes: Sizes) -> Within:
-    return within(*mesh, sizes)
+    return _make_within(mesh, sizes)
 
 
 @lru_cache(maxsize=_LARGE_KEPT)
 def _large_within(mesh: Mesh, sizes: Sizes) -> Within:
-    return within(*mesh, sizes)
+    return _make_within(mesh, sizes)
+
+
+def _make_within(mesh: Mesh, sizes: Sizes) -> Within:
+    mesh_shape, entries = mesh
+    layout = Layout.of(mesh_shape, entries, len(sizes.extents))
+    shared = tuple((rank, rank) for rank in range(prod(mesh_shape)))
+    kept = overlaps(layout, layout, sizes, positions(shared))
+    steps = collectives(layout, sizes, kept)
+    direct = transfers(layout, layout, sizes, shared, kept)
+    every = np.arange(len(layout))
+    least = direct.moved(every, every)
+    at = steps.number.nonzero()
+    least[at] = np.minimum(least[at], steps.elements[steps.number[at]])
+    return Within(layout, steps, direct, least)
 
 
 def clear_tables() -> None:
-    """Forget all tables; for measuring."""
-    for cached in (_small_tables, _medium_tables, _large_tables):
-        cached.cache_clear()
+    """Forget all tables, and what is known of meshes; for measuring."""
+    for made in (_small_tables, _medium_tables, _large_tables):
+        made.cache_clear()
     for kept in (_small_within, _medium_within, _large_within):
         kept.cache_clear()
+    for known in (covers, intervals, numbers):
+        known.cache_clear()

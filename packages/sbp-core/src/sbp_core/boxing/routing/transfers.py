@@ -1,0 +1,191 @@
+"""What every `TRANSFER` between two layouts moves and holds, all at once.
+
+The definitions are those of `boxing.slices` and `boxing.memory`, worked out here for all pairs of
+states together; tests hold the two against each other. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import reduce
+from math import prod
+
+import numpy as np
+
+from sbp_core.boxing.routing.layout import Bools, Ints, Layout, numbers
+from sbp_core.boxing.routing.sizes import NEVER, Shared, Sizes, positions, shard_volumes
+
+
+@dataclass(frozen=True, slots=True)
+class Transfers:
+    """The `TRANSFER`s from the states of one layout to those of another.
+
+    States that differ in the reductions of their partials only are of one class; and of a state
+    after with `P("sum")`, only those axes and the slices count.
+
+    Args:
+        elements: Moved between ranks, by class of the state before (row) and after (column).
+        memory: The most a rank holds, likewise; a lower bound: without what it packs to send.
+        before: Class of each state before.
+        after: Class of each state after.
+        legal: Whether there is such a step, by state.
+    """
+
+    elements: Ints
+    memory: Ints
+    before: Ints
+    after: Ints
+    legal: Bools
+
+    def moved(self, us: Ints, vs: Ints) -> Ints:
+        """Return the elements moved between some states; `NEVER` where there is no such step."""
+        return self._between(self.elements, us, vs)
+
+    def held(self, us: Ints, vs: Ints) -> Ints:
+        """Return the most a rank holds between some states, likewise."""
+        return self._between(self.memory, us, vs)
+
+    def _between(self, table: Ints, us: Ints, vs: Ints) -> Ints:
+        found = table.take(self.before[us], axis=0).take(self.after[vs], axis=1)
+        legal = self.legal.take(us, axis=0).take(vs, axis=1)
+        np.copyto(found, NEVER, where=~legal)
+        return found
+
+
+def can_transfer(source: Layout, target: Layout) -> Bools:
+    """Say which states one `TRANSFER` leads between; see `slices.can_transfer`."""
+    kinds = np.arange(8)  # few: looked up for all states
+    before, after = kinds[:, None], kinds
+    single = (before & (before - 1)) == 0
+    legal = (before == 0) | (single & ((after == 0) | (after == before)))
+    every: Bools = legal.take(source.kinds, axis=0).take(target.kinds, axis=1)
+    return every
+
+
+def transfers(
+    source: Layout, target: Layout, sizes: Sizes, shared: Shared, kept: Ints
+) -> Transfers:
+    """Return what every `TRANSFER` between two layouts moves and holds.
+
+    Args:
+        source: The states before.
+        target: The states after; the same object if the placement is the same.
+        sizes: Of the tensor.
+        shared: The ranks that are in both meshes.
+        kept: Their `overlaps`.
+    """
+    here, there = positions(shared)
+    held, wanted = shard_volumes(source, sizes), shard_volumes(target, sizes)
+    us, before = _classes(source.form, source.partial)
+    # In order of `sums`: so many have none, and come first.
+    vs, after = _classes(target.sums, target.form, np.where(target.sums > 0, 0, target.partial))
+    known = int((target.sums[vs] == 0).sum())
+    takes, needs, row, column = _shares(source, us, target, vs, shared)
+    wants, elsewhere = wanted[:, target.form[vs]], np.delete(np.arange(len(wanted)), there)
+    elements, memory = np.empty((2, len(us), len(vs)), dtype=np.int64)
+    for share in range(takes.shape[1]):
+        part = np.flatnonzero(row == share)
+        forms = source.form[us[part]]
+        stays = kept.take(forms, axis=1).take(target.form[vs], axis=2)
+        stays *= takes[:, share].take(column, axis=1)[:, None]
+        comes = needs[:, share].take(column, axis=1) * wants
+        stayed = stays.sum(axis=0)
+        moved = comes.sum(axis=0) - stayed
+        for uncertain in (comes, stays):  # where addends go is left to the exact count
+            uncertain[..., known:] = 0
+        comes += wants
+        holds = held[:, forms]
+        full = comes[there, None] - stays
+        full += holds[here, :, None]
+        # The fullest of the senders holds no less than they do on average.
+        total = moved + comes[there].sum(axis=0) + holds.sum(axis=0)[:, None]
+        total[:, :known] -= stayed[:, :known]
+        if not len(elsewhere):
+            total[:, known:] += moved[:, known:]
+        elements[part] = moved
+        memory[part] = reduce(
+            np.maximum,
+            (
+                full.max(axis=0, initial=0),
+                comes[elsewhere].max(axis=0, initial=0),
+                holds.max(axis=0)[:, None],
+                -(-total // len(held)),
+            ),
+        )
+    return Transfers(elements, memory, before, after, can_transfer(source, target))
+
+
+def _classes(*keys: Ints) -> tuple[Ints, Ints]:
+    """Return one state of each class of equal keys, and the class of each state."""
+    key = keys[0]
+    for other in keys[1:]:
+        key = key * (int(other.max()) + 1) + other
+    _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
+    return first, inverse
+
+
+def _shares(
+    source: Layout, us: Ints, target: Layout, vs: Ints, shared: Shared
+) -> tuple[Ints, Ints, Ints, Ints]:
+    """Return, for classes of states, how much of a shard each target rank needs, and keeps.
+
+    Returns:
+        How many times what a rank holds and wants is kept, shape (ranks in both, source shares,
+        target shares); how many times what it wants is needed, likewise for target ranks; the share
+        of each of `us`, and of each of `vs`.
+    """
+    here, there = positions(shared)
+    ns, nt = numbers(source.mesh_shape), numbers(target.mesh_shape)
+    first, row = _classes(source.partial[us], source.split[us])
+    partial, split = source.partial[us[first]], source.split[us[first]]
+    first, column = _classes(target.partial[vs], target.sums[vs], target.split[vs])
+    parts, sums, boxes = (of[vs[first]] for of in (target.partial, target.sums, target.split))
+    counts = ns.max(axis=1)[partial, None] + 1
+    takes, needs = _values(ns[partial].T[here], counts, nt[parts].T, there)
+    adds = np.flatnonzero(sums)
+    homes = nt[sums[adds]].T[:, None]
+    cells = ns[partial | split].T[here, :, None] * nt.shape[1] + nt[boxes[adds]].T[there, None]
+    takes[..., adds] = _addends(cells, homes[there])
+    needs[..., adds] = counts * (homes == 0)
+    return takes, needs, row, column
+
+
+def _values(terms: Ints, counts: Ints, parts: Ints, there: Ints) -> tuple[Ints, Ints]:
+    """Return whether ranks take their own terms, and how many terms they take; no `P("sum")`.
+
+    Args:
+        terms: The term that a rank has, shape (ranks in both, source shares).
+        counts: Number of terms, shape (source shares, 1).
+        parts: The target partial that a rank has, shape (target ranks, target shares).
+        there: The target ranks that are in both.
+
+    Returns:
+        Shape (ranks in both, source shares, target shares), and the same with target ranks.
+    """
+    repeats = parts.max(axis=0) + 1
+    own, parts = terms[:, :, None], parts[:, None]
+    part = parts[there]
+    takes = np.where(part < counts, own % repeats == part, own == part % counts)
+    return takes.astype(np.int64), np.maximum(1, (counts - parts + repeats - 1) // repeats)
+
+
+def _addends(cells: Ints, homes: Ints) -> Ints:
+    """Return how many copies of what a rank holds need not move to a target that is `P("sum")`.
+
+    A slice of one source partial within one slice of the target is a cell; all ranks that have it
+    have it whole, and it is added into the target partial where most have it. Those copies are
+    counted at one of the ranks.
+
+    Args:
+        cells: The cell that a rank has, shape (ranks in both, source shares, target shares).
+        homes: The target partial that it has, shape (ranks in both, 1, target shares).
+    """
+    num_cells, num_homes = (int(of.max(initial=0)) + 1 for of in (cells, homes))
+    shares = np.arange(prod(cells.shape[1:])).reshape(cells.shape[1:])
+    ballots, first, votes = np.unique(
+        (shares * num_cells + cells) * num_homes + homes, return_index=True, return_counts=True
+    )
+    start = np.flatnonzero(np.diff(ballots // num_homes, prepend=-1))
+    saved = np.zeros(cells.size, dtype=np.int64)
+    saved[first[start]] = np.maximum.reduceat(votes, start)
+    return saved.reshape(cells.shape)
