@@ -108,6 +108,8 @@ def test_groups_are_those_along_the_axes_of_a_mesh() -> None:
     ("setting", "says"),
     [
         ({"ranks": 0}, "ranks=0"),
+        ({"ranks": 10**6}, "ranks=1000000 is more than"),
+        ({"kinds": ()}, "leaves nothing to measure"),
         ({"repetitions": 0}, "repetitions=0"),
         ({"time_s": 0}, "time_s=0"),
         ({"kinds": ("gather",)}, "gather"),
@@ -210,18 +212,35 @@ def test_the_slowest_rank_counts() -> None:
     assert on_ranks(3, work) == [[2.0, 0.0]] * 3
 
 
-def test_a_rank_without_a_part_has_no_shard_and_takes_no_time() -> None:
+def test_a_rank_without_a_part_has_no_shard_and_does_not_count() -> None:
     call = make_call(Case(kind="all-reduce", group_size=2), 1024, 3)
 
-    def work(communicator: Any) -> float:
+    def work(communicator: Any) -> Any:
         watch = Stopwatch(communicator, 3, torch.device("cpu"), 60)
         shard = Shards(communicator.rank, torch.device("cpu")).of(call.step)
         assert (shard is None) == (communicator.rank == 2)
-        return watch.time(call.step, shard)
+        span_s = watch.time(call.step, shard)
+        return span_s, watch.together([span_s])
 
-    times_s = on_ranks(3, work)
+    spans_s, times_s = zip(*on_ranks(3, work), strict=True)
 
-    assert times_s[2] < min(times_s[:2])
+    starts_s, ends_s = zip(*spans_s, strict=True)
+    assert spans_s[2] == (0.0, 0.0)
+    assert min(starts_s[:2]) > 0
+    assert times_s == ([max(ends_s) - max(starts_s)],) * 3
+
+
+def test_ranks_leave_a_meeting_when_all_have_come() -> None:
+    def work(communicator: Any) -> tuple[float, float]:
+        watch = Stopwatch(communicator, 3, torch.device("cpu"), 60)
+        time.sleep(0.02 * communicator.rank)
+        came_s = time.perf_counter()
+        watch.meet()
+        return came_s, time.perf_counter()
+
+    came_s, left_s = zip(*on_ranks(3, work), strict=True)
+
+    assert min(left_s) >= max(came_s) + collectives._HEAD_START_S
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
@@ -260,7 +279,7 @@ def test_a_short_call_is_repeated_more_often_than_a_long_one(
 
     samples, _ = measure(job_of(replace(TINY, kinds=("all-reduce",), repetitions=2)))[0]
 
-    assert all(len(sample.times_s) == 10 for sample in samples)
+    assert all(len(sample.times_s) == 2 * collectives._MOST_AT_ONCE for sample in samples)
 
 
 def test_sizes_for_which_there_is_no_memory_are_left_out() -> None:
@@ -270,11 +289,11 @@ def test_sizes_for_which_there_is_no_memory_are_left_out() -> None:
     assert measurement.skipped.startswith("16.4 kB and more: there is not enough memory")
 
 
-def slow_by(pause_s: float) -> Callable[..., float]:
-    def wait(self: Stopwatch, step: Any, shard: Any, *, first: bool = False) -> float:
+def slow_by(pause_s: float) -> Callable[..., tuple[float, float]]:
+    def wait(self: Stopwatch, step: Any, shard: Any, *, first: bool = False) -> tuple[float, float]:
         self.meet()
         time.sleep(pause_s)
-        return pause_s
+        return 1.0, 1.0 + pause_s
 
     return wait
 

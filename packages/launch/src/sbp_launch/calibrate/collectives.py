@@ -1,8 +1,9 @@
 """How long calls of a communicator take, on one rank among all. Knows torch.
 
 Everything is repeated in rounds, each in another order, so that what slows the machine down for a
-while does not look like the curve of one size. A repetition begins when all ranks have met, and its
-time is that of the slowest rank. All ranks do the same in the same order, and agree on what they
+while does not look like the curve of one size. A repetition begins at a moment that the ranks have
+agreed on, awake; its time is from the last one's beginning to the last one's end, by the clock that
+all processes of a machine share. All ranks do the same in the same order, and agree on what they
 leave out.
 """
 
@@ -30,12 +31,10 @@ from sbp_launch.calibrate.job import Job, Progress
 _CONNECT_S = 300.0
 
 #: A round repeats a short call for this many seconds, so many times at most.
-_SHORT_S, _MOST_AT_ONCE = 0.1, 5
+_SHORT_S, _MOST_AT_ONCE = 0.05, 15
 
-#: A call that takes less than this many seconds is made once more just before it is timed: so that
-#: it finds memory as a call of its own size leaves it, and not as any other does. Larger results
-#: have fresh memory every time.
-_WARM_S = 0.05
+#: Seconds between the ranks' agreement on when to begin, and that moment: waking up takes less.
+_HEAD_START_S = 3e-4
 
 #: Rounds that are made even if they take longer than they should.
 _FEWEST_ROUNDS = 3
@@ -60,14 +59,13 @@ class Stopwatch:
         self._communicator, self._device, self._deadline_s = communicator, device, deadline_s
         self._everyone = Placement.grid((num_ranks,))
         self._number = 0
-        self._meeting = torch.zeros(1, device=device)
-        self._meet_step = self._reduction((1,), "float32", "sum")
+        self._nothing = torch.zeros(0, device=device)
 
     def meet(self) -> None:
-        """Wait until all ranks have come here."""
-        if self._everyone.size > 1:
-            self._run(self._meet_step, self._meeting, _CONNECT_S)
-            settle(self._device)
+        """Wait until all ranks have come here; leave at the same time as they, awake."""
+        (begin_s,) = self.slowest([time.perf_counter() + _HEAD_START_S])
+        while time.perf_counter() < begin_s:
+            time.sleep(0)  # lets the other threads of this process, and other processes, run
 
     def slowest(self, values: Sequence[float]) -> list[float]:
         """Return the largest of each value over all ranks."""
@@ -75,21 +73,45 @@ class Stopwatch:
             return list(values)
         given = torch.tensor(values, dtype=torch.float64, device=self._device)
         step = self._reduction((len(values),), "float64", "max")
-        result: list[float] = self._run(step, given, _CONNECT_S).tolist()
+        result = self._run(step, given, _CONNECT_S)
+        assert result is not None, "every rank has a part in what all agree on"
+        largest: list[float] = result.tolist()
+        return largest
+
+    def time(
+        self, step: Step, shard: torch.Tensor | None, *, first: bool = False
+    ) -> tuple[float, float]:
+        """Return when one call began and ended on this rank, in seconds of the machine's clock.
+
+        A rank that has no part in it says 0 and 0.
+        """
+        self.meet()
+        start_s = time.perf_counter()
+        # The result lives until the clock was read: to free it is not part of the call.
+        result = self.call(step, shard, first=first)
+        end_s = time.perf_counter()
+        return (start_s, end_s) if result is not None else (0.0, 0.0)
+
+    def call(
+        self, step: Step, shard: torch.Tensor | None, *, first: bool = False
+    ) -> torch.Tensor | None:
+        """Make one call, and wait for the device; None on a rank that has no part in it."""
+        result = self._run(step, shard, _CONNECT_S if first else self._deadline_s)
+        settle(self._device)
         return result
 
-    def time(self, step: Step, shard: torch.Tensor | None, *, first: bool = False) -> float:
-        """Return the seconds that one call takes on this rank; 0 if it has no part in it."""
-        self.meet()
-        start = time.perf_counter()
-        self._run(step, shard, _CONNECT_S if first else self._deadline_s)
-        settle(self._device)
-        return time.perf_counter() - start
+    def together(self, spans_s: Sequence[tuple[float, float]]) -> list[float]:
+        """Return the seconds from the last rank's beginning to the last one's end of each call."""
+        starts_s = self.slowest([start_s for start_s, _ in spans_s])
+        ends_s = self.slowest([end_s for _, end_s in spans_s])
+        return [end_s - start_s for start_s, end_s in zip(starts_s, ends_s, strict=True)]
 
-    def _run(self, step: Step, shard: torch.Tensor | None, deadline_s: float) -> torch.Tensor:
+    def _run(
+        self, step: Step, shard: torch.Tensor | None, deadline_s: float
+    ) -> torch.Tensor | None:
         rank, communicator = self._communicator.rank, self._communicator
         self._number += 1
-        tag, result = f"calibrate-{self._number}", self._meeting
+        tag, result = f"calibrate-{self._number}", None
         if step.kind is not StepKind.TRANSFER:
             if rank in step.source[0]:
                 assert shard is not None, "a rank that holds a part has a shard"
@@ -98,6 +120,7 @@ class Stopwatch:
         if rank in step.source[0]:
             assert shard is not None, "a rank that holds a part has a shard"
             communicator.send(step, shard, tag=tag, deadline_s=deadline_s)
+            result = self._nothing
         if rank in step.target[0]:
             result = communicator.receive(step, shard, tag=tag, deadline_s=deadline_s)
         return result
@@ -185,7 +208,7 @@ class Measurement:
         """Make every call once, from small to large; leave out what there is no time or room for.
 
         A size is tried if the one before lets expect that `_FEWEST_ROUNDS` of all sizes and of this
-        one, which should take twice as long, end in time.
+        one, which should take twice as long, end in time. A round makes every call twice.
         """
         settings = self._job.settings
         for number, level in enumerate(calls_of(settings)):
@@ -194,17 +217,16 @@ class Measurement:
                 self.skipped = f"{format_bytes(size)} and more: there is not enough memory"
                 return
             self._news("warming up", number, len(settings.chosen_sizes))
-            took_s = [
+            spans_s = [
                 self._watch.time(call.step, self._shards.of(call.step), first=True)
                 for call in level
             ]
-            took_s = self._watch.slowest(took_s)
+            took_s = self._watch.together(spans_s)
             self._calls += level
             self._first_s += took_s
             (spent_s,) = self._watch.slowest([time.monotonic() - self._began])
-            expected_s = (
-                spent_s + 2 * sum(took_s) + _FEWEST_ROUNDS * (sum(self._first_s) + 2 * sum(took_s))
-            )
+            next_s = 2 * sum(took_s)
+            expected_s = spent_s + next_s + 2 * _FEWEST_ROUNDS * (sum(self._first_s) + next_s)
             if expected_s > settings.time_s and number + 1 < len(settings.chosen_sizes):
                 next_size = format_bytes(settings.chosen_sizes[number + 1])
                 self.skipped = (
@@ -222,16 +244,17 @@ class Measurement:
         random.Random(self.rounds).shuffle(order)
         if not self.rounds:
             pairs = zip(self._first_s, repeats, strict=True)
-            self._round_s = sum(first_s * times for first_s, times in pairs)
-        took_s: list[float] = []
+            self._round_s = sum(2 * first_s * times for first_s, times in pairs)
+        spans_s: list[tuple[float, float]] = []
         for done, index in enumerate(order):
             what = f"round {self.rounds + 1} of {self._job.settings.repetitions}"
             self._news(what, done, len(order), left_s=self._left_s(done / len(order)))
             step = self._calls[index].step
-            if self._first_s[index] < _WARM_S:
-                self._watch.time(step, self._shards.of(step))
-            took_s.append(self._watch.time(step, self._shards.of(step)))
-        for index, time_s in zip(order, self._watch.slowest(took_s), strict=True):
+            # Once more just before it is timed: so that it finds caches and memory as a call of its
+            # own size leaves them, as in the steps of a training, and not as any other does.
+            self._watch.call(step, self._shards.of(step))
+            spans_s.append(self._watch.time(step, self._shards.of(step)))
+        for index, time_s in zip(order, self._watch.together(spans_s), strict=True):
             self._times_s[index].append(time_s)
 
     def _left_s(self, part: float) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -13,6 +14,9 @@ from sbp_launch.config import Choice, Composed
 
 #: Kinds of steps that are measured, as `sbp_core.calibration.KINDS` lists them.
 KINDS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "transfer")
+
+#: Ranks for each core of the machine, at most; beyond, starting them takes for ever.
+_RANKS_PER_CORE = 16
 
 _AT_LEAST_ONE = ("ranks", "repetitions", "min_bytes", "max_bytes")
 
@@ -57,6 +61,14 @@ class CalibrateConfig:
         for name in ("time_s", "deadline_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}={getattr(self, name)}", accepted="seconds above 0")
+        most = _RANKS_PER_CORE * (os.cpu_count() or 1)
+        if self.ranks > most:
+            raise ConfigError(
+                f"ranks={self.ranks} is more than this machine can run",
+                accepted=f"1 .. {most}: {_RANKS_PER_CORE} for each core",
+            )
+        if not self.kinds:
+            raise ConfigError("kinds=[] leaves nothing to measure", accepted=", ".join(KINDS))
         unknown = [kind for kind in self.kinds if kind not in KINDS]
         if unknown:
             raise ConfigError(f"kinds names {unknown[0]!r}", accepted=", ".join(KINDS))
@@ -76,15 +88,19 @@ class CalibrateConfig:
             )
         if not self.out or Path(self.out).is_dir():
             raise ConfigError(f"out={self.out!r} is no file", accepted="a path such as a.json")
-        folder = Path(self.out).absolute().parent
-        if not folder.is_dir() or not os.access(folder, os.W_OK):
-            # Here, so that nobody measures for minutes what then cannot be written.
+        file = Path(self.out).absolute()
+        try:
+            # Here, so that nobody measures for minutes what then cannot be written. By writing, as
+            # permissions do not tell: root may write anywhere, and yet not to /proc.
+            with file.open("ab") if file.exists() else tempfile.TemporaryFile(dir=file.parent):
+                pass
+        except OSError as error:
             raise ConfigError(
-                f"out={self.out!r} cannot be written: {folder} "
-                + ("may not be written to" if folder.is_dir() else "is no folder"),
+                f"out={self.out!r} cannot be written: "
+                + (f"{error.strerror}" if file.parent.is_dir() else f"{file.parent} is no folder"),
                 accepted="a file in a folder that exists and may be written to",
                 todo="choose another path, or make the folder",
-            )
+            ) from error
 
     @property
     def chosen_sizes(self) -> tuple[int, ...]:

@@ -15,6 +15,9 @@ from sbp_core.units import format_bytes, format_seconds
 #: What errors should stay below: the median, and the 90th percentile.
 GOALS = (0.15, 0.35)
 
+#: A call whose repetitions disagree by more was disturbed.
+_DISTURBED = 0.15
+
 #: Below this, nothing is copied: faster than any memory, in seconds a byte.
 _NO_COPY_S_PER_BYTE = 1e-14
 
@@ -24,6 +27,7 @@ latency: of a call, however small
 bandwidth: bytes that a group shares (the whole tensor, a message) a second,
   added by a large call; - if it takes no longer than a small one
 error: of predictions for sizes that were left out of the fit
+?: disturbed; one half of the repetitions is over 15% off the other
 """
 
 
@@ -67,7 +71,7 @@ def call_table(calibration: Calibration, held_out: Sequence[HeldOut]) -> Table:
             bandwidth(curve),
             format_bytes(largest.shared_bytes),
             format_seconds(largest.median_s),
-            _error(case, held_out),
+            _error(case, calibration, held_out),
         )
     return table
 
@@ -78,17 +82,24 @@ def bandwidth(curve: Curve) -> str:
     return f"{1e-9 / rate:.3g} GB/s" if rate > _NO_COPY_S_PER_BYTE else "-"
 
 
-def _error(case: Case, held_out: Sequence[HeldOut]) -> str:
+def _error(case: Case, calibration: Calibration, held_out: Sequence[HeldOut]) -> str:
     errors = [
         entry.error for entry in held_out if entry.way == "size" and entry.sample.case == case
     ]
-    return f"{median(errors):.0%}" if errors else "-"
+    doubts = [sample.doubt for sample in calibration.samples if sample.case == case]
+    mark = "?" if median(doubts) > _DISTURBED else ""
+    return f"{median(errors):.0%}{mark}" if errors else "-"
 
 
 def error_lines(calibration: Calibration) -> Iterator[str]:
     """Yield how far predictions are off what was left out of the fit, and whether that is much."""
     yield "error of predictions for what was left out of the fit (one size of a call,"
-    yield "all of a call in groups of one size, all calls of a kind):"
+    yield "all of a call in groups of one size, all calls of a collective):"
     for error in calibration.errors:
         good = error.way != "size" or (error.median <= GOALS[0] and error.p90 <= GOALS[1])
         yield f"  {error}" + ("" if good else "; measure again on an idle machine")
+    doubts = sorted(sample.doubt for sample in calibration.samples)
+    yield (
+        "one half of the repetitions is off the other half, which nothing can predict:\n"
+        f"  median {median(doubts):.1%}, 90th percentile {doubts[int(0.9 * len(doubts))]:.1%}"
+    )

@@ -81,7 +81,7 @@ class FitError:
         return (
             f"left out by {self.way}: median {_share(self.median, 1)}, "
             f"90th percentile {_share(self.p90, 1)}, worst {_share(self.worst, 0)} "
-            f"of {self.num_samples} samples"
+            f"of {self.num_samples}"
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from statistics import median
+from itertools import accumulate
 from typing import Any
 
 from sbp_core.calibration.curve import Curve, fit_curve, through
@@ -32,8 +32,6 @@ class Calibration:
         backend: Name of the transport.
         samples: The raw measurements, all of this backend.
         curves: The fitted curve of each case that was measured in two sizes or more.
-        structures: The structural model of groups within a node, and of those on several nodes,
-            by `"intra-node"` and `"inter-node"`; as far as there are samples.
         errors: How far such a fit is off samples that it did not see, as `cross_validate` found.
     """
 
@@ -41,8 +39,12 @@ class Calibration:
     # Thousands of numbers: they would drown whatever shows a cluster.
     samples: tuple[Sample, ...] = field(repr=False)
     curves: Mapping[Case, Curve] = field(repr=False)
-    structures: Mapping[str, Structure] = field(repr=False)
     errors: tuple[FitError, ...] = ()
+    #: The structural model of groups within a node (False), and of those on several (True); made
+    #: when it is needed, as most plans only need the curves. None without samples of such groups.
+    _structures: dict[bool, Structure | None] = field(
+        init=False, repr=False, compare=False, default_factory=dict
+    )
     #: Curves and origins of the calls that were asked for so far.
     _found: dict[_Key, tuple[Curve | None, str | None]] = field(
         init=False, repr=False, compare=False, default_factory=dict
@@ -65,26 +67,14 @@ class Calibration:
         """
         given = tuple(samples)
         by_case: dict[Case, list[Sample]] = defaultdict(list)
-        levels: dict[str, list[Sample]] = defaultdict(list)
         for sample in given:
             by_case[sample.case].append(sample)
-            levels[_level(sample.case)].append(sample)
         curves = {
             case: fit_curve([s.shared_bytes for s in of], [s.time_s for s in of])
             for case, of in by_case.items()
             if len({s.shared_bytes for s in of}) > 1
         }
-        return cls(
-            backend=given[0].backend if given else "",
-            samples=given,
-            curves=curves,
-            structures={level: Structure.fit(of) for level, of in levels.items()},
-        )
-
-    @property
-    def spread(self) -> float:
-        """Median of the samples' spreads: no prediction can be much closer than that."""
-        return median(sample.spread for sample in self.samples)
+        return cls(backend=given[0].backend if given else "", samples=given, curves=curves)
 
     def time_s(
         self,
@@ -141,12 +131,19 @@ class Calibration:
 
     def _derive(self, case: Case) -> tuple[Curve | None, str | None]:
         """Return the curve of a case that was not measured, and what it is made of."""
-        structure = self.structures.get(_level(case))
+        structure = self._structure(case.num_nodes > 1)
         if structure is None:
             return None, None
-        curve = through(_GRID_BYTES, [structure.time_s(case, size) for size in _GRID_BYTES])
-        like = f"{case.kind} in other groups" if case.kind in structure.own else "other kinds"
+        times_s = [structure.time_s(case, size) for size in _GRID_BYTES]
+        curve = through(_GRID_BYTES, list(accumulate(times_s, max)))
+        like = f"{case.kind} in other groups" if structure.knows(case.kind) else "other kinds"
         return curve, f"derived from {like}"
+
+    def _structure(self, several_nodes: bool) -> Structure | None:
+        if several_nodes not in self._structures:
+            samples = [of for of in self.samples if (of.num_nodes > 1) == several_nodes]
+            self._structures[several_nodes] = Structure(samples) if samples else None
+        return self._structures[several_nodes]
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON value that `from_json` reads."""
@@ -163,7 +160,6 @@ class Calibration:
                 }
                 for case, curve in self.curves.items()
             ],
-            "structures": {level: fit.to_json() for level, fit in self.structures.items()},
             "errors": [error.to_json() for error in self.errors],
         }
 
@@ -183,12 +179,5 @@ class Calibration:
                 ): Curve.from_json(entry)
                 for entry in value["curves"]
             },
-            structures={
-                level: Structure.from_json(fit) for level, fit in value["structures"].items()
-            },
             errors=tuple(map(FitError.from_json, value["errors"])),
         )
-
-
-def _level(case: Case) -> str:
-    return "intra-node" if case.num_nodes == 1 else "inter-node"

@@ -1,34 +1,39 @@
 """The time of any call, also of one that was never measured, from what its algorithm does.
 
-n ranks of a group, g groups at once, S bytes that a group shares (see `Sample`). Each rank sends a
-message of m bytes in each of r rounds, adds v bytes up and copies k bytes:
+n ranks of a group, g groups at once, S bytes that a group shares (see `Sample`). Each rank sends b
+bytes, and gets a result of o bytes:
 
-    kind             r         m        v           k
-    all-reduce       2 (n-1)   S / n    (n-1) S/n   S
-    reduce-scatter   n - 1     S / n    (n-1) S/n   S
-    all-gather       n - 1     S / n    0           S
-    all-to-all       n - 1     S / n²   0           2 S / n
-    transfer         1         S        0           2 S
+    kind             b              o
+    all-reduce       2 (n-1) S/n    S
+    reduce-scatter   (n-1) S/n      S/n
+    all-gather       (n-1) S/n      S
+    all-to-all       (n-1) S/n²     S/n
+    transfer         S              S
 
-    time = call + r · message(m) + adding · v + copying · k + whole · g S + own(kind)
+    time = (call + round · L + moving(x) + fresh · [o >= T] o) · own(kind, x)
 
-`message` is a latency and a piecewise linear rate. Each of these has a part that one rank feels
-alone, and a part that grows with the n · g ranks at work (they share cores, memory bus or link).
-`whole` is for transports in which one rank does the work of all. `own` is what a kind takes beyond
-the others, a latency and a rate over r m: transports do not do all kinds equally well, and a kind
-that was not measured has none. All rates are >= 0 and found by least squares over all samples,
-relative to the measured times; rates of a kind are held small, so that they explain only what the
-common ones cannot.
+Small calls take L = ceil(log2 n) rounds whatever their kind: libraries choose such algorithms.
+`moving` is a piecewise linear rate of x, which is b; or S, for ranks that are threads and write one
+result together. `fresh` is what it takes to touch memory for the first time: a result of T bytes
+or more has new memory in every call. Each of these has a part that one rank feels alone, and a part
+that grows with the n · g ranks at work (they share cores, memory bus or link). x and T are those
+that explain the samples best. All rates are >= 0 and found by least squares of log(time), over all
+kinds alike; but collectives and transfers, which share no code, are fitted apart.
 
-Source: rounds of the ring and of pairwise exchange as in Thakur, Rabenseifner and Gropp,
-"Optimization of Collective Communication Operations in MPICH" (2005), section 4.
+`own` is what calls of a kind take over what all kinds take on average, by size; a kind that was not
+measured has none.
+
+Source: rounds and bytes of the algorithms for short and for long messages in Thakur, Rabenseifner
+and Gropp, "Optimization of Collective Communication Operations in MPICH" (2005), section 4; mmap
+threshold in the manual of the GNU C library, "Tunable parameters of malloc".
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from math import exp, log, log2
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,20 +42,21 @@ from sbp_core.calibration.curve import segments
 from sbp_core.calibration.nonnegative import solve
 from sbp_core.calibration.sample import Case, Sample
 
-#: Where the rate of a message may change, in bytes.
+#: Where the rate of moving may change, in bytes.
 _KNOTS_BYTES = (0, 2**12, 2**16, 2**20, 2**23)
 
-#: Weights that pull rates towards 0: common ones, which the samples may leave open, and those of a
-#: kind. The second is the best of 0.03, 0.1 and 0.3 for cases left out on a loaded machine with two
-#: cores (gloo, MPI and threads); there is little between them.
-_RIDGE, _OWN_RIDGE = 1e-3, 0.3
+#: Sizes T to choose from, in bytes; the first is that of the GNU C library.
+_FRESH_BYTES = (2**25, 2**17, 2**20, 2**23, 2**26, 2**27, 2**28)
 
-#: Rates of one kind.
-_NUM_OWN = 4
+#: Weight that pulls rates towards 0, which the samples may leave open.
+_RIDGE = 1e-3
+
+#: Steps from least squares of relative errors to those of logarithms.
+_REWEIGHTINGS = 4
 
 
-def rounds(kind: str, n: int, S: float) -> tuple[int, float, float, float]:  # noqa: N803
-    """Return (rounds, bytes of a message, bytes added up, bytes copied) of one rank.
+def volumes(kind: str, n: int, S: float) -> tuple[float, float]:  # noqa: N803
+    """Return the bytes that one rank sends, and those of its result.
 
     Args:
         kind: One of `KINDS`.
@@ -58,84 +64,114 @@ def rounds(kind: str, n: int, S: float) -> tuple[int, float, float, float]:  # n
         S: Bytes that they share.
     """
     if kind == "transfer":
-        return 1, S, 0.0, 2 * S
+        return S, S
     if kind == "all-to-all":
-        return n - 1, S / n**2, 0.0, 2 * S / n
-    added = 0.0 if kind == "all-gather" else (n - 1) * S / n
-    return (2 if kind == "all-reduce" else 1) * (n - 1), S / n, added, S
+        return (n - 1) * S / n**2, S / n
+    sent = (n - 1) * S / n
+    return (2 * sent if kind == "all-reduce" else sent), S / n if kind == "reduce-scatter" else S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Structure:
-    """The rates of a transport, in seconds or seconds per byte, >= 0.
+class Family:
+    """What calls of one family, the collectives or the transfers, take.
 
     Args:
-        common: One for each column of `_columns`.
-        own: Of each kind that was measured, one for each column of `_own_columns`.
+        by_sent: Whether x is b, and not S.
+        fresh_bytes: T.
+        rates: One for each column of `_columns`, in seconds or seconds per byte, >= 0.
+        own: Of each kind that was measured: points (log x, log own), x ascending.
     """
 
-    common: tuple[float, ...]
-    own: Mapping[str, tuple[float, ...]]
+    by_sent: bool
+    fresh_bytes: int
+    rates: tuple[float, ...]
+    own: Mapping[str, Sequence[tuple[float, float]]]
 
     @classmethod
-    def fit(cls, samples: Sequence[Sample]) -> Structure:
-        """Find the rates that explain these samples, of which there is at least one."""
-        kinds = sorted({sample.kind for sample in samples})
-        times = np.array([sample.time_s for sample in samples])
-        common = np.vstack([_columns(sample.case, sample.shared_bytes) for sample in samples])
-        own = np.zeros((len(samples), len(kinds), _NUM_OWN))
-        for row, sample in enumerate(samples):
-            own[row, kinds.index(sample.kind)] = _own_columns(sample.case, sample.shared_bytes)
-        matrix = np.hstack([common, own.reshape(len(samples), -1)]) / times[:, None]
-        weights = np.full(matrix.shape[1], _OWN_RIDGE)
-        weights[: common.shape[1]] = _RIDGE
-        ridge = np.diag(weights * np.sqrt((matrix**2).sum(axis=0)))
-        target = np.concatenate([np.ones(len(times)), np.zeros(len(ridge))])
-        rates = solve(np.vstack([matrix, ridge]), target).tolist()
-        split = common.shape[1]
-        starts = range(split, len(rates), _NUM_OWN)
-        return cls(
-            common=tuple(rates[:split]),
-            own={
-                kind: tuple(rates[start : start + _NUM_OWN])
-                for kind, start in zip(kinds, starts, strict=True)
-            },
-        )
+    def fit(cls, samples: Sequence[Sample]) -> Family:
+        """Find what explains these samples, of which there is at least one."""
+        first, *others = _FRESH_BYTES
+        tried = [_fit(samples, by_sent, first) for by_sent in (True, False)]
+        best = min(tried, key=lambda found: found[0])
+        tried = [best, *(_fit(samples, best[1].by_sent, fresh_bytes) for fresh_bytes in others)]
+        family = min(tried, key=lambda found: found[0])[1]
+        octaves: dict[str, dict[int, list[tuple[float, float]]]] = {}
+        for sample in samples:
+            size = family._size(sample.case, sample.shared_bytes)
+            ratio = sample.time_s / family.time_s(sample.case, sample.shared_bytes)
+            points = octaves.setdefault(sample.kind, defaultdict(list))
+            points[round(log2(size))].append((log(size), log(ratio)))
+        own = {
+            kind: [tuple(np.mean(of[octave], axis=0).tolist()) for octave in sorted(of)]
+            for kind, of in octaves.items()
+        }
+        return replace(family, own=own)
 
     def time_s(self, case: Case, shared_bytes: float) -> float:
         """Return the time of a call, in seconds."""
-        time_s = float(_columns(case, shared_bytes) @ np.asarray(self.common))
+        columns = _columns(case, shared_bytes, self.by_sent, self.fresh_bytes)
+        time_s = float(columns @ np.asarray(self.rates))
         if case.kind in self.own:
-            time_s += float(_own_columns(case, shared_bytes) @ np.asarray(self.own[case.kind]))
+            sizes, ratios = zip(*self.own[case.kind], strict=True)
+            time_s *= exp(float(np.interp(log(self._size(case, shared_bytes)), sizes, ratios)))
         return time_s
 
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON value that `from_json` reads."""
-        return {
-            "common": list(self.common),
-            "own": {kind: list(rates) for kind, rates in self.own.items()},
-        }
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Structure:
-        """Read what `to_json` wrote."""
-        return cls(
-            common=tuple(value["common"]),
-            own={kind: tuple(rates) for kind, rates in value["own"].items()},
-        )
+    def _size(self, case: Case, shared_bytes: float) -> float:
+        """Return x, at least one byte."""
+        return max(1.0, _size(case, shared_bytes, self.by_sent))
 
 
-def _columns(case: Case, shared_bytes: float) -> NDArray[np.float64]:
-    """Return how often each common rate counts in a call: (rates,), float64."""
-    r, m, v, k = rounds(case.kind, case.group_size, shared_bytes)
-    parts = r * segments(np.array([m]), _KNOTS_BYTES)[0]
-    alone = np.array([1.0, r, *parts, v, k])
-    together = alone * case.group_size * case.concurrent_groups
-    return np.concatenate([alone, together, [shared_bytes * case.concurrent_groups]])
+class Structure:
+    """What any call takes on a transport, made of samples, of which there is at least one."""
+
+    def __init__(self, samples: Sequence[Sample]) -> None:
+        families: dict[bool, list[Sample]] = defaultdict(list)
+        for sample in samples:
+            families[sample.kind == "transfer"].append(sample)
+        self._families = {messages: Family.fit(of) for messages, of in families.items()}
+
+    def time_s(self, case: Case, shared_bytes: float) -> float:
+        """Return the time of a call, in seconds."""
+        messages = case.kind == "transfer"
+        # Better a guess from the other family than none.
+        family = self._families.get(messages) or self._families[not messages]
+        return family.time_s(case, shared_bytes)
+
+    def knows(self, kind: str) -> bool:
+        """Say whether there were samples of a kind."""
+        return any(kind in family.own for family in self._families.values())
 
 
-def _own_columns(case: Case, shared_bytes: float) -> NDArray[np.float64]:
-    """Return how often each rate of its kind counts in a call: (`_NUM_OWN`,), float64."""
-    r, m, _, _ = rounds(case.kind, case.group_size, shared_bytes)
-    ranks = case.group_size * case.concurrent_groups
-    return np.array([1.0, ranks, r * m, r * m * ranks])
+def _size(case: Case, shared_bytes: float, by_sent: bool) -> float:
+    return volumes(case.kind, case.group_size, shared_bytes)[0] if by_sent else shared_bytes
+
+
+def _columns(
+    case: Case, shared_bytes: float, by_sent: bool, fresh_bytes: int
+) -> NDArray[np.float64]:
+    """Return how often each rate counts in a call: (rates,), float64."""
+    n = case.group_size
+    _, result = volumes(case.kind, n, shared_bytes)
+    size = np.array([_size(case, shared_bytes, by_sent)])
+    fresh = result if result >= fresh_bytes else 0.0
+    alone = np.array([1.0, (n - 1).bit_length(), *segments(size, _KNOTS_BYTES)[0], fresh])
+    return np.concatenate([alone, alone * n * case.concurrent_groups])
+
+
+def _fit(samples: Sequence[Sample], by_sent: bool, fresh_bytes: int) -> tuple[float, Family]:
+    """Return how badly the best rates explain the samples, and these rates."""
+    times = np.array([sample.time_s for sample in samples])
+    rows = [_columns(of.case, of.shared_bytes, by_sent, fresh_bytes) for of in samples]
+    matrix = np.vstack(rows) / times[:, None]
+    weights = np.ones(len(times))
+    for _ in range(_REWEIGHTINGS):
+        weighted = matrix * weights[:, None]
+        ridge = np.diag(_RIDGE * np.sqrt((weighted**2).sum(axis=0)))
+        target = np.concatenate([weights, np.zeros(len(ridge))])
+        rates = solve(np.vstack([weighted, ridge]), target)
+        logs = np.log(np.maximum(matrix @ rates, 1e-3))
+        # With these weights, a relative error counts as much as that of its logarithm.
+        errors = np.expm1(logs)
+        weights = np.where(np.abs(errors) < 1e-6, 1.0, logs / errors)
+    family = Family(by_sent=by_sent, fresh_bytes=fresh_bytes, rates=tuple(rates.tolist()), own={})
+    return float(np.square(logs).mean()), family
