@@ -7,10 +7,12 @@ import json
 import random
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -39,38 +41,53 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def table_of(outcomes: Sequence[Outcome], deadline_s: float) -> Table:
     """Return the figures by way and kind of kill."""
-    table = Table(title=f"Seconds from the kill; deadline of a step: {deadline_s:g} s")
-    for name in ("backend (launcher)", "kill"):
-        table.add_column(name, no_wrap=True)
-    for name in ("trials", "others down: median", "worst", "all down: worst", "named", "faults"):
-        table.add_column(name, justify="right")
-    for way, how in dict.fromkeys((outcome.way, outcome.how) for outcome in outcomes):
-        rows = [row for row in outcomes if (row.way, row.how) == (way, how)]
-        down = [row.others_down_s for row in rows if row.others_down_s is not None]
-        by_ranks = sum(any(name != "launcher" for name in row.named_by) for row in rows)
-        named = sum(bool(row.named_by) for row in rows)
-        table.add_row(
-            way,
-            str(how),
-            str(len(rows)),
-            f"{statistics.median(down):.2f}" if down else "never",
-            f"{max(down):.2f}" if len(down) == len(rows) else "never",
-            f"{max(row.all_down_s for row in rows):.2f}",
-            f"{named} ({by_ranks} by ranks)",
-            str(sum(bool(row.faults) for row in rows)),
-        )
+    table = Table(
+        title=f"Seconds from the kill; deadline of a step: {deadline_s:g} s",
+        caption="median, worst: other ranks down; all: nothing runs any more\n"
+        "named: the culprit was, by ranks, or in the last message of the run",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    table.add_column("", no_wrap=True)
+    for name in ("kills", "median", "worst", "all", "named", "by ranks", "by run", "faults"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for way in dict.fromkeys(outcome.way for outcome in outcomes):
+        of_way = [row for row in outcomes if row.way == way]
+        table.add_row(way, style="bold")
+        for how in sorted({row.how for row in of_way}):
+            table.add_row(f"  {how}", *_figures([row for row in of_way if row.how == how]))
     return table
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the trials; return 1 if anything that must hold did not."""
-    options = _arguments(argv)
-    console, draw = Console(), random.Random(options.seed)
-    hows = [How(name) for name in options.how]
+def _figures(rows: Sequence[Outcome]) -> list[str]:
+    down = [row.others_down_s for row in rows if row.others_down_s is not None]
+    return [
+        str(len(rows)),
+        f"{statistics.median(down):.2f}" if down else "never",
+        f"{max(down):.2f}" if len(down) == len(rows) else "never",
+        f"{max(row.all_down_s for row in rows):.2f}",
+        str(sum(bool(row.named_by) for row in rows)),
+        str(sum(any(name.startswith("rank") for name in row.named_by) for row in rows)),
+        str(sum("run" in row.named_by for row in rows)),
+        str(sum(bool(row.faults) for row in rows)),
+    ]
+
+
+def line_of(outcome: Outcome) -> str:
+    """Return what is shown of a trial at once."""
+    down = outcome.others_down_s
+    others = "never down" if down is None else f"down after {down:5.2f} s"
+    named = f"named by {', '.join(outcome.named_by)}" if outcome.named_by else "named by nobody"
+    what = f"{outcome.way:<16}  {outcome.how:<9} of rank {outcome.culprit}"
+    return f"{what}: others {others}; {named}"
+
+
+def run_trials(options: argparse.Namespace, console: Console) -> Iterator[Outcome]:
+    """Run what was asked for, and show how far it is."""
+    draw, hows = random.Random(options.seed), [How(name) for name in options.how]
     turns = [hows[turn % len(hows)] for turn in range(options.count)]
     plan = [(WAYS[name], how) for name in options.ways for how in turns]
-    outcomes: list[Outcome] = []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    columns = (TextColumn("{task.description:<27}"), BarColumn(20), MofNCompleteColumn())
     with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
         task = progress.add_task("kills", total=len(plan))
         for way, how in plan:
@@ -78,16 +95,32 @@ def main(argv: Sequence[str] | None = None) -> int:
             outcome = run_trial(
                 way, how, num_ranks=options.ranks, deadline_s=options.deadline, draw=draw
             )
-            outcomes.append(outcome)
+            style = "red" if outcome.faults else None
+            show = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+            show(line_of(outcome), style=style)
             for fault in outcome.faults:
-                console.print(f"{way.name}, {how} of rank {outcome.culprit}: {fault}", style="red")
-            if outcome.faults:
-                console.print("\n".join(outcome.lines[-_SHOWN:]), markup=False, highlight=False)
+                show(f"  {fault}", style=style)
+            for line in outcome.lines[-_SHOWN:] if outcome.faults else ():
+                show(f"    {line}")
             progress.advance(task)
-    console.print(table_of(outcomes, options.deadline))
-    if options.json is not None:
-        options.json.write_text(json.dumps([asdict(row) for row in outcomes], indent=1), "utf-8")
-    return int(any(outcome.faults for outcome in outcomes))
+            yield outcome
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the trials; return 1 if anything that must hold did not, 130 after Ctrl-C."""
+    options, console, outcomes = _arguments(argv), Console(), list[Outcome]()
+    status = 0
+    try:
+        for outcome in run_trials(options, console):
+            outcomes.append(outcome)
+    except KeyboardInterrupt:
+        status = 130
+    finally:
+        console.print(table_of(outcomes, options.deadline))
+        if options.json is not None:
+            rows = [asdict(outcome) for outcome in outcomes]
+            options.json.write_text(json.dumps(rows, indent=1), "utf-8")
+    return status or int(any(outcome.faults for outcome in outcomes))
 
 
 if __name__ == "__main__":

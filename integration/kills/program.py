@@ -28,6 +28,9 @@ from sbp_core.errors import BoxingError, RunError
 from sbp_core.plugins import discover
 from sbp_core.testing.boxing import run_route
 
+#: Where the stand-in for GPUs and their NCCL is.
+_FAKE_GPUS = Path(__file__).parents[2] / "packages" / "boxing-nccl" / "tests"
+
 #: Rows of the tensors that are moved: some bytes, and about a MiB.
 _ROWS = (7, 1000, 4096)
 
@@ -54,6 +57,24 @@ def _write(path: Path, value: object) -> None:
     unfinished = path.with_name(f".{path.name}.part")
     unfinished.write_text(json.dumps(value), "utf-8")
     unfinished.rename(path)
+
+
+def build(settings: dict[str, Any]) -> BoxingBackend:
+    """Return the backend, not yet open; `nccl` over fake GPUs, whose data moves by MPI."""
+    if settings["backend"] == "nccl":
+        sys.path.append(str(_FAKE_GPUS))
+        from fake_device import FakeDevice
+        from fake_network import MpiNetwork
+        from mpi4py import MPI
+
+        from sbp_boxing_nccl.configs import NcclBoxingConfig
+        from sbp_boxing_nccl.nccl.backend import NcclBackend
+
+        device = FakeDevice(MpiNetwork(MPI.COMM_WORLD.Dup()), MPI.COMM_WORLD.Get_rank())
+        return NcclBackend(NcclBoxingConfig(**settings["config"]), device=device)
+    backend = discover().make("boxing", settings["backend"], settings["config"])
+    assert isinstance(backend, BoxingBackend), "kind boxing builds boxing backends"
+    return backend
 
 
 def loop(rank: int, backend: BoxingBackend, settings: dict[str, Any], told: dict[int, str]) -> None:
@@ -110,8 +131,7 @@ def _run(rank: int, backend: BoxingBackend, settings: dict[str, Any], told: dict
 
 def run_process(settings: dict[str, Any]) -> None:
     """Be one rank of a backend of several processes."""
-    backend = discover().make("boxing", settings["backend"], settings["config"])
-    assert isinstance(backend, BoxingBackend), "kind boxing builds boxing backends"
+    backend = build(settings)
     backend.open(range(settings["ranks"]))
     (rank,) = backend.local_ranks()
     signal.signal(signal.SIGUSR1, _raise)
@@ -123,8 +143,7 @@ def run_process(settings: dict[str, Any]) -> None:
 
 def run_threads(settings: dict[str, Any]) -> None:
     """Be all ranks, as threads; files `rank-K.told` say how a rank is to fail."""
-    backend = discover().make("boxing", settings["backend"], settings["config"])
-    assert isinstance(backend, BoxingBackend), "kind boxing builds boxing backends"
+    backend = build(settings)
     ranks, folder = range(settings["ranks"]), Path(settings["folder"])
     backend.open(ranks)
     told: dict[int, str] = {}

@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ class Way:
     """A backend, and what starts its processes.
 
     Args:
-        backend: Name of the plugin.
+        backend: Name of the plugin; `nccl` runs over fake GPUs.
         launcher: `sbp` for our own supervisor, `torchrun`, or `mpiexec` (without `-m mpi4py`).
         config: Settings of the backend.
         threads: Whether the ranks are threads.
@@ -86,14 +86,7 @@ class Way:
             (start,) = starts
             at = start.command.index("mpi4py")
             plain = (*start.command[: at - 1], *start.command[at + 1 :])
-            return (
-                Start(
-                    command=plain,
-                    ranks=start.ranks,
-                    environment=start.environment,
-                    defaults=start.defaults,
-                ),
-            )
+            return (replace(start, command=plain),)
         return starts
 
 
@@ -105,6 +98,8 @@ WAYS = {
         Way(backend="torch", launcher="torchrun"),
         Way(backend="mpi"),
         Way(backend="mpi", launcher="mpiexec"),
+        Way(backend="nccl"),
+        Way(backend="nccl", launcher="mpiexec"),
     )
 }
 
@@ -118,7 +113,7 @@ class Outcome:
         deadline_s: The deadline of the steps.
         others_down_s: When the last of the other ranks had ended, or None if one never did.
         all_down_s: When the launcher and all that it started had ended.
-        named_by: Who named the culprit: ranks, or `launcher`.
+        named_by: Who named the culprit: ranks, the `launcher`, or the message of the `run`.
         told: What each other rank was told by boxing.
         left: Processes that were left behind.
         exit_status: Of the run.
@@ -179,12 +174,7 @@ def run_trial(
         kill = _Kill(way, how, Path(folder), num_ranks, culprit, draw.uniform(0.0, 1.5))
         lines: list[Line] = []
         starts = [
-            Start(
-                command=start.command,
-                ranks=start.ranks,
-                environment={**start.environment, "SBP_TRIAL": mark},
-                defaults=start.defaults,
-            )
+            replace(start, environment={**start.environment, "SBP_TRIAL": mark})
             for start in way.starts(num_ranks, command)
         ]
         kill.start()
@@ -202,7 +192,7 @@ def run_trial(
             deadline_s=deadline_s,
             others_down_s=kill.others_down_s,
             all_down_s=over - kill.at,
-            named_by=_named_by(culprit, told, [*text, message.split("\n", 1)[0]], way, how),
+            named_by=_named_by(culprit, told, text, message, way, how),
             told=told,
             left=marked_processes(mark),
             exit_status=ended.exit_status,
@@ -298,14 +288,19 @@ def _told(folder: Path, num_ranks: int, culprit: int) -> dict[int, str]:
 
 
 def _named_by(
-    culprit: int, told: dict[int, str], lines: Sequence[str], way: Way, how: How
+    culprit: int, told: dict[int, str], lines: Sequence[str], message: str, way: Way, how: How
 ) -> tuple[str, ...]:
-    """Return who named the culprit: ranks in what boxing told them, and the launcher's lines."""
+    """Return who named the culprit.
+
+    Ranks in what boxing told them, the launcher in its lines, the run in the first line of its
+    message.
+    """
     name = re.compile(rf"\brank:? {culprit}\b|did not arrive: (\d+, )*{culprit}\b")
     named = [f"rank {rank}" for rank, text in told.items() if name.search(text)]
-    ours = [line for line in lines if "boxing step" not in line]
-    if way.threads and how is How.SIGKILL:
-        named.append("launcher")  # the only process there is was killed, and supervise says so
-    elif any(name.search(line) for line in ours):
+    if any(name.search(line) for line in lines if "boxing step" not in line):
         named.append("launcher")
+    # The only process there is was killed, and that is what is said.
+    alone = way.threads and how is How.SIGKILL
+    if alone or name.search(message.partition("\n")[0]):
+        named.append("run")
     return tuple(named)

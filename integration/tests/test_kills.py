@@ -16,6 +16,8 @@ from kills.trial import WAYS, How, run_trial
         ("torch (torchrun)", How.EXCEPTION),
         ("mpi (sbp)", How.SIGSTOP),
         ("mpi (mpiexec)", How.EXIT),
+        ("nccl (sbp)", How.EXCEPTION),
+        ("nccl (mpiexec)", How.SIGSTOP),
     ],
     ids=str,
 )

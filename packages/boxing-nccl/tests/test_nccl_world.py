@@ -2,6 +2,7 @@
 
 import socket
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,9 +12,10 @@ from steps import collective
 from thread_ranks import DictStore
 
 from sbp_boxing_nccl.configs import NcclBoxingConfig
+from sbp_boxing_nccl.nccl import world as world_module
 from sbp_boxing_nccl.nccl.backend import NcclBackend
 from sbp_boxing_nccl.nccl.board import StoreNoteBoard
-from sbp_boxing_nccl.nccl.world import meet
+from sbp_boxing_nccl.nccl.world import meet, meet_by_mpi
 from sbp_core.boxing.step import StepKind
 from sbp_core.errors import BoxingError, ConfigError
 from sbp_core.sbp import B, P
@@ -81,6 +83,60 @@ def test_a_place_where_nobody_is_ends_in_an_error_in_time() -> None:
 
     with pytest.raises(BoxingError, match=r"no meeting at tcp://.* within 0\.5 s"):
         meet(config)
+
+
+class Exits:
+    """Stands in for `Exit`: how ranks left."""
+
+    def __init__(self, *_: Any) -> None:
+        self.well: list[bool] = []
+
+    def leave(self, *, well: bool) -> None:
+        self.well.append(well)
+
+
+class Comm:
+    """Two ranks of MPI, this one the second; some of its calls never end."""
+
+    def __init__(self, *endless: str) -> None:
+        self._endless = endless
+
+    def Get_rank(self) -> int:  # noqa: N802 (mpi4py's name)
+        return 1
+
+    def Get_size(self) -> int:  # noqa: N802 (mpi4py's name)
+        return 2
+
+    def Idup(self) -> Any:  # noqa: N802 (mpi4py's name)
+        return self, SimpleNamespace(Test=lambda: "Idup" not in self._endless)
+
+    def Iallgather(self, sent: Any, received: Any) -> Any:  # noqa: N802 (mpi4py's name)
+        received[0][:] = bytes(sent[0]) * 2
+        return SimpleNamespace(Test=lambda: "Iallgather" not in self._endless)
+
+    def Free(self) -> None:  # noqa: N802 (mpi4py's name)
+        """Nothing is held."""
+
+
+@pytest.mark.parametrize("endless", ["Idup", "Iallgather"])
+def test_ranks_of_mpi_that_do_not_come_are_not_waited_for(
+    endless: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exits = Exits()
+    monkeypatch.setattr(world_module, "Exit", lambda *_: exits)
+
+    with pytest.raises(BoxingError, match=r"the ranks of MPI did not meet within 0\.2 s"):
+        meet_by_mpi(Comm(endless), SimpleNamespace(BYTE="byte"), 0.2)
+
+    assert exits.well == [False]
+
+
+def test_ranks_of_mpi_on_one_host_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(world_module, "Exit", Exits)
+
+    world = meet_by_mpi(Comm(), SimpleNamespace(BYTE="byte"), 5.0)
+
+    assert (world.rank, world.size, world.local_rank) == (1, 2, 1)
 
 
 def test_a_note_to_one_rank_is_read_once_and_then_forgotten() -> None:

@@ -48,10 +48,12 @@ def test_the_launcher_starts_ranks_that_find_each_other():
 @pytest.mark.parametrize("how", ["exception", "killed"])
 def test_all_ranks_end_when_one_does(how):
     pids: list[int] = []
+    ranks: list[str] = []
 
     def react(line: Line) -> None:
         words = line.text.split()
         if words[:2] == ["open", "as"]:
+            ranks.append(words[2])
             pids.append(int(words[-1]))
             if how == "killed" and len(pids) == 2:
                 os.kill(pids[1], signal.SIGKILL)
@@ -61,6 +63,7 @@ def test_all_ranks_end_when_one_does(how):
 
     assert ended.exit_status not in (0, 124)
     assert "ranks 0-1 ended with exit code" in str(ended)
+    assert f"rank {ranks[1] if how == 'killed' else 1} fell first" in str(ended)
     assert ("no such luck" in str(ended)) == (how == "exception")
     assert not any(map(is_alive, pids))
 

@@ -71,8 +71,9 @@ def test_a_wrong_setting_is_answered_fast_with_exit_code_2(
     assert [text for text in says if text not in outcome.err] == []
     assert "Traceback" not in outcome.err
     assert not outcome.torch
-    assert outcome.wall_s < 3
     assert outcome.cpu_s < 1
+    # It waits for nothing; beyond that, how long it takes is a matter of who else computes.
+    assert outcome.wall_s < 30
     assert outcome.made == []
 
 

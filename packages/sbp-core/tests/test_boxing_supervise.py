@@ -5,6 +5,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -284,6 +285,15 @@ _SUPERVISOR = """
 """
 
 
+@pytest.fixture
+def hears_ctrl_c() -> Iterator[None]:
+    """Without it, tests that a script runs in its background ignore SIGINT, and so do programs."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("hears_ctrl_c")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGKILL])
 def test_nothing_is_left_when_the_supervisor_is_ended(number):
     command = [sys.executable, "-c", textwrap.dedent(_SUPERVISOR), textwrap.dedent(_RANK)]

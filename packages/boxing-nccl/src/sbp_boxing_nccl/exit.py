@@ -12,7 +12,10 @@ import logging
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
+
+from sbp_core.boxing.processes.process import ProcessBackend
 
 _log = logging.getLogger(__name__)
 
@@ -98,3 +101,35 @@ class Exit:
         sys.stdout.flush()
         sys.stderr.flush()
         self._mpi.COMM_WORLD.Abort(_STATUS)
+
+
+class JobBackend(ProcessBackend):
+    """A backend whose processes may be those of an MPI job, which ends with the first that fails.
+
+    What connects it sets `_exit`, as soon as others count on this process.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._exit: Exit | None = None
+
+    def open(self, ranks: Sequence[int]) -> None:
+        """See `BoxingBackend.open`; of those that cannot, all ranks end, or none."""
+        try:
+            super().open(ranks)
+        finally:
+            if self._exit is not None and self._connections is None:
+                self._exit.leave(well=False)
+
+    def close(self) -> None:
+        """See `BoxingBackend.close`; if an exception is on its way, it fails the other ranks too.
+
+        `SystemExit` is one, unless its status means success.
+        """
+        error = sys.exc_info()[1]
+        quits = isinstance(error, SystemExit) and error.code in (None, 0)
+        if error is not None and not quits:
+            self.fail(error)
+        super().close()
+        if self._exit is not None:
+            self._exit.leave(well=self._connections is not None and self._connections.is_well)

@@ -18,6 +18,15 @@ _VERSION_S = 30.0
 #: Options of the Python interpreter that are followed by a value.
 _WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
 
+#: How launchers name a rank: one that a signal ended, the first that ended with a status other than
+#: 0, and the one that ended the job. (Open MPI, which is prterun or mpirun; MPICH.)
+_TELLS = (
+    r"noticed that process rank (?P<rank>\d+) with PID",
+    r"Process name: \[.*,(?P<rank>\d+)\]",
+    r"MPI_ABORT was invoked on rank (?P<rank>\d+)",
+    r"[aA]bort\(\d+\) on node \d+ \(rank (?P<rank>\d+) in comm",
+)
+
 
 def processes(num_ranks: int, command: Sequence[str]) -> tuple[Start, ...]:
     """Return the start of a launcher, which starts one process a rank.
@@ -42,6 +51,7 @@ def processes(num_ranks: int, command: Sequence[str]) -> tuple[Start, ...]:
             ranks=tuple(range(num_ranks)),
             environment=environment,
             defaults=thread_share(num_ranks),
+            tells=_TELLS,
         ),
     )
 

@@ -6,16 +6,22 @@ The only module of the backend that reads the environment.
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from hashlib import blake2b
 from typing import Any, cast
 
 from sbp_boxing_nccl.configs import NcclBoxingConfig
+from sbp_boxing_nccl.exit import Exit
 from sbp_boxing_nccl.library import load_mpi
 from sbp_boxing_nccl.nccl.board import MpiNoteBoard, NoteBoard, StoreNoteBoard
 from sbp_core.boxing.processes.call import wait_until
 from sbp_core.errors import BoxingError, ConfigError
+
+#: Bytes that stand for the name of a host.
+_HOST_BYTES = 16
 
 
 def _nothing() -> None:
@@ -32,6 +38,7 @@ class World:
         local_rank: Number of this process among those of its machine.
         board: By which it reaches the others.
         free: Called in the end, if all ranks are well and do so too.
+        exit: Sees to it that an MPI job does not outlive this process; None if it is in none.
     """
 
     rank: int
@@ -39,6 +46,7 @@ class World:
     local_rank: int
     board: NoteBoard
     free: Callable[[], None] = field(default=_nothing, repr=False)
+    exit: Exit | None = field(default=None, repr=False)
 
 
 def meet(config: NcclBoxingConfig) -> World:
@@ -65,23 +73,42 @@ def meet_by_mpi(comm: Any, mpi: Any, limit_s: float) -> World:
     Raises:
         BoxingError: not all of them came.
     """
+    end = Exit(comm, mpi)
+    try:
+        own, hosts = _meet_all(comm, mpi, limit_s)
+    except BaseException:
+        end.leave(well=False)
+        raise
+    rank: int = comm.Get_rank()
+    return World(
+        rank=rank,
+        size=len(hosts),
+        local_rank=hosts[:rank].count(hosts[rank]),
+        board=MpiNoteBoard(own, mpi),
+        free=own.Free,
+        exit=end,
+    )
+
+
+def _meet_all(comm: Any, mpi: Any, limit_s: float) -> tuple[Any, list[bytes]]:
+    """Return a communicator of our own, and what stands for the host of each rank.
+
+    Raises:
+        BoxingError: a rank did not come.
+    """
     own, request = comm.Idup()
-    if not _wait(request.Test, limit_s):
+    met, every = _wait(request.Test, limit_s), bytearray(comm.Get_size() * _HOST_BYTES)
+    if met:
+        host = blake2b(socket.gethostname().encode(), digest_size=_HOST_BYTES).digest()
+        request = own.Iallgather([host, mpi.BYTE], [every, mpi.BYTE])
+        met = _wait(request.Test, limit_s)
+    if not met:
         raise BoxingError(
             f"the ranks of MPI did not meet within {limit_s:g} s",
             where=f"rank {comm.Get_rank()} of {comm.Get_size()}",
             todo="check that every process opens the boxing backend",
         )
-    machine = comm.Split_type(mpi.COMM_TYPE_SHARED)
-    local_rank: int = machine.Get_rank()
-    machine.Free()
-    return World(
-        rank=comm.Get_rank(),
-        size=comm.Get_size(),
-        local_rank=local_rank,
-        board=MpiNoteBoard(own, mpi),
-        free=own.Free,
-    )
+    return own, [bytes(every[at : at + _HOST_BYTES]) for at in range(0, len(every), _HOST_BYTES)]
 
 
 def _meet_by_store(config: NcclBoxingConfig) -> World:

@@ -34,6 +34,7 @@ class End:
         after_s: Seconds from the start of the run.
         stopped: Whether it had not ended because a signal had stopped it.
         last_lines: The last that it wrote.
+        culprit: Of a launcher: the rank that fell first and the words that say so, if any do.
     """
 
     start: Start
@@ -42,6 +43,7 @@ class End:
     after_s: float
     stopped: bool = False
     last_lines: tuple[str, ...] = ()
+    culprit: tuple[str, str] | None = None
 
     @property
     def signal_name(self) -> str:
@@ -106,6 +108,11 @@ class Ended:
             todo = "see what those wrote last; allow more time if they were only slow"
         else:
             what = f"{first.start.name} {first.how}, {first.after_s:.1f} s after the start"
+            name = first.start.name
+            if first.culprit is not None:
+                rank, words = first.culprit
+                name = f"rank {rank}"
+                what += f"; by what was written, {name} fell first: {words!r}"
             shown = tuple(end for end in self.ends if end.code != 0)
             others = [*(end for end in shown if end is not first), *self.left]
             if others:
@@ -114,8 +121,8 @@ class Ended:
             if not todo and first.signal_name:
                 todo = "a library crashed; PYTHONFAULTHANDLER=1 shows in which call"
             if not todo:
-                todo = f"mend what was said last by {first.start.name}"
-                todo += "; the others only followed" if others else ""
+                todo = f"mend what was said last by {name}"
+                todo += "; the others only followed" if others or first.culprit else ""
         return RunError(what, where=[_place(end, quote) for end in shown], todo=todo)
 
     def __str__(self) -> str:

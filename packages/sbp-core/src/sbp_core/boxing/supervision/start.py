@@ -22,6 +22,8 @@ class Start:
             a launcher that starts their processes.
         environment: Variables that it gets whatever the environment says.
         defaults: Variables that it gets where the environment has none of the name.
+        tells: Regular expressions of lines by which a launcher names a rank that fell, the surest
+            first; their group `rank` is its number.
 
     Raises:
         SbpValueError: there is no command, or no rank.
@@ -31,6 +33,7 @@ class Start:
     ranks: tuple[int, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, str] = field(default_factory=dict)
+    tells: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.command or not self.ranks:

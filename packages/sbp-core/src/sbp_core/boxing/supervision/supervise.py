@@ -23,6 +23,7 @@ from types import FrameType
 from uuid import uuid4
 
 from sbp_core.boxing.supervision import keeper
+from sbp_core.boxing.supervision.culprit import Culprit
 from sbp_core.boxing.supervision.ended import End, Ended
 from sbp_core.boxing.supervision.start import Start
 from sbp_core.errors import RunError
@@ -132,6 +133,7 @@ class _Supervision:
         self._threads: list[threading.Thread] = []
         self._events: queue.SimpleQueue[tuple[int, str | int]] = queue.SimpleQueue()
         self._last: list[deque[str]] = [deque(maxlen=_LAST_LINES) for _ in self._starts]
+        self._culprits = [Culprit(start) for start in self._starts]
         self._ends: dict[int, End] = {}
         self._by_themselves: tuple[int, ...] = ()
         self._timeout_s: float | None = None
@@ -252,6 +254,7 @@ class _Supervision:
             self._ends.setdefault(index, self._describe(index, event))
         else:
             self._last[index].append(event)
+            self._culprits[index].read(event)
             self._say(Line(start=self._starts[index], text=event))
         return True
 
@@ -282,7 +285,9 @@ class _Supervision:
     def ended(self) -> Ended:
         """Return how all processes ended, in order."""
         ends = {
-            index: replace(end, last_lines=tuple(self._last[index]))
+            index: replace(
+                end, last_lines=tuple(self._last[index]), culprit=self._culprits[index].found
+            )
             for index, end in self._ends.items()
         }
         return Ended(
