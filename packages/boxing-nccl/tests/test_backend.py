@@ -59,7 +59,7 @@ def test_a_wrong_rank_a_second_opening_and_a_wrong_world_are_refused(pool: Any) 
         assert f"rank {1 - rank} does not live in this process" in other
         assert "opened before" in again
         assert "none: it is not open" in unopened
-        assert "MPI has started 4 processes" in world and "mpiexec -n 7" in world
+        assert "4 processes were started" in world and "mpiexec -n 7" in world
 
 
 def reduce_over_the_world(rank: int, _: MpiBackend) -> float:
@@ -110,6 +110,32 @@ def send_and_go(rank: int, backend: MpiBackend) -> float:
 
 def test_a_rank_that_closes_first_leaves_its_messages_behind(pool: Any) -> None:
     assert pool.run(2, send_and_go) == [0.0, 1e6]
+
+
+def leave_slowly(rank: int, backend: MpiBackend) -> float:
+    """Send each note after a pause, from now on, so that others see the first and not the last."""
+    if rank == 1:
+        board: Any = backend._connections.board
+        put = board._put
+
+        def put_late(*note: Any) -> None:
+            time.sleep(0.05)
+            put(*note)
+
+        board._put = put_late
+    return 0.0
+
+
+def reduce_once(rank: int, backend: MpiBackend) -> float:
+    return reduce(backend, rank, "once").sum().item()
+
+
+def test_notes_that_come_late_do_not_disturb_the_next_backend(pool: Any) -> None:
+    for _ in range(3):
+        pool.run(2, leave_slowly)
+
+        # MPI gives its communicators the numbers of those that were freed.
+        assert pool.run(2, reduce_once) == [16.0, 16.0]
 
 
 def send_in_vain(rank: int, backend: MpiBackend) -> str:

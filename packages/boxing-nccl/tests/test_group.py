@@ -5,7 +5,7 @@ import pytest
 import torch
 from fake_mpi import MPI, Comm, Network, Request
 
-from sbp_boxing_nccl.group import SPIN_S, Group, Work, pause_after, split
+from sbp_boxing_nccl.group import SPIN_S, Group, Work, pause_after
 
 
 def request() -> Request:
@@ -73,15 +73,9 @@ def test_both_ends_cut_a_message_into_the_same_few_parts(elements: int) -> None:
 
 def test_what_a_rank_sends_to_itself_is_copied() -> None:
     end = Group((0, 1), Comm(Network(2), 0), MPI)
-    kept, empty = torch.zeros(3), torch.empty(0)
+    kept = torch.zeros(3)
 
-    work = end.exchange([kept, empty], [torch.ones(3), empty])
+    work = end.exchange(kept, torch.ones(3), (3, 0), (3, 0))
 
     assert work.look()
     assert torch.equal(kept, torch.ones(3))
-
-
-def test_split_gives_consecutive_chunks_some_of_them_empty() -> None:
-    chunks = split(torch.arange(5), (2, 0, 3))
-
-    assert [chunk.tolist() for chunk in chunks] == [[0, 1], [], [2, 3, 4]]

@@ -2,7 +2,7 @@ import pytest
 import torch
 from fake_mpi import MPI
 
-from sbp_boxing_nccl.wire import memory
+from sbp_boxing_nccl.wire import chunks, memory
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float64, torch.complex128])
@@ -18,3 +18,11 @@ def test_the_memory_of_a_tensor_is_its_own_and_counts_in_bytes(dtype: torch.dtyp
 
 def test_a_tensor_without_elements_has_no_memory() -> None:
     assert len(memory(torch.empty(0), MPI)) == 0
+
+
+def test_chunks_of_a_tensor_follow_each_other_some_of_them_empty() -> None:
+    values = torch.arange(5, dtype=torch.uint8)
+
+    found = chunks(values, (2, 0, 3), MPI)
+
+    assert [list(chunk) for chunk in found] == [[0, 1], [], [2, 3, 4]]

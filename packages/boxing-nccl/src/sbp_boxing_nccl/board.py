@@ -12,6 +12,9 @@ from sbp_core.boxing.processes.board import Board, BoardLostError
 #: Tag of all notes.
 _TAG = 0
 
+#: What the key of a rank's last note begins with. Between two ranks, notes come in order.
+_END = "end/"
+
 
 class MpiBoard(Board):
     """Notes that are sent to whom they concern, who looks for them now and then.
@@ -30,12 +33,25 @@ class MpiBoard(Board):
         self._lock = threading.Lock()
         self._sent: list[Any] = []
         self._notes: dict[str, str] = {}
-        self._closed = False
+        self._ended = self._closed = False
 
     def all_heard(self) -> bool:
         """Say whether MPI has delivered all that this rank told."""
         self._take()
         return not self._sent
+
+    def end(self) -> None:
+        """Send the last note, to all ranks; what is put later stays here."""
+        self._leave_note(f"{_END}{self.rank}", "1")
+
+    def all_ended(self) -> bool:
+        """Say whether no note of any rank, nor for any, is on its way any more.
+
+        The communicator may be freed then, and not before: MPI gives its number to the next one,
+        which would take a late note for a message of its own.
+        """
+        came = self._are_there(f"{_END}{rank}" for rank in range(self.size))
+        return came and not self._sent
 
     def close(self) -> None:
         """Let go of the communicator; nothing may be asked any more."""
@@ -46,7 +62,9 @@ class MpiBoard(Board):
         note = json.dumps([key, value]).encode()
         with self._lock:
             self._keep(key, value)
-            for rank in ranks if not self._closed else ():
+            is_silent = self._ended or self._closed
+            self._ended = self._ended or key.startswith(_END)
+            for rank in () if is_silent else ranks:
                 if rank != self.rank:
                     try:
                         request = self._comm.Isend([note, self._mpi.BYTE], rank, _TAG)

@@ -31,6 +31,9 @@ _FAREWELL_S = 10.0
 #: Seconds that a rank which failed waits, when it closes, for the others to hear why.
 _NEWS_S = 1.0
 
+#: Seconds that it waits for their last notes.
+_LAST_NOTES_S = 2.0
+
 #: Seconds between two looks whether the ranks that are being connected still run.
 _LOOK_S = 0.1
 
@@ -146,13 +149,16 @@ class MpiConnections(Connections):
         if self._failure is None and not self._outbox.flush(_FAREWELL_S):
             self._abandoned = True
         self._outbox.close()
-        self.board.leave()
-        if self._part() and not self._abandoned:
+        board = self.board
+        board.leave()
+        is_well = self._part()
+        board.end()
+        if is_well and not self._abandoned and board.wait_for(board.all_ended, _LAST_NOTES_S):
             # Freeing is collective: all ranks have left, and free in one order.
             for ranks in sorted(self._groups):
                 self._groups[ranks].free()
             self._messages.free()
-            self.board.close()
+            board.close()
             self._private.Free()
 
     def _part(self) -> bool:

@@ -21,11 +21,14 @@ from typing import Any
 import torch
 
 from sbp_boxing_nccl.reduce import reduce_into
-from sbp_boxing_nccl.wire import memory
+from sbp_boxing_nccl.wire import chunks, memory
 from sbp_core.sbp import split_bounds
 
 #: Requests of MPI, each yielded when nothing else can be done until it is over.
 Schedule = Iterator[Any]
+
+#: Where what comes from one rank lies until it is reduced, and its memory.
+Place = tuple[torch.Tensor, Any]
 
 #: Bytes of a chunk: at least, and at most.
 _LEAST_BYTES, _MOST_BYTES = 2**16, 2**19
@@ -43,6 +46,9 @@ _WINDOW = 4
 #: Bytes that all chunks which come to one rank may take at a time.
 _SCRATCH_BYTES = 2**24
 
+#: Numbers of elements of which it is kept what each rank reduces.
+_KEPT_SHARES = 4096
+
 #: Tags: of what every rank sends, and of the results that an all-reduce sends back.
 _PARTS, _RESULTS = 0, 1
 
@@ -50,7 +56,8 @@ _PARTS, _RESULTS = 0, 1
 class Direct:
     """The collectives of the ranks of one communicator, one at a time.
 
-    Tensors are shape (elements,), contiguous, on the CPU, of one dtype.
+    Tensors are contiguous, on the CPU, of one dtype and any shape; what is only moved is given as
+    memory (`wire`).
 
     Args:
         comm: The communicator; messages on it are only ours.
@@ -64,19 +71,20 @@ class Direct:
         self._size: int = comm.Get_size()
         # Everybody starts with another peer, so that not all send to one.
         self._peers = [(self._rank + turn) % self._size for turn in range(1, self._size)]
-        self._kept: dict[tuple[torch.dtype, int, int], list[list[tuple[torch.Tensor, Any]]]] = {}
+        self._kept: dict[tuple[torch.dtype, Sequence[int], int], list[list[Place]]] = {}
         self._kept_bytes = 0
+        self._kept_shares: dict[int, tuple[list[int], int]] = {}
 
-    def exchange(self, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> Schedule:
-        """Send `sent[i]` to rank i and receive `received[i]` from it, but for this rank itself."""
-        if self._is_whole((*received, *sent)):
-            rooms = {peer: memory(received[peer], self._mpi) for peer in self._peers}
-            messages = {peer: memory(sent[peer], self._mpi) for peer in self._peers}
-            coming = self._receive_all(rooms, _PARTS)
-            yield from [*coming, *self._send_all(messages, _PARTS)]
+    def exchange(self, received: Sequence[Any], sent: Sequence[Any]) -> Schedule:
+        """Send `sent[i]` to rank i and receive `received[i]` from it; what is own is copied."""
+        if self._fits_whole(max(map(len, (*received, *sent)))):
+            requests = [*self._receive_all(received, _PARTS), *self._send_all(sent, _PARTS)]
+            self._copy_own(received, sent)
+            yield from requests
             return
-        outgoing = {peer: self._memory(sent[peer]) for peer in self._peers}
-        incoming = {peer: self._memory(received[peer]) for peer in self._peers}
+        self._copy_own(received, sent)
+        outgoing = {peer: self._cut(sent[peer]) for peer in self._peers}
+        incoming = {peer: self._cut(received[peer]) for peer in self._peers}
         window: deque[list[Any]] = deque()
         for turn in range(max(map(len, [*outgoing.values(), *incoming.values()]), default=0)):
             arrivals = self._receive(incoming, turn, _PARTS)
@@ -87,18 +95,19 @@ class Direct:
             yield from requests
 
     def reduce_scatter(
-        self, result: torch.Tensor, parts: Sequence[torch.Tensor], reduction: str
+        self, result: torch.Tensor, own: torch.Tensor, sent: Sequence[Any], reduction: str
     ) -> Schedule:
-        """Reduce `parts[i]` over all ranks into `result` of rank i, in the order of the ranks.
+        """Reduce what all ranks have for rank i into `result` of rank i, in the order of the ranks.
 
         Args:
-            result: May be the memory of this rank's part.
-            parts: One a rank, equal on all ranks in size.
+            result: May be the memory of `own`.
+            own: What this rank has for itself, of the shape of `result`.
+            sent: What it has for each rank, equal on all ranks in size.
             reduction: `sum`, `max` or `min`.
         """
-        if self._is_whole(parts):
-            return self._reduce_at_once(result, parts, reduction)
-        return self._reduce(result, parts, reduction, {})
+        if self._fits_whole(max(map(len, sent))):
+            return self._reduce_at_once(result, own, sent, reduction)
+        return self._reduce(result.view(-1), own.view(-1), sent, reduction, ())
 
     def all_reduce(self, result: torch.Tensor, values: torch.Tensor, reduction: str) -> Schedule:
         """Reduce `values` over all ranks into `result`, in the order of the ranks.
@@ -108,90 +117,90 @@ class Direct:
             values: Equal on all ranks in size.
             reduction: `sum`, `max` or `min`.
         """
-        bounds = split_bounds(values.numel(), self._size)
-        if self._fits_whole(bounds[0][1] * values.element_size()):
-            return self._all_reduce_at_once(result, values, reduction, bounds)
-        parts = [values[start:stop] for start, stop in bounds]
-        totals = {rank: result[start:stop] for rank, (start, stop) in enumerate(bounds)}
-        return self._reduce(totals.pop(self._rank), parts, reduction, totals)
+        sizes, start = self._shares(values.numel())
+        given, made = chunks(values, sizes, self._mpi), chunks(result, sizes, self._mpi)
+        shape = (sizes[self._rank],)
+        total = own = values.as_strided(shape, (1,), values.storage_offset() + start)
+        if result.data_ptr() != values.data_ptr():
+            total = result.as_strided(shape, (1,), result.storage_offset() + start)
+        if self._fits_whole(len(given[0])):
+            return self._all_reduce_at_once(total, own, given, made, reduction)
+        return self._reduce(total, own, given, reduction, made)
 
     def swap_and_reduce(
         self, result: torch.Tensor, values: torch.Tensor, reduction: str
     ) -> Schedule:
         """Run `all_reduce` between two ranks by one message each way: for small data."""
         (peer,) = self._peers
-        is_apart = result.data_ptr() != values.data_ptr()
-        if is_apart:
+        byte = self._mpi.BYTE
+        if result.data_ptr() != values.data_ptr():
             received, place = result, memory(result, self._mpi)
         else:
-            ((*_, (received, place)),) = self._places(values.dtype, values.numel(), 1)
-        arrivals = self._receive_all({peer: place}, _PARTS)
-        yield from [*arrivals, *self._send_all({peer: memory(values, self._mpi)}, _PARTS)]
-        addends = [received, values] if self._rank else [values, received]
+            received, place = self._places(values.dtype, values.shape, 1)[0][peer]
+        arrival = self._comm.Irecv([place, byte], peer, _PARTS)
+        departure = self._comm.Isend([memory(values, self._mpi), byte], peer, _PARTS)
+        yield arrival
+        yield departure
+        addends = (received, values) if self._rank else (values, received)
         reduce_into(result, addends, reduction)
 
     def _all_reduce_at_once(
         self,
-        result: torch.Tensor,
-        values: torch.Tensor,
+        total: torch.Tensor,
+        own: torch.Tensor,
+        given: Sequence[Any],
+        made: Sequence[Any],
         reduction: str,
-        bounds: Sequence[tuple[int, int]],
     ) -> Schedule:
         """Run `all_reduce` with one message for each part of the values, and each result."""
-        size = values.element_size()
-        given, made = memory(values, self._mpi), memory(result, self._mpi)
-        at = [slice(size * start, size * stop) for start, stop in bounds]
-        own, mine = slice(*bounds[self._rank]), at[self._rank]
-        total = result[own]
-        ((*places,),) = self._places(values.dtype, own.stop - own.start, 1)
-        arrivals = self._receive_all({peer: places[peer][1] for peer in self._peers}, _PARTS)
-        departures = self._send_all({peer: given[at[peer]] for peer in self._peers}, _PARTS)
-        returning = {peer: made[at[peer]] for peer in self._peers}
-        is_apart = result.data_ptr() != values.data_ptr()
-        results = self._receive_all(returning, _RESULTS) if is_apart else []
+        (places,) = self._places(own.dtype, own.shape, 1)
+        arrivals = self._receive_all([place for _, place in places], _PARTS)
+        departures = self._send_all(given, _PARTS)
+        is_apart = total.data_ptr() != own.data_ptr()
+        results = self._receive_all(made, _RESULTS) if is_apart else []
         yield from arrivals
-        addends = [place for place, _ in places]
-        addends[self._rank] = values[own]
-        reduce_into(total, addends, reduction)
-        at_last = self._send_all(dict.fromkeys(self._peers, made[mine]), _RESULTS)
+        reduce_into(total, self._addends(own, places), reduction)
+        at_last = self._send_all([made[self._rank]] * self._size, _RESULTS)
         # Only what was sent may be overwritten: the result may lie where the values are.
         yield from departures
-        yield from results or self._receive_all(returning, _RESULTS)
+        yield from results or self._receive_all(made, _RESULTS)
         yield from at_last
 
     def _reduce_at_once(
-        self, result: torch.Tensor, parts: Sequence[torch.Tensor], reduction: str
+        self, result: torch.Tensor, own: torch.Tensor, sent: Sequence[Any], reduction: str
     ) -> Schedule:
         """Run `reduce_scatter` with one message for each part."""
-        own = parts[self._rank]
-        departures = {peer: memory(parts[peer], self._mpi) for peer in self._peers}
-        addends = [own]
-        arrivals: list[Any] = []
-        if own.numel():
-            ((*places,),) = self._places(own.dtype, own.numel(), 1)
-            arrivals = self._receive_all({peer: places[peer][1] for peer in self._peers}, _PARTS)
-            addends = [place for place, _ in places]
-            addends[self._rank] = own
-        leaving = self._send_all(departures, _PARTS)
+        (places,) = self._places(own.dtype, own.shape, 1)
+        arrivals = self._receive_all([place for _, place in places], _PARTS)
+        departures = self._send_all(sent, _PARTS)
         yield from arrivals
-        if own.numel():
-            reduce_into(result, addends, reduction)
-        yield from leaving
+        reduce_into(result, self._addends(own, places), reduction)
+        yield from departures
 
     def _reduce(
         self,
         result: torch.Tensor,
-        parts: Sequence[torch.Tensor],
+        own: torch.Tensor,
+        sent: Sequence[Any],
         reduction: str,
-        totals: Mapping[int, torch.Tensor],
+        totals: Sequence[Any],
     ) -> Schedule:
-        """Run `reduce_scatter`; also send the result to all, and theirs into `totals`, if given."""
-        own, length = parts[self._rank], self._chunk(result)
-        outgoing = {peer: self._memory(parts[peer]) for peer in self._peers}
-        returning = {peer: self._memory(values) for peer, values in totals.items()}
-        results = self._memory(result)
+        """Run `reduce_scatter`; also send the result to all, and theirs into `totals`, if given.
+
+        Args:
+            result: As in `reduce_scatter`, shape (elements,).
+            own: Likewise.
+            sent: As in `reduce_scatter`.
+            reduction: Likewise.
+            totals: The memory of each rank's result here.
+        """
+        item_bytes = result.element_size()
+        outgoing = {peer: self._cut(sent[peer], item_bytes) for peer in self._peers}
+        returning = {peer: self._cut(totals[peer], item_bytes) for peer in self._peers if totals}
+        results = self._cut(memory(result, self._mpi), item_bytes)
         turns = max(len(results), *map(len, outgoing.values()))
-        places = self._places(result.dtype, length, min(len(results), _WINDOW))
+        length = len(results[0]) // item_bytes if results else 0
+        places = self._places(result.dtype, (length,), min(len(results), _WINDOW))
         under_way: deque[tuple[list[Any], list[Any]]] = deque()
         at_last: list[Any] = []
         for turn in range(turns):
@@ -205,26 +214,45 @@ class Direct:
             if turn < len(results):
                 chunk = slice(turn * length, (turn + 1) * length)
                 total = result[chunk]
-                addends = [place[: total.numel()] for place, _ in places[turn % _WINDOW]]
-                addends[self._rank] = own[chunk]
-                reduce_into(total, addends, reduction)
+                here = [(place[: total.numel()], given) for place, given in places[turn % _WINDOW]]
+                reduce_into(total, self._addends(own[chunk], here), reduction)
                 at_last += self._send(dict.fromkeys(returning, results), turn, _RESULTS)
             # Only what was sent may be overwritten: the result may lie where the values are.
             yield from departures
             at_last += self._receive(returning, turn, _RESULTS)
         yield from at_last
 
-    def _places(
-        self, dtype: torch.dtype, length: int, count: int
-    ) -> list[list[tuple[torch.Tensor, Any]]]:
-        """Return places, and their memory, for `count` chunks of `length` elements from each rank.
+    def _addends(self, own: torch.Tensor, places: Sequence[Place]) -> list[torch.Tensor]:
+        """Return what all ranks add to one part, in their order: this one, and what came."""
+        addends = [place for place, _ in places]
+        addends[self._rank] = own
+        return addends
+
+    def _copy_own(self, received: Sequence[Any], sent: Sequence[Any]) -> None:
+        """Copy what this rank sends to itself."""
+        if len(sent[self._rank]):
+            received[self._rank][:] = sent[self._rank]
+
+    def _shares(self, elements: int) -> tuple[list[int], int]:
+        """Return how many of some elements each rank reduces, and where those of this one start."""
+        kept = self._kept_shares.get(elements)
+        if kept is None:
+            if len(self._kept_shares) >= _KEPT_SHARES:
+                self._kept_shares.clear()
+            bounds = split_bounds(elements, self._size)
+            kept = [stop - start for start, stop in bounds], bounds[self._rank][0]
+            self._kept_shares[elements] = kept
+        return kept
+
+    def _places(self, dtype: torch.dtype, shape: Sequence[int], count: int) -> list[list[Place]]:
+        """Return `count` places of a shape for what comes from each rank.
 
         They are kept for the next collectives, which often have the same: new memory is slow.
         """
-        key = dtype, length, count
+        key = dtype, shape, count
         kept = self._kept.get(key)
         if kept is None:
-            scratch = torch.empty(count, self._size, length, dtype=dtype)
+            scratch = torch.empty(count, self._size, *shape, dtype=dtype)
             self._kept_bytes += scratch.numel() * scratch.element_size()
             if self._kept_bytes > _SCRATCH_BYTES:
                 self._kept.clear()
@@ -233,22 +261,22 @@ class Direct:
             self._kept[key] = kept
         return kept
 
-    def _receive_parts(
-        self, places: Sequence[tuple[torch.Tensor, Any]], size_bytes: int
-    ) -> list[Any]:
+    def _receive_parts(self, places: Sequence[Place], size_bytes: int) -> list[Any]:
         """Start to receive from all what is to be added to a chunk of this rank."""
         chunks = {peer: [places[peer][1][:size_bytes]] for peer in self._peers}
         return self._receive(chunks, 0, _PARTS)
 
-    def _send_all(self, messages: Mapping[int, Any], tag: int) -> list[Any]:
-        """Start to send each rank its message, if it has bytes."""
+    def _send_all(self, messages: Sequence[Any], tag: int) -> list[Any]:
+        """Start to send each other rank its message, if it has bytes."""
         send, byte = self._comm.Isend, self._mpi.BYTE
-        return [send([given, byte], peer, tag) for peer, given in messages.items() if len(given)]
+        given = [(messages[peer], peer) for peer in self._peers]
+        return [send([message, byte], peer, tag) for message, peer in given if len(message)]
 
-    def _receive_all(self, messages: Mapping[int, Any], tag: int) -> list[Any]:
-        """Start to receive each rank's message, if it has bytes."""
+    def _receive_all(self, rooms: Sequence[Any], tag: int) -> list[Any]:
+        """Start to receive each other rank's message, if it has bytes."""
         receive, byte = self._comm.Irecv, self._mpi.BYTE
-        return [receive([room, byte], peer, tag) for peer, room in messages.items() if len(room)]
+        given = [(rooms[peer], peer) for peer in self._peers]
+        return [receive([room, byte], peer, tag) for room, peer in given if len(room)]
 
     def _send(self, chunks: Mapping[int, Sequence[Any]], turn: int, tag: int) -> list[Any]:
         """Start to send one chunk to each rank that is to have so many."""
@@ -270,20 +298,16 @@ class Direct:
         """Say whether a message of some bytes is one chunk; equal on all ranks."""
         return size_bytes <= min(_WHOLE_BYTES, _SCRATCH_BYTES // self._size)
 
-    def _is_whole(self, messages: Sequence[torch.Tensor]) -> bool:
-        """Say whether each of some messages, of one dtype, is one chunk."""
-        return self._fits_whole(max(map(torch.Tensor.numel, messages)) * messages[0].element_size())
+    def _cut(self, message: Any, item_bytes: int = 1) -> list[Any]:
+        """Return the chunks of a message, or none of an empty one; both ends cut alike.
 
-    def _chunk(self, values: torch.Tensor) -> int:
-        """Return how many elements a chunk of a tensor has; equal on all ranks for equal sizes."""
-        size_bytes, item_bytes = values.numel() * values.element_size(), values.element_size()
+        Args:
+            message: Its memory.
+            item_bytes: What chunks are a multiple of.
+        """
+        size_bytes = len(message)
         if self._fits_whole(size_bytes):
-            return values.numel()
+            return [message] if size_bytes else []
         most = min(_MOST_BYTES, _SCRATCH_BYTES // (_WINDOW * self._size))
-        chunk_bytes: int = max(_LEAST_BYTES, min(most, size_bytes // _NUM_CHUNKS))
-        return min(values.numel(), chunk_bytes // item_bytes)
-
-    def _memory(self, values: torch.Tensor) -> list[Any]:
-        """Return the chunks of a tensor."""
-        whole, size_bytes = memory(values, self._mpi), self._chunk(values) * values.element_size()
-        return [whole[at : at + size_bytes] for at in range(0, len(whole), size_bytes or 1)]
+        length = max(_LEAST_BYTES, min(most, size_bytes // _NUM_CHUNKS)) // item_bytes * item_bytes
+        return [message[at : at + length] for at in range(0, size_bytes, length)]

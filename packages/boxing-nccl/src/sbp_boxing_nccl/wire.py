@@ -5,6 +5,7 @@ MPI moves bytes and never reduces, so that it needs to know no dtype; sums are `
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,3 +21,19 @@ def memory(values: torch.Tensor, mpi: Any) -> Any:
         mpi: The module `mpi4py.MPI`.
     """
     return mpi.buffer.fromaddress(values.data_ptr(), values.numel() * values.element_size())
+
+
+def chunks(values: torch.Tensor, sizes: Sequence[int], mpi: Any) -> list[Any]:
+    """Return the memory of consecutive chunks of a tensor; slices of the tensor would take longer.
+
+    Args:
+        values: See `memory`.
+        sizes: Elements of each chunk.
+        mpi: The module `mpi4py.MPI`.
+    """
+    at, address, size = mpi.buffer.fromaddress, values.data_ptr(), values.element_size()
+    found = []
+    for elements in sizes:
+        found.append(at(address, size * elements))
+        address += size * elements
+    return found
