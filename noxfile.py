@@ -92,6 +92,7 @@ class Package:
 
 PACKAGES = [Package(path.parent) for path in sorted(ROOT.glob("packages/*/pyproject.toml"))]
 CORE = next(package for package in PACKAGES if package.name == "sbp-core")
+NCCL = next(package for package in PACKAGES if package.name == "boxing-nccl")
 SOURCES = [str(package.folder / "src") for package in PACKAGES]
 
 
@@ -338,8 +339,8 @@ def docs(session: nox.Session) -> None:
 
 @nox.session(reuse_venv=True)
 def gpu(session: nox.Session) -> None:
-    """The tests that need a GPU."""
-    install_all(session, with_tests=True)
+    """The tests that need a GPU, with the CuPy of boxing-nccl's extra `nccl`."""
+    install_all(session, *NCCL.extras["nccl"], with_tests=True)
     for package in PACKAGES:
         run_pytest(session, package.folder, "-m", "gpu", *session.posargs, may_be_empty=True)
     run_integration(session, "-m", "gpu", *session.posargs, may_be_empty=True)

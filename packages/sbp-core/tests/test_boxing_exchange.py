@@ -16,6 +16,7 @@ from sbp_core.boxing.execute import apply_step, shard
 from sbp_core.boxing.processes.call import Call
 from sbp_core.boxing.processes.connections import Connections
 from sbp_core.boxing.processes.exchange import ExchangeCommunicator
+from sbp_core.boxing.processes.parcel import Parcels
 from sbp_core.boxing.processes.process import ProcessBackend
 from sbp_core.errors import BoxingError
 from sbp_core.placement import Placement
@@ -58,18 +59,11 @@ class TableCommunicator(ExchangeCommunicator[TableConnections]):
             assert message.is_contiguous() and message.shape == values.shape
             values.copy_(message)
 
-    def _trade(
-        self,
-        call: Call,
-        ranks: tuple[int, ...],
-        received: torch.Tensor,
-        sent: torch.Tensor,
-        received_sizes: Sequence[int],
-        sent_sizes: Sequence[int],
-    ) -> None:
-        for rank, part in zip(ranks, sent.split(list(sent_sizes)), strict=True):
+    def _trade(self, call: Call, ranks: tuple[int, ...], parcels: Parcels) -> None:
+        for rank, part in zip(ranks, parcels.sent.split(list(parcels.sent_sizes)), strict=True):
             self._post(call, rank, part)
-        chunks = received.split(list(received_sizes))
+            self.sent_bytes += part.nbytes if rank != self.rank else 0
+        chunks = parcels.received.split(list(parcels.received_sizes))
         # In the first of two rounds the others have not sent yet.
         with_message = {
             rank: chunk
@@ -186,8 +180,8 @@ def test_a_call_that_breaks_second_says_what_broke_first() -> None:
 
     error = connections.broken(call, call.missing([0]))
 
-    assert "'mine' could not complete: loss is not a number" in str(error)
-    assert connections.told == ["loss is not a number"]
+    assert "'mine' could not complete: ValueError: loss is not a number" in str(error)
+    assert connections.told == ["ValueError: loss is not a number"]
 
 
 def test_an_error_without_words_is_told_by_its_type() -> None:

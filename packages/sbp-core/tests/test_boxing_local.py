@@ -16,6 +16,7 @@ import torch
 from sbp_core.boxing import Step, route
 from sbp_core.boxing.execute import shard
 from sbp_core.boxing.local import LocalBackend, build
+from sbp_core.boxing.share import Work
 from sbp_core.errors import BoxingError
 from sbp_core.placement import Placement
 from sbp_core.plugins.hooks import EmptyConfig
@@ -203,6 +204,44 @@ def test_a_shard_of_the_wrong_shape_fails_the_step_on_every_rank() -> None:
 
     for error in errors:
         assert "rank 1 gives a shard of shape (4, 3)" in str(error)
+
+
+def large_sum(num_ranks: int) -> tuple[Step, torch.Tensor]:
+    mesh = Placement.grid((num_ranks,), ("x",))
+    source, target = (mesh, NdSbp(P)), (mesh, NdSbp(B))
+    (step,) = route((1500, 1000), "float32", source, target).steps
+    return step, torch.ones(1500, 1000)
+
+
+@pytest.mark.parametrize("num_helpers", [0, 1, 3])
+def test_large_tensors_need_no_helpers_and_take_any(num_helpers: int) -> None:
+    backend, (step, part) = opened(4), large_sum(4)
+    backend._num_helpers = num_helpers
+
+    results = run_threads(
+        backend, 4, lambda _, end: end.collective(step, part, tag="t", deadline_s=5)
+    )
+
+    assert all(result is results[0] for result in results)
+    assert torch.equal(results[0], 4 * part)
+
+
+def test_a_rank_that_cannot_do_its_work_fails_the_step_on_every_rank(monkeypatch) -> None:
+    backend, (step, part) = opened(3), large_sum(3)
+
+    def fail(_: Work) -> int:
+        raise MemoryError("none left")
+
+    monkeypatch.setattr(Work, "do", fail)
+
+    errors = run_threads(
+        backend,
+        3,
+        lambda _, end: caught(lambda: end.collective(step, part, tag="t", deadline_s=5)),
+    )
+
+    for error in errors:
+        assert "MemoryError: none left" in str(error)
 
 
 @pytest.mark.parametrize("waits", ["collective", "receive"])

@@ -62,7 +62,7 @@ def test_the_others_hear_of_the_exception_that_ended_the_program(
 
     backend._end_with_program()
 
-    assert backend.board.failure() == "rank 0 reported: loss is not a number"
+    assert backend.board.failure() == "rank 0 reported: ValueError: loss is not a number"
 
 
 def test_a_forked_process_and_a_closed_backend_say_nothing(
@@ -78,34 +78,48 @@ def test_a_forked_process_and_a_closed_backend_say_nothing(
 
 
 PROGRAM = """
-import sys
+import atexit, gc, sys
+atexit.register(lambda: print("collects", not gc.get_freeze_count(), file=sys.stderr))
 from test_boxing_process import LonelyBackend
 
 backend = LonelyBackend()
 tell = backend.board.announce
 backend.board.announce = lambda text: (tell(text), print(text))
 backend.open([0])
-if sys.argv[1] == "close":
+if sys.argv[1] == "fail":
+    backend.fail(ValueError("loss is not a number"))
+if sys.argv[1] in ("close", "fail"):
     backend.close()
 if sys.argv[1] == "raise":
     raise ValueError("loss is not a number")
 """
 
 
+def run_program(how: str) -> subprocess.CompletedProcess[bytes]:
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM, how], env=environment, capture_output=True, timeout=60
+    )
+
+
 @pytest.mark.parametrize(
     ("how", "told"),
     [
         ("close", ""),
-        ("raise", "rank 0 reported: loss is not a number"),
+        ("fail", "rank 0 reported: ValueError: loss is not a number"),
+        ("raise", "rank 0 reported: ValueError: loss is not a number"),
         ("exit", "rank 0 reported: its program ended without closing the boxing backend"),
     ],
 )
 def test_a_program_that_ends_tells_by_itself(how: str, told: str) -> None:
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
-
-    ended = subprocess.run(
-        [sys.executable, "-c", PROGRAM, how], env=environment, capture_output=True, timeout=60
-    )
+    ended = run_program(how)
 
     assert ended.stdout.decode().strip() == told
     assert ended.returncode == (1 if how == "raise" else 0)
+
+
+@pytest.mark.parametrize(("how", "collects"), [("close", True), ("raise", False), ("fail", False)])
+def test_a_program_that_has_failed_ends_without_looking_at_all_its_objects(
+    how: str, collects: bool
+) -> None:
+    assert f"collects {collects}" in run_program(how).stderr.decode()

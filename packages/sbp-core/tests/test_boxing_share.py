@@ -1,4 +1,4 @@
-"""Large collectives among threads: each rank's share, together what one rank alone would make."""
+"""Collectives among threads: blocks, whoever does them, come to what one rank alone would make."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from sbp_core.boxing import share as module
 from sbp_core.boxing.arena import Arena
 from sbp_core.boxing.execute import apply_step, shard
 from sbp_core.boxing.router import route
-from sbp_core.boxing.share import Shares, reduce_in_blocks, share_out
+from sbp_core.boxing.share import Work, share_out
 from sbp_core.boxing.step import Step
 from sbp_core.errors import BoxingError
 from sbp_core.placement import Placement
@@ -32,10 +33,11 @@ def random_shards(step: Step) -> dict[int, torch.Tensor]:
     return {rank: torch.randn(part.shape) for rank, part in parts.items()}
 
 
-def finish(shares: Shares, ranks: int) -> dict[int, torch.Tensor]:
-    with ThreadPoolExecutor(ranks) as threads:
-        list(threads.map(shares.do, range(ranks)))
-    return shares.results
+def finish(work: Work, num_threads: int) -> dict[int, torch.Tensor]:
+    with ThreadPoolExecutor(num_threads) as threads:
+        done = [threads.submit(work.do) for _ in range(num_threads)]
+        assert sum(count.result() for count in done) == work.num_blocks
+    return work.results
 
 
 @pytest.mark.parametrize("shape", [EVEN, UNEVEN])
@@ -44,17 +46,19 @@ def finish(shares: Shares, ranks: int) -> dict[int, torch.Tensor]:
     [("P", "B"), ("P(max)", "B"), ("P", "S(0)"), ("P(min)", "S(1)"), ("S(0)", "B"), ("S(1)", "B"),
      ("S(0)", "S(1)"), ("S(1)", "S(0)")],
 )  # fmt: skip
-def test_shares_make_bit_for_bit_what_one_rank_makes(
-    source: str, target: str, shape: tuple[int, ...]
+@pytest.mark.parametrize("block_bytes", [1000, module._BLOCK_BYTES])
+def test_blocks_make_bit_for_bit_what_one_rank_makes(
+    monkeypatch, source: str, target: str, shape: tuple[int, ...], block_bytes: int
 ) -> None:
+    monkeypatch.setattr(module, "_BLOCK_BYTES", block_bytes)
     step = one_step(source, target, shape)
     shards = random_shards(step)
     kept = {rank: part.clone() for rank, part in shards.items()}
 
-    shares = share_out(step, (0, 1, 2), shards, [], Arena())
+    work = share_out(step, (0, 1, 2), shards, [], Arena())
 
-    assert not shares.are_done
-    made, expected = finish(shares, 3), apply_step(step, kept)
+    assert work.num_blocks > 0
+    made, expected = finish(work, 3), apply_step(step, kept)
     for rank in range(3):
         assert torch.equal(made[rank], expected[rank])
         assert made[rank].is_contiguous()
@@ -65,10 +69,31 @@ def test_small_tensors_are_done_at_once() -> None:
     step = one_step("P", "B", (4, 6))
     shards = random_shards(step)
 
-    shares = share_out(step, (0, 1, 2), shards, [], Arena())
+    work = share_out(step, (0, 1, 2), shards, [], Arena())
 
-    assert shares.are_done
-    assert torch.equal(shares.results[2], shards[0] + shards[1] + shards[2])
+    assert work.num_blocks == 0
+    assert torch.equal(work.results[2], shards[0] + shards[1] + shards[2])
+
+
+def test_only_large_tensors_are_worth_the_help_of_others() -> None:
+    for rows, needs_help in ((400, False), (2048, True)):
+        step = one_step("P", "B", (rows, 768))
+
+        work = share_out(step, (0, 1, 2), random_shards(step), [], Arena())
+
+        assert work.num_blocks > 1
+        assert work.needs_help == needs_help
+
+
+def test_empty_shards_make_no_blocks() -> None:
+    step = one_step("S(0)", "S(1)", (2, 70_000))
+    shards = random_shards(step)
+    assert shards[2].numel() == 0
+
+    made = finish(share_out(step, (0, 1, 2), shards, [], Arena()), 2)
+
+    expected = apply_step(step, shards)
+    assert all(torch.equal(made[rank], expected[rank]) for rank in range(3))
 
 
 @pytest.mark.parametrize("donor", [0, 1, 2])
@@ -103,24 +128,3 @@ def test_a_shard_of_the_wrong_dtype_is_refused() -> None:
 
     with pytest.raises(BoxingError, match=r"rank 1 gives a shard of shape .* torch.float64"):
         share_out(step, (0, 1, 2), shards, [], Arena())
-
-
-@pytest.mark.parametrize("shape", [(0, 4), (1, 1), (70_000, 3), (2, 3, 50_001)])
-def test_blocks_of_any_shape_are_reduced_in_order(shape: tuple[int, ...]) -> None:
-    parts = [torch.randn(*shape, 2)[..., index % 2] for index in range(4)]
-    expected = ((parts[0] + parts[1]) + parts[2]) + parts[3]
-    result = torch.empty(shape)
-
-    reduce_in_blocks(parts, "sum", result)
-
-    assert torch.equal(result, expected)
-
-
-@pytest.mark.parametrize("which", [0, 1, 2])
-def test_the_result_may_be_made_in_any_part(which: int) -> None:
-    parts = [torch.randn(100_000) for _ in range(3)]
-    expected = (parts[0] + parts[1]) + parts[2]
-
-    reduce_in_blocks(parts, "sum", parts[which])
-
-    assert torch.equal(parts[which], expected)

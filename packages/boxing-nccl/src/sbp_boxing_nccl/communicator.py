@@ -6,13 +6,12 @@ What goes where is `sbp_core.boxing.processes.exchange`; how is `group`; how it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from math import prod
+from collections.abc import Callable, Mapping
 
 import torch
 
 from sbp_boxing_nccl.connections import MpiConnections
-from sbp_boxing_nccl.group import Group, Work, split
+from sbp_boxing_nccl.group import Group, Work
 from sbp_core.boxing.processes.call import Call, group_name, tag_number
 from sbp_core.boxing.processes.exchange import ExchangeCommunicator, Role
 from sbp_core.boxing.processes.manifest import Manifest
@@ -24,11 +23,6 @@ _PATIENCE_S = 0.2
 
 #: Looks at a collective that was just started, before it is waited for in earnest.
 _EAGER_LOOKS = 256
-
-#: Bytes of a result up to which an all-gather or all-to-all is MPI's own: where pieces lie in
-#: order, and where they are packed. Source: a virtual machine of 2 cores, Open MPI 5.0; larger are
-#: as fast in chunks, and seen to move.
-_NATIVE_BYTES, _PACKED_BYTES = 2**24, 2**22
 
 
 class MpiCommunicator(ExchangeCommunicator[MpiConnections]):
@@ -42,22 +36,18 @@ class MpiCommunicator(ExchangeCommunicator[MpiConnections]):
         self, call: Call, ranks: tuple[int, ...], shard: torch.Tensor, donate: bool
     ) -> torch.Tensor:
         """See `ExchangeCommunicator._collective`."""
-        role, given = self._role(call), shard.detach() if shard.requires_grad else shard
+        role = self._role(call)
         kind = role.step.kind
         if kind is StepKind.ALL_REDUCE:
-            return self._all_reduce(call, role, given, donate)
+            return self._all_reduce(call, role, shard, donate)
         if kind is StepKind.REDUCE_SCATTER:
-            return self._reduce_scatter(call, role, given)
+            return self._reduce_scatter(call, role, shard)
         known = role.manifest
-        size_bytes = prod(known.shape) * given.element_size()
-        if known.is_flat and size_bytes <= _NATIVE_BYTES:
-            return self._trade_evenly(call, role, given)
-        is_packed = known.is_even and size_bytes <= _PACKED_BYTES
-        if is_packed and kind is StepKind.ALL_TO_ALL:
-            return self._pack_and_trade(call, role, given)
+        if known.is_flat:
+            return self._trade_evenly(call, role, shard)
         if kind is StepKind.ALL_GATHER and known.gathers:
-            return self._all_gather(call, ranks, given, known)
-        return self._exchange(call, ranks, given)
+            return self._all_gather(call, ranks, shard, known)
+        return self._exchange(call, ranks, shard)
 
     def _post(self, call: Call, receiver: int, values: torch.Tensor) -> None:
         """See `ExchangeCommunicator._post`."""
@@ -86,25 +76,26 @@ class MpiCommunicator(ExchangeCommunicator[MpiConnections]):
     ) -> torch.Tensor:
         if not shard.numel():
             return shard
-        values, reduction = shard.contiguous().view(-1), role.reduction
+        values, reduction = shard.contiguous(), role.reduction
         result = values if donate else torch.empty_like(values)
         self._run(call, role.ranks, lambda group: group.all_reduce(result, values, reduction))
-        return result.view(shard.shape)
+        return result
 
     def _reduce_scatter(self, call: Call, role: Role, shard: torch.Tensor) -> torch.Tensor:
         known, reduction = role.manifest, role.reduction
         if known.packed:
-            parts = split(shard.contiguous().view(-1), known.sent_sizes)
+            sent = shard.contiguous()
         else:
-            parts = [pack(shard, [piece] if piece else []) for piece in known.outgoing]
-        received = shard.new_empty(known.shape)
+            sent = pack(shard, [piece for piece in known.outgoing if piece])
+        result, sizes = shard.new_empty(known.shape), known.sent_sizes
         if shard.numel():
-            flat = received.view(-1)
-            self._run(call, role.ranks, lambda group: group.reduce_scatter(flat, parts, reduction))
-        return received
+            self._run(
+                call, role.ranks, lambda group: group.reduce_scatter(result, sent, sizes, reduction)
+            )
+        return result
 
     def _trade_evenly(self, call: Call, role: Role, shard: torch.Tensor) -> torch.Tensor:
-        """Run an all-gather or all-to-all whose pieces lie in order, by one call of MPI."""
+        """Run an all-gather or all-to-all whose pieces are of one size and lie in order."""
         known, given = role.manifest, shard.contiguous()
         result = given.new_empty(known.shape)
         if known.gathers:
@@ -112,14 +103,6 @@ class MpiCommunicator(ExchangeCommunicator[MpiConnections]):
         else:
             self._run(call, role.ranks, lambda group: group.trade_evenly(result, given))
         return result
-
-    def _pack_and_trade(self, call: Call, role: Role, shard: torch.Tensor) -> torch.Tensor:
-        """Run an all-to-all whose pieces are of one size by one call of MPI."""
-        parcels = Parcels(call.step, role.manifest, shard, device=self._device, with_own=True)
-        self._run(
-            call, role.ranks, lambda group: group.trade_evenly(parcels.received, parcels.sent)
-        )
-        return parcels.result()
 
     def _all_gather(
         self, call: Call, ranks: tuple[int, ...], shard: torch.Tensor, known: Manifest
@@ -134,18 +117,11 @@ class MpiCommunicator(ExchangeCommunicator[MpiConnections]):
         parcels.keep_own()
         return parcels.result()
 
-    def _trade(
-        self,
-        call: Call,
-        ranks: tuple[int, ...],
-        received: torch.Tensor,
-        sent: torch.Tensor,
-        received_sizes: Sequence[int],
-        sent_sizes: Sequence[int],
-    ) -> None:
+    def _trade(self, call: Call, ranks: tuple[int, ...], parcels: Parcels) -> None:
         """See `ExchangeCommunicator._trade`."""
-        places, parts = split(received, received_sizes), split(sent, sent_sizes)
-        self._run(call, ranks, lambda group: group.exchange(places, parts))
+        received, sent = parcels.received, parcels.sent
+        sizes = parcels.received_sizes, parcels.sent_sizes
+        self._run(call, ranks, lambda group: group.exchange(received, sent, *sizes))
 
     def _run(self, call: Call, ranks: tuple[int, ...], start: Callable[[Group], Work]) -> None:
         """Start a collective in the group of `ranks` and wait for it.
@@ -159,6 +135,7 @@ class MpiCommunicator(ExchangeCommunicator[MpiConnections]):
         # As `connections.guard` and `wait` do, which take longer than a small message.
         try:
             work = start(group)
+            self._count(group.meter)
             if work.look(_EAGER_LOOKS, yields=False):
                 return
         except (RuntimeError, OverflowError) as error:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sbp_core.errors import ConfigError
+from sbp_core.plugins.process_settings import check_meeting, check_times
 
 _DEVICE = re.compile(r"auto|cuda:(\d+)")
-_SCHEMES = ("env://", "tcp://", "file://")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,11 +26,7 @@ class MpiBoxingConfig:
     connect_timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
-        if not self.connect_timeout_s > 0:
-            raise ConfigError(
-                f"connect_timeout_s={self.connect_timeout_s} leaves no time to connect",
-                accepted="seconds above 0",
-            )
+        check_times(connect_timeout_s=self.connect_timeout_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,33 +65,13 @@ class NcclBoxingConfig:
             raise ConfigError(f"bootstrap={self.bootstrap!r} is unknown", accepted="mpi, store")
         if not _DEVICE.fullmatch(self.device):
             raise ConfigError(f"device={self.device!r} is unknown", accepted="auto, cuda:N")
-        if not self.init_method.startswith(_SCHEMES):
-            raise ConfigError(
-                f"init_method={self.init_method!r} says no place to meet",
-                accepted="env://, tcp://HOST:PORT, file:///PATH",
-            )
         if self.bootstrap == "mpi" and (self.rank, self.world_size) != (None, None):
             raise ConfigError(
                 f"rank={self.rank} and world_size={self.world_size} are given by MPI",
                 accepted="null for both, or bootstrap=store",
             )
-        self._check_numbers()
-
-    def _check_numbers(self) -> None:
-        if self.world_size is not None and self.world_size < 1:
-            raise ConfigError(f"world_size={self.world_size} is too small", accepted="1 or more")
-        if self.rank is not None and not (
-            0 <= self.rank < (self.rank + 1 if self.world_size is None else self.world_size)
-        ):
-            raise ConfigError(
-                f"rank={self.rank} is no rank of world_size={self.world_size}",
-                accepted="0 .. world_size - 1",
-            )
-        for key in ("connect_timeout_s", "abort_timeout_s"):
-            if not getattr(self, key) > 0:
-                raise ConfigError(
-                    f"{key}={getattr(self, key)} leaves no time", accepted="seconds above 0"
-                )
+        check_meeting(self.init_method, self.rank, self.world_size)
+        check_times(connect_timeout_s=self.connect_timeout_s, abort_timeout_s=self.abort_timeout_s)
 
     @property
     def device_index(self) -> int | None:

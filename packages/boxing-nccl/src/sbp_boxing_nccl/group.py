@@ -15,7 +15,8 @@ import torch
 
 from sbp_boxing_nccl.direct import Direct, Schedule
 from sbp_boxing_nccl.reduce import reduce_into
-from sbp_boxing_nccl.wire import memory
+from sbp_boxing_nccl.wire import chunks, memory
+from sbp_core.boxing.processes.meter import Meter
 
 #: Looks at a request between two looks at the clock.
 _LOOKS = 64
@@ -30,12 +31,18 @@ _PAUSE_SHARE, _LONGEST_PAUSE_S = 0.03, 1e-3
 #: Seconds between two calls of `check` while work is under way.
 _CHECK_S = 0.02
 
-#: Bytes below which an all-reduce gathers the values of all ranks, and an all-gather is MPI's own.
+#: Bytes below which an all-reduce gathers the values of all ranks, and an all-gather of parts of
+#: several sizes is MPI's own.
 _SMALL_BYTES = 2**16
+
+#: Bytes of a result up to which an all-gather or all-to-all of parts of one size is MPI's own.
+#: Source: a virtual machine of 2 cores, Open MPI 5.0; larger are as fast as messages, and seen to
+#: move.
+_NATIVE_BYTES = 2**25
 
 #: Bytes up to which the two ranks of an all-reduce send each other all they have. Source: a virtual
 #: machine of 2 cores, Open MPI 5.0; for more, each reducing a half is faster.
-_SWAPPED_BYTES = 2**20
+_SWAPPED_BYTES = 2**19
 
 #: Bytes of the parts of a message, and how many there are at most.
 _PART_BYTES, _MOST_PARTS = 2**19, 64
@@ -127,7 +134,7 @@ class Group:
     """A set of ranks that are connected; `peer` and list positions count within `ranks`.
 
     Each method returns at once; messages have been started then, a collective starts when its work
-    is first looked at. Tensors are shape (elements,), contiguous, on the CPU. Raises mpi4py's
+    is first looked at. Tensors are contiguous, on the CPU, of any shape. Raises mpi4py's
     `Exception` (a `RuntimeError`), there or when the work is waited for.
 
     Args:
@@ -142,10 +149,12 @@ class Group:
         self._mpi = mpi
         self._direct = Direct(comm, mpi)
         self._index: int = comm.Get_rank()
+        self.meter = Meter(len(ranks), self._index)
 
     def all_reduce(self, result: torch.Tensor, values: torch.Tensor, reduction: str) -> Work:
         """Reduce `values` over all ranks into `result`, in rank order; they may be the same."""
-        size_bytes = values.numel() * values.element_size()
+        size_bytes = values.nbytes
+        self.meter.all_reduce(values.numel(), values.element_size())
         if len(self.ranks) == 2 and size_bytes <= _SWAPPED_BYTES:
             schedule = self._direct.swap_and_reduce(result, values, reduction)
         elif size_bytes < _SMALL_BYTES:
@@ -155,50 +164,70 @@ class Group:
         return Work(request=schedule, tensors=(result, values))
 
     def reduce_scatter(
-        self, result: torch.Tensor, parts: Sequence[torch.Tensor], reduction: str
+        self, result: torch.Tensor, sent: torch.Tensor, sizes: Sequence[int], reduction: str
     ) -> Work:
-        """Reduce `parts[i]` over all ranks into `result` of rank i, in rank order."""
-        schedule = self._direct.reduce_scatter(result, parts, reduction)
-        return Work(request=schedule, tensors=(result, *parts))
+        """Reduce consecutive chunk i, of `sizes[i]`, over all ranks into `result` of rank i."""
+        parts = chunks(sent, sizes, self._mpi)
+        self._count(parts)
+        start = sent.storage_offset() + sum(sizes[: self._index])
+        own = sent.as_strided(result.shape, result.stride(), start)
+        schedule = self._direct.reduce_scatter(result, own, parts, reduction)
+        return Work(request=schedule, tensors=(result, sent))
 
     def all_gather(self, received: torch.Tensor, part: torch.Tensor, sizes: Sequence[int]) -> Work:
         """Copy `part` of rank i into consecutive chunk i, of `sizes[i]`, of `received` of others.
 
         Whether a rank's own chunk is filled is left open: the caller has it.
         """
-        if received.numel() * received.element_size() < _SMALL_BYTES:
+        self.meter.all_gather(part.nbytes)
+        if received.nbytes < _SMALL_BYTES:
             return Work(request=self._gather(received, part, sizes), tensors=(received, part))
-        places = split(received, sizes)
-        schedule = self._direct.exchange(places, [part] * len(places))
-        return Work(request=schedule, tensors=(received, part))
+        places = chunks(received, sizes, self._mpi)
+        parts = [memory(part, self._mpi)] * len(places)
+        places[self._index] = parts[self._index] = b""
+        return Work(request=self._direct.exchange(places, parts), tensors=(received, part))
 
     def gather_evenly(self, received: torch.Tensor, part: torch.Tensor) -> Work:
-        """Copy `part` of rank i, all of one size, into consecutive chunk i of `received` of all.
-
-        Any shape, contiguous. In one call of MPI: data of a few megabytes.
-        """
-        byte, mpi = self._mpi.BYTE, self._mpi
-        request = self._comm.Iallgather([memory(part, mpi), byte], [memory(received, mpi), byte])
+        """Copy `part` of rank i, all of one size, into consecutive chunk i of `received` of all."""
+        mpi, num_ranks = self._mpi, len(self.ranks)
+        self.meter.all_gather(part.nbytes)
+        given = memory(part, mpi)
+        request: Any
+        if received.nbytes <= _NATIVE_BYTES:
+            request = self._comm.Iallgather([given, mpi.BYTE], [memory(received, mpi), mpi.BYTE])
+        else:
+            places = chunks(received, [part.numel()] * num_ranks, mpi)
+            request = self._direct.exchange(places, [given] * num_ranks)
         return Work(request=request, tensors=(received, part))
 
     def trade_evenly(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
-        """Send consecutive chunks of `sent` to all ranks, and receive theirs; all of one size.
-
-        Any shape, contiguous. In one call of MPI: data of a few megabytes.
-        """
+        """Send consecutive chunks of `sent` to all ranks, and receive theirs; all of one size."""
         byte, mpi = self._mpi.BYTE, self._mpi
-        request = self._comm.Ialltoall([memory(sent, mpi), byte], [memory(received, mpi), byte])
+        self.meter.even_exchange(sent.nbytes)
+        request: Any
+        if received.nbytes <= _NATIVE_BYTES:
+            given, place = memory(sent, mpi), memory(received, mpi)
+            request = self._comm.Ialltoall([given, byte], [place, byte])
+        else:
+            sizes = [sent.numel() // len(self.ranks)] * len(self.ranks)
+            request = self._direct.exchange(chunks(received, sizes, mpi), chunks(sent, sizes, mpi))
         return Work(request=request, tensors=(received, sent))
 
-    def exchange(self, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> Work:
-        """Send `sent[i]` to rank i, and receive `received[i]` from it; some may be empty.
+    def exchange(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        received_sizes: Sequence[int],
+        sent_sizes: Sequence[int],
+    ) -> Work:
+        """Send consecutive chunk i of `sent` to rank i, and receive theirs; some may be empty.
 
         What this rank sends to itself is copied.
         """
-        if sent[self._index].numel():
-            received[self._index].copy_(sent[self._index])
-        schedule = self._direct.exchange(received, sent)
-        return Work(request=schedule, tensors=(*received, *sent))
+        parts = chunks(sent, sent_sizes, self._mpi)
+        self._count(parts)
+        schedule = self._direct.exchange(chunks(received, received_sizes, self._mpi), parts)
+        return Work(request=schedule, tensors=(received, sent))
 
     def send(self, values: torch.Tensor, peer: int, tag: int) -> Work:
         """Send a message."""
@@ -224,6 +253,10 @@ class Group:
         """Release the communicator; nothing may be under way."""
         self._comm.Free()
 
+    def _count(self, sent: Sequence[Any]) -> None:
+        """Count what goes to each rank."""
+        self.meter.exchange([len(part) for part in sent])
+
     def _gather(
         self, received: torch.Tensor, part: torch.Tensor, sizes: Sequence[int]
     ) -> Iterator[Any]:
@@ -236,9 +269,9 @@ class Group:
         self, result: torch.Tensor, values: torch.Tensor, reduction: str
     ) -> Iterator[Any]:
         """Run an all-reduce that is over after one round, and adds in the order of the ranks."""
-        everything = values.new_empty(len(self.ranks) * values.numel())
+        everything = values.new_empty((len(self.ranks), *values.shape))
         yield from self._gather(everything, values, [values.numel()] * len(self.ranks))
-        reduce_into(result, list(everything.chunk(len(self.ranks))), reduction)
+        reduce_into(result, everything.unbind(), reduction)
 
     def _parts(self, values: torch.Tensor) -> list[Any]:
         """Cut a message into parts that follow each other, as memory; both ends cut alike.
@@ -253,9 +286,3 @@ class Group:
 def starts(sizes: Sequence[int]) -> list[int]:
     """Return where consecutive chunks of these sizes start."""
     return [sum(sizes[:index]) for index in range(len(sizes))]
-
-
-def split(values: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-    """Return consecutive chunks of a tensor of shape (elements,); `torch.split` is much slower."""
-    bounds = zip(starts(sizes), sizes, strict=True)
-    return [values[start : start + size] for start, size in bounds]

@@ -14,10 +14,9 @@ from sbp_boxing_torch.communicator import TorchCommunicator
 from sbp_boxing_torch.configs import TorchBoxingConfig
 from sbp_boxing_torch.connections import TorchConnections
 from sbp_boxing_torch.rendezvous import World, device_name, meet
-from sbp_core.boxing.processes.process import ProcessBackend
+from sbp_core.boxing.processes.process import ProcessBackend, check_ranks
 from sbp_core.boxing.supervision.meet import processes_that_meet
 from sbp_core.boxing.supervision.start import Start
-from sbp_core.errors import BoxingError
 
 
 def build(config: TorchBoxingConfig) -> TorchBackend:
@@ -56,13 +55,7 @@ class TorchBackend(ProcessBackend):
             ConfigError: neither config nor environment say which rank this is.
         """
         world = self._world = self._world or meet(self._config)
-        if sorted(ranks) != list(range(world.size)):
-            raise BoxingError(
-                f"the run has ranks {sorted(ranks)}, but {world.size} processes were started",
-                where=f"rank {world.rank}",
-                accepted=f"ranks 0 .. {world.size - 1}, one a process",
-                todo="start as many processes as the mesh has ranks",
-            )
+        check_ranks(ranks, world.rank, world.size)
         device = torch.device(device_name(self._config))
         if device.type == "cuda":
             torch.cuda.set_device(device)

@@ -74,15 +74,24 @@ class TorchCommunicator(ExchangeCommunicator[TorchConnections]):
     def _collect(self, call: Call, arriving: Mapping[int, torch.Tensor]) -> None:
         """See `ExchangeCommunicator._collect`."""
         under_way: list[tuple[int, Group, dist.Work]] = []
-        for sender, values in arriving.items():
-            group = self._connections.messages(sender, self.rank)
-            with self._connections.guard(call):
+        missing: list[int] = []
+        with self._connections.guard(call):
+            for sender, values in arriving.items():
+                group = self._connections.messages(sender, self.rank)
                 work = group.receive(as_bytes(values), sender, tag_number(call.tag, NUM_TAGS))
-            under_way.append((sender, group, work))
-        for sender, group, work in under_way:
-            with self._connections.guard(call):
-                if not group.wait_message(work, call.left_s):
-                    raise self._connections.broken(call, call.missing([sender]))
+                under_way.append((sender, group, work))
+            for sender, group, work in under_way:
+                try:
+                    came = group.wait_message(work, call.left_s)
+                except RuntimeError:
+                    # The first that is missing may break the group; those that came are here.
+                    if not missing:
+                        raise
+                    came = False
+                if not came:
+                    missing.append(sender)
+        if missing:
+            raise self._connections.broken(call, call.missing(missing))
 
     def _all_reduce(
         self, call: Call, ranks: tuple[int, ...], shard: torch.Tensor, donate: bool
@@ -112,7 +121,7 @@ class TorchCommunicator(ExchangeCommunicator[TorchConnections]):
         """
         size, received = values.numel(), torch.empty_like(values)
         sizes = [0 if rank == self.rank else size for rank in ranks]
-        self._trade(call, ranks, received, values, sizes, sizes)
+        self._swap(call, ranks, received, values, sizes, sizes)
         parts = [values if rank == self.rank else received for rank in ranks]
         return reduce_in_order(parts, reduction_of(call.step), out=values if spare else received)
 
@@ -135,7 +144,7 @@ class TorchCommunicator(ExchangeCommunicator[TorchConnections]):
         sizes = [stop - start for start, stop in bounds]
         size = sizes[ranks.index(self.rank)]
         received = values.new_empty(len(ranks), size)
-        self._trade(call, ranks, received.view(-1), values, [size] * len(ranks), sizes)
+        self._swap(call, ranks, received.view(-1), values, [size] * len(ranks), sizes)
         part = reduce_in_order(list(received), reduction_of(call.step), out=received[0])
         result = torch.empty_like(values) if total is None else total
         start, stop = bounds[ranks.index(self.rank)]
@@ -167,7 +176,7 @@ class TorchCommunicator(ExchangeCommunicator[TorchConnections]):
         return result
 
     def _exchange(self, call: Call, ranks: tuple[int, ...], shard: torch.Tensor) -> torch.Tensor:
-        """See `ExchangeCommunicator._exchange`; copies what stays while the rest is moved."""
+        """See `ExchangeCommunicator._exchange`."""
         known = self._role(call).manifest
         if self._on_cpu and known.is_flat and shard.nbytes <= _EVEN_BYTES:
             given, result = shard.contiguous(), shard.new_empty(known.shape)
@@ -176,17 +185,14 @@ class TorchCommunicator(ExchangeCommunicator[TorchConnections]):
                 call, ranks, lambda group: (group.exchange(received, sent, (), (), call.left_s),)
             )
             return result
-        parcels = Parcels(call.step, known, shard, device=self._device)
-        if known.is_idle:
-            parcels.keep_own()
-        else:
-            sizes = parcels.received_sizes, parcels.sent_sizes
-            self._trade(
-                call, ranks, parcels.received, parcels.sent, *sizes, meanwhile=parcels.keep_own
-            )
-        return parcels.result()
+        return super()._exchange(call, ranks, shard)
 
-    def _trade(
+    def _trade(self, call: Call, ranks: tuple[int, ...], parcels: Parcels) -> None:
+        """See `ExchangeCommunicator._trade`; copies what stays while the rest is moved."""
+        sizes = parcels.received_sizes, parcels.sent_sizes
+        self._swap(call, ranks, parcels.received, parcels.sent, *sizes, parcels.keep_own)
+
+    def _swap(
         self,
         call: Call,
         ranks: tuple[int, ...],
@@ -194,10 +200,12 @@ class TorchCommunicator(ExchangeCommunicator[TorchConnections]):
         sent: torch.Tensor,
         received_sizes: Sequence[int],
         sent_sizes: Sequence[int],
-        *,
         meanwhile: Callable[[], None] = _nothing,
     ) -> None:
-        """See `ExchangeCommunicator._trade`; `meanwhile` is called while data is under way."""
+        """Send consecutive chunks of `sent` to the ranks in order, and receive theirs likewise.
+
+        Sizes are in elements; `meanwhile` is called while data is under way.
+        """
         size_bytes = received.element_size()
         bytes_in = [size_bytes * size for size in received_sizes]
         bytes_out = [size_bytes * size for size in sent_sizes]
@@ -251,6 +259,7 @@ class TorchCommunicator(ExchangeCommunicator[TorchConnections]):
         group = connections.group(call, ranks)
         try:  # as `connections.guard` does, which takes longer to enter
             under_way = list(start(group))
+            self._count(group.meter)
             meanwhile()
             while under_way and group.wait(under_way[0], min(_PATIENCE_S, call.left_s / 2)):
                 del under_way[0]

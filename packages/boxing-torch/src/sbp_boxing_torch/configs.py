@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sbp_core.errors import ConfigError
+from sbp_core.plugins.process_settings import check_meeting, check_times
 
 _DEVICE = re.compile(r"cpu|cuda(:\d+)?")
-_SCHEMES = ("env://", "tcp://", "file://")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,28 +50,8 @@ class TorchBoxingConfig:
                 f"transport={self.transport!r} does not move tensors of device={self.device!r}",
                 accepted=f"auto, {self._fitting_transport}",
             )
-        if not self.init_method.startswith(_SCHEMES):
-            raise ConfigError(
-                f"init_method={self.init_method!r} says no place to meet",
-                accepted="env://, tcp://HOST:PORT, file:///PATH",
-            )
-        self._check_numbers()
-
-    def _check_numbers(self) -> None:
-        if self.world_size is not None and self.world_size < 1:
-            raise ConfigError(f"world_size={self.world_size} is too small", accepted="1 or more")
-        if self.rank is not None and not (
-            0 <= self.rank < (self.rank + 1 if self.world_size is None else self.world_size)
-        ):
-            raise ConfigError(
-                f"rank={self.rank} is no rank of world_size={self.world_size}",
-                accepted="0 .. world_size - 1",
-            )
-        if not self.connect_timeout_s > 0:
-            raise ConfigError(
-                f"connect_timeout_s={self.connect_timeout_s} leaves no time to connect",
-                accepted="seconds above 0",
-            )
+        check_meeting(self.init_method, self.rank, self.world_size)
+        check_times(connect_timeout_s=self.connect_timeout_s)
 
     @property
     def _fitting_transport(self) -> str:

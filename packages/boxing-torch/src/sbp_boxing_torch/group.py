@@ -24,6 +24,7 @@ from sbp_boxing_torch._torch_compat import (
     nccl_group,
     reduce_scatter_parts,
 )
+from sbp_core.boxing.processes.meter import Meter
 
 #: Seconds that a transport waits longer than we do: our own deadline has to speak first, as it
 #: knows who is missing.
@@ -54,16 +55,19 @@ class Group(ABC):
 
     Each method that starts something returns at once, with the torch `Work` to wait for; its
     tensors are shape (elements,), contiguous, on the group's device, and must live until it is
-    over. Work that cannot complete raises `RuntimeError` when it is waited for.
+    over. Work that cannot complete raises `RuntimeError` when it is waited for. `meter` counts what
+    collectives are given for others.
     """
 
     def __init__(self, ranks: tuple[int, ...], index: int, process_group: Any) -> None:
         self.ranks = ranks
+        self.meter = Meter(len(ranks), index)
         self._index = index
         self._group = process_group
 
     def all_reduce(self, values: torch.Tensor, reduction: str, limit_s: float) -> dist.Work:
         """Reduce `values` in place over all ranks."""
+        self.meter.all_reduce(values.numel(), values.element_size())
         work: dist.Work = self._group.allreduce(
             [values], _OPERATIONS[reduction], _delta(limit_s + _MARGIN_S)
         )
@@ -77,6 +81,7 @@ class Group(ABC):
         All chunks are of one size.
         """
         limit = _delta(limit_s + _MARGIN_S)
+        self.meter.even_exchange(values.nbytes)
         return reduce_scatter_parts(self._group, part, values, _OPERATIONS[reduction], limit)
 
     def all_gather(
@@ -108,6 +113,10 @@ class Group(ABC):
 
         No sizes mean chunks of one size.
         """
+        if sent_sizes:
+            self.meter.exchange(sent_sizes, sent.element_size())
+        else:
+            self.meter.even_exchange(sent.nbytes)
         work: dist.Work = self._group.alltoall_base(
             received, sent, list(received_sizes), list(sent_sizes), _delta(limit_s + _MARGIN_S)
         )
@@ -206,6 +215,7 @@ class NcclGroup(Group):
         """See `Group.all_gather`."""
         if len(set(sizes)) > 1:
             return super().all_gather(received, part, sizes, limit_s)
+        self.meter.all_gather(part.nbytes)
         return [all_gather_parts(self._group, received, part, _delta(limit_s + _MARGIN_S))]
 
     def wait(self, work: dist.Work, limit_s: float) -> bool:

@@ -1,7 +1,7 @@
 """The backend `nccl`: one rank and one GPU in each process, over NCCL through CuPy.
 
 The connections are `connections`, the steps `communicator`; the life of both is
-`sbp_core.boxing.processes.process`.
+`sbp_core.boxing.processes.process`, its end `exit`.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sbp_boxing_nccl.configs import NcclBoxingConfig
+from sbp_boxing_nccl.exit import JobBackend
 from sbp_boxing_nccl.nccl.communicator import NcclCommunicator
 from sbp_boxing_nccl.nccl.connections import NcclConnections
 from sbp_boxing_nccl.nccl.device import Device
 from sbp_boxing_nccl.nccl.world import World, meet
 from sbp_boxing_nccl.start import processes
-from sbp_core.boxing.processes.process import ProcessBackend
+from sbp_core.boxing.processes.process import check_ranks
 from sbp_core.boxing.supervision.meet import processes_that_meet
 from sbp_core.boxing.supervision.start import Start
 from sbp_core.errors import BoxingError
@@ -25,7 +26,7 @@ def build(config: NcclBoxingConfig) -> NcclBackend:
     return NcclBackend(config)
 
 
-class NcclBackend(ProcessBackend):
+class NcclBackend(JobBackend):
     """Boxing over NCCL, for tensors on GPUs.
 
     Args:
@@ -66,13 +67,8 @@ class NcclBackend(ProcessBackend):
             ConfigError: neither config nor environment say which rank this is.
         """
         world = self._world or meet(self._config)
-        if sorted(ranks) != list(range(world.size)):
-            raise BoxingError(
-                f"the run has ranks {sorted(ranks)}, but {world.size} processes were started",
-                where=f"rank {world.rank}",
-                accepted=f"ranks 0 .. {world.size - 1}, one a process",
-                todo="start as many processes as the mesh has ranks",
-            )
+        self._exit = world.exit
+        check_ranks(ranks, world.rank, world.size)
         try:
             device = self._device or self._load(world.local_rank)
         except BoxingError as error:

@@ -6,7 +6,7 @@ What goes where is `sbp_core.boxing.processes.exchange`; how is `group` and `mai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -85,21 +85,11 @@ class NcclCommunicator(ExchangeCommunicator[NcclConnections]):
         self._run(call, ranks, lambda group: group.all_gather(parcels.received, parcels.sent))
         return parcels.result()
 
-    def _trade(
-        self,
-        call: Call,
-        ranks: tuple[int, ...],
-        received: torch.Tensor,
-        sent: torch.Tensor,
-        received_sizes: Sequence[int],
-        sent_sizes: Sequence[int],
-    ) -> None:
+    def _trade(self, call: Call, ranks: tuple[int, ...], parcels: Parcels) -> None:
         """See `ExchangeCommunicator._trade`."""
-        self._run(
-            call,
-            ranks,
-            lambda group: group.exchange(received, sent, received_sizes, sent_sizes),
-        )
+        sizes = parcels.received_sizes, parcels.sent_sizes
+        parcels.keep_own()
+        self._run(call, ranks, lambda group: group.exchange(parcels.received, parcels.sent, *sizes))
 
     def _run(self, call: Call, ranks: tuple[int, ...], start: Callable[[Group], Work]) -> None:
         """Start a collective in the group of `ranks`, and wait as the connections are told to.
@@ -119,5 +109,6 @@ class NcclCommunicator(ExchangeCommunicator[NcclConnections]):
             ) as entry,
         ):
             entry.work = start(group)
+            self._count(group.meter)
             entry.attended = not connections.runs_ahead
         connections.finish(call, entry)

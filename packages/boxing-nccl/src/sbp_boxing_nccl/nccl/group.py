@@ -13,6 +13,7 @@ import torch
 
 from sbp_boxing_nccl.nccl.device import Channel, Device, Event
 from sbp_boxing_nccl.nccl.wire import NATIVE
+from sbp_core.boxing.processes.meter import Meter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,17 +60,20 @@ class Group:
     """A set of ranks that are connected; list positions count within `ranks`.
 
     Each method starts something and returns it. Tensors are shape (elements,), contiguous, on the
-    device, of a dtype in `wire.NATIVE` where they are reduced. Raises `RuntimeError`.
+    device, of a dtype in `wire.NATIVE` where they are reduced. Raises `RuntimeError`. `meter`
+    counts what is given for others.
     """
 
     def __init__(self, ranks: tuple[int, ...], rank: int, channel: Channel, device: Device) -> None:
         self.ranks = ranks
         self._index = ranks.index(rank)
+        self.meter = Meter(len(ranks), self._index)
         self._channel = channel
         self._device = device
 
     def all_reduce(self, received: torch.Tensor, sent: torch.Tensor, reduction: str) -> Work:
         """Reduce `sent` over all ranks into `received`, which may be the same tensor."""
+        self.meter.all_reduce(sent.numel(), sent.element_size())
         return self._launch(
             lambda: self._channel.all_reduce(
                 sent.data_ptr(), received.data_ptr(), sent.numel(), NATIVE[sent.dtype], reduction
@@ -82,6 +86,7 @@ class Group:
         """Reduce equal chunks of `sent` over all ranks, chunk i into `received` of rank i."""
         count = received.numel()
         assert sent.numel() == count * len(self.ranks), "the chunks are of one size"
+        self.meter.even_exchange(sent.nbytes)
         return self._launch(
             lambda: self._channel.reduce_scatter(
                 sent.data_ptr(), received.data_ptr(), count, NATIVE[sent.dtype], reduction
@@ -93,6 +98,7 @@ class Group:
     def all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
         """Copy `sent` of rank i into chunk i of `received` of all; all chunks of one size."""
         assert received.nbytes == sent.nbytes * len(self.ranks), "the chunks are of one size"
+        self.meter.all_gather(sent.nbytes)
         return self._launch(
             lambda: self._channel.all_gather(
                 sent.data_ptr(), received.data_ptr(), sent.nbytes, "uint8"
@@ -117,6 +123,7 @@ class Group:
             sent_sizes: Elements to each rank; to this one itself as many as from it.
         """
         size, here = sent.element_size(), self._index
+        self.meter.exchange(sent_sizes, size)
         if sent_sizes[here]:
             own_in = torch.split(received, list(received_sizes))[here]
             own_in.copy_(torch.split(sent, list(sent_sizes))[here])

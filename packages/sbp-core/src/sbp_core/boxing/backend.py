@@ -35,7 +35,9 @@ class Communicator(ABC):
 
     rank: int
 
-    #: Bytes this rank has sent to other ranks so far, as `Step.size_bytes` counts them.
+    #: Bytes this rank has sent to other ranks so far: counted from the sizes of what the transport
+    #: is handed, to be compared with `Step.size_bytes`; a collective counts as its definition says,
+    #: whatever the transport does inside (`boxing.processes.meter`).
     sent_bytes: int
 
     @abstractmethod

@@ -96,6 +96,11 @@ def check_shard(step: Step, rank: int, shard: torch.Tensor) -> None:
         )
 
 
+def detached(shard: torch.Tensor) -> torch.Tensor:
+    """Return a shard as boxing takes it: without a history of gradients, of which it knows none."""
+    return shard.detach() if shard.requires_grad else shard
+
+
 def _present(
     step: Step, ranks: Iterable[int], shards: Mapping[int, torch.Tensor]
 ) -> list[torch.Tensor]:
@@ -261,6 +266,7 @@ def local_step(step: Step, rank: int, shard: torch.Tensor) -> torch.Tensor:
         BoxingError: the shard has another shape or dtype.
     """
     check_shard(step, rank, shard)
+    shard = detached(shard)
     placement, sbp = step.source
     (axis,) = step.axes
     source, target = sbp[axis], step.target[1][axis]

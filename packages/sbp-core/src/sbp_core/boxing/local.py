@@ -1,12 +1,15 @@
 """The `local` backend: ranks are threads of one process, tensors are handed over by reference.
 
-A collective is a rendezvous: each rank leaves its shard; when the last has come, each does its
-share of the work (`share`), and all leave together. A transfer goes through a mailbox, in order of
+A collective is a rendezvous: each rank leaves its shard; the last that comes begins with the work,
+others help (`share`), and all leave when it is done. A transfer goes through a mailbox, in order of
 sending. Nothing is copied that can be shared, and sums are made once, in mesh order. Knows torch.
 """
 
 from __future__ import annotations
 
+import atexit
+import gc
+import os
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -16,9 +19,9 @@ import torch
 
 from sbp_core.boxing.arena import Arena
 from sbp_core.boxing.backend import BoxingBackend, Communicator
-from sbp_core.boxing.execute import check_shard, combine
+from sbp_core.boxing.execute import check_shard, combine, detached
 from sbp_core.boxing.processes.call import Call
-from sbp_core.boxing.share import Shares, share_out
+from sbp_core.boxing.share import Work, share_out
 from sbp_core.boxing.slices import Piece, sent_bytes, transfer_pieces
 from sbp_core.boxing.step import Step, StepKind
 from sbp_core.errors import BoxingError
@@ -41,8 +44,8 @@ class _Rendezvous:
         self.changed = threading.Condition(lock)
         self.shards: dict[int, torch.Tensor] = {}
         self.donated: list[int] = []
-        #: What is to do, once all have come; and how many ranks have not done their share.
-        self.shares: Shares | None = None
+        #: What is to do, once all have come; and how many blocks of it are not done.
+        self.work: Work | None = None
         self.num_left = 0
         self.error: BoxingError | None = None
         #: Whether the backend failed or was closed before all had come.
@@ -52,7 +55,7 @@ class _Rendezvous:
     @property
     def met(self) -> bool:
         """Whether waiting for others has an end."""
-        return self.shares is not None or self.error is not None or self.stopped
+        return self.work is not None or self.error is not None or self.stopped
 
     @property
     def over(self) -> bool:
@@ -73,6 +76,7 @@ class LocalBackend(BoxingBackend):
         self._mail: dict[tuple[str, int, int], deque[_Letter]] = {}
         self._mail_came: dict[int, threading.Condition] = {}
         self._arena = Arena()
+        self._num_helpers = _num_cores() - 1
         #: Why nothing can be done any more, and what caused that.
         self._end: tuple[str, BaseException | None] | None = None
 
@@ -114,6 +118,7 @@ class LocalBackend(BoxingBackend):
 
     def fail(self, error: BaseException) -> None:
         """Unblock every waiting call with a `BoxingError` caused by `error`."""
+        atexit.register(gc.freeze)  # see `Connections._break`
         self._stop(f"another part of the run failed: {str(error) or type(error).__name__}", error)
 
     def close(self) -> None:
@@ -202,30 +207,36 @@ class LocalBackend(BoxingBackend):
         return _again(rendezvous.error)
 
     def _divide(self, rendezvous: _Rendezvous, group: tuple[int, ...]) -> None:
-        """Let those who wait begin with their shares. Called without the lock, by the last."""
-        shares, error = None, None
+        """Find out what is to do, and call others for help. Called without the lock, by the last.
+
+        As many are called as there are other cores: more would only take turns with them.
+        """
+        work, error = None, None
         try:
-            shares = share_out(
+            work = share_out(
                 rendezvous.step, group, rendezvous.shards, rendezvous.donated, self._arena
             )
         except BaseException as caught:  # whatever it was, the others must not wait for ever
             error = _as_boxing_error(rendezvous.step, caught)
         with self._lock:
-            rendezvous.shares, rendezvous.error = shares, error
-            rendezvous.num_left = 0 if shares is None or shares.are_done else len(group)
+            rendezvous.work, rendezvous.error = work, error
+            rendezvous.num_left = 0 if work is None else work.num_blocks
             rendezvous.shards = {}
-            rendezvous.changed.notify_all()
+            if rendezvous.over:
+                rendezvous.changed.notify_all()
+            elif work is not None and work.needs_help:
+                rendezvous.changed.notify(self._num_helpers)
 
     def _take_part(self, rendezvous: _Rendezvous, rank: int) -> torch.Tensor:
-        """Do one rank's share, wait for the others', and return its result."""
-        shares, error = rendezvous.shares, None
-        if shares is not None and not shares.are_done:
+        """Help for as long as there is work, wait until all is done, and return a rank's result."""
+        work, done, error = rendezvous.work, 0, None
+        if work is not None and work.num_blocks:
             try:
-                shares.do(rank)
+                done = work.do()
             except BaseException as caught:
                 error = _as_boxing_error(rendezvous.step, caught)
             with self._lock:
-                rendezvous.num_left -= 1
+                rendezvous.num_left -= done
                 rendezvous.error = rendezvous.error or error
                 if rendezvous.over:
                     rendezvous.changed.notify_all()
@@ -234,8 +245,8 @@ class LocalBackend(BoxingBackend):
                     rendezvous.changed.wait()
         if rendezvous.error is not None:
             raise _again(rendezvous.error)
-        assert shares is not None, "a rendezvous ends with results or an error"
-        return shares.results[rank]
+        assert work is not None, "a rendezvous ends with results or an error"
+        return work.results[rank]
 
     def post(self, call: Call, letters: dict[int, _Letter]) -> None:
         """Put letters into the mailboxes of their receivers."""
@@ -271,7 +282,11 @@ class LocalBackend(BoxingBackend):
 
 
 class LocalCommunicator(Communicator):
-    """The ends of all steps of one rank that is a thread of this process."""
+    """The ends of all steps of one rank that is a thread of this process.
+
+    In a collective nothing is handed over but the shard itself, whose size is checked: it counts
+    what the step has this rank send. A transfer counts the slices that it hands over.
+    """
 
     def __init__(self, backend: LocalBackend, rank: int) -> None:
         self.rank = rank
@@ -292,7 +307,7 @@ class LocalCommunicator(Communicator):
             raise BoxingError(f"a {step.kind.value} step is no collective", where=str(step))
         self._check_rank(step, self.rank in step.source[0])
         call = Call.begin(step, tag, self.rank, deadline_s)
-        result = self._backend.meet(call, shard, donate)
+        result = self._backend.meet(call, detached(shard), donate)
         self.sent_bytes += sent_bytes(step, self.rank)
         return result
 
@@ -300,6 +315,7 @@ class LocalCommunicator(Communicator):
         """Put this rank's pieces into the mailboxes of the receivers; never waits."""
         self._check_rank(step, self.rank in step.source[0])
         check_shard(step, self.rank, shard)
+        shard = detached(shard)
         letters: dict[int, _Letter] = {}
         for piece in transfer_pieces(step):
             if piece.sender == self.rank != piece.receiver:
@@ -327,6 +343,7 @@ class LocalCommunicator(Communicator):
         letters = self._backend.collect(call, others)
         received = {piece: part for letter in letters.values() for piece, part in letter}
         if shard is not None:
+            shard = detached(shard)
             received |= {piece: shard[piece.source_slices] for piece in own}
         return combine(
             step,
@@ -338,6 +355,13 @@ class LocalCommunicator(Communicator):
     def _check_rank(self, step: Step, takes_part: bool) -> None:
         if not takes_part:
             raise BoxingError(f"rank {self.rank} has no part in this step", where=str(step))
+
+
+def _num_cores() -> int:
+    """Return how many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _as_boxing_error(step: Step, error: BaseException) -> BoxingError:

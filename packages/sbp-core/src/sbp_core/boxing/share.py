@@ -1,50 +1,113 @@
-"""A collective of the threads of one process: what each does of it, all at the same time.
+"""How the ranks of one process share the work of a collective: who is there does the next block.
 
-Large tensors are worth the cores of all ranks: each rank makes its part of what all share (a sum, a
-gathered tensor), or its own result. Small ones are done by whoever came last: to wake the others
-twice takes longer. Either way sums are made in mesh order, so that bits do not depend on who does
-what. Knows torch; waits for nobody (that is `local`).
+The rank that comes last divides the work. Of a small tensor it does everything at once. Else every
+result is made in memory of the arena, one for all ranks where all get the same, block by block; a
+rank that is slow to wake up, or finds no core, takes no block and holds up nobody. Each block is
+reduced in mesh order, so that bits do not depend on who does what. Knows torch; waits for nobody
+(that is `local`).
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
 import torch
 
 from sbp_core.boxing.arena import Arena
 from sbp_core.boxing.execute import apply_step, check_shard, reduce_in_order, reduction_of
-from sbp_core.boxing.slices import Piece, bounds_of, collective_pieces
+from sbp_core.boxing.slices import bounds_of, collective_pieces
 from sbp_core.boxing.step import Step, StepKind
-from sbp_core.sbp import split_bounds
 
-#: Bytes of all shards from which on every rank does its share. Waking threads takes some 0.1 ms, in
-#: which one core copies about as much.
-_SHARED_BYTES = 1024 * 1024
+#: Bytes of all shards below which results are made by the allocator, as `apply_step` does.
+_SMALL_BYTES = 256 * 1024
 
-#: Bytes of a shard that are reduced at a time, if there are more than two: what the first of them
-#: come to is still in the cache when the next is added. Smaller blocks spend more on their calls,
-#: for which threads take turns. (Linux, two cores of an AMD EPYC: 64 MB on four ranks take 17.5 ms
-#: in blocks of 1 MB, 26.6 ms of 128 KB, 20.8 ms at once.)
+#: Bytes of all shards from which on others are called for help. To wake a thread takes some 0.05 ms
+#: and then both wait for each other between any two calls of torch; in 0.3 ms one core copies as
+#: much alone. Source: Linux, two cores of an AMD EPYC.
+_SHARED_BYTES = 4 * 1024 * 1024
+
+#: Bytes of a result that are made at a time; smaller blocks spend more on their calls. If more than
+#: two shards are reduced, what the first come to is still in the cache when the next is added.
 _BLOCK_BYTES = 1024 * 1024
 
+#: A job, and where a block of it starts and how far it reaches along the job's dim.
+_Block = tuple["_Job", int, int]
 
-class Shares(ABC):
-    """The shares of the ranks of one group in one collective.
 
-    `results` holds each rank's part under the step's target, once all shares are done; `are_done`
-    says that they were done at once.
+class _Job:
+    """Tensors to reduce elementwise, in order, or the one tensor to copy.
+
+    Args:
+        parts: Of one shape.
+        out: Where the result is made, of that shape; it may be any of the parts.
+        reduction: `sum`, `max` or `min`.
     """
 
-    are_done = False
+    __slots__ = ("_dim", "_out", "_parts", "_reduction")
 
-    def __init__(self) -> None:
-        self.results: dict[int, torch.Tensor] = {}
+    def __init__(
+        self, parts: Sequence[torch.Tensor], out: torch.Tensor, reduction: str = "sum"
+    ) -> None:
+        self._parts, self._out, self._reduction = parts, out, reduction
+        self._dim = 0
 
-    @abstractmethod
-    def do(self, rank: int) -> None:
-        """Do one rank's share; called once for each rank, on several threads at once."""
+    def blocks(self) -> list[_Block]:
+        """Cut the job: along its first dim, whose parts lie together, unless that is too short."""
+        if not self._out.numel():
+            return []
+        num_blocks = -(-self._out.nbytes // _BLOCK_BYTES)
+        if num_blocks == 1:
+            return [(self, 0, 0)]
+        if all(part.is_contiguous() for part in (*self._parts, self._out)):
+            self._parts, self._out = [part.view(-1) for part in self._parts], self._out.view(-1)
+        shape = self._out.shape
+        self._dim = 0 if shape[0] >= num_blocks else max(range(len(shape)), key=shape.__getitem__)
+        size = -(-shape[self._dim] // num_blocks)
+        starts = range(0, shape[self._dim], size)
+        return [(self, start, min(size, shape[self._dim] - start)) for start in starts]
+
+    def do(self, start: int, extent: int) -> None:
+        """Do one block; all of the job if it has no extent."""
+        parts, out = self._parts, self._out
+        if extent:
+            parts = [part.narrow(self._dim, start, extent) for part in parts]
+            out = out.narrow(self._dim, start, extent)
+        if len(parts) > 2 and out.data_ptr() in [part.data_ptr() for part in parts[2:]]:
+            # What comes later must not be overwritten before.
+            parts = [reduce_in_order(parts[:-1], self._reduction), parts[-1]]
+        reduce_in_order(parts, self._reduction, out=out)
+
+
+class Work:
+    """What a collective comes to: blocks that any thread may do, and what is there after them.
+
+    Args:
+        results: By rank, its part under the step's target once all blocks are done.
+        jobs: That make the results.
+        needs_help: Whether others should be called to do blocks.
+    """
+
+    def __init__(
+        self,
+        results: dict[int, torch.Tensor],
+        jobs: Sequence[_Job] = (),
+        *,
+        needs_help: bool = False,
+    ) -> None:
+        self.results = results
+        self.needs_help = needs_help
+        blocks = [block for job in jobs for block in job.blocks()]
+        self.num_blocks = len(blocks)
+        # One iterator for all threads: each block is taken once, as taking the next is atomic.
+        self._next = iter(blocks)
+
+    def do(self) -> int:
+        """Do blocks for as long as there are any; return how many."""
+        done = 0
+        for job, start, extent in self._next:
+            job.do(start, extent)
+            done += 1
+        return done
 
 
 def share_out(
@@ -53,8 +116,8 @@ def share_out(
     shards: Mapping[int, torch.Tensor],
     donated: Sequence[int],
     arena: Arena,
-) -> Shares:
-    """Divide a collective among the ranks of a group.
+) -> Work:
+    """Divide a collective.
 
     Args:
         step: Of any kind but `TRANSFER` and `LOCAL`.
@@ -66,141 +129,60 @@ def share_out(
     Raises:
         BoxingError: a shard has another shape or dtype than the step gives.
     """
-    if sum(shard.nbytes for shard in shards.values()) < _SHARED_BYTES or len(group) == 1:
-        return _Done(apply_step(step, shards))
+    size_bytes = sum(shard.nbytes for shard in shards.values())
+    if size_bytes < _SMALL_BYTES or len(group) == 1:
+        return Work(apply_step(step, shards))
     for rank in group:
         check_shard(step, rank, shards[rank])
     if step.kind is StepKind.ALL_REDUCE:
-        return _OneSum(step, group, shards, donated, arena)
-    pieces = collective_pieces(step, tuple(group))
-    if step.kind is StepKind.ALL_GATHER:
-        return _OneWhole(step, group, shards, pieces, arena)
-    return _OwnResults(step, shards, pieces, arena)
+        results, jobs = _one_sum(step, group, shards, donated, arena)
+    else:
+        results, jobs = _put_together(step, group, shards, arena)
+    return Work(results, jobs, needs_help=size_bytes >= _SHARED_BYTES)
 
 
-class _Done(Shares):
-    """Nothing is left to do: one rank did it all."""
-
-    are_done = True
-
-    def __init__(self, results: dict[int, torch.Tensor]) -> None:
-        super().__init__()
-        self.results = results
-
-    def do(self, rank: int) -> None:
-        """See `Shares.do`."""
-
-
-class _OneSum(Shares):
-    """An all-reduce: each rank reduces one stretch of all shards into one tensor for all."""
-
-    def __init__(
-        self,
-        step: Step,
-        group: Sequence[int],
-        shards: Mapping[int, torch.Tensor],
-        donated: Sequence[int],
-        arena: Arena,
-    ) -> None:
-        super().__init__()
-        self._group = list(group)
-        self._reduction = reduction_of(step)
-        self._parts = [shards[rank].reshape(-1) for rank in group]
-        own = [shards[rank] for rank in donated if shards[rank].is_contiguous()]
-        first = shards[group[0]]
-        total = own[0] if own else arena.empty(first.shape, first)
-        self._total = total.view(-1)
-        self.results = dict.fromkeys(group, total)
-
-    def do(self, rank: int) -> None:
-        """See `Shares.do`."""
-        bounds = split_bounds(len(self._total), len(self._group), self._group.index(rank))
-        parts = [part[slice(*bounds)] for part in self._parts]
-        reduce_in_blocks(parts, self._reduction, self._total[slice(*bounds)])
+def _put_together(
+    step: Step, group: Sequence[int], shards: Mapping[int, torch.Tensor], arena: Arena
+) -> tuple[dict[int, torch.Tensor], list[_Job]]:
+    """Return the results of any other collective, and how they are made."""
+    # What one rank gets of an all-gather is what each gets.
+    gathers = step.kind is StepKind.ALL_GATHER
+    receivers = group[:1] if gathers else group
+    results = {rank: arena.empty(_local_shape(step, rank), shards[rank]) for rank in receivers}
+    pieces = [
+        (piece, shards[piece.sender][piece.source_slices])
+        for piece in collective_pieces(step, tuple(group))
+        if piece.receiver in results
+    ]
+    if step.kind is StepKind.REDUCE_SCATTER:
+        # Each piece is all of the result, as one rank holds it.
+        jobs = [
+            _Job(parts, result, reduction_of(step))
+            for rank, result in results.items()
+            if (parts := [part for piece, part in pieces if piece.receiver == rank])
+        ]
+    else:
+        jobs = [
+            _Job([part], results[piece.receiver][piece.target_slices]) for piece, part in pieces
+        ]
+    return (dict.fromkeys(group, results[group[0]]) if gathers else results), jobs
 
 
-class _OneWhole(Shares):
-    """An all-gather: each rank copies its pieces into one tensor for all."""
-
-    def __init__(
-        self,
-        step: Step,
-        group: Sequence[int],
-        shards: Mapping[int, torch.Tensor],
-        pieces: Sequence[Piece],
-        arena: Arena,
-    ) -> None:
-        super().__init__()
-        # What one rank gets is what each gets.
-        self._pieces = [piece for piece in pieces if piece.receiver == group[0]]
-        self._shards = shards
-        self._whole = arena.empty(_local_shape(step, group[0]), shards[group[0]])
-        self.results = dict.fromkeys(group, self._whole)
-
-    def do(self, rank: int) -> None:
-        """See `Shares.do`."""
-        for piece in self._pieces:
-            if piece.sender == rank:
-                part = self._shards[rank][piece.source_slices]
-                self._whole[piece.target_slices].copy_(part)
-
-
-class _OwnResults(Shares):
-    """A reduce-scatter or all-to-all: each rank makes its own result of the pieces for it."""
-
-    def __init__(
-        self,
-        step: Step,
-        shards: Mapping[int, torch.Tensor],
-        pieces: Sequence[Piece],
-        arena: Arena,
-    ) -> None:
-        super().__init__()
-        self._step, self._shards, self._pieces, self._arena = step, shards, pieces, arena
-
-    def do(self, rank: int) -> None:
-        """See `Shares.do`."""
-        mine = [piece for piece in self._pieces if piece.receiver == rank]
-        parts = [self._shards[piece.sender][piece.source_slices] for piece in mine]
-        result = self._arena.empty(_local_shape(self._step, rank), self._shards[rank])
-        if self._step.kind is StepKind.REDUCE_SCATTER and parts:
-            # Each piece is all of the result, as one rank holds it.
-            reduce_in_blocks(parts, reduction_of(self._step), result)
-        else:
-            for piece, part in zip(mine, parts, strict=True):
-                result[piece.target_slices].copy_(part)
-        self.results[rank] = result
+def _one_sum(
+    step: Step,
+    group: Sequence[int],
+    shards: Mapping[int, torch.Tensor],
+    donated: Sequence[int],
+    arena: Arena,
+) -> tuple[dict[int, torch.Tensor], list[_Job]]:
+    """Return the one tensor that an all-reduce makes for all, if possible of a donated shard."""
+    own = [shards[rank] for rank in group if rank in donated and shards[rank].is_contiguous()]
+    first = shards[group[0]]
+    total = own[0] if own else arena.empty(first.shape, first)
+    parts = [shards[rank].reshape(-1) for rank in group]
+    return dict.fromkeys(group, total), [_Job(parts, total.view(-1), reduction_of(step))]
 
 
 def _local_shape(step: Step, rank: int) -> tuple[int, ...]:
     bounds = bounds_of(step.shape, *step.target)[rank]
     return tuple(stop - start for start, stop in bounds)
-
-
-def reduce_in_blocks(parts: Sequence[torch.Tensor], reduction: str, out: torch.Tensor) -> None:
-    """Reduce tensors of one shape elementwise, from the first to the last, a block at a time.
-
-    Args:
-        parts: At least one; never changed, but for one that is `out`.
-        reduction: `sum`, `max` or `min`.
-        out: Where the result is made; it may be any of the parts.
-    """
-    if len(parts) <= 2:
-        reduce_in_order(parts, reduction, out=out)
-        return
-    if all(part.is_contiguous() for part in (*parts, out)):
-        parts, out = [part.view(-1) for part in parts], out.view(-1)
-    if not out.numel():
-        return
-    dim = max(range(out.dim()), key=lambda dim: out.shape[dim])
-    line_bytes = out.nbytes // out.shape[dim]
-    extent = max(1, _BLOCK_BYTES // line_bytes)
-    for start in range(0, out.shape[dim], extent):
-        length = min(extent, out.shape[dim] - start)
-        blocks = [part.narrow(dim, start, length) for part in parts]
-        place = out.narrow(dim, start, length)
-        # `out` may be a part that comes later: it is written last.
-        *first, last = blocks
-        reduce_in_order(
-            [reduce_in_order(first, reduction), last] if first else blocks, reduction, out=place
-        )

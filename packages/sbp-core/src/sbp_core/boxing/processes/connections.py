@@ -6,6 +6,8 @@ failures is `watch`. Moves nothing and imports no torch.
 
 from __future__ import annotations
 
+import atexit
+import gc
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -123,6 +125,12 @@ class Connections(ABC):
 
     # The end.
 
+    @property
+    def is_well(self) -> bool:
+        """Whether nothing has failed, here or on ranks that told."""
+        notes = self._notes
+        return self._failure is None and notes is not None and notes.failure() is None
+
     def fail(self, error: BaseException) -> None:
         """Make every call fail, here and on the ranks that wait for this one."""
         words = _words(error)
@@ -147,6 +155,7 @@ class Connections(ABC):
         """Tell the others that this process ends without closing its connections."""
         self.fail(error)
         self.close()
+        gc.freeze()  # as `_break` asks for, which is too late to do so at the program's end
 
     def reason_to_go(self) -> str | None:
         """Return why waiting for others makes no sense any more, or None if it does."""
@@ -161,6 +170,9 @@ class Connections(ABC):
             if self._failure is not None or self._closed:
                 return
             self._failure = error
+        # A program that ends frees all its objects, for which it first looks at each: with those of
+        # torch most of a second, in which the other ranks, and the supervisor, see it run.
+        atexit.register(gc.freeze)
         if self._notes is not None:
             self._notes.hear()
         self._announce(told)
@@ -199,7 +211,8 @@ class Connections(ABC):
 
 
 def _words(error: BaseException) -> str:
-    """Return what an error says, and where."""
+    """Return what an error says, and where; of other people's errors also the type."""
     if isinstance(error, SbpError):
         return "\n  in ".join([error.what, *filter(None, error.where)])
-    return str(error) or type(error).__name__
+    name = type(error).__name__
+    return f"{name}: {error}" if str(error) else name

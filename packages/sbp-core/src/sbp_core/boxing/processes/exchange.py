@@ -1,8 +1,8 @@
 """A communicator for ranks that share no memory: what is common to all transports of flat tensors.
 
-It knows who sends which pieces to whom, checks, counts bytes, and packs and unpacks parcels. How
-long to wait, what to say if nobody comes, and the collectives that a transport has of its own stay
-with the transport. Knows torch.
+It knows who sends which pieces to whom, checks, and packs and unpacks parcels. How long to wait,
+what to say if nobody comes, and the collectives that a transport has of its own stay with the
+transport. Knows torch.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from typing import Generic, TypeVar
 import torch
 
 from sbp_core.boxing.backend import Communicator
-from sbp_core.boxing.execute import check_shard, fill, reduction_of, torch_dtype
+from sbp_core.boxing.execute import check_shard, detached, fill, reduction_of, torch_dtype
 from sbp_core.boxing.processes.call import Call
 from sbp_core.boxing.processes.connections import Connections
 from sbp_core.boxing.processes.manifest import Manifest, manifest, span
+from sbp_core.boxing.processes.meter import Meter
 from sbp_core.boxing.processes.parcel import Parcels, num_elements, pack, unpack
-from sbp_core.boxing.slices import Piece, bounds_of, sent_bytes, transfer_pieces, volume
+from sbp_core.boxing.slices import Piece, bounds_of, transfer_pieces, volume
 from sbp_core.boxing.step import Step, StepKind
 
 ConnectionsT = TypeVar("ConnectionsT", bound=Connections)
@@ -40,7 +41,6 @@ class Role:
         step: Which.
         ranks: Its group.
         shape, dtype: Of its shard.
-        sent_bytes: Bytes that it sends.
         reduction: `sum`, `max` or `min`, of an all-reduce or reduce-scatter; else "".
         known: What it sends and receives; None for an all-reduce.
     """
@@ -49,7 +49,6 @@ class Role:
     ranks: tuple[int, ...]
     shape: tuple[int, ...]
     dtype: torch.dtype
-    sent_bytes: int
     reduction: str
     known: Manifest | None
 
@@ -62,6 +61,10 @@ class Role:
 
 class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
     """One rank's ends, over the connections of its process.
+
+    `sent_bytes` is made of the buffers that are handed over, not of what steps predict: a message
+    is counted here, as it is posted, and a collective by the subclass, which has a `Meter` for each
+    group beside the calls of its library, and gives it to `_count`.
 
     A subclass brings the four methods that move flat tensors: shape (elements,), contiguous, of the
     step's dtype. Each of them raises `BoxingError` when the call's time is over, or when another
@@ -95,25 +98,26 @@ class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
         role = self._roles.get(id(step)) or self._new_role(step, shard)
         if shard.shape != role.shape or shard.dtype != role.dtype:
             check_shard(step, self.rank, shard)
+        shard = detached(shard)
         if len(role.ranks) == 1:
             return shard
         with self._connections.under_way(call):
-            result = self._collective(call, role.ranks, shard, donate)
-        self.sent_bytes += role.sent_bytes
-        return result
+            return self._collective(call, role.ranks, shard, donate)
 
     def send(self, step: Step, shard: torch.Tensor, *, tag: str, deadline_s: float) -> None:
         """See `Communicator.send`."""
         call = self._begin(step, tag, deadline_s)
         check_shard(step, self.rank, shard)
+        shard = detached(shard)
         outgoing: dict[int, list[Piece]] = {}
         for piece in transfer_pieces(step):
             if piece.sender == self.rank != piece.receiver:
                 outgoing.setdefault(piece.receiver, []).append(piece)
         for receiver, pieces in outgoing.items():
             # A copy: the shard is the caller's to drop, and may be a view of something larger.
-            self._post(call, receiver, pack(shard, pieces, copy=True).to(self._device))
-        self.sent_bytes += sent_bytes(step, self.rank)
+            values = pack(shard, pieces, copy=True).to(self._device)
+            self._post(call, receiver, values)
+            self.sent_bytes += values.nbytes
 
     def receive(
         self, step: Step, shard: torch.Tensor | None, *, tag: str, deadline_s: float
@@ -129,6 +133,7 @@ class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
             if shard is None:
                 raise call.failed("this rank is a sender too, and gave no shard to receive()")
             check_shard(step, self.rank, shard)
+            shard = detached(shard)
         if len(own) == len(mine) == 1 and shard is not None:
             part = shard[own[0].source_slices]
             if part.shape == self._shape_after(step):
@@ -166,7 +171,7 @@ class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
         Args:
             call: Its step is of any kind but `TRANSFER` and `LOCAL`.
             ranks: The group.
-            shard: This rank's part under the step's source, checked.
+            shard: This rank's part under the step's source, checked and detached.
             donate: Whether the shard's memory may be overwritten, and may become the result. Other
                 ranks may say otherwise: what they do together must not depend on it.
 
@@ -189,26 +194,22 @@ class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
         """Fill each tensor with the message of its sender for the call's tag."""
 
     @abstractmethod
-    def _trade(
-        self,
-        call: Call,
-        ranks: tuple[int, ...],
-        received: torch.Tensor,
-        sent: torch.Tensor,
-        received_sizes: Sequence[int],
-        sent_sizes: Sequence[int],
-    ) -> None:
-        """Send consecutive chunks of `sent` to the ranks in order, and receive theirs likewise.
+    def _trade(self, call: Call, ranks: tuple[int, ...], parcels: Parcels) -> None:
+        """Send each rank its chunk of `parcels.sent`, and fill `parcels.received` with theirs.
+
+        May call `parcels.keep_own` while data is under way.
 
         Args:
             call: The call that does so.
             ranks: The group.
-            received: To be filled.
-            sent: On the shard's device.
-            received_sizes: Elements from each rank, in order.
-            sent_sizes: Elements to each rank, in order; for this one as many as it receives, often
-                but not always 0.
+            parcels: The chunks, in the order of `ranks`; what stays here is often but not always
+                left out.
         """
+
+    def _count(self, meter: Meter) -> None:
+        """Count what a collective was given for other ranks, once its library has been called."""
+        sent_bytes = meter.take()
+        self.sent_bytes += sent_bytes  # in one go: other threads may count messages
 
     def _begin(self, step: Step, tag: str, deadline_s: float) -> Call:
         """Make the call of a step, if the connections can be used."""
@@ -229,7 +230,6 @@ class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
             ranks=ranks,
             shape=tuple(shard.shape),
             dtype=shard.dtype,
-            sent_bytes=sent_bytes(step, self.rank),
             reduction=reduction_of(step) if step.kind in _REDUCES else "",
             known=None if step.kind is StepKind.ALL_REDUCE else manifest(step, self.rank),
         )
@@ -248,16 +248,8 @@ class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
         """
         known = self._role(call).manifest
         parcels = Parcels(call.step, known, shard, device=self._device)
-        parcels.keep_own()
         if not known.is_idle:
-            self._trade(
-                call,
-                ranks,
-                parcels.received,
-                parcels.sent,
-                parcels.received_sizes,
-                parcels.sent_sizes,
-            )
+            self._trade(call, ranks, parcels)
         return parcels.result()
 
     def _shape_after(self, step: Step) -> tuple[int, ...]:

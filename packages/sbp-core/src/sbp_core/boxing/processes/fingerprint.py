@@ -104,7 +104,8 @@ class _Inbox:
 class FingerprintedCommunicator(Communicator):
     """The ends of all steps of one rank, each compared with the others' before it begins.
 
-    `sent_bytes` does not count fingerprints.
+    `sent_bytes` is what the steps have this rank send, without fingerprints; it is the communicator
+    below that counts what is moved.
 
     Args:
         backend: What breaks when two ranks differ.

@@ -99,6 +99,7 @@ class Parcels:
         self._step, self._manifest, self._shard = step, manifest, shard
         apart, place = manifest.apart and not (with_own or whole), manifest.place
         self._keeps_own = apart or whole
+        self._awaits_own = apart
         self.sent_sizes, self.received_sizes = manifest.sent_sizes, manifest.received_sizes
         if apart:
             self.sent_sizes = _without(self.sent_sizes, place)
@@ -120,15 +121,18 @@ class Parcels:
             self.received = torch.empty(elements, dtype=shard.dtype, device=device)
 
     def keep_own(self) -> None:
-        """Copy what the rank keeps into the result; may be done while chunks are on their way."""
+        """Copy what the rank keeps into the result: now, while chunks may be on their way."""
         piece = self._manifest.incoming[self._manifest.place]
         if self._keeps_own and piece is not None and self._result is not None:
             self._result[piece.target_slices] = self._shard[piece.source_slices]
+        self._awaits_own = False
 
     def result(self) -> torch.Tensor:
-        """Return the rank's part under `step.target`, once all is received and `keep_own` done."""
+        """Return the rank's part under `step.target`, once all is received."""
         if self._result is None:
             return self._reduced()
+        if self._awaits_own:
+            self.keep_own()
         if not self._manifest.unpacked:
             fill(
                 self._result,

@@ -16,6 +16,33 @@ from sbp_core.boxing.processes.connections import Connections
 from sbp_core.errors import BoxingError
 
 
+def check_ranks(
+    ranks: Sequence[int],
+    rank: int,
+    num_processes: int,
+    *,
+    todo: str = "start as many processes as the mesh has ranks",
+) -> None:
+    """Check that the ranks of a run are the processes that were started.
+
+    Args:
+        ranks: Of the run.
+        rank: Of this process.
+        num_processes: Of all; each has one rank.
+        todo: How to start as many as are needed.
+
+    Raises:
+        BoxingError: they are not.
+    """
+    if sorted(ranks) != list(range(num_processes)):
+        raise BoxingError(
+            f"the run has ranks {sorted(ranks)}, but {num_processes} processes were started",
+            where=f"rank {rank}",
+            accepted=f"ranks 0 .. {num_processes - 1}, one a process",
+            todo=todo,
+        )
+
+
 class ProcessBackend(BoxingBackend):
     """Boxing among processes.
 

@@ -14,7 +14,8 @@ What a case is. One tensor is converted along its route, or by one step made by 
 *Every rank's* shard is compared with its slice of the logical tensor; partial values are put
 together and compared with it; for each step, the bytes that the communicators counted are compared
 with those predicted; and inputs must be left as they were, unless they were donated. Shards are
-donated in every other case and have gaps in memory in every third. The values are integers, so that
+donated in every other case, have gaps in memory in every third and ask for gradients, of which
+boxing must know nothing, in every fifth. The values are integers, so that
 sums are exact in any order. `families` lists the cases.
 
 What to supply besides:

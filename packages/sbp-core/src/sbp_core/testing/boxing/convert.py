@@ -37,15 +37,17 @@ class Trial:
         route: How; equal on all ranks.
         donate: Whether shards are donated to collectives.
         strided: Whether shards have gaps between their elements in memory.
+        tracked: Whether shards ask for gradients, as far as their dtype can.
     """
 
     case: BoxingCase
     route: Route
     donate: bool
     strided: bool
+    tracked: bool
 
     def __str__(self) -> str:
-        manner = [word for word in ("donate", "strided") if getattr(self, word)]
+        manner = [word for word in ("donate", "strided", "tracked") if getattr(self, word)]
         return " ".join([*(f"[{word}]" for word in manner), str(self.case)])
 
 
@@ -65,9 +67,15 @@ class Answer:
 
 
 def make_trials(cases: Sequence[BoxingCase]) -> tuple[Trial, ...]:
-    """Return the cases with their routes; every other one donates, every third has gaps."""
+    """Return the cases with their routes; as the package says in which manner each is run."""
     return tuple(
-        Trial(case=case, route=case.route, donate=number % 2 == 1, strided=number % 3 == 2)
+        Trial(
+            case=case,
+            route=case.route,
+            donate=number % 2 == 1,
+            strided=number % 3 == 2,
+            tracked=number % 5 == 3,
+        )
         for number, case in enumerate(cases)
     )
 
@@ -91,7 +99,8 @@ def run_trials(
         shard = source_shard(trial.case, rank)
         if shard is not None:
             shard = _laid_out(shard.to(device), trial.strided)
-        kept = None if shard is None else shard.clone()
+            shard.requires_grad_(trial.tracked and shard.is_floating_point())
+        kept = None if shard is None else shard.detach().clone()
         try:
             result = run_route(
                 rank,
@@ -129,6 +138,8 @@ def _judge(rank: int, case: BoxingCase, result: torch.Tensor | None, answer: Ans
         answer.problem = "it holds no shard"
     elif tuple(result.shape) != shape or result.dtype != dtype:
         answer.problem = f"it holds {result.dtype}{list(result.shape)} and not {list(shape)}"
+    elif result.requires_grad:
+        answer.problem = "it holds a shard that asks for gradients"
     elif sbp.has_partial:
         answer.values = result.cpu().flatten().tolist()
     elif not torch.equal(result.cpu(), expected := target_shard(case, rank)):

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sbp_core.boxing.router import route
+from sbp_core.boxing.slices import bounds_of
 from sbp_core.boxing.step import Step
 from sbp_core.errors import BoxingError
 from sbp_core.placement import Placement
-from sbp_core.sbp import B, NdSbp, P, Sbp
+from sbp_core.sbp import B, NdSbp, P, S, Sbp
 
 if TYPE_CHECKING:
     from sbp_core.boxing.backend import BoxingBackend, Communicator
@@ -89,6 +90,19 @@ def miss_a_message(rank: int, communicator: Communicator, *, waits_s: float, dev
         time.sleep(2 * waits_s)
         return "", 0.0
     return told(partial(communicator.receive, message(0, 1), None, tag="lost", deadline_s=waits_s))
+
+
+def miss_messages(rank: int, communicator: Communicator, *, waits_s: float, device: str) -> Told:
+    """Receive on rank 3 parts of ranks 0, 1 and 2, of which only rank 1 sends its own."""
+    step = one_step(S(0), B, [0, 1, 2], [3])
+    if rank == 1:
+        bounds = bounds_of(step.shape, *step.source)[rank]
+        part = _ones(device)[slice(*bounds[0])]
+        communicator.send(step, part, tag="lost", deadline_s=10 * waits_s)
+    if rank != 3:
+        time.sleep(2 * waits_s)
+        return "", 0.0
+    return told(partial(communicator.receive, step, None, tag="lost", deadline_s=waits_s))
 
 
 def give_wrong_shard(

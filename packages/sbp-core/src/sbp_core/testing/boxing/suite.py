@@ -225,10 +225,21 @@ class BoxingConformance(ABC):
 
         self._check_missing(1, receiver, missing=0)
 
-    def _check_missing(self, rank: int, answer: failures.Told, *, missing: int) -> None:
+    def test_all_senders_that_never_come_are_named(self) -> None:
+        """Of three senders two do not come; the receiver names these, and no other."""
+        self._need(4)
+        program = partial(
+            failures.miss_messages, waits_s=self.missing_deadline_s, device=self.device
+        )
+
+        *_, receiver = self.run_ranks(4, program)
+
+        self._check_missing(3, receiver, missing="0, 2")
+
+    def _check_missing(self, rank: int, answer: failures.Told, *, missing: int | str) -> None:
         said, took_s = answer
         named = f"did not arrive: {missing}\n" in f"{said}\n"
-        assert named, f"rank {rank} was told of the missing rank: {said!r}"
+        assert named, f"rank {rank} was told of the missing ranks: {said!r}"
         assert "'lost'" in said, f"rank {rank} was not told the tag: {said!r}"
         assert took_s < self.missing_deadline_s + self.grace_s, f"rank {rank}: {took_s} s"
 
