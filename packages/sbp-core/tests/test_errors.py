@@ -5,7 +5,15 @@ import pickle
 import pytest
 
 from sbp_core import errors
-from sbp_core.errors import PlanError, SbpError, SbpLookupError, SbpValueError, unknown_name
+from sbp_core.errors import (
+    BoxingError,
+    PlanError,
+    SbpError,
+    SbpLookupError,
+    SbpValueError,
+    unknown_name,
+    words_of,
+)
 
 _CLASSES = [
     value
@@ -72,3 +80,11 @@ def test_an_unknown_name_gets_the_closest_match_and_the_list() -> None:
 def test_an_unknown_name_without_a_close_match_gets_the_list() -> None:
     assert unknown_name("planner", "zzz", ["osdp"]).todo.startswith("choose one of these")
     assert "nothing is installed" in unknown_name("planner", "zzz", []).accepted
+
+
+def test_an_error_is_quoted_with_its_places_and_that_of_others_with_its_type() -> None:
+    ours = BoxingError("a step failed", where=("rank 1", "", "step 2"), todo="see the log")
+
+    assert words_of(ours) == "a step failed\n  in rank 1\n  in step 2"
+    assert words_of(KeyError("weight")) == "KeyError: 'weight'"
+    assert words_of(ValueError()) == "ValueError"

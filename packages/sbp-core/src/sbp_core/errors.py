@@ -47,6 +47,14 @@ class SbpError(Exception):
         return (_rebuild, (type(self), self.what, self.where, self.accepted, self.todo))
 
 
+def words_of(error: BaseException) -> str:
+    """Return what an error says, and where, to be quoted; of other errors also the type."""
+    if isinstance(error, SbpError):
+        return "\n  in ".join([error.what, *filter(None, error.where)])
+    name = type(error).__name__
+    return f"{name}: {error}" if str(error) else name
+
+
 def _rebuild(
     cls: type[SbpError], what: str, where: tuple[str, ...], accepted: str, todo: str
 ) -> SbpError:

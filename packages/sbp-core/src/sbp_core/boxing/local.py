@@ -24,7 +24,7 @@ from sbp_core.boxing.processes.call import Call
 from sbp_core.boxing.share import Work, share_out
 from sbp_core.boxing.slices import Piece, sent_bytes, transfer_pieces
 from sbp_core.boxing.step import Step, StepKind
-from sbp_core.errors import BoxingError
+from sbp_core.errors import BoxingError, words_of
 
 if TYPE_CHECKING:
     from sbp_core.plugins.hooks import EmptyConfig
@@ -119,7 +119,7 @@ class LocalBackend(BoxingBackend):
     def fail(self, error: BaseException) -> None:
         """Unblock every waiting call with a `BoxingError` caused by `error`."""
         atexit.register(gc.freeze)  # see `Connections._break`
-        self._stop(f"another part of the run failed: {str(error) or type(error).__name__}", error)
+        self._stop(f"another part of the run failed: {words_of(error)}", error)
 
     def close(self) -> None:
         """Drop everything that waits; further calls raise `BoxingError`."""

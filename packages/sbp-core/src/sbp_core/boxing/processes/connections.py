@@ -17,7 +17,7 @@ from sbp_core.boxing.processes.board import Board
 from sbp_core.boxing.processes.call import Call
 from sbp_core.boxing.processes.members import Member, State, state_of
 from sbp_core.boxing.processes.watch import INTERVAL_S, Calls, UnderWay, Watch
-from sbp_core.errors import BoxingError, SbpError
+from sbp_core.errors import BoxingError, words_of
 
 #: Seconds in which it is found out why a connection broke: who ended, or what was told.
 _REASON_S = 1.0
@@ -72,7 +72,7 @@ class Connections(ABC):
                 where=why,
                 todo="check that every process was started, and see why those did not come",
             )
-            board.announce(f"rank {board.rank} reported: {_words(error)}")
+            board.announce(f"rank {board.rank} reported: {words_of(error)}")
             board.close()
             raise error
         self._notes = board
@@ -95,7 +95,7 @@ class Connections(ABC):
         if self._closed:
             raise call.failed("the boxing backend was closed", todo="open a new one")
         if self._failure is not None:
-            raise call.failed(_words(self._failure)) from self._failure
+            raise call.failed(words_of(self._failure)) from self._failure
 
     def check_others(self, call: Call) -> None:
         """Raise `BoxingError` if waiting for others has become hopeless, as far as they told."""
@@ -107,7 +107,7 @@ class Connections(ABC):
     def broken(self, call: Call, error: BoxingError) -> BoxingError:
         """Break everything because a call failed; return the error to raise."""
         if self._failure is not None:
-            return call.failed(_words(self._failure))
+            return call.failed(words_of(self._failure))
         self.fail(error)
         return error
 
@@ -121,7 +121,7 @@ class Connections(ABC):
         if self._failure is None:
             reason = None if self._watch is None else self._watch.find(_REASON_S)
             self._learn(reason or f"a rank has ended, or its connection is lost ({report})")
-        return call.failed(report if self._failure is None else _words(self._failure))
+        return call.failed(report if self._failure is None else words_of(self._failure))
 
     # The end.
 
@@ -133,7 +133,7 @@ class Connections(ABC):
 
     def fail(self, error: BaseException) -> None:
         """Make every call fail, here and on the ranks that wait for this one."""
-        words = _words(error)
+        words = words_of(error)
         told = words if self._notes is None else f"rank {self._notes.rank} reported: {words}"
         self._break(error, told)
 
@@ -208,11 +208,3 @@ class Connections(ABC):
     @abstractmethod
     def _release(self) -> None:
         """Leave the other ranks, well (`_failure` is None) or not; called once."""
-
-
-def _words(error: BaseException) -> str:
-    """Return what an error says, and where; of other people's errors also the type."""
-    if isinstance(error, SbpError):
-        return "\n  in ".join([error.what, *filter(None, error.where)])
-    name = type(error).__name__
-    return f"{name}: {error}" if str(error) else name
