@@ -79,7 +79,9 @@ class Way:
             return (
                 Start(command=(*torchrun, *shown), ranks=every, defaults=thread_share(num_ranks)),
             )
-        backend = discover().make("boxing", self.backend, self.config)
+        # On fake GPUs, ranks of `nccl` are started as those of `mpi`; real ones would be missed.
+        launched_as = "mpi" if self.backend == "nccl" else self.backend
+        backend = discover().make("boxing", launched_as, self.config)
         assert isinstance(backend, BoxingBackend), "kind boxing builds boxing backends"
         starts = backend.starts(num_ranks, command)
         if self.launcher == "mpiexec":

@@ -49,7 +49,15 @@ class NcclBackend(JobBackend):
         self._device = device
 
     def starts(self, num_ranks: int, command: Sequence[str]) -> tuple[Start, ...]:
-        """See `BoxingBackend.starts`: a launcher, or one process a rank."""
+        """See `BoxingBackend.starts`: a launcher, or one process a rank.
+
+        Raises:
+            BoxingError: this machine has no GPU for them.
+        """
+        if self._device is None:
+            from sbp_boxing_nccl.nccl.library import count_gpus
+
+            count_gpus(self._config.device_index)
         if self._config.bootstrap == "mpi":
             return processes(num_ranks, command)
         return processes_that_meet(

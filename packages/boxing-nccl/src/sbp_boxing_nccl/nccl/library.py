@@ -43,7 +43,22 @@ def load_device(index: int | None, local_rank: int) -> CupyDevice:
     Raises:
         BoxingError: there is no such GPU, no CuPy, no NCCL, or not one NCCL for torch and CuPy.
     """
-    count = _CUDA.device_count() if _CUDA.is_available() else 0
+    count = count_gpus(index)
+    nccl = load_nccl()
+    version = check_versions(_CUDA.nccl.version(), nccl.get_version())
+    return CupyDevice(nccl, local_rank % count if index is None else index, version)
+
+
+def count_gpus(index: int | None) -> int:
+    """Return how many GPUs this process sees.
+
+    Args:
+        index: Number of one that must be among them, or None.
+
+    Raises:
+        BoxingError: there is none, or not that one.
+    """
+    count = int(_CUDA.device_count()) if _CUDA.is_available() else 0
     if not count:
         built = torch.version.cuda or "none: it is a build for CPUs"
         raise BoxingError(
@@ -56,9 +71,7 @@ def load_device(index: int | None, local_rank: int) -> CupyDevice:
             f"there is no GPU {index}: this process sees {count}",
             accepted=", ".join(f"cuda:{number}" for number in range(count)),
         )
-    nccl = load_nccl()
-    version = check_versions(_CUDA.nccl.version(), nccl.get_version())
-    return CupyDevice(nccl, local_rank % count if index is None else index, version)
+    return count
 
 
 def load_nccl() -> Any:
