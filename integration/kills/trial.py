@@ -297,7 +297,10 @@ def _named_by(
     Ranks in what boxing told them, the launcher in its lines, the run in the first line of its
     message.
     """
-    name = re.compile(rf"\brank:? {culprit}\b|did not arrive: (\d+, )*{culprit}\b")
+    # That it is said to run, as witnesses say of all who are late, accuses nobody.
+    name = re.compile(
+        rf"\brank:? {culprit}\b(?! \([^()]*\): is running)|did not arrive: (\d+, )*{culprit}\b"
+    )
     named = [f"rank {rank}" for rank, text in told.items() if name.search(text)]
     if any(name.search(line) for line in lines if "boxing step" not in line):
         named.append("launcher")

@@ -30,6 +30,15 @@ def found(*lines: str, ranks: tuple[int, ...] = (0, 1, 2)) -> tuple[str, str] | 
         ([LATE], "ranks that did not arrive: 1"),
         # Who reports a late rank is not the late one.
         ([CUT_SHORT + "rank 0 reported: " + LATE], "ranks that did not arrive: 1"),
+        # Who is late may have waited for one that does nothing any more.
+        (
+            [
+                "boxing step 'step 3' waited 3 s; ranks that did not arrive: 2",
+                "  in rank 2 (pid 8 on this host): is running; it waits in boxing step 'step 2'",
+                "  in rank 1 (pid 7 on this host): is stopped by a signal",
+            ],
+            "rank 1 (pid 7 on this host): is stopped by a signal",
+        ),
         # One rank ends the job because of another.
         ([ABORT, LATE], "ranks that did not arrive: 1"),
         ([ABORT, SIGNAL], "prterun noticed"),

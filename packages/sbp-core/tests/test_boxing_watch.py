@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -159,6 +163,25 @@ def test_a_witness_says_what_a_process_does_and_where_it_was() -> None:
     other.come_to("waits in boxing step 'loss'")
 
     assert watch.witness([1])[0].endswith("is running; it waits in boxing step 'loss'")
+
+
+def test_a_witness_also_names_a_stopped_rank_that_it_was_not_asked_about() -> None:
+    board, _, _ = boards_of(3)
+    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        watch, _, _ = watch_of(
+            board, replace(ME, rank=1), replace(ME, rank=2, pid=sleeper.pid, started=0)
+        )
+        assert len(watch.witness([1])) == 1
+
+        os.kill(sleeper.pid, signal.SIGSTOP)
+        assert board.wait_for(lambda: len(watch.witness([1])) == 2, 10.0)
+
+        said = f"rank 2 (pid {sleeper.pid} on this host): is stopped by a signal"
+        assert watch.witness([1])[1] == said
+    finally:
+        sleeper.kill()
+        sleeper.wait()
 
 
 def test_the_thread_notes_where_a_long_call_waits_and_learns_of_a_failure(

@@ -121,10 +121,11 @@ class Bootstrap:
         return attempt.channel
 
     def _slow(self, call: Call, ranks: tuple[int, ...], waited_s: float) -> BoxingError:
+        others = [rank for rank in ranks if rank != call.rank]
         return BoxingError(
             f"boxing step {call.tag!r} could not complete: NCCL did not connect ranks "
             f"{list(ranks)} within {waited_s:.3g} s, though all of them are there",
-            where=(str(call.step), f"rank {call.rank}"),
+            where=(str(call.step), f"rank {call.rank}", *call.witness(others)),
             todo="see what NCCL says with NCCL_DEBUG=INFO; NCCL_SOCKET_IFNAME chooses the network",
         )
 

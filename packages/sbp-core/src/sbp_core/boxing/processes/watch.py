@@ -36,6 +36,9 @@ _BEAT_S = 0.5
 #: Seconds without a sign of life after which a rank is lost, if a connection broke.
 _SILENCE_S = 3.0
 
+#: What an error says of a rank that does nothing any more.
+STOPPED, SILENT = "is stopped by a signal", "gives no sign of life"
+
 #: Seconds to listen for a sign of life of a rank that did not arrive.
 _LISTEN_S = 1.2
 
@@ -157,12 +160,19 @@ class Watch:
         return f"{names} has given no sign of life for {_SILENCE_S:g} s: ended, or cut off"
 
     def witness(self, ranks: Collection[int]) -> list[str]:
-        """Say of each rank what its process does, and where it was last."""
-        silent = self._silent([rank for rank in ranks if rank in self._away], _LISTEN_S)
+        """Say of each rank what its process does, and where it was last.
+
+        Of other ranks, those that do nothing any more: some of `ranks` may be waiting for them.
+        """
+        silent = self._silent(self._away, _LISTEN_S)
+        stopped = [
+            member.rank for member in self._here if state_of(member, self._me) is State.STOPPED
+        ]
+        still = [rank for rank in sorted({*silent, *stopped}) if rank not in ranks]
         lines = []
-        for rank in ranks:
+        for rank in (*ranks, *still):
             if rank in self._away:
-                state = "gives no sign of life" if rank in silent else "gives signs of life"
+                state = SILENT if rank in silent else "gives signs of life"
             else:
                 state = _STATES[state_of(self._members[rank], self._me)]
             place = self._board.last_seen(rank)
@@ -262,7 +272,7 @@ class Watch:
 
 _STATES = {
     State.RUNNING: "is running",
-    State.STOPPED: "is stopped by a signal",
+    State.STOPPED: STOPPED,
     State.ENDED: "has ended",
     State.UNKNOWN: "cannot be seen from here",
 }
