@@ -44,6 +44,7 @@ from sbp_core.testing.cases import (
     shards_of,
     too_large,
 )
+from sbp_core.testing.interrupts import hears_ctrl_c
 
 
 @pytest.fixture(autouse=True)
@@ -174,16 +175,8 @@ def test_the_first_deadline_is_for_the_first_step_only() -> None:
     assert time.monotonic() - began < 5.0
 
 
-@pytest.fixture
-def hears_ctrl_c() -> Iterator[None]:
-    """Without it, tests that a script runs in its background ignore SIGINT, and so do programs."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("hears_ctrl_c")
 @pytest.mark.parametrize("name", [DATA, THREADS])
+@hears_ctrl_c()
 def test_an_interrupt_in_the_middle_of_a_step_stops_the_workers(name: str) -> None:
     plan, _ = plan_with(compile_case(name), 1, operator("wait_at_gate"))
     session = start(name, plan)
@@ -203,7 +196,7 @@ def test_an_interrupt_in_the_middle_of_a_step_stops_the_workers(name: str) -> No
     assert_states(session, before)
 
 
-@pytest.mark.usefixtures("hears_ctrl_c")
+@hears_ctrl_c()
 def test_an_interrupted_session_is_over_and_says_so() -> None:
     plan, _ = plan_with(compile_case(DATA), 1, operator("wait_at_gate"))
     with start(DATA, plan) as session:

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +17,7 @@ from rich.console import Console
 from sbp_core.calibration import Calibration, Sample
 from sbp_core.placement import Cluster
 from sbp_core.plugins import Registry
+from sbp_core.testing.interrupts import hears_ctrl_c
 from sbp_launch.calibrate import config
 from sbp_launch.calibrate.config import KINDS, check_calibrate
 from sbp_launch.calibrate.rank import here
@@ -75,15 +75,7 @@ def test_a_backend_that_chooses_gpus_itself_is_measured_on_gpus(
     assert (run.device, run.settings.ranks) == ("cuda", 3)
 
 
-@pytest.fixture
-def hears_ctrl_c() -> Iterator[None]:
-    """Without it, tests that a script runs in its background ignore SIGINT, and so do programs."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("hears_ctrl_c")
+@hears_ctrl_c()
 def test_ctrl_c_ends_it_without_a_word_of_the_ranks(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "sbp_launch.calibrate.app", "boxing=local", "sizes=[1024]"]
     run = subprocess.Popen(

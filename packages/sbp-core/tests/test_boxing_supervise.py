@@ -5,7 +5,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from sbp_core.boxing.supervision.keeper import end_processes, is_stopped
 from sbp_core.boxing.supervision.start import Start
 from sbp_core.boxing.supervision.supervise import Line, supervise
 from sbp_core.errors import RunError, SbpValueError
+from sbp_core.testing.interrupts import hears_ctrl_c
 
 #: Seconds that a program sleeps which is to be ended.
 _LONG_S = 600
@@ -285,16 +285,8 @@ _SUPERVISOR = """
 """
 
 
-@pytest.fixture
-def hears_ctrl_c() -> Iterator[None]:
-    """Without it, tests that a script runs in its background ignore SIGINT, and so do programs."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("hears_ctrl_c")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGKILL])
+@hears_ctrl_c()
 def test_nothing_is_left_when_the_supervisor_is_ended(number):
     command = [sys.executable, "-c", textwrap.dedent(_SUPERVISOR), textwrap.dedent(_RANK)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, stderr=subprocess.PIPE) as it:

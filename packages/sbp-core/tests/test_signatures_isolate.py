@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from sbp_core.signatures.isolate import (  # noqa: E402
     iter_isolated,
     run_isolated,
 )
+from sbp_core.testing.interrupts import hears_ctrl_c  # noqa: E402
 
 
 def die(number: int) -> None:
@@ -153,15 +154,7 @@ def test_giving_up_ends_the_worker() -> None:
         os.kill(first.value, 0)
 
 
-@pytest.fixture
-def hears_ctrl_c() -> Iterator[None]:
-    """Without it, tests that a script runs in its background ignore SIGINT, and so do programs."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("hears_ctrl_c")
+@hears_ctrl_c()
 def test_an_interrupt_of_the_parent_ends_the_worker() -> None:
     trials: list[Callable[[], object]] = [partial(os.kill, os.getpid(), signal.SIGINT)]
 
