@@ -204,14 +204,8 @@ class MpiConnections(Connections):
             except TimeoutError:
                 self.check_others(call)
         self._abandoned = True
-        slow = call.failed(
-            f"MPI did not connect ranks {list(ranks)}, all of which had come, in time"
-        )
-        others = [rank for rank in ranks if rank != self.rank]
-        raise self.broken(
-            call,
-            BoxingError(slow.what, where=(*slow.where, *self.witness(others)), todo=slow.todo),
-        )
+        slow = f"MPI did not connect ranks {list(ranks)}, all of which had come, in time"
+        raise self.broken(call, call.failed(slow, involved=ranks))
 
     def _duplicate(self, limit_s: float) -> Any:
         """Return a communicator of all ranks with a context of its own."""

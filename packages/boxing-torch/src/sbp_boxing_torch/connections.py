@@ -92,7 +92,7 @@ class TorchConnections(Connections):
         try:
             group = self._connect(name, ranks, call.left_s)
         except BoxingError as error:
-            raise self.broken(call, call.failed(error.what)) from error
+            raise self.broken(call, call.failed(error.what, involved=ranks)) from error
         with self._lock:
             self._groups[ranks] = group
             too_late = self._failure is not None

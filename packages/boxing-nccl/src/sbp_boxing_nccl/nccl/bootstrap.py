@@ -121,12 +121,11 @@ class Bootstrap:
         return attempt.channel
 
     def _slow(self, call: Call, ranks: tuple[int, ...], waited_s: float) -> BoxingError:
-        others = [rank for rank in ranks if rank != call.rank]
-        return BoxingError(
-            f"boxing step {call.tag!r} could not complete: NCCL did not connect ranks "
-            f"{list(ranks)} within {waited_s:.3g} s, though all of them are there",
-            where=(str(call.step), f"rank {call.rank}", *call.witness(others)),
+        return call.failed(
+            f"NCCL did not connect ranks {list(ranks)} within {waited_s:.3g} s, though all of them "
+            "are there",
             todo="see what NCCL says with NCCL_DEBUG=INFO; NCCL_SOCKET_IFNAME chooses the network",
+            involved=ranks,
         )
 
     def _look(self, done: Callable[[], bool], limit_s: float) -> bool:

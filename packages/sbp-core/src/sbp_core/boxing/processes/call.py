@@ -84,11 +84,15 @@ class Call:
         error = missing_ranks(self.step, self.tag, ranks, self.deadline_s, rank=self.rank)
         return BoxingError(error.what, where=(*error.where, *self.witness(ranks)), todo=error.todo)
 
-    def failed(self, why: str, *, todo: str = _AFTER_A_FAILURE) -> BoxingError:
-        """Make the error for a call that was cut short."""
+    def failed(
+        self, why: str, *, todo: str = _AFTER_A_FAILURE, involved: Iterable[int] = ()
+    ) -> BoxingError:
+        """Make the error for a call that was cut short, with what is known about the involved."""
+        others = [rank for rank in involved if rank != self.rank]
+        known = self.witness(others) if others else ()
         return BoxingError(
             f"boxing step {self.tag!r} could not complete: {why}",
-            where=(str(self.step), f"rank {self.rank}"),
+            where=(str(self.step), f"rank {self.rank}", *known),
             todo=todo,
         )
 
