@@ -137,6 +137,7 @@ def graphs(draw: st.DrawFn, num_micro_batches: int = 1) -> LogicalGraph:
         if index == num_forward - 1:
             loss = draft.add("aten.sum.default", (Ref(last),), Phase.FORWARD)
             outputs.append(GraphOutput(name="loss", kind=OutputKind.LOSS, value=loss))
+    _add_buffers(draw, draft, outputs)
     _add_updates(draw, draft, outputs)
     graph = LogicalGraph(
         name="random",
@@ -146,6 +147,23 @@ def graphs(draw: st.DrawFn, num_micro_batches: int = 1) -> LogicalGraph:
         types=draft.types,
     )
     return verify_graph(accumulate(graph, num_micro_batches))
+
+
+def _add_buffers(draw: st.DrawFn, draft: _Draft, outputs: list[GraphOutput]) -> None:
+    """Replace buffers in every micro-batch, and use what was in them."""
+    for index in range(draw(st.integers(0, 1))):
+        value = draw(st.sampled_from(draft.matrices()))
+        phase = draw(st.sampled_from((Phase.FORWARD, Phase.BACKWARD)))
+        if any(value in node.outputs and node.phase is Phase.BACKWARD for node in draft.nodes):
+            phase = Phase.BACKWARD
+        name = f"b{index}"
+        draft.add_input(name, InputKind.BUFFER, draft.types[value].shape)
+        new = draft.add("aten.add.Tensor", (Ref(name), Ref(value)), phase)
+        outputs.append(GraphOutput(name=name, kind=OutputKind.STATE, value=new))
+        if draw(st.booleans()):
+            late = draft.add("aten.mul.Tensor", (Ref(name), Ref(value)), Phase.BACKWARD)
+            seen = draft.add("aten.sum.default", (Ref(late),), Phase.BACKWARD)
+            outputs.append(GraphOutput(name=f"seen{index}", kind=OutputKind.METRIC, value=seen))
 
 
 def _add_updates(draw: st.DrawFn, draft: _Draft, outputs: list[GraphOutput]) -> None:
@@ -228,6 +246,7 @@ def strategies(draw: st.DrawFn, graph: LogicalGraph, stages: tuple[Placement, ..
         nodes=nodes,
         storage=storage,
         in_flight=tuple(draw(quotas) for _ in stages),
+        regather=draw(st.sampled_from((("*",), (), ("w0",)))),
     )
 
 
@@ -247,4 +266,4 @@ def random_values(
         return {entry.name: value(entry) for entry in graph.inputs if entry.kind is kind}
 
     batches = [values(InputKind.BATCH) for _ in range(graph.num_micro_batches)]
-    return values(InputKind.PARAMETER), batches
+    return values(InputKind.PARAMETER) | values(InputKind.BUFFER), batches

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from infer_graphs import Builder
 
 from sbp_core.boxing import route
+from sbp_core.check import check
+from sbp_core.compile import compile_plan
 from sbp_core.errors import SignatureError
+from sbp_core.graph.ir import GraphOutput, InputKind, OutputKind, Phase, Ref
+from sbp_core.graph.serialize import graph_hash
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp
 from sbp_core.signatures import check_signature, derive, enumerate_signatures, signatures
 from sbp_core.signatures.torch_call import abstract_call
 from sbp_core.signatures.verify import verify
-from sbp_core.strategy import Signature
+from sbp_core.strategy import Assignment, Signature, Storage, Strategy
 
 
 def texts(op: str, /, *args: object, axis_size: int = 2, **kwargs: object) -> list[str]:
@@ -158,3 +165,39 @@ def test_arguments_by_name_mean_what_they_mean_by_position() -> None:
 
     assert by_name == texts("aten.mm.default", (4, 6), (6, 8))
     assert verify("aten.mm.default", mat2=torch.randn(3, 5), self=torch.randn(4, 3)).ok
+
+
+def test_a_value_boxed_for_backward_first_is_boxed_again_for_a_forward_node_after_it() -> None:
+    """Both phases shared what the backward node had asked for, so that each waited for the other.
+
+    Only graphs that list a forward node behind a backward one are laid out so.
+    """
+    b = Builder()
+    b.add_input("x", InputKind.BATCH, (4, 4))
+    b.op("f", "relu.default", (Ref("x"),), (4, 4), pointwise=True)
+    b.op("g", "mm.default", (Ref("x"), Ref("f")), (4, 4), phase=Phase.BACKWARD)
+    b.op("h", "relu.default", (Ref("x"),), (4, 4), pointwise=True)
+    outputs = (
+        GraphOutput(name=name, kind=OutputKind.METRIC, value=name) for name in ("f", "g", "h")
+    )
+    graph = replace(b.graph(), outputs=tuple(outputs))
+    split, whole = NdSbp.parse("S(0)"), NdSbp.parse("B")
+    one = Signature(inputs=(split,), outputs=(split,))
+    all_whole = Signature(inputs=(whole, whole), outputs=(whole,))
+    strategy = Strategy(
+        planner="hand",
+        graph_hash=graph_hash(graph),
+        stages=(Placement.grid((1,), ("data",)),),
+        num_micro_batches=1,
+        nodes={
+            "f": Assignment(stage=0, signature=one),
+            "g": Assignment(stage=0, signature=all_whole),
+            "h": Assignment(stage=0, signature=Signature(inputs=(whole,), outputs=(whole,))),
+        },
+        storage={"x": Storage(stage=0, sbp=split)},
+        in_flight=(1,),
+    )
+
+    plan = compile_plan(graph, strategy)
+
+    assert check(plan).num_firings > 0

@@ -9,7 +9,8 @@ from infer_graphs import Builder, mlp
 from sbp_core.boxing import StepKind, route
 from sbp_core.check import check
 from sbp_core.compile import compile_plan
-from sbp_core.compile.lower import Item, ItemKind, lower
+from sbp_core.compile.items import Item, ItemKind
+from sbp_core.compile.lower import lower
 from sbp_core.errors import PlanError
 from sbp_core.graph.ir import (
     GraphInput,

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 from infer_graphs import Builder, mlp
-from small_models import PROGRAMS, Program, graph_states, same_states
+from small_models import Program, graph_states, same_states
 
-from sbp_core.capture import capture, initial_states
+from sbp_core.capture import initial_states
 from sbp_core.errors import GraphError
 from sbp_core.graph import LogicalGraph, verify_graph
 from sbp_core.graph.ir import (
@@ -251,16 +251,57 @@ def test_accumulation_is_put_between_micro_batches_and_step() -> None:
     assert [out.value for out in graph.outputs] == ["new", "g.mean"]
 
 
-def test_integers_have_no_mean_over_micro_batches() -> None:
+def test_integers_that_the_optimizer_uses_have_no_mean_over_micro_batches() -> None:
     b = Builder()
     b.add_input("x", InputKind.BATCH, (2,))
     b.op("hits", "sum.default", (Ref("x"),), ())
     b.types["hits"] = TensorType((), "int64")
-    b.outputs.append(GraphOutput(name="hits", kind=OutputKind.METRIC, value="hits"))
+    b.op("new", "neg.default", (Ref("hits"),), (), phase=Phase.OPTIMIZER)
+    b.outputs.append(GraphOutput(name="new", kind=OutputKind.METRIC, value="new"))
 
-    assert accumulate(b.graph(), 1).outputs[0].value == "hits"
+    assert accumulate(b.graph(), 1).outputs[0].value == "new"
     with pytest.raises(GraphError, match=r"'hits' is int64\[\]: the mean of 2 micro-batches"):
         accumulate(b.graph(), 2)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "summed"), [("int64", "int64"), ("int32", "int32"), ("bool", "int64")]
+)
+def test_metrics_that_count_are_summed_over_micro_batches(dtype: str, summed: str) -> None:
+    b = Builder()
+    b.add_input("x", InputKind.BATCH, ())
+    b.op("hits", "neg.default", (Ref("x"),), ())
+    b.types["x"] = b.types["hits"] = TensorType((), dtype)
+    b.outputs.append(GraphOutput(name="hits", kind=OutputKind.METRIC, value="hits"))
+
+    graph = verify_graph(accumulate(b.graph(), 2))
+
+    assert _texts(graph) == ["hits = neg(%x,)", "hits.sum = accumulate(%hits, 1)"]
+    assert [(out.name, out.value) for out in graph.outputs] == [("hits", "hits.sum")]
+    assert graph.types["hits.sum"] == TensorType((), summed)
+
+
+def test_a_state_replaced_for_each_micro_batch_stays_so_and_the_optimizer_takes_the_last() -> None:
+    b = Builder()
+    b.add_input("x", InputKind.BATCH, (2,))
+    b.add_input("mean", InputKind.BUFFER, (2,))
+    b.add_input("ema", InputKind.OPTIMIZER_STATE, (2,))
+    b.op("moved", "lerp.Scalar", (Ref("mean"), Ref("x"), 0.1), (2,))
+    b.op("smooth", "lerp.Scalar", (Ref("ema"), Ref("moved"), 0.1), (2,), phase=Phase.OPTIMIZER)
+    b.outputs.append(GraphOutput(name="mean", kind=OutputKind.STATE, value="moved"))
+    b.outputs.append(GraphOutput(name="ema", kind=OutputKind.STATE, value="smooth"))
+    b.outputs.append(GraphOutput(name="seen", kind=OutputKind.METRIC, value="moved"))
+
+    graph = verify_graph(accumulate(b.graph(), 4))
+
+    assert _texts(graph) == [
+        "moved = lerp(%mean, %x, 0.1)",
+        "moved.last = accumulate(%moved, None)",
+        "moved.mean = accumulate(%moved, 0.25)",
+        "smooth = lerp(%ema, %moved.last, 0.1)",
+    ]
+    assert [out.value for out in graph.outputs] == ["moved", "smooth", "moved.mean"]
+    assert dict(graph.carried) == {"mean": "moved"}
 
 
 def test_one_micro_batch_needs_no_accumulation() -> None:
@@ -272,15 +313,6 @@ def test_one_micro_batch_needs_no_accumulation() -> None:
 def test_no_micro_batch_is_refused() -> None:
     with pytest.raises(GraphError, match="num_micro_batches=0"):
         accumulate(mlp(), 0)
-
-
-def test_a_state_that_every_micro_batch_replaces_is_refused() -> None:
-    program = PROGRAMS["buffers"]
-    model, optimizer = program.build()
-    graph = capture(model, program.loss, program.batches(1)[0], optimizer)
-
-    with pytest.raises(GraphError, match="state 'mean' is replaced at micro-batch rate"):
-        prepare_step(graph, 2)
 
 
 def test_extra_passes_run_and_are_verified() -> None:

@@ -35,7 +35,12 @@ def _any_plan_is_right(data: st.DataObject, num_stages: int, num_micro_batches: 
     graph = data.draw(graphs(num_micro_batches), "graph")
     stages = data.draw(placements(num_stages), "stages")
     strategy = data.draw(strategies(graph, stages), "strategy")
-    options = CompileOptions(boxing_thread=data.draw(st.booleans(), "boxing thread"))
+    options = CompileOptions(
+        boxing_thread=data.draw(st.booleans(), "boxing thread"),
+        bucket_bytes=data.draw(st.sampled_from((None, 0, 64, 200)), "bucket bytes"),
+        piece_s=data.draw(st.sampled_from((2e-4, 0.0)), "piece"),
+        prefetch=data.draw(st.integers(0, 2), "prefetch"),
+    )
 
     plan = compile_plan(graph, strategy, options)
     report = check(plan)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from sbp_core.placement import Placement
+from sbp_core.runtime import constants as _constants  # noqa: F401 - registers sbp.constant
 from sbp_core.sbp import B, NdSbp, S
 from sbp_core.signatures import localize, signatures
 from sbp_core.signatures.rules import factories, random
@@ -72,6 +73,10 @@ CASES: dict[str, list[Sample]] = {
     "aten.hamming_window.periodic_alpha_beta": [sample(7, True, 0.5, 0.4)],
     "aten.kaiser_window.beta": [sample(7, True, 11.0)],
     **{op: [sample(7, False)] for op in _WINDOWS if op.endswith(".periodic")},
+    "sbp.constant.default": [
+        sample([float(n) for n in range(15)], [5, 3], dtype=torch.float64),
+        sample([2.5], [], dtype=torch.float64),
+    ],
 }
 
 RANDOM: dict[str, list[Sample]] = {

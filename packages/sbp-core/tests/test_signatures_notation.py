@@ -76,6 +76,7 @@ def test_nothing_left_of_the_arrow_means_no_arguments() -> None:
         "n c! => (), (); linear 0 to 0; reduce n max; reduce n@1 min",
         "=> d0; linear",
         "a, b => a; max 0; min 0; falls 1; ignored 1; why the rest is read whole",
+        "a, t! => a; linear 0; free 1; unread 1",
         "i, j => i; reduce j max; beside j 0",
         "n (g i), (g o) i -> n (g o); size g 2",
     ],

@@ -182,14 +182,14 @@ def test_an_optimizer_that_captures_to_another_update_fails_the_suite() -> None:
     suite = optimizer_suite(lambda parameters: DoublesRates(parameters, lr=1e-2))
 
     with pytest.raises(AssertionError, match="not bit-equal"):
-        suite.test_the_captured_update_equals_the_eager_one_bit_for_bit()
+        suite.test_the_captured_update_equals_the_eager_one()
 
 
 def test_an_optimizer_that_cannot_be_captured_fails_the_suite() -> None:
-    suite = optimizer_suite(lambda parameters: torch.optim.Adam(parameters, fused=True))
+    suite = optimizer_suite(lambda parameters: torch.optim.LBFGS(parameters))
 
-    with pytest.raises(CaptureError, match="fused"):
-        suite.test_the_captured_update_equals_the_eager_one_bit_for_bit()
+    with pytest.raises(CaptureError, match="LBFGS"):
+        suite.test_the_captured_update_equals_the_eager_one()
 
 
 def test_an_optimizer_of_half_the_parameters_fails_the_suite() -> None:

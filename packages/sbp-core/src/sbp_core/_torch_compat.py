@@ -5,8 +5,8 @@ Each entry names the versions it was tried on. Everything else in the package us
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.utils import stateless
+from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
@@ -26,15 +27,30 @@ __all__ = [
     "TorchDispatchMode",
     "annotated",
     "argument_types",
+    "base_name",
+    "checkpoints_inlined",
+    "compile_graph",
+    "compiling",
+    "copied_storage",
+    "cpp_compiler_problem",
     "current_backward_node",
     "fake_mode",
     "functional_graph",
+    "functional_overload",
+    "has_cpu_kernel",
     "in_schema_order",
     "is_mutable",
+    "key_of_storage",
     "last_forward_number",
+    "new_storage",
+    "out_arguments",
     "reparametrized",
     "return_types",
+    "storage_key",
     "trace_graph",
+    "trunc_normal_as",
+    "without_torch_functions",
+    "written_arguments",
 ]
 
 
@@ -83,6 +99,47 @@ def reparametrized(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor])
         yield
 
 
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Let `torch.compiler.is_compiling()` say yes. Tried on 2.13."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
+@contextmanager
+def checkpoints_inlined(region: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Let `torch.utils.checkpoint` run its function once, within `region()`. Tried on 2.13."""
+
+    def without_reentrant(
+        fn: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Generator[None, None, None]:
+        with region():
+            yield
+
+    class Reentrant:
+        @staticmethod
+        def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+            with region():
+                return function(*args)
+
+    names = {
+        "_checkpoint_without_reentrant_generator": without_reentrant,
+        "CheckpointFunction": Reentrant,
+    }
+    before = {name: getattr(checkpoint, name) for name in names}
+    for name, value in names.items():
+        setattr(checkpoint, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(checkpoint, name, value)
+
+
 def last_forward_number() -> int:
     """Return the sequence number of the newest autograd node. Tried on 2.13."""
     return int(_get_sequence_nr()) - 1
@@ -97,6 +154,51 @@ def current_backward_node() -> int | None:
 def is_mutable(op: OpOverload) -> bool:
     """Whether an operator writes to its arguments. Tried on 2.13."""
     return bool(op._schema.is_mutable)
+
+
+def written_argument(op: OpOverload) -> int | None:
+    """Return the place of the one tensor that an op writes to; None if it is not that simple.
+
+    Tried on 2.13.
+    """
+    places = [
+        at
+        for at, entry in enumerate(op._schema.arguments)
+        if entry.alias_info is not None and entry.alias_info.is_write
+    ]
+    if len(places) != 1 or len(op._schema.returns) != 1:
+        return None
+    entry = op._schema.arguments[places[0]]
+    return None if entry.kwarg_only or str(entry.type) != "Tensor" else places[0]
+
+
+def functional_overload(op: OpOverload) -> OpOverload | None:
+    """Return the op that makes what an in-place one leaves: `add` for `add_`; None if none does.
+
+    Tried on 2.13.
+    """
+    namespace, _, name = op._schema.name.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
+    found = getattr(packet, op._overloadname, None) if name.endswith("_") else None
+    if not isinstance(found, OpOverload) or is_mutable(found):
+        return None
+    own, other = (
+        [(entry.name, str(entry.type)) for entry in each._schema.arguments] for each in (op, found)
+    )
+    return found if own == other else None
+
+
+def view_source(node: fx.Node) -> fx.Node | None:
+    """Return the argument whose memory a node's result lies in, if any. Tried on 2.13."""
+    target: Any = node.target
+    if not isinstance(target, OpOverload):
+        source = node.args[0] if node.args else None  # a part of a list of results
+        return source if node.op == "call_function" and isinstance(source, fx.Node) else None
+    if any(entry.alias_info is not None for entry in target._schema.returns):
+        for argument, entry in zip(node.args, target._schema.arguments, strict=False):
+            if entry.alias_info is not None and isinstance(argument, fx.Node):
+                return argument
+    return None
 
 
 def argument_types(op: OpOverload) -> dict[str, str]:
@@ -128,3 +230,102 @@ def in_schema_order(
 def return_types(op: OpOverload) -> list[str]:
     """Return the type of each result, in order. Tried on 2.13."""
     return [str(entry.type) for entry in op._schema.returns]
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Return what tells a tensor's storage from any other that is alive. Tried on 2.13."""
+    return key_of_storage(tensor.untyped_storage())
+
+
+def key_of_storage(storage: torch.UntypedStorage) -> int:
+    """Return what tells a storage from any other that is alive. Tried on 2.13."""
+    return int(storage._cdata)
+
+
+def new_storage(size_bytes: int, device: str = "cpu") -> torch.UntypedStorage:
+    """Return a storage of any values. Tried on 2.13."""
+    make: Callable[..., torch.UntypedStorage] = torch.UntypedStorage
+    return make(size_bytes, device=device)
+
+
+def copied_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    """Return a storage of the same values. Tried on 2.13."""
+    copied: Callable[[], torch.UntypedStorage] = storage.clone
+    return copied()
+
+
+def base_name(op: Callable[..., Any]) -> str:
+    """Return the name of an operator without its overload; nothing for functions. Tried on 2.13."""
+    return str(op._opname) if isinstance(op, OpOverload) else ""
+
+
+def compile_graph(
+    module: fx.GraphModule, inputs: Sequence[torch.Tensor]
+) -> Callable[..., Sequence[Any]]:
+    """Compile a traced graph by Inductor, for shapes and strides as traced. Tried on 2.13."""
+    from torch._inductor import standalone_compile
+
+    with torch.no_grad():
+        compiled: Callable[..., Sequence[Any]] = standalone_compile(
+            module, list(inputs), dynamic_shapes="from_graph"
+        )
+    return compiled
+
+
+def cpp_compiler_problem() -> str:
+    """Return why Inductor cannot compile for CPUs here; empty if it can. Tried on 2.13."""
+    from torch._inductor import cpp_builder
+
+    try:
+        cpp_builder.get_cpp_compiler()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def has_cpu_kernel(op: OpOverload) -> bool:
+    """Whether an operator has a kernel of its own for CPUs, not one made of others.
+
+    Tried on 2.13.
+    """
+    name = str(op).removesuffix(".default").replace(".", "::", 1)
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU"))
+
+
+def out_arguments(op: OpOverload) -> tuple[str, ...]:
+    """Return the names of the arguments that an operator writes its results to. Tried on 2.13."""
+    return tuple(entry.name for entry in op._schema.arguments if entry.is_out)
+
+
+def written_arguments(
+    op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[torch.Tensor]:
+    """Return the tensors among the arguments of a call that it writes to. Tried on 2.13."""
+    found: list[torch.Tensor] = []
+    for at, entry in enumerate(op._schema.arguments):
+        if entry.alias_info is None or not entry.alias_info.is_write:
+            continue
+        value = args[at] if at < len(args) else kwargs.get(entry.name)
+        values = value if isinstance(value, list | tuple) else [value]
+        found += [tensor for tensor in values if isinstance(tensor, torch.Tensor)]
+    return found
+
+
+@contextmanager
+def without_torch_functions() -> Iterator[None]:
+    """Let no `__torch_function__` hear of what is called, that of modes neither. Tried on 2.13."""
+    with torch._C.DisableTorchFunction():
+        yield
+
+
+@contextmanager
+def trunc_normal_as(
+    wrapped: Callable[[Callable[..., torch.Tensor]], Callable[..., torch.Tensor]],
+) -> Iterator[None]:
+    """Replace what `torch.nn.init.trunc_normal_` calls to fill a tensor. Tried on 2.13."""
+    original = torch.nn.init._no_grad_trunc_normal_
+    torch.nn.init._no_grad_trunc_normal_ = wrapped(original)
+    try:
+        yield
+    finally:
+        torch.nn.init._no_grad_trunc_normal_ = original

@@ -16,18 +16,17 @@ from dataclasses import dataclass
 from sbp_core._callable_module import make_callable
 from sbp_core.boxing.slices import sent_bytes
 from sbp_core.boxing.step import StepKind
+from sbp_core.compile.firings import Firings, ThreadId
 from sbp_core.compile.physical import Actor, ActorKind, PhysicalPlan, RankPlan, Register
 from sbp_core.compile.tokens import Place, TokenGame
 from sbp_core.errors import PlanError
 from sbp_core.graph.ir import ITEMSIZE, InputKind, Rate
 from sbp_core.units import format_bytes
 
-ThreadId = tuple[int, str]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:
-    """Predicted bytes of one rank.
+    """Estimated bytes of one rank, without torch; `sbp_core.memory.predict` knows them exactly.
 
     Args:
         states: Parameters, buffers and optimizer states that it stores.
@@ -90,7 +89,12 @@ def check(plan: PhysicalPlan, *, memory_bytes: int | None = None) -> CheckReport
 def _check_actor(plan: PhysicalPlan, part: RankPlan, actor: Actor) -> None:
     """Check that what an actor takes is there, once, and that its partners are."""
     where = f"actor {actor.name!r} of rank {part.rank}"
-    filled = [key for register in part.inputs_of[actor.name] for key in register.keys]
+    filled = [
+        key
+        for register in part.inputs_of[actor.name]
+        if not register.carries
+        for key in register.keys
+    ]
     slots = {slot.name for slot in part.slots}
     for key in (*actor.inputs, *actor.reads):
         found = filled.count(key) if key in actor.inputs else int(key in slots)
@@ -170,6 +174,7 @@ def _check_register(plan: PhysicalPlan, part: RankPlan, register: Register) -> N
             where=where,
             accepted="the producer's rate; 'step' for the sums of an accumulation",
         )
+    _check_carried(part, register)
     fillings = 1 if register.rate is Rate.STEP else plan.num_micro_batches
     for name in register.consumers:
         reads = part.by_name[name].num_firings(plan.num_micro_batches)
@@ -177,6 +182,22 @@ def _check_register(plan: PhysicalPlan, part: RankPlan, register: Register) -> N
             raise PlanError(
                 f"filled {fillings} times a step, read {reads} by {name!r}", where=where
             )
+
+
+def _check_carried(part: RankPlan, register: Register) -> None:
+    """Check that what a register carries are states, which its producer writes."""
+    if not register.carries:
+        return
+    written = set(part.by_name[register.producer].writes)
+    pairs = list(zip(register.carries, register.keys, strict=False))
+    whole = len(register.carries) == len(register.keys) and register.rate is Rate.MICRO
+    if not whole or not written.issuperset(pairs):
+        raise PlanError(
+            f"carries {list(register.carries)} as {list(register.keys)}; {register.producer!r} "
+            f"writes {sorted(written)}",
+            where=f"register {register.name!r} of rank {part.rank}",
+            accepted="states that its producer writes for each micro-batch, one for each key",
+        )
 
 
 def _check_orders(plan: PhysicalPlan) -> None:
@@ -215,46 +236,22 @@ class _Replay:
 
     def __init__(self, plan: PhysicalPlan) -> None:
         self.plan, self.game = plan, TokenGame(plan)
-        self.cursor: dict[ThreadId, int] = {}
-        self.order: dict[ThreadId, tuple[tuple[str, int], ...]] = {}
+        self.firings = Firings(plan, self.game)
         self.num_firings = 0
         self.occupancy: dict[tuple[int, str], int] = defaultdict(int)
         self.states = {part.rank: _state_bytes(part) for part in plan.ranks}
         self.peak = dict(self.states)
         self.held: dict[int, int] = dict(self.states)
-        for part in plan.ranks:
-            for thread, order in part.orders.items():
-                self.order[(part.rank, thread)] = order
-                self.cursor[(part.rank, thread)] = 0
+        #: What is in `held` beside states, by rank and by what it is for.
+        self.counted: dict[tuple[int, str], int] = defaultdict(int)
 
     def run(self) -> None:
-        progress = True
-        while progress:
-            progress = False
-            for thread in self.order:
-                while (place := self._head(thread)) is not None and self._can_fire(place):
-                    self._fire(place)
-                    progress = True
-        if any(self._head(thread) is not None for thread in self.order):
+        if not self.firings.run(self._fire):
             raise PlanError(
                 "the plan would deadlock: each of these waits for the next",
                 where=self._cycle(),
                 todo="raise in_flight of the stages named, or plan again",
             )
-
-    def _head(self, thread: ThreadId) -> Place | None:
-        position, order = self.cursor[thread], self.order[thread]
-        return (thread[0], order[position][0]) if position < len(order) else None
-
-    def _thread(self, place: Place) -> ThreadId:
-        return place[0], self.game.actor(place).thread
-
-    def _can_fire(self, place: Place) -> bool:
-        partners = self.game.partners(place)
-        return all(
-            self._head(self._thread(partner)) == partner and self.game.is_ready(partner)
-            for partner in partners
-        )
 
     def _fire(self, place: Place) -> None:
         for partner in self.game.partners(place):
@@ -263,53 +260,56 @@ class _Replay:
             self.peak[rank] = max(self.peak[rank], self.held[rank] + actor.transient_bytes)
             self.game.start(partner)
             self.game.finish(partner)
-            self.cursor[self._thread(partner)] += 1
+            self.firings.advance(partner)
             self.num_firings += 1
             self._count(rank, actor.name)
 
     def _count(self, rank: int, name: str) -> None:
-        """Add up what is alive on a rank after a firing."""
-        part = self.plan.by_rank[rank]
+        """Bring up to date what is alive after a firing; nothing that it did not touch changes."""
+        part, place = self.plan.by_rank[rank], (rank, name)
         for register in part.outputs_of[name]:
             live = self.game.live(rank, register)
             if live > register.quota:
                 raise PlanError(f"register {register.name} of rank {rank} holds {live} fillings")
             self.occupancy[(rank, register.name)] = max(live, self.occupancy[(rank, register.name)])
-        alive = sum(self.game.live(rank, r) * r.size_bytes for r in part.registers)
-        alive += sum(
-            actor.written_bytes for actor in part.actors if self.game.finished[(rank, actor.name)]
-        )
-        alive += sum(
-            actor.transient_bytes
-            for actor in part.actors
-            if actor.kind is ActorKind.ACCUMULATE and self._is_summing((rank, actor.name))
-        )
-        alive += sum(
-            self._in_transit((rank, actor.name)) * sent_bytes(self.plan.steps[actor.step], rank)
-            for actor in part.actors
-            if actor.kind is ActorKind.SEND
-        )
-        self.held[rank] = self.states[rank] + alive
+        for register in (*part.inputs_of[name], *part.outputs_of[name]):
+            size = self.game.beside_states(rank, register) * register.size_bytes
+            self._set(rank, f"register {register.name}", size)
+        actor = part.by_name[name]
+        self._set(rank, f"written by {name}", actor.written_bytes)
+        if actor.kind is ActorKind.ACCUMULATE:
+            sums = actor.transient_bytes if self._is_summing(place) else 0
+            self._set(rank, f"sums of {name}", sums)
+        senders = [place] if actor.kind is ActorKind.SEND else []
+        for sender in (*senders, *(link.sender for link in self.game.receives[place])):
+            step = self.plan.steps[self.game.actor(sender).step]
+            size = self._in_transit(sender) * sent_bytes(step, sender[0])
+            self._set(sender[0], f"sent by {sender[1]}", size)
         self.peak[rank] = max(self.peak[rank], self.held[rank])
+
+    def _set(self, rank: int, what: str, size: int) -> None:
+        """Set the bytes of one thing that may be alive on a rank."""
+        self.held[rank] += size - self.counted[(rank, what)]
+        self.counted[(rank, what)] = size
 
     def _in_transit(self, place: Place) -> int:
         """Return how many firings of a send some receiver has not yet taken."""
         taken = (self.game.finished[link.receiver] for link in self.game.sends[place])
-        return self.game.finished[place] - min(taken)
+        return max(0, self.game.finished[place] - min(taken))
 
     def _is_summing(self, place: Place) -> bool:
         return 0 < self.game.finished[place] < self.plan.num_micro_batches
 
     def _cycle(self) -> list[str]:
         """Follow waiting threads until one repeats."""
-        thread = next(t for t in self.order if self._head(t) is not None)
+        thread = next(self.firings.waiting())
         lines: dict[ThreadId, str] = {}
         while thread not in lines:
-            place = self._head(thread)
+            place = self.firings.head(thread)
             assert place is not None, "a finished thread keeps nobody waiting"
             reason, on = self._wait(place)
             lines[thread] = f"rank {place[0]}, thread {thread[1]}: {place[1]} {reason}"
-            thread = self._thread(on)
+            thread = self.firings.thread(on)
         start = list(lines).index(thread)
         return list(lines.values())[start:]
 
@@ -318,7 +318,7 @@ class _Replay:
             wait = next(self.game.waits(partner), None)
             if wait is not None and partner == place:
                 return wait.reason, wait.on
-            if self._head(self._thread(partner)) != partner:
+            if self.firings.head(self.firings.thread(partner)) != partner:
                 return f"waits for rank {partner[0]} to arrive", partner
         partner = next(p for p in self.game.partners(place) if not self.game.is_ready(p))
         return f"waits for rank {partner[0]}", partner

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,9 @@ class Strategy:
         in_flight: For each stage, how many micro-batches may be between its forward and its
             backward: `num_micro_batches` everywhere is GPipe, `num_stages - stage` is 1F1B.
         report: What the planner predicts and why it chose so; plain JSON values, SI base units.
+        regather: Patterns (`*`, `?`) of the parameters that are boxed anew for the backward phase;
+            the boxed copy of any other one lives from its forward use to its last backward use.
+            `("*",)` is ZeRO-3 as it was published, `()` keeps all copies.
     """
 
     planner: str
@@ -76,6 +80,7 @@ class Strategy:
     storage: Mapping[str, Storage]
     in_flight: tuple[int, ...]
     report: Mapping[str, Any] = field(default_factory=dict)
+    regather: tuple[str, ...] = ("*",)
 
     def __post_init__(self) -> None:
         if len(self.in_flight) != len(self.stages) or min(self.in_flight, default=1) < 1:
@@ -87,6 +92,10 @@ class Strategy:
             raise SbpValueError(
                 f"num_micro_batches={self.num_micro_batches}", accepted="an integer >= 1"
             )
+
+    def is_regathered(self, parameter: str) -> bool:
+        """Whether a parameter is boxed anew for the backward phase."""
+        return any(fnmatchcase(parameter, pattern) for pattern in self.regather)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -102,6 +111,7 @@ class Strategy:
             "stages": [stage.to_json() for stage in self.stages],
             "num_micro_batches": self.num_micro_batches,
             "in_flight": list(self.in_flight),
+            "regather": list(self.regather),
             "storage": {
                 name: [entry.stage, str(entry.sbp)] for name, entry in self.storage.items()
             },
@@ -139,6 +149,7 @@ class Strategy:
             stages=tuple(Placement.from_json(stage) for stage in value["stages"]),
             num_micro_batches=value["num_micro_batches"],
             in_flight=tuple(value["in_flight"]),
+            regather=tuple(value.get("regather", ("*",))),
             storage={
                 name: Storage(stage=stage, sbp=NdSbp.parse(sbp))
                 for name, (stage, sbp) in value["storage"].items()

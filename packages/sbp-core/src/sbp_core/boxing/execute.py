@@ -8,7 +8,7 @@ its transport is `combine`, which puts received pieces together. Knows torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from math import prod
 
 import torch
@@ -288,13 +288,19 @@ def _slices(bounds: Bounds) -> tuple[slice, ...]:
     return tuple(slice(start, stop) for start, stop in bounds)
 
 
-def shard(tensor: torch.Tensor, placement: Placement, sbp: NdSbp) -> dict[int, torch.Tensor]:
+def shard(
+    tensor: torch.Tensor,
+    placement: Placement,
+    sbp: NdSbp,
+    ranks: Container[int] | None = None,
+) -> dict[int, torch.Tensor]:
     """Take a logical tensor apart.
 
     Args:
         tensor: Any shape and dtype.
         placement: The mesh of ranks.
         sbp: How the tensor lies on it.
+        ranks: Whose parts to make; those of all ranks if None.
 
     Returns:
         By rank, its part under `sbp`: contiguous, and sharing memory with `tensor` where it can.
@@ -309,6 +315,8 @@ def shard(tensor: torch.Tensor, placement: Placement, sbp: NdSbp) -> dict[int, t
     result: dict[int, torch.Tensor] = {}
     bounds = bounds_of(shape, placement, sbp)
     for rank, at in placement.coordinates():
+        if ranks is not None and rank not in ranks:
+            continue
         part = parts.get(bounds[rank])
         if part is None:
             part = parts[bounds[rank]] = tensor[_slices(bounds[rank])].contiguous()

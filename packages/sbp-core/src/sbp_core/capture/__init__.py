@@ -2,58 +2,112 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sbp_core._callable_module import make_callable
+from sbp_core.capture.batch import flatten_batch
 from sbp_core.capture.convert import to_logical
-from sbp_core.capture.trace import Loss, optimizer_states, trace_step
+from sbp_core.capture.randomness import counted_random
+from sbp_core.capture.step import Loss, TrainingStep, model_tensors, split_losses
+from sbp_core.capture.trace import trace_step
+from sbp_core.capture.update import LossScaling, Update, UpdateOptions
+from sbp_core.errors import CaptureError
 from sbp_core.graph.ir import LogicalGraph
 
-__all__ = ["capture", "initial_states"]
+__all__ = [
+    "LossScaling",
+    "UpdateOptions",
+    "capture",
+    "counted_random",
+    "flatten_batch",
+    "initial_states",
+    "scalar_values",
+    "split_losses",
+]
 
 
 def capture(
     model: nn.Module,
     loss: Loss,
-    batch: Mapping[str, Tensor],
+    batch: Any,
     optimizer: torch.optim.Optimizer | None = None,
     *,
+    update: UpdateOptions = UpdateOptions(),  # noqa: B008 - frozen
     name: str = "train",
+    autocast: str = "",
+    per_shard_random: bool = False,
 ) -> LogicalGraph:
     """Capture one whole step as one functional ATen graph: forward, loss, backward, update.
 
     The graph computes what eager PyTorch computes, bit for bit. Nothing is run and nothing changes
-    on `model` or `optimizer`.
+    on `model` or `optimizer`. Random ops are restated by counting (see `capture.randomness`): the
+    graph then has the scalar inputs `seed` and `draw`, and `counted_random` makes eager PyTorch
+    draw the same numbers.
 
     Args:
         model: The one-device program.
-        loss: `loss(model, batch)` returns a 0-d floating tensor.
-        batch: An example of one micro-batch: tensors by name; only shapes and dtypes matter.
-        optimizer: Over `model.parameters()`, not fused; None captures forward and loss only.
+        loss: `loss(model, batch)` returns a 0-d floating tensor; or that and a mapping of metrics;
+            or a mapping with the key `loss`, whose other 0-d tensors are metrics.
+        batch: An example of one micro-batch: tensors, nested in mappings, sequences and
+            dataclasses; only shapes and dtypes matter. The graph's inputs are named as by
+            `flatten_batch`.
+        optimizer: Over `model.parameters()`; None captures forward and loss only.
+        update: What happens once a step beside the optimizer: clipping, averages, loss scaling.
         name: What reports call the graph.
+        autocast: Run the forward under `torch.autocast` to this dtype, such as `bfloat16`.
+        per_shard_random: Let every shard draw random numbers from a generator of its own: faster,
+            but other numbers on every mesh.
 
     Raises:
         CaptureError: the step cannot be captured, with the line of the user's code.
     """
-    return to_logical(trace_step(model, loss, batch, optimizer), name)
+    updating = Update(model, optimizer, update) if optimizer is not None else None
+
+    def trace(*, as_compiling: bool) -> LogicalGraph:
+        step = TrainingStep(
+            model,
+            loss,
+            batch,
+            updating,
+            autocast=autocast,
+            per_shard_random=per_shard_random,
+            as_compiling=as_compiling,
+        )
+        return to_logical(trace_step(step), name)
+
+    try:
+        return trace(as_compiling=False)
+    except CaptureError:
+        # Some models look at values (of masks, mostly), but not while they are being compiled. What
+        # stops them then is what has to be changed.
+        return trace(as_compiling=True)
 
 
 def initial_states(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    update: UpdateOptions = UpdateOptions(),  # noqa: B008 - frozen
 ) -> dict[str, Tensor]:
     """Return every state of the graph by its input name: parameters, buffers, optimizer states.
 
     The tensors are copies; training does not change the model they came from.
     """
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    found = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    found = model_tensors(model)
     if optimizer is not None:
-        for name, states in optimizer_states(model, optimizer).items():
-            found |= {f"{name}.{key}": value.detach().clone() for key, value in states.items()}
-    return found
+        found |= Update(model, optimizer, update).values()
+    return {name: tensor.detach().clone() for name, tensor in found.items()}
+
+
+def scalar_values(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    update: UpdateOptions = UpdateOptions(),  # noqa: B008 - frozen
+) -> dict[str, float]:
+    """Return what the scalar inputs of the update are now: learning rates and other settings."""
+    return Update(model, optimizer, update).scalar_values()
 
 
 make_callable(__name__)

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from sbp_core._torch_compat import OpOverload, argument_types, is_mutable
+from sbp_core.capture.refusal import shape_by_value, value_read
+from sbp_core.capture.step import DRAW, SEED
 from sbp_core.capture.trace import TracedStep
 from sbp_core.errors import CaptureError
 from sbp_core.graph.ir import (
@@ -43,7 +45,12 @@ HOST_OPS = {
     operator.pow: "pow",
     operator.neg: "neg",
     pow: "pow",
+    torch.sym_min: "min",
+    torch.sym_max: "max",
 }
+
+#: Elements that a constant may have which is written into the graph.
+MAX_CONSTANT = 4096
 
 _TAGS = {
     torch.Tag.pointwise: "pointwise",
@@ -72,6 +79,12 @@ class _Conversion:
         self.taken: Counter[str] = Counter()
         self.forward_names: dict[int, str] = {}
         self.owners: dict[str, str] = {}
+        #: Of each value of the backward phase, the forward node it belongs to.
+        self.links: dict[str, str] = {}
+        #: Module and source line of each forward node.
+        self.places: dict[str, dict[str, str]] = {}
+        #: The inputs that random ops count with, if there are any.
+        self.counted: tuple[GraphInput, ...] = ()
 
     def run(self) -> LogicalGraph:
         placeholders = iter(self.step.inputs)
@@ -79,6 +92,8 @@ class _Conversion:
         for node in self.step.module.graph.nodes:
             if node.op == "placeholder":
                 self._input(node, next(placeholders))
+            elif node.op == "get_attr":
+                self._constant(node)
             elif node.op == "output":
                 outputs = self._outputs(node)
             elif node.op == "call_function":
@@ -86,12 +101,11 @@ class _Conversion:
             else:
                 raise CaptureError(
                     f"the captured graph holds a {node.op} node {node.target!r}",
-                    accepted="parameters and buffers registered on the model",
-                    todo="register constant tensors with register_buffer",
+                    accepted="ATen operators on parameters, buffers and batch tensors",
                 )
         return LogicalGraph(
             name=self.name,
-            inputs=self.step.inputs,
+            inputs=(*self.step.inputs, *self.counted),
             outputs=outputs,
             nodes=tuple(self.nodes),
             types=self.types,
@@ -104,6 +118,31 @@ class _Conversion:
         self.values[node] = Ref(entry.name)
         self.owners[entry.name] = entry.of or entry.name
         self.taken[entry.name] += 1
+
+    def _constant(self, node: fx.Node) -> None:
+        """Make a tensor of the program's own, such as `torch.tensor(0.5)`, where it is used."""
+        value = self.step.constants[str(node.target)]
+        if value.numel() > MAX_CONSTANT:
+            raise CaptureError(
+                f"the program makes a constant tensor of shape {tuple(value.shape)}",
+                accepted=f"up to {MAX_CONSTANT} elements",
+                todo="register it with register_buffer",
+            )
+        name = self._name("sbp.constant", Phase.FORWARD, {}, ())
+        flat = value.detach().reshape(-1).tolist()
+        dtype = Symbol("dtype", str(value.dtype).removeprefix("torch."))
+        shape = tuple(value.shape)
+        same = bool(flat) and all(part == flat[0] for part in flat)
+        made = Node(
+            name=name,
+            op="aten.full.default" if same else "sbp.constant.default",
+            args=(shape, flat[0]) if same else (tuple(flat), shape),
+            kwargs={"dtype": dtype, "device": Symbol("device", value.device.type)},
+            outputs=(name,),
+        )
+        self.types[name] = _tensor_type(value)
+        self.values[node] = Ref(name)
+        self.nodes.append(made)
 
     def _outputs(self, node: fx.Node) -> tuple[GraphOutput, ...]:
         flat = _leaves(node.args[0])
@@ -125,15 +164,30 @@ class _Conversion:
             if isinstance(self.types[source.name], ScalarType):
                 self.values[node] = source
                 return
+        if node.target is torch.ops.aten.lift_fresh_copy.default:
+            self.values[node] = self._argument(node.args[0])
+            return
         op, tags = self._operator(node)
         note: Mapping[str, Any] = node.meta.get("custom", {}).get("sbp", {})
         host = op.startswith("host.")
+        if op == "host.item" and note.get("phase") != Phase.OPTIMIZER:
+            raise value_read(str(node.target), note.get("source", ""))
+        if any(not isinstance(n, int) for n in _extents(node.meta.get("val"))):
+            raise shape_by_value(str(node.target), note.get("source", ""))
         phase = Phase.OPTIMIZER if host else Phase(note.get("phase", "forward"))
         args = self._argument(tuple(node.args))
         kwargs = {key: self._argument(value) for key, value in node.kwargs.items()}
         kwargs.pop("pin_memory", None)
+        if op.startswith("sbp.random_"):
+            args = self._count(args)
+        if "checkpoint" in note:
+            tags = (*tags, "recompute", f"recompute:{note['checkpoint']}")
         name = self._name(op, phase, note, args)
         outputs = self._add_outputs(node, name)
+        forward = self._forward(note, phase, args)
+        self.links |= dict.fromkeys(outputs, forward)
+        if forward and not note.get("module"):
+            note = {**note, **self.places[forward]}
         made = Node(
             name=name,
             op=op,
@@ -144,17 +198,39 @@ class _Conversion:
             rate=Rate.STEP if phase is Phase.OPTIMIZER else Rate.MICRO,
             module=note.get("module", ""),
             source=note.get("source", ""),
-            forward=self._forward(note),
+            forward=forward,
             tags=tags,
         )
         if phase is Phase.FORWARD and "id" in note:
             self.forward_names.setdefault(note["id"], name)
+            self.places[name] = {"module": made.module, "source": made.source}
         self.nodes.append(made)
 
-    def _forward(self, note: Mapping[str, Any]) -> str:
-        """Return the first surviving forward node of the call that a backward node belongs to."""
+    def _forward(self, note: Mapping[str, Any], phase: Phase, args: Argument) -> str:
+        """Return the first surviving forward node of the call that a backward node belongs to.
+
+        What autograd does between calls, such as the sum of two gradients, belongs to the call
+        whose gradient it takes.
+        """
+        if phase is not Phase.BACKWARD:
+            return ""
         found = (self.forward_names.get(number) for number in note.get("forward", ()))
-        return next((name for name in found if name), "")
+        inherited = (self._link(ref.name) for ref in _refs(args))
+        return next((name for name in (*found, *inherited) if name), "")
+
+    def _link(self, value: str) -> str:
+        """Return the forward node that a value belongs to: as its gradient, or as its result."""
+        return self.links.get(value, "") or (value if value in self.places else "")
+
+    def _count(self, args: tuple[Argument, ...]) -> tuple[Argument, ...]:
+        """Let a random op count with the seed and the draw of the step, which are inputs."""
+        if not self.counted:
+            self.counted = (
+                GraphInput(name=SEED, kind=InputKind.SCALAR),
+                GraphInput(name=DRAW, kind=InputKind.RNG),
+            )
+            self.types |= {SEED: ScalarType("int"), DRAW: ScalarType("int")}
+        return (args[0], Ref(SEED), Ref(DRAW), *args[3:])
 
     def _operator(self, node: fx.Node) -> tuple[str, tuple[str, ...]]:
         target: Any = node.target
@@ -193,6 +269,7 @@ class _Conversion:
     def _add_outputs(self, node: fx.Node, name: str) -> tuple[str, ...]:
         value = node.meta.get("val")
         if isinstance(value, tuple | list):
+            value = _asked_for(node, value)
             names = tuple(f"{name}:{index}" for index in range(len(value)))
             for part, made in zip(value, names, strict=True):
                 if part is not None:
@@ -226,6 +303,20 @@ class _Conversion:
         raise CaptureError(f"an argument of type {type(value).__name__}: {value!r}")
 
 
+def _asked_for(node: fx.Node, made: Sequence[Any]) -> list[Any]:
+    """Return what an op with an output mask makes: nothing where the mask says so.
+
+    Without data PyTorch makes some of these tensors all the same.
+    """
+    target = node.target
+    names = list(argument_types(target)) if isinstance(target, OpOverload) else []
+    if "output_mask" not in names:
+        return list(made)
+    at = names.index("output_mask")
+    mask: Any = node.args[at] if at < len(node.args) else node.kwargs["output_mask"]
+    return [part if wanted else None for part, wanted in zip(made, mask, strict=True)]
+
+
 def _never_draws(node: fx.Node, target: OpOverload) -> bool:
     """Whether a random op is asked for a dropout of zero, so that it is not random."""
     for index, name in enumerate(argument_types(target)):
@@ -241,6 +332,11 @@ def _refs(argument: Argument) -> list[Ref]:
     if isinstance(argument, tuple):
         return [ref for part in argument for ref in _refs(part)]
     return []
+
+
+def _extents(value: Any) -> list[Any]:
+    """Return the extents of every dim of what a node makes."""
+    return [n for leaf in _leaves(value) if isinstance(leaf, torch.Tensor) for n in leaf.shape]
 
 
 def _tensor_type(value: Any) -> TensorType:

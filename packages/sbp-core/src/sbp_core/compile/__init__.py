@@ -1,6 +1,7 @@
 """Compile: graph and strategy -> `PhysicalPlan`.
 
-In order: `lower` (with `legal`), `segments` (with `program`, `instructions`, `registers`), `order`.
+In order: `lower` (with `legal`, `items`, `levels`), `buckets`, `segments` (with `cuts`, `program`,
+`instructions`, `registers`), `order`, `take_over`.
 
 before: a graph of ops on logical tensors, and a signature for each
 after:  for each rank, actors with registers, quotas, threads and a fixed firing order
@@ -8,10 +9,12 @@ after:  for each rank, actors with registers, quotas, threads and a fixed firing
 
 from __future__ import annotations
 
+from sbp_core.compile.buckets import bucket
 from sbp_core.compile.lower import lower
 from sbp_core.compile.order import order_firings
 from sbp_core.compile.physical import PhysicalPlan
 from sbp_core.compile.segments import CompileOptions, form_plan
+from sbp_core.compile.take_over import take_over
 from sbp_core.graph.ir import LogicalGraph
 from sbp_core.strategy import Strategy
 
@@ -29,5 +32,7 @@ def compile_plan(
         SignatureError: an op may not be cut as the strategy says, or has no rule.
         SbpValueError: an SBP does not fit the shape of its tensor or the mesh.
     """
-    lowered = lower(graph, strategy)
-    return order_firings(form_plan(graph, strategy, lowered, options or CompileOptions()))
+    options = options or CompileOptions()
+    lowered = bucket(graph, lower(graph, strategy), options.bucket_bytes, options.cluster)
+    plan = order_firings(form_plan(graph, strategy, lowered, options))
+    return take_over(plan) if options.in_place_states else plan

@@ -2,14 +2,20 @@
 
 before: view = view(%x, [128, 64])      logical sizes, on a mesh that splits dim 0 in two
 after:  view = reshape(%x, [64, 64])    what each rank runs
+
+Repeated layers differ in names only, and most calls are the same on every rank. So each distinct
+call is localised once, and ranks for which that gives the same share their instructions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 
-from sbp_core.compile.lower import ALIASES, Item, ItemKind
+from sbp_core.compile.buckets import are_views, pack_instructions, unpack_instructions
+from sbp_core.compile.items import Item, ItemKind
+from sbp_core.compile.levels import ALIASES
 from sbp_core.compile.physical import LOCAL_BOX, Instruction
 from sbp_core.compile.program import Program
 from sbp_core.graph.ir import Argument, Node, Ref, map_refs
@@ -25,33 +31,107 @@ _RENAMED = {
 }
 
 
-def instructions(program: Program, rank: int, item: Item) -> Iterator[Instruction]:
-    """Yield what one rank executes for an op or a local boxing step."""
-    if item.kind is ItemKind.LOCAL:
-        args = (Ref(item.inputs[0]), program.step_index[item.name])
-        yield Instruction(op=LOCAL_BOX, args=args, outputs=item.outputs, node=item.name)
-        return
-    assert item.node is not None, item.name
-    node = _with_keys(item.node, item.inputs)
-    call = replace(
-        OpCall.of(program.graph, item.node),
-        args=node.args,
-        kwargs=node.kwargs,
-        tensor_names=tuple(k for k in item.inputs if k in program.lowered.held),
-    )
-    signature = program.strategy.nodes[item.node.name].signature
-    local = localize(call, signature, program.strategy.stages[item.stage], rank)
-    yield from named(local, item.outputs, item.node.name)
+@dataclass(frozen=True, slots=True)
+class _Pattern:
+    """The call of an item, with its arguments numbered.
+
+    `kind` is equal for items that differ in names only; `keys` are the arguments by their number.
+    """
+
+    kind: int
+    call: OpCall
+    keys: Mapping[str, str]
 
 
-def named(local: LocalProgram, outputs: Sequence[str], node: str) -> Iterator[Instruction]:
-    """Yield the calls of a program; what they make is named by the keys of the node's outputs."""
+class Instructions:
+    """What the segments of all ranks execute."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._kinds: dict[object, int] = {}
+        self._patterns: dict[str, _Pattern] = {}
+        self._local: dict[tuple[int, int], LocalProgram] = {}
+        self._distinct: dict[str, LocalProgram] = {}
+        self._made: dict[tuple[str, int], tuple[Instruction, ...]] = {}
+
+    def of(self, rank: int, item: Item) -> tuple[Instruction, ...]:
+        """Return what one rank executes for an op, a local boxing step, a pack or an unpack."""
+        if item.node is None:
+            key = (item.name, 0)
+            if key not in self._made:
+                self._made[key] = tuple(self._boxing(rank, item))
+            return self._made[key]
+        pattern = self._patterns.get(item.name)
+        if pattern is None:
+            pattern = self._patterns[item.name] = self._pattern(item, item.node)
+        local = self._local.get((pattern.kind, rank))
+        if local is None:
+            local = self._localized(pattern, rank, item, item.node)
+        key = (item.name, id(local))
+        if key not in self._made:
+            made = named(local, item.outputs, item.node.name, pattern.keys)
+            self._made[key] = tuple(made)
+        return self._made[key]
+
+    def _boxing(self, rank: int, item: Item) -> Iterator[Instruction]:
+        """Yield what is the same on every rank."""
+        if item.kind is ItemKind.LOCAL:
+            args = (Ref(item.inputs[0]), self._program.step_index[item.name])
+            yield Instruction(op=LOCAL_BOX, args=args, outputs=item.outputs, node=item.name)
+        elif item.kind is ItemKind.PACK:
+            yield from pack_instructions(item, rank)
+        else:
+            yield from unpack_instructions(item, rank)
+
+    def _pattern(self, item: Item, node: Node) -> _Pattern:
+        numbers = {key: str(at) for at, key in enumerate(dict.fromkeys(item.inputs))}
+        numbered = _with_keys(node, [numbers[key] for key in item.inputs])
+        call = replace(
+            self._program.call(node),
+            args=numbered.args,
+            kwargs=numbered.kwargs,
+            tensor_names=tuple(numbers[k] for k in item.inputs if k in self._program.lowered.held),
+        )
+        # As text, since 1, 1.0 and True are equal, but not the same argument.
+        literals = repr((call.args, tuple(call.kwargs.items())))
+        signature = self._program.strategy.nodes[node.name].signature
+        types = (call.inputs, call.outputs)
+        what = (call.op, literals, call.tensor_names, types, call.tags, signature, item.stage)
+        kind = self._kinds.setdefault(what, len(self._kinds))
+        return _Pattern(kind, call, {number: key for key, number in numbers.items()})
+
+    def _localized(self, pattern: _Pattern, rank: int, item: Item, node: Node) -> LocalProgram:
+        """Return what a rank executes for all items of one kind; one object if it is the same."""
+        signature = self._program.strategy.nodes[node.name].signature
+        mesh = self._program.strategy.stages[item.stage]
+        local = localize(pattern.call, signature, mesh, rank)
+        local = self._distinct.setdefault(repr(local), local)
+        self._local[pattern.kind, rank] = local
+        return local
+
+
+def named(
+    local: LocalProgram,
+    outputs: Sequence[str],
+    node: str,
+    inputs: Mapping[str, str] = MappingProxyType({}),
+) -> Iterator[Instruction]:
+    """Yield the calls of a program; what they make is named by the keys of the node's outputs.
+
+    Args:
+        local: What a rank executes.
+        outputs: Keys of what the node makes.
+        node: Its name.
+        inputs: The key of each argument that the program has another name for.
+    """
     pairs = list(zip(local.results, outputs, strict=bool(local.results)))
     keys = {ref.name: key for ref, key in pairs}
     own: set[str] = set()
 
     def renamed(ref: Ref) -> Ref:
-        return Ref(keys.get(ref.name, f"{node}{ref.name}")) if ref.name in own else ref
+        if ref.name in own:
+            return Ref(keys.get(ref.name, f"{node}{ref.name}"))
+        return Ref(inputs.get(ref.name, ref.name))
 
     for call in local.calls:
         args = map_refs(call.args, renamed)
@@ -109,7 +189,9 @@ def _bases(program: Program, items: Sequence[Item]) -> dict[str, str]:
     """Return for each key that a segment makes the key whose memory it is in."""
     base: dict[str, str] = {}
     for item in items:
-        is_alias = item.node is not None and _is_alias(program, item.node)
+        is_alias = item.kind is ItemKind.UNPACK and are_views(item)
+        if item.node is not None:
+            is_alias = _is_alias(program, item.node)
         for key in item.outputs:
             base[key] = base.get(item.inputs[0], item.inputs[0]) if is_alias else key
     return base

@@ -4,18 +4,16 @@ before: y = mm(x, w)                          x is made as (P), mm wants (B)
 after:  x@0(B) = all-reduce(x); y = mm(x@0(B), w)
 
 Conversions of one value to one target are shared by all their consumers. A sharded parameter is
-gathered right before it is used, and anew for the backward phase, so that no gathered copy lives
-longer than its use. No torch.
+gathered right before it is used, and anew for the backward phase if `Strategy.regather` says so, so
+that no gathered copy lives longer than its use. No torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from enum import StrEnum
-
 from sbp_core.boxing import Step, StepKind, route
+from sbp_core.compile.items import Held, Item, ItemKind, Lowered
 from sbp_core.compile.legal import check_strategy
+from sbp_core.compile.levels import is_gathered_on_use, with_levels
 from sbp_core.errors import PlanError
 from sbp_core.graph.ir import (
     PHASE_ORDER,
@@ -28,64 +26,6 @@ from sbp_core.graph.ir import (
 )
 from sbp_core.sbp import B, NdSbp
 from sbp_core.strategy import Strategy
-
-
-class ItemKind(StrEnum):
-    """What an item becomes: instructions of segments, or an actor of its own."""
-
-    OP = "op"
-    HOST = "host"
-    LOCAL = "local"
-    COLLECTIVE = "collective"
-    TRANSFER = "transfer"
-    ACCUMULATE = "accumulate"
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """How a key lies: logical value, stage, nd-SBP."""
-
-    value: str
-    stage: int
-    sbp: NdSbp
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Item:
-    """One op, host op, accumulation or boxing step.
-
-    `level` counts the boxing steps and changes of stage on the longest path to it: items of one
-    stage, phase, rate and level need nothing that was boxed after any of them, so they make one
-    segment. `asked_by` is the node that a boxing step was first inserted for; empty if it is for a
-    graph output.
-    """
-
-    name: str
-    kind: ItemKind
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    stage: int
-    target_stage: int
-    phase: Phase
-    rate: Rate
-    level: int
-    node: Node | None = None
-    step: Step | None = None
-    asked_by: str = ""
-
-
-@dataclass(slots=True)
-class Lowered:
-    """All items in topological order, how every key lies, and which keys leave the graph."""
-
-    items: list[Item] = field(default_factory=list)
-    held: dict[str, Held] = field(default_factory=dict)
-    results: dict[str, str] = field(default_factory=dict)
-    new_states: dict[str, str] = field(default_factory=dict)
-
-    def users(self, key: str) -> list[Item]:
-        """Return the items that take a key."""
-        return [item for item in self.items if key in item.inputs]
 
 
 def lower(graph: LogicalGraph, strategy: Strategy) -> Lowered:
@@ -107,11 +47,8 @@ class _Lowering:
     def __init__(self, graph: LogicalGraph, strategy: Strategy) -> None:
         self.graph, self.strategy = graph, strategy
         self.out = Lowered()
-        self.levels: dict[str, int] = {}
-        self.made_on: dict[str, int] = {}
         self.phases: dict[str, Phase] = {}
         self.boxed: dict[tuple[str, int, NdSbp, str], str] = {}
-        self.front: dict[tuple[int, Phase], int] = {}
         for name, storage in strategy.storage.items():
             self.out.held[name] = Held(name, storage.stage, storage.sbp)
 
@@ -123,7 +60,7 @@ class _Lowering:
                 self._op(node)
         for out in self.graph.outputs:
             self._output(out.name, out.kind, out.value)
-        self.out.items = sink(self.out.items)
+        self.out.items = with_levels(self.graph, self.out.items)
         return self.out
 
     def _host(self, node: Node) -> None:
@@ -209,11 +146,13 @@ class _Lowering:
             arrives = step.kind is StepKind.TRANSFER and step.target[0] == target[0]
             there = stage if arrives else here
             memo = (value, there, step.target[1], again)
-            if memo in self.boxed:
-                key, here = self.boxed[memo], there
+            found = self.boxed.get(memo)
+            # What a later phase was the first to ask for comes too late for a node before it.
+            if found and (not asked_by or PHASE_ORDER[self.phases[found]] <= PHASE_ORDER[phase]):
+                key, here = found, there
                 continue
             made = f"{value}@{there}({step.target[1]})" + (f"!{again}" if again else "")
-            if made in self.out.held:
+            while made in self.out.held:
                 made = f"{made}'"
             self.out.held[made] = Held(value, there, step.target[1])
             kinds = {StepKind.LOCAL: ItemKind.LOCAL, StepKind.TRANSFER: ItemKind.TRANSFER}
@@ -236,10 +175,12 @@ class _Lowering:
     def _again(self, value: str, phase: Phase, rate: Rate) -> str:
         """Return for what a value is boxed apart from its other users; empty if for none."""
         if is_gathered_on_use(self.graph, value):
-            return phase.value
+            shared = phase is not Phase.OPTIMIZER and not self.strategy.is_regathered(value)
+            return "" if shared else phase.value
         entry = self.graph.input_kinds.get(value)
         # What is boxed for each micro-batch cannot be read once a step.
-        once = rate is Rate.STEP and entry is not None and entry.kind is InputKind.BUFFER
+        is_buffer = entry is not None and entry.kind is InputKind.BUFFER
+        once = rate is Rate.STEP and (is_buffer or value in self.graph.carried)
         return rate.value if once else ""
 
     def _boxing_time(self, value: str, phase: Phase, rate: Rate) -> tuple[Phase, Rate]:
@@ -269,23 +210,7 @@ class _Lowering:
             # It may go on from a boxing step that a later phase was the first to ask for.
             before = (self.phases.get(key, phase) for key in inputs)
             phase = max((phase, *before), key=PHASE_ORDER.__getitem__)
-        # Stages on the same ranks hand values over without a boxing step; that too ends a segment.
-        level = max(
-            (self.levels.get(key, 0) + (self.made_on.get(key, stage) != stage) for key in inputs),
-            default=0,
-        )
-        leaves = kind in (ItemKind.COLLECTIVE, ItemKind.TRANSFER)
-        if node is not None:
-            place = (stage, phase)
-            self.front[place] = max(level, self.front.get(place, 0))
-        elif leaves and is_gathered_on_use(self.graph, inputs[0]):
-            # No earlier than the segment before its user, so that copies do not pile up.
-            level = max(level, self.front.get((stage, phase), 0))
-        for key in outputs:
-            self.levels[key] = level + 1 if leaves else level
-            self.phases[key] = phase
-            if not leaves and kind is not ItemKind.HOST:
-                self.made_on[key] = stage
+        self.phases |= dict.fromkeys(outputs, phase)
         self.out.items.append(
             Item(
                 name=name,
@@ -296,53 +221,8 @@ class _Lowering:
                 target_stage=stage if target_stage is None else target_stage,
                 phase=phase,
                 rate=rate,
-                level=level,
                 node=node,
                 step=step,
                 asked_by=asked_by,
             )
         )
-
-
-def is_gathered_on_use(graph: LogicalGraph, value: str) -> bool:
-    """Whether each phase boxes a value for itself, shortly before it uses it: parameters."""
-    entry = graph.input_kinds.get(value)
-    return entry is not None and entry.kind is InputKind.PARAMETER
-
-
-#: Operators whose results alias their arguments: they cost no memory and next to no time.
-ALIASES = frozenset(
-    {"view", "_unsafe_view", "reshape", "t", "transpose", "permute", "split", "split_with_sizes"}
-    | {"slice", "select", "expand", "unsqueeze", "squeeze", "detach", "alias"}
-)
-
-_FACTORIES = frozenset({"arange", "ones_like", "zeros_like", "full", "full_like", "ones", "zeros"})
-
-
-def sink(items: Sequence[Item]) -> list[Item]:
-    """Move what gains nothing from being early into the segment that uses it first.
-
-    Aliases and constants need no segment of their own, and an update that is begun before its
-    gradient has come only holds memory.
-
-    before: levels  t(w): 0  mul(w, decay): 0  mm(x@.., t(w)): 2  addcdiv(.., grad@..): 5
-    after:  levels  t(w): 2  mul(w, decay): 5  mm(x@.., t(w)): 2  addcdiv(.., grad@..): 5
-    """
-    users: dict[str, list[Item]] = {}
-    sunk: list[Item] = []
-    for item in reversed(items):
-        light = item.phase is Phase.OPTIMIZER or (
-            item.node is not None and item.node.kind in ALIASES | _FACTORIES
-        )
-        if item.kind is ItemKind.OP and light:
-            found = [user for key in item.outputs for user in users.get(key, ())]
-            same = [
-                user.level - (user.stage != item.stage)
-                for user in found
-                if user.phase is item.phase
-            ]
-            item = replace(item, level=min(same, default=item.level))
-        for key in item.inputs:
-            users.setdefault(key, []).append(item)
-        sunk.append(item)
-    return sunk[::-1]

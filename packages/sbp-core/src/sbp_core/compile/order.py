@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import replace
 
+from sbp_core.compile.firings import ThreadId
 from sbp_core.compile.physical import ActorKind, PhysicalPlan
 from sbp_core.compile.tokens import Place, TokenGame
 from sbp_core.errors import PlanError
 from sbp_core.graph.ir import PHASE_ORDER
-
-ThreadId = tuple[int, str]
 
 
 def order_firings(plan: PhysicalPlan) -> PhysicalPlan:
@@ -37,16 +37,20 @@ class _Scheduler:
         self.game = TokenGame(plan)
         self.now = 0.0
         self.free: set[ThreadId] = set()
-        self.pending: dict[ThreadId, list[Place]] = defaultdict(list)
+        self.pending: dict[ThreadId, set[Place]] = defaultdict(set)
+        #: What may start as far as its own data and credits go; only a start takes that away.
+        self.ready: dict[ThreadId, set[Place]] = defaultdict(set)
         self.rank_of: dict[Place, tuple[int, int]] = {}
         self.orders: dict[ThreadId, list[tuple[str, int]]] = defaultdict(list)
         for part in plan.ranks:
             for index, actor in enumerate(part.actors):
                 place = (part.rank, actor.name)
-                self.pending[(part.rank, actor.thread)].append(place)
+                self.pending[(part.rank, actor.thread)].add(place)
                 sends = actor.kind is ActorKind.SEND
                 self.rank_of[place] = (-1 if sends else PHASE_ORDER[actor.phase], index)
         self.free.update(self.pending)
+        for places in self.pending.values():
+            self._look_at(places)
         self.running: list[tuple[float, int, tuple[Place, ...]]] = []
         self.sequence = 0
 
@@ -86,15 +90,19 @@ class _Scheduler:
         for thread in sorted(self.free):
             if thread not in self.free:
                 continue
-            for place in sorted(self.pending[thread], key=self._priority):
+            for place in sorted(self.ready[thread], key=self._priority):
                 partners = self.game.partners(place)
                 threads = [self._thread(partner) for partner in partners]
-                if all(t in self.free for t in threads) and all(map(self._in_step, partners)):
+                are_ready = all(p in self.ready[t] for p, t in zip(partners, threads, strict=True))
+                if are_ready and all(t in self.free for t in threads):
                     self._start(partners, threads)
                     break
 
-    def _in_step(self, place: Place) -> bool:
-        return self.game.is_ready(place)
+    def _look_at(self, places: Iterable[Place]) -> None:
+        """Note which of some places have become ready."""
+        for place in places:
+            if self.game.is_ready(place):
+                self.ready[self._thread(place)].add(place)
 
     def _thread(self, place: Place) -> ThreadId:
         return place[0], self.game.actor(place).thread
@@ -102,10 +110,11 @@ class _Scheduler:
     def _start(self, partners: tuple[Place, ...], threads: list[ThreadId]) -> None:
         for place, thread in zip(partners, threads, strict=True):
             index = self.game.start(place)
+            self.ready[thread].discard(place)
             self.orders[thread].append((place[1], index))
             self.free.discard(thread)
             if self.game.is_done(place):
-                self.pending[thread].remove(place)
+                self.pending[thread].discard(place)
         self.sequence += 1
         end = self.now + max(self.game.actor(place).weight_s for place in partners)
         heapq.heappush(self.running, (end, self.sequence, partners))
@@ -114,11 +123,13 @@ class _Scheduler:
         for place in places:
             self.game.finish(place)
             self.free.add(self._thread(place))
+        for place in places:
+            self._look_at(self.game.neighbours(place))
 
     def _stuck(self) -> list[str]:
         lines = []
         for places in self.pending.values():
-            for place in places:
+            for place in sorted(places, key=lambda place: self.rank_of[place][1]):
                 wait = next(self.game.waits(place), None)
                 if wait is not None:
                     lines.append(f"rank {place[0]}: {place[1]} {wait.reason}")

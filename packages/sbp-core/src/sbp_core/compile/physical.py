@@ -68,9 +68,13 @@ class Actor:
         instructions: Of a compute segment, in order.
         step: Of a boxing actor, index into `plan.steps`; else -1.
         makes: Of a collective or receive, the key it makes, taken by an actor of this rank or not.
-        accumulates: Of an accumulation: (part, sum, scale) for each value.
+        accumulates: Of an accumulation: (part, sum, scale) for each value; a scale of None takes
+            the last micro-batch's part instead of the sum.
         emits: (result name, key): losses and metrics that leave here.
-        writes: (state, key): new values of states, in force from the next step on.
+        writes: (state, key): new values of states, in force from the next step on; of an actor that
+            fires for each micro-batch, that of the last one.
+        in_place: States among `writes` whose new value is copied into the memory of the old one
+            after the firing.
         weight_s: Rough time of one firing, for ordering only.
         transient_bytes: Most bytes alive inside one firing, beside what it takes; of an
             accumulation, its sums.
@@ -89,9 +93,10 @@ class Actor:
     instructions: tuple[Instruction, ...] = ()
     step: int = -1
     makes: str = ""
-    accumulates: tuple[tuple[str, str, float], ...] = ()
+    accumulates: tuple[tuple[str, str, float | None], ...] = ()
     emits: tuple[tuple[str, str], ...] = ()
     writes: tuple[tuple[str, str], ...] = ()
+    in_place: tuple[str, ...] = ()
     weight_s: float = 0.0
     transient_bytes: int = 0
     written_bytes: int = 0
@@ -113,6 +118,9 @@ class Register:
         rate: How often it is filled: `STEP` for the sums of an accumulation.
         quota: How many may be alive at once.
         size_bytes: Bytes of one filling on this rank.
+        carries: Of a register that hands states from each micro-batch to the next, the names of
+            the states, one for each key; else empty. Its consumers read them as states. It is full
+            when a step begins, with the states themselves, and when it ends, with the new ones.
     """
 
     name: str
@@ -122,6 +130,7 @@ class Register:
     rate: Rate
     quota: int
     size_bytes: int
+    carries: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,18 +182,19 @@ class RankPlan:
     @cached_property
     def inputs_of(self) -> Mapping[str, tuple[Register, ...]]:
         """For each actor the registers it reads."""
-        return {
-            actor.name: tuple(r for r in self.registers if actor.name in r.consumers)
-            for actor in self.actors
-        }
+        found: dict[str, list[Register]] = {actor.name: [] for actor in self.actors}
+        for register in self.registers:
+            for name in dict.fromkeys(register.consumers):
+                found.setdefault(name, []).append(register)
+        return {name: tuple(registers) for name, registers in found.items()}
 
     @cached_property
     def outputs_of(self) -> Mapping[str, tuple[Register, ...]]:
         """For each actor the registers it fills."""
-        return {
-            actor.name: tuple(r for r in self.registers if r.producer == actor.name)
-            for actor in self.actors
-        }
+        found: dict[str, list[Register]] = {actor.name: [] for actor in self.actors}
+        for register in self.registers:
+            found.setdefault(register.producer, []).append(register)
+        return {name: tuple(registers) for name, registers in found.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,6 +296,7 @@ def _actor_to_json(actor: Actor) -> dict[str, Any]:
         "accumulates": [list(entry) for entry in actor.accumulates],
         "emits": [list(entry) for entry in actor.emits],
         "writes": [list(entry) for entry in actor.writes],
+        "in_place": list(actor.in_place),
         "weight_s": actor.weight_s,
         "transient_bytes": actor.transient_bytes,
         "written_bytes": actor.written_bytes,
@@ -309,6 +320,7 @@ def _actor_from_json(value: Mapping[str, Any]) -> Actor:
         accumulates=tuple((a, b, c) for a, b, c in value["accumulates"]),
         emits=tuple((a, b) for a, b in value["emits"]),
         writes=tuple((a, b) for a, b in value["writes"]),
+        in_place=tuple(value["in_place"]),
         weight_s=value["weight_s"],
         transient_bytes=value["transient_bytes"],
         written_bytes=value["written_bytes"],
@@ -359,6 +371,7 @@ def to_json(plan: PhysicalPlan) -> dict[str, Any]:
                         r.rate.value,
                         r.quota,
                         r.size_bytes,
+                        list(r.carries),
                     ]
                     for r in part.registers
                 ],
@@ -383,8 +396,9 @@ def _rank_from_json(value: Mapping[str, Any]) -> RankPlan:
                 rate=Rate(rate),
                 quota=quota,
                 size_bytes=size,
+                carries=tuple(carries),
             )
-            for name, producer, consumers, keys, rate, quota, size in value["registers"]
+            for name, producer, consumers, keys, rate, quota, size, carries in value["registers"]
         ),
         orders={k: tuple((a, m) for a, m in v) for k, v in value["orders"].items()},
     )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 
 from sbp_core.boxing import Step
-from sbp_core.compile.lower import Item, ItemKind, Lowered
+from sbp_core.compile.items import Item, ItemKind, Lowered
 from sbp_core.compile.physical import StateSlot
-from sbp_core.graph.ir import ITEMSIZE, LogicalGraph, TensorType
+from sbp_core.graph.ir import ITEMSIZE, LogicalGraph, Node, TensorType
 from sbp_core.sbp import local_shape
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.derive import work_flop
@@ -31,16 +32,27 @@ class Program:
         self.host_makers = {item.outputs[0]: item for item in self.hosts}
         self.inputs = {entry.name for entry in graph.inputs}
         self.kept_keys = self._kept_keys()
+        self._new_states = _by_value(lowered.new_states)
+        self._calls: dict[str, OpCall] = {}
+        self._weights_s: dict[str, float] = {}
+        #: Keys of one type that lie alike share what is known of their sizes, by rank.
+        self._sizes: dict[str, dict[int | None, int]] = {}
+        self._sizes_alike: dict[object, dict[int | None, int]] = defaultdict(dict)
 
     def _kept_keys(self) -> set[str]:
         """Return the keys that outlive the segment that makes them."""
         segment: dict[str, tuple[object, ...]] = {}
+        own = [
+            (*item.segment, item.piece, item.kind is ItemKind.ACCUMULATE)
+            for item in self.lowered.items
+        ]
+        for item, mine in zip(self.lowered.items, own, strict=True):
+            segment |= dict.fromkeys(item.outputs, mine)
         kept = {*self.lowered.results.values(), *self.lowered.new_states.values()}
-        for item in self.lowered.items:
-            own = (item.stage, item.phase, item.rate, item.level, item.kind is ItemKind.ACCUMULATE)
-            inside = item.kind in (ItemKind.OP, ItemKind.LOCAL)
-            kept.update(k for k in item.inputs if not inside or segment.get(k, own) != own)
-            segment |= dict.fromkeys(item.outputs, own)
+        for item, mine in zip(self.lowered.items, own, strict=True):
+            kept.update(
+                k for k in item.inputs if not item.is_inside or segment.get(k, mine) != mine
+            )
         return kept
 
     def stages_of(self, rank: int) -> set[int]:
@@ -58,22 +70,44 @@ class Program:
                 todo.extend(maker.inputs)
         return [item for item in self.hosts if item.name in needed]
 
+    def call(self, node: Node) -> OpCall:
+        """Return the call that a node makes, on logical values."""
+        if node.name not in self._calls:
+            self._calls[node.name] = OpCall.of(self.graph, node)
+        return self._calls[node.name]
+
     def bytes_of(self, rank: int | None, key: str) -> int:
         """Return the bytes of a key on one rank (on the first of its stage, if None)."""
         held = self.lowered.held.get(key)
         if held is None:
             return 8
-        stage = self.strategy.stages[held.stage]
-        kind = self.graph.tensor(held.value)
-        at = stage.coordinate(stage.rank_list[0] if rank is None else rank)
-        return _size(kind.dtype, local_shape(kind.shape, held.sbp, stage.mesh_shape, at))
+        sizes = self._sizes.get(key)
+        if sizes is None:
+            kind = held.kind or self.graph.tensor(held.value)
+            sizes = self._sizes[key] = self._sizes_alike[kind, held.stage, held.sbp]
+        if rank not in sizes:
+            stage = self.strategy.stages[held.stage]
+            kind = held.kind or self.graph.tensor(held.value)
+            at = stage.coordinate(stage.rank_list[0] if rank is None else rank)
+            sizes[rank] = _size(kind.dtype, local_shape(kind.shape, held.sbp, stage.mesh_shape, at))
+        return sizes[rank]
+
+    def written(self, keys: Iterable[str]) -> tuple[tuple[str, str], ...]:
+        """Return (state, key) of the states whose new values are among the keys, in their order."""
+        found = {entry for key in keys for entry in self._new_states.get(key, ())}
+        return tuple((state, key) for _, state, key in sorted(found))
 
     def weight_s(self, item: Item) -> float:
-        """Return the rough time of one item, for ordering only."""
+        """Return the rough time of one item, for ordering only; the same for all ranks."""
+        if item.name not in self._weights_s:
+            self._weights_s[item.name] = self._weight_s(item)
+        return self._weights_s[item.name]
+
+    def _weight_s(self, item: Item) -> float:
         size = sum(self.bytes_of(None, k) for k in (*item.inputs, *item.outputs))
         if item.node is None:
             return ROUGH_LAUNCH_S
-        flop = work_flop(OpCall.of(self.graph, item.node))
+        flop = work_flop(self.call(item.node))
         share = self.strategy.stages[item.stage].size
         return ROUGH_LAUNCH_S + max(flop / share / ROUGH_FLOP_PER_S, size / ROUGH_BYTES_PER_S)
 
@@ -107,6 +141,14 @@ class Program:
                 sbp=storage.sbp,
                 local_shape=local_shape(kind.shape, storage.sbp, stage.mesh_shape, at),
             )
+
+
+def _by_value(states: Mapping[str, str]) -> dict[str, list[tuple[int, str, str]]]:
+    """Return, for each key, (place, state, key) of the states whose new value it is."""
+    found: dict[str, list[tuple[int, str, str]]] = defaultdict(list)
+    for place, (state, key) in enumerate(states.items()):
+        found[key].append((place, state, key))
+    return dict(found)
 
 
 def _size(dtype: str, shape: Sequence[int]) -> int:

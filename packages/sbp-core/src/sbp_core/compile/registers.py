@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
+from sbp_core.compile.levels import is_gathered_on_use
 from sbp_core.compile.physical import Actor, ActorKind, Link, RankPlan, Register
 from sbp_core.compile.program import Program
 from sbp_core.graph.ir import Phase, Rate
@@ -32,6 +33,49 @@ def registers(program: Program, rank: int, actors: Sequence[Actor]) -> Iterable[
                 quota=_quota(program, actor, consumers[keys[0]], rate),
                 size_bytes=sum(program.bytes_of(rank, key) for key in keys),
             )
+        yield from _carrying(program, rank, actor, actors)
+
+
+def _carrying(
+    program: Program, rank: int, writer: Actor, actors: Sequence[Actor]
+) -> Iterable[Register]:
+    """Yield the registers that hand the states an actor writes from micro-batch to micro-batch.
+
+    before: n = add(mean, m) writes mean   in micro-batch 1, n = mean + m
+    after:  register n -> the readers      in micro-batch 2, n = n of micro-batch 1 + m
+    """
+    shared: dict[tuple[str, ...], list[tuple[str, str]]] = defaultdict(list)
+    for state, key in writer.writes:
+        readers = carried_readers(program, state, actors)
+        if readers:
+            shared[tuple(reader.name for reader in readers)].append((state, key))
+    for index, (names, pairs) in enumerate(shared.items()):
+        keys = tuple(key for _, key in pairs)
+        users = [actor for actor in actors if actor.name in names]
+        yield Register(
+            name=f"{writer.name}^{index}",
+            producer=writer.name,
+            consumers=names,
+            keys=keys,
+            rate=Rate.MICRO,
+            # One filling is there when the step begins.
+            quota=1 + max(_quota(program, writer, users, Rate.MICRO), _lag(program, users)),
+            size_bytes=sum(program.bytes_of(rank, key) for key in keys),
+            carries=tuple(state for state, _ in pairs),
+        )
+
+
+def carried_readers(program: Program, state: str, actors: Sequence[Actor]) -> list[Actor]:
+    """Return the actors that read, for each micro-batch, a state that is carried."""
+    if state not in program.graph.carried:
+        return []
+    return [actor for actor in actors if state in actor.reads and actor.rate is Rate.MICRO]
+
+
+def _lag(program: Program, users: Sequence[Actor]) -> int:
+    """Return how many micro-batches the slowest reader may be behind the forward phase."""
+    late = [user.stage for user in users if user.phase is not Phase.FORWARD]
+    return max((program.strategy.in_flight[stage] for stage in late), default=1)
 
 
 def _quota(program: Program, producer: Actor, users: Sequence[Actor], rate: Rate) -> int:
@@ -49,6 +93,55 @@ def _quota(program: Program, producer: Actor, users: Sequence[Actor], rate: Rate
         return program.strategy.in_flight[producer.stage]
     between_threads = any(user.thread != producer.thread for user in users)
     return min(2, program.strategy.num_micro_batches) if between_threads else 1
+
+
+def prefetch_registers(
+    program: Program, actors: Sequence[Actor], prefetch: int
+) -> Iterable[Register]:
+    """Yield registers without values that keep parameters from being gathered too early.
+
+    A thread of its own would gather them all at once. So each gather takes a token of the segment
+    that is `prefetch + 1` before the first one that uses what it makes.
+
+    before: gather w1, gather w2, gather w3 | forward.1 forward.2 forward.3
+    after:  gather w1, gather w2 | forward.1 -> gather w3 | forward.2 forward.3       prefetch 1
+    """
+    users: dict[str, list[Actor]] = defaultdict(list)
+    for actor in actors:
+        for key in actor.inputs:
+            users[key].append(actor)
+    lines: dict[int, list[str]] = defaultdict(list)
+    for actor in actors:
+        if actor.kind is ActorKind.COMPUTE and actor.rate is Rate.MICRO:
+            lines[actor.stage].append(actor.name)
+    for actor in actors:
+        gathers = actor.kind is ActorKind.COLLECTIVE and actor.rate is Rate.MICRO
+        if not gathers or not any(is_gathered_on_use(program.graph, key) for key in actor.reads):
+            continue
+        line = lines[actor.stage]
+        place = {name: number for number, name in enumerate(line)}
+        first = min((place[n] for n in _segments_behind(actor, users) if n in place), default=0)
+        if first > prefetch:
+            before = line[first - 1 - prefetch]
+            yield Register(
+                name=f"{before}>{actor.name}",
+                producer=before,
+                consumers=(actor.name,),
+                keys=(),
+                rate=Rate.MICRO,
+                quota=program.strategy.num_micro_batches,
+                size_bytes=0,
+            )
+
+
+def _segments_behind(actor: Actor, users: Mapping[str, Sequence[Actor]]) -> Iterable[str]:
+    """Yield the compute segments that take what an actor makes, also through boxing actors."""
+    for key in actor.outputs:
+        for user in users.get(key, ()):
+            if user.kind is ActorKind.COMPUTE:
+                yield user.name
+            else:
+                yield from _segments_behind(user, users)
 
 
 def links(program: Program, ranks: Sequence[RankPlan]) -> Iterable[Link]:

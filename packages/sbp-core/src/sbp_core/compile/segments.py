@@ -11,13 +11,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypedDict
 
-from sbp_core.compile.instructions import host_instruction, instructions, transient_bytes
-from sbp_core.compile.lower import Item, ItemKind, Lowered
+from sbp_core.compile.cuts import cut
+from sbp_core.compile.instructions import Instructions, host_instruction, transient_bytes
+from sbp_core.compile.items import Item, ItemKind, Lowered
 from sbp_core.compile.physical import Actor, ActorKind, PhysicalPlan, RankPlan
 from sbp_core.compile.program import ROUGH_BYTES_PER_S, ROUGH_LAUNCH_S, Program
-from sbp_core.compile.registers import links, registers
+from sbp_core.compile.registers import carried_readers, links, prefetch_registers, registers
+from sbp_core.errors import SbpValueError
 from sbp_core.graph.ir import PHASE_ORDER, LogicalGraph, Phase, Rate
 from sbp_core.graph.serialize import graph_hash
+from sbp_core.placement import Cluster
 from sbp_core.strategy import Strategy
 
 
@@ -28,9 +31,31 @@ class CompileOptions:
     Args:
         boxing_thread: Give boxing a thread of its own on every rank, so that it overlaps with
             compute; otherwise one thread a rank does both.
+        bucket_bytes: Most bytes of a flat buffer in which small gradients travel together; 0 for
+            none, None for what the price of the step on `cluster` suggests.
+        cluster: The machine; rough numbers are taken without.
+        piece_s: With a boxing thread, rough least time of the pieces that a segment is cut into,
+            so that boxing begins as soon as its input is made; in seconds, `inf` for no cuts.
+        prefetch: With a boxing thread, how many segments ahead of its user a parameter may be
+            gathered; 0 gathers it when the segment before its user is through.
+        in_place_states: Let new states take the memory of the old ones where they can. Then a step
+            that fails may leave no whole states.
     """
 
     boxing_thread: bool = False
+    bucket_bytes: int | None = None
+    cluster: Cluster | None = None
+    piece_s: float = 2e-4
+    prefetch: int = 1
+    in_place_states: bool = False
+
+    def __post_init__(self) -> None:
+        if self.bucket_bytes is not None and self.bucket_bytes < 0:
+            raise SbpValueError(f"bucket_bytes={self.bucket_bytes}", accepted="None, 0 or more")
+        if self.piece_s < 0 or self.prefetch < 0:
+            raise SbpValueError(
+                f"piece_s={self.piece_s}, prefetch={self.prefetch}", accepted="0 or more"
+            )
 
 
 COMPUTE_THREAD, BOXING_THREAD = "compute", "boxing"
@@ -40,9 +65,14 @@ def form_plan(
     graph: LogicalGraph, strategy: Strategy, lowered: Lowered, options: CompileOptions
 ) -> PhysicalPlan:
     """Return the plan of all ranks, with registers and quotas but without firing orders."""
+    if options.boxing_thread:
+        lowered = cut(graph, strategy, lowered, options.piece_s)
     program = Program(graph, strategy, lowered)
     boxing_thread = BOXING_THREAD if options.boxing_thread else COMPUTE_THREAD
-    ranks = tuple(_rank_plan(program, rank, boxing_thread) for rank in strategy.ranks)
+    made = Instructions(program)
+    ranks = tuple(
+        _rank_plan(program, made, rank, boxing_thread, options.prefetch) for rank in strategy.ranks
+    )
     return PhysicalPlan(
         graph_hash=graph_hash(graph),
         planner=strategy.planner,
@@ -55,13 +85,18 @@ def form_plan(
     )
 
 
-def _rank_plan(program: Program, rank: int, boxing_thread: str) -> RankPlan:
-    actors = _Actors(program, rank, boxing_thread).make()
+def _rank_plan(
+    program: Program, instructions: Instructions, rank: int, boxing_thread: str, prefetch: int
+) -> RankPlan:
+    actors = _Actors(program, instructions, rank, boxing_thread).make()
+    made = list(registers(program, rank, actors))
+    if boxing_thread != COMPUTE_THREAD:
+        made += prefetch_registers(program, actors, prefetch)
     return RankPlan(
         rank=rank,
         slots=tuple(program.slots(rank)),
         actors=tuple(actors),
-        registers=tuple(registers(program, rank, actors)),
+        registers=tuple(made),
         orders={},
     )
 
@@ -77,8 +112,11 @@ class _Leaving(TypedDict):
 class _Actors:
     """The making of one rank's actors."""
 
-    def __init__(self, program: Program, rank: int, boxing_thread: str) -> None:
+    def __init__(
+        self, program: Program, instructions: Instructions, rank: int, boxing_thread: str
+    ) -> None:
         self.program, self.rank, self.boxing_thread = program, rank, boxing_thread
+        self.instructions = instructions
         self.stages = program.stages_of(rank)
 
     def make(self) -> list[Actor]:
@@ -89,14 +127,15 @@ class _Actors:
                 groups[name].append(item)
         ordered = sorted(groups.items(), key=lambda group: _precedence(group[1][0]))
         actors = [self._actor(name, items) for name, items in ordered]
-        return _finish_outputs([*actors, *self._host_states()])
+        return self._finish_outputs([*actors, *self._host_states()])
 
     def _names(self, item: Item) -> Iterable[str]:
         """Yield the actors of this rank that an item belongs to: none, one, or send and receive."""
         segment = f"{item.phase.value}.{item.stage}.{item.level}"
         if item.rate is Rate.STEP and item.phase is not Phase.OPTIMIZER:
             segment += ".step"  # boxed after an accumulation: no part of the segment that feeds it
-        if item.kind in (ItemKind.OP, ItemKind.LOCAL) and item.stage in self.stages:
+        segment += f".{item.piece}" if item.piece else ""
+        if item.is_inside and item.stage in self.stages:
             yield segment
         elif item.kind is ItemKind.ACCUMULATE and item.stage in self.stages:
             yield f"accumulate.{segment}"  # a loss must not wait for gradients of its level
@@ -111,7 +150,7 @@ class _Actors:
 
     def _actor(self, name: str, items: Sequence[Item]) -> Actor:
         first = items[0]
-        if first.step is not None and first.kind is not ItemKind.LOCAL:
+        if first.leaves:
             return self._boxing_actor(name, first)
         if first.kind is ItemKind.ACCUMULATE:
             return self._accumulation(name, items)
@@ -147,7 +186,7 @@ class _Actors:
         sums = []
         for item in items:
             assert item.node is not None
-            sums.append((item.inputs[0], item.outputs[0], float(item.node.args[1])))
+            sums.append((item.inputs[0], item.outputs[0], item.node.args[1]))
         outputs = tuple(total for _, total, _ in sums)
         size = sum(self.program.bytes_of(None, key) for key in outputs)
         return Actor(
@@ -183,7 +222,7 @@ class _Actors:
             outputs=outputs,
             instructions=(
                 *map(host_instruction, hosts),
-                *(part for item in items for part in instructions(program, self.rank, item)),
+                *(part for item in items for part in self.instructions.of(self.rank, item)),
             ),
             weight_s=sum(map(program.weight_s, items)),
             transient_bytes=transient_bytes(program, self.rank, items),
@@ -213,10 +252,25 @@ class _Actors:
             weight_s=ROUGH_LAUNCH_S,
         )
 
+    def _finish_outputs(self, actors: Sequence[Actor]) -> list[Actor]:
+        """Keep among each actor's outputs only what another actor takes.
+
+        What goes to the next micro-batch through a register is counted there, not as written.
+        """
+        taken = {key for actor in actors for key in actor.inputs}
+        finished = []
+        for actor in actors:
+            carried = {k for s, k in actor.writes if carried_readers(self.program, s, actors)}
+            in_registers = sum(self.program.bytes_of(self.rank, key) for key in carried)
+            outputs = (key for key in actor.outputs if key in taken or key in carried)
+            written = actor.written_bytes - in_registers
+            finished.append(replace(actor, outputs=tuple(outputs), written_bytes=written))
+        return finished
+
     def _leaving(self, keys: Sequence[str]) -> _Leaving:
         """Return which results and new states are among the keys, and the bytes of the latter."""
         made, lowered = set(keys), self.program.lowered
-        writes = tuple((n, k) for n, k in lowered.new_states.items() if k in made)
+        writes = self.program.written(made)
         return {
             "emits": tuple((n, k) for n, k in lowered.results.items() if k in made),
             "writes": writes,
@@ -224,16 +278,6 @@ class _Actors:
         }
 
 
-def _precedence(item: Item) -> tuple[int, int, bool]:
+def _precedence(item: Item) -> tuple[int, int, int, bool]:
     """Return the place among actors that could fire: what a segment made leaves first."""
-    inside = item.kind in (ItemKind.OP, ItemKind.LOCAL)
-    return PHASE_ORDER[item.phase], item.level, not inside
-
-
-def _finish_outputs(actors: Sequence[Actor]) -> list[Actor]:
-    """Keep among each actor's outputs only what another actor takes."""
-    taken = {key for actor in actors for key in actor.inputs}
-    return [
-        replace(actor, outputs=tuple(key for key in actor.outputs if key in taken))
-        for actor in actors
-    ]
+    return PHASE_ORDER[item.phase], item.level, item.piece, not item.is_inside

@@ -53,10 +53,20 @@ class TokenGame:
     def filled(self, rank: int, register: Register) -> int:
         """Return how often a register has been filled."""
         producer = (rank, register.producer)
-        count = self.finished[producer]
+        count = self.finished[producer] + bool(register.carries)
         if register.rate is Rate.STEP and self.actor(producer).rate is Rate.MICRO:
             return count // self.plan.num_micro_batches
         return count
+
+    def beside_states(self, rank: int, register: Register) -> int:
+        """Return how many fillings of a register take memory that is not the states' own.
+
+        The first filling of a register that carries states is the states themselves.
+        """
+        if not register.carries:
+            return self.live(rank, register)
+        read = min(self.finished[(rank, name)] for name in register.consumers)
+        return self.finished[(rank, register.producer)] - max(0, read - 1)
 
     def live(self, rank: int, register: Register) -> int:
         """Return how many fillings of a register are alive."""
@@ -78,7 +88,7 @@ class TokenGame:
         for register in part.outputs_of[name]:
             if not self._fills(place, register):
                 continue
-            fillings = index if register.rate is Rate.MICRO else 0
+            fillings = index + bool(register.carries) if register.rate is Rate.MICRO else 0
             for consumer in register.consumers:
                 if fillings - self.finished[(rank, consumer)] >= register.quota:
                     reason = f"waits for credit of register {register.name} ({register.quota})"
@@ -107,6 +117,17 @@ class TokenGame:
     def finish(self, place: Place) -> None:
         """Fill the outputs of a firing and give its inputs' credits back."""
         self.finished[place] += 1
+
+    def neighbours(self, place: Place) -> set[Place]:
+        """Return the places that a finished firing may have made ready, itself among them."""
+        rank, name = place
+        part = self.plan.by_rank[rank]
+        found = {place}
+        found.update((rank, reader) for r in part.outputs_of[name] for reader in r.consumers)
+        found.update((rank, register.producer) for register in part.inputs_of[name])
+        found.update(link.receiver for link in self.sends[place])
+        found.update(link.sender for link in self.receives[place])
+        return found
 
     def partners(self, place: Place) -> tuple[Place, ...]:
         """Return the places that fire together: the group of a collective, else the place alone."""

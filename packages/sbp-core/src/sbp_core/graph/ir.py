@@ -265,6 +265,17 @@ class LogicalGraph:
         return {out.name: out.value for out in self.outputs if out.kind is OutputKind.STATE}
 
     @cached_property
+    def carried(self) -> Mapping[str, str]:
+        """The new values of states that every micro-batch hands to the next one."""
+        if self.num_micro_batches == 1:
+            return {}
+        return {
+            name: value
+            for name, value in self.new_states.items()
+            if self.rate_of(value) is Rate.MICRO
+        }
+
+    @cached_property
     def loss(self) -> str:
         """The value that is the loss.
 
@@ -295,7 +306,8 @@ class LogicalGraph:
         node = self.producers.get(value)
         if node is None:
             kind = self.input_kinds[value].kind
-            return Rate.MICRO if kind is InputKind.BATCH else Rate.STEP
+            changes = kind in (InputKind.BATCH, InputKind.RNG)
+            return Rate.MICRO if changes else Rate.STEP
         return Rate.STEP if node.op == "sbp.accumulate" else node.rate
 
     def with_nodes(self, nodes: tuple[Node, ...], **changes: Any) -> LogicalGraph:

@@ -19,6 +19,9 @@ def verify_graph(graph: LogicalGraph) -> LogicalGraph:
     5. A node of step rate uses no value of micro-batch rate, except through `sbp.accumulate`, and
        a node of micro-batch rate none that a node makes once a step; with one micro-batch, rates
        do not bind.
+    6. A state replaced by a value of micro-batch rate is carried: each micro-batch reads what the
+       one before has written, and nodes of step rate what was there before the step. It is a
+       tensor.
 
     Raises:
         GraphError: names the node and what it breaks.
@@ -116,4 +119,9 @@ def _check_outputs(graph: LogicalGraph) -> None:
             raise GraphError(
                 f"the new value of {out.name!r} is {graph.types[out.value]}",
                 accepted=str(graph.types[out.name]),
+            )
+        if out.name in graph.carried and not graph.is_tensor(out.name):
+            raise GraphError(
+                f"host number {out.name!r} is replaced for each micro-batch",
+                accepted="host numbers that are replaced once a step",
             )

@@ -26,7 +26,7 @@ from math import isinf, prod
 import numpy as np
 from numpy.typing import NDArray
 
-from sbp_core.compile.lower import is_gathered_on_use
+from sbp_core.compile.levels import is_gathered_on_use
 from sbp_core.errors import PlanError
 from sbp_core.graph.ir import InputKind, Node, Rate, TensorType
 from sbp_core.infer.minsum import Factor, Table, minimise

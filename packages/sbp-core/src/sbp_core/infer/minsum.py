@@ -7,7 +7,8 @@ one table of their minimum over it, and go on until none is left; then read the 
 backwards. This is exact. Its tables grow with the width of the graph, so when the next one would be
 larger than a limit, a variable is *held* at its present value and the elimination goes on with the
 rest: exact given the held ones, so that the total never rises. Rounds hold different variables
-until no round gains. Knows nothing of SBP.
+until no round gains. Repeated layers of a network bring equal tables, whose sums and minima are
+computed once and shared. Knows nothing of SBP.
 
 Source: Dechter, "Bucket elimination: a unifying framework for reasoning", Artificial Intelligence
 113 (1999), section 4; Jia et al., "Exploring hidden dimensions in parallelizing convolutional
@@ -29,6 +30,7 @@ from numpy.typing import NDArray
 from sbp_core.errors import SbpValueError
 
 Table = NDArray[np.float64]
+Choice = NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,8 +88,10 @@ def minimise(
     best = Solution(values=tuple(start), cost=total(factors, start), exact=False)
     times_held = [0] * len(sizes)
     idle = 0
+    shared = _Shared()
+    own = [shared.interned(_without_constants(factor, sizes)) for factor in factors]
     for _ in range(max_rounds):
-        elimination = _Elimination(sizes, factors, best.values, times_held, max_entries)
+        elimination = _Elimination(sizes, own, best.values, times_held, max_entries, shared)
         values = elimination.run()
         cost = total(factors, values)
         for variable in elimination.held:
@@ -102,6 +106,49 @@ def minimise(
     return best
 
 
+class _Shared:
+    """What is computed once for equal tables; they live as long as this, so ids tell them apart.
+
+    before: layer 1 takes x1 from f(x1, y1), g(x1, z1)    layer 2 takes x2 from f(x2, y2), g(x2, z2)
+    after:  h(y, z) = min over x of f(x, y) + g(x, z) is made for layer 1, and named h(y2, z2) too
+    """
+
+    def __init__(self) -> None:
+        self._tables: dict[tuple[tuple[int, ...], bytes], Table] = {}
+        self._minima: dict[object, tuple[Choice, Table]] = {}
+        self._slices: dict[tuple[int, int, int], Table] = {}
+
+    def interned(self, factor: Factor) -> Factor:
+        """Return the factor with the first table that was equal to its own, bit by bit."""
+        table = self._tables.setdefault((factor.table.shape, factor.table.tobytes()), factor.table)
+        return Factor(factor.variables, table)
+
+    def minimum(self, factors: Sequence[Factor], order: tuple[int, ...]) -> tuple[Choice, Table]:
+        """Return where the sum of some factors is least over the last of `order`, and that least.
+
+        Args:
+            factors: At least one.
+            order: Their variables, all of them.
+        """
+        place = {variable: at for at, variable in enumerate(order)}
+        key = tuple((id(f.table), tuple(place[v] for v in f.variables)) for f in factors)
+        found = self._minima.get(key)
+        if found is None:
+            table = reduce(np.add, (_align(factor, order) for factor in factors))
+            choice = table.argmin(axis=-1)
+            least = np.take_along_axis(table, choice[..., None], axis=-1)[..., 0]
+            # Any number of choices that tables may have fits.
+            found = self._minima[key] = (choice.astype(np.int32), least)
+        return found
+
+    def slice(self, table: Table, axis: int, index: int) -> Table:
+        """Return what is left of a table at one index of one axis."""
+        key = (id(table), axis, index)
+        if key not in self._slices:
+            self._slices[key] = np.asarray(table.take(index, axis=axis))
+        return self._slices[key]
+
+
 class _Elimination:
     """One elimination of all variables, holding some at `present` if tables grow too large."""
 
@@ -112,17 +159,19 @@ class _Elimination:
         present: Sequence[int],
         times_held: Sequence[int],
         max_entries: int,
+        shared: _Shared,
     ) -> None:
         self.sizes = sizes
+        self.shared = shared
         self.present = present
         self.times_held = times_held
         self.max_entries = max_entries
         self.held: dict[int, int] = {}
         self.buckets: list[dict[int, Factor]] = [{} for _ in sizes]
-        self.made: list[tuple[int, tuple[int, ...], NDArray[np.intp]]] = []
+        self.made: list[tuple[int, tuple[int, ...], Choice]] = []
         self.num_factors = 0
         for factor in factors:
-            self._add(_without_constants(factor, sizes))
+            self._add(factor)
 
     def _add(self, factor: Factor) -> None:
         if not factor.variables:
@@ -135,28 +184,30 @@ class _Elimination:
         return {v for factor in self.buckets[variable].values() for v in factor.variables}
 
     def _entries(self, variable: int) -> int:
-        return prod(self.sizes[v] for v in self._neighbours(variable))
+        return prod([self.sizes[v] for v in self._neighbours(variable)])
 
     def run(self) -> tuple[int, ...]:
-        queue = [(self._entries(v), v) for v in range(len(self.sizes))]
+        present = [self._entries(v) for v in range(len(self.sizes))]
+        queue = [(entries, v) for v, entries in enumerate(present)]
         heapq.heapify(queue)
         done: set[int] = set()
         while queue:
             entries, variable = heapq.heappop(queue)
-            if variable in done:
+            # Whenever the entries of a variable change, it is queued anew.
+            if variable in done or entries != present[variable]:
                 continue
-            now = self._entries(variable)
-            if now != entries:
-                heapq.heappush(queue, (now, variable))
-                continue
-            if now > self.max_entries:
+            if entries > self.max_entries:
                 touched = self._hold(variable)
+                present[variable] = 0
                 done.update(self.held)
             else:
                 touched = self._eliminate(variable)
                 done.add(variable)
             for other in touched - done:
-                heapq.heappush(queue, (self._entries(other), other))
+                now = self._entries(other)
+                if now != present[other]:
+                    present[other] = now
+                    heapq.heappush(queue, (now, other))
         return self._read_back()
 
     def _take(self, variable: int) -> list[Factor]:
@@ -172,13 +223,12 @@ class _Elimination:
         rest = tuple(sorted({v for f in factors for v in f.variables} - {variable}))
         order = (*rest, variable)
         if not factors:
-            self.made.append((variable, (), np.zeros((), dtype=np.intp)))
+            self.made.append((variable, (), np.zeros((), dtype=np.int32)))
             return set()
-        table = reduce(np.add, (_align(factor, order) for factor in factors))
-        table = np.broadcast_to(table, tuple(self.sizes[v] for v in order))
-        self.made.append((variable, rest, table.argmin(axis=-1)))
+        choice, least = self.shared.minimum(factors, order)
+        self.made.append((variable, rest, choice))
         if rest:
-            self._add(Factor(rest, np.asarray(table.min(axis=-1))))
+            self._add(Factor(rest, least))
         return set(rest)
 
     def _hold(self, around: int) -> set[int]:
@@ -195,7 +245,7 @@ class _Elimination:
             rest = factor.variables[:at] + factor.variables[at + 1 :]
             touched.update(rest)
             if rest:
-                self._add(Factor(rest, np.asarray(factor.table.take(value, axis=at))))
+                self._add(Factor(rest, self.shared.slice(factor.table, at, value)))
         return touched
 
     def _read_back(self) -> tuple[int, ...]:
@@ -210,6 +260,8 @@ class _Elimination:
 def _without_constants(factor: Factor, sizes: Sequence[int]) -> Factor:
     """Return the factor over the variables that have a choice; the others would only cost axes."""
     kept = tuple(variable for variable in factor.variables if sizes[variable] > 1)
+    if kept == factor.variables:
+        return factor
     return Factor(kept, factor.table.reshape([sizes[variable] for variable in kept]))
 
 

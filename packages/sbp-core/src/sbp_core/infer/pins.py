@@ -7,6 +7,8 @@ A pattern is one of
 * `activations`: every floating forward value whose dim 0 is the sample (it depends on a batch
   input and has the extent of the batch's dim 0);
 * `gradients`: the values that the backward pass hands to the optimizer;
+* `micro_gradients`: the gradients of each micro-batch, before they are accumulated; without
+  micro-batches there are none;
 * `updates`: the values that the optimizer makes;
 * an `fnmatch` pattern of names, tried in this order: graph inputs; module paths, which means the
   values that leave the module in its forward pass; values.
@@ -45,7 +47,7 @@ INPUT_WORDS = {
     "optimizer_states": InputKind.OPTIMIZER_STATE,
 }
 #: Words that stand for values of a kind.
-VALUE_WORDS = ("activations", "gradients", "updates")
+VALUE_WORDS = ("activations", "micro_gradients", "gradients", "updates")
 OTHER_AXES = "*"
 
 #: Before a pattern of inputs: how they are used, not how they are stored.
@@ -328,6 +330,17 @@ def gradients(graph: LogicalGraph) -> list[str]:
     ]
 
 
+def micro_gradients(graph: LogicalGraph) -> list[str]:
+    """Return the tensors that are accumulated over micro-batches to the `gradients`."""
+    makers = (graph.producers[value] for value in gradients(graph))
+    return [
+        value
+        for node in makers
+        if node.op == "sbp.accumulate"
+        for value in graph.tensor_inputs(node)
+    ]
+
+
 def updates(graph: LogicalGraph) -> list[str]:
     """Return the tensors that optimizer nodes make."""
     return [
@@ -342,5 +355,6 @@ def updates(graph: LogicalGraph) -> list[str]:
 _VALUES: Mapping[str, Callable[[LogicalGraph], list[str]]] = {
     "activations": activations,
     "gradients": gradients,
+    "micro_gradients": micro_gradients,
     "updates": updates,
 }

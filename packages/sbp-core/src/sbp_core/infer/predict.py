@@ -29,7 +29,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from sbp_core.boxing.step import Step
-from sbp_core.compile.lower import Item, Lowered, lower
+from sbp_core.compile.items import Item
+from sbp_core.compile.levels import is_gathered_on_use
+from sbp_core.compile.lower import lower
 from sbp_core.cost import boxing_step_time_s, is_view, local_bytes, op_time_s
 from sbp_core.graph.ir import LogicalGraph, Node, OutputKind, Phase, Rate
 from sbp_core.placement import Cluster
@@ -154,9 +156,14 @@ def predict_stages(
     _add_activations(graph, strategy, stages)
     moved = 0
     lowered = lower(graph, strategy)
+    used_backward = {
+        key for item in lowered.items if item.phase is Phase.BACKWARD for key in item.inputs
+    }
     for item in lowered.items:
         if item.step is not None:
-            moved += _add_boxing(graph, cluster, item, item.step, lowered, stages)
+            is_kept = not used_backward.isdisjoint(item.outputs)
+            value = lowered.held[item.outputs[0]].value
+            moved += _add_boxing(graph, cluster, item, item.step, value, stages, is_kept=is_kept)
     return stages, moved
 
 
@@ -218,20 +225,30 @@ def _add_boxing(
     cluster: Cluster,
     item: Item,
     step: Step,
-    lowered: Lowered,
+    value: str,
     stages: tuple[StagePrediction, ...],
+    *,
+    is_kept: bool,
 ) -> int:
-    """Add one boxing step of the plan; return the bytes that it moves in a step."""
+    """Add one boxing step of the plan; return the bytes that it moves in a step.
+
+    Args:
+        graph: The graph.
+        cluster: Links and rates.
+        item: The item.
+        step: Its step.
+        value: What it boxes.
+        stages: What to add it to.
+        is_kept: Whether the backward phase uses what it makes.
+    """
     stage, seconds = stages[item.target_stage], boxing_step_time_s(step, cluster)
-    value = lowered.held[item.outputs[0]].value
     size = local_bytes(graph.tensor(value), step.target[1], step.target[0].mesh_shape)
     producer = graph.producers.get(value)
-    if producer is None and graph.input_kinds[value].kind.is_state and step.size_bytes:
+    is_state = producer is None and graph.input_kinds[value].kind.is_state
+    if (is_state or is_gathered_on_use(graph, value)) and step.size_bytes:
         stage.gathered_bytes = max(stage.gathered_bytes, size)
-    elif producer is not None and producer.phase is Phase.FORWARD:
-        taken = [user for key in item.outputs for user in lowered.users(key)]
-        if any(user.phase is Phase.BACKWARD for user in taken):
-            stage.activations_bytes += size
+    elif producer is not None and producer.phase is Phase.FORWARD and is_kept:
+        stage.activations_bytes += size
     if item.rate is Rate.MICRO:
         stage.micro_boxing_s += seconds
         return step.size_bytes * graph.num_micro_batches

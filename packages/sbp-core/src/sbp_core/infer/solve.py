@@ -9,6 +9,7 @@ always the n-D optimum, since an early axis does not foresee a later one. Import
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from sbp_core.errors import ConfigError, SignatureError
@@ -80,11 +81,11 @@ def infer_strategy(
         optimal[name] = decide_axis(work, decision, axis, resolved)
     _check_legal(work, decision)
     quotas = in_flight or one_forward_one_backward(len(placements), graph.num_micro_batches)
-    strategy = _strategy(work, decision, planner, quotas, {})
+    strategy = _strategy(work, decision, planner, quotas)
     progress("predicting", (1 + len(work.axes)) / (2 + len(work.axes)))
     found = {**predict(graph, strategy, request.cluster), "optimal_by_axis": optimal}
     progress("planned", 1.0)
-    return _strategy(work, decision, planner, quotas, {**found, **(report or {})})
+    return replace(strategy, report={**found, **(report or {})})
 
 
 def stage_placements(mesh: Placement) -> tuple[Placement, ...]:
@@ -128,7 +129,6 @@ def _strategy(
     decision: Decision,
     planner: str,
     in_flight: tuple[int, ...],
-    report: Mapping[str, Any],
 ) -> Strategy:
     return Strategy(
         planner=planner,
@@ -148,5 +148,4 @@ def _strategy(
             for entry in work.inputs
         },
         in_flight=in_flight,
-        report=report,
     )

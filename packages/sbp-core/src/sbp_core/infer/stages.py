@@ -3,6 +3,8 @@
 A node that a pattern names goes to that stage. The rest follows: forward nodes to the latest stage
 of what they read, or, if they read graph inputs only (constants, views of parameters or of the
 batch), to their users, backward nodes to their forward node, optimizer nodes to their parameter.
+An input that several stages use, such as a tied weight, lives on the first of them, which sends it
+to the others.
 Without patterns the forward pass is cut, between blocks, so that the largest stage has the least
 work. Imports no torch; says nothing about SBP.
 """
@@ -42,7 +44,7 @@ def assign_stages(graph: LogicalGraph, num_stages: int, patterns: StagePatterns 
 
     Raises:
         ConfigError: patterns do not fit the number of stages or match no module.
-        PlanError: an edge leads to an earlier stage, or two stages use one parameter.
+        PlanError: an edge leads to an earlier stage.
     """
     if num_stages == 1 and not patterns:
         return _all_on_one_stage(graph)
@@ -259,16 +261,8 @@ def _input_stages(graph: LogicalGraph, stages: Mapping[str, int]) -> dict[str, i
     for entry in graph.inputs:
         if not graph.is_tensor(entry.name) or entry.kind is InputKind.OPTIMIZER_STATE:
             continue
-        users = [user for user in graph.users[entry.name] if user.name in stages]
-        found = [stages[user.name] for user in users]
-        if entry.kind is InputKind.PARAMETER and len(set(found)) > 1:
-            raise PlanError(
-                f"parameter {entry.name!r} is used on the stages {sorted(set(found))}",
-                where=tuple(line for user in users for line in user.where()),
-                accepted="a parameter that one stage uses",
-                todo="put the modules that share it on one stage (stage_patterns), or untie it",
-            )
-        inputs[entry.name] = found[0] if found else 0
+        found = [stages[user.name] for user in graph.users[entry.name] if user.name in stages]
+        inputs[entry.name] = min(found, default=0)
     for entry in graph.inputs:
         if entry.kind is InputKind.OPTIMIZER_STATE and graph.is_tensor(entry.name):
             inputs[entry.name] = inputs.get(entry.of, 0)

@@ -8,8 +8,10 @@ those who compare, as each rank's shard.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -33,8 +35,24 @@ class StepResult:
         return self.outputs["loss"]
 
 
+#: Called with a rank, returns the context in which that rank's work of a step is done.
+Watch = Callable[[int], AbstractContextManager[object]]
+
+
+def unwatched(rank: int) -> AbstractContextManager[object]:
+    """Return a context that does nothing."""
+    return nullcontext()
+
+
 class Session(ABC):
-    """A started plan. Use it as a context manager."""
+    """A started plan. Use it as a context manager.
+
+    Who wants to observe the work of ranks, such as `memory.meter`, sets `watch` between steps.
+    `arena_bytes` says by rank how much memory results are written into, if they are no new tensors.
+    """
+
+    watch: Watch = staticmethod(unwatched)
+    arena_bytes: Mapping[int, int] = MappingProxyType({})
 
     @abstractmethod
     def step(self, batch: Mapping[str, torch.Tensor], scalars: Mapping[str, Number]) -> StepResult:
@@ -42,7 +60,8 @@ class Session(ABC):
 
         Args:
             batch: Whole batch tensors by name: dim 0 is micro-batches times the captured size.
-            scalars: Every scalar input by name, such as `lr`.
+            scalars: Every scalar input by name, such as `lr`; `seed` and `step` (from 0), if the
+                program draws random numbers. Others are left aside.
 
         Raises:
             SbpValueError: a batch tensor is missing or of another shape or dtype.

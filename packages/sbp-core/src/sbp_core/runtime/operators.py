@@ -12,7 +12,10 @@ import torch
 from sbp_core._torch_compat import OpOverload, return_types
 from sbp_core.errors import GraphError
 from sbp_core.graph.ir import Argument, Ref, Symbol
-from sbp_core.runtime import random_ops as _  # noqa: F401 - registers sbp.random_*
+from sbp_core.runtime import constants as _constants  # noqa: F401 - registers sbp.constant
+from sbp_core.runtime import fused_ops as _fused_ops  # noqa: F401 - registers sbp.fused_*
+from sbp_core.runtime import random_ops as _random_ops  # noqa: F401 - registers sbp.random_*
+from sbp_core.runtime import wide_products as _wide_products  # noqa: F401 - registers sbp.mm_as
 
 _HOST: dict[str, Callable[..., Any]] = {
     "add": operator.add,
@@ -21,8 +24,24 @@ _HOST: dict[str, Callable[..., Any]] = {
     "truediv": operator.truediv,
     "pow": operator.pow,
     "neg": operator.neg,
+    "min": min,
+    "max": max,
     "item": operator.methodcaller("item"),
 }
+
+
+def _after(x: Any, _: Any) -> Any:
+    """Return the first argument: `sbp.after(x, token)` is x once the token is there."""
+    return x
+
+
+def _piece(x: Any, _: Any, dim: int, index: int, count: int, settled: bool) -> Any:
+    """Return every `count`-th element of a dim, from `index` on."""
+    return torch.slice_copy(x, dim, index, x.shape[dim], count)
+
+
+#: Operators of ours that torch need not know; their rules say what a shard runs instead.
+_OWN: dict[str, Callable[..., Any]] = {"sbp.after": _after, "sbp.piece": _piece}
 
 
 @cache
@@ -37,6 +56,8 @@ def operator_of(op: str) -> Callable[..., Any]:
     namespace, name, *overload = op.split(".")
     if namespace == "host" and name in _HOST:
         return _HOST[name]
+    if op in _OWN:
+        return _OWN[op]
     try:
         packet = getattr(getattr(torch.ops, namespace), name)
         found: Callable[..., Any] = getattr(packet, overload[0]) if overload else packet

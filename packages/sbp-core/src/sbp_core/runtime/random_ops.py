@@ -19,7 +19,7 @@ Importing this module registers the operators with PyTorch, which is the only wa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -47,6 +47,25 @@ _WHERE = (
 
 #: Fills a tensor from a generator.
 _Fill = Callable[..., Tensor]
+
+
+def draw_of(scalars: Mapping[str, float | int], num_micro_batches: int, index: int) -> int:
+    """Return the draw of a micro-batch: the number that random ops count with, beside the seed.
+
+    Args:
+        scalars: Of the step; `step` counts steps from 0.
+        num_micro_batches: Micro-batches of a step.
+        index: Which one.
+
+    Raises:
+        SbpValueError: `step` is missing.
+    """
+    if "step" not in scalars:
+        raise SbpValueError(
+            "scalar 'step' is missing: the program draws random numbers, which differ by step",
+            accepted="the number of the step, from 0",
+        )
+    return int(scalars["step"]) * num_micro_batches + index
 
 
 def _generator(source: Source, stream: int, device: torch.device) -> torch.Generator:

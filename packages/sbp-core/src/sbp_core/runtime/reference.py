@@ -2,7 +2,7 @@
 
 It replays the plan's firing orders on real tensors, one instruction at a time, with no threads, no
 generated code and no backend: collectives are `boxing.execute.apply_step` on all ranks at once.
-Slow and simple. Knows torch.
+Slow and simple; the setting `compile` tries out compiled segments. Knows torch.
 """
 
 from __future__ import annotations
@@ -17,13 +17,19 @@ from torch import Tensor
 
 from sbp_core.boxing.backend import BoxingBackend
 from sbp_core.boxing.execute import apply_step, local_step
-from sbp_core.compile.physical import LOCAL_BOX, Actor, ActorKind, PhysicalPlan
+from sbp_core.compile.firings import Firings
+from sbp_core.compile.liveness import dying_keys, keys_out
+from sbp_core.compile.physical import LOCAL_BOX, Actor, ActorKind, Instruction, PhysicalPlan
 from sbp_core.compile.tokens import Place, TokenGame
 from sbp_core.errors import RunError
 from sbp_core.runtime.configs import ReferenceConfig
-from sbp_core.runtime.contract import Number, Runtime, Session, StepResult
+from sbp_core.runtime.contract import Number, Runtime, Session, StepResult, Watch
+from sbp_core.runtime.execution import OwningSegment, segment_maker
 from sbp_core.runtime.operators import bind, operator_of, results_of
 from sbp_core.runtime.store import StateStore, Values, feed
+from sbp_core.runtime.torn import TORN_TODO, overwrite, torn_states
+
+Segments = Mapping[tuple[int, str], OwningSegment]
 
 
 class ReferenceRuntime(Runtime):
@@ -55,15 +61,33 @@ class ReferenceSession(Session):
         self, plan: PhysicalPlan, states: Mapping[str, Tensor], config: ReferenceConfig
     ) -> None:
         self.plan, self.config = plan, config
+        #: Whether a step failed after it had overwritten a state.
+        self.is_torn = False
+        #: Functions of segments by rank and actor; None to run their instructions one by one.
+        self.segments: Segments | None = None
+        if config.compile != "eager":
+            make = segment_maker(config.compile, fallback=config.compile_fallback)
+            self.segments = {
+                (part.rank, actor.name): make(actor, part.rank, plan.steps)
+                for part in plan.ranks
+                for actor in part.actors
+                if actor.kind is ActorKind.COMPUTE
+            }
         self.store = StateStore(plan, [part.rank for part in plan.ranks])
         self.store.load(states)
 
     def step(self, batch: Mapping[str, Tensor], scalars: Mapping[str, Number]) -> StepResult:
         """See `Session.step`."""
+        if self.is_torn:
+            raise torn_states()
         fed = feed(self.plan, batch, scalars, self.store.values)
         with torch.no_grad(), _intra_op_threads(self.config.threads_per_rank):
-            replay = _Replay(self.plan, self.store, fed)
-            replay.run()
+            replay = _Replay(self.plan, self.store, fed, self.watch, self.segments)
+            try:
+                replay.run()
+            except BaseException:
+                self.is_torn = replay.has_overwritten
+                raise
         for rank, values in replay.new_states.items():
             self.store.values[rank].update(values)
         return StepResult(outputs=replay.results)
@@ -74,11 +98,14 @@ class ReferenceSession(Session):
 
     def state_dict(self) -> dict[str, Tensor]:
         """See `Session.state_dict`."""
+        if self.is_torn:
+            raise torn_states()
         return self.store.whole()
 
     def load_state_dict(self, states: Mapping[str, Tensor]) -> None:
         """See `Session.load_state_dict`."""
         self.store.load(states)
+        self.is_torn = False
 
     def close(self) -> None:
         """Nothing runs between steps."""
@@ -99,43 +126,37 @@ class _Replay:
     """One step: the token game with tensors."""
 
     def __init__(
-        self, plan: PhysicalPlan, store: StateStore, fed: Mapping[int, list[Values]]
+        self,
+        plan: PhysicalPlan,
+        store: StateStore,
+        fed: Mapping[int, list[Values]],
+        watch: Watch,
+        segments: Segments | None = None,
     ) -> None:
-        self.plan, self.store, self.fed = plan, store, fed
+        self.segments = segments
+        self.plan, self.store, self.fed, self.watch = plan, store, fed, watch
         self.game = TokenGame(plan)
         self.queues: dict[tuple[int, str, str], deque[Values]] = defaultdict(deque)
+        for part in plan.ranks:
+            for register in part.registers:
+                if register.carries:
+                    states = [store.values[part.rank][name] for name in register.carries]
+                    for consumer in register.consumers:
+                        filling = dict(zip(register.keys, states, strict=True))
+                        self.queues[(part.rank, register.name, consumer)].append(filling)
         self.in_transit: dict[str, deque[dict[int, Tensor]]] = defaultdict(deque)
         self.sums: dict[tuple[int, str], Tensor] = {}
+        self.dying: dict[tuple[int, str], tuple[tuple[str, ...], ...]] = {}
         self.results: dict[str, Tensor] = {}
         self.new_states: dict[int, Values] = defaultdict(dict)
-        self.orders = {
-            (part.rank, thread): deque(order)
-            for part in plan.ranks
-            for thread, order in part.orders.items()
-        }
+        self.has_overwritten = False
+        self.firings = Firings(plan, self.game)
 
     def run(self) -> None:
-        progress = True
-        while progress:
-            progress = False
-            for thread, order in self.orders.items():
-                while order and self._can_fire((thread[0], order[0][0])):
-                    self._fire((thread[0], order[0][0]))
-                    progress = True
-        if any(self.orders.values()):
-            stuck = [f"rank {r}: {order[0][0]}" for (r, _), order in self.orders.items() if order]
+        if not self.firings.run(self._fire):
+            heads = map(self.firings.head, self.firings.waiting())
+            stuck = [f"rank {place[0]}: {place[1]}" for place in heads if place]
             raise RunError("the step came to a stand", where=stuck, todo="check the plan")
-
-    def _order(self, place: Place) -> deque[tuple[str, int]]:
-        return self.orders[(place[0], self.game.actor(place).thread)]
-
-    def _can_fire(self, place: Place) -> bool:
-        return all(
-            (order := self._order(partner))
-            and order[0][0] == partner[1]
-            and self.game.is_ready(partner)
-            for partner in self.game.partners(place)
-        )
 
     def _fire(self, place: Place) -> None:
         partners = self.game.partners(place)
@@ -145,21 +166,31 @@ class _Replay:
         except Exception as error:
             raise RunError(
                 f"rank {place[0]} failed in actor {place[1]!r}: {error}",
-                todo="states are those from before the step: state_dict() still gives them",
+                todo=TORN_TODO
+                if self.has_overwritten
+                else "states are those from before the step: state_dict() still gives them",
             ) from error
         for partner in partners:
             self._put(partner, results[partner])
             self.game.finish(partner)
-            self._order(partner).popleft()
+            self.firings.advance(partner)
 
     def _results(self, place: Place, taken: Mapping[Place, Values]) -> dict[Place, Values]:
         """Do the work of a firing: of one actor, or of a collective on all ranks of its group."""
         actor = self.game.actor(place)
+        if actor.kind is ActorKind.RECEIVE:
+            return {place: self._receive(place, actor)}
         if actor.kind is not ActorKind.COLLECTIVE:
-            return {place: self._run(place, actor, taken[place])}
+            with self.watch(place[0]):
+                return {place: self._run(place, actor, taken[place])}
         shards = {rank: _only(values) for (rank, _), values in taken.items()}
         made = apply_step(self.plan.steps[actor.step], shards)
-        return {partner: {actor.makes: made[partner[0]]} for partner in taken}
+        return {partner: {actor.makes: self._own(partner[0], made)} for partner in taken}
+
+    def _own(self, rank: int, made: Mapping[int, Tensor]) -> Tensor:
+        """Return a rank's part of what a boxing step made, told from the parts of others."""
+        with self.watch(rank):
+            return made[rank].detach()
 
     def _take(self, place: Place) -> Values:
         """Return what an actor reads: register contents, states, batch parts, scalars."""
@@ -167,9 +198,14 @@ class _Replay:
         index = self.game.start(place)
         values: Values = {}
         for register in self.plan.by_rank[rank].inputs_of[name]:
-            values |= self.queues[(rank, register.name, name)].popleft()
+            filling = self.queues[(rank, register.name, name)].popleft()
+            if register.carries:
+                filling = dict(zip(register.carries, filling.values(), strict=True))
+            values |= filling
         actor = self.game.actor(place)
         for key in actor.reads:
+            if key in values:
+                continue  # carried from the micro-batch before
             held = self.store.values[rank]
             values[key] = held[key] if key in held else self.fed[rank][index][key]
         return values
@@ -178,7 +214,8 @@ class _Replay:
         """Fill registers; keep results and new states."""
         rank, name = place
         actor = self.game.actor(place)
-        if values:
+        # An accumulation gives nothing until the last micro-batch; segments may give only a token.
+        if values or actor.kind is not ActorKind.ACCUMULATE:
             for register in self.plan.by_rank[rank].outputs_of[name]:
                 filling = {key: values[key] for key in register.keys}
                 for consumer in register.consumers:
@@ -188,21 +225,26 @@ class _Replay:
                 assert isinstance(found, Tensor), f"{key} is a loss or metric"
                 self.results[result] = found
             for state, key in actor.writes:
-                self.new_states[rank][state] = values[key]
+                if state in actor.in_place:
+                    self.has_overwritten = True
+                    overwrite(self.store.values[rank][state], values[key])
+                else:
+                    self.new_states[rank][state] = values[key]
 
     def _run(self, place: Place, actor: Actor, taken: Values) -> Values:
         if actor.kind is ActorKind.COMPUTE:
             return self._compute(place[0], actor, taken)
         if actor.kind is ActorKind.ACCUMULATE:
             return self._accumulate(place, actor, taken)
+        assert actor.kind is ActorKind.SEND, actor.kind
+        return self._send(place, actor, _only(taken))
+
+    def _receive(self, place: Place, actor: Actor) -> Values:
         step = self.plan.steps[actor.step]
-        if actor.kind is ActorKind.SEND:
-            return self._send(place, actor, _only(taken))
-        assert actor.kind is ActorKind.RECEIVE, actor.kind
         shards: dict[int, Tensor] = {}
         for link in self.game.receives[place]:
             shards |= self.in_transit[link.name].popleft()
-        return {actor.makes: apply_step(step, shards)[place[0]]}
+        return {actor.makes: self._own(place[0], apply_step(step, shards))}
 
     def _send(self, place: Place, actor: Actor, part: Tensor) -> Values:
         for link in self.game.sends[place]:
@@ -210,28 +252,49 @@ class _Replay:
         return {}
 
     def _compute(self, rank: int, actor: Actor, taken: Values) -> Values:
-        values: dict[str, Any] = dict(taken)
-        for entry in actor.instructions:
-            if entry.op == LOCAL_BOX:
-                source, index = entry.args
-                made = local_step(self.plan.steps[index], rank, values[source.name])
-            else:
-                args = bind(entry.args, values.__getitem__)
-                kwargs = {k: bind(v, values.__getitem__) for k, v in entry.kwargs.items()}
-                made = operator_of(entry.op)(*args, **kwargs)
-            values |= zip(entry.outputs, results_of(made), strict=True)
-        return values
+        """Run the instructions; values die after their last use, those taken too."""
+        place = (rank, actor.name)
+        if self.segments is not None:
+            given = [taken.pop(key) for key in (*actor.inputs, *actor.reads)]
+            return dict(zip(keys_out(actor), self.segments[place](given), strict=True))
+        if place not in self.dying:
+            self.dying[place] = dying_keys(actor)
+        for entry, dying in zip(actor.instructions, self.dying[place], strict=True):
+            taken |= zip(entry.outputs, results_of(self._call(rank, entry, taken)), strict=True)
+            for key in dying:
+                del taken[key]
+        return taken
+
+    def _call(self, rank: int, entry: Instruction, values: Values) -> Any:
+        if entry.op == LOCAL_BOX:
+            source, index = entry.args
+            value = values[source.name]
+            assert isinstance(value, Tensor), "boxing moves tensors"
+            return local_step(self.plan.steps[index], rank, value)
+        args = bind(entry.args, values.__getitem__)
+        kwargs = {key: bind(part, values.__getitem__) for key, part in entry.kwargs.items()}
+        return operator_of(entry.op)(*args, **kwargs)
 
     def _accumulate(self, place: Place, actor: Actor, taken: Values) -> Values:
         last = self.game.started[place] == self.plan.num_micro_batches
-        for part, total, scale in actor.accumulates:
-            value = taken[part]
-            assert isinstance(value, Tensor), f"{part} is summed"
-            key = (place[0], total)
-            self.sums[key] = self.sums[key] + value * scale if key in self.sums else value * scale
+        uses = [part for part, _, _ in actor.accumulates]
+        for turn, (part, total, scale) in enumerate(actor.accumulates):
+            self._add((place[0], total), taken[part], scale)
+            if part not in uses[turn + 1 :]:
+                del taken[part]
         if not last:
             return {}
         return {total: self.sums.pop((place[0], total)) for _, total, _ in actor.accumulates}
+
+    def _add(self, key: tuple[int, str], part: Tensor | Number, scale: float | None) -> None:
+        """Add a part to its sum, in place; the first one begins it, one without scale takes it."""
+        assert isinstance(part, Tensor), f"{key[1]} sums tensors"
+        if scale is None:
+            self.sums[key] = part
+        elif key in self.sums:
+            self.sums[key].add_(part * scale)
+        else:
+            self.sums[key] = part * scale
 
 
 def _only(values: Values) -> Tensor:

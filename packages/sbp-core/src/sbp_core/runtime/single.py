@@ -1,7 +1,7 @@
 """Run a `LogicalGraph` on one device, op by op: what every plan is compared with.
 
 No plan, no ranks, no boxing. With several micro-batches each is run in turn, as the accumulation in
-the graph says. Knows torch.
+the graph says; states that are replaced at micro-batch rate go from each to the next. Knows torch.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
-from sbp_core.graph.ir import LogicalGraph, Node, OutputKind, Rate
+from sbp_core.graph.ir import InputKind, LogicalGraph, Node, OutputKind, Rate
 from sbp_core.runtime.operators import bind, operator_of, results_of
+from sbp_core.runtime.random_ops import draw_of
 
 Number = float | int
 
@@ -29,7 +30,7 @@ def run_graph(
         graph: A verified graph.
         states: Every state input by name.
         batches: One batch for each micro-batch.
-        scalars: Every scalar input by name.
+        scalars: Every scalar input by name; `step` too, if the graph draws random numbers.
 
     Returns:
         The losses and metrics by name, and the new states by name (unchanged ones included).
@@ -37,8 +38,11 @@ def run_graph(
     constants: dict[str, Any] = {**states, **scalars}
     sums: dict[str, Tensor] = {}
     values: dict[str, Any] = {}
-    for batch in batches:
-        values = {**constants, **batch}
+    carried: dict[str, Any] = {}
+    draws = [entry.name for entry in graph.inputs if entry.kind is InputKind.RNG]
+    for index, batch in enumerate(batches):
+        values = {**constants, **carried, **batch}
+        values |= {name: draw_of(scalars, len(batches), index) for name in draws}
         for node in graph.nodes:
             if node.rate is Rate.STEP:
                 continue
@@ -46,7 +50,8 @@ def run_graph(
                 _accumulate(node, values, sums)
             else:
                 _run(node, values)
-    values |= sums
+        carried = {name: values[value] for name, value in graph.carried.items()}
+    values |= constants | sums
     for node in graph.nodes:
         if node.rate is Rate.STEP:
             _run(node, values)
@@ -67,4 +72,7 @@ def _run(node: Node, values: dict[str, Any]) -> None:
 def _accumulate(node: Node, values: Mapping[str, Any], sums: dict[str, Tensor]) -> None:
     part, scale = bind(node.args, values.__getitem__)
     (name,) = node.outputs
-    sums[name] = part * scale if name not in sums else sums[name] + part * scale
+    if scale is None:
+        sums[name] = part
+    else:
+        sums[name] = part * scale if name not in sums else sums[name] + part * scale

@@ -8,7 +8,7 @@ reasons, for error messages. How several axes combine is `signatures.axes`. Impo
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import product
 from math import prod
@@ -33,6 +33,7 @@ _PASSES = {
     Effect.FALLS: (("min", "max"),),
     Effect.UNREAD: (("sum", ""), ("max", ""), ("min", "")),
     Effect.IGNORED: (("sum", ""), ("max", ""), ("min", "")),
+    Effect.FREE: (),
 }
 
 
@@ -96,6 +97,7 @@ def _derivation(key: _Key, rules: Registry) -> Derivation:
     for dependence in notation.dependences:
         found.depend(dependence)
     found.add([B] * len(call.inputs), [B] * len(call.outputs), "all B")
+    found.loosen()
     for signature in rules.discovered(call):
         found.legal.setdefault((signature.inputs, signature.outputs), signature)
     return Derivation(
@@ -227,7 +229,7 @@ def _origin(dependence: Dependence) -> str:
     """Return what a dependence says of its arguments: `jointly linear in arguments 0, 1`."""
     listed = ", ".join(map(str, dependence.inputs))
     many = "arguments" if len(dependence.inputs) != 1 else "argument"
-    if dependence.effect in (Effect.UNREAD, Effect.IGNORED):
+    if dependence.effect in (Effect.UNREAD, Effect.IGNORED, Effect.FREE):
         return f"{dependence.effect.value} {many} {listed}"
     joint = "jointly " if len(dependence.inputs) > 1 else ""
     words = {Effect.MAX: "maxima of", Effect.MIN: "minima of", Effect.FALLS: "minima of"}
@@ -434,6 +436,17 @@ class _Candidates:
                     inputs = [B] * len(call.inputs)
                     inputs[index] = S(dim)
                     self.add(inputs, [B] * len(call.outputs), origin)
+
+    def loosen(self) -> None:
+        """Let arguments that are free be split in every way beside each candidate."""
+        for dependence in self.notation.dependences:
+            for index in dependence.inputs if dependence.effect is Effect.FREE else ():
+                splits = [S(dim) for dim in range(len(self.call.inputs[index].shape))]
+                for signature, split in product(tuple(self.legal.values()), splits):
+                    inputs = (*signature.inputs[:index], split, *signature.inputs[index + 1 :])
+                    if signature.inputs[index] == B:
+                        made = replace(signature, inputs=inputs)
+                        self.legal.setdefault((inputs, signature.outputs), made)
 
     def _rounds(self, inputs: Sequence[int], outputs: Sequence[int]) -> bool:
         """Return whether integers come out of reals, or others out of narrow ones that wrap.

@@ -21,6 +21,7 @@ otherwise. Clauses follow, each after `;`:
                                  argument give maxima (below a maximum it may not be defined)
     unread 0                     only the shape of the argument matters
     ignored 0                    not even that, where all else is whole
+    free 0                       the argument may be split in any way, however all else is cut
     reduce k max                 `k` is reduced with max; `reduce k@1 min` for output 1 only;
                                  `reduce k@1 none`: output 1 does not depend on what `k` indexes
     beside k 0                   argument 0 is met once, whatever `k` indexes: where `k` is split it
@@ -63,6 +64,7 @@ class Effect(StrEnum):
     FALLS = "falls"
     UNREAD = "unread"
     IGNORED = "ignored"
+    FREE = "free"
 
 
 #: How a label is reduced away: the reductions of partial values, or not at all.
@@ -128,6 +130,11 @@ def unread(argument: int) -> Dependence:
 def ignored(argument: int) -> Dependence:
     """Return the statement that the argument is not looked at."""
     return Dependence(effect=Effect.IGNORED, inputs=(argument,))
+
+
+def free(argument: int) -> Dependence:
+    """Return the statement that the argument may be split in any way, however all else is cut."""
+    return Dependence(effect=Effect.FREE, inputs=(argument,))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

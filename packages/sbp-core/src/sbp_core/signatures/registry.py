@@ -100,7 +100,7 @@ class Registry:
             accepted=f"operators with a rule, such as {', '.join(near)}" if near else "",
             todo=f"register a rule for {call.op!r}, such as one line of notation, through the hook "
             "sbp_signatures of a plugin; or let it run whole on every rank with "
-            "trainer.unknown_ops=whole, or be tried out with trainer.unknown_ops=discover "
+            "compile.unknown_ops=whole, or be tried out with compile.unknown_ops=discover "
             "(in Python: the pass allow_unknown, or rules=Registry(unknown=Unknown.WHOLE))",
         )
 

@@ -55,6 +55,7 @@ class RuntimeCase:
         num_micro_batches, micro_batch_size: Of one step.
         in_flight: Quota of each stage; that of 1F1B if None.
         boxing_thread: Whether boxing has a thread of its own on every rank.
+        has_statistics: Whether the model has a batch norm.
     """
 
     mesh_shape: tuple[int, ...]
@@ -64,11 +65,14 @@ class RuntimeCase:
     micro_batch_size: int = 6
     in_flight: tuple[int, ...] | None = None
     boxing_thread: bool = False
+    has_statistics: bool = False
 
     @property
     def step(self) -> TrainingStep:
         """The training step and its batches."""
-        return capture_tiny(self.num_micro_batches, self.micro_batch_size)
+        return capture_tiny(
+            self.num_micro_batches, self.micro_batch_size, has_statistics=self.has_statistics
+        )
 
 
 CASES: Mapping[str, RuntimeCase] = {
@@ -95,6 +99,17 @@ CASES: Mapping[str, RuntimeCase] = {
     ),
     "pipeline with boxing threads": RuntimeCase(
         mesh_shape=(2, 2), axes=("pipe", "data"), num_micro_batches=4, boxing_thread=True
+    ),
+    "running statistics": RuntimeCase(
+        mesh_shape=(2,), axes=("data",), num_micro_batches=3, has_statistics=True
+    ),
+    "running statistics and boxing threads": RuntimeCase(
+        mesh_shape=(2, 2),
+        axes=("pipe", "data"),
+        pins={**_REPLICATED, "norm.running_*": "S(0)"},
+        num_micro_batches=4,
+        boxing_thread=True,
+        has_statistics=True,
     ),
 }
 

@@ -27,16 +27,48 @@ Number = float | int
 _E = TypeVar("_E", bound=BaseException)
 
 
+class RunningNorm(nn.Module):
+    """A batch norm of (n, width) written out, with the buffers of PyTorch's own.
+
+    Running statistics and the counter of batches are replaced in every forward.
+    """
+
+    running_mean: Tensor
+    running_var: Tensor
+    num_batches_tracked: Tensor
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
+        self.register_buffer("running_mean", torch.zeros(width))
+        self.register_buffer("running_var", torch.ones(width))
+        self.register_buffer("num_batches_tracked", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (n, width), normalised over n."""
+        mean = x.mean(0)
+        variance = ((x - mean) ** 2).mean(0)
+        with torch.no_grad():
+            self.running_mean.mul_(0.9).add_(mean, alpha=0.1)
+            self.running_var.mul_(0.9).add_(variance, alpha=0.1)
+            self.num_batches_tracked.add_(1)
+        return (x - mean) * (variance + 1e-5).rsqrt() * self.weight + self.bias
+
+
 class TinyMlp(nn.Module):
     """Features (n, 6) to the logits of 7 classes: `up`, gelu, `norm`, `down`.
 
     Extents that few mesh sizes divide, so that shards are uneven.
+
+    Args:
+        has_statistics: `norm` is a batch norm, whose running statistics each micro-batch replaces,
+            instead of a layer norm.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_statistics: bool = False) -> None:
         super().__init__()
         self.up = nn.Linear(6, 10)
-        self.norm = nn.LayerNorm(10)
+        self.norm = RunningNorm(10) if has_statistics else nn.LayerNorm(10)
         self.down = nn.Linear(10, 7)
 
     def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
@@ -79,12 +111,16 @@ def tiny_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 
 @cache
 def capture_tiny(
-    num_micro_batches: int = 1, micro_batch_size: int = 6, num_steps: int = 3
+    num_micro_batches: int = 1,
+    micro_batch_size: int = 6,
+    num_steps: int = 3,
+    *,
+    has_statistics: bool = False,
 ) -> TrainingStep:
     """Return the training step of a `TinyMlp` under AdamW, in float64."""
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
-        model = TinyMlp().double()
+        model = TinyMlp(has_statistics=has_statistics).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, foreach=False)
     graph = capture(model, tiny_loss, tiny_batch(micro_batch_size, 0), optimizer, name="tiny")
     batches = (tiny_batch(micro_batch_size * num_micro_batches, 1 + i) for i in range(num_steps))

@@ -7,6 +7,7 @@ host number does: `tie_clocks` finds counters that only count and are only read 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import replace
 
 from sbp_core.errors import GraphError
@@ -28,15 +29,26 @@ CLOCK = "clock"
 def tie_clocks(graph: LogicalGraph) -> LogicalGraph:
     """Replace equal counting states by one host scalar `clock`.
 
+    States of one key count together; those of further keys have clocks of their own, such as
+    `clock.count`.
+
     before: s1 = add(w1.step, 1); n1 = host.item(s1); s2 = add(w2.step, 1); n2 = host.item(s2)
     after:  s1 = host.add(clock, 1)                   n1, n2 are s1;  states w1.step, w2.step: s1
 
     Raises:
-        GraphError: counters advance by different amounts, so that they are not equal.
+        GraphError: counters of one key advance by different amounts, so that they are not equal.
     """
-    counters = {entry.name: node for entry in graph.inputs if (node := _counter(graph, entry))}
-    if not counters:
-        return graph
+    found: dict[str, dict[str, Node]] = defaultdict(dict)
+    for entry in graph.inputs:
+        if node := _counter(graph, entry):
+            found[entry.name.rpartition(".")[2]][entry.name] = node
+    for index, (key, counters) in enumerate(found.items()):
+        graph = _tied(graph, CLOCK if index == 0 else f"{CLOCK}.{key}", counters)
+    return graph
+
+
+def _tied(graph: LogicalGraph, name: str, counters: Mapping[str, Node]) -> LogicalGraph:
+    """Replace some counters, by state, by the host scalar `name`."""
     steps = {repr(node.args[1]) for node in counters.values()}
     if len(steps) != 1:
         raise GraphError(
@@ -44,8 +56,8 @@ def tie_clocks(graph: LogicalGraph) -> LogicalGraph:
             accepted="one amount for all parameters",
         )
     kept_node = next(iter(counters.values()))
-    new_value = f"{CLOCK}.add"
-    names = dict.fromkeys(counters, CLOCK)
+    new_value = f"{name}.add"
+    names = dict.fromkeys(counters, name)
     names |= {node.outputs[0]: new_value for node in counters.values()}
     items = defaultdict(list)
     for node in graph.nodes:
@@ -53,7 +65,7 @@ def tie_clocks(graph: LogicalGraph) -> LogicalGraph:
             items[node.name] = list(node.outputs)
             names[node.outputs[0]] = new_value
     gone = {node.name for node in counters.values()} | set(items)
-    clock = GraphInput(name=CLOCK, kind=InputKind.OPTIMIZER_STATE, stands_for=tuple(counters))
+    clock = GraphInput(name=name, kind=InputKind.OPTIMIZER_STATE, stands_for=tuple(counters))
     add = replace(
         rename_uses(kept_node, names), name=new_value, op="host.add", outputs=(new_value,), tags=()
     )
@@ -64,9 +76,9 @@ def tie_clocks(graph: LogicalGraph) -> LogicalGraph:
         inputs=(*(e for e in graph.inputs if e.name not in counters), clock),
         outputs=(
             *rename_outputs(outputs, names),
-            GraphOutput(name=CLOCK, kind=OutputKind.STATE, value=new_value),
+            GraphOutput(name=name, kind=OutputKind.STATE, value=new_value),
         ),
-        types={**graph.types, CLOCK: ScalarType(), new_value: ScalarType()},
+        types={**graph.types, name: ScalarType(), new_value: ScalarType()},
     )
 
 

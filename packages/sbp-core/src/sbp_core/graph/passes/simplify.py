@@ -44,7 +44,11 @@ def _takes_tensor(node: Node) -> bool:
 
 
 def share_expressions(graph: LogicalGraph) -> LogicalGraph:
-    """Compute equal expressions of one phase once (random ops are never equal).
+    """Compute equal expressions of one phase once.
+
+    Operators that draw from PyTorch's random streams are never equal; `sbp.random_*` are, if all
+    of seed, step, site, and place are. Nodes that carry other marks, such as those of two calls
+    under `torch.utils.checkpoint`, stay apart.
 
     before: a = t(w); b = t(w); c = mm(x, a); d = mm(y, b)
     after:  a = t(w);           c = mm(x, a); d = mm(y, a)
@@ -54,9 +58,10 @@ def share_expressions(graph: LogicalGraph) -> LogicalGraph:
     kept: list[Node] = []
     for old in graph.nodes:
         node = rename_uses(old, names)
-        key = repr((node.op, node.args, sorted(node.kwargs.items()), node.phase, node.rate))
-        twin = first.get(key)
-        if twin is None or "seeded" in node.tags:
+        named = sorted(node.kwargs.items())
+        key = repr((node.op, node.args, named, node.phase, node.rate, node.tags))
+        twin = None if "seeded" in node.tags else first.get(key)
+        if twin is None:
             first[key] = node
             kept.append(node)
         else:

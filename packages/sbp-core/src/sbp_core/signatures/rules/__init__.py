@@ -9,7 +9,7 @@
     reshape, views, rearrange, selection, triangular, memory       where elements stand
     indexing, advanced, embedding, embedding_bag                   reading by index
     scatter, index_put, replace_view, data_dependent               writing by index, masks
-    factories, random, foreach, sbp_ops, opaque                    all else
+    factories, random, foreach, fused, sbp_ops, opaque             all else
 
 Without rules of their own: `patterns`, `arrangement`, `windows`, `updates`, `means`, `sliding` and
 `planes` hold what several families share.
@@ -35,6 +35,7 @@ from sbp_core.signatures.rules import (
     fft,
     folding,
     foreach,
+    fused,
     grouped,
     histograms,
     index_put,
@@ -80,6 +81,7 @@ RULES: Mapping[str, Rule] = {
     **fft.RULES,
     **folding.RULES,
     **foreach.RULES,
+    **fused.RULES,
     **grouped.RULES,
     **histograms.RULES,
     **index_put.RULES,

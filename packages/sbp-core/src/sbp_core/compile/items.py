@@ -1,0 +1,95 @@
+"""What lowering makes: items, how their keys lie, and what leaves the graph. No torch.
+
+An item is the same for all ranks; `segments` makes actors of each rank out of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from sbp_core.boxing import Step
+from sbp_core.graph.ir import Node, Phase, Rate, TensorType
+from sbp_core.sbp import NdSbp
+
+
+class ItemKind(StrEnum):
+    """What an item becomes: instructions of segments, or an actor of its own."""
+
+    OP = "op"
+    HOST = "host"
+    LOCAL = "local"
+    PACK = "pack"
+    UNPACK = "unpack"
+    COLLECTIVE = "collective"
+    TRANSFER = "transfer"
+    ACCUMULATE = "accumulate"
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """How a key lies: logical value, stage, nd-SBP.
+
+    `kind` is the type of a key that is no value of the graph, such as a flat buffer, whose `value`
+    is empty.
+    """
+
+    value: str
+    stage: int
+    sbp: NdSbp
+    kind: TensorType | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """One op, host op, accumulation, boxing step, or packing for one.
+
+    `level` is set by `levels.with_levels`. `asked_by` is the node that a boxing step was first
+    inserted for; empty if it is for a graph output. `packed` has, of a pack or unpack, the steps of
+    the values in the flat buffer; see `buckets`. `piece` numbers the parts that a segment is cut
+    into; see `cuts`.
+    """
+
+    name: str
+    kind: ItemKind
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    stage: int
+    target_stage: int
+    phase: Phase
+    rate: Rate
+    level: int = 0
+    node: Node | None = None
+    step: Step | None = None
+    asked_by: str = ""
+    packed: tuple[Step, ...] = ()
+    piece: int = 0
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether it becomes instructions of a segment."""
+        return self.kind in (ItemKind.OP, ItemKind.LOCAL, ItemKind.PACK, ItemKind.UNPACK)
+
+    @property
+    def segment(self) -> tuple[int, Phase, Rate, int]:
+        """What the items of one segment have in common, before it is cut."""
+        return self.stage, self.phase, self.rate, self.level
+
+    @property
+    def leaves(self) -> bool:
+        """Whether it is done together with other ranks."""
+        return self.kind in (ItemKind.COLLECTIVE, ItemKind.TRANSFER)
+
+
+@dataclass(slots=True)
+class Lowered:
+    """All items in topological order, how every key lies, and which keys leave the graph."""
+
+    items: list[Item] = field(default_factory=list)
+    held: dict[str, Held] = field(default_factory=dict)
+    results: dict[str, str] = field(default_factory=dict)
+    new_states: dict[str, str] = field(default_factory=dict)
+
+    def users(self, key: str) -> list[Item]:
+        """Return the items that take a key."""
+        return [item for item in self.items if key in item.inputs]

@@ -1,0 +1,100 @@
+"""Which items go together: levels, which count the boxing steps before an item. No torch.
+
+Items of one stage, phase, rate and level need nothing that was boxed after any of them, so they
+make one segment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from sbp_core.compile.items import Item, ItemKind
+from sbp_core.graph.ir import InputKind, LogicalGraph, Phase
+
+
+def with_levels(graph: LogicalGraph, items: Iterable[Item]) -> list[Item]:
+    """Return the items with their levels.
+
+    The level counts the boxing steps and changes of stage on the longest path to an item.
+
+    Args:
+        graph: What they were made of.
+        items: In topological order.
+    """
+    levels: dict[str, int] = {}
+    made_on: dict[str, int] = {}
+    front: dict[tuple[int, Phase], int] = {}
+    found = []
+    for item in items:
+        # Stages on the same ranks hand values over without a boxing step; that too ends a segment.
+        level = max(
+            (levels.get(k, 0) + (made_on.get(k, item.stage) != item.stage) for k in item.inputs),
+            default=0,
+        )
+        if item.node is not None:
+            place = (item.stage, item.phase)
+            front[place] = max(level, front.get(place, 0))
+        elif item.leaves and is_gathered_on_use(graph, item.inputs[0]):
+            # No earlier than the segment before its user, so that copies do not pile up.
+            level = max(level, front.get((item.stage, item.phase), 0))
+        for key in item.outputs:
+            levels[key] = level + item.leaves
+            if not item.leaves and item.kind is not ItemKind.HOST:
+                made_on[key] = item.stage
+        found.append(replace(item, level=level))
+    return sink(found)
+
+
+def is_gathered_on_use(graph: LogicalGraph, value: str) -> bool:
+    """Whether each phase boxes a value for itself, shortly before it uses it.
+
+    Parameters, and what they are in another dtype: of a parameter whose shards are converted before
+    they are gathered, no phase keeps the whole for another.
+    """
+    node = graph.producers.get(value)
+    if node is not None and node.op == "aten._to_copy.default":
+        value = node.args[0].name
+    entry = graph.input_kinds.get(value)
+    return entry is not None and entry.kind is InputKind.PARAMETER
+
+
+#: Operators whose results alias their arguments: they cost no memory and next to no time.
+ALIASES = frozenset(
+    {"view", "_unsafe_view", "reshape", "t", "transpose", "permute", "split", "split_with_sizes"}
+    | {"slice", "select", "expand", "unsqueeze", "squeeze", "detach", "alias", "after"}
+)
+
+_FACTORIES = frozenset(
+    {"arange", "ones_like", "zeros_like", "full", "full_like", "ones", "zeros"}
+    | {"random_bernoulli", "random_integers", "random_normal", "random_uniform"}
+)
+
+
+def sink(items: Sequence[Item]) -> list[Item]:
+    """Move what gains nothing from being early into the segment that uses it first.
+
+    Aliases and constants need no segment of their own, and an update that is begun before its
+    gradient has come only holds memory.
+
+    before: levels  t(w): 0  mul(w, decay): 0  mm(x@.., t(w)): 2  addcdiv(.., grad@..): 5
+    after:  levels  t(w): 2  mul(w, decay): 5  mm(x@.., t(w)): 2  addcdiv(.., grad@..): 5
+    """
+    users: dict[str, list[Item]] = {}
+    sunk: list[Item] = []
+    for item in reversed(items):
+        light = item.phase is Phase.OPTIMIZER or (
+            item.node is not None and item.node.kind in ALIASES | _FACTORIES
+        )
+        if item.kind is ItemKind.OP and light:
+            found = [user for key in item.outputs for user in users.get(key, ())]
+            same = [
+                user.level - (user.stage != item.stage)
+                for user in found
+                if user.phase is item.phase
+            ]
+            item = replace(item, level=min(same, default=item.level))
+        for key in item.inputs:
+            users.setdefault(key, []).append(item)
+        sunk.append(item)
+    return sunk[::-1]

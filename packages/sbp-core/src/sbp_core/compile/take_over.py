@@ -1,0 +1,96 @@
+"""Let new values of states take the memory of the old ones, where nobody looks at it any more.
+
+before: new = addcdiv(w, ...) [kept to the end of the step, beside w]
+after:  new = addcdiv(w, ...); w <- new                                     (`Actor.in_place`)
+
+A step that fails after the first such write leaves states of two steps. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import prod
+
+from sbp_core.compile.levels import ALIASES
+from sbp_core.compile.physical import LOCAL_BOX, Actor, ActorKind, PhysicalPlan, RankPlan
+from sbp_core.graph.ir import ITEMSIZE, Rate, refs
+
+
+def take_over(plan: PhysicalPlan) -> PhysicalPlan:
+    """Return the plan with `in_place` set on every actor that may overwrite states.
+
+    A state is overwritten after the firing that makes its new value, once a step, if on that rank
+    only compute segments read it or look at its memory, and all of them have fired before, on the
+    same thread; no result and no other state looks at it.
+
+    Args:
+        plan: With firing orders.
+    """
+    return replace(plan, ranks=tuple(_of_rank(plan, part) for part in plan.ranks))
+
+
+def _of_rank(plan: PhysicalPlan, part: RankPlan) -> RankPlan:
+    place = {
+        name: (thread, number)
+        for thread, order in part.orders.items()
+        for number, (name, _) in enumerate(order)  # the last firing of each actor counts
+    }
+    tensors = {slot.name: slot for slot in part.slots if slot.sbp is not None}
+    views = _views(part, set(tensors))
+    actors = []
+    for actor in part.actors:
+        states = [name for name, _ in actor.writes if name in tensors]
+        taken: tuple[str, ...] = ()
+        if actor.rate is Rate.STEP:
+            taken = tuple(s for s in states if _is_free(part, actor, s, views, place))
+        slots = [tensors[state] for state in taken]
+        size = sum(prod(slot.local_shape) * ITEMSIZE[slot.dtype] for slot in slots)
+        actors.append(
+            replace(actor, in_place=taken, written_bytes=max(0, actor.written_bytes - size))
+            if taken
+            else actor
+        )
+    return replace(part, actors=tuple(actors))
+
+
+def _views(part: RankPlan, states: set[str]) -> dict[str, set[str]]:
+    """Return for each key that may lie in the memory of states, which; states lie in their own."""
+    found: dict[str, set[str]] = {name: {name} for name in states}
+    changed = True
+    while changed:
+        changed = False
+        for actor in part.actors:
+            for entry in actor.instructions:
+                kind = entry.op.split(".")[1]
+                if entry.op != LOCAL_BOX and kind not in ALIASES:
+                    continue
+                seen = {s for ref in refs(entry.args) for s in found.get(ref.name, ())}
+                for key in entry.outputs:
+                    if not seen <= found.get(key, set()):
+                        found[key] = found.get(key, set()) | seen
+                        changed = True
+    return found
+
+
+def _is_free(
+    part: RankPlan,
+    writer: Actor,
+    state: str,
+    views: Mapping[str, set[str]],
+    place: Mapping[str, tuple[str, int]],
+) -> bool:
+    """Whether nobody looks at the memory of a state once its writer has fired."""
+
+    def looks(keys: Sequence[str]) -> bool:
+        return any(state in views.get(key, ()) for key in keys)
+
+    thread, when = place[writer.name]
+    for actor in part.actors:
+        if looks([key for _, key in (*actor.emits, *actor.writes)]):
+            return False
+        if looks((*actor.inputs, *actor.reads)):
+            its_thread, its_time = place[actor.name]
+            if actor.kind is not ActorKind.COMPUTE or its_thread != thread or its_time > when:
+                return False
+    return True

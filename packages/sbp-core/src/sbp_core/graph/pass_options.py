@@ -1,0 +1,188 @@
+"""The settings of the passes of a step: `PassOptions`, and those of single passes.
+
+Values only, so that a config can be checked before anything heavy is imported; `graph.passes` holds
+the passes, and `graph.passes.pipeline` their order. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Literal
+
+from sbp_core.errors import SbpValueError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Casts:
+    """How conversions are placed.
+
+    Args:
+        reduce_dtype: What gradients are summed over ranks in, where products of low precision make
+            them: `float32`, or `as_made`, which moves half the bytes and rounds the parts of the
+            sum. Concerns gradients of matrices; those of convolutions are summed as they are made.
+        parameters: Whether a parameter is converted in `each_phase` that uses it, so that no phase
+            holds gathered copies for another, or `once` a micro-batch, which saves a little where
+            parameters are whole on every rank.
+    """
+
+    reduce_dtype: Literal["float32", "as_made"] = "float32"
+    parameters: Literal["each_phase", "once"] = "each_phase"
+
+    def __post_init__(self) -> None:
+        if self.reduce_dtype not in ("float32", "as_made"):
+            raise SbpValueError(
+                f"reduce_dtype={self.reduce_dtype!r}", accepted="'float32' or 'as_made'"
+            )
+        if self.parameters not in ("each_phase", "once"):
+            raise SbpValueError(
+                f"parameters={self.parameters!r}", accepted="'each_phase' or 'once'"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassSplit:
+    """Which cross-entropies are written so that their classes may be split.
+
+    Args:
+        when: `always`, or only where it is `profitable`: where the logits are the product of a
+            matrix, and there are more classes than samples in a micro-batch. Then even data
+            parallelism, which moves the gradient of that matrix, moves more:
+            2 (p - 1) d c > 2 (p - 1) d n + 6 (p - 1) n for d features, c classes and n samples.
+        min_classes: Fewer classes are never split, >= 1. The price of splitting is more passes
+            over the logits: a step of a linear classifier of 512 features and 32,000 classes on
+            512 samples takes 1.24 times as long on one device where nothing is split (two CPU
+            cores, run op by op), less with more features.
+    """
+
+    when: Literal["profitable", "always"] = "profitable"
+    min_classes: int = 1024
+
+    def __post_init__(self) -> None:
+        if self.when not in ("profitable", "always"):
+            raise SbpValueError(f"when={self.when!r}", accepted="'profitable' or 'always'")
+        if self.min_classes < 1:
+            raise SbpValueError(f"min_classes={self.min_classes}", accepted="an integer >= 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedPrecision:
+    """What computes in low precision.
+
+    Args:
+        dtype: The low precision.
+        keep: Patterns of module paths, or names of operators, that stay in float32.
+        lower: Names of further operators in low precision: `embedding` halves what a split table
+            sends, and rounds what it holds; the gradient of the table is float32 all the same.
+    """
+
+    dtype: Literal["bfloat16", "float16"] = "bfloat16"
+    keep: tuple[str, ...] = ()
+    lower: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("bfloat16", "float16"):
+            raise SbpValueError(f"dtype={self.dtype!r}", accepted="'bfloat16' or 'float16'")
+
+
+class Along(StrEnum):
+    """What the slices of an operator are."""
+
+    OUTPUT = "output"
+    CONTRACTION = "contraction"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slicing:
+    """How the operators of one parameter are sliced.
+
+    Args:
+        count: Slices; it divides the dims that are sliced.
+        along: What they are; see the module's docstring. An operator that can be cut equally in
+            the other way only is cut so.
+
+    Raises:
+        SbpValueError: there are fewer than two slices.
+    """
+
+    count: int
+    along: Along = Along.OUTPUT
+
+    def __post_init__(self) -> None:
+        if self.count < 2:
+            raise SbpValueError(f"{self.count} slices", accepted="an integer >= 2")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recompute:
+    """What is made again.
+
+    Args:
+        modules: Patterns of module paths, `blocks.*`: of each call of an outermost matching module
+            only what comes into it is kept.
+        marked: Whether calls under `torch.utils.checkpoint` are made again.
+        keep: Patterns of nodes and of module paths (`*.attention.out`) whose values are kept all
+            the same: operators that are dear, or whose results are boxed, which would be boxed
+            again.
+        memory_bytes: The most bytes of activations alive at once in the backward phase: those that
+            are kept, and the most that is made again for one region. Of one micro-batch, of whole
+            logical tensors. What is made again is chosen so that it takes the least work. None: no
+            budget.
+        longest_run: With a budget, most blocks that are made again in one go, of which only what
+            comes into the first is kept. 1 where stages may be cut between any two blocks.
+
+    Raises:
+        SbpValueError: a number is out of range.
+    """
+
+    modules: tuple[str, ...] = ()
+    marked: bool = True
+    keep: tuple[str, ...] = ()
+    memory_bytes: int | None = None
+    longest_run: int = 1
+
+    def __post_init__(self) -> None:
+        if self.longest_run < 1 or (self.memory_bytes is not None and self.memory_bytes < 0):
+            raise SbpValueError(
+                f"memory_bytes={self.memory_bytes}, longest_run={self.longest_run}",
+                accepted="memory_bytes >= 0 or None, longest_run >= 1",
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassOptions:
+    """The passes of a step; see `graph.passes.pipeline` for their order.
+
+    Args:
+        tie_clocks: One step counter on the host instead of one tensor a parameter.
+        fold_constants: What is known before the step is not computed in it.
+        drop_identities: Operators that give back their argument go.
+        fold_views: Transposes of transposes go, and reshapes of reshapes become one.
+        share_expressions: Equal expressions are computed once.
+        mixed_precision: Products of a step captured in float32 in low precision; None: not.
+        place_casts: Conversions stand where what is sent is narrow; None: where they are.
+        split_classes: Cross-entropies that split classes need no whole logits for; None: none.
+        sum_losses: Mean losses are a sum over a count, so that split batches give partial sums.
+        split_batch_norm: Batch normalisation in training is written in sums, for the same reason.
+        slices: Pattern of parameters or modules -> how their operators are sliced.
+        recompute: Forward values that are made again; by default those under
+            `torch.utils.checkpoint` in the model. None: none.
+        defer_reductions: Norms of split tensors are partial numbers, not gathers.
+        accumulate_apart: Patterns of parameters whose gradients are accumulated addend by addend.
+    """
+
+    tie_clocks: bool = True
+    fold_constants: bool = True
+    drop_identities: bool = True
+    fold_views: bool = True
+    share_expressions: bool = True
+    mixed_precision: MixedPrecision | None = None
+    place_casts: Casts | None = field(default_factory=Casts)
+    split_classes: ClassSplit | None = field(default_factory=ClassSplit)
+    sum_losses: bool = True
+    split_batch_norm: bool = True
+    slices: Mapping[str, Slicing] = field(default_factory=dict)
+    recompute: Recompute | None = field(default_factory=Recompute)
+    defer_reductions: bool = True
+    accumulate_apart: tuple[str, ...] = ()

@@ -1,0 +1,228 @@
+"""Operators that give back what they are given, found without a bit of difference.
+
+What is *not* taken away: `add(x, 0.0)`, which makes 0.0 of -0.0, and what makes an argument dense
+that is not: a later `view` may need it, and sums add in the order in which elements lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from sbp_core.graph.ir import LogicalGraph, Node, Ref, Symbol, TensorType
+from sbp_core.graph.rewrite import drop_dead, rename_outputs, rename_uses
+
+#: Floating dtypes -> those that hold each of their numbers.
+WIDER: Mapping[str, tuple[str, ...]] = {
+    "bfloat16": ("float32", "float64"),
+    "float16": ("float32", "float64"),
+    "float32": ("float64",),
+}
+
+#: Operators whose result may have gaps between its elements, or hold one of them many times.
+_GAPS = frozenset(
+    {"expand", "slice", "select", "split", "split_with_sizes", "chunk", "unbind", "narrow"}
+    | {"diagonal", "unfold", "as_strided"}
+)
+
+#: Operators that look at their argument in another way.
+_LOOKS = frozenset({"t", "transpose", "permute", "unsqueeze", "squeeze", "alias", "detach", "view"})
+
+_Find = Callable[["_Identities", Node], str | None]
+
+
+def drop_identities(graph: LogicalGraph) -> LogicalGraph:
+    """Take away operators that give back their argument, or what it was made of.
+
+    before: a = mul(x, 1); b = _to_copy(a, float32); c = neg(b); d = neg(c); y = relu(d)
+    after:  y = relu(x)
+    """
+    return _Identities(graph).run()
+
+
+class _Identities:
+    """The state of one run: what was made so far, and what values are known to be."""
+
+    def __init__(self, graph: LogicalGraph) -> None:
+        self.graph = graph
+        self.types = graph.types
+        self.made: dict[str, Node] = {}
+
+    def run(self) -> LogicalGraph:
+        names: dict[str, str] = {}
+        kept: list[Node] = []
+        for old in self.graph.nodes:
+            node = rename_uses(old, names)
+            find = _FINDERS.get(node.kind) if node.op.startswith("aten.") else None
+            same = find(self, node) if find is not None and len(node.outputs) == 1 else None
+            if same is not None and self._may_stand_for(same, node):
+                names[node.outputs[0]] = same
+                continue
+            node = self._shortened(node)
+            kept.append(node)
+            self.made |= dict.fromkeys(node.outputs, node)
+        outputs = rename_outputs(self.graph.outputs, names)
+        return drop_dead(self.graph.with_nodes(tuple(kept), outputs=outputs))
+
+    def _may_stand_for(self, same: str, node: Node) -> bool:
+        """Whether a value of equal elements may be used in place of what a node makes."""
+        if self.types[same] != self.types[node.outputs[0]]:
+            return False
+        return node.kind in _LOOKS | _GAPS or not may_have_gaps(self.made, same)
+
+    def _shortened(self, node: Node) -> Node:
+        """Return a conversion of a conversion to a wider dtype as one conversion."""
+        source = self.source(node)
+        wide = source is not None and self.widens(source)
+        if node.kind != "_to_copy" or not wide or not _only_dtype(node):
+            return node
+        assert source is not None
+        fits = self.types[node.outputs[0]]
+        assert isinstance(fits, TensorType)
+        floating = fits.dtype.startswith(("float", "bfloat"))
+        return replace(node, args=source.args) if floating else node
+
+    def source(self, node: Node) -> Node | None:
+        """Return what made argument 0."""
+        return self.made.get(node.args[0].name) if _reads(node) else None
+
+    def widens(self, node: Node) -> bool:
+        """Whether a node converts to a dtype that holds every number of its argument's."""
+        if node.kind != "_to_copy" or not _only_dtype(node):
+            return False
+        before, after = self.types[node.args[0].name], self.types[node.outputs[0]]
+        assert isinstance(before, TensorType) and isinstance(after, TensorType)
+        return after.dtype in WIDER.get(before.dtype, ())
+
+
+def may_have_gaps(made: Mapping[str, Node], value: str) -> bool:
+    """Whether a value may not be dense, by what it is a look at; `made` has what made values."""
+    node = made.get(value)
+    while node is not None and node.kind in _LOOKS:
+        node = made.get(node.args[0].name) if _reads(node) else None
+    return node is not None and node.kind in _GAPS
+
+
+def _reads(node: Node) -> bool:
+    return bool(node.args) and isinstance(node.args[0], Ref)
+
+
+def _argument(node: Node) -> str | None:
+    return node.args[0].name if _reads(node) else None
+
+
+def _only_dtype(node: Node) -> bool:
+    """Whether a conversion changes the dtype only (a device is the one of all)."""
+    return len(node.args) == 1 and set(node.kwargs) <= {"dtype", "device", "layout"}
+
+
+def _same_type(_: _Identities, node: Node) -> str | None:
+    """`alias`, `detach`, `expand` to what it is; whether types agree is tested by the caller."""
+    return _argument(node)
+
+
+def _copy(run: _Identities, node: Node) -> str | None:
+    """`clone`, `_to_copy`: to the same dtype, or back from a wider one."""
+    if node.kind == "clone" and (len(node.args) > 1 or node.kwargs):
+        kept = node.kwargs.get("memory_format")
+        if kept != Symbol("memory_format", "preserve_format") or len(node.kwargs) > 1:
+            return None
+    elif node.kind == "_to_copy" and not _only_dtype(node):
+        return None
+    value = _argument(node)
+    source = run.source(node)
+    if node.kind == "_to_copy" and source is not None and run.widens(source):
+        return _argument(source)
+    return value
+
+
+def _number(node: Node) -> int | float | None:
+    """Return the second of two arguments if it is a number that is known."""
+    if len(node.args) != 2 or node.kwargs or isinstance(node.args[1], bool):
+        return None
+    return node.args[1] if isinstance(node.args[1], int | float) else None
+
+
+def _times_one(_: _Identities, node: Node) -> str | None:
+    """`mul(x, 1)`, `div(x, 1)`, `pow(x, 1)`."""
+    return _argument(node) if _number(node) == 1 else None
+
+
+def _minus_zero(_: _Identities, node: Node) -> str | None:
+    """`sub(x, 0)`: x - 0.0 is x even for x = -0.0."""
+    number = _number(node)
+    return _argument(node) if number == 0 and str(number) in ("0", "0.0") else None
+
+
+def _plus_zero(run: _Identities, node: Node) -> str | None:
+    """`add(x, 0)` of integers: of floats it would make 0.0 of -0.0."""
+    kind = run.types[node.outputs[0]]
+    exact = isinstance(kind, TensorType) and kind.dtype.startswith(("int", "uint"))
+    return _argument(node) if exact and _number(node) == 0 else None
+
+
+def _twice(run: _Identities, node: Node) -> str | None:
+    """`neg(neg(x))`, `bitwise_not(bitwise_not(x))`."""
+    source = run.source(node)
+    return _argument(source) if source is not None and source.op == node.op else None
+
+
+def _swapped_back(run: _Identities, node: Node) -> str | None:
+    """`transpose` of the same two dims."""
+    source = run.source(node)
+    if source is None or source.op != node.op:
+        return None
+    rank = len(run.types[node.outputs[0]].shape)  # type: ignore[union-attr]  # a tensor
+    swapped = [{dim % rank for dim in entry.args[1:]} for entry in (node, source)]
+    return _argument(source) if swapped[0] == swapped[1] else None
+
+
+def _permuted_back(run: _Identities, node: Node) -> str | None:
+    """`permute` of a `permute` that it undoes, or of nothing at all."""
+    rank = len(node.args[1])
+    dims = [dim % rank for dim in node.args[1]]
+    if dims == list(range(rank)):
+        return _argument(node)
+    source = run.source(node)
+    if source is None or source.op != node.op:
+        return None
+    inner = [dim % rank for dim in source.args[1]]
+    return _argument(source) if [inner[dim] for dim in dims] == list(range(rank)) else None
+
+
+def _squeezed_back(run: _Identities, node: Node) -> str | None:
+    """`squeeze` of the dim that an `unsqueeze` put there, and the other way round."""
+    source = run.source(node)
+    if source is None or {source.kind, node.kind} != {"squeeze", "unsqueeze"}:
+        return None
+    wide = max(len(run.types[entry.outputs[0]].shape) for entry in (node, source))  # type: ignore[union-attr]  # tensors
+    dims = [entry.args[1:] for entry in (node, source)]
+    if any(len(entry) != 1 or not isinstance(entry[0], int) for entry in dims):
+        return None
+    return _argument(source) if dims[0][0] % wide == dims[1][0] % wide else None
+
+
+def _whole_slice(_: _Identities, node: Node) -> str | None:
+    """`slice` of all of a dim; that its type stays says so, unless it goes by another step."""
+    return _argument(node) if len(node.args) < 5 or node.args[4] == 1 else None
+
+
+_FINDERS: Mapping[str, _Find] = {
+    "_to_copy": _copy,
+    "add": _plus_zero,
+    "alias": _same_type,
+    "bitwise_not": _twice,
+    "clone": _copy,
+    "detach": _same_type,
+    "div": _times_one,
+    "expand": _same_type,
+    "mul": _times_one,
+    "neg": _twice,
+    "permute": _permuted_back,
+    "pow": _times_one,
+    "slice": _whole_slice,
+    "squeeze": _squeezed_back,
+    "sub": _minus_zero,
+    "transpose": _swapped_back,
+    "unsqueeze": _squeezed_back,
+}

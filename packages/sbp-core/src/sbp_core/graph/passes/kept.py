@@ -1,0 +1,77 @@
+"""What the forward phase keeps for the backward phase: how many bytes, and what it took to make.
+
+Sizes are those of whole logical tensors of one micro-batch. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from sbp_core.errors import SignatureError
+from sbp_core.graph.ir import ITEMSIZE, LogicalGraph, Node, Phase, Rate
+from sbp_core.signatures.call import OpCall
+from sbp_core.signatures.derive import work_flop
+
+
+def is_forward(node: Node) -> bool:
+    """Whether a node computes tensors in the forward phase, for each micro-batch."""
+    return node.phase is Phase.FORWARD and node.rate is Rate.MICRO and not node.is_host
+
+
+def call_flop(graph: LogicalGraph, node: Node) -> float:
+    """Return the work of a node; of an operator without a rule, 1 for each element written."""
+    try:
+        return work_flop(OpCall.of(graph, node))
+    except SignatureError:
+        made = (graph.tensor(value) for value in node.outputs)
+        return float(sum(kind.size_bytes // ITEMSIZE[kind.dtype] for kind in made))
+
+
+def is_view(graph: LogicalGraph, node: Node) -> bool:
+    """Whether a node only looks at its argument in another way."""
+    return bool(graph.tensor_inputs(node)) and call_flop(graph, node) == 0
+
+
+def base_of(graph: LogicalGraph, value: str) -> str:
+    """Return the value whose memory a value is in: what it views, if it is a view."""
+    node = graph.producers.get(value)
+    while node is not None and is_view(graph, node):
+        value = graph.tensor_inputs(node)[0]
+        node = graph.producers.get(value)
+    return value
+
+
+def kept_values(graph: LogicalGraph) -> tuple[str, ...]:
+    """Return the tensors made by the forward phase that the backward phase uses, views as bases."""
+    used = (
+        base_of(graph, value)
+        for node in graph.nodes
+        if node.phase is Phase.BACKWARD
+        for value in graph.tensor_inputs(node)
+    )
+    producers = graph.producers
+    return tuple(v for v in dict.fromkeys(used) if v in producers and is_forward(producers[v]))
+
+
+def kept_bytes(graph: LogicalGraph) -> int:
+    """Return the bytes of the activations that are kept from forward to backward."""
+    return sum_bytes(graph, kept_values(graph))
+
+
+def sum_bytes(graph: LogicalGraph, values: Iterable[str]) -> int:
+    """Return the bytes of some tensors."""
+    return sum(graph.tensor(value).size_bytes for value in values)
+
+
+def made_bytes(graph: LogicalGraph, node: Node) -> int:
+    """Return the bytes that a node makes: none if it is a view."""
+    return 0 if is_view(graph, node) else sum_bytes(graph, node.outputs)
+
+
+def block_of(module: str) -> str:
+    """Return the block that a module is in: `blocks.3` of `blocks.3.norm`, or its first part."""
+    parts = module.split(".")
+    for at, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[: at + 1])
+    return parts[0]

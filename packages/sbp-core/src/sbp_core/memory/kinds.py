@@ -1,0 +1,146 @@
+"""What a rank's memory is for: kinds, and which keys of a plan are of which. No torch.
+
+| kind | what |
+|---|---|
+| parameters, states, buffers | of the model and its optimizer, old and new values |
+| batch | the rank's parts of all micro-batches |
+| gradients | what the backward phase makes for the optimizer, boxed and summed too |
+| gathered | parameters, boxed for their use |
+| activations | whatever else lives from one firing to another |
+| communication buffers | what was sent and not yet received |
+| temporaries | what lives inside one firing |
+| arena | with an arena: its memory, all of it at any time, whatever lies there |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+
+from sbp_core.compile.levels import ALIASES
+from sbp_core.compile.liveness import keys_in
+from sbp_core.compile.physical import Actor, ActorKind, PhysicalPlan, RankPlan
+from sbp_core.graph.ir import InputKind, Phase
+
+
+class Kind(StrEnum):
+    """What bytes are for."""
+
+    PARAMETERS = "parameters"
+    STATES = "states"
+    BUFFERS = "buffers"
+    BATCH = "batch"
+    GRADIENTS = "gradients"
+    GATHERED = "gathered"
+    ACTIVATIONS = "activations"
+    COMMUNICATION = "communication buffers"
+    TEMPORARIES = "temporaries"
+    ARENA = "arena"
+
+
+_OF_INPUT: Mapping[InputKind, Kind] = {
+    InputKind.PARAMETER: Kind.PARAMETERS,
+    InputKind.BUFFER: Kind.BUFFERS,
+    InputKind.OPTIMIZER_STATE: Kind.STATES,
+}
+
+_BOXING = (ActorKind.COLLECTIVE, ActorKind.SEND, ActorKind.RECEIVE)
+
+#: Operators whose result is their argument, looked at, cast or put into a bucket.
+_CASTS = ALIASES | {"_to_copy", "clone", "cat"}
+
+
+def kind_of_slot(kind: str) -> Kind:
+    """Return the kind of a graph input, by its `InputKind` value."""
+    return _OF_INPUT.get(InputKind(kind), Kind.BATCH)
+
+
+def module_of_slot(name: str, kind: str) -> str:
+    """Return the module that a state belongs to: `h.0.mlp` of `h.0.mlp.weight.exp_avg`."""
+    if kind == InputKind.BATCH:
+        return ""
+    cuts = 2 if kind == InputKind.OPTIMIZER_STATE else 1
+    parts = name.rsplit(".", cuts)
+    return parts[0] if len(parts) > 1 else ""
+
+
+def module_of_node(name: str) -> str:
+    """Return the module of a node: `h.0` of `h.0.mm`, `h.0.grad.mm`, `h.0.weight.update.mul`."""
+    path = name.rsplit(".", 1)[0] if "." in name else ""
+    if path.endswith(".update"):
+        return module_of_node(path.removesuffix(".update"))
+    return path.removesuffix(".grad")
+
+
+def kinds_of_keys(plan: PhysicalPlan, part: RankPlan) -> dict[str, Kind]:
+    """Return the kinds of the keys of a rank for which it is not a matter of lifetime."""
+    kinds = dict.fromkeys(_gathered(plan, part), Kind.GATHERED)
+    kinds |= dict.fromkeys(_gradients(part), Kind.GRADIENTS)
+    slots = {slot.name: slot.kind for slot in part.slots}
+    for actor in part.actors:
+        for state, key in actor.writes:
+            kinds[key] = kind_of_slot(slots[state])
+    return kinds
+
+
+def _gathered(plan: PhysicalPlan, part: RankPlan) -> set[str]:
+    """Return the keys that are parameters, cast or boxed, beside the parameters themselves.
+
+    A parameter may come from another stage, so that this rank has no slot of it.
+    """
+    own = {
+        slot.name for rank in plan.ranks for slot in rank.slots if slot.kind == InputKind.PARAMETER
+    }
+    boxed: set[str] = set()
+    for actor in _in_dataflow_order(part):
+        if actor.kind in _BOXING and actor.makes:
+            source = {*actor.inputs, *actor.reads}
+            if source & own or (not source and actor.makes.split("@", 1)[0] in own):
+                boxed.add(actor.makes)
+                own.add(actor.makes)
+        for entry in actor.instructions:
+            sources = set(keys_in(entry))
+            if entry.op.split(".")[1] in _CASTS and sources and sources <= own:
+                own.update(entry.outputs)
+    return boxed
+
+
+def _in_dataflow_order(part: RankPlan) -> list[Actor]:
+    """Return the actors in the order of their first firings, thread by thread."""
+    first = {name: None for order in part.orders.values() for name, _ in order}
+    return [part.by_name[name] for name in first]
+
+
+def _gradients(part: RankPlan) -> set[str]:
+    """Return what the optimizer takes from the backward phase, and what that was boxed from."""
+    makers = {key: actor for actor in part.actors for key in actor.outputs}
+    todo = [key for actor in part.actors if actor.phase is Phase.OPTIMIZER for key in actor.inputs]
+    found: set[str] = set()
+    while todo:
+        key = todo.pop()
+        maker = makers.get(key)
+        if key in found or maker is None or maker.phase is Phase.FORWARD:
+            continue
+        if maker.phase is Phase.OPTIMIZER and maker.kind not in _BOXING:
+            continue
+        found.add(key)
+        if maker.kind in _BOXING:
+            todo.extend(maker.inputs)
+        elif maker.kind is ActorKind.COMPUTE:
+            todo.extend(_cast_from(maker, key))
+        elif maker.kind is ActorKind.ACCUMULATE:
+            todo.extend(source for source, total, _ in maker.accumulates if total == key)
+    return found
+
+
+def _cast_from(actor: Actor, key: str) -> set[str]:
+    """Return what a segment takes that a key is nothing but a look at, a cast or a bucket of."""
+    makers = {out: entry for entry in actor.instructions for out in entry.outputs}
+    todo, found = [key], set()
+    while todo:
+        entry = makers.get(one := todo.pop())
+        if entry is None:
+            found.add(one)
+        elif entry.op.split(".")[1] in _CASTS:
+            todo.extend(keys_in(entry))
+    return found & set(actor.inputs)

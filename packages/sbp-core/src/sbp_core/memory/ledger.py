@@ -1,0 +1,109 @@
+"""The storages of one rank during a step: made, held, dropped, and what they are for. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from sbp_core.memory.kinds import Kind
+from sbp_core.memory.placed import Placed, Strided
+
+
+@dataclass(slots=True)
+class Buffer:
+    """One storage of a rank during a step.
+
+    Args:
+        name: The key that it was made for.
+        module: Path of the module that it belongs to.
+        size_bytes: Of the whole storage.
+        start, end: First and last tick at which it is alive, both included.
+        kind: What it is for.
+        maker: (actor, index of the firing) that made it; ("", 0) if it was there before.
+        threads: Threads of the rank that make or take it.
+        leaves: Whether it outlives the step: results and new states.
+        boxed: The boxing actors that it is handed to.
+    """
+
+    name: str
+    module: str
+    size_bytes: int
+    start: int
+    kind: Kind
+    maker: tuple[str, int] = ("", 0)
+    end: int = -1
+    threads: set[str] = field(default_factory=set)
+    leaves: bool = False
+    boxed: set[str] = field(default_factory=set)
+
+
+class Ledger:
+    """Who holds which storage of a rank. Time goes on by `tick`.
+
+    Args:
+        kinds: Of the keys for which it is no matter of lifetime.
+    """
+
+    def __init__(self, kinds: Mapping[str, Kind]) -> None:
+        self.kinds = kinds
+        self.now = 0
+        self.buffers: list[Buffer] = []
+        self._holders: list[int] = []
+        self._settled: list[bool] = []
+
+    def tick(self) -> None:
+        """Go on by one instruction."""
+        self.now += 1
+
+    def new(
+        self,
+        name: str,
+        lies: Strided,
+        size_bytes: int,
+        *,
+        kind: Kind | None = None,
+        module: str = "",
+        maker: tuple[str, int] = ("", 0),
+    ) -> Placed:
+        """Make a storage, held by nobody yet, and return the tensor that lies in it."""
+        self.buffers.append(
+            Buffer(name, module, size_bytes, self.now, kind or Kind.TEMPORARIES, maker)
+        )
+        self._holders.append(0)
+        self._settled.append(kind is not None)
+        return Placed(lies, len(self.buffers) - 1, size_bytes)
+
+    def name(self, key: str, value: object) -> None:
+        """Note what a storage is for, if a key that lies in it says so."""
+        kind = self.kinds.get(key)
+        if kind is not None and isinstance(value, Placed) and not self._settled[value.storage]:
+            self.buffers[value.storage].kind = kind
+            self._settled[value.storage] = True
+
+    def hold(self, value: object) -> None:
+        """Note one more holder."""
+        if isinstance(value, Placed):
+            self._holders[value.storage] += 1
+
+    def drop(self, value: object) -> None:
+        """Note one holder less; the last one ends the storage."""
+        if isinstance(value, Placed):
+            self._holders[value.storage] -= 1
+            if not self._holders[value.storage]:
+                self.buffers[value.storage].end = self.now
+
+    def buffer(self, value: object) -> Buffer | None:
+        """Return the storage that a tensor lies in; None of a host number."""
+        return self.buffers[value.storage] if isinstance(value, Placed) else None
+
+    def finish(self) -> None:
+        """End what is still held, and call what crossed no firing a temporary."""
+        for index, buffer in enumerate(self.buffers):
+            if buffer.end < 0:
+                buffer.end = self.now
+            assert self._settled[index] or buffer.kind is not Kind.BATCH, buffer.name
+
+    def crosses(self, value: object) -> None:
+        """Note that a value goes from one firing to another."""
+        if isinstance(value, Placed) and not self._settled[value.storage]:
+            self.buffers[value.storage].kind = Kind.ACTIVATIONS

@@ -1,0 +1,157 @@
+"""What a plan needs of each rank's memory: the peak, what is alive there, tables. No torch.
+
+rank  peak      parameters  states    activations  temporaries  at
+0     12.6 MB   4.2 MB      4.2 MB    3.1 MB       1.1 MB       backward.0.0, h.1.mlp.mm_3
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sbp_core.memory.kinds import Kind
+from sbp_core.memory.ledger import Buffer
+from sbp_core.memory.lifetime import RankLifetimes
+from sbp_core.memory.slots import RankSlots
+from sbp_core.units import format_bytes
+
+_TOP_MODULES = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMemory:
+    """The memory of one rank over a step.
+
+    Args:
+        rank: Whose.
+        peak: Most bytes alive at once, states and batch included.
+        resting: Bytes alive between steps: the states, and the arena if there is one.
+        kinds: At the peak, bytes of each kind that is there.
+        modules: At the peak, bytes by path of the module.
+        actor, firing, node: Where the peak is.
+    """
+
+    rank: int
+    peak: int
+    resting: int
+    kinds: Mapping[Kind, int]
+    modules: Mapping[str, int]
+    actor: str
+    firing: int
+    node: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryReport:
+    """The memory of every rank of a plan."""
+
+    ranks: Mapping[int, RankMemory]
+
+    @property
+    def peak(self) -> int:
+        """Bytes of the rank that needs most."""
+        return max(rank.peak for rank in self.ranks.values())
+
+    def lines(self) -> list[str]:
+        """Return a table of kinds at each rank's peak, and the modules that hold most there."""
+        kinds = [kind for kind in Kind if any(kind in r.kinds for r in self.ranks.values())]
+        rows = [["rank", "peak", *(kind.value for kind in kinds), "at"]]
+        for rank in self.ranks.values():
+            sizes = (format_bytes(rank.kinds.get(kind, 0)) for kind in kinds)
+            place = f"{rank.actor}, {rank.node}" if rank.node != rank.actor else rank.actor
+            rows.append([str(rank.rank), format_bytes(rank.peak), *sizes, place])
+        worst = max(self.ranks.values(), key=lambda rank: rank.peak)
+        top = sorted(worst.modules.items(), key=lambda entry: (-entry[1], entry[0]))
+        modules = [f"{name or '(root)'} {format_bytes(size)}" for name, size in top[:_TOP_MODULES]]
+        return [
+            "memory at each rank's peak:",
+            *(f"  {line}" for line in _table(rows)),
+            f"  most on rank {worst.rank}: {', '.join(modules)}",
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON value: per rank the peak, kinds, modules and where it is, in bytes."""
+        return {
+            str(name): {
+                "peak_bytes": rank.peak,
+                "resting_bytes": rank.resting,
+                "kinds": {kind.value: size for kind, size in rank.kinds.items()},
+                "modules": dict(rank.modules),
+                "actor": rank.actor,
+                "firing": rank.firing,
+                "node": rank.node,
+            }
+            for name, rank in self.ranks.items()
+        }
+
+
+def report(
+    found: Mapping[int, RankLifetimes], slots: Mapping[int, RankSlots] | None = None
+) -> MemoryReport:
+    """Return the peaks of all ranks.
+
+    Args:
+        found: Lifetimes by rank.
+        slots: What lies in arenas, by rank, if there are arenas.
+    """
+    slots = slots or {}
+    return MemoryReport(
+        ranks={name: rank_memory(rank, slots.get(name)) for name, rank in found.items()}
+    )
+
+
+def rank_memory(lifetimes: RankLifetimes, slots: RankSlots | None = None) -> RankMemory:
+    """Return the peak of one rank, whose arena is there from the first tick to the last."""
+    if slots is not None:
+        lifetimes = _with_arena(lifetimes, slots)
+    alive = alive_bytes(lifetimes.buffers, len(lifetimes.ticks))
+    tick = max(range(len(alive)), key=alive.__getitem__)
+    kinds: Counter[Kind] = Counter()
+    modules: Counter[str] = Counter()
+    for buffer in lifetimes.buffers:
+        if buffer.start <= tick <= buffer.end:
+            kinds[buffer.kind] += buffer.size_bytes
+            modules[buffer.module] += buffer.size_bytes
+    actor, firing, node = lifetimes.ticks[tick]
+    rests = (Kind.PARAMETERS, Kind.STATES, Kind.BUFFERS, Kind.ARENA)
+    return RankMemory(
+        rank=lifetimes.rank,
+        peak=alive[tick],
+        resting=sum(b.size_bytes for b in lifetimes.buffers if not b.start and b.kind in rests),
+        kinds={kind: kinds[kind] for kind in Kind if kinds[kind]},
+        modules={name: size for name, size in modules.items() if size},
+        actor=actor,
+        firing=firing,
+        node=node,
+    )
+
+
+def _with_arena(lifetimes: RankLifetimes, slots: RankSlots) -> RankLifetimes:
+    """Put one buffer in place of all that lie in the arena."""
+    outside = [b for at, b in enumerate(lifetimes.buffers) if at not in slots.inside]
+    end = len(lifetimes.ticks) - 1
+    whole = Buffer("arena", "(arena)", slots.size_bytes, 0, Kind.ARENA, end=end)
+    return replace(lifetimes, buffers=(whole, *outside))
+
+
+def alive_bytes(buffers: Iterable[Buffer], num_ticks: int) -> list[int]:
+    """Return the bytes alive at each tick."""
+    change = [0] * (num_ticks + 1)
+    for buffer in buffers:
+        change[buffer.start] += buffer.size_bytes
+        change[buffer.end + 1] -= buffer.size_bytes
+    total, alive = 0, []
+    for delta in change[:num_ticks]:
+        total += delta
+        alive.append(total)
+    return alive
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
