@@ -1,4 +1,5 @@
 import importlib
+import re
 import subprocess
 import sys
 from dataclasses import fields
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from sbp_core.plugins import API_VERSION, Factory
+from sbp_core.plugins import API_VERSION, Factory, merge_settings
 from sbp_models import plugin
 
 FACTORIES = {
@@ -35,7 +36,9 @@ def test_the_entry_point_leads_to_the_hooks() -> None:
 
 
 def test_the_package_brings_these_plugins() -> None:
-    assert set(FACTORIES) == {("model", "gpt"), ("data", "stdlib"), ("data", "text")}
+    models = {"gpt", "llama", "moe", "bert", "t5", "resnet", "vit", "dlrm", "hf"}
+    assert set(plugin.sbp_models()) == models
+    assert set(plugin.sbp_datasets()) == {"stdlib", "text", "images", "clicks"}
     assert plugin.sbp_config_folders() == ["pkg://sbp_models.conf"]
 
 
@@ -56,11 +59,35 @@ def test_every_option_has_the_settings_of_its_config_and_no_others(group: str, n
     assert set(option) == {field.name for field in fields(config)}
 
 
-def test_the_defaults_of_the_yaml_are_those_of_the_config() -> None:
-    option = read_option("model", "gpt")
+@pytest.mark.parametrize("name", sorted(set(plugin.sbp_models()) - {"hf"}))
+def test_the_defaults_of_the_yaml_are_those_of_the_config(name: str) -> None:
+    option = read_option("model", name)
 
     del option["name"]
-    assert FACTORIES["model", "gpt"].config(**option) == FACTORIES["model", "gpt"].config()
+    config = FACTORIES["model", name].config
+    assert merge_settings(config, option) == config()
+
+
+@pytest.mark.parametrize("name", ["images", "clicks"])
+def test_the_data_ask_the_model_for_its_sizes_and_have_the_defaults_of_their_config(
+    name: str,
+) -> None:
+    option = read_option("data", name)
+    config = FACTORIES["data", name].config
+
+    asked = {
+        key: re.fullmatch(r"\$\{oc\.select:model\.(\w+),(.*)\}", value)
+        for key, value in option.items()
+        if isinstance(value, str) and value.startswith("$")
+    }
+
+    assert asked
+    del option["name"]
+    for key, match in asked.items():
+        assert match is not None
+        assert match[1] == key
+        option[key] = yaml.safe_load(match[2])
+    assert merge_settings(config, option) == config()
 
 
 def test_hooks_and_configs_are_known_without_torch() -> None:
@@ -73,4 +100,4 @@ def test_hooks_and_configs_are_known_without_torch() -> None:
     ).stdout.split()
 
     assert "sbp_models.configs" in modules
-    assert {"torch", "numpy"}.isdisjoint(modules)
+    assert {"torch", "numpy", "transformers"}.isdisjoint(modules)

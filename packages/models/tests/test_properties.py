@@ -2,7 +2,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sbp_models.text import ByteText
+from sbp_models.configs import TextTask
+from sbp_models.text import MASK, MASKED_PART, NO_TARGET, ByteText
 
 settings.register_profile("quick", derandomize=True, deadline=None, max_examples=60)
 settings.load_profile("quick")
@@ -10,16 +11,19 @@ settings.load_profile("quick")
 SPLIT = st.sampled_from(["train", "validation"])
 
 
-def make(size: int, context: int, seed: int) -> ByteText:
+TASK = st.sampled_from(["next", "masked", "continue"])
+
+
+def make(size: int, context: int, seed: int, task: TextTask = "next") -> ByteText:
     content = bytes(number % 251 for number in range(size))
-    return ByteText([("file", content)], context=context, seed=seed, label="test")
+    return ByteText([("file", content)], context=context, seed=seed, label="test", task=task)
 
 
-@given(st.integers(0, 40), st.integers(1, 9), st.integers(0, 2**70), SPLIT)
+@given(st.integers(0, 40), st.integers(1, 9), st.integers(0, 2**70), SPLIT, TASK)
 def test_every_batch_size_sees_the_same_sequence_of_samples(
-    index: int, batch_size: int, seed: int, split: str
+    index: int, batch_size: int, seed: int, split: str, task: TextTask
 ) -> None:
-    data = make(400, 5, seed)
+    data = make(400, 5, seed, task)
 
     whole = data.batch(index, batch_size, split)
     singles = [data.batch(index * batch_size + row, 1, split) for row in range(batch_size)]
@@ -36,6 +40,34 @@ def test_samples_are_always_whole_windows(context: int, more: int, seed: int, in
         batch = data.batch(index, 3, split)
         assert batch["tokens"].shape == (3, context)
         assert torch.equal((batch["tokens"] + 1) % 251, batch["targets"])
+
+
+@given(st.integers(1, 30), st.integers(0, 2**64), st.integers(0, 2**50))
+def test_equally_many_tokens_of_every_sample_are_masked_and_only_they_are_asked_for(
+    context: int, seed: int, index: int
+) -> None:
+    data = make(1500, context, seed, "masked")
+
+    batch = data.batch(index, 3)
+
+    masked = batch["tokens"] == MASK
+    assert masked.sum(1).tolist() == [max(1, round(MASKED_PART * context))] * 3
+    assert torch.equal(batch["targets"] == NO_TARGET, ~masked)
+    whole = torch.where(masked, batch["targets"], batch["tokens"])
+    assert torch.equal((whole[:, :-1] + 1) % 251, whole[:, 1:])
+
+
+@given(st.integers(1, 30), st.integers(0, 2**64), st.integers(0, 2**50))
+def test_what_is_to_be_continued_goes_on_where_the_tokens_end(
+    context: int, seed: int, index: int
+) -> None:
+    data = make(1500, context, seed, "continue")
+
+    batch = data.batch(index, 3)
+
+    whole = torch.cat([batch["tokens"], batch["targets"]], dim=1)
+    assert batch["tokens"].shape == batch["targets"].shape == (3, context)
+    assert torch.equal((whole[:, :-1] + 1) % 251, whole[:, 1:])
 
 
 @given(st.text())

@@ -1,6 +1,7 @@
 """The hooks of sbp-models: which models and data sets it brings.
 
-Holds names and configs only, and imports nothing heavy; the objects are made in `gpt` and `text`.
+Holds names and configs only, and imports nothing heavy; the objects are made in the
+modules of their names.
 """
 
 from __future__ import annotations
@@ -8,7 +9,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from sbp_core.plugins import Factory, hookimpl
-from sbp_models.configs import GptConfig, StdlibConfig, TextConfig
+from sbp_models.configs import (
+    BertConfig,
+    ClicksConfig,
+    DlrmConfig,
+    GptConfig,
+    HfConfig,
+    ImagesConfig,
+    LlamaConfig,
+    MoeConfig,
+    ResnetConfig,
+    StdlibConfig,
+    T5Config,
+    TextConfig,
+    VitConfig,
+)
 
 SBP_API_VERSION = 1
 
@@ -21,7 +36,47 @@ def sbp_models() -> Mapping[str, Factory]:
             build="sbp_models.gpt:build",
             config=GptConfig,
             summary="decoder-only transformer, pre-norm, learned positions",
-        )
+        ),
+        "llama": Factory(
+            build="sbp_models.llama:build",
+            config=LlamaConfig,
+            summary="decoder-only transformer, rotary positions, grouped queries, SwiGLU",
+        ),
+        "moe": Factory(
+            build="sbp_models.moe:build",
+            config=MoeConfig,
+            summary="Llama with a mixture of experts in every block, as in Mixtral",
+        ),
+        "bert": Factory(
+            build="sbp_models.bert:build",
+            config=BertConfig,
+            summary="transformer encoder for masked tokens (data.task=masked)",
+        ),
+        "t5": Factory(
+            build="sbp_models.t5:build",
+            config=T5Config,
+            summary="encoder and decoder, relative positions (data.task=continue)",
+        ),
+        "resnet": Factory(
+            build="sbp_models.resnet:build",
+            config=ResnetConfig,
+            summary="residual network of 18 to 152 layers, for images",
+        ),
+        "vit": Factory(
+            build="sbp_models.vit:build",
+            config=VitConfig,
+            summary="vision transformer, for images",
+        ),
+        "dlrm": Factory(
+            build="sbp_models.dlrm:build",
+            config=DlrmConfig,
+            summary="embedding tables, dot products and MLPs, for clicks",
+        ),
+        "hf": Factory(
+            build="sbp_models.hf:build",
+            config=HfConfig,
+            summary="any language model or image classifier of transformers, random weights",
+        ),
     }
 
 
@@ -38,6 +93,16 @@ def sbp_datasets() -> Mapping[str, Factory]:
             build="sbp_models.text:build_text",
             config=TextConfig,
             summary="bytes of a file or folder of yours",
+        ),
+        "images": Factory(
+            build="sbp_models.images:build",
+            config=ImagesConfig,
+            summary="made-up striped images, whose direction and colour tell the class",
+        ),
+        "clicks": Factory(
+            build="sbp_models.clicks:build",
+            config=ClicksConfig,
+            summary="made-up clicks: numbers, categorical features, and a rule to learn",
         ),
     }
 

@@ -1,10 +1,15 @@
 """Data sets of bytes: the running Python's own standard library, or the user's text.
 
 Files are ordered by a hash of their path (so that neighbours in a folder are spread evenly), and
-joined by newlines; the last 5 % of the bytes are held out. A sample is a window of `context + 1`
-bytes at a position drawn by a counter-based hash, so that a batch is a pure function of the seed,
-the split and its index, and every batch size sees the same sequence of samples.
-All bytes are kept in memory.
+joined by newlines; the last 5 % of the bytes are held out. A sample is a window of bytes at a
+position drawn by a counter-based hash, so that a batch is a pure function of the seed, the split
+and its index, and every batch size sees the same sequence of samples. All bytes are kept in memory.
+
+What `tokens` and `targets` are is the task (`context` 4, the window `the fox`):
+
+    next        "the "  ->  "he f"     a window of context + 1 bytes
+    masked      "th▢ "  ->  "··e·"     of context; token 256 masks, target -100 is not asked for
+    continue    "the "  ->  "fox…"     of 2 context; the second half is what follows
 """
 
 from __future__ import annotations
@@ -21,14 +26,24 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sbp_core.errors import ConfigError, SbpValueError, unknown_name
+from sbp_core.errors import ConfigError
 from sbp_core.units import format_bytes
-from sbp_models.configs import StdlibConfig, TextConfig
+from sbp_models.configs import StdlibConfig, TextConfig, TextTask
+from sbp_models.counted import below, check_batch, hashes, key_of, members, sample_numbers
 
 logger = logging.getLogger(__name__)
 
 #: The splits, and the part of the bytes that each has.
 SPLITS = {"train": 0.95, "validation": 0.05}
+
+#: The token that hides another.
+MASK = 256
+
+#: The part of the tokens that is hidden.
+MASKED_PART = 0.15
+
+#: The target where nothing is asked for, as in `torch.nn.functional.cross_entropy`.
+NO_TARGET = -100
 
 #: Folders below the standard library that are not the library itself.
 NOT_LIBRARY = frozenset(
@@ -44,21 +59,28 @@ class ByteText:
         context: Tokens of one sample.
         seed: Seed of the order of the samples.
         label: What `describe` calls the text.
+        task: What tokens and targets are; see the module docstring.
 
     Raises:
         ConfigError: a split is shorter than one sample.
     """
 
-    vocabulary = 256
-
     def __init__(
-        self, files: Sequence[tuple[str, bytes]], *, context: int, seed: int, label: str
+        self,
+        files: Sequence[tuple[str, bytes]],
+        *,
+        context: int,
+        seed: int,
+        label: str,
+        task: TextTask = "next",
     ) -> None:
+        self.vocabulary = MASK + 1 if task == "masked" else MASK
         ordered = sorted(files, key=lambda file: _file_key(file[0]))
         text = np.frombuffer(b"\n".join(content for _, content in ordered), dtype=np.uint8)
         cut = round(len(text) * SPLITS["train"])
         self._splits = {"train": text[:cut], "validation": text[cut:]}
-        self._window = context + 1
+        self._window = {"next": context + 1, "masked": context, "continue": 2 * context}[task]
+        self._context, self._task = context, task
         self._seed = seed
         self._label = f"{label}: {len(files)} file{'s' if len(files) != 1 else ''}"
         shortest = min(map(len, self._splits.values()))
@@ -66,7 +88,7 @@ class ByteText:
             needed = int(self._window / SPLITS["validation"]) + 1
             raise ConfigError(
                 f"{label} has {len(text)} bytes, of which {shortest} are held out, "
-                f"and one sample takes data.context + 1 = {self._window}",
+                f"and one sample of data.context={context} takes {self._window}",
                 accepted=f"about {needed} bytes or more",
                 todo="give more text, or a smaller data.context",
             )
@@ -84,31 +106,42 @@ class ByteText:
             split: `train` or `validation`.
 
         Returns:
-            `tokens` and `targets`, int64 (batch_size, context) each; targets are one byte ahead.
+            `tokens` and `targets`, int64 (batch_size, context) each; see the module docstring.
 
         Raises:
             SbpLookupError: no such split.
             SbpValueError: `index` is negative or `batch_size` not positive.
         """
-        if split not in self._splits:
-            raise unknown_name("split", split, self._splits, where=self._label)
-        if index < 0 or batch_size < 1:
-            raise SbpValueError(
-                f"batch({index}, {batch_size}) names no batch",
-                accepted="index >= 0 and batch_size >= 1",
-            )
+        check_batch(index, batch_size, split, self._splits, where=self._label)
         text = self._splits[split]
-        start = index * batch_size
-        positions = _draw(
-            key=_split_key(self._seed, split),
-            samples=np.arange(start, start + batch_size, dtype=np.uint64),
-            bound=len(text) - self._window + 1,
-        )
+        samples = sample_numbers(index, batch_size)
+        key = key_of(self._seed, split)
+        positions = below(key, samples, len(text) - self._window + 1)
         windows = text[positions[:, None] + np.arange(self._window)].astype(np.int64)
+        if self._task == "masked":
+            tokens, targets = self._mask(windows, key_of(self._seed, split, "mask"), samples)
+        else:
+            tokens, targets = windows[:, : self._context], windows[:, -self._context :]
         return {
-            "tokens": torch.from_numpy(np.ascontiguousarray(windows[:, :-1])),
-            "targets": torch.from_numpy(np.ascontiguousarray(windows[:, 1:])),
+            "tokens": torch.from_numpy(np.ascontiguousarray(tokens)),
+            "targets": torch.from_numpy(np.ascontiguousarray(targets)),
         }
+
+    def _mask(
+        self, windows: npt.NDArray[np.int64], key: int, samples: npt.NDArray[np.uint64]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Hide equally many tokens of every sample, so that a mean over tokens is one over samples.
+
+        Args:
+            windows: int64 (batch, context).
+            key: Of the places.
+            samples: uint64 (batch,).
+        """
+        number = max(1, round(MASKED_PART * self._context))
+        order = np.argsort(hashes(key, members(samples, self._context)), axis=1)
+        hidden = np.zeros(windows.shape, dtype=bool)
+        np.put_along_axis(hidden, order[:, :number], True, axis=1)
+        return np.where(hidden, MASK, windows), np.where(hidden, windows, NO_TARGET)
 
     def describe(self) -> str:
         """Return one line: what the text is and how large each split is."""
@@ -146,7 +179,7 @@ def build_stdlib(config: StdlibConfig) -> ByteText:
             todo="choose data=text data.path=FILE_OR_FOLDER",
         )
     label = f"standard library of Python {platform.python_version()}"
-    return ByteText(files, context=config.context, seed=config.seed, label=label)
+    return ByteText(files, context=config.context, seed=config.seed, label=label, task=config.task)
 
 
 def build_text(config: TextConfig) -> ByteText:
@@ -174,7 +207,9 @@ def build_text(config: TextConfig) -> ByteText:
             accepted="a file with content, or a folder with UTF-8 files (not .hidden ones)",
             todo="correct data.path, or choose data=stdlib",
         )
-    return ByteText(files, context=config.context, seed=config.seed, label=str(path))
+    return ByteText(
+        files, context=config.context, seed=config.seed, label=str(path), task=config.task
+    )
 
 
 def _read_folder(folder: Path) -> list[tuple[str, bytes]]:
@@ -209,21 +244,3 @@ def _files_below(folder: Path, *, leave_out: Callable[[str], bool]) -> Iterator[
 
 def _file_key(name: str) -> tuple[bytes, str]:
     return blake2b(name.encode(errors="surrogateescape"), digest_size=8).digest(), name
-
-
-def _split_key(seed: int, split: str) -> int:
-    return int.from_bytes(blake2b(f"{seed} {split}".encode(), digest_size=8).digest(), "little")
-
-
-def _draw(*, key: int, samples: npt.NDArray[np.uint64], bound: int) -> npt.NDArray[np.int64]:
-    """Return a pseudo-random position in [0, bound) for each sample number.
-
-    Source: the finaliser of SplitMix64, in Steele, Lea and Flood, "Fast splittable pseudorandom
-    number generators", OOPSLA 2014, figure 17, applied to a counter.
-    """
-    # Arrays of uint64 wrap around silently, which is the arithmetic modulo 2**64 that is meant.
-    z = samples * np.uint64(0x9E3779B97F4A7C15) + np.uint64(key)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    z = z ^ (z >> np.uint64(31))
-    return (z % np.uint64(bound)).astype(np.int64)

@@ -1,0 +1,104 @@
+"""A data set of made-up clicks: a few numbers, a few categorical features, and whether one clicked.
+
+Values of a feature are drawn with a density that falls like 1 / rank, as in practice. The chance of
+a click follows from a rule that the data set keeps: every number has a weight, every value of a
+feature an effect. A sample is a pure function of the seed, the split and its number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sbp_models.configs import ClicksConfig
+from sbp_models.counted import (
+    SPLITS,
+    check_batch,
+    key_of,
+    members,
+    normal,
+    sample_numbers,
+    uniform,
+)
+
+#: Standard deviation of the logit of a click.
+LOGIT_STD = 2.0
+
+
+class Clicks:
+    """Samples and whether they were clicked on. Fulfils `sbp_core.plugins.kinds.Dataset`."""
+
+    def __init__(self, config: ClicksConfig) -> None:
+        self._config = config
+        rule = key_of(config.seed, "rule")
+        self._weights = normal(rule, np.arange(config.num_dense, dtype=np.uint64))
+
+    def batch(
+        self, index: int, batch_size: int, split: str = "train"
+    ) -> Mapping[str, torch.Tensor]:
+        """Return batch `index` of a split.
+
+        Row i is sample `index * batch_size + i`, whatever the batch size.
+
+        Args:
+            index: Number of the batch, >= 0.
+            batch_size: Samples, >= 1.
+            split: `train` or `validation`.
+
+        Returns:
+            `dense`, float32 (batch_size, num_dense), of mean 0 and variance 1; `sparse`, int64
+            (batch_size, features, bag), below the rows of the feature; `clicks`, float32
+            (batch_size,), 0 or 1.
+
+        Raises:
+            SbpLookupError: no such split.
+            SbpValueError: `index` is negative or `batch_size` not positive.
+        """
+        check_batch(index, batch_size, split, SPLITS, where=self.describe())
+        config = self._config
+        samples = sample_numbers(index, batch_size)
+        dense = normal(key_of(config.seed, split, "dense"), members(samples, config.num_dense))
+        picks = [
+            self._pick(key_of(config.seed, split, "feature", feature), samples, rows)
+            for feature, rows in enumerate(config.rows)
+        ]
+        chance = 1 / (1 + np.exp(-self._logits(dense, picks)))
+        clicks = uniform(key_of(config.seed, split, "click"), samples) < chance
+        return {
+            "dense": torch.from_numpy(dense.astype(np.float32)),
+            "sparse": torch.from_numpy(np.stack(picks, axis=1)),
+            "clicks": torch.from_numpy(clicks.astype(np.float32)),
+        }
+
+    def describe(self) -> str:
+        """Return one line: how many numbers and features there are."""
+        config = self._config
+        return (
+            f"made-up clicks, {config.num_dense} numbers, {len(config.rows)} features of "
+            f"{sum(config.rows)} values in all"
+        )
+
+    def _pick(self, key: int, samples: npt.NDArray[np.uint64], rows: int) -> npt.NDArray[np.int64]:
+        """Return values of a feature, int64 (batch, bag), the low ones most often."""
+        # The integer part of (rows + 1) ** u has the density 1 / value.
+        drawn = (rows + 1.0) ** uniform(key, members(samples, self._config.bag))
+        return np.minimum(drawn.astype(np.int64) - 1, rows - 1)
+
+    def _logits(
+        self, dense: npt.NDArray[np.float64], picks: list[npt.NDArray[np.int64]]
+    ) -> npt.NDArray[np.float64]:
+        """Return the logit of a click: float64 (batch,), of variance about `LOGIT_STD` ** 2."""
+        total = dense @ self._weights
+        for feature, values in enumerate(picks):
+            effects = normal(key_of(self._config.seed, "effect", feature), values.astype(np.uint64))
+            total = total + effects.sum(axis=1)
+        scale: float = LOGIT_STD / np.sqrt(dense.shape[1] + len(picks) * self._config.bag)
+        return scale * total
+
+
+def build(config: ClicksConfig) -> Clicks:
+    """Make the data set."""
+    return Clicks(config)

@@ -1,0 +1,34 @@
+"""The settings of the models and data sets, validated on construction.
+
+Holds no torch: a wrong setting must be answered before torch is imported. Messages begin with the
+name of the setting, which `sbp_core.plugins.merge_settings` completes to its key.
+"""
+
+from sbp_models.configs.clicks import ClicksConfig, DlrmConfig
+from sbp_models.configs.hf import HfConfig
+from sbp_models.configs.language import (
+    BertConfig,
+    GptConfig,
+    LlamaConfig,
+    MoeConfig,
+    T5Config,
+)
+from sbp_models.configs.text import StdlibConfig, TextConfig, TextTask
+from sbp_models.configs.vision import ImagesConfig, ResnetConfig, VitConfig
+
+__all__ = [
+    "BertConfig",
+    "ClicksConfig",
+    "DlrmConfig",
+    "GptConfig",
+    "HfConfig",
+    "ImagesConfig",
+    "LlamaConfig",
+    "MoeConfig",
+    "ResnetConfig",
+    "StdlibConfig",
+    "T5Config",
+    "TextConfig",
+    "TextTask",
+    "VitConfig",
+]

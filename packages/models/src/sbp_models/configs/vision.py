@@ -1,0 +1,123 @@
+"""The settings of the image classifiers and of the data set of images."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from sbp_models.configs.checks import (
+    check_divides,
+    check_fractions,
+    check_not_negative,
+    check_positive,
+    check_seed,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResnetConfig:
+    """Settings of `sbp_models.resnet.Resnet`; the defaults make 0.7 million parameters.
+
+    `depth=50 width=64 stem=large num_classes=1000` is the published ResNet-50.
+
+    Args:
+        depth: Layers with weights.
+        width: Channels after the stem; the four stages have 1, 2, 4 and 8 times as many.
+        stem: `large`: 7x7 at stride 2 and a max pool, for images of about 224x224; `small`: 3x3 at
+            stride 1, for images of about 32x32.
+        channels: Channels of an image.
+        num_classes: Classes.
+        label_smoothing: Part of the target that is spread over all classes, in [0, 1).
+        zero_init: Start every block as the identity, by a last norm of weight 0.
+
+    Raises:
+        ConfigError: a size is not positive, or `label_smoothing` is no fraction.
+    """
+
+    depth: Literal[18, 34, 50, 101, 152] = 18
+    width: int = 16
+    stem: Literal["large", "small"] = "small"
+    channels: int = 3
+    num_classes: int = 10
+    label_smoothing: float = 0.0
+    zero_init: bool = True
+
+    def __post_init__(self) -> None:
+        check_positive(self, "width", "channels", "num_classes")
+        check_fractions(self, "label_smoothing")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VitConfig:
+    """Settings of `sbp_models.vit.Vit`; the defaults make 0.8 million parameters.
+
+    `image_size=224 patch_size=16 num_classes=1000 hidden=768 num_layers=12 num_heads=12` is the
+    published ViT-B/16.
+
+    Args:
+        image_size: Height and width of an image, in pixels.
+        patch_size: Height and width of a patch, in pixels; divides `image_size`.
+        channels: Channels of an image.
+        num_classes: Classes.
+        num_layers: Blocks.
+        num_heads: Attention heads of a block; divides `hidden`.
+        hidden: Width of the residual stream.
+        mlp_ratio: How many times as wide the hidden layer of a block is.
+        fused_qkv: One layer makes queries, keys and values, as in timm; otherwise three do, whose
+            rows split by heads.
+        dropout: Probability with which a number is dropped behind a layer, in [0, 1).
+        drop_path: Probability with which a sample skips the last block, in [0, 1); it grows
+            linearly from 0 at the first.
+        label_smoothing: Part of the target that is spread over all classes, in [0, 1).
+
+    Raises:
+        ConfigError: a size is not positive, one does not divide its whole, or a probability is no
+            fraction.
+    """
+
+    image_size: int = 32
+    patch_size: int = 4
+    channels: int = 3
+    num_classes: int = 10
+    num_layers: int = 4
+    num_heads: int = 4
+    hidden: int = 128
+    mlp_ratio: int = 4
+    fused_qkv: bool = True
+    dropout: float = 0.0
+    drop_path: float = 0.0
+    label_smoothing: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_positive(self, "image_size", "patch_size", "channels", "num_classes")
+        check_positive(self, "num_layers", "num_heads", "hidden", "mlp_ratio")
+        check_divides(self, "patch_size", "image_size")
+        check_divides(self, "num_heads", "hidden")
+        check_fractions(self, "dropout", "drop_path", "label_smoothing")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImagesConfig:
+    """Settings of the data set `images`.
+
+    Args:
+        image_size: Height and width, in pixels.
+        channels: Channels of an image.
+        num_classes: Classes.
+        noise: Standard deviation of the noise, where the pattern has an amplitude of 1.
+        seed: Seed of the samples.
+
+    Raises:
+        ConfigError: a size is not positive, or `noise` or `seed` is negative.
+    """
+
+    image_size: int = 32
+    channels: int = 3
+    num_classes: int = 10
+    noise: float = 0.5
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_positive(self, "image_size", "channels", "num_classes")
+        check_not_negative(self, "noise")
+        check_seed(self.seed)

@@ -1,0 +1,93 @@
+"""A data set of made-up images: stripes, whose direction and colour tell the class.
+
+Class `c` of `C` has stripes at the angle pi c / C, four periods wide, in a colour of its own; every
+sample shifts them by up to a quarter of a period and adds noise. A sample is a pure function of the
+seed, the split and its number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sbp_models.configs import ImagesConfig
+from sbp_models.counted import (
+    SPLITS,
+    below,
+    check_batch,
+    key_of,
+    members,
+    normal,
+    sample_numbers,
+    uniform,
+)
+
+#: Periods of the stripes across an image.
+PERIODS = 4
+
+
+class StripedImages:
+    """Images and their classes. Fulfils `sbp_core.plugins.kinds.Dataset`."""
+
+    def __init__(self, config: ImagesConfig) -> None:
+        self._config = config
+        classes = np.arange(config.num_classes)
+        angles = np.pi * classes / config.num_classes
+        across = 2 * np.pi * PERIODS * np.arange(config.image_size) / config.image_size
+        # Phase of the stripes of each class at each pixel: (class, height, width).
+        self._phases = (
+            np.sin(angles)[:, None, None] * across[:, None] + np.cos(angles)[:, None, None] * across
+        )
+        counts = members(classes.astype(np.uint64), config.channels)
+        self._colours = 2 * uniform(key_of(config.seed, "colours"), counts) - 1
+
+    def batch(
+        self, index: int, batch_size: int, split: str = "train"
+    ) -> Mapping[str, torch.Tensor]:
+        """Return batch `index` of a split.
+
+        Row i is sample `index * batch_size + i`, whatever the batch size.
+
+        Args:
+            index: Number of the batch, >= 0.
+            batch_size: Samples, >= 1.
+            split: `train` or `validation`.
+
+        Returns:
+            `images`, float32 (batch_size, channels, image_size, image_size), of mean about 0 and
+            amplitude about 1; `labels`, int64 (batch_size,).
+
+        Raises:
+            SbpLookupError: no such split.
+            SbpValueError: `index` is negative or `batch_size` not positive.
+        """
+        check_batch(index, batch_size, split, SPLITS, where=self.describe())
+        config = self._config
+        samples = sample_numbers(index, batch_size)
+        labels = below(key_of(config.seed, split, "label"), samples, config.num_classes)
+        shifts = np.pi / 2 * uniform(key_of(config.seed, split, "shift"), samples)
+        stripes = np.sin(self._phases[labels] + shifts[:, None, None])
+        images = self._colours[labels][:, :, None, None] * stripes[:, None]
+        noise = normal(key_of(config.seed, split, "noise"), members(samples, images[0].size))
+        images += config.noise * noise.reshape(images.shape)
+        return {"images": _float32(images), "labels": torch.from_numpy(labels)}
+
+    def describe(self) -> str:
+        """Return one line: how many classes and how large the images are."""
+        config = self._config
+        return (
+            f"striped images of {config.num_classes} classes, "
+            f"{config.channels} x {config.image_size} x {config.image_size}"
+        )
+
+
+def _float32(values: npt.NDArray[np.float64]) -> torch.Tensor:
+    return torch.from_numpy(values.astype(np.float32))
+
+
+def build(config: ImagesConfig) -> StripedImages:
+    """Make the data set."""
+    return StripedImages(config)

@@ -1,0 +1,57 @@
+import re
+
+import pytest
+import torch
+
+from sbp_core.errors import SbpLookupError, SbpValueError
+from sbp_models.configs import ImagesConfig
+from sbp_models.images import StripedImages, build
+
+
+def make(**settings: object) -> StripedImages:
+    return build(ImagesConfig(**settings))
+
+
+def test_a_batch_has_images_and_their_classes() -> None:
+    batch = make(image_size=8, channels=1, num_classes=3).batch(0, 50)
+
+    assert batch["images"].shape == (50, 1, 8, 8)
+    assert batch["images"].dtype == torch.float32
+    assert batch["labels"].dtype == torch.int64
+    assert batch["labels"].unique().tolist() == [0, 1, 2]
+
+
+def test_without_noise_the_best_match_of_all_patterns_is_of_the_right_class() -> None:
+    data = make(noise=0.0)
+    patterns, held = data.batch(0, 400), data.batch(0, 100, "validation")
+
+    distances = torch.cdist(held["images"].flatten(1), patterns["images"].flatten(1))
+
+    guesses = patterns["labels"][distances.argmin(1)]
+    assert (guesses == held["labels"]).float().mean() > 0.95
+
+
+def test_noise_has_the_deviation_that_is_asked_for() -> None:
+    quiet, loud = (make(noise=noise).batch(0, 20)["images"] for noise in (0.0, 0.7))
+
+    assert (loud - quiet).std().item() == pytest.approx(0.7, rel=0.02)
+    assert quiet.abs().max() <= 1
+
+
+def test_another_seed_gives_other_samples() -> None:
+    first, other = (make(seed=seed).batch(0, 8) for seed in (0, 1))
+
+    assert not torch.equal(first["labels"], other["labels"])
+
+
+def test_an_unknown_split_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(SbpLookupError, match="did you mean 'validation'") as caught:
+        make().batch(0, 1, "validate")
+
+    assert caught.value.accepted == "train, validation"
+
+
+@pytest.mark.parametrize(("index", "batch_size"), [(-1, 1), (0, 0)])
+def test_a_batch_that_cannot_be_is_refused(index: int, batch_size: int) -> None:
+    with pytest.raises(SbpValueError, match=re.escape(f"batch({index}, {batch_size})")):
+        make().batch(index, batch_size)

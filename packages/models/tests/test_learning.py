@@ -1,0 +1,93 @@
+"""Every model learns something of its data set in a few steps."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from sbp_models import bert, clicks, dlrm, gpt, images, llama, moe, resnet, t5, text, vit
+from sbp_models.configs import (
+    BertConfig,
+    ClicksConfig,
+    DlrmConfig,
+    GptConfig,
+    ImagesConfig,
+    LlamaConfig,
+    MoeConfig,
+    ResnetConfig,
+    StdlibConfig,
+    T5Config,
+    VitConfig,
+)
+
+#: What makes the model and the data; steps; the part of the first loss that must not be left.
+CASES: dict[str, tuple[Callable[[], Any], Callable[[], Any], int, float]] = {
+    "resnet": (
+        lambda: resnet.build(ResnetConfig(width=8)),
+        lambda: images.build(ImagesConfig(image_size=16)),
+        15,
+        0.8,
+    ),
+    "vit": (
+        lambda: vit.build(VitConfig(image_size=16, num_layers=2, hidden=64)),
+        lambda: images.build(ImagesConfig(image_size=16)),
+        30,
+        0.6,
+    ),
+    "dlrm": (
+        lambda: dlrm.build(DlrmConfig()),
+        lambda: clicks.build(ClicksConfig()),
+        60,
+        0.9,
+    ),
+    "gpt": (lambda: gpt.build(GptConfig(num_layers=1, hidden=64)), lambda: stdlib("next"), 25, 0.7),
+    "llama": (
+        lambda: llama.build(LlamaConfig(num_layers=1, hidden=64)),
+        lambda: stdlib("next"),
+        25,
+        0.7,
+    ),
+    "moe": (
+        lambda: moe.build(MoeConfig(num_layers=1, hidden=64, mlp_hidden=64)),
+        lambda: stdlib("next"),
+        25,
+        0.7,
+    ),
+    "bert": (
+        lambda: bert.build(BertConfig(num_layers=1, hidden=64)),
+        lambda: stdlib("masked"),
+        25,
+        0.7,
+    ),
+    "t5": (
+        lambda: t5.build(T5Config(num_layers=1, hidden=64, mlp_hidden=128)),
+        lambda: stdlib("continue"),
+        25,
+        0.7,
+    ),
+}
+
+
+def stdlib(task: Any) -> text.ByteText:
+    return text.build_stdlib(StdlibConfig(context=32, task=task))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_few_steps_lower_the_loss_on_samples_that_were_not_seen(name: str) -> None:
+    make_model, make_data, steps, part = CASES[name]
+    torch.manual_seed(0)
+    model, data = make_model(), make_data()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    held = data.batch(0, 64, "validation")
+
+    with torch.no_grad():
+        before = model.loss(held).item()
+    for step in range(steps):
+        optimizer.zero_grad()
+        model.loss(data.batch(step, 64)).backward()
+        optimizer.step()
+    with torch.no_grad():
+        after = model.loss(held).item()
+
+    assert after < part * before
