@@ -1,4 +1,5 @@
 from importlib.resources import files
+from typing import Any
 
 import pytest
 
@@ -13,8 +14,13 @@ def test_the_defaults_are_those_of_the_option_file() -> None:
 
     assert pairs.pop("name") == "actor"
     assert pairs.pop("debug_fingerprints") == "false"
+    assert pairs.pop("compile") == "eager"
+    assert pairs.pop("compile_fallback") == "false"
+    assert pairs.pop("arena") == "false"
     config = ActorConfig()
     assert not config.debug_fingerprints
+    assert (config.compile, config.compile_fallback) == ("eager", False)
+    assert not config.arena
     assert {key: float(value) for key, value in pairs.items()} == {
         "threads_per_rank": config.threads_per_rank,
         "first_deadline_s": config.first_deadline_s,
@@ -29,6 +35,20 @@ def test_the_defaults_are_those_of_the_option_file() -> None:
 def test_a_setting_out_of_range_is_refused_by_name(name: str, value: float) -> None:
     with pytest.raises(ConfigError, match=name):
         ActorConfig(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"compile": "indctor"}, r"compile='indctor'(.*\n)*.*'inductor'"),
+        ({"compile_fallback": True}, "compile_fallback=true with compile=eager"),
+    ],
+)
+def test_settings_of_segments_that_do_not_go_together_are_refused(
+    settings: dict[str, Any], match: str
+) -> None:
+    with pytest.raises(ConfigError, match=match):
+        ActorConfig(**settings)
 
 
 def test_a_deadline_that_is_no_number_is_refused() -> None:

@@ -100,12 +100,12 @@ def test_an_accumulation_begins_anew_after_a_step_that_was_broken_off() -> None:
     plan = compile_case("accumulation")
     actor = actor_of("accumulation", 0, ActorKind.ACCUMULATE)
     work = work_of(actor, plan, Recorder(0))
-    values = {part: torch.tensor(1.0) for part, _, _ in actor.accumulates}
+    parts = [part for part, _, _ in actor.accumulates]
     _, total, scale = actor.accumulates[0]
-    work(0, values, order())
+    work(0, {part: torch.tensor(1.0) for part in parts}, order())
 
     for index in range(3):
-        made = work(index, values, order(1))
+        made = work(index, {part: torch.tensor(1.0) for part in parts}, order(1))
 
     assert made[total].item() == pytest.approx(3.0 * scale)
 

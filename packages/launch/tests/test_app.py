@@ -15,6 +15,7 @@ from toys import TOYS, Outcome, write_distribution
 App = Callable[..., Outcome]
 
 TRAINER = "sbp_launch/conf/trainer/default.yaml"
+COMPILE = "sbp_launch/conf/compile/default.yaml"
 CLUSTER = "sbp_launch/conf/cluster/local.yaml"
 
 
@@ -48,7 +49,7 @@ CLUSTER = "sbp_launch/conf/cluster/local.yaml"
         ),
         (["trainer.steps=abc"], ["trainer.steps", "'abc'", "an integer", TRAINER]),
         (["trainer.steps=0"], ["trainer.steps=0", "an integer >= 1", TRAINER]),
-        (["trainer.passes=[fuse]"], ["trainer.passes=fuse", "'fuse'", TRAINER]),
+        (["compile.plugins=[fuse]"], ["compile.plugins=fuse", "'fuse'", COMPILE]),
         (["trainer.dtype=float16"], ["trainer.dtype", "float32, float64", TRAINER]),
         (["trainer.steps.x=1"], ["trainer.steps.x", TRAINER]),
         (["optimizer.lr=-1"], ["optimizer.lr=-1", "sbp_launch/conf/optimizer/adamw.yaml"]),
@@ -161,7 +162,7 @@ def test_the_search_path_names_the_distribution_of_each_folder(app: App) -> None
     ("line", "completions"),
     [
         ("sbp-toy planner=toys/", ["planner=toys/even", "planner=toys/odd"]),
-        ("sbp-toy optimizer=", ["optimizer=adamw", "optimizer=sgd"]),
+        ("sbp-toy optimizer=", ["optimizer=adamw", "optimizer=muon", "optimizer=sgd"]),
         ("sbp-toy plann", ["planner"]),
     ],
 )

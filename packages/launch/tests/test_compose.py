@@ -48,8 +48,19 @@ def test_a_session_knows_groups_options_and_files() -> None:
         nowhere = catalog.file("optimizer/nothing")
         owners = catalog.owners("optimizer/adamw")
 
-    assert groups == ("cluster", "logger", "optimizer", "trainer")
-    assert options == ("adamw", "sgd")
+    assert groups == ("cluster", "compile", "logger", "optimizer", "trainer")
+    assert options == (
+        "adafactor",
+        "adagrad",
+        "adam",
+        "adamw",
+        "lamb",
+        "lars",
+        "lion",
+        "muon",
+        "rmsprop",
+        "sgd",
+    )
     assert file == "sbp_launch/conf/optimizer/adamw.yaml"
     assert nowhere == ""
     assert owners == ("main",)

@@ -12,8 +12,10 @@ from omegaconf import OmegaConf
 
 import sbp_launch
 from sbp_core.errors import ConfigError
+from sbp_core.graph.pass_options import PassOptions
 from sbp_core.plugins import PluginSource, discover, merge_settings
 from sbp_launch.check import check
+from sbp_launch.compile_config import CompileConfig
 from sbp_launch.config import Composed, TrainerConfig
 
 CONF = Path(sbp_launch.__file__).parent / "conf"
@@ -42,12 +44,25 @@ def test_every_plugin_has_an_option_file_that_states_its_defaults(group: str, na
     assert set(values) == {field.name for field in fields(config)}
 
 
-def test_the_trainer_option_states_the_defaults_of_the_trainer() -> None:
-    values = OmegaConf.to_container(OmegaConf.load(CONF / "trainer" / "default.yaml"))
+@pytest.mark.parametrize(
+    ("group", "config"), [("trainer", TrainerConfig), ("compile", CompileConfig)]
+)
+def test_options_of_our_own_groups_state_the_defaults(group: str, config: type) -> None:
+    values = OmegaConf.to_container(OmegaConf.load(CONF / group / "default.yaml"))
 
     assert isinstance(values, dict)
-    assert merge_settings(TrainerConfig, values) == TrainerConfig()
-    assert set(values) == {field.name for field in fields(TrainerConfig)}
+    assert merge_settings(config, values) == config()
+    assert set(values) == {field.name for field in fields(config)}
+
+
+def test_every_pass_is_listed_with_its_settings() -> None:
+    values = OmegaConf.to_container(OmegaConf.load(CONF / "compile" / "default.yaml"))
+
+    assert isinstance(values, dict)
+    assert set(values["passes"]) == {field.name for field in fields(PassOptions)}
+    for name in ("recompute", "split_classes", "place_casts"):
+        own = getattr(PassOptions(), name)
+        assert set(values["passes"][name]) == {field.name for field in fields(own)}
 
 
 @pytest.mark.parametrize("name", ["steps", "batch_size", "micro_batches", "log_every"])

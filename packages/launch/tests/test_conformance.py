@@ -9,9 +9,9 @@ from sbp_core.plugins.kinds import ClusterFactory, MetricSinkFactory, OptimizerF
 from sbp_core.testing.cluster import ClusterConformance
 from sbp_core.testing.logger import MetricSinkConformance, Records
 from sbp_core.testing.optimizer import OptimizerConformance
+from sbp_launch import optimizers
 from sbp_launch.clusters import LocalConfig, build_local
 from sbp_launch.metrics import CsvConfig, JsonlConfig, build_csv, build_jsonl, build_none
-from sbp_launch.optimizers import AdamWConfig, SgdConfig, build_adamw, build_sgd
 
 
 class TestLocalCluster(ClusterConformance):
@@ -58,16 +58,68 @@ class TestNone(MetricSinkConformance):
         return []
 
 
+class TestAdam(OptimizerConformance):
+    def make_factory(self) -> OptimizerFactory:
+        return optimizers.build_adam(optimizers.AdamConfig(amsgrad=True))
+
+
 class TestAdamW(OptimizerConformance):
     def make_factory(self) -> OptimizerFactory:
-        return build_adamw(AdamWConfig())
+        return optimizers.build_adamw(optimizers.AdamWConfig())
+
+
+class TestAdagrad(OptimizerConformance):
+    def make_factory(self) -> OptimizerFactory:
+        return optimizers.build_adagrad(optimizers.AdagradConfig(initial_accumulator_value=0.1))
+
+
+class TestRmsprop(OptimizerConformance):
+    def make_factory(self) -> OptimizerFactory:
+        return optimizers.build_rmsprop(optimizers.RmspropConfig(momentum=0.9, centered=True))
+
+
+class TestLion(OptimizerConformance):
+    def make_factory(self) -> OptimizerFactory:
+        return optimizers.build_lion(optimizers.LionConfig())
+
+
+class TestLamb(OptimizerConformance):
+    def make_factory(self) -> OptimizerFactory:
+        return optimizers.build_lamb(optimizers.LambConfig())
+
+
+class TestLars(OptimizerConformance):
+    def make_factory(self) -> OptimizerFactory:
+        return optimizers.build_lars(optimizers.LarsConfig())
+
+
+class TestAdafactor(OptimizerConformance):
+    exactness = 1e-12
+
+    def make_factory(self) -> OptimizerFactory:
+        return optimizers.build_adafactor(optimizers.AdafactorConfig())
+
+
+class TestMuon(OptimizerConformance):
+    #: In bfloat16 inside, where another order of a sum is seen.
+    tolerance = 1e-3
+
+    def make_factory(self) -> OptimizerFactory:
+        return optimizers.build_muon(optimizers.MuonConfig())
 
 
 class TestSgd(OptimizerConformance):
     def make_factory(self) -> OptimizerFactory:
-        return build_sgd(SgdConfig())
+        return optimizers.build_sgd(optimizers.SgdConfig())
 
 
 class TestPlainSgd(OptimizerConformance):
     def make_factory(self) -> OptimizerFactory:
-        return build_sgd(SgdConfig(momentum=0.0))
+        return optimizers.build_sgd(optimizers.SgdConfig(momentum=0.0))
+
+
+class TestDampenedSgd(OptimizerConformance):
+    exactness = 1e-12
+
+    def make_factory(self) -> OptimizerFactory:
+        return optimizers.build_sgd(optimizers.SgdConfig(dampening=0.3))

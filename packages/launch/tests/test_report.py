@@ -4,8 +4,9 @@ import pytest
 from rich.console import Console
 from trainable import registry, run_config
 
+from sbp_launch.planned import plan_step
+from sbp_launch.program import make_program
 from sbp_launch.report import Row, counted, plan_rows, plan_table, plan_text, summary
-from sbp_launch.trainer import make_program, plan_step
 
 
 def planned(**trainer):

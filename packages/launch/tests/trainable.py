@@ -15,6 +15,7 @@ from sbp_core.plugins import Factory, Registry, discover, hookimpl
 from sbp_core.plugins.discovery import PluginSource
 from sbp_core.plugins.kinds import GraphPass, PlanRequest
 from sbp_core.strategy import Strategy
+from sbp_launch.compile_config import CompileConfig
 from sbp_launch.config import Choice, RunConfig, TrainerConfig
 
 SBP_API_VERSION = 1
@@ -140,7 +141,10 @@ def registry() -> Registry:
 
 
 def run_config(
-    mesh: tuple[int, ...] = (2,), axes: tuple[str, ...] = ("data",), **trainer: object
+    mesh: tuple[int, ...] = (2,),
+    axes: tuple[str, ...] = ("data",),
+    plugins: tuple[str, ...] = (),
+    **trainer: object,
 ) -> RunConfig:
     """Return a small run on the reference runtime."""
     settings = {"steps": 3, "batch_size": 4, "eval_batches": 1, "sample_tokens": 3, **trainer}
@@ -154,6 +158,7 @@ def run_config(
         optimizer=Choice(name="adamw"),
         logger=Choice(name="jsonl"),
         trainer=TrainerConfig(**settings),
+        compile=CompileConfig(plugins=plugins, cache=False),
         mesh=mesh,
         axes=axes,
     )

@@ -23,6 +23,7 @@ MESHES = [
     ("zero", (4,), ("data",)),
     ("zero", (2, 2), ("data", "tensor")),
     ("zero1", (4,), ("data",)),
+    ("zero2", (4,), ("data",)),
     ("pipeline", (2,), ("pipe",)),
     ("pipeline", (2, 2), ("pipe", "data")),
     ("custom", (2, 2), ("data", "tensor")),

@@ -12,7 +12,16 @@ from sbp_core.plugins import API_VERSION, merge_settings
 from sbp_planner import plugin
 
 FACTORIES = plugin.sbp_planners()
-PRESETS = ["custom", "data_parallel", "tensor_parallel", "data_tensor", "zero", "zero1", "pipeline"]
+PRESETS = [
+    "custom",
+    "data_parallel",
+    "tensor_parallel",
+    "data_tensor",
+    "zero",
+    "zero1",
+    "zero2",
+    "pipeline",
+]
 OPTIONS = [*(f"manual/{name}" for name in PRESETS), "osdp"]
 
 

@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
+from sbp_core.runtime.contract import Watch, unwatched
+
 #: A thread of the plan: rank, name of the thread.
 ThreadId = tuple[int, str]
 
@@ -47,12 +49,14 @@ class StepOrder:
         states: The rank's states by name.
         fed: Batch parts and scalars by name, for each micro-batch.
         deadline_s: Seconds that one boxing step may wait for other ranks.
+        watch: Makes the context in which a rank's work is done.
     """
 
     index: int
     states: Mapping[str, Any]
     fed: list[Values]
     deadline_s: float
+    watch: Watch = unwatched
 
 
 class Stop:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from sbp_actor_runtime.message import ThreadId
 from sbp_actor_runtime.register import InRegister, OutRegister
@@ -16,6 +17,15 @@ from sbp_actor_runtime.work import Work, work_of
 from sbp_core.boxing.backend import Communicator
 from sbp_core.compile.physical import Actor, Link, PhysicalPlan, RankPlan
 from sbp_core.graph.ir import Rate
+from sbp_core.memory.arena import Arena
+from sbp_core.runtime.execution import SegmentMaker
+
+
+class Turn(NamedTuple):
+    """Which firing of an actor in a step: its micro-batch, and whether that is the last one."""
+
+    micro_batch: int
+    is_last: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,30 +54,35 @@ class Post:
         """Return the registers that a firing fills."""
         return self.outputs + self.sums if is_last else self.outputs
 
-    def may_fire(self, is_last: bool) -> bool:
-        """Whether all data and credits for the next firing are there."""
-        return next(self._lacks(is_last), None) is None
+    def may_fire(self, turn: Turn) -> bool:
+        """Whether all data and credits for a firing are there."""
+        return next(self._lacks(turn), None) is None
 
-    def lacks(self, is_last: bool) -> str:
+    def lacks(self, turn: Turn) -> str:
         """Say what keeps the actor from firing."""
         return "; ".join(
             f"data in register {end.name} from rank {end.producer[0]}"
             if isinstance(end, InRegister)
             else f"credit of {end.name} from {end.slowest()}"
-            for end in self._lacks(is_last)
+            for end in self._lacks(turn)
         )
 
-    def _lacks(self, is_last: bool) -> Iterator[InRegister | OutRegister]:
+    def _lacks(self, turn: Turn) -> Iterator[InRegister | OutRegister]:
         for register in self.inputs:
-            if not register.fillings:
+            if not register.has_filling(turn.micro_batch):
                 yield register
-        for end in (*self.fills(is_last), *self.sends):
+        for end in (*self.fills(turn.is_last), *self.sends):
             if not end.has_credit:
                 yield end
 
 
 def make_posts(
-    plan: PhysicalPlan, thread: ThreadId, communicator: Communicator, ranks_here: Collection[int]
+    plan: PhysicalPlan,
+    thread: ThreadId,
+    communicator: Communicator,
+    ranks_here: Collection[int],
+    arena: Arena | None = None,
+    make_segment: SegmentMaker | None = None,
 ) -> dict[str, Post]:
     """Return the post of every actor of one thread, by name.
 
@@ -79,6 +94,8 @@ def make_posts(
         thread: The thread.
         communicator: Of its rank.
         ranks_here: Ranks of this process.
+        arena: Of its rank, if its segments write into one.
+        make_segment: Makes the functions of segments; None for generated Python.
 
     Raises:
         GraphError: torch has no operator that a segment names.
@@ -97,7 +114,7 @@ def make_posts(
     return {
         actor.name: Post(
             actor=actor,
-            work=work_of(actor, plan, communicator),
+            work=work_of(actor, plan, communicator, arena, make_segment),
             inputs=_inputs(part, actor),
             outputs=_outputs(part, actor, sums=False),
             sums=_outputs(part, actor, sums=True),
@@ -112,7 +129,11 @@ def make_posts(
 
 def _inputs(part: RankPlan, actor: Actor) -> tuple[InRegister, ...]:
     return tuple(
-        InRegister(register.name, (part.rank, part.by_name[register.producer].thread))
+        InRegister(
+            register.name,
+            (part.rank, part.by_name[register.producer].thread),
+            dict(zip(register.carries, register.keys, strict=bool(register.carries))),
+        )
         for register in part.inputs_of[actor.name]
     )
 
@@ -124,6 +145,7 @@ def _outputs(part: RankPlan, actor: Actor, *, sums: bool) -> tuple[OutRegister, 
             register.quota,
             {reader: (part.rank, part.by_name[reader].thread) for reader in register.consumers},
             register.keys,
+            is_carrying=bool(register.carries),
         )
         for register in part.outputs_of[actor.name]
         if (register.rate is Rate.STEP and actor.rate is Rate.MICRO) == sums

@@ -1,7 +1,8 @@
 """Registers as an actor's thread sees them: fillings to read, and credits to fill.
 
 Counts are cumulative over steps. A register is filled by one actor and read by several; its credit
-comes back when every reader has given an acknowledgement.
+comes back when every reader has given an acknowledgement. A register that carries states begins a
+step full, with the states themselves, and ends it so, with the new ones; neither is handed over.
 
     quota 2, readers a and b     filled  a  b   live  credit
     fill                              1  0  0      1  yes
@@ -24,14 +25,31 @@ class InRegister:
     Args:
         name: Of the register.
         producer: The thread that fills it, which acknowledgements go to.
+        carries: Of a register that carries states, the key of each by name.
     """
 
-    __slots__ = ("fillings", "name", "producer")
+    __slots__ = ("carries", "fillings", "name", "producer")
 
-    def __init__(self, name: str, producer: ThreadId) -> None:
+    def __init__(
+        self, name: str, producer: ThreadId, carries: Mapping[str, str] | None = None
+    ) -> None:
         self.name = name
         self.producer = producer
+        self.carries = dict(carries or {})
         self.fillings: deque[Values] = deque()
+
+    def has_filling(self, index: int) -> bool:
+        """Whether there is something to read in a micro-batch: in the first, carried states are."""
+        return bool(self.fillings) or (index == 0 and bool(self.carries))
+
+    def take(self, index: int) -> Values:
+        """Return the values to read in a micro-batch; of carried states, none in the first."""
+        if not self.carries:
+            return self.fillings.popleft()
+        if index == 0:
+            return {}
+        values = self.fillings.popleft()
+        return {name: values[key] for name, key in self.carries.items()}
 
 
 class OutRegister:
@@ -42,9 +60,12 @@ class OutRegister:
         quota: Fillings that may be alive, >= 1.
         consumers: The thread of each actor that reads it.
         keys: The values that one filling holds; none for a link.
+        is_carrying: Whether it carries states, so that it is full to begin with.
     """
 
-    __slots__ = ("acknowledged", "consumers", "filled", "keys", "name", "quota", "read")
+    __slots__ = (
+        "acknowledged", "consumers", "filled", "is_carrying", "keys", "name", "quota", "read",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -52,12 +73,15 @@ class OutRegister:
         quota: int,
         consumers: Mapping[str, ThreadId],
         keys: tuple[str, ...] = (),
+        *,
+        is_carrying: bool = False,
     ) -> None:
         self.name = name
         self.quota = quota
         self.consumers = tuple(consumers.items())
         self.keys = keys
-        self.filled = 0
+        self.is_carrying = is_carrying
+        self.filled = int(is_carrying)
         self.read = 0
         self.acknowledged = dict.fromkeys(consumers, 0)
 

@@ -22,9 +22,12 @@ from sbp_core.boxing.backend import BoxingBackend
 from sbp_core.boxing.processes.agree import agree
 from sbp_core.boxing.processes.fingerprint import Fingerprinted
 from sbp_core.compile.physical import PhysicalPlan
-from sbp_core.errors import BoxingError, RunError
+from sbp_core.errors import BoxingError, PlanError, RunError
+from sbp_core.memory.arena import Arena, arenas
 from sbp_core.runtime.contract import Number, Runtime, Session, StepResult
+from sbp_core.runtime.execution import SegmentMaker, segment_maker
 from sbp_core.runtime.store import StateStore, feed
+from sbp_core.runtime.torn import TORN_TODO, torn_states
 
 logger = logging.getLogger(__name__)
 
@@ -33,10 +36,17 @@ GRACE_S = 10.0
 
 
 class ActorRuntime(Runtime):
-    """Runs the local ranks of a plan on threads of this process."""
+    """Runs the local ranks of a plan on threads of this process.
+
+    Raises:
+        ConfigError: this machine lacks what the setting `compile` needs.
+    """
 
     def __init__(self, config: ActorConfig) -> None:
         self.config = config
+        self.make_segment: SegmentMaker | None = None
+        if config.compile != "eager":
+            self.make_segment = segment_maker(config.compile, fallback=config.compile_fallback)
 
     def start(
         self,
@@ -51,7 +61,7 @@ class ActorRuntime(Runtime):
         backend.open([part.rank for part in plan.ranks])
         try:
             here = tuple(ranks) if ranks is not None else backend.local_ranks()
-            return ActorSession(plan, states, backend, here, self.config)
+            return ActorSession(plan, states, backend, here, self.config, self.make_segment)
         except BaseException:
             backend.close()
             raise
@@ -72,6 +82,7 @@ class ActorSession(Session):
         backend: BoxingBackend,
         ranks: Sequence[int],
         config: ActorConfig,
+        make_segment: SegmentMaker | None = None,
     ) -> None:
         self.plan, self.backend, self.config = plan, backend, config
         self.store = StateStore(plan, ranks)
@@ -80,6 +91,8 @@ class ActorSession(Session):
         self.steps_done = 0
         self.failure: RunError | None = None
         self.closed = False
+        arena_of = self._arenas() if config.arena else {}
+        self.arena_bytes = {rank: arena.slots.size_bytes for rank, arena in arena_of.items()}
         self.workers: dict[ThreadId, Worker] = {
             (rank, name): Worker(
                 plan,
@@ -89,6 +102,8 @@ class ActorSession(Session):
                 self._post,
                 self.reports.put,
                 config.threads_per_rank,
+                arena_of.get(rank),
+                make_segment,
             )
             for rank in ranks
             for name in plan.by_rank[rank].orders
@@ -99,6 +114,23 @@ class ActorSession(Session):
         except BaseException:
             self._stop_workers()
             raise
+
+    def _arenas(self) -> dict[int, Arena]:
+        """Return the arena of each local rank whose states are on a CPU."""
+        tensors = {
+            rank: [value for value in values.values() if torch.is_tensor(value)]
+            for rank, values in self.store.values.items()
+        }
+        try:
+            slots = arenas(self.plan, reads_at_once=not self.backend.spans_processes)
+        except PlanError as error:
+            logger.info("results are new tensors in each step, and lie in no arena: %s", error)
+            return {}
+        return {
+            rank: Arena(slots[rank])
+            for rank, held in tensors.items()
+            if all(tensor.device.type == "cpu" for tensor in held)
+        }
 
     def _post(self, thread: ThreadId, message: Message) -> None:
         self.workers[thread].inbox.put(message)
@@ -115,8 +147,9 @@ class ActorSession(Session):
             if first and self.backend.spans_processes:
                 self._agree_on_plan(deadline_s)
             for (rank, _), worker in self.workers.items():
+                states = self.store.values[rank]
                 worker.inbox.put(
-                    StepOrder(self.steps_done, self.store.values[rank], fed[rank], deadline_s)
+                    StepOrder(self.steps_done, states, fed[rank], deadline_s, self.watch)
                 )
             reports = self._collect()
         except BoxingError as error:
@@ -241,12 +274,19 @@ class ActorSession(Session):
         error = RunError(
             f"rank {rank} failed in actor {report.actor!r}: {report.error}",
             where=(f"thread {thread!r}, step {self.steps_done}", *(others if waited else ())),
-            todo="states are those from before the step: state_dict() still gives them",
+            todo=TORN_TODO
+            if self._is_torn(report)
+            else "states are those from before the step: state_dict() still gives them",
         )
         error.__cause__ = report.error
         return error
 
     # States.
+
+    def _is_torn(self, failed: WorkerReport | None = None) -> bool:
+        """Whether the step that ended the session has overwritten some states."""
+        has_failed = self.failure is not None or failed is not None
+        return has_failed and any(worker.has_overwritten for worker in self.workers.values())
 
     def shard(self, name: str, rank: int) -> Tensor | Number:
         """See `Session.shard`."""
@@ -254,6 +294,8 @@ class ActorSession(Session):
 
     def state_dict(self) -> dict[str, Tensor]:
         """See `Session.state_dict`."""
+        if self._is_torn():
+            raise torn_states()
         return self.store.whole()
 
     def load_state_dict(self, states: Mapping[str, Tensor]) -> None:

@@ -6,22 +6,42 @@ Knows no registers and no threads: values in, values out. Knows torch.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from torch import Tensor
 
 from sbp_actor_runtime.message import StepOrder, Values
 from sbp_core.boxing.backend import Communicator
+from sbp_core.compile.liveness import keys_out
 from sbp_core.compile.physical import Actor, ActorKind, PhysicalPlan
-from sbp_core.runtime.codegen import keys_out, segment_function
+from sbp_core.memory.arena import Arena
+from sbp_core.runtime.codegen import segment_function
+from sbp_core.runtime.execution import SegmentMaker
 
 #: (index of the micro-batch, values taken, order of the step) -> values made.
 Work = Callable[[int, Values, StepOrder], Values]
 
 
-def work_of(actor: Actor, plan: PhysicalPlan, communicator: Communicator) -> Work:
-    """Return what an actor of the communicator's rank does in a firing."""
+def work_of(
+    actor: Actor,
+    plan: PhysicalPlan,
+    communicator: Communicator,
+    arena: Arena | None = None,
+    make_segment: SegmentMaker | None = None,
+) -> Work:
+    """Return what an actor of the communicator's rank does in a firing.
+
+    Args:
+        actor: The actor.
+        plan: That it is in.
+        communicator: Of its rank.
+        arena: Of its rank, if its segments write into one.
+        make_segment: Makes the functions of segments; None for generated Python.
+    """
     if actor.kind is ActorKind.COMPUTE:
-        return _segment(actor, plan, communicator.rank)
+        if arena is not None and actor.name in arena.slots.segments:
+            return _segment_in_arena(actor, plan, communicator.rank, arena)
+        return _segment(actor, plan, communicator.rank, make_segment)
     if actor.kind is ActorKind.ACCUMULATE:
         return _Accumulation(actor, plan.num_micro_batches)
     if actor.kind is ActorKind.SEND:
@@ -31,13 +51,31 @@ def work_of(actor: Actor, plan: PhysicalPlan, communicator: Communicator) -> Wor
     return _collective(actor, plan, communicator)
 
 
-def _segment(actor: Actor, plan: PhysicalPlan, rank: int) -> Work:
-    function = segment_function(actor, rank, plan.steps)
+def _segment(
+    actor: Actor, plan: PhysicalPlan, rank: int, make_segment: SegmentMaker | None
+) -> Work:
+    make = make_segment or partial(segment_function, owns=True)
+    function = make(actor, rank, plan.steps)
     taken = (*actor.inputs, *actor.reads)
     made = keys_out(actor)
 
     def run(index: int, values: Values, order: StepOrder) -> Values:
-        return dict(zip(made, function(*map(values.__getitem__, taken)), strict=True))
+        # Handed over, so that each value can die inside, after its last use.
+        return dict(zip(made, function([values.pop(key) for key in taken]), strict=True))
+
+    return run
+
+
+def _segment_in_arena(actor: Actor, plan: PhysicalPlan, rank: int, arena: Arena) -> Work:
+    slots = arena.slots.segments[actor.name]
+    function = segment_function(actor, rank, plan.steps, slots=slots)
+    views = arena.views(actor.name)
+    taken = (*actor.inputs, *actor.reads)
+    made = keys_out(actor)
+
+    def run(index: int, values: Values, order: StepOrder) -> Values:
+        results = function([values.pop(key) for key in taken], views[index])
+        return dict(zip(made, results, strict=True))
 
     return run
 
@@ -46,15 +84,25 @@ class _Accumulation:
     """Sums over the micro-batches of a step, in their order."""
 
     def __init__(self, actor: Actor, num_micro_batches: int) -> None:
-        self.parts = actor.accumulates
+        parts = [part for part, _, _ in actor.accumulates]
+        self.parts = [
+            (part, total, scale, part not in parts[turn + 1 :])
+            for turn, (part, total, scale) in enumerate(actor.accumulates)
+        ]
         self.last = num_micro_batches - 1
         self.sums: dict[str, Tensor] = {}
 
     def __call__(self, index: int, values: Values, order: StepOrder) -> Values:
-        for part, total, scale in self.parts:
-            scaled = values[part] * scale
-            # The first micro-batch begins anew, whatever a step that failed has left.
-            self.sums[total] = self.sums[total] + scaled if index else scaled
+        for part, total, scale, is_last_use in self.parts:
+            value = values.pop(part) if is_last_use else values[part]
+            if scale is None:
+                self.sums[total] = value
+            elif index:
+                self.sums[total].add_(value * scale)
+            else:
+                # The first micro-batch begins anew, whatever a step that failed has left.
+                self.sums[total] = value * scale
+            del value
         if index < self.last:
             return {}
         made, self.sums = self.sums, {}

@@ -25,11 +25,14 @@ from sbp_actor_runtime.message import (
     Values,
     WorkerReport,
 )
-from sbp_actor_runtime.post import Post, make_posts
+from sbp_actor_runtime.post import Post, Turn, make_posts
 from sbp_actor_runtime.register import InRegister, OutRegister
 from sbp_core.boxing.backend import Communicator
 from sbp_core.compile.physical import PhysicalPlan
 from sbp_core.errors import RunError
+from sbp_core.memory.arena import Arena
+from sbp_core.runtime.execution import SegmentMaker
+from sbp_core.runtime.torn import overwrite
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +56,8 @@ class Worker:
         post: Puts a message into the inbox of another thread.
         report: Hands the session the report of a step.
         num_threads: Threads that one operator may use.
+        arena: Of its rank, if its segments write into one.
+        make_segment: Makes the functions of segments; None for generated Python.
     """
 
     def __init__(
@@ -64,6 +69,8 @@ class Worker:
         post: Callable[[ThreadId, Message], None],
         report: Callable[[WorkerReport], None],
         num_threads: int,
+        arena: Arena | None = None,
+        make_segment: SegmentMaker | None = None,
     ) -> None:
         self.id = thread
         self.post, self.report, self.num_threads = post, report, num_threads
@@ -71,10 +78,12 @@ class Worker:
         #: The actor that is firing or about to; for messages about threads that hang.
         self.at = ""
         self.is_stopping = False
-        posts = make_posts(plan, thread, communicator, ranks_here)
+        #: Whether it has overwritten a state in a step that is not yet known to be whole.
+        self.has_overwritten = False
+        posts = make_posts(plan, thread, communicator, ranks_here, arena, make_segment)
         last = plan.num_micro_batches - 1
-        self.order: list[tuple[Post, int, bool]] = [
-            (posts[name], index, index == last)
+        self.order: list[tuple[Post, Turn]] = [
+            (posts[name], Turn(index, index == last))
             for name, index in plan.by_rank[thread[0]].orders[thread[1]]
         ]
         self.inputs: dict[tuple[str, str], InRegister] = {
@@ -120,10 +129,11 @@ class Worker:
     def _step(self, order: StepOrder) -> WorkerReport:
         report = WorkerReport(self.id)
         try:
-            with torch.no_grad():
-                for place, index, is_last in self.order:
+            self.has_overwritten = False
+            with torch.no_grad(), order.watch(self.id[0]):
+                for place, turn in self.order:
                     self.at = place.actor.name
-                    self._fire(place, index, is_last, order, report)
+                    self._fire(place, turn, order, report)
             self.at = ""
         except Stopped as stopped:
             report.error, report.actor, report.stopped = stopped, self.at, True
@@ -132,22 +142,24 @@ class Worker:
             report.error, report.actor = error, self.at
         return report
 
-    def _fire(
-        self, place: Post, index: int, is_last: bool, order: StepOrder, report: WorkerReport
-    ) -> None:
+    def _fire(self, place: Post, turn: Turn, order: StepOrder, report: WorkerReport) -> None:
         if self.is_stopping:
             raise Stopped
-        if not place.may_fire(is_last):
-            self._wait(place, is_last, order.deadline_s)
-        made = place.work(index, self._take(place, index, order), order)
+        if not place.may_fire(turn):
+            self._wait(place, turn, order.deadline_s)
+        made = place.work(turn.micro_batch, self._take(place, turn.micro_batch, order), order)
         for end in place.sends:
             end.fill()
-        for register in place.fills(is_last):
-            self._fill(register, made)
+        for register in place.fills(turn.is_last):
+            self._fill(register, made, turn)
         for name, key in place.actor.emits if made else ():
             report.results[name] = made[key]
         for name, key in place.actor.writes if made else ():
-            report.new_states[name] = made[key]
+            if name in place.actor.in_place:
+                self.has_overwritten = True
+                overwrite(order.states[name], made[key])
+            else:
+                report.new_states[name] = made[key]
         for read in place.inputs:
             self._send(read.producer, Acknowledge(read.name, place.actor.name))
         for link, sender in place.receives:
@@ -157,33 +169,36 @@ class Worker:
         """Return what an actor reads: register contents, states, batch parts, scalars."""
         values: Values = {}
         for register in place.inputs:
-            values |= register.fillings.popleft()
+            values |= register.take(index)
         for key in place.actor.reads:
-            values[key] = order.states[key] if key in order.states else order.fed[index][key]
+            if key not in values:  # else it was carried here from the micro-batch before
+                values[key] = order.states[key] if key in order.states else order.fed[index][key]
         return values
 
-    def _fill(self, register: OutRegister, made: Values) -> None:
+    def _fill(self, register: OutRegister, made: Values, turn: Turn) -> None:
         register.fill()
+        if register.is_carrying and turn.is_last:
+            return  # nobody reads it in this step; the next one begins with it as the state
         values = {key: made[key] for key in register.keys}
         for consumer, thread in register.consumers:
             self._send(thread, Request(register.name, consumer, values))
 
     # Messages.
 
-    def _wait(self, place: Post, is_last: bool, deadline_s: float) -> None:
+    def _wait(self, place: Post, turn: Turn, deadline_s: float) -> None:
         """Handle messages until the actor may fire.
 
         Raises:
             RunError: no message came for `PATIENCE` deadlines; says what was lacking.
             Stopped: the thread was told to stop.
         """
-        while not place.may_fire(is_last):
+        while not place.may_fire(turn):
             try:
                 message = self.inbox.get(timeout=PATIENCE * deadline_s)
             except Empty:
                 raise RunError(
                     f"{place.actor.name} has waited {PATIENCE * deadline_s:g} s for "
-                    f"{place.lacks(is_last)}",
+                    f"{place.lacks(turn)}",
                     where=f"rank {self.id[0]}, thread {self.id[1]}",
                     todo="see which rank stopped; raise runtime.deadline_s if it is only slow",
                 ) from None

@@ -6,9 +6,11 @@ Builds nothing; the plugins' own config dataclasses say what is legal. Imports n
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TypeVar
 
 from sbp_core.errors import ConfigError, SbpError, SbpLookupError
 from sbp_core.plugins import Registry, merge_settings, unknown_key
+from sbp_launch.compile_config import CompileConfig
 from sbp_launch.config import (
     GROUPS,
     PLUGIN_GROUPS,
@@ -17,6 +19,8 @@ from sbp_launch.config import (
     RunConfig,
     TrainerConfig,
 )
+
+T = TypeVar("T")
 
 
 def check(composed: Composed, registry: Registry) -> RunConfig:
@@ -34,10 +38,11 @@ def check(composed: Composed, registry: Registry) -> RunConfig:
     for group in PLUGIN_GROUPS:
         choices[group], configs[group] = choose(composed, registry, group)
     mesh, axes = _mesh(composed, configs["cluster"])
-    trainer = _trainer(composed)
-    for name in trainer.passes:
+    trainer = _own(composed, "trainer", TrainerConfig)
+    compile_config = _own(composed, "compile", CompileConfig)
+    for name in compile_config.plugins:
         _check_pass(composed, registry, name)
-    return RunConfig(**choices, trainer=trainer, mesh=mesh, axes=axes)
+    return RunConfig(**choices, trainer=trainer, compile=compile_config, mesh=mesh, axes=axes)
 
 
 def choose(composed: Composed, registry: Registry, group: str) -> tuple[Choice, object]:
@@ -102,13 +107,18 @@ def _configure(composed: Composed, registry: Registry, group: str, choice: Choic
         raise _blame(composed, group, refused) from error
 
 
-def _trainer(composed: Composed) -> TrainerConfig:
-    settings = _settings(composed, "trainer")
-    file = composed.files.get("trainer", "")
+def _own(composed: Composed, group: str, config: type[T]) -> T:
+    """Return the checked config of a group that names no plugin.
+
+    Raises:
+        ConfigError: the group is missing, or a setting is not known or refused.
+    """
+    settings = _settings(composed, group)
+    file = composed.files.get(group, "")
     try:
-        return merge_settings(TrainerConfig, settings, key="trainer", where=file)
+        return merge_settings(config, settings, key=group, where=file)
     except ConfigError as error:
-        raise _blame(composed, "trainer", error) from error
+        raise _blame(composed, group, error) from error
 
 
 def _check_pass(composed: Composed, registry: Registry, name: str) -> None:
@@ -121,12 +131,12 @@ def _check_pass(composed: Composed, registry: Registry, name: str) -> None:
         registry.factory("pass", name)
     except SbpLookupError as error:
         refused = ConfigError(
-            f"trainer.passes={name}: {error.what}",
-            where=[composed.files.get("trainer", ""), *error.where],
+            f"compile.plugins={name}: {error.what}",
+            where=[composed.files.get("compile", ""), *error.where],
             accepted=error.accepted,
             todo=error.todo,
         )
-        raise _blame(composed, "trainer", refused) from error
+        raise _blame(composed, "compile", refused) from error
 
 
 def _mesh(composed: Composed, cluster: object) -> tuple[tuple[int, ...], tuple[str, ...]]:

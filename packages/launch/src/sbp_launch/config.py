@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from sbp_core.errors import ConfigError
+from sbp_core.update_options import UpdateOptions
+from sbp_launch.compile_config import CompileConfig
+from sbp_launch.schedules import ScheduleConfig
 
 #: Config groups whose options name a plugin, in the order of a run.
 PLUGIN_GROUPS = (
@@ -24,7 +27,7 @@ PLUGIN_GROUPS = (
 )
 
 #: All config groups.
-GROUPS = (*PLUGIN_GROUPS, "trainer")
+GROUPS = (*PLUGIN_GROUPS, "trainer", "compile")
 
 _AT_LEAST_ONE = ("steps", "batch_size", "micro_batches", "log_every")
 _AT_LEAST_ZERO = ("seed", "compare_steps", "eval_batches", "sample_tokens", "plan_rows")
@@ -46,10 +49,8 @@ class TrainerConfig:
             for every step.
         dtype: Floating type of parameters and activations.
         plan_rows: Most rows of the printed plan; 0 for no plan.
-        passes: Names of graph passes of plugins, applied in this order before planning.
-        unknown_ops: What becomes of operators that nothing says how to split: `refuse` them, run
-            them `whole` on every rank, or `discover` by execution how they may be split.
-        boxing_thread: Whether boxing has a thread of its own on every rank, beside computing.
+        schedule: How the learning rate goes.
+        update: Clipping, averages and scaling beside the optimizer.
     """
 
     steps: int = 300
@@ -62,9 +63,8 @@ class TrainerConfig:
     log_every: int = 10
     dtype: Literal["float32", "float64"] = "float32"
     plan_rows: int = 40
-    passes: tuple[str, ...] = ()
-    unknown_ops: Literal["refuse", "whole", "discover"] = "refuse"
-    boxing_thread: bool = False
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    update: UpdateOptions = field(default_factory=lambda: UpdateOptions(fused=True))
 
     def __post_init__(self) -> None:
         for low, names in ((1, _AT_LEAST_ONE), (0, _AT_LEAST_ZERO)):
@@ -110,6 +110,7 @@ class RunConfig:
         optimizer: Kind `optimizer`.
         logger: Kind `logger`.
         trainer: How long and how it trains.
+        compile: How a step becomes a plan.
         mesh: Ranks along each mesh axis, from the cluster's config.
         axes: Name of each mesh axis, from the cluster's config.
     """
@@ -123,6 +124,7 @@ class RunConfig:
     optimizer: Choice
     logger: Choice
     trainer: TrainerConfig
+    compile: CompileConfig
     mesh: tuple[int, ...]
     axes: tuple[str, ...]
 

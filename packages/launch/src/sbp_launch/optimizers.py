@@ -1,13 +1,16 @@
 """The optimizers that come with sbp-launch: settings, and makers of `torch.optim` optimizers.
 
-Torch is imported when an optimizer is built, so that settings are checked without it.
+Torch is imported when an optimizer is made, so that settings are checked without it. Every config
+has `groups`: for patterns of parameter names, settings other than those of the rest, such as
+`{"*.bias": {"weight_decay": 0.0}}`; the first pattern that matches counts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from sbp_core.errors import ConfigError
 
@@ -15,6 +18,30 @@ if TYPE_CHECKING:
     import torch
 
     from sbp_core.plugins.kinds import OptimizerFactory
+
+#: Settings of the parameters that a pattern matches.
+Groups = Mapping[str, Mapping[str, float | bool]]
+
+#: What is accepted: the lowest number, the bound that is not reached, in words.
+_POSITIVE = (5e-324, float("inf"), "a finite number > 0")
+_AT_LEAST_ZERO = (0.0, float("inf"), "a finite number >= 0")
+_FRACTION = (0.0, 1.0, "a number in [0, 1)")
+
+#: Which of these each setting must be; those that are not listed are checked by their type.
+_RANGES = {
+    "lr": _POSITIVE,
+    "eps": _POSITIVE,
+    "weight_decay": _AT_LEAST_ZERO,
+    "momentum": _FRACTION,
+    "dampening": _FRACTION,
+    "lr_decay": _AT_LEAST_ZERO,
+    "initial_accumulator_value": _AT_LEAST_ZERO,
+    "alpha": _FRACTION,
+    "trust": _POSITIVE,
+    "d": _POSITIVE,
+    "adamw_lr": _POSITIVE,
+    "adamw_weight_decay": _AT_LEAST_ZERO,
+}
 
 
 def _check_range(name: str, value: float, low: float, below: float, accepted: str) -> None:
@@ -24,75 +51,358 @@ def _check_range(name: str, value: float, low: float, below: float, accepted: st
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdamWConfig:
-    """Settings of `torch.optim.AdamW`.
+class OptimizerConfig:
+    """What the settings of all optimizers share.
 
     Args:
         lr: Learning rate, > 0.
-        betas: Decay of the mean and of the mean square, each in [0, 1).
-        eps: Added to the root of the mean square, > 0.
-        weight_decay: Decoupled weight decay, >= 0.
+        weight_decay: Weight decay, >= 0.
+        groups: Other numbers and flags for the parameters whose names match a pattern.
     """
 
     lr: float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.1
+    weight_decay: float = 0.0
+    groups: Groups = field(default_factory=dict)
+
+    #: Settings that are not of the groups.
+    OF_OTHERS: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
-        _check_range("lr", self.lr, 5e-324, float("inf"), "a finite number > 0")
-        for beta in self.betas:
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if entry.name in _RANGES:
+                _check_range(entry.name, value, *_RANGES[entry.name])
+        for beta in getattr(self, "betas", ()):
             _check_range("betas", beta, 0.0, 1.0, "two numbers in [0, 1)")
-        _check_range("eps", self.eps, 5e-324, float("inf"), "a finite number > 0")
-        _check_range("weight_decay", self.weight_decay, 0.0, float("inf"), "a finite number >= 0")
+        known = {
+            entry.name
+            for entry in fields(self)
+            if entry.name in _RANGES or isinstance(entry.default, bool)
+        } - set(self.OF_OTHERS)
+        for pattern, settings in self.groups.items():
+            for name in settings:
+                if name not in known:
+                    raise ConfigError(
+                        f"groups.{pattern}: no setting is called {name!r}",
+                        accepted=", ".join(sorted(known)),
+                    )
+            changes: Any = settings
+            replace(self, groups={}, **changes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SgdConfig:
-    """Settings of `torch.optim.SGD`.
+class AdamConfig(OptimizerConfig):
+    """Settings of `torch.optim.Adam`; see `OptimizerConfig`.
 
     Args:
-        lr: Learning rate, > 0.
+        betas: Decay of the mean and of the mean square, each in [0, 1).
+        eps: Added to the root of the mean square, > 0.
+        amsgrad: Divide by the largest mean square so far.
+    """
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    amsgrad: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamWConfig(AdamConfig):
+    """Settings of `torch.optim.AdamW`: as `AdamConfig`, but the weight decay is decoupled."""
+
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SgdConfig(OptimizerConfig):
+    """Settings of `torch.optim.SGD`; see `OptimizerConfig`.
+
+    Args:
         momentum: Decay of the velocity, in [0, 1); 0 keeps none.
-        weight_decay: Weight decay, >= 0.
+        dampening: In [0, 1): how much of each gradient does not go into the velocity.
+        nesterov: Look ahead; needs momentum and no dampening.
     """
 
     lr: float = 0.1
     momentum: float = 0.9
-    weight_decay: float = 0.0
+    dampening: float = 0.0
+    nesterov: bool = False
 
     def __post_init__(self) -> None:
-        _check_range("lr", self.lr, 5e-324, float("inf"), "a finite number > 0")
-        _check_range("momentum", self.momentum, 0.0, 1.0, "a number in [0, 1)")
-        _check_range("weight_decay", self.weight_decay, 0.0, float("inf"), "a finite number >= 0")
+        OptimizerConfig.__post_init__(self)
+        if self.nesterov and (not self.momentum or self.dampening):
+            raise ConfigError(
+                f"nesterov=True with momentum={self.momentum}, dampening={self.dampening}",
+                accepted="momentum > 0 and dampening 0",
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdagradConfig(OptimizerConfig):
+    """Settings of `torch.optim.Adagrad`; see `OptimizerConfig`.
+
+    Args:
+        lr_decay: Decay of the learning rate with the steps, >= 0.
+        initial_accumulator_value: First sum of squares, >= 0.
+        eps: Added to the root of the sum of squares, > 0.
+    """
+
+    lr: float = 1e-2
+    lr_decay: float = 0.0
+    initial_accumulator_value: float = 0.0
+    eps: float = 1e-10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RmspropConfig(OptimizerConfig):
+    """Settings of `torch.optim.RMSprop`; see `OptimizerConfig`.
+
+    Args:
+        alpha: Decay of the mean square, in [0, 1).
+        eps: Added to the root of the mean square, > 0.
+        momentum: Decay of the velocity, in [0, 1); 0 keeps none.
+        centered: Subtract the square of the mean.
+    """
+
+    lr: float = 1e-2
+    alpha: float = 0.99
+    eps: float = 1e-8
+    momentum: float = 0.0
+    centered: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LionConfig(OptimizerConfig):
+    """Settings of `sbp_core.optim.Lion`; see `OptimizerConfig`.
+
+    Args:
+        betas: Decay of the direction and of the momentum, each in [0, 1).
+    """
+
+    lr: float = 1e-4
+    betas: tuple[float, float] = (0.9, 0.99)
+    weight_decay: float = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LambConfig(OptimizerConfig):
+    """Settings of `sbp_core.optim.Lamb`; see `OptimizerConfig`.
+
+    Args:
+        betas: Decay of the mean and of the mean square, each in [0, 1).
+        eps: Added to the root of the mean square, > 0.
+        adapt: Scale to the norm; groups of norms and biases mostly do not.
+    """
+
+    lr: float = 2e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-6
+    weight_decay: float = 0.01
+    adapt: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LarsConfig(OptimizerConfig):
+    """Settings of `sbp_core.optim.Lars`; see `OptimizerConfig`.
+
+    Args:
+        momentum: Decay of the velocity, in [0, 1).
+        trust: Trust coefficient, > 0.
+        eps: Added to the divisor, > 0.
+        adapt: Scale to the norm; groups of norms and biases mostly do not.
+    """
+
+    lr: float = 1.0
+    momentum: float = 0.9
+    trust: float = 1e-3
+    eps: float = 1e-9
+    adapt: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdafactorConfig(OptimizerConfig):
+    """Settings of `torch.optim.Adafactor`; see `OptimizerConfig`.
+
+    Args:
+        beta2_decay: Exponent of the number of the step that weighs new squares, < 0.
+        d: Largest root mean square of an update, > 0.
+    """
+
+    lr: float = 1e-2
+    beta2_decay: float = -0.8
+    d: float = 1.0
+
+    def __post_init__(self) -> None:
+        OptimizerConfig.__post_init__(self)
+        _check_range("beta2_decay", self.beta2_decay, -1e308, 0.0, "a finite number < 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MuonConfig(OptimizerConfig):
+    """Settings of `torch.optim.Muon`, and of AdamW for what Muon does not move.
+
+    Muon moves matrices, but for those that `adamw` names.
+
+    Args:
+        momentum: Of Muon, in [0, 1).
+        nesterov: Look ahead.
+        ns_steps: Newton-Schulz iterations, 1 to 99.
+        adamw: Patterns of names of matrices that AdamW moves, such as embeddings.
+        adamw_lr: Learning rate of AdamW, > 0.
+        adamw_weight_decay: Of AdamW, >= 0.
+    """
+
+    lr: float = 2e-2
+    weight_decay: float = 0.1
+    momentum: float = 0.95
+    nesterov: bool = True
+    ns_steps: int = 5
+    adamw: tuple[str, ...] = ("*emb*", "*wte*", "*wpe*", "*head*")
+    adamw_lr: float = 1e-3
+    adamw_weight_decay: float = 0.0
+
+    OF_OTHERS: ClassVar[tuple[str, ...]] = ("adamw", "adamw_lr", "adamw_weight_decay")
+
+    def __post_init__(self) -> None:
+        OptimizerConfig.__post_init__(self)
+        _check_range("ns_steps", self.ns_steps, 1, 100, "an integer from 1 to 99")
+
+
+#: Makes an optimizer from parameters with names.
+_Make = Callable[[Mapping[str, "torch.nn.Parameter"]], "torch.optim.Optimizer"]
+
+
+class _Maker:
+    """A maker of optimizers that takes parameters, or better pairs of name and parameter."""
+
+    #: Whether names are of use; without them, no pattern matches.
+    takes_names = True
+
+    def __init__(self, make: _Make) -> None:
+        self._make = make
+
+    def __call__(
+        self, parameters: Iterable[torch.nn.Parameter | tuple[str, torch.nn.Parameter]]
+    ) -> torch.optim.Optimizer:
+        """Return an optimizer over the parameters."""
+        named = {}
+        for index, given in enumerate(parameters):
+            name, parameter = given if isinstance(given, tuple) else (f"#{index}", given)
+            named[name] = parameter
+        return self._make(named)
+
+
+def optimizer_over(make: OptimizerFactory, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """Return an optimizer over all parameters of a model, by name where the maker wants names."""
+    takes_names = getattr(make, "takes_names", False)
+    given: Any = model.named_parameters() if takes_names else model.parameters()
+    return make(given)
+
+
+def _grouped(named: Mapping[str, torch.nn.Parameter], groups: Groups) -> list[dict[str, Any]]:
+    """Return parameter groups: the rest first, then one for each pattern that matches."""
+    members: dict[str, list[torch.nn.Parameter]] = {"": [], **{pattern: [] for pattern in groups}}
+    for name, parameter in named.items():
+        pattern = next((pattern for pattern in groups if fnmatchcase(name, pattern)), "")
+        members[pattern].append(parameter)
+    return [
+        {"params": found, **groups.get(pattern, {})} for pattern, found in members.items() if found
+    ]
+
+
+def _settings(config: OptimizerConfig) -> dict[str, Any]:
+    without = {"groups", *config.OF_OTHERS}
+    return {f.name: getattr(config, f.name) for f in fields(config) if f.name not in without}
+
+
+def _of(config: OptimizerConfig, kind: Callable[[], Any]) -> OptimizerFactory:
+    """Return a maker of an optimizer class, which is looked up when it is needed."""
+    return _Maker(lambda named: kind()(_grouped(named, config.groups), **_settings(config)))
+
+
+def build_adam(config: AdamConfig) -> OptimizerFactory:
+    """Return a maker of `torch.optim.Adam`."""
+    import torch
+
+    return _of(config, lambda: torch.optim.Adam)
 
 
 def build_adamw(config: AdamWConfig) -> OptimizerFactory:
     """Return a maker of `torch.optim.AdamW`."""
     import torch
 
-    def make(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(
-            parameters,
-            lr=config.lr,
-            betas=config.betas,
-            eps=config.eps,
-            weight_decay=config.weight_decay,
-        )
-
-    return make
+    return _of(config, lambda: torch.optim.AdamW)
 
 
 def build_sgd(config: SgdConfig) -> OptimizerFactory:
     """Return a maker of `torch.optim.SGD`."""
     import torch
 
-    def make(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.SGD(
-            parameters,
-            lr=config.lr,
-            momentum=config.momentum,
-            weight_decay=config.weight_decay,
-        )
+    return _of(config, lambda: torch.optim.SGD)
 
-    return make
+
+def build_adagrad(config: AdagradConfig) -> OptimizerFactory:
+    """Return a maker of `torch.optim.Adagrad`."""
+    import torch
+
+    return _of(config, lambda: torch.optim.Adagrad)
+
+
+def build_rmsprop(config: RmspropConfig) -> OptimizerFactory:
+    """Return a maker of `torch.optim.RMSprop`."""
+    import torch
+
+    return _of(config, lambda: torch.optim.RMSprop)
+
+
+def build_adafactor(config: AdafactorConfig) -> OptimizerFactory:
+    """Return a maker of `torch.optim.Adafactor`."""
+    import torch
+
+    return _of(config, lambda: torch.optim.Adafactor)
+
+
+def build_lion(config: LionConfig) -> OptimizerFactory:
+    """Return a maker of `sbp_core.optim.Lion`."""
+    from sbp_core.optim import Lion
+
+    return _of(config, lambda: Lion)
+
+
+def build_lamb(config: LambConfig) -> OptimizerFactory:
+    """Return a maker of `sbp_core.optim.Lamb`."""
+    from sbp_core.optim import Lamb
+
+    return _of(config, lambda: Lamb)
+
+
+def build_lars(config: LarsConfig) -> OptimizerFactory:
+    """Return a maker of `sbp_core.optim.Lars`."""
+    from sbp_core.optim import Lars
+
+    return _of(config, lambda: Lars)
+
+
+def build_muon(config: MuonConfig) -> OptimizerFactory:
+    """Return a maker of `torch.optim.Muon` for matrices, with AdamW for the rest."""
+    import torch
+
+    from sbp_core.optim import Together
+
+    def make(named: Mapping[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
+        matrices = {
+            name: parameter
+            for name, parameter in named.items()
+            if parameter.dim() == 2 and not any(fnmatchcase(name, p) for p in config.adamw)
+        }
+        others = {name: p for name, p in named.items() if name not in matrices}
+        found: list[torch.optim.Optimizer] = []
+        if matrices:
+            settings = _settings(config)
+            found.append(torch.optim.Muon(_grouped(matrices, config.groups), **settings))
+        if others:
+            rate, decay = config.adamw_lr, config.adamw_weight_decay
+            found.append(torch.optim.AdamW(list(others.values()), lr=rate, weight_decay=decay))
+        return found[0] if len(found) == 1 else Together(found)
+
+    return _Maker(make)

@@ -8,25 +8,40 @@ from sbp_core.plugins import Factory, hookimpl
 from sbp_launch.clusters import LocalConfig
 from sbp_launch.measured import MeasuredConfig
 from sbp_launch.metrics import CsvConfig, JsonlConfig
-from sbp_launch.optimizers import AdamWConfig, SgdConfig
+from sbp_launch.optimizers import (
+    AdafactorConfig,
+    AdagradConfig,
+    AdamConfig,
+    AdamWConfig,
+    LambConfig,
+    LarsConfig,
+    LionConfig,
+    MuonConfig,
+    RmspropConfig,
+    SgdConfig,
+)
 
 SBP_API_VERSION = 1
 
 
 @hookimpl
 def sbp_optimizers() -> Mapping[str, Factory]:
-    """Offer optimizers of `torch.optim`."""
+    """Offer optimizers of `torch.optim` and `sbp_core.optim`."""
+    kinds: dict[str, tuple[type, str]] = {
+        "adafactor": (AdafactorConfig, "Adam with factored squares, relative to the weights"),
+        "adagrad": (AdagradConfig, "rates that fall with the sum of squares"),
+        "adam": (AdamConfig, "mean and mean square of gradients"),
+        "adamw": (AdamWConfig, "Adam with decoupled weight decay"),
+        "lamb": (LambConfig, "Adam scaled to the norm of each parameter"),
+        "lars": (LarsConfig, "momentum scaled to the norm of each parameter"),
+        "lion": (LionConfig, "the sign of a momentum"),
+        "muon": (MuonConfig, "orthogonal momentum for matrices, AdamW for the rest"),
+        "rmsprop": (RmspropConfig, "gradients over the root of their mean square"),
+        "sgd": (SgdConfig, "stochastic gradient descent with momentum"),
+    }
     return {
-        "adamw": Factory(
-            build="sbp_launch.optimizers:build_adamw",
-            config=AdamWConfig,
-            summary="Adam with decoupled weight decay",
-        ),
-        "sgd": Factory(
-            build="sbp_launch.optimizers:build_sgd",
-            config=SgdConfig,
-            summary="stochastic gradient descent with momentum",
-        ),
+        name: Factory(build=f"sbp_launch.optimizers:build_{name}", config=config, summary=summary)
+        for name, (config, summary) in kinds.items()
     }
 
 

@@ -16,6 +16,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from sbp_core.errors import ConfigError, SbpError
 from sbp_core.plugins import Registry, nearest, unknown_key
 from sbp_launch.catalog import Catalog
+from sbp_launch.compile_config import CompileConfig
 from sbp_launch.config import GROUPS, PLUGIN_GROUPS, Composed, TrainerConfig
 
 #: Distributions of the house that bring the options of other packages.
@@ -29,6 +30,7 @@ HOMES: Mapping[str, str] = {
     "planner/manual/data_tensor": "sbp-planner",
     "planner/manual/zero": "sbp-planner",
     "planner/manual/zero1": "sbp-planner",
+    "planner/manual/zero2": "sbp-planner",
     "planner/manual/custom": "sbp-planner",
     "planner/manual/pipeline": "sbp-planner",
     "planner/osdp": "sbp-planner",
@@ -207,7 +209,7 @@ class Refusal:
 
     def _settable(self, group: str, values: object) -> frozenset[str]:
         """Return the settings that a group takes, whether its file lists them or not."""
-        config: type = TrainerConfig
+        config: type = CompileConfig if group == "compile" else TrainerConfig
         if group not in GROUPS:
             return frozenset()
         if group in PLUGIN_GROUPS:

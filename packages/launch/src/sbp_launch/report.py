@@ -221,7 +221,7 @@ def summary(plan: PhysicalPlan, strategy: Strategy, checked: CheckReport) -> lis
         f"{counted(plan.num_micro_batches, 'micro-batch', 'es')}",
         f"boxing in a step: {steps}; {format_bytes(plan.boxing_bytes)} between ranks",
         f"{actors} actors, {checked.num_firings} firings a step; proved live and bounded",
-        f"memory of the fullest rank: {format_bytes(worst.peak)} at peak, "
+        f"memory of a rank: at most {format_bytes(worst.peak)}, "
         f"{format_bytes(worst.states)} of it states",
     ]
     predicted = strategy.report.get("predicted_step_s")

@@ -5,47 +5,33 @@ Everything that can be swapped is asked of the registry; what happens in between
 
 from __future__ import annotations
 
-import copy
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
-import torch
 from rich.console import Console
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from sbp_core.boxing.backend import BoxingBackend
-from sbp_core.capture import capture, initial_states
-from sbp_core.check import CheckReport, check
-from sbp_core.compile import CompileOptions, PhysicalPlan, compile_plan
+from sbp_core.capture import scalar_values
+from sbp_core.compile.physical import PhysicalPlan
 from sbp_core.compile.physical import to_json as plan_to_json
-from sbp_core.errors import ConfigError
-from sbp_core.graph.ir import InputKind, LogicalGraph
-from sbp_core.graph.passes import allow_unknown, prepare_step
-from sbp_core.infer import infer_strategy
-from sbp_core.placement import Cluster, Placement
+from sbp_core.errors import ConfigError, PlanError
+from sbp_core.memory import predict
 from sbp_core.plugins import Registry
 from sbp_core.plugins.kinds import (
-    ClusterFactory,
-    Dataset,
-    GraphPass,
     LanguageModel,
     MetricSinkFactory,
-    OptimizerFactory,
-    Planner,
-    PlanRequest,
     TextDataset,
 )
 from sbp_core.runtime import Runtime, Session
-from sbp_core.signatures import Unknown
-from sbp_core.strategy import Strategy
-from sbp_launch.config import Choice, RunConfig
+from sbp_launch.config import RunConfig
+from sbp_launch.planned import Planned, plan_evaluation, plan_step
+from sbp_launch.program import Program, Twin, make_choice, make_program
 from sbp_launch.progress import StepProgress
 from sbp_launch.report import counted, plan_rows, plan_table, plan_text, summary
 from sbp_launch.sampling import sample_text
@@ -54,114 +40,10 @@ from sbp_launch.sampling import sample_text
 _ALL_ROWS = "see plan.txt of the run folder"
 
 
-class _Model(Protocol):
-    def loss(self, batch: Mapping[str, Tensor]) -> Tensor: ...
-
-
 def make_console() -> Console:
     """Return the console of a run; lines for files and pipes are as wide as the plan's table."""
     width = None if sys.stdout.isatty() else 140
     return Console(width=width)
-
-
-def model_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """Return the model's own loss of a batch: a 0-d tensor."""
-    return cast(_Model, model).loss(batch)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Program:
-    """The one-device program and the machine it is for."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    data: Dataset
-    mesh: Placement
-    cluster: Cluster
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Planned:
-    """A graph, how it was planned, and the checked plan."""
-
-    graph: LogicalGraph
-    strategy: Strategy
-    plan: PhysicalPlan
-    checked: CheckReport
-
-
-def make_program(run: RunConfig, registry: Registry) -> Program:
-    """Build model, optimizer, data set and cluster from their plugins."""
-    torch.manual_seed(run.trainer.seed)
-    model = cast(nn.Module, _make(registry, "model", run.model))
-    model = model.to(getattr(torch, run.trainer.dtype)).train()
-    make_optimizer = cast(OptimizerFactory, _make(registry, "optimizer", run.optimizer))
-    mesh = Placement.grid(run.mesh, run.axes)
-    make_cluster = cast(ClusterFactory, _make(registry, "cluster", run.cluster))
-    return Program(
-        model=model,
-        optimizer=make_optimizer(model.parameters()),
-        data=cast(Dataset, _make(registry, "data", run.data)),
-        mesh=mesh,
-        cluster=make_cluster(mesh.size),
-    )
-
-
-def _make(registry: Registry, kind: str, choice: Choice) -> object:
-    return registry.make(kind, choice.name, choice.settings)
-
-
-def plan_step(run: RunConfig, registry: Registry, program: Program) -> Planned:
-    """Capture, plan, compile and check the training step."""
-    batch = program.data.batch(0, run.trainer.micro_batch_size)
-    captured = capture(program.model, model_loss, batch, program.optimizer)
-    passes = [cast(GraphPass, registry.make("pass", name)) for name in run.trainer.passes]
-    graph = prepare_step(captured, run.trainer.micro_batches, [*passes, _unknown_ops(run)])
-    planner = cast(Planner, _make(registry, "planner", run.planner))
-    request = PlanRequest(graph=graph, mesh=program.mesh, cluster=program.cluster)
-    return _compiled(run, program, graph, planner.plan(request))
-
-
-def _unknown_ops(run: RunConfig) -> Callable[[LogicalGraph], LogicalGraph]:
-    return partial(allow_unknown, unknown=Unknown(run.trainer.unknown_ops))
-
-
-def _compiled(run: RunConfig, program: Program, graph: LogicalGraph, strategy: Strategy) -> Planned:
-    options = CompileOptions(boxing_thread=run.trainer.boxing_thread)
-    plan = compile_plan(graph, strategy, options)
-    checked = check(plan, memory_bytes=program.cluster.device.memory_bytes)
-    return Planned(graph=graph, strategy=strategy, plan=plan, checked=checked)
-
-
-def plan_evaluation(run: RunConfig, program: Program, train: Planned) -> Planned:
-    """Plan forward and loss on held-out data, with every state stored as in training.
-
-    The model is in evaluation mode from here on.
-    """
-    batch = program.data.batch(0, run.trainer.micro_batch_size)
-    program.model.eval()
-    captured = capture(program.model, model_loss, batch, name="evaluate")
-    graph = prepare_step(captured, extra=[_unknown_ops(run)])
-    stored = {
-        entry.name: str(train.strategy.storage[entry.name].sbp)
-        for entry in graph.inputs
-        if entry.kind is not InputKind.SCALAR
-    }
-    modules: list[list[str]] = [[] for _ in train.strategy.stages]
-    for node in train.graph.nodes:
-        if node.name in train.strategy.nodes and node.module:
-            stage = train.strategy.nodes[node.name].stage
-            if node.module not in modules[stage]:
-                modules[stage].append(node.module)
-    strategy = infer_strategy(
-        PlanRequest(graph=graph, mesh=program.mesh, cluster=program.cluster),
-        planner=train.strategy.planner,
-        pins=stored,
-        stages=train.strategy.stages,
-        stage_patterns=modules if len(modules) > 1 else (),
-        in_flight=(1,) * len(modules),
-    )
-    return _compiled(run, program, graph, strategy)
 
 
 def plan_only(run: RunConfig, registry: Registry) -> None:
@@ -179,13 +61,23 @@ def show_plan(console: Console, run: RunConfig, planned: Planned, todo: str = _A
         console.print(plan_table(rows, run.trainer.plan_rows, console.width, todo))
     for line in summary(planned.plan, planned.strategy, planned.checked):
         console.print(line)
+    for line in _memory_lines(planned.plan):
+        console.print(line, highlight=False)
+
+
+def _memory_lines(plan: PhysicalPlan) -> list[str]:
+    """Return what each rank's memory holds at its peak; why not, if it is not known."""
+    try:
+        return predict(plan).lines()
+    except PlanError as error:
+        return [f"memory by kind is not known: {error.what}"]
 
 
 def start(
     run: RunConfig, registry: Registry, plan: PhysicalPlan, states: Mapping[str, Tensor]
 ) -> Session:
     """Start a plan on the chosen runtime and boxing backend."""
-    runtime = cast(Runtime, _make(registry, "runtime", run.runtime))
+    runtime = cast(Runtime, make_choice(registry, "runtime", run.runtime))
     return runtime.start(plan, states, make_backend(run, registry))
 
 
@@ -195,7 +87,7 @@ def make_backend(run: RunConfig, registry: Registry) -> BoxingBackend:
     Raises:
         ConfigError: its ranks live in several processes, which the trainer does not start yet.
     """
-    backend = cast(BoxingBackend, _make(registry, "boxing", run.boxing))
+    backend = cast(BoxingBackend, make_choice(registry, "boxing", run.boxing))
     if backend.spans_processes:
         raise ConfigError(
             f"boxing={run.boxing.name} connects one process a rank, and sbp-train runs all ranks "
@@ -224,9 +116,9 @@ def train(run: RunConfig, registry: Registry, run_folder: Path) -> None:
     _save_plan(planned, run_folder)
     show_plan(console, run, planned)
     console.print(f"captured, planned and compiled in {time.perf_counter() - began:.1f} s")
-    twin = _Twin(program) if run.trainer.compare_steps else None
-    states = initial_states(program.model, program.optimizer)
-    session = start(run, registry, planned.plan, states)
+    twin = Twin(program, run) if run.trainer.compare_steps else None
+    first = program.made.states(program.optimizer, run.trainer.update)
+    session = start(run, registry, planned.plan, first)
     speed = ""
     try:
         with session:
@@ -255,34 +147,6 @@ def _save_plan(planned: Planned, run_folder: Path) -> None:
     (run_folder / "plan.txt").write_text(plan_text(rows), encoding="utf-8")
 
 
-class _Twin:
-    """The one-device program, run beside the first steps: eager model, autograd, `torch.optim`."""
-
-    def __init__(self, program: Program) -> None:
-        self.model, self.optimizer = copy.deepcopy((program.model, program.optimizer))
-        self.losses: list[float] = []
-        self.deviations: list[float] = []
-
-    def step(self, batch: Mapping[str, Tensor], loss: float) -> None:
-        """Take one step and note how far the parallel loss is from it."""
-        self.optimizer.zero_grad()
-        own = model_loss(self.model, batch)
-        own.backward()  # type: ignore[no-untyped-call] # torch leaves it untyped
-        self.optimizer.step()
-        self.losses.append(own.item())
-        self.deviations.append(abs(loss - own.item()))
-
-    def verdict(self) -> str:
-        """Return the line that is printed."""
-        worst = max(self.deviations)
-        pairs = zip(self.deviations, self.losses, strict=True)
-        relative = max(deviation / abs(loss or 1.0) for deviation, loss in pairs)
-        return (
-            f"largest deviation of the loss from the one-device program over the first "
-            f"{counted(len(self.losses), 'step')}: {worst:.2e} ({relative:.2e} relative)"
-        )
-
-
 def _train_steps(
     run: RunConfig,
     registry: Registry,
@@ -290,28 +154,30 @@ def _train_steps(
     console: Console,
     program: Program,
     session: Session,
-    twin: _Twin | None,
+    twin: Twin | None,
 ) -> str:
     """Run all steps; return the speed as text."""
-    make_sink = cast(MetricSinkFactory, _make(registry, "logger", run.logger))
+    make_sink = cast(MetricSinkFactory, make_choice(registry, "logger", run.logger))
     sink = make_sink(run_folder)
     settings = run.trainer
-    rates = {
-        "lr" if len(program.optimizer.param_groups) == 1 else f"lr.{i}": float(group["lr"])
-        for i, group in enumerate(program.optimizer.param_groups)
-    }
+    given = scalar_values(program.model, program.optimizer, settings.update)
     is_text = isinstance(program.data, TextDataset)
     unit = "tokens" if is_text else "samples"
     try:
         with StepProgress(console, settings.steps, settings.log_every, unit) as progress:
             for index in range(settings.steps):
                 batch = program.data.batch(index, settings.batch_size)
-                loss = session.step(batch, rates).loss.item()
+                factor = settings.schedule.factor(index, settings.steps)
+                rates = {n: v * factor for n, v in given.items() if n.partition(".")[0] == "lr"}
+                scalars = {**given, **rates, "seed": settings.seed, "step": index}
+                outputs = session.step(batch, scalars).outputs
+                loss = outputs["loss"].item()
                 if twin is not None and index < settings.compare_steps:
-                    twin.step(batch, loss)
+                    twin.step(batch, loss, factor)
                 count = next(iter(batch.values())).numel() if is_text else settings.batch_size
                 progress.advance(index + 1, loss, count)
-                sink.log(index + 1, {"loss": loss, f"{unit}_per_s": progress.rate(), **rates})
+                metrics = {name: value.item() for name, value in outputs.items() if not value.dim()}
+                sink.log(index + 1, {**metrics, f"{unit}_per_s": progress.rate(), **rates})
             return f"{progress.rate():,.0f} {unit}/s"
     finally:
         sink.close()
@@ -324,16 +190,16 @@ def _conclude(
     program: Program,
     planned: Planned,
     states: Mapping[str, Tensor],
-    twin: _Twin | None,
+    twin: Twin | None,
 ) -> None:
     """Print held-out loss, a sample of text, and the deviation from the one-device program."""
     if run.trainer.eval_batches:
         loss = evaluate(run, registry, program, planned, states)
         batches = counted(run.trainer.eval_batches, "batch", "es")
         console.print(f"held-out loss: {loss:.4f} ({batches})", highlight=False)
-    model: Any = program.model
-    talks = isinstance(program.data, TextDataset) and isinstance(model, LanguageModel)
+    talks = isinstance(program.data, TextDataset) and isinstance(program.model, LanguageModel)
     if run.trainer.sample_tokens and talks:
+        model: Any = program.made.whole_model()
         names = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
         model.load_state_dict({k: v for k, v in states.items() if k in names}, strict=False)
         model.eval()
@@ -361,5 +227,6 @@ def evaluate(
     with start(run, registry, evaluation.plan, held) as session:
         for index in range(count):
             batch = program.data.batch(index, run.trainer.micro_batch_size, "validation")
-            total += session.step(batch, {}).loss.item()
+            scalars = {"seed": run.trainer.seed, "step": index}
+            total += session.step(batch, scalars).loss.item()
     return total / count

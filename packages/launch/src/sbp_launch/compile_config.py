@@ -1,0 +1,51 @@
+"""The group `compile`: how a step is captured, rewritten and laid out. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from sbp_core.errors import ConfigError
+from sbp_core.graph.pass_options import PassOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompileConfig:
+    """How a step becomes a plan.
+
+    Args:
+        autocast: dtype of `torch.autocast` around the forward; empty for none.
+        random: `counted` draws the one-device numbers on every mesh; `per_shard` is faster, and
+            draws other numbers on every mesh.
+        plugins: Names of graph passes of plugins, applied in this order before planning.
+        unknown_ops: What becomes of operators that nothing says how to split: `refuse` them, run
+            them `whole` on every rank, or `discover` by execution how they may be split.
+        passes: Each pass with its switch or its settings.
+        boxing_thread: Whether boxing has a thread of its own on every rank, beside computing.
+        bucket_bytes: Most bytes of a flat buffer in which small gradients travel together; 0 for
+            none; null for what the price suggests.
+        prefetch: With a boxing thread, how many segments ahead of its use a parameter is gathered.
+        in_place_states: Write new states over the old ones: less memory, but a step that fails
+            while it writes leaves states that belong to no step.
+        regather: Patterns of the parameters that are gathered anew for the backward phase; others
+            are kept from forward to backward.
+        cache: Whether compiled plans are kept on disk, and found there.
+    """
+
+    autocast: Literal["", "bfloat16", "float16"] = ""
+    random: Literal["counted", "per_shard"] = "counted"
+    plugins: tuple[str, ...] = ()
+    unknown_ops: Literal["refuse", "whole", "discover"] = "refuse"
+    passes: PassOptions = field(default_factory=PassOptions)
+    boxing_thread: bool = False
+    bucket_bytes: int | None = None
+    prefetch: int = 1
+    in_place_states: bool = False
+    regather: tuple[str, ...] = ("*",)
+    cache: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("bucket_bytes", "prefetch"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ConfigError(f"{name}={value} is too small", accepted="an integer >= 0")
