@@ -32,6 +32,7 @@ RUFF = "ruff==0.17.5"
 IMPORT_LINTER = "import-linter>=2.5,<3"
 MYPY = "mypy>=2.4,<2.5"
 BUILD = "build>=1.2"
+TRANSFORMERS = "transformers>=5.0,<6"
 
 #: Ranks are threads in most tests; more threads below them only fight for the cores.
 TEST_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
@@ -264,7 +265,7 @@ def build(session: nox.Session) -> None:
 @nox.session(reuse_venv=True)
 def integration(session: nox.Session) -> None:
     """The quick tests that know several packages."""
-    install_all(session, with_tests=True)
+    install_all(session, TRANSFORMERS, with_tests=True)
     run_integration(session, *QUICK, *session.posargs)
 
 
@@ -292,6 +293,12 @@ def box_everything(session: nox.Session, *arguments: str) -> None:
                    *arguments, may_be_empty=True)  # fmt: skip
 
 
+def train_models(session: nox.Session, *arguments: str) -> None:
+    """Run real models under every layout, and print how far each is from plain PyTorch."""
+    with session.chdir(ROOT / "integration"):
+        session.run("python", "-m", "models", *arguments, env=TEST_ENVIRONMENT)
+
+
 def kill_ranks(session: nox.Session, *arguments: str) -> None:
     """Kill ranks of every backend and launcher at random moments."""
     with session.chdir(ROOT / "integration"):
@@ -300,8 +307,11 @@ def kill_ranks(session: nox.Session, *arguments: str) -> None:
 
 @nox.session(reuse_venv=True)
 def exhaustive(session: nox.Session) -> None:
-    """All that takes long; a part with `-- boxing ...`, `-- kills ...` or `-- signatures ...`."""
-    install_all(session, "rich>=13.7", with_tests=True)
+    """All that takes long; a part with `-- boxing`, `-- kills`, `-- models` or `-- signatures`."""
+    install_all(session, "rich>=13.7", TRANSFORMERS, with_tests=True)
+    if session.posargs[:1] == ["models"]:
+        train_models(session, *session.posargs[1:])
+        return
     if session.posargs[:1] == ["signatures"]:
         survey_signatures(session, *session.posargs[1:])
         return
@@ -315,6 +325,7 @@ def exhaustive(session: nox.Session) -> None:
         run_pytest(session, package.folder, "-m", "exhaustive", *session.posargs, may_be_empty=True)
     run_integration(session, "-m", "exhaustive", *session.posargs, may_be_empty=True)
     if not session.posargs:
+        train_models(session)
         kill_ranks(session)
         survey_signatures(session)
 

@@ -13,7 +13,8 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from sbp_core import Cluster, Device, Link, Placement, PlanRequest, Strategy, check, compile_plan
+from models.trial import cluster
+from sbp_core import Placement, PlanRequest, Strategy, check, compile_plan
 from sbp_core.boxing.execute import shard
 from sbp_core.capture import capture, initial_states
 from sbp_core.compile import CompileOptions, PhysicalPlan
@@ -133,24 +134,6 @@ def planner_settings(case: Case) -> tuple[str, dict[str, Any]]:
     text = files("sbp_planner").joinpath(f"conf/planner/{case.planner}.yaml").read_text()
     settings = {**yaml.safe_load(text), **dict(case.settings)}
     return settings.pop("name"), settings
-
-
-def cluster(num_devices: int) -> Cluster:
-    """Return a declared machine."""
-    device = Device(
-        memory_bytes=2**32,
-        flop_per_s={"float32": 1e11, "float64": 5e10},
-        memory_bytes_per_s=1e10,
-        launch_s=5e-6,
-    )
-    link = Link(latency_s=2e-5, bytes_per_s=5e9)
-    return Cluster(
-        name="test",
-        num_devices=num_devices,
-        devices_per_node=num_devices,
-        device=device,
-        intra_node=link,
-    )
 
 
 @cache

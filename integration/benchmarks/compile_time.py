@@ -1,0 +1,127 @@
+"""Time compiling a Llama-like training step, by part: capture, passes, lowering, order, check.
+
+    python integration/benchmarks/compile_time.py [--layers 32] [--mesh data|tensor] [--profile]
+
+A small width, since the time depends on the number of calls only; AdamW, four ranks. Its update is
+one call a parameter, as the trainer asks for, or with --no-fused all that the optimizer does. The
+strategy is inferred from a few pins, which is timed apart from what a given strategy costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import pstats
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from sbp_core.capture import capture
+from sbp_core.check import check
+from sbp_core.compile import CompileOptions
+from sbp_core.compile.buckets import bucket
+from sbp_core.compile.lower import lower
+from sbp_core.compile.order import order_firings
+from sbp_core.compile.segments import form_plan
+from sbp_core.graph import LogicalGraph
+from sbp_core.graph.passes import prepare_step
+from sbp_core.infer import PinValue, infer_strategy
+from sbp_core.placement import Placement
+from sbp_core.plugins.kinds import PlanRequest
+from sbp_core.testing.programs import small_cluster
+from sbp_core.update_options import UpdateOptions
+
+_R = TypeVar("_R")
+
+_COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+_ROWS = ("o_proj", "down_proj")
+
+MESHES: Mapping[str, tuple[Placement, Mapping[str, PinValue]]] = {
+    "data": (Placement.grid((4,), ("data",)), {"batch": "S(0)", "parameters": "B"}),
+    "tensor": (
+        Placement.grid((2, 2), ("data", "tensor")),
+        {
+            "batch": {"data": "S(0)", "tensor": "B"},
+            **{f"*.{name}.weight": {"tensor": "S(0)"} for name in _COLUMNS},
+            **{f"*.{name}.weight": {"tensor": "S(1)"} for name in _ROWS},
+        },
+    ),
+}
+
+
+def _loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    loss: Tensor = model(**batch).loss
+    return loss
+
+
+def _capture(num_layers: int, is_fused: bool) -> LogicalGraph:
+    config = transformers.LlamaConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    tokens = torch.randint(0, 97, (4, 16))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    batch = {"input_ids": tokens, "labels": tokens.clone()}
+    return capture(model, _loss, batch, optimizer, update=UpdateOptions(fused=is_fused))
+
+
+class _Clock:
+    """Runs parts and notes what they took."""
+
+    def __init__(self, is_profiled: bool) -> None:
+        self.is_profiled = is_profiled
+        self.times_s: dict[str, float] = {}
+
+    def run(self, part: str, call: Callable[..., _R], *args: Any, **kwargs: Any) -> _R:
+        profile = cProfile.Profile() if self.is_profiled else None
+        start = time.perf_counter()
+        made = profile.runcall(call, *args, **kwargs) if profile else call(*args, **kwargs)
+        self.times_s[part] = time.perf_counter() - start
+        print(f"{part:10} {self.times_s[part]:7.2f} s", flush=True)
+        if profile:
+            pstats.Stats(profile).sort_stats("tottime").print_stats(12)
+        return made
+
+
+def main() -> None:
+    """Print the time of each part, and of all that a given strategy needs."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--mesh", choices=MESHES, default="tensor")
+    parser.add_argument("--fused", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--boxing-thread", action="store_true")
+    parser.add_argument("--profile", action="store_true")
+    chosen = parser.parse_args()
+    mesh, pins = MESHES[chosen.mesh]
+    clock = _Clock(chosen.profile)
+    graph = clock.run("capture", _capture, chosen.layers, chosen.fused)
+    num_captured = len(graph.nodes)
+    graph = clock.run("prepare", prepare_step, graph)
+    request = PlanRequest(graph=graph, mesh=mesh, cluster=small_cluster(mesh.size), pins={})
+    strategy = clock.run("infer", infer_strategy, request, planner="benchmark", pins=pins)
+    options = CompileOptions(boxing_thread=chosen.boxing_thread)
+    lowered = clock.run("lower", lower, graph, strategy)
+    lowered = clock.run("buckets", bucket, graph, lowered, None)
+    plan = clock.run("form", form_plan, graph, strategy, lowered, options)
+    plan = clock.run("order", order_firings, plan)
+    clock.run("check", check, plan)
+    clock.run("hash", lambda: plan.hash)
+    given_s = sum(time_s for part, time_s in clock.times_s.items() if part != "infer")
+    num_actors = sum(len(part.actors) for part in plan.ranks)
+    print(f"{num_captured} nodes captured, {len(graph.nodes)} prepared")
+    print(f"{num_actors} actors, {len(plan.steps)} boxing steps")
+    print(f"with a given strategy {given_s:.1f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""Run the matrix of real models and print it.
+
+python -m models                                   all of it
+python -m models --models gpt2,llama --layouts zero3,2-D --dtypes float64 --steps 10
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import time
+
+from rich.console import Console
+
+from models.layouts import LAYOUTS
+from models.programs import PROGRAMS
+from models.table import matrix
+from models.trial import TOLERANCES, Outcome, attempt
+
+
+def main() -> int:
+    """Run what is asked for; return 1 if a cell failed."""
+    options = _options()
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    logging.basicConfig(level=logging.WARNING)
+    outcomes: list[Outcome] = []
+    began = time.perf_counter()
+    for dtype in options.dtypes:
+        for name in options.models:
+            for layout in options.layouts:
+                why = LAYOUTS[layout].fits(PROGRAMS[name])
+                cell = (
+                    Outcome(program=name, layout=layout, dtype=dtype, error=why)
+                    if why
+                    else attempt(name, layout, dtype, options.steps)
+                )
+                outcomes.append(cell)
+                if not why:
+                    _print_line(console, cell)
+        console.print(matrix(outcomes, dtype))
+    failed = [o for o in outcomes if not o.passed and not o.error.startswith("no ")]
+    ran = [o for o in outcomes if not o.error.startswith("no ")]
+    console.print(
+        f"{len(ran) - len(failed)} of {len(ran)} cells hold, {options.steps} steps each, "
+        f"in {time.perf_counter() - began:.0f} s"
+    )
+    return 1 if failed else 0
+
+
+def _print_line(console: Console, cell: Outcome) -> None:
+    name = f"{cell.program:10} {cell.layout:10} {cell.dtype:8}"
+    if cell.error:
+        console.print(f"{name} {cell.error}", style="red", markup=False)
+        return
+    console.print(
+        f"{name} {'holds' if cell.passed else 'DOES NOT HOLD'}: loss {cell.loss_error:.1e}, shards "
+        f"{cell.state_error:.1e}, {cell.counted_bytes} of {cell.predicted_bytes} B on the wire, "
+        f"memory {cell.memory_error:.1%}; compiled in {cell.compile_s:.1f} s, run in "
+        f"{cell.run_s:.1f} s",
+        highlight=False,
+    )
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="models", description=__doc__)
+    for option, known in (
+        ("models", PROGRAMS),
+        ("layouts", LAYOUTS),
+        ("dtypes", TOLERANCES),
+    ):
+        parser.add_argument(
+            f"--{option}",
+            type=lambda text, known=known: _chosen(text, known),
+            default=list(known),
+            help=f"some of {', '.join(known)}, with commas between",
+        )
+    parser.add_argument("--steps", type=int, default=10, help="steps of each cell")
+    return parser.parse_args()
+
+
+def _chosen(text: str, known: object) -> list[str]:
+    names = text.split(",")
+    unknown = [name for name in names if name not in known]  # type: ignore[operator]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(known)}")  # type: ignore[arg-type]
+    return names
+
+
+if __name__ == "__main__":
+    sys.exit(main())
