@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import pytest
 import torch
-from actor_plans import DATA, gate, operator, run_step, start, training_step
+from actor_plans import (
+    DATA,
+    assert_states,
+    gate,
+    operator,
+    run_step,
+    start,
+    training_step,
+    wait_until,
+)
 
-from sbp_core.compile.physical import Instruction, PhysicalPlan
+from sbp_actor_runtime.configs import ActorConfig
+from sbp_actor_runtime.session import build
+from sbp_core.boxing.local import LocalBackend
+from sbp_core.compile.physical import OVERWRITE, Actor, Instruction, PhysicalPlan
 from sbp_core.compile.take_over import take_over
 from sbp_core.errors import RunError
 from sbp_core.graph.ir import Ref
+from sbp_core.memory import predict
+from sbp_core.memory.meter import Meter
 from sbp_core.testing.cases import compile_case
 
 
@@ -68,3 +83,101 @@ def test_without_overwriting_a_late_failure_leaves_the_states() -> None:
 
         assert "state_dict() still gives them" in caught.value.todo
         assert session.state_dict().keys() == training_step(DATA).states.keys()
+
+
+def _waiting_writer(plan: PhysicalPlan) -> PhysicalPlan:
+    """Let the segment of rank 0 that overwrites states wait at the gate first."""
+    part = plan.by_rank[0]
+    state = next(slot.name for slot in part.slots if slot.sbp is not None)
+    call = Instruction(op=operator("wait_at_gate"), args=(Ref(state),), outputs=("waited",))
+    actors = tuple(
+        replace(actor, instructions=(call, *actor.instructions), reads=(state, *actor.reads))
+        if actor.in_place and state not in actor.reads
+        else replace(actor, instructions=(call, *actor.instructions))
+        if actor.in_place
+        else actor
+        for actor in part.actors
+    )
+    changed = replace(part, actors=actors)
+    return replace(plan, ranks=tuple(changed if p is part else p for p in plan.ranks))
+
+
+def test_an_interrupt_while_states_are_overwritten_tears_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gate.clear()
+    with start(DATA, _waiting_writer(_in_place())) as session:
+
+        def interrupted() -> None:
+            writers = [worker for (rank, _), worker in session.workers.items() if rank == 0]
+            assert wait_until(lambda: any(worker.has_overwritten for worker in writers))
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(session, "_collect", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run_step(session, DATA)
+        opening = threading.Timer(0.2, gate.set)
+        opening.start()
+
+        with pytest.raises(RunError, match="the states belong to two steps"):
+            session.state_dict()
+        # Nobody writes any more when the answer comes.
+        assert not any(worker.os_thread.is_alive() for worker in session.workers.values())
+        opening.join()
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_an_interrupt_before_new_states_take_force_mixes_no_steps(
+    in_place: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(reports: object) -> None:
+        raise KeyboardInterrupt
+
+    with start(DATA, _in_place() if in_place else compile_case(DATA)) as session:
+        monkeypatch.setattr(session, "_put_in_force", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run_step(session, DATA)
+
+        if in_place:
+            with pytest.raises(RunError, match="the states belong to two steps"):
+                session.state_dict()
+        else:
+            assert_states(session, training_step(DATA).states)
+
+
+def test_segments_overwrite_a_state_right_after_its_last_reader() -> None:
+    for actor in _in_place().ranks[0].actors:
+        waiting: list[str] = []
+        for entry in actor.instructions:
+            if entry.op == OVERWRITE:
+                waiting.remove(entry.args[1].name)
+            elif entry.outputs[0] in {e.args[1].name for e in _overwrites(actor)}:
+                waiting += entry.outputs
+            # What is made of the next state comes after the one before it is written.
+            assert len(waiting) <= 2, actor.name
+        assert not waiting
+
+
+def _overwrites(actor: Actor) -> list[Instruction]:
+    return [entry for entry in actor.instructions if entry.op == OVERWRITE]
+
+
+@pytest.mark.parametrize("arena", [False, True], ids=["", "arena"])
+def test_the_peak_is_as_predicted_and_lower(arena: bool) -> None:
+    plan = take_over(compile_case("data parallel"))
+    step = training_step("data parallel")
+    meter = Meter(plan)
+    runtime = build(ActorConfig(arena=arena))
+
+    with (
+        runtime.start(plan, step.states, meter.backend(LocalBackend())) as session,
+        meter.watching(session),
+    ):
+        for batch in step.batches[:2]:
+            meter.restart()
+            session.step(batch, step.scalars)
+
+    usual = predict(compile_case("data parallel"), arena=arena)
+    for rank, memory in predict(plan, arena=arena).ranks.items():
+        assert meter.peak(rank) == memory.peak
+        assert memory.peak < usual.ranks[rank].peak

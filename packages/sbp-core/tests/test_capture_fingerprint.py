@@ -1,12 +1,19 @@
 from __future__ import annotations
 
+import argparse
 import doctest
 import functools
+import gc
 import importlib
+import itertools
 import os
+import re
 import subprocess
 import sys
 import threading
+import time
+import types
+from abc import ABC
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +27,7 @@ from sbp_core.capture import capture, fingerprint
 from sbp_core.capture.fingerprint import sources
 from sbp_core.compile.cache import PlanCache
 from sbp_core.errors import CaptureError
+from sbp_core.graph.serialize import graph_hash
 
 find = fingerprint.fingerprint
 
@@ -216,6 +224,99 @@ def test_a_global_that_is_set_at_run_time_counts(user: Any) -> None:
     assert find(user.Scaled(), user.loss, batch) != before
 
 
+ARGUMENTS = argparse.Namespace(scale=1.0)
+SPACE = types.SimpleNamespace(scale=1.0)
+PATTERN = re.compile("a+")
+TEACHER = nn.Linear(3, 3)
+
+
+class Abstract(ABC):  # noqa: B024 (to have what ABC brings)
+    """Like many classes of users, it has attributes that only Python itself understands."""
+
+    scale = 1.0
+
+    @property
+    def halved(self) -> float:
+        return self.scale / 2
+
+
+HELD = Abstract()
+HELD.space = types.SimpleNamespace(scale=1.0)  # type: ignore[attr-defined]
+
+
+@torch.library.custom_op("fingerprint_test::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+def _of_arguments(model: Any, batch: Any) -> Any:
+    return model(batch).mean() * ARGUMENTS.scale
+
+
+def _of_space(model: Any, batch: Any) -> Any:
+    return model(batch).mean() * SPACE.scale
+
+
+def _of_held(model: Any, batch: Any) -> Any:
+    return model(batch).mean() * HELD.space.scale  # type: ignore[attr-defined]
+
+
+def _of_teacher(model: Any, batch: Any) -> Any:
+    return (model(batch) - TEACHER(batch)).square().mean()
+
+
+def _of_command_line(model: Any, batch: Any) -> Any:
+    return model(batch).mean() * len(sys.argv)
+
+
+_GLOBALS: dict[str, tuple[Callable[..., Any], Any, str, Any]] = {
+    "a namespace of argparse": (_of_arguments, ARGUMENTS, "scale", 7.0),
+    "a namespace": (_of_space, SPACE, "scale", 7.0),
+    "what an object of the user's holds": (_of_held, HELD.space, "scale", 7.0),  # type: ignore[attr-defined]
+    "weights of another module": (_of_teacher, TEACHER.bias, "data", torch.full((3,), 7.0)),
+    "the command line": (_of_command_line, sys, "argv", [""] * 99),
+}
+
+
+@pytest.mark.parametrize(("loss", "held", "name", "value"), _GLOBALS.values(), ids=_GLOBALS)
+def test_a_global_of_an_installed_class_counts(
+    monkeypatch: pytest.MonkeyPatch, loss: Callable[..., Any], held: Any, name: str, value: Any
+) -> None:
+    model, batch = nn.Linear(3, 3), torch.zeros(2, 3)
+    before, again = find(model, loss, batch), find(model, loss, batch)
+    graph = graph_hash(capture(model, loss, batch))
+
+    monkeypatch.setattr(held, name, value)
+
+    assert again == before
+    assert graph_hash(capture(model, loss, batch)) != graph
+    assert find(model, loss, batch) != before
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda model, batch: model(batch).mean() * float(os.environ.get("SCALE", "1")),
+        lambda model, batch: model(batch).mean() * float(os.getenv("SCALE", "1")),
+    ],
+)
+def test_a_function_that_reads_the_environment_is_refused(loss: Callable[..., Any]) -> None:
+    with pytest.raises(CaptureError, match=r"os\.(environ|getenv) names the environment"):
+        find(nn.Linear(3, 3), loss, torch.zeros(2, 3))
+
+
+def test_modules_without_files_and_globals_that_do_not_compute_are_no_obstacle() -> None:
+    def loss(model: Any, batch: Any) -> Any:
+        started = time.perf_counter()
+        sys.stderr.write(f"{PATTERN} {sys.version} {list(itertools.chain('a'))} {gc.isenabled()}")
+        sys.stderr.write(f"{time.perf_counter() - started} {torch.ops.aten.mm.default} {HELD}")
+        return twice(torch.ops.aten.mul(model(batch), 2)).mean()
+
+    model, batch = nn.Linear(3, 3), torch.zeros(2, 3)
+
+    assert find(model, loss, batch) == find(model, loss, batch)
+
+
 def test_a_helper_that_is_replaced_at_run_time_counts(user: Any) -> None:
     batch = {"x": torch.zeros(2, 3)}
     before = find(user.Scaled(), user.loss, batch)
@@ -235,7 +336,7 @@ def test_a_function_put_into_a_class_of_torch_counts(
     assert _of(gpt) != before
 
 
-def test_flags_of_torch_and_settings_count(gpt: Program) -> None:
+def test_flags_of_torch_and_settings_count(gpt: Program, monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = gpt.build()[0], gpt.batches(1)[0]
     found = [find(model, token_loss, batch), find(model, token_loss, batch, settings={"mesh": 4})]
 
@@ -244,8 +345,10 @@ def test_flags_of_torch_and_settings_count(gpt: Program) -> None:
         found.append(find(model, token_loss, batch))
     finally:
         torch.set_default_dtype(torch.float32)
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+    found.append(find(model, token_loss, batch))
 
-    assert len(set(found)) == 3
+    assert len(set(found)) == 4
 
 
 def test_what_cannot_be_described_is_refused_with_its_place(gpt: Program) -> None:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - everybody's name for it
 from small_models import eager_states
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from sbp_core.capture import capture, flatten_batch, initial_states
@@ -90,6 +91,39 @@ class _Checkpointed(nn.Module):
         return torch.tanh(self.second(x))
 
 
+def _lengths_batch() -> dict[str, Tensor]:
+    targets, lengths = torch.randint(1, 8, (4, 3)), torch.tensor([3, 1, 2, 3])
+    return {"x": torch.randn(4, 6), "targets": targets, "lengths": lengths}
+
+
+def _aligned_loss(model: nn.Module, batch: Any) -> Tensor:
+    scores = model(batch["x"][:, None] * torch.linspace(-1, 1, 7)[:, None])  # of 7 times
+    times = torch.full((4,), 7)
+    log = scores.log_softmax(-1).transpose(0, 1)
+    return F.ctc_loss(log, batch["targets"], times, batch["lengths"])
+
+
+def _likely_loss(model: nn.Module, batch: Any) -> Tensor:
+    made = torch.distributions.Normal(model(batch["x"]), 0.5)
+    return -made.log_prob(batch["y"]).mean()
+
+
+class _Experts(nn.Module):
+    """A grouped product in float32: tokens are sorted by their expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.experts = nn.Parameter(torch.randn(3, 8, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        expert = x.argmax(-1) % 3
+        order = expert.argsort(stable=True)
+        ends = (expert.unsqueeze(-1) == torch.arange(3)).sum(0).cumsum(0).int()
+        made = F.grouped_mm(self.first(x)[order], self.experts, offs=ends)
+        return made[order.argsort()]
+
+
 def _dense(*middle: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), *middle, nn.Linear(8, 4))
 
@@ -146,6 +180,9 @@ CASES = {
     "checkpoint": _Case(lambda: _Checkpointed(use_reentrant=False)),
     "reentrant checkpoint": _Case(lambda: _Checkpointed(use_reentrant=True)),
     "autocast": _Case(lambda: _dense(nn.GELU()), _xy, _autocast_loss),
+    "grouped product": _Case(_Experts),
+    "alignment": _Case(_dense, _lengths_batch, _aligned_loss),
+    "distribution": _Case(_dense, _xy, _likely_loss),
     "spectral norm": _Case(
         lambda: _dense(nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)), nn.Tanh())
     ),
@@ -257,6 +294,18 @@ class _Leaky(nn.Module):
         return self.last
 
 
+class _Packed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LSTM(1, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        lengths = torch.ones(x.shape[0], dtype=torch.int64)
+        packed = nn.utils.rnn.pack_padded_sequence(x[..., None], lengths, batch_first=True)
+        last: Tensor = self.layer(packed)[1][0][0]
+        return last
+
+
 _REFUSED = {
     "a tensor left on a module": (_Leaky, "sets 'last', which outlives the step", "metric"),
     "a mask as index": (
@@ -274,6 +323,22 @@ _REFUSED = {
         "depends on the value of a tensor",
         "keep the value a tensor",
     ),
+    "a layer skipped by chance": (
+        lambda: _dense(_Lambda(lambda x: x if torch.rand([]) < 0.5 else x * 2)),
+        "depends on the value of a tensor",
+        "torch.where instead of if",
+    ),
+    "a number read by a function of PyTorch": (
+        lambda: _dense(_Lambda(lambda x: x + F.gaussian_nll_loss(x, x * 2, x.exp()))),
+        "depends on the value of a tensor",
+        "gaussian_nll_loss (",
+    ),
+    "a number read by an operator": (
+        lambda: _dense(_Lambda(lambda x: x + torch.cov(x.T).sum())),
+        "depends on the value of a tensor",
+        "keep the value a tensor",
+    ),
+    "a packed sequence": (_Packed, "a size is read from a tensor", "the padded one"),
     "a list read from a tensor": (
         lambda: _dense(_Lambda(lambda x: x * x.sum(0).tolist()[0])),
         "depends on the value of a tensor",
@@ -294,6 +359,48 @@ def test_what_cannot_be_captured_is_refused_with_line_and_remedy(name: str) -> N
     assert todo in caught.value.todo
     if name != "a tensor left on a module":
         assert "test_capture_programs.py:" in caught.value.where[-1]
+
+
+class _Handled(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_lines_are_those_that_call_an_op_not_those_of_a_mode_that_hears_of_it() -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        with _Handled():
+            return _mse(model, batch)
+
+    def read(model: nn.Module, batch: Any) -> Tensor:
+        with _Handled():
+            return model(batch["x"]).sum() * batch["y"].sum().item()
+
+    graph = capture(_dense(), loss, _xy())
+    with pytest.raises(CaptureError) as caught:
+        capture(_dense(), read, _xy())
+
+    mode, line = _Handled.__torch_function__.__code__, read.__code__.co_firstlineno + 2
+    own = {f"{mode.co_firstlineno + 1}"}
+    assert not own & {node.source.rpartition(":")[2] for node in graph.nodes}
+    assert caught.value.where[-1] == f"tests/test_capture_programs.py:{line}"
+
+
+def test_what_is_refused_says_nothing_of_remedies_that_are_none() -> None:
+    by_value = _Lambda(lambda x: x * 2 if x.sum() > 0 else x)
+    by_chance = _Lambda(lambda x: x * 2 if torch.rand([]) > 0.5 else x)
+    for module in (by_value, by_chance):
+        with pytest.raises(CaptureError) as caught:
+            capture(_dense(module), _mse, _xy())
+
+        assert "make_fx" not in str(caught.value)
+        assert "unhinted" not in str(caught.value)
+
+
+def test_an_error_is_raised_and_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(CaptureError):
+        capture(_dense(_Lambda(lambda x: x + torch.ones(3))), _mse, _xy())
+
+    assert not caplog.records
 
 
 def test_a_loss_without_parameters_is_refused() -> None:

@@ -4,12 +4,13 @@ import doctest
 import multiprocessing
 import os
 import time
+import zlib
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from sbp_core.compile import CompileOptions, cache, compile_plan, physical
+from sbp_core.compile import CompileOptions, cache, codec, compile_plan, physical
 from sbp_core.compile.cache import PlanCache, compile_cached, default_folder, plan_key
 from sbp_core.compile.depends import SourceFile
 from sbp_core.errors import ConfigError, SbpTypeError
@@ -239,3 +240,29 @@ def test_the_example_in_the_docstring_holds() -> None:
     failed, attempted = doctest.testmod(cache)
 
     assert (failed, attempted) == (0, 4)
+
+
+def _entry(packed: bytes) -> bytes:
+    return cache.MAGIC + cache._checksum(packed) + packed
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        _entry(b"not compressed"),
+        _entry(zlib.compress(codec.encode((1, 2, 3)))),
+        _entry(zlib.compress(codec.encode(5))),
+        _entry(zlib.compress(codec.encode((1, 2)))),
+        _entry(zlib.compress(codec.encode((1, ("file",))))),
+        _entry(zlib.compress(b"[" * 100_000)),
+    ],
+    ids=["no zlib", "three", "a number", "no files", "a name", "deep"],
+)
+def test_an_entry_with_a_checksum_and_nothing_else_is_made_again(
+    plans: PlanCache, data: bytes
+) -> None:
+    plans.store(KEY, ("made", 1))
+    plans.path(KEY).write_bytes(data)
+
+    with pytest.warns(UserWarning, match="is damaged and is made again"):
+        assert plans.value(KEY, lambda: ("made", 2)) == ("made", 2)

@@ -142,3 +142,30 @@ def test_the_example_in_the_docstring_holds() -> None:
     failed, attempted = doctest.testmod(codec)
 
     assert (failed, attempted) == (0, 2)
+
+
+def _table(**parts: object) -> bytes:
+    table = {"format": codec.FORMAT, "classes": [], "atoms": [], "records": [], "root": 0}
+    return json.dumps({**table, **parts}).encode()
+
+
+_LINK = ["sbp_core.placement", "Link", "fields", ["latency_s", "bytes_per_s"]]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        _table(records=[[0, 1], [0, -1]], atoms=["x"]),
+        _table(records=[[-7]]),
+        _table(records=[[0, 0]]),
+        _table(atoms=[{"a": 1}], root=-1),
+        _table(records=[[0]], root=1),
+        _table(classes=[_LINK], atoms=["a"], records=[[4, -1, -1]]),
+        _table(classes=[["sbp_core.signatures.__main__", "X", "fields", []]]),
+        b"[" * 100_000 + b"]" * 100_000,
+    ],
+    ids=["later", "kind", "itself", "atom", "root", "not valid", "a program", "deep"],
+)
+def test_bytes_that_nobody_wrote_are_refused(data: bytes) -> None:
+    with pytest.raises(SbpValueError):
+        decode(data)

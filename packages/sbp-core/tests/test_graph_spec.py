@@ -106,6 +106,11 @@ def _step_value_at_micro_batch_rate() -> LogicalGraph:
     )
 
 
+def _step_value_in_the_forward_of_one_micro_batch() -> LogicalGraph:
+    graph = _step_value_at_micro_batch_rate()
+    return replace(graph, num_micro_batches=1)
+
+
 def _two_losses() -> LogicalGraph:
     graph = chain()
     return replace(
@@ -156,6 +161,10 @@ def _new_value_of_another_shape() -> LogicalGraph:
         (_host_op_on_a_tensor, "a host op uses a tensor"),
         (_micro_batch_value_at_step_rate, "made for each micro-batch, but used once a step"),
         (_step_value_at_micro_batch_rate, "made once a step, but used for each micro-batch"),
+        (
+            _step_value_in_the_forward_of_one_micro_batch,
+            "made once a step, but used for each micro-batch",
+        ),
         (_two_losses, "has 2 losses"),
         (_loss_with_dims, r"the loss 'act.relu' is float32\[8, 4\]"),
         (_loss_on_the_host, "the loss 'lr' is host float"),

@@ -19,6 +19,7 @@ from sbp_core.interchange.torch_states import (
     to_model_state,
     to_optimizer_state,
 )
+from sbp_core.optim import Together
 
 
 def trained(program: Program, num_steps: int = 2) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -195,3 +196,26 @@ def test_the_example_in_the_docstring_holds() -> None:
     failed, attempted = doctest.testmod(torch_states)
 
     assert (failed, attempted) == (0, 9)
+
+
+def several(model: nn.Module) -> Together:
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    others = [p for p in model.parameters() if p.dim() != 2]
+    return Together([torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.01)])
+
+
+def test_states_of_several_optimizers_leave_and_come_back() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    optimizer = several(model)
+    model(torch.ones(2, 3)).square().mean().backward()
+    optimizer.step()
+    states = initial_states(model, optimizer)
+
+    left = to_optimizer_state(states, model, several(model))
+
+    assert equal(left, optimizer.state_dict())
+    back = from_optimizer_state(left, model, optimizer)
+    assert equal(back, {name: states[name] for name in back})
+    assert set(back) == set(states) - set(dict(model.named_parameters()))
+    with pytest.raises(SbpValueError, match="states of 1 optimizers"):
+        from_optimizer_state({"optimizers": left["optimizers"][:1]}, model, optimizer)

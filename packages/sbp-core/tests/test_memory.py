@@ -6,15 +6,17 @@ import gc
 
 import pytest
 import torch
+from hand_plans import strategy_of
+from infer_graphs import Builder
 from small_models import Program
 
 from sbp_core.boxing.local import LocalBackend
 from sbp_core.check import check
-from sbp_core.compile import compile_plan
+from sbp_core.compile import CompileOptions, compile_plan
 from sbp_core.compile.liveness import dying_keys
 from sbp_core.compile.physical import Actor, ActorKind, Instruction, PhysicalPlan
 from sbp_core.graph import LogicalGraph
-from sbp_core.graph.ir import Phase, Rate, Ref
+from sbp_core.graph.ir import GraphOutput, InputKind, OutputKind, Phase, Rate, Ref
 from sbp_core.graph.passes import prepare_step
 from sbp_core.infer import infer_strategy
 from sbp_core.memory import Kind, predict
@@ -133,6 +135,31 @@ def test_old_states_live_beside_the_new_ones_to_the_end() -> None:
     assert len(old) == len(new) > 0
     assert all(buffer.end == last for buffer in (*old, *new))
     assert all(buffer.leaves for buffer in new)
+
+
+def test_a_segment_that_makes_nothing_still_lets_the_next_gather_begin() -> None:
+    # first -> unused, last: nobody uses what `unused` makes, but the gather for `last` waits for it
+    b = Builder()
+    b.add_input("x", InputKind.BATCH, (4, 4))
+    for name, value in (("first", "x"), ("unused", "first"), ("last", "first")):
+        b.add_input(f"{name}.w", InputKind.PARAMETER, (4, 4))
+        b.op(name, "mm.default", (Ref(value), Ref(f"{name}.w")), (4, 4))
+    b.op("loss", "sum.default", (Ref("last"),), ())
+    b.outputs.append(GraphOutput(name="loss", kind=OutputKind.LOSS, value="loss"))
+    graph = b.graph("dead end")
+    storage = dict.fromkeys(("first.w", "unused.w", "last.w"), "S(0)")
+    options = CompileOptions(boxing_thread=True, prefetch=0)
+    plan = compile_plan(graph, strategy_of(graph, storage=storage), options)
+    silent = {a.name for a in plan.ranks[0].actors if not (a.outputs or a.emits or a.writes)}
+    tokens = [r for r in plan.ranks[0].registers if not r.keys and r.producer in silent]
+    assert [register.consumers for register in tokens] == [("last.w@0(B)!forward",)]
+
+    found = lifetimes(plan, Layouts(plan.steps))[0]
+
+    nodes = [node for _, _, node in found.ticks]
+    assert nodes.index("unused") < nodes.index("last.w@0(B)!forward") < nodes.index("last")
+    alive = {buffer.name: buffer for buffer in found.buffers}
+    assert alive["unused"].start == alive["unused"].end == nodes.index("unused")
 
 
 def test_the_table_names_every_rank_its_peak_and_the_largest_modules() -> None:

@@ -32,6 +32,7 @@ NOTHING = PassOptions(
     split_classes=None,
     sum_losses=False,
     split_batch_norm=False,
+    unbury_batch=False,
     recompute=None,
     defer_reductions=False,
 )
@@ -49,6 +50,7 @@ ON: dict[str, object] = {
     "sum_losses": True,
     "split_batch_norm": True,
     "slices": {"head": Slicing(count=2)},
+    "unbury_batch": True,
     "recompute": Recompute(),
     "defer_reductions": True,
 }

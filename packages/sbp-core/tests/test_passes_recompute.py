@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 from sbp_core.capture import capture, initial_states
 from sbp_core.check import check
 from sbp_core.compile import CompileOptions, compile_plan
-from sbp_core.errors import GraphError, SbpValueError
+from sbp_core.errors import ConfigError, SbpValueError
 from sbp_core.graph import LogicalGraph, verify_graph
 from sbp_core.graph.ir import GraphOutput, InputKind, OutputKind, Phase, Ref
 from sbp_core.graph.passes import (
@@ -284,7 +284,7 @@ def _fields(node: object) -> dict[str, object]:
 
 
 def test_a_pattern_that_matches_nothing_is_refused() -> None:
-    with pytest.raises(GraphError, match="'bloks' of the recomputation matches no module") as error:
+    with pytest.raises(ConfigError, match="'bloks' of the recomputation matches no") as error:
         recompute(_step("deep"), Recompute(modules=("bloks",)))
 
     assert "blocks.0" in error.value.accepted
@@ -301,12 +301,12 @@ def test_numbers_out_of_range_are_refused(wrong: Mapping[str, int]) -> None:
 
 def test_a_budget_is_kept_and_costs_no_more_work_than_it_must() -> None:
     graph = _step("deep")
-    whole = recompute_report(graph, recompute(graph, _ALL))
+    whole = recompute_report(recompute(graph, _ALL))
     work = []
 
     before = whole.kept_before_bytes
     for budget in (2 * before, before, *(before * part // 10 for part in (8, 6, 4))):
-        report = recompute_report(graph, recompute(graph, Recompute(memory_bytes=budget)))
+        report = recompute_report(recompute(graph, Recompute(memory_bytes=budget)))
 
         assert report.kept_after_bytes + report.largest_again_bytes <= budget
         work.append(report.extra_flop)
@@ -317,27 +317,25 @@ def test_a_budget_is_kept_and_costs_no_more_work_than_it_must() -> None:
 
 
 def test_a_budget_that_nothing_fits_says_what_would() -> None:
-    with pytest.raises(GraphError, match="do not fit in 100 B") as caught:
+    with pytest.raises(ConfigError, match="do not fit in 100 B") as caught:
         recompute(_step("deep"), Recompute(memory_bytes=100))
 
     least = int(caught.value.accepted.split(">= ")[1].split()[0])
-    report = recompute_report(
-        _step("deep"), recompute(_step("deep"), Recompute(memory_bytes=least))
-    )
+    report = recompute_report(recompute(_step("deep"), Recompute(memory_bytes=least)))
     assert report.kept_after_bytes + report.largest_again_bytes <= least
 
 
 def test_blocks_made_again_in_one_go_keep_less() -> None:
     graph = _step("deep")
     short, long = (
-        recompute_report(graph, recompute(graph, Recompute(memory_bytes=200_000, longest_run=n)))
+        recompute_report(recompute(graph, Recompute(memory_bytes=200_000, longest_run=n)))
         for n in (1, _NUM_BLOCKS)
     )
     assert short.extra_flop == long.extra_flop == 0  # it fits as it is
 
-    with pytest.raises(GraphError) as one:
+    with pytest.raises(ConfigError) as one:
         recompute(graph, Recompute(memory_bytes=0))
-    with pytest.raises(GraphError) as many:
+    with pytest.raises(ConfigError) as many:
         recompute(graph, Recompute(memory_bytes=0, longest_run=_NUM_BLOCKS))
 
     least = [int(e.value.accepted.split(">= ")[1].split()[0]) for e in (one, many)]
@@ -347,7 +345,7 @@ def test_blocks_made_again_in_one_go_keep_less() -> None:
 def test_the_report_says_what_is_kept_and_what_it_costs() -> None:
     graph = _step("deep")
 
-    report = recompute_report(graph, recompute(graph, _ALL))
+    report = recompute_report(recompute(graph, _ALL))
 
     assert report.kept_before_bytes == kept_bytes(graph)
     assert [module for module, _ in report.modules] == [

@@ -8,7 +8,7 @@ from infer_graphs import Builder
 
 from sbp_core.graph import LogicalGraph, Node, verify_graph
 from sbp_core.graph.ir import GraphOutput, InputKind, OutputKind, Phase, Ref, ScalarType
-from sbp_core.graph.passes import share_expressions
+from sbp_core.graph.passes import fold_views, share_expressions
 
 
 def _shared(b: Builder, first: str, second: str) -> bool:
@@ -85,3 +85,30 @@ def test_views_of_one_phase_are_shared_and_those_of_two_are_not() -> None:
         b.op("b", "t.default", (Ref("w"),), (3, 2), phase=phase)
 
         assert _shared(b, "a", "b") is shared
+
+
+def _written_and_read(
+    shape: tuple[int, ...], strides: tuple[int, ...], start: int = 0
+) -> LogicalGraph:
+    """Return a graph that writes (2, 3) numbers to 6 places and reads `shape` of them."""
+    b = Builder()
+    b.add_input("x", InputKind.BATCH, (2, 3))
+    b.op("base", "new_zeros.default", (Ref("x"), (6,)), (6,))
+    b.op("put", "as_strided_scatter.default", (Ref("base"), Ref("x"), (2, 3), (3, 1), 0), (6,))
+    b.op("got", "as_strided.default", (Ref("put"), shape, strides, start), shape)
+    b.outputs.append(GraphOutput(name="got", kind=OutputKind.METRIC, value="got"))
+    return verify_graph(fold_views(verify_graph(b.graph())))
+
+
+def test_what_is_read_from_where_it_was_written_is_a_reshape() -> None:
+    for shape, strides in (((2, 3, 1), (3, 1, 1)), ((1, 2, 3), (9, 3, 1))):
+        (node,) = _written_and_read(shape, strides).nodes
+
+        assert (node.op, node.args) == ("aten.view.default", (Ref("x"), shape))
+
+
+def test_what_is_read_from_other_places_stays() -> None:
+    for shape, strides, start in (((3, 2), (1, 3), 0), ((2, 2), (3, 1), 0), ((2, 3), (1, 1), 0)):
+        *_, read = _written_and_read(shape, strides, start).nodes
+
+        assert read.op == "aten.as_strided.default"

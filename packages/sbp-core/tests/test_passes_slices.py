@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -23,20 +24,21 @@ from sbp_core.capture import capture, initial_states
 from sbp_core.check import RankMemory, check
 from sbp_core.compile import compile_plan
 from sbp_core.compile.physical import ActorKind, PhysicalPlan
-from sbp_core.errors import GraphError, SbpValueError
+from sbp_core.errors import ConfigError, SbpValueError
 from sbp_core.graph import LogicalGraph, verify_graph
 from sbp_core.graph.ir import Phase
 from sbp_core.graph.passes import PassOptions, accumulate, prepare_step, share_expressions
 from sbp_core.graph.passes.recompute import Recompute, recompute
-from sbp_core.graph.passes.slices import Along, Slicing, slice_operators, slice_pins
+from sbp_core.graph.passes.slices import Along, Slicing, slice_operators
 from sbp_core.infer import infer_strategy
-from sbp_core.infer.pins import PinValue
+from sbp_core.infer.pins import PinValue, activations
 from sbp_core.placement import Placement
 from sbp_core.plugins.kinds import PlanRequest
 from sbp_core.runtime.configs import ReferenceConfig
 from sbp_core.runtime.operators import operator_of
 from sbp_core.runtime.reference import ReferenceRuntime
 from sbp_core.runtime.single import run_graph
+from sbp_core.sbp import NdSbp
 from sbp_core.testing.signatures import check_rule, sample
 
 _LR = {"lr": 1e-2}
@@ -163,11 +165,11 @@ def test_no_operator_between_slices_takes_or_makes_a_whole_parameter() -> None:
 def test_each_slice_waits_for_the_one_before() -> None:
     changed = slice_operators(_step("wide"), {"blocks.0.0": Slicing(count=2)})
 
-    second = changed.by_name["blocks.0.0.weight.1"]
-    assert second.args[1].name == "blocks.0.0.addmm.0"
+    second = changed.by_name["blocks.0.0.weight/1"]
+    assert second.args[1].name == "blocks.0.0.addmm/0"
     settled = [n for n in changed.nodes if n.op == "sbp.piece" and n.args[5]]
     # Of the gradient, the second part waits until the first has been reduced.
-    assert [n.args[1].name for n in settled][1] == "blocks.0.0.grad.mm_1.0"
+    assert [n.args[1].name for n in settled][1] == "blocks.0.0.grad.mm_1/0"
 
 
 def test_later_patterns_override_earlier_ones() -> None:
@@ -176,8 +178,8 @@ def test_later_patterns_override_earlier_ones() -> None:
     )
 
     counts = {n.name: n.args[4] for n in changed.nodes if n.op == "sbp.piece"}
-    assert counts["blocks.0.0.weight.0"] == 2
-    assert counts["blocks.1.0.weight.0"] == 4
+    assert counts["blocks.0.0.weight/0"] == 2
+    assert counts["blocks.1.0.weight/0"] == 4
 
 
 @pytest.mark.parametrize(
@@ -189,7 +191,7 @@ def test_later_patterns_override_earlier_ones() -> None:
     ],
 )
 def test_what_cannot_be_sliced_is_refused(slices: Mapping[str, Slicing], what: str) -> None:
-    with pytest.raises(GraphError, match=what):
+    with pytest.raises(ConfigError, match=what):
         slice_operators(_step("wide"), slices)
 
 
@@ -201,7 +203,7 @@ def test_what_can_only_be_cut_the_other_way_is_cut_that_way() -> None:
 
     # Of (32, 6) only the rows are four equal parts, and they are columns of the output.
     for graph in (changed, other):
-        (first,) = [n for n in graph.users["first.weight"] if n.name == "first.weight.0"]
+        (first,) = [n for n in graph.users["first.weight"] if n.name == "first.weight/0"]
         assert first.args[2] == 0
         _assert_same("wide", graph)
 
@@ -209,7 +211,7 @@ def test_what_can_only_be_cut_the_other_way_is_cut_that_way() -> None:
 def test_rows_of_an_embedding_are_not_sliced() -> None:
     slices = {"tokens": Slicing(count=2, along=Along.CONTRACTION)}
 
-    with pytest.raises(GraphError, match="rows of an embedding") as caught:
+    with pytest.raises(ConfigError, match="rows of an embedding") as caught:
         slice_operators(_step("gpt"), slices)
 
     assert caught.value.accepted == "along='output'"
@@ -275,7 +277,9 @@ _STORED: dict[str, PinValue] = {
 }
 
 
-def _measured(graph: LogicalGraph, num_ranks: int, pins: Mapping[str, PinValue]) -> _Measured:
+def _measured(
+    graph: LogicalGraph, num_ranks: int, pins: Mapping[str, PinValue] = MappingProxyType({})
+) -> _Measured:
     mesh = Placement.grid((num_ranks,), ("data",))
     request = PlanRequest(graph=graph, mesh=mesh, cluster=cluster())
     plan = compile_plan(graph, infer_strategy(request, planner="test", pins={**_STORED, **pins}))
@@ -300,14 +304,14 @@ def _measured(graph: LogicalGraph, num_ranks: int, pins: Mapping[str, PinValue])
 def test_a_sliced_parameter_is_gathered_and_reduced_part_by_part(
     num_ranks: int, along: Along
 ) -> None:
-    graph = _step("wide", 16)
+    graph = _step("wide", 64)
     whole = graph.tensor("blocks.0.0.weight").size_bytes
-    wire = set()
+    wire = {_measured(graph, num_ranks).plan.boxing_bytes}
     peaks = []
 
     for count in (2, 4, 8):
         changed = slice_operators(graph, {"blocks.*": Slicing(count=count, along=along)})
-        found = _measured(changed, num_ranks, slice_pins(changed))
+        found = _measured(changed, num_ranks)
 
         assert found.gathered_bytes == found.reduced_bytes == whole // count
         wire.add(found.plan.boxing_bytes)
@@ -318,13 +322,13 @@ def test_a_sliced_parameter_is_gathered_and_reduced_part_by_part(
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_slices_move_the_bytes_of_the_whole_and_need_less_memory(num_ranks: int) -> None:
-    graph = _step("wide", 16)
+    graph = _step("wide", 64)
     weights = [f"blocks.{block}.{layer}.weight" for block in (0, 1) for layer in (0, 2)]
     sizes = [graph.tensor(name).size_bytes for name in weights]
-    whole = _measured(graph, num_ranks, {})
+    whole = _measured(graph, num_ranks)
 
     changed = slice_operators(graph, {"blocks.*": Slicing(count=8)})
-    found = _measured(changed, num_ranks, slice_pins(changed))
+    found = _measured(changed, num_ranks)
 
     moved = sum(
         found.plan.steps[actor.step].size_bytes
@@ -337,6 +341,35 @@ def test_slices_move_the_bytes_of_the_whole_and_need_less_memory(num_ranks: int)
     assert moved == 3 * (num_ranks - 1) * sum(sizes)
     assert found.memory.states == whole.memory.states
     assert whole.memory.peak - found.memory.peak > max(sizes)
+
+
+def test_a_pin_of_how_a_parameter_is_used_holds_for_its_slices() -> None:
+    graph = _step("wide", 64)
+    changed = slice_operators(graph, {"blocks.*": Slicing(count=4)})
+
+    found = _measured(changed, 2, {"use:blocks.*.weight": "B"})
+
+    assert found.gathered_bytes == graph.tensor("blocks.0.0.weight").size_bytes
+
+
+def test_a_parameter_of_two_users_is_not_gathered_whole_for_both() -> None:
+    graph = slice_operators(_step("tied gpt"), {"tokens.weight": Slicing(count=2)})
+    mesh = Placement.grid((2,), ("data",))
+    request = PlanRequest(graph=graph, mesh=mesh, cluster=cluster())
+
+    strategy = infer_strategy(request, planner="test", pins=_STORED)
+
+    pieces = [n for n in graph.users["tokens.weight"] if n.op == "sbp.piece"]
+    taken = {strategy.nodes[node.name].signature.inputs[0] for node in pieces}
+    assert taken == {strategy.storage["tokens.weight"].sbp} == {NdSbp.parse("S(0)")}
+
+
+def test_slices_are_no_activations_though_they_wait_for_some() -> None:
+    changed = slice_operators(_step("wide", 32), {"blocks.0.0": Slicing(count=4)})
+    slices = [n.outputs[0] for n in changed.nodes if n.op == "sbp.piece" and n.num_slices == 4]
+    assert changed.tensor(slices[0]).shape[0] == 32  # as many as there are samples
+
+    assert not set(activations(changed)).intersection(slices)
 
 
 @pytest.mark.parametrize("along", _BOTH)

@@ -89,12 +89,26 @@ CASES: dict[str, list[Sample]] = {
         sample(real(5, 3), real(1, 3)),
         sample(real(3, 4, 2), real(3, 4, 2), dim=-3),
     ],
+    "aten.linear.default": [
+        sample(real(3, 5, 4), real(6, 4), real(6)),
+        sample(real(3, 4), real(6, 4)),
+    ],
+    "aten.matmul.default": [
+        sample(real(3, 5, 4), real(4, 6)),
+        sample(real(2, 1, 5, 4), real(3, 4, 6)),
+        sample(real(4), real(3, 4, 6)),
+        sample(real(3, 5, 4), real(4)),
+    ],
     "aten.mm.default": [
         sample(real(5, 7), real(7, 3)),
         sample(whole(5, 2), whole(2, 3)),
         sample(real(4, 3).to(torch.complex128), real(3, 2).to(torch.complex128)),
     ],
     "aten.mv.default": [sample(real(5, 7), real(7))],
+    "aten.tensordot.default": [
+        sample(real(3, 5, 4), real(3, 5, 6), [0, 1], [0, 1]),
+        sample(real(3, 5, 4), real(6, 4, 3), [-1, 0], [1, 2]),
+    ],
     "aten.vdot.default": [sample(torch.complex(real(5), real(5)), torch.complex(real(5), real(5)))],
 }
 

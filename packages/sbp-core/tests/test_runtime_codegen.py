@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import builtins
 import traceback
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from small_models import Program, same_states
 from sbp_core.capture import initial_states
 from sbp_core.compile import compile_plan
 from sbp_core.compile.physical import Actor, ActorKind, Instruction
+from sbp_core.errors import SbpError
 from sbp_core.graph import LogicalGraph
 from sbp_core.graph.ir import Phase, Rate, Ref, Symbol
 from sbp_core.graph.passes import prepare_step
@@ -19,7 +22,7 @@ from sbp_core.infer import infer_strategy
 from sbp_core.placement import Placement
 from sbp_core.plugins.kinds import PlanRequest
 from sbp_core.runtime import reference
-from sbp_core.runtime.codegen import keys_out, segment_function, segment_source, sources
+from sbp_core.runtime.codegen import keys_out, segment_function, segment_source
 from sbp_core.runtime.configs import ReferenceConfig
 from sbp_core.runtime.reference import ReferenceSession
 
@@ -190,11 +193,10 @@ def test_a_local_boxing_takes_the_part_of_the_rank() -> None:
     plan = compile_plan(graph, strategy_of(graph, signatures={"a": "S(0) -> S(0)"}))
     x, w = torch.randn(4, 4), torch.eye(4)
 
-    source = sources(plan.by_rank[1].by_name)["forward.0.0"]
     actor = plan.by_rank[1].by_name["forward.0.0"]
     made = dict(zip(keys_out(actor), segment_function(actor, 1, plan.steps)(x, w), strict=False))
 
-    assert "sbp_local_box(v2, 0)  # y@0(S(0))" in source
+    assert "sbp_local_box(v2, 0)  # y@0(S(0))" in segment_source(actor)[0]
     assert torch.equal(made["y"], x)
 
 
@@ -234,3 +236,37 @@ def test_generated_code_agrees_with_the_interpreter_bit_for_bit(
 
     assert torch.equal(loss, expected)
     assert same_states(session.state_dict(), interpreted.state_dict())
+
+
+_RUN = "__import__('sys').modules['builtins'].sbp_was_here = True"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"op": f"aten.relu.default(v0); {_RUN}; v9.a"},
+        {"op": "load_library"},
+        {"op": "aten.import_module"},
+        {"kwargs": {f"a={_RUN}, b": 1}},
+        {"args": (Ref("x"), Symbol("dtype", f"float32, {_RUN}"))},
+        {"args": (Ref("x"), Symbol("dtype", "load"))},
+        {"args": (Ref("x"), [Ref(_RUN)])},
+    ],
+    ids=["operator", "function", "packet", "keyword", "symbol", "other symbol", "list"],
+)
+def test_names_in_a_plan_become_no_code(changes: dict[str, Any]) -> None:
+    entry = _call("aten.relu.default", Ref("x"), outputs=("y",))
+    actor = _segment(replace(entry, **changes), inputs=("x",), outputs=("y",))
+
+    with pytest.raises(SbpError):
+        segment_function(actor, 0, ())
+    assert not hasattr(builtins, "sbp_was_here")
+
+
+def test_the_name_of_a_node_stays_a_comment() -> None:
+    entry = replace(_call("aten.relu.default", Ref("x"), outputs=("y",)), node=f"n\n    {_RUN}")
+    actor = _segment(entry, inputs=("x",), outputs=("y",))
+
+    segment_function(actor, 0, ())(torch.ones(2))
+
+    assert not hasattr(builtins, "sbp_was_here")

@@ -23,10 +23,10 @@ from sbp_core.boxing.processes.agree import agree
 from sbp_core.boxing.processes.fingerprint import Fingerprinted
 from sbp_core.compile.physical import PhysicalPlan
 from sbp_core.errors import BoxingError, PlanError, RunError
-from sbp_core.memory.arena import Arena, arenas
+from sbp_core.memory.arena import Arena, arenas, worthwhile
 from sbp_core.runtime.contract import Number, Runtime, Session, StepResult
 from sbp_core.runtime.execution import SegmentMaker, segment_maker
-from sbp_core.runtime.store import StateStore, feed
+from sbp_core.runtime.store import StateStore, Values, feed
 from sbp_core.runtime.torn import TORN_TODO, torn_states
 
 logger = logging.getLogger(__name__)
@@ -89,9 +89,12 @@ class ActorSession(Session):
         self.store.load(states)
         self.reports: SimpleQueue[WorkerReport] = SimpleQueue()
         self.steps_done = 0
+        #: The states that a step began with; those in force, until it is whole.
+        self.before: dict[int, Values] = {}
+        self.overwrites = any(a.in_place for rank in ranks for a in plan.by_rank[rank].actors)
         self.failure: RunError | None = None
         self.closed = False
-        arena_of = self._arenas() if config.arena else {}
+        arena_of = self._arenas()
         self.arena_bytes = {rank: arena.slots.size_bytes for rank, arena in arena_of.items()}
         self.workers: dict[ThreadId, Worker] = {
             (rank, name): Worker(
@@ -116,21 +119,26 @@ class ActorSession(Session):
             raise
 
     def _arenas(self) -> dict[int, Arena]:
-        """Return the arena of each local rank whose states are on a CPU."""
-        tensors = {
-            rank: [value for value in values.values() if torch.is_tensor(value)]
+        """Return the arenas that the config asks for: of local ranks with their states on a CPU."""
+        if not self.config.arena or self.config.compile != "eager":
+            return {}
+        ranks = [
+            rank
             for rank, values in self.store.values.items()
-        }
+            if all(
+                value.device.type == "cpu" for value in values.values() if torch.is_tensor(value)
+            )
+        ]
+        reads_at_once = not self.backend.spans_processes
         try:
-            slots = arenas(self.plan, reads_at_once=not self.backend.spans_processes)
+            if self.config.arena == "auto":
+                slots = worthwhile(self.plan, ranks, reads_at_once=reads_at_once)
+            else:
+                slots = arenas(self.plan, reads_at_once=reads_at_once)
         except PlanError as error:
             logger.info("results are new tensors in each step, and lie in no arena: %s", error)
             return {}
-        return {
-            rank: Arena(slots[rank])
-            for rank, held in tensors.items()
-            if all(tensor.device.type == "cpu" for tensor in held)
-        }
+        return {rank: Arena(slots[rank]) for rank in ranks if rank in slots}
 
     def _post(self, thread: ThreadId, message: Message) -> None:
         self.workers[thread].inbox.put(message)
@@ -143,6 +151,9 @@ class ActorSession(Session):
         fed = feed(self.plan, batch, scalars, self.store.values)
         first = self.steps_done == 0
         deadline_s = self.config.first_deadline_s if first else self.config.deadline_s
+        for worker in self.workers.values():
+            worker.has_overwritten = False
+        self.before = self.store.values
         try:
             if first and self.backend.spans_processes:
                 self._agree_on_plan(deadline_s)
@@ -152,6 +163,8 @@ class ActorSession(Session):
                     StepOrder(self.steps_done, states, fed[rank], deadline_s, self.watch)
                 )
             reports = self._collect()
+            failed = [report for report in reports if report.error is not None]
+            results = {} if failed else self._put_in_force(reports)
         except BoxingError as error:
             failure = RunError(error.what, where=error.where, todo=error.todo)
             self._end(error, failure)
@@ -160,9 +173,12 @@ class ActorSession(Session):
             # Such as an interrupt from the keyboard: the workers are in the middle of the step.
             self._end(error, RunError(f"step {self.steps_done} was interrupted by {error!r}"))
             raise
-        failed = [report for report in reports if report.error is not None]
         if failed:
             raise self._failed(failed)
+        return StepResult(outputs=results)
+
+    def _put_in_force(self, reports: Sequence[WorkerReport]) -> dict[str, Tensor]:
+        """Let the new states take force; return the results of the step."""
         results: dict[str, Tensor] = {}
         values = {rank: dict(held) for rank, held in self.store.values.items()}
         for report in reports:
@@ -171,7 +187,7 @@ class ActorSession(Session):
         # One assignment, so that an interrupt leaves all ranks either before the step or after it.
         self.store.values = values
         self.steps_done += 1
-        return StepResult(outputs=results)
+        return results
 
     def _agree_on_plan(self, deadline_s: float) -> None:
         """See that every process runs the same plan; its ranks compare the plan's hash.
@@ -265,6 +281,11 @@ class ActorSession(Session):
         if causes and causes[0] is not failed[0]:
             self.failure = self._failure(causes[0], [])
         assert self.failure is not None, "the first failure was noted"
+        if self._is_torn() and self.failure.todo != TORN_TODO:
+            # By a rank that went on for a while.
+            torn = RunError(self.failure.what, where=self.failure.where, todo=TORN_TODO)
+            torn.__cause__ = self.failure.__cause__
+            self.failure = torn
         return self.failure
 
     def _failure(self, report: WorkerReport, others: Sequence[str]) -> RunError:
@@ -275,7 +296,7 @@ class ActorSession(Session):
             f"rank {rank} failed in actor {report.actor!r}: {report.error}",
             where=(f"thread {thread!r}, step {self.steps_done}", *(others if waited else ())),
             todo=TORN_TODO
-            if self._is_torn(report)
+            if self._is_torn()
             else "states are those from before the step: state_dict() still gives them",
         )
         error.__cause__ = report.error
@@ -283,10 +304,17 @@ class ActorSession(Session):
 
     # States.
 
-    def _is_torn(self, failed: WorkerReport | None = None) -> bool:
-        """Whether the step that ended the session has overwritten some states."""
-        has_failed = self.failure is not None or failed is not None
-        return has_failed and any(worker.has_overwritten for worker in self.workers.values())
+    def _is_torn(self) -> bool:
+        """Whether a step that is not whole has overwritten some states."""
+        is_whole = self.store.values is not self.before
+        return not is_whole and any(worker.has_overwritten for worker in self.workers.values())
+
+    def _is_writing(self) -> bool:
+        """Whether a worker may still overwrite states after a failure; waits for them to end."""
+        if self.failure is None or not self.overwrites:
+            return False
+        self._join()
+        return any(worker.os_thread.is_alive() for worker in self.workers.values())
 
     def shard(self, name: str, rank: int) -> Tensor | Number:
         """See `Session.shard`."""
@@ -294,7 +322,7 @@ class ActorSession(Session):
 
     def state_dict(self) -> dict[str, Tensor]:
         """See `Session.state_dict`."""
-        if self._is_torn():
+        if self._is_writing() or self._is_torn():
             raise torn_states()
         return self.store.whole()
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from torch import Tensor
-
 from sbp_actor_runtime.message import StepOrder, Values
 from sbp_core.boxing.backend import Communicator
 from sbp_core.compile.liveness import keys_out
@@ -17,6 +15,7 @@ from sbp_core.compile.physical import Actor, ActorKind, PhysicalPlan
 from sbp_core.memory.arena import Arena
 from sbp_core.runtime.codegen import segment_function
 from sbp_core.runtime.execution import SegmentMaker
+from sbp_core.runtime.sums import Accumulation
 
 #: (index of the micro-batch, values taken, order of the step) -> values made.
 Work = Callable[[int, Values, StepOrder], Values]
@@ -43,7 +42,7 @@ def work_of(
             return _segment_in_arena(actor, plan, communicator.rank, arena)
         return _segment(actor, plan, communicator.rank, make_segment)
     if actor.kind is ActorKind.ACCUMULATE:
-        return _Accumulation(actor, plan.num_micro_batches)
+        return _accumulation(actor, plan)
     if actor.kind is ActorKind.SEND:
         return _send(actor, plan, communicator)
     if actor.kind is ActorKind.RECEIVE:
@@ -80,33 +79,13 @@ def _segment_in_arena(actor: Actor, plan: PhysicalPlan, rank: int, arena: Arena)
     return run
 
 
-class _Accumulation:
-    """Sums over the micro-batches of a step, in their order."""
+def _accumulation(actor: Actor, plan: PhysicalPlan) -> Work:
+    sums = Accumulation(actor, plan.num_micro_batches)
 
-    def __init__(self, actor: Actor, num_micro_batches: int) -> None:
-        parts = [part for part, _, _ in actor.accumulates]
-        self.parts = [
-            (part, total, scale, part not in parts[turn + 1 :])
-            for turn, (part, total, scale) in enumerate(actor.accumulates)
-        ]
-        self.last = num_micro_batches - 1
-        self.sums: dict[str, Tensor] = {}
+    def run(index: int, values: Values, order: StepOrder) -> Values:
+        return dict(sums.add(index, values))
 
-    def __call__(self, index: int, values: Values, order: StepOrder) -> Values:
-        for part, total, scale, is_last_use in self.parts:
-            value = values.pop(part) if is_last_use else values[part]
-            if scale is None:
-                self.sums[total] = value
-            elif index:
-                self.sums[total].add_(value * scale)
-            else:
-                # The first micro-batch begins anew, whatever a step that failed has left.
-                self.sums[total] = value * scale
-            del value
-        if index < self.last:
-            return {}
-        made, self.sums = self.sums, {}
-        return dict(made)
+    return run
 
 
 def _tag(actor: Actor) -> Callable[[int, StepOrder], str]:

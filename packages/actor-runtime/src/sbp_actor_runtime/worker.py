@@ -28,7 +28,7 @@ from sbp_actor_runtime.message import (
 from sbp_actor_runtime.post import Post, Turn, make_posts
 from sbp_actor_runtime.register import InRegister, OutRegister
 from sbp_core.boxing.backend import Communicator
-from sbp_core.compile.physical import PhysicalPlan
+from sbp_core.compile.physical import ActorKind, PhysicalPlan
 from sbp_core.errors import RunError
 from sbp_core.memory.arena import Arena
 from sbp_core.runtime.execution import SegmentMaker
@@ -147,6 +147,8 @@ class Worker:
             raise Stopped
         if not place.may_fire(turn):
             self._wait(place, turn, order.deadline_s)
+        if place.actor.in_place and place.actor.kind is ActorKind.COMPUTE:
+            self.has_overwritten = True  # by the segment, while it runs
         made = place.work(turn.micro_batch, self._take(place, turn.micro_batch, order), order)
         for end in place.sends:
             end.fill()

@@ -23,8 +23,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 (torch's own name for it)
 
-from sbp_core.errors import SbpValueError
 from sbp_models.configs import GptConfig
+from sbp_models.context import too_long
 
 #: Standard deviation of initial weights.
 INIT_STD = 0.02
@@ -117,11 +117,7 @@ class Gpt(nn.Module):
             SbpValueError: more tokens than `context`.
         """
         if tokens.shape[1] > self.context:
-            raise SbpValueError(
-                f"{tokens.shape[1]} tokens are more than the context of {self.context}",
-                accepted=f"tokens of shape (batch, time <= {self.context})",
-                todo="raise model.context, or lower data.context",
-            )
+            raise too_long(tokens.shape[1], self.context)
         x_BTD = self.embed(tokens)
         for block in self.blocks:
             x_BTD = block(x_BTD)

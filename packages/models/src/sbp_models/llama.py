@@ -23,8 +23,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 (torch's own name for it)
 
-from sbp_core.errors import SbpValueError
 from sbp_models.configs import LlamaConfig
+from sbp_models.context import too_long
 
 #: Standard deviation of initial weights.
 INIT_STD = 0.02
@@ -175,15 +175,6 @@ class Llama(nn.Module):
         """
         logits_BTV = self.forward(batch["tokens"])
         return F.cross_entropy(logits_BTV.flatten(0, 1), batch["targets"].flatten())
-
-
-def too_long(time: int, context: int) -> SbpValueError:
-    """Make the error for more tokens than a model looks at."""
-    return SbpValueError(
-        f"{time} tokens are more than the context of {context}",
-        accepted=f"tokens of shape (batch, time <= {context})",
-        todo="raise model.context, or lower data.context",
-    )
 
 
 def build(config: LlamaConfig) -> Llama:

@@ -26,7 +26,8 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812 (torch's own name for it)
 
 from sbp_models.configs import MoeConfig
-from sbp_models.llama import INIT_STD, Attention, RmsNorm, Rotary, too_long
+from sbp_models.context import too_long
+from sbp_models.llama import INIT_STD, Attention, RmsNorm, Rotary
 
 
 class Experts(nn.Module):

@@ -108,6 +108,21 @@ def sbp_datasets() -> Mapping[str, Factory]:
 
 
 @hookimpl
+def sbp_signatures() -> Mapping[str, Factory]:
+    """Return the rules of operators of `transformers`."""
+    return {
+        "transformers.grouped_mm_fallback.default": Factory(
+            build="sbp_models.hf_operators:product",
+            summary="tokens times the weights of their expert",
+        ),
+        "transformers.grouped_mm_fallback_backward.default": Factory(
+            build="sbp_models.hf_operators:gradients",
+            summary="its gradients",
+        ),
+    }
+
+
+@hookimpl
 def sbp_config_folders() -> Sequence[str]:
     """Return the Hydra search paths of this package."""
     return ["pkg://sbp_models.conf"]

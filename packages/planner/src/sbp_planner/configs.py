@@ -61,3 +61,20 @@ class OsdpConfig:
                 f"memory_bytes={self.memory_bytes!r}",
                 accepted="a number of bytes above 0, or null for the device's memory",
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileConfig:
+    """Settings of `sbp_planner.file`.
+
+    Args:
+        path: The strategy, as YAML or, where the name ends in `.json`, as JSON.
+        other_graph: Whether it may have been made for a graph that differs in more than its names.
+    """
+
+    path: str = "strategy.yaml"
+    other_graph: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.path:
+            raise ConfigError("path='' names no file", accepted="a .yaml or .json file")

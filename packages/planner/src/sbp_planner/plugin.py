@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from sbp_core.plugins import Factory, hookimpl
-from sbp_planner.configs import ManualConfig, OsdpConfig
+from sbp_planner.configs import FileConfig, ManualConfig, OsdpConfig
 
 SBP_API_VERSION = 1
 
@@ -21,6 +21,11 @@ def sbp_planners() -> Mapping[str, Factory]:
             build="sbp_planner.manual:build",
             config=ManualConfig,
             summary="a few pinned tensors, the rest inferred at least cost",
+        ),
+        "file": Factory(
+            build="sbp_planner.file:build",
+            config=FileConfig,
+            summary="a strategy from a file that a run left, edited or not",
         ),
         "osdp": Factory(
             build="sbp_planner.osdp:build",

@@ -5,6 +5,8 @@ Each entry names the versions it was tried on. Everything else in the package us
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -15,12 +17,15 @@ from torch._C._autograd import _get_sequence_nr
 from torch._guards import TracingContext, tracing
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_impls import op_implementations_dict
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.utils import stateless
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils import checkpoint
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = [
     "OpOverload",
@@ -34,9 +39,11 @@ __all__ = [
     "copied_storage",
     "cpp_compiler_problem",
     "current_backward_node",
+    "distributions_unchecked",
     "fake_mode",
     "functional_graph",
     "functional_overload",
+    "gradient_hooks",
     "has_cpu_kernel",
     "in_schema_order",
     "is_mutable",
@@ -44,18 +51,27 @@ __all__ = [
     "last_forward_number",
     "new_storage",
     "out_arguments",
+    "own_kernels_only",
     "reparametrized",
+    "replaced_step",
     "return_types",
+    "step_hooks",
     "storage_key",
     "trace_graph",
     "trunc_normal_as",
+    "unprofiled",
+    "without_modes",
     "without_torch_functions",
     "written_arguments",
 ]
 
 
 def fake_mode() -> FakeTensorMode:
-    """Return a mode of tensors without data, with static shapes. Tried on 2.13."""
+    """Return a mode of tensors without data, with static shapes. Tried on 2.13.
+
+    PyTorch refuses `_ctc_loss` there if lengths are tensors; see `_aligned`.
+    """
+    op_implementations_dict.setdefault(torch.ops.aten._ctc_loss.Tensor, _aligned)
     return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
 
 
@@ -70,6 +86,8 @@ def trace_graph(
         torch.autograd.set_multithreading_enabled(False),
         tracing(TracingContext(mode)),
         fx_traceback.preserve_node_meta(),
+        _grouped_products_of_any_dtype(),
+        _unlogged_failures(),
     ):
         module: fx.GraphModule = make_fx(function)(*inputs)
     return module
@@ -80,9 +98,81 @@ def functional_graph(
 ) -> fx.GraphModule:
     """Trace once more without mutations, keeping views. Tried on 2.13."""
     functional = torch.func.functionalize(function, remove="mutations")
-    with fx_traceback.preserve_node_meta():
+    with fx_traceback.preserve_node_meta(), _grouped_products_of_any_dtype():
         module: fx.GraphModule = make_fx(functional)(*inputs)
     return module
+
+
+def _grouped_product(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    from torch._meta_registrations import _create_grouped_mm_output_tensor
+
+    made: torch.Tensor = _create_grouped_mm_output_tensor(  # type: ignore[no-untyped-call]
+        left, right, offs, out_dtype
+    )
+    return made
+
+
+@contextmanager
+def _grouped_products_of_any_dtype() -> Iterator[None]:
+    """Let `_grouped_mm` take tensors without data of all dtypes that its kernels take.
+
+    PyTorch's own function for them takes bfloat16 only. Tried on 2.13.
+    """
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("_grouped_mm", _grouped_product, "Meta")
+        yield
+
+
+def _aligned(
+    mode: FakeTensorMode,
+    func: OpOverload,
+    scores: torch.Tensor,
+    targets: torch.Tensor,
+    *_: Any,
+    **__: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Stand for `_ctc_loss` without data, whose lengths are tensors.
+
+    Its second output is as wide as the longest target needs; here as wide as it may need.
+    """
+    if targets.dim() != 2:  # in one row: only values say how long the longest is
+        raise DynamicOutputShapeException(func)
+    times, samples = scores.shape[:2]
+    with mode:
+        wide = scores.new_empty((samples, times, 2 * targets.shape[1] + 1))
+        return scores.new_empty((samples,)), wide
+
+
+@contextmanager
+def _unlogged_failures() -> Iterator[None]:
+    """Keep PyTorch from logging the whole trace of an error that is raised. Tried on 2.13."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        with warnings.catch_warnings():
+            # What it hides itself, but not where warnings are errors.
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
+            yield
+    finally:
+        logger.disabled = before
+
+
+@contextmanager
+def distributions_unchecked() -> Iterator[None]:
+    """Let `torch.distributions` take parameters without looking at their values. Tried on 2.13."""
+    kind = torch.distributions.Distribution
+    before = kind._validate_args
+    kind.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        kind.set_default_validate_args(before)
 
 
 @contextmanager
@@ -93,10 +183,44 @@ def annotated(note: Mapping[str, Any]) -> Iterator[None]:
 
 
 @contextmanager
-def reparametrized(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Swap a module's parameters and buffers, tied ones too. Tried on 2.13."""
-    with stateless._reparametrize_module(module, dict(tensors), tie_weights=True):
+def reparametrized(module: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> Iterator[None]:
+    """Swap a module's parameters and buffers, tied ones too. Tried on 2.13.
+
+    Args:
+        module: Gets its own ones back at the end.
+        tensors: By name; at the end what the module held then, as it may have assigned others.
+    """
+    with stateless._reparametrize_module(module, tensors, tie_weights=True):
         yield
+
+
+@contextmanager
+def own_kernels_only() -> Iterator[None]:
+    """Let layers be made of ATen's own operators where there are others, of oneDNN, on the CPU.
+
+    Those of oneDNN for recurrent layers can only be traced, not be run. Tried on 2.13.
+    """
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+
+
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """Let operators be run as they are, whatever modes are active. Tried on 2.13."""
+    with _disable_current_modes():
+        yield
+
+
+def gradient_hooks(
+    parameter: torch.Tensor,
+) -> tuple[tuple[Callable[..., Any], ...], tuple[Callable[..., Any], ...]]:
+    """Return a parameter's hooks on its gradient, and those that run after. Tried on 2.13."""
+    after = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return tuple((parameter._backward_hooks or {}).values()), tuple((after or {}).values())
 
 
 @contextmanager
@@ -298,16 +422,23 @@ def out_arguments(op: OpOverload) -> tuple[str, ...]:
 
 
 def written_arguments(
-    op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> list[torch.Tensor]:
-    """Return the tensors among the arguments of a call that it writes to. Tried on 2.13."""
-    found: list[torch.Tensor] = []
+    op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], kind: type = torch.Tensor
+) -> list[Any]:
+    """Return the tensors among the arguments of a call that it writes to. Tried on 2.13.
+
+    Args:
+        op: The operator.
+        args: By position.
+        kwargs: By name.
+        kind: What stands for a tensor: itself, or a node of a graph.
+    """
+    found: list[Any] = []
     for at, entry in enumerate(op._schema.arguments):
         if entry.alias_info is None or not entry.alias_info.is_write:
             continue
         value = args[at] if at < len(args) else kwargs.get(entry.name)
         values = value if isinstance(value, list | tuple) else [value]
-        found += [tensor for tensor in values if isinstance(tensor, torch.Tensor)]
+        found += [tensor for tensor in values if isinstance(tensor, kind)]
     return found
 
 
@@ -329,3 +460,50 @@ def trunc_normal_as(
         yield
     finally:
         torch.nn.init._no_grad_trunc_normal_ = original
+
+
+def step_hooks(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Return how the hooks were registered that run around an optimizer's steps. Tried on 2.13."""
+    found = {
+        "register_step_pre_hook": optimizer._optimizer_step_pre_hooks,
+        "register_step_post_hook": optimizer._optimizer_step_post_hooks,
+        "register_optimizer_step_pre_hook": _global_optimizer_pre_hooks,
+        "register_optimizer_step_post_hook": _global_optimizer_post_hooks,
+    }
+    return [name for name, hooks in found.items() if hooks]
+
+
+def replaced_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `optimizer.step` was set on the object; what schedulers set counts for nothing.
+
+    Tried on 2.13.
+    """
+    step = vars(optimizer).get("step")
+    while getattr(step, "_wrapped_by_lr_sched", False):
+        step = getattr(step, "__wrapped__", None)
+    return step is not None and step is not type(optimizer).step
+
+
+@contextmanager
+def unprofiled() -> Iterator[None]:
+    """Let steps of optimizers tell the profiler nothing: its ops are no part of what they compute.
+
+    Tried on 2.13.
+    """
+    before = torch.autograd.profiler.record_function
+    torch.autograd.profiler.record_function = _NoRecord  # type: ignore[assignment, misc]
+    try:
+        yield
+    finally:
+        torch.autograd.profiler.record_function = before  # type: ignore[misc]
+
+
+class _NoRecord:
+    def __init__(self, *_: Any) -> None:
+        """Take what is recorded."""
+
+    def __enter__(self) -> None:
+        """Record nothing."""
+
+    def __exit__(self, *_: object) -> None:
+        """Record nothing."""

@@ -20,7 +20,7 @@ from sbp_core.compile.firings import Firings, ThreadId
 from sbp_core.compile.physical import Actor, ActorKind, PhysicalPlan, RankPlan, Register
 from sbp_core.compile.tokens import Place, TokenGame
 from sbp_core.errors import PlanError
-from sbp_core.graph.ir import ITEMSIZE, InputKind, Rate
+from sbp_core.graph.ir import InputKind, Rate
 from sbp_core.units import format_bytes
 
 
@@ -52,13 +52,19 @@ class CheckReport:
     occupancy: Mapping[tuple[int, str], int]
     memory: Mapping[int, RankMemory]
 
+    @property
+    def needs(self) -> dict[int, tuple[int, int]]:
+        """By rank the estimated peak and the bytes of states."""
+        return {name: (rank.peak, rank.states) for name, rank in self.memory.items()}
+
 
 def check(plan: PhysicalPlan, *, memory_bytes: int | None = None) -> CheckReport:
     """Prove a plan live and bounded and compute its memory.
 
     Args:
         plan: With firing orders.
-        memory_bytes: Memory of each rank; None leaves memory unchecked.
+        memory_bytes: Memory of each rank, compared with the estimates of the report; None leaves
+            memory unchecked. Who knows the exact peaks calls `check_memory` instead.
 
     Raises:
         PlanError: actors, registers and links do not fit together, an actor is missing from the
@@ -82,8 +88,29 @@ def check(plan: PhysicalPlan, *, memory_bytes: int | None = None) -> CheckReport
         },
     )
     if memory_bytes is not None:
-        _check_memory(report, memory_bytes)
+        check_memory(report.needs, memory_bytes)
     return report
+
+
+def check_memory(needs: Mapping[int, tuple[int, int]], memory_bytes: int) -> None:
+    """Check that every rank fits its memory.
+
+    Args:
+        needs: By rank the most bytes alive at once, and those of states: exact ones
+            (`MemoryReport.needs`) where they are known, else the estimates (`CheckReport.needs`).
+        memory_bytes: Memory of each rank.
+
+    Raises:
+        PlanError: a rank needs more.
+    """
+    rank, (peak, states) = max(needs.items(), key=lambda entry: entry[1])
+    if peak > memory_bytes:
+        raise PlanError(
+            f"rank {rank} would need {format_bytes(peak)}, {format_bytes(states)} of it for "
+            f"states, and has {format_bytes(memory_bytes)}",
+            accepted="plans that fit cluster.memory_bytes",
+            todo="shard states (planner=osdp), use smaller micro-batches, or more ranks",
+        )
 
 
 def _check_actor(plan: PhysicalPlan, part: RankPlan, actor: Actor) -> None:
@@ -220,17 +247,6 @@ def _check_orders(plan: PhysicalPlan) -> None:
                 )
 
 
-def _check_memory(report: CheckReport, memory_bytes: int) -> None:
-    rank, worst = max(report.memory.items(), key=lambda entry: entry[1].peak)
-    if worst.peak > memory_bytes:
-        raise PlanError(
-            f"rank {rank} would need {format_bytes(worst.peak)}, {format_bytes(worst.states)} of "
-            f"it for states, and has {format_bytes(memory_bytes)}",
-            accepted="plans that fit cluster.memory_bytes",
-            todo="shard states (planner=osdp), use smaller micro-batches, or more ranks",
-        )
-
-
 class _Replay:
     """One step, fired in the orders of the plan."""
 
@@ -325,14 +341,7 @@ class _Replay:
 
 
 def _state_bytes(part: RankPlan) -> int:
-    total = 0
-    for slot in part.slots:
-        if InputKind(slot.kind).is_state and slot.sbp is not None:
-            size = ITEMSIZE[slot.dtype]
-            for extent in slot.local_shape:
-                size *= extent
-            total += size
-    return total
+    return sum(slot.local_bytes for slot in part.slots if InputKind(slot.kind).is_state)
 
 
 make_callable(__name__)

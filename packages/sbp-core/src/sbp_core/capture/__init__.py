@@ -11,8 +11,9 @@ from sbp_core._callable_module import make_callable
 from sbp_core.capture.batch import flatten_batch
 from sbp_core.capture.convert import to_logical
 from sbp_core.capture.randomness import counted_random
+from sbp_core.capture.refusal import TraceError
 from sbp_core.capture.step import Loss, TrainingStep, model_tensors, split_losses
-from sbp_core.capture.trace import trace_step
+from sbp_core.capture.trace import TracedStep, trace_step
 from sbp_core.capture.update import LossScaling, Update, UpdateOptions
 from sbp_core.errors import CaptureError
 from sbp_core.graph.ir import LogicalGraph
@@ -66,7 +67,9 @@ def capture(
     """
     updating = Update(model, optimizer, update) if optimizer is not None else None
 
-    def trace(*, as_compiling: bool) -> LogicalGraph:
+    def trace(
+        *, as_compiling: bool, settled: TrainingStep | None = None
+    ) -> tuple[TrainingStep, TracedStep]:
         step = TrainingStep(
             model,
             loss,
@@ -75,15 +78,33 @@ def capture(
             autocast=autocast,
             per_shard_random=per_shard_random,
             as_compiling=as_compiling,
+            settled=settled,
         )
-        return to_logical(trace_step(step), name)
+        return step, trace_step(step)
+
+    def trace_settled(*, as_compiling: bool) -> LogicalGraph:
+        step, traced = trace(as_compiling=as_compiling)
+        if step.left:
+            # A forward that sets attributes once and for all does the same in its second step.
+            try:
+                again, second = trace(as_compiling=as_compiling, settled=step)
+            except CaptureError:
+                raise step.left[0].refusal() from None
+            if again.left or second.form != traced.form:
+                raise step.left[0].refusal()
+        return to_logical(traced, name)
 
     try:
-        return trace(as_compiling=False)
-    except CaptureError:
+        return trace_settled(as_compiling=False)
+    except TraceError as stopped:
         # Some models look at values (of masks, mostly), but not while they are being compiled. What
         # stops them then is what has to be changed.
-        return trace(as_compiling=True)
+        try:
+            return trace_settled(as_compiling=True)
+        except TraceError:
+            raise
+        except CaptureError:
+            raise stopped from None
 
 
 def initial_states(

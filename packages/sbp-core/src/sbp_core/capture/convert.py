@@ -6,6 +6,7 @@ become `Symbol`s; arithmetic on host numbers becomes `host.*` nodes.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -44,6 +45,11 @@ HOST_OPS = {
     operator.truediv: "truediv",
     operator.pow: "pow",
     operator.neg: "neg",
+    math.floor: "floor",
+    torch.sym_float: "float",
+    operator.mod: "mod",
+    operator.abs: "abs",
+    torch.sym_sqrt: "sqrt",
     pow: "pow",
     torch.sym_min: "min",
     torch.sym_max: "max",
@@ -132,7 +138,8 @@ class _Conversion:
         flat = value.detach().reshape(-1).tolist()
         dtype = Symbol("dtype", str(value.dtype).removeprefix("torch."))
         shape = tuple(value.shape)
-        same = bool(flat) and all(part == flat[0] for part in flat)
+        # By their text, as 0.0 == -0.0.
+        same = bool(flat) and all(part == flat[0] and repr(part) == repr(flat[0]) for part in flat)
         made = Node(
             name=name,
             op="aten.full.default" if same else "sbp.constant.default",
@@ -175,6 +182,7 @@ class _Conversion:
         if any(not isinstance(n, int) for n in _extents(node.meta.get("val"))):
             raise shape_by_value(str(node.target), note.get("source", ""))
         phase = Phase.OPTIMIZER if host else Phase(note.get("phase", "forward"))
+        _check_real(node, note.get("source", ""))
         args = self._argument(tuple(node.args))
         kwargs = {key: self._argument(value) for key, value in node.kwargs.items()}
         kwargs.pop("pin_memory", None)
@@ -301,6 +309,19 @@ class _Conversion:
         if value is None or isinstance(value, bool | int | float | str):
             return value
         raise CaptureError(f"an argument of type {type(value).__name__}: {value!r}")
+
+
+def _check_real(node: fx.Node, where: str) -> None:
+    """Refuse complex numbers as arguments: what plans are written in has none."""
+    for value in (*node.args, *node.kwargs.values()):
+        if isinstance(value, complex):
+            raise CaptureError(
+                f"the complex number {value!r} is an argument of {node.target}",
+                where=where,
+                accepted="real numbers, and complex tensors",
+                todo="write the op with real and imaginary parts; backward phases of real(), "
+                "imag() and angle() make such numbers: use torch.view_as_real instead",
+            )
 
 
 def _asked_for(node: fx.Node, made: Sequence[Any]) -> list[Any]:

@@ -8,14 +8,16 @@ parameters, buffers and batch tensors do not count, nor do learning rates: graph
 inputs. Everything else that tracing could read counts:
 
 * of functions and classes that are not installed: bytecode, defaults, closures, and what they name
-  in their modules, so that a global set at run time, or a function patched in a notebook, is seen;
+  in their modules, so that a global set at run time, a field of a global configuration, or a
+  function patched in a notebook, is seen;
 * of installed ones: their names, and any function of the user's that was put into their classes;
 * the files of all loaded modules, which a cached plan names (`sources`), as code that is called
   from somewhere deep is in one of them, and so are the constants that it reads.
 
-What cannot be described so that it reads the same in the next process is refused; the step is then
-captured each time. Not seen are files that a model reads while it is traced, and changes at run
-time of what installed packages hold, beside their classes.
+What cannot be described so that it reads the same in the next process is refused, as are functions
+that name the environment (`os.environ`); the step is then captured each time. Not seen are files
+that a model reads while it is traced, and changes at run time of what installed packages hold, but
+for their classes and what the user's code names of them.
 
 >>> model = torch.nn.Linear(2, 2)
 >>> def loss(model, batch):
@@ -31,8 +33,10 @@ False
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import hashlib
+import os
 import platform
 import re
 import sys
@@ -47,6 +51,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sbp_core._torch_compat import gradient_hooks
 from sbp_core.compile.cache import compiler_digest
 from sbp_core.compile.depends import SourceFile, loaded_sources
 from sbp_core.errors import CaptureError
@@ -60,8 +65,21 @@ _RATES = ("lr", "initial_lr")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...), range, slice)
 _NAMES_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 
+#: Operators, which go by their names.
+_OPERATORS = (type(torch.ops.aten.mm), type(torch.ops.aten.mm.default))
+
+_LIBRARY: Any = torch.library  # its class of custom operators is not listed as public
+_CUSTOM_OPERATOR = _LIBRARY.CustomOpDef
+
 #: Objects that say nothing about what is computed.
-_SILENT = ("logging", "threading", "_thread", "weakref", "_weakref", "io", "_io", "warnings")
+_SILENT = (
+    "logging", "threading", "_thread", "weakref", "_weakref", "io", "_io", "warnings", "_abc",
+)  # fmt: skip
+
+#: What reads the environment; on Windows there is none of bytes.
+_ENVIRONMENT = tuple(
+    getattr(os, name) for name in ("environ", "environb", "getenv", "getenvb") if hasattr(os, name)
+)
 
 #: Attributes that hold Python's own hashes, which are other ones in each process: transformers'.
 _HASHES = ("_original_object_hash",)
@@ -108,7 +126,8 @@ def sources() -> tuple[SourceFile, ...]:
 
 def _surroundings() -> tuple[Any, ...]:
     """Return versions, and the flags of torch that a trace depends on."""
-    cuda: Any = torch.backends.cuda  # torch leaves its functions untyped
+    backends: Any = torch.backends  # torch leaves its functions untyped
+    cuda = backends.cuda
     return (
         sys.version,
         platform.machine(),
@@ -119,6 +138,8 @@ def _surroundings() -> tuple[Any, ...]:
         torch.is_autocast_enabled("cpu"),
         torch.get_autocast_dtype("cpu"),
         torch.backends.cpu.get_cpu_capability(),
+        backends.mkldnn.is_available() and backends.mkldnn.enabled,
+        backends.mha.get_fastpath_enabled(),
         cuda.flash_sdp_enabled(),
         cuda.mem_efficient_sdp_enabled(),
         cuda.math_sdp_enabled(),
@@ -174,8 +195,14 @@ class _Description:
 
     # The parts of a step.
 
-    def add_module_tree(self, model: nn.Module) -> None:
-        """Add a module, its parameters and buffers without their values, and all below it."""
+    def add_module_tree(self, model: nn.Module, *, is_input: bool = True) -> None:
+        """Add a module, its parameters and buffers, and all below it.
+
+        Args:
+            model: The model, or another module that its code or the loss leads to.
+            is_input: Whether parameters and buffers are inputs of the graph, so that their values
+                do not count; those of other modules become constants.
+        """
         if not self._is_new(model):
             return
         self._put("module", type(model).__qualname__, model.training)
@@ -183,14 +210,14 @@ class _Description:
         for name, child in model._modules.items():
             with _At(self._path, f".{name}"):
                 self._put(name)
-                self.add(child)
+                self.add(child, is_input=is_input)
         for key, value in vars(model).items():
             if key == "_modules":
                 continue
             with _At(self._path, f".{key}"):
                 self._put(key)
                 if key in ("_parameters", "_buffers"):
-                    self.add(value, is_input=True)
+                    self.add(value, is_input=is_input)
                 elif _HOOKS.fullmatch(key) and isinstance(value, Mapping):
                     self.add(list(value.values()))  # their keys are counted through the process
                 else:
@@ -221,12 +248,16 @@ class _Description:
             CaptureError: it cannot be described.
         """
         kind = type(value)
+        if any(value is reader for reader in _ENVIRONMENT):
+            raise self._of_environment()
         if kind in _PLAIN or isinstance(value, _NAMES_OF_TORCH):
             self._put(kind.__name__, repr(value))
         elif isinstance(value, Tensor):
             self._add_tensor(value, is_input=is_input)
         elif isinstance(value, nn.Module):
-            self.add_module_tree(value)
+            self.add_module_tree(value, is_input=is_input)
+        elif isinstance(value, _OPERATORS):
+            self._put("operator", str(value))
         elif isinstance(value, Enum):
             self._put("enum", kind.__qualname__, value.name)
         elif isinstance(value, type):
@@ -246,6 +277,8 @@ class _Description:
         self._put(value.device, value.layout, value.requires_grad)
         if value.layout is torch.strided:
             self._put(value.stride())
+        if value.is_leaf and value.requires_grad:
+            self.add(gradient_hooks(value))
         if not is_input and value.device.type != "meta":
             content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             self._hash.update(hashlib.blake2b(content.numpy().tobytes()).digest())
@@ -268,6 +301,9 @@ class _Description:
             pass
         elif kind is property:
             self.add((value.fget, value.fset))
+        elif isinstance(value, _CUSTOM_OPERATOR):
+            # How it is differentiated is traced; its kernels are not.
+            self.add([part for part in vars(value).values() if _function_of(part)])
         elif kind in (staticmethod, classmethod) or hasattr(value, "__wrapped__"):
             self.add(value.__wrapped__)
         elif is_dataclass(value):
@@ -289,18 +325,30 @@ class _Description:
         own = {"__reduce_ex__", "__reduce__", "__getstate__"} & _attributes(type(value))
         if not own and hasattr(value, "__dict__"):
             return {key: part for key, part in vars(value).items() if key not in _HASHES}
+        registered = copyreg.dispatch_table.get(type(value))
         try:
-            reduced = value.__reduce_ex__(2)
+            reduced = registered(value) if registered else value.__reduce_ex__(2)
         except Exception as error:
             kind = type(value)
             raise CaptureError(
-                f"{''.join(self._path).lstrip('.') or 'an object'} is a "
+                f"{self._place()} is a "
                 f"{kind.__module__}.{kind.__qualname__}, of which nobody can say whether it is the "
                 f"same in the next process: {error}",
                 accepted="plain values, tensors, functions, modules, objects that can be pickled",
                 todo="keep it outside of the model, or do without cached captures",
             ) from error
         return reduced
+
+    def _place(self) -> str:
+        return "".join(self._path).lstrip(".") or "an object"
+
+    def _of_environment(self) -> CaptureError:
+        return CaptureError(
+            f"{self._place()} names the environment: nobody can say which variables it reads, and "
+            f"whether they are the same in the next process",
+            accepted="functions that name neither os.environ nor os.getenv",
+            todo="read the variable where the module is loaded, into a global",
+        )
 
     # Code.
 
@@ -345,7 +393,7 @@ class _Description:
             elif not is_installed and not (key.startswith("__") and key.endswith("__")):
                 self._put(key)
                 with _At(self._path, f"{cls.__qualname__}.{key}"):
-                    self._add_if_data(value)
+                    self.add(value)
 
     def _add_code(self, function: types.FunctionType) -> None:
         """Add what a function computes, as far as it is not installed."""
@@ -365,32 +413,20 @@ class _Description:
                 if isinstance(value, types.ModuleType):
                     self._add_used_of(value, names)
                 else:
-                    self._add_if_data(value)
+                    with _At(self._path, f": {name}"):
+                        self.add(value)
 
     def _add_used_of(self, module: types.ModuleType, names: Iterable[str]) -> None:
         """Add what a function may use of a module: what bears a name that it mentions."""
         self._put("module", module.__name__)
-        if _is_installed(module.__file__ or "") and module.__name__ in sys.stdlib_module_names:
+        if module.__name__.split(".")[0] in _VERSIONED:
             return
         held = vars(module)
         for name in sorted(set(names) & held.keys()):
             if not isinstance(held[name], types.ModuleType):
                 self._put(name)
-                self._add_if_data(held[name])
-
-    def _add_if_data(self, value: Any) -> None:
-        """Add a global: data and code; of objects of installed classes only the class."""
-        kind = type(value)
-        data = isinstance(
-            value, (*_PLAIN, *_NAMES_OF_TORCH, Tensor, Mapping, list, tuple, set, frozenset, Enum)
-        )
-        code = isinstance(value, types.FunctionType | types.BuiltinFunctionType | type)
-        module = sys.modules.get(kind.__module__)
-        own = not _is_installed(getattr(module, "__file__", None) or "<frozen")
-        if data or code or own or isinstance(value, functools.partial | staticmethod | property):
-            self.add(value)
-        else:
-            self._put("instance", kind.__module__, kind.__qualname__)
+                with _At(self._path, f": {module.__name__}.{name}"):
+                    self.add(held[name])
 
     def _add_bytecode(self, code: types.CodeType) -> None:
         self._put(code.co_code.hex(), code.co_names, code.co_varnames, code.co_freevars)

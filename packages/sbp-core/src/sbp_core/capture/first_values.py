@@ -7,22 +7,18 @@ parameters, one of each kind, shows which. Knows torch.
 
 from __future__ import annotations
 
-import copy
-from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from sbp_core.capture.twins import SMALL, over, small_shape
 from sbp_core.capture.update import Update
 from sbp_core.errors import CaptureError
-from sbp_core.optim.together import Together
 from sbp_core.update_options import UpdateOptions
 
-#: Extent of the dims of small parameters, at most.
-_SMALL = 3
+#: Extents of the dims of small parameters, at most: of two sizes, to see what goes by the size.
+_EXTENTS = (SMALL, SMALL + 2)
 
 #: What makes the states of two parameters alike: group, dtype, small shape, and the first if empty.
 _Kind = tuple[int, torch.dtype, tuple[int, ...], bool]
@@ -58,10 +54,7 @@ def first_values(
     """
     update = Update(model, optimizer, options)
     values = update.values()
-    small, kinds = _Small(), _kinds(model, optimizer)
-    firsts = Update(small, small.optimizer(optimizer, kinds), options).values()
-    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-    kind_of = {names[parameter]: kind for parameter, kind in kinds.items()}
+    small = [_Small(model, optimizer, options, extent) for extent in _EXTENTS]
     found: dict[str, FirstValue] = {}
     for entry in update.inputs():
         value, of = values[entry.name], entry.of or ""
@@ -69,11 +62,11 @@ def first_values(
             kept = _expanded(value.detach())
             found[entry.name] = FirstValue(value=kept, of=of, dtype=value.dtype)
             continue
-        own = small.names[kind_of[of]] if of else ""
-        first = firsts[own + entry.name[len(of) :]]
-        parameter = small.get_parameter(own) if of else None
-        number = _number(first, parameter, entry.name, optimizer)
-        whole = None if number is None else number.expand(value.shape)
+        first, other = (each.number(of, entry.name[len(of) :]) for each in small)
+        same = first == other if first is None or other is None else torch.equal(first, other)
+        if not same:
+            raise _of_its_own(entry.name, optimizer)
+        whole = None if first is None else first.expand(value.shape)
         found[entry.name] = FirstValue(value=whole, of=of, dtype=value.dtype)
     return found
 
@@ -85,52 +78,80 @@ def _expanded(value: Tensor) -> Tensor:
     return value.flatten()[0].clone().expand(value.shape)
 
 
-def _number(
-    first: Tensor, parameter: Tensor | None, name: str, optimizer: torch.optim.Optimizer
-) -> Tensor | None:
-    """Return the number that a small state is filled with: 0-d; None for a copy."""
-    if not first.numel():
-        return first.new_zeros(())
-    number = first.detach().flatten()[0].clone()
-    same = parameter is not None and first.shape == parameter.shape
-    if same and parameter is not None and torch.equal(first, parameter.to(first.dtype)):
-        return None
-    if not bool((first == number).all()):
-        raise CaptureError(
-            f"the state {name!r} of {type(optimizer).__name__} starts with values of its own",
-            accepted="one number for all elements, or a copy of the parameter",
-            todo="build the model with deferred(..., whole=True)",
-        )
-    return number
+def _of_its_own(name: str, optimizer: torch.optim.Optimizer) -> CaptureError:
+    return CaptureError(
+        f"the state {name!r} of {type(optimizer).__name__} starts with values of its own",
+        accepted="one number for all elements, or a copy of the parameter",
+        todo="build the model with deferred(..., whole=True)",
+    )
 
 
-def _kinds(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[Tensor, _Kind]:
+def _kinds(model: nn.Module, optimizer: torch.optim.Optimizer, extent: int) -> dict[Tensor, _Kind]:
     """Return the kind of every parameter."""
     found: dict[Tensor, _Kind] = {}
     for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
-            shape = tuple(min(extent, _SMALL) for extent in parameter.shape)
+            shape = small_shape(parameter.shape, extent)
             found[parameter] = (index, parameter.dtype, shape, parameter.requires_grad)
     for parameter in model.parameters():
         if parameter not in found:
-            shape = tuple(min(extent, _SMALL) for extent in parameter.shape)
+            shape = small_shape(parameter.shape, extent)
             found[parameter] = (-1, parameter.dtype, shape, parameter.requires_grad)
     return found
 
 
 class _Small(nn.Module):
-    """One small parameter of each kind."""
+    """One small parameter of each kind, and what the states of an optimizer over them start with.
 
-    def __init__(self) -> None:
+    Args:
+        model, optimizer, options: See `first_values`.
+        extent: Of dims, at most.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        options: UpdateOptions,
+        extent: int,
+    ) -> None:
         super().__init__()
         self.names: dict[_Kind, str] = {}
-
-    def optimizer(
-        self, optimizer: torch.optim.Optimizer, kinds: dict[Tensor, _Kind]
-    ) -> torch.optim.Optimizer:
-        """Return an optimizer of the same settings over small parameters."""
+        self.of = optimizer
+        kinds = _kinds(model, optimizer, extent)
         small = {parameter: self._parameter(kind) for parameter, kind in kinds.items()}
-        return _over(optimizer, lambda params: list(dict.fromkeys(small[p] for p in params)))
+        own = over(optimizer, lambda params: list(dict.fromkeys(small[p] for p in params)))
+        self.firsts = Update(self, own, options).values()
+        self.kinds = {
+            name: kinds[parameter]
+            for name, parameter in model.named_parameters()
+            if parameter in kinds
+        }
+
+    def number(self, of: str, rest: str) -> Tensor | None:
+        """Return the number that a state is filled with: 0-d; None for a copy of its parameter.
+
+        Args:
+            of: The parameter in the model; empty for states of none.
+            rest: What the name of the state says beside it.
+
+        Raises:
+            CaptureError: it is neither.
+        """
+        own = self.names[self.kinds[of]] if of else ""
+        first = self.firsts.get(own + rest)
+        if first is None:  # there only for larger parameters
+            raise _of_its_own(of + rest, self.of)
+        if not first.numel():
+            return first.new_zeros(())
+        number = first.detach().flatten()[0].clone()
+        parameter = self.get_parameter(own) if of else None
+        same = parameter is not None and first.shape == parameter.shape
+        if same and parameter is not None and torch.equal(first, parameter.to(first.dtype)):
+            return None
+        if not bool((first == number).all()):
+            raise _of_its_own(of + rest, self.of)
+        return number
 
     def _parameter(self, kind: _Kind) -> nn.Parameter:
         if kind not in self.names:
@@ -140,19 +161,3 @@ class _Small(nn.Module):
             values = values[: torch.Size(shape).numel()].reshape(shape).to(dtype)
             self.register_parameter(name, nn.Parameter(values, requires_grad=moves))
         return self.get_parameter(self.names[kind])
-
-
-def _over(
-    optimizer: torch.optim.Optimizer, swapped: Callable[[list[Tensor]], list[Any]]
-) -> torch.optim.Optimizer:
-    """Return an optimizer of the same settings over other parameters."""
-    twin = copy.copy(optimizer)
-    twin.state = defaultdict(dict)
-    if isinstance(optimizer, Together) and isinstance(twin, Together):
-        twin.optimizers = tuple(_over(one, swapped) for one in optimizer.optimizers)
-        twin.param_groups = [group for one in twin.optimizers for group in one.param_groups]
-    else:
-        twin.param_groups = [
-            {**group, "params": swapped(group["params"])} for group in optimizer.param_groups
-        ]
-    return twin

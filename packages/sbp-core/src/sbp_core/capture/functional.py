@@ -18,12 +18,15 @@ from torch import Tensor, fx
 
 from sbp_core._torch_compat import (
     OpOverload,
+    base_name,
     functional_graph,
     functional_overload,
     is_mutable,
     view_source,
     written_argument,
+    written_arguments,
 )
+from sbp_core.errors import CaptureError
 
 _aten = torch.ops.aten
 
@@ -34,7 +37,11 @@ def make_functional(first: fx.GraphModule, num_states: int) -> fx.GraphModule:
     Args:
         first: As traced; left as it is, or used up.
         num_states: How many of its placeholders, the first ones, may be written to.
+
+    Raises:
+        CaptureError: it writes to a tensor that is none of its arguments, and that outlives it.
     """
+    check_writes(first.graph)
     second = rewrite_mutations(first) or retrace(first, num_states)
     for node in second.graph.nodes:
         if node.op != "call_function":
@@ -47,6 +54,36 @@ def make_functional(first: fx.GraphModule, num_states: int) -> fx.GraphModule:
     second.graph.eliminate_dead_code()
     second.recompile()
     return second
+
+
+def check_writes(graph: fx.Graph) -> None:
+    """Refuse writes to what the program holds beside its states: nothing would carry them on.
+
+    Raises:
+        CaptureError: there is one; says at which line.
+    """
+    roots: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        source = view_source(node)
+        roots[node] = node if source is None else roots[source]
+        target: Any = node.target
+        if not isinstance(target, OpOverload) or not is_mutable(target):
+            continue
+        for written in written_arguments(target, node.args, node.kwargs, fx.Node):
+            if roots[written].op == "get_attr":
+                note = node.meta.get("custom", {}).get("sbp", {})
+                raise written_outside(target, note.get("source", ""))
+
+
+def written_outside(op: OpOverload, where: str) -> CaptureError:
+    """Return the error for a write to what is no state, no input, and not made by the step."""
+    return CaptureError(
+        f"{base_name(op)} changes a tensor in place that is no parameter, buffer or input, and "
+        "outlives the step",
+        where=where,
+        accepted="in-place changes of buffers, and of tensors that the step makes",
+        todo="register the tensor with register_buffer, or change a copy: .clone()",
+    )
 
 
 def retrace(first: fx.GraphModule, num_states: int) -> fx.GraphModule:

@@ -27,10 +27,10 @@ def total_norm(tensors: Iterable[Tensor], order: float) -> Tensor:
     """Return the norm of all elements of all tensors, a 0-d tensor.
 
     Args:
-        tensors: Floating, of any shapes; at least one.
+        tensors: Floating or complex, of any shapes; at least one.
         order: > 0 and not NaN; infinity for the largest absolute value.
     """
-    values = [wide(tensor) for tensor in tensors]
+    values = [tensor.abs() if tensor.is_complex() else wide(tensor) for tensor in tensors]
     if math.isinf(order):
         total = values[0].abs().amax()
         for value in values[1:]:

@@ -5,22 +5,30 @@ A dispatch mode that is active while the user's step is traced. FX keeps the not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from sbp_core._torch_compat import (
+    OpOverload,
     TorchDispatchMode,
     annotated,
     checkpoints_inlined,
     current_backward_node,
+    is_mutable,
+    key_of_storage,
     last_forward_number,
+    storage_key,
+    written_arguments,
 )
+from sbp_core.capture.functional import written_outside
 from sbp_core.capture.hidden import write_aloud
 from sbp_core.capture.randomness import Draws
 from sbp_core.capture.sources import user_line
+from sbp_core.errors import CaptureError
 from sbp_core.graph.ir import Phase
 
 
@@ -40,12 +48,38 @@ class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch leaves 
         self.num_checkpoints = 0
         self.checkpoint = 0
         self.draws = draws
+        #: Storages of real tensors that were made on the way, by key; kept, so that keys are.
+        self.made: dict[int, torch.UntypedStorage] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if kwargs and kwargs.get("generator") is not None:
+            raise CaptureError(
+                f"{func} draws from a generator of the program's own",
+                where=user_line(),
+                accepted="random numbers of PyTorch's default generator",
+                todo="leave generator= out: the numbers follow from the seed of the run",
+            )
+        if is_mutable(func):
+            self._check_written(func, args, kwargs or {})
         note = self._note()
         with annotated({"sbp": note}):
-            written = write_aloud(func, args, kwargs or {})
-            return self.draws.call(func, args, kwargs or {}) if written is None else written
+            made = write_aloud(func, args, kwargs or {})
+            if made is None:
+                made = self.draws.call(func, args, kwargs or {})
+        for tensor in made if isinstance(made, tuple | list) else (made,):
+            if type(tensor) is Tensor:
+                storage = tensor.untyped_storage()
+                self.made.setdefault(key_of_storage(storage), storage)
+        return made
+
+    def _check_written(
+        self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Refuse a write to a tensor that was there before: it would be changed here and now."""
+        for tensor in written_arguments(func, args, kwargs):
+            real = type(tensor) in (Tensor, nn.Parameter)
+            if real and storage_key(tensor) not in self.made:
+                raise written_outside(func, user_line())
 
     def _note(self) -> dict[str, Any]:
         self.num_ops += 1

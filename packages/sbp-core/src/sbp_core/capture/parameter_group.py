@@ -1,26 +1,22 @@
 """One parameter group of an optimizer: its states, its scalar inputs, and how its parameters move.
 
-The user's own code is run where it can be traced (see `restated` for the rest), with its choice of
-implementation (`foreach`, `capturable`) set to the plain one.
+The user's own code is run where it can be traced (see `own_code`), the rest is said in other words
+(see `restated`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sbp_core._torch_compat import compiling
-from sbp_core.capture.first_states import PLAIN, FirstStates, Number, plain_step, twin_of
+from sbp_core.capture.first_states import FirstStates, Number
 from sbp_core.capture.restated import Move, counts_for_first_step, move_of
+from sbp_core.capture.twins import PLAIN
 from sbp_core.errors import CaptureError
 from sbp_core.update_options import SETTINGS, UpdateOptions
-
-#: Optimizers whose plain code branches on host numbers: they run with steps as tensors.
-_TENSOR_STEPS = (torch.optim.ASGD, torch.optim.Rprop)
 
 
 class _Scheduled(torch.SymFloat):
@@ -42,7 +38,7 @@ def scalar_names(
     return {
         setting: f"{setting}{suffix}"
         for setting in ("lr", *options.scheduled)
-        if SETTINGS[setting][0] in settings
+        if settings.get(SETTINGS[setting][0]) is not None
     }
 
 
@@ -57,7 +53,7 @@ class ParameterGroup:
 
     Args:
         optimizer: Whose group it is.
-        settings: The group as the optimizer holds it.
+        index: Which of its groups.
         parameters: Its parameters by name.
         suffix: Of the names of its scalar inputs.
         options: See `UpdateOptions`.
@@ -70,29 +66,39 @@ class ParameterGroup:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        settings: Mapping[str, Any],
+        index: int,
         parameters: Mapping[str, Tensor],
         suffix: str,
         options: UpdateOptions,
     ) -> None:
-        self.optimizer, self.settings = optimizer, dict(settings)
+        self.optimizer, self.settings = optimizer, dict(optimizer.param_groups[index])
+        #: All parameters, and those that are trained.
+        self.held = list(parameters)
         self.parameters = {name: p for name, p in parameters.items() if p.requires_grad}
         self.skips = options.loss_scaling is not None
         #: Names of scalar inputs by setting.
         self.scalars = scalar_names(self.settings, suffix, options)
-        self._first_states = FirstStates(optimizer, self.settings)
+        self._first_states = FirstStates(optimizer, index)
         #: Python numbers among the states: what they are, and what every step adds to them.
         self.numbers: dict[str, dict[str, tuple[Number, Number]]] = {}
         #: States by parameter and key.
         self.states = {name: self._tensors(name, p) for name, p in self.parameters.items()}
-        stepped = all(optimizer.state.get(p) for p in self.parameters.values())
+        #: How parameters move that the optimizer's own code does not.
+        self.moves: dict[str, Move] = {}
         fused = options.fused if options.fused is not None else bool(self.settings.get("fused"))
-        self.move: Move | None = move_of(
-            optimizer, self.settings, fused=fused, skips=self.skips, stepped=stepped
-        )
-        if counts_for_first_step(self.move):
-            for states in self.states.values():
-                states["step"] = torch.zeros(())
+        for name, parameter in self.parameters.items():
+            stepped = bool(optimizer.state.get(parameter))
+            move = move_of(
+                optimizer,
+                self.settings,
+                fused=fused,
+                skips=self.skips,
+                stepped=stepped,
+            )
+            if move is not None:
+                self.moves[name] = move
+            if counts_for_first_step(move):
+                self.states[name]["step"] = torch.zeros(())
         self._check_skips()
 
     def _tensors(self, name: str, parameter: Tensor) -> dict[str, Tensor]:
@@ -100,9 +106,12 @@ class ParameterGroup:
         made = self.optimizer.state.get(parameter) or {}
         tensors = {key: value for key, value in made.items() if isinstance(value, Tensor)}
         if not made or len(tensors) < len(made):
-            first = self._first_states.of(parameter)
-            tensors = {**first.tensors, **tensors}
-            numbers = {k: (made.get(k, start), by) for k, (start, by) in first.numbers.items()}
+            if made:  # it has stepped: only the amounts are unknown
+                counted = self._first_states.numbers_of(parameter)
+            else:
+                first = self._first_states.of(parameter)
+                tensors, counted = dict(first.tensors), first.numbers
+            numbers = {k: (made.get(k, start), by) for k, (start, by) in counted.items()}
             self.numbers[name] = numbers
             for key, (number, by) in numbers.items():
                 if by:  # a counter: a state
@@ -110,9 +119,10 @@ class ParameterGroup:
         return dict(sorted(tensors.items()))
 
     def _check_skips(self) -> None:
-        counts = any("step" in states for states in self.states.values())
+        own = [name for name in self.parameters if name not in self.moves]
+        counts = any("step" in self.states[name] for name in own)
         counts = counts or any(by for of in self.numbers.values() for _, by in of.values())
-        if self.skips and counts and self.move is None and "capturable" not in self.settings:
+        if self.skips and counts and "capturable" not in self.settings:
             raise CaptureError(
                 f"{type(self.optimizer).__name__} reads the number of the step on the host, where "
                 "nobody knows whether an overflow skips it",
@@ -124,31 +134,32 @@ class ParameterGroup:
         """Return what the scalar inputs are now, by name."""
         return {name: _setting(self.settings, key) for key, name in self.scalars.items()}
 
-    def step(
+    def plain(self, scalars: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return the settings of a step: the plain implementation, and scalar inputs."""
+        return {
+            **self.settings,
+            **{key: value for key, value in PLAIN.items() if key in self.settings},
+            **self._inputs(scalars),
+        }
+
+    def move(
         self,
         held: MutableMapping[str, Tensor],
         grads: Mapping[str, Tensor],
         states: MutableMapping[str, Tensor],
         scalars: Mapping[str, Tensor],
     ) -> None:
-        """Move those parameters that have a gradient. See `Update.__call__`."""
-        settings = {
-            **self.settings,
-            **{key: value for key, value in PLAIN.items() if key in self.settings},
-            **self._inputs(scalars),
-        }
-        if self.move is None:
-            self._run(settings, held, grads, states)
-            return
-        for name, kept in self.states.items():
+        """Move the parameters of `moves` that have a gradient. See `Update.__call__`."""
+        settings = self.plain(scalars) if self.moves else {}
+        for name, move in self.moves.items():
             if name not in grads:
                 continue
-            own = {key: states[f"{name}.{key}"] for key in kept}
+            own = {key: states[f"{name}.{key}"] for key in self.states[name]}
             step: Any = None
             if "step" in own:
                 states[f"{name}.step"] = own["step"] = own["step"] + 1
                 step = own["step"].double() if self.skips else own["step"].item()
-            moved = self.move(settings, held[name], grads[name], own, step)
+            moved = move(settings, held[name], grads[name], own, step)
             held[name] = moved.parameter.to(held[name].dtype)
             for key, value in moved.states.items():
                 states[f"{name}.{key}"] = value.to(own[key].dtype)
@@ -167,45 +178,3 @@ class ParameterGroup:
                 old = found.get(key, self.settings[key])
                 found[key] = tuple(number if at == place else one for at, one in enumerate(old))
         return found
-
-    def _run(
-        self,
-        settings: dict[str, Any],
-        held: MutableMapping[str, Tensor],
-        grads: Mapping[str, Tensor],
-        states: MutableMapping[str, Tensor],
-    ) -> None:
-        """Let the optimizer's own code step, on a twin that holds the traced tensors."""
-        twin = twin_of(self.optimizer)
-        tensor_steps = self.skips or type(self.optimizer) in _TENSOR_STEPS
-        if tensor_steps and "capturable" in settings:
-            settings = {**settings, "capturable": True}
-        for name, kept in self.states.items():
-            member = held[name]
-            member.grad = grads.get(name)
-            own: dict[str, Any] = {key: states[f"{name}.{key}"] for key in kept}
-            if tensor_steps and "step" in own:  # as exact as numbers on the host
-                own["step"] = own["step"].double()
-            for key, (number, by) in self.numbers.get(name, {}).items():
-                own[key] = number
-                if by:
-                    count = states[f"{name}.{key}"] = states[f"{name}.{key}"] + by
-                    own[key] = count.item() - by
-            twin.state[member] = own
-        members = [held[name] for name in self.states]
-        twin.param_groups.append({**settings, "params": members})
-        with compiling() if tensor_steps else nullcontext():
-            plain_step(self.optimizer)(twin)
-        for name, member in zip(self.states, members, strict=True):
-            numbers = self.numbers.get(name, {})
-            for key, value in twin.state[member].items():
-                full = f"{name}.{key}"
-                if key in numbers:
-                    continue
-                if full not in states:
-                    raise CaptureError(
-                        f"{type(self.optimizer).__name__} makes the state {key!r} in a later step",
-                        accepted="optimizers that make all states in their first step",
-                        todo="take the steps before capture",
-                    )
-                states[full] = value.to(states[full].dtype)

@@ -12,13 +12,13 @@ is the one-device program that a plan is compared with.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sbp_core._torch_compat import TorchDispatchMode
+from sbp_core._torch_compat import TorchDispatchMode, checkpoints_inlined
 from sbp_core.runtime import random_ops as _  # noqa: F401 - registers sbp.random_*
 
 #: Restates one op: (draws, its arguments by position, by name) -> its results.
@@ -79,11 +79,14 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch lea
 def counted_random(seed: int, draw: int) -> Iterator[None]:
     """Let an eager step draw the numbers that a captured one draws.
 
+    What `torch.utils.checkpoint` would compute again in the backward phase is kept instead, as it
+    would draw other numbers the second time.
+
     Args:
         seed: What the plan is run with.
         draw: Step times micro-batches plus micro-batch.
     """
-    with _Counting(Draws(seed, draw)):
+    with checkpoints_inlined(nullcontext), _Counting(Draws(seed, draw)):
         yield
 
 

@@ -390,6 +390,13 @@ class _Answers(TorchFunctionMode):
         given = kwargs or {}
         if args and isinstance(args[0], Tensor):
             first = args[0]
+            if func is Tensor.share_memory_:
+                raise CaptureError(
+                    "a constructor cannot be deferred that shares memory between processes",
+                    where=user_line(),
+                    accepted="constructors that make tensors of their own process",
+                    todo="leave share_memory_() out, or build by deferred(..., whole=True)",
+                )
             with without_torch_functions(), self.recording.at_rest():
                 if func == _SET_DATA and first.is_meta != args[1].is_meta:
                     return func(first, self._alike(first, args[1]))
@@ -409,7 +416,7 @@ _tensor: Any = Tensor  # its properties are descriptors, of which the stubs know
 _SET_DATA = _tensor.data.__set__
 
 #: Methods that look at values and are no operators.
-_VALUES = frozenset((Tensor.tolist, Tensor.numpy, Tensor.__array__))
+_VALUES = frozenset((Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__format__))
 
 #: What tensors without data say of themselves.
 _ANSWERS: Mapping[Any, Callable[[Tensor], Any]] = {

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from sbp_core.capture.gradients import total_norm
+from sbp_core.capture.twins import kind_of
 from sbp_core.runtime import fused_ops as _fused_ops  # noqa: F401 - registers sbp.fused_*
 
 #: A host number as the trace sees it, or a 0-d tensor.
@@ -255,16 +256,16 @@ def move_of(
     skips: bool,
     stepped: bool,
 ) -> Move | None:
-    """Return how a group's parameters move; None: by the optimizer's own code.
+    """Return how a parameter moves; None: by the optimizer's own code.
 
     Args:
         optimizer: Any.
         settings: Of the group.
         fused: Take PyTorch's fused kernel if there is one.
         skips: Whether the number of the step is a tensor, because steps may be skipped.
-        stepped: Whether the optimizer has taken a step before.
+        stepped: Whether the parameter has been moved before.
     """
-    kind = type(optimizer)
+    kind = kind_of(optimizer)
     dampened = kind is torch.optim.SGD and settings["momentum"] and settings["dampening"]
     if dampened and not stepped:
         return sgd

@@ -3,24 +3,41 @@
 from __future__ import annotations
 
 import sys
+import sysconfig
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 
 import torch
 
 _FOREIGN = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), "<")
 
+#: Where Python's own library lies; what is installed may lie in a folder below.
+_STANDARD = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
+_INSTALLED = ("site-packages", "dist-packages")
 
-def is_users(file: str) -> bool:
-    """Whether a source file is the user's: neither torch's, nor ours, nor made at run time."""
-    return not file.startswith(_FOREIGN) and "contextlib" not in file
+#: Where PyTorch computes in Python what users could.
+_WRITTEN_OUT = tuple(
+    str(Path(torch.__file__).parent / part)
+    for part in ("functional.py", "nn/functional.py", "nn/utils", "distributions")
+)
+
+#: What PyTorch calls for every op: the line of interest is the one that called the op.
+_HANDLERS = ("__torch_function__", "__torch_dispatch__")
+
+
+def is_users(code: CodeType) -> bool:
+    """Whether code is the user's: not torch's, Python's or ours, nor made at run time."""
+    file = code.co_filename
+    if file.startswith(_FOREIGN) or code.co_name in _HANDLERS:
+        return False
+    return not file.startswith(_STANDARD) or any(folder in file for folder in _INSTALLED)
 
 
 def user_line() -> str:
     """Return `file:line` of the innermost frame of the user's code that runs now; or nothing."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if is_users(frame.f_code.co_filename):
+        if is_users(frame.f_code):
             return f"{short(frame.f_code.co_filename)}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
@@ -31,9 +48,26 @@ def user_frame(error: BaseException) -> str:
     found = ""
     trace = error.__traceback__
     while trace is not None:
-        name = trace.tb_frame.f_code.co_filename
-        if is_users(name):
-            found = f"{short(name)}:{trace.tb_lineno}"
+        code = trace.tb_frame.f_code
+        if is_users(code):
+            found = f"{short(code.co_filename)}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return found
+
+
+def library_call(error: BaseException) -> str:
+    """Return the function of PyTorch that the user called and that raised, `f (FILE:LINE)`.
+
+    Only functions that are written in Python and compute something; else nothing.
+    """
+    found = ""
+    trace = error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if is_users(code):
+            found = ""
+        elif code.co_filename.startswith(_WRITTEN_OUT) and code.co_name != "forward":
+            found = f"{code.co_name} ({short(code.co_filename)}:{trace.tb_lineno})"
         trace = trace.tb_next
     return found
 

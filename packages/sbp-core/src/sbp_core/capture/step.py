@@ -6,17 +6,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from sbp_core._torch_compat import compiling, reparametrized
+from sbp_core._torch_compat import (
+    compiling,
+    distributions_unchecked,
+    gradient_hooks,
+    own_kernels_only,
+    reparametrized,
+    storage_key,
+    without_modes,
+)
 from sbp_core.capture.batch import flatten_batch, rebuild_batch
+from sbp_core.capture.left_behind import Change, Generators, Snapshot
 from sbp_core.capture.notes import Notes
 from sbp_core.capture.randomness import Draws
+from sbp_core.capture.replaced import replaced_states
 from sbp_core.capture.update import Update
 from sbp_core.errors import CaptureError
 from sbp_core.graph.ir import GraphInput, InputKind, OutputKind, Phase
@@ -26,6 +37,12 @@ Loss = Callable[[nn.Module, Any], Any]
 
 #: Scalar inputs that random ops count with.
 SEED, DRAW = "seed", "draw"
+
+#: What passes call the counts of steps that they tie together.
+_CLOCK = "clock"
+
+#: What `torch.autocast` converts to.
+_AUTOCAST = ("bfloat16", "float16")
 
 _ACCEPTED = (
     "one floating number (a 0-d tensor); a pair of it and a mapping of metrics; or a mapping with "
@@ -37,8 +54,18 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return parameters, buffers, and tensors that modules hold unregistered, by name.
 
     Tied tensors come once. A constant that a module keeps as a plain attribute is a buffer, too.
+
+    Raises:
+        CaptureError: one has no shape yet.
     """
     found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for name, tensor in found.items():
+        if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
+            raise CaptureError(
+                f"{name!r} has no shape yet: its module waits for its first input",
+                accepted="modules that know their sizes",
+                todo="give the sizes (nn.Linear instead of nn.LazyLinear), or call the model once",
+            )
     known = {id(tensor) for tensor in found.values()}
     for path, module in model.named_modules():
         for key, value in vars(module).items():
@@ -59,6 +86,8 @@ class TrainingStep:
         autocast: dtype name for `torch.autocast` around the forward phase; empty for none.
         per_shard_random: See `Draws`.
         as_compiling: Tell the model that it is being compiled, while its forward runs.
+        settled: Step that has been traced, whose forward left something on its modules: so they
+            are while this forward runs; None for as they are now.
     """
 
     def __init__(
@@ -71,9 +100,12 @@ class TrainingStep:
         autocast: str = "",
         per_shard_random: bool = False,
         as_compiling: bool = False,
+        settled: TrainingStep | None = None,
     ) -> None:
         self.model, self.loss, self.batch, self.update = model, loss, batch, update
         self.autocast, self.as_compiling = autocast, as_compiling
+        self.settled = settled.after if settled is not None else None
+        self.settled_tensors = settled.kept if settled is not None else []
         self.tensors = model_tensors(model)
         self.moving = [
             name
@@ -86,14 +118,48 @@ class TrainingStep:
         self.notes = Notes(Draws(per_shard=per_shard_random))
         #: Names and kinds of the outputs before the states, known after the first call.
         self.reported: list[tuple[str, OutputKind]] = []
+        #: What the forward left on its modules, and all attributes then, with real tensors in the
+        #: place of those that it left; after the first call.
+        self.left: list[Change] = []
+        self.after: Snapshot | None = None
+        self.kept: list[Tensor] = []
+        #: States that the forward replaced by a tensor that still has a graph behind it.
+        self.differentiable: list[str] = []
         self._check_names()
+        self._check_options()
+
+    def _check_options(self) -> None:
+        if self.autocast and self.autocast not in _AUTOCAST:
+            raise CaptureError(
+                f"autocast={self.autocast!r}", accepted=f"{', '.join(_AUTOCAST)}, or nothing"
+            )
+        hooked = [
+            name
+            for name in self.moving
+            if self.update is not None and gradient_hooks(self.tensors[name])[1]
+        ]
+        if hooked:
+            raise CaptureError(
+                f"{hooked[0]!r} has a hook by register_post_accumulate_grad_hook, which no "
+                "captured step runs",
+                accepted="hooks on gradients: parameter.register_hook(...), hooks of modules",
+                todo="change the gradient by register_hook, or do in the optimizer what it does",
+            )
 
     def _check_names(self) -> None:
-        taken = {*self.tensors, *self.updates, *self.scalars, SEED, DRAW}
+        taken = {*self.tensors, *self.updates, *self.scalars, SEED, DRAW, _CLOCK}
+        for name in self.tensors:
+            if name in (*self.scalars, SEED, DRAW, _CLOCK):
+                raise CaptureError(
+                    f"{name!r} is the name of a parameter or buffer, and of an input of every "
+                    "captured step",
+                    accepted=f"other names than {', '.join((*self.scalars, SEED, DRAW, _CLOCK))}",
+                    todo=f"rename it, or put it into a module of its own ('scale.{name}')",
+                )
         for name in self.flat_batch:
             if name in taken:
                 raise CaptureError(
-                    f"{name!r} is the name of a batch tensor and of a state of the model",
+                    f"{name!r} is the name of a batch tensor and of a state or input of the step",
                     accepted="other names",
                     todo="rename the key in the batch",
                 )
@@ -113,25 +179,43 @@ class TrainingStep:
         states: list[Tensor],
         batch: list[Tensor],
         scalars: list[Tensor],
-    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Return (losses and metrics, new parameters and buffers, new states of the update)."""
+    ) -> tuple[list[Tensor], ...]:
+        """Return (losses and metrics, new parameters and buffers, new states of the update, ...).
+
+        The last list holds the tensors that the forward left on its modules.
+        """
         held = dict(zip(self.tensors, tensors, strict=True))
         own = dict(zip(self.updates, states, strict=True))
         rates = dict(zip(self.scalars, scalars, strict=True))
         with self.notes:
             with torch.enable_grad():
-                leaves = {name: held[name].detach().requires_grad_() for name in self.moving}
-                loss, metrics = self._forward(held | leaves, batch)
+                leaves = {name: self._leaf(name, held[name]) for name in self.moving}
+                loss, metrics, replaced = self._forward(held | leaves, batch)
+                held |= replaced
+                metrics = _as_they_are(metrics, held.values())
+                extras = [tensor.detach() for tensor in self._left_tensors()]
                 if self.update is None:
-                    return self._report(loss, metrics), [], []
+                    return self._report(loss, metrics), [], [], extras
                 grads = self._backward(self.update.scale(loss, own), leaves)
             with torch.no_grad(), self.notes.during(Phase.OPTIMIZER):
-                metrics = {**metrics, **(self.update(held, grads, own, rates) or {})}
-        return self._report(loss, metrics), list(held.values()), list(own.values())
+                metrics = _joined(metrics, self.update(held, grads, own, rates) or {})
+        return self._report(loss, metrics), list(held.values()), list(own.values()), extras
+
+    def _left_tensors(self) -> list[Tensor]:
+        found = [tensor for change in self.left for tensor in change.tensors]
+        return list({id(tensor): tensor for tensor in found}.values())
+
+    def _leaf(self, name: str, tensor: Tensor) -> Tensor:
+        """Return what the loss is differentiated by, with the parameter's own hooks."""
+        leaf = tensor.detach().requires_grad_()
+        for hook in gradient_hooks(self.tensors[name])[0]:
+            leaf.register_hook(hook)  # type: ignore[no-untyped-call] # torch leaves it untyped
+        return leaf
 
     def _forward(
         self, tensors: Mapping[str, Tensor], batch: list[Tensor]
-    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+    ) -> tuple[Tensor, Mapping[str, Tensor], Mapping[str, Tensor]]:
+        """Return the loss, metrics, and the states that the forward put in the place of others."""
         parts = dict(zip(self.flat_batch, batch, strict=True))
         given = rebuild_batch(self.batch, parts)
         device = next(iter(tensors.values())).device.type if tensors else "cpu"
@@ -141,8 +225,37 @@ class TrainingStep:
             else nullcontext()
         )
         hint = compiling() if self.as_compiling else nullcontext()
-        with self.notes.follow(self.model), reparametrized(self.model, tensors), cast, hint:
-            return split_losses(self.loss(self.model, given))
+        storages = {name: storage_key(tensor) for name, tensor in tensors.items()}
+        now = dict(tensors)
+        before, generators = Snapshot(self.model), Generators()
+        try:
+            if self.settled is not None:
+                self.settled.restore()
+            with (
+                self.notes.follow(self.model),
+                reparametrized(self.model, now),
+                distributions_unchecked(),
+                own_kernels_only(),
+                cast,
+                hint,
+            ):
+                loss, metrics = split_losses(self.loss(self.model, given))
+            generators.check()
+            stand_ins = {id(tensor): self.tensors[name] for name, tensor in tensors.items()}
+            self.left = (self.settled or before).changes(stand_ins)
+            if self.left:
+                self.after = Snapshot(self.model)
+                with without_modes():
+                    self.kept = self.after.with_real_tensors(self._left_tensors())
+        finally:
+            before.restore()
+            generators.restore()
+        for change in self.left:
+            if change.registered:
+                raise change.refusal()
+        replaced = replaced_states(self.tensors, tensors, now, storages)
+        self.differentiable = [name for name, tensor in replaced.items() if tensor.requires_grad]
+        return loss, metrics, {name: tensor.detach() for name, tensor in replaced.items()}
 
     def _backward(self, loss: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
         if not loss.requires_grad:
@@ -163,6 +276,15 @@ class TrainingStep:
         return [loss.detach(), *(value.detach() for value in metrics.values())]
 
 
+def _as_they_are(metrics: Mapping[str, Tensor], held: Iterable[Tensor]) -> dict[str, Tensor]:
+    """Return metrics that the update cannot change: those that look at a state are copied."""
+    states = {storage_key(tensor) for tensor in held}
+    return {
+        name: value.detach().clone() if storage_key(value) in states else value
+        for name, value in metrics.items()
+    }
+
+
 def split_losses(made: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
     """Return the loss and the metrics in what a loss function returned.
 
@@ -176,6 +298,9 @@ def split_losses(made: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], Mapping):
         made, metrics = made
     elif isinstance(made, Mapping) and "loss" in made:
+        _check_metrics(
+            {k: v for k, v in made.items() if k != "loss" and isinstance(v, int | float)}
+        )
         metrics = {
             name: value
             for name, value in made.items()
@@ -188,14 +313,41 @@ def split_losses(made: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
             if isinstance(made, Tensor)
             else type(made).__name__
         )
-        raise CaptureError(f"the loss is {what}", accepted=_ACCEPTED)
+        raise CaptureError(
+            f"the loss is {what}",
+            accepted=_ACCEPTED,
+            todo="add several losses up to one floating number, and return the parts as metrics: "
+            "(a + b, {'a': a, 'b': b})",
+        )
+    _check_metrics(metrics)
+    return made, metrics
+
+
+def _check_metrics(metrics: Mapping[str, Any]) -> None:
     for name, value in metrics.items():
         if not isinstance(value, Tensor) or name == "loss":
             raise CaptureError(
                 f"the metric {name!r} is {type(value).__name__}",
                 accepted="tensors, by other names than 'loss'",
+                todo="leave it out: a number that is no tensor is the same in every step"
+                if isinstance(value, int | float)
+                else "",
             )
-    return made, metrics
+
+
+def _joined(own: Mapping[str, Tensor], made: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the metrics of the loss and of the update.
+
+    Raises:
+        CaptureError: two have one name.
+    """
+    for name in own.keys() & made.keys():
+        raise CaptureError(
+            f"the loss returns a metric {name!r}, which is what the update calls its own",
+            accepted=f"other names than {', '.join(made)}",
+            todo="rename the metric in the loss",
+        )
+    return {**own, **made}
 
 
 def _kind(tensor: Tensor) -> InputKind:

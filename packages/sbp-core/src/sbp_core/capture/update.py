@@ -14,11 +14,14 @@ from sbp_core.capture.gradients import (
     total_norm,
     unscaled,
 )
+from sbp_core.capture.own_code import OwnCode
 from sbp_core.capture.parameter_group import ParameterGroup
+from sbp_core.capture.rehearsal import rehearse
+from sbp_core.capture.twins import check_own_code
 from sbp_core.errors import CaptureError
 from sbp_core.graph.ir import GraphInput, InputKind
 from sbp_core.optim.together import members
-from sbp_core.update_options import LossScaling, UpdateOptions
+from sbp_core.update_options import SETTINGS, LossScaling, UpdateOptions
 
 __all__ = ["LossScaling", "Update", "UpdateOptions"]
 
@@ -38,7 +41,8 @@ class Update:
         options: What else happens once a step.
 
     Raises:
-        CaptureError: the optimizer cannot be captured, or holds what the model does not.
+        CaptureError: the optimizer cannot be captured, or holds what the model does not; or the
+            options ask for what it has not.
     """
 
     def __init__(
@@ -49,7 +53,8 @@ class Update:
     ) -> None:
         self.options = options
         self._parameters = dict(model.named_parameters())
-        self._groups = _groups(self._parameters, optimizer, options)
+        self._optimizers = _optimizers(self._parameters, optimizer, options)
+        self._groups = [group for one in self._optimizers for group in one.groups]
         self._states = {name: of for group in self._groups for name, of in group.states.items()}
         self._averaged: list[str] = []
         if options.ema_decay is not None:
@@ -59,6 +64,7 @@ class Update:
             self._states[name] = {**self._states.get(name, {}), AVERAGE: average}
         taken = {*self._parameters, *dict(model.named_buffers())}
         _check_names(taken, self.values())
+        _check_options(self._groups, optimizer, options)
         #: Names of the scalar inputs: the learning rate of each parameter group, and others.
         self.scalars = list(self.scalar_values())
 
@@ -137,17 +143,25 @@ class Update:
             overflow = is_overflow(found)
             metrics["skipped"] = overflow.float()
         found = self._clip(found, metrics)
-        before = {name: value.clone() for name, value in (*held.items(), *states.items())}
-        for group in self._groups:
-            group.step(held, found, states, scalars)
+        moving = [] if overflow is None else self._moving()
+        before = {name: held[name].clone() for name in moving}
+        if overflow is not None:
+            before |= {name: value.clone() for name, value in states.items()}
+        for one in self._optimizers:
+            one.step(held, found, states, scalars)
         if self._averaged:
             self._average(held, states, scalars[DECAY])
         if overflow is not None:
-            _undo(held, self._parameters, before, overflow)
+            _undo(held, moving, before, overflow)
             _undo(states, states.keys() - {SCALE, GROWTH}, before, overflow)
             self._rescale(states, overflow)
             metrics["loss_scale"] = states[SCALE]
         return metrics
+
+    def _moving(self) -> list[str]:
+        """Return the parameters that a step may change."""
+        moved = (name for one in self._optimizers for name in one.may_move())
+        return sorted(dict.fromkeys(moved))
 
     def _clip(self, grads: dict[str, Tensor], metrics: dict[str, Tensor]) -> dict[str, Tensor]:
         options = self.options
@@ -199,27 +213,62 @@ def _undo(
     overflow: Tensor,
 ) -> None:
     for name in sorted(names):
-        if values[name].requires_grad or values[name] is not before[name]:
-            values[name] = torch.where(overflow, before[name], values[name])
+        values[name] = torch.where(overflow, before[name], values[name])
 
 
-def _groups(
+def _optimizers(
     parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, options: UpdateOptions
-) -> list[ParameterGroup]:
+) -> list[OwnCode]:
+    """Return each optimizer that one consists of, as a function of its states."""
     names = {id(parameter): name for name, parameter in parameters.items()}
-    count = len(optimizer.param_groups)
-    found: list[ParameterGroup] = []
+    count, number = len(optimizer.param_groups), 0
+    found: list[OwnCode] = []
+    for member in (optimizer, *members(optimizer)):
+        check_own_code(member)
     for member in members(optimizer):
-        for settings in member.param_groups:
+        groups: list[ParameterGroup] = []
+        for index, settings in enumerate(member.param_groups):
             if any(id(parameter) not in names for parameter in settings["params"]):
                 raise CaptureError(
                     "the optimizer holds a parameter that the model does not have",
                     accepted="an optimizer over model.parameters()",
                 )
             own = {names[id(parameter)]: parameter for parameter in settings["params"]}
-            suffix = "" if count == 1 else f".{len(found)}"
-            found.append(ParameterGroup(member, settings, own, suffix, options))
+            suffix = "" if count == 1 else f".{number}"
+            groups.append(ParameterGroup(member, index, own, suffix, options))
+            number += 1
+        rehearse(member)
+        found.append(OwnCode(member, groups))
     return found
+
+
+def _check_options(
+    groups: Iterable[ParameterGroup], optimizer: torch.optim.Optimizer, options: UpdateOptions
+) -> None:
+    """Refuse options that would be ignored, or that PyTorch refuses, too."""
+    found = list(groups)
+    for setting in options.scheduled:
+        if not any(setting in group.scalars for group in found):
+            known = sorted({name for name in SETTINGS for group in found if _has(group, name)})
+            raise CaptureError(
+                f"no parameter group of {type(optimizer).__name__} has the setting {setting!r} "
+                "that is to be scheduled",
+                accepted=", ".join(known),
+                todo="leave it out of UpdateOptions.scheduled",
+            )
+    for group in found:
+        for name, parameter in group.parameters.items():
+            if parameter.is_complex() and options.clip_value is not None:
+                raise CaptureError(
+                    f"clip_value={options.clip_value} cannot cut the gradient of {name!r}, which "
+                    "is complex",
+                    accepted="real parameters",
+                    todo="clip by norm: clip_norm",
+                )
+
+
+def _has(group: ParameterGroup, setting: str) -> bool:
+    return SETTINGS[setting][0] in group.settings
 
 
 def _check_names(taken: Iterable[str], states: Iterable[str]) -> None:

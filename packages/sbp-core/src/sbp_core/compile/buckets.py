@@ -233,7 +233,7 @@ def _flat_step(
         num_elements: Of the larger of what a rank has before and after.
         like: The nd-SBP of one of them before, which says what is reduced; sums if None.
     """
-    others = [a for a, extent in enumerate(mesh.mesh_shape) if a not in axes and extent > 1]
+    others = _others(mesh, axes)
     shape = (*(mesh.mesh_shape[axis] for axis in others), num_elements)
     whole: list[Sbp] = [B] * mesh.num_axes
     for dim, axis in enumerate(others):
@@ -254,6 +254,11 @@ def _flat_step(
         size_bytes=0,
     )
     return replace(step, size_bytes=collective_bytes(step))
+
+
+def _others(mesh: Placement, axes: tuple[int, ...]) -> list[int]:
+    """Return the mesh axes that a flat buffer has a dim for, before that of its elements."""
+    return [a for a, extent in enumerate(mesh.mesh_shape) if a not in axes and extent > 1]
 
 
 def _num_rows(step: Step) -> int:
@@ -317,7 +322,7 @@ def are_views(item: Item) -> bool:
     return item.packed[0].kind is not StepKind.ALL_GATHER
 
 
-def pack_instructions(item: Item, rank: int) -> Iterator[Instruction]:
+def pack_instructions(item: Item) -> Iterator[Instruction]:
     """Yield how values are laid out in a flat buffer; the same on every rank."""
     (flat,) = item.outputs
     scatters = item.packed[0].kind is StepKind.REDUCE_SCATTER
@@ -337,8 +342,7 @@ def pack_instructions(item: Item, rank: int) -> Iterator[Instruction]:
     yield _call(
         item.name, "aten.cat.default", (tuple(map(Ref, parts)), 1 if scatters else 0), joined
     )
-    mesh, axes = item.packed[0].source[0], item.packed[0].axes
-    others = [a for a, extent in enumerate(mesh.mesh_shape) if a not in axes and extent > 1]
+    others = _others(item.packed[0].source[0], item.packed[0].axes)
     shape = (*(1 for _ in others), -1)
     yield _call(item.name, "aten.reshape.default", (Ref(joined), shape), flat)
 
@@ -353,7 +357,7 @@ def _rows_first(
     yield _call(node, "aten.permute.default", (Ref(f"{made}.cut"), order), made)
 
 
-def unpack_instructions(item: Item, rank: int) -> Iterator[Instruction]:
+def unpack_instructions(item: Item) -> Iterator[Instruction]:
     """Yield how values are taken out of a flat buffer; the same on every rank."""
     (flat,) = item.inputs
     gathers = item.packed[0].kind is StepKind.ALL_GATHER

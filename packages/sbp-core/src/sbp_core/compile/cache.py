@@ -244,7 +244,15 @@ def _unpack(data: bytes) -> tuple[Any, tuple[SourceFile, ...]]:
     packed = data[start:]
     if _checksum(packed) != data[len(MAGIC) : start]:
         raise SbpValueError(f"its {len(data)} bytes do not give its checksum")
-    value, files = codec.decode(zlib.decompress(packed))
+    try:
+        found = codec.decode(zlib.decompress(packed))
+    except zlib.error as error:
+        raise SbpValueError(f"it cannot be decompressed: {error}") from error
+    if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], tuple)):
+        raise SbpValueError("it holds no pair of a value and files")
+    value, files = found
+    if not all(isinstance(file, SourceFile) for file in files):
+        raise SbpValueError("it depends on what are no files")
     return value, files
 
 

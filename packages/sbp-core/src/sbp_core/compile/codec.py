@@ -8,8 +8,9 @@ plan of four ranks takes hardly longer to read than that of one.
     atoms     strings, numbers, True, False, None
     records   [kind or class, number of a part, number of a part, ...], parts before wholes
 
-The table is JSON, so reading it runs no code but the `__new__` of classes of this package: unlike
-pickle, a file from elsewhere can do no harm. Validation (`__post_init__`) is not repeated.
+The table is JSON, so reading it runs no code but the `__new__` and `__post_init__` of classes of
+this package, unlike pickle. What is read may still be wrong; a plan runs the operators of torch
+that it names, whoever wrote it.
 
 >>> from sbp_core.graph.ir import Ref
 >>> decode(encode((Ref("x"), {"scale": 0.5}, Ref("x"))))
@@ -25,7 +26,7 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any
 
-from sbp_core.errors import SbpTypeError, SbpValueError
+from sbp_core.errors import SbpError, SbpTypeError, SbpValueError
 
 FORMAT = 1
 
@@ -38,6 +39,21 @@ _TUPLE, _LIST, _DICT, _SET, _CLASS = 0, 1, 2, 3, 4
 _FIELDS, _ENUM, _ENTRIES = "fields", "enum", "entries"
 
 _Make = Callable[[list[Any]], Any]
+
+_ATOMS = (str, int, float, bool, type(None))
+
+#: What reading bytes that are no value of ours ends in.
+_WRONG = (
+    ValueError,
+    KeyError,
+    TypeError,
+    IndexError,
+    AttributeError,
+    ImportError,
+    AssertionError,
+    RecursionError,
+    SbpError,
+)
 
 
 def encode(value: object) -> bytes:
@@ -78,7 +94,7 @@ def decode(data: bytes) -> Any:
         return _read(table)
     except SbpValueError:
         raise
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, ImportError) as error:
+    except _WRONG as error:
         raise SbpValueError(
             f"bytes that hold no value of ours: {type(error).__name__}: {error}",
             todo="write them again with this version",
@@ -177,8 +193,15 @@ def _read(table: Mapping[str, Any]) -> Any:
     # Atoms are counted from the end: value -1 is the first atom.
     atoms = table["atoms"]
     records = table["records"]
+    if not all(isinstance(atom, _ATOMS) for atom in atoms):
+        raise SbpValueError("an atom is a list or object", accepted="strings, numbers, null")
+    first = -len(atoms)
     values: list[Any] = [None] * len(records) + atoms[::-1]
     for number, (kind, *parts) in enumerate(records):
+        if kind < 0 or (parts and not first <= min(parts) <= max(parts) < number):
+            raise SbpValueError(
+                f"record {number} is {[kind, *parts]}", accepted="parts that come before it"
+            )
         found = [values[part] for part in parts]
         if kind >= _CLASS:
             values[number] = makers[kind - _CLASS](found)
@@ -190,7 +213,10 @@ def _read(table: Mapping[str, Any]) -> Any:
             values[number] = frozenset(found)
         else:
             values[number] = dict(zip(found[::2], found[1::2], strict=True))
-    return values[table["root"]]
+    root = table["root"]
+    if not first <= root < len(records):
+        raise SbpValueError(f"the value is part {root}", accepted=f"{first} .. {len(records) - 1}")
+    return values[root]
 
 
 def _maker(module: str, name: str, kind: str, names: Iterable[str]) -> _Make:
@@ -199,7 +225,8 @@ def _maker(module: str, name: str, kind: str, names: Iterable[str]) -> _Make:
     Raises:
         SbpValueError: the class is not ours, or has other fields now.
     """
-    if module.split(".")[0] not in PACKAGES:
+    path = module.split(".")
+    if path[0] not in PACKAGES or "__main__" in path:
         raise SbpValueError(f"a class of {module!r}", accepted=", ".join(PACKAGES))
     cls: Any = importlib.import_module(module)
     for part in name.split("."):
@@ -223,6 +250,21 @@ def _filler(cls: Any, names: tuple[str, ...]) -> _Make:
 
     Slots are filled by their descriptors.
     """
+    fill = _blank_filler(cls, names)
+    check = getattr(cls, "__post_init__", None)
+    if check is None:
+        return fill
+
+    def checked(found: list[Any]) -> Any:
+        made = fill(found)
+        check(made)
+        return made
+
+    return checked
+
+
+def _blank_filler(cls: Any, names: tuple[str, ...]) -> _Make:
+    """Return what makes a dataclass of its fields and does not validate it."""
     new = cls.__new__
     slots = [getattr(cls, name, None) for name in names]
     if "__slots__" in cls.__dict__ and all(hasattr(slot, "__set__") for slot in slots):

@@ -32,7 +32,9 @@ class Firings:
         self._done = dict.fromkeys(self._orders, 0)
 
     def run(self, fire: Callable[[Place], None]) -> bool:
-        """Fire what can be, thread after thread, until nothing can; return whether all did.
+        """Fire what can be, in turns, until nothing can; return whether all did.
+
+        A thread fires once a turn, so that who waits for something takes it soon after it is made.
 
         Args:
             fire: Fires a place and its partners, and says so by `advance` of each.
@@ -41,7 +43,7 @@ class Firings:
         while progress:
             progress = False
             for thread in self._orders:
-                while (place := self.head(thread)) is not None and self._can_fire(place):
+                if (place := self.head(thread)) is not None and self._can_fire(place):
                     fire(place)
                     progress = True
         return next(self.waiting(), None) is None

@@ -15,10 +15,10 @@ from types import MappingProxyType
 
 from sbp_core.compile.buckets import are_views, pack_instructions, unpack_instructions
 from sbp_core.compile.items import Item, ItemKind
-from sbp_core.compile.levels import ALIASES
 from sbp_core.compile.physical import LOCAL_BOX, Instruction
 from sbp_core.compile.program import Program
 from sbp_core.graph.ir import Argument, Node, Ref, map_refs
+from sbp_core.graph.views import VIEWS
 from sbp_core.sbp import Partial, Split
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.localize import localize
@@ -59,7 +59,7 @@ class Instructions:
         if item.node is None:
             key = (item.name, 0)
             if key not in self._made:
-                self._made[key] = tuple(self._boxing(rank, item))
+                self._made[key] = tuple(self._boxing(item))
             return self._made[key]
         pattern = self._patterns.get(item.name)
         if pattern is None:
@@ -73,15 +73,15 @@ class Instructions:
             self._made[key] = tuple(made)
         return self._made[key]
 
-    def _boxing(self, rank: int, item: Item) -> Iterator[Instruction]:
+    def _boxing(self, item: Item) -> Iterator[Instruction]:
         """Yield what is the same on every rank."""
         if item.kind is ItemKind.LOCAL:
             args = (Ref(item.inputs[0]), self._program.step_index[item.name])
             yield Instruction(op=LOCAL_BOX, args=args, outputs=item.outputs, node=item.name)
         elif item.kind is ItemKind.PACK:
-            yield from pack_instructions(item, rank)
+            yield from pack_instructions(item)
         else:
-            yield from unpack_instructions(item, rank)
+            yield from unpack_instructions(item)
 
     def _pattern(self, item: Item, node: Node) -> _Pattern:
         numbers = {key: str(at) for at, key in enumerate(dict.fromkeys(item.inputs))}
@@ -199,7 +199,7 @@ def _bases(program: Program, items: Sequence[Item]) -> dict[str, str]:
 
 def _is_alias(program: Program, node: Node) -> bool:
     """Whether the node views its argument; a slice of a split dim is a new tensor, partial."""
-    if node.kind not in ALIASES:
+    if node.kind not in VIEWS:
         return False
     signature = program.strategy.nodes[node.name].signature
     return not any(

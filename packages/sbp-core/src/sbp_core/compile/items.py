@@ -89,7 +89,3 @@ class Lowered:
     held: dict[str, Held] = field(default_factory=dict)
     results: dict[str, str] = field(default_factory=dict)
     new_states: dict[str, str] = field(default_factory=dict)
-
-    def users(self, key: str) -> list[Item]:
-        """Return the items that take a key."""
-        return [item for item in self.items if key in item.inputs]

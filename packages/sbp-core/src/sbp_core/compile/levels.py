@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from sbp_core.compile.items import Item, ItemKind
 from sbp_core.graph.ir import InputKind, LogicalGraph, Phase
+from sbp_core.graph.views import VIEWS
 
 
 def with_levels(graph: LogicalGraph, items: Iterable[Item]) -> list[Item]:
@@ -59,12 +60,6 @@ def is_gathered_on_use(graph: LogicalGraph, value: str) -> bool:
     return entry is not None and entry.kind is InputKind.PARAMETER
 
 
-#: Operators whose results alias their arguments: they cost no memory and next to no time.
-ALIASES = frozenset(
-    {"view", "_unsafe_view", "reshape", "t", "transpose", "permute", "split", "split_with_sizes"}
-    | {"slice", "select", "expand", "unsqueeze", "squeeze", "detach", "alias", "after"}
-)
-
 _FACTORIES = frozenset(
     {"arange", "ones_like", "zeros_like", "full", "full_like", "ones", "zeros"}
     | {"random_bernoulli", "random_integers", "random_normal", "random_uniform"}
@@ -84,7 +79,7 @@ def sink(items: Sequence[Item]) -> list[Item]:
     sunk: list[Item] = []
     for item in reversed(items):
         light = item.phase is Phase.OPTIMIZER or (
-            item.node is not None and item.node.kind in ALIASES | _FACTORIES
+            item.node is not None and item.node.kind in VIEWS | _FACTORIES
         )
         if item.kind is ItemKind.OP and light:
             found = [user for key in item.outputs for user in users.get(key, ())]

@@ -113,7 +113,7 @@ class _Lowering:
             raise PlanError(
                 f"output {name!r} is the input {value!r} itself",
                 accepted="values that an op makes",
-                todo="copy the input in the model's forward",
+                todo="prepare the graph: sbp_core.graph.passes.prepare_step copies such inputs",
             )
         if not self.graph.is_tensor(value):
             self.out.new_states[name] = value

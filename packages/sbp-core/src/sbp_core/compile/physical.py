@@ -16,19 +16,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sbp_core.boxing.step import Step, StepKind
 from sbp_core.errors import SbpValueError
-from sbp_core.graph.ir import Argument, Phase, Rate
+from sbp_core.graph.ir import Argument, Phase, Rate, TensorType
 from sbp_core.graph.serialize import argument_from_json, argument_to_json
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp
+
+if TYPE_CHECKING:
+    from sbp_core.memory.slots import RankSlots
 
 FORMAT = 1
 
 #: Instruction that runs a local boxing step: arguments are (value, index into `plan.steps`).
 LOCAL_BOX = "sbp.local_box"
+
+#: Instruction that copies the new value of a state over the old one: arguments are (state, value).
+OVERWRITE = "aten.copy_.default"
 
 
 class ActorKind(StrEnum):
@@ -68,13 +74,13 @@ class Actor:
         instructions: Of a compute segment, in order.
         step: Of a boxing actor, index into `plan.steps`; else -1.
         makes: Of a collective or receive, the key it makes, taken by an actor of this rank or not.
-        accumulates: Of an accumulation: (part, sum, scale) for each value; a scale of None takes
-            the last micro-batch's part instead of the sum.
+        accumulates: Of an accumulation: (part, sum, how) for each value. How is the factor of the
+            parts in their sum; "maximum" or "minimum"; or None for the last micro-batch's part.
         emits: (result name, key): losses and metrics that leave here.
         writes: (state, key): new values of states, in force from the next step on; of an actor that
             fires for each micro-batch, that of the last one.
-        in_place: States among `writes` whose new value is copied into the memory of the old one
-            after the firing.
+        in_place: States among `writes` whose new value is copied into the memory of the old one:
+            by an instruction of a segment, else after the firing.
         weight_s: Rough time of one firing, for ordering only.
         transient_bytes: Most bytes alive inside one firing, beside what it takes; of an
             accumulation, its sums.
@@ -93,7 +99,7 @@ class Actor:
     instructions: tuple[Instruction, ...] = ()
     step: int = -1
     makes: str = ""
-    accumulates: tuple[tuple[str, str, float | None], ...] = ()
+    accumulates: tuple[tuple[str, str, float | str | None], ...] = ()
     emits: tuple[tuple[str, str], ...] = ()
     writes: tuple[tuple[str, str], ...] = ()
     in_place: tuple[str, ...] = ()
@@ -163,6 +169,11 @@ class StateSlot:
     sbp: NdSbp | None
     local_shape: tuple[int, ...]
 
+    @property
+    def local_bytes(self) -> int:
+        """Bytes of this rank's part; 0 of a host scalar."""
+        return 0 if self.sbp is None else TensorType(self.local_shape, self.dtype).size_bytes
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlan:
@@ -202,6 +213,9 @@ class PhysicalPlan:
     """What all ranks do in a step, and what it was compiled from.
 
     `ties` says for a host state, such as a clock, which states of the model it stands for.
+    `arenas` is what `memory.arena.lay_out` has found, so that who starts the plan need not: by rank
+    how results lie in one block of memory. It follows from the rest, so it counts neither for the
+    hash nor for equality, is not in the JSON, and a plan that is made from this one is without.
     """
 
     graph_hash: str
@@ -212,6 +226,9 @@ class PhysicalPlan:
     steps: tuple[Step, ...]
     links: tuple[Link, ...]
     ranks: tuple[RankPlan, ...]
+    arenas: Mapping[int, RankSlots] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
 
     @cached_property
     def by_rank(self) -> Mapping[int, RankPlan]:
@@ -408,14 +425,25 @@ def from_json(value: Mapping[str, Any]) -> PhysicalPlan:
     """Read what `to_json` wrote.
 
     Raises:
-        SbpValueError: the format is another one.
+        SbpValueError: the format is another one, or it is no plan.
     """
-    if value.get("format") != FORMAT:
+    found = value.get("format") if isinstance(value, Mapping) else None
+    if found != FORMAT:
         raise SbpValueError(
-            f"a physical plan of format {value.get('format')!r}",
+            f"a physical plan of format {found!r}",
             accepted=f"format {FORMAT}",
             todo="compile again with this version",
         )
+    try:
+        return _plan_from_json(value)
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+        raise SbpValueError(
+            f"JSON that is no physical plan: {type(error).__name__}: {error}",
+            todo="compile again with this version",
+        ) from error
+
+
+def _plan_from_json(value: Mapping[str, Any]) -> PhysicalPlan:
     return PhysicalPlan(
         graph_hash=value["graph_hash"],
         planner=value["planner"],

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from sbp_core.boxing import Step
 from sbp_core.compile.items import Item, ItemKind, Lowered
 from sbp_core.compile.physical import StateSlot
-from sbp_core.graph.ir import ITEMSIZE, LogicalGraph, Node, TensorType
+from sbp_core.graph.ir import LogicalGraph, Node, TensorType
 from sbp_core.sbp import local_shape
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.derive import work_flop
@@ -89,7 +89,8 @@ class Program:
             stage = self.strategy.stages[held.stage]
             kind = held.kind or self.graph.tensor(held.value)
             at = stage.coordinate(stage.rank_list[0] if rank is None else rank)
-            sizes[rank] = _size(kind.dtype, local_shape(kind.shape, held.sbp, stage.mesh_shape, at))
+            shape = local_shape(kind.shape, held.sbp, stage.mesh_shape, at)
+            sizes[rank] = TensorType(shape, kind.dtype).size_bytes
         return sizes[rank]
 
     def written(self, keys: Iterable[str]) -> tuple[tuple[str, str], ...]:
@@ -149,10 +150,3 @@ def _by_value(states: Mapping[str, str]) -> dict[str, list[tuple[int, str, str]]
     for place, (state, key) in enumerate(states.items()):
         found[key].append((place, state, key))
     return dict(found)
-
-
-def _size(dtype: str, shape: Sequence[int]) -> int:
-    size = ITEMSIZE[dtype]
-    for extent in shape:
-        size *= extent
-    return size

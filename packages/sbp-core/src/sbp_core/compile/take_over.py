@@ -1,20 +1,31 @@
 """Let new values of states take the memory of the old ones, where nobody looks at it any more.
 
-before: new = addcdiv(w, ...) [kept to the end of the step, beside w]
-after:  new = addcdiv(w, ...); w <- new                                     (`Actor.in_place`)
+before: a = addcdiv(v, ...); b = addcdiv(w, ...)       [kept to the end of the step, beside v, w]
+after:  a = addcdiv(v, ...); v <- a; b = addcdiv(w, ...); w <- b            (`Actor.in_place`)
 
-A step that fails after the first such write leaves states of two steps. No torch.
+A segment writes each state as soon as nothing of it looks at the old value any more, so that new
+values need not be there together. What a boxing step makes is copied after its firing. A step that
+fails after the first such write leaves states of two steps. No torch.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from math import prod
 
-from sbp_core.compile.levels import ALIASES
-from sbp_core.compile.physical import LOCAL_BOX, Actor, ActorKind, PhysicalPlan, RankPlan
-from sbp_core.graph.ir import ITEMSIZE, Rate, refs
+from sbp_core.compile.liveness import keys_in
+from sbp_core.compile.physical import (
+    LOCAL_BOX,
+    OVERWRITE,
+    Actor,
+    ActorKind,
+    Instruction,
+    PhysicalPlan,
+    RankPlan,
+)
+from sbp_core.graph.ir import Rate, Ref, refs
+from sbp_core.graph.views import VIEWS
 
 
 def take_over(plan: PhysicalPlan) -> PhysicalPlan:
@@ -44,14 +55,46 @@ def _of_rank(plan: PhysicalPlan, part: RankPlan) -> RankPlan:
         taken: tuple[str, ...] = ()
         if actor.rate is Rate.STEP:
             taken = tuple(s for s in states if _is_free(part, actor, s, views, place))
-        slots = [tensors[state] for state in taken]
-        size = sum(prod(slot.local_shape) * ITEMSIZE[slot.dtype] for slot in slots)
-        actors.append(
-            replace(actor, in_place=taken, written_bytes=max(0, actor.written_bytes - size))
-            if taken
-            else actor
-        )
+        size = sum(tensors[state].local_bytes for state in taken)
+        if taken:
+            written = max(0, actor.written_bytes - size)
+            actor = _overwriting(replace(actor, in_place=taken, written_bytes=written), views)
+        actors.append(actor)
     return replace(part, actors=tuple(actors))
+
+
+def _overwriting(actor: Actor, views: Mapping[str, set[str]]) -> Actor:
+    """Return a segment that writes its states itself, each after the last look at its memory."""
+    made = {key: at for at, entry in enumerate(actor.instructions) for key in entry.outputs}
+    behind: dict[int, list[Instruction]] = defaultdict(list)
+    writes = []
+    for state, key in actor.writes:
+        if state in actor.in_place and key in made:
+            looks = [
+                at
+                for at, entry in enumerate(actor.instructions)
+                if any(state in views.get(name, ()) for name in keys_in(entry))
+            ]
+            done = f"{state} <- {key}"
+            at = max((made[key], *looks))
+            behind[at].append(
+                Instruction(
+                    op=OVERWRITE,
+                    args=(Ref(state), Ref(key)),
+                    outputs=(done,),
+                    node=actor.instructions[made[key]].node,
+                )
+            )
+            key = done
+        writes.append((state, key))
+    return replace(
+        actor,
+        reads=tuple(dict.fromkeys((*actor.reads, *actor.in_place))),
+        writes=tuple(writes),
+        instructions=tuple(
+            part for at, entry in enumerate(actor.instructions) for part in (entry, *behind[at])
+        ),
+    )
 
 
 def _views(part: RankPlan, states: set[str]) -> dict[str, set[str]]:
@@ -63,7 +106,7 @@ def _views(part: RankPlan, states: set[str]) -> dict[str, set[str]]:
         for actor in part.actors:
             for entry in actor.instructions:
                 kind = entry.op.split(".")[1]
-                if entry.op != LOCAL_BOX and kind not in ALIASES:
+                if entry.op != LOCAL_BOX and kind not in VIEWS:
                     continue
                 seen = {s for ref in refs(entry.args) for s in found.get(ref.name, ())}
                 for key in entry.outputs:

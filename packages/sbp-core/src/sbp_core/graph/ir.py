@@ -163,7 +163,8 @@ class Node:
         module: Path of the module that called it (of its forward node, for a backward node).
         source: `file:line` of the user's code.
         forward: For a backward node, a forward node of the same call; else empty.
-        tags: Tags of the operator that signatures need: `pointwise`, `view`, `seeded`.
+        tags: Tags of the operator that signatures need: `pointwise`, `view`, `seeded`. Passes add
+            their own: `slice:4` is one of four slices of an operator.
     """
 
     name: str
@@ -187,6 +188,12 @@ class Node:
     def kind(self) -> str:
         """The operator without namespace and overload: `mm`."""
         return self.op.split(".")[1]
+
+    @property
+    def num_slices(self) -> int:
+        """Of how many slices of an operator it is one; 1 if it is whole."""
+        found = (tag.removeprefix("slice:") for tag in self.tags if tag.startswith("slice:"))
+        return int(next(found, 1))
 
     def inputs(self) -> tuple[str, ...]:
         """Return the names of the values used, in argument order, with repetitions."""

@@ -139,7 +139,7 @@ class Recompute:
     modules: tuple[str, ...] = ()
     marked: bool = True
     keep: tuple[str, ...] = ()
-    memory_bytes: int | None = None
+    memory_bytes: float | None = None
     longest_run: int = 1
 
     def __post_init__(self) -> None:
@@ -165,7 +165,8 @@ class PassOptions:
         split_classes: Cross-entropies that split classes need no whole logits for; None: none.
         sum_losses: Mean losses are a sum over a count, so that split batches give partial sums.
         split_batch_norm: Batch normalisation in training is written in sums, for the same reason.
-        slices: Pattern of parameters or modules -> how their operators are sliced.
+        slices: Pattern of parameters or modules -> how their operators are sliced. None: not.
+        unbury_batch: Products over (times, batch, features) keep the batch as a dim of its own.
         recompute: Forward values that are made again; by default those under
             `torch.utils.checkpoint` in the model. None: none.
         defer_reductions: Norms of split tensors are partial numbers, not gathers.
@@ -182,7 +183,8 @@ class PassOptions:
     split_classes: ClassSplit | None = field(default_factory=ClassSplit)
     sum_losses: bool = True
     split_batch_norm: bool = True
-    slices: Mapping[str, Slicing] = field(default_factory=dict)
+    slices: Mapping[str, Slicing] | None = None
+    unbury_batch: bool = True
     recompute: Recompute | None = field(default_factory=Recompute)
     defer_reductions: bool = True
     accumulate_apart: tuple[str, ...] = ()

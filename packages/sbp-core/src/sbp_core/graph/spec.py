@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sbp_core.errors import GraphError
-from sbp_core.graph.ir import InputKind, LogicalGraph, Node, OutputKind, Rate, ScalarType
+from sbp_core.graph.ir import InputKind, LogicalGraph, Node, OutputKind, Phase, Rate, ScalarType
 
 _NAMESPACES = ("aten", "host", "sbp", "prims")
 
@@ -17,8 +17,8 @@ def verify_graph(graph: LogicalGraph) -> LogicalGraph:
        other nodes make tensors only.
     4. Every state output names a state input of the same type; there is at most one loss, 0-d.
     5. A node of step rate uses no value of micro-batch rate, except through `sbp.accumulate`, and
-       a node of micro-batch rate none that a node makes once a step; with one micro-batch, rates
-       do not bind.
+       a node of micro-batch rate none that a node makes once a step. With one micro-batch, rates
+       bind the forward phase only, which begins before the optimizer.
     6. A state replaced by a value of micro-batch rate is carried: each micro-batch reads what the
        one before has written, and nodes of step rate what was there before the step. It is a
        tensor.
@@ -78,20 +78,20 @@ def _check_node(graph: LogicalGraph, node: Node) -> None:
     reads = node.is_host and any(graph.is_tensor(value) for value in node.inputs())
     if reads and node.op != "host.item":
         raise GraphError("a host op uses a tensor", where=node.where())
-    if graph.num_micro_batches > 1:
-        _check_rates(graph, node)
+    _check_rates(graph, node)
 
 
 def _check_rates(graph: LogicalGraph, node: Node) -> None:
     for value in node.inputs():
         rate = graph.rate_of(value)
-        if node.rate is Rate.STEP and rate is Rate.MICRO:
+        if graph.num_micro_batches > 1 and node.rate is Rate.STEP and rate is Rate.MICRO:
             raise GraphError(
                 f"{value!r} is made for each micro-batch, but used once a step",
                 where=node.where(),
                 accepted="sbp.accumulate between the two (pass 'accumulate')",
             )
-        if node.rate is Rate.MICRO and rate is Rate.STEP and value in graph.producers:
+        binds = graph.num_micro_batches > 1 or node.phase is Phase.FORWARD
+        if binds and node.rate is Rate.MICRO and rate is Rate.STEP and value in graph.producers:
             raise GraphError(
                 f"{value!r} is made once a step, but used for each micro-batch",
                 where=node.where(),

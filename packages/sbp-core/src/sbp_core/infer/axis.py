@@ -13,6 +13,10 @@ Costs, in seconds of one step (a micro-batch's cost counts once for each micro-b
                 as they are stored, loss and metrics as B
     tie-break   so small that it only decides among equals: fewer bytes, then B, then low dims
 
+Slices of an operator (`graph.passes.slices`) are boxed as the whole would be: a slice costs its
+share of that, not the latency of a message of its own, for which a larger tensor might be gathered.
+A slice of an input (`sbp.piece`) is cut from the input as it is stored, if it can be.
+
 Pins remove values from the variables: a pinned input has one storage, and the users of a pinned
 value keep only the signatures that take it so; a view of it is pinned to what it then must be.
 """
@@ -62,6 +66,7 @@ class _End:
         before: The entries on the axes before.
         phase: For the use of a value that each phase boxes for itself, that phase; else empty.
         rate: For such a use, how often it is boxed; else None, as often as it is made.
+        as_stored: Whether it is not boxed at all, if it can be used as it is stored.
     """
 
     variable: int
@@ -70,6 +75,7 @@ class _End:
     before: tuple[Sbp, ...]
     phase: str = ""
     rate: Rate | None = None
+    as_stored: bool = False
 
 
 class AxisProblem:
@@ -231,6 +237,7 @@ class AxisProblem:
                 before=tuple(part.inputs[at] for part in before),
                 phase=node.phase.value if again else "",
                 rate=node.rate if again else None,
+                as_stored=node.op == "sbp.piece" and value in self.storage_variable,
             )
             for at, name in enumerate(names)
             if name == value
@@ -253,9 +260,10 @@ class AxisProblem:
 
     def _add_conversions(self, value: str) -> None:
         source = self._source(value)
-        groups: dict[tuple[int, tuple[Sbp, ...], str], list[_End]] = {}
+        groups: dict[tuple[int, tuple[Sbp, ...], str, bool], list[_End]] = {}
         for end in self._targets(value, source):
-            groups.setdefault((end.stage, end.before, end.phase), []).append(end)
+            key = (end.stage, end.before, end.phase, end.as_stored)
+            groups.setdefault(key, []).append(end)
         for ends in groups.values():
             self._add_group(value, source, ends)
 
@@ -308,33 +316,45 @@ class AxisProblem:
         end: _End,
         targets: tuple[Sbp, ...],
     ) -> Table:
-        tensor, stage, before = self.work.graph.tensor(value), end.stage, end.before
+        tensor, slices = self._whole(value)
+        stage, before = end.stage, end.before
         times = self.work.times(end.rate or self.work.graph.rate_of(value))
-        key = (tensor, times, source.entries, source.stage, source.before, stage, before, targets)
+        made = (source.entries, source.stage, source.before)
+        key = (tensor, slices, times, *made, stage, before, targets, end.as_stored)
         if key not in self._costs:
-            single = times * self._costs_of_each(tensor, source, stage, before, targets)
+            single = times / slices * self._costs_of_each(tensor, source, end, targets)
             bits = np.arange(1 << len(targets))[:, None] >> np.arange(len(targets)) & 1
             self._costs[key] = single @ bits.T.astype(np.float64)
         return self._costs[key]
+
+    def _whole(self, value: str) -> tuple[TensorType, int]:
+        """Return the tensor that a value is a slice of, and of how many; else itself and 1."""
+        tensor, node = self.work.graph.tensor(value), self.work.graph.producers.get(value)
+        slices = 1 if node is None else node.num_slices
+        if slices == 1:
+            return tensor, 1
+        return replace(tensor, shape=(*tensor.shape[:-1], tensor.shape[-1] * slices)), slices
 
     def _costs_of_each(
         self,
         tensor: TensorType,
         source: _End,
-        stage: int,
-        before: tuple[Sbp, ...],
+        end: _End,
         targets: tuple[Sbp, ...],
     ) -> Table:
         """Return the cost of each target (columns) from each state of the source (rows)."""
-        mesh_shape = self.work.mesh_shape
+        mesh_shape, stage, before = self.work.mesh_shape, end.stage, end.before
         shape = smaller(
             shard_shape(tensor, source.before, mesh_shape), shard_shape(tensor, before, mesh_shape)
         )
         rows: dict[Sbp, list[float]] = {}
         for entry in source.entries:
             if entry not in rows:
+                stays = end.as_stored and entry in targets
                 rows[entry] = [
-                    self._cost(shape, tensor.dtype, (source.stage, entry), (stage, target))
+                    FORBIDDEN_S
+                    if stays and target != entry
+                    else self._cost(shape, tensor.dtype, (source.stage, entry), (stage, target))
                     for target in targets
                 ]
         return np.array([rows[entry] for entry in source.entries], dtype=np.float64)

@@ -298,7 +298,9 @@ def activations(graph: LogicalGraph) -> list[str]:
     dependent = set(batch)
     found: list[str] = []
     for node in graph.nodes:
-        if node.phase is not Phase.FORWARD or not dependent.intersection(node.inputs()):
+        # What a slice of a parameter waits for is not in it.
+        read = node.inputs()[:1] if node.op == "sbp.piece" else node.inputs()
+        if node.phase is not Phase.FORWARD or not dependent.intersection(read):
             continue
         dependent.update(node.outputs)
         for value in node.outputs:

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 
 from sbp_core.capture.step import model_tensors
 from sbp_core.errors import SbpLookupError, SbpValueError, unknown_name
+from sbp_core.optim.together import Together
 
 
 def to_model_state(states: Mapping[str, Tensor], model: nn.Module) -> dict[str, Any]:
@@ -112,9 +113,14 @@ def to_optimizer_state(
         optimizer: Over the model's parameters; gives settings, and states that are no tensors.
 
     Returns:
-        `{"state": {number: {key: value}}, "param_groups": [...]}`, with copies of the tensors.
-        A moving average of a parameter (`ema`), which no optimizer keeps, is left out.
+        `{"state": {number: {key: value}}, "param_groups": [...]}`, with copies of the tensors; of
+        `optim.Together` `{"optimizers": [...]}`, each so. A moving average of a parameter (`ema`),
+        which no optimizer keeps, is left out.
     """
+    if isinstance(optimizer, Together):
+        return {
+            "optimizers": [to_optimizer_state(states, model, one) for one in optimizer.optimizers]
+        }
     settings = optimizer.state_dict()
     members = _members(model, optimizer)
     own: dict[int, dict[str, Any]] = {}
@@ -144,13 +150,15 @@ def from_optimizer_state(
     """Return optimizer states by the graph's names, of what `optimizer.state_dict()` returned.
 
     Args:
-        state: `{"state": ..., "param_groups": ...}`.
+        state: `{"state": ..., "param_groups": ...}`; `{"optimizers": [...]}` of `optim.Together`.
         model: Names the parameters.
         optimizer: Over the same parameters, in the same order and groups.
 
     Raises:
         SbpValueError: the groups are others, or a tensor is of a parameter of another shape.
     """
+    if isinstance(optimizer, Together):
+        return _from_several(state, model, optimizer)
     members = _members(model, optimizer)
     given = [len(group["params"]) for group in state["param_groups"]]
     sizes = [len(group["params"]) for group in optimizer.param_groups]
@@ -166,6 +174,21 @@ def from_optimizer_state(
             if isinstance(value, Tensor):
                 _check_shape(f"{name}.{key}", value, parameter)
                 found[f"{name}.{key}"] = value.detach().clone()
+    return found
+
+
+def _from_several(
+    state: Mapping[str, Any], model: nn.Module, optimizer: Together
+) -> dict[str, Tensor]:
+    """Return the states of each of several optimizers by the graph's names."""
+    given = state.get("optimizers", [state])
+    if len(given) != len(optimizer.optimizers):
+        raise SbpValueError(
+            f"the states of {len(given)} optimizers", accepted=str(len(optimizer.optimizers))
+        )
+    found: dict[str, Tensor] = {}
+    for one, own in zip(optimizer.optimizers, given, strict=True):
+        found |= from_optimizer_state(own, model, one)
     return found
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -16,12 +17,17 @@ from sbp_core._torch_compat import (
     return_types,
 )
 from sbp_core.boxing.execute import torch_dtype
-from sbp_core.compile.physical import PhysicalPlan
+from sbp_core.compile.physical import ActorKind, PhysicalPlan
 from sbp_core.graph.ir import ITEMSIZE
 from sbp_core.memory.layout import Layouts
 from sbp_core.memory.lifetime import RankLifetimes, lifetimes
 from sbp_core.memory.slots import OutVariant, RankSlots, Slot, rank_slots
 from sbp_core.runtime.operators import operator_of
+
+#: Bytes from which on the C library asks the system for every result anew, and gives it back, so
+#: that each of its pages is zeroed and mapped again. Source: glibc 2.31 to 2.41, malloc/malloc.c,
+#: DEFAULT_MMAP_THRESHOLD_MAX on 64 bits; below, its threshold rises with what is freed.
+FRESH_BYTES = 32 * 1024 * 1024
 
 
 class Arena:
@@ -60,21 +66,77 @@ def arenas(
     *,
     reads_at_once: bool,
 ) -> Mapping[int, RankSlots]:
-    """Decide what lies in the arena of every rank.
+    """Decide what lies in the arena of every rank, unless the plan says so itself.
 
     Args:
         plan: With firing orders that `sbp_core.check` accepts.
         found: Its lifetimes by rank, if they are known.
-        reads_at_once: See `rank_slots`.
+        reads_at_once: See `rank_slots`; a layout that assumes less is right as well.
 
     Raises:
         PlanError: an operator does not run on fake tensors.
     """
+    if plan.arenas and all(
+        reads_at_once or not slots.reads_at_once for slots in plan.arenas.values()
+    ):
+        return plan.arenas
     found = found or lifetimes(plan, Layouts(plan.steps))
     return {
         rank: rank_slots(plan, held, out_variant, reads_at_once=reads_at_once)
         for rank, held in found.items()
     }
+
+
+def worthwhile(
+    plan: PhysicalPlan, ranks: Iterable[int], *, reads_at_once: bool
+) -> Mapping[int, RankSlots]:
+    """Decide what lies in the arenas of those ranks that save memory from the system by one.
+
+    Such a rank writes a result of `FRESH_BYTES` or more. Others would be hardly faster, and hold
+    the arena's memory where their optimizer needs none of it. Nothing is laid out if no rank has a
+    segment that makes so much.
+
+    Args:
+        plan: See `arenas`.
+        ranks: Of whom it is asked.
+        reads_at_once: See `arenas`.
+
+    Raises:
+        PlanError: an operator does not run on fake tensors.
+    """
+    large = [
+        rank
+        for rank in ranks
+        if any(
+            actor.transient_bytes >= FRESH_BYTES
+            for actor in plan.by_rank[rank].actors
+            if actor.kind is ActorKind.COMPUTE
+        )
+    ]
+    slots = arenas(plan, reads_at_once=reads_at_once) if large else {}
+    return {rank: slots[rank] for rank in large if slots[rank].largest_bytes >= FRESH_BYTES}
+
+
+def lay_out(
+    plan: PhysicalPlan,
+    found: Mapping[int, RankLifetimes] | None = None,
+    *,
+    reads_at_once: bool,
+) -> PhysicalPlan:
+    """Return the plan with the layout of its arenas, which takes seconds for thousands of nodes.
+
+    Args:
+        plan: See `arenas`.
+        found: See `arenas`.
+        reads_at_once: See `arenas`.
+
+    Raises:
+        PlanError: an operator does not run on fake tensors.
+    """
+    made = replace(plan)
+    # No argument of the class, so that no other plan can come with the layout of this one.
+    object.__setattr__(made, "arenas", arenas(plan, found, reads_at_once=reads_at_once))
+    return made
 
 
 @cache

@@ -7,7 +7,7 @@
 | gradients | what the backward phase makes for the optimizer, boxed and summed too |
 | gathered | parameters, boxed for their use |
 | activations | whatever else lives from one firing to another |
-| communication buffers | what was sent and not yet received |
+| communication buffers | what processes pack and receive on the way |
 | temporaries | what lives inside one firing |
 | arena | with an arena: its memory, all of it at any time, whatever lies there |
 """
@@ -17,10 +17,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import StrEnum
 
-from sbp_core.compile.levels import ALIASES
 from sbp_core.compile.liveness import keys_in
 from sbp_core.compile.physical import Actor, ActorKind, PhysicalPlan, RankPlan
 from sbp_core.graph.ir import InputKind, Phase
+from sbp_core.graph.views import VIEWS
 
 
 class Kind(StrEnum):
@@ -46,8 +46,8 @@ _OF_INPUT: Mapping[InputKind, Kind] = {
 
 _BOXING = (ActorKind.COLLECTIVE, ActorKind.SEND, ActorKind.RECEIVE)
 
-#: Operators whose result is their argument, looked at, cast or put into a bucket.
-_CASTS = ALIASES | {"_to_copy", "clone", "cat"}
+#: Operators whose result is their argument, or a slice of it, looked at, cast or put together.
+_CASTS = VIEWS | {"_to_copy", "clone", "cat", "slice_copy", "stack"}
 
 
 def kind_of_slot(kind: str) -> Kind:

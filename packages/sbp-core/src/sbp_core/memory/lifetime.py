@@ -9,7 +9,8 @@ of tensors:
   each value after its last use.
 * What was sent is held until every receiver has it. A received part counts on the receiver alone,
   with the bytes that it shows, whether or not a transport shares memory.
-* Old states live to the end of the step, beside the new ones: a step that fails leaves them.
+* Old states live to the end of the step, beside the new ones: a step that fails leaves them. New
+  values that are copied over the old ones (`Actor.in_place`) die like any other value.
 
 Time is counted in ticks: one for each instruction or boxing step of a rank. With several threads on
 a rank it is one of the possible interleavings.
@@ -279,7 +280,8 @@ class _Replay:
         for result, key in actor.emits:
             rank.keep(rank.emits, result, made[key])
         for state, key in actor.writes:
-            rank.keep(rank.writes, state, made[key])
+            if state not in actor.in_place:
+                rank.keep(rank.writes, state, made[key])
         for value in made.values():
             rank.ledger.drop(value)
 
@@ -368,17 +370,21 @@ class _Replay:
         """Add to the sums in place; hand them over in the last micro-batch."""
         ledger, sums = rank.ledger, rank.sums
         uses = [part for part, _, _ in actor.accumulates]
-        for turn, (part, total, scale) in enumerate(actor.accumulates):
+        for turn, (part, total, how) in enumerate(actor.accumulates):
             rank.tick(actor, index, total)
-            if scale is None:
+            if how is None:
                 value = taken[part]
                 ledger.hold(value)
                 if total in sums:
                     ledger.drop(sums[total])
                 sums[total] = value
-            else:
+            elif index == 0 or not isinstance(how, str):  # an extreme is written over in place
+                is_sum = not isinstance(how, str)
                 product = Instruction(
-                    op="aten.mul.Tensor", args=(Ref(part), scale), outputs=(total,), node=total
+                    op="aten.mul.Tensor" if is_sum else "aten.clone.default",
+                    args=(Ref(part), how) if is_sum else (Ref(part),),
+                    outputs=(total,),
+                    node=total,
                 )
                 scaled = self._made(rank, actor, index, product, taken)[total]
                 ledger.hold(scaled)

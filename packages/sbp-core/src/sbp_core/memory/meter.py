@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -40,14 +40,16 @@ class Meter:
 
     Args:
         plan: That the session runs.
+        ranks: That live in this process; all, if None.
     """
 
-    def __init__(self, plan: PhysicalPlan) -> None:
+    def __init__(self, plan: PhysicalPlan, ranks: Collection[int] | None = None) -> None:
+        here = [part for part in plan.ranks if ranks is None or part.rank in ranks]
         self._lock = threading.RLock()
         self._owners: dict[int, int] = {}
         self._quiet = threading.local()
         self._arena: Mapping[int, int] = {}
-        self._ranks = {part.rank: _Holdings() for part in plan.ranks}
+        self._ranks = {part.rank: _Holdings() for part in here}
         self._batch = {
             part.rank: plan.num_micro_batches
             * sum(
@@ -55,11 +57,11 @@ class Meter:
                 for slot in part.slots
                 if slot.kind == InputKind.BATCH
             )
-            for part in plan.ranks
+            for part in here
         }
         self._states = {
             part.rank: [slot.name for slot in part.slots if InputKind(slot.kind).is_state]
-            for part in plan.ranks
+            for part in here
         }
 
     def peak(self, rank: int) -> int:

@@ -123,49 +123,54 @@ def _breadths(table: _Array) -> _Array:
     return np.array(found, dtype=np.int64)
 
 
-#: Name of an order -> columns to sort by, the most important first.
+#: Name of an order -> columns to sort by, the most important first. Those that most often reach the
+#: lower bound come first, as nothing is tried after that.
 _ORDERS: dict[str, Callable[[_Array], list[_Array]]] = {
     "by size": lambda table: [-table[:, 0], -_lengths(table), table[:, 1]],
+    "by breadth": lambda table: [-_breadths(table), -table[:, 0], table[:, 1]],
     "by start": lambda table: [table[:, 1], -_lengths(table), -table[:, 0]],
     "by lifetime": lambda table: [-_lengths(table), -table[:, 0], table[:, 1]],
     "by area": lambda table: [-table[:, 0] * _lengths(table), table[:, 1]],
-    "by breadth": lambda table: [-_breadths(table), -table[:, 0], table[:, 1]],
 }
 
+#: More than any offset, and than any tick.
+_BEYOND = int(np.iinfo(np.int64).max // 2)
 
-def _lowest(starts: _Array, room: _Array, size: int) -> int:
+
+def _lowest(room: _Array, size: int) -> int:
     """Return the first gap that is large enough."""
-    return int(starts[int(np.argmax(room >= size))])
+    return int(np.argmax(room >= size))
 
 
-def _tightest(starts: _Array, room: _Array, size: int) -> int:
+def _tightest(room: _Array, size: int) -> int:
     """Return the smallest gap that is large enough, the lowest of several."""
-    left = np.where(room >= size, room, np.iinfo(np.int64).max)
-    return int(starts[int(np.argmin(left))])
+    return int(np.argmin(np.where(room >= size, room, _BEYOND + 1)))
 
 
 _GAPS = {"tightest gap": _tightest, "lowest gap": _lowest}
 
 
 def _place(
-    table: _Array, order: _Array, choose: Callable[[_Array, _Array, int], int]
+    table: _Array, order: _Array, choose: Callable[[_Array, int], int]
 ) -> tuple[_Array, int]:
     """Place the intervals in an order; return their offsets and the size of the arena."""
-    count = len(table)
-    offsets = np.zeros(count, dtype=np.int64)
-    sizes, starts, ends = (np.ascontiguousarray(table[order, at]) for at in range(3))
-    placed = np.zeros(count, dtype=np.int64)
-    top = 0
-    for turn in range(count):
-        size, start, end = int(sizes[turn]), int(starts[turn]), int(ends[turn])
-        in_way = (starts[:turn] <= end) & (ends[:turn] >= start) & (sizes[:turn] > 0)
-        low = placed[:turn][in_way]
-        by_offset = np.argsort(low, kind="stable")
-        low = low[by_offset]
-        high = np.maximum.accumulate(low + sizes[:turn][in_way][by_offset])
-        floor = np.concatenate((np.zeros(1, dtype=np.int64), high))
-        ceiling = np.concatenate((low, np.array([np.iinfo(np.int64).max // 2])))
-        placed[turn] = choose(floor, ceiling - floor, size)
-        top = max(top, int(placed[turn]) + size)
-    offsets[order] = placed
+    offsets = np.zeros(len(table), dtype=np.int64)
+    # What is placed, sorted by offset: first and last tick, first byte, and the one after the last.
+    # The ground and the sky are always there, so that every gap lies between two neighbours.
+    placed = np.empty((4, len(table) + 2), dtype=np.int64)
+    placed[:, 0] = -1, _BEYOND, 0, 0
+    placed[:, 1] = -1, _BEYOND, _BEYOND, _BEYOND
+    count, top = 2, 0
+    for at, (size, start, end) in zip(order.tolist(), table[order].tolist(), strict=True):
+        starts, ends, lows, highs = placed[:, :count]
+        in_way = np.flatnonzero((starts <= end) & (ends >= start))
+        floors = np.maximum.accumulate(highs[in_way[:-1]])
+        found = int(floors[choose(lows[in_way[1:]] - floors, size)])
+        offsets[at] = found
+        if size:
+            top = max(top, found + size)
+            here = int(lows.searchsorted(found, side="right"))
+            placed[:, here + 1 : count + 1] = placed[:, here:count].copy()
+            placed[:, here] = start, end, found, found + size
+            count += 1
     return offsets, top

@@ -54,6 +54,11 @@ class MemoryReport:
         """Bytes of the rank that needs most."""
         return max(rank.peak for rank in self.ranks.values())
 
+    @property
+    def needs(self) -> dict[int, tuple[int, int]]:
+        """By rank the peak and the bytes between steps: what `check_memory` takes."""
+        return {name: (rank.peak, rank.resting) for name, rank in self.ranks.items()}
+
     def lines(self) -> list[str]:
         """Return a table of kinds at each rank's peak, and the modules that hold most there."""
         kinds = [kind for kind in Kind if any(kind in r.kinds for r in self.ranks.values())]
@@ -88,24 +93,56 @@ class MemoryReport:
 
 
 def report(
-    found: Mapping[int, RankLifetimes], slots: Mapping[int, RankSlots] | None = None
+    found: Mapping[int, RankLifetimes],
+    slots: Mapping[int, RankSlots] | None = None,
+    buffers: Mapping[int, Mapping[str, int]] | None = None,
 ) -> MemoryReport:
     """Return the peaks of all ranks.
 
     Args:
         found: Lifetimes by rank.
         slots: What lies in arenas, by rank, if there are arenas.
+        buffers: By rank and boxing actor, the bytes of a transport's buffers while it fires.
     """
-    slots = slots or {}
+    slots, buffers = slots or {}, buffers or {}
     return MemoryReport(
-        ranks={name: rank_memory(rank, slots.get(name)) for name, rank in found.items()}
+        ranks={
+            name: rank_memory(rank, slots.get(name), buffers.get(name))
+            for name, rank in found.items()
+        }
     )
 
 
-def rank_memory(lifetimes: RankLifetimes, slots: RankSlots | None = None) -> RankMemory:
-    """Return the peak of one rank, whose arena is there from the first tick to the last."""
+def arena_line(slots: Mapping[int, RankSlots]) -> str:
+    """Return what the arenas of all ranks take, and how far that is above what is needed.
+
+    Args:
+        slots: What lies in arenas, by rank; at least one.
+    """
+    largest = max(slots.values(), key=lambda rank: rank.size_bytes)
+    excess = max(rank.packing.excess for rank in slots.values())
+    return (
+        f"arenas: at most {format_bytes(largest.size_bytes)} a rank "
+        f"({largest.packing.method}), {excess:.1%} above the lower bound"
+    )
+
+
+def rank_memory(
+    lifetimes: RankLifetimes,
+    slots: RankSlots | None = None,
+    buffers: Mapping[str, int] | None = None,
+) -> RankMemory:
+    """Return the peak of one rank, whose arena is there from the first tick to the last.
+
+    Args:
+        lifetimes: Of the rank.
+        slots: What lies in its arena, if it has one.
+        buffers: By boxing actor, the bytes of its transport's buffers.
+    """
     if slots is not None:
         lifetimes = _with_arena(lifetimes, slots)
+    if buffers:
+        lifetimes = _with_buffers(lifetimes, buffers)
     alive = alive_bytes(lifetimes.buffers, len(lifetimes.ticks))
     tick = max(range(len(alive)), key=alive.__getitem__)
     kinds: Counter[Kind] = Counter()
@@ -134,6 +171,16 @@ def _with_arena(lifetimes: RankLifetimes, slots: RankSlots) -> RankLifetimes:
     end = len(lifetimes.ticks) - 1
     whole = Buffer("arena", "(arena)", slots.size_bytes, 0, Kind.ARENA, end=end)
     return replace(lifetimes, buffers=(whole, *outside))
+
+
+def _with_buffers(lifetimes: RankLifetimes, sizes: Mapping[str, int]) -> RankLifetimes:
+    """Add a buffer for each firing of a boxing actor."""
+    added = [
+        Buffer(f"buffers of {actor}", "", size, tick, Kind.COMMUNICATION, (actor, firing), tick)
+        for tick, (actor, firing, _) in enumerate(lifetimes.ticks)
+        if (size := sizes.get(actor, 0))
+    ]
+    return replace(lifetimes, buffers=(*lifetimes.buffers, *added))
 
 
 def alive_bytes(buffers: Iterable[Buffer], num_ticks: int) -> list[int]:

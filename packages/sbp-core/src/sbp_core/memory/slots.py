@@ -96,12 +96,16 @@ class RankSlots:
         packing: How full it is.
         segments: By name of the actor; those that have nothing there are left out.
         inside: Indices of the buffers (`RankLifetimes.buffers`) that lie there.
+        largest_bytes: Of these buffers.
+        reads_at_once: What was assumed; see `rank_slots`.
     """
 
     size_bytes: int
     packing: Packing
     segments: Mapping[str, SegmentSlots]
     inside: frozenset[int]
+    largest_bytes: int
+    reads_at_once: bool
 
 
 def rank_slots(
@@ -138,8 +142,9 @@ class _Chooser:
         self.reads_at_once = reads_at_once
         self.buffers = lifetimes.buffers
         self.actors = [a for a in self.part.actors if a.kind is ActorKind.COMPUTE]
-        #: Buffers that write over another one, and which.
+        #: Buffers that write over another one, and which; and those that are written over.
         self.over: dict[int, int] = {}
+        self.taken: set[int] = set()
 
     def run(self) -> RankSlots:
         writers = {actor.name: self._writers(actor) for actor in self.actors}
@@ -158,6 +163,8 @@ class _Chooser:
             packing=packing,
             segments=segments,
             inside=frozenset(offsets),
+            largest_bytes=max((self.buffers[at].size_bytes for at in offsets), default=0),
+            reads_at_once=self.reads_at_once,
         )
 
     def _num_firings(self, actor: Actor) -> int:
@@ -244,16 +251,16 @@ class _Chooser:
             for value in given:
                 if isinstance(value, Placed) and self._dies(value, result, given, inside):
                     self.over[result.storage] = value.storage
+                    self.taken.add(value.storage)
                     break
 
     def _dies(
         self, value: Placed, result: Placed, given: Sequence[object], inside: set[int]
     ) -> bool:
         """Whether a result may be written over an argument: it ends here and lies alike."""
-        taken = set(self.over.values())
         return (
             value.storage in inside
-            and value.storage not in taken
+            and value.storage not in self.taken
             and self.buffers[value.storage].end == self.buffers[result.storage].start
             and value.lies == result.lies
             and value.storage_bytes == result.storage_bytes

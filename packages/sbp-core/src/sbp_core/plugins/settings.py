@@ -170,7 +170,7 @@ def _convert_literal(value: object, choices: tuple[Any, ...], key: str, where: W
     raise ConfigError(
         f"{key} is {value!r}",
         where=where,
-        accepted=", ".join(map(str, choices)),
+        accepted=", ".join(str(choice) or "'' (empty)" for choice in choices),
         todo=f"did you mean {near!r}?" if near else "choose one of these",
     )
 
@@ -251,6 +251,8 @@ def _describe(hint: Any) -> str:
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         return " or ".join(_describe(choice) for choice in args)
+    if origin is Literal:
+        return " or ".join(map(repr, args))
     if origin is tuple and args and args[-1] is not Ellipsis:
         return f"a list of {len(args)}: {', '.join(map(_describe, args))}"
     if origin in (tuple, list, Sequence) or hint in (tuple, list):

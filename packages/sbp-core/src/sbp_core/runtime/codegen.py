@@ -23,7 +23,8 @@ from __future__ import annotations
 
 import linecache
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from keyword import iskeyword
 from typing import Any
 
 import torch
@@ -32,9 +33,10 @@ from sbp_core.boxing.execute import local_step
 from sbp_core.boxing.step import Step
 from sbp_core.compile.liveness import dying_keys, keys_out
 from sbp_core.compile.physical import LOCAL_BOX, Actor, Instruction
+from sbp_core.errors import SbpTypeError, SbpValueError
 from sbp_core.graph.ir import Argument, Ref, Symbol
 from sbp_core.memory.slots import SegmentSlots, Write
-from sbp_core.runtime.operators import makes_one_tensor, operator_of, results_of
+from sbp_core.runtime.operators import makes_one_tensor, operator_of, results_of, symbol_value
 
 Segment = Callable[..., tuple[Any, ...]]
 
@@ -109,7 +111,7 @@ class _Writer:
         for index, entry in enumerate(self.actor.instructions):
             call = self._statement(index, entry)
             if call:
-                lines.append(f"    {call}  # {entry.node}")
+                lines.append(f"    {call}  # {_comment(entry.node)}")
             # Views of the arena are the session's.
             dying = [name for key in dying_after[index] if (name := self.names[key])[0] == "v"]
             if dying:
@@ -137,13 +139,13 @@ class _Writer:
         else:
             arguments = self._arguments(entry)
             pairs = zip(write.variant.outs, places, strict=True)
-            arguments += [f"{out}={place}" for out, place in pairs]
+            arguments += [f"{_keyword(out)}={place}" for out, place in pairs]
             text = f"{self._operator(write.variant.op)}({', '.join(arguments)})"
         self.names |= zip(entry.outputs, places, strict=True)
         return text
 
     def _arguments(self, entry: Instruction) -> list[str]:
-        named = [f"{key}={self._text(part)}" for key, part in entry.kwargs.items()]
+        named = [f"{_keyword(key)}={self._text(part)}" for key, part in entry.kwargs.items()]
         return [self._text(part) for part in entry.args] + named
 
     def _call(self, entry: Instruction) -> str:
@@ -160,6 +162,12 @@ class _Writer:
     def _operator(self, op: str) -> str:
         """Return the name of an operator in the source; `a_b.c` and `a.b_c` get two."""
         if op not in self.operators:
+            if not all(map(str.isidentifier, op.split("."))) or "." not in op:
+                raise SbpValueError(
+                    f"{op!r} is no name of an operator",
+                    where=f"segment {self.actor.name!r}",
+                    accepted="namespace.operator.overload",
+                )
             name = op.replace(".", "_")
             while name in self.operators.values():
                 name += "_"
@@ -172,14 +180,32 @@ class _Writer:
         if isinstance(argument, Symbol):
             if argument.kind == "device":
                 return f"torch.device({argument.name!r})"
+            symbol_value(argument)  # refuses what is no name of torch
             return f"torch.{argument.name}"
         if isinstance(argument, tuple):
             return f"[{', '.join(map(self._text, argument))}]"
         if isinstance(argument, float) and not math.isfinite(argument):
             return f"float({str(argument)!r})"
-        return repr(argument)
+        if argument is None or isinstance(argument, bool | int | float | str):
+            return repr(argument)
+        raise SbpTypeError(
+            f"an argument is a {type(argument).__name__}",
+            where=f"segment {self.actor.name!r}",
+            accepted="None, numbers, strings, Ref, Symbol and tuples of them",
+        )
 
 
-def sources(actors: Mapping[str, Actor]) -> dict[str, str]:
-    """Return the source of every compute segment by actor name, for people to read."""
-    return {name: segment_source(actor)[0] for name, actor in actors.items() if actor.instructions}
+def _comment(node: str) -> str:
+    """Return the name of a node on one line."""
+    return repr(node)[1:-1]
+
+
+def _keyword(name: str) -> str:
+    """Return the name of an argument, which becomes source.
+
+    Raises:
+        SbpValueError: it is none.
+    """
+    if not name.isidentifier() or iskeyword(name):
+        raise SbpValueError(f"{name!r} is no name of an argument", accepted="identifiers")
+    return name

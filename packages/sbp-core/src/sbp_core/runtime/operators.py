@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from functools import cache
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 
 from sbp_core._torch_compat import OpOverload, return_types
-from sbp_core.errors import GraphError
+from sbp_core.errors import GraphError, SbpValueError
 from sbp_core.graph.ir import Argument, Ref, Symbol
 from sbp_core.runtime import constants as _constants  # noqa: F401 - registers sbp.constant
 from sbp_core.runtime import fused_ops as _fused_ops  # noqa: F401 - registers sbp.fused_*
@@ -24,6 +25,11 @@ _HOST: dict[str, Callable[..., Any]] = {
     "truediv": operator.truediv,
     "pow": operator.pow,
     "neg": operator.neg,
+    "floor": math.floor,
+    "float": float,
+    "mod": operator.mod,
+    "abs": abs,
+    "sqrt": math.sqrt,
     "min": min,
     "max": max,
     "item": operator.methodcaller("item"),
@@ -44,6 +50,16 @@ def _piece(x: Any, _: Any, dim: int, index: int, count: int, settled: bool) -> A
 _OWN: dict[str, Callable[..., Any]] = {"sbp.after": _after, "sbp.piece": _piece}
 
 
+#: What `torch.ops.aten.add` is, without its overload.
+_Packet = type(torch.ops.aten.add)
+
+_SYMBOLS: dict[str, type] = {
+    "dtype": torch.dtype,
+    "layout": torch.layout,
+    "memory_format": torch.memory_format,
+}
+
+
 @cache
 def operator_of(op: str) -> Callable[..., Any]:
     """Return the callable of an operator name.
@@ -53,21 +69,25 @@ def operator_of(op: str) -> Callable[..., Any]:
     Raises:
         GraphError: torch has no such operator.
     """
-    namespace, name, *overload = op.split(".")
+    namespace, name, *overload = op.split(".") if "." in op else (op, "")
     if namespace == "host" and name in _HOST:
         return _HOST[name]
     if op in _OWN:
         return _OWN[op]
     try:
         packet = getattr(getattr(torch.ops, namespace), name)
-        found: Callable[..., Any] = getattr(packet, overload[0]) if overload else packet
+        found: Any = getattr(packet, overload[0]) if overload else packet
     except AttributeError:
+        found = None
+    # `torch.ops` has functions of its own beside operators.
+    if len(overload) > 1 or not isinstance(found, OpOverload | _Packet):
         raise GraphError(
             f"no operator is called {op!r} here",
             accepted=f"operators of torch {torch.__version__} and of torch.library",
             todo="import the package that registers it",
-        ) from None
-    return found
+        )
+    made: Callable[..., Any] = found
+    return made
 
 
 def results_of(made: Any) -> tuple[Any, ...]:
@@ -87,10 +107,20 @@ def makes_one_tensor(op: str) -> bool:
 
 
 def symbol_value(symbol: Symbol) -> Any:
-    """Return the torch object a `Symbol` names."""
+    """Return the torch object a `Symbol` names.
+
+    Raises:
+        SbpValueError: it names none of its kind.
+    """
     if symbol.kind == "device":
         return torch.device(symbol.name)
-    return getattr(torch, symbol.name)
+    found = getattr(torch, symbol.name, None)
+    kind = _SYMBOLS.get(symbol.kind)
+    if kind is None or not isinstance(found, kind):
+        raise SbpValueError(
+            f"torch has no {symbol.kind} {symbol.name!r}", accepted="device, " + ", ".join(_SYMBOLS)
+        )
+    return found
 
 
 def bind(argument: Argument, read: Callable[[str], Any]) -> Any:

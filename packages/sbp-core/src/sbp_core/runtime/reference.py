@@ -27,6 +27,7 @@ from sbp_core.runtime.contract import Number, Runtime, Session, StepResult, Watc
 from sbp_core.runtime.execution import OwningSegment, segment_maker
 from sbp_core.runtime.operators import bind, operator_of, results_of
 from sbp_core.runtime.store import StateStore, Values, feed
+from sbp_core.runtime.sums import Accumulation
 from sbp_core.runtime.torn import TORN_TODO, overwrite, torn_states
 
 Segments = Mapping[tuple[int, str], OwningSegment]
@@ -83,13 +84,15 @@ class ReferenceSession(Session):
         fed = feed(self.plan, batch, scalars, self.store.values)
         with torch.no_grad(), _intra_op_threads(self.config.threads_per_rank):
             replay = _Replay(self.plan, self.store, fed, self.watch, self.segments)
+            before = self.store.values
             try:
                 replay.run()
-            except BaseException:
-                self.is_torn = replay.has_overwritten
-                raise
-        for rank, values in replay.new_states.items():
-            self.store.values[rank].update(values)
+                # One assignment, so that an interrupt leaves the states before it or after it.
+                self.store.values = {
+                    rank: held | replay.new_states.get(rank, {}) for rank, held in before.items()
+                }
+            finally:
+                self.is_torn = replay.has_overwritten and self.store.values is before
         return StepResult(outputs=replay.results)
 
     def shard(self, name: str, rank: int) -> Tensor | Number:
@@ -145,7 +148,7 @@ class _Replay:
                         filling = dict(zip(register.keys, states, strict=True))
                         self.queues[(part.rank, register.name, consumer)].append(filling)
         self.in_transit: dict[str, deque[dict[int, Tensor]]] = defaultdict(deque)
-        self.sums: dict[tuple[int, str], Tensor] = {}
+        self.sums: dict[Place, Accumulation] = {}
         self.dying: dict[tuple[int, str], tuple[tuple[str, ...], ...]] = {}
         self.results: dict[str, Tensor] = {}
         self.new_states: dict[int, Values] = defaultdict(dict)
@@ -161,6 +164,8 @@ class _Replay:
     def _fire(self, place: Place) -> None:
         partners = self.game.partners(place)
         taken = {partner: self._take(partner) for partner in partners}
+        # Segments overwrite states while they run.
+        self.has_overwritten |= any(map(self._overwrites, partners))
         try:
             results = self._results(place, taken)
         except Exception as error:
@@ -174,6 +179,11 @@ class _Replay:
             self._put(partner, results[partner])
             self.game.finish(partner)
             self.firings.advance(partner)
+
+    def _overwrites(self, place: Place) -> bool:
+        """Whether the actor is a segment that overwrites states."""
+        actor = self.game.actor(place)
+        return bool(actor.in_place) and actor.kind is ActorKind.COMPUTE
 
     def _results(self, place: Place, taken: Mapping[Place, Values]) -> dict[Place, Values]:
         """Do the work of a firing: of one actor, or of a collective on all ranks of its group."""
@@ -276,25 +286,9 @@ class _Replay:
         return operator_of(entry.op)(*args, **kwargs)
 
     def _accumulate(self, place: Place, actor: Actor, taken: Values) -> Values:
-        last = self.game.started[place] == self.plan.num_micro_batches
-        uses = [part for part, _, _ in actor.accumulates]
-        for turn, (part, total, scale) in enumerate(actor.accumulates):
-            self._add((place[0], total), taken[part], scale)
-            if part not in uses[turn + 1 :]:
-                del taken[part]
-        if not last:
-            return {}
-        return {total: self.sums.pop((place[0], total)) for _, total, _ in actor.accumulates}
-
-    def _add(self, key: tuple[int, str], part: Tensor | Number, scale: float | None) -> None:
-        """Add a part to its sum, in place; the first one begins it, one without scale takes it."""
-        assert isinstance(part, Tensor), f"{key[1]} sums tensors"
-        if scale is None:
-            self.sums[key] = part
-        elif key in self.sums:
-            self.sums[key].add_(part * scale)
-        else:
-            self.sums[key] = part * scale
+        if place not in self.sums:
+            self.sums[place] = Accumulation(actor, self.plan.num_micro_batches)
+        return dict(self.sums[place].add(self.game.started[place] - 1, taken))
 
 
 def _only(values: Values) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 from sbp_core.graph.ir import InputKind, LogicalGraph, Node, OutputKind, Rate
 from sbp_core.runtime.operators import bind, operator_of, results_of
 from sbp_core.runtime.random_ops import draw_of
+from sbp_core.runtime.sums import joined
 
 Number = float | int
 
@@ -72,7 +73,4 @@ def _run(node: Node, values: dict[str, Any]) -> None:
 def _accumulate(node: Node, values: Mapping[str, Any], sums: dict[str, Tensor]) -> None:
     part, scale = bind(node.args, values.__getitem__)
     (name,) = node.outputs
-    if scale is None:
-        sums[name] = part
-    else:
-        sums[name] = part * scale if name not in sums else sums[name] + part * scale
+    sums[name] = joined(sums.get(name), part, scale)

@@ -22,7 +22,7 @@ from torch import Tensor
 from sbp_core.boxing.execute import local_step
 from sbp_core.boxing.step import Step
 from sbp_core.compile.liveness import dying_keys, keys_in, keys_out
-from sbp_core.compile.physical import LOCAL_BOX, Actor, Instruction
+from sbp_core.compile.physical import LOCAL_BOX, OVERWRITE, Actor, Instruction
 from sbp_core.graph.ir import Ref, map_refs
 from sbp_core.runtime.operators import bind, operator_of, results_of
 
@@ -37,6 +37,7 @@ class SplitSegment:
         steps: Of the plan, for local boxing.
         before: Instructions that Python executes first.
         tensor: The others, in order.
+        after: Instructions that Python executes last: states are overwritten.
     """
 
     actor: Actor
@@ -44,6 +45,7 @@ class SplitSegment:
     steps: Sequence[Step]
     before: tuple[Instruction, ...]
     tensor: tuple[Instruction, ...]
+    after: tuple[Instruction, ...] = ()
 
     @cached_property
     def taken(self) -> tuple[str, ...]:
@@ -59,9 +61,10 @@ class SplitSegment:
 
     @cached_property
     def made(self) -> tuple[str, ...]:
-        """Keys of what leaves the segment that the tensor part makes."""
+        """Keys that the tensor part makes for what leaves the segment, or for what comes after."""
         own = {key for entry in self.tensor for key in entry.outputs}
-        return tuple(key for key in keys_out(self.actor) if key in own)
+        late = (key for entry in self.after for key in keys_in(entry))
+        return tuple(key for key in dict.fromkeys((*keys_out(self.actor), *late)) if key in own)
 
     def run_before(self, values: dict[str, Any]) -> None:
         """Execute the first part; adds what it makes."""
@@ -119,8 +122,10 @@ class SplitSegment:
 
     def results(self, values: Mapping[str, Any], made: Sequence[Any]) -> tuple[Any, ...]:
         """Return what the segment returns, in the order of `keys_out`."""
-        own = dict(zip(self.made, made, strict=True))
-        return tuple(own[key] if key in own else values[key] for key in keys_out(self.actor))
+        own = {**values, **dict(zip(self.made, made, strict=True))}
+        for entry in self.after:
+            self._execute(entry, own)
+        return tuple(own[key] for key in keys_out(self.actor))
 
 
 def split_segment(
@@ -136,20 +141,27 @@ def split_segment(
     """
     known = {*actor.inputs, *actor.reads}
     numbers = known - tensors
-    before, tensor = [], []
+    before: list[Instruction] = []
+    tensor: list[Instruction] = []
+    after: list[Instruction] = []
     for entry in actor.instructions:
         keys = set(keys_in(entry))
         is_host = entry.op.startswith("host.") and keys <= known
         is_draw = entry.op.startswith("sbp.random_") and keys <= numbers
         if not (is_host or is_draw):
-            tensor.append(entry)
+            (after if entry.op == OVERWRITE else tensor).append(entry)
             continue
         before.append(entry)
         known.update(entry.outputs)
         if is_host:
             numbers.update(entry.outputs)
     return SplitSegment(
-        actor=actor, rank=rank, steps=steps, before=tuple(before), tensor=tuple(tensor)
+        actor=actor,
+        rank=rank,
+        steps=steps,
+        before=tuple(before),
+        tensor=tuple(tensor),
+        after=tuple(after),
     )
 
 

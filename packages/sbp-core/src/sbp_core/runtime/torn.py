@@ -16,7 +16,7 @@ TORN_TODO = (
 
 
 def overwrite(old: Tensor | Number, new: Tensor | Number) -> None:
-    """Copy the new value of a state into the memory of the old one."""
+    """Copy the new value of a state into the memory of the old one, if it is not there yet."""
     assert isinstance(old, Tensor) and isinstance(new, Tensor), "host numbers are not overwritten"
     old.copy_(new)
 

@@ -17,6 +17,7 @@ from sbp_core.graph.pass_options import (
     Slicing,
 )
 from sbp_core.graph.passes.accumulate import accumulate
+from sbp_core.graph.passes.buried_batch import unbury_batch
 from sbp_core.graph.passes.casts import place_casts
 from sbp_core.graph.passes.class_split import split_classes
 from sbp_core.graph.passes.clocks import tie_clocks
@@ -25,6 +26,7 @@ from sbp_core.graph.passes.deferred import accumulate_apart, defer_reductions
 from sbp_core.graph.passes.identities import drop_identities
 from sbp_core.graph.passes.losses import sum_losses
 from sbp_core.graph.passes.mixed_precision import mixed_precision
+from sbp_core.graph.passes.own_outputs import own_outputs
 from sbp_core.graph.passes.pipeline import GraphPass, chosen_passes
 from sbp_core.graph.passes.recompute import recompute
 from sbp_core.graph.passes.simplify import fold_views, share_expressions
@@ -49,6 +51,7 @@ __all__ = [
     "fold_constants",
     "fold_views",
     "mixed_precision",
+    "own_outputs",
     "place_casts",
     "prepare_step",
     "recompute",
@@ -57,6 +60,7 @@ __all__ = [
     "split_classes",
     "sum_losses",
     "tie_clocks",
+    "unbury_batch",
 ]
 
 _LOG = logging.getLogger(__name__)
@@ -86,6 +90,7 @@ def prepare_step(
         before = len(graph.nodes)
         graph = _verified(apply(graph), name)
         _LOG.debug("pass %s: %d nodes, %+d", name, len(graph.nodes), len(graph.nodes) - before)
+    graph = _verified(own_outputs(graph), "own_outputs")
     graph = _verified(accumulate(graph, num_micro_batches), "accumulate")
     if not options.accumulate_apart:
         return graph

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from sbp_core.errors import GraphError
-from sbp_core.graph.ir import LogicalGraph, Node, OutputKind, Phase, Rate, Ref, TensorType
+from sbp_core.graph.ir import (
+    GraphOutput,
+    InputKind,
+    LogicalGraph,
+    Node,
+    OutputKind,
+    Phase,
+    Rate,
+    Ref,
+    TensorType,
+)
 from sbp_core.graph.rewrite import rename_outputs, rename_uses
+from sbp_core.graph.views import VIEWS
 
 #: How the names of dtypes begin that hold means of their values.
 _AVERAGED = ("float", "bfloat", "complex")
@@ -15,55 +26,98 @@ _AVERAGED = ("float", "bfloat", "complex")
 #: Dtypes of counts: the count of a step is the sum over its micro-batches.
 _COUNTED = ("int", "uint", "bool")
 
+#: Operators that reduce to the largest or smallest of their elements, and which.
+_EXTREMES = {
+    "all": "minimum",
+    "amax": "maximum",
+    "amin": "minimum",
+    "any": "maximum",
+    "max": "maximum",
+    "min": "minimum",
+}
+
 
 def accumulate(graph: LogicalGraph, num_micro_batches: int) -> LogicalGraph:
     """Sum every value that crosses from micro-batch rate to step rate.
 
     Floating values are scaled to the mean. Metrics that count (integers, booleans) are summed as
-    they are, booleans as `int64`. A state that is replaced at micro-batch rate, such as a
-    batch-norm statistic, stays so: each micro-batch reads what the one before has written. Whoever
-    uses its new value once a step takes that of the last micro-batch.
+    they are, booleans as `int64`. Of metrics that are the `max`, `min`, `any` or `all` of all
+    elements the largest or smallest is taken. A parameter or buffer that is replaced at micro-batch
+    rate, such as a batch-norm statistic, stays so: each micro-batch reads what the one before has
+    written. Whoever uses its new value once a step takes that of the last micro-batch. An optimizer
+    writes once a step: what it keeps of the gradient is the mean.
 
     before: g = mm(dy, x) [micro]; w1 = sub(w, g) [step]
     after:  g = mm(dy, x) [micro]; G = sbp.accumulate(g, 1/M); w1 = sub(w, G) [step]
 
     Raises:
-        GraphError: M < 1; a host number is replaced at micro-batch rate; or the optimizer uses what
-            has no mean, such as a count of integers.
+        GraphError: M < 1; a host number is replaced at micro-batch rate; the optimizer uses what
+            has no mean, such as a count of integers, or draws random numbers; or forward and
+            optimizer change the same parameter.
     """
     if num_micro_batches < 1:
         raise GraphError(f"num_micro_batches={num_micro_batches}", accepted="an integer >= 1")
     if num_micro_batches == 1:
         return graph
     micro = {v for node in graph.nodes if node.rate is Rate.MICRO for v in node.outputs}
+    _check_draws(graph, num_micro_batches)
+    _check_written_once(graph, micro, num_micro_batches)
     carried = _carried(graph, micro)
     used = [v for node in graph.nodes if node.rate is Rate.STEP for v in node.inputs()]
-    crossing = dict.fromkeys(value for value in used if value in micro)
+    kept = [out.value for out in graph.outputs if _is_kept(graph, out)]
+    crossing = dict.fromkeys(value for value in (*used, *kept) if value in micro)
     reported = [out.value for out in graph.outputs if out.kind is not OutputKind.STATE]
-    leaving = dict.fromkeys(value for value in reported if value in micro)
+    arriving = _arriving(graph, carried)
+    leaving = dict.fromkeys(value for value in reported if value in micro or value in arriving)
     names = {v: f"{v}.last" if v in carried else f"{v}.mean" for v in crossing}
     scales = {v: None if v in carried else _mean(graph, v, num_micro_batches) for v in crossing}
     sums = [_sum_node(graph, value, names[value], scales[value]) for value in crossing]
     results = {v: f"{v}.{_verb(graph, v)}" for v in leaving}
     for value in leaving:
         if names.get(value) != results[value]:
-            scale = 1 if _verb(graph, value) == "sum" else _mean(graph, value, num_micro_batches)
-            sums.append(_sum_node(graph, value, results[value], scale))
+            verb = _verb(graph, value)
+            how: float | str = 1 if verb == "sum" else verb
+            if verb == "mean":
+                how = _mean(graph, value, num_micro_batches)
+            sums.append(_sum_node(graph, value, results[value], how))
     first = [node for node in graph.nodes if node.rate is Rate.MICRO]
     last = [rename_uses(node, names) for node in graph.nodes if node.rate is Rate.STEP]
     return graph.with_nodes(
         (*first, *sums, *last),
-        outputs=tuple(
-            out if out.kind is OutputKind.STATE else rename_outputs([out], results)[0]
-            for out in graph.outputs
-        ),
+        outputs=tuple(_output(graph, out, names, results) for out in graph.outputs),
         types={**graph.types, **_types(graph, names), **_types(graph, results)},
         num_micro_batches=num_micro_batches,
     )
 
 
+def _output(
+    graph: LogicalGraph, out: GraphOutput, names: Mapping[str, str], results: Mapping[str, str]
+) -> GraphOutput:
+    """Return an output of the micro-batches as one of the step."""
+    if _is_kept(graph, out):
+        return rename_outputs([out], names)[0]
+    return out if out.kind is OutputKind.STATE else rename_outputs([out], results)[0]
+
+
+def _is_kept(graph: LogicalGraph, out: GraphOutput) -> bool:
+    """Whether an output is a tensor that the optimizer keeps for the next step."""
+    if out.kind is not OutputKind.STATE or not graph.is_tensor(out.value):
+        return False
+    return graph.input_kinds[out.name].kind is InputKind.OPTIMIZER_STATE
+
+
+def _arriving(graph: LogicalGraph, carried: Iterable[str]) -> set[str]:
+    """Return the inputs that are others in each micro-batch: of batches, and carried states."""
+    replaced = {out.name for out in graph.outputs if out.value in set(carried)}
+    return {
+        entry.name
+        for entry in graph.inputs
+        if entry.kind is InputKind.BATCH or (entry.kind.is_state and entry.name in replaced)
+    }
+
+
 def _carried(graph: LogicalGraph, micro: Iterable[str]) -> set[str]:
-    """Return the new values of states that are replaced at micro-batch rate."""
+    """Return the new values of parameters and buffers that are replaced at micro-batch rate."""
     made = set(micro)
     found = [out for out in graph.outputs if out.value in made and out.kind is OutputKind.STATE]
     for out in found:
@@ -74,14 +128,99 @@ def _carried(graph: LogicalGraph, micro: Iterable[str]) -> set[str]:
                 accepted="host numbers that the optimizer replaces once a step",
                 todo="keep it as a tensor, or train with one micro-batch",
             )
-    return {out.value for out in found}
+    return {out.value for out in found if not _is_kept(graph, out)}
+
+
+def _check_draws(graph: LogicalGraph, num_micro_batches: int) -> None:
+    """Refuse random numbers of the optimizer: they are counted micro-batch by micro-batch."""
+    for node in graph.nodes:
+        if node.rate is not Rate.STEP:
+            continue
+        entries = (graph.input_kinds.get(value) for value in node.inputs())
+        if any(entry is not None and entry.kind is InputKind.RNG for entry in entries):
+            raise GraphError(
+                f"the optimizer draws random numbers, and there are {num_micro_batches} "
+                "micro-batches to count them by",
+                where=node.where(),
+                accepted="random numbers of the forward phase",
+                todo="train with one micro-batch, or with an optimizer that draws none",
+            )
+
+
+def _check_written_once(graph: LogicalGraph, micro: Iterable[str], num_micro_batches: int) -> None:
+    """Refuse a parameter that forward changes, for each micro-batch, before the optimizer does.
+
+    The optimizer then starts from what forward has made, not from the parameter.
+    """
+    made = set(micro)
+    for out in graph.outputs:
+        entry = graph.input_kinds.get(out.name) if out.kind is OutputKind.STATE else None
+        if entry is None or entry.kind is not InputKind.PARAMETER or out.value in made:
+            continue
+        if any(user.rate is Rate.STEP for user in graph.users[out.name]):
+            continue
+        sources = _sources(graph, out.value, lambda node: node.rate is Rate.STEP)
+        for value in sorted(sources & made):
+            node = graph.producers[value]
+            same = graph.types[value] == graph.types[out.name]
+            if node.phase is not Phase.FORWARD or not same:
+                continue
+            if out.name in _sources(graph, value, lambda node: node.rate is Rate.MICRO):
+                raise GraphError(
+                    f"{out.name!r} is changed in forward, once for each of {num_micro_batches} "
+                    "micro-batches, and by the optimizer",
+                    where=node.where(),
+                    accepted="parameters that either forward or the optimizer changes",
+                    todo="change it in the optimizer, or train with one micro-batch",
+                )
+
+
+def _sources(graph: LogicalGraph, value: str, within: Callable[[Node], bool]) -> set[str]:
+    """Return what a value is made of, back to the first values that are made elsewhere."""
+    found: set[str] = set()
+    seen, left = {value}, [value]
+    while left:
+        name = left.pop()
+        node = graph.producers.get(name)
+        if node is None or not within(node):
+            found.add(name)
+            continue
+        for part in node.inputs():
+            if part not in seen:
+                seen.add(part)
+                left.append(part)
+    return found
 
 
 def _verb(graph: LogicalGraph, value: str) -> str:
-    """Return how a result of the micro-batches becomes that of the step: `mean` or `sum`."""
+    """Return how a result of the micro-batches becomes that of the step.
+
+    `mean`, `sum`, `maximum` or `minimum`.
+    """
+    extreme = _extreme(graph, value)
+    if extreme and all(o.kind is OutputKind.METRIC for o in graph.outputs if o.value == value):
+        return extreme
     kind = graph.types[value]
     counts = isinstance(kind, TensorType) and kind.dtype.startswith(_COUNTED)
     return "sum" if counts else "mean"
+
+
+def _extreme(graph: LogicalGraph, value: str) -> str:
+    """Return whether a value is the largest or smallest of all elements of something, or neither.
+
+    The order of numbers outlives conversions, but not those to booleans.
+    """
+    node = graph.producers.get(value)
+    while node is not None and node.kind in VIEWS | {"_to_copy", "clone"}:
+        before, after = graph.tensor_inputs(node)[0], graph.tensor(value)
+        if after.dtype == "bool" and graph.tensor(before).dtype != "bool":
+            return ""
+        value = before
+        node = graph.producers.get(value)
+    one = node is not None and graph.is_tensor(value) and not graph.tensor(value).shape
+    if node is None or not one or len(graph.tensor_inputs(node)) != 1 or value != node.outputs[0]:
+        return ""
+    return _EXTREMES.get(node.kind, "")
 
 
 def _mean(graph: LogicalGraph, value: str, num_micro_batches: int) -> float:
@@ -101,13 +240,15 @@ def _mean(graph: LogicalGraph, value: str, num_micro_batches: int) -> float:
     return 1.0 / num_micro_batches
 
 
-def _sum_node(graph: LogicalGraph, value: str, name: str, scale: float | None) -> Node:
-    producer = graph.producers[value]
+def _sum_node(graph: LogicalGraph, value: str, name: str, how: float | str | None) -> Node:
+    # A batch tensor that is reported has no producer.
+    source = Node(name=name, op="sbp.accumulate", args=(), outputs=(name,))
+    producer = graph.producers.get(value, source)
     return replace(
         producer,
         name=name,
         op="sbp.accumulate",
-        args=(Ref(value), scale),
+        args=(Ref(value), how),
         kwargs={},
         outputs=(name,),
         phase=producer.phase if producer.phase is Phase.FORWARD else Phase.BACKWARD,

@@ -41,7 +41,7 @@ from math import gcd
 import numpy as np
 from numpy.typing import NDArray
 
-from sbp_core.errors import GraphError
+from sbp_core.errors import ConfigError
 from sbp_core.graph.ir import LogicalGraph, Node, Phase
 from sbp_core.graph.passes.again import Region
 from sbp_core.graph.passes.closure import least_closure
@@ -113,7 +113,7 @@ def choose_regions(
         longest_run: Most blocks that are made again in one go.
 
     Raises:
-        GraphError: no choice keeps to the budget; says what the least is.
+        ConfigError: no choice keeps to the budget; says what the least is.
     """
     blocks = _blocks(graph)
     table = _Table(graph, blocks, frozenset(fixed))
@@ -139,8 +139,9 @@ def choose_regions(
             limit + _least_kept(len(blocks), [c for c in choices if c.option.again <= limit])
             for limit in limits
         )
-        raise GraphError(
-            f"the activations of {graph.name!r} do not fit in {format_bytes(memory_bytes)}",
+        raise ConfigError(
+            f"the activations of {graph.name!r} do not fit in {format_bytes(memory_bytes)}, of one "
+            "micro-batch on all ranks together",
             accepted=f"memory_bytes >= {least + table.common_bytes} with "
             f"longest_run={longest_run} over {len(blocks)} blocks",
             todo="use smaller micro-batches, or raise longest_run",

@@ -14,8 +14,10 @@ The order, and why it is so:
     split_batch_norm
     extra               passes of plugins, on a graph without repetitions, at micro-batch size
     slice_operators     what is sliced has its conversions, and may be made again slice by slice
+    unbury_batch        on products as all the others know them, before any is repeated
     recompute           repeats what must not be shared again: nothing cleans up after it
     defer_reductions    on what is there after all that
+    own_outputs         always: what leaves as an input is copied, and nobody drops that again
     accumulate          the others need not know of rates
     accumulate_apart    on the sums over micro-batches, which are there only now
 """
@@ -28,6 +30,7 @@ from functools import partial
 from sbp_core.graph.ir import LogicalGraph
 from sbp_core.graph.pass_options import PassOptions
 from sbp_core.graph.passes.batch_norm import split_batch_norm
+from sbp_core.graph.passes.buried_batch import unbury_batch
 from sbp_core.graph.passes.casts import place_casts
 from sbp_core.graph.passes.class_split import split_classes
 from sbp_core.graph.passes.clocks import tie_clocks
@@ -74,6 +77,8 @@ def chosen_passes(
     yield from ((_name(apply), apply) for apply in extra)
     if options.slices:
         yield "slice_operators", partial(slice_operators, slices=options.slices)
+    if options.unbury_batch:
+        yield "unbury_batch", unbury_batch
     if options.recompute is not None:
         yield "recompute", partial(recompute, how=options.recompute)
     if options.defer_reductions:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import groupby
 
-from sbp_core.errors import GraphError
+from sbp_core.errors import ConfigError
 from sbp_core.graph.ir import LogicalGraph, Node, Phase
 from sbp_core.graph.pass_options import Recompute
 from sbp_core.graph.passes.again import AGAIN, Region, make_again
@@ -29,6 +29,7 @@ from sbp_core.graph.passes.kept import (
     kept_bytes,
     made_bytes,
 )
+from sbp_core.graph.rewrite import rename_uses
 from sbp_core.units import format_bytes
 
 #: Tag of nodes that the user's model runs under `torch.utils.checkpoint`; followed by `:` and a
@@ -50,7 +51,7 @@ def recompute(graph: LogicalGraph, how: Recompute) -> LogicalGraph:
     Runs on a captured step, before the accumulation over micro-batches or after it.
 
     Raises:
-        GraphError: a pattern matches nothing, or no choice keeps to the budget.
+        ConfigError: a pattern matches nothing, or no choice keeps to the budget.
     """
     _check_patterns(graph, how)
     regions = [*_matching_regions(graph, how)]
@@ -59,7 +60,7 @@ def recompute(graph: LogicalGraph, how: Recompute) -> LogicalGraph:
     if how.memory_bytes is not None:
         fixed = {n.name for n in graph.nodes if is_forward(n) and not _may_repeat(n, how)}
         fixed |= {name for region in regions for name in region.again}
-        chosen = choose_regions(graph, how.memory_bytes, fixed, how.longest_run)
+        chosen = choose_regions(graph, int(how.memory_bytes), fixed, how.longest_run)
         graph = make_again(graph, chosen)
     return graph
 
@@ -85,7 +86,7 @@ def _check_patterns(graph: LogicalGraph, how: Recompute) -> None:
         names_node = pattern in how.keep and any(fnmatchcase(n.name, pattern) for n in nodes)
         if not names_node and not any(_within(pattern, node.module) for node in nodes):
             modules = sorted({node.module for node in nodes if node.module})
-            raise GraphError(
+            raise ConfigError(
                 f"the pattern {pattern!r} of the recomputation matches no module",
                 accepted=", ".join(modules[:12]) + ", ..." * (len(modules) > 12),
                 todo="name modules as model.named_modules() does",
@@ -150,29 +151,43 @@ class RecomputeReport:
 
     def __str__(self) -> str:
         before, after = format_bytes(self.kept_before_bytes), format_bytes(self.kept_after_bytes)
+        again = format_bytes(self.largest_again_bytes)
         share = self.extra_flop / self.step_flop if self.step_flop else 0.0
         named = ", ".join(f"{module or '(root)'} ({count} ops)" for module, count in self.modules)
         return (
-            f"keeps {after} instead of {before} of activations, holds up to "
-            f"{format_bytes(self.largest_again_bytes)} made again, {share:.1%} more work: {named}"
+            f"keeps {after} instead of {before} of activations, makes up to {again} again at a "
+            f"time, {share:.1%} more work: {named}"
         )
 
 
-def recompute_report(before: LogicalGraph, after: LogicalGraph) -> RecomputeReport:
-    """Compare a graph with what `recompute` made of it."""
+def recompute_report(graph: LogicalGraph) -> RecomputeReport:
+    """Compare a graph with what it was before `recompute`."""
+    before = _without_again(graph)
     work = [n for n in before.nodes if is_forward(n) or n.phase is Phase.BACKWARD]
-    copies = [n for n in after.nodes if AGAIN in n.tags and n.op != "sbp.after"]
+    copies = [n for n in graph.nodes if AGAIN in n.tags and n.op != "sbp.after"]
     modules: dict[str, list[Node]] = {}
     for node in copies:
         modules.setdefault(block_of(node.module), []).append(node)
     return RecomputeReport(
         kept_before_bytes=kept_bytes(before),
-        kept_after_bytes=kept_bytes(after),
-        largest_again_bytes=_alive_at_once(after),
-        extra_flop=sum(call_flop(after, node) for node in copies),
+        kept_after_bytes=kept_bytes(graph),
+        largest_again_bytes=_alive_at_once(graph),
+        extra_flop=sum(call_flop(graph, node) for node in copies),
         step_flop=sum(call_flop(before, node) for node in work if not node.is_host),
         modules=tuple((module, len(nodes)) for module, nodes in modules.items()),
     )
+
+
+def _without_again(graph: LogicalGraph) -> LogicalGraph:
+    """Return the graph with every value that is made again replaced by the kept one."""
+    names: dict[str, str] = {}
+    for node in graph.nodes:
+        if AGAIN in node.tags:
+            waits = node.op == "sbp.after"
+            kept = node.inputs()[:1] if waits else graph.by_name[node.forward].outputs
+            names |= zip(node.outputs, kept, strict=True)
+    nodes = (node for node in graph.nodes if AGAIN not in node.tags)
+    return graph.with_nodes(tuple(rename_uses(node, names) for node in nodes))
 
 
 def _alive_at_once(graph: LogicalGraph) -> int:

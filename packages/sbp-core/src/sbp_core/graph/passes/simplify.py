@@ -9,10 +9,14 @@ from sbp_core.graph.rewrite import drop_dead, rename_outputs, rename_uses
 
 _COPYING = "aten.reshape.default"
 _RESHAPES = ("aten.view.default", "aten._unsafe_view.default", _COPYING)
+_STRIDED, _STRIDED_WRITE = "aten.as_strided.default", "aten.as_strided_scatter.default"
 
 
 def fold_views(graph: LogicalGraph) -> LogicalGraph:
     """Undo transposes of transposes, and reshape once instead of twice.
+
+    What is written to places of a storage and read from there again, as the gradient of a pooled
+    image that lies channels last, is a reshape, too.
 
     before: a = t(w); b = t(a); c = view(x, [6]); d = view(c, [2, 3])
     after:  b is w;             d = view(x, [2, 3])
@@ -26,6 +30,9 @@ def fold_views(graph: LogicalGraph) -> LogicalGraph:
         if node.op == "aten.t.default" and source is not None and source.op == "aten.t.default":
             names[node.outputs[0]] = source.args[0].name
             continue
+        if source is not None and _reads_back(node, source):
+            node = replace(node, op="aten.view.default", args=(source.args[1], node.args[1]))
+            source = made.get(node.args[0].name)
         if node.op in _RESHAPES:
             if source is not None and source.op in _RESHAPES and source.phase is node.phase:
                 # What had to be copied cannot be viewed.
@@ -37,6 +44,31 @@ def fold_views(graph: LogicalGraph) -> LogicalGraph:
         kept.append(node)
         made |= dict.fromkeys(node.outputs, node)
     return drop_dead(graph.with_nodes(tuple(kept), outputs=rename_outputs(graph.outputs, names)))
+
+
+def _reads_back(node: Node, source: Node) -> bool:
+    """Whether a node reads, in the same order, all that its source wrote, each place once."""
+    if node.op != _STRIDED or source.op != _STRIDED_WRITE or node.kwargs or source.kwargs:
+        return False
+    read, written = _walk(*node.args[1:]), _walk(*source.args[2:])
+    if read is None or read != written:
+        return False
+    reached = 0
+    for stride, extent in sorted((stride, extent) for extent, stride in read[0]):
+        if stride <= reached:
+            return False
+        reached += stride * (extent - 1)
+    return True
+
+
+def _walk(
+    shape: tuple[int, ...], strides: tuple[int, ...], start: int | None = None
+) -> tuple[tuple[tuple[int, int], ...], int] | None:
+    """Return (extent, stride) of each dim with more than one element, and the first place."""
+    if start is None:  # then it is that of the argument
+        return None
+    pairs = zip(shape, strides, strict=True)
+    return tuple((extent, stride) for extent, stride in pairs if extent != 1), start
 
 
 def _takes_tensor(node: Node) -> bool:

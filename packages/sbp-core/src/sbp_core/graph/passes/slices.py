@@ -5,7 +5,8 @@ A parameter that is stored sharded is gathered part by part, used, and freed, so
 dim are its elements j, j + count, ...: each rank holds an equal share of each part, whichever dim
 the parameter is stored split along, so a part travels at its own size and the bytes of a step stay
 what they were. Parts go one after the other: each waits for the result of the one before
-(`sbp.piece(x, token, ...)`).
+(`sbp.piece(x, token, ...)`). They are tagged `slice:COUNT`: what is inferred for a part is what
+would be for the whole, so that the same tensors travel.
 
 What the parameter is sliced along follows from the operator:
 
@@ -25,9 +26,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
 
-from sbp_core.errors import GraphError
+from sbp_core.errors import ConfigError
 from sbp_core.graph.ir import (
     Argument,
     InputKind,
@@ -40,10 +40,6 @@ from sbp_core.graph.ir import (
 )
 from sbp_core.graph.pass_options import Along, Slicing
 from sbp_core.graph.rewrite import drop_dead
-
-if TYPE_CHECKING:
-    from sbp_core.infer.pins import PinValue
-
 
 #: Contractions: the positions of both factors, and of what is added (-1: nothing).
 _CONTRACTIONS = {
@@ -76,8 +72,8 @@ def slice_operators(graph: LogicalGraph, slices: Mapping[str, Slicing]) -> Logic
     """Run the operators of some parameters, and of their gradients, in slices.
 
     before: y = mm(x, t(w))
-    after:  w.0 = sbp.piece(w, x, 0, 0, 2); y.0 = mm(x, t(w.0))
-            w.1 = sbp.piece(w, y.0, 0, 1, 2); y.1 = mm(x, t(w.1)); y = view(stack([y.0, y.1], 1))
+    after:  w/0 = sbp.piece(w, x, 0, 0, 2); y/0 = mm(x, t(w/0))
+            w/1 = sbp.piece(w, y/0, 0, 1, 2); y/1 = mm(x, t(w/1)); y = view(stack([y/0, y/1], 1))
 
     Args:
         graph: A captured step.
@@ -85,35 +81,13 @@ def slice_operators(graph: LogicalGraph, slices: Mapping[str, Slicing]) -> Logic
             override earlier ones.
 
     Raises:
-        GraphError: a pattern matches no parameter whose operators can be sliced, or they cannot be
+        ConfigError: a pattern matches no parameter whose operators can be sliced, or they cannot be
             sliced so: a dim does not have that many equal parts.
     """
     chosen = _chosen(graph, slices)
     for name, how in chosen.items():
         graph = _Slicer(graph, name, how).run()
     return drop_dead(graph)
-
-
-def slice_pins(
-    graph: LogicalGraph, stored: PinValue = "S(0)", used: PinValue = "B"
-) -> dict[str, PinValue]:
-    """Return pins under which sliced parameters travel slice by slice.
-
-    Without them a planner may gather a parameter whole, if that is faster.
-
-    Args:
-        graph: A result of `slice_operators`.
-        stored: How the sliced parameters are stored.
-        used: How each slice is used.
-    """
-    pins: dict[str, PinValue] = {}
-    for entry in graph.inputs:
-        users = graph.users[entry.name]
-        pieces = [n for n in users if n.op == "sbp.piece" and n.args[0] == Ref(entry.name)]
-        if pieces:
-            pins[f"use:{entry.name}"] = stored
-        pins |= {piece.outputs[0]: used for piece in pieces}
-    return pins
 
 
 def _chosen(graph: LogicalGraph, slices: Mapping[str, Slicing]) -> dict[str, Slicing]:
@@ -132,7 +106,7 @@ def _chosen(graph: LogicalGraph, slices: Mapping[str, Slicing]) -> dict[str, Sli
             if fnmatchcase(name, pattern) or fnmatchcase(name.rpartition(".")[0], pattern)
         ]
         if not found:
-            raise GraphError(
+            raise ConfigError(
                 f"the pattern {pattern!r} of slices matches no parameter that can be sliced",
                 accepted=", ".join(names[:12]) + ", ..." * (len(names) > 12),
                 todo=f"name matrices that go into {', '.join([*_CONTRACTIONS, _EMBEDDING])}",
@@ -184,7 +158,7 @@ class _Slicer:
         """Return the graph with slices.
 
         Raises:
-            GraphError: an operator cannot be sliced so.
+            ConfigError: an operator cannot be sliced so.
         """
         uses = {use.node.name: use for use in _uses(self.graph, self.name)}
         gradients = set(self._gradients(set(uses)))
@@ -272,12 +246,12 @@ class _Slicer:
             args[position] = Ref(self._piece(node, position, dim, index, token, chain, settled))
             if added >= 0:
                 args[added] = self._added(node, node.args[added], output_dim, index)
-            token = self._add(node, f"{name}.{index}", node.op, tuple(args), part)
+            token = self._add(node, f"{name}/{index}", node.op, tuple(args), part)
             parts.append(token)
         shape = (*part.shape[: out + 1], count, *part.shape[out + 1 :])
         stacked = self._add(
-            node, f"{name}.parts", "aten.stack.default",
-            (tuple(map(Ref, parts)), out + 1), replace(made, shape=shape),
+            node, f"{name}/parts", "aten.stack.default",
+            (tuple(map(Ref, parts)), out + 1), replace(made, shape=shape), part=False,
         )  # fmt: skip
         self._last(node, "aten.view.default", (Ref(stacked), made.shape))
 
@@ -293,7 +267,7 @@ class _Slicer:
         for index in range(count):
             piece = self._piece(node, use.position, dims[0], index, token, use.chain, False)
             taken = self._add(
-                node, f"{name}.taken.{index}", "aten.slice.Tensor",
+                node, f"{name}/taken/{index}", "aten.slice.Tensor",
                 (node.args[other], dim, index, data.shape[dim], count),
                 replace(data, shape=_cut(data.shape, dim, count)),
             )  # fmt: skip
@@ -303,7 +277,7 @@ class _Slicer:
             if index == count - 1:
                 self._last(node, op, args)
             else:
-                token = self._add(node, f"{name}.{index}", op, args, made)
+                token = self._add(node, f"{name}/{index}", op, args, made, part=False)
                 total = Ref(token)
 
     def _piece(
@@ -323,9 +297,9 @@ class _Slicer:
             at = _before(view, at, len(self.graph.tensor(view.outputs[0]).shape))
         kind = self.graph.tensor(value)
         count = self.how.count
-        base = value if chain or value == self.name else f"{node.outputs[0]}.taken"
+        base = value if chain or value == self.name else f"{node.outputs[0]}/taken"
         made = self._add(
-            node, f"{base}.{index}", "sbp.piece",
+            node, f"{base}/{index}", "sbp.piece",
             (Ref(value), Ref(token), at, index, count, settled),
             replace(kind, shape=_cut(kind.shape, at, count)),
         )  # fmt: skip
@@ -333,7 +307,7 @@ class _Slicer:
             before, after = (self.graph.tensor(v) for v in (view.args[0].name, view.outputs[0]))
             at = _after(view, at, len(before.shape))
             made = self._add(
-                node, f"{view.outputs[0]}.{index}", view.op, (Ref(made), *view.args[1:]),
+                node, f"{view.outputs[0]}/{index}", view.op, (Ref(made), *view.args[1:]),
                 replace(after, shape=_cut(after.shape, at, count)), view,
             )  # fmt: skip
         return made
@@ -346,7 +320,7 @@ class _Slicer:
         at, count = output_dim % len(kind.shape), self.how.count
         return Ref(
             self._add(
-                node, f"{added.name}.{index}", "aten.slice.Tensor",
+                node, f"{added.name}/{index}", "aten.slice.Tensor",
                 (added, at, index, kind.shape[at], count),
                 replace(kind, shape=_cut(kind.shape, at, count)),
             )
@@ -370,12 +344,15 @@ class _Slicer:
         args: tuple[Argument, ...],
         kind: TensorType,
         like: Node | None = None,
+        *,
+        part: bool = True,
     ) -> str:
         while name in self.taken:
             name += "'"
         self.taken.add(name)
         self.types[name] = kind
         keeps = op == node.op or like is not None
+        tags = (like or node).tags if keeps else _marks(node)
         self.made.append(
             replace(
                 node,
@@ -384,7 +361,7 @@ class _Slicer:
                 args=args,
                 kwargs=like.kwargs if like is not None else {},
                 outputs=(name,),
-                tags=(like or node).tags if keeps else _marks(node),
+                tags=(*tags, f"slice:{self.how.count}") if part else tags,
             )
         )
         return name
@@ -403,8 +380,8 @@ class _Slicer:
                 f"count={', '.join(map(str, divisors))}" if divisors else "dims with equal parts",
             )
 
-    def _misfit(self, node: Node, what: str, accepted: str) -> GraphError:
-        return GraphError(
+    def _misfit(self, node: Node, what: str, accepted: str) -> ConfigError:
+        return ConfigError(
             f"the operators of {self.name!r} cannot be sliced: {what}",
             where=node.where(),
             accepted=accepted,

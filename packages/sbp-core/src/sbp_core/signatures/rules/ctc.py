@@ -5,7 +5,8 @@
 
 Lengths are literals, or tensors `n`. Targets may also stand in one row, `s!`, where lengths say
 which are whose. Output 1 of the forward operator is as wide as the longest target of the batch
-needs; a rank widens its own. PyTorch leaves those of its elements undefined that no target reaches.
+needs (if lengths are tensors: as it may need); a rank widens its own. PyTorch leaves those of its
+elements undefined that no target reaches.
 """
 
 from __future__ import annotations
@@ -87,7 +88,8 @@ def _listed(argument: Argument) -> tuple[Argument, ...]:
 
 
 def _localize_forward(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
-    if shards.inputs[0][1] == (0, call.inputs[0].shape[1]):
+    whole = shards.inputs[0][1] == (0, call.inputs[0].shape[1])
+    if whole and not call.op.endswith(".Tensor"):
         return unchanged(call)
     draft = Draft()
     args = _local_args(draft, call, 1, shards.inputs[0][1])

@@ -5,6 +5,8 @@
     e m k, k t, o! => m t        the mirror image of the first
     e m k, e k n => e m n        a batch of products, without offsets
 
+    t d, e d f, o!, t f => t d, e d f        both gradients of the first, in one call
+
 Tokens may be split: offsets then count local ones. A rank that holds some of the experts brings
 their tokens to the front, and gives zeros for the others.
 """
@@ -155,8 +157,7 @@ def _shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
     operands = [left, right]
     experts: _Experts | None = None
     if offsets is not None and "t" in cut:
-        offsets = draft("aten.sub.Tensor", offsets, windows["t"][0])
-        offsets = draft("aten.clamp.default", offsets, 0, length(windows["t"]))
+        offsets = _local_offsets(draft, offsets, windows["t"])
     if offsets is not None and "e" in cut:
         experts = _Experts(draft, offsets, windows["e"], length(windows["t"]))
         offsets = experts.offsets
@@ -177,4 +178,51 @@ def _shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
     return draft.program(made)
 
 
-RULES = {"aten._grouped_mm.default": Rule(_notation, _shard)}
+def _gradients(call: OpCall) -> Notation:
+    """Return the notation of a call (tokens, weights, offsets, gradient) -> both gradients."""
+    t, d, e, f, o = "tdefo"
+    (tokens, inner), (_, _, outer) = (entry.shape for entry in call.inputs[:2])
+    return Notation(
+        inputs=(_dims(t + d), _dims(e + d + f), _dims(o), _dims(t + f)),
+        outputs=(_dims(t + d), _dims(e + d + f)),
+        dependences=(linear(3), linear(0, outputs=(1,)), linear(1, outputs=(0,)), linear(0, 1)),
+        whole=frozenset(o),
+        nonempty=frozenset((t, d, e, f)),
+        work_flop=4.0 * tokens * inner * outer,
+        why="offsets count tokens from the first group on",
+    )
+
+
+def _gradients_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
+    """Let offsets count local tokens, bring those of local experts to the front."""
+    tokens, weights, offsets, gradient = call.args
+    assert isinstance(tokens, Ref) and isinstance(offsets, Ref) and isinstance(gradient, Ref)
+    own, (experts, *_) = shards.inputs[0][0], shards.inputs[1]
+    is_cut_t = is_cut(own, call.inputs[0].shape[0])
+    is_cut_e = is_cut(experts, call.inputs[1].shape[0])
+    if not is_cut_t and not is_cut_e:
+        return unchanged(call)
+    draft = Draft()
+    if is_cut_t:
+        offsets = _local_offsets(draft, offsets, own)
+    if not is_cut_e:
+        return draft.program(*draft.several(2, call.op, tokens, weights, offsets, gradient))
+    turned = _Experts(draft, offsets, experts, length(own))
+    tokens, gradient = (turned.to_front(each, 0) for each in (tokens, gradient))
+    of_tokens, of_weights = draft.several(2, call.op, tokens, weights, turned.offsets, gradient)
+    return draft.program(turned.back(of_tokens, 0, 2), of_weights)
+
+
+def _local_offsets(draft: Draft, offsets: Ref, tokens: Range) -> Ref:
+    """Count the tokens of a window only."""
+    offsets = draft("aten.sub.Tensor", offsets, tokens[0])
+    return draft("aten.clamp.default", offsets, 0, length(tokens))
+
+
+#: Of any operator that takes (operand, operand, offsets) as `_grouped_mm` does.
+PRODUCT = Rule(_notation, _shard)
+
+#: Of any operator (tokens, weights, offsets, gradient) -> (of the tokens, of the weights).
+GRADIENTS = Rule(_gradients, _gradients_shard)
+
+RULES = {"aten._grouped_mm.default": PRODUCT}

@@ -18,6 +18,7 @@ from sbp_core.signatures.notation import (
     unread,
 )
 from sbp_core.signatures.rule import Rule, parsed
+from sbp_core.signatures.rules.patterns import each
 from sbp_core.signatures.rules.pointwise import broadcast_dims
 
 #: Why there may be no empty shards beside some biases.
@@ -140,6 +141,52 @@ def _scaled_mm(call: OpCall) -> Notation:
     )
 
 
+def _matmul(call: OpCall) -> Notation:
+    """`b0 i k, k j -> b0 i j`: matrices of a batch, which is broadcast; vectors lack `i` or `j`."""
+    left, right = (entry.shape for entry in call.inputs)
+    batches = (left[:-2], right[:-2])
+    longest = max(map(len, batches))
+    dims: list[Dims] = []
+    for batch, inner in zip(
+        batches,
+        (("i", "k")[-min(len(left), 2) :], ("k", "j")[: min(len(right), 2)]),
+        strict=True,
+    ):
+        first = longest - len(batch)
+        outer = ((f"b{first + at}",) if size != 1 else () for at, size in enumerate(batch))
+        dims.append((*outer, *((name,) for name in inner)))
+    known = {name for tensor in dims for dim in tensor for name in dim}
+    made = [f"b{at}" for at in range(longest)]
+    made += [name for name, shape in (("i", left), ("j", right)) if len(shape) > 1]
+    outputs = tuple((name,) if name in known else () for name in made)
+    return Notation(inputs=tuple(dims), outputs=(outputs,), addends=(0, 0))
+
+
+def _linear(call: OpCall) -> Notation:
+    """`d0 d1 k, j k + j -> d0 d1 j`."""
+    outer = each(len(call.inputs[0].shape) - 1)
+    bias: tuple[Dims, ...] = ((("j",),),) if len(call.inputs) > 2 else ()
+    return Notation(
+        inputs=((*outer, ("k",)), (("j",), ("k",)), *bias),
+        outputs=((*outer, ("j",)),),
+        addends=(0, 0, *(1 for _ in bias)),
+    )
+
+
+def _tensordot(call: OpCall) -> Notation:
+    """`k0 k1 i0, k0 k1 j0 -> i0 j0`: sums over pairs of dims."""
+    tensors: list[Dims] = []
+    for at, prefix in enumerate("ij"):
+        rank = len(call.inputs[at].shape)
+        summed = [dim % rank for dim in argument(call, 2 + at, f"dims_{('self', 'other')[at]}")]
+        names = [
+            f"k{summed.index(dim)}" if dim in summed else f"{prefix}{dim}" for dim in range(rank)
+        ]
+        tensors.append(tuple((name,) for name in names))
+    made = tuple(dim for tensor in tensors for dim in tensor if not dim[0].startswith("k"))
+    return Notation(inputs=tuple(tensors), outputs=(made,), addends=(0, 0))
+
+
 def _trilinear(call: OpCall) -> Notation:
     """`b o i, b o i, b o i -> b o` and alike: each argument lacks the dims it is expanded over."""
     num_dims = len(call.inputs[0].shape) + len(argument(call, 3, "expand1"))
@@ -171,7 +218,10 @@ RULES = {
     "aten.baddbmm.default": _with_bias("n i k, n k j -> n i j"),
     "aten.bmm.default": Rule("n i k, n k j -> n i j"),
     "aten.dot.default": Rule("k, k -> ()"),
+    "aten.linear.default": Rule(_linear),
+    "aten.matmul.default": Rule(_matmul),
     "aten.mm.default": Rule("i k, k j -> i j"),
     "aten.mv.default": Rule("i k, k -> i"),
+    "aten.tensordot.default": Rule(_tensordot),
     "aten.vdot.default": Rule("k, k -> ()"),
 }

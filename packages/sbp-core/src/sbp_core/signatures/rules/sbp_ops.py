@@ -1,6 +1,7 @@
 """Our own operators, but for those that draw random numbers (`random`).
 
-    sbp.accumulate(x, scale)                       the sum over the micro-batches of scale·x
+    sbp.accumulate(x, how)                         over the micro-batches: the sum of how·x; the
+                                                   "maximum", the "minimum"; the last one if None
     sbp.after(x, token)                            x itself, but not before the token is made
     sbp.piece(x, token, dim, index, count, settled)
         the elements index, index + count, ... of a dim, but not before the token is made
@@ -69,9 +70,14 @@ def _own_piece(call: OpCall, shards: Shards) -> LocalProgram:
     return draft.program(draft("aten.slice_copy.Tensor", x, dim, index, stop, count))
 
 
+def _accumulate(call: OpCall) -> Notation:
+    """Each rank sums what it holds; sums of maxima are no maxima of sums, nor the other way."""
+    found = () if isinstance(call.args[1], str) else (linear(0),)
+    return replace(broadcasting(call), dependences=found)
+
+
 RULES = {
-    # Each rank sums what it holds. It is not monotone: sums of maxima are no maxima of sums.
-    "sbp.accumulate": Rule(lambda call: replace(broadcasting(call), dependences=(linear(0),))),
+    "sbp.accumulate": Rule(_accumulate),
     "sbp.after": Rule(_after, _only_first),
     "sbp.bmm_as.default": Rule("n i k, n k j -> n i j"),
     "sbp.mm_as.default": Rule("i k, k j -> i j"),

@@ -1,0 +1,14 @@
+"""The error for texts that are longer than a model looks back. Imports no torch."""
+
+from __future__ import annotations
+
+from sbp_core.errors import SbpValueError
+
+
+def too_long(time: int, context: int) -> SbpValueError:
+    """Make the error for more tokens than a model looks at."""
+    return SbpValueError(
+        f"{time} tokens are more than the context of {context}",
+        accepted=f"tokens of shape (batch, time <= {context})",
+        todo="raise model.context, or lower data.context",
+    )

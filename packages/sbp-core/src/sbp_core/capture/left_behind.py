@@ -1,0 +1,310 @@
+"""What a forward leaves behind beside its states: found by comparing, and set back.
+
+A graph remembers nothing but its states. So a number that a module counts up, a tensor that it
+keeps in a list, or a draw from Python's own generator would be lost, and the graph would do the
+first step again and again. Compared are the attributes of all modules, lists, mappings, sets and
+NumPy arrays in them, and the generators of Python, NumPy and PyTorch; other objects are not looked
+into.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import deque
+from collections.abc import Iterable, Mapping, MutableMapping, MutableSequence, MutableSet
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from sbp_core.errors import CaptureError
+
+#: Where modules keep what is registered, and what that is called.
+_REGISTERS = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "module"}
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """An attribute of a module that is not what it was.
+
+    Args:
+        module: Path of the module.
+        owner: Name of its class.
+        key: The attribute, and the way into it: `cache['k'][0]`.
+        before: What it was; None if there was none.
+        after: What it is; None if there is none.
+        registered: `parameter`, `buffer` or `module` if it is registered; else empty.
+    """
+
+    module: str
+    owner: str
+    key: str
+    before: Any
+    after: Any
+    registered: str = ""
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors that it holds now and did not hold before."""
+        known = {id(leaf) for leaf in tree_leaves(self.before)}
+        found = [leaf for leaf in tree_leaves(self.after) if isinstance(leaf, Tensor)]
+        return [tensor for tensor in found if id(tensor) not in known]
+
+    def refusal(self) -> CaptureError:
+        """Return the error for a program that makes this change."""
+        where = f"{self.owner}.forward (module {self.module or '(root)'!r})"
+        name = self.key.partition("[")[0]
+        if self.registered:
+            return CaptureError(
+                f"the forward registers or removes the {self.registered} {self.key!r}",
+                where=where,
+                accepted="modules whose parameters, buffers and parts stay the same ones",
+                todo=f"register {self.key!r} in __init__; keep what changes in a buffer",
+            )
+        if self.tensors:
+            return CaptureError(
+                f"the forward of module {self.module or '(root)'!r} sets {self.key!r}, which "
+                "outlives the step",
+                where=where,
+                accepted="tensors that outlive a step are registered buffers; tensors that are "
+                "kept and depend on no input, state or random number",
+                todo=f"return {name!r} as a metric, or register_buffer({name!r}, ...) in __init__ "
+                "and set it by copy_ or by assignment, detached",
+            )
+        return CaptureError(
+            f"the forward of module {self.module or '(root)'!r} changes {self.key!r} from "
+            f"{_short(self.before)} to {_short(self.after)}, so that its next step may be another",
+            where=where,
+            accepted="attributes that the forward leaves as they are, or sets once and for all",
+            todo=f"keep it as a tensor: register_buffer({name!r}, torch.tensor(...)) in __init__, "
+            f"changed in place, as in self.{name}.add_(1)",
+        )
+
+
+class Snapshot:
+    """The attributes of all modules and what lies in them, at one moment.
+
+    Args:
+        model: Whose.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = list(model.named_modules())
+        self._own = [dict(vars(module)) for _, module in self._modules]
+        #: Containers by id: itself, what it held, number of the module, the way to it.
+        self._held: dict[int, tuple[Any, Any, int, str]] = {}
+        self._stand_ins: Mapping[int, Tensor] = {}
+        for number, own in enumerate(self._own):
+            for key, value in own.items():
+                self._hold(value, number, key)
+
+    def _hold(self, value: Any, number: int, way: str) -> None:
+        if id(value) in self._held or type(value) in _PLAIN or isinstance(value, Tensor):
+            return
+        content = _content(value)
+        if content is None:
+            return
+        self._held[id(value)] = (value, content, number, way)
+        parts = dict(enumerate(content)) if isinstance(content, list) else content
+        for key, part in parts.items() if isinstance(parts, dict) else ():
+            self._hold(part, number, f"{way}[{key!r}]")
+
+    def changes(self, stand_ins: Mapping[int, Tensor]) -> list[Change]:
+        """Return what is not as it was, attributes first.
+
+        Args:
+            stand_ins: By the id of a tensor that stood for a state meanwhile, that state: a list of
+                a module's own weights that it makes anew is the same list.
+        """
+        self._stand_ins = stand_ins
+        found = []
+        for (path, module), own in zip(self._modules, self._own, strict=True):
+            now = vars(module)
+            for key in dict.fromkeys((*own, *now)):
+                before, after = own.get(key, _MISSING), now.get(key, _MISSING)
+                if not self._is_same(before, after):
+                    found.append(_change(path, module, key, before, after))
+        for value, content, number, way in self._held.values():
+            path, module = self._modules[number]
+            now = _content(value)
+            if isinstance(content, dict):
+                for key in dict.fromkeys((*content, *now)):
+                    before, after = content.get(key, _MISSING), now.get(key, _MISSING)
+                    if not self._is_same(before, after):
+                        found.append(
+                            _change(path, module, key, before, after, _REGISTERS[way])
+                            if way in _REGISTERS
+                            else _change(path, module, f"{way}[{key!r}]", before, after)
+                        )
+            elif not self._is_same(content, now):
+                found.append(_change(path, module, way, content, now))
+        return found
+
+    def _is_same(self, before: Any, after: Any) -> bool:
+        """Whether a value is what it was: itself, or an equal number, string, or list of such.
+
+        What a container held is asked for each container once; so here, one that is itself is the
+        same. Of objects of unknown kinds nobody knows what makes them equal: they are the same.
+        """
+        after = self._stand_ins.get(id(after), after)
+        if before is after:
+            return True
+        if type(before) is not type(after):
+            return False
+        if isinstance(before, _PLAIN):
+            return repr(before) == repr(after)
+        if isinstance(before, Tensor):
+            return False
+        old = self._held[id(before)][1] if id(before) in self._held else _content(before)
+        new = _content(after)
+        if old is None or new is None or isinstance(old, bytes):
+            return bool(old == new)
+        if isinstance(old, set):
+            return bool(old == new)
+        if isinstance(old, dict):
+            return list(old) == list(new) and all(self._is_same(old[k], new[k]) for k in old)
+        return len(old) == len(new) and all(map(self._is_same, old, new))
+
+    def with_real_tensors(self, left: Iterable[Tensor]) -> list[Tensor]:
+        """Put real tensors, of zeros, in the places of some, and return them in order."""
+        made = {id(old): torch.zeros(old.shape, dtype=old.dtype, device=old.device) for old in left}
+
+        def real(value: Any) -> Any:
+            return made.get(id(value), value)
+
+        self._own = [{key: real(value) for key, value in own.items()} for own in self._own]
+        for key, (value, content, number, way) in self._held.items():
+            if isinstance(content, dict):
+                content = {k: real(part) for k, part in content.items()}
+            elif isinstance(content, list):
+                content = [real(part) for part in content]
+            self._held[key] = (value, content, number, way)
+        return list(made.values())
+
+    def restore(self) -> None:
+        """Set everything back to what it was."""
+        for (_, module), own in zip(self._modules, self._own, strict=True):
+            now = vars(module)
+            for key in [key for key in now if key not in own]:
+                del now[key]
+            now.update(own)
+        for value, content, _, _ in self._held.values():
+            _refill(value, content)
+
+
+class _Missing:
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+_MISSING: Any = _Missing()
+
+
+def _change(
+    path: str, module: nn.Module, key: str, before: Any, after: Any, registered: str = ""
+) -> Change:
+    return Change(
+        module=path,
+        owner=type(module).__name__,
+        key=key,
+        before=before,
+        after=after,
+        registered=registered,
+    )
+
+
+def _content(value: Any) -> Any:
+    """Return a copy of what a container holds: a list, dict, set or bytes; None if it is none."""
+    if isinstance(value, MutableMapping):
+        return dict(value)
+    if isinstance(value, tuple | MutableSequence) and not isinstance(value, bytearray | nn.Module):
+        return list(value)
+    if isinstance(value, set | frozenset):
+        return set(value)
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.ndarray | numpy.generic):
+        return value.tobytes()
+    return None
+
+
+def _refill(value: Any, content: Any) -> None:
+    """Let a container hold again what it held."""
+    if isinstance(value, tuple | frozenset):
+        return
+    if isinstance(content, bytes):
+        numpy: Any = sys.modules["numpy"]
+        if isinstance(value, numpy.ndarray) and value.tobytes() != content:
+            value[...] = numpy.frombuffer(content, value.dtype).reshape(value.shape)
+        return
+    now = _content(value)
+    if isinstance(value, MutableMapping):
+        alike = list(now) == list(content) and all(now[key] is content[key] for key in content)
+        if not alike:
+            value.clear()
+            value.update(content)
+    elif isinstance(value, MutableSet):
+        if now != content:
+            value.clear()
+            for part in content:
+                value.add(part)
+    elif len(now) != len(content) or any(a is not b for a, b in zip(now, content, strict=True)):
+        if isinstance(value, deque):
+            value.clear()
+            value.extend(content)
+        else:
+            value[:] = content
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+class Generators:
+    """The states of the generators of Python, NumPy and PyTorch, at one moment."""
+
+    def __init__(self) -> None:
+        self._python = random.getstate()
+        self._numpy = _numpy_state()
+        self._torch = torch.default_generator.get_state()
+
+    def check(self) -> None:
+        """Refuse a program that has drawn from Python's or NumPy's generator since.
+
+        Raises:
+            CaptureError: it has.
+        """
+        for name, is_same in (
+            ("random", random.getstate() == self._python),
+            ("numpy.random", _numpy_state() == self._numpy),
+        ):
+            if not is_same:
+                raise CaptureError(
+                    f"the forward or the loss draws from {name}: the graph would repeat that "
+                    "number each step",
+                    accepted="random numbers that are tensors: torch.rand, torch.randint, dropout",
+                    todo="draw by torch.rand(...), and choose with torch.where; or draw in the "
+                    "data loader, and put the number into the batch as a tensor",
+                )
+
+    def restore(self) -> None:
+        """Set them back."""
+        random.setstate(self._python)
+        if self._numpy is not None:
+            name, keys, *rest = self._numpy
+            numpy: Any = sys.modules["numpy"]
+            numpy.random.set_state((name, numpy.frombuffer(keys, "uint32"), *rest))
+        torch.default_generator.set_state(self._torch)
+
+
+def _numpy_state() -> tuple[Any, ...] | None:
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is None:
+        return None
+    name, keys, *rest = numpy.random.get_state()
+    return (name, keys.tobytes(), *rest)

@@ -1,0 +1,67 @@
+"""What an accumulation does with the parts of a step's micro-batches. Knows torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from sbp_core.compile.physical import Actor
+
+#: How extremes of micro-batches become that of the step. Of booleans they are "any" and "all".
+EXTREMES: Mapping[str, Callable[..., Tensor]] = {
+    "maximum": torch.maximum,
+    "minimum": torch.minimum,
+}
+
+
+def joined(total: Tensor | None, part: Tensor, how: float | str | None) -> Tensor:
+    """Return the sum of a step so far, with one more part; an earlier sum is written over.
+
+    Args:
+        total: The sum of the parts before; None for the first part.
+        part: Of a micro-batch.
+        how: The factor of each part in the sum; a key of `EXTREMES`; or None, which takes the part
+            itself.
+    """
+    if how is None:
+        return part
+    if isinstance(how, str):
+        return part.clone() if total is None else EXTREMES[how](total, part, out=total)
+    return part * how if total is None else total.add_(part * how)
+
+
+class Accumulation:
+    """Sums over the micro-batches of a step, in their order.
+
+    Args:
+        actor: An accumulation.
+        num_micro_batches: Of a step.
+    """
+
+    def __init__(self, actor: Actor, num_micro_batches: int) -> None:
+        parts = [part for part, _, _ in actor.accumulates]
+        self.parts = [
+            (part, total, how, part not in parts[turn + 1 :])
+            for turn, (part, total, how) in enumerate(actor.accumulates)
+        ]
+        self.last = num_micro_batches - 1
+        self.sums: dict[str, Tensor] = {}
+
+    def add(self, index: int, values: dict[str, Tensor | float | int]) -> dict[str, Tensor]:
+        """Add the parts of one micro-batch; return the sums with the last one, else nothing.
+
+        Args:
+            index: Of the micro-batch; 0 begins anew, whatever a step that failed has left.
+            values: The parts by key; each is taken out after its last use.
+        """
+        for part, total, how, is_last_use in self.parts:
+            value = values.pop(part) if is_last_use else values[part]
+            assert isinstance(value, Tensor), f"{total} sums tensors"
+            self.sums[total] = joined(self.sums.get(total) if index else None, value, how)
+            del value
+        if index < self.last:
+            return {}
+        made, self.sums = self.sums, {}
+        return made
