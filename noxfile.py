@@ -90,6 +90,12 @@ class Package:
         """The requirements that it declares for its tests."""
         return list(self.project.get("optional-dependencies", {}).get("test", []))
 
+    @property
+    def quick(self) -> tuple[str, ...]:
+        """What selects its quick tests: on all cores at once, if it declares pytest-xdist."""
+        at_once = any(entry.startswith("pytest-xdist") for entry in self.test_dependencies)
+        return (*QUICK, *(("-n", "auto", "--dist", "worksteal") if at_once else ()))
+
 
 PACKAGES = [Package(path.parent) for path in sorted(ROOT.glob("packages/*/pyproject.toml"))]
 CORE = next(package for package in PACKAGES if package.name == "sbp-core")
@@ -200,7 +206,7 @@ def tests(session: nox.Session) -> None:
     check_style(session)
     check_types(session)
     for package in PACKAGES:
-        run_pytest(session, package.folder, *QUICK, *session.posargs)
+        run_pytest(session, package.folder, *package.quick, *session.posargs)
     run_integration(session, *QUICK, *session.posargs)
     try_example_plugin(session)
     check_docs(session)
@@ -212,7 +218,7 @@ def add_tests_session(package: Package) -> None:
     @nox.session(name=f"tests-{package.name}", reuse_venv=True)
     def tests_package(session: nox.Session) -> None:
         install_all(session, with_tests=True)
-        run_pytest(session, package.folder, *QUICK, *session.posargs)
+        run_pytest(session, package.folder, *package.quick, *session.posargs)
 
     tests_package.__doc__ = f"The tests of {package.name}, with all packages installed."
 
@@ -237,7 +243,7 @@ def alone(session: nox.Session, package: Package) -> None:
         pip_install(session, f"{own}[{','.join(package.extras)}]", *core)
         session.run("python", "-I", str(script), package.module)
     pip_install(session, f"{own}[test]", *core)
-    run_pytest(session, package.folder, *QUICK, *session.posargs)
+    run_pytest(session, package.folder, *package.quick, *session.posargs)
 
 
 @nox.session(reuse_venv=True)
@@ -336,7 +342,7 @@ def benchmarks(session: nox.Session) -> None:
     scripts = sorted((ROOT / "integration" / "benchmarks").glob("*.py"))
     if not scripts:
         session.skip("integration/benchmarks holds no script")
-    install_all(session)
+    install_all(session, TRANSFORMERS)
     for script in scripts:
         session.run("python", str(script), *session.posargs)
 

@@ -1,11 +1,11 @@
 """Time a GPT training step: eager PyTorch, generated code, and generated code that writes an arena.
 
-`nox -s benchmarks` or `python integration/benchmarks/arena_time.py [ROUNDS]`. One rank, one thread;
-the ways take turns. Prints the median of each way and its ratio to eager PyTorch, in seconds that
-passed and in seconds that cores computed (which other programs disturb less), and the page faults
-of a step: memory that the system had to hand out (and zero) anew. Everything is measured twice: as
-the C library comes, and told by environment variables to keep what was freed. Nothing is asserted:
-machines differ.
+`nox -s benchmarks` or `python integration/benchmarks/arena_time.py [ROUNDS] [BATCH_SIZE ...]`. One
+rank, one thread; the ways take turns. Prints the median of each way and its ratio to eager PyTorch,
+in seconds that passed and in seconds that cores computed (which other programs disturb less), and
+the page faults of a step: memory that the system had to hand out (and zero) anew. The largest batch
+is measured twice: as the C library comes, and told by environment variables to keep what was freed.
+Nothing is asserted: machines differ.
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ from sbp_core.capture import capture, initial_states
 from sbp_core.graph.passes import prepare_step
 from sbp_core.infer import infer_strategy
 from sbp_core.memory import predict
+from sbp_core.memory.arena import lay_out
+from sbp_core.memory.report import arena_line
 from sbp_core.plugins import discover
 from sbp_core.units import format_bytes, format_seconds
 
-#: So large that activations are beyond the 32 MB up to which glibc keeps what was freed by itself.
-BATCH_SIZE = 80
+#: The last so large that activations are beyond the 32 MB up to which glibc keeps what was freed.
+BATCH_SIZES = (1, 4, 16, 80)
 
 #: Tell glibc to keep blocks of up to gigabytes, instead of giving them back to the system.
 KEEPING = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**36)}
@@ -49,14 +51,16 @@ def machine() -> Cluster:
     )
 
 
-def sbp_steps(registry: Any, data: Any, stack: ExitStack) -> dict[str, Step]:
+def sbp_steps(registry: Any, data: Any, batch_size: int, stack: ExitStack) -> dict[str, Step]:
     model, optimizer = make_program(registry)
-    graph = prepare_step(capture(model, model_loss, data.batch(0, BATCH_SIZE), optimizer))
+    graph = prepare_step(capture(model, model_loss, data.batch(0, batch_size), optimizer))
     mesh = Placement.grid((1,), ("data",))
     request = PlanRequest(graph=graph, mesh=mesh, cluster=machine())
     plan = compile_plan(graph, infer_strategy(request, planner="benchmark"))
     check(plan)
-    print(*predict(plan).lines(), sep="\n", file=sys.stderr)
+    plan = lay_out(plan, reads_at_once=True)
+    print(f"  {predict(plan).lines()[2].strip()}")
+    print(f"  {arena_line(plan.arenas)}")
     steps: dict[str, Step] = {}
     for name, arena in (("generated", False), ("generated, arena", True)):
         runtime = registry.make("runtime", "actor", {"arena": arena})
@@ -67,20 +71,20 @@ def sbp_steps(registry: Any, data: Any, stack: ExitStack) -> dict[str, Step]:
     return steps
 
 
-def measure(rounds: int) -> None:
+def measure(rounds: int, batch_size: int) -> None:
     registry: Any = discover(strict=True)
     data = registry.make("data", "stdlib", {})
     torch.set_num_threads(1)
     with ExitStack() as stack:
         steps: dict[str, Step] = {"eager": eager_step(registry)}
-        steps |= sbp_steps(registry, data, stack)
+        steps |= sbp_steps(registry, data, batch_size, stack)
         times: dict[str, list[float]] = {name: [] for name in steps}
         cores: dict[str, list[float]] = {name: [] for name in steps}
         faults: dict[str, list[int]] = {name: [] for name in steps}
         gc.collect()
         gc.freeze()
         for index in range(rounds + 1):
-            batch = data.batch(index, BATCH_SIZE)
+            batch = data.batch(index, batch_size)
             for name, step in steps.items():
                 faults_before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
                 began, busy = time.perf_counter(), time.process_time()
@@ -108,13 +112,16 @@ def measure(rounds: int) -> None:
 
 
 def main() -> None:
-    rounds = sys.argv[1] if len(sys.argv) > 1 else "9"
+    rounds, *chosen = [int(text) for text in sys.argv[1:] if text != "--measure"] or [9]
+    batch_sizes = chosen or BATCH_SIZES
     if "--measure" in sys.argv:
-        measure(int(rounds))
+        measure(rounds, *batch_sizes)
         return
-    for title, settings in (("as the C library comes", {}), ("told to keep memory", KEEPING)):
-        print(title, flush=True)
-        command = [sys.executable, __file__, rounds, "--measure"]
+    comes: tuple[str, dict[str, str]] = ("as the C library comes", {})
+    cases = [(size, comes) for size in batch_sizes]
+    for size, (title, settings) in [*cases, (batch_sizes[-1], ("told to keep memory", KEEPING))]:
+        print(f"batch of {size}, {title}", flush=True)
+        command = [sys.executable, __file__, str(rounds), str(size), "--measure"]
         subprocess.run(command, env={**os.environ, **settings}, check=True)
 
 

@@ -1,10 +1,13 @@
-"""Time compiling a Llama-like training step, by part: capture, passes, lowering, order, check.
+"""Time compiling a Llama-like training step, by part, and starting it from the cache.
 
     python integration/benchmarks/compile_time.py [--layers 32] [--mesh data|tensor] [--profile]
 
 A small width, since the time depends on the number of calls only; AdamW, four ranks. Its update is
 one call a parameter, as the trainer asks for, or with --no-fused all that the optimizer does. The
 strategy is inferred from a few pins, which is timed apart from what a given strategy costs.
+
+Then the plan is put into a cache, and processes of their own load and start it: without an arena,
+with one whose layout came with the plan, and with one that is laid out at the start.
 """
 
 from __future__ import annotations
@@ -12,25 +15,33 @@ from __future__ import annotations
 import argparse
 import cProfile
 import pstats
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import transformers
 from torch import Tensor, nn
 
-from sbp_core.capture import capture
+from sbp_core.capture import capture, initial_states
 from sbp_core.check import check
 from sbp_core.compile import CompileOptions
 from sbp_core.compile.buckets import bucket
+from sbp_core.compile.cache import PlanCache
 from sbp_core.compile.lower import lower
 from sbp_core.compile.order import order_firings
+from sbp_core.compile.physical import PhysicalPlan
 from sbp_core.compile.segments import form_plan
 from sbp_core.graph import LogicalGraph
 from sbp_core.graph.passes import prepare_step
 from sbp_core.infer import PinValue, infer_strategy
+from sbp_core.memory.arena import lay_out
 from sbp_core.placement import Placement
+from sbp_core.plugins import discover
 from sbp_core.plugins.kinds import PlanRequest
 from sbp_core.testing.programs import small_cluster
 from sbp_core.update_options import UpdateOptions
@@ -58,7 +69,17 @@ def _loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     return loss
 
 
-def _capture(num_layers: int, is_fused: bool) -> LogicalGraph:
+#: What is started: whether segments write into an arena, and whether the plan has its layout.
+_STARTS: Mapping[str, tuple[bool, bool]] = {
+    "no arena": (False, True),
+    "an arena": (True, True),
+    "an arena, laid out at the start": (True, False),
+}
+
+
+def _program(num_layers: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    import transformers  # not by the processes that only start a plan
+
     config = transformers.LlamaConfig(
         vocab_size=97,
         hidden_size=32,
@@ -69,9 +90,16 @@ def _capture(num_layers: int, is_fused: bool) -> LogicalGraph:
         max_position_embeddings=32,
     )
     model = transformers.LlamaForCausalLM(config)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def _batch() -> dict[str, Tensor]:
     tokens = torch.randint(0, 97, (4, 16))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    batch = {"input_ids": tokens, "labels": tokens.clone()}
+    return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def _capture(model: nn.Module, optimizer: torch.optim.Optimizer, *, is_fused: bool) -> LogicalGraph:
+    batch = _batch()
     return capture(model, _loss, batch, optimizer, update=UpdateOptions(fused=is_fused))
 
 
@@ -93,8 +121,47 @@ class _Clock:
         return made
 
 
+def _start(folder: Path, way: str) -> None:
+    """Load a plan from the cache and start it; print what that took, and the first step."""
+    writes, has_layout = _STARTS[way]
+    registry = discover(strict=True)
+    states = torch.load(folder / "states.pt")
+    runtime: Any = registry.make("runtime", "actor", {"arena": writes})
+    backend: Any = registry.make("boxing", "local", {})
+    torch.set_num_threads(1)
+    begin, busy_from = time.perf_counter(), time.process_time()
+    plan = PlanCache(folder).load("plan")
+    loaded = time.perf_counter()
+    with runtime.start(plan if has_layout else replace(plan), states, backend) as session:
+        started, busy_to = time.perf_counter(), time.process_time()
+        session.step(_batch(), {"lr": 1e-3})
+        stepped = time.perf_counter()
+        print(
+            f"  {way:32} {loaded - begin:5.2f} {started - loaded:6.2f} {started - begin:6.2f} "
+            f"{busy_to - busy_from:9.2f} {stepped - started:10.2f} "
+            f"{sum(session.arena_bytes.values()):12,}",
+            flush=True,
+        )
+
+
+def _print_starts(plan: PhysicalPlan, states: Mapping[str, Tensor]) -> None:
+    """Store a plan and start it in processes of their own, way by way."""
+    with tempfile.TemporaryDirectory() as folder:
+        PlanCache(Path(folder)).store("plan", plan)
+        torch.save(dict(states), Path(folder) / "states.pt")
+        print(
+            "from the cache, in seconds        load  start    sum  computed  first step  arena, B"
+        )
+        for way in _STARTS:
+            command = [sys.executable, __file__, "--start", folder, way]
+            subprocess.run(command, check=True)
+
+
 def main() -> None:
-    """Print the time of each part, and of all that a given strategy needs."""
+    """Print the time of each part, of all that a given strategy needs, and of starts."""
+    if sys.argv[1:2] == ["--start"]:
+        _start(Path(sys.argv[2]), sys.argv[3])
+        return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--mesh", choices=MESHES, default="tensor")
@@ -104,7 +171,8 @@ def main() -> None:
     chosen = parser.parse_args()
     mesh, pins = MESHES[chosen.mesh]
     clock = _Clock(chosen.profile)
-    graph = clock.run("capture", _capture, chosen.layers, chosen.fused)
+    model, optimizer = _program(chosen.layers)
+    graph = clock.run("capture", _capture, model, optimizer, is_fused=chosen.fused)
     num_captured = len(graph.nodes)
     graph = clock.run("prepare", prepare_step, graph)
     request = PlanRequest(graph=graph, mesh=mesh, cluster=small_cluster(mesh.size), pins={})
@@ -116,11 +184,15 @@ def main() -> None:
     plan = clock.run("order", order_firings, plan)
     clock.run("check", check, plan)
     clock.run("hash", lambda: plan.hash)
+    plan = clock.run("lay out", lay_out, plan, reads_at_once=True)
     given_s = sum(time_s for part, time_s in clock.times_s.items() if part != "infer")
     num_actors = sum(len(part.actors) for part in plan.ranks)
     print(f"{num_captured} nodes captured, {len(graph.nodes)} prepared")
     print(f"{num_actors} actors, {len(plan.steps)} boxing steps")
     print(f"with a given strategy {given_s:.1f} s")
+    packings = [slots.packing for slots in plan.arenas.values()]
+    print(f"arenas at most {max(packing.excess for packing in packings):.2%} above the lower bound")
+    _print_starts(plan, initial_states(model, optimizer))
 
 
 if __name__ == "__main__":

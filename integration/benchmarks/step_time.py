@@ -71,14 +71,19 @@ def machine(num_devices: int) -> Cluster:
     )
 
 
+def preset_planner(registry: Any, preset: str) -> Any:
+    """Return the planner of one of sbp-planner's configs, such as `manual/zero`."""
+    text = files("sbp_planner").joinpath(f"conf/planner/{preset}.yaml").read_text("utf-8")
+    settings = yaml.safe_load(text)
+    return registry.make("planner", settings.pop("name"), settings)
+
+
 def sbp_step(registry: Any, way: tuple[Any, ...], data: Any, stack: ExitStack) -> tuple[Step, int]:
     preset, mesh_shape, axes, micro_batches = way
     model, optimizer = make_program(registry)
     micro = data.batch(0, BATCH_SIZE // micro_batches)
     graph = prepare_step(capture(model, model_loss, micro, optimizer), micro_batches)
-    text = files("sbp_planner").joinpath(f"conf/planner/{preset}.yaml").read_text("utf-8")
-    settings = yaml.safe_load(text)
-    planner = registry.make("planner", settings.pop("name"), settings)
+    planner = preset_planner(registry, preset)
     mesh = Placement.grid(mesh_shape, axes)
     strategy = planner.plan(PlanRequest(graph=graph, mesh=mesh, cluster=machine(mesh.size)))
     plan = compile_plan(graph, strategy)

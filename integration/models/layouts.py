@@ -23,7 +23,6 @@ class Layout:
         micro_batches: Of a step.
         tensor: Whether the program's tensor pattern is pinned, too.
         recompute: Whether the program's blocks are recomputed in the backward phase.
-        passes: Settings of passes.
     """
 
     mesh: tuple[int, ...]
