@@ -29,6 +29,7 @@ def app(toys: Path, tmp_path: Path) -> Callable[..., Outcome]:
         *arguments: str,
         config: str = "config",
         fail: bool = False,
+        warn: bool = False,
         defaults: bool = False,
         beside: Path | None = None,
         environment: Mapping[str, str] | None = None,
@@ -44,7 +45,7 @@ def app(toys: Path, tmp_path: Path) -> Callable[..., Outcome]:
             [
                 sys.executable,
                 "-c",
-                CHILD.format(config=config, fail=fail),
+                CHILD.format(config=config, fail=fail, warn=warn),
                 *(() if defaults else toys_missing),
                 *arguments,
             ],
@@ -60,13 +61,11 @@ def app(toys: Path, tmp_path: Path) -> Callable[..., Outcome]:
             check=False,
         )
         err, _, last = child.stderr.rpartition("\n")
-        code, cpu_s, wall_s, torch = json.loads(last)
+        code, torch = json.loads(last)
         return Outcome(
             code=code,
             out=child.stdout,
             err=err,
-            cpu_s=cpu_s,
-            wall_s=wall_s,
             torch=torch,
             folder=folder,
         )

@@ -126,8 +126,27 @@ def test_a_group_with_a_setting_that_is_not_there_is_refused() -> None:
 
 
 def test_a_group_with_a_value_out_of_range_is_refused() -> None:
-    with pytest.raises(ConfigError, match="lr="):
-        AdamWConfig(groups={"*": {"lr": -1.0}})
+    with pytest.raises(ConfigError, match=r"groups\.\*\.bias: lr=-1\.0 is out of range"):
+        AdamWConfig(groups={"*.bias": {"lr": -1.0}})
+
+
+def test_a_pattern_that_matches_no_parameter_is_refused_with_the_nearest() -> None:
+    make = build_adamw(AdamWConfig(groups={"*.bais": {"weight_decay": 0.0}}))
+
+    with pytest.raises(ConfigError, match=r"the pattern '\*\.bais' matches no parameter") as caught:
+        optimizer_over(make, small_model())
+
+    assert caught.value.todo == "did you mean '*.bias'?"
+
+
+def test_muon_refuses_patterns_of_what_it_does_not_move() -> None:
+    biases = MuonConfig(groups={"*.bias": {"weight_decay": 0.0}})
+    strange = MuonConfig(adamw=("*emb*", "nosuch.*"))
+
+    with pytest.raises(ConfigError, match="matches no parameter"):
+        optimizer_over(build_muon(biases), small_model())
+    with pytest.raises(ConfigError, match=r"optimizer\.adamw: the pattern 'nosuch\.\*'"):
+        optimizer_over(build_muon(strange), small_model())
 
 
 def test_muon_leaves_vectors_and_named_matrices_to_adamw() -> None:

@@ -1,8 +1,10 @@
 import io
+import re
 
+import pytest
 from rich.console import Console
 
-from sbp_launch.progress import StepProgress
+from sbp_launch.progress import Stages, StepProgress
 
 
 def test_plain_lines_come_every_so_many_steps_and_at_both_ends():
@@ -18,6 +20,19 @@ def test_plain_lines_come_every_so_many_steps_and_at_both_ends():
     assert "loss 1.5000" in lines[0]
     assert "tokens/s" in lines[0]
     assert lines[-1].endswith("0 s left")
+
+
+def test_each_part_of_a_start_is_said_before_it_begins_and_timed():
+    out = io.StringIO()
+    stages = Stages(Console(file=out, width=100))
+
+    with stages.of("capturing"):
+        before = out.getvalue()
+    with pytest.raises(ValueError), stages.of("planning"):
+        raise ValueError
+
+    assert before == "capturing ..."
+    assert re.fullmatch(r"capturing \.\.\. \d+\.\d s\nplanning \.\.\.\n", out.getvalue())
 
 
 def test_a_terminal_gets_a_bar():

@@ -46,31 +46,25 @@ def test_a_default_that_is_not_installed_says_what_to_install(
 
     # Hydra finds several missing, and names one of them.
     choice = caught.value.what.partition(":")[0]
-    home = HOMES[choice.replace("=", "/")]
+    group = choice.partition("=")[0]
     assert caught.value.where == ("sbp_launch/conf/config.yaml",)
-    assert caught.value.todo == f"pip install {home}, which brings {choice}"
+    packages = " ".join(HOMES[group])
+    assert caught.value.todo.startswith(f"pip install {packages}, which bring")
+    assert caught.value.todo.endswith(f"options of the group {group!r}")
     assert isinstance(caught.value.__cause__, MissingConfigException)
 
 
-def test_every_default_that_another_package_brings_has_a_home() -> None:
-    own = ("cluster/", "optimizer/", "trainer/", "logger/")
-    core = ("boxing/local",)
-    defaults = [
-        "model/gpt",
-        "data/stdlib",
-        "cluster/local",
-        "boxing/local",
-        "runtime/actor",
-        "planner/manual/data_tensor",
-        "optimizer/adamw",
-        "trainer/default",
-        "logger/jsonl",
-    ]
+def test_the_home_of_every_plugin_of_the_house_that_is_installed_is_known() -> None:
+    registry = discover()
+    near = ("sbp-core", "sbp-launch")
 
     homeless = [
-        option
-        for option in defaults
-        if option not in HOMES and not option.startswith(own) and option not in core
+        (group, name, distribution)
+        for group in HOMES
+        for name in registry.names(group)
+        if (distribution := registry.entry(group, name).distribution).startswith("sbp-")
+        and distribution not in (*near, *HOMES[group])
+        and "example" not in distribution
     ]
 
     assert homeless == []
@@ -90,6 +84,15 @@ def test_an_unreadable_override_is_answered_without_repeating_it() -> None:
 
     assert caught.value.what == "the override 'trainer.steps=[1' cannot be read"
     assert "parsing" not in caught.value.todo
+
+
+def test_a_name_in_quotes_is_answered_without_them() -> None:
+    override = 'optimizer.groups={"*.bias": {weight_decay: 0.0}}'
+    with session(LAUNCH_ONLY) as catalog, pytest.raises(ConfigError) as caught:
+        compose(catalog, LAUNCH_ONLY, "config", [override])
+
+    meant = "optimizer.groups={*.bias: {weight_decay: 0.0}}"
+    assert caught.value.todo == f"names before a colon stand without quotes here: '{meant}'"
 
 
 def test_an_option_is_described_by_the_comment_that_its_file_begins_with() -> None:

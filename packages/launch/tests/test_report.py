@@ -1,12 +1,25 @@
+import re
 from dataclasses import replace
 
 import pytest
 from rich.console import Console
 from trainable import registry, run_config
 
-from sbp_launch.planned import plan_step
+from sbp_core.memory import predict
+from sbp_core.memory.kinds import Kind
+from sbp_core.units import format_bytes
+from sbp_launch.planned import Arenas, plan_step
 from sbp_launch.program import make_program
-from sbp_launch.report import Row, counted, plan_rows, plan_table, plan_text, summary
+from sbp_launch.report import (
+    Row,
+    counted,
+    legend,
+    memory_lines,
+    plan_rows,
+    plan_table,
+    plan_text,
+    summary,
+)
 
 
 def planned(**trainer):
@@ -31,6 +44,7 @@ def row(module, kind="mm", moved=0, phase="forward"):
         outputs="(B)",
         boxing="all-reduce (data)" if moved else "",
         moved_bytes=moved,
+        num_steps=int(moved > 0),
     )
 
 
@@ -73,10 +87,43 @@ def test_rows_with_boxing_are_kept_first_and_the_rest_is_counted():
     assert "2 further kinds of rows" in text
 
 
-def test_a_narrow_terminal_gets_two_lines_a_row():
-    text = text_of(plan_table([row("blocks.0.attention.proj", moved=8)], 5, 80), 80)
+def test_rows_that_move_most_are_kept_in_the_order_of_the_graph():
+    rows = [row("a", moved=8), row("b", moved=800), row("c", moved=80), row("d", moved=8000)]
 
-    assert "module, op" in text
+    text = text_of(plan_table(rows, 3, 100), 100)
+
+    assert [line.split()[1] for line in text.splitlines() if " mm " in line] == ["b", "c", "d"]
+
+
+def test_a_usual_terminal_gets_one_line_a_row_without_inputs():
+    text = text_of(plan_table([row("blocks.0.attention.proj", moved=8)] * 2, 5, 100), 100)
+
+    (line,) = (line for line in text.splitlines() if "attention" in line)
+    assert re.split(r"  +", line.strip()) == [
+        "fwd",
+        "blocks.*.attention.proj x2",
+        "mm",
+        "(B)",
+        "all-reduce (data)",
+        "16 B",
+    ]
+
+
+def test_equal_outputs_are_counted():
+    three = replace(row("a"), outputs="(B, S(0)) (B, S(0)) (B, S(0))")
+    mixed = replace(row("b"), outputs="(B) (S(0))")
+
+    text = text_of(plan_table([three, mixed], 5, 100), 100)
+
+    assert "(B, S(0)) x3" in text
+    assert "(B) (S(0))" in text
+
+
+def test_the_words_of_the_table_are_explained_in_one_line():
+    line = legend(planned().strategy)
+
+    assert line.startswith("by axis (data): S(d) split along dim d, B whole, P parts of a sum")
+    assert len(line) <= 100
 
 
 @pytest.mark.parametrize("width", [80, 119, 120, 140, 200])
@@ -107,11 +154,74 @@ def test_the_summary_says_what_was_proved_and_why_it_was_chosen():
         | {"report": report}
     )
 
-    lines = summary(found.plan, strategy, found.checked)
+    lines = summary(found.plan, strategy, found.checked, found.rows)
 
     assert lines[0] == "planner even: 2 ranks, 1 stage (data 2), 1 micro-batch"
     assert any("proved live and bounded" in line for line in lines)
     assert lines[-1] == "because"
+
+
+def test_the_summary_says_how_many_steps_of_the_table_travel_together():
+    found = planned()
+    rows = [row("a", moved=8)] * 1000
+
+    merged = summary(found.plan, found.strategy, found.checked, rows)
+    alone = summary(found.plan, found.strategy, found.checked, found.rows[:1])
+
+    assert any(", merged from 1000; " in line for line in merged)
+    assert not any("merged" in line for line in alone)
+
+
+def test_the_memory_of_a_rank_is_one_figure_and_what_it_consists_of():
+    found = planned()
+
+    lines = "".join(memory_lines(found.plan, found.memory[Arenas.NONE]))
+
+    total, parts = re.fullmatch(r"memory of a rank at its peak: (.*)  = (.*)", lines).groups()
+    peak = max(predict(found.plan).ranks.values(), key=lambda rank: rank.peak)
+    assert total == format_bytes(peak.peak)
+    large = [kind for kind, size in peak.kinds.items() if size >= peak.peak / 100]
+    assert parts.count(" + ") == len(large) - 1 + (len(large) < len(peak.kinds))
+    assert parts.endswith(" other") == (len(large) < len(peak.kinds))
+    assert f"{format_bytes(peak.kinds[Kind.PARAMETERS])} parameters" in parts
+
+
+def test_an_arena_is_spoken_of_only_where_there_is_one():
+    found = planned()
+
+    lines = memory_lines(found.plan, found.memory[Arenas.ALL])
+    small = memory_lines(found.plan, found.memory[Arenas.WORTHWHILE])
+
+    assert " arena" in lines[1]
+    assert lines[2].startswith("arenas: at most ")
+    assert small == memory_lines(found.plan, found.memory[Arenas.NONE])
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind"),
+    [
+        ({}, Arenas.NONE),
+        ({"arena": False}, Arenas.NONE),
+        ({"arena": "auto", "compile": "eager"}, Arenas.WORTHWHILE),
+        ({"arena": "auto", "compile": "inductor"}, Arenas.NONE),
+        ({"arena": True}, Arenas.ALL),
+    ],
+)
+def test_the_memory_of_a_run_is_that_of_its_runtime(settings, kind):
+    found = planned()
+    run = run_config()
+
+    memory = found.memory_in(replace(run, runtime=replace(run.runtime, settings=settings)))
+
+    assert memory == found.memory[kind]
+
+
+def test_memory_that_is_not_known_is_bounded():
+    found = planned()
+
+    (line,) = memory_lines(found.plan, "it is too odd")
+
+    assert line == "memory by kind is not known: it is too odd"
 
 
 def test_one_is_counted_without_a_plural():

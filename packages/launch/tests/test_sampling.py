@@ -1,7 +1,7 @@
 import torch
 from trainable import Bigram, Counting
 
-from sbp_launch.sampling import sample_text
+from sbp_launch.sampling import printable, sample_text
 
 
 class Certain(Bigram):
@@ -16,6 +16,12 @@ def test_a_sample_continues_the_prompt_within_the_context():
     text = sample_text(Certain(), Counting(), "\x00\x01", 6, seed=0)
 
     assert text == "01234567"
+
+
+def test_what_a_terminal_would_obey_is_escaped():
+    text = printable("a\x1b[2Jé\x00\r\n\t\u202e\x9b")
+
+    assert text == "a\\x1b[2Jé\\x00\\r\n\t\\u202e\\x9b"
 
 
 def test_a_sample_is_repeatable():

@@ -8,11 +8,16 @@ from safetensors.torch import load_file
 from trainable import Bigram, registry, run_config
 
 from sbp_core.errors import ConfigError
+from sbp_core.graph.pass_options import MixedPrecision, PassOptions
+from sbp_core.memory import predict
+from sbp_core.memory.arena import arenas
 from sbp_core.runtime.reference import ReferenceSession
 from sbp_core.update_options import UpdateOptions
 from sbp_launch import planned, trainer
+from sbp_launch.config import Choice
 from sbp_launch.optimizers import optimizer_over
-from sbp_launch.program import make_program
+from sbp_launch.patterns import check_patterns
+from sbp_launch.program import Twin, make_program
 from sbp_launch.schedules import ScheduleConfig
 
 
@@ -25,6 +30,13 @@ def test_a_run_prints_plan_progress_evaluation_sample_and_deviation(tmp_path, ca
     assert "step 3/3" in out
     assert re.search(r"held-out loss: \d\.\d{4} \(1 batch\)", out)
     assert "a sample of text" in out
+    assert re.search(r"capturing the step \.\.\. \d+\.\d s", out)
+    assert "S(d) split along dim d" in out
+    assert "memory of a rank at its peak" in out
+    assert "arenas" not in out
+    assert max(map(len, out.splitlines()[:-1])) <= 100
+    for name in ("strategy.yaml", "strategy.json", "plan.json", "plan.txt", "memory.txt"):
+        assert (tmp_path / name).stat().st_size
     deviation = re.search(r"first 3 steps: (\S+) \((\S+) relative\)", out)
     assert float(deviation[2]) < 1e-5
 
@@ -71,6 +83,21 @@ def test_an_interrupted_run_keeps_its_states(tmp_path, monkeypatch):
 
     states = load_file(tmp_path / "states.safetensors")
     assert states["head.weight.step"].item() == 2
+
+
+def test_torn_states_do_not_take_the_place_of_an_interrupt(tmp_path, monkeypatch, capsys):
+    def interrupted(self, batch, scalars):
+        self.is_torn = True
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ReferenceSession, "step", interrupted)
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        trainer.train(run_config(), registry(), tmp_path)
+
+    assert "the states belong to two steps" in "".join(caught.value.__notes__)
+    assert "the states are not saved" in capsys.readouterr().out
+    assert not (tmp_path / "states.safetensors").exists()
 
 
 def test_two_runs_of_one_config_are_equal_bit_for_bit(tmp_path):
@@ -132,6 +159,62 @@ def test_the_model_is_left_in_the_chosen_dtype():
     assert {parameter.dtype for parameter in program.model.parameters()} == {torch.float64}
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_floating_batches_come_in_the_dtype_of_the_model(tmp_path, capsys, dtype):
+    run = replace(run_config(dtype=dtype), model=Choice(name="wide"), data=Choice(name="rows"))
+
+    trainer.train(run, registry(), tmp_path)
+
+    batch = make_program(run, registry()).batch(0, 4)
+    assert {value.dtype for value in batch.values()} == {getattr(torch, dtype)}
+    out = capsys.readouterr().out
+    deviation = re.search(r"first 3 steps: (\S+) \((\S+) relative\)", out)
+    assert float(deviation[2]) < (1e-5 if dtype == "float32" else 1e-13)
+    assert "held-out loss" in out
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"regather": ("nosuch.*",)}, "compile.regather"),
+        ({"passes": PassOptions(accumulate_apart=("hea.*",))}, "compile.passes.accumulate_apart"),
+    ],
+)
+def test_a_pattern_that_matches_nothing_is_refused(settings, key):
+    run = run_config()
+    run = replace(run, compile=replace(run.compile, **settings))
+
+    with pytest.raises(ConfigError, match=f"{key}: the pattern .* matches no parameter"):
+        make_program(run, registry())
+
+
+def test_the_nearest_pattern_is_named():
+    with pytest.raises(ConfigError, match=r"did you mean 'head\.\*'\?"):
+        check_patterns("x", ["hea.*"], ["embed.weight", "head.weight"], "parameter")
+
+
+def _twin_of(pairs):
+    run = run_config()
+    twin = Twin(make_program(run, registry()), run)
+    twin.found, twin.losses = map(list, zip(*pairs, strict=True))
+    return twin.verdict()
+
+
+def test_the_verdict_names_the_step_whose_loss_is_no_number():
+    nan = float("nan")
+
+    later = _twin_of([(2.0, 2.5), (nan, 2.0), (1.0, 1.0)])
+    at_once = _twin_of([(1.0, nan), (1.0, 1.0)])
+    never = _twin_of([(2.0, 2.5), (1.0, 1.0)])
+
+    assert later.startswith("largest deviation of the loss from one device over the first 1 step: ")
+    assert "5.00e-01 (2.00e-01 relative)\nfrom step 2 on nothing can be compared" in later
+    assert later.endswith("there the loss is nan on the ranks, 2.0 on one device")
+    assert at_once.startswith("from step 1 on")
+    assert at_once.endswith("1.0 on the ranks, nan on one device")
+    assert never.endswith("over the first 2 steps: 5.00e-01 (2.00e-01 relative)")
+
+
 def test_graph_passes_of_plugins_are_applied(tmp_path):
     once, twice = (tmp_path / name for name in ("once", "twice"))
 
@@ -147,15 +230,103 @@ def test_graph_passes_of_plugins_are_applied(tmp_path):
 
 def test_a_cached_plan_spares_the_next_start_all_planning(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    run = run_config(eval_batches=0)
+    run = run_config()
     run = replace(run, compile=replace(run.compile, cache=True))
 
     trainer.train(run, registry(), tmp_path / "first")
-    monkeypatch.setattr(planned, "capture", None)  # would be called to plan
+    for name in ("capture", "compile_plan", "lifetimes", "lay_out", "plan_rows"):
+        monkeypatch.setattr(planned, name, None)  # would be called to plan
     trainer.train(run, registry(), tmp_path / "second")
 
     first, second = (load_file(tmp_path / n / "states.safetensors") for n in ("first", "second"))
     assert all(torch.equal(first[name], second[name]) for name in first)
+    texts = [(tmp_path / n / "plan.txt").read_text() for n in ("first", "second")]
+    assert texts[0] == texts[1]
+
+
+def test_a_cached_plan_has_its_arenas_and_says_what_it_needs(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    run = run_config()
+    run = replace(run, compile=replace(run.compile, cache=True))
+
+    first = planned.plan_step(run, registry(), make_program(run, registry()))
+    second = planned.plan_step(run, registry(), make_program(run, registry()))
+
+    assert second.plan is not first.plan
+    assert second.plan.arenas == first.plan.arenas == arenas(first.plan, reads_at_once=True)
+    assert second.memory == first.memory
+    kinds = planned.Arenas
+    assert first.memory[kinds.NONE].report == predict(first.plan)
+    assert first.memory[kinds.ALL].report == predict(first.plan, arena=True)
+    assert first.memory[kinds.ALL].arenas.startswith("arenas: at most ")
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_found"),
+    [
+        ({"log_every": 7, "steps": 5, "plan_rows": 1, "eval_batches": 3}, True),
+        ({"compare_steps": 0, "sample_tokens": 0, "seed": 5}, True),
+        ({"schedule": ScheduleConfig(decay="linear", warmup_steps=2)}, True),
+        ({"batch_size": 8}, False),
+        ({"micro_batches": 2}, False),
+        ({"dtype": "float64"}, False),
+        ({"update": UpdateOptions(fused=True, clip_norm=1.0)}, False),
+    ],
+)
+def test_only_what_enters_the_graph_makes_another_entry(tmp_path, monkeypatch, changes, is_found):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    run = run_config()
+    run = replace(run, compile=replace(run.compile, cache=True))
+    planned.plan_step(run, registry(), make_program(run, registry()))
+
+    other = replace(run, trainer=replace(run.trainer, **changes))
+    planned.plan_step(other, registry(), make_program(other, registry()))
+
+    assert len(list(tmp_path.rglob("*.plan"))) == (1 if is_found else 2)
+
+
+def test_an_edit_of_a_file_that_the_planner_reads_makes_another_entry(tmp_path):
+    path = tmp_path / "strategy.yaml"
+    path.write_text("planner: manual")
+    choice = Choice(name="even", settings={"path": str(path), "other": "no file", "none": None})
+
+    before = planned._files_of(choice)
+    path.write_text("planner: mine")
+
+    assert list(before) == ["path"]
+    assert planned._files_of(choice) != before
+
+
+def test_evaluation_has_the_passes_of_training_and_leaves_the_model_as_it_was(tmp_path):
+    run = run_config(plugins=("double",))
+    program = make_program(run, registry())
+    program.model.head.eval()
+    found = planned.plan_step(run, registry(), program)
+
+    evaluation = planned.plan_evaluation(run, registry(), program, found)
+
+    assert any(node.name == "twice" for node in evaluation.graph.nodes)
+    assert (program.model.training, program.model.head.training) == (True, False)
+
+
+def test_the_planner_may_say_what_is_gathered_again_unless_the_config_does():
+    run = run_config()
+    program = make_program(run, registry())
+    own = replace(planned.plan_step(run, registry(), program).strategy, regather=("head.*",))
+    told = replace(run, compile=replace(run.compile, regather=("embed.*",)))
+
+    assert planned._regathering(own, run).regather == ("head.*",)
+    assert planned._regathering(own, told).regather == ("embed.*",)
+
+
+@pytest.mark.parametrize(("field", "names"), [("keep", ("hea", "mm")), ("lower", ("embeding",))])
+def test_a_pattern_of_mixed_precision_that_matches_nothing_is_refused(field, names):
+    run = run_config()
+    passes = PassOptions(mixed_precision=MixedPrecision(**{field: names}))
+    run = replace(run, compile=replace(run.compile, passes=passes))
+
+    with pytest.raises(ConfigError, match=f"mixed_precision.{field}: the pattern '{names[0]}'"):
+        planned.plan_step(run, registry(), make_program(run, registry()))
 
 
 def test_another_choice_is_planned_anew(tmp_path, monkeypatch):

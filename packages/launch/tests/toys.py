@@ -87,8 +87,6 @@ class Outcome:
     code: int
     out: str
     err: str
-    cpu_s: float
-    wall_s: float
     torch: bool
     folder: Path
 
@@ -100,13 +98,15 @@ class Outcome:
 
 # Runs an app, and reports on the last line of stderr what only the process itself knows.
 CHILD = """
-import json, sys, time
-from pathlib import Path
-start = time.monotonic()
+import json, sys
 from sbp_launch.app import App, run
 from sbp_launch.check import check
 
 def task(config, registry, run_folder):
+    if {warn!r}:
+        import logging
+        logging.getLogger("a.library").info("it is busy")
+        logging.getLogger("a.library").warning("it is odd")
     if {fail!r}:
         from sbp_core.errors import PlanError
         raise PlanError("it does not fit", where="rank 3")
@@ -126,8 +126,7 @@ try:
 except SystemExit as exit:
     code = exit.code or 0
 sys.stdout.flush()
-times = time.process_time(), time.monotonic() - start, "torch" in sys.modules
-sys.stderr.write("\\n" + json.dumps([code, *times]))
+sys.stderr.write("\\n" + json.dumps([code, "torch" in sys.modules]))
 """
 
 

@@ -39,6 +39,36 @@ class Bigram(nn.Module):
         return functional.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
 
 
+class Wide(nn.Module):
+    """Residual blocks whose parameters are far larger than their activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 32)
+        self.blocks = nn.ModuleList(
+            [nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 32)) for _ in range(3)]
+        )
+        self.head = nn.Linear(32, 4)
+
+    def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
+        x = self.first(batch["x"])
+        for block in self.blocks:
+            x = x + block(x)
+        return (self.head(x) - batch["wanted"]).square().mean()
+
+
+class Rows:
+    """Random rows, and some of their elements to be found again."""
+
+    def batch(self, index: int, batch_size: int, split: str = "train") -> dict[str, Tensor]:
+        seeded = torch.Generator().manual_seed(2 * index + (split == "validation"))
+        x = torch.randn(batch_size, 6, generator=seeded, dtype=torch.float64)
+        return {"x": x, "wanted": x[:, :4].contiguous()}
+
+    def describe(self) -> str:
+        return "rows"
+
+
 class Counting:
     """Sequences that count up modulo eight."""
 
@@ -67,8 +97,29 @@ class Planner:
         return infer_strategy(request, planner="even", pins=pins)
 
 
+class Sharding:
+    """Splits the batch and all states over the ranks."""
+
+    def plan(self, request: PlanRequest) -> Strategy:
+        words = ("batch", "use:batch", "activations", "parameters", "optimizer_states")
+        pins = dict.fromkeys((*words, "gradients", "updates"), "S(0)")
+        return infer_strategy(request, planner="sharding", pins=pins)
+
+
 def make_model(config: object) -> Bigram:
     return Bigram()
+
+
+def make_wide(config: object) -> Wide:
+    return Wide()
+
+
+def make_rows(config: object) -> Rows:
+    return Rows()
+
+
+def make_sharding(config: object) -> Sharding:
+    return Sharding()
 
 
 def make_data(config: object) -> Counting:
@@ -81,12 +132,18 @@ def make_planner(config: object) -> Planner:
 
 @hookimpl
 def sbp_models() -> Mapping[str, Factory]:
-    return {"bigram": Factory(build="trainable:make_model")}
+    return {
+        "bigram": Factory(build="trainable:make_model"),
+        "wide": Factory(build="trainable:make_wide"),
+    }
 
 
 @hookimpl
 def sbp_datasets() -> Mapping[str, Factory]:
-    return {"counting": Factory(build="trainable:make_data")}
+    return {
+        "counting": Factory(build="trainable:make_data"),
+        "rows": Factory(build="trainable:make_rows"),
+    }
 
 
 def make_doubling(config: object) -> GraphPass:
@@ -122,7 +179,10 @@ def sbp_passes() -> Mapping[str, Factory]:
 
 @hookimpl
 def sbp_planners() -> Mapping[str, Factory]:
-    return {"even": Factory(build="trainable:make_planner")}
+    return {
+        "even": Factory(build="trainable:make_planner"),
+        "sharding": Factory(build="trainable:make_sharding"),
+    }
 
 
 def registry() -> Registry:

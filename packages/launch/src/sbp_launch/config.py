@@ -62,7 +62,7 @@ class TrainerConfig:
     sample_tokens: int = 200
     log_every: int = 10
     dtype: Literal["float32", "float64"] = "float32"
-    plan_rows: int = 40
+    plan_rows: int = 12
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     update: UpdateOptions = field(default_factory=lambda: UpdateOptions(fused=True))
 

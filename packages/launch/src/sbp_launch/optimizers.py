@@ -2,7 +2,8 @@
 
 Torch is imported when an optimizer is made, so that settings are checked without it. Every config
 has `groups`: for patterns of parameter names, settings other than those of the rest, such as
-`{"*.bias": {"weight_decay": 0.0}}`; the first pattern that matches counts.
+`{"*.bias": {"weight_decay": 0.0}}`; the first pattern that matches counts. Patterns that match no
+parameter are refused when the optimizer is made.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sbp_core.errors import ConfigError
+from sbp_launch.patterns import check_patterns
 
 if TYPE_CHECKING:
     import torch
@@ -87,7 +89,12 @@ class OptimizerConfig:
                         accepted=", ".join(sorted(known)),
                     )
             changes: Any = settings
-            replace(self, groups={}, **changes)
+            try:
+                replace(self, groups={}, **changes)
+            except ConfigError as error:
+                raise ConfigError(
+                    f"groups.{pattern}: {error.what}", accepted=error.accepted, todo=error.todo
+                ) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,7 +307,12 @@ def optimizer_over(make: OptimizerFactory, model: torch.nn.Module) -> torch.opti
 
 
 def _grouped(named: Mapping[str, torch.nn.Parameter], groups: Groups) -> list[dict[str, Any]]:
-    """Return parameter groups: the rest first, then one for each pattern that matches."""
+    """Return parameter groups: the rest first, then one for each pattern.
+
+    Raises:
+        ConfigError: a pattern matches no parameter.
+    """
+    check_patterns("optimizer.groups", groups, list(named), "parameter")
     members: dict[str, list[torch.nn.Parameter]] = {"": [], **{pattern: [] for pattern in groups}}
     for name, parameter in named.items():
         pattern = next((pattern for pattern in groups if fnmatchcase(name, pattern)), "")
@@ -390,6 +402,8 @@ def build_muon(config: MuonConfig) -> OptimizerFactory:
     from sbp_core.optim import Together
 
     def make(named: Mapping[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
+        own = [pattern for pattern in config.adamw if pattern not in MuonConfig().adamw]
+        check_patterns("optimizer.adamw", own, list(named), "parameter")
         matrices = {
             name: parameter
             for name, parameter in named.items()
@@ -400,6 +414,11 @@ def build_muon(config: MuonConfig) -> OptimizerFactory:
         if matrices:
             settings = _settings(config)
             found.append(torch.optim.Muon(_grouped(matrices, config.groups), **settings))
+        elif config.groups:
+            raise ConfigError(
+                f"optimizer.groups has {', '.join(config.groups)}, and muon moves no parameter",
+                todo="leave out optimizer.groups, or take another optimizer",
+            )
         if others:
             rate, decay = config.adamw_lr, config.adamw_weight_decay
             found.append(torch.optim.AdamW(list(others.values()), lr=rate, weight_decay=decay))

@@ -5,6 +5,7 @@ The model is made without memory: its parameters are made shard by shard when a 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol, cast, runtime_checkable
@@ -19,6 +20,7 @@ from sbp_core.plugins import Registry
 from sbp_core.plugins.kinds import ClusterFactory, Dataset, OptimizerFactory
 from sbp_launch.config import Choice, RunConfig
 from sbp_launch.optimizers import optimizer_over
+from sbp_launch.patterns import check_patterns
 from sbp_launch.report import counted
 
 
@@ -43,7 +45,12 @@ class Program:
     """The one-device program and the machine it is for.
 
     `model` is without data; `made` can make it whole.
+
+    Args:
+        dtype: Of floating parameters and of the floating parts of batches.
     """
+
+    dtype: torch.dtype
 
     made: Deferred
     model: nn.Module
@@ -53,9 +60,21 @@ class Program:
     mesh: Placement
     cluster: Cluster
 
+    def batch(self, index: int, batch_size: int, split: str = "train") -> dict[str, Tensor]:
+        """Return a batch of the data set, its floating parts in the dtype of the model."""
+        found = self.data.batch(index, batch_size, split)
+        return {
+            name: value.to(self.dtype) if value.is_floating_point() else value
+            for name, value in found.items()
+        }
+
 
 def make_program(run: RunConfig, registry: Registry) -> Program:
-    """Build model, optimizer, data set and cluster from their plugins."""
+    """Build model, optimizer, data set and cluster from their plugins.
+
+    Raises:
+        ConfigError: a plugin refuses its settings, or a pattern of names matches nothing.
+    """
     dtype: torch.dtype = getattr(torch, run.trainer.dtype)
 
     def build() -> nn.Module:
@@ -63,10 +82,12 @@ def make_program(run: RunConfig, registry: Registry) -> Program:
         return model.to(dtype).train()
 
     made = deferred(build, run.trainer.seed)
+    _check_patterns(run, made.model)
     make_optimizer = cast(OptimizerFactory, make_choice(registry, "optimizer", run.optimizer))
     mesh = Placement.grid(run.mesh, run.axes)
     make_cluster = cast(ClusterFactory, make_choice(registry, "cluster", run.cluster))
     return Program(
+        dtype=dtype,
         made=made,
         model=made.model,
         make_optimizer=make_optimizer,
@@ -75,6 +96,18 @@ def make_program(run: RunConfig, registry: Registry) -> Program:
         mesh=mesh,
         cluster=make_cluster(mesh.size),
     )
+
+
+def _check_patterns(run: RunConfig, model: nn.Module) -> None:
+    """Check the patterns of parameters that would be ignored if they matched nothing.
+
+    Raises:
+        ConfigError: one matches no parameter.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    apart = run.compile.passes.accumulate_apart
+    check_patterns("compile.regather", run.compile.regather, names, "parameter")
+    check_patterns("compile.passes.accumulate_apart", apart, names, "parameter")
 
 
 def make_choice(registry: Registry, kind: str, choice: Choice) -> object:
@@ -93,10 +126,10 @@ class Twin:
         self.optimizer = optimizer_over(program.make_optimizer, self.model)
         self.settings = run.trainer
         self.losses: list[float] = []
-        self.deviations: list[float] = []
+        self.found: list[float] = []
 
     def step(self, batch: Mapping[str, Tensor], loss: float, factor: float) -> None:
-        """Take one step and note how far the parallel loss is from it.
+        """Take one step and note its loss beside that of the parallel program.
 
         Args:
             batch: Of the step.
@@ -120,7 +153,7 @@ class Twin:
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
         self.losses.append(total)
-        self.deviations.append(abs(loss - total))
+        self.found.append(loss)
 
     def _clip(self) -> None:
         update, parameters = self.settings.update, list(self.model.parameters())
@@ -130,11 +163,23 @@ class Twin:
             nn.utils.clip_grad_value_(parameters, update.clip_value)
 
     def verdict(self) -> str:
-        """Return the line that is printed."""
-        worst = max(self.deviations)
-        pairs = zip(self.deviations, self.losses, strict=True)
-        relative = max(deviation / abs(loss or 1.0) for deviation, loss in pairs)
-        return (
-            f"largest deviation of the loss from the one-device program over the first "
-            f"{counted(len(self.losses), 'step')}: {worst:.2e} ({relative:.2e} relative)"
-        )
+        """Return what is printed: the largest deviation, and where there is none to be told."""
+        pairs = list(zip(self.found, self.losses, strict=True))
+        finite = [math.isfinite(found) and math.isfinite(own) for found, own in pairs]
+        known = finite.index(False) if False in finite else len(pairs)
+        parts = []
+        if known:
+            deviations = [(abs(found - own), abs(own or 1.0)) for found, own in pairs[:known]]
+            worst = max(deviation for deviation, _ in deviations)
+            relative = max(deviation / scale for deviation, scale in deviations)
+            parts.append(
+                f"largest deviation of the loss from one device over the first "
+                f"{counted(known, 'step')}: {worst:.2e} ({relative:.2e} relative)"
+            )
+        if known < len(pairs):
+            found, own = pairs[known]
+            parts.append(
+                f"from step {known + 1} on nothing can be compared: there the loss is {found} on "
+                f"the ranks, {own} on one device"
+            )
+        return "\n".join(parts)

@@ -1,8 +1,10 @@
-"""Show how far a run is: a bar on a terminal, plain lines elsewhere."""
+"""Show how far a run is: the parts of a start one by one, then a bar, or plain lines in a file."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 from rich.console import Console
@@ -15,6 +17,33 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+
+
+class Stages:
+    """Say what a start is at, and how long each part took.
+
+    Args:
+        console: Where to; None for nowhere.
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console
+
+    @contextmanager
+    def of(self, what: str) -> Iterator[None]:
+        """Print `what`, and the seconds of the block behind it, on one line."""
+        began = time.perf_counter()
+        self._print(f"{what} ...", end="")
+        try:
+            yield
+        except BaseException:
+            self._print("")
+            raise
+        self._print(f" {time.perf_counter() - began:.1f} s")
+
+    def _print(self, text: str, end: str = "\n") -> None:
+        if self.console is not None:
+            self.console.print(text, end=end, highlight=False)
 
 
 class StepProgress:

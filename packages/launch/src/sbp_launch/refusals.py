@@ -19,23 +19,13 @@ from sbp_launch.catalog import Catalog
 from sbp_launch.compile_config import CompileConfig
 from sbp_launch.config import GROUPS, PLUGIN_GROUPS, Composed, TrainerConfig
 
-#: Distributions of the house that bring the options of other packages.
-HOMES: Mapping[str, str] = {
-    "model/gpt": "sbp-models",
-    "data/stdlib": "sbp-models",
-    "data/text": "sbp-models",
-    "runtime/actor": "sbp-actor-runtime",
-    "planner/manual/data_parallel": "sbp-planner",
-    "planner/manual/tensor_parallel": "sbp-planner",
-    "planner/manual/data_tensor": "sbp-planner",
-    "planner/manual/zero": "sbp-planner",
-    "planner/manual/zero1": "sbp-planner",
-    "planner/manual/zero2": "sbp-planner",
-    "planner/manual/custom": "sbp-planner",
-    "planner/manual/pipeline": "sbp-planner",
-    "planner/osdp": "sbp-planner",
-    "boxing/torch": "sbp-boxing-torch",
-    "boxing/mpi": "sbp-boxing-nccl",
+#: Distributions of the house that bring options of a group, beside sbp-core and sbp-launch.
+HOMES: Mapping[str, tuple[str, ...]] = {
+    "model": ("sbp-models",),
+    "data": ("sbp-models",),
+    "runtime": ("sbp-actor-runtime",),
+    "planner": ("sbp-planner",),
+    "boxing": ("sbp-boxing-torch", "sbp-boxing-nccl"),
 }
 
 #: Lines of Hydra's messages that only repeat the override, or lead elsewhere.
@@ -43,6 +33,9 @@ _NO_NEWS = ("Error parsing override", "See http")
 
 #: An SBP value outside quotes.
 _SBP_CALL = re.compile(r"""(?<![\w"'])[SP]\([^()]*\)(?!["'])""")
+
+#: A name in braces within quotes, which the command line does not take, and files may need.
+_QUOTED_NAME = re.compile(r"""(?<=[{,])(\s*)(["'])([^"'{},:]*)\2(?=\s*:)""")
 
 _KEY = re.compile(r"[+~]*(?P<key>[^=@]*)")
 _COULD_NOT = re.compile(r"(?:Could not override|Could not delete\D*?) '(?P<key>[^'@]+)[^']*'")
@@ -91,11 +84,15 @@ class Refusal:
         """Say what Hydra's grammar does not take; it reads `S(0)` as the call of a function."""
         told = [line for line in error.message.splitlines() if not line.startswith(_NO_NEWS)]
         call = _SBP_CALL.search(error.override or "")
+        todo = f'quote values with brackets: "{call[0]}"' if call else "; ".join(told)
+        if _QUOTED_NAME.search(error.override or ""):
+            unquoted = _QUOTED_NAME.sub(r"\1\3", error.override or "")
+            todo = f"names before a colon stand without quotes here: '{unquoted}'"
         return ConfigError(
             f"the override {error.override!r} cannot be read",
             where="the command line",
             accepted='key=value, group=option, key=[1,2], key={name: "S(0)"}',
-            todo=f'quote values with brackets: "{call[0]}"' if call else "; ".join(told),
+            todo=todo,
         )
 
     def _as_hydra_says(self) -> ConfigError:
@@ -128,11 +125,12 @@ class Refusal:
         option = config.removeprefix(f"{group}/")
         options = self.catalog.options(group)
         near = nearest(option, options)
-        home = HOMES.get(config, "")
-        if home and not _is_installed(home):
-            todo = f"pip install {home}, which brings {group}={option}"
-        elif near:
+        homes = [home for home in HOMES.get(group, ()) if not _is_installed(home)]
+        if near:
             todo = f"did you mean {group}={near}?"
+        elif homes:
+            brings = "bring" if len(homes) > 1 else "brings"
+            todo = f"pip install {' '.join(homes)}, which {brings} options of the group {group!r}"
         else:
             todo = f"choose one of these, or install a package that brings {group}={option}"
         place = self._command_line(group) or self.catalog.file(self.config_name)
@@ -180,9 +178,16 @@ class Refusal:
             return self._as_hydra_says()
         node: object = base.values.get(group)
         settable = self._settable(group, node) if path.count(".") == 0 else frozenset()
-        for name in path.split(".")[:-1]:
-            node = node.get(name) if isinstance(node, Mapping) else None
         places = [base.files.get(group, ""), place]
+        names = path.split(".")
+        for depth, name in enumerate(names[:-1], start=1):
+            if not isinstance(node, Mapping) or name not in node:
+                # What is wrong is not the last name, but one on the way to it.
+                key, path = ".".join((group, *names[:depth])), ".".join(names[:depth])
+                break
+            node = node[name]
+            if not isinstance(node, Mapping):
+                return _no_mapping(group, names[:depth], node, names[depth:], places)
         if path in settable:
             override = next(text for text in self.overrides if key_of(text) == key)
             lacking = "does not have these names in" if path in _names(node) else "is not in"
@@ -219,6 +224,22 @@ class Refusal:
             except SbpError:
                 return frozenset()
         return frozenset(field.name for field in fields(config))
+
+
+def _no_mapping(
+    group: str, names: list[str], value: object, rest: list[str], places: list[str]
+) -> ConfigError:
+    """Say that a setting whose parts are to be set is a single value."""
+    key = ".".join((group, *names))
+    text = {None: "null", True: "true", False: "false"}.get(value, value)  # type: ignore[call-overload]
+    whole = "VALUE"
+    for name in reversed(rest):
+        whole = f"{{{name}: {whole}}}"
+    return ConfigError(
+        f"{key} is {text}, and has no setting {'.'.join(rest)!r}",
+        where=places,
+        todo=f"set it as a whole, if it takes settings: '{key}={whole}'",
+    )
 
 
 def _names(node: object) -> frozenset[str]:

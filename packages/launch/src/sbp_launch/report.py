@@ -19,6 +19,8 @@ from sbp_core.check import CheckReport
 from sbp_core.compile.lower import lower
 from sbp_core.compile.physical import PhysicalPlan
 from sbp_core.graph.ir import LogicalGraph, Phase, Rate
+from sbp_core.graph.views import VIEWS
+from sbp_core.memory.report import MemoryReport
 from sbp_core.placement import Placement
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_bytes, format_seconds
@@ -28,7 +30,11 @@ _LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One op of the plan: where it stands, how it is cut, and the boxing of its inputs."""
+    """One op of the plan: where it stands, how it is cut, and the boxing of its inputs.
+
+    `num_steps` is the number of boxing steps in `boxing`, and `moved_bytes` what they send between
+    ranks in a training step.
+    """
 
     phase: str
     stage: int
@@ -38,6 +44,7 @@ class Row:
     outputs: str
     boxing: str
     moved_bytes: int
+    num_steps: int
 
 
 def plan_rows(graph: LogicalGraph, strategy: Strategy) -> Iterator[Row]:
@@ -79,6 +86,7 @@ def plan_rows(graph: LogicalGraph, strategy: Strategy) -> Iterator[Row]:
             outputs=" ".join(f"({sbp})" for sbp in assigned.signature.outputs),
             boxing=text,
             moved_bytes=moved[node.name],
+            num_steps=len(own) + len(leaving),
         )
 
 
@@ -116,9 +124,9 @@ def plan_table(rows: Sequence[Row], max_rows: int, width: int, todo: str = "") -
 
     Args:
         rows: As `plan_rows` gives them.
-        max_rows: Rows beyond it are left out and counted in the caption: views and rows without
-            boxing go first, updates next.
-        width: Characters of a line; below 120 two lines a row.
+        max_rows: Rows beyond it are left out and counted in the caption: those that move most
+            bytes stay, then those of forward and backward.
+        width: Characters of a line; below 120 inputs are left out.
         todo: How to see the rows that are left out, for the caption.
     """
     folded = Counter(map(_fold, rows))
@@ -127,22 +135,32 @@ def plan_table(rows: Sequence[Row], max_rows: int, width: int, todo: str = "") -
         moved[_fold(row)] += row.moved_bytes
     order = {row: index for index, row in enumerate(folded)}
     kept = sorted(folded, key=lambda row: (_rank(row, moved[row]), order[row]))[:max_rows]
-    table = Table(title="The plan", header_style="bold", box=SIMPLE_HEAD, pad_edge=False)
-    wide = width >= _WIDE
-    columns = _COLUMNS if wide else _NARROW_COLUMNS
-    shared = width - _BYTES_WIDTH - _GAP * (len(columns) + 1)
-    for head, share in columns.items():
-        table.add_column(head, overflow="fold", width=int(shared * share))
-    table.add_column("bytes/step", justify="right", no_wrap=True, width=_BYTES_WIDTH)
     staged = len({row.stage for row in rows}) > 1
+    # Between columns rich puts a space of padding on the right, and one for the box.
+    table = Table(
+        title="The plan",
+        header_style="bold",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        show_edge=False,
+        padding=(0, 1, 0, 0),
+    )
+    for head, column in _widths(width, staged).items():
+        right = head == _BYTES
+        table.add_column(
+            head,
+            overflow="fold",
+            width=column,
+            justify="right" if right else "left",
+            no_wrap=right,
+        )
     for row in sorted(kept, key=order.__getitem__):
         module = row.module + (f" x{folded[row]}" if folded[row] > 1 else "")
         phase = _SHORT[row.phase] + (f" {row.stage}" if staged else "")
-        cells = [phase, module, row.kind, row.inputs, row.outputs]
-        if not wide:
-            cells = [f"{module}\n  {row.kind}, {phase}", f"{row.inputs}\n-> {row.outputs}"]
+        inputs = (row.inputs,) if width >= _WIDE else ()
         size = format_bytes(moved[row]) if moved[row] else "-"
-        table.add_row(*cells, row.boxing or "-", size)
+        cells = (phase, module, row.kind, *inputs, _short(row.outputs), row.boxing or "-", size)
+        table.add_row(*cells)
     hidden = len(folded) - len(kept)
     if hidden:
         kinds = "kinds of rows" if hidden > 1 else "kind of row"
@@ -150,21 +168,44 @@ def plan_table(rows: Sequence[Row], max_rows: int, width: int, todo: str = "") -
     return table
 
 
+#: From so many characters on, inputs have a column.
 _WIDE = 120
-_GAP, _BYTES_WIDTH = 3, 10
+_GAP = 2
 
-#: Columns and their shares of the line. Explicit, since a column that asks for a least width of its
-#: own pushes the last one off the line.
-_COLUMNS = {
-    "phase": 0.07,
-    "module": 0.27,
-    "op": 0.17,
-    "inputs": 0.19,
-    "outputs": 0.13,
-    "boxing": 0.17,
-}
-_NARROW_COLUMNS = {"module, op": 0.45, "SBP": 0.3, "boxing": 0.25}
+_BYTES = "bytes/step"
+
+#: Characters of the columns that are as wide on every line.
+_FIXED = {"phase": 6, "outputs": 12, _BYTES: len(_BYTES)}
+
+#: Shares of the other columns in the rest of the line; boxing has what they leave. Explicit, since
+#: a column that asks for a least width of its own pushes the last one off the line.
+_SHARES = {"module": 0.38, "op": 0.19, "inputs": 0.21}
+_NARROW_SHARES = {"module": 0.54, "op": 0.17}
+
+
+def _widths(width: int, staged: bool) -> dict[str, int]:
+    """Return the characters of each column on a line of `width`."""
+    shares = _SHARES if width >= _WIDE else _NARROW_SHARES
+    fixed = _FIXED | ({"phase": 8} if staged else {})
+    heads = ("phase", "module", "op", "inputs", "outputs", "boxing", _BYTES)
+    shown = [head for head in heads if head in fixed or head in shares or head == "boxing"]
+    rest = width - sum(fixed.values()) - _GAP * (len(shown) - 1)
+    shared = {head: int(rest * share) for head, share in shares.items()}
+    widths = fixed | shared | {"boxing": rest - sum(shared.values())}
+    return {head: widths[head] for head in shown}
+
+
+#: Parts of a rank's memory below this share of its peak are summed up.
+_LEAST_SHARE = 0.01
+
 _SHORT = {"forward": "fwd", "backward": "bwd", "optimizer": "update"}
+
+
+def _short(outputs: str) -> str:
+    """Return the SBPs of outputs; of several equal ones, one with their number."""
+    parts = re.findall(r"\((?:[^()]|\(\d+\))*\)", outputs)
+    same = len(parts) > 1 and len(set(parts)) == 1
+    return f"{parts[0]} x{len(parts)}" if same else outputs
 
 
 def _fold(row: Row) -> Row:
@@ -172,15 +213,62 @@ def _fold(row: Row) -> Row:
     return replace(row, module=_LAYER.sub("*", row.module), moved_bytes=0)
 
 
-_VIEWS = ("view", "t", "transpose", "split", "unsafe_view", "clone", "reshape", "cat", "expand")
+_MOVES = VIEWS | {"clone", "cat"}
 
 
-def _rank(row: Row, moved: int) -> int:
+def _rank(row: Row, moved: int) -> tuple[int, int]:
+    """Return what rows are sorted by, where only some can be shown."""
     if moved:
-        return 0
-    if row.kind in _VIEWS:
-        return 3
-    return 2 if row.phase == Phase.OPTIMIZER.value else 1
+        return 0, -moved
+    if row.kind in _MOVES:
+        return 3, 0
+    return (2 if row.phase == Phase.OPTIMIZER.value else 1), 0
+
+
+def legend(strategy: Strategy) -> str:
+    """Return what the words of the table mean, in one line."""
+    axes = ", ".join(strategy.stages[0].axes)
+    return (
+        f"by axis ({axes}): S(d) split along dim d, B whole, P parts of a sum; "
+        f"local: nothing is sent"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """What each rank's memory holds.
+
+    Args:
+        report: Of all ranks.
+        arenas: About the arenas that results are written into, a line; empty if there are none.
+    """
+
+    report: MemoryReport
+    arenas: str
+
+
+def memory_lines(plan: PhysicalPlan, memory: Memory | str) -> list[str]:
+    """Return for each stage what the rank holds at its peak that needs most.
+
+    Args:
+        plan: Whose memory it is.
+        memory: Of each rank, or why it is not known.
+    """
+    if isinstance(memory, str):
+        return [f"memory by kind is not known: {memory}"]
+    found = memory.report.ranks
+    lines = []
+    for index, stage in enumerate(plan.stages):
+        worst = max((found[rank] for rank in stage.rank_list), key=lambda rank: rank.peak)
+        kinds = sorted(worst.kinds.items(), key=lambda entry: -entry[1])
+        parts = [(kind.value, n) for kind, n in kinds if n >= _LEAST_SHARE * worst.peak]
+        if rest := worst.peak - sum(size for _, size in parts):
+            parts.append(("other", rest))
+        text = " + ".join(f"{format_bytes(size)} {name}" for name, size in parts)
+        of = f"a rank of stage {index}" if len(plan.stages) > 1 else "a rank"
+        lines.append(f"memory of {of} at its peak: {format_bytes(worst.peak)}")
+        lines.append(f"  = {text}")
+    return [*lines, *filter(None, [memory.arenas])]
 
 
 def plan_text(rows: Sequence[Row]) -> str:
@@ -198,10 +286,13 @@ def counted(number: int, word: str, plural: str = "s") -> str:
     return f"{number} {word}{plural * (number != 1)}"
 
 
-def summary(plan: PhysicalPlan, strategy: Strategy, checked: CheckReport) -> list[str]:
-    """Return the lines under the table: what the plan is, moves and needs, and the planner's why.
+def summary(
+    plan: PhysicalPlan, strategy: Strategy, checked: CheckReport, rows: Sequence[Row]
+) -> list[str]:
+    """Return the lines under the table: what the plan is and moves, and the planner's why.
 
-    The latter is `explanation` of the strategy's report: a list of lines.
+    The latter is `explanation` of the strategy's report: a list of lines. The plan may have fewer
+    boxing steps than its rows, as small gradients travel together.
     """
     actors = sum(len(part.actors) for part in plan.ranks)
     kinds = Counter(
@@ -214,15 +305,15 @@ def summary(plan: PhysicalPlan, strategy: Strategy, checked: CheckReport) -> lis
     else:
         meshes = _mesh_text(plan.stages[0])
     steps = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())) or "none"
-    worst = max(checked.memory.values(), key=lambda memory: memory.peak)
+    unmerged = sum(row.num_steps for row in rows)
+    if unmerged > kinds.total():
+        steps += f", merged from {unmerged}"
     lines = [
         f"planner {strategy.planner}: {counted(len(plan.ranks), 'rank')}, "
         f"{counted(len(plan.stages), 'stage')} ({meshes}), "
         f"{counted(plan.num_micro_batches, 'micro-batch', 'es')}",
         f"boxing in a step: {steps}; {format_bytes(plan.boxing_bytes)} between ranks",
         f"{actors} actors, {checked.num_firings} firings a step; proved live and bounded",
-        f"memory of a rank: at most {format_bytes(worst.peak)}, "
-        f"{format_bytes(worst.states)} of it states",
     ]
     predicted = strategy.report.get("predicted_step_s")
     if predicted is not None:

@@ -7,6 +7,22 @@ import torch
 from sbp_core.plugins.kinds import LanguageModel, TextDataset
 
 
+def printable(text: str) -> str:
+    r"""Return a text with what is neither printable nor a line feed or tab escaped.
+
+    A terminal would obey it.
+
+    >>> printable("a\x1b[2J\n")
+    'a\\x1b[2J\n'
+    """
+    return "".join(
+        letter
+        if letter.isprintable() or letter in "\n\t"
+        else letter.encode("unicode_escape").decode("ascii")
+        for letter in text
+    )
+
+
 def sample_text(
     model: LanguageModel, data: TextDataset, prompt: str, num_tokens: int, seed: int
 ) -> str:

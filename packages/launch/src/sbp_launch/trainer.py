@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -20,8 +19,8 @@ from sbp_core.boxing.backend import BoxingBackend
 from sbp_core.capture import scalar_values
 from sbp_core.compile.physical import PhysicalPlan
 from sbp_core.compile.physical import to_json as plan_to_json
-from sbp_core.errors import ConfigError, PlanError
-from sbp_core.memory import predict
+from sbp_core.errors import ConfigError, SbpError
+from sbp_core.interchange import strategy_yaml
 from sbp_core.plugins import Registry
 from sbp_core.plugins.kinds import (
     LanguageModel,
@@ -32,17 +31,26 @@ from sbp_core.runtime import Runtime, Session
 from sbp_launch.config import RunConfig
 from sbp_launch.planned import Planned, plan_evaluation, plan_step
 from sbp_launch.program import Program, Twin, make_choice, make_program
-from sbp_launch.progress import StepProgress
-from sbp_launch.report import counted, plan_rows, plan_table, plan_text, summary
-from sbp_launch.sampling import sample_text
+from sbp_launch.progress import Stages, StepProgress
+from sbp_launch.report import (
+    Memory,
+    counted,
+    legend,
+    memory_lines,
+    plan_table,
+    plan_text,
+    summary,
+)
+from sbp_launch.sampling import printable, sample_text
+from sbp_launch.savings import saving_lines
 
 #: Where a run keeps every row of its plan.
 _ALL_ROWS = "see plan.txt of the run folder"
 
 
 def make_console() -> Console:
-    """Return the console of a run; lines for files and pipes are as wide as the plan's table."""
-    width = None if sys.stdout.isatty() else 140
+    """Return the console of a run; lines for files and pipes have 100 characters."""
+    width = None if sys.stdout.isatty() else 100
     return Console(width=width)
 
 
@@ -50,27 +58,21 @@ def plan_only(run: RunConfig, registry: Registry) -> None:
     """Plan and print the plan."""
     console = make_console()
     program = make_program(run, registry)
-    planned = plan_step(run, registry, program)
+    planned = plan_step(run, registry, program, Stages(console))
     show_plan(console, run, planned, todo="raise trainer.plan_rows to see them")
 
 
 def show_plan(console: Console, run: RunConfig, planned: Planned, todo: str = _ALL_ROWS) -> None:
     """Print the plan's table and its summary; `todo` says how to see the rest."""
     if run.trainer.plan_rows:
-        rows = list(plan_rows(planned.graph, planned.strategy))
-        console.print(plan_table(rows, run.trainer.plan_rows, console.width, todo))
-    for line in summary(planned.plan, planned.strategy, planned.checked):
-        console.print(line)
-    for line in _memory_lines(planned.plan):
+        console.print(plan_table(planned.rows, run.trainer.plan_rows, console.width, todo))
+        console.print(legend(planned.strategy), highlight=False)
+    for line in (
+        *summary(planned.plan, planned.strategy, planned.checked, planned.rows),
+        *saving_lines(planned.graph, planned.strategy),
+        *memory_lines(planned.plan, planned.memory_in(run)),
+    ):
         console.print(line, highlight=False)
-
-
-def _memory_lines(plan: PhysicalPlan) -> list[str]:
-    """Return what each rank's memory holds at its peak; why not, if it is not known."""
-    try:
-        return predict(plan).lines()
-    except PlanError as error:
-        return [f"memory by kind is not known: {error.what}"]
 
 
 def start(
@@ -101,8 +103,9 @@ def make_backend(run: RunConfig, registry: Registry) -> BoxingBackend:
 def train(run: RunConfig, registry: Registry, run_folder: Path) -> None:
     """Train as the config says; print the plan, the progress, and what came of it.
 
-    Leaves in the run folder: `strategy.json`, `plan.json`, `plan.txt`, the metrics, and the trained
-    states as `states.safetensors`, which are written also if the run is interrupted or fails.
+    Leaves in the run folder: `strategy.yaml`, `strategy.json`, `plan.json`, `plan.txt`,
+    `memory.txt`, the metrics, and the trained states as `states.safetensors`, which are written
+    also if the run is interrupted or fails.
     """
     console = make_console()
     make_backend(run, registry)
@@ -111,40 +114,63 @@ def train(run: RunConfig, registry: Registry, run_folder: Path) -> None:
     console.print(
         f"{run.model.name}: {parameters:,} parameters; data: {program.data.describe()}",
     )
-    began = time.perf_counter()
-    planned = plan_step(run, registry, program)
-    _save_plan(planned, run_folder)
+    stages = Stages(console)
+    planned = plan_step(run, registry, program, stages)
+    _save_plan(planned, run, run_folder)
     show_plan(console, run, planned)
-    console.print(f"captured, planned and compiled in {time.perf_counter() - began:.1f} s")
-    twin = Twin(program, run) if run.trainer.compare_steps else None
-    first = program.made.states(program.optimizer, run.trainer.update)
-    session = start(run, registry, planned.plan, first)
-    speed = ""
+    with stages.of("making the states and starting the ranks"):
+        twin = Twin(program, run) if run.trainer.compare_steps else None
+        first = program.made.states(program.optimizer, run.trainer.update)
+        session = start(run, registry, planned.plan, first)
     try:
         with session:
             try:
                 speed = _train_steps(run, registry, run_folder, console, program, session, twin)
-            finally:
-                states = session.state_dict()
-                save_file(
-                    {k: v.contiguous() for k, v in states.items()},
-                    run_folder / "states.safetensors",
-                )
-                if not speed:
-                    console.print("stopped early; the states so far are in states.safetensors")
+            except BaseException as error:
+                _save_what_is_left(session, run_folder, console, error)
+                raise
+            states = _save_states(session, run_folder)
         console.print(f"{counted(run.trainer.steps, 'step')}, {speed}")
         _conclude(run, registry, console, program, planned, states, twin)
     finally:
         console.print(f"run folder: {run_folder}", highlight=False, soft_wrap=True)
 
 
-def _save_plan(planned: Planned, run_folder: Path) -> None:
+def _save_states(session: Session, run_folder: Path) -> dict[str, Tensor]:
+    """Write the states as they are and return them."""
+    states = session.state_dict()
+    kept = {name: value.contiguous() for name, value in states.items()}
+    save_file(kept, run_folder / "states.safetensors")
+    return states
+
+
+def _save_what_is_left(
+    session: Session, run_folder: Path, console: Console, error: BaseException
+) -> None:
+    """Write the states of a run that ended early, or say why there are none.
+
+    What goes wrong here never takes the place of the error that ended the run.
+    """
+    try:
+        _save_states(session, run_folder)
+    except (SbpError, OSError) as other:
+        error.add_note(f"the states were not saved: {other}")
+        console.print(f"stopped early; the states are not saved: {other}", highlight=False)
+    else:
+        console.print("stopped early; the states so far are in states.safetensors")
+
+
+def _save_plan(planned: Planned, run: RunConfig, run_folder: Path) -> None:
     run_folder.mkdir(parents=True, exist_ok=True)
     planned.strategy.save(run_folder / "strategy.json")
+    strategy_yaml.save(planned.strategy, run_folder / "strategy.yaml")
+    memory = planned.memory_in(run)
+    if isinstance(memory, Memory):
+        text = "\n".join(memory.report.lines()) + "\n"
+        (run_folder / "memory.txt").write_text(text, encoding="utf-8")
     text = json.dumps(plan_to_json(planned.plan))
     (run_folder / "plan.json").write_text(text, encoding="utf-8")
-    rows = list(plan_rows(planned.graph, planned.strategy))
-    (run_folder / "plan.txt").write_text(plan_text(rows), encoding="utf-8")
+    (run_folder / "plan.txt").write_text(plan_text(planned.rows), encoding="utf-8")
 
 
 def _train_steps(
@@ -166,7 +192,7 @@ def _train_steps(
     try:
         with StepProgress(console, settings.steps, settings.log_every, unit) as progress:
             for index in range(settings.steps):
-                batch = program.data.batch(index, settings.batch_size)
+                batch = program.batch(index, settings.batch_size)
                 factor = settings.schedule.factor(index, settings.steps)
                 rates = {n: v * factor for n, v in given.items() if n.partition(".")[0] == "lr"}
                 scalars = {**given, **rates, "seed": settings.seed, "step": index}
@@ -194,7 +220,8 @@ def _conclude(
 ) -> None:
     """Print held-out loss, a sample of text, and the deviation from the one-device program."""
     if run.trainer.eval_batches:
-        loss = evaluate(run, registry, program, planned, states)
+        with Stages(console).of("evaluating"):
+            loss = evaluate(run, registry, program, planned, states)
         batches = counted(run.trainer.eval_batches, "batch", "es")
         console.print(f"held-out loss: {loss:.4f} ({batches})", highlight=False)
     talks = isinstance(program.data, TextDataset) and isinstance(program.model, LanguageModel)
@@ -206,7 +233,7 @@ def _conclude(
         data = cast(TextDataset, program.data)
         text = sample_text(model, data, "\ndef ", run.trainer.sample_tokens, run.trainer.seed)
         console.rule("a sample of text")
-        console.print(text, markup=False)
+        console.print(printable(text), markup=False, highlight=False)
         console.rule()
     if twin is not None and twin.losses:
         console.print(twin.verdict())
@@ -220,13 +247,13 @@ def evaluate(
     states: Mapping[str, Tensor],
 ) -> float:
     """Return the mean loss over held-out batches, by all ranks, a micro-batch at a time."""
-    evaluation = plan_evaluation(run, program, planned)
+    evaluation = plan_evaluation(run, registry, program, planned)
     names = {entry.name for entry in evaluation.graph.inputs if entry.kind.is_state}
     held = {name: states[name] for name in names}
     total, count = 0.0, run.trainer.eval_batches * run.trainer.micro_batches
     with start(run, registry, evaluation.plan, held) as session:
         for index in range(count):
-            batch = program.data.batch(index, run.trainer.micro_batch_size, "validation")
+            batch = program.batch(index, run.trainer.micro_batch_size, "validation")
             scalars = {"seed": run.trainer.seed, "step": index}
             total += session.step(batch, scalars).loss.item()
     return total / count

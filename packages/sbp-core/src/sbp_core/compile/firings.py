@@ -7,6 +7,7 @@ does is theirs, which actor fires next is here.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from heapq import heappop, heappush
 
 from sbp_core.compile.physical import PhysicalPlan
 from sbp_core.compile.tokens import Place, TokenGame
@@ -31,22 +32,36 @@ class Firings:
         }
         self._done = dict.fromkeys(self._orders, 0)
 
-    def run(self, fire: Callable[[Place], None]) -> bool:
-        """Fire what can be, in turns, until nothing can; return whether all did.
-
-        A thread fires once a turn, so that who waits for something takes it soon after it is made.
+    def run(
+        self, fire: Callable[[Place], None], lasts: Callable[[Place], int] = lambda place: 1
+    ) -> bool:
+        """Fire what can be, as ranks that work at once do, until nothing can.
 
         Args:
-            fire: Fires a place and its partners, and says so by `advance` of each.
+            fire: Fires a place and its partners, and says so by `advance` of each; called at the
+                end of the firing.
+            lasts: How long a place's thread is busy with it, in any unit.
+
+        Returns:
+            Whether all threads came to their end.
         """
-        progress = True
-        while progress:
-            progress = False
-            for thread in self._orders:
-                if (place := self.head(thread)) is not None and self._can_fire(place):
-                    fire(place)
-                    progress = True
-        return next(self.waiting(), None) is None
+        begun: list[tuple[int, Place]] = []
+        busy: set[ThreadId] = set()
+        now, free = 0, list(self._orders)
+        while True:
+            for thread in free:
+                place = self.head(thread)
+                if thread not in busy and place is not None and self._can_fire(place):
+                    busy.update(map(self.thread, self.game.partners(place)))
+                    heappush(begun, (now + lasts(place), place))
+            if not begun:
+                return next(self.waiting(), None) is None
+            now, place = heappop(begun)
+            partners = self.game.partners(place)
+            busy.difference_update(map(self.thread, partners))
+            fire(place)
+            changed = {near for partner in partners for near in self.game.neighbours(partner)}
+            free = sorted(set(map(self.thread, changed)))
 
     def head(self, thread: ThreadId) -> Place | None:
         """Return what a thread fires next; None at the end of the step."""

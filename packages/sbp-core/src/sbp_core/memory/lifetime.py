@@ -12,8 +12,9 @@ of tensors:
 * Old states live to the end of the step, beside the new ones: a step that fails leaves them. New
   values that are copied over the old ones (`Actor.in_place`) die like any other value.
 
-Time is counted in ticks: one for each instruction or boxing step of a rank. With several threads on
-a rank it is one of the possible interleavings.
+Time is counted in ticks: one for each instruction or boxing step of a rank. Between threads it is
+one of the possible interleavings, in which every instruction takes equally long: when a receiver
+takes what was sent, and so how long a sender holds it, is a matter of time in a run, too.
 """
 
 from __future__ import annotations
@@ -191,10 +192,14 @@ class _Replay:
         return rank
 
     def run(self) -> None:
-        if not self.firings.run(self._fire):
+        if not self.firings.run(self._fire, self._lasts):
             raise PlanError("the firing orders come to a stand", todo="check the plan first")
         for rank in self.ranks.values():
             rank.ledger.finish()
+
+    def _lasts(self, place: Place) -> int:
+        """Return for how many instructions a firing keeps its thread."""
+        return 1 + len(self.game.actor(place).instructions)
 
     def _fire(self, place: Place) -> None:
         for partner in self.game.partners(place):

@@ -1,0 +1,49 @@
+"""Patterns of names in a config: each must match something of the model. Imports no torch.
+
+A pattern that matches nothing is a slip of the pen, and would be ignored in silence.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
+
+from sbp_core.errors import ConfigError
+
+#: Most names that a message lists.
+_MOST_NAMES = 8
+
+
+def check_patterns(key: str, patterns: Iterable[str], names: Sequence[str], kind: str) -> None:
+    """Check that each pattern matches a name.
+
+    Args:
+        key: The setting that holds the patterns: `optimizer.groups`.
+        patterns: As of `fnmatch`: `*.bias`.
+        names: What they may match.
+        kind: What the names are of: `parameter`.
+
+    Raises:
+        ConfigError: one matches nothing; says which pattern comes nearest.
+    """
+    for pattern in patterns:
+        if any(fnmatchcase(name, pattern) for name in names):
+            continue
+        listed = ", ".join(names[:_MOST_NAMES]) + ", ..." * (len(names) > _MOST_NAMES)
+        near = difflib.get_close_matches(pattern, dict.fromkeys(_patterns_of(names)), n=1)
+        raise ConfigError(
+            f"{key}: the pattern {pattern!r} matches no {kind} of the model",
+            accepted=f"patterns of names: {listed}" if names else f"none: there is no {kind}",
+            todo=f"did you mean {near[0]!r}?" if near else "",
+        )
+
+
+def _patterns_of(names: Iterable[str]) -> Iterator[str]:
+    """Yield names, and the patterns that fit their ends and beginnings."""
+    for name in names:
+        yield name
+        parts = name.split(".")
+        for cut in range(1, len(parts)):
+            yield f"*.{'.'.join(parts[cut:])}"
+            yield f"{'.'.join(parts[:cut])}.*"

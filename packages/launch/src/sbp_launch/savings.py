@@ -1,0 +1,62 @@
+"""What slices and recomputation come to in a plan, as lines for people. Imports no torch.
+
+What all this leaves on each rank is in the table of its memory; here is what was given for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from sbp_core.graph.ir import GraphInput, LogicalGraph, Node
+from sbp_core.graph.passes.recompute import recompute_report
+from sbp_core.sbp import Split
+from sbp_core.strategy import Strategy
+from sbp_core.units import format_bytes
+
+
+def saving_lines(graph: LogicalGraph, strategy: Strategy) -> list[str]:
+    """Return what is sliced and what is made again; nothing if neither is."""
+    return [*_slice_lines(graph, strategy), *_recompute_lines(graph)]
+
+
+def _recompute_lines(graph: LogicalGraph) -> Iterator[str]:
+    report = recompute_report(graph)
+    if report.modules:
+        yield f"recomputation, of one micro-batch on all ranks together: {report}"
+
+
+def _slice_lines(graph: LogicalGraph, strategy: Strategy) -> Iterator[str]:
+    """Yield how large the parts are that travel, then the parameters that travel whole."""
+    whole: list[int] = []
+    parts: list[int] = []
+    for entry in graph.inputs:
+        pieces = _pieces(graph, entry)
+        if not pieces:
+            continue
+        stored = strategy.storage[entry.name].sbp
+        taken = {strategy.nodes[node.name].signature.inputs[0] for node in pieces}
+        if not any(isinstance(sbp, Split) for sbp in stored):
+            yield (
+                f"slices of {entry.name}: it is whole on every rank, so that only its gradient "
+                f"travels in parts"
+            )
+        elif taken != {stored}:
+            counts = sorted({node.num_slices for node in pieces})
+            yield (
+                f"slices of {entry.name} save nothing: it is gathered whole, since shards {stored} "
+                f"of {graph.tensor(entry.name).shape} have no {counts[0]} equal parts each"
+            )
+        else:
+            whole.append(graph.tensor(entry.name).size_bytes)
+            parts += [graph.tensor(node.outputs[0]).size_bytes for node in pieces]
+    if whole:
+        yield (
+            f"slices: {len(whole)} parameters of up to {format_bytes(max(whole))} travel in parts "
+            f"of up to {format_bytes(max(parts))}"
+        )
+
+
+def _pieces(graph: LogicalGraph, entry: GraphInput) -> list[Node]:
+    """Return the slices of an input; of a token nothing is taken."""
+    users = graph.users[entry.name]
+    return [n for n in users if n.op == "sbp.piece" and n.inputs()[0] == entry.name]
