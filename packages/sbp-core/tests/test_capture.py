@@ -127,6 +127,8 @@ def test_nodes_know_module_line_phase_and_rate(gpt_graph: LogicalGraph) -> None:
     update = gpt_graph.producers[gpt_graph.new_states["head.weight"]]
     assert (update.phase, update.rate) == (Phase.OPTIMIZER, Rate.STEP)
     assert update.name.startswith("head.weight.update.")
+    assert update.module == "head"
+    assert update.source.startswith("torch/optim/adamw.py:")
 
 
 def test_backward_nodes_belong_to_a_forward_node_of_their_module(gpt_graph: LogicalGraph) -> None:

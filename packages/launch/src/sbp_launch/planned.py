@@ -27,7 +27,7 @@ from sbp_core.check import CheckReport, check, check_memory
 from sbp_core.compile import CompileOptions, PhysicalPlan, compile_plan
 from sbp_core.compile.cache import PlanCache, default_folder
 from sbp_core.errors import CaptureError, PlanError
-from sbp_core.graph.ir import InputKind, LogicalGraph
+from sbp_core.graph.ir import InputKind, LogicalGraph, Phase
 from sbp_core.graph.passes import allow_unknown, prepare_step
 from sbp_core.infer import infer_strategy
 from sbp_core.memory.arena import lay_out, worthwhile
@@ -246,7 +246,7 @@ def plan_evaluation(
     stored = {name: str(entry.sbp) for name, entry in train.strategy.storage.items()}
     modules: list[list[str]] = [[] for _ in train.strategy.stages]
     for node in train.graph.nodes:
-        if node.name in train.strategy.nodes and node.module:
+        if node.name in train.strategy.nodes and node.phase is Phase.FORWARD and node.module:
             stage = train.strategy.nodes[node.name].stage
             if node.module not in modules[stage]:
                 modules[stage].append(node.module)

@@ -80,7 +80,7 @@ def plan_rows(graph: LogicalGraph, strategy: Strategy) -> Iterator[Row]:
         yield Row(
             phase=node.phase.value,
             stage=assigned.stage,
-            module=node.module or _owner(node.name) or "(root)",
+            module=_owner(node.name) or node.module or "(root)",
             kind=node.kind.removeprefix("_"),
             inputs=" ".join(f"({sbp})" for sbp in assigned.signature.inputs),
             outputs=" ".join(f"({sbp})" for sbp in assigned.signature.outputs),

@@ -196,6 +196,9 @@ class _Conversion:
         self.links |= dict.fromkeys(outputs, forward)
         if forward and not note.get("module"):
             note = {**note, **self.places[forward]}
+        if phase is Phase.OPTIMIZER:
+            module = self.owners.get(name, "").rpartition(".")[0]
+            note = {**note, "module": module, "source": self.step.update_source}
         made = Node(
             name=name,
             op=op,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import sysconfig
 from pathlib import Path
@@ -70,6 +71,15 @@ def library_call(error: BaseException) -> str:
             found = f"{code.co_name} ({short(code.co_filename)}:{trace.tb_lineno})"
         trace = trace.tb_next
     return found
+
+
+def definition(kind: type) -> str:
+    """Return `file:line` of where a class is written; or nothing, if its text is not at hand."""
+    try:
+        file, (_, line) = inspect.getsourcefile(kind), inspect.getsourcelines(kind)
+    except (OSError, TypeError):
+        return ""
+    return f"{short(file)}:{line}" if file else ""
 
 
 def short(path: str) -> str:

@@ -29,14 +29,16 @@ class TracedStep:
     """A functional FX graph and what its placeholders and outputs are, in order.
 
     `constants` are the tensors that the program made outside of what is traced, by the name of the
-    graph's attribute. `form` is what the graph computes, to be compared; only of a step that leaves
-    something on its modules, or that is traced with what an earlier one has left there.
+    graph's attribute. `update_source` is where the optimizer is written, as `file:line`. `form` is
+    what the graph computes, to be compared; only of a step that leaves something on its modules, or
+    that is traced with what an earlier one has left there.
     """
 
     module: fx.GraphModule
     inputs: tuple[GraphInput, ...]
     outputs: tuple[tuple[str, OutputKind], ...]
     constants: Mapping[str, Tensor]
+    update_source: str = ""
     form: tuple[Any, ...] = ()
 
 
@@ -85,6 +87,7 @@ def trace_step(step: TrainingStep) -> TracedStep:
         inputs=inputs,
         outputs=outputs,
         constants=tensors_by_name(module),
+        update_source=step.update.source if step.update is not None else "",
         form=form,
     )
 

@@ -17,6 +17,7 @@ from sbp_core.capture.gradients import (
 from sbp_core.capture.own_code import OwnCode
 from sbp_core.capture.parameter_group import ParameterGroup
 from sbp_core.capture.rehearsal import rehearse
+from sbp_core.capture.sources import definition
 from sbp_core.capture.twins import check_own_code
 from sbp_core.errors import CaptureError
 from sbp_core.graph.ir import GraphInput, InputKind
@@ -65,6 +66,8 @@ class Update:
         taken = {*self._parameters, *dict(model.named_buffers())}
         _check_names(taken, self.values())
         _check_options(self._groups, optimizer, options)
+        #: Where the optimizer is written, as `file:line`.
+        self.source = definition(type(optimizer))
         #: Names of the scalar inputs: the learning rate of each parameter group, and others.
         self.scalars = list(self.scalar_values())
 

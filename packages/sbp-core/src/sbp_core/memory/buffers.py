@@ -15,7 +15,7 @@ from sbp_core.compile.physical import ActorKind, PhysicalPlan
 
 
 def buffer_bytes(plan: PhysicalPlan, rank: int) -> dict[str, int]:
-    """Return for each boxing actor of a rank the bytes of its buffers, at most, in a firing.
+    """Return for each boxing actor of a rank the bytes of its buffers, roughly, in a firing.
 
     What libraries keep inside (gloo, MPI, NCCL) is not in it: see `boxing.memory`.
     """
