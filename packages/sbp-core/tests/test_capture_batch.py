@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 from collections import UserDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -99,3 +101,26 @@ def test_the_batch_itself_is_not_changed() -> None:
 def test_two_tensors_of_one_name_are_refused() -> None:
     with pytest.raises(CaptureError, match=r"two tensors of the batch are called 'a\.b'"):
         flatten_batch({"a": {"b": _numbered(1)}, "a.b": _numbered(2)})
+
+
+class _Unknown:
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+@pytest.mark.parametrize("make", [_Unknown, lambda x: x.numpy(), lambda x: np.int64(len(x))])
+def test_a_batch_with_an_unknown_object_is_refused_with_the_way_to_it(
+    make: Callable[[Tensor], Any],
+) -> None:
+    with pytest.raises(CaptureError, match=r"'a\.0' is a "):
+        flatten_batch({"a": [make(torch.zeros(3))]})
+
+
+def test_numbers_of_a_batch_are_those_that_were_captured() -> None:
+    captured, later = {"x": torch.zeros(3), "w": 1.0}, {"x": torch.ones(3), "w": 2.0}
+
+    assert flatten_batch({**later, "w": 1.0}, captured).keys() == {"x"}
+    with pytest.raises(CaptureError, match=r"'w' of the batch is 2.0; .* captured with 1.0"):
+        flatten_batch(later, captured)
+    with pytest.raises(CaptureError, match="'w' of the batch is not there"):
+        flatten_batch({"x": torch.zeros(3)}, captured)

@@ -381,29 +381,6 @@ def test_batches_are_deques_dataclasses_and_registered_nodes_too() -> None:
     _check_as_eager(_Model(), lambda m, b: F.mse_loss(m(b[0]), b[1]), [deque(p) for p in pairs])
 
 
-class _Unknown:
-    def __init__(self, x: Tensor) -> None:
-        self.x = x
-
-
-@pytest.mark.parametrize("make", [_Unknown, lambda x: x.numpy(), lambda x: np.int64(len(x))])
-def test_a_batch_with_an_unknown_object_is_refused_with_the_way_to_it(
-    make: Callable[[Tensor], Any],
-) -> None:
-    with pytest.raises(CaptureError, match=r"'a\.0' is a "):
-        flatten_batch({"a": [make(torch.zeros(3))]})
-
-
-def test_numbers_of_a_batch_are_those_that_were_captured() -> None:
-    captured, later = {"x": torch.zeros(3), "w": 1.0}, {"x": torch.ones(3), "w": 2.0}
-
-    assert flatten_batch({**later, "w": 1.0}, captured).keys() == {"x"}
-    with pytest.raises(CaptureError, match=r"'w' of the batch is 2.0; .* captured with 1.0"):
-        flatten_batch(later, captured)
-    with pytest.raises(CaptureError, match="'w' of the batch is not there"):
-        flatten_batch({"x": torch.zeros(3)}, captured)
-
-
 def test_a_metric_of_the_batch_is_averaged_over_micro_batches() -> None:
     batches = [{**b, "w": torch.tensor(float(at))} for at, b in enumerate(_batches(2))]
     model = _Model()

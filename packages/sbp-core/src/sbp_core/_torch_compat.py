@@ -1,4 +1,4 @@
-"""The private corners of PyTorch that we use, in one place.
+"""The private corners of PyTorch that we use; those of its optimizers are in `_torch_optim_compat`.
 
 Each entry names the versions it was tried on. Everything else in the package uses public names.
 """
@@ -23,7 +23,6 @@ from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.utils import stateless
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -53,13 +52,10 @@ __all__ = [
     "out_arguments",
     "own_kernels_only",
     "reparametrized",
-    "replaced_step",
     "return_types",
-    "step_hooks",
     "storage_key",
     "trace_graph",
     "trunc_normal_as",
-    "unprofiled",
     "without_modes",
     "without_torch_functions",
     "written_arguments",
@@ -460,50 +456,3 @@ def trunc_normal_as(
         yield
     finally:
         torch.nn.init._no_grad_trunc_normal_ = original
-
-
-def step_hooks(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Return how the hooks were registered that run around an optimizer's steps. Tried on 2.13."""
-    found = {
-        "register_step_pre_hook": optimizer._optimizer_step_pre_hooks,
-        "register_step_post_hook": optimizer._optimizer_step_post_hooks,
-        "register_optimizer_step_pre_hook": _global_optimizer_pre_hooks,
-        "register_optimizer_step_post_hook": _global_optimizer_post_hooks,
-    }
-    return [name for name, hooks in found.items() if hooks]
-
-
-def replaced_step(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `optimizer.step` was set on the object; what schedulers set counts for nothing.
-
-    Tried on 2.13.
-    """
-    step = vars(optimizer).get("step")
-    while getattr(step, "_wrapped_by_lr_sched", False):
-        step = getattr(step, "__wrapped__", None)
-    return step is not None and step is not type(optimizer).step
-
-
-@contextmanager
-def unprofiled() -> Iterator[None]:
-    """Let steps of optimizers tell the profiler nothing: its ops are no part of what they compute.
-
-    Tried on 2.13.
-    """
-    before = torch.autograd.profiler.record_function
-    torch.autograd.profiler.record_function = _NoRecord  # type: ignore[assignment, misc]
-    try:
-        yield
-    finally:
-        torch.autograd.profiler.record_function = before  # type: ignore[misc]
-
-
-class _NoRecord:
-    def __init__(self, *_: Any) -> None:
-        """Take what is recorded."""
-
-    def __enter__(self) -> None:
-        """Record nothing."""
-
-    def __exit__(self, *_: object) -> None:
-        """Record nothing."""

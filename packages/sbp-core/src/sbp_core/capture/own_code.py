@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sbp_core._torch_compat import compiling, storage_key, unprofiled
+from sbp_core._torch_compat import compiling, storage_key
+from sbp_core._torch_optim_compat import unprofiled
 from sbp_core.capture.parameter_group import ParameterGroup
 from sbp_core.capture.sources import user_frame
 from sbp_core.capture.twins import is_known, kind_of, plain_step, twin_of

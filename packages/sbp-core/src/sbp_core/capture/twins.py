@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sbp_core._torch_compat import replaced_step, step_hooks
+from sbp_core._torch_optim_compat import replaced_step, step_hooks
 from sbp_core.errors import CaptureError
 from sbp_core.optim.together import Together
 

@@ -1,0 +1,57 @@
+"""The private corners of PyTorch's optimizers that we use; see `_torch_compat`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+
+def step_hooks(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Return how the hooks were registered that run around an optimizer's steps. Tried on 2.13."""
+    found = {
+        "register_step_pre_hook": optimizer._optimizer_step_pre_hooks,
+        "register_step_post_hook": optimizer._optimizer_step_post_hooks,
+        "register_optimizer_step_pre_hook": _global_optimizer_pre_hooks,
+        "register_optimizer_step_post_hook": _global_optimizer_post_hooks,
+    }
+    return [name for name, hooks in found.items() if hooks]
+
+
+def replaced_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `optimizer.step` was set on the object; what schedulers set counts for nothing.
+
+    Tried on 2.13.
+    """
+    step = vars(optimizer).get("step")
+    while getattr(step, "_wrapped_by_lr_sched", False):
+        step = getattr(step, "__wrapped__", None)
+    return step is not None and step is not type(optimizer).step
+
+
+@contextmanager
+def unprofiled() -> Iterator[None]:
+    """Let steps of optimizers tell the profiler nothing: its ops are no part of what they compute.
+
+    Tried on 2.13.
+    """
+    before = torch.autograd.profiler.record_function
+    torch.autograd.profiler.record_function = _NoRecord  # type: ignore[assignment, misc]
+    try:
+        yield
+    finally:
+        torch.autograd.profiler.record_function = before  # type: ignore[misc]
+
+
+class _NoRecord:
+    def __init__(self, *_: Any) -> None:
+        """Take what is recorded."""
+
+    def __enter__(self) -> None:
+        """Record nothing."""
+
+    def __exit__(self, *_: object) -> None:
+        """Record nothing."""
