@@ -49,7 +49,7 @@ def test_what_is_packed_for_others_is_what_they_receive(name: str) -> None:
 
 
 def test_processes_hold_buffers_at_their_peak_and_threads_do_not() -> None:
-    plan = compile_case("pipeline, GPipe")
+    plan = compile_case("sharded states")
 
     threads, processes = predict(plan), predict(plan, processes=True)
 

@@ -33,14 +33,15 @@ class Firings:
         self._done = dict.fromkeys(self._orders, 0)
 
     def run(
-        self, fire: Callable[[Place], None], lasts: Callable[[Place], int] = lambda place: 1
+        self, fire: Callable[[Place], None], lasts: Callable[[Place], int] = lambda place: 0
     ) -> bool:
         """Fire what can be, as ranks that work at once do, until nothing can.
 
         Args:
             fire: Fires a place and its partners, and says so by `advance` of each; called at the
                 end of the firing.
-            lasts: How long a place's thread is busy with it, in any unit.
+            lasts: How long a place's thread is busy with it, in any unit; if 0 for all, low ranks go
+                as far as they can before others take what they sent.
 
         Returns:
             Whether all threads came to their end.
