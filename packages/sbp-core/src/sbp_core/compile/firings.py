@@ -40,8 +40,8 @@ class Firings:
         Args:
             fire: Fires a place and its partners, and says so by `advance` of each; called at the
                 end of the firing.
-            lasts: How long a place's thread is busy with it, in any unit; if 0 for all, low ranks go
-                as far as they can before others take what they sent.
+            lasts: How long a place's thread is busy with it, in any unit; if 0 for all, low ranks
+                go as far as they can before others take what they sent.
 
         Returns:
             Whether all threads came to their end.
