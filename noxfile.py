@@ -40,6 +40,9 @@ TEST_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 #: The tests that run everywhere, in minutes.
 QUICK = ("-m", "not exhaustive and not gpu")
 
+#: Spreads tests over all cores.
+ON_ALL_CORES = ("-n", "auto", "--dist", "worksteal")
+
 #: Exit status of pytest when no test was selected.
 NO_TESTS = 5
 
@@ -94,7 +97,7 @@ class Package:
     def quick(self) -> tuple[str, ...]:
         """What selects its quick tests: on all cores at once, if it declares pytest-xdist."""
         at_once = any(entry.startswith("pytest-xdist") for entry in self.test_dependencies)
-        return (*QUICK, *(("-n", "auto", "--dist", "worksteal") if at_once else ()))
+        return (*QUICK, *(ON_ALL_CORES if at_once else ()))
 
 
 PACKAGES = [Package(path.parent) for path in sorted(ROOT.glob("packages/*/pyproject.toml"))]
@@ -207,7 +210,7 @@ def tests(session: nox.Session) -> None:
     check_types(session)
     for package in PACKAGES:
         run_pytest(session, package.folder, *package.quick, *session.posargs)
-    run_integration(session, *QUICK, *session.posargs)
+    run_integration(session, *QUICK, *ON_ALL_CORES, *session.posargs)
     try_example_plugin(session)
     check_docs(session)
 
@@ -272,7 +275,7 @@ def build(session: nox.Session) -> None:
 def integration(session: nox.Session) -> None:
     """The quick tests that know several packages."""
     install_all(session, TRANSFORMERS, with_tests=True)
-    run_integration(session, *QUICK, *session.posargs)
+    run_integration(session, *QUICK, *ON_ALL_CORES, *session.posargs)
 
 
 @nox.session(reuse_venv=True)
