@@ -185,6 +185,16 @@ def test_an_optimizer_that_would_capture_to_another_update_fails_the_suite() -> 
         suite.test_the_captured_update_equals_the_eager_one()
 
 
+def test_a_factory_that_makes_another_optimizer_each_time_fails_the_suite() -> None:
+    momenta = count(1)
+    suite = optimizer_suite(
+        lambda parameters: torch.optim.SGD(parameters, 1e-2, 0.1 * next(momenta))
+    )
+
+    with pytest.raises(AssertionError, match=r"the loss of step 2 is not bit-equal"):
+        suite.test_the_captured_update_equals_the_eager_one()
+
+
 def test_an_optimizer_that_cannot_be_captured_fails_the_suite() -> None:
     suite = optimizer_suite(lambda parameters: torch.optim.LBFGS(parameters))
 
