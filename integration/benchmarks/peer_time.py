@@ -25,7 +25,6 @@ from step_time import (
     BATCH_SIZE,
     LEARNING_RATE,
     Step,
-    machine,
     make_program,
     model_loss,
     preset_planner,
@@ -37,7 +36,16 @@ from torch.nn.parallel import DistributedDataParallel
 from sbp_boxing_torch.backend import TorchBackend
 from sbp_boxing_torch.configs import TorchBoxingConfig
 from sbp_boxing_torch.rendezvous import World
-from sbp_core import CompileOptions, Placement, PlanRequest, check, compile_plan
+from sbp_core import (
+    Cluster,
+    CompileOptions,
+    Device,
+    Link,
+    Placement,
+    PlanRequest,
+    check,
+    compile_plan,
+)
 from sbp_core.capture import capture, initial_states
 from sbp_core.graph.passes import prepare_step
 from sbp_core.plugins import discover
@@ -45,6 +53,15 @@ from sbp_core.units import format_bytes, format_seconds
 from sbp_core.update_options import UpdateOptions
 
 NUM_RANKS = 2
+
+#: Two processes over gloo on 2 cores, roughly as `sbp-calibrate boxing=torch` measures them.
+MACHINE = Cluster(
+    name="gloo",
+    num_devices=NUM_RANKS,
+    devices_per_node=NUM_RANKS,
+    device=Device(memory_bytes=2**32, flop_per_s={"float32": 6e10}, memory_bytes_per_s=1e10),
+    intra_node=Link(latency_s=5e-4, bytes_per_s=5e8),
+)
 
 #: Peer -> the planner's preset that does what it does.
 PRESETS = {"DDP": "manual/data_parallel", "FSDP2": "manual/zero"}
@@ -95,9 +112,9 @@ def sbp_step(
     graph = capture(model, model_loss, data.batch(0, BATCH_SIZE), optimizer, update=update)
     graph = prepare_step(graph)
     mesh = Placement.grid((NUM_RANKS,), ("data",))
-    request = PlanRequest(graph=graph, mesh=mesh, cluster=machine(NUM_RANKS))
+    request = PlanRequest(graph=graph, mesh=mesh, cluster=MACHINE)
     strategy = preset_planner(registry, preset).plan(request)
-    plan = compile_plan(graph, strategy, CompileOptions(**options, cluster=request.cluster))
+    plan = compile_plan(graph, strategy, CompileOptions(**options, cluster=MACHINE))
     check(plan)
     runtime = registry.make("runtime", "actor", {})
     backend = TorchBackend(TorchBoxingConfig(), world=world)

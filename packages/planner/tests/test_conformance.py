@@ -157,7 +157,7 @@ class TestOsdpUnderALimit(TransformerSuite):
 
     meshes = (((2,), ("data",)),)
     micro_batches = (1,)
-    memory_bytes = 45_000.0
+    memory_bytes = 50_000.0
 
     def make_planner(self) -> Planner:
         return build_osdp(OsdpConfig(memory_bytes=self.memory_bytes))

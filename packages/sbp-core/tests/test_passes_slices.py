@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from sbp_core.capture import capture, initial_states
 from sbp_core.check import RankMemory, check
-from sbp_core.compile import compile_plan
+from sbp_core.compile import CompileOptions, compile_plan
 from sbp_core.compile.physical import ActorKind, PhysicalPlan
 from sbp_core.errors import ConfigError, SbpValueError
 from sbp_core.graph import LogicalGraph, verify_graph
@@ -278,11 +278,15 @@ _STORED: dict[str, PinValue] = {
 
 
 def _measured(
-    graph: LogicalGraph, num_ranks: int, pins: Mapping[str, PinValue] = MappingProxyType({})
+    graph: LogicalGraph,
+    num_ranks: int,
+    pins: Mapping[str, PinValue] = MappingProxyType({}),
+    options: CompileOptions | None = None,
 ) -> _Measured:
     mesh = Placement.grid((num_ranks,), ("data",))
     request = PlanRequest(graph=graph, mesh=mesh, cluster=cluster())
-    plan = compile_plan(graph, infer_strategy(request, planner="test", pins={**_STORED, **pins}))
+    strategy = infer_strategy(request, planner="test", pins={**_STORED, **pins})
+    plan = compile_plan(graph, strategy, options)
     kinds: dict[str, int] = {"all-gather": 0, "reduce-scatter": 0}
     for actor in plan.ranks[0].actors:
         if actor.kind is ActorKind.COLLECTIVE:
@@ -347,7 +351,9 @@ def test_a_pin_of_how_a_parameter_is_used_holds_for_its_slices() -> None:
     graph = _step("wide", 64)
     changed = slice_operators(graph, {"blocks.*": Slicing(count=4)})
 
-    found = _measured(changed, 2, {"use:blocks.*.weight": "B"})
+    # Each parameter by itself, so that its own bytes are seen.
+    alone = CompileOptions(bucket_bytes=0)
+    found = _measured(changed, 2, {"use:blocks.*.weight": "B"}, alone)
 
     assert found.gathered_bytes == graph.tensor("blocks.0.0.weight").size_bytes
 

@@ -22,8 +22,8 @@ class CompileConfig:
             them `whole` on every rank, or `discover` by execution how they may be split.
         passes: Each pass with its switch or its settings.
         boxing_thread: Whether boxing has a thread of its own on every rank, beside computing.
-        bucket_bytes: Most bytes of a flat buffer in which small gradients travel together; 0 for
-            none; null for what the price suggests.
+        bucket_bytes: Most bytes of a flat buffer in which small gradients, or parameters of a
+            block, travel together; 0 for none; null for what the price suggests.
         prefetch: With a boxing thread, how many segments ahead of its use a parameter is gathered.
         in_place_states: Write new states over the old ones: less memory, but a step that fails
             while it writes leaves states that belong to no step.

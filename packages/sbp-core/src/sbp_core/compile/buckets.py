@@ -1,4 +1,4 @@
-"""Buckets: small gradients that are boxed alike travel in one flat buffer. No torch.
+"""Buckets: small tensors that are boxed alike travel in one flat buffer. No torch.
 
 before: g1@(B) = all-reduce(g1)                      two calls, two latencies
         g2@(B) = all-reduce(g2)
@@ -6,8 +6,9 @@ after:  flat = pack(g1, g2)                          one copy of each
         sums = all-reduce(flat)
         g1@(B), g2@(B) = unpack(sums)                views
 
-Also reduce-scatters of gradients, and all-gathers of new parameter values whose updates are
-sharded. On n ranks a packed value is n rows, one for each rank of its group, so that what a
+Also reduce-scatters of gradients, reductions of several arguments of one node, and all-gathers: of
+new parameter values whose updates are sharded, and of the parameters of one block that are gathered
+for their use. On n ranks a packed value is n rows, one for each rank of its group, so that what a
 reduce-scatter leaves on a rank, and what an all-gather takes from it, is one row:
 
     reduce-scatter of a (2, 3) split by rows and b (4,)     rank 0 | a[0], b[:2]
@@ -17,7 +18,7 @@ reduce-scatter leaves on a rank, and what an all-gather takes from it, is one ro
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -25,8 +26,9 @@ from sbp_core.boxing import Step, StepKind
 from sbp_core.boxing.price import step_time_s
 from sbp_core.boxing.slices import bounds_of, collective_bytes, itemsize, uniform_bytes
 from sbp_core.compile.items import Held, Item, ItemKind, Lowered
-from sbp_core.compile.levels import with_levels
+from sbp_core.compile.levels import is_gathered_on_use, with_levels
 from sbp_core.compile.physical import Instruction
+from sbp_core.graph.blocks import block_of
 from sbp_core.graph.ir import LogicalGraph, Phase, Rate, Ref, Symbol, TensorType
 from sbp_core.placement import Cluster, Placement
 from sbp_core.sbp import B, NdSbp, Partial, S, Sbp, local_shape
@@ -61,14 +63,19 @@ def bucket(
     held, replaced, at = dict(lowered.held), set[str](), defaultdict[str, list[Item]](list)
     users = _users(lowered.items)
     place = {item.name: number for number, item in enumerate(lowered.items)}
+    from_states = _from_states(graph, lowered.items)
     for number, members in enumerate(groups):
         first = min(members, key=lambda item: place[item.name])
         name = f"bucket.{number}"
+        if _is_for_use(graph, first):
+            name = f"{block_of(first.inputs[0])}.bucket_{number}"
         while {name, f"{name}.packed"} & held.keys():
             name += "'"
-        made = _bucket_items(name, members, held, users)
+        made = _bucket_items(graph, name, members, held, users)
+        moved = [from_states[key] for item in members for key in item.inputs if key in from_states]
+        at[first.name].extend(item for item in moved if item.name not in replaced)
         at[first.name].extend(made)
-        replaced.update(item.name for item in members)
+        replaced.update(item.name for item in (*members, *moved))
     items = [
         part
         for item in lowered.items
@@ -91,10 +98,13 @@ def _groups(
     """Yield the members of each bucket, in the order in which their inputs are made."""
     place = {item.name: number for number, item in enumerate(lowered.items)}
     maker = {key: number for number, item in enumerate(lowered.items) for key in item.outputs}
+    maker |= dict.fromkeys(_from_states(graph, lowered.items), -1)
     alike: dict[tuple[object, ...], list[Item]] = defaultdict(list)
+    runs = _runs(graph, lowered.items)
     for item in lowered.items:
-        if _may_be_packed(graph, lowered, item):
-            alike[_likeness(item)].append(item)
+        company = _company(graph, lowered, item, runs)
+        if company is not None:
+            alike[company].append(item)
     for members in alike.values():
         members.sort(key=lambda item: maker.get(item.inputs[0], -1))
         limit = bucket_bytes
@@ -121,35 +131,81 @@ def _groups(
             yield open_ones
 
 
-def _may_be_packed(graph: LogicalGraph, lowered: Lowered, item: Item) -> bool:
-    """Whether an item reduces a gradient for the optimizer, or gathers the new value of a state."""
+def _company(
+    graph: LogicalGraph, lowered: Lowered, item: Item, runs: Mapping[str, int]
+) -> tuple[object, ...] | None:
+    """Return what the items of a bucket have in common; None if an item goes alone."""
     step = item.step
     if item.kind is not ItemKind.COLLECTIVE or step is None or uniform_bytes(step) is None:
-        return False
+        return None
     if step.kind not in (StepKind.ALL_REDUCE, StepKind.REDUCE_SCATTER, StepKind.ALL_GATHER):
-        return False
+        return None
     if _num_rows(step) < 2 or not prod(step.shape) or _split_dim(step) is None:
-        return False
-    if step.kind is StepKind.ALL_GATHER:
-        return not item.asked_by and item.phase is Phase.OPTIMIZER
-    producer = graph.producers.get(lowered.held[item.outputs[0]].value)
-    asking = graph.by_name.get(item.asked_by)
-    return (
-        producer is not None
-        and producer.phase is Phase.BACKWARD
-        and asking is not None
-        and asking.phase is Phase.OPTIMIZER
-    )
-
-
-def _likeness(item: Item) -> tuple[object, ...]:
-    """Return what the items of a bucket have in common."""
-    step = item.step
-    assert step is not None
+        return None
+    reason = _reason(graph, lowered, item, runs)
+    if not reason:
+        return None
     mesh, sbp = step.source
     reduction = next((sbp[axis] for axis in step.axes if isinstance(sbp[axis], Partial)), None)
     when = (item.stage, item.phase, item.rate)
-    return (step.kind, step.dtype, mesh, step.axes, reduction, *when)
+    return (step.kind, step.dtype, mesh, step.axes, reduction, *when, *reason)
+
+
+def _reason(
+    graph: LogicalGraph, lowered: Lowered, item: Item, runs: Mapping[str, int]
+) -> tuple[object, ...]:
+    """Return why an item may travel with others, and with which; empty if it may not."""
+    assert item.step is not None
+    if item.step.kind is StepKind.ALL_GATHER:
+        if item.name in runs:
+            return "a parameter for its use", runs[item.name]
+        is_new_value = not item.asked_by and item.phase is Phase.OPTIMIZER
+        return ("the new value of a state",) if is_new_value else ()
+    asking = graph.by_name.get(item.asked_by)
+    if asking is None:
+        return ()
+    if asking.phase is not Phase.OPTIMIZER:
+        return "an argument", item.asked_by
+    producer = graph.producers.get(lowered.held[item.outputs[0]].value)
+    is_gradient = producer is not None and producer.phase is Phase.BACKWARD
+    return ("a gradient",) if is_gradient else ()
+
+
+def _is_for_use(graph: LogicalGraph, item: Item) -> bool:
+    """Whether an item gathers a parameter for the forward or backward phase."""
+    return (
+        item.kind is ItemKind.COLLECTIVE
+        and item.phase is not Phase.OPTIMIZER
+        and is_gathered_on_use(graph, item.inputs[0])
+    )
+
+
+def _runs(graph: LogicalGraph, items: Iterable[Item]) -> dict[str, int]:
+    """Return the run of each gather of a parameter for its use: those of one block in a row.
+
+    Only what is used together travels together, so that no rank holds the whole of a model.
+    """
+    found: dict[str, int] = {}
+    latest: dict[tuple[object, ...], tuple[str, int]] = {}
+    for number, item in enumerate(items):
+        if _is_for_use(graph, item):
+            when, block = (item.stage, item.phase, item.rate), block_of(item.inputs[0])
+            if latest.get(when, ("", 0))[0] != block:
+                latest[when] = block, number
+            found[item.name] = latest[when][1]
+    return found
+
+
+def _from_states(graph: LogicalGraph, items: Iterable[Item]) -> dict[str, Item]:
+    """Return what makes keys of parameters alone, by key: it may go before all that use it."""
+    inputs = {entry.name for entry in graph.inputs}
+    return {
+        key: item
+        for item in items
+        if item.kind is ItemKind.OP and inputs.issuperset(item.inputs)
+        for key in item.outputs
+        if is_gathered_on_use(graph, key)
+    }
 
 
 def _users(items: Iterable[Item]) -> dict[str, list[Item]]:
@@ -181,7 +237,11 @@ def _priced_bytes(step: Step, cluster: Cluster | None) -> int:
 
 
 def _bucket_items(
-    name: str, members: Sequence[Item], held: dict[str, Held], users: dict[str, list[Item]]
+    graph: LogicalGraph,
+    name: str,
+    members: Sequence[Item],
+    held: dict[str, Held],
+    users: dict[str, list[Item]],
 ) -> tuple[Item, Item, Item]:
     steps = tuple(item.step for item in members if item.step is not None)
     first, like = members[0], steps[0]
@@ -201,7 +261,7 @@ def _bucket_items(
     )
     pack = replace(
         first, name=before, kind=ItemKind.PACK, inputs=tuple(item.inputs[0] for item in members),
-        outputs=(before,), step=None, packed=steps,
+        outputs=(before,), step=None, packed=steps, is_apart=_is_for_use(graph, first),
     )  # fmt: skip
     travel = replace(first, name=after, inputs=(before,), outputs=(after,), step=flat)
     unpack = replace(

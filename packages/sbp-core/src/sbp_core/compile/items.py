@@ -46,8 +46,9 @@ class Item:
 
     `level` is set by `levels.with_levels`. `asked_by` is the node that a boxing step was first
     inserted for; empty if it is for a graph output. `packed` has, of a pack or unpack, the steps of
-    the values in the flat buffer; see `buckets`. `piece` numbers the parts that a segment is cut
-    into; see `cuts`.
+    the values in the flat buffer; see `buckets`. `is_apart` is set of a pack that is no part of a
+    segment, as boxing may begin it. `piece` numbers the parts that a segment is cut into; see
+    `cuts`.
     """
 
     name: str
@@ -63,12 +64,14 @@ class Item:
     step: Step | None = None
     asked_by: str = ""
     packed: tuple[Step, ...] = ()
+    is_apart: bool = False
     piece: int = 0
 
     @property
     def is_inside(self) -> bool:
         """Whether it becomes instructions of a segment."""
-        return self.kind in (ItemKind.OP, ItemKind.LOCAL, ItemKind.PACK, ItemKind.UNPACK)
+        inside = (ItemKind.OP, ItemKind.LOCAL, ItemKind.PACK, ItemKind.UNPACK)
+        return self.kind in inside and not self.is_apart
 
     @property
     def segment(self) -> tuple[int, Phase, Rate, int]:

@@ -36,7 +36,7 @@ def with_levels(graph: LogicalGraph, items: Iterable[Item]) -> list[Item]:
         if item.node is not None:
             place = (item.stage, item.phase)
             front[place] = max(level, front.get(place, 0))
-        elif item.leaves and is_gathered_on_use(graph, item.inputs[0]):
+        elif item.is_apart or (item.leaves and is_gathered_on_use(graph, item.inputs[0])):
             # No earlier than the segment before its user, so that copies do not pile up.
             level = max(level, front.get((item.stage, item.phase), 0))
         for key in item.outputs:

@@ -100,8 +100,8 @@ def prefetch_registers(
 ) -> Iterable[Register]:
     """Yield registers without values that keep parameters from being gathered too early.
 
-    A thread of its own would gather them all at once. So each gather takes a token of the segment
-    that is `prefetch + 1` before the first one that uses what it makes.
+    A thread of its own would gather them all at once. So each gather, or what packs for it, takes a
+    token of the segment that is `prefetch + 1` before the first one that uses what it makes.
 
     before: gather w1, gather w2, gather w3 | forward.1 forward.2 forward.3
     after:  gather w1, gather w2 | forward.1 -> gather w3 | forward.2 forward.3       prefetch 1
@@ -111,12 +111,15 @@ def prefetch_registers(
         for key in actor.inputs:
             users[key].append(actor)
     lines: dict[int, list[str]] = defaultdict(list)
+    boxing = {actor.thread for actor in actors if actor.kind is ActorKind.COLLECTIVE}
     for actor in actors:
-        if actor.kind is ActorKind.COMPUTE and actor.rate is Rate.MICRO:
+        computes = actor.kind is ActorKind.COMPUTE and actor.thread not in boxing
+        if computes and actor.rate is Rate.MICRO:
             lines[actor.stage].append(actor.name)
     for actor in actors:
-        gathers = actor.kind is ActorKind.COLLECTIVE and actor.rate is Rate.MICRO
-        if not gathers or not any(is_gathered_on_use(program.graph, key) for key in actor.reads):
+        gathers = actor.thread in boxing and actor.rate is Rate.MICRO
+        taken = (*actor.reads, *actor.inputs)
+        if not gathers or not any(is_gathered_on_use(program.graph, key) for key in taken):
             continue
         line = lines[actor.stage]
         place = {name: number for number, name in enumerate(line)}
@@ -135,7 +138,7 @@ def prefetch_registers(
 
 
 def _segments_behind(actor: Actor, users: Mapping[str, Sequence[Actor]]) -> Iterable[str]:
-    """Yield the compute segments that take what an actor makes, also through boxing actors."""
+    """Yield the compute actors that take what an actor makes, also through boxing actors."""
     for key in actor.outputs:
         for user in users.get(key, ()):
             if user.kind is ActorKind.COMPUTE:

@@ -31,8 +31,9 @@ class CompileOptions:
     Args:
         boxing_thread: Give boxing a thread of its own on every rank, so that it overlaps with
             compute; otherwise one thread a rank does both.
-        bucket_bytes: Most bytes of a flat buffer in which small gradients travel together; 0 for
-            none, None for what the price of the step on `cluster` suggests.
+        bucket_bytes: Most bytes of a flat buffer in which small gradients, or parameters of a
+            block, travel together; 0 for none, None for what the price of the step on `cluster`
+            suggests.
         cluster: The machine; rough numbers are taken without.
         piece_s: With a boxing thread, rough least time of the pieces that a segment is cut into,
             so that boxing begins as soon as its input is made; in seconds, `inf` for no cuts.
@@ -139,7 +140,7 @@ class _Actors:
             yield segment
         elif item.kind is ItemKind.ACCUMULATE and item.stage in self.stages:
             yield f"accumulate.{segment}"  # a loss must not wait for gradients of its level
-        elif item.kind is ItemKind.COLLECTIVE and item.stage in self.stages:
+        elif (item.kind is ItemKind.COLLECTIVE or item.is_apart) and item.stage in self.stages:
             yield item.name
         elif item.kind is ItemKind.TRANSFER:
             assert item.step is not None
@@ -216,7 +217,7 @@ class _Actors:
             stage=items[0].stage,
             phase=items[0].phase,
             rate=items[0].rate,
-            thread=COMPUTE_THREAD,
+            thread=self.boxing_thread if items[0].is_apart else COMPUTE_THREAD,
             inputs=tuple(k for k in used if k not in made and k not in program.inputs),
             reads=tuple(k for k in used if k in program.inputs),
             outputs=outputs,

@@ -11,7 +11,8 @@ Costs, in seconds of one step (a micro-batch's cost counts once for each micro-b
     conversion  for each value and each *distinct* target that its users ask for: the route from
                 what it is made as; users that ask for the same share one. New states are asked for
                 as they are stored, loss and metrics as B
-    tie-break   so small that it only decides among equals: fewer bytes, then B, then low dims
+    tie-break   so small that it only decides among equals: fewer bytes, then B, then low dims;
+                views of the backward phase rather pass partial values on
 
 Slices of an operator (`graph.passes.slices`) are boxed as the whole would be: a slice costs its
 share of that, not the latency of a message of its own, for which a larger tensor might be gathered.
@@ -32,12 +33,12 @@ from numpy.typing import NDArray
 
 from sbp_core.compile.levels import is_gathered_on_use
 from sbp_core.errors import PlanError
-from sbp_core.graph.ir import InputKind, Node, Rate, TensorType
+from sbp_core.graph.ir import InputKind, Node, Phase, Rate, TensorType
 from sbp_core.infer.minsum import Factor, Table, minimise
 from sbp_core.infer.pins import Pin, Pins
 from sbp_core.infer.prices import AxisPrices
 from sbp_core.infer.work import Decision, OptionTable, Work, shard_shape, smaller, whole
-from sbp_core.sbp import B, Broadcast, Sbp, Split
+from sbp_core.sbp import B, Broadcast, Partial, Sbp, Split
 from sbp_core.signatures.signature import Signature1d
 
 #: Seconds that stand for "not possible" in tables: far above any step, and finite, so that sums
@@ -165,11 +166,11 @@ class AxisProblem:
             options = table.options(node, self.decision.nodes.get(node.name, ()))
             kept = self._unpinned(node, options.parts)
             times = self.work.times(node.rate)
+            passes_on = node.phase is Phase.BACKWARD and self.work.is_view(node)
             self.parts[node.name] = tuple(options.parts[at] for at in kept)
             self.node_variable[node.name] = self._variable(
                 [
-                    times * options.seconds[at]
-                    + sum(_tie(e) for e in (*options.parts[at].inputs, *options.parts[at].outputs))
+                    times * options.seconds[at] + _ties(passes_on, options.parts[at])
                     for at in kept
                 ]
             )
@@ -399,6 +400,20 @@ def decide_axis(work: Work, decision: Decision, axis: int, pins: Pins) -> bool:
     for entry in work.inputs:
         decision.storage[entry.name] = (*decision.storage.get(entry.name, ()), B)
     return True
+
+
+def _ties(passes_on: bool, part: Signature1d) -> float:
+    """Return the tie-break of a signature; views of the backward phase pass partial values on.
+
+    What only the optimizer reduces can then travel together (`compile.buckets`).
+
+    before: g@(B) = all-reduce(g); view(g@(B)); update(..)      g of the backward phase
+    after:  view(g); view@(B) = all-reduce(view); update(..)
+    """
+    entries = (*part.inputs, *part.outputs)
+    if not passes_on:
+        return sum(map(_tie, entries))
+    return sum(0.0 if isinstance(e, Partial) else _TIE_S_PER_RANK + _tie(e) for e in entries)
 
 
 def _tie(entry: Sbp) -> float:

@@ -17,6 +17,7 @@ from fnmatch import fnmatchcase
 from itertools import groupby
 
 from sbp_core.errors import ConfigError, PlanError
+from sbp_core.graph.blocks import block_of
 from sbp_core.graph.ir import InputKind, LogicalGraph, Node, Phase
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.derive import work_flop
@@ -137,7 +138,7 @@ def split_evenly(graph: LogicalGraph, num_stages: int) -> dict[str, int]:
     moving = _moving(graph)
     nodes = [node for node in _tensor_nodes(graph, Phase.FORWARD) if node.name in moving]
     runs: list[list[Node]] = []
-    for block, members in groupby(nodes, key=lambda node: _block(node.module)):
+    for block, members in groupby(nodes, key=lambda node: block_of(node.module)):
         run = list(members)
         if block or not runs:
             runs.append(run)
@@ -157,14 +158,6 @@ def split_evenly(graph: LogicalGraph, num_stages: int) -> dict[str, int]:
         for run in runs[first:last]
         for node in run
     }
-
-
-def _block(module: str) -> str:
-    parts = module.split(".")
-    for at, part in enumerate(parts):
-        if part.isdigit():
-            return ".".join(parts[: at + 1])
-    return parts[0]
 
 
 def balanced_cuts(work: Sequence[float], num_parts: int) -> list[int]:

@@ -102,6 +102,7 @@ def _gathered(plan: PhysicalPlan, part: RankPlan) -> set[str]:
             sources = set(keys_in(entry))
             if entry.op.split(".")[1] in _CASTS and sources and sources <= own:
                 own.update(entry.outputs)
+                boxed.update(entry.outputs if sources <= boxed else ())
     return boxed
 
 

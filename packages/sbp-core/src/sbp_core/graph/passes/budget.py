@@ -42,10 +42,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sbp_core.errors import ConfigError
+from sbp_core.graph.blocks import block_of
 from sbp_core.graph.ir import LogicalGraph, Node, Phase
 from sbp_core.graph.passes.again import Region
 from sbp_core.graph.passes.closure import least_closure
-from sbp_core.graph.passes.kept import block_of, call_flop, is_forward, is_view, sum_bytes
+from sbp_core.graph.passes.kept import call_flop, is_forward, is_view, sum_bytes
 from sbp_core.units import format_bytes
 
 #: Options of one run, at most.

@@ -66,12 +66,3 @@ def sum_bytes(graph: LogicalGraph, values: Iterable[str]) -> int:
 def made_bytes(graph: LogicalGraph, node: Node) -> int:
     """Return the bytes that a node makes: none if it is a view."""
     return 0 if is_view(graph, node) else sum_bytes(graph, node.outputs)
-
-
-def block_of(module: str) -> str:
-    """Return the block that a module is in: `blocks.3` of `blocks.3.norm`, or its first part."""
-    parts = module.split(".")
-    for at, part in enumerate(parts):
-        if part.isdigit():
-            return ".".join(parts[: at + 1])
-    return parts[0]

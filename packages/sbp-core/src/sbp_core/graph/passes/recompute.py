@@ -17,13 +17,13 @@ from fnmatch import fnmatchcase
 from itertools import groupby
 
 from sbp_core.errors import ConfigError
+from sbp_core.graph.blocks import block_of
 from sbp_core.graph.ir import LogicalGraph, Node, Phase
 from sbp_core.graph.pass_options import Recompute
 from sbp_core.graph.passes.again import AGAIN, Region, make_again
 from sbp_core.graph.passes.budget import choose_regions
 from sbp_core.graph.passes.kept import (
     base_of,
-    block_of,
     call_flop,
     is_forward,
     kept_bytes,
