@@ -169,10 +169,7 @@ class AxisProblem:
             passes_on = node.phase is Phase.BACKWARD and self.work.is_view(node)
             self.parts[node.name] = tuple(options.parts[at] for at in kept)
             self.node_variable[node.name] = self._variable(
-                [
-                    times * options.seconds[at] + _ties(passes_on, options.parts[at])
-                    for at in kept
-                ]
+                [times * options.seconds[at] + _ties(passes_on, options.parts[at]) for at in kept]
             )
 
     def _unpinned(self, node: Node, parts: Sequence[Signature1d]) -> list[int]:
