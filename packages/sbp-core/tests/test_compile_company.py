@@ -1,8 +1,9 @@
-"""Parameters of one block travel together when they are gathered, and arguments of one node do."""
+"""What travels together in a GPT: gradients, parameters of one block, arguments of one node."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -36,6 +37,7 @@ from sbp_core.strategy import Strategy
 
 _SPLIT = ("batch", "activations", "parameters", "optimizer_states", "gradients", "updates")
 _ZERO_3 = dict.fromkeys(_SPLIT, "S(0)")
+_DATA = {**dict.fromkeys(_SPLIT, "B"), "batch": "S(0)", "activations": "S(0)"}
 _GPT = PROGRAMS["gpt"]
 _LARGE = 1 << 20
 #: Of a micro-batch: so many that parameters are moved to activations, and not the other way.
@@ -51,9 +53,11 @@ def _graph(
     return prepare_step(graph, micro_batches, options=options)
 
 
-def _strategy(graph: LogicalGraph, mesh: Placement = LINE) -> Strategy:
+def _strategy(
+    graph: LogicalGraph, mesh: Placement = LINE, pins: Mapping[str, str] = _ZERO_3
+) -> Strategy:
     request = PlanRequest(graph=graph, mesh=mesh, cluster=cluster(), pins={})
-    return infer_strategy(request, planner="test", pins=_ZERO_3)
+    return infer_strategy(request, planner="test", pins=pins)
 
 
 def _packs(graph: LogicalGraph, strategy: Strategy, bucket_bytes: int = _LARGE) -> list[Item]:
@@ -78,6 +82,21 @@ def _train(
     size = _SIZE * graph.num_micro_batches
     losses = [session.step(batch, {"lr": 0.01}).loss for batch in _GPT.batches(3, size)]
     return losses, session.state_dict()
+
+
+def test_the_gradients_of_weights_and_biases_travel_together() -> None:
+    graph = _graph()
+
+    plan = compile_plan(graph, _strategy(graph, pins=_DATA), CompileOptions(bucket_bytes=_LARGE))
+
+    check(plan)
+    sent = [plan.steps[a.step] for a in plan.ranks[0].actors if a.kind is ActorKind.COLLECTIVE]
+    # Sum and count of the loss, the gradient of what the batch has in common, all parameters' but
+    # one: a bias is summed to (1, n), of which the optimizer takes a view.
+    assert [step.kind for step in sent] == [StepKind.ALL_REDUCE] * 3
+    model, _ = _GPT.build()
+    rest = sum(p.numel() for p in model.parameters()) - model.positions.weight.numel()
+    assert sorted(step.shape for step in sent) == [(2,), (6, 8), (rest,)]
 
 
 def test_the_parameters_of_a_block_are_gathered_in_one_call_a_phase() -> None:
