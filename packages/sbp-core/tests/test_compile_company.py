@@ -96,7 +96,7 @@ def test_the_gradients_of_weights_and_biases_travel_together() -> None:
     assert [step.kind for step in sent] == [StepKind.ALL_REDUCE] * 3
     model, _ = _GPT.build()
     rest = sum(p.numel() for p in model.parameters()) - model.positions.weight.numel()
-    assert sorted(step.shape for step in sent) == [(2,), (6, 8), (rest,)]
+    assert sorted(step.shape for step in sent) == [(1, 6, 8), (2,), (rest,)]
 
 
 def test_the_parameters_of_a_block_are_gathered_in_one_call_a_phase() -> None:

@@ -131,6 +131,8 @@ def _in_float8(op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 @pytest.mark.parametrize("by_row", [False, True])
 @pytest.mark.parametrize("biased", [False, True])
 def test_scales_go_with_their_rows_and_columns(by_row: bool, biased: bool) -> None:
+    if by_row and torch.__version__ < (2, 13):
+        pytest.skip(f"on CPUs, PyTorch {torch.__version__} scales a product by one number only")
     factors = real(16, 32).float(), real(32, 48).float()
     scales = (real(16, 1), real(1, 48)) if by_row else (real().abs(), real().abs())
     bias = real(48).float() if biased else None

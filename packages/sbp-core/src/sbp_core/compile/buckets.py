@@ -72,9 +72,13 @@ def bucket(
         while {name, f"{name}.packed"} & held.keys():
             name += "'"
         made = _bucket_items(graph, name, members, held, users)
-        moved = [from_states[key] for item in members for key in item.inputs if key in from_states]
-        at[first.name].extend(item for item in moved if item.name not in replaced)
-        at[first.name].extend(made)
+        makers = (from_states[key] for item in members for key in item.inputs if key in from_states)
+        moved = [
+            item
+            for item in makers
+            if place[item.name] > place[first.name] and item.name not in replaced
+        ]
+        at[first.name].extend((*moved, *made))
         replaced.update(item.name for item in (*members, *moved))
     items = [
         part
@@ -95,7 +99,10 @@ def bucket(
 def _groups(
     graph: LogicalGraph, lowered: Lowered, bucket_bytes: int | None, cluster: Cluster | None
 ) -> Iterator[list[Item]]:
-    """Yield the members of each bucket, in the order in which their inputs are made."""
+    """Yield the members of each bucket, in the order in which their inputs are made.
+
+    What gathers parameters for their use comes in the order of its use.
+    """
     place = {item.name: number for number, item in enumerate(lowered.items)}
     maker = {key: number for number, item in enumerate(lowered.items) for key in item.outputs}
     maker |= dict.fromkeys(_from_states(graph, lowered.items), -1)

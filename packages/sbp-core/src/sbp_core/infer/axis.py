@@ -12,7 +12,7 @@ Costs, in seconds of one step (a micro-batch's cost counts once for each micro-b
                 what it is made as; users that ask for the same share one. New states are asked for
                 as they are stored, loss and metrics as B
     tie-break   so small that it only decides among equals: fewer bytes, then B, then low dims;
-                views of the backward phase rather pass partial values on
+                views of gradients rather pass partial values on
 
 Slices of an operator (`graph.passes.slices`) are boxed as the whole would be: a slice costs its
 share of that, not the latency of a message of its own, for which a larger tensor might be gathered.
@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from sbp_core.compile.levels import is_gathered_on_use
 from sbp_core.errors import PlanError
-from sbp_core.graph.ir import InputKind, Node, Phase, Rate, TensorType
+from sbp_core.graph.ir import InputKind, Node, Rate, TensorType
 from sbp_core.infer.minsum import Factor, Table, minimise
 from sbp_core.infer.pins import Pin, Pins
 from sbp_core.infer.prices import AxisPrices
@@ -166,7 +166,7 @@ class AxisProblem:
             options = table.options(node, self.decision.nodes.get(node.name, ()))
             kept = self._unpinned(node, options.parts)
             times = self.work.times(node.rate)
-            passes_on = node.phase is Phase.BACKWARD and self.work.is_view(node)
+            passes_on = node.name in self.work.views_of_gradients
             self.parts[node.name] = tuple(options.parts[at] for at in kept)
             self.node_variable[node.name] = self._variable(
                 [times * options.seconds[at] + _ties(passes_on, options.parts[at]) for at in kept]
@@ -400,7 +400,7 @@ def decide_axis(work: Work, decision: Decision, axis: int, pins: Pins) -> bool:
 
 
 def _ties(passes_on: bool, part: Signature1d) -> float:
-    """Return the tie-break of a signature; views of the backward phase pass partial values on.
+    """Return the tie-break of a signature; views of gradients pass partial values on.
 
     What only the optimizer reduces can then travel together (`compile.buckets`).
 

@@ -17,6 +17,7 @@ from sbp_core.graph.ir import (
     LogicalGraph,
     Node,
     OutputKind,
+    Phase,
     Rate,
     TensorType,
 )
@@ -71,6 +72,20 @@ class Work:
         """Return whether a node only looks at its argument in another way."""
         call = self.calls[node.name]
         return is_view(call, work_flop(call))
+
+    @cached_property
+    def views_of_gradients(self) -> frozenset[str]:
+        """The views of the backward phase that only the optimizer, or an accumulation, looks at."""
+        found: set[str] = set()
+        for node in reversed(self.nodes):
+            users = [user for value in node.outputs for user in self.graph.users[value]]
+            ends_there = all(
+                user.phase is Phase.OPTIMIZER or user.op == "sbp.accumulate" or user.name in found
+                for user in users
+            )
+            if users and ends_there and node.phase is Phase.BACKWARD and self.is_view(node):
+                found.add(node.name)
+        return frozenset(found)
 
     @property
     def mesh_shape(self) -> tuple[int, ...]:

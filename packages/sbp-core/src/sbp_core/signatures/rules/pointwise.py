@@ -47,13 +47,14 @@ def broadcasting(call: OpCall) -> Notation:
 #: The rule of every operator that ATen tags as pointwise.
 POINTWISE = Rule(broadcasting)
 
-#: What ATen does not tag as pointwise although it is, with `default` as overload.
+#: What some ATen since 2.11 does not tag as pointwise although it is, with `default` as overload.
 _UNTAGGED = (
-    "_conj _conj_copy _masked_scale _neg_view _neg_view_copy _prelu_kernel _prelu_kernel_backward "
-    "_to_copy complex copy elu_backward fake_quantize_per_tensor_affine_cachemask floor_divide "
-    "hardshrink_backward hardsigmoid_backward hardswish hardswish_backward hardtanh_backward "
-    "leaky_relu_backward mish_backward polar rrelu_with_noise_backward "
-    "softplus_backward softshrink_backward zero"
+    "_conj _conj_copy _conj_physical _masked_scale _neg_view _neg_view_copy _prelu_kernel "
+    "_prelu_kernel_backward _to_copy complex copy elu_backward "
+    "fake_quantize_per_tensor_affine_cachemask floor_divide hardshrink_backward "
+    "hardsigmoid_backward hardswish hardswish_backward hardtanh_backward leaky_relu "
+    "leaky_relu_backward mish_backward polar rrelu_with_noise_backward softplus_backward "
+    "softshrink_backward zero"
 )
 
 RULES = dict.fromkeys(
