@@ -15,6 +15,7 @@ _NEVER_TRACED = frozenset(
     | {"_grad_sum_to_size", "_make_dual", "_unpack_dual", "_unwrap_optional", "_values", "values"}
     | {"_sparse_broadcast_to", "ccol_indices", "coalesce", "col_indices", "cpu", "crow_indices"}
     | {"cuda", "get", "indices", "keys", "local_value", "row_indices", "to_here", "as_tensor"}
+    | {"align_to", "refine_names", "rename"}
 )
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -30,6 +31,29 @@ def replaced_step(optimizer: torch.optim.Optimizer) -> bool:
     while getattr(step, "_wrapped_by_lr_sched", False):
         step = getattr(step, "__wrapped__", None)
     return step is not None and step is not type(optimizer).step
+
+
+def constructed_states(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Return the states that an optimizer of PyTorch makes when it is constructed.
+
+    Those of Adagrad, which since 2.13 makes them in its first step. Tried on 2.11 and 2.13.
+
+    Args:
+        optimizer: Any.
+        group: The settings of the parameter.
+        parameter: Any shape, floating; may lie on the `meta` device.
+    """
+    if type(optimizer) is not torch.optim.Adagrad or not _adagrad_constructs_states():
+        return {}
+    total = torch.full_like(parameter, group["initial_accumulator_value"])
+    return {"step": torch.tensor(0.0), "sum": total}
+
+
+@cache
+def _adagrad_constructs_states() -> bool:
+    return bool(torch.optim.Adagrad([torch.zeros(1)]).state)
 
 
 @contextmanager

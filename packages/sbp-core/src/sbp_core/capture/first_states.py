@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sbp_core._torch_optim_compat import constructed_states
 from sbp_core.capture.sources import user_frame
 from sbp_core.capture.twins import (
     PLAIN,
@@ -203,6 +204,7 @@ class FirstStates:
         for index, group in enumerate(self.optimizer.param_groups):
             plain = {key: value for key, value in PLAIN.items() if key in group}
             if index == self.index:
+                recorder.update(constructed_states(self.optimizer, group, stand_in.detach()))
                 twin.param_groups.append({**settings_of(group), **plain, "params": [stand_in]})
             elif not is_known(self.optimizer):  # its code may look at all groups
                 others = [_stand_in(p).to(value.device) for p in group["params"][:1]]
