@@ -22,6 +22,9 @@ from sbp_core.strategy import Assignment, Storage, Strategy
 _EXTENTS = st.sampled_from((1, 2, 3, 4, 5))
 _DTYPE = "float64"
 
+#: Of all parameters, so that they may be gathered together.
+_BLOCK = "blocks.0"
+
 #: The largest row or column that an integer input names.
 _MOST_PLACE = 1
 
@@ -127,7 +130,8 @@ def graphs(draw: st.DrawFn, num_micro_batches: int = 1) -> LogicalGraph:
         draft.add_input("places", InputKind.BATCH, (draw(_EXTENTS),), "int64")
     for index in range(draw(st.integers(1, 2))):
         draft.add_input(f"x{index}", InputKind.BATCH, (draw(_EXTENTS), draw(_EXTENTS)))
-        draft.add_input(f"w{index}", InputKind.PARAMETER, (draw(_EXTENTS), draw(_EXTENTS)))
+        name = f"{_BLOCK}.w{index}"
+        draft.add_input(name, InputKind.PARAMETER, (draw(_EXTENTS), draw(_EXTENTS)))
     num_forward, num_backward = draw(st.integers(1, 4)), draw(st.integers(0, 4))
     phases = [Phase.FORWARD] * num_forward + [Phase.BACKWARD] * num_backward
     outputs: list[GraphOutput] = []
@@ -246,7 +250,7 @@ def strategies(draw: st.DrawFn, graph: LogicalGraph, stages: tuple[Placement, ..
         nodes=nodes,
         storage=storage,
         in_flight=tuple(draw(quotas) for _ in stages),
-        regather=draw(st.sampled_from((("*",), (), ("w0",)))),
+        regather=draw(st.sampled_from((("*",), (), (f"{_BLOCK}.w0",)))),
     )
 
 
