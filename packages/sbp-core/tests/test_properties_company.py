@@ -120,7 +120,8 @@ def test_gathering_blocks_together_changes_no_bit() -> None:
 
 
 @pytest.mark.exhaustive
-@settings(max_examples=200, deadline=None, derandomize=True)
+@pytest.mark.timeout(1800)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.data())
 def test_gathering_very_many_blocks_together_changes_no_bit(data: st.DataObject) -> None:
     assert _buckets_change_nothing(data) >= 0
