@@ -57,21 +57,21 @@ def bucket(
     """
     if bucket_bytes == 0:
         return lowered
-    groups = list(_groups(graph, lowered, bucket_bytes, cluster))
+    from_states = _from_states(graph, lowered.items)
+    groups = list(_groups(graph, lowered, from_states, bucket_bytes, cluster))
     if not groups:
         return lowered
     held, replaced, at = dict(lowered.held), set[str](), defaultdict[str, list[Item]](list)
     users = _users(lowered.items)
     place = {item.name: number for number, item in enumerate(lowered.items)}
-    from_states = _from_states(graph, lowered.items)
     for number, members in enumerate(groups):
         first = min(members, key=lambda item: place[item.name])
-        name = f"bucket.{number}"
-        if _is_for_use(graph, first):
-            name = f"{block_of(first.inputs[0])}.bucket_{number}"
+        for_use = _is_for_use(graph, first)
+        block = block_of(first.inputs[0])
+        name = f"{block}.bucket_{number}" if for_use else f"bucket.{number}"
         while {name, f"{name}.packed"} & held.keys():
             name += "'"
-        made = _bucket_items(graph, name, members, held, users)
+        made = _bucket_items(name, members, held, users, is_apart=for_use)
         makers = (from_states[key] for item in members for key in item.inputs if key in from_states)
         moved = [
             item
@@ -97,7 +97,11 @@ def bucket(
 
 
 def _groups(
-    graph: LogicalGraph, lowered: Lowered, bucket_bytes: int | None, cluster: Cluster | None
+    graph: LogicalGraph,
+    lowered: Lowered,
+    from_states: Mapping[str, Item],
+    bucket_bytes: int | None,
+    cluster: Cluster | None,
 ) -> Iterator[list[Item]]:
     """Yield the members of each bucket, in the order in which their inputs are made.
 
@@ -105,7 +109,7 @@ def _groups(
     """
     place = {item.name: number for number, item in enumerate(lowered.items)}
     maker = {key: number for number, item in enumerate(lowered.items) for key in item.outputs}
-    maker |= dict.fromkeys(_from_states(graph, lowered.items), -1)
+    maker |= dict.fromkeys(from_states, -1)
     alike: dict[tuple[object, ...], list[Item]] = defaultdict(list)
     runs = _runs(graph, lowered.items)
     for item in lowered.items:
@@ -244,11 +248,12 @@ def _priced_bytes(step: Step, cluster: Cluster | None) -> int:
 
 
 def _bucket_items(
-    graph: LogicalGraph,
     name: str,
     members: Sequence[Item],
     held: dict[str, Held],
     users: dict[str, list[Item]],
+    *,
+    is_apart: bool,
 ) -> tuple[Item, Item, Item]:
     steps = tuple(item.step for item in members if item.step is not None)
     first, like = members[0], steps[0]
@@ -268,7 +273,7 @@ def _bucket_items(
     )
     pack = replace(
         first, name=before, kind=ItemKind.PACK, inputs=tuple(item.inputs[0] for item in members),
-        outputs=(before,), step=None, packed=steps, is_apart=_is_for_use(graph, first),
+        outputs=(before,), step=None, packed=steps, is_apart=is_apart,
     )  # fmt: skip
     travel = replace(first, name=after, inputs=(before,), outputs=(after,), step=flat)
     unpack = replace(
