@@ -188,6 +188,10 @@ def test_shards_that_are_cast_before_they_are_gathered_travel_together_too() -> 
         item for item in packs if len(item.inputs) > 1 and item.packed[0].dtype != "float32"
     )
     assert {step.dtype for step in first.packed} == {"bfloat16"}
+    made = {entry.name for entry in graph.inputs}
+    for item in bucket(graph, lower(graph, strategy), _LARGE).items:
+        assert made.issuperset(item.inputs), f"{item.name} comes before what it takes"
+        made.update(item.outputs)
     alone, together = (
         compile_plan(graph, strategy, CompileOptions(bucket_bytes=size)) for size in (0, _LARGE)
     )
