@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import pytest
@@ -64,6 +64,13 @@ def _packs(graph: LogicalGraph, strategy: Strategy, bucket_bytes: int = _LARGE) 
     """Return what packs parameters for their use, in order."""
     items = bucket(graph, lower(graph, strategy), bucket_bytes).items
     return [item for item in items if item.is_apart]
+
+
+def _check_order(graph: LogicalGraph, items: Iterable[Item]) -> None:
+    made = {entry.name for entry in graph.inputs}
+    for item in items:
+        assert made.issuperset(item.inputs), f"{item.name} comes before what it takes"
+        made.update(item.outputs)
 
 
 def _gathers(plan: PhysicalPlan, phase: Phase) -> int:
@@ -188,15 +195,39 @@ def test_shards_that_are_cast_before_they_are_gathered_travel_together_too() -> 
         item for item in packs if len(item.inputs) > 1 and item.packed[0].dtype != "float32"
     )
     assert {step.dtype for step in first.packed} == {"bfloat16"}
-    made = {entry.name for entry in graph.inputs}
-    for item in bucket(graph, lower(graph, strategy), _LARGE).items:
-        assert made.issuperset(item.inputs), f"{item.name} comes before what it takes"
-        made.update(item.outputs)
+    _check_order(graph, bucket(graph, lower(graph, strategy), _LARGE).items)
     alone, together = (
         compile_plan(graph, strategy, CompileOptions(bucket_bytes=size)) for size in (0, _LARGE)
     )
     check(together)
     assert same_states(_train(graph, together, wide)[1], _train(graph, alone, wide)[1])
+
+
+def test_a_cast_that_was_gathered_alone_before_stays_where_it_is() -> None:
+    b = Builder()
+    for name in ("blocks.0.v", "blocks.0.w"):
+        b.add_input(name, InputKind.PARAMETER, (4,))
+    b.add_input("x", InputKind.BATCH, (4,))
+    for name in ("v", "w"):
+        b.op(f"blocks.0.{name}_cast", "_to_copy.default", (Ref(f"blocks.0.{name}"),), (4,))
+    b.op("y", "mul.Tensor", (Ref("x"), Ref("blocks.0.v_cast")), (4,), pointwise=True)
+    at = {"phase": Phase.BACKWARD, "pointwise": True}
+    b.op("g", "mul.Tensor", (Ref("y"), Ref("blocks.0.w_cast")), (4,), **at)
+    b.op("h", "mul.Tensor", (Ref("g"), Ref("blocks.0.v_cast")), (4,), **at)
+    b.op("new", "sub.Tensor", (Ref("blocks.0.v"), Ref("h")), (4,), phase=Phase.OPTIMIZER,
+         pointwise=True)  # fmt: skip
+    b.outputs.append(GraphOutput(name="blocks.0.v", kind=OutputKind.STATE, value="new"))
+    graph = verify_graph(accumulate(b.graph(), 1))
+    signatures = dict.fromkeys(("blocks.0.v_cast", "blocks.0.w_cast"), "S(0) -> S(0)")
+    storage = dict.fromkeys(("blocks.0.v", "blocks.0.w"), "S(0)")
+    strategy = strategy_of(graph, signatures=signatures, storage=storage)
+
+    items = bucket(graph, lower(graph, strategy), _LARGE).items
+
+    assert [item.inputs for item in items if item.is_apart] == [
+        ("blocks.0.w_cast", "blocks.0.v_cast")
+    ]
+    _check_order(graph, items)
 
 
 def test_what_is_taken_out_of_a_gathered_buffer_counts_as_gathered() -> None:
