@@ -298,7 +298,7 @@ def box_everything(session: nox.Session, *arguments: str) -> None:
     """
     select = ["-m", "exhaustive and not gpu", "-k", "boxing or Conformance"]
     for package in PACKAGES:
-        run_pytest(session, package.folder, *select, "-p", "sbp_core.testing.boxing.report",
+        run_pytest(session, package.folder, *select, "-p", "sbp_torch.testing.boxing.report",
                    *arguments, may_be_empty=True)  # fmt: skip
 
 

@@ -24,8 +24,8 @@ import torch
 from step_time import LEARNING_RATE, Step, eager_step, make_program, model_loss
 
 from sbp_core import Cluster, Device, Link, Placement, PlanRequest, check, compile_plan
-from sbp_core.capture import capture, initial_states
-from sbp_core.graph.passes import prepare_step
+from sbp_torch.capture import capture, initial_states
+from sbp_aten.passes import prepare_step
 from sbp_core.infer import infer_strategy
 from sbp_core.memory import predict
 from sbp_core.memory.arena import lay_out

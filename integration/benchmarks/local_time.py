@@ -23,8 +23,8 @@ from threading import Barrier
 
 import torch
 
-from sbp_core.boxing.execute import shard
-from sbp_core.boxing.local import LocalBackend
+from sbp_torch.boxing.execute import shard
+from sbp_torch.boxing.local import LocalBackend
 from sbp_core.boxing.router import route
 from sbp_core.boxing.slices import bounds_of, volume
 from sbp_core.boxing.step import Step, StepKind

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from sbp_core.capture import capture
+from sbp_torch.capture import capture
 from sbp_core.graph.ir import LogicalGraph
-from sbp_core.graph.passes import prepare_step
+from sbp_aten.passes import prepare_step
 from sbp_core.plugins import discover
 from sbp_core.signatures import OpCall, derive, enumerate_signatures
 from sbp_core.signatures.arguments import identity

@@ -21,8 +21,8 @@ import yaml
 from torch import Tensor, nn
 
 from sbp_core import Cluster, Device, Link, Placement, PlanRequest, check, compile_plan
-from sbp_core.capture import capture, initial_states
-from sbp_core.graph.passes import prepare_step
+from sbp_torch.capture import capture, initial_states
+from sbp_aten.passes import prepare_step
 from sbp_core.plugins import discover
 from sbp_core.units import format_bytes, format_seconds
 

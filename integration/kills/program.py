@@ -23,10 +23,10 @@ import torch
 
 from sbp_core import B, NdSbp, P, Placement, S
 from sbp_core.boxing import BoxingBackend, route
-from sbp_core.boxing.execute import shard as shards_of
+from sbp_torch.boxing.execute import shard as shards_of
 from sbp_core.errors import BoxingError, RunError
 from sbp_core.plugins import discover
-from sbp_core.testing.boxing import run_route
+from sbp_torch.testing.boxing import run_route
 
 #: Where the stand-in for GPUs and their NCCL is.
 _FAKE_GPUS = Path(__file__).parents[2] / "packages" / "boxing-nccl" / "tests"

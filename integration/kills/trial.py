@@ -22,7 +22,7 @@ from typing import Any
 from uuid import uuid4
 
 from sbp_core.boxing import BoxingBackend
-from sbp_core.boxing.supervision.start import Start, thread_share
+from sbp_core.boxing.supervision.launch_spec import Start, thread_share
 from sbp_core.boxing.supervision.supervise import Line, supervise
 from sbp_core.plugins import discover
 

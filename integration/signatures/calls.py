@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from sbp_core.signatures.arguments import identity
-from sbp_core.signatures.torch_call import describe, tensors_of
+from sbp_torch.signatures.torch_call import describe, tensors_of
 from signatures.variants import OTHER_DTYPES, Sample, Variant
 
 FORWARD = "forward"

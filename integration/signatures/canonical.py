@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from sbp_core.graph.ir import TensorType
 from sbp_core.graph.serialize import argument_from_json, argument_to_json
 from sbp_core.signatures import OpCall, derive
-from sbp_core.signatures.torch_call import call_of
+from sbp_torch.signatures.torch_call import call_of
 from signatures.store import Calls
 
 FILE = Path(__file__).parent / "canonical.json"

@@ -37,9 +37,9 @@ from sbp_core.errors import SbpError
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, Partial, S, Sbp, Split, local_shape
 from sbp_core.signatures import LocalCall, LocalProgram, OpCall, Signature1d, combine, derive
-from sbp_core.signatures.isolate import Done, run_isolated
-from sbp_core.signatures.torch_call import call_of, overload, run_op
-from sbp_core.signatures.trial import Sample, refutation, whole_sample
+from sbp_torch.signatures.isolate import Done, run_isolated
+from sbp_torch.signatures.torch_call import call_of, overload, run_op
+from sbp_torch.signatures.trial import Sample, refutation, whole_sample
 from signatures.calls import RecordedCall
 from signatures.judge import accident, redrawn, shown
 from signatures.store import Calls

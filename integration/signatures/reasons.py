@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sbp_core.signatures.rules import foreach
+from sbp_aten.rules import foreach
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 import torch
 
 from sbp_core.plugins.kinds import Planner
-from sbp_core.testing.model import ModelConformance
-from sbp_core.testing.planner import PlannerConformance
+from sbp_torch.testing.model import ModelConformance
+from sbp_torch.testing.planner import PlannerConformance
 from sbp_example_plugin.model import Bigram
 from sbp_example_plugin.model import build as build_model
 from sbp_example_plugin.planner import build as build_planner

@@ -14,10 +14,10 @@ from torch import Tensor
 from sbp_actor_runtime.configs import ActorConfig
 from sbp_actor_runtime.session import ActorSession, build
 from sbp_core.boxing.backend import BoxingBackend
-from sbp_core.boxing.local import LocalBackend
+from sbp_torch.boxing.local import LocalBackend
 from sbp_core.compile import PhysicalPlan
-from sbp_core.testing.cases import CASES, compile_case
-from sbp_core.testing.programs import TrainingStep
+from sbp_torch.testing.cases import CASES, compile_case
+from sbp_torch.testing.programs import TrainingStep
 
 DATA = "uneven batch"  # four ranks, one thread each
 THREADS = "boxing threads"  # four ranks, two threads each

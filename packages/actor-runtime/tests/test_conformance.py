@@ -1,6 +1,6 @@
 from sbp_actor_runtime.configs import ActorConfig
 from sbp_actor_runtime.session import ActorRuntime, build
-from sbp_core.testing.runtime import RuntimeConformance
+from sbp_torch.testing.runtime import RuntimeConformance
 
 
 class TestActorRuntime(RuntimeConformance):

@@ -33,9 +33,9 @@ from actor_plans import (
 from sbp_actor_runtime import session as session_module
 from sbp_actor_runtime.configs import ActorConfig
 from sbp_actor_runtime.session import ActorRuntime
-from sbp_core.boxing.local import LocalBackend
+from sbp_torch.boxing.local import LocalBackend
 from sbp_core.errors import BoxingError, GraphError, RunError, SbpValueError
-from sbp_core.testing.cases import (
+from sbp_torch.testing.cases import (
     REFUSAL,
     compile_case,
     plan_with,

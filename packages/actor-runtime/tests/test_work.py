@@ -14,7 +14,7 @@ from sbp_actor_runtime.work import work_of
 from sbp_core.boxing.backend import Communicator
 from sbp_core.boxing.step import Step
 from sbp_core.compile.physical import Actor, ActorKind
-from sbp_core.testing.cases import compile_case
+from sbp_torch.testing.cases import compile_case
 
 
 class Recorder(Communicator):

@@ -18,12 +18,12 @@ from sbp_actor_runtime.message import (
     WorkerReport,
 )
 from sbp_actor_runtime.worker import PATIENCE, Worker
-from sbp_core.boxing.local import LocalBackend
+from sbp_torch.boxing.local import LocalBackend
 from sbp_core.compile import PhysicalPlan
 from sbp_core.errors import RunError
-from sbp_core.runtime.store import StateStore, feed
+from sbp_torch.runtime.store import StateStore, feed
 from sbp_core.sbp import local_shape
-from sbp_core.testing.cases import compile_case, plan_with
+from sbp_torch.testing.cases import compile_case, plan_with
 
 
 class Alone:

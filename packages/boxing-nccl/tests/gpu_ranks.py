@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sbp_core.testing.boxing import Job
+from sbp_torch.testing.boxing import Job
 
 #: Seconds that a job may take before the tests give up.
 _LIMIT_S = 600.0

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from sbp_core.boxing.execute import apply_step, shard
+from sbp_torch.boxing.execute import apply_step, shard
 from sbp_core.boxing.slices import collective_bytes, transfer_bytes
 from sbp_core.boxing.step import Step, StepKind
 from sbp_core.placement import Placement

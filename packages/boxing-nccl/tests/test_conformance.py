@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from sbp_core.testing.boxing import BoxingConformance, Job, Program, use_communicator
+from sbp_torch.testing.boxing import BoxingConformance, Job, Program, use_communicator
 
 
 @pytest.mark.timeout(1800)

@@ -22,7 +22,7 @@ from sbp_boxing_nccl.nccl.bootstrap import release
 from sbp_boxing_nccl.nccl.device import Channel, Device
 from sbp_boxing_nccl.nccl.group import Group, Work, launch
 from sbp_core.errors import BoxingError
-from sbp_core.testing.boxing import BoxingConformance, Job, Program, use_communicator
+from sbp_torch.testing.boxing import BoxingConformance, Job, Program, use_communicator
 
 NUM_GPUS = torch.cuda.device_count()
 

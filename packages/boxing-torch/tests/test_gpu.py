@@ -15,7 +15,7 @@ from sbp_boxing_torch.rendezvous import World
 from sbp_core.boxing import Step, StepKind
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, P
-from sbp_core.testing.boxing import BoxingConformance, Job, Program, use_communicator
+from sbp_torch.testing.boxing import BoxingConformance, Job, Program, use_communicator
 
 NUM_GPUS = torch.cuda.device_count()
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 import sbp_launch.conf
-from sbp_core.boxing.local import LocalBackend
+from sbp_torch.boxing.local import LocalBackend
 from sbp_core.boxing.step import StepKind
 from sbp_core.calibration import KINDS as MEASURABLE
 from sbp_core.calibration import Calibration, Case, Sample

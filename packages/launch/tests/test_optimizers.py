@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sbp_core.errors import ConfigError
-from sbp_core.optim import Together
+from sbp_torch.optim import Together
 from sbp_launch.optimizers import (
     AdafactorConfig,
     AdamWConfig,

@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 from trainable import registry, run_config
 
-from sbp_core.boxing.local import LocalBackend
-from sbp_core.capture import scalar_values
+from sbp_torch.boxing.local import LocalBackend
+from sbp_torch.capture import scalar_values
 from sbp_core.errors import ConfigError
-from sbp_core.graph.passes.recompute import recompute_report
+from sbp_core.passes.recompute import recompute_report
 from sbp_core.memory import predict
-from sbp_core.memory.meter import Meter
+from sbp_torch.memory.meter import Meter
 from sbp_core.plugins import merge_settings
-from sbp_core.runtime.configs import ReferenceConfig
-from sbp_core.runtime.reference import ReferenceRuntime
+from sbp_torch.runtime.configs import ReferenceConfig
+from sbp_torch.runtime.reference import ReferenceRuntime
 from sbp_launch import trainer
 from sbp_launch.compile_config import CompileConfig
 from sbp_launch.config import Choice, RunConfig

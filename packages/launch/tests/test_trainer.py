@@ -8,11 +8,11 @@ from safetensors.torch import load_file
 from trainable import Bigram, registry, run_config
 
 from sbp_core.errors import ConfigError
-from sbp_core.graph.pass_options import MixedPrecision, PassOptions
+from sbp_aten.pass_options import MixedPrecision, PassOptions
 from sbp_core.memory import predict
 from sbp_core.memory.arena import arenas
-from sbp_core.runtime.reference import ReferenceSession
-from sbp_core.update_options import UpdateOptions
+from sbp_torch.runtime.reference import ReferenceSession
+from sbp_torch.update_options import UpdateOptions
 from sbp_launch import planned, trainer
 from sbp_launch.config import Choice
 from sbp_launch.optimizers import optimizer_over
@@ -144,7 +144,7 @@ def test_planning_alone_prints_the_plan_and_trains_nothing(capsys):
 
 
 def test_a_backend_of_several_processes_is_refused_at_once(monkeypatch):
-    from sbp_core.boxing.local import LocalBackend
+    from sbp_torch.boxing.local import LocalBackend
 
     monkeypatch.setattr(LocalBackend, "spans_processes", True)
 

@@ -191,7 +191,7 @@ def registry() -> Registry:
         [
             PluginSource(name=name, value=module, distribution=name)
             for name, module in (
-                ("sbp-core", "sbp_core.plugin"),
+                ("sbp-core", "sbp_torch.plugin"),
                 ("sbp-launch", "sbp_launch.plugin"),
                 ("trainable", "trainable"),
             )

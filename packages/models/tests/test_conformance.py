@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sbp_core.capture import capture, initial_states
-from sbp_core.runtime.single import run_graph
-from sbp_core.testing.data import DatasetConformance
-from sbp_core.testing.model import ModelConformance, model_loss
+from sbp_torch.capture import capture, initial_states
+from sbp_torch.runtime.single import run_graph
+from sbp_torch.testing.data import DatasetConformance
+from sbp_torch.testing.model import ModelConformance, model_loss
 from sbp_models import bert, clicks, dlrm, gpt, images, llama, moe, resnet, t5, vit
 from sbp_models.configs import (
     BertConfig,

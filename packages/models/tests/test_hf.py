@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from sbp_core.errors import ConfigError
 from sbp_core.plugins import merge_settings
 from sbp_core.plugins.kinds import LanguageModel
-from sbp_core.testing.model import ModelConformance
+from sbp_torch.testing.model import ModelConformance
 from sbp_models.configs import HfConfig
 from sbp_models.hf import HfModel, build
 

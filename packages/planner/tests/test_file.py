@@ -10,7 +10,7 @@ import pytest
 from plan_requests import assert_legal, request
 
 from sbp_core.errors import ConfigError
-from sbp_core.interchange.strategy_yaml import to_yaml
+from sbp_core.strategy_yaml import to_yaml
 from sbp_core.plugins.kinds import PlanRequest
 from sbp_core.strategy import Strategy
 from sbp_planner.configs import FileConfig, ManualConfig

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from small_models import Program
+    from sbp_torch.testing.models import Program
 
     from sbp_core.graph import LogicalGraph
 
@@ -26,7 +26,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(scope="session")
 def gpt() -> Program:
     """The one-device program of a tiny GPT with AdamW."""
-    from small_models import PROGRAMS
+    from sbp_torch.testing.models import PROGRAMS
 
     return PROGRAMS["gpt"]
 
@@ -36,7 +36,7 @@ def gpt_graph(gpt: Program) -> LogicalGraph:
     """The step of the tiny GPT as captured, on batches of four, in float64."""
     import torch
 
-    from sbp_core.capture import capture
+    from sbp_torch.capture import capture
 
     model, optimizer = gpt.build(torch.float64)
     return capture(model, gpt.loss, gpt.batches(1)[0], optimizer)

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from sbp_core.boxing.backend import BoxingBackend
-from sbp_core.boxing.local import LocalBackend
-from sbp_core.boxing.supervision.keeper import end_processes, is_stopped
-from sbp_core.boxing.supervision.start import Start
+from sbp_torch.boxing.local import LocalBackend
+from sbp_core.boxing.supervision.reaper import end_processes, is_stopped
+from sbp_core.boxing.supervision.launch_spec import Start
 from sbp_core.boxing.supervision.supervise import Line, supervise
 from sbp_core.errors import RunError, SbpValueError
 from sbp_core.testing.interrupts import hears_ctrl_c
@@ -279,7 +279,7 @@ _RANK = f"""
 
 _SUPERVISOR = """
     import sys
-    from sbp_core.boxing.supervision.start import Start
+    from sbp_core.boxing.supervision.launch_spec import Start
     from sbp_core.boxing.supervision.supervise import supervise
     supervise([Start(command=(sys.executable, "-c", sys.argv[1]), ranks=(n,)) for n in range(2)])
 """

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from hand_plans import data_parallel_plan, diamond, pipeline_plan, strategy_of
-from infer_graphs import chain
+from sbp_core.testing.plans import data_parallel_plan, diamond, pipeline_plan, strategy_of
+from sbp_core.testing.graphs import chain
 
 from sbp_core import check as check_module
 from sbp_core.boxing import StepKind

@@ -15,7 +15,7 @@ from sbp_core.compile.cache import PlanCache, compile_cached, default_folder, pl
 from sbp_core.compile.depends import SourceFile
 from sbp_core.errors import ConfigError, SbpTypeError
 from sbp_core.graph.ir import LogicalGraph
-from sbp_core.graph.passes import prepare_step
+from sbp_aten.passes import prepare_step
 from sbp_core.infer import infer_strategy
 from sbp_core.placement import Cluster, Device, Link, Placement
 from sbp_core.plugins.kinds import PlanRequest

@@ -161,7 +161,7 @@ _LINK = ["sbp_core.placement", "Link", "fields", ["latency_s", "bytes_per_s"]]
         _table(atoms=[{"a": 1}], root=-1),
         _table(records=[[0]], root=1),
         _table(classes=[_LINK], atoms=["a"], records=[[4, -1, -1]]),
-        _table(classes=[["sbp_core.signatures.__main__", "X", "fields", []]]),
+        _table(classes=[["sbp_torch.signatures.__main__", "X", "fields", []]]),
         b"[" * 100_000 + b"]" * 100_000,
     ],
     ids=["later", "kind", "itself", "atom", "root", "not valid", "a program", "deep"],

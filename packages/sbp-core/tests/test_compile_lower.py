@@ -3,8 +3,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hand_plans import LINE, diamond, strategy_of
-from infer_graphs import Builder, mlp
+from sbp_core.testing.plans import LINE, diamond, strategy_of
+from sbp_core.testing.graphs import Builder, mlp
 
 from sbp_core.boxing import StepKind, route
 from sbp_core.check import check
@@ -24,7 +24,7 @@ from sbp_core.graph.ir import (
     ScalarType,
     TensorType,
 )
-from sbp_core.graph.passes import accumulate
+from sbp_core.passes import accumulate
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, P
 

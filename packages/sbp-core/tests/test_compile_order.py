@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hand_plans import data_parallel_plan, pipeline_plan
+from sbp_core.testing.plans import data_parallel_plan, pipeline_plan
 
 from sbp_core.compile import CompileOptions
 from sbp_core.compile.order import order_firings

@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from hand_plans import data_parallel_plan, diamond, pipeline_plan, strategy_of
+from sbp_core.testing.plans import data_parallel_plan, diamond, pipeline_plan, strategy_of
 
 from sbp_core.compile import compile_plan
 from sbp_core.compile.physical import PhysicalPlan, from_json, to_json

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hand_plans import LINE, data_parallel_plan, diamond, pipeline_plan, strategy_of
-from infer_graphs import Builder, chain, mlp
+from sbp_core.testing.plans import LINE, data_parallel_plan, diamond, pipeline_plan, strategy_of
+from sbp_core.testing.graphs import Builder, chain, mlp
 
 from sbp_core.compile import CompileOptions, compile_plan
 from sbp_core.compile.physical import LOCAL_BOX, ActorKind, PhysicalPlan, Register
@@ -19,7 +19,7 @@ from sbp_core.graph.ir import (
     Ref,
     ScalarType,
 )
-from sbp_core.graph.passes import accumulate
+from sbp_core.passes import accumulate
 from sbp_core.placement import Placement
 
 _ONE = Placement([0], ["rank"])

@@ -1,5 +1,5 @@
 import pytest
-from infer_graphs import cluster
+from sbp_core.testing.graphs import cluster
 
 from sbp_core.boxing.router import route
 from sbp_core.cost import boxing_time_s, flop_rate, local_bytes, op_time_s, work_fraction

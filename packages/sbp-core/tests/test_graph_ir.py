@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from infer_graphs import Builder, chain, mlp
+from sbp_core.testing.graphs import Builder, chain, mlp
 
 from sbp_core.errors import GraphError
 from sbp_core.graph.ir import (

@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from infer_graphs import Builder, chain, mlp
+from sbp_core.testing.graphs import Builder, chain, mlp
 
 from sbp_core.errors import GraphError
 from sbp_core.graph import LogicalGraph, from_json, graph_hash, to_json

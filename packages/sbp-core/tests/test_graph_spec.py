@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from infer_graphs import chain, mlp
+from sbp_core.testing.graphs import chain, mlp
 
 from sbp_core.errors import GraphError
 from sbp_core.graph import LogicalGraph, verify_graph

@@ -1,5 +1,5 @@
 import pytest
-from infer_graphs import Builder, mlp
+from sbp_core.testing.graphs import Builder, mlp
 
 from sbp_core.errors import ConfigError
 from sbp_core.graph.ir import InputKind, Ref

@@ -1,5 +1,5 @@
 import pytest
-from infer_graphs import cluster, mlp
+from sbp_core.testing.graphs import cluster, mlp
 
 from sbp_core.check import check
 from sbp_core.compile import compile_plan

@@ -3,7 +3,7 @@ from itertools import product
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from infer_graphs import chain, cluster, mlp
+from sbp_core.testing.graphs import chain, cluster, mlp
 
 from sbp_core.errors import ConfigError, PlanError
 from sbp_core.infer import conversions, infer_strategy, predict, stage_placements

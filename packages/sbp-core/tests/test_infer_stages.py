@@ -3,7 +3,7 @@ from itertools import combinations, pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from infer_graphs import Builder, mlp
+from sbp_core.testing.graphs import Builder, mlp
 
 from sbp_core.errors import ConfigError, PlanError
 from sbp_core.graph.ir import InputKind, Phase, Ref

@@ -12,7 +12,7 @@ from sbp_core.compile.physical import from_json, to_json
 from sbp_core.memory import arena, predict
 from sbp_core.memory.arena import arenas, lay_out
 from sbp_core.memory.report import arena_line
-from sbp_core.testing.cases import CASES, compile_case
+from sbp_torch.testing.cases import CASES, compile_case
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -13,7 +13,7 @@ import sbp_core.plugins.cli as cli
 from sbp_core.plugins import PluginSource, Registry, discover
 
 CORE = PluginSource(
-    name="sbp-core", value="sbp_core.plugin", distribution="sbp-core", version="0.1.0"
+    name="sbp-core", value="sbp_torch.plugin", distribution="sbp-core", version="0.1.0"
 )
 LOST = PluginSource(name="lost", value="no_such_plugin", distribution="lost-dist", version="9")
 

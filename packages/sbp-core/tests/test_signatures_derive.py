@@ -402,7 +402,7 @@ def test_signatures_are_values_of_strategies() -> None:
 
 def test_the_algebra_imports_no_torch() -> None:
     program = (
-        "import sys; import sbp_core.signatures, sbp_core.testing.signatures; "
+        "import sys; import sbp_core.signatures, sbp_torch.testing.signatures; "
         "sys.exit('torch' in sys.modules)"
     )
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sbp_core.errors import ConfigError
-from sbp_core.runtime.configs import Execution, check_execution
+from sbp_torch.runtime.configs import Execution, check_execution
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +18,7 @@ class ActorConfig:
         first_deadline_s: Seconds that an actor may wait for others in the first step, > 0.
         deadline_s: The same for every later step.
         debug_fingerprints: Whether ranks compare what they are about to do before every boxing step
-            (`sbp_core.boxing.processes.fingerprint`): names both sides of a mismatch, and costs a
+            (`sbp_torch.boxing.processes.fingerprint`): names both sides of a mismatch, and costs a
             small exchange a step.
         arena: Whether segments write what they make into memory that is laid out once, by the plan
             or when the session starts; otherwise every result is a new tensor. Only on CPUs and

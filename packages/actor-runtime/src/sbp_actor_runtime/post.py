@@ -18,7 +18,7 @@ from sbp_core.boxing.backend import Communicator
 from sbp_core.compile.physical import Actor, Link, PhysicalPlan, RankPlan
 from sbp_core.graph.ir import Rate
 from sbp_core.memory.arena import Arena
-from sbp_core.runtime.execution import SegmentMaker
+from sbp_torch.segments.execution import SegmentMaker
 
 
 class Turn(NamedTuple):

@@ -1,7 +1,7 @@
 """The backend `mpi`: one rank in each process, over MPI.
 
 The connections are `connections`, the steps `communicator`; the life of both is
-`sbp_core.boxing.processes.process`, its end `exit`.
+`sbp_core.boxing.processes.process_backend`, its end `exit`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from sbp_boxing_nccl.connections import MpiConnections
 from sbp_boxing_nccl.exit import Exit, JobBackend
 from sbp_boxing_nccl.library import load_mpi
 from sbp_boxing_nccl.start import processes
-from sbp_core.boxing.processes.process import check_ranks
-from sbp_core.boxing.supervision.start import Start
+from sbp_core.boxing.processes.process_backend import check_ranks
+from sbp_core.boxing.supervision.launch_spec import Start
 
 
 def build(config: MpiBoxingConfig) -> MpiBackend:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
-from sbp_core.boxing.processes.board import Board, BoardLostError
+from sbp_core.boxing.processes.control_store import Board, BoardLostError
 
 #: Tag of all notes.
 _TAG = 0

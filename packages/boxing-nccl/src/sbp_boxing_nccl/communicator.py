@@ -1,6 +1,6 @@
 """The ends of all steps of one rank: its collectives, how long to wait, what to say if not.
 
-What goes where is `sbp_core.boxing.processes.exchange`; how is `group`; how it breaks is
+What goes where is `sbp_torch.boxing.processes.exchange`; how is `group`; how it breaks is
 `connections`.
 """
 
@@ -13,9 +13,9 @@ import torch
 from sbp_boxing_nccl.connections import MpiConnections
 from sbp_boxing_nccl.group import Group, Work
 from sbp_core.boxing.processes.call import Call, group_name, tag_number
-from sbp_core.boxing.processes.exchange import ExchangeCommunicator, Role
+from sbp_torch.boxing.processes.exchange import ExchangeCommunicator, Role
 from sbp_core.boxing.processes.manifest import Manifest
-from sbp_core.boxing.processes.parcel import Parcels, pack
+from sbp_torch.boxing.processes.packed_buffer import Parcels, pack
 from sbp_core.boxing.step import StepKind
 
 #: Seconds after which a rank that waits in a collective tells the others that it is there.

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from sbp_core.boxing.supervision.start import Start, thread_share
+from sbp_core.boxing.supervision.launch_spec import Start, thread_share
 from sbp_core.errors import BoxingError
 
 #: Seconds that `mpiexec --version` may take.

@@ -1,7 +1,7 @@
 """The backend `torch`: one rank in each process, over torch.distributed.
 
 The connections are `connections`, the steps `communicator`; the life of both is
-`sbp_core.boxing.processes.process`.
+`sbp_core.boxing.processes.process_backend`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from sbp_boxing_torch.communicator import TorchCommunicator
 from sbp_boxing_torch.configs import TorchBoxingConfig
 from sbp_boxing_torch.connections import TorchConnections
 from sbp_boxing_torch.rendezvous import World, device_name, meet
-from sbp_core.boxing.processes.process import ProcessBackend, check_ranks
-from sbp_core.boxing.supervision.meet import processes_that_meet
-from sbp_core.boxing.supervision.start import Start
+from sbp_core.boxing.processes.process_backend import ProcessBackend, check_ranks
+from sbp_core.boxing.supervision.rendezvous import processes_that_meet
+from sbp_core.boxing.supervision.launch_spec import Start
 
 
 def build(config: TorchBoxingConfig) -> TorchBackend:

@@ -1,6 +1,6 @@
 """The ends of all steps of one rank: its collectives, how long to wait, what to say if not.
 
-What goes where is `sbp_core.boxing.processes.exchange`; how is `group`; how it breaks is
+What goes where is `sbp_torch.boxing.processes.exchange`; how is `group`; how it breaks is
 `connections`.
 """
 
@@ -14,11 +14,11 @@ import torch.distributed as dist
 from sbp_boxing_torch.connections import TorchConnections
 from sbp_boxing_torch.group import NUM_TAGS, Group
 from sbp_boxing_torch.wire import as_bytes, reducible
-from sbp_core.boxing.execute import reduce_in_order, reduction_of
+from sbp_torch.boxing.execute import reduce_in_order, reduction_of
 from sbp_core.boxing.processes.call import Call, group_name, tag_number
-from sbp_core.boxing.processes.exchange import ExchangeCommunicator
+from sbp_torch.boxing.processes.exchange import ExchangeCommunicator
 from sbp_core.boxing.processes.manifest import Manifest
-from sbp_core.boxing.processes.parcel import Parcels
+from sbp_torch.boxing.processes.packed_buffer import Parcels
 from sbp_core.boxing.step import StepKind
 from sbp_core.errors import BoxingError
 from sbp_core.sbp import split_bounds

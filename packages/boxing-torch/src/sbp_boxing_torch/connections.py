@@ -22,7 +22,7 @@ from sbp_boxing_torch.outbox import Outbox
 from sbp_boxing_torch.rendezvous import World
 from sbp_core.boxing.processes.call import Call, group_name
 from sbp_core.boxing.processes.connections import Connections
-from sbp_core.boxing.processes.store import StoreBoard
+from sbp_core.boxing.processes.store_client import StoreBoard
 from sbp_core.errors import BoxingError
 
 _log = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from sbp_boxing_torch._torch_compat import (
     nccl_group,
     reduce_scatter_parts,
 )
-from sbp_core.boxing.processes.meter import Meter
+from sbp_core.boxing.processes.traffic import Meter
 
 #: Seconds that a transport waits longer than we do: our own deadline has to speak first, as it
 #: knows who is missing.

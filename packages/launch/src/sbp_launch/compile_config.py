@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from sbp_core.errors import ConfigError
-from sbp_core.graph.pass_options import PassOptions
+from sbp_aten.pass_options import PassOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from sbp_core.errors import ConfigError
-from sbp_core.update_options import UpdateOptions
+from sbp_torch.update_options import UpdateOptions
 from sbp_launch.compile_config import CompileConfig
 from sbp_launch.schedules import ScheduleConfig
 

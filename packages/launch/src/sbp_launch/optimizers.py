@@ -180,7 +180,7 @@ class RmspropConfig(OptimizerConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LionConfig(OptimizerConfig):
-    """Settings of `sbp_core.optim.Lion`; see `OptimizerConfig`.
+    """Settings of `sbp_torch.optim.Lion`; see `OptimizerConfig`.
 
     Args:
         betas: Decay of the direction and of the momentum, each in [0, 1).
@@ -193,7 +193,7 @@ class LionConfig(OptimizerConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LambConfig(OptimizerConfig):
-    """Settings of `sbp_core.optim.Lamb`; see `OptimizerConfig`.
+    """Settings of `sbp_torch.optim.Lamb`; see `OptimizerConfig`.
 
     Args:
         betas: Decay of the mean and of the mean square, each in [0, 1).
@@ -210,7 +210,7 @@ class LambConfig(OptimizerConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LarsConfig(OptimizerConfig):
-    """Settings of `sbp_core.optim.Lars`; see `OptimizerConfig`.
+    """Settings of `sbp_torch.optim.Lars`; see `OptimizerConfig`.
 
     Args:
         momentum: Decay of the velocity, in [0, 1).
@@ -375,22 +375,22 @@ def build_adafactor(config: AdafactorConfig) -> OptimizerFactory:
 
 
 def build_lion(config: LionConfig) -> OptimizerFactory:
-    """Return a maker of `sbp_core.optim.Lion`."""
-    from sbp_core.optim import Lion
+    """Return a maker of `sbp_torch.optim.Lion`."""
+    from sbp_torch.optim import Lion
 
     return _of(config, lambda: Lion)
 
 
 def build_lamb(config: LambConfig) -> OptimizerFactory:
-    """Return a maker of `sbp_core.optim.Lamb`."""
-    from sbp_core.optim import Lamb
+    """Return a maker of `sbp_torch.optim.Lamb`."""
+    from sbp_torch.optim import Lamb
 
     return _of(config, lambda: Lamb)
 
 
 def build_lars(config: LarsConfig) -> OptimizerFactory:
-    """Return a maker of `sbp_core.optim.Lars`."""
-    from sbp_core.optim import Lars
+    """Return a maker of `sbp_torch.optim.Lars`."""
+    from sbp_torch.optim import Lars
 
     return _of(config, lambda: Lars)
 
@@ -399,7 +399,7 @@ def build_muon(config: MuonConfig) -> OptimizerFactory:
     """Return a maker of `torch.optim.Muon` for matrices, with AdamW for the rest."""
     import torch
 
-    from sbp_core.optim import Together
+    from sbp_torch.optim import Together
 
     def make(named: Mapping[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
         own = [pattern for pattern in config.adamw if pattern not in MuonConfig().adamw]

@@ -21,17 +21,17 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from sbp_core.capture import capture
-from sbp_core.capture.fingerprint import fingerprint, sources
+from sbp_torch.capture import capture
+from sbp_torch.capture.fingerprint import fingerprint, sources
 from sbp_core.check import CheckReport, check, check_memory
 from sbp_core.compile import CompileOptions, PhysicalPlan, compile_plan
 from sbp_core.compile.cache import PlanCache, default_folder
 from sbp_core.errors import CaptureError, PlanError
 from sbp_core.graph.ir import InputKind, LogicalGraph, Phase
-from sbp_core.graph.passes import allow_unknown, prepare_step
+from sbp_aten.passes import allow_unknown, prepare_step
 from sbp_core.infer import infer_strategy
 from sbp_core.memory.arena import lay_out, worthwhile
-from sbp_core.memory.layout import Layouts
+from sbp_torch.memory.layout import Layouts
 from sbp_core.memory.lifetime import lifetimes
 from sbp_core.memory.report import arena_line, report
 from sbp_core.plugins import Registry

@@ -26,7 +26,7 @@ SBP_API_VERSION = 1
 
 @hookimpl
 def sbp_optimizers() -> Mapping[str, Factory]:
-    """Offer optimizers of `torch.optim` and `sbp_core.optim`."""
+    """Offer optimizers of `torch.optim` and `sbp_torch.optim`."""
     kinds: dict[str, tuple[type, str]] = {
         "adafactor": (AdafactorConfig, "Adam with factored squares, relative to the weights"),
         "adagrad": (AdagradConfig, "rates that fall with the sum of squares"),

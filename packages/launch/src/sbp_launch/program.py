@@ -13,8 +13,8 @@ from typing import Protocol, cast, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from sbp_core.capture import counted_random, split_losses
-from sbp_core.capture.deferred import Deferred, deferred
+from sbp_torch.capture import counted_random, split_losses
+from sbp_torch.deferred_init import Deferred, deferred
 from sbp_core.placement import Cluster, Placement
 from sbp_core.plugins import Registry
 from sbp_core.plugins.kinds import ClusterFactory, Dataset, OptimizerFactory

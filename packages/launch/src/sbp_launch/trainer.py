@@ -16,11 +16,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sbp_core.boxing.backend import BoxingBackend
-from sbp_core.capture import scalar_values
+from sbp_torch.capture import scalar_values
 from sbp_core.compile.physical import PhysicalPlan
 from sbp_core.compile.physical import to_json as plan_to_json
 from sbp_core.errors import ConfigError, SbpError
-from sbp_core.interchange import strategy_yaml
+from sbp_core import strategy_yaml
 from sbp_core.plugins import Registry
 from sbp_core.plugins.kinds import (
     LanguageModel,

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sbp_core import boxing as boxing
-    from sbp_core.capture import capture as capture
-    from sbp_core.capture import initial_states as initial_states
+    from sbp_torch.capture import capture as capture
+    from sbp_torch.capture import initial_states as initial_states
     from sbp_core.check import check as check
     from sbp_core.compile import CompileOptions as CompileOptions
     from sbp_core.compile import compile_plan as compile_plan
-    from sbp_core.graph.passes import prepare_step as prepare_step
+    from sbp_aten.passes import prepare_step as prepare_step
     from sbp_core.infer import infer_strategy as infer_strategy
     from sbp_core.placement import Cluster as Cluster
     from sbp_core.placement import Device as Device

@@ -18,7 +18,7 @@ from sbp_core.boxing.slices import sent_bytes
 from sbp_core.boxing.step import StepKind
 from sbp_core.compile.firings import Firings, ThreadId
 from sbp_core.compile.physical import Actor, ActorKind, PhysicalPlan, RankPlan, Register
-from sbp_core.compile.tokens import Place, TokenGame
+from sbp_core.compile.token_game import Place, TokenGame
 from sbp_core.errors import PlanError
 from sbp_core.graph.ir import InputKind, Rate
 from sbp_core.units import format_bytes

@@ -1,7 +1,7 @@
 """The backend `nccl`: one rank and one GPU in each process, over NCCL through CuPy.
 
 The connections are `connections`, the steps `communicator`; the life of both is
-`sbp_core.boxing.processes.process`, its end `exit`.
+`sbp_core.boxing.processes.process_backend`, its end `exit`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from sbp_boxing_nccl.nccl.connections import NcclConnections
 from sbp_boxing_nccl.nccl.device import Device
 from sbp_boxing_nccl.nccl.world import World, meet
 from sbp_boxing_nccl.start import processes
-from sbp_core.boxing.processes.process import check_ranks
-from sbp_core.boxing.supervision.meet import processes_that_meet
-from sbp_core.boxing.supervision.start import Start
+from sbp_core.boxing.processes.process_backend import check_ranks
+from sbp_core.boxing.supervision.rendezvous import processes_that_meet
+from sbp_core.boxing.supervision.launch_spec import Start
 from sbp_core.errors import BoxingError
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from sbp_boxing_nccl.board import MpiBoard
-from sbp_core.boxing.processes.board import Board, BoardSilentError
-from sbp_core.boxing.processes.store import StoreBoard
+from sbp_core.boxing.processes.control_store import Board, BoardSilentError
+from sbp_core.boxing.processes.store_client import StoreBoard
 
 
 class NoteBoard(Board):

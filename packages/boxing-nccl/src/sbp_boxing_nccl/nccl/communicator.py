@@ -1,6 +1,6 @@
 """The ends of all steps of one rank: its collectives, in the form that costs the fewest copies.
 
-What goes where is `sbp_core.boxing.processes.exchange`; how is `group` and `mail`; how it breaks is
+What goes where is `sbp_torch.boxing.processes.exchange`; how is `group` and `mail`; how it breaks is
 `connections`.
 """
 
@@ -13,11 +13,11 @@ import torch
 from sbp_boxing_nccl.nccl.connections import NcclConnections
 from sbp_boxing_nccl.nccl.group import Group, Work
 from sbp_boxing_nccl.nccl.wire import reducible, restored
-from sbp_core.boxing.execute import reduction_of
+from sbp_torch.boxing.execute import reduction_of
 from sbp_core.boxing.processes.call import Call, group_name
-from sbp_core.boxing.processes.exchange import ExchangeCommunicator
+from sbp_torch.boxing.processes.exchange import ExchangeCommunicator
 from sbp_core.boxing.processes.manifest import Manifest
-from sbp_core.boxing.processes.parcel import Parcels, pack
+from sbp_torch.boxing.processes.packed_buffer import Parcels, pack
 from sbp_core.boxing.step import StepKind
 
 

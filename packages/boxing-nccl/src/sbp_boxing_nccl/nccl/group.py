@@ -13,7 +13,7 @@ import torch
 
 from sbp_boxing_nccl.nccl.device import Channel, Device, Event
 from sbp_boxing_nccl.nccl.wire import NATIVE
-from sbp_core.boxing.processes.meter import Meter
+from sbp_core.boxing.processes.traffic import Meter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

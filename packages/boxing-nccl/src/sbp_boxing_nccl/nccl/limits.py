@@ -1,7 +1,7 @@
 """Limits on what no thread of ours waits for: launches inside NCCL, and work that runs alone.
 
 One thread looks at all of it now and then; what takes too long makes everything fail, which ends
-it. What other processes do is watched by `sbp_core.boxing.processes.watch`.
+it. What other processes do is watched by `sbp_core.boxing.processes.failure_detector`.
 """
 
 from __future__ import annotations

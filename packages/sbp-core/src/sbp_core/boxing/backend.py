@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from sbp_core.boxing.supervision.start import Start, one_process
+from sbp_core.boxing.supervision.launch_spec import Start, one_process
 
 if TYPE_CHECKING:
     import torch

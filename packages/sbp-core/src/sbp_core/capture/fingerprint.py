@@ -51,7 +51,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sbp_core._torch_compat import gradient_hooks
+from sbp_torch._torch_compat import gradient_hooks
 from sbp_core.compile.cache import compiler_digest
 from sbp_core.compile.depends import SourceFile, loaded_sources
 from sbp_core.errors import CaptureError

@@ -14,7 +14,7 @@ from sbp_core.compile.lower import lower
 from sbp_core.compile.order import order_firings
 from sbp_core.compile.physical import PhysicalPlan
 from sbp_core.compile.segments import CompileOptions, form_plan
-from sbp_core.compile.take_over import take_over
+from sbp_core.compile.donation import take_over
 from sbp_core.graph.ir import LogicalGraph
 from sbp_core.strategy import Strategy
 

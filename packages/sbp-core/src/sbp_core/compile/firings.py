@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
 
 from sbp_core.compile.physical import PhysicalPlan
-from sbp_core.compile.tokens import Place, TokenGame
+from sbp_core.compile.token_game import Place, TokenGame
 
 ThreadId = tuple[int, str]
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from sbp_core.boxing import Step, StepKind, route
 from sbp_core.compile.items import Held, Item, ItemKind, Lowered
-from sbp_core.compile.legal import check_strategy
+from sbp_core.compile.legality import check_strategy
 from sbp_core.compile.levels import is_gathered_on_use, with_levels
 from sbp_core.errors import PlanError
 from sbp_core.graph.ir import (
@@ -113,7 +113,7 @@ class _Lowering:
             raise PlanError(
                 f"output {name!r} is the input {value!r} itself",
                 accepted="values that an op makes",
-                todo="prepare the graph: sbp_core.graph.passes.prepare_step copies such inputs",
+                todo="prepare the graph: sbp_aten.passes.prepare_step copies such inputs",
             )
         if not self.graph.is_tensor(value):
             self.out.new_states[name] = value

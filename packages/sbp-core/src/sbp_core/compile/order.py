@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from sbp_core.compile.firings import ThreadId
 from sbp_core.compile.physical import ActorKind, PhysicalPlan
-from sbp_core.compile.tokens import Place, TokenGame
+from sbp_core.compile.token_game import Place, TokenGame
 from sbp_core.errors import PlanError
 from sbp_core.graph.ir import PHASE_ORDER
 

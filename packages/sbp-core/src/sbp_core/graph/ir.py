@@ -1,7 +1,7 @@
 """The logical graph: our own frozen IR of functional ATen ops on global shapes.
 
 Values are named and typed; a node names its argument values through `Ref`. Nothing here imports
-torch or FX: `sbp_core.capture` makes these graphs, `graph.serialize` writes them, `graph.spec` says
+torch or FX: `sbp_torch.capture` makes these graphs, `graph.serialize` writes them, `graph.spec` says
 what is legal, and `graph.passes` rewrites them.
 """
 

@@ -9,7 +9,7 @@ session holds while it runs. Importing the package does not import torch; `predi
 from __future__ import annotations
 
 from sbp_core.compile.physical import PhysicalPlan
-from sbp_core.memory.buffers import buffer_bytes
+from sbp_core.memory.communication_buffers import buffer_bytes
 from sbp_core.memory.kinds import Kind
 from sbp_core.memory.lifetime import lifetimes
 from sbp_core.memory.report import MemoryReport, RankMemory, report
@@ -34,7 +34,7 @@ def predict(plan: PhysicalPlan, *, arena: bool = False, processes: bool = False)
         PlanError: an operator does not run on fake tensors, so that its memory is not known.
     """
     from sbp_core.memory.arena import arenas
-    from sbp_core.memory.layout import Layouts
+    from sbp_torch.memory.layout import Layouts
 
     found = lifetimes(plan, Layouts(plan.steps))
     slots = arenas(plan, found, reads_at_once=not processes) if arena else None

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from sbp_core.memory.kinds import Kind
-from sbp_core.memory.placed import Placed, Strided
+from sbp_core.memory.storage_view import Placed, Strided
 
 
 @dataclass(slots=True)

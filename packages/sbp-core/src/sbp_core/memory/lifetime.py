@@ -29,7 +29,7 @@ from sbp_core.boxing.step import Step, StepKind
 from sbp_core.compile.firings import Firings
 from sbp_core.compile.liveness import dying_keys, keys_in, keys_out
 from sbp_core.compile.physical import Actor, ActorKind, Instruction, PhysicalPlan, RankPlan
-from sbp_core.compile.tokens import Place, TokenGame
+from sbp_core.compile.token_game import Place, TokenGame
 from sbp_core.errors import PlanError
 from sbp_core.graph.ir import InputKind, Ref
 from sbp_core.memory.kinds import (
@@ -39,7 +39,7 @@ from sbp_core.memory.kinds import (
     module_of_slot,
 )
 from sbp_core.memory.ledger import Buffer, Ledger
-from sbp_core.memory.placed import Made, Number, Placed, Strided, contiguous
+from sbp_core.memory.storage_view import Made, Number, Placed, Strided, contiguous
 
 Value = Placed | Number
 Values = dict[str, Value]

@@ -26,7 +26,7 @@ from sbp_core.compile.physical import Actor, ActorKind, Instruction, PhysicalPla
 from sbp_core.memory.ledger import Buffer
 from sbp_core.memory.lifetime import RankLifetimes, Values
 from sbp_core.memory.offsets import Interval, Packing, pack
-from sbp_core.memory.placed import Placed, Strided, contiguous_strides
+from sbp_core.memory.storage_view import Placed, Strided, contiguous_strides
 
 #: Operators that copy one tensor: (source argument first), written as a copy into the arena.
 _COPIES = frozenset({"aten.clone.default", "aten._to_copy.default", "aten.reshape.default"})

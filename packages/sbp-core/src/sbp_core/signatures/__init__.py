@@ -62,7 +62,7 @@ def signatures(
         SignatureError: the operator has no rule.
         SbpLookupError: PyTorch has no such operator.
     """
-    from sbp_core.signatures.torch_call import abstract_call  # imports torch, for shapes and tags
+    from sbp_torch.signatures.torch_call import abstract_call  # imports torch, for shapes and tags
 
     return derive(abstract_call(op, args, kwargs), axis_size, rules=rules)
 

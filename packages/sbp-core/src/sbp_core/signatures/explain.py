@@ -17,7 +17,7 @@ from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.derive import derivation, derive, work_flop
 from sbp_core.signatures.notation import Dims, Notation
 from sbp_core.signatures.registry import Registry, installed
-from sbp_core.signatures.rules.opaque import OPAQUE
+from sbp_core.signatures.opaque import OPAQUE
 from sbp_core.signatures.signature import Signature1d
 from sbp_core.units import format_flop
 
@@ -139,7 +139,7 @@ def explain(
         SignatureError: the operator has no rule.
         SbpLookupError: PyTorch has no such operator.
     """
-    from sbp_core.signatures.torch_call import abstract_call  # imports torch, for shapes and tags
+    from sbp_torch.signatures.torch_call import abstract_call  # imports torch, for shapes and tags
 
     return explain_call(abstract_call(op, args, kwargs), axis_size, rules=rules)
 

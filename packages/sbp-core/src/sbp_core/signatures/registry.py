@@ -18,12 +18,12 @@ from sbp_core.plugins import discover
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.notation import Notation
 from sbp_core.signatures.rule import Rule
-from sbp_core.signatures.rules import RULES
-from sbp_core.signatures.rules.opaque import OPAQUE
-from sbp_core.signatures.rules.pointwise import POINTWISE
+from sbp_aten.rules import RULES
+from sbp_core.signatures.opaque import OPAQUE
+from sbp_aten.rules.pointwise import POINTWISE
 from sbp_core.signatures.signature import Signature1d
 
-_DISCOVERY = "sbp_core.signatures.discover"
+_DISCOVERY = "sbp_torch.signatures.discover"
 
 
 class Unknown(StrEnum):

@@ -1,0 +1,112 @@
+"""Passes: pure functions graph -> graph, and the list that every training step goes through."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from sbp_core.errors import GraphError
+from sbp_core.graph.ir import LogicalGraph
+from sbp_aten.pass_options import (
+    Along,
+    Casts,
+    ClassSplit,
+    MixedPrecision,
+    PassOptions,
+    Recompute,
+    Slicing,
+)
+from sbp_core.passes.accumulate import accumulate
+from sbp_aten.passes.expose_batch_dim import unbury_batch
+from sbp_aten.passes.casts import place_casts
+from sbp_aten.passes.class_split import split_classes
+from sbp_aten.passes.step_counters import tie_clocks
+from sbp_aten.passes.constants import fold_constants
+from sbp_aten.passes.deferred_reductions import accumulate_apart, defer_reductions
+from sbp_aten.passes.identities import drop_identities
+from sbp_aten.passes.losses import sum_losses
+from sbp_aten.passes.mixed_precision import mixed_precision
+from sbp_core.passes.unalias_outputs import own_outputs
+from sbp_aten.passes.pipeline import GraphPass, chosen_passes
+from sbp_core.passes.recompute import recompute
+from sbp_aten.passes.simplify import fold_views, share_expressions
+from sbp_aten.passes.operator_slicing import slice_operators
+from sbp_core.passes.allow_unknown import allow_unknown
+from sbp_core.graph.spec import verify_graph
+
+__all__ = [
+    "Along",
+    "Casts",
+    "ClassSplit",
+    "GraphPass",
+    "MixedPrecision",
+    "PassOptions",
+    "Recompute",
+    "Slicing",
+    "accumulate",
+    "accumulate_apart",
+    "allow_unknown",
+    "defer_reductions",
+    "drop_identities",
+    "fold_constants",
+    "fold_views",
+    "mixed_precision",
+    "own_outputs",
+    "place_casts",
+    "prepare_step",
+    "recompute",
+    "share_expressions",
+    "slice_operators",
+    "split_classes",
+    "sum_losses",
+    "tie_clocks",
+    "unbury_batch",
+]
+
+_LOG = logging.getLogger(__name__)
+
+
+def prepare_step(
+    graph: LogicalGraph,
+    num_micro_batches: int = 1,
+    extra: Iterable[GraphPass] = (),
+    *,
+    options: PassOptions | None = None,
+) -> LogicalGraph:
+    """Bring a captured graph into the form that is planned; verified after every pass.
+
+    Args:
+        graph: As captured, at micro-batch size.
+        num_micro_batches: Micro-batches of one step.
+        extra: Further passes (plugins of kind `pass`), run before the accumulation.
+        options: Which passes run, and how; the defaults if omitted. `graph.passes.pipeline` has
+            their order.
+
+    Raises:
+        GraphError: a pass broke the specification.
+    """
+    options = options or PassOptions()
+    for name, apply in chosen_passes(options, extra):
+        before = len(graph.nodes)
+        graph = _verified(apply(graph), name)
+        _LOG.debug("pass %s: %d nodes, %+d", name, len(graph.nodes), len(graph.nodes) - before)
+    graph = _verified(own_outputs(graph), "own_outputs")
+    graph = _verified(accumulate(graph, num_micro_batches), "accumulate")
+    if not options.accumulate_apart:
+        return graph
+    return _verified(accumulate_apart(graph, options.accumulate_apart), "accumulate_apart")
+
+
+def _verified(graph: LogicalGraph, name: str) -> LogicalGraph:
+    """Verify what a pass has made.
+
+    Raises:
+        GraphError: names the pass as well.
+    """
+    try:
+        return verify_graph(graph)
+    except GraphError as error:
+        where = (*error.where, f"the graph that pass {name!r} made")
+        raise GraphError(
+            error.what, where=where, accepted=error.accepted, todo=error.todo
+        ) from error

@@ -1,0 +1,381 @@
+"""What is known before the step runs: host arithmetic on numbers, and chains on constants.
+
+A value is known if it comes from `full`, `arange` and their like through looks and arithmetic. It
+is kept as a NumPy array, of zero strides where all elements are equal, so that a large `full` costs
+nothing here. NumPy rounds float32 and float64 as PyTorch does; floats of two bytes are left alone.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sbp_core.graph.ir import Argument, LogicalGraph, Node, Ref, Symbol, TensorType
+from sbp_core.graph.ir import map_refs as map_arguments
+from sbp_aten.passes.identities import may_have_gaps
+from sbp_core.graph.rewrite import drop_dead, rename_outputs, rename_uses
+
+_Array = NDArray[Any]
+
+#: Known values whose elements differ have at most this many.
+_MOST_ELEMENTS = 1 << 14
+
+_DTYPES = frozenset({"float64", "float32", "int64", "int32", "bool"})
+
+
+#: For a value whose device nothing here tells: `ones_like(x)` is made where `x` is.
+_ELSEWHERE = Symbol("device", "that of a tensor")
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A value that is known, and the device that it is made on; None for the default one."""
+
+    array: _Array
+    device: Symbol | None = None
+
+    @property
+    def number(self) -> bool | int | float | None:
+        """The number that all elements are; None if they differ, or there are none."""
+        if not self.array.size:
+            return None
+        first: bool | int | float = self.array.flat[0].item()
+        if any(self.array.strides):
+            # By bits: 0.0 and -0.0 are two numbers.
+            bits = np.ascontiguousarray(self.array).reshape(-1, 1).view(np.uint8)
+            if (bits != bits[0]).any():
+                return None
+        return first
+
+
+def fold_constants(graph: LogicalGraph) -> LogicalGraph:
+    """Compute what can be known before the step runs.
+
+    before: a = arange(4); b = view(a, [4, 1]); m = ge(b, 0); n = host.mul(2, 0.5); y = mul(x, n)
+    after:  y = mul(x, 1.0)                     m, where it is used: full([4, 1], True)
+
+    A value whose elements are all equal becomes a `full` of its shape, but for an `expand`, which
+    would then hold each of them. Random operators are never known.
+    """
+    return _Folding(graph).run()
+
+
+class _Folding:
+    """The state of one run."""
+
+    def __init__(self, graph: LogicalGraph) -> None:
+        self.graph = graph
+        self.numbers: dict[str, Argument] = {}
+        self.known: dict[str, _Known] = {}
+        self.made: dict[str, Node] = {}
+
+    def run(self) -> LogicalGraph:
+        leaving = {out.value for out in self.graph.outputs}
+        names: dict[str, str] = {}
+        kept: list[Node] = []
+        for old in self.graph.nodes:
+            node = self._with_numbers(rename_uses(old, names))
+            if node.is_host:
+                number = _host_number(node)
+                if number is not None and node.outputs[0] not in leaving:
+                    self.numbers[node.outputs[0]] = number
+                    continue
+            same = self._neutral(node)
+            if same is not None:
+                names[node.outputs[0]] = same
+                continue
+            kept.append(self._folded(node))
+            self.made |= dict.fromkeys(node.outputs, kept[-1])
+        outputs = rename_outputs(self.graph.outputs, names)
+        return drop_dead(self.graph.with_nodes(tuple(kept), outputs=outputs))
+
+    def _with_numbers(self, node: Node) -> Node:
+        """Return the node with host scalars that are known as numbers."""
+        if not any(value in self.numbers for value in node.inputs()):
+            return node
+
+        def change(ref: Ref) -> Argument:
+            return self.numbers.get(ref.name, ref)
+
+        kwargs = {key: map_arguments(value, change) for key, value in node.kwargs.items()}
+        return replace(node, args=map_arguments(node.args, change), kwargs=kwargs)
+
+    def _folded(self, node: Node) -> Node:
+        """Remember what a node makes if it is known; return a factory of it if one is simpler."""
+        found = self._value(node)
+        if found is None:
+            return node
+        self.known[node.outputs[0]] = found
+        number = found.number
+        stays = node.op in _FACTORIES or node.kind == "expand" or found.device == _ELSEWHERE
+        if stays or number is None:
+            return node
+        kind = self.graph.tensor(node.outputs[0])
+        place = {} if found.device is None else {"device": found.device}
+        return replace(
+            node,
+            op="aten.full.default",
+            args=(kind.shape, number),
+            kwargs={"dtype": Symbol("dtype", kind.dtype), **place},
+            tags=(),
+        )
+
+    def _value(self, node: Node) -> _Known | None:
+        """Return what a node makes, if it can be known."""
+        if len(node.outputs) != 1 or node.is_host:
+            return None
+        kind = self.graph.tensor(node.outputs[0])
+        if kind.dtype not in _DTYPES:
+            return None
+        inputs = node.inputs()
+        device: Symbol | None = node.kwargs.get("device")
+        if node.op in _FACTORIES:
+            array = _FACTORIES[node.op](node, kind)
+        elif node.op in _LIKE:
+            array = _LIKE[node.op](node, kind)
+            device = device or _ELSEWHERE
+        elif inputs and all(value in self.known for value in inputs):
+            array = self._computed(node, kind)
+            # Tensors without dims on a CPU go with tensors of any device.
+            widest = max(inputs, key=lambda value: self.known[value].array.ndim)
+            device = device or self.known[widest].device
+        else:
+            return None
+        if array is None or array.shape != kind.shape or array.dtype.name != kind.dtype:
+            return None
+        return _Known(array, device)
+
+    def _computed(self, node: Node, kind: TensorType) -> _Array | None:
+        """Return the result of a look or of arithmetic on known values, if it is understood."""
+        function = _FUNCTIONS.get(node.kind)
+        if function is None or not node.op.startswith("aten.") or "out" in node.kwargs:
+            return None
+        if set(node.kwargs) - _ALLOWED.get(node.kind, frozenset()):
+            return None
+        args = map_arguments(node.args, lambda ref: self.known[ref.name])
+        held = [part.array for part in args if isinstance(part, _Known)]
+        if len(held) != len(node.inputs()):
+            return None
+        uniform = all(not any(array.strides) and array.size for array in held)
+        if not uniform and max((array.size for array in held), default=0) > _MOST_ELEMENTS:
+            return None
+        values = [part.array if isinstance(part, _Known) else part for part in args]
+        if node.kind in _LOOKS:
+            return function(kind, *values)
+        if uniform:
+            values = [v[(0,) * v.ndim] if isinstance(v, np.ndarray) else v for v in values]
+        with np.errstate(all="ignore"):
+            made = function(kind, *values)
+        return None if made is None else np.broadcast_to(made, kind.shape)
+
+    def _neutral(self, node: Node) -> str | None:
+        """Return the argument that a node gives back because the other is known: `and` with True.
+
+        And of `where`, the branch that is always taken.
+        """
+        tensors = [part.name for part in node.args if isinstance(part, Ref)]
+        if len(tensors) != len(node.args) or node.kwargs or len(node.outputs) != 1:
+            return None
+        numbers = [self.known[v].number if v in self.known else None for v in tensors]
+        made, choices = node.outputs[0], list[str]()
+        if node.op == "aten.where.self" and isinstance(numbers[0], bool):
+            choices = [tensors[1 if numbers[0] else 2]]
+        elif node.op == "aten.mul.Tensor":
+            choices = [tensors[1 - at] for at in (0, 1) if numbers[at] == 1]
+        elif node.op in _AND:
+            choices = [tensors[1 - at] for at in (0, 1) if numbers[at] is True]
+        for value in choices:
+            gaps = may_have_gaps(self.made, value)
+            if self.graph.types[value] == self.graph.types[made] and not gaps:
+                return value
+        return None
+
+
+#: Where True gives back the other argument, if that is a bool.
+_AND = ("aten.bitwise_and.Tensor", "aten.logical_and.default")
+
+
+def _host_number(node: Node) -> Argument:
+    """Return the result of a host operator on numbers; None if an argument is not known."""
+    function = _HOST.get(node.op)
+    if function is None or node.kwargs:
+        return None
+    if not all(isinstance(part, int | float) for part in node.args):
+        return None
+    try:
+        return function(*node.args)
+    except ArithmeticError:
+        return None
+
+
+_HOST: Mapping[str, Callable[..., Any]] = {
+    "host.add": operator.add,
+    "host.sub": operator.sub,
+    "host.mul": operator.mul,
+    "host.truediv": operator.truediv,
+    "host.pow": operator.pow,
+    "host.neg": operator.neg,
+}
+
+# Factories
+
+_Factory = Callable[[Node, TensorType], _Array | None]
+
+
+def _filled(number: Argument, kind: TensorType) -> _Array | None:
+    if not isinstance(number, bool | int | float):
+        return None
+    return np.broadcast_to(np.asarray(number).astype(kind.dtype), kind.shape)
+
+
+def _constant(number: int) -> _Factory:
+    return lambda _, kind: _filled(number, kind)
+
+
+def _given(at: int) -> _Factory:
+    """Return the maker of an operator that is told its number in argument `at`."""
+    return lambda node, kind: _filled(node.args[at], kind) if len(node.args) > at else None
+
+
+def _arange(node: Node, kind: TensorType) -> _Array | None:
+    whole = all(type(part) is int for part in node.args)
+    if not whole or not kind.dtype.startswith("int") or kind.shape[0] > _MOST_ELEMENTS:
+        return None
+    return np.arange(*node.args, dtype=kind.dtype)
+
+
+def _written_out(node: Node, kind: TensorType) -> _Array | None:
+    """`sbp.constant(values, size)`."""
+    return np.array(node.args[0], dtype=kind.dtype).reshape(kind.shape)
+
+
+_FACTORIES: Mapping[str, _Factory] = {
+    "aten.arange.default": _arange,
+    "aten.arange.start": _arange,
+    "aten.arange.start_step": _arange,
+    "aten.full.default": _given(1),
+    "aten.ones.default": _constant(1),
+    "aten.scalar_tensor.default": _given(0),
+    "aten.zeros.default": _constant(0),
+    "sbp.constant.default": _written_out,
+}
+
+#: Factories that take their dtype or shape from a tensor that they do not read.
+_LIKE: Mapping[str, _Factory] = {
+    "aten.full_like.default": _given(1),
+    "aten.new_full.default": _given(2),
+    "aten.new_ones.default": _constant(1),
+    "aten.new_zeros.default": _constant(0),
+    "aten.ones_like.default": _constant(1),
+    "aten.zeros_like.default": _constant(0),
+}
+
+# Looks and arithmetic: functions of the type that is made, and of the arguments in order
+
+_Function = Callable[..., _Array | None]
+
+
+def _reshaped(kind: TensorType, array: _Array, *_: Argument) -> _Array:
+    if not any(array.strides) and array.size:
+        return np.broadcast_to(array[(0,) * array.ndim], kind.shape)
+    return array.reshape(kind.shape)
+
+
+def _expanded(kind: TensorType, array: _Array, *_: Argument) -> _Array:
+    return np.broadcast_to(array, kind.shape)
+
+
+def _transposed(_: TensorType, array: _Array, first: int = 0, second: int = -1) -> _Array:
+    return np.swapaxes(array, first, second) if array.ndim > 1 else array
+
+
+def _permuted(_: TensorType, array: _Array, dims: tuple[int, ...]) -> _Array:
+    return array.transpose([dim % array.ndim for dim in dims])
+
+
+def _converted(kind: TensorType, array: _Array) -> _Array | None:
+    """Convert exactly, or from float64 to float32."""
+    floating = array.dtype.kind == "f"
+    if floating and not kind.dtype.startswith("float"):
+        return None
+    return np.asarray(array).astype(kind.dtype)
+
+
+def _pointwise(function: np.ufunc) -> _Function:
+    """Return an operator that computes in the dtype that it makes.
+
+    A Python number takes part in that dtype, as PyTorch has it.
+    """
+
+    def compute(kind: TensorType, *args: Any) -> _Array | None:
+        dtype = np.dtype(kind.dtype)
+        if len(args) != function.nin or any(
+            isinstance(part, np.generic | np.ndarray) and part.dtype != dtype for part in args
+        ):
+            return None
+        made: _Array = np.asarray(function(*(np.asarray(part).astype(dtype) for part in args)))
+        return made if made.dtype == dtype else None
+
+    return compute
+
+
+def _comparison(function: np.ufunc) -> _Function:
+    """Return an operator that compares integers."""
+
+    def compute(_: TensorType, *args: Any) -> _Array | None:
+        integers = all(np.asarray(part).dtype.kind in "bi" for part in args)
+        if len(args) != function.nin or not integers:
+            return None
+        made: _Array = np.asarray(function(*args))
+        return made
+
+    return compute
+
+
+_LOOKS = frozenset(
+    {"view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "expand", "t", "transpose"}
+    | {"permute", "alias", "detach", "clone"}
+)
+
+#: Named arguments that do not matter to the result.
+_ALLOWED: Mapping[str, frozenset[str]] = {
+    "_to_copy": frozenset({"dtype", "device", "layout"}),
+    "clone": frozenset({"memory_format"}),
+}
+
+_FUNCTIONS: Mapping[str, _Function] = {
+    "_to_copy": _converted,
+    "_unsafe_view": _reshaped,
+    "add": _pointwise(np.add),
+    "alias": _reshaped,
+    "bitwise_and": _pointwise(np.bitwise_and),
+    "bitwise_not": _pointwise(np.bitwise_not),
+    "bitwise_or": _pointwise(np.bitwise_or),
+    "clone": _reshaped,
+    "detach": _reshaped,
+    "eq": _comparison(np.equal),
+    "expand": _expanded,
+    "ge": _comparison(np.greater_equal),
+    "gt": _comparison(np.greater),
+    "le": _comparison(np.less_equal),
+    "logical_and": _comparison(np.logical_and),
+    "logical_not": _comparison(np.logical_not),
+    "logical_or": _comparison(np.logical_or),
+    "lt": _comparison(np.less),
+    "mul": _pointwise(np.multiply),
+    "ne": _comparison(np.not_equal),
+    "neg": _pointwise(np.negative),
+    "permute": _permuted,
+    "reshape": _reshaped,
+    "squeeze": _reshaped,
+    "sub": _pointwise(np.subtract),
+    "t": _transposed,
+    "transpose": _transposed,
+    "unsqueeze": _reshaped,
+    "view": _reshaped,
+}

@@ -1,0 +1,420 @@
+"""Operator slicing: an operator with a large parameter runs as several, each on a part of it.
+
+A parameter that is stored sharded is gathered part by part, used, and freed, so that only
+1/count of it is whole at once; likewise its gradient is made and reduced part by part. Part j of a
+dim are its elements j, j + count, ...: each rank holds an equal share of each part, whichever dim
+the parameter is stored split along, so a part travels at its own size and the bytes of a step stay
+what they were. Parts go one after the other: each waits for the result of the one before
+(`sbp.piece(x, token, ...)`). They are tagged `slice:COUNT`: what is inferred for a part is what
+would be for the whole, so that the same tensors travel.
+
+What the parameter is sliced along follows from the operator:
+
+    along        forward y = x W       backward dx = dy W'     gradient dW = x' dy
+    output       columns of y          columns of dx           rows of dW
+    contraction  addends of y          addends of dx           rows of dW
+
+Slices along outputs give the same elements, put together by a copy; addends are summed in another
+order, and need no copy. No torch.
+
+Source: Jiang et al., "OSDP: Optimal sharded data parallel for distributed deep learning", IJCAI
+2023, section 3.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+from sbp_core.errors import ConfigError
+from sbp_core.graph.ir import (
+    Argument,
+    InputKind,
+    LogicalGraph,
+    Node,
+    Phase,
+    Ref,
+    TensorType,
+    ValueType,
+)
+from sbp_aten.pass_options import Along, Slicing
+from sbp_core.graph.rewrite import drop_dead
+
+#: Contractions: the positions of both factors, and of what is added (-1: nothing).
+_CONTRACTIONS = {
+    "aten.mm.default": (0, 1, -1),
+    "aten.addmm.default": (1, 2, 0),
+    "aten.bmm.default": (0, 1, -1),
+    "aten.baddbmm.default": (1, 2, 0),
+    "sbp.mm_as.default": (0, 1, -1),
+    "sbp.bmm_as.default": (0, 1, -1),
+}
+
+#: Those whose addends can be summed without loss.
+_SUMMABLE = frozenset(op for op in _CONTRACTIONS if op.startswith("aten."))
+
+#: What adds a product to a sum, for factors of as many dims.
+_ADDING = {2: "aten.addmm.default", 3: "aten.baddbmm.default"}
+
+#: Views and casts that do to a part what they do to the whole.
+_ARRANGING = frozenset(
+    {"aten.t.default", "aten.transpose.int", "aten.permute.default", "aten._to_copy.default"}
+)
+
+_EMBEDDING, _EMBEDDING_BACKWARD = (
+    "aten.embedding.default",
+    "aten.embedding_dense_backward.default",
+)
+
+
+def slice_operators(graph: LogicalGraph, slices: Mapping[str, Slicing]) -> LogicalGraph:
+    """Run the operators of some parameters, and of their gradients, in slices.
+
+    before: y = mm(x, t(w))
+    after:  w/0 = sbp.piece(w, x, 0, 0, 2); y/0 = mm(x, t(w/0))
+            w/1 = sbp.piece(w, y/0, 0, 1, 2); y/1 = mm(x, t(w/1)); y = view(stack([y/0, y/1], 1))
+
+    Args:
+        graph: A captured step.
+        slices: Pattern of parameters, or of the modules that they belong to -> how. Later patterns
+            override earlier ones.
+
+    Raises:
+        ConfigError: a pattern matches no parameter whose operators can be sliced, or they cannot be
+            sliced so: a dim does not have that many equal parts.
+    """
+    chosen = _chosen(graph, slices)
+    for name, how in chosen.items():
+        graph = _Slicer(graph, name, how).run()
+    return drop_dead(graph)
+
+
+def _chosen(graph: LogicalGraph, slices: Mapping[str, Slicing]) -> dict[str, Slicing]:
+    """Return how to slice each parameter that a pattern means and whose operators can be sliced."""
+    names = [
+        entry.name
+        for entry in graph.inputs
+        if entry.kind is InputKind.PARAMETER
+        and any(use.node.phase is Phase.FORWARD for use in _uses(graph, entry.name))
+    ]
+    chosen: dict[str, Slicing] = {}
+    for pattern, how in slices.items():
+        found = [
+            name
+            for name in names
+            if fnmatchcase(name, pattern) or fnmatchcase(name.rpartition(".")[0], pattern)
+        ]
+        if not found:
+            raise ConfigError(
+                f"the pattern {pattern!r} of slices matches no parameter that can be sliced",
+                accepted=", ".join(names[:12]) + ", ..." * (len(names) > 12),
+                todo=f"name matrices that go into {', '.join([*_CONTRACTIONS, _EMBEDDING])}",
+            )
+        chosen |= dict.fromkeys(found, how)
+    return chosen
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Use:
+    """An operator that takes a parameter.
+
+    Args:
+        node: The operator.
+        position: Of the argument that is the parameter.
+        chain: The views and casts between parameter and operator, in order.
+    """
+
+    node: Node
+    position: int
+    chain: tuple[Node, ...]
+
+
+def _uses(graph: LogicalGraph, value: str, chain: tuple[Node, ...] = ()) -> Iterator[_Use]:
+    """Yield the operators of forward and backward that can be sliced along a value."""
+    for user in graph.users[value]:
+        if user.phase is Phase.OPTIMIZER:
+            continue
+        if user.op in _ARRANGING:
+            yield from _uses(graph, user.outputs[0], (*chain, user))
+        left, right, _ = _CONTRACTIONS.get(user.op, (-1, -1, -1))
+        looks_up = user.op == _EMBEDDING and not chain and len(user.args) < 5
+        for position in (left, right, 0 if looks_up else -1):
+            plain = not user.kwargs and user.inputs().count(value) == 1
+            if position >= 0 and user.args[position] == Ref(value) and plain:
+                yield _Use(node=user, position=position, chain=chain)
+
+
+class _Slicer:
+    """The slicing of the operators of one parameter."""
+
+    def __init__(self, graph: LogicalGraph, name: str, how: Slicing) -> None:
+        self.graph, self.name, self.how = graph, name, how
+        self.types: dict[str, ValueType] = dict(graph.types)
+        self.taken = {*graph.types, *graph.by_name}
+        self.made: list[Node] = []
+
+    def run(self) -> LogicalGraph:
+        """Return the graph with slices.
+
+        Raises:
+            ConfigError: an operator cannot be sliced so.
+        """
+        uses = {use.node.name: use for use in _uses(self.graph, self.name)}
+        gradients = set(self._gradients(set(uses)))
+        nodes: list[Node] = []
+        for node in self.graph.nodes:
+            self.made = []
+            if node.name in uses:
+                self._slice_use(uses[node.name])
+            elif node.name in gradients:
+                self._slice_gradient(node)
+            nodes += self.made or [node]
+        return self.graph.with_nodes(tuple(nodes), types=self.types)
+
+    def _gradients(self, forward: set[str]) -> Iterator[str]:
+        """Yield the operators that make the gradient of the parameter."""
+        shape = sorted(self.graph.tensor(self.name).shape)
+        for node in self.graph.nodes:
+            if (
+                node.phase is Phase.BACKWARD
+                and node.forward in forward
+                and node.name not in forward
+                and node.op in (*_CONTRACTIONS, _EMBEDDING_BACKWARD)
+                and sorted(self.graph.tensor(node.outputs[0]).shape) == shape
+            ):
+                yield node.name
+
+    # Slices
+
+    def _slice_use(self, use: _Use) -> None:
+        node, factor = use.node, self.graph.tensor(use.node.args[use.position].name)
+        if node.op == _EMBEDDING:
+            if self.how.along is not Along.OUTPUT:
+                raise self._misfit(node, "rows of an embedding are not sliced", "along='output'")
+            self._by_outputs(node, 0, -1, -1, use.chain, settled=False)
+            return
+        left, right, _ = _CONTRACTIONS[node.op]
+        is_left = use.position == left
+        output, summed = (-2, -1) if is_left else (-1, -2)
+        along = self._along(factor.shape[output], factor.shape[summed])
+        if along is Along.OUTPUT or node.op not in _SUMMABLE:
+            self._by_outputs(node, use.position, output, output, use.chain, settled=False)
+            return
+        self._check(node, factor.shape[summed])
+        self._by_addends(use, right if is_left else left, (summed, output))
+
+    def _along(self, output: int, summed: int) -> Along:
+        """Return along what to slice: the other way if only that one can be cut equally."""
+        extents = {Along.OUTPUT: output, Along.CONTRACTION: summed}
+        fit = [along for along, extent in extents.items() if extent % self.how.count == 0]
+        return fit[0] if len(fit) == 1 else self.how.along
+
+    def _slice_gradient(self, node: Node) -> None:
+        """Slice the gradient by rows, or by columns if the rows cannot be cut."""
+        if node.op == _EMBEDDING_BACKWARD:
+            self._by_outputs(node, 0, -1, -1, (), settled=True)
+            return
+        left, right, _ = _CONTRACTIONS[node.op]
+        rows = self.graph.tensor(node.outputs[0]).shape[-2]
+        if rows % self.how.count == 0:
+            self._by_outputs(node, left, -2, -2, (), settled=True)
+        else:
+            self._by_outputs(node, right, -1, -1, (), settled=True)
+
+    def _by_outputs(
+        self,
+        node: Node,
+        position: int,
+        dim: int,
+        output_dim: int,
+        chain: Sequence[Node],
+        *,
+        settled: bool,
+    ) -> None:
+        """Make parts of the output out of parts of one argument, and put them together."""
+        count, name = self.how.count, node.outputs[0]
+        whole, made = self.graph.tensor(node.args[position].name), self.graph.tensor(name)
+        self._check(node, whole.shape[dim])
+        out = output_dim % len(made.shape)
+        part = replace(made, shape=_cut(made.shape, out, count))
+        token = self._data(node, position)
+        added = _CONTRACTIONS.get(node.op, (0, 0, -1))[2]
+        parts: list[str] = []
+        for index in range(count):
+            args = list(node.args)
+            args[position] = Ref(self._piece(node, position, dim, index, token, chain, settled))
+            if added >= 0:
+                args[added] = self._added(node, node.args[added], output_dim, index)
+            token = self._add(node, f"{name}/{index}", node.op, tuple(args), part)
+            parts.append(token)
+        shape = (*part.shape[: out + 1], count, *part.shape[out + 1 :])
+        stacked = self._add(
+            node, f"{name}/parts", "aten.stack.default",
+            (tuple(map(Ref, parts)), out + 1), replace(made, shape=shape), part=False,
+        )  # fmt: skip
+        self._last(node, "aten.view.default", (Ref(stacked), made.shape))
+
+    def _by_addends(self, use: _Use, other: int, dims: tuple[int, int]) -> None:
+        """Sum products of parts of both factors."""
+        node, count = use.node, self.how.count
+        name, added = node.outputs[0], _CONTRACTIONS[node.op][2]
+        made, data = self.graph.tensor(name), self.graph.tensor(node.args[other].name)
+        dim = dims[1] % len(data.shape)
+        total: Argument = node.args[added] if added >= 0 else None
+        token = node.args[other].name
+        adding = _ADDING[len(made.shape)]
+        for index in range(count):
+            piece = self._piece(node, use.position, dims[0], index, token, use.chain, False)
+            taken = self._add(
+                node, f"{name}/taken/{index}", "aten.slice.Tensor",
+                (node.args[other], dim, index, data.shape[dim], count),
+                replace(data, shape=_cut(data.shape, dim, count)),
+            )  # fmt: skip
+            factors = (Ref(taken), Ref(piece)) if use.position > other else (Ref(piece), Ref(taken))
+            op = node.op if total is None else adding
+            args = factors if total is None else (total, *factors)
+            if index == count - 1:
+                self._last(node, op, args)
+            else:
+                token = self._add(node, f"{name}/{index}", op, args, made, part=False)
+                total = Ref(token)
+
+    def _piece(
+        self,
+        node: Node,
+        position: int,
+        dim: int,
+        index: int,
+        token: str,
+        chain: Sequence[Node],
+        settled: bool,
+    ) -> str:
+        """Add one part of an argument: of the parameter, then seen through its views and casts."""
+        value = chain[0].args[0].name if chain else node.args[position].name
+        at = dim % len(self.graph.tensor(node.args[position].name).shape)
+        for view in reversed(chain):
+            at = _before(view, at, len(self.graph.tensor(view.outputs[0]).shape))
+        kind = self.graph.tensor(value)
+        count = self.how.count
+        base = value if chain or value == self.name else f"{node.outputs[0]}/taken"
+        made = self._add(
+            node, f"{base}/{index}", "sbp.piece",
+            (Ref(value), Ref(token), at, index, count, settled),
+            replace(kind, shape=_cut(kind.shape, at, count)),
+        )  # fmt: skip
+        for view in chain:
+            before, after = (self.graph.tensor(v) for v in (view.args[0].name, view.outputs[0]))
+            at = _after(view, at, len(before.shape))
+            made = self._add(
+                node, f"{view.outputs[0]}/{index}", view.op, (Ref(made), *view.args[1:]),
+                replace(after, shape=_cut(after.shape, at, count)), view,
+            )  # fmt: skip
+        return made
+
+    def _added(self, node: Node, added: Argument, output_dim: int, index: int) -> Argument:
+        """Return the part of what is added to a product that goes with a part of the output."""
+        kind = self.graph.tensor(added.name)
+        if len(kind.shape) < -output_dim or kind.shape[output_dim] == 1:
+            return added
+        at, count = output_dim % len(kind.shape), self.how.count
+        return Ref(
+            self._add(
+                node, f"{added.name}/{index}", "aten.slice.Tensor",
+                (added, at, index, kind.shape[at], count),
+                replace(kind, shape=_cut(kind.shape, at, count)),
+            )
+        )  # fmt: skip
+
+    def _data(self, node: Node, position: int) -> str:
+        """Return the first tensor argument but the one that is sliced."""
+        sliced: str = node.args[position].name
+        found = [value for value in self.graph.tensor_inputs(node) if value != sliced]
+        own = _CONTRACTIONS.get(node.op, (0, 1, -1))
+        preferred = [node.args[at].name for at in own[:2] if at != position]
+        return next((value for value in preferred if value in found), sliced)
+
+    # Nodes
+
+    def _add(
+        self,
+        node: Node,
+        name: str,
+        op: str,
+        args: tuple[Argument, ...],
+        kind: TensorType,
+        like: Node | None = None,
+        *,
+        part: bool = True,
+    ) -> str:
+        while name in self.taken:
+            name += "'"
+        self.taken.add(name)
+        self.types[name] = kind
+        keeps = op == node.op or like is not None
+        tags = (like or node).tags if keeps else _marks(node)
+        self.made.append(
+            replace(
+                node,
+                name=name,
+                op=op,
+                args=args,
+                kwargs=like.kwargs if like is not None else {},
+                outputs=(name,),
+                tags=(*tags, f"slice:{self.how.count}") if part else tags,
+            )
+        )
+        return name
+
+    def _last(self, node: Node, op: str, args: tuple[Argument, ...]) -> None:
+        """Add what makes the output of the operator itself."""
+        tags = node.tags if op == node.op else _marks(node)
+        self.made.append(replace(node, op=op, args=args, kwargs={}, tags=tags))
+
+    def _check(self, node: Node, extent: int) -> None:
+        if extent % self.how.count:
+            divisors = [n for n in range(2, min(extent, 64) + 1) if extent % n == 0]
+            raise self._misfit(
+                node,
+                f"{extent} elements are not {self.how.count} equal slices",
+                f"count={', '.join(map(str, divisors))}" if divisors else "dims with equal parts",
+            )
+
+    def _misfit(self, node: Node, what: str, accepted: str) -> ConfigError:
+        return ConfigError(
+            f"the operators of {self.name!r} cannot be sliced: {what}",
+            where=node.where(),
+            accepted=accepted,
+        )
+
+
+def _marks(node: Node) -> tuple[str, ...]:
+    """Return the tags of a node that say where it is, not what its operator does."""
+    return tuple(tag for tag in node.tags if tag.split(":")[0] == "recompute")
+
+
+def _cut(shape: Sequence[int], dim: int, count: int) -> tuple[int, ...]:
+    return (*shape[:dim], shape[dim] // count, *shape[dim + 1 :])
+
+
+def _order(view: Node, num_dims: int) -> list[int]:
+    """Return the dim of the argument that each dim of a view is."""
+    order = list(range(num_dims))
+    if view.op == "aten.t.default":
+        order.reverse()
+    elif view.op == "aten.transpose.int":
+        first, second = (dim % num_dims for dim in view.args[1:3])
+        order[first], order[second] = order[second], order[first]
+    elif view.op == "aten.permute.default":
+        order = [dim % num_dims for dim in view.args[1]]
+    return order
+
+
+def _before(view: Node, dim: int, num_dims: int) -> int:
+    """Return the dim of the argument that a dim of a view is."""
+    return _order(view, num_dims)[dim]
+
+
+def _after(view: Node, dim: int, num_dims: int) -> int:
+    """Return the dim of a view that a dim of its argument becomes."""
+    return _order(view, num_dims).index(dim)

@@ -1,0 +1,91 @@
+"""Which passes a step goes through: each with its switch or its settings, in a fixed order.
+
+The order, and why it is so:
+
+    tie_clocks          first, while step counters are as the optimizer made them
+    fold_constants      then what is known, and what comes to nothing, goes
+    drop_identities
+    fold_views
+    share_expressions   last of those that clean up: they make equal what is to be shared
+    mixed_precision     on a clean graph, before anything reckons with dtypes
+    place_casts         also the conversions of a capture under autocast
+    split_classes       on the losses as PyTorch writes them
+    sum_losses
+    split_batch_norm
+    extra               passes of plugins, on a graph without repetitions, at micro-batch size
+    slice_operators     what is sliced has its conversions, and may be made again slice by slice
+    unbury_batch        on products as all the others know them, before any is repeated
+    recompute           repeats what must not be shared again: nothing cleans up after it
+    defer_reductions    on what is there after all that
+    own_outputs         always: what leaves as an input is copied, and nobody drops that again
+    accumulate          the others need not know of rates
+    accumulate_apart    on the sums over micro-batches, which are there only now
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+
+from sbp_core.graph.ir import LogicalGraph
+from sbp_aten.pass_options import PassOptions
+from sbp_aten.passes.batch_norm import split_batch_norm
+from sbp_aten.passes.expose_batch_dim import unbury_batch
+from sbp_aten.passes.casts import place_casts
+from sbp_aten.passes.class_split import split_classes
+from sbp_aten.passes.step_counters import tie_clocks
+from sbp_aten.passes.constants import fold_constants
+from sbp_aten.passes.deferred_reductions import defer_reductions
+from sbp_aten.passes.identities import drop_identities
+from sbp_aten.passes.losses import sum_losses
+from sbp_aten.passes.mixed_precision import mixed_precision
+from sbp_core.passes.recompute import recompute
+from sbp_aten.passes.simplify import fold_views, share_expressions
+from sbp_aten.passes.operator_slicing import slice_operators
+
+#: A pure function graph -> graph.
+GraphPass = Callable[[LogicalGraph], LogicalGraph]
+
+
+def chosen_passes(
+    options: PassOptions, extra: Iterable[GraphPass] = ()
+) -> Iterator[tuple[str, GraphPass]]:
+    """Yield name and function of each pass that is on, in order.
+
+    Args:
+        options: Which passes are on, and how.
+        extra: Further passes, such as those of plugins; they bear their own names.
+    """
+    cleaning: dict[str, GraphPass] = {
+        "tie_clocks": tie_clocks,
+        "fold_constants": fold_constants,
+        "drop_identities": drop_identities,
+        "fold_views": fold_views,
+        "share_expressions": share_expressions,
+    }
+    yield from ((name, cleaning[name]) for name in cleaning if getattr(options, name))
+    if options.mixed_precision is not None:
+        yield "mixed_precision", partial(mixed_precision, how=options.mixed_precision)
+    if options.place_casts is not None:
+        yield "place_casts", partial(place_casts, how=options.place_casts)
+    if options.split_classes is not None:
+        yield "split_classes", partial(split_classes, how=options.split_classes)
+    if options.sum_losses:
+        yield "sum_losses", sum_losses
+    if options.split_batch_norm:
+        yield "split_batch_norm", split_batch_norm
+    yield from ((_name(apply), apply) for apply in extra)
+    if options.slices:
+        yield "slice_operators", partial(slice_operators, slices=options.slices)
+    if options.unbury_batch:
+        yield "unbury_batch", unbury_batch
+    if options.recompute is not None:
+        yield "recompute", partial(recompute, how=options.recompute)
+    if options.defer_reductions:
+        yield "defer_reductions", defer_reductions
+
+
+def _name(apply: GraphPass) -> str:
+    """Return what a message calls a pass."""
+    plain = apply.func if isinstance(apply, partial) else apply
+    return getattr(plain, "__name__", type(plain).__name__)

@@ -1,0 +1,112 @@
+"""The rules of PyTorch's operators and our own, a module for each family.
+
+    pointwise (in what monotone: effects), elementwise             maps of elements
+    reductions, scans, histograms, distance                        sums, maxima, orders, counts
+    matmul, grouped, linalg, fft                                   products and factorisations
+    attention (its calls: attention_call), recurrent, layers       layers as one operator
+    normalisation, batch_norm, loss, nll, ctc                      softmax, norms, losses
+    convolution, pooling, folding, padding, resampling             windows and planes in space
+    reshape, views, rearrange, selection, triangular, memory       where elements stand
+    indexing, advanced, embedding, embedding_bag                   reading by index
+    scatter, index_put, replace_view, data_dependent               writing by index, masks
+    factories, random, foreach, fused, sbp_ops, opaque             all else
+
+Without rules of their own: `patterns`, `arrangement`, `windows`, `updates`, `means`, `sliding` and
+`planes` hold what several families share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from sbp_core.signatures.rule import Rule
+from sbp_aten.rules import (
+    advanced,
+    attention,
+    batch_norm,
+    convolution,
+    ctc,
+    data_dependent,
+    distance,
+    elementwise,
+    embedding,
+    embedding_bag,
+    factories,
+    fft,
+    folding,
+    foreach,
+    fused,
+    grouped,
+    histograms,
+    index_put,
+    indexing,
+    layers,
+    linalg,
+    loss,
+    matmul,
+    memory,
+    nll,
+    normalisation,
+    padding,
+    pointwise,
+    pooling,
+    random,
+    rearrange,
+    recurrent,
+    reductions,
+    replace_view,
+    resampling,
+    reshape,
+    scans,
+    scatter,
+    selection,
+    triangular,
+    views,
+)
+from sbp_core.signatures import sbp_ops
+
+#: Operator name -> rule. Operators that ATen tags as pointwise need none.
+RULES: Mapping[str, Rule] = {
+    **advanced.RULES,
+    **attention.RULES,
+    **batch_norm.RULES,
+    **convolution.RULES,
+    **ctc.RULES,
+    **data_dependent.RULES,
+    **distance.RULES,
+    **elementwise.RULES,
+    **embedding.RULES,
+    **embedding_bag.RULES,
+    **factories.RULES,
+    **fft.RULES,
+    **folding.RULES,
+    **foreach.RULES,
+    **fused.RULES,
+    **grouped.RULES,
+    **histograms.RULES,
+    **index_put.RULES,
+    **indexing.RULES,
+    **layers.RULES,
+    **linalg.RULES,
+    **loss.RULES,
+    **matmul.RULES,
+    **memory.RULES,
+    **nll.RULES,
+    **normalisation.RULES,
+    **padding.RULES,
+    **pointwise.RULES,
+    **pooling.RULES,
+    **random.RULES,
+    **rearrange.RULES,
+    **recurrent.RULES,
+    **reductions.RULES,
+    **replace_view.RULES,
+    **resampling.RULES,
+    **reshape.RULES,
+    **sbp_ops.RULES,
+    **scans.RULES,
+    **scatter.RULES,
+    **selection.RULES,
+    **triangular.RULES,
+    **views.RULES,
+}

@@ -1,0 +1,193 @@
+"""Convolutions, forward and backward, transposed or not: sums of products over channels.
+
+    n (g i) x!, (g o) i k!, (g o)    -> n (g o) y!               forward, with a bias
+    n (g i) x!, (g i) o k!, (g o)    -> n (g o) y!               transposed
+    n (g o) y!, n (g i) x!, (g o) i k! => n (g i) x!, (g o) i k!, (g o)    backward
+
+Spatial dims are as in `rules.sliding`: free where no window reaches into another shard. Shards of
+channels may not be empty, because the kernels refuse weights without channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+from sbp_core.signatures.arguments import argument
+from sbp_core.signatures.call import OpCall
+from sbp_core.signatures.notation import Dependence, Dim, Dims, Notation, increasing, linear, unread
+from sbp_core.signatures.rule import LocalCall, Rule, Shards
+from sbp_core.signatures.patterns import changed
+from sbp_aten.rules.sliding import Slide, Space, space, spread
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Form:
+    """A convolution in labels: shapes and arguments, whichever operator they are given to.
+
+    Args:
+        source, target: Dims of the input and of the output.
+        weight, bias: Dims of the weights and of the bias.
+        space: Labels of the spatial dims.
+        whole: Labels that may not be split, channels included.
+        nonempty: Labels whose shards may not be empty.
+        sizes: Extent of the groups.
+        work_flop: Work of one such sum of products.
+    """
+
+    source: Dims
+    target: Dims
+    weight: Dims
+    bias: Dims
+    space: Space
+    whole: frozenset[str]
+    nonempty: frozenset[str]
+    sizes: tuple[tuple[str, int], ...]
+    work_flop: float
+
+
+def _form(call: OpCall, shapes: tuple[tuple[int, ...], ...], first: int) -> _Form:
+    """Return a convolution in labels.
+
+    Args:
+        call: The call.
+        shapes: Of its input, output and weights.
+        first: Position of the argument `stride`; the others follow.
+    """
+    source, target, weight = shapes
+    count = len(source) - 2
+    transposed = bool(argument(call, first + 3, "transposed", False))
+    groups = argument(call, first + 5, "groups", 1)
+    stride, padding, dilation = (
+        spread(argument(call, first + at, name), count)
+        for at, name in enumerate(("stride", "padding", "dilation"))
+    )
+    large, small = (target, source) if transposed else (source, target)
+    shape = space(
+        [
+            Slide(
+                elements=large[at + 2],
+                windows=small[at + 2],
+                kernel=weight[at + 2],
+                stride=stride[at],
+                padding=padding[at],
+                dilation=dilation[at],
+            )
+            for at in range(count)
+        ],
+        divisible=True,
+    )
+    inputs, outputs = source[1] // groups, target[1] // groups
+    sizes = {"g": groups, "i": inputs, "o": outputs}
+
+    def dim(*names: str) -> Dim:
+        return tuple(name for name in names if sizes[name] != 1)
+
+    channels = (dim("g", "i"), dim("o")) if transposed else (dim("g", "o"), dim("i"))
+    in_space = (shape.windows, shape.elements) if transposed else (shape.elements, shape.windows)
+    used = {name for name, size in sizes.items() if size != 1}
+    return _Form(
+        source=(("n",), dim("g", "i"), *in_space[0]),
+        target=(("n",), dim("g", "o"), *in_space[1]),
+        weight=(*channels, *shape.kernel),
+        bias=(dim("g", "o"),),
+        space=shape,
+        whole=shape.whole,
+        nonempty=shape.nonempty | used,
+        sizes=(("g", groups),) if groups != 1 else (),
+        work_flop=2.0 * prod(weight) * source[0] * prod(small[2:]),
+    )
+
+
+def _forward(call: OpCall) -> Notation:
+    shapes = call.inputs[0].shape, call.outputs[0].shape, call.inputs[1].shape
+    form = _form(call, shapes, 3)
+    with_bias = len(call.inputs) == 3
+    return Notation(
+        inputs=(form.source, form.weight, *([form.bias] if with_bias else [])),
+        outputs=(form.target,),
+        addends=(0, 0, 1) if with_bias else (0, 0),
+        # Each element of the output grows with one element of the bias.
+        dependences=(increasing(2),) if with_bias else (),
+        whole=form.whole,
+        nonempty=form.nonempty,
+        sizes=form.sizes,
+        work_flop=form.work_flop,
+        why=form.space.why,
+    )
+
+
+def _backward(call: OpCall) -> Notation:
+    """The gradient of the output meets the weights, the input, and (for the bias) nothing."""
+    gradient, source, weight = (entry.shape for entry in call.inputs)
+    form = _form(call, (source, gradient, weight), 4)
+    wanted = tuple(argument(call, 10, "output_mask"))
+    places = dict(zip([at for at in range(3) if wanted[at]], range(3), strict=False))
+    made = (form.source, form.weight, form.bias)
+    # What each output does not meet: label i is missing in the bias, and in the gradient.
+    labels = {name for tensor in made for dim in tensor for name in dim}
+    meet = {0: form.target + form.weight, 1: form.target + form.source, 2: form.target}
+    apart = [
+        (f"{label}@{place}", "none")
+        for output, place in places.items()
+        for label in sorted(labels - {name for dim in meet[output] for name in dim})
+    ]
+    return Notation(
+        inputs=(form.target, form.source, form.weight),
+        outputs=tuple(made[output] for output in places),
+        dependences=(linear(0), *_meetings(places.get(1), places.get(0))),
+        whole=form.whole,
+        nonempty=form.nonempty,
+        sizes=form.sizes,
+        reductions=tuple(apart),
+        work_flop=form.work_flop * (wanted[0] + wanted[1]) + prod(gradient) * wanted[2],
+        why=form.space.why,
+    )
+
+
+def _meetings(of_weight: int | None, of_input: int | None) -> Iterator[Dependence]:
+    """Yield in what the input and the weights count: each in the gradient of the other.
+
+    Args:
+        of_weight: Which output the gradient of the weights is; None if it is not wanted.
+        of_input: Which output the gradient of the input is.
+    """
+    for position, output in ((1, of_weight), (2, of_input)):
+        yield unread(position) if output is None else linear(position, outputs=(output,))
+    if of_weight is not None and of_input is not None:
+        yield linear(1, 2, outputs=(of_input, of_weight))
+
+
+def _groups(call: OpCall, shards: Shards, *, first: int) -> int:
+    """Return the groups of a shard: its channels over those of one group, as the weights tell."""
+    groups: int = argument(call, first + 5, "groups", 1)
+    backward = first == 4
+    transposed = argument(call, first + 3, "transposed", False)
+    source, target = (1, 0) if backward else (0, -1)
+    bounds = (*shards.inputs, *shards.outputs) if not backward else shards.inputs
+    channels = _length(bounds[target if transposed else source][1])
+    of_group = _length(shards.inputs[2 if backward else 1][1])
+    return channels // of_group if groups != 1 and of_group else groups
+
+
+def _length(bounds: tuple[int, int]) -> int:
+    start, stop = bounds
+    return stop - start
+
+
+def _localize(call: OpCall, shards: Shards) -> LocalCall:
+    return changed(call, (8, "groups", _groups(call, shards, first=3)))
+
+
+def _localize_backward(call: OpCall, shards: Shards) -> LocalCall:
+    groups = (9, "groups", _groups(call, shards, first=4))
+    if argument(call, 3, "bias_sizes") is None:
+        return changed(call, groups)
+    return changed(call, groups, (3, "bias_sizes", (_length(shards.inputs[0][1]),)))
+
+
+RULES = {
+    "aten.convolution.default": Rule(_forward, _localize),
+    "aten.convolution_backward.default": Rule(_backward, _localize_backward),
+}

@@ -1,0 +1,275 @@
+"""Bags of embeddings: sums, means or maxima of rows of a table, and their gradients.
+
+    v d, n, o! => b! d, n, b!, b!    table, indices, offsets => bags, bag of each place, sizes, ...
+
+Sums and means of parts of the vocabulary (`v`), or of the places (`n`), are partial sums. Which
+places make a bag is said by offsets, so the bags themselves are whole.
+"""
+
+from __future__ import annotations
+
+from sbp_core.graph.ir import Argument, Ref
+from sbp_core.signatures.arguments import argument
+from sbp_core.signatures.call import OpCall
+from sbp_core.signatures.notation import Dims, Notation, ignored, linear, unread
+from sbp_core.signatures.rule import Draft, LocalCall, LocalProgram, Range, Rule, Shards
+from sbp_core.signatures.patterns import each, unchanged
+from sbp_aten.rules.windows import (
+    given,
+    is_cut,
+    length,
+    only_zeros,
+    readable,
+    without_spare,
+    writable,
+)
+
+#: PyTorch's numbers for `mode=`.
+_SUM, _MEAN, _MAX = 0, 1, 2
+
+_FORWARD = (
+    "weight",
+    "indices",
+    "offsets",
+    "scale_grad_by_freq",
+    "mode",
+    "sparse",
+    "per_sample_weights",
+    "include_last_offset",
+    "padding_idx",
+)
+_BACKWARD = (
+    "grad",
+    "indices",
+    "offsets",
+    "offset2bag",
+    "bag_size",
+    "maximum_indices",
+    "num_weights",
+    "scale_grad_by_freq",
+    "mode",
+    "sparse",
+    "per_sample_weights",
+    "padding_idx",
+)
+_DENSE_BACKWARD = tuple(name for name in _BACKWARD if name not in ("offsets", "sparse"))
+_WEIGHTS_BACKWARD = ("grad", "weight", "indices", "offsets", "offset2bag", "mode", "padding_idx")
+
+_BAGS = "offsets count places from the first bag on"
+_MAXIMA = "a maximum comes with the row that it is from"
+_COUNTS = "gradients are scaled by how often rows are named in all places"
+_PADDED = "how many places of a bag are padding is known from all of them only"
+
+
+def _bag(call: OpCall) -> Notation:
+    """Return the notation of the forward operators; see the module docstring."""
+    mode = argument(call, 4, "mode", _SUM)
+    padded = argument(call, 8, "padding_idx", -1) >= 0
+    n: Dims = (("n",),)
+    table: Dims = (("v",), ("d",))
+    bags: Dims = (("b",), ("d",))
+    largest: Dims = bags if len(call.outputs[3].shape) == 2 else (("m",),)
+    # The kernel may leave it out which bag each place is in.
+    told = call.outputs[1].shape == call.inputs[1].shape
+    whole = {"o", "b", "c", "m", "t"}
+    why = _BAGS
+    if mode == _MAX:
+        whole, why = whole | {"v", "n"}, _MAXIMA
+    elif mode == _MEAN and padded:
+        whole, why = whole | {"n"}, _PADDED
+    weighted = len(call.inputs) == 4
+    summed = (linear(0, outputs=(0,)), *((linear(3, outputs=(0,)),) if weighted else ()))
+    return Notation(
+        inputs=(table, n, (("o",),), *((n,) if weighted else ())),
+        outputs=(bags, n if told else (("t",),), (("c",),), largest),
+        dependences=summed if mode != _MAX else (),
+        whole=frozenset(whole),
+        # Sizes, and which bag a place is in, do not hang on the rows.
+        reductions=(
+            *((f"{label}@{output}", "none") for label in "vd" for output in (1, 2, 3)),
+            *(() if told else (("n@1", "none"),)),
+        ),
+        why=why,
+    )
+
+
+def _local_offsets(draft: Draft, offsets: Ref, places: Range) -> Ref:
+    """Return where bags begin in a window of the places."""
+    local = draft("aten.sub.Tensor", offsets, places[0])
+    return draft("aten.clamp.default", local, 0, length(places))
+
+
+def _local_padding(padding: int, rows: Range) -> int:
+    """Return the padding row in a window of the rows, -1 if it is not there."""
+    return padding - rows[0] if rows[0] <= padding < rows[1] else -1
+
+
+def _sizes(draft: Draft, offsets: Ref, num_places: int, last: bool) -> Ref:
+    """Return the number of places of each bag; `last`: offsets say where the last one ends."""
+    if not last:
+        end = draft("aten.new_full.default", offsets, (1,), num_places)
+        offsets = draft("aten.cat.default", (offsets, end))
+    begin = draft("aten.slice.Tensor", offsets, 0, 0, -1)
+    return draft("aten.sub.Tensor", draft("aten.slice.Tensor", offsets, 0, 1), begin)
+
+
+def _bag_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
+    """Sum what the windows of rows and places have; rows of other ranks weigh nothing.
+
+    Everything but the bags comes from a table without columns: it does not hang on the rows.
+    """
+    arguments, _ = given(call, _FORWARD)
+    weight, indices, offsets, _, mode, _, weights, last, padding = arguments
+    mode, last, padding = mode or _SUM, bool(last), -1 if padding is None else padding
+    num_rows, num_places = call.inputs[0].shape[0], call.inputs[1].shape[0]
+    rows, places = shards.inputs[0][0], shards.inputs[1][0]
+    if not is_cut(rows, num_rows) and not is_cut(places, num_places):
+        return unchanged(call)
+    draft = Draft()
+    begins = _local_offsets(draft, offsets, places) if is_cut(places, num_places) else offsets
+    bare = draft("aten.new_zeros.default", weight, (num_rows, 0))
+    _, bag_of, sizes, largest = draft.several(
+        4, call.op, bare, indices, begins, False, mode, False, None, last, padding
+    )
+    if rows[0] == rows[1]:
+        made = draft("aten.new_zeros.default", weight, shards.output_shape())
+        return draft.program(made, bag_of, sizes, largest)
+    if is_cut(rows, num_rows):
+        indices, outside = readable(draft, indices, rows)
+        if weights is None:
+            weights = draft("aten.new_ones.default", weight, (length(places),))
+        weights = draft("aten.masked_fill.Scalar", weights, outside, 0)
+    local = _local_padding(padding, rows)
+    made, *_ = draft.several(
+        4, call.op, weight, indices, begins, False, _SUM, False, weights, last, local
+    )
+    if mode == _MEAN:
+        counts = _sizes(draft, offsets, num_places, last) if is_cut(places, num_places) else sizes
+        counts = draft("aten.clamp.default", counts, 1)
+        made = draft("aten.div.Tensor", made, draft("aten.unsqueeze.default", counts, -1))
+    return draft.program(made, bag_of, sizes, largest)
+
+
+def _table_gradient(call: OpCall) -> Notation:
+    """Return the notation of `_embedding_bag_backward` or `_embedding_bag_dense_backward`.
+
+    Sums and means: `b! d, n, o!, n, b!, b! => v d`, as each place adds to its row.
+    Maxima: `b d, n!, o!, n!, b, b d => v d`, as each bag adds to a row for each column.
+    """
+    names = _names(call)
+    mode = argument(call, names.index("mode"), "mode")
+    places: Dims = (("n",),)
+    bags: Dims = (("b",),)
+    largest = mode == _MAX
+    told = call.inputs[names.index("offset2bag")].shape == call.inputs[1].shape
+    maxima = call.inputs[5 if "offsets" in names else 4].shape
+    given_dims: dict[str, Dims] = {
+        "grad": (("b",), ("d",)),
+        "indices": places,
+        "offsets": (("o",),),
+        "offset2bag": places if told else (("t",),),
+        "bag_size": bags,
+        "maximum_indices": (("b",), ("d",)) if len(maxima) == 2 else (("m",),),
+        "per_sample_weights": places,
+    }
+    unused = ("indices", "offset2bag") if largest else ("maximum_indices",)
+    inputs = [name for name in given_dims if name in names][: len(call.inputs)]
+    counts = bool(argument(call, names.index("scale_grad_by_freq"), "scale_grad_by_freq", False))
+    scaled = counts and not largest
+    whole = {"o", "m", "t", *("n" if largest else "b"), *("nv" if scaled else "")}
+    weighted = len(call.inputs) > len(inputs) - 1 and inputs[-1] == "per_sample_weights"
+    unread_names = (
+        *(("offsets",) if told else ()),
+        *unused,
+        *(("bag_size",) if mode == _SUM else ()),
+    )
+    # What is not read may be split for itself, and nothing comes of it.
+    given_dims |= {
+        name: each(len(entry.shape), f"{name}_")
+        for name, entry in zip(inputs, call.inputs, strict=True)
+        if name in unread_names
+    }
+    own = [label for name in unread_names if name in inputs for (label,) in given_dims[name]]
+    return Notation(
+        inputs=tuple(given_dims[name] for name in inputs),
+        outputs=((("v",), ("d",)),),
+        reductions=tuple((label, "none") for label in own),
+        dependences=(
+            linear(0),
+            *((linear(len(inputs) - 1),) if weighted else ()),
+            *(ignored(index) for index, name in enumerate(inputs) if name in unread_names),
+        ),
+        whole=frozenset(whole),
+        why=_MAXIMA if largest else _COUNTS if scaled else _BAGS,
+    )
+
+
+def _names(call: OpCall) -> tuple[str, ...]:
+    return _DENSE_BACKWARD if "dense" in call.op else _BACKWARD
+
+
+def _table_gradient_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
+    """Let places of other windows add to a spare row, and offsets count local places."""
+    names = _names(call)
+    values: dict[str, Argument] = dict(zip(names, given(call, names)[0], strict=True))
+    num_rows, num_places = call.outputs[0].shape[0], call.inputs[1].shape[0]
+    rows, places = shards.outputs[0][0], shards.inputs[1][0]
+    if values["padding_idx"] is None:
+        values["padding_idx"] = -1
+    draft = Draft()
+    if is_cut(places, num_places) and "offsets" in names:
+        values["offsets"] = _local_offsets(draft, values["offsets"], places)
+    if is_cut(rows, num_rows):
+        for name in ("indices", "maximum_indices"):
+            values[name] = writable(draft, values[name], rows)
+        values["num_weights"] = length(rows) + 1
+        values["padding_idx"] = _local_padding(values["padding_idx"], rows)
+    made = draft(call.op, *values.values())
+    if is_cut(rows, num_rows):
+        made = without_spare(draft, made, {0: rows})
+    return draft.program(made)
+
+
+def _weights_gradient(call: OpCall) -> Notation:
+    """Return `b! d, v d, n, o!, n => n`: the product of a bag's gradient and a place's row."""
+    told = call.inputs[4].shape == call.inputs[2].shape
+    bag_of = "n" if told else "t"
+    return Notation(
+        inputs=((("b",), ("d",)), (("v",), ("d",)), (("n",),), (("o",),), ((bag_of,),)),
+        outputs=((("n",),),),
+        dependences=(linear(0), linear(1), *((unread(3),) if told else ())),
+        whole=frozenset("bot"),
+        why=_BAGS,
+    )
+
+
+def _weights_gradient_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
+    """Take the products with the rows of the window; other places get zeros."""
+    arguments, _ = given(call, _WEIGHTS_BACKWARD)
+    gradient, weight, indices, offsets, bag_of, mode, padding = arguments
+    rows, places = shards.inputs[1][0], shards.inputs[2][0]
+    cut = is_cut(rows, call.inputs[1].shape[0])
+    if not cut and not is_cut(places, call.inputs[2].shape[0]):
+        return unchanged(call)
+    if rows[0] == rows[1]:
+        return only_zeros(gradient, shards.output_shape())
+    draft = Draft()
+    begins = _local_offsets(draft, offsets, places)
+    local = _local_padding(-1 if padding is None else padding, rows)
+    if not cut:
+        made = draft(call.op, gradient, weight, indices, begins, bag_of, mode, local)
+        return draft.program(made)
+    indices, outside = readable(draft, indices, rows)
+    made = draft(call.op, gradient, weight, indices, begins, bag_of, mode, local)
+    return draft.program(draft("aten.masked_fill.Scalar", made, outside, 0))
+
+
+RULES = {
+    "aten._embedding_bag.default": Rule(_bag, _bag_shard),
+    "aten._embedding_bag_backward.default": Rule(_table_gradient, _table_gradient_shard),
+    "aten._embedding_bag_dense_backward.default": Rule(_table_gradient, _table_gradient_shard),
+    "aten._embedding_bag_forward_only.default": Rule(_bag, _bag_shard),
+    "aten._embedding_bag_per_sample_weights_backward.default": Rule(
+        _weights_gradient, _weights_gradient_shard
+    ),
+}

@@ -1,0 +1,209 @@
+"""Operators that cut a dim into pieces, or keep one of it, and their backward operators.
+
+A piece is `count` elements, `step` apart, from `start` on. What a dim is before and after:
+
+    d => d                       the piece is all of it
+    (k s!) => k                  every s-th element: equal shards that s divides keep their own
+    d => k!; reduce d sum        any other: a rank that holds none of its elements has zeros
+    d => ; reduce d sum          one element, and the dim goes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from sbp_core.graph.ir import Ref
+from sbp_core.signatures.arguments import argument, wrap_dim
+from sbp_core.signatures.call import OpCall
+from sbp_core.signatures.notation import Dims, Notation
+from sbp_core.signatures.rule import Draft, LocalCall, LocalProgram, Range, Rule, Shards
+from sbp_aten.rules.arrangement import arranged, fitted, zeros
+from sbp_core.signatures.patterns import each, unchanged
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Piece:
+    """Elements of a dim: start, start + step, ..., `count` in all."""
+
+    start: int
+    step: int = 1
+    count: int = 1
+
+    def within(self, bounds: Range) -> Range:
+        """Return which elements of the piece are in a shard of the dim."""
+        first = max(0, -((self.start - bounds[0]) // self.step))
+        last = min(self.count, -((self.start - bounds[1]) // self.step))
+        return first, max(first, last)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Cut:
+    """How a call cuts dim `dim`; `drops` it if each piece is one element."""
+
+    dim: int
+    pieces: tuple[_Piece, ...]
+    drops: bool = False
+
+    def dims(self, shape: Sequence[int], index: int) -> tuple[Dims, Dims]:
+        """Return the dims of the whole, and those of one piece."""
+        whole, piece, extent = each(len(shape)), self.pieces[index], shape[self.dim]
+        before, after = whole[: self.dim], whole[self.dim + 1 :]
+        if self.drops:
+            return whole, (*before, *after)
+        if piece.step == 1 and piece.count == extent:
+            return whole, whole
+        if len(self.pieces) == 1 and piece.count > 1 and piece.count * piece.step == extent:
+            return (*before, ("k", "s"), *after), (*before, ("k",), *after)
+        return whole, (*before, (f"k{index}",), *after)
+
+
+#: From a call and the shape that is cut.
+_Read = Callable[[OpCall, Sequence[int]], _Cut]
+
+
+def _element(index: int) -> _Read:
+    """Return the reader of a call with (dim, index) from argument `index` on."""
+
+    def read(call: OpCall, shape: Sequence[int]) -> _Cut:
+        dim = wrap_dim(argument(call, index, "dim"), len(shape))
+        start = argument(call, index + 1, "index") % shape[dim]
+        return _Cut(dim=dim, pieces=(_Piece(start=start),), drops=True)
+
+    return read
+
+
+def _stretch(index: int, piece: int) -> _Read:
+    """Return the reader of a call with (dim, start, end or length, step) from `index` on.
+
+    Args:
+        index: Position of `dim`.
+        piece: Position of the piece among inputs and outputs.
+    """
+
+    def read(call: OpCall, shape: Sequence[int]) -> _Cut:
+        dim = wrap_dim(argument(call, index, "dim", 0), len(shape))
+        start, step = argument(call, index + 1, "start") or 0, argument(call, index + 3, "step", 1)
+        begin = min(max(start + shape[dim] * (start < 0), 0), shape[dim])
+        count = (*call.inputs, *call.outputs)[piece].shape[dim]
+        return _Cut(dim=dim, pieces=(_Piece(start=begin, step=step, count=count),))
+
+    return read
+
+
+def _sections(call: OpCall, shape: Sequence[int]) -> _Cut:
+    """Read `split`, `split_with_sizes` and the like: the outputs say where it is cut."""
+    dim = wrap_dim(argument(call, 2, "dim", 0), len(shape))
+    counts = [entry.shape[dim] for entry in call.outputs]
+    starts = accumulate(counts, initial=0)
+    pieces = (_Piece(start=at, count=count) for at, count in zip(starts, counts, strict=False))
+    return _Cut(dim=dim, pieces=tuple(pieces))
+
+
+def _elements(call: OpCall, shape: Sequence[int]) -> _Cut:
+    """Read `unbind`."""
+    dim = wrap_dim(argument(call, 1, "dim", 0), len(shape))
+    pieces = tuple(_Piece(start=index) for index in range(shape[dim]))
+    return _Cut(dim=dim, pieces=pieces, drops=True)
+
+
+def _names(*tensors: Dims) -> set[str]:
+    return {name for dims in tensors for dim in dims for name in dim}
+
+
+def _selecting(read: _Read) -> Rule:
+    """Return the rule of an operator that makes pieces of its argument."""
+
+    def meaning(call: OpCall) -> Notation:
+        shape = call.inputs[0].shape
+        cut = read(call, shape)
+        both = [cut.dims(shape, index) for index in range(len(cut.pieces))]
+        whole, pieces = both[0][0], [after for _, after in both]
+        own = _names(*pieces) - _names(whole) | _names(whole) & {"s"}
+        why = "it is a piece of a dim, and lies on some of its shards" * bool(own)
+        gathered = () if own == {"s"} else whole[cut.dim]
+        return arranged(call, [whole], pieces, whole=own, why=why, gathered=gathered)
+
+    def localize(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
+        shape, held = call.inputs[0].shape, shards.inputs[0]
+        cut = read(call, shape)
+        bounds, (x, *_), draft = held[cut.dim], call.args, Draft()
+        if bounds == (0, shape[cut.dim]):
+            return unchanged(call)
+
+        def taken(index: int, piece: _Piece) -> Ref:
+            first, last = piece.within(bounds)
+            start, made = piece.start + piece.step * first - bounds[0], shards.output_shape(index)
+            if first == last:
+                return zeros(draft, x, made)
+            if cut.drops:
+                return draft("aten.select.int", x, cut.dim, start)
+            end = start + piece.step * (last - first - 1) + 1
+            part = draft("aten.slice.Tensor", x, cut.dim, start, end, piece.step)
+            wanted = shards.outputs[index][cut.dim]
+            return fitted(draft, part, cut.dim, made, (first, last), wanted)
+
+        return draft.program(*(taken(index, piece) for index, piece in enumerate(cut.pieces)))
+
+    return Rule(meaning, localize)
+
+
+def _placing(read: _Read) -> Rule:
+    """Return the rule of an operator that puts a piece into zeros of a given size."""
+
+    def meaning(call: OpCall) -> Notation:
+        shape = call.outputs[0].shape
+        cut = read(call, shape)
+        whole, piece = cut.dims(shape, 0)
+        own = _names(whole) & {"s"}
+        why = "it is the distance of two elements" * bool(own)
+        gathered = sorted(_names(piece) - _names(whole))
+        return arranged(call, [piece], [whole], whole=own, why=why, gathered=gathered, copies=True)
+
+    def localize(call: OpCall, shards: Shards) -> LocalProgram:
+        shape, size = call.outputs[0].shape, shards.output_shape()
+        cut = read(call, shape)
+        (piece,), bounds, (gradient, *_) = cut.pieces, shards.outputs[0][cut.dim], call.args
+        first, last = piece.within(bounds)
+        start, draft = piece.start + piece.step * first - bounds[0], Draft()
+        if first == last:
+            return draft.program(zeros(draft, gradient, size))
+        if cut.drops:
+            op = "aten.select_backward.default"
+            return draft.program(draft(op, gradient, size, cut.dim, start))
+        want = (*size[: cut.dim], last - first, *size[cut.dim + 1 :])
+        held = shards.inputs[0][cut.dim]
+        part = fitted(draft, gradient, cut.dim, want, held, (first, last))
+        end, op = start + piece.step * (last - first - 1) + 1, "aten.slice_backward.default"
+        return draft.program(draft(op, part, size, cut.dim, start, end, piece.step))
+
+    return Rule(meaning, localize)
+
+
+_SLICE = _selecting(_stretch(1, piece=-1))
+_SECTIONS = _selecting(_sections)
+
+RULES = {
+    "aten.chunk.default": _SECTIONS,
+    "aten.narrow.default": _SLICE,
+    "aten.narrow_copy.default": _SLICE,
+    "aten.select.int": _selecting(_element(1)),
+    "aten.select_backward.default": _placing(_element(2)),
+    "aten.select_copy.int": _selecting(_element(1)),
+    "aten.slice.Tensor": _SLICE,
+    "aten.slice_backward.default": _placing(_stretch(2, piece=0)),
+    "aten.slice_copy.Tensor": _SLICE,
+    "aten.split.Tensor": _SECTIONS,
+    "aten.split.sizes": _SECTIONS,
+    "aten.split_copy.Tensor": _SECTIONS,
+    "aten.split_with_sizes.default": _SECTIONS,
+    "aten.split_with_sizes_copy.default": _SECTIONS,
+    "aten.tensor_split.indices": _SECTIONS,
+    "aten.tensor_split.sections": _SECTIONS,
+    "aten.unbind.int": _selecting(_elements),
+    "aten.unbind_copy.int": _selecting(_elements),
+    "aten.unsafe_chunk.default": _SECTIONS,
+    "aten.unsafe_split.Tensor": _SECTIONS,
+    "aten.unsafe_split_with_sizes.default": _SECTIONS,
+}

@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import logging
+from dataclasses import fields, replace
+
+import pytest
+from sbp_core.testing.graphs import mlp
+
+from sbp_core.errors import ConfigError, GraphError
+from sbp_core.graph import LogicalGraph
+from sbp_aten.passes import (
+    Along,
+    Casts,
+    ClassSplit,
+    MixedPrecision,
+    PassOptions,
+    Recompute,
+    Slicing,
+    prepare_step,
+)
+from sbp_aten.passes.pipeline import chosen_passes
+from sbp_core.plugins.settings import merge_settings
+
+#: Every pass off.
+NOTHING = PassOptions(
+    tie_clocks=False,
+    fold_constants=False,
+    drop_identities=False,
+    fold_views=False,
+    share_expressions=False,
+    place_casts=None,
+    split_classes=None,
+    sum_losses=False,
+    split_batch_norm=False,
+    unbury_batch=False,
+    recompute=None,
+    defer_reductions=False,
+)
+
+#: Every pass on, by its switch.
+ON: dict[str, object] = {
+    "tie_clocks": True,
+    "fold_constants": True,
+    "drop_identities": True,
+    "fold_views": True,
+    "share_expressions": True,
+    "mixed_precision": MixedPrecision(),
+    "place_casts": Casts(),
+    "split_classes": ClassSplit(),
+    "sum_losses": True,
+    "split_batch_norm": True,
+    "slices": {"head": Slicing(count=2)},
+    "unbury_batch": True,
+    "recompute": Recompute(),
+    "defer_reductions": True,
+}
+
+
+def _names(options: PassOptions) -> list[str]:
+    return [name for name, _ in chosen_passes(options)]
+
+
+def test_every_pass_has_its_switch() -> None:
+    after_the_accumulation = {"accumulate_apart"}
+
+    assert {*ON, *after_the_accumulation} == {field.name for field in fields(PassOptions)}
+    assert _names(NOTHING) == []
+    for switch, value in ON.items():
+        (name,) = _names(replace(NOTHING, **{switch: value}))
+        assert name == {"slices": "slice_operators"}.get(switch, switch)
+
+
+def test_passes_run_in_the_order_that_is_documented() -> None:
+    import sbp_aten.passes.pipeline as module
+
+    names = _names(PassOptions(**ON))  # type: ignore[arg-type]  # as annotated there
+
+    assert module.__doc__ is not None
+    documented = [line.split()[0] for line in module.__doc__.splitlines() if line[:4] == " " * 4]
+    assert [name for name in documented if name in names] == names
+
+
+def test_passes_that_change_numbers_are_off_unless_they_are_asked_for() -> None:
+    assert not {"mixed_precision", "slice_operators"} & set(_names(PassOptions()))
+
+
+def test_passes_of_plugins_run_among_the_others() -> None:
+    def theirs(graph: LogicalGraph) -> LogicalGraph:
+        return graph
+
+    names = [name for name, _ in chosen_passes(PassOptions(**ON), [theirs])]  # type: ignore[arg-type]
+
+    assert names.index("sum_losses") < names.index("theirs") < names.index("recompute")
+
+
+def test_a_graph_that_goes_through_nothing_stays_as_it_is() -> None:
+    graph = mlp()
+
+    assert prepare_step(graph, options=NOTHING) is graph
+
+
+def test_what_a_pass_does_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "sbp_aten.passes")
+
+    def drop_last(graph: LogicalGraph) -> LogicalGraph:
+        outputs = tuple(out for out in graph.outputs if out.value != graph.nodes[-1].outputs[0])
+        return graph.with_nodes(graph.nodes[:-1], outputs=outputs)
+
+    graph = mlp()
+    prepare_step(graph, extra=[drop_last], options=NOTHING)
+
+    assert caplog.messages == [f"pass drop_last: {len(graph.nodes) - 1} nodes, -1"]
+
+
+def test_a_graph_that_a_pass_breaks_is_an_error_that_names_the_pass() -> None:
+    def reverse(graph: LogicalGraph) -> LogicalGraph:
+        return replace(graph, nodes=graph.nodes[::-1])
+
+    with pytest.raises(GraphError, match="used before it is made") as caught:
+        prepare_step(mlp(), extra=[reverse])
+
+    assert any("pass 'reverse'" in place for place in caught.value.where)
+
+
+def test_options_are_read_from_plain_settings() -> None:
+    options = merge_settings(
+        PassOptions,
+        {
+            "fold_views": False,
+            "mixed_precision": {"dtype": "float16", "keep": ["norm*"]},
+            "place_casts": {"reduce_dtype": "as_made"},
+            "split_classes": None,
+            "slices": {"head.weight": {"count": 4, "along": "contraction"}},
+        },
+        key="passes",
+    )
+
+    assert options == PassOptions(
+        fold_views=False,
+        mixed_precision=MixedPrecision(dtype="float16", keep=("norm*",)),
+        place_casts=Casts(reduce_dtype="as_made"),
+        split_classes=None,
+        slices={"head.weight": Slicing(count=4, along=Along.CONTRACTION)},
+    )
+    with pytest.raises(ConfigError, match=r"passes\.mixed_precision\.dtyp"):
+        merge_settings(PassOptions, {"mixed_precision": {"dtyp": 1}}, key="passes")

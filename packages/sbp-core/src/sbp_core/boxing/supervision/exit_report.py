@@ -1,0 +1,141 @@
+"""How the processes of a run ended, as values and as the message that a user reads.
+
+Made by `boxing.supervision.supervise`. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+from dataclasses import dataclass
+
+from sbp_core.boxing.supervision.launch_spec import Start
+from sbp_core.errors import RunError
+
+#: Exit status of a run that took too long, as that of the command `timeout`.
+TIMED_OUT = 124
+
+_TODO = {
+    "SIGKILL": "nothing can catch SIGKILL: see the kernel's log (`dmesg`) for lack of memory, or "
+    "ask who sent it",
+    "SIGTERM": "something outside of the run ended it; ask the scheduler, or who sent it",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """How one process ended, or how it was found when it had to be ended.
+
+    Args:
+        start: What it was started as.
+        pid: Its process id.
+        code: Its exit code, minus the number of the signal that ended it, or None if it had not
+            ended by itself.
+        after_s: Seconds from the start of the run.
+        stopped: Whether it had not ended because a signal had stopped it.
+        last_lines: The last that it wrote.
+        culprit: Of a launcher: the rank that fell first and the words that say so, if any do.
+    """
+
+    start: Start
+    pid: int
+    code: int | None
+    after_s: float
+    stopped: bool = False
+    last_lines: tuple[str, ...] = ()
+    culprit: tuple[str, str] | None = None
+
+    @property
+    def signal_name(self) -> str:
+        """Name of the signal that ended it, such as `SIGKILL`, or `""`."""
+        if self.code is None or self.code >= 0:
+            return ""
+        try:
+            return signal.Signals(-self.code).name
+        except ValueError:
+            return f"signal {-self.code}"
+
+    @property
+    def how(self) -> str:
+        """How it ended, in words that follow its name."""
+        if self.code is None:
+            return "had been stopped by a signal" if self.stopped else "was still running"
+        if self.code < 0:
+            return f"was ended by {self.signal_name}"
+        return f"ended with exit code {self.code}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """How a run ended.
+
+    Args:
+        ends: The processes that ended by themselves, in this order.
+        left: Those that were ended by the supervisor, as they were before.
+        timeout_s: The time that the run had, if it took longer.
+    """
+
+    ends: tuple[End, ...]
+    left: tuple[End, ...] = ()
+    timeout_s: float | None = None
+
+    @property
+    def first(self) -> End | None:
+        """The process that ended badly before all others, if one did."""
+        return next((end for end in self.ends if end.code != 0), None)
+
+    @property
+    def exit_status(self) -> int:
+        """The exit status of the whole: 0, that of `first` as a shell shows it, or 124 for late."""
+        if self.first is None:
+            return 0 if self.timeout_s is None else TIMED_OUT
+        code = self.first.code or 0
+        return code if code > 0 else 128 - code
+
+    def error(self, *, quote: bool = True) -> RunError | None:
+        """Return the error that says who ended first, where, how, and what to do; None if well.
+
+        Args:
+            quote: Whether it shows the last lines of those that ended badly; needless where the
+                reader has just seen them.
+        """
+        first = self.first
+        if first is None and self.timeout_s is None:
+            return None
+        if first is None:
+            late = "; ".join(f"{end.start.name} {end.how}" for end in self.left)
+            what, shown = f"the run took longer than {self.timeout_s:g} s: {late}", self.left
+            todo = "see what those wrote last; allow more time if they were only slow"
+        else:
+            what = f"{first.start.name} {first.how}, {first.after_s:.1f} s after the start"
+            name = first.start.name
+            if first.culprit is not None:
+                rank, words = first.culprit
+                name = f"rank {rank}"
+                what += f"; by what was written, {name} fell first: {words!r}"
+            shown = tuple(end for end in self.ends if end.code != 0)
+            others = [*(end for end in shown if end is not first), *self.left]
+            if others:
+                what += "; then " + "; ".join(f"{end.start.name} {end.how}" for end in others)
+            todo = _TODO.get(first.signal_name, "")
+            if not todo and first.signal_name:
+                todo = "a library crashed; PYTHONFAULTHANDLER=1 shows in which call"
+            if not todo:
+                todo = f"mend what was said last by {name}"
+                todo += "; the others only followed" if others or first.culprit else ""
+        return RunError(what, where=[_place(end, quote) for end in shown], todo=todo)
+
+    def __str__(self) -> str:
+        """What a user reads."""
+        error = self.error()
+        return f"{len(self.ends)} processes ended well" if error is None else str(error)
+
+
+def _place(end: End, quote: bool) -> str:
+    """Return where a process ran, and what it said last."""
+    place = f"{end.start.name}: host {socket.gethostname()}, process {end.pid}"
+    if not quote:
+        return place
+    if not end.last_lines:
+        return f"{place}; it said nothing"
+    return "\n".join([f"{place}; it said last:", *(f"    {line}" for line in end.last_lines)])

@@ -1,0 +1,374 @@
+"""Which forward values to keep and which to make again, within a budget of bytes, at least work.
+
+The forward phase is a chain of *blocks* (`blocks.0`, `blocks.1`, ...). Chosen are, for each block
+or run of up to `longest_run` blocks, the operators n that are made again and the values v that are
+kept.
+
+Variables of a run
+    a_v   v is there in the backward phase, kept or made again          0 or 1
+    r_n   n is made again                                               0 or 1
+Objective
+    minimise  sum_n flop(n) r_n + lambda sum_v bytes(v) (a_v - r_n(v)),     n(v) makes v
+Constraints
+    a_v = 1          for what backward nodes of the run use             `_problem`: required
+    r_n <= a_v       for the arguments v of n                           `_solve`: asks
+    r_n <= a_v       for the results v of n: what is made again is not kept
+What comes from another run can only be kept; graph inputs, and what three or more blocks read
+(masks, rotary tables), are there anyway.
+
+All constraints say that one thing asks for another, so this is the least closure of `closure`: a
+minimum cut, exact for each lambda. The lambdas at which the answer changes give the lower convex
+hull of (bytes kept, work) of a run: its options. Over the chain dynamic programming chooses one
+option for each run, exactly, bytes being counted in units of which the budget has at most 4096:
+
+    minimise  sum_runs work   subject to   sum_runs kept + max_runs made again <= budget
+
+since while one run's backward nodes run, what it made again for them lives beside what is kept.
+Blocks that are alike are solved once. Of non-hull options nothing is tried. No torch.
+
+Source: Jain et al., "Checkmate", MLSys 2020, for the problem; Beaumont et al., "Optimal
+checkpointing for heterogeneous chains", 2019, for the chain; PyTorch's
+`min_cut_rematerialization_partition` for cutting a joint graph at least bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from math import gcd
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sbp_core.errors import ConfigError
+from sbp_core.graph.blocks import block_of
+from sbp_core.graph.ir import LogicalGraph, Node, Phase
+from sbp_core.passes.rematerialize import Region
+from sbp_core.passes.closure import least_closure
+from sbp_core.passes.saved_activations import call_flop, is_forward, is_view, sum_bytes
+from sbp_core.units import format_bytes
+
+#: Options of one run, at most.
+_MAX_OPTIONS = 12
+
+#: Units of bytes that a budget is counted in, at most.
+_MAX_UNITS = 4096
+
+#: Limits that are tried for what is made again at once, at most.
+_MAX_LIMITS = 24
+
+#: Blocks that read a value from elsewhere, from which on it counts as kept anyway.
+_MANY = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Problem:
+    """A run, with nodes and values numbered: equal for runs that are alike.
+
+    Args:
+        flop: Work of each node; 0 if it is a view.
+        repeatable: Whether it may be made again.
+        takes: The values that each node takes.
+        size: Bytes of each value; 0 if it is there anyway.
+        maker: The node that makes each value; -1 if another run does.
+        required: Values that backward nodes of the run use.
+    """
+
+    flop: tuple[int, ...]
+    repeatable: tuple[bool, ...]
+    takes: tuple[tuple[int, ...], ...]
+    size: tuple[int, ...]
+    maker: tuple[int, ...]
+    required: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Option:
+    """One way for a run: bytes kept, bytes made again at once, work, and the nodes made again."""
+
+    kept: int
+    again: int
+    flop: int
+    nodes: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Choice:
+    """An option of the blocks from `start` up to `stop`."""
+
+    start: int
+    stop: int
+    option: _Option
+
+
+def choose_regions(
+    graph: LogicalGraph, memory_bytes: int, fixed: Collection[str], longest_run: int
+) -> list[Region]:
+    """Return what to make again so that the activations fit; see the module's docstring.
+
+    Args:
+        graph: A training step.
+        memory_bytes: The budget.
+        fixed: Forward nodes that are not made again.
+        longest_run: Most blocks that are made again in one go.
+
+    Raises:
+        ConfigError: no choice keeps to the budget; says what the least is.
+    """
+    blocks = _blocks(graph)
+    table = _Table(graph, blocks, frozenset(fixed))
+    choices = [
+        _Choice(start=start, stop=stop, option=option)
+        for start in range(len(blocks))
+        for stop in range(start + 1, min(start + longest_run, len(blocks)) + 1)
+        for option in table.options(start, stop)
+    ]
+    limits = sorted({choice.option.again for choice in choices})
+    if len(limits) > _MAX_LIMITS:
+        step = (len(limits) - 1) / (_MAX_LIMITS - 1)
+        limits = [limits[round(index * step)] for index in range(_MAX_LIMITS)]
+    found: tuple[int, list[_Choice]] | None = None
+    for limit in limits:
+        allowed = [choice for choice in choices if choice.option.again <= limit]
+        chosen = _cheapest(len(blocks), allowed, memory_bytes - table.common_bytes - limit)
+        if chosen is not None:
+            work = sum(choice.option.flop for choice in chosen)
+            found = min(found or (work, chosen), (work, chosen), key=lambda entry: entry[0])
+    if found is None:
+        least = min(
+            limit + _least_kept(len(blocks), [c for c in choices if c.option.again <= limit])
+            for limit in limits
+        )
+        raise ConfigError(
+            f"the activations of {graph.name!r} do not fit in {format_bytes(memory_bytes)}, of one "
+            "micro-batch on all ranks together",
+            accepted=f"memory_bytes >= {least + table.common_bytes} with "
+            f"longest_run={longest_run} over {len(blocks)} blocks",
+            todo="use smaller micro-batches, or raise longest_run",
+        )
+    return [table.region(choice) for choice in found[1] if choice.option.nodes]
+
+
+def _blocks(graph: LogicalGraph) -> list[list[Node]]:
+    """Return the runs of forward nodes of one block; code between blocks belongs to the former."""
+    nodes = [node for node in graph.nodes if is_forward(node)]
+    found: list[list[Node]] = []
+    for block, run in groupby(nodes, key=lambda node: block_of(node.module)):
+        if block or not found:
+            found.append(list(run))
+        else:
+            found[-1].extend(run)
+    return found
+
+
+class _Table:
+    """The options of every run; runs that are alike share them."""
+
+    def __init__(
+        self, graph: LogicalGraph, blocks: Sequence[Sequence[Node]], fixed: frozenset[str]
+    ) -> None:
+        self.graph, self.blocks, self.fixed = graph, blocks, fixed
+        self.block = {node.name: at for at, run in enumerate(blocks) for node in run}
+        self.uses = list(self._uses())
+        self.common = frozenset(self._common())
+        self.common_bytes = sum_bytes(graph, self.common)
+        self.flop = {
+            node.name: 0 if is_view(graph, node) else max(1, round(call_flop(graph, node)))
+            for run in blocks
+            for node in run
+        }
+        self.found: dict[_Problem, tuple[_Option, ...]] = {}
+
+    def options(self, start: int, stop: int) -> tuple[_Option, ...]:
+        """Return the options of a run; of several blocks only that which keeps least."""
+        problem = self._problem(start, stop)
+        if problem not in self.found:
+            self.found[problem] = tuple(_hull(problem))
+        found = self.found[problem]
+        return found if stop == start + 1 else found[-1:]
+
+    def region(self, choice: _Choice) -> Region:
+        """Return what a choice makes again."""
+        nodes = self._nodes(choice.start, choice.stop)
+        first, last = block_of(nodes[0].module), block_of(nodes[-1].module)
+        return Region(
+            name=f"{first}-{last}#{choice.start}",
+            members=frozenset(node.name for node in nodes),
+            again=frozenset(nodes[index].name for index in choice.option.nodes),
+        )
+
+    def _nodes(self, start: int, stop: int) -> list[Node]:
+        return [node for run in self.blocks[start:stop] for node in run]
+
+    def _uses(self) -> Iterator[tuple[int, str]]:
+        """Yield (block, value): backward nodes of a block use a forward value; -1: of none."""
+        for node in self.graph.nodes:
+            if node.phase is Phase.FORWARD:
+                continue
+            for value in self.graph.tensor_inputs(node):
+                producer = self.graph.producers.get(value)
+                if producer is None or producer.name not in self.block:
+                    continue
+                own = self.block[producer.name]
+                users = self.graph.users[value]
+                leaves = any(self.block.get(user.name, own) != own for user in users)
+                # As in `again`: what others use as well belongs to the user's own block.
+                owner = self.block.get(node.forward, -1 if leaves else own) if leaves else own
+                yield (owner if node.phase is Phase.BACKWARD else -1), value
+
+    def _common(self) -> Iterator[str]:
+        """Yield the values that are there anyway."""
+        results = {out.value for out in self.graph.outputs}
+        yield from (value for block, value in self.uses if block < 0 or value in results)
+        for value, users in self.graph.users.items():
+            producer = self.graph.producers.get(value)
+            if producer is not None and producer.name in self.block:
+                readers = {self.block[user.name] for user in users if user.name in self.block}
+                if len(readers - {self.block[producer.name]}) >= _MANY:
+                    yield value
+
+    def _problem(self, start: int, stop: int) -> _Problem:
+        graph, nodes = self.graph, self._nodes(start, stop)
+        numbers: dict[str, int] = {}
+
+        def number(value: str) -> int:
+            return numbers.setdefault(value, len(numbers))
+
+        free = {entry.name for entry in graph.inputs} | self.common
+        takes = []
+        for node in nodes:
+            taken = (value for value in graph.tensor_inputs(node) if value not in free)
+            takes.append(tuple(dict.fromkeys(number(value) for value in taken)))
+            for value in node.outputs:
+                number(value)
+        required = {number(v) for at, v in self.uses if start <= at < stop and v not in self.common}
+        place = {node.name: index for index, node in enumerate(nodes)}
+        makers = [graph.producers[value] for value in numbers]
+        return _Problem(
+            flop=tuple(self.flop[node.name] for node in nodes),
+            repeatable=tuple(node.name not in self.fixed for node in nodes),
+            takes=tuple(takes),
+            size=tuple(0 if v in self.common else graph.tensor(v).size_bytes for v in numbers),
+            maker=tuple(place.get(maker.name, -1) for maker in makers),
+            required=tuple(sorted(required)),
+        )
+
+
+def _hull(problem: _Problem) -> list[_Option]:
+    """Return the options on the lower convex hull, from least work to least bytes kept."""
+    bytes_all, flop_all = sum(problem.size), sum(problem.flop)
+    # One unit of work outweighs all bytes; then one byte all work.
+    ends = [_solve(problem, 1, bytes_all + 1), _solve(problem, flop_all + 1, 1)]
+    found = {(end.flop, end.kept): end for end in ends}
+    todo = [(ends[0], ends[1])]
+    while todo and len(found) < _MAX_OPTIONS:
+        dear, cheap = todo.pop(0)
+        work, size = cheap.flop - dear.flop, dear.kept - cheap.kept
+        if work <= 0 or size <= 0:
+            continue
+        between = _solve(problem, work, size)
+        if (between.flop, between.kept) not in found:
+            found[between.flop, between.kept] = between
+            todo += [(dear, between), (between, cheap)]
+    return sorted(found.values(), key=lambda option: option.flop)
+
+
+def _solve(problem: _Problem, numerator: int, denominator: int) -> _Option:
+    """Return the best option where a byte kept costs numerator / denominator of work."""
+    weights = {("v", at): numerator * size for at, size in enumerate(problem.size)}
+    asks: dict[tuple[str, int], list[tuple[str, int]]] = {}
+    for at, flop in enumerate(problem.flop):
+        if problem.repeatable[at]:
+            weights["n", at] = denominator * flop
+            asks["n", at] = [("v", value) for value in problem.takes[at]]
+    for value, maker in enumerate(problem.maker):
+        if ("n", maker) in asks:
+            weights["n", maker] -= numerator * problem.size[value]
+            asks["n", maker].append(("v", value))
+    taken = least_closure(weights, asks, [("v", value) for value in problem.required])
+    nodes = frozenset(at for kind, at in taken if kind == "n")
+    made = {at for at, maker in enumerate(problem.maker) if maker in nodes}
+    return _Option(
+        kept=sum(problem.size[at] for kind, at in taken if kind == "v" and at not in made),
+        again=_alive_at_once(problem, nodes),
+        flop=sum(problem.flop[at] for at in nodes),
+        nodes=nodes,
+    )
+
+
+def _alive_at_once(problem: _Problem, nodes: Collection[int]) -> int:
+    """Return the most bytes of what is made again that are alive at once.
+
+    What backward nodes use lives on; what only helps to make it dies after its last use.
+    """
+    base: dict[int, int] = {}
+    last: dict[int, int] = {}
+    made: dict[int, list[int]] = {}
+    for value, maker in enumerate(problem.maker):
+        if maker in nodes:
+            made.setdefault(maker, []).append(value)
+    order = sorted(nodes)
+    for node in order:
+        for value in problem.takes[node]:
+            last[base.get(value, value)] = node
+        for value in made[node]:
+            viewed = problem.takes[node][:1] if not problem.flop[node] else ()
+            base[value] = base.get(viewed[0], viewed[0]) if viewed else value
+            last.setdefault(base[value], node)
+    lasting = {base[value] for value in problem.required if value in base}
+    passing = peak = 0
+    for node in order:
+        own = [v for v in made[node] if base[v] == v and v not in lasting and problem.flop[node]]
+        passing += sum(problem.size[value] for value in own)
+        peak = max(peak, passing)
+        passing -= sum(
+            problem.size[value]
+            for value, at in last.items()
+            if at == node
+            and value not in lasting
+            and problem.maker[value] in nodes
+            and problem.flop[problem.maker[value]]
+        )
+    stays = sum(problem.size[v] for v in lasting if problem.maker[v] in nodes)
+    return stays + peak
+
+
+def _cheapest(count: int, choices: Sequence[_Choice], budget: int) -> list[_Choice] | None:
+    """Return choices that cover all blocks, keep at most `budget` bytes, and take least work."""
+    if budget < 0:
+        return None
+    unit = gcd(*(choice.option.kept for choice in choices)) or 1
+    unit = max(unit, -(-budget // _MAX_UNITS))
+    units = budget // unit
+    best: list[NDArray[np.float64]] = [np.full(units + 1, np.inf) for _ in range(count + 1)]
+    best[0][:] = 0
+    last = [np.full(units + 1, -1) for _ in range(count + 1)]
+    for index, choice in sorted(enumerate(choices), key=lambda entry: entry[1].start):
+        kept = -(-choice.option.kept // unit)
+        if kept > units:
+            continue
+        work = best[choice.start][: units + 1 - kept] + choice.option.flop
+        target, mark = best[choice.stop][kept:], last[choice.stop][kept:]
+        better = work < target
+        target[better], mark[better] = work[better], index
+    if not np.isfinite(best[count][units]):
+        return None
+    chosen: list[_Choice] = []
+    left = units
+    while count:
+        choice = choices[int(last[count][left])]
+        chosen.append(choice)
+        left -= -(-choice.option.kept // unit)
+        count = choice.start
+    return chosen[::-1]
+
+
+def _least_kept(count: int, choices: Sequence[_Choice]) -> int:
+    """Return the fewest bytes that choices which cover all blocks keep."""
+    least: dict[int, int] = {0: 0}
+    for choice in sorted(choices, key=lambda entry: entry.start):
+        if choice.start in least:
+            kept = least[choice.start] + choice.option.kept
+            least[choice.stop] = min(kept, least.get(choice.stop, kept))
+    return least.get(count, 1 << 62)

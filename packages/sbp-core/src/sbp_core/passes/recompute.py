@@ -1,0 +1,211 @@
+"""Recomputation: forward values are made again in the backward phase instead of being kept.
+
+What may be made again is said in one of three ways, which add up: modules by pattern, calls under
+`torch.utils.checkpoint` in the user's model, or a budget, within which `budget` chooses. Operators
+that draw from PyTorch's own random streams are never run twice; `sbp.random_*` are, since they draw
+the same numbers again. States that the forward phase replaces, such as batch-norm statistics, are
+replaced once: what is made again of them nobody takes. No torch.
+
+Source: Chen, Xu, Zhang, Guestrin, "Training deep nets with sublinear memory cost", 2016.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import groupby
+
+from sbp_core.errors import ConfigError
+from sbp_core.graph.blocks import block_of
+from sbp_core.graph.ir import LogicalGraph, Node, Phase
+from sbp_aten.pass_options import Recompute
+from sbp_core.passes.rematerialize import AGAIN, Region, make_again
+from sbp_core.passes.budget import choose_regions
+from sbp_core.passes.saved_activations import (
+    base_of,
+    call_flop,
+    is_forward,
+    kept_bytes,
+    made_bytes,
+)
+from sbp_core.graph.rewrite import rename_uses
+from sbp_core.units import format_bytes
+
+#: Tag of nodes that the user's model runs under `torch.utils.checkpoint`; followed by `:` and a
+#: number, which call it was.
+MARK = "recompute"
+
+
+#: Operators that write statistics into their arguments although their schemas do not say so.
+_WRITES_UNSEEN = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"})
+
+
+def recompute(graph: LogicalGraph, how: Recompute) -> LogicalGraph:
+    """Make forward values again where backward nodes use them, instead of keeping them.
+
+    before: h = mm(x, w); a = gelu(h); ...   dh = gelu_backward(da, h)
+    after:  h = mm(x, w); a = gelu(h); ...   x.after = sbp.after(x, da)
+            h.again = mm(x.after, w); dh = gelu_backward(da, h.again)
+
+    Runs on a captured step, before the accumulation over micro-batches or after it.
+
+    Raises:
+        ConfigError: a pattern matches nothing, or no choice keeps to the budget.
+    """
+    _check_patterns(graph, how)
+    regions = [*_matching_regions(graph, how)]
+    regions += _marked_regions(graph, how, {name for r in regions for name in r.members})
+    graph = make_again(graph, regions)
+    if how.memory_bytes is not None:
+        fixed = {n.name for n in graph.nodes if is_forward(n) and not _may_repeat(n, how)}
+        fixed |= {name for region in regions for name in region.again}
+        chosen = choose_regions(graph, int(how.memory_bytes), fixed, how.longest_run)
+        graph = make_again(graph, chosen)
+    return graph
+
+
+def _may_repeat(node: Node, how: Recompute) -> bool:
+    """Whether a node may be made again: it draws and writes nothing, and no pattern keeps it."""
+    named = any(
+        fnmatchcase(node.name, pattern) or _within(pattern, node.module) for pattern in how.keep
+    )
+    return not named and "seeded" not in node.tags and node.kind not in _WRITES_UNSEEN
+
+
+def _within(pattern: str, module: str) -> str:
+    """Return the outermost module around a node that a pattern matches; empty if none does."""
+    parts = module.split(".")
+    around = (".".join(parts[: count + 1]) for count in range(len(parts)))
+    return next((path for path in around if path and fnmatchcase(path, pattern)), "")
+
+
+def _check_patterns(graph: LogicalGraph, how: Recompute) -> None:
+    nodes = [node for node in graph.nodes if is_forward(node)]
+    for pattern in (*how.modules, *how.keep):
+        names_node = pattern in how.keep and any(fnmatchcase(n.name, pattern) for n in nodes)
+        if not names_node and not any(_within(pattern, node.module) for node in nodes):
+            modules = sorted({node.module for node in nodes if node.module})
+            raise ConfigError(
+                f"the pattern {pattern!r} of the recomputation matches no module",
+                accepted=", ".join(modules[:12]) + ", ..." * (len(modules) > 12),
+                todo="name modules as model.named_modules() does",
+            )
+
+
+def _matching_regions(graph: LogicalGraph, how: Recompute) -> Iterator[Region]:
+    """Yield a region for each call of an outermost module that a pattern matches."""
+
+    def matched(node: Node) -> str:
+        found = [path for pattern in how.modules if (path := _within(pattern, node.module))]
+        return min(found, key=len, default="")
+
+    yield from _runs(graph, how, matched)
+
+
+def _marked_regions(graph: LogicalGraph, how: Recompute, others: Iterable[str]) -> Iterator[Region]:
+    """Yield a region for each call under `torch.utils.checkpoint`."""
+    seen = set(others)
+
+    def mark(node: Node) -> str:
+        marks = [tag for tag in node.tags if tag.split(":")[0] == MARK]
+        return max(marks, key=len, default="") if node.name not in seen else ""
+
+    if how.marked:
+        yield from _runs(graph, how, mark)
+
+
+def _runs(graph: LogicalGraph, how: Recompute, key: Callable[[Node], str]) -> Iterator[Region]:
+    """Yield a region for each run of forward nodes with one key, but for the empty one."""
+    nodes = [node for node in graph.nodes if is_forward(node)]
+    count = 0
+    for name, run in groupby(nodes, key=key):
+        members = list(run)
+        if name:
+            count += 1
+            yield Region(
+                name=f"{name}#{count}",
+                members=frozenset(node.name for node in members),
+                again=frozenset(node.name for node in members if _may_repeat(node, how)),
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecomputeReport:
+    """What a recomputation does to one micro-batch, in whole logical tensors.
+
+    Args:
+        kept_before_bytes, kept_after_bytes: Activations kept from forward to backward.
+        largest_again_bytes: The most of what is made again that is alive at once.
+        extra_flop: Work that is done twice.
+        step_flop: Work of forward and backward before.
+        modules: Modules of which something is made again, with the number of operators.
+    """
+
+    kept_before_bytes: int
+    kept_after_bytes: int
+    largest_again_bytes: int
+    extra_flop: float
+    step_flop: float
+    modules: Sequence[tuple[str, int]]
+
+    def __str__(self) -> str:
+        before, after = format_bytes(self.kept_before_bytes), format_bytes(self.kept_after_bytes)
+        again = format_bytes(self.largest_again_bytes)
+        share = self.extra_flop / self.step_flop if self.step_flop else 0.0
+        named = ", ".join(f"{module or '(root)'} ({count} ops)" for module, count in self.modules)
+        return (
+            f"keeps {after} instead of {before} of activations, makes up to {again} again at a "
+            f"time, {share:.1%} more work: {named}"
+        )
+
+
+def recompute_report(graph: LogicalGraph) -> RecomputeReport:
+    """Compare a graph with what it was before `recompute`."""
+    before = _without_again(graph)
+    work = [n for n in before.nodes if is_forward(n) or n.phase is Phase.BACKWARD]
+    copies = [n for n in graph.nodes if AGAIN in n.tags and n.op != "sbp.after"]
+    modules: dict[str, list[Node]] = {}
+    for node in copies:
+        modules.setdefault(block_of(node.module), []).append(node)
+    return RecomputeReport(
+        kept_before_bytes=kept_bytes(before),
+        kept_after_bytes=kept_bytes(graph),
+        largest_again_bytes=_alive_at_once(graph),
+        extra_flop=sum(call_flop(graph, node) for node in copies),
+        step_flop=sum(call_flop(before, node) for node in work if not node.is_host),
+        modules=tuple((module, len(nodes)) for module, nodes in modules.items()),
+    )
+
+
+def _without_again(graph: LogicalGraph) -> LogicalGraph:
+    """Return the graph with every value that is made again replaced by the kept one."""
+    names: dict[str, str] = {}
+    for node in graph.nodes:
+        if AGAIN in node.tags:
+            waits = node.op == "sbp.after"
+            kept = node.inputs()[:1] if waits else graph.by_name[node.forward].outputs
+            names |= zip(node.outputs, kept, strict=True)
+    nodes = (node for node in graph.nodes if AGAIN not in node.tags)
+    return graph.with_nodes(tuple(rename_uses(node, names) for node in nodes))
+
+
+def _alive_at_once(graph: LogicalGraph) -> int:
+    """Return the most bytes of values made again that are alive at once, in graph order."""
+    made = {node.name: made_bytes(graph, node) for node in graph.nodes if AGAIN in node.tags}
+    last: dict[str, int] = {}
+    for index, node in enumerate(graph.nodes):
+        for value in (*graph.tensor_inputs(node), *node.outputs):
+            if graph.is_tensor(value):
+                last[base_of(graph, value)] = index
+    freed: dict[int, int] = {}
+    for value, index in last.items():
+        producer = graph.producers.get(value)
+        if producer is not None and producer.name in made:
+            freed[index] = freed.get(index, 0) + graph.tensor(value).size_bytes
+    alive = peak = 0
+    for index, node in enumerate(graph.nodes):
+        alive += made.get(node.name, 0)
+        peak = max(peak, alive)
+        alive -= freed.get(index, 0)
+    return peak

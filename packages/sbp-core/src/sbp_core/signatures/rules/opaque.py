@@ -1,7 +1,0 @@
-"""The rule of last resort: an operator of unknown meaning runs whole on every rank."""
-
-from __future__ import annotations
-
-from sbp_core.signatures.rules.patterns import opaque
-
-OPAQUE = opaque("nothing says what the operator means")

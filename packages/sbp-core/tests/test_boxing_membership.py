@@ -1,0 +1,88 @@
+"""Members: which process a rank is, and whether it still runs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from dict_store import elsewhere
+
+from sbp_core.boxing.processes import membership as members
+from sbp_core.boxing.processes.call import wait_until
+from sbp_core.boxing.processes.membership import Member, State, state_of
+
+ME = Member.of_this_process(0)
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def member_of(process: subprocess.Popen[bytes]) -> Member:
+    status = members._status(process.pid)
+    return replace(ME, rank=1, pid=process.pid, started=status[1] if status else 0)
+
+
+def comes_to(member: Member, state: State) -> bool:
+    return wait_until(
+        lambda: state_of(member, ME) is state, 10.0, first_pause_s=1e-3, longest_pause_s=0.01
+    )
+
+
+def test_a_process_is_seen_to_run_stop_go_on_and_end(sleeper: subprocess.Popen[bytes]) -> None:
+    member = member_of(sleeper)
+
+    assert state_of(member, ME) is State.RUNNING
+    sleeper.send_signal(signal.SIGSTOP)
+    assert comes_to(member, State.STOPPED)
+    sleeper.send_signal(signal.SIGCONT)
+    assert comes_to(member, State.RUNNING)
+    sleeper.kill()
+    # Nobody has waited for it: the kernel still knows it.
+    assert comes_to(member, State.ENDED)
+    assert sleeper.wait() == -signal.SIGKILL
+    assert state_of(member, ME) is State.ENDED
+
+
+def test_another_process_with_the_same_id_is_not_taken_for_one_that_ended() -> None:
+    assert ME.started > 0 and state_of(ME, ME) is State.RUNNING
+
+    assert state_of(replace(ME, started=ME.started - 1), ME) is State.ENDED
+    assert state_of(replace(ME, started=0), ME) is State.RUNNING
+
+
+def test_without_proc_a_signal_finds_out(
+    sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(members, "_PROC", tmp_path)
+    member = replace(ME, pid=sleeper.pid)
+
+    assert Member.of_this_process(0).started == 0
+    assert state_of(member, ME) is State.RUNNING
+    sleeper.kill()
+    sleeper.wait()
+    assert state_of(member, ME) is State.ENDED
+
+
+def test_nothing_is_known_of_a_process_on_another_host() -> None:
+    assert state_of(elsewhere(1), ME) is State.UNKNOWN
+    assert state_of(replace(ME, space="a container"), ME) is State.UNKNOWN
+
+
+def test_a_member_comes_back_from_its_text() -> None:
+    assert Member.from_json(ME.to_json()) == ME
+
+
+def test_messages_name_rank_process_and_host() -> None:
+    assert ME.seen_from(ME) == f"rank 0 (pid {os.getpid()} on this host)"
+    assert elsewhere(3).seen_from(ME) == "rank 3 (pid 1 on host far)"

@@ -1,0 +1,74 @@
+"""The lines are those of Open MPI, and of errors of boxing."""
+
+import sys
+
+import pytest
+
+from sbp_core.boxing.supervision.root_cause import Culprit
+from sbp_core.boxing.supervision.launch_spec import Start
+from sbp_core.boxing.supervision.supervise import supervise
+
+ABORT = "MPI_ABORT was invoked on rank 2 in communicator MPI_COMM_WORLD"
+SIGNAL = "prterun noticed that process rank 1 with PID 29877 on node vm exited on"
+CUT_SHORT = "sbp_core.errors.BoxingError: boxing step 'step 3' could not complete: "
+LATE = "boxing step 'step 3' waited 3 s; ranks that did not arrive: 1"
+TELLS = (r"process rank (?P<rank>\d+) with PID", r"MPI_ABORT was invoked on rank (?P<rank>\d+)")
+
+
+def found(*lines: str, ranks: tuple[int, ...] = (0, 1, 2)) -> tuple[str, str] | None:
+    culprit = Culprit(Start(command=("mpiexec",), ranks=ranks, tells=TELLS))
+    for line in lines:
+        culprit.read(line)
+    return culprit.found
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ([CUT_SHORT + "rank 1 (pid 7 on this host) has ended"], "rank 1 (pid 7"),
+        ([CUT_SHORT + "rank 1 reported: ValueError: no"], "rank 1 reported: ValueError: no"),
+        ([LATE], "ranks that did not arrive: 1"),
+        # Who reports a late rank is not the late one.
+        ([CUT_SHORT + "rank 0 reported: " + LATE], "ranks that did not arrive: 1"),
+        # Who is late may have waited for one that does nothing any more.
+        (
+            [
+                "boxing step 'step 3' waited 3 s; ranks that did not arrive: 2",
+                "  in rank 2 (pid 8 on this host): is running; it waits in boxing step 'step 2'",
+                "  in rank 1 (pid 7 on this host): is stopped by a signal",
+            ],
+            "rank 1 (pid 7 on this host): is stopped by a signal",
+        ),
+        # One rank ends the job because of another.
+        ([ABORT, LATE], "ranks that did not arrive: 1"),
+        ([ABORT, SIGNAL], "prterun noticed"),
+    ],
+)
+def test_the_rank_is_found_that_the_others_missed(lines: list[str], words: str) -> None:
+    rank, said = found(*lines) or ("", "")
+
+    assert rank == "1"
+    assert said.startswith(words)
+
+
+def test_who_ended_the_job_is_named_if_nobody_says_more() -> None:
+    assert found("loss is not a number", ABORT) == ("2", ABORT)
+
+
+def test_nobody_is_named_without_a_word() -> None:
+    assert found("step 3", "rank 1 is fine", CUT_SHORT + "connection reset by peer") is None
+
+
+def test_a_single_rank_is_not_blamed_on_another() -> None:
+    assert found(LATE, ABORT, ranks=(0,)) is None
+
+
+def test_the_message_of_a_launcher_names_the_rank_and_where_to_look() -> None:
+    program = f"import sys; print({LATE!r}); sys.exit(3)"
+    start = Start(command=(sys.executable, "-c", program), ranks=(0, 1, 2))
+
+    text = str(supervise([start], on_line=lambda line: None))
+
+    assert text.startswith("ranks 0-2 ended with exit code 3")
+    assert "rank 1 fell first: 'ranks that did not arrive: 1'" in text
+    assert "mend what was said last by rank 1; the others only followed" in text

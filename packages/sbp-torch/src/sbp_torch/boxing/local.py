@@ -1,0 +1,388 @@
+"""The `local` backend: ranks are threads of one process, tensors are handed over by reference.
+
+A collective is a rendezvous: each rank leaves its shard; the last that comes begins with the work,
+others help (`share`), and all leave when it is done. A transfer goes through a mailbox, in order of
+sending. Nothing is copied that can be shared, and sums are made once, in mesh order. Knows torch.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import os
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from sbp_torch.boxing.buffer_pool import Arena
+from sbp_core.boxing.backend import BoxingBackend, Communicator
+from sbp_torch.boxing.execute import check_shard, combine, detached
+from sbp_core.boxing.processes.call import Call
+from sbp_torch.boxing.share import Work, share_out
+from sbp_core.boxing.slices import Piece, sent_bytes, transfer_pieces
+from sbp_core.boxing.step import Step, StepKind
+from sbp_core.errors import BoxingError, words_of
+
+if TYPE_CHECKING:
+    from sbp_core.plugins.hooks import EmptyConfig
+
+#: Where ranks meet: the tag, and the ranks that meet.
+_Key = tuple[str, tuple[int, ...]]
+
+#: One letter: the pieces that one rank sends another in one transfer.
+_Letter = list[tuple[Piece, torch.Tensor]]
+
+
+class _Rendezvous:
+    """One collective of one group, from the first arrival until the last rank has left."""
+
+    def __init__(self, step: Step, lock: threading.Lock) -> None:
+        self.step = step
+        self.changed = threading.Condition(lock)
+        self.shards: dict[int, torch.Tensor] = {}
+        self.donated: list[int] = []
+        #: What is to do, once all have come; and how many blocks of it are not done.
+        self.work: Work | None = None
+        self.num_left = 0
+        self.error: BoxingError | None = None
+        #: Whether the backend failed or was closed before all had come.
+        self.stopped = False
+        self.unheard: set[int] = set()
+
+    @property
+    def met(self) -> bool:
+        """Whether waiting for others has an end."""
+        return self.work is not None or self.error is not None or self.stopped
+
+    @property
+    def over(self) -> bool:
+        """Whether the results are there, or never will be."""
+        return self.num_left == 0 or self.error is not None
+
+
+class LocalBackend(BoxingBackend):
+    """Boxing among the threads of one process."""
+
+    spans_processes = False
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ranks: tuple[int, ...] = ()
+        self._communicators: dict[int, LocalCommunicator] = {}
+        self._rendezvous: dict[_Key, _Rendezvous] = {}
+        self._mail: dict[tuple[str, int, int], deque[_Letter]] = {}
+        self._mail_came: dict[int, threading.Condition] = {}
+        self._arena = Arena()
+        self._num_helpers = _num_cores() - 1
+        #: Why nothing can be done any more, and what caused that.
+        self._end: tuple[str, BaseException | None] | None = None
+
+    def open(self, ranks: Sequence[int]) -> None:
+        """Make a communicator for each of `ranks`, all of which live in this process.
+
+        Raises:
+            BoxingError: the backend is open already or was closed, or a rank repeats.
+        """
+        with self._lock:
+            if self._end is not None:
+                raise BoxingError(self._end[0], todo="build a new one") from self._end[1]
+            if self._ranks or len(set(ranks)) != len(ranks):
+                raise BoxingError(
+                    f"cannot open the local backend on ranks {list(ranks)}"
+                    + (f": it is open on {list(self._ranks)}" if self._ranks else ""),
+                    accepted="distinct ranks, once",
+                )
+            self._ranks = tuple(ranks)
+            self._communicators = {rank: LocalCommunicator(self, rank) for rank in ranks}
+            self._mail_came = {rank: threading.Condition(self._lock) for rank in ranks}
+
+    def local_ranks(self) -> tuple[int, ...]:
+        """Return all ranks: they all live here."""
+        return self._ranks
+
+    def communicator(self, rank: int) -> LocalCommunicator:
+        """Return the communicator of a rank; the same on every call.
+
+        Raises:
+            BoxingError: the rank is not among those that were opened.
+        """
+        if rank not in self._communicators:
+            raise BoxingError(
+                f"rank {rank} is not on this backend",
+                accepted=", ".join(map(str, self._ranks)) or "none: the backend is not open",
+            )
+        return self._communicators[rank]
+
+    def fail(self, error: BaseException) -> None:
+        """Unblock every waiting call with a `BoxingError` caused by `error`."""
+        atexit.register(gc.freeze)  # see `Connections._break`
+        self._stop(f"another part of the run failed: {words_of(error)}", error)
+
+    def close(self) -> None:
+        """Drop everything that waits; further calls raise `BoxingError`."""
+        self._stop("the local boxing backend is closed", None)
+        with self._lock:
+            self._mail.clear()
+        self._arena.clear()
+
+    def _stop(self, reason: str, cause: BaseException | None) -> None:
+        with self._lock:
+            self._end = self._end or (reason, cause)
+            for rendezvous in self._rendezvous.values():
+                rendezvous.stopped = True
+                rendezvous.changed.notify_all()
+            self._rendezvous.clear()
+            for came in self._mail_came.values():
+                came.notify_all()
+
+    def _check_usable(self, call: Call) -> None:
+        """Raise `BoxingError` if the backend has failed or was closed."""
+        if self._end is not None:
+            reason, cause = self._end
+            raise call.failed(reason) from cause
+
+    def meet(self, call: Call, shard: torch.Tensor, donate: bool) -> torch.Tensor:
+        """Take part in a collective; see `Communicator.collective`."""
+        step, rank = call.step, call.rank
+        group = step.group(rank)
+        key = (call.tag, group)
+        with self._lock:
+            self._check_usable(call)
+            rendezvous = self._rendezvous.get(key)
+            if rendezvous is None:
+                rendezvous = self._rendezvous[key] = _Rendezvous(step, self._lock)
+            if rendezvous.error is None and rendezvous.step != step:
+                error = BoxingError(
+                    f"ranks meet under tag {call.tag!r} for different steps",
+                    where=(f"rank {rank}: {step}", f"others: {rendezvous.step}"),
+                    accepted="one step for each tag and group",
+                )
+                self._fail_rendezvous(key, rendezvous, error)
+            if rendezvous.error is not None:
+                raise self._hear(key, rendezvous, rank)
+            rendezvous.shards[rank] = shard
+            if donate:
+                rendezvous.donated.append(rank)
+            last = len(rendezvous.shards) == len(group)
+            if last:
+                # The tag is free for its next use; those who wait hold the object itself.
+                del self._rendezvous[key]
+            else:
+                self._await(call, key, rendezvous)
+        if last:
+            self._divide(rendezvous, group)
+        return self._take_part(rendezvous, rank)
+
+    def _await(self, call: Call, key: _Key, rendezvous: _Rendezvous) -> None:
+        """Wait, holding the lock, until all have come; fail the rendezvous at the deadline."""
+        full = len(key[1])
+        while not rendezvous.met:
+            if len(rendezvous.shards) == full:
+                # All have come: the last one divides the work, which is no one's absence.
+                rendezvous.changed.wait()
+            elif call.is_over or not rendezvous.changed.wait(call.left_s):
+                if rendezvous.met or len(rendezvous.shards) == full:
+                    continue
+                missing = [other for other in key[1] if other not in rendezvous.shards]
+                self._fail_rendezvous(key, rendezvous, call.missing(missing))
+        if rendezvous.stopped:
+            self._check_usable(call)
+
+    def _fail_rendezvous(self, key: _Key, rendezvous: _Rendezvous, error: BoxingError) -> None:
+        """End a rendezvous for those who came; it stays until the others have heard of it."""
+        rendezvous.error = error
+        rendezvous.unheard = set(key[1]) - rendezvous.shards.keys()
+        rendezvous.shards.clear()
+        rendezvous.changed.notify_all()
+
+    def _hear(self, key: _Key, rendezvous: _Rendezvous, rank: int) -> BoxingError:
+        """Return the error of a rendezvous that failed before this rank came."""
+        assert rendezvous.error is not None, "only a failed rendezvous is heard of"
+        rendezvous.unheard.discard(rank)
+        if not rendezvous.unheard:
+            self._rendezvous.pop(key, None)
+        return _again(rendezvous.error)
+
+    def _divide(self, rendezvous: _Rendezvous, group: tuple[int, ...]) -> None:
+        """Find out what is to do, and call others for help. Called without the lock, by the last.
+
+        As many are called as there are other cores: more would only take turns with them.
+        """
+        work, error = None, None
+        try:
+            work = share_out(
+                rendezvous.step, group, rendezvous.shards, rendezvous.donated, self._arena
+            )
+        except BaseException as caught:  # whatever it was, the others must not wait for ever
+            error = _as_boxing_error(rendezvous.step, caught)
+        with self._lock:
+            rendezvous.work, rendezvous.error = work, error
+            rendezvous.num_left = 0 if work is None else work.num_blocks
+            rendezvous.shards = {}
+            if rendezvous.over:
+                rendezvous.changed.notify_all()
+            elif work is not None and work.needs_help:
+                rendezvous.changed.notify(self._num_helpers)
+
+    def _take_part(self, rendezvous: _Rendezvous, rank: int) -> torch.Tensor:
+        """Help for as long as there is work, wait until all is done, and return a rank's result."""
+        work, done, error = rendezvous.work, 0, None
+        if work is not None and work.num_blocks:
+            try:
+                done = work.do()
+            except BaseException as caught:
+                error = _as_boxing_error(rendezvous.step, caught)
+            with self._lock:
+                rendezvous.num_left -= done
+                rendezvous.error = rendezvous.error or error
+                if rendezvous.over:
+                    rendezvous.changed.notify_all()
+                while not rendezvous.over:
+                    # They all compute, which is no one's absence.
+                    rendezvous.changed.wait()
+        if rendezvous.error is not None:
+            raise _again(rendezvous.error)
+        assert work is not None, "a rendezvous ends with results or an error"
+        return work.results[rank]
+
+    def post(self, call: Call, letters: dict[int, _Letter]) -> None:
+        """Put letters into the mailboxes of their receivers."""
+        with self._lock:
+            self._check_usable(call)
+            for receiver, letter in letters.items():
+                if receiver not in self._mail_came:
+                    raise BoxingError(
+                        f"rank {call.rank} sends to rank {receiver}, which is not on this backend",
+                        accepted=", ".join(map(str, self._ranks)),
+                    )
+                self._mail.setdefault((call.tag, call.rank, receiver), deque()).append(letter)
+                self._mail_came[receiver].notify_all()
+
+    def collect(self, call: Call, senders: Sequence[int]) -> dict[int, _Letter]:
+        """Wait for one letter of each sender and take them out of the mailbox."""
+        keys = {sender: (call.tag, sender, call.rank) for sender in senders}
+
+        def come() -> bool:
+            return self._end is not None or all(key in self._mail for key in keys.values())
+
+        with self._lock:
+            in_time = self._mail_came[call.rank].wait_for(come, call.left_s)
+            self._check_usable(call)
+            if not in_time:
+                raise call.missing(sender for sender, key in keys.items() if key not in self._mail)
+            letters: dict[int, _Letter] = {}
+            for sender, key in keys.items():
+                letters[sender] = self._mail[key].popleft()
+                if not self._mail[key]:
+                    del self._mail[key]
+            return letters
+
+
+class LocalCommunicator(Communicator):
+    """The ends of all steps of one rank that is a thread of this process.
+
+    In a collective nothing is handed over but the shard itself, whose size is checked: it counts
+    what the step has this rank send. A transfer counts the slices that it hands over.
+    """
+
+    def __init__(self, backend: LocalBackend, rank: int) -> None:
+        self.rank = rank
+        self.sent_bytes = 0
+        self._backend = backend
+
+    def collective(
+        self,
+        step: Step,
+        shard: torch.Tensor,
+        *,
+        tag: str,
+        deadline_s: float,
+        donate: bool = False,
+    ) -> torch.Tensor:
+        """Meet the step's group, and do this rank's share of the work."""
+        if step.kind in (StepKind.TRANSFER, StepKind.LOCAL):
+            raise BoxingError(f"a {step.kind.value} step is no collective", where=str(step))
+        self._check_rank(step, self.rank in step.source[0])
+        call = Call.begin(step, tag, self.rank, deadline_s)
+        result = self._backend.meet(call, detached(shard), donate)
+        self.sent_bytes += sent_bytes(step, self.rank)
+        return result
+
+    def send(self, step: Step, shard: torch.Tensor, *, tag: str, deadline_s: float) -> None:
+        """Put this rank's pieces into the mailboxes of the receivers; never waits."""
+        self._check_rank(step, self.rank in step.source[0])
+        check_shard(step, self.rank, shard)
+        shard = detached(shard)
+        letters: dict[int, _Letter] = {}
+        for piece in transfer_pieces(step):
+            if piece.sender == self.rank != piece.receiver:
+                part = (piece, shard[piece.source_slices])
+                letters.setdefault(piece.receiver, []).append(part)
+        self._backend.post(Call.begin(step, tag, self.rank, deadline_s), letters)
+        self.sent_bytes += sum(part.nbytes for letter in letters.values() for _, part in letter)
+
+    def receive(
+        self, step: Step, shard: torch.Tensor | None, *, tag: str, deadline_s: float
+    ) -> torch.Tensor:
+        """Wait for the pieces of all senders and put them together."""
+        self._check_rank(step, self.rank in step.target[0])
+        pieces = [piece for piece in transfer_pieces(step) if piece.receiver == self.rank]
+        senders = dict.fromkeys(piece.sender for piece in pieces)
+        own = [piece for piece in pieces if piece.sender == self.rank]
+        if shard is None and own:
+            raise BoxingError(
+                f"rank {self.rank} keeps a piece of its own shard, but was given no shard",
+                where=str(step),
+                todo="pass the rank's source shard to receive",
+            )
+        others = [sender for sender in senders if sender != self.rank]
+        call = Call.begin(step, tag, self.rank, deadline_s)
+        letters = self._backend.collect(call, others)
+        received = {piece: part for letter in letters.values() for piece, part in letter}
+        if shard is not None:
+            shard = detached(shard)
+            received |= {piece: shard[piece.source_slices] for piece in own}
+        return combine(
+            step,
+            self.rank,
+            [(piece, received[piece]) for piece in pieces],
+            device=None if shard is None else shard.device,
+        )
+
+    def _check_rank(self, step: Step, takes_part: bool) -> None:
+        if not takes_part:
+            raise BoxingError(f"rank {self.rank} has no part in this step", where=str(step))
+
+
+def _num_cores() -> int:
+    """Return how many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _as_boxing_error(step: Step, error: BaseException) -> BoxingError:
+    """Return what the ranks of a step are told when one of them could not do its share."""
+    if isinstance(error, BoxingError):
+        return error
+    found = BoxingError(
+        f"a boxing step failed: {type(error).__name__}: {error}",
+        where=str(step),
+    )
+    found.__cause__ = error
+    return found
+
+
+def _again(error: BoxingError) -> BoxingError:
+    """Return a copy of an error to raise on one more thread, each with its own traceback."""
+    copy = BoxingError(error.what, where=error.where, accepted=error.accepted, todo=error.todo)
+    copy.__cause__ = error.__cause__ or error
+    return copy
+
+
+def build(config: EmptyConfig) -> LocalBackend:
+    """Make the backend: kind `boxing`, name `local`."""
+    return LocalBackend()

@@ -1,0 +1,269 @@
+"""A communicator for ranks that share no memory: what is common to all transports of flat tensors.
+
+It knows who sends which pieces to whom, checks, and packs and unpacks parcels. How long to wait,
+what to say if nobody comes, and the collectives that a transport has of its own stay with the
+transport. Knows torch.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Generic, TypeVar
+
+import torch
+
+from sbp_core.boxing.backend import Communicator
+from sbp_torch.boxing.execute import check_shard, detached, fill, reduction_of, torch_dtype
+from sbp_core.boxing.processes.call import Call
+from sbp_core.boxing.processes.connections import Connections
+from sbp_core.boxing.processes.manifest import Manifest, manifest, span
+from sbp_core.boxing.processes.traffic import Meter
+from sbp_torch.boxing.processes.packed_buffer import Parcels, num_elements, pack, unpack
+from sbp_core.boxing.slices import Piece, bounds_of, transfer_pieces, volume
+from sbp_core.boxing.step import Step, StepKind
+
+ConnectionsT = TypeVar("ConnectionsT", bound=Connections)
+
+#: Steps that a communicator remembers; a training step has fewer.
+_REMEMBERED = 4096
+
+_REDUCES = (StepKind.ALL_REDUCE, StepKind.REDUCE_SCATTER)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Role:
+    """One rank's part in a collective, worked out once: small messages take less time than that.
+
+    Args:
+        step: Which.
+        ranks: Its group.
+        shape, dtype: Of its shard.
+        reduction: `sum`, `max` or `min`, of an all-reduce or reduce-scatter; else "".
+        known: What it sends and receives; None for an all-reduce.
+    """
+
+    step: Step
+    ranks: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    reduction: str
+    known: Manifest | None
+
+    @property
+    def manifest(self) -> Manifest:
+        """What the rank sends and receives in an all-gather, reduce-scatter or all-to-all."""
+        assert self.known is not None, "an all-reduce has no manifest"
+        return self.known
+
+
+class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
+    """One rank's ends, over the connections of its process.
+
+    `sent_bytes` is made of the buffers that are handed over, not of what steps predict: a message
+    is counted here, as it is posted, and a collective by the subclass, which has a `Meter` for each
+    group beside the calls of its library, and gives it to `_count`.
+
+    A subclass brings the four methods that move flat tensors: shape (elements,), contiguous, of the
+    step's dtype. Each of them raises `BoxingError` when the call's time is over, or when another
+    rank has failed.
+
+    Args:
+        connections: Of this process.
+        rank: The rank that this process is.
+        device: Where results are made.
+    """
+
+    def __init__(self, connections: ConnectionsT, rank: int, device: torch.device) -> None:
+        self.rank = rank
+        self.sent_bytes = 0
+        self._connections = connections
+        self._device = device
+        self._roles: dict[int, Role] = {}
+
+    def collective(
+        self,
+        step: Step,
+        shard: torch.Tensor,
+        *,
+        tag: str,
+        deadline_s: float,
+        donate: bool = False,
+    ) -> torch.Tensor:
+        """See `Communicator.collective`."""
+        call = self._begin(step, tag, deadline_s)
+        # A step that is remembered lives, so that no other has its id; hashing one takes long.
+        role = self._roles.get(id(step)) or self._new_role(step, shard)
+        if shard.shape != role.shape or shard.dtype != role.dtype:
+            check_shard(step, self.rank, shard)
+        shard = detached(shard)
+        if len(role.ranks) == 1:
+            return shard
+        with self._connections.under_way(call):
+            return self._collective(call, role.ranks, shard, donate)
+
+    def send(self, step: Step, shard: torch.Tensor, *, tag: str, deadline_s: float) -> None:
+        """See `Communicator.send`."""
+        call = self._begin(step, tag, deadline_s)
+        check_shard(step, self.rank, shard)
+        shard = detached(shard)
+        outgoing: dict[int, list[Piece]] = {}
+        for piece in transfer_pieces(step):
+            if piece.sender == self.rank != piece.receiver:
+                outgoing.setdefault(piece.receiver, []).append(piece)
+        for receiver, pieces in outgoing.items():
+            # A copy: the shard is the caller's to drop, and may be a view of something larger.
+            values = pack(shard, pieces, copy=True).to(self._device)
+            self._post(call, receiver, values)
+            self.sent_bytes += values.nbytes
+
+    def receive(
+        self, step: Step, shard: torch.Tensor | None, *, tag: str, deadline_s: float
+    ) -> torch.Tensor:
+        """See `Communicator.receive`."""
+        call = self._begin(step, tag, deadline_s)
+        mine = [piece for piece in transfer_pieces(step) if piece.receiver == self.rank]
+        by_sender: dict[int, list[Piece]] = {}
+        for piece in mine:
+            by_sender.setdefault(piece.sender, []).append(piece)
+        own = by_sender.pop(self.rank, [])
+        if own:
+            if shard is None:
+                raise call.failed("this rank is a sender too, and gave no shard to receive()")
+            check_shard(step, self.rank, shard)
+            shard = detached(shard)
+        if len(own) == len(mine) == 1 and shard is not None:
+            part = shard[own[0].source_slices]
+            if part.shape == self._shape_after(step):
+                return part.contiguous()
+        result = self._blank(step, mine)
+        arriving: dict[int, torch.Tensor] = {}
+        landed: set[int] = set()
+        for sender, pieces in by_sender.items():
+            where = span(result.shape, pieces[0].target)
+            if len(pieces) == 1 and pieces[0].term == mine[0].term and where is not None:
+                arriving[sender] = result.view(-1)[slice(*where)]
+                landed.add(sender)
+            else:
+                arriving[sender] = self._empty(step, num_elements(step, pieces))
+        with self._connections.under_way(call):
+            self._collect(call, arriving)
+        if own:
+            assert shard is not None, "checked above"
+            arriving[self.rank] = pack(shard, own)
+        received = [
+            (piece, None if piece.sender in landed else part)
+            for piece, part in unpack(mine, arriving)
+        ]
+        if received:
+            reduces = mine[0].term != mine[-1].term
+            fill(result, received, reduction_of(step) if reduces else None)
+        return result
+
+    @abstractmethod
+    def _collective(
+        self, call: Call, ranks: tuple[int, ...], shard: torch.Tensor, donate: bool
+    ) -> torch.Tensor:
+        """Run a collective among the ranks of a group: two or more, in mesh order.
+
+        Args:
+            call: Its step is of any kind but `TRANSFER` and `LOCAL`.
+            ranks: The group.
+            shard: This rank's part under the step's source, checked and detached.
+            donate: Whether the shard's memory may be overwritten, and may become the result. Other
+                ranks may say otherwise: what they do together must not depend on it.
+
+        Returns:
+            This rank's part under the step's target.
+        """
+
+    @abstractmethod
+    def _post(self, call: Call, receiver: int, values: torch.Tensor) -> None:
+        """Send a message; does not wait for the receiver.
+
+        Args:
+            call: The call that sends it.
+            receiver: Rank that it goes to.
+            values: On the communicator's device; nobody else uses them.
+        """
+
+    @abstractmethod
+    def _collect(self, call: Call, arriving: Mapping[int, torch.Tensor]) -> None:
+        """Fill each tensor with the message of its sender for the call's tag."""
+
+    @abstractmethod
+    def _trade(self, call: Call, ranks: tuple[int, ...], parcels: Parcels) -> None:
+        """Send each rank its chunk of `parcels.sent`, and fill `parcels.received` with theirs.
+
+        May call `parcels.keep_own` while data is under way.
+
+        Args:
+            call: The call that does so.
+            ranks: The group.
+            parcels: The chunks, in the order of `ranks`; what stays here is often but not always
+                left out.
+        """
+
+    def _count(self, meter: Meter) -> None:
+        """Count what a collective was given for other ranks, once its library has been called."""
+        sent_bytes = meter.take()
+        self.sent_bytes += sent_bytes  # in one go: other threads may count messages
+
+    def _begin(self, step: Step, tag: str, deadline_s: float) -> Call:
+        """Make the call of a step, if the connections can be used."""
+        call = Call.begin(step, tag, self.rank, deadline_s, self._connections.witness)
+        self._connections.check_usable(call)
+        return call
+
+    def _role(self, call: Call) -> Role:
+        """Return the part of this rank in a collective that is under way."""
+        return self._roles[id(call.step)]
+
+    def _new_role(self, step: Step, shard: torch.Tensor) -> Role:
+        """Work out the part of this rank in a collective, to which it brings a shard."""
+        check_shard(step, self.rank, shard)
+        ranks = step.group(self.rank)
+        role = Role(
+            step=step,
+            ranks=ranks,
+            shape=tuple(shard.shape),
+            dtype=shard.dtype,
+            reduction=reduction_of(step) if step.kind in _REDUCES else "",
+            known=None if step.kind is StepKind.ALL_REDUCE else manifest(step, self.rank),
+        )
+        if len(self._roles) >= _REMEMBERED:
+            self._roles.clear()
+        self._roles[id(step)] = role
+        return role
+
+    def _exchange(self, call: Call, ranks: tuple[int, ...], shard: torch.Tensor) -> torch.Tensor:
+        """Run a collective by sending each rank its pieces, at their exact sizes.
+
+        Args:
+            call: Of an all-gather, reduce-scatter or all-to-all.
+            ranks: The group.
+            shard: This rank's part under the step's source.
+        """
+        known = self._role(call).manifest
+        parcels = Parcels(call.step, known, shard, device=self._device)
+        if not known.is_idle:
+            self._trade(call, ranks, parcels)
+        return parcels.result()
+
+    def _shape_after(self, step: Step) -> tuple[int, ...]:
+        """Return the local shape of this rank under the step's target."""
+        bounds = bounds_of(step.shape, *step.target)[self.rank]
+        return tuple(stop - start for start, stop in bounds)
+
+    def _blank(self, step: Step, pieces: Sequence[Piece]) -> torch.Tensor:
+        """Return a shard to fill with pieces, zero wherever the first term has none."""
+        shape = self._shape_after(step)
+        first = [volume(piece.target) for piece in pieces if piece.term == pieces[0].term]
+        make = torch.empty if sum(first) == prod(shape) else torch.zeros
+        return make(shape, dtype=torch_dtype(step.dtype), device=self._device)
+
+    def _empty(self, step: Step, elements: int) -> torch.Tensor:
+        """Return a flat tensor of the step's dtype to receive into."""
+        return torch.empty(elements, dtype=torch_dtype(step.dtype), device=self._device)

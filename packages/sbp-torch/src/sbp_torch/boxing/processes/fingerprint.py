@@ -1,0 +1,311 @@
+"""A debug mode of every backend: before data moves, the ranks compare what they are about to do.
+
+    rank 0   collective(all-reduce, float32[4, 2])            gather fingerprints -> differ: raise
+    rank 1   collective(all-gather, float32[8])               gather fingerprints -> differ: raise
+
+    rank 0   send(to 1, tag "x")   fingerprint 0, then data
+    rank 1   receive(from 0, "x")  fingerprint 0: is it the one of "x"? then data
+
+Without it two ranks that run different programs wait for each other until a deadline, take each
+other's numbers for their own, or end in a transport's abort. Costs one small exchange a step. Knows
+torch.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+import torch
+
+from sbp_core.boxing.backend import BoxingBackend, Communicator
+from sbp_torch.boxing.processes.agreement import gather_texts, tensor_text, text_tensor
+from sbp_core.boxing.processes.call import Call
+from sbp_core.boxing.slices import sent_bytes, transfer_pieces
+from sbp_core.boxing.step import Step, StepKind
+from sbp_core.boxing.supervision.launch_spec import Start
+from sbp_core.errors import BoxingError
+from sbp_core.placement import Placement
+from sbp_core.sbp import B, NdSbp
+
+#: Bytes of a fingerprint: 16 hex digits of everything, then what a reader sees of it.
+_WIDTH_BYTES = 512
+_DIGEST_CHARACTERS = 16
+
+_TODO = (
+    "the ranks run different programs, or the same one with different configs: compare what they "
+    "do just before this step"
+)
+
+
+class Fingerprinted(BoxingBackend):
+    """A backend whose every step is compared between the ranks before its data moves.
+
+    Args:
+        backend: Not yet open.
+    """
+
+    def __init__(self, backend: BoxingBackend) -> None:
+        self._backend = backend
+        self._communicators: dict[int, FingerprintedCommunicator] = {}
+        self.spans_processes = backend.spans_processes
+
+    def starts(self, num_ranks: int, command: Sequence[str]) -> tuple[Start, ...]:
+        """See `BoxingBackend.starts`."""
+        return self._backend.starts(num_ranks, command)
+
+    def open(self, ranks: Sequence[int]) -> None:
+        """See `BoxingBackend.open`."""
+        self._backend.open(ranks)
+        self._communicators = {
+            rank: FingerprintedCommunicator(self._backend, self._backend.communicator(rank))
+            for rank in self._backend.local_ranks()
+        }
+
+    def local_ranks(self) -> tuple[int, ...]:
+        """See `BoxingBackend.local_ranks`."""
+        return self._backend.local_ranks()
+
+    def communicator(self, rank: int) -> Communicator:
+        """See `BoxingBackend.communicator`."""
+        if rank not in self._communicators:
+            return self._backend.communicator(rank)  # says why there is none
+        return self._communicators[rank]
+
+    def fail(self, error: BaseException) -> None:
+        """See `BoxingBackend.fail`."""
+        self._backend.fail(error)
+
+    def close(self) -> None:
+        """See `BoxingBackend.close`."""
+        self._backend.close()
+
+
+@dataclass(slots=True)
+class _Inbox:
+    """The fingerprints that one rank has sent to another.
+
+    Args:
+        changed: Held while the rest is looked at.
+        unclaimed: Those that were received, and whose messages were not, by digest of their tag.
+        count: Number of those received.
+        is_read: Whether a thread is receiving the next one.
+    """
+
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    unclaimed: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    count: int = 0
+    is_read: bool = False
+
+
+class FingerprintedCommunicator(Communicator):
+    """The ends of all steps of one rank, each compared with the others' before it begins.
+
+    `sent_bytes` is what the steps have this rank send, without fingerprints; it is the communicator
+    below that counts what is moved.
+
+    Args:
+        backend: What breaks when two ranks differ.
+        communicator: What moves the data, and the fingerprints.
+    """
+
+    def __init__(self, backend: BoxingBackend, communicator: Communicator) -> None:
+        self.rank = communicator.rank
+        self.sent_bytes = 0
+        self._backend = backend
+        self._communicator = communicator
+        self._lock = threading.Lock()
+        #: Collectives by group, and messages by receiver.
+        self._counts: dict[tuple[int, ...] | int, int] = defaultdict(int)
+        self._inboxes: dict[int, _Inbox] = {}
+
+    def collective(
+        self,
+        step: Step,
+        shard: torch.Tensor,
+        *,
+        tag: str,
+        deadline_s: float,
+        donate: bool = False,
+    ) -> torch.Tensor:
+        """Compare the step with those of the whole group; then run it."""
+        call = Call.begin(step, tag, self.rank, deadline_s)
+        ranks = step.group(self.rank)
+        if step.kind in (StepKind.TRANSFER, StepKind.LOCAL):
+            raise BoxingError(f"a {step.kind.value} step is no collective", where=str(step))
+        count = self._count(ranks)
+        mine = _fingerprint(step, tag, f"call {count} of the group")
+        texts = gather_texts(
+            self._communicator,
+            ranks,
+            mine,
+            tag=f"fingerprint of call {count} among ranks {', '.join(map(str, ranks))}",
+            width_bytes=_WIDTH_BYTES,
+            deadline_s=deadline_s,
+            device=shard.device,
+        )
+        other = next((rank for rank, text in texts.items() if text != texts[self.rank]), None)
+        if other is not None:
+            raise self._mismatch({rank: _shown(text) for rank, text in texts.items()})
+        result = self._communicator.collective(
+            step, shard, tag=tag, deadline_s=round(call.left_s, 3), donate=donate
+        )
+        self._note_sent(step)
+        return result
+
+    def send(self, step: Step, shard: torch.Tensor, *, tag: str, deadline_s: float) -> None:
+        """Send each receiver a fingerprint, and then its message; waits for nobody."""
+        text = _fingerprint(step, tag, "")
+        values = text_tensor(text, _WIDTH_BYTES, shard.device)
+        for receiver in _others(step, sender=self.rank):
+            number = self._count(receiver)
+            self._communicator.send(
+                _letter(self.rank, receiver),
+                values,
+                tag=_letter_tag(self.rank, receiver, number),
+                deadline_s=deadline_s,
+            )
+        self._communicator.send(step, shard, tag=tag, deadline_s=deadline_s)
+        self._note_sent(step)
+
+    def receive(
+        self, step: Step, shard: torch.Tensor | None, *, tag: str, deadline_s: float
+    ) -> torch.Tensor:
+        """Compare the step with what every sender says of its message; then receive it."""
+        call = Call.begin(step, tag, self.rank, deadline_s)
+        mine = _fingerprint(step, tag, "")
+        for sender in _others(step, receiver=self.rank):
+            theirs = self._await(sender, tag, mine, call)
+            if theirs != mine:
+                raise self._mismatch({sender: _shown(theirs), self.rank: _shown(mine)})
+        return self._communicator.receive(step, shard, tag=tag, deadline_s=round(call.left_s, 3))
+
+    def _await(self, sender: int, tag: str, mine: str, call: Call) -> str:
+        """Return the fingerprint that a sender has sent for a tag.
+
+        Messages may be received in another order than they were sent in: a fingerprint that is not
+        for this tag is kept. One thread receives at a time, for all.
+        """
+        with self._lock:
+            inbox = self._inboxes.setdefault(sender, _Inbox())
+        key = _key(tag)
+        while True:
+            with inbox.changed:
+                inbox.changed.wait_for(lambda: key in inbox.unclaimed or not inbox.is_read)
+                if key in inbox.unclaimed:
+                    found = inbox.unclaimed[key].pop(0)
+                    if not inbox.unclaimed[key]:
+                        del inbox.unclaimed[key]
+                    return found
+                number, inbox.is_read = inbox.count, True
+            try:
+                text = self._receive_letter(sender, number, inbox, mine, call)
+                with inbox.changed:
+                    inbox.count += 1
+                    inbox.unclaimed[_key_of(text)].append(text)
+            finally:
+                with inbox.changed:
+                    inbox.is_read = False
+                    inbox.changed.notify_all()
+
+    def _receive_letter(
+        self, sender: int, number: int, inbox: _Inbox, mine: str, call: Call
+    ) -> str:
+        try:
+            values = self._communicator.receive(
+                _letter(sender, self.rank),
+                None,
+                tag=_letter_tag(sender, self.rank, number),
+                deadline_s=round(call.left_s, 3),
+            )
+        except BoxingError as error:
+            with inbox.changed:
+                kept = [_shown(text) for texts in inbox.unclaimed.values() for text in texts]
+            sent = "; ".join(kept) or "nothing else"
+            raise BoxingError(
+                error.what,
+                where=(
+                    *error.where,
+                    f"rank {self.rank} awaits: {_shown(mine)}",
+                    f"rank {sender} has sent, and nobody has received: {sent}",
+                ),
+                todo=error.todo,
+            ) from error
+        return tensor_text(values)
+
+    def _mismatch(self, shown: dict[int, str]) -> BoxingError:
+        """Break the backend because ranks are about to do different things; return the error."""
+        error = BoxingError(
+            f"ranks {', '.join(map(str, shown))} meet for different boxing steps",
+            where=[f"rank {rank}: {text}" for rank, text in shown.items()],
+            accepted="the same tag, step, shape and dtype on all ranks of a group",
+            todo=_TODO,
+        )
+        self._backend.fail(error)
+        return error
+
+    def _count(self, key: tuple[int, ...] | int) -> int:
+        """Return how many collectives a group, or messages a receiver, had before this one."""
+        with self._lock:
+            self._counts[key] += 1
+            return self._counts[key] - 1
+
+    def _note_sent(self, step: Step) -> None:
+        with self._lock:
+            self.sent_bytes += sent_bytes(step, self.rank)
+
+
+def _fingerprint(step: Step, tag: str, count: str) -> str:
+    """Return a text that two ranks have in common if they mean the same step."""
+    (before, source), (after, target) = step.source, step.target
+    whole = (
+        f"{step.kind} {list(step.shape)} {step.dtype} {before.ranks} {source} {after.ranks} "
+        f"{target} {step.axes} {tag!r} {count}"
+    )
+    shown = f"{tag!r}, {step} of {step.dtype}{list(step.shape)}" + (f", {count}" if count else "")
+    digest = blake2b(whole.encode(), digest_size=_DIGEST_CHARACTERS // 2).hexdigest()
+    text = f"{digest}{_key(tag)}{shown}"
+    return text.encode()[:_WIDTH_BYTES].decode("utf-8", "ignore")
+
+
+def _shown(fingerprint: str) -> str:
+    """Return what a reader sees of a fingerprint."""
+    return fingerprint[2 * _DIGEST_CHARACTERS :]
+
+
+def _key_of(fingerprint: str) -> str:
+    """Return the key of the tag that a fingerprint is for."""
+    return fingerprint[_DIGEST_CHARACTERS : 2 * _DIGEST_CHARACTERS]
+
+
+def _key(tag: str) -> str:
+    return blake2b(tag.encode(), digest_size=_DIGEST_CHARACTERS // 2).hexdigest()
+
+
+def _others(step: Step, *, sender: int | None = None, receiver: int | None = None) -> list[int]:
+    """Return who receives from a sender, or who sends to a receiver; ascending."""
+    if sender is not None:
+        found = {piece.receiver for piece in transfer_pieces(step) if piece.sender == sender}
+        return sorted(found - {sender})
+    found = {piece.sender for piece in transfer_pieces(step) if piece.receiver == receiver}
+    return sorted(found - {receiver})
+
+
+def _letter(sender: int, receiver: int) -> Step:
+    """Return the step that takes one fingerprint from one rank to another."""
+    return Step(
+        kind=StepKind.TRANSFER,
+        shape=(_WIDTH_BYTES,),
+        dtype="uint8",
+        source=(Placement([sender], ("rank",)), NdSbp(B)),
+        target=(Placement([receiver], ("rank",)), NdSbp(B)),
+        axes=(),
+        size_bytes=_WIDTH_BYTES,
+    )
+
+
+def _letter_tag(sender: int, receiver: int, number: int) -> str:
+    return f"fingerprint of message {number} from rank {sender} to rank {receiver}"

@@ -1,0 +1,182 @@
+"""Shards to flat messages and back: the pieces for one rank, one after the other.
+
+For transports between processes. The geometry (which slice goes where) is `slices` and `manifest`,
+putting pieces together is `execute.combine`, when parcels are sent is `exchange`. Knows torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+
+import torch
+
+from sbp_torch.boxing.execute import fill, reduce_in_order, reduction_of
+from sbp_core.boxing.processes.manifest import Manifest
+from sbp_core.boxing.slices import Piece, itemsize, volume
+from sbp_core.boxing.step import Step, StepKind
+
+
+def pack(shard: torch.Tensor, pieces: Sequence[Piece], *, copy: bool = False) -> torch.Tensor:
+    """Return pieces of a shard one after the other: shape (elements,), contiguous.
+
+    Args:
+        shard: Any strides.
+        pieces: Of the shard, in any order.
+        copy: Whether the result may not share memory with the shard.
+    """
+    if len(pieces) == 1 and not copy:
+        part = shard[pieces[0].source_slices]
+        if part.is_contiguous():
+            return part.view(-1)
+    packed = shard.new_empty(sum(volume(piece.source) for piece in pieces))
+    start = 0
+    for piece in pieces:
+        part = shard[piece.source_slices]
+        packed[start : start + part.numel()].view(part.shape).copy_(part)
+        start += part.numel()
+    return packed
+
+
+def unpack(
+    pieces: Sequence[Piece], parcels: Mapping[int, torch.Tensor]
+) -> list[tuple[Piece, torch.Tensor]]:
+    """Return each piece with its values, as views.
+
+    Args:
+        pieces: In the order in which `pack` had those of each sender.
+        parcels: What `pack` returned, by sender; shape (elements,).
+    """
+    starts = dict.fromkeys(parcels, 0)
+    values: list[tuple[Piece, torch.Tensor]] = []
+    for piece in pieces:
+        shape = tuple(stop - start for start, stop in piece.target)
+        start = starts[piece.sender]
+        starts[piece.sender] = start + prod(shape)
+        values.append((piece, parcels[piece.sender][start : start + prod(shape)].view(shape)))
+    return values
+
+
+def num_elements(step: Step, pieces: Sequence[Piece]) -> int:
+    """Return the number of elements of some pieces of a step."""
+    return sum(piece.size_bytes for piece in pieces) // itemsize(step.dtype)
+
+
+class Parcels:
+    """The memory of one collective on one rank: what it sends and what it receives, flat.
+
+    Chunk i of each is what goes to, or comes from, the i-th rank of the group. What is sent is the
+    shard itself, and what is received is the memory of the result, wherever pieces lie in order
+    there. The rank's own chunk is empty in both if it can be kept out, which spares a copy; else it
+    is in both, and the transport has to copy it like any other.
+
+    Args:
+        step: An all-gather, reduce-scatter or all-to-all.
+        manifest: The rank's part of it.
+        shard: The rank's part under `step.source`; never changed.
+        device: Where the result is made.
+        with_own: Always have the rank's own chunk in both, for transports whose collectives want
+            parts of one size.
+        whole: Of an all-gather in which everybody receives whole shards: send the shard as the one
+            chunk for all. The rank's own chunk is in `received`, to be filled by the transport or
+            by `keep_own`.
+
+    Attributes:
+        sent, received: Shape (elements,), contiguous.
+        sent_sizes, received_sizes: Elements of each chunk.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        manifest: Manifest,
+        shard: torch.Tensor,
+        *,
+        device: torch.device,
+        with_own: bool = False,
+        whole: bool = False,
+    ) -> None:
+        self._step, self._manifest, self._shard = step, manifest, shard
+        apart, place = manifest.apart and not (with_own or whole), manifest.place
+        self._keeps_own = apart or whole
+        self._awaits_own = apart
+        self.sent_sizes, self.received_sizes = manifest.sent_sizes, manifest.received_sizes
+        if apart:
+            self.sent_sizes = _without(self.sent_sizes, place)
+            self.received_sizes = _without(self.received_sizes, place)
+        if manifest.packed or whole:
+            self.sent = _flat(shard.contiguous(), manifest.others_out if apart else None)
+        else:
+            outgoing = enumerate(manifest.outgoing)
+            self.sent = pack(
+                shard, [piece for at, piece in outgoing if piece and not (apart and at == place)]
+            )
+        self._result: torch.Tensor | None = None
+        if step.kind is not StepKind.REDUCE_SCATTER:
+            self._result = torch.empty(manifest.shape, dtype=shard.dtype, device=device)
+        if manifest.unpacked and self._result is not None:
+            self.received = _flat(self._result, manifest.others_in if apart else None)
+        else:
+            elements = sum(self.received_sizes)
+            self.received = torch.empty(elements, dtype=shard.dtype, device=device)
+
+    def keep_own(self) -> None:
+        """Copy what the rank keeps into the result: now, while chunks may be on their way."""
+        piece = self._manifest.incoming[self._manifest.place]
+        if self._keeps_own and piece is not None and self._result is not None:
+            self._result[piece.target_slices] = self._shard[piece.source_slices]
+        self._awaits_own = False
+
+    def result(self) -> torch.Tensor:
+        """Return the rank's part under `step.target`, once all is received."""
+        if self._result is None:
+            return self._reduced()
+        if self._awaits_own:
+            self.keep_own()
+        if not self._manifest.unpacked:
+            fill(
+                self._result,
+                [
+                    (piece, part)
+                    for piece, part in self._pieces()
+                    if not (self._keeps_own and piece.sender == piece.receiver)
+                ],
+            )
+        return self._result
+
+    def _pieces(self) -> list[tuple[Piece, torch.Tensor]]:
+        """Return each incoming piece with its values."""
+        chunks = torch.split(self.received, list(self.received_sizes))
+        pieces: list[tuple[Piece, torch.Tensor]] = []
+        for piece, chunk in zip(self._manifest.incoming, chunks, strict=True):
+            if piece is None:
+                continue
+            if self._keeps_own and piece.sender == piece.receiver:
+                pieces.append((piece, self._shard[piece.source_slices]))
+            else:
+                shape = [stop - start for start, stop in piece.target]
+                pieces.append((piece, chunk.view(shape)))
+        return pieces
+
+    def _reduced(self) -> torch.Tensor:
+        """Return the reduction, in the order of the group."""
+        shape, addends = self._manifest.shape, [part for _, part in self._pieces()]
+        if self._keeps_own and len(addends) == 2:
+            # What was received is one chunk: its memory is the result's.
+            result = self.received.view(shape)
+        else:
+            result = self.received.new_empty(shape)
+        if addends:
+            reduce_in_order(addends, reduction_of(self._step), out=result)
+        return result
+
+
+def _flat(values: torch.Tensor, where: tuple[int, int] | None) -> torch.Tensor:
+    """Return contiguous values, or a part of them, as shape (elements,)."""
+    flat = values.view(-1)
+    return flat if where is None else flat.narrow(0, where[0], where[1] - where[0])
+
+
+def _without(sizes: tuple[int, ...], place: int) -> tuple[int, ...]:
+    """Return sizes of chunks if the one at a place is empty."""
+    return (*sizes[:place], 0, *sizes[place + 1 :])

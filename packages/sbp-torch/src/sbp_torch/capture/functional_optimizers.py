@@ -1,0 +1,281 @@
+"""Updates of `torch.optim` that cannot be traced as they stand, said without control flow.
+
+They branch on the number of the step, or read numbers from tensors in the middle of it. Here such
+branches are arithmetic on numbers, and norms are roots of sums. The number of the step, and all
+that follows from it, are host numbers; where a step may be skipped, 0-d float64 tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sbp_torch.capture.gradients import total_norm
+from sbp_torch.capture.optimizer_clones import kind_of
+from sbp_torch.ops import fused_updates as _fused_ops  # noqa: F401 - registers sbp.fused_*
+
+#: A host number as the trace sees it, or a 0-d tensor.
+Number = Any
+
+Settings = Mapping[str, Any]
+States = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moved:
+    """A parameter after its update, and those of its states that the update replaces."""
+
+    parameter: Tensor
+    states: dict[str, Tensor]
+
+
+#: Moves a parameter: (settings of its group, parameter, gradient, states, number of this step).
+Move = Callable[[Settings, Tensor, Tensor, States, Number], Moved]
+
+
+def decays(amount: Number) -> bool:
+    """Whether weights may decay by this amount: not if it is the number zero."""
+    return isinstance(amount, torch.SymFloat | Tensor) or bool(amount != 0)
+
+
+def _smaller(left: Number, right: Number) -> Number:
+    if isinstance(right, Tensor):
+        return right.minimum(torch.zeros_like(right) + left)
+    return torch.sym_min(left, right)  # type: ignore[no-untyped-call] # torch leaves it untyped
+
+
+def _at_least(value: Number, low: float) -> Number:
+    if isinstance(value, Tensor):
+        return value.clamp(min=low)
+    return torch.sym_max(value, low)  # type: ignore[no-untyped-call] # torch leaves it untyped
+
+
+def _exceeds(value: Number, bound: float) -> Number:
+    """Return 1 if a value is above a bound, else 0; a host number cannot be compared in a trace."""
+    if isinstance(value, Tensor):
+        return (value > bound).to(value.dtype)
+    return _at_least(_smaller(1.0, (value - bound) * 1e300), 0.0)
+
+
+def _ascending(settings: Settings, gradient: Tensor) -> Tensor:
+    return -gradient if settings["maximize"] else gradient
+
+
+def _decayed(settings: Settings, p: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """Decay weights: of the parameter itself if decoupled, else through the gradient."""
+    amount = settings["weight_decay"]
+    if not decays(amount):
+        return p, g
+    if settings.get("decoupled_weight_decay"):
+        return p * (1 - settings["lr"] * amount), g
+    return p, g.add(p, alpha=amount)
+
+
+def sgd(settings: Settings, p: Tensor, g: Tensor, states: States, step: Number) -> Moved:
+    """`torch.optim.SGD` with dampening: the first velocity is the first gradient, undampened.
+
+    Source: torch 2.13, torch/optim/sgd.py, `_single_tensor_sgd`.
+    """
+    p, g = _decayed(settings, p, _ascending(settings, g))
+    first = 0.0 ** (step - 1.0)  # 1, then 0
+    part = first + (1.0 - first) * (1.0 - settings["dampening"])
+    velocity = states["momentum_buffer"] * settings["momentum"] + g * part
+    g = g.add(velocity, alpha=settings["momentum"]) if settings["nesterov"] else velocity
+    return Moved(parameter=p - g * settings["lr"], states={"momentum_buffer": velocity})
+
+
+def adagrad(settings: Settings, p: Tensor, g: Tensor, states: States, step: Number) -> Moved:
+    """`torch.optim.Adagrad`.
+
+    Source: torch 2.13, torch/optim/adagrad.py, `_single_tensor_adagrad`.
+    """
+    p, g = _decayed(settings, p, _ascending(settings, g))
+    rate = settings["lr"] / (1 + (step - 1.0) * settings["lr_decay"])
+    total = states["sum"].addcmul(g, g)
+    return Moved(parameter=p - g / (total.sqrt() + settings["eps"]) * rate, states={"sum": total})
+
+
+def _moments(settings: Settings, g: Tensor, states: States) -> dict[str, Tensor]:
+    beta1, beta2 = settings["betas"]
+    return {
+        "exp_avg": states["exp_avg"].lerp(g, 1 - beta1),
+        "exp_avg_sq": (states["exp_avg_sq"] * beta2).addcmul(g, g, value=1 - beta2),
+    }
+
+
+def nadam(settings: Settings, p: Tensor, g: Tensor, states: States, step: Number) -> Moved:
+    """`torch.optim.NAdam`, whose product of momenta is a tensor.
+
+    Source: torch 2.13, torch/optim/nadam.py, `_single_tensor_nadam`.
+    """
+    beta1, beta2 = settings["betas"]
+    lr, decay = settings["lr"], settings["momentum_decay"]
+    p, g = _decayed(settings, p, _ascending(settings, g))
+    mu = beta1 * (1.0 - 0.5 * (0.96 ** (step * decay)))
+    mu_next = beta1 * (1.0 - 0.5 * (0.96 ** ((step + 1.0) * decay)))
+    product = states["mu_product"]
+    product = product * (mu.to(product.dtype) if isinstance(mu, Tensor) else mu)
+    exact = product.double()
+    new = _moments(settings, g, states)
+    denominator = (new["exp_avg_sq"] / (1 - beta2**step)).sqrt() + settings["eps"]
+    of_gradient = ((1.0 - mu) * lr) / (1.0 - exact)
+    of_average = (mu_next * lr) / (1.0 - exact * mu_next)
+    p = p - g / denominator * of_gradient - new["exp_avg"] / denominator * of_average
+    return Moved(parameter=p, states={**new, "mu_product": product})
+
+
+def radam(settings: Settings, p: Tensor, g: Tensor, states: States, step: Number) -> Moved:
+    """`torch.optim.RAdam`, which adapts only once the length rho of the average is above 5.
+
+    Source: torch 2.13, torch/optim/radam.py, `_single_tensor_radam`.
+    """
+    beta1, beta2 = settings["betas"]
+    p, g = _decayed(settings, p, _ascending(settings, g))
+    new = _moments(settings, g, states)
+    correction = 1 - beta2**step
+    longest = 2 / (1 - beta2) - 1
+    rho = longest - 2 * step * (beta2**step) / correction
+    adapts = _exceeds(rho, 5.0)
+    # An average that never gets longer than 5 never adapts; then the quotient is of no use.
+    divisor = _at_least(longest - 4, 0.5) * _at_least(longest - 2, 0.5) * rho
+    square = ((rho - 4) * (rho - 2) * longest) / divisor
+    rectified = _at_least(square, 0.0) ** 0.5 * correction**0.5
+    rate = (adapts * rectified + (1.0 - adapts)) * settings["lr"]
+    denominator = (new["exp_avg_sq"].sqrt() + settings["eps"]) * adapts + (1.0 - adapts)
+    mean = new["exp_avg"] / (1 - beta1**step)
+    return Moved(parameter=p - mean / denominator * rate, states=new)
+
+
+def adafactor(settings: Settings, p: Tensor, g: Tensor, states: States, step: Number) -> Moved:
+    """`torch.optim.Adafactor`.
+
+    Source: torch 2.13, torch/optim/_adafactor.py, `_single_tensor_adafactor`.
+    """
+    eps, least = settings["eps"]
+    eps = torch.finfo(p.dtype).eps if eps is None else eps
+    g = _ascending(settings, g)
+    share = step ** settings["beta2_decay"]
+    root = p.numel() ** 0.5
+    size = (total_norm([p], 2.0).double() / root).clamp(min=least)
+    alpha = size * _smaller(settings["lr"], 1 / step**0.5)
+    if decays(settings["weight_decay"]):
+        p = p * (1 - settings["lr"] * settings["weight_decay"])
+    new: dict[str, Tensor] = {}
+    if g.dim() > 1:
+        square = g * g
+        for key, dim in (("row_var", -1), ("col_var", -2)):
+            mean = square.sum(dim=dim, keepdim=True) / g.size(dim)
+            new[key] = _blend(states[key], mean, share)
+        rows = new["row_var"]
+        typical = (rows.sum(dim=-2, keepdim=True) / g.size(-2)).clamp(min=eps)
+        estimate = rows * new["col_var"] / typical
+    else:
+        new["variance"] = estimate = _blend(states["variance"], g * g, share)
+    change = estimate.clamp(min=eps * eps).rsqrt() * g
+    limit = (total_norm([change], 2.0).double() / (root * settings["d"])).clamp(min=1.0)
+    return Moved(parameter=p - change * (alpha / limit), states=new)
+
+
+def _blend(old: Tensor, new: Tensor, share: Number) -> Tensor:
+    change: Tensor = (new - old) * share
+    return old + change
+
+
+def fused_adam(settings: Settings, p: Tensor, g: Tensor, states: States, step: Number) -> Moved:
+    """`torch.optim.Adam` and `AdamW` with `fused=True`."""
+    keys = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if settings["amsgrad"] else [])]
+    beta1, beta2 = settings["betas"]
+    op = torch.ops.sbp.fused_adam
+    first, *new = (op.tensor_step if isinstance(step, Tensor) else op.default)(
+        p,
+        g,
+        states[keys[0]],
+        states[keys[1]],
+        [states[key] for key in keys[2:]],
+        step,
+        settings["lr"],
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=settings["weight_decay"],
+        eps=settings["eps"],
+        maximize=settings["maximize"],
+        decoupled=settings["decoupled_weight_decay"],
+    )
+    return Moved(parameter=first, states=dict(zip(keys, new, strict=True)))
+
+
+def fused_sgd(settings: Settings, p: Tensor, g: Tensor, states: States, step: Number) -> Moved:
+    """`torch.optim.SGD` with `fused=True`, from the second step on."""
+    keys = ["momentum_buffer"] if "momentum_buffer" in states else []
+    names = ("momentum", "dampening", "weight_decay", "nesterov", "maximize")
+    first, *new = torch.ops.sbp.fused_sgd.default(
+        p,
+        g,
+        [states[key] for key in keys],
+        settings["lr"],
+        **{name: settings[name] for name in names},
+    )
+    return Moved(parameter=first, states=dict(zip(keys, new, strict=True)))
+
+
+def fused_adagrad(settings: Settings, p: Tensor, g: Tensor, states: States, step: Number) -> Moved:
+    """`torch.optim.Adagrad` with `fused=True`."""
+    op = torch.ops.sbp.fused_adagrad
+    names = ("lr_decay", "weight_decay", "eps", "maximize")
+    first, total = (op.tensor_step if isinstance(step, Tensor) else op.default)(
+        p, g, states["sum"], step, settings["lr"], **{name: settings[name] for name in names}
+    )
+    return Moved(parameter=first, states={"sum": total})
+
+
+#: Optimizers that never run as they stand.
+ALWAYS: Mapping[type, Move] = {
+    torch.optim.Adafactor: adafactor,
+    torch.optim.NAdam: nadam,
+    torch.optim.RAdam: radam,
+}
+
+#: Optimizers for which PyTorch has a fused kernel.
+FUSED: Mapping[type, Move] = {
+    torch.optim.Adagrad: fused_adagrad,
+    torch.optim.Adam: fused_adam,
+    torch.optim.AdamW: fused_adam,
+    torch.optim.SGD: fused_sgd,
+}
+
+
+def move_of(
+    optimizer: torch.optim.Optimizer,
+    settings: Settings,
+    *,
+    fused: bool,
+    skips: bool,
+    stepped: bool,
+) -> Move | None:
+    """Return how a parameter moves; None: by the optimizer's own code.
+
+    Args:
+        optimizer: Any.
+        settings: Of the group.
+        fused: Take PyTorch's fused kernel if there is one.
+        skips: Whether the number of the step is a tensor, because steps may be skipped.
+        stepped: Whether the parameter has been moved before.
+    """
+    kind = kind_of(optimizer)
+    dampened = kind is torch.optim.SGD and settings["momentum"] and settings["dampening"]
+    if dampened and not stepped:
+        return sgd
+    if fused and kind in FUSED:
+        return FUSED[kind]
+    if kind is torch.optim.Adagrad and skips:
+        return adagrad
+    return ALWAYS.get(kind)
+
+
+def counts_for_first_step(move: Move | None) -> bool:
+    """Whether an update needs a number of the step that the optimizer does not keep."""
+    return move is sgd

@@ -1,0 +1,255 @@
+"""Optimizers like the user's over other parameters, and whose code it is that moves them.
+
+A twin has the settings and attributes of an optimizer, and parameters and states of its own: small
+stand-ins, or the tensors that are traced.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sbp_torch._torch_optim_compat import replaced_step, step_hooks
+from sbp_core.errors import CaptureError
+from sbp_torch.optim.together import Together
+
+#: Settings of groups that choose between implementations of one update: we take the plain one.
+PLAIN = {"foreach": False, "fused": False, "capturable": False, "differentiable": False}
+
+#: Extent of the dims of small stand-ins, at most.
+SMALL = 3
+
+Step = Callable[[torch.optim.Optimizer], Any]
+
+#: What a subclass may define and still step as its parent does.
+_BESIDE = frozenset(
+    ("__annotations__", "__doc__", "__firstlineno__", "__init__", "__module__", "__qualname__")
+) | frozenset(("__repr__", "__static_attributes__", "load_state_dict", "state_dict", "zero_grad"))
+
+#: Where wrappers come from that PyTorch itself puts around steps: the profiler's, `no_grad`.
+_WRAPPERS = "torch/optim/optimizer.py"
+_CONTEXTS = "torch/utils/_contextlib.py"
+
+#: How deep we look into what an optimizer holds.
+_DEEP = 6
+
+
+def small_shape(shape: Sequence[int], most: int = SMALL) -> tuple[int, ...]:
+    """Return the shape of a stand-in: every dim cut to `most`."""
+    return tuple(min(extent, most) for extent in shape)
+
+
+def kind_of(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
+    """Return the class that says how an optimizer steps: a parent's, if its own adds nothing."""
+    kind = type(optimizer)
+    while _steps_as_parent(kind):
+        (kind,) = kind.__bases__
+    return kind
+
+
+def is_known(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer steps by code of `torch.optim` or of `sbp_torch.optim`."""
+    kind = kind_of(optimizer)
+    torchs = getattr(torch.optim, kind.__name__, None) is kind
+    return torchs or kind.__module__.startswith("sbp_torch.optim.")
+
+
+def _steps_as_parent(kind: type[torch.optim.Optimizer]) -> bool:
+    parent = kind.__base__
+    if parent is None or parent is torch.optim.Optimizer or len(kind.__bases__) > 1:
+        return False
+    if not issubclass(parent, torch.optim.Optimizer):
+        return False
+    if _peeled(kind.step, _WRAPPERS) is not _peeled(parent.step, _WRAPPERS):
+        return False
+    own = vars(kind).keys() - _BESIDE - {"step"}
+    return not any(hasattr(parent, name) for name in own)
+
+
+def plain_step(optimizer: torch.optim.Optimizer) -> Step:
+    """Return `step` of an optimizer's class without the profiler; of known ones without `no_grad`.
+
+    Users' own decorators stay.
+    """
+    if is_known(optimizer):
+        return _peeled(kind_of(optimizer).step, _WRAPPERS, _CONTEXTS)
+    return _peeled(type(optimizer).step, _WRAPPERS)
+
+
+def _peeled(step: Any, *files: str) -> Step:
+    """Return what is within the wrappers that code of some files has put around a step."""
+    while hasattr(step, "__wrapped__"):
+        code = getattr(step, "__code__", None)
+        if code is None or not code.co_filename.endswith(files):
+            break
+        step = step.__wrapped__
+    return step  # type: ignore[no-any-return] # of any type, until here
+
+
+def twin_of(optimizer: torch.optim.Optimizer, *, apart: bool = False) -> torch.optim.Optimizer:
+    """Return an optimizer of the same settings and attributes, without parameters and states.
+
+    Args:
+        optimizer: Any; stays as it is.
+        apart: Copy the attributes, too, so that steps of the twin do not change them.
+    """
+    kind = type(optimizer)
+    twin = kind.__new__(kind)
+    twin.__dict__.update(vars(optimizer))
+    twin.__dict__.pop("step", None)  # what a scheduler has wrapped
+    if apart:
+        for name, value in own_attributes(optimizer).items():
+            setattr(twin, name, _copied(value))
+    twin.state = defaultdict(dict)
+    twin.param_groups = []
+    return twin
+
+
+def over(
+    optimizer: torch.optim.Optimizer, swapped: Callable[[list[Tensor]], list[Any]]
+) -> torch.optim.Optimizer:
+    """Return an optimizer of the same settings over other parameters, that has not stepped."""
+    twin = twin_of(optimizer, apart=not isinstance(optimizer, Together))
+    if isinstance(optimizer, Together) and isinstance(twin, Together):
+        twin.optimizers = tuple(over(one, swapped) for one in optimizer.optimizers)
+        twin.param_groups = [group for one in twin.optimizers for group in one.param_groups]
+        return twin
+    for group in optimizer.param_groups:
+        twin.param_groups.append({**settings_of(group), "params": swapped(group["params"])})
+    return twin
+
+
+def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of the settings of a group, without parameters."""
+    return {key: _copied(value) for key, value in group.items() if key != "params"}
+
+
+def own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the attributes that an optimizer has beside those of every optimizer."""
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if not name.startswith("_optimizer_") and name not in _EVERY
+    }
+
+
+#: Attributes of every optimizer, or set by schedulers; `defaults` counts as its own.
+_EVERY = frozenset(
+    (
+        "_opt_called",
+        "_step_count",
+        "_warned_capturable_if_run_uncaptured",
+        "_zero_grad_profile_name",
+        "param_groups",
+        "state",
+        "step",
+    )
+)
+
+
+def _copied(value: Any) -> Any:
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # a handle of something outside, which nobody can copy
+        return value
+
+
+def check_own_code(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer whose steps do more than its `step`, on its groups and their states.
+
+    Raises:
+        CaptureError: it has hooks; its step was replaced; or it keeps parameters, optimizers or
+            states where no graph would see them.
+    """
+    name = type(optimizer).__name__
+    for how in step_hooks(optimizer):
+        raise CaptureError(
+            f"{name} has a hook on its steps, by {how}",
+            accepted="optimizers without hooks",
+            todo="say in step() what the hook does; UpdateOptions clips gradients and averages",
+        )
+    if replaced_step(optimizer):
+        raise CaptureError(
+            f"the step of this {name} was set on the object",
+            accepted="the step of its class",
+            todo="override step in a subclass",
+        )
+    if isinstance(optimizer, Together) and kind_of(optimizer) is not Together:
+        raise CaptureError(
+            f"{name} steps otherwise than Together, which it is made of",
+            accepted="Together, whose optimizers step as they are",
+            todo="make it an optimizer of its own, over all parameters",
+        )
+    if is_known(optimizer):
+        return
+    check_states(optimizer)
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for attribute, value in own_attributes(optimizer).items():
+        if what := _reference(value, held, _DEEP):
+            raise CaptureError(
+                f"{name}.{attribute} holds {what}",
+                accepted="parameters in param_groups, and numbers and constants in attributes",
+                todo="reach parameters through param_groups; step several optimizers with "
+                "sbp_torch.optim.Together",
+            )
+
+
+def check_states(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that keeps states of anything but its parameters.
+
+    Raises:
+        CaptureError: so it does.
+    """
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for key in optimizer.state:
+        if id(key) not in held:
+            raise CaptureError(
+                f"{type(optimizer).__name__} keeps a state under {key!r}, which is no parameter of "
+                "its groups",
+                accepted="states of parameters: self.state[parameter][key]",
+                todo="keep it beside each parameter",
+            )
+
+
+def _reference(value: Any, parameters: set[int], deep: int) -> str:
+    """Return what moves on its own in what an optimizer holds; or nothing."""
+    if isinstance(value, Tensor):
+        return "a parameter" if id(value) in parameters else ""
+    if isinstance(value, torch.optim.Optimizer | nn.Module):
+        return f"{type(value).__name__}, which has parameters"
+    if deep == 0 or isinstance(value, str | bytes | int | float | type):
+        return ""
+    if isinstance(value, dict):
+        parts = [*value.keys(), *value.values()]
+    elif isinstance(value, list | tuple | set | frozenset):
+        parts = list(value)
+    elif inspect.ismodule(value) or callable(value):
+        return ""
+    else:
+        parts = list(getattr(value, "__dict__", {}).values())
+    return next((what for part in parts if (what := _reference(part, parameters, deep - 1))), "")
+
+
+def snapshot(value: Any, deep: int = _DEEP) -> Any:
+    """Return what can be compared later to see whether something was changed in between."""
+    if isinstance(value, Tensor):
+        kept = value.detach()
+        return (id(value), kept.dtype, kept.shape, [] if kept.is_meta else kept.tolist())
+    if deep == 0 or isinstance(value, str | bytes | int | float | complex | type) or value is None:
+        return value
+    if isinstance(value, dict):
+        return {key: snapshot(part, deep - 1) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [snapshot(part, deep - 1) for part in value]
+    if isinstance(value, set | frozenset):
+        return set(value)
+    if inspect.ismodule(value) or callable(value):
+        return id(value)
+    parts = getattr(value, "__dict__", {})
+    return (id(value), {key: snapshot(part, deep - 1) for key, part in parts.items()})

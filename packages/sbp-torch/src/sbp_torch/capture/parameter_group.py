@@ -1,0 +1,180 @@
+"""One parameter group of an optimizer: its states, its scalar inputs, and how its parameters move.
+
+The user's own code is run where it can be traced (see `own_code`), the rest is said in other words
+(see `restated`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sbp_torch.capture.optimizer_states import FirstStates, Number
+from sbp_torch.capture.functional_optimizers import Move, counts_for_first_step, move_of
+from sbp_torch.capture.optimizer_clones import PLAIN
+from sbp_core.errors import CaptureError
+from sbp_torch.update_options import SETTINGS, UpdateOptions
+
+
+class _Scheduled(torch.SymFloat):
+    """A setting that is a scalar input. Optimizers may ask whether it is zero: it may be not."""
+
+    def __ne__(self, other: object) -> bool:
+        return True if other == 0 else bool(super().__ne__(other))
+
+    def __gt__(self, other: float) -> bool:
+        return True if other == 0 else bool(super().__gt__(other))
+
+    __hash__ = torch.SymFloat.__hash__
+
+
+def scalar_names(
+    settings: Mapping[str, Any], suffix: str, options: UpdateOptions
+) -> dict[str, str]:
+    """Return the names of the scalar inputs of a group, by setting."""
+    return {
+        setting: f"{setting}{suffix}"
+        for setting in ("lr", *options.scheduled)
+        if settings.get(SETTINGS[setting][0]) is not None
+    }
+
+
+def _setting(settings: Mapping[str, Any], setting: str) -> float:
+    key, place = SETTINGS[setting]
+    value = settings[key]
+    return float(value if place is None else value[place])
+
+
+class ParameterGroup:
+    """A group of an optimizer, as a function of its states.
+
+    Args:
+        optimizer: Whose group it is.
+        index: Which of its groups.
+        parameters: Its parameters by name.
+        suffix: Of the names of its scalar inputs.
+        options: See `UpdateOptions`.
+
+    Raises:
+        CaptureError: the states before the first step are not known, or steps may be skipped and
+            the optimizer cannot.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        index: int,
+        parameters: Mapping[str, Tensor],
+        suffix: str,
+        options: UpdateOptions,
+    ) -> None:
+        self.optimizer, self.settings = optimizer, dict(optimizer.param_groups[index])
+        #: All parameters, and those that are trained.
+        self.held = list(parameters)
+        self.parameters = {name: p for name, p in parameters.items() if p.requires_grad}
+        self.skips = options.loss_scaling is not None
+        #: Names of scalar inputs by setting.
+        self.scalars = scalar_names(self.settings, suffix, options)
+        self._first_states = FirstStates(optimizer, index)
+        #: Python numbers among the states: what they are, and what every step adds to them.
+        self.numbers: dict[str, dict[str, tuple[Number, Number]]] = {}
+        #: States by parameter and key.
+        self.states = {name: self._tensors(name, p) for name, p in self.parameters.items()}
+        #: How parameters move that the optimizer's own code does not.
+        self.moves: dict[str, Move] = {}
+        fused = options.fused if options.fused is not None else bool(self.settings.get("fused"))
+        for name, parameter in self.parameters.items():
+            stepped = bool(optimizer.state.get(parameter))
+            move = move_of(
+                optimizer,
+                self.settings,
+                fused=fused,
+                skips=self.skips,
+                stepped=stepped,
+            )
+            if move is not None:
+                self.moves[name] = move
+            if counts_for_first_step(move):
+                self.states[name]["step"] = torch.zeros(())
+        self._check_skips()
+
+    def _tensors(self, name: str, parameter: Tensor) -> dict[str, Tensor]:
+        """Return the states of a parameter: those it has, else those before the first step."""
+        made = self.optimizer.state.get(parameter) or {}
+        tensors = {key: value for key, value in made.items() if isinstance(value, Tensor)}
+        if not made or len(tensors) < len(made):
+            if made:  # it has stepped: only the amounts are unknown
+                counted = self._first_states.numbers_of(parameter)
+            else:
+                first = self._first_states.of(parameter)
+                tensors, counted = dict(first.tensors), first.numbers
+            numbers = {k: (made.get(k, start), by) for k, (start, by) in counted.items()}
+            self.numbers[name] = numbers
+            for key, (number, by) in numbers.items():
+                if by:  # a counter: a state
+                    tensors[key] = torch.tensor(float(number), dtype=torch.float64)
+        return dict(sorted(tensors.items()))
+
+    def _check_skips(self) -> None:
+        own = [name for name in self.parameters if name not in self.moves]
+        counts = any("step" in self.states[name] for name in own)
+        counts = counts or any(by for of in self.numbers.values() for _, by in of.values())
+        if self.skips and counts and "capturable" not in self.settings:
+            raise CaptureError(
+                f"{type(self.optimizer).__name__} reads the number of the step on the host, where "
+                "nobody knows whether an overflow skips it",
+                accepted="optimizers of torch.optim and sbp_torch.optim under loss scaling",
+                todo="train in bfloat16, which needs no loss scaling",
+            )
+
+    def scalar_values(self) -> dict[str, float]:
+        """Return what the scalar inputs are now, by name."""
+        return {name: _setting(self.settings, key) for key, name in self.scalars.items()}
+
+    def plain(self, scalars: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return the settings of a step: the plain implementation, and scalar inputs."""
+        return {
+            **self.settings,
+            **{key: value for key, value in PLAIN.items() if key in self.settings},
+            **self._inputs(scalars),
+        }
+
+    def move(
+        self,
+        held: MutableMapping[str, Tensor],
+        grads: Mapping[str, Tensor],
+        states: MutableMapping[str, Tensor],
+        scalars: Mapping[str, Tensor],
+    ) -> None:
+        """Move the parameters of `moves` that have a gradient. See `Update.__call__`."""
+        settings = self.plain(scalars) if self.moves else {}
+        for name, move in self.moves.items():
+            if name not in grads:
+                continue
+            own = {key: states[f"{name}.{key}"] for key in self.states[name]}
+            step: Any = None
+            if "step" in own:
+                states[f"{name}.step"] = own["step"] = own["step"] + 1
+                step = own["step"].double() if self.skips else own["step"].item()
+            moved = move(settings, held[name], grads[name], own, step)
+            held[name] = moved.parameter.to(held[name].dtype)
+            for key, value in moved.states.items():
+                states[f"{name}.{key}"] = value.to(own[key].dtype)
+
+    def _inputs(self, scalars: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return the settings that are scalar inputs."""
+        found: dict[str, Any] = {}
+        for setting, name in self.scalars.items():
+            key, place = SETTINGS[setting]
+            number: Any = scalars[name].item()
+            if setting != "lr" and isinstance(number, torch.SymFloat):
+                number = _Scheduled(number.node)  # type: ignore[no-untyped-call] # torch's
+            if place is None:
+                found[key] = number
+            else:
+                old = found.get(key, self.settings[key])
+                found[key] = tuple(number if at == place else one for at, one in enumerate(old))
+        return found

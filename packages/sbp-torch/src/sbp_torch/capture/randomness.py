@@ -1,0 +1,236 @@
+"""Random ops of PyTorch, restated by counting: the same numbers on one device and on any mesh.
+
+before: mask = bernoulli_(empty_like(x), 0.9)              draws from a stream that every op shares
+after:  mask = sbp.random_bernoulli(size, seed, draw, 3)   the number of an element follows from the
+                                                           seed, the draw, the op, and its place
+
+`seed` and `draw` (step times micro-batches plus the micro-batch) are inputs of the graph; the op is
+numbered in the order of the program. `counted_random` does the same to an eager program, which then
+is the one-device program that a plan is compared with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sbp_torch._torch_compat import TorchDispatchMode, checkpoints_inlined
+from sbp_torch.ops import random as _  # noqa: F401 - registers sbp.random_*
+
+#: Restates one op: (draws, its arguments by position, by name) -> its results.
+_Restated = Callable[["Draws", Sequence[Any], Mapping[str, Any]], Any]
+
+
+class Draws:
+    """Numbers the random ops of one step and restates them.
+
+    Args:
+        seed: Of the program.
+        draw: Which draw of every op it is, in [0, 2^32).
+        per_shard: Let every shard draw from a generator of its own: faster, and other numbers on
+            every mesh.
+    """
+
+    def __init__(self, seed: int = 0, draw: int = 0, *, per_shard: bool = False) -> None:
+        self.seed, self.draw, self.per_shard = seed, draw, per_shard
+        self.num_sites = 0
+
+    def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call an op, restated if it draws random numbers."""
+        restated = _RESTATED.get(func)
+        if restated is None or (kwargs.get("generator") is not None):
+            return func(*args, **kwargs)
+        return restated(self, args, kwargs)
+
+    def make(self, kind: str, size: Sequence[int], like: Mapping[str, Any], **own: Any) -> Tensor:
+        """Return fresh numbers.
+
+        Args:
+            kind: `uniform`, `normal`, `bernoulli` or `integers`.
+            size: Shape.
+            like: `dtype` and `device` of what is made.
+            **own: Arguments of that kind.
+        """
+        site, self.num_sites = self.num_sites, self.num_sites + 1
+        op = getattr(torch.ops.sbp, f"random_{kind}").default
+        where = {key: like[key] for key in ("dtype", "device") if like.get(key) is not None}
+        if self.per_shard:
+            own["per_shard"] = True
+        made: Tensor = op(list(size), self.seed, self.draw, site, **own, **where)
+        return made
+
+
+class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch leaves it untyped
+    """Restates the random ops of an eager program."""
+
+    def __init__(self, draws: Draws) -> None:
+        super().__init__()  # type: ignore[no-untyped-call] # torch leaves it untyped
+        self.draws = draws
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.draws.call(func, args, kwargs or {})
+
+
+@contextmanager
+def counted_random(seed: int, draw: int) -> Iterator[None]:
+    """Let an eager step draw the numbers that a captured one draws.
+
+    What `torch.utils.checkpoint` would compute again in the backward phase is kept instead, as it
+    would draw other numbers the second time.
+
+    Args:
+        seed: What the plan is run with.
+        draw: Step times micro-batches plus micro-batch.
+    """
+    with checkpoints_inlined(nullcontext), _Counting(Draws(seed, draw)):
+        yield
+
+
+def _like(tensor: Tensor, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return dtype and device of a tensor, unless the call gives others."""
+    return {
+        "dtype": kwargs.get("dtype") or tensor.dtype,
+        "device": kwargs.get("device") or tensor.device,
+    }
+
+
+def _given(args: Sequence[Any], kwargs: Mapping[str, Any], at: int, name: str, default: Any) -> Any:
+    """Return an argument given by position or by name."""
+    return args[at] if at < len(args) else kwargs.get(name, default)
+
+
+def _uniform_of(draws: Draws, tensor: Tensor) -> Tensor:
+    real = tensor.dtype if tensor.dtype.is_floating_point else torch.float32
+    return draws.make("uniform", tensor.shape, {"dtype": real, "device": tensor.device})
+
+
+def _bernoulli(
+    draws: Draws, tensor: Tensor, p: float | Tensor, kwargs: Mapping[str, Any]
+) -> Tensor:
+    if isinstance(p, Tensor):
+        return (_uniform_of(draws, tensor) < p).to(tensor.dtype)
+    return draws.make("bernoulli", tensor.shape, _like(tensor, kwargs), p=float(p))
+
+
+def _dropout(draws: Draws, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    x, p = args[0], float(args[1])
+    train = _given(args, kwargs, 2, "train", True)
+    if train is False or p == 0:
+        return x.clone(), torch.ones_like(x, dtype=torch.bool)
+    mask = draws.make("bernoulli", x.shape, {"device": x.device}, p=1 - p)
+    return x * mask * (1 / (1 - p) if p < 1 else 0.0), mask
+
+
+def _exponential(draws: Draws, tensor: Tensor, rate: float) -> Tensor:
+    # Of 1 - u, which is never 0.
+    return torch.log(1 - _uniform_of(draws, tensor)) / -rate
+
+
+def _permutation(draws: Draws, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    wide = {"dtype": torch.float64, "device": kwargs.get("device")}
+    order = torch.argsort(draws.make("uniform", (args[0],), wide))
+    return order.to(kwargs.get("dtype") or torch.int64)
+
+
+def _multinomial(draws: Draws, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    """Return the places of the largest p / e, e being exponential: a draw of each row.
+
+    Source: Efraimidis and Spirakis, "Weighted random sampling with a reservoir", 2006.
+    """
+    p, count = args[0], args[1]
+    if _given(args, kwargs, 2, "replacement", False) and count > 1:
+        wide = p.unsqueeze(-2).expand(*p.shape[:-1], count, p.shape[-1])
+        chosen: Tensor = (wide / _exponential(draws, wide, 1.0)).argmax(-1)
+        return chosen
+    return torch.topk(p / _exponential(draws, p, 1.0), count, dim=-1).indices
+
+
+def _factory(kind: str, first: int, *names: str) -> _Restated:
+    """Restate a factory whose size is argument `first`, after the numbers called `names`."""
+
+    def restated(draws: Draws, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+        default = torch.int64 if kind == "integers" else torch.get_default_dtype()
+        like = {"dtype": kwargs.get("dtype") or default, "device": kwargs.get("device")}
+        return draws.make(kind, args[first], like, **dict(zip(names, args, strict=False)))
+
+    return restated
+
+
+def _shaped(kind: str, *names: str) -> _Restated:
+    """Restate an op that makes numbers in the shape of its first argument."""
+
+    def restated(draws: Draws, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+        own = dict(zip(names, args[1:], strict=False))
+        return draws.make(kind, args[0].shape, _like(args[0], kwargs), **own)
+
+    return restated
+
+
+def _filling(kind: str, **defaults: float) -> _Restated:
+    """Restate an op that fills its first argument."""
+
+    def restated(draws: Draws, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+        own = {
+            name: _given(args, kwargs, at, given, default)
+            for at, (name, given, default) in enumerate(
+                ((_OWN.get(name, name), name, default) for name, default in defaults.items()), 1
+            )
+        }
+        filled: Tensor = args[0].copy_(draws.make(kind, args[0].shape, _like(args[0], {}), **own))
+        return filled
+
+    return restated
+
+
+#: The bounds of `uniform_` by the names of ours.
+_OWN = {"from": "low", "to": "high"}
+
+
+def _random_to(draws: Draws, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    low, high = (args[1], args[2]) if len(args) > 2 else (0, args[1])
+    made = draws.make("integers", args[0].shape, _like(args[0], {}), low=low, high=high)
+    filled: Tensor = args[0].copy_(made)
+    return filled
+
+
+_aten = torch.ops.aten
+
+_RESTATED: dict[Any, _Restated] = {
+    _aten.native_dropout.default: _dropout,
+    _aten.bernoulli_.float: lambda d, a, k: a[0].copy_(
+        _bernoulli(d, a[0], _given(a, k, 1, "p", 0.5), {})
+    ),
+    _aten.bernoulli_.Tensor: lambda d, a, k: a[0].copy_(_bernoulli(d, a[0], a[1], {})),
+    _aten.bernoulli.p: lambda d, a, k: _bernoulli(d, a[0], a[1], k),
+    _aten.bernoulli.default: lambda d, a, k: _bernoulli(d, a[0], a[0], k),
+    _aten.uniform_.default: _filling("uniform", **{"from": 0.0, "to": 1.0}),
+    _aten.normal_.default: _filling("normal", mean=0.0, std=1.0),
+    _aten.random_.to: _random_to,
+    getattr(_aten.random_, "from"): _random_to,
+    _aten.exponential_.default: lambda d, a, k: a[0].copy_(
+        _exponential(d, a[0], _given(a, k, 1, "lambd", 1.0))
+    ),
+    _aten.rand.default: _factory("uniform", 0),
+    _aten.randn.default: _factory("normal", 0),
+    _aten.randint.default: _factory("integers", 1, "high"),
+    _aten.randint.low: _factory("integers", 2, "low", "high"),
+    _aten.rand_like.default: _shaped("uniform"),
+    _aten.randn_like.default: _shaped("normal"),
+    _aten.randint_like.default: _shaped("integers", "high"),
+    _aten.randint_like.low_dtype: _shaped("integers", "low", "high"),
+    _aten.randperm.default: _permutation,
+    _aten.multinomial.default: _multinomial,
+    _aten.normal.Tensor_Tensor: lambda d, a, k: (
+        a[0] + a[1] * d.make("normal", (a[0] + a[1]).shape, _like(a[0], {}))
+    ),
+    _aten.normal.Tensor_float: lambda d, a, k: (
+        a[0] + _given(a, k, 1, "std", 1.0) * d.make("normal", a[0].shape, _like(a[0], {}))
+    ),
+    _aten.normal.float_Tensor: lambda d, a, k: (
+        a[0] + a[1] * d.make("normal", a[1].shape, _like(a[1], {}))
+    ),
+}

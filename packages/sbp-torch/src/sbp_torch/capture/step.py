@@ -1,0 +1,354 @@
+"""The training step as a function of its states: what the first trace runs.
+
+(parameters and buffers, states of the update, batch, scalars)
+    -> (losses and metrics, new parameters and buffers, new states of the update)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from sbp_torch._torch_compat import (
+    compiling,
+    distributions_unchecked,
+    gradient_hooks,
+    own_kernels_only,
+    reparametrized,
+    storage_key,
+    without_modes,
+)
+from sbp_torch.capture.batch import flatten_batch, rebuild_batch
+from sbp_torch.capture.side_effects import Change, Generators, Snapshot
+from sbp_torch.capture.provenance import Notes
+from sbp_torch.capture.randomness import Draws
+from sbp_torch.capture.rebound_states import replaced_states
+from sbp_torch.capture.update import Update
+from sbp_core.errors import CaptureError
+from sbp_core.graph.ir import GraphInput, InputKind, OutputKind, Phase
+
+#: What users write: the loss of a batch, or the loss and metrics.
+Loss = Callable[[nn.Module, Any], Any]
+
+#: Scalar inputs that random ops count with.
+SEED, DRAW = "seed", "draw"
+
+#: What passes call the counts of steps that they tie together.
+_CLOCK = "clock"
+
+#: What `torch.autocast` converts to.
+_AUTOCAST = ("bfloat16", "float16")
+
+_ACCEPTED = (
+    "one floating number (a 0-d tensor); a pair of it and a mapping of metrics; or a mapping with "
+    "the key 'loss'"
+)
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return parameters, buffers, and tensors that modules hold unregistered, by name.
+
+    Tied tensors come once. A constant that a module keeps as a plain attribute is a buffer, too.
+
+    Raises:
+        CaptureError: one has no shape yet.
+    """
+    found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for name, tensor in found.items():
+        if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
+            raise CaptureError(
+                f"{name!r} has no shape yet: its module waits for its first input",
+                accepted="modules that know their sizes",
+                todo="give the sizes (nn.Linear instead of nn.LazyLinear), or call the model once",
+            )
+    known = {id(tensor) for tensor in found.values()}
+    for path, module in model.named_modules():
+        for key, value in vars(module).items():
+            if isinstance(value, Tensor) and id(value) not in known:
+                found[f"{path}.{key}" if path else key] = value
+                known.add(id(value))
+    return found
+
+
+class TrainingStep:
+    """Forward, loss and, with an update, backward and update.
+
+    Args:
+        model: The one-device program.
+        loss: See `capture`.
+        batch: An example.
+        update: What is done with gradients; None for forward and loss only.
+        autocast: dtype name for `torch.autocast` around the forward phase; empty for none.
+        per_shard_random: See `Draws`.
+        as_compiling: Tell the model that it is being compiled, while its forward runs.
+        settled: Step that has been traced, whose forward left something on its modules: so they
+            are while this forward runs; None for as they are now.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        batch: Any,
+        update: Update | None,
+        *,
+        autocast: str = "",
+        per_shard_random: bool = False,
+        as_compiling: bool = False,
+        settled: TrainingStep | None = None,
+    ) -> None:
+        self.model, self.loss, self.batch, self.update = model, loss, batch, update
+        self.autocast, self.as_compiling = autocast, as_compiling
+        self.settled = settled.after if settled is not None else None
+        self.settled_tensors = settled.kept if settled is not None else []
+        self.tensors = model_tensors(model)
+        self.moving = [
+            name
+            for name, tensor in self.tensors.items()
+            if isinstance(tensor, nn.Parameter) and tensor.requires_grad
+        ]
+        self.updates = update.values() if update is not None else {}
+        self.flat_batch = flatten_batch(batch)
+        self.scalars = list(update.scalars) if update is not None else []
+        self.notes = Notes(Draws(per_shard=per_shard_random))
+        #: Names and kinds of the outputs before the states, known after the first call.
+        self.reported: list[tuple[str, OutputKind]] = []
+        #: What the forward left on its modules, and all attributes then, with real tensors in the
+        #: place of those that it left; after the first call.
+        self.left: list[Change] = []
+        self.after: Snapshot | None = None
+        self.kept: list[Tensor] = []
+        #: States that the forward replaced by a tensor that still has a graph behind it.
+        self.differentiable: list[str] = []
+        self._check_names()
+        self._check_options()
+
+    def _check_options(self) -> None:
+        if self.autocast and self.autocast not in _AUTOCAST:
+            raise CaptureError(
+                f"autocast={self.autocast!r}", accepted=f"{', '.join(_AUTOCAST)}, or nothing"
+            )
+        hooked = [
+            name
+            for name in self.moving
+            if self.update is not None and gradient_hooks(self.tensors[name])[1]
+        ]
+        if hooked:
+            raise CaptureError(
+                f"{hooked[0]!r} has a hook by register_post_accumulate_grad_hook, which no "
+                "captured step runs",
+                accepted="hooks on gradients: parameter.register_hook(...), hooks of modules",
+                todo="change the gradient by register_hook, or do in the optimizer what it does",
+            )
+
+    def _check_names(self) -> None:
+        taken = {*self.tensors, *self.updates, *self.scalars, SEED, DRAW, _CLOCK}
+        for name in self.tensors:
+            if name in (*self.scalars, SEED, DRAW, _CLOCK):
+                raise CaptureError(
+                    f"{name!r} is the name of a parameter or buffer, and of an input of every "
+                    "captured step",
+                    accepted=f"other names than {', '.join((*self.scalars, SEED, DRAW, _CLOCK))}",
+                    todo=f"rename it, or put it into a module of its own ('scale.{name}')",
+                )
+        for name in self.flat_batch:
+            if name in taken:
+                raise CaptureError(
+                    f"{name!r} is the name of a batch tensor and of a state or input of the step",
+                    accepted="other names",
+                    todo="rename the key in the batch",
+                )
+
+    def inputs(self) -> tuple[GraphInput, ...]:
+        """Describe the arguments of `__call__`, in order."""
+        return (
+            *(GraphInput(name=name, kind=_kind(tensor)) for name, tensor in self.tensors.items()),
+            *(self.update.inputs() if self.update is not None else ()),
+            *(GraphInput(name=name, kind=InputKind.BATCH) for name in self.flat_batch),
+            *(GraphInput(name=name, kind=InputKind.SCALAR) for name in self.scalars),
+        )
+
+    def __call__(
+        self,
+        tensors: list[Tensor],
+        states: list[Tensor],
+        batch: list[Tensor],
+        scalars: list[Tensor],
+    ) -> tuple[list[Tensor], ...]:
+        """Return (losses and metrics, new parameters and buffers, new states of the update, ...).
+
+        The last list holds the tensors that the forward left on its modules.
+        """
+        held = dict(zip(self.tensors, tensors, strict=True))
+        own = dict(zip(self.updates, states, strict=True))
+        rates = dict(zip(self.scalars, scalars, strict=True))
+        with self.notes:
+            with torch.enable_grad():
+                leaves = {name: self._leaf(name, held[name]) for name in self.moving}
+                loss, metrics, replaced = self._forward(held | leaves, batch)
+                held |= replaced
+                metrics = _as_they_are(metrics, held.values())
+                extras = [tensor.detach() for tensor in self._left_tensors()]
+                if self.update is None:
+                    return self._report(loss, metrics), [], [], extras
+                grads = self._backward(self.update.scale(loss, own), leaves)
+            with torch.no_grad(), self.notes.during(Phase.OPTIMIZER):
+                metrics = _joined(metrics, self.update(held, grads, own, rates) or {})
+        return self._report(loss, metrics), list(held.values()), list(own.values()), extras
+
+    def _left_tensors(self) -> list[Tensor]:
+        found = [tensor for change in self.left for tensor in change.tensors]
+        return list({id(tensor): tensor for tensor in found}.values())
+
+    def _leaf(self, name: str, tensor: Tensor) -> Tensor:
+        """Return what the loss is differentiated by, with the parameter's own hooks."""
+        leaf = tensor.detach().requires_grad_()
+        for hook in gradient_hooks(self.tensors[name])[0]:
+            leaf.register_hook(hook)  # type: ignore[no-untyped-call] # torch leaves it untyped
+        return leaf
+
+    def _forward(
+        self, tensors: Mapping[str, Tensor], batch: list[Tensor]
+    ) -> tuple[Tensor, Mapping[str, Tensor], Mapping[str, Tensor]]:
+        """Return the loss, metrics, and the states that the forward put in the place of others."""
+        parts = dict(zip(self.flat_batch, batch, strict=True))
+        given = rebuild_batch(self.batch, parts)
+        device = next(iter(tensors.values())).device.type if tensors else "cpu"
+        cast = (
+            torch.autocast(device, dtype=getattr(torch, self.autocast))
+            if self.autocast
+            else nullcontext()
+        )
+        hint = compiling() if self.as_compiling else nullcontext()
+        storages = {name: storage_key(tensor) for name, tensor in tensors.items()}
+        now = dict(tensors)
+        before, generators = Snapshot(self.model), Generators()
+        try:
+            if self.settled is not None:
+                self.settled.restore()
+            with (
+                self.notes.follow(self.model),
+                reparametrized(self.model, now),
+                distributions_unchecked(),
+                own_kernels_only(),
+                cast,
+                hint,
+            ):
+                loss, metrics = split_losses(self.loss(self.model, given))
+            generators.check()
+            stand_ins = {id(tensor): self.tensors[name] for name, tensor in tensors.items()}
+            self.left = (self.settled or before).changes(stand_ins)
+            if self.left:
+                self.after = Snapshot(self.model)
+                with without_modes():
+                    self.kept = self.after.with_real_tensors(self._left_tensors())
+        finally:
+            before.restore()
+            generators.restore()
+        for change in self.left:
+            if change.registered:
+                raise change.refusal()
+        replaced = replaced_states(self.tensors, tensors, now, storages)
+        self.differentiable = [name for name, tensor in replaced.items() if tensor.requires_grad]
+        return loss, metrics, {name: tensor.detach() for name, tensor in replaced.items()}
+
+    def _backward(self, loss: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
+        if not loss.requires_grad:
+            raise CaptureError(
+                "the loss depends on no parameter that is trained",
+                accepted="a loss made of parameters with requires_grad",
+                todo="do not detach the loss, and leave torch.no_grad() out of it",
+            )
+        with self.notes.during(Phase.BACKWARD):
+            grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+        return dict(zip(leaves, grads, strict=True))
+
+    def _report(self, loss: Tensor, metrics: Mapping[str, Tensor]) -> list[Tensor]:
+        self.reported = [
+            ("loss", OutputKind.LOSS),
+            *((name, OutputKind.METRIC) for name in metrics),
+        ]
+        return [loss.detach(), *(value.detach() for value in metrics.values())]
+
+
+def _as_they_are(metrics: Mapping[str, Tensor], held: Iterable[Tensor]) -> dict[str, Tensor]:
+    """Return metrics that the update cannot change: those that look at a state are copied."""
+    states = {storage_key(tensor) for tensor in held}
+    return {
+        name: value.detach().clone() if storage_key(value) in states else value
+        for name, value in metrics.items()
+    }
+
+
+def split_losses(made: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """Return the loss and the metrics in what a loss function returned.
+
+    Of a mapping without a pair around it (such as a model's own output) the other 0-d tensors are
+    the metrics.
+
+    Raises:
+        CaptureError: it holds no loss, or a metric that is no tensor.
+    """
+    metrics: Mapping[str, Any] = {}
+    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], Mapping):
+        made, metrics = made
+    elif isinstance(made, Mapping) and "loss" in made:
+        _check_metrics(
+            {k: v for k, v in made.items() if k != "loss" and isinstance(v, int | float)}
+        )
+        metrics = {
+            name: value
+            for name, value in made.items()
+            if name != "loss" and isinstance(value, Tensor) and value.dim() == 0
+        }
+        made = made["loss"]
+    if not isinstance(made, Tensor) or made.dim() != 0 or not made.dtype.is_floating_point:
+        what = (
+            f"{made.dtype} of shape {tuple(made.shape)}"
+            if isinstance(made, Tensor)
+            else type(made).__name__
+        )
+        raise CaptureError(
+            f"the loss is {what}",
+            accepted=_ACCEPTED,
+            todo="add several losses up to one floating number, and return the parts as metrics: "
+            "(a + b, {'a': a, 'b': b})",
+        )
+    _check_metrics(metrics)
+    return made, metrics
+
+
+def _check_metrics(metrics: Mapping[str, Any]) -> None:
+    for name, value in metrics.items():
+        if not isinstance(value, Tensor) or name == "loss":
+            raise CaptureError(
+                f"the metric {name!r} is {type(value).__name__}",
+                accepted="tensors, by other names than 'loss'",
+                todo="leave it out: a number that is no tensor is the same in every step"
+                if isinstance(value, int | float)
+                else "",
+            )
+
+
+def _joined(own: Mapping[str, Tensor], made: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the metrics of the loss and of the update.
+
+    Raises:
+        CaptureError: two have one name.
+    """
+    for name in own.keys() & made.keys():
+        raise CaptureError(
+            f"the loss returns a metric {name!r}, which is what the update calls its own",
+            accepted=f"other names than {', '.join(made)}",
+            todo="rename the metric in the loss",
+        )
+    return {**own, **made}
+
+
+def _kind(tensor: Tensor) -> InputKind:
+    return InputKind.PARAMETER if isinstance(tensor, nn.Parameter) else InputKind.BUFFER

@@ -1,0 +1,283 @@
+"""The part of a step after the gradients: unscaling, clipping, the optimizer, averages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, MutableMapping
+
+import torch
+from torch import Tensor, nn
+
+from sbp_torch.capture.gradients import (
+    clip_by_norm,
+    clip_by_value,
+    is_overflow,
+    total_norm,
+    unscaled,
+)
+from sbp_torch.capture.user_optimizer import OwnCode
+from sbp_torch.capture.parameter_group import ParameterGroup
+from sbp_torch.capture.differential_validation import rehearse
+from sbp_torch.capture.sources import definition
+from sbp_torch.capture.optimizer_clones import check_own_code
+from sbp_core.errors import CaptureError
+from sbp_core.graph.ir import GraphInput, InputKind
+from sbp_torch.optim.together import members
+from sbp_torch.update_options import SETTINGS, LossScaling, UpdateOptions
+
+__all__ = ["LossScaling", "Update", "UpdateOptions"]
+
+#: States that belong to no parameter.
+SCALE, GROWTH, AVERAGED = "loss_scaler.scale", "loss_scaler.growth_tracker", "ema.count"
+
+#: What the key of an average is beside a parameter, and the scalar input that is its decay.
+AVERAGE, DECAY = "ema", "ema_decay"
+
+
+class Update:
+    """What an optimizer does with gradients, as a function of its states.
+
+    Args:
+        model: Whose parameters move.
+        optimizer: Over `model.parameters()`; it may have stepped before.
+        options: What else happens once a step.
+
+    Raises:
+        CaptureError: the optimizer cannot be captured, or holds what the model does not; or the
+            options ask for what it has not.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        options: UpdateOptions = UpdateOptions(),  # noqa: B008 - frozen
+    ) -> None:
+        self.options = options
+        self._parameters = dict(model.named_parameters())
+        self._optimizers = _optimizers(self._parameters, optimizer, options)
+        self._groups = [group for one in self._optimizers for group in one.groups]
+        self._states = {name: of for group in self._groups for name, of in group.states.items()}
+        self._averaged: list[str] = []
+        if options.ema_decay is not None:
+            self._averaged = [name for name, p in self._parameters.items() if p.requires_grad]
+        for name in self._averaged:
+            average = self._parameters[name].detach()
+            self._states[name] = {**self._states.get(name, {}), AVERAGE: average}
+        taken = {*self._parameters, *dict(model.named_buffers())}
+        _check_names(taken, self.values())
+        _check_options(self._groups, optimizer, options)
+        #: Where the optimizer is written, as `file:line`.
+        self.source = definition(type(optimizer))
+        #: Names of the scalar inputs: the learning rate of each parameter group, and others.
+        self.scalars = list(self.scalar_values())
+
+    def scalar_values(self) -> dict[str, float]:
+        """Return what the scalar inputs are now, by name: what groups and options say."""
+        found: dict[str, float] = {}
+        for group in self._groups:
+            found |= group.scalar_values()
+        if self.options.ema_decay is not None:
+            found[DECAY] = self.options.ema_decay
+        return found
+
+    def inputs(self) -> tuple[GraphInput, ...]:
+        """Describe the states of the update, in the order of `values`."""
+        kind = InputKind.OPTIMIZER_STATE
+        own = (
+            GraphInput(name=f"{name}.{key}", kind=kind, of=name)
+            for name, states in self._states.items()
+            for key in states
+        )
+        return (*own, *(GraphInput(name=name, kind=kind) for name in self._shared()))
+
+    def values(self) -> dict[str, Tensor]:
+        """Return the states as they are now, by the names of their inputs."""
+        own = {
+            f"{name}.{key}": value
+            for name, states in self._states.items()
+            for key, value in states.items()
+        }
+        return own | self._shared()
+
+    def _shared(self) -> dict[str, Tensor]:
+        """Return the states that belong to no parameter."""
+        found: dict[str, Tensor] = {}
+        if self.options.loss_scaling is not None:
+            found[SCALE] = torch.tensor(self.options.loss_scaling.init_scale, dtype=torch.float32)
+            found[GROWTH] = torch.zeros((), dtype=torch.int32)
+        if self._averaged:
+            found[AVERAGED] = torch.zeros((), dtype=torch.float32)
+        device = next(iter(self._parameters.values())).device
+        return {name: value.to(device) for name, value in found.items()}
+
+    def scale(self, loss: Tensor, states: Mapping[str, Tensor]) -> Tensor:
+        """Return the number that is differentiated: the loss, scaled if that is asked for.
+
+        Args:
+            loss: 0-d, floating.
+            states: Every state of `inputs` by name.
+        """
+        return loss if self.options.loss_scaling is None else loss * states[SCALE]
+
+    def __call__(
+        self,
+        held: MutableMapping[str, Tensor],
+        grads: Mapping[str, Tensor | None],
+        states: MutableMapping[str, Tensor],
+        scalars: Mapping[str, Tensor],
+    ) -> dict[str, Tensor]:
+        """Move parameters and states: in place, or by others put into the mappings.
+
+        Args:
+            held: Every parameter by name; those with gradients are changed.
+            grads: The gradient of each parameter that moves; None if the loss does not use it.
+            states: Every state of `inputs` by name; changed.
+            scalars: Every scalar of `scalars` by name: 0-d float64 tensors.
+
+        Returns:
+            Metrics of the update by name, 0-d tensors: `grad_norm` before clipping; `skipped`,
+            1 after an overflow; `loss_scale` of the next step.
+        """
+        found = {name: value for name, value in grads.items() if value is not None}
+        metrics: dict[str, Tensor] = {}
+        overflow = None
+        if self.options.loss_scaling is not None:
+            found = unscaled(found, states[SCALE])
+            overflow = is_overflow(found)
+            metrics["skipped"] = overflow.float()
+        found = self._clip(found, metrics)
+        moving = [] if overflow is None else self._moving()
+        before = {name: held[name].clone() for name in moving}
+        if overflow is not None:
+            before |= {name: value.clone() for name, value in states.items()}
+        for one in self._optimizers:
+            one.step(held, found, states, scalars)
+        if self._averaged:
+            self._average(held, states, scalars[DECAY])
+        if overflow is not None:
+            _undo(held, moving, before, overflow)
+            _undo(states, states.keys() - {SCALE, GROWTH}, before, overflow)
+            self._rescale(states, overflow)
+            metrics["loss_scale"] = states[SCALE]
+        return metrics
+
+    def _moving(self) -> list[str]:
+        """Return the parameters that a step may change."""
+        moved = (name for one in self._optimizers for name in one.may_move())
+        return sorted(dict.fromkeys(moved))
+
+    def _clip(self, grads: dict[str, Tensor], metrics: dict[str, Tensor]) -> dict[str, Tensor]:
+        options = self.options
+        if options.clip_norm is not None or options.report_norm:
+            metrics["grad_norm"] = norm = total_norm(grads.values(), options.norm_type)
+            if options.clip_norm is not None:
+                grads = clip_by_norm(grads, norm, options.clip_norm)
+        if options.clip_value is not None:
+            grads = clip_by_value(grads, options.clip_value)
+        return grads
+
+    def _average(
+        self, held: Mapping[str, Tensor], states: MutableMapping[str, Tensor], decay: Tensor
+    ) -> None:
+        """Move each average towards its parameter; the first time, all the way.
+
+        Source: torch 2.13, torch/optim/swa_utils.py, `AveragedModel.update_parameters`.
+        """
+        states[AVERAGED] = count = states[AVERAGED] + 1
+        if self.options.loss_scaling is None:
+            first = 0.0 ** (count.item() - 1.0)
+        else:
+            first = (count == 1).double()
+        share = first + (1.0 - first) * (1.0 - decay.item())
+        for name in self._averaged:
+            key = f"{name}.{AVERAGE}"
+            if isinstance(share, Tensor):
+                share = share.to(held[name].dtype)
+            states[key] = states[key].lerp(held[name], share)
+
+    def _rescale(self, states: MutableMapping[str, Tensor], overflow: Tensor) -> None:
+        """Move the scale as `GradScaler.update` does."""
+        scaling = self.options.loss_scaling
+        assert scaling is not None, "there is a scale"
+        scale, run = states[SCALE], states[GROWTH] + 1
+        grows = run == scaling.growth_interval
+        grown = scale * scaling.growth_factor
+        grown = torch.where(grown < float("inf"), grown, scale)
+        kept = torch.where(grows, grown, scale)
+        states[SCALE] = torch.where(overflow, scale * scaling.backoff_factor, kept)
+        reset = torch.zeros_like(run)
+        states[GROWTH] = torch.where(overflow.logical_or(grows), reset, run)
+
+
+def _undo(
+    values: MutableMapping[str, Tensor],
+    names: Iterable[str],
+    before: Mapping[str, Tensor],
+    overflow: Tensor,
+) -> None:
+    for name in sorted(names):
+        values[name] = torch.where(overflow, before[name], values[name])
+
+
+def _optimizers(
+    parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, options: UpdateOptions
+) -> list[OwnCode]:
+    """Return each optimizer that one consists of, as a function of its states."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    count, number = len(optimizer.param_groups), 0
+    found: list[OwnCode] = []
+    for member in (optimizer, *members(optimizer)):
+        check_own_code(member)
+    for member in members(optimizer):
+        groups: list[ParameterGroup] = []
+        for index, settings in enumerate(member.param_groups):
+            if any(id(parameter) not in names for parameter in settings["params"]):
+                raise CaptureError(
+                    "the optimizer holds a parameter that the model does not have",
+                    accepted="an optimizer over model.parameters()",
+                )
+            own = {names[id(parameter)]: parameter for parameter in settings["params"]}
+            suffix = "" if count == 1 else f".{number}"
+            groups.append(ParameterGroup(member, index, own, suffix, options))
+            number += 1
+        rehearse(member)
+        found.append(OwnCode(member, groups))
+    return found
+
+
+def _check_options(
+    groups: Iterable[ParameterGroup], optimizer: torch.optim.Optimizer, options: UpdateOptions
+) -> None:
+    """Refuse options that would be ignored, or that PyTorch refuses, too."""
+    found = list(groups)
+    for setting in options.scheduled:
+        if not any(setting in group.scalars for group in found):
+            known = sorted({name for name in SETTINGS for group in found if _has(group, name)})
+            raise CaptureError(
+                f"no parameter group of {type(optimizer).__name__} has the setting {setting!r} "
+                "that is to be scheduled",
+                accepted=", ".join(known),
+                todo="leave it out of UpdateOptions.scheduled",
+            )
+    for group in found:
+        for name, parameter in group.parameters.items():
+            if parameter.is_complex() and options.clip_value is not None:
+                raise CaptureError(
+                    f"clip_value={options.clip_value} cannot cut the gradient of {name!r}, which "
+                    "is complex",
+                    accepted="real parameters",
+                    todo="clip by norm: clip_norm",
+                )
+
+
+def _has(group: ParameterGroup, setting: str) -> bool:
+    return SETTINGS[setting][0] in group.settings
+
+
+def _check_names(taken: Iterable[str], states: Iterable[str]) -> None:
+    for name in {*taken} & {*states}:
+        raise CaptureError(
+            f"{name!r} is the name of a parameter or buffer and of a state of the update",
+            accepted="other names",
+            todo="rename the module",
+        )

@@ -1,0 +1,472 @@
+"""Run a constructor without memory, and write down what it does.
+
+Its tensors have no data: they lie on the `meta` device, but say `cpu` to whoever asks, as modules
+skip their initialisation where they find `meta`. What asks for values (`.item()`, `.tolist()`, an
+`if` on a tensor) gets the real ones: the entries on which they depend are run, and freed again.
+Tensors from outside of PyTorch or of a file keep the memory they have. Knows torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from sbp_torch._torch_compat import (
+    OpOverload,
+    TorchDispatchMode,
+    argument_types,
+    base_name,
+    copied_storage,
+    key_of_storage,
+    new_storage,
+    storage_key,
+    trunc_normal_as,
+    without_torch_functions,
+    written_arguments,
+)
+from sbp_torch.deferred_init.replay import Replay
+from sbp_torch.capture.sources import user_line
+from sbp_torch.deferred_init.tape import Entry, OwnGenerator, Return, Tape, Window
+from sbp_core.errors import CaptureError
+
+_aten = torch.ops.aten
+
+#: Make tensors whose values nobody relies on: a storage that nothing has written to is such.
+_EMPTY = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"))
+
+#: In-place operators that leave no old value.
+_FILLS = frozenset(
+    (
+        *("uniform_", "normal_", "exponential_", "log_normal_", "cauchy_", "geometric_"),
+        *("random_", "bernoulli_", "zero_", "fill_", "copy_"),
+    )
+)
+
+#: Arguments that say nothing to operators without data.
+_NOT_ON_META = ("generator", "pin_memory")
+
+#: Filled results of which only the shape comes from the first argument: what fills them.
+_LIKE: Mapping[str, tuple[OpOverload, tuple[Any, ...]]] = {
+    "zeros_like": (_aten.zero_.default, ()),
+    "new_zeros": (_aten.zero_.default, ()),
+    "ones_like": (_aten.fill_.Scalar, (1,)),
+    "new_ones": (_aten.fill_.Scalar, (1,)),
+    "rand_like": (_aten.uniform_.default, (0.0, 1.0)),
+    "randn_like": (_aten.normal_.default, (0.0, 1.0)),
+}
+
+
+class Recording:
+    """A tape that grows while a constructor runs.
+
+    Args:
+        seed: Of PyTorch's default generator before it.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.tape = Tape(seed=seed)
+        self.replay = Replay(self.tape)
+        #: Real storages on the tape, by key: the tensor without data that stands for each.
+        self.stand_ins: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self.generator = _GeneratorWatch(self.tape)
+        #: Whether operators are our own now: run as they are.
+        self.resting = False
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Write down what is done in the block; the default generator comes back unchanged."""
+        before = torch.default_generator.get_state()
+        try:
+            self.generator.begin()
+            with trunc_normal_as(self._trunc_normal), _Answers(self), _Operators(self):
+                yield
+        finally:
+            torch.default_generator.set_state(before)
+
+    @contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """Run the operators of the block as they are, and write nothing down."""
+        before, self.resting = self.resting, True
+        try:
+            yield
+        finally:
+            self.resting = before
+
+    def values(self, tensor: Tensor) -> Tensor:
+        """Return what a tensor holds now, as a real tensor."""
+        if not tensor.is_meta:
+            return tensor
+        return self.replay.values([self.tape.window(tensor)])[0]
+
+    # Operators.
+
+    def call(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do without data what an operator does, and write it down."""
+        name = base_name(op)
+        _check_device(kwargs.get("device"))
+        if name == "lift_fresh":
+            return self._stand_in(args[0])
+        if name == "set_" and any(isinstance(value, torch.UntypedStorage) for value in args):
+            return self._set(op, args, kwargs)
+        tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        for tensor in tensors:
+            _check_plain(tensor)
+        written = written_arguments(op, args, kwargs)
+        random = torch.Tag.nondeterministic_seeded in op.tags
+        if tensors and not any(tensor.is_meta for tensor in tensors) and not random:
+            self._part(written)
+            return op(*args, **kwargs)
+        if any(not tensor.is_meta for tensor in written) or _asks_for_values(op):
+            return self._now(op, args, kwargs, written, random=random)
+        if name == "_to_copy" and _moves_only(args[0], kwargs):
+            return _aten.alias.default(args[0])
+        return self._record(op, args, kwargs, written, random=random)
+
+    def _record(
+        self,
+        op: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        written: Sequence[Tensor],
+        *,
+        random: bool,
+    ) -> Any:
+        args, kwargs = tree_map(self._deferred, (args, kwargs))
+        own = kwargs.get("generator")
+        if own is torch.default_generator:
+            own = kwargs["generator"] = None
+        on_meta = {key: None if key in _NOT_ON_META else v for key, v in kwargs.items()}
+        if "device" in argument_types(op):
+            on_meta["device"] = torch.device("meta")
+        known = {storage_key(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        try:
+            results = op(*args, **on_meta)
+        except NotImplementedError:
+            if not written:
+                return self._now(op, args, kwargs, written, random=random)
+            results = written[0] if len(written) == 1 else tuple(written)
+        made = tuple(
+            None if storage_key(value) in known else self.tape.window(value)
+            for value in tree_leaves(results)
+            if isinstance(value, Tensor)
+        )
+        if base_name(op) in _EMPTY or not (written or any(made)):
+            return results
+        given = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory")}
+        if base_name(op) in _LIKE and made[0] is not None:
+            op, fill = _LIKE[base_name(op)]
+            args, given, written, made = (results, *fill), {}, [results], ()
+        private = None
+        if own is not None:
+            private = own.get_state()
+            self._move(op, args, given)
+            given["generator"] = OwnGenerator()
+        self._append(op, args, given, written, made, private, random=random and own is None)
+        return results
+
+    def _append(
+        self,
+        op: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        written: Sequence[Tensor],
+        made: tuple[Window | None, ...] = (),
+        private: Tensor | None = None,
+        *,
+        random: bool,
+    ) -> None:
+        to_window = self._window
+        event = self.generator.draw() if random else None
+        targets = [self.tape.window(value) for value in written]
+        fresh = {window.storage for window in made if window is not None}
+        name = base_name(op) or "uniform_"
+        covers, used = set[int](), (args, dict(kwargs))
+        if name in _FILLS or "out" in kwargs:
+            covers = {window.storage for window in targets if self.tape.is_whole(window)}
+            used = (
+                args if "out" in kwargs else args[1:],
+                {key: value for key, value in kwargs.items() if key != "out"},
+            )
+        reads = {
+            self.tape.window(value).storage
+            for value in tree_leaves(used)
+            if isinstance(value, Tensor)
+        }
+        self.tape.append(
+            Entry(
+                op=op,
+                args=tree_map(to_window, args),
+                kwargs=tree_map(to_window, dict(kwargs)),
+                made=made,
+                reads=frozenset(reads),
+                writes=frozenset({window.storage for window in targets} | fresh),
+                covers=frozenset(covers | fresh),
+                default=torch.get_default_dtype(),
+                event=event,
+                generator=private,
+            )
+        )
+
+    def _window(self, value: Any) -> Any:
+        return self.tape.window(value) if isinstance(value, Tensor) else value
+
+    def _trunc_normal(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Return the filling by truncated normal numbers as one entry: it draws until all fit."""
+
+        def fill(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            # Its own generator is moved by each of its draws; they are entries like any others.
+            plainly = kwargs.get("generator") is not None
+            with without_torch_functions(), self.at_rest():
+                if not plainly and tensor.is_meta:
+                    self._append(original, (tensor.detach(), *args), kwargs, [tensor], random=True)
+                    return tensor
+            return original(tensor, *args, **kwargs)
+
+        return fill
+
+    # Real values.
+
+    def _now(
+        self,
+        op: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        written: Sequence[Tensor],
+        *,
+        random: bool,
+    ) -> Any:
+        """Run an operator for real: its result, or what it writes to, cannot wait."""
+        if any(tensor.is_meta for tensor in written) or (
+            random and kwargs.get("generator") is None
+        ):
+            raise CaptureError(
+                f"a constructor cannot be deferred that calls {op}",
+                where=user_line(),
+                accepted="operators that fill new tensors, or write to tensors made by PyTorch",
+                todo="do this outside of the constructor, or build by deferred(..., whole=True)",
+            )
+        self._part(written)
+        tensors = {
+            id(value): self.values(value)
+            for value in tree_leaves((args, kwargs))
+            if isinstance(value, Tensor)
+        }
+        args, kwargs = tree_map(lambda value: tensors.get(id(value), value), (args, kwargs))
+        return op(*args, **kwargs)
+
+    def _move(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Let a generator of the user's own draw now, so that it moves; drop the numbers."""
+        blind = base_name(op) in _FILLS
+
+        def real(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            return torch.empty_like(value, device="cpu") if blind else self.values(value)
+
+        op(*tree_map(real, args), **tree_map(real, kwargs))
+
+    def _deferred(self, value: Any) -> Any:
+        """Return a tensor without data for a real one."""
+        if not isinstance(value, Tensor) or value.is_meta:
+            return value
+        return self._stand_in(value)
+
+    def _stand_in(self, tensor: Tensor) -> Tensor:
+        storage = self._stand_in_storage(tensor.untyped_storage())
+        empty = torch.empty(0, dtype=tensor.dtype, device="meta")
+        made = empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+        self.tape.constants.setdefault(self.tape.window(made).storage, tensor.untyped_storage())
+        return made
+
+    def _stand_in_storage(self, real: torch.UntypedStorage) -> torch.UntypedStorage:
+        key = key_of_storage(real)
+        if key not in self.stand_ins:
+            self.stand_ins[key] = (real, new_storage(real.nbytes(), "meta"))
+        return self.stand_ins[key][1]
+
+    def _part(self, written: Sequence[Tensor]) -> None:
+        """Keep the values of constants that the program is about to change."""
+        for tensor in written:
+            found = self.stand_ins.pop(storage_key(tensor), None)
+            if found is not None:
+                real, stand_in = found
+                number = self.tape.window(
+                    torch.empty(0, dtype=torch.uint8, device="meta").set_(stand_in)
+                ).storage
+                self.tape.constants[number] = copied_storage(real)
+
+    def _set(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Let a tensor look at a storage, such as one that was read from a file."""
+        target, storage, *rest = args
+        if not target.is_meta or storage.device.type == "meta":
+            return op(*args, **kwargs)
+        made = op(target, self._stand_in_storage(storage), *rest, **kwargs)
+        self.tape.constants.setdefault(self.tape.window(made).storage, storage)
+        return made
+
+
+class _GeneratorWatch:
+    """Notices when the program itself sets PyTorch's default generator.
+
+    While a constructor is written down, each draw moves the generator by one number only. So its
+    state says how many draws came before it, and a state that was read and set again, as
+    `torch.random.fork_rng` does, is understood.
+    """
+
+    def __init__(self, tape: Tape) -> None:
+        self.tape = tape
+        self.known: dict[bytes, int] = {}
+        self.current = b""
+
+    def begin(self) -> None:
+        """Seed the generator."""
+        torch.default_generator.manual_seed(self.tape.seed)
+        self.current = _digest(torch.default_generator.get_state())
+        self.known[self.current] = 0
+
+    def draw(self) -> int:
+        """Return the number of the event that a draw is."""
+        state = torch.default_generator.get_state()
+        digest = _digest(state)
+        if digest != self.current:
+            position = self.known.get(digest)
+            self.tape.events.append(state if position is None else Return(position=position))
+        number = len(self.tape.events)
+        while True:
+            torch.empty((), dtype=torch.int64).random_()
+            self.current = _digest(torch.default_generator.get_state())
+            if self.current not in self.known:  # as it may be after the same seed was set twice
+                break
+        self.known[self.current] = number + 1
+        return number
+
+
+def _digest(state: Tensor) -> bytes:
+    return hashlib.blake2b(state.numpy().tobytes(), digest_size=16).digest()
+
+
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch leaves it untyped
+    """Hands every operator to the recording."""
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()  # type: ignore[no-untyped-call] # torch leaves it untyped
+        self.recording = recording
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if self.recording.resting:
+            return func(*args, **(kwargs or {}))
+        with without_torch_functions():
+            return self.recording.call(func, args, dict(kwargs or {}))
+
+
+class _Answers(TorchFunctionMode):
+    """Answers questions about tensors without data as if they were real."""
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()
+        self.recording = recording
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        given = kwargs or {}
+        if args and isinstance(args[0], Tensor):
+            first = args[0]
+            if func is Tensor.share_memory_:
+                raise CaptureError(
+                    "a constructor cannot be deferred that shares memory between processes",
+                    where=user_line(),
+                    accepted="constructors that make tensors of their own process",
+                    todo="leave share_memory_() out, or build by deferred(..., whole=True)",
+                )
+            with without_torch_functions(), self.recording.at_rest():
+                if func == _SET_DATA and first.is_meta != args[1].is_meta:
+                    return func(first, self._alike(first, args[1]))
+                if first.is_meta and func in _VALUES:
+                    return func(self.recording.values(first), *args[1:], **given)
+                if first.is_meta and func in _ANSWERS:
+                    return _ANSWERS[func](first)
+        return func(*args, **given)
+
+    def _alike(self, target: Tensor, value: Tensor) -> Tensor:
+        if target.is_meta:
+            return self.recording._stand_in(value)
+        return self.recording.values(value)
+
+
+_tensor: Any = Tensor  # its properties are descriptors, of which the stubs know nothing
+_SET_DATA = _tensor.data.__set__
+
+#: Methods that look at values and are no operators.
+_VALUES = frozenset((Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__format__))
+
+#: What tensors without data say of themselves.
+_ANSWERS: Mapping[Any, Callable[[Tensor], Any]] = {
+    _tensor.device.__get__: lambda _: torch.device("cpu"),
+    _tensor.is_meta.__get__: lambda _: False,
+    _tensor.is_cpu.__get__: lambda _: True,
+    Tensor.get_device: lambda _: -1,
+    Tensor.data_ptr: lambda tensor: (
+        storage_key(tensor) + tensor.storage_offset() * tensor.dtype.itemsize
+    ),
+}
+
+
+def _asks_for_values(op: OpOverload) -> bool:
+    tags = op.tags
+    return (
+        op is _aten._local_scalar_dense.default
+        or torch.Tag.data_dependent_output in tags
+        or torch.Tag.dynamic_output_shape in tags
+    )
+
+
+def _moves_only(tensor: Tensor, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a copy is made only because the tensor seems to be on another device."""
+    asked = {key for key, value in kwargs.items() if value is not None}
+    return (
+        kwargs.get("device") is not None
+        and kwargs.get("dtype") in (None, tensor.dtype)
+        and asked <= {"device", "dtype", "layout", "non_blocking"}
+    )
+
+
+def _check_device(device: torch.device | None) -> None:
+    if device is not None and torch.device(device).type not in ("cpu", "meta"):
+        raise CaptureError(
+            f"a constructor that makes tensors on {device} cannot be deferred",
+            where=user_line(),
+            accepted="constructors that make their tensors on the CPU",
+            todo="leave device and .to(device) out: the runtime moves each shard to its device",
+        )
+
+
+def _check_plain(tensor: Tensor) -> None:
+    lazy = isinstance(tensor, UninitializedParameter | UninitializedBuffer)
+    named = isinstance(tensor, torch.nn.Parameter | torch.nn.Buffer) and not lazy
+    strided = tensor.layout == torch.strided and not (tensor.is_quantized or tensor.is_conj())
+    if not (strided and (named or type(tensor) is Tensor)):
+        raise CaptureError(
+            f"a constructor that makes a {type(tensor).__name__} ({tensor.layout}, {tensor.dtype}) "
+            "cannot be deferred",
+            where=user_line(),
+            accepted="plain strided tensors",
+        )

@@ -1,0 +1,13 @@
+"""Optimizers that `torch.optim` does not have, and several as one. Knows torch, and only torch.
+
+All are ordinary `torch.optim.Optimizer`s, which also train eagerly. Their norms are roots of sums,
+so that parts of a parameter need one number from one another, not their elements.
+"""
+
+from sbp_torch.optim.lamb import Lamb
+from sbp_torch.optim.lars import Lars
+from sbp_torch.optim.lion import Lion
+from sbp_torch.optim.schedule import TorchSchedule
+from sbp_torch.optim.together import Together
+
+__all__ = ["Lamb", "Lars", "Lion", "Together", "TorchSchedule"]

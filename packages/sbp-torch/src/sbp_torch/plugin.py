@@ -1,0 +1,38 @@
+"""What sbp-core itself offers, through the door that every plugin uses. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from sbp_core.plugins.hooks import Factory, hookimpl
+from sbp_torch.runtime.configs import ReferenceConfig
+
+SBP_API_VERSION = 1
+
+
+@hookimpl
+def sbp_boxing_backends() -> Mapping[str, Factory]:
+    """Offer the in-process backend."""
+    return {
+        "local": Factory(
+            build="sbp_torch.boxing.local:build", summary="all ranks in one process, one thread each"
+        )
+    }
+
+
+@hookimpl
+def sbp_runtimes() -> Mapping[str, Factory]:
+    """Offer the reference runtime."""
+    return {
+        "reference": Factory(
+            build="sbp_torch.runtime.reference:build",
+            config=ReferenceConfig,
+            summary="all ranks in lock-step in one thread",
+        )
+    }
+
+
+@hookimpl
+def sbp_config_folders() -> Sequence[str]:
+    """Offer the Hydra options of the above."""
+    return ["pkg://sbp_torch.conf"]

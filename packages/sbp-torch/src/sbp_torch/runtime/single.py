@@ -1,0 +1,76 @@
+"""Run a `LogicalGraph` on one device, op by op: what every plan is compared with.
+
+No plan, no ranks, no boxing. With several micro-batches each is run in turn, as the accumulation in
+the graph says; states that are replaced at micro-batch rate go from each to the next. Knows torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from sbp_core.graph.ir import InputKind, LogicalGraph, Node, OutputKind, Rate
+from sbp_torch.ops.operators import bind, operator_of, results_of
+from sbp_torch.ops.random import draw_of
+from sbp_torch.runtime.accumulation import joined
+
+Number = float | int
+
+
+def run_graph(
+    graph: LogicalGraph,
+    states: Mapping[str, Tensor | Number],
+    batches: list[Mapping[str, Tensor]],
+    scalars: Mapping[str, Number],
+) -> tuple[dict[str, Tensor], dict[str, Tensor | Number]]:
+    """Run one step.
+
+    Args:
+        graph: A verified graph.
+        states: Every state input by name.
+        batches: One batch for each micro-batch.
+        scalars: Every scalar input by name; `step` too, if the graph draws random numbers.
+
+    Returns:
+        The losses and metrics by name, and the new states by name (unchanged ones included).
+    """
+    constants: dict[str, Any] = {**states, **scalars}
+    sums: dict[str, Tensor] = {}
+    values: dict[str, Any] = {}
+    carried: dict[str, Any] = {}
+    draws = [entry.name for entry in graph.inputs if entry.kind is InputKind.RNG]
+    for index, batch in enumerate(batches):
+        values = {**constants, **carried, **batch}
+        values |= {name: draw_of(scalars, len(batches), index) for name in draws}
+        for node in graph.nodes:
+            if node.rate is Rate.STEP:
+                continue
+            if node.op == "sbp.accumulate":
+                _accumulate(node, values, sums)
+            else:
+                _run(node, values)
+        carried = {name: values[value] for name, value in graph.carried.items()}
+    values |= constants | sums
+    for node in graph.nodes:
+        if node.rate is Rate.STEP:
+            _run(node, values)
+    found = {
+        out.name: values[out.value] for out in graph.outputs if out.kind is not OutputKind.STATE
+    }
+    new = {name: values[graph.new_states.get(name, name)] for name in states}
+    return found, new
+
+
+def _run(node: Node, values: dict[str, Any]) -> None:
+    args = bind(node.args, values.__getitem__)
+    kwargs = {key: bind(value, values.__getitem__) for key, value in node.kwargs.items()}
+    made = results_of(operator_of(node.op)(*args, **kwargs))
+    values |= zip(node.outputs, made, strict=True)
+
+
+def _accumulate(node: Node, values: Mapping[str, Any], sums: dict[str, Tensor]) -> None:
+    part, scale = bind(node.args, values.__getitem__)
+    (name,) = node.outputs
+    sums[name] = joined(sums.get(name), part, scale)

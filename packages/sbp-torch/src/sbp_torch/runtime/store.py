@@ -1,0 +1,231 @@
+"""What one rank holds between steps; how whole tensors become parts, and parts whole.
+
+Both runtimes use it, so feeding, loading and saving are in one place. Knows torch.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from sbp_torch._torch_compat import storage_key
+from sbp_torch.boxing.execute import assemble, shard
+from sbp_core.compile.physical import PhysicalPlan, StateSlot
+from sbp_core.errors import SbpValueError
+from sbp_core.graph.ir import InputKind
+from sbp_torch.ops.random import draw_of
+
+if TYPE_CHECKING:
+    from sbp_core.runtime.contract import Number
+
+Values = dict[str, "Tensor | Number"]
+
+_ONE_NUMBER = "one number: a 0-d tensor"
+
+
+@runtime_checkable
+class MadeOnDemand(Protocol):
+    """What a mapping of states has that makes each when it is asked for."""
+
+    def each(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yield some of the states by name, in the order in which they are best made."""
+
+
+class StateStore:
+    """The states of all local ranks, by rank and name."""
+
+    def __init__(self, plan: PhysicalPlan, ranks: Iterable[int]) -> None:
+        self.plan = plan
+        self.values: dict[int, Values] = {rank: {} for rank in ranks}
+        #: Of the states that a host number stands for, as they were last given.
+        self.tied_dtypes: dict[str, torch.dtype] = {}
+
+    def slots(self) -> dict[str, StateSlot]:
+        """Return one slot of every state of the plan, by name."""
+        return {
+            slot.name: slot
+            for part in self.plan.ranks
+            for slot in part.slots
+            if InputKind(slot.kind).is_state
+        }
+
+    def load(self, states: Mapping[str, Tensor]) -> None:
+        """Cut whole states into every local rank's parts.
+
+        They are taken one at a time, in the order of the mapping, and let go of before the next is
+        asked for: a mapping that makes them on demand, such as `DeferredStates`, never needs to
+        hold two. Of such a mapping, states that no local rank holds are not asked for at all.
+
+        Raises:
+            SbpValueError: a state is missing, unknown, or of another shape or dtype; tied states
+                differ.
+        """
+        slots = self.slots()
+        numbers = {
+            tied: name
+            for name, slot in slots.items()
+            if slot.sbp is None
+            for tied in self.plan.ties.get(name, (name,))
+        }
+        self._check_names(states, slots, numbers)
+        new: dict[int, Values] = {rank: {} for rank in self.values}
+        dtypes: dict[str, torch.dtype] = {}
+        found: dict[str, dict[str, Number]] = defaultdict(dict)
+        for name, whole in _each(states, numbers.keys() | self._held(slots)):
+            if name in numbers:
+                found[numbers[name]][name] = _one_number(name, whole)
+                dtypes[name] = whole.dtype
+            else:
+                self._cut(slots[name], whole, new)
+            del whole  # before the next is made
+        for name, values in found.items():
+            number = _tied_number(name, values)
+            for held in new.values():
+                held[name] = number
+        self.values, self.tied_dtypes = new, dtypes
+
+    def _held(self, slots: Mapping[str, StateSlot]) -> set[str]:
+        """Return the states of which a local rank has a part."""
+        return {
+            name
+            for name, slot in slots.items()
+            if not self.values.keys().isdisjoint(self.plan.stages[slot.stage].rank_list)
+        }
+
+    def _check_names(
+        self,
+        states: Mapping[str, Tensor],
+        slots: Mapping[str, StateSlot],
+        numbers: Mapping[str, str],
+    ) -> None:
+        """Refuse before anything is made."""
+        for name, slot in slots.items():
+            if slot.sbp is not None and name not in states:
+                _check_tensor(name, None, slot.shape, slot.dtype)
+        for name in numbers:
+            if name not in states:
+                raise SbpValueError(f"{name!r} is missing", accepted=_ONE_NUMBER)
+        unknown = sorted(states.keys() - numbers.keys() - slots.keys())
+        if unknown:
+            raise SbpValueError(
+                f"the plan has no state called {unknown[0]!r}",
+                accepted=", ".join(sorted(slots)[:6]) + ", ...",
+            )
+
+    def _cut(self, slot: StateSlot, whole: Tensor, new: Mapping[int, Values]) -> None:
+        """Add the local ranks' parts of a state; each is a tensor of its own."""
+        _check_tensor(slot.name, whole, slot.shape, slot.dtype)
+        assert slot.sbp is not None, "else it is a number"
+        parts = shard(whole.detach(), self.plan.stages[slot.stage], slot.sbp, new)
+        taken = {storage_key(whole)}
+        for rank in list(parts):
+            part = parts.pop(rank)
+            new[rank][slot.name] = part.clone() if storage_key(part) in taken else part
+            taken.add(storage_key(part))
+
+    def whole(self) -> dict[str, Tensor]:
+        """Return every state as a whole tensor; tied ones under each of their names."""
+        found: dict[str, Tensor] = {}
+        for name, slot in self.slots().items():
+            parts = {rank: values[name] for rank, values in self.values.items() if name in values}
+            if slot.sbp is None:
+                number = next(iter(parts.values()))
+                for tied in self.plan.ties.get(name, (name,)):
+                    found[tied] = torch.tensor(number, dtype=self.tied_dtypes[tied])
+                continue
+            stage = self.plan.stages[slot.stage]
+            tensors = {rank: part for rank, part in parts.items() if isinstance(part, Tensor)}
+            found[name] = assemble(tensors, stage, slot.sbp, slot.shape).clone()
+        return found
+
+
+def _each(states: Mapping[str, Tensor], names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+    """Go through some of the states, each made when it is its turn."""
+    if isinstance(states, MadeOnDemand):
+        yield from states.each(names)
+        return
+    for name in states:
+        if name in names:
+            yield name, states[name]
+
+
+def _one_number(name: str, value: Tensor) -> Number:
+    if value.numel() != 1:
+        raise SbpValueError(f"{name!r} is of shape {tuple(value.shape)}", accepted=_ONE_NUMBER)
+    return value.item()
+
+
+def _tied_number(name: str, found: Mapping[str, Number]) -> Number:
+    """Return the host number that several equal states stand for."""
+    if len(set(found.values())) != 1:
+        raise SbpValueError(
+            f"the states tied into {name!r} are not one number: {dict(found)}",
+            accepted="equal step counters on all parameters",
+            todo="compile without tying them: compile.passes.tie_clocks=false, in Python "
+            "PassOptions(tie_clocks=False)",
+        )
+    return next(iter(found.values()))
+
+
+def feed(
+    plan: PhysicalPlan,
+    batch: Mapping[str, Tensor],
+    scalars: Mapping[str, Number],
+    ranks: Iterable[int],
+) -> dict[int, list[Values]]:
+    """Return, for each rank, the batch parts and scalars of every micro-batch.
+
+    Raises:
+        SbpValueError: a tensor or scalar is missing, or of another shape or dtype.
+    """
+    count = plan.num_micro_batches
+    fed: dict[int, list[Values]] = {rank: [{} for _ in range(count)] for rank in ranks}
+    done: set[str] = set()
+    for part in plan.ranks:
+        for slot in part.slots:
+            kind = InputKind(slot.kind)
+            if kind is InputKind.SCALAR:
+                if slot.name not in scalars:
+                    raise SbpValueError(
+                        f"scalar {slot.name!r} is missing",
+                        accepted="a number for every scalar input",
+                    )
+                if part.rank in fed:
+                    for values in fed[part.rank]:
+                        values[slot.name] = scalars[slot.name]
+            elif kind is InputKind.RNG:
+                for index, values in enumerate(fed.get(part.rank, ())):
+                    values[slot.name] = draw_of(scalars, count, index)
+            elif kind is InputKind.BATCH and slot.name not in done:
+                done.add(slot.name)
+                _feed_tensor(plan, slot, batch.get(slot.name), fed)
+    return fed
+
+
+def _feed_tensor(
+    plan: PhysicalPlan, slot: StateSlot, whole: Tensor | None, fed: dict[int, list[Values]]
+) -> None:
+    count = plan.num_micro_batches
+    shape = (slot.shape[0] * count, *slot.shape[1:]) if slot.shape else slot.shape
+    _check_tensor(slot.name, whole, shape, slot.dtype)
+    assert whole is not None and slot.sbp is not None, "checked above"
+    stage = plan.stages[slot.stage]
+    micro_batches = torch.split(whole, slot.shape[0]) if slot.shape else (whole,) * count
+    for index, micro in enumerate(micro_batches):
+        for rank, piece in shard(micro, stage, slot.sbp).items():
+            if rank in fed:
+                fed[rank][index][slot.name] = piece
+
+
+def _check_tensor(name: str, value: Tensor | None, shape: Sequence[int], dtype: str) -> None:
+    wanted = f"{dtype} of shape {tuple(shape)}"
+    if value is None:
+        raise SbpValueError(f"{name!r} is missing", accepted=wanted)
+    if tuple(value.shape) != tuple(shape) or str(value.dtype) != f"torch.{dtype}":
+        raise SbpValueError(
+            f"{name!r} is {value.dtype} of shape {tuple(value.shape)}", accepted=wanted
+        )

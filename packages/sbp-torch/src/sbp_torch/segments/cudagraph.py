@@ -1,0 +1,231 @@
+"""Segments recorded as CUDA graphs: `compile=cudagraph`.
+
+A segment runs operator by operator at first, as libraries allocate workspaces and choose kernels
+then; its third firing is recorded, and from then on replayed with one launch:
+
+    firing       1, 2                    3                          4, 5, ...
+    input        as it comes             copied into static ones    copied into static ones
+    work         operators, side stream  recorded, replayed         replayed
+    output       as it is made           copied out                 copied out
+
+Copies in and out keep the plan's freedom: registers with several fillings, states that outlive the
+step, tensors of whatever address. A recording holds for the shapes that it was made with; others
+are recorded anew.
+
+A number that changes from step to step cannot be recorded, so segments whose operators take one
+(the optimizer's, mostly) run operator by operator; so do those that read a number from a tensor.
+Draws of random numbers are made before a segment (`runtime.split`). Everything that touches the
+device is behind `Device`, so that the rest is tested without one. Knows torch.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from sbp_core.boxing.step import Step
+from sbp_core.compile.physical import Actor
+from sbp_core.errors import ConfigError, RunError, words_of
+from sbp_torch.segments.codegen import segment_function
+from sbp_torch.segments.split import SplitSegment, split_segment, tensor_keys
+
+logger = logging.getLogger(__name__)
+
+#: Firings before the one that is recorded.
+WARM_UP = 2
+
+Work = Callable[[], list[Tensor]]
+
+
+class Recording(Protocol):
+    """What was recorded."""
+
+    def replay(self) -> None:
+        """Put the work on the current stream once more."""
+
+
+class Device(Protocol):
+    """What is asked of the device.
+
+    Attributes:
+        kind: Of the tensors whose work can be recorded: `cuda`.
+    """
+
+    kind: str
+
+    def problem(self) -> str:
+        """Return why nothing can be recorded here; empty if it can."""
+
+    def aside(self, work: Work) -> list[Tensor]:
+        """Run work on a stream of its own, ordered after and before the current one."""
+
+    def record(self, rank: int, work: Work) -> tuple[Recording, list[Tensor]]:
+        """Record work of a rank without running it; return the recording and what it fills."""
+
+
+class CudaDevice:
+    """The GPU that is current when a segment fires; needs a torch with CUDA.
+
+    The recordings of a rank share their memory: they are replayed one at a time, and what one has
+    made is copied out before the next.
+    """
+
+    kind = "cuda"
+
+    def __init__(self) -> None:
+        self._pools: dict[int, Any] = {}
+
+    def problem(self) -> str:
+        """See `Device.problem`."""
+        if torch.version.cuda is None:
+            return f"torch {torch.__version__} was built without CUDA"
+        return "" if torch.cuda.is_available() else "torch sees no GPU"
+
+    def aside(self, work: Work) -> list[Tensor]:
+        """See `Device.aside`."""
+        current = torch.cuda.current_stream()
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call] # torch leaves it untyped
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            made = work()
+        current.wait_stream(side)
+        for tensor in made:
+            # Made on the side, used here: its memory must not be given away before.
+            tensor.record_stream(current)
+        return made
+
+    def record(self, rank: int, work: Work) -> tuple[Recording, list[Tensor]]:
+        """See `Device.record`.
+
+        Only this thread's work is watched: other ranks of the process may go on.
+        """
+        graph = torch.cuda.CUDAGraph()
+        if rank not in self._pools:
+            self._pools[rank] = torch.cuda.graph_pool_handle()
+        pool = self._pools[rank]
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            made = work()
+        return graph, made
+
+
+class GraphSegments:
+    """Makes segments that are recorded and replayed.
+
+    Args:
+        device: Records; the current GPU, but for tests.
+
+    Raises:
+        ConfigError: nothing can be recorded on this machine.
+    """
+
+    def __init__(self, device: Device | None = None) -> None:
+        self.device: Device = CudaDevice() if device is None else device
+        if problem := self.device.problem():
+            raise ConfigError(
+                f"compile=cudagraph needs a GPU: {problem}",
+                accepted="compile=eager, compile=inductor",
+            )
+
+    def __call__(self, actor: Actor, rank: int, steps: Sequence[Step], /) -> _Segment:
+        """See `SegmentMaker`."""
+        return _Segment(self.device, actor, rank, steps)
+
+
+class _Segment:
+    """The function of one segment on one rank."""
+
+    def __init__(self, device: Device, actor: Actor, rank: int, steps: Sequence[Step]) -> None:
+        self._device = device
+        self._parts = (actor, rank, steps)
+        self._eager = segment_function(actor, rank, steps, owns=True)
+        self._split: SplitSegment | None = None
+        self._stays_eager = False
+        self._tapes: dict[Any, _Tape] = {}
+
+    def __call__(self, values: list[Any], /) -> tuple[Any, ...]:
+        """See `OwningSegment`."""
+        if self._split is None:
+            actor = self._parts[0]
+            tensors = tensor_keys((*actor.inputs, *actor.reads), values)
+            self._split = split_segment(*self._parts, tensors)
+            elsewhere = [
+                value for value in values
+                if isinstance(value, Tensor) and value.device.type != self._device.kind
+            ]  # fmt: skip
+            obstacle = _obstacle(self._split, tensors)
+            if elsewhere:
+                obstacle = f"it takes a tensor on device {elsewhere[0].device}"
+            self._stays_eager = bool(obstacle)
+            if self._stays_eager:
+                logger.info("segment %s is not recorded: %s", actor.name, obstacle)
+        if self._stays_eager:
+            return self._eager(values)
+        split = self._split
+        held = dict(zip(split.taken, values, strict=True))
+        values.clear()
+        split.run_before(held)
+        given: list[Tensor] = [held[key] for key in split.used]
+        kinds = tuple((value.shape, value.stride(), value.dtype, value.device) for value in given)
+        tape = self._tapes.setdefault(kinds, _Tape(self._device, split))
+        return split.results(held, tape.run(given))
+
+
+def _obstacle(split: SplitSegment, tensors: frozenset[str]) -> str:
+    """Return why a segment cannot be recorded; empty if it can."""
+    if not split.tensor:
+        return "it holds no operator on tensors"
+    drawn = {key for entry in split.before if entry.op.startswith("sbp.") for key in entry.outputs}
+    numbers = [key for key in split.used if key not in tensors | drawn]
+    if numbers:
+        return f"its operators take the number {numbers[0]!r}"
+    reading = next((entry for entry in split.tensor if entry.op.startswith("host.")), None)
+    return f"it computes the number {reading.outputs[0]!r}" if reading is not None else ""
+
+
+class _Tape:
+    """The recording of a segment for inputs of some shapes and strides."""
+
+    def __init__(self, device: Device, split: SplitSegment) -> None:
+        self._device, self._split = device, split
+        self._firings = 0
+        self._inputs: list[Tensor] = []
+        self._outputs: list[Tensor] = []
+        self._recording: Recording | None = None
+
+    def run(self, given: list[Tensor]) -> list[Tensor]:
+        """Return the values of `made` for those of `used`.
+
+        Raises:
+            RunError: the segment cannot be recorded.
+        """
+        self._firings += 1
+        if self._firings <= WARM_UP:
+            return self._device.aside(lambda: self._split.run_tensor(given))
+        if self._recording is None:
+            self._record(given)
+        for static, value in zip(self._inputs, given, strict=True):
+            static.copy_(value)
+        given.clear()
+        assert self._recording is not None, "recorded above"
+        self._recording.replay()
+        return [static.clone() for static in self._outputs]
+
+    def _record(self, given: Sequence[Tensor]) -> None:
+        self._inputs = [torch.empty_like(tensor) for tensor in given]
+        for static, value in zip(self._inputs, given, strict=True):
+            static.copy_(value)
+        try:
+            self._recording, self._outputs = self._device.record(
+                self._split.rank, lambda: self._split.run_tensor(self._inputs)
+            )
+        except Exception as error:
+            raise RunError(
+                f"segment {self._split.actor.name!r} cannot be recorded as a CUDA graph: "
+                f"{words_of(error)}",
+                where=f"rank {self._split.rank}",
+                todo="compile=eager or compile=inductor",
+            ) from error

@@ -1,0 +1,54 @@
+"""How compute segments are executed: as generated Python, by Inductor, or as CUDA graphs.
+
+A runtime asks `segment_maker` once a session for what makes the functions of its segments, and
+calls them alike. Knows torch; imports Inductor only where it is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Protocol
+
+from sbp_core.boxing.step import Step
+from sbp_core.compile.physical import Actor
+from sbp_torch.segments.codegen import segment_function
+from sbp_torch.runtime.configs import Execution
+
+
+class OwningSegment(Protocol):
+    """The function of a segment."""
+
+    def __call__(self, values: list[Any], /) -> tuple[Any, ...]:
+        """Return the values of `keys_out`; takes those of inputs and reads, and empties the list.
+
+        So a value that nobody else holds dies after its last use.
+        """
+
+
+class SegmentMaker(Protocol):
+    """Makes the function of a segment; called once for each, before the first step."""
+
+    def __call__(self, actor: Actor, rank: int, steps: Sequence[Step], /) -> OwningSegment:
+        """Return the function of a compute actor on one rank; `steps` are those of the plan."""
+
+
+def segment_maker(execution: Execution, *, fallback: bool = False) -> SegmentMaker:
+    """Return what makes the functions of a session's segments.
+
+    Args:
+        execution: The setting `compile`.
+        fallback: The setting `compile_fallback`.
+
+    Raises:
+        ConfigError: this machine lacks what the setting needs: a C++ compiler, or a GPU.
+    """
+    if execution == "inductor":
+        from sbp_torch.segments.inductor import InductorSegments
+
+        return InductorSegments(fallback=fallback)
+    if execution == "cudagraph":
+        from sbp_torch.segments.cudagraph import GraphSegments
+
+        return GraphSegments()
+    return partial(segment_function, owns=True)

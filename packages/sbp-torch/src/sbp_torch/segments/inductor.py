@@ -1,0 +1,173 @@
+"""Segments compiled by Inductor: `compile=inductor`.
+
+The tensor part of a segment (`runtime.split`) is traced once to an FX graph, on the shapes and
+strides that come in its first firing, and handed to Inductor; numbers that change from step to step
+come as 0-d tensors, so that no step compiles anew. Segments that compute the same on equal shapes,
+such as the layers of a model and the ranks of a mesh, are compiled once in a session.
+
+Inductor fuses, and so rounds differently; it allocates for itself, so that the peak of a segment is
+its own affair. Compiling happens in the first step, one segment at a time, and may take minutes:
+other ranks wait for it (`first_deadline_s`). Knows torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sbp_torch._torch_compat import compile_graph, cpp_compiler_problem, fake_mode, trace_graph
+from sbp_core.boxing.step import Step
+from sbp_core.compile.physical import Actor
+from sbp_core.errors import ConfigError, RunError, words_of
+from sbp_torch.segments.split import SplitSegment, split_segment, tensor_keys
+
+logger = logging.getLogger(__name__)
+
+#: What Inductor makes: takes tensors, and returns tensors.
+Compiled = Callable[..., Sequence[Any]]
+
+_DTYPES = {float: torch.float64, int: torch.int64}
+
+
+class InductorSegments:
+    """Makes compiled segments, equal ones once.
+
+    Args:
+        fallback: Run a segment that cannot be compiled operator by operator, with a warning,
+            instead of failing.
+        compiler: Turns an FX graph and example inputs into a function; Inductor, but for tests.
+
+    Raises:
+        ConfigError: there is no C++ compiler.
+    """
+
+    def __init__(
+        self,
+        *,
+        fallback: bool = False,
+        compiler: Callable[[torch.fx.GraphModule, Sequence[Tensor]], Compiled] = compile_graph,
+    ) -> None:
+        if problem := cpp_compiler_problem():
+            raise ConfigError(
+                f"compile=inductor needs a C++ compiler: {problem}",
+                accepted="compile=eager",
+                todo="install g++ or clang++, or name one in CXX",
+            )
+        self.fallback, self.compiler = fallback, compiler
+        self.num_compiled = 0
+        self._done: dict[Any, Compiled] = {}
+        self._one_at_a_time = threading.Lock()
+
+    def __call__(self, actor: Actor, rank: int, steps: Sequence[Step], /) -> _Segment:
+        """See `SegmentMaker`; it is compiled when it is called first."""
+        return _Segment(self, actor, rank, steps)
+
+    def compiled(self, split: SplitSegment, given: Sequence[Tensor], kinds: Any) -> Compiled:
+        """Return the compiled tensor part of a segment, from an equal one if there is one.
+
+        Raises:
+            RunError: it cannot be compiled.
+        """
+        key = (split.identity, kinds)
+        with self._one_at_a_time:
+            if key not in self._done:
+                self._done[key] = self._compile(split, given, kinds)
+            return self._done[key]
+
+    def _compile(self, split: SplitSegment, given: Sequence[Tensor], kinds: Any) -> Compiled:
+        began = time.perf_counter()
+        try:
+            made = self.compiler(_traced(split, given, kinds), given)
+        except Exception as error:
+            what = f"Inductor cannot compile segment {split.actor.name!r}: {_first_words(error)}"
+            if not self.fallback:
+                raise RunError(
+                    what,
+                    where=f"rank {split.rank}, {len(split.tensor)} operators of "
+                    f"{split.tensor[0].node!r} to {split.tensor[-1].node!r}",
+                    todo="compile=eager, or compile_fallback=true to run such segments so",
+                ) from error
+            warnings.warn(f"{what}; it runs operator by operator", stacklevel=2)
+            return _uncompiled(split, kinds)
+        self.num_compiled += 1
+        logger.info("compiled %s in %.1f s", split.actor.name, time.perf_counter() - began)
+        return made
+
+
+class _Segment:
+    """The function of one segment on one rank."""
+
+    def __init__(
+        self, maker: InductorSegments, actor: Actor, rank: int, steps: Sequence[Step]
+    ) -> None:
+        self._maker = maker
+        self._parts = (actor, rank, steps)
+        self._split: SplitSegment | None = None
+        #: What was compiled, by shapes and strides.
+        self._compiled: dict[Any, Compiled] = {}
+
+    def __call__(self, values: list[Any], /) -> tuple[Any, ...]:
+        """See `OwningSegment`."""
+        if self._split is None:
+            actor = self._parts[0]
+            tensors = tensor_keys((*actor.inputs, *actor.reads), values)
+            self._split = split_segment(*self._parts, tensors)
+        split = self._split
+        held = dict(zip(split.taken, values, strict=True))
+        values.clear()
+        split.run_before(held)
+        if not split.tensor:
+            return split.results(held, ())
+        given = [held[key] for key in split.used]
+        kinds = tuple(map(_kind, given))
+        given = [value if isinstance(value, Tensor) else _as_tensor(value) for value in given]
+        compiled = self._compiled.get(kinds)
+        if compiled is None:
+            compiled = self._compiled[kinds] = self._maker.compiled(split, given, kinds)
+        made = compiled(*given)
+        return split.results(held, made)
+
+
+def _kind(value: Any) -> Any:
+    """Return what code is specialised on: shape, strides, dtype and device; the type of numbers."""
+    if isinstance(value, Tensor):
+        return (value.shape, value.stride(), value.dtype, value.device)
+    return value if isinstance(value, bool) else type(value)
+
+
+def _as_tensor(value: Any) -> Tensor:
+    return torch.tensor(value, dtype=_DTYPES.get(type(value)))
+
+
+def _traced(split: SplitSegment, given: Sequence[Tensor], kinds: Any) -> torch.fx.GraphModule:
+    """Trace the tensor part on fake tensors; numbers are read from theirs."""
+    mode = fake_mode()
+
+    def run(*tensors: Tensor) -> list[Tensor]:
+        return split.run_tensor(_with_numbers(tensors, kinds))
+
+    fakes = [mode.from_tensor(tensor.detach(), static_shapes=True) for tensor in given]
+    return trace_graph(run, mode, fakes)
+
+
+def _with_numbers(tensors: Sequence[Tensor], kinds: Any) -> list[Any]:
+    return [
+        tensor if isinstance(kind, tuple) else kind if isinstance(kind, bool) else tensor.item()
+        for tensor, kind in zip(tensors, kinds, strict=True)
+    ]
+
+
+def _uncompiled(split: SplitSegment, kinds: Any) -> Compiled:
+    return lambda *given: split.run_tensor(_with_numbers(given, kinds))
+
+
+def _first_words(error: BaseException) -> str:
+    """Return the first lines of an error: Inductor's go on for pages."""
+    return "\n".join(words_of(error).strip().splitlines()[:3])

@@ -1,0 +1,170 @@
+"""What compilers take over of a segment: its tensor part, with numbers and draws made before it.
+
+before: instructions  p = pow(0.9, n);  u = random_uniform([4], seed, n, 7);  y = mul(x, p);
+                      z = add(y, u)                      inputs x; reads n, seed
+after:  before        p = pow(0.9, n);  u = random_uniform([4], seed, n, 7)      by Python
+        tensor part   y = mul(x, p);  z = add(y, u)      of the tensors x, u and the number p
+
+Host arithmetic follows Python's doubles, so Python does it; and a number that changes with each
+step must not be compiled into code. Random operators that look at no tensor are calls that nothing
+could be fused into. Knows torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+from sbp_torch.boxing.execute import local_step
+from sbp_core.boxing.step import Step
+from sbp_core.compile.liveness import dying_keys, keys_in, keys_out
+from sbp_core.compile.physical import LOCAL_BOX, OVERWRITE, Actor, Instruction
+from sbp_core.graph.ir import Ref, map_refs
+from sbp_torch.ops.operators import bind, operator_of, results_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitSegment:
+    """A segment of one rank in two parts.
+
+    Args:
+        actor: A compute actor.
+        rank: Who executes it.
+        steps: Of the plan, for local boxing.
+        before: Instructions that Python executes first.
+        tensor: The others, in order.
+        after: Instructions that Python executes last: states are overwritten.
+    """
+
+    actor: Actor
+    rank: int
+    steps: Sequence[Step]
+    before: tuple[Instruction, ...]
+    tensor: tuple[Instruction, ...]
+    after: tuple[Instruction, ...] = ()
+
+    @cached_property
+    def taken(self) -> tuple[str, ...]:
+        """Keys that the segment takes, in the order of its arguments."""
+        return (*self.actor.inputs, *self.actor.reads)
+
+    @cached_property
+    def used(self) -> tuple[str, ...]:
+        """Keys that the tensor part takes: of the segment, or made before."""
+        own = {key for entry in self.tensor for key in entry.outputs}
+        keys = (key for entry in self.tensor for key in keys_in(entry) if key not in own)
+        return tuple(dict.fromkeys(keys))
+
+    @cached_property
+    def made(self) -> tuple[str, ...]:
+        """Keys that the tensor part makes for what leaves the segment, or for what comes after."""
+        own = {key for entry in self.tensor for key in entry.outputs}
+        late = (key for entry in self.after for key in keys_in(entry))
+        return tuple(key for key in dict.fromkeys((*keys_out(self.actor), *late)) if key in own)
+
+    def run_before(self, values: dict[str, Any]) -> None:
+        """Execute the first part; adds what it makes."""
+        for entry in self.before:
+            self._execute(entry, values)
+
+    def run_tensor(self, given: Sequence[Any]) -> list[Any]:
+        """Execute the tensor part, one operator at a time.
+
+        Args:
+            given: The values of `used`.
+
+        Returns:
+            The values of `made`.
+        """
+        values = dict(zip(self.used, given, strict=True))
+        for entry, dying in zip(self.tensor, self._dying, strict=True):
+            self._execute(entry, values)
+            for key in dying:
+                values.pop(key, None)
+        return [values[key] for key in self.made]
+
+    @cached_property
+    def _dying(self) -> tuple[tuple[str, ...], ...]:
+        late = {id(entry): keys for entry, keys in zip(
+            self.actor.instructions, dying_keys(self.actor), strict=True
+        )}  # fmt: skip
+        return tuple(late[id(entry)] for entry in self.tensor)
+
+    def _execute(self, entry: Instruction, values: dict[str, Any]) -> None:
+        read = values.__getitem__
+        if entry.op == LOCAL_BOX:
+            source, index = entry.args
+            made: Any = local_step(self.steps[index], self.rank, read(source.name))
+        else:
+            args = bind(entry.args, read)
+            kwargs = {key: bind(part, read) for key, part in entry.kwargs.items()}
+            made = operator_of(entry.op)(*args, **kwargs)
+        values |= zip(entry.outputs, results_of(made), strict=True)
+
+    @cached_property
+    def identity(self) -> tuple[Any, ...]:
+        """What the tensor part computes, without names: equal for layers and ranks alike."""
+        numbers = {key: index for index, key in enumerate(self.used)}
+        lines = []
+        for entry in self.tensor:
+            arguments = (entry.args, tuple(entry.kwargs.values()))
+            text = repr(map_refs(arguments, lambda ref: Ref(str(numbers[ref.name]))))
+            local = (self.steps[entry.args[1]], self.rank) if entry.op == LOCAL_BOX else ()
+            for key in entry.outputs:
+                numbers[key] = len(numbers)
+            out = tuple(numbers[key] for key in entry.outputs)
+            lines.append((entry.op, tuple(entry.kwargs), text, local, out))
+        return (tuple(lines), tuple(numbers[key] for key in self.made))
+
+    def results(self, values: Mapping[str, Any], made: Sequence[Any]) -> tuple[Any, ...]:
+        """Return what the segment returns, in the order of `keys_out`."""
+        own = {**values, **dict(zip(self.made, made, strict=True))}
+        for entry in self.after:
+            self._execute(entry, own)
+        return tuple(own[key] for key in keys_out(self.actor))
+
+
+def split_segment(
+    actor: Actor, rank: int, steps: Sequence[Step], tensors: frozenset[str]
+) -> SplitSegment:
+    """Split a segment.
+
+    Args:
+        actor: A compute actor.
+        rank: Who executes it.
+        steps: Of the plan.
+        tensors: Keys of what it takes that are tensors; the others are numbers.
+    """
+    known = {*actor.inputs, *actor.reads}
+    numbers = known - tensors
+    before: list[Instruction] = []
+    tensor: list[Instruction] = []
+    after: list[Instruction] = []
+    for entry in actor.instructions:
+        keys = set(keys_in(entry))
+        is_host = entry.op.startswith("host.") and keys <= known
+        is_draw = entry.op.startswith("sbp.random_") and keys <= numbers
+        if not (is_host or is_draw):
+            (after if entry.op == OVERWRITE else tensor).append(entry)
+            continue
+        before.append(entry)
+        known.update(entry.outputs)
+        if is_host:
+            numbers.update(entry.outputs)
+    return SplitSegment(
+        actor=actor,
+        rank=rank,
+        steps=steps,
+        before=tuple(before),
+        tensor=tuple(tensor),
+        after=tuple(after),
+    )
+
+
+def tensor_keys(keys: Sequence[str], values: Sequence[Any]) -> frozenset[str]:
+    """Return the keys whose values are tensors."""
+    return frozenset(k for k, value in zip(keys, values, strict=True) if isinstance(value, Tensor))

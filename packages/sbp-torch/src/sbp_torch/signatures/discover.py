@@ -1,0 +1,246 @@
+"""Discovery: the legal signatures of an operator that nobody has described, found by execution.
+
+Candidate cuts of the inputs are run on every rank with unchanged arguments, in forked workers:
+shards that do not fit each other crash some kernels, and then the candidate is illegal. What the
+ranks make tells what their outputs are; further draws, of partial pieces and of the data, have to
+confirm it. Operators whose arguments would have to change on a shard keep what works without that.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sbp_core._callable_module import make_callable
+from sbp_core.errors import SbpValueError, SignatureError
+from sbp_core.graph.ir import Argument, Ref, map_refs
+from sbp_core.sbp import B, Sbp
+from sbp_core.signatures.call import OpCall
+from sbp_torch.signatures.candidates import Inputs, candidates
+from sbp_torch.signatures.discovered import ORIGIN, Discovery, Entry, cache_folder
+from sbp_torch.signatures.isolate import Crash, Done, Timeout, Verdict, iter_isolated, run_isolated
+from sbp_core.signatures.signature import Signature1d
+from sbp_torch.signatures.study import Study
+from sbp_torch.signatures.torch_call import Execute, describe, made_up, overload, run_op
+from sbp_torch.signatures.trial import SEED
+
+#: What the outputs of a candidate are; None if it is illegal.
+_Verdict = Verdict[tuple[Sbp, ...] | None]
+
+#: Seconds that one candidate may take.
+TIMEOUT_S = 20.0
+
+#: Candidates that may run out of time before the search is given up.
+_MAX_TIMEOUTS = 3
+
+
+def discover(
+    op: str,
+    *args: Any,
+    axis_size: int = 2,
+    timeout_s: float = TIMEOUT_S,
+    budget: int = 4000,
+    cache: bool | Path = True,
+    execute: Execute | None = None,
+    **kwargs: Any,
+) -> Discovery:
+    """Find the legal signatures of a call along one mesh axis by running it.
+
+    What is found holds for the data it was found with: give a sample that is typical, without
+    symmetries, small, and whose extents differ from each other.
+
+    Args:
+        op: Operator and overload, such as `mylib.myop.default`.
+        *args: A real call, on the CPU.
+        axis_size: Ranks along the mesh axis (>= 2).
+        timeout_s: Seconds (> 0) that one candidate may take.
+        budget: How many candidates to try at most.
+        cache: Keep what was found in the user's cache folder, or in the folder given here; False
+            neither reads nor writes. The kernel's code is no part of the key.
+        execute: Runs the operator; PyTorch's own if omitted. Nothing is cached then.
+        **kwargs: Arguments of the call by name.
+
+    Raises:
+        SbpLookupError: PyTorch has no such operator.
+        SignatureError: the whole call cannot be run.
+        SbpValueError: a tensor is not on the CPU, or a number is out of range.
+    """
+    call, inputs = describe(op, args, kwargs, ())
+    kept = cache if execute is None else False
+    return _kept(call, inputs, axis_size, timeout_s, budget, kept, execute or run_op)
+
+
+def discover_call(
+    call: OpCall,
+    *,
+    axis_size: int = 2,
+    timeout_s: float = TIMEOUT_S,
+    budget: int = 4000,
+    cache: bool | Path = True,
+) -> Discovery:
+    """Find the signatures of a call of which only types are known, on data made up for it.
+
+    See `torch_call.made_up`: integers are 0 or 1, so that they can be indices.
+
+    Args:
+        call: The call; host scalars among its arguments cannot be made up.
+        axis_size: Ranks along the mesh axis (>= 2).
+        timeout_s: Seconds (> 0) that one candidate may take.
+        budget: How many candidates to try at most.
+        cache: See `discover`.
+
+    Raises:
+        SbpLookupError: PyTorch has no such operator.
+        SignatureError: the call cannot be run on such data.
+    """
+    draw = torch.Generator().manual_seed(SEED)
+    inputs = tuple(made_up(entry, draw) for entry in call.inputs)
+    names = tuple(f"input{index}" for index in range(len(inputs)))
+    renamed = _renamed(call, names)
+    return _kept(renamed, inputs, axis_size, timeout_s, budget, cache, run_op)
+
+
+def _renamed(call: OpCall, names: tuple[str, ...]) -> OpCall:
+    """Return the call with one name for each tensor argument, also where one tensor is repeated."""
+    left = iter(names)
+    tensors = set(call.tensor_names)
+
+    def rename(ref: Ref) -> Argument:
+        return Ref(next(left)) if ref.name in tensors else ref
+
+    return replace(
+        call,
+        args=map_refs(call.args, rename),
+        kwargs={key: map_refs(value, rename) for key, value in call.kwargs.items()},
+        tensor_names=names,
+    )
+
+
+def _kept(
+    call: OpCall,
+    inputs: tuple[torch.Tensor, ...],
+    axis_size: int,
+    timeout_s: float,
+    budget: int,
+    cache: bool | Path,
+    execute: Execute,
+) -> Discovery:
+    """Return what the cache holds, or find it out and keep it."""
+    if axis_size < 2 or budget < 0:
+        raise SbpValueError(
+            f"axis_size={axis_size}, budget={budget}", accepted="axis_size >= 2, budget >= 0"
+        )
+    if any(tensor.device.type != "cpu" for tensor in inputs):
+        raise SbpValueError(
+            f"a call of {call.op} on an accelerator cannot run in a forked worker",
+            accepted="tensors on the CPU",
+        )
+    entry = None
+    if cache is not False:
+        entry = Entry.of(
+            cache_folder() if cache is True else cache,
+            call,
+            schema=str(overload(call.op)),
+            torch=torch.__version__,
+            axis_size=axis_size,
+            budget=budget,
+        )
+        stored = entry.load()
+        if stored is not None:
+            return stored
+    found = _found(Study(call, inputs, axis_size, execute), timeout_s, budget)
+    if entry is not None:
+        entry.store(found)
+    return found
+
+
+def _found(study: Study, timeout_s: float, budget: int) -> Discovery:
+    """Run everything."""
+    call = study.call
+    (verdict,) = run_isolated([study.nature], timeout_s=timeout_s)
+    if not isinstance(verdict, Done):
+        raise SignatureError(
+            f"{call.op} cannot be run whole: it {verdict}",
+            where=call.where,
+            accepted="a call that runs on one device, within the time limit",
+            todo="give a sample of real arguments",
+        )
+    nature = verdict.value
+    if nature.random:
+        return Discovery(signatures=(), tried=0, crashed=0, complete=True)
+    whole = Signature1d(
+        inputs=(B,) * len(call.inputs), outputs=(B,) * len(nature.outputs), origin=ORIGIN
+    )
+    if not nature.evident:
+        return Discovery(signatures=(whole,), tried=0, crashed=0, complete=True)
+    study = study.described(nature.outputs, timeout_s)
+    cuts, complete = candidates(call.inputs, study.axis_size, budget)
+    verdicts = _tried(study, cuts, timeout_s)
+    held = [
+        Signature1d(inputs=inputs, outputs=verdict.value, origin=ORIGIN)
+        for inputs, verdict in zip(cuts, verdicts, strict=False)
+        if isinstance(verdict, Done) and verdict.value is not None
+    ]
+    return Discovery(
+        signatures=(*_with_requirements(study, held, timeout_s), whole),
+        tried=len(verdicts),
+        crashed=sum(isinstance(verdict, Crash | Timeout) for verdict in verdicts),
+        complete=complete and len(verdicts) == len(cuts),
+    )
+
+
+def _tried(study: Study, cuts: Sequence[Inputs], timeout_s: float) -> list[_Verdict]:
+    """Return the verdict on each candidate, or on as many as it took to give up.
+
+    A candidate that corrupts memory may leave that to those behind it. So what held, and what ended
+    the worker later than at once, is run again in workers that ran nothing illegal before.
+    """
+    trials = [partial(study.outputs_of, inputs) for inputs in cuts]
+    verdicts: list[_Verdict] = []
+    late = 0
+    with closing(iter_isolated(trials, timeout_s=timeout_s)) as found:
+        for verdict in found:
+            verdicts.append(verdict)
+            late += isinstance(verdict, Timeout)
+            if late == _MAX_TIMEOUTS:
+                break
+    held = [at for at, one in enumerate(verdicts) if isinstance(one, Done) and one.value]
+    late_crash = [
+        at
+        for at, one in enumerate(verdicts)
+        if isinstance(one, Crash) and one.signal is not signal.SIGFPE
+    ]
+    for again in (held, late_crash):
+        second = run_isolated([trials[at] for at in again], timeout_s=timeout_s)
+        for at, verdict in zip(again, second, strict=True):
+            verdicts[at] = verdict if at in late_crash or verdict == verdicts[at] else Done(None)
+    return verdicts
+
+
+def _with_requirements(
+    study: Study, found: Sequence[Signature1d], timeout_s: float
+) -> list[Signature1d]:
+    """Run signatures with splits on other axis sizes; say which of those they need."""
+    plans = [(index, size) for index, part in enumerate(found) for size in study.sizes(part)]
+    trials = [partial(study.holds, found[index], size) for index, size in plans]
+    verdicts = run_isolated(trials, timeout_s=timeout_s)
+    failed: dict[int, list[int]] = {}
+    for (index, size), verdict in zip(plans, verdicts, strict=True):
+        if not (isinstance(verdict, Done) and verdict.value):
+            failed.setdefault(index, []).append(size)
+    return [
+        replace(part, requires=study.requires(part, min(failed[index])))
+        if index in failed
+        else part
+        for index, part in enumerate(found)
+    ]
+
+
+make_callable(__name__)

@@ -1,0 +1,292 @@
+"""The study of one call for discovery: its nature, and what its outputs are when inputs are cut.
+
+Knows torch. The methods that run the call are meant for a forked worker; see `isolate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from sbp_core.graph.ir import TensorType
+from sbp_core.placement import Placement
+from sbp_core.sbp import B, NdSbp, Partial, S, Sbp, Split, split_bounds
+from sbp_core.signatures.axes import combine
+from sbp_core.signatures.call import OpCall
+from sbp_torch.signatures.candidates import Inputs
+from sbp_torch.signatures.isolate import Done, run_isolated
+from sbp_torch.signatures.pieces import Pattern, difference, partial_kinds, reduce
+from sbp_core.signatures.signature import Requirement, Signature1d
+from sbp_torch.signatures.torch_call import Execute, type_of, unchanged
+from sbp_torch.signatures.trial import SEED, Sample, refutation, run_ranks, whole_sample
+
+#: Draws of a candidate: how partial pieces are made, and which draw of the data (0: as given).
+_DRAWS = ((Pattern.OPPOSED, 0), (Pattern.NORMAL, 1), (Pattern.OWNED, 2), (Pattern.OPPOSED, 3))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nature:
+    """What the whole call is like.
+
+    Args:
+        outputs: Types of its outputs.
+        random: It draws random numbers, or its outputs are not determined.
+        evident: Some output has an element that is a number: there is something to compare.
+    """
+
+    outputs: tuple[TensorType, ...]
+    random: bool
+    evident: bool
+
+
+class Study:
+    """One call, its data, and what is known of it.
+
+    Args:
+        call: The call; `outputs` may be missing until `described`.
+        inputs: Its tensor arguments, on the CPU.
+        axis_size: Ranks along the mesh axis.
+        execute: Runs an operator.
+    """
+
+    def __init__(
+        self, call: OpCall, inputs: Sequence[torch.Tensor], axis_size: int, execute: Execute
+    ) -> None:
+        self.call = call
+        self.axis_size = axis_size
+        self._inputs = tuple(tensor.detach() for tensor in inputs)
+        self._execute = execute
+        self._redrawn: frozenset[int] = frozenset()
+        self._unread: frozenset[tuple[int, int]] = frozenset()
+        self._samples: dict[int, Sample] = {}
+
+    def nature(self) -> Nature:
+        """Run the whole call."""
+        first = self._whole(self._inputs)
+        second = self._whole(self._inputs, seed=SEED + 1)
+        pairs = zip(first.outputs, second.outputs, strict=True)
+        undetermined = any(map(first.undetermined, range(len(first.outputs))))
+        return Nature(
+            outputs=tuple(map(type_of, first.outputs)),
+            random=undetermined or any(difference(b, a, relative=0.0) for a, b in pairs),
+            evident=any(bool((~output.isnan()).any()) for output in first.outputs),
+        )
+
+    def described(self, outputs: tuple[TensorType, ...], timeout_s: float) -> Study:
+        """Return the study with what more runs of the whole call tell; runs them in a worker.
+
+        That is which draws of the data it takes, and which outputs do not depend on which input.
+        """
+        study = Study(
+            replace(self.call, outputs=outputs), self._inputs, self.axis_size, self._execute
+        )
+        draws = [draw for _, draw in _DRAWS if draw]
+        trials: list[Callable[[], object]] = [partial(study._takes, draw) for draw in draws]
+        trials += [partial(study._ignored, index) for index in range(len(self._inputs))]
+        values = [
+            verdict.value if isinstance(verdict, Done) else ()
+            for verdict in run_isolated(trials, timeout_s=timeout_s)
+        ]
+        study._redrawn = frozenset(
+            draw for draw, taken in zip(draws, values, strict=False) if taken
+        )
+        study._unread = frozenset(
+            (index, output)
+            for index, ignored in enumerate(values[len(draws) :])
+            if isinstance(ignored, tuple)
+            for output in ignored
+        )
+        return study
+
+    def _whole(self, inputs: Sequence[torch.Tensor], seed: int = SEED) -> Sample:
+        return whole_sample(self.call, inputs, self._execute, seed=seed)
+
+    def _takes(self, draw: int) -> bool:
+        """Whether other data of the same range gives outputs of the same sort."""
+        made = self._whole(_redrawn(self._inputs, draw)).outputs
+        given = self._whole(self._inputs).outputs
+        return tuple(map(type_of, made)) == self.call.outputs and all(
+            bool((new.isnan() == old.isnan()).all()) for new, old in zip(made, given, strict=True)
+        )
+
+    def _ignored(self, index: int) -> tuple[int, ...]:
+        """Return the outputs that stay when the values of one input are replaced."""
+        other = _replaced(self._inputs[index])
+        if other is None:
+            return ()
+        made = self._whole([*self._inputs[:index], other, *self._inputs[index + 1 :]]).outputs
+        given = self._whole(self._inputs).outputs
+        return tuple(
+            output
+            for output, (new, old) in enumerate(zip(made, given, strict=True))
+            if not difference(new, old, relative=0.0)
+        )
+
+    def _sample(self, draw: int) -> Sample:
+        """Return a draw of the data with its outputs, made once a worker."""
+        if draw not in self._samples:
+            self._samples[draw] = self._whole(
+                _redrawn(self._inputs, draw) if draw else self._inputs
+            )
+        return self._samples[draw]
+
+    def outputs_of(self, inputs: Inputs) -> tuple[Sbp, ...] | None:
+        """Return the strongest outputs that every draw allows when the inputs are cut so.
+
+        That is B, else S, else P; None if there are none.
+        """
+        mesh = Placement.grid((self.axis_size,))
+        drawn = any(isinstance(entry, Partial) for entry in inputs)
+        random = torch.Generator().manual_seed(SEED)
+        fits = [self._all(entry) for entry in self.call.outputs]
+        for at, (pattern, draw) in enumerate(_DRAWS):
+            given = draw not in self._redrawn
+            if at and given and not drawn:
+                continue  # nothing would be new
+            sample = self._sample(0 if given else draw)
+            made = run_ranks(
+                sample,
+                [NdSbp(entry) for entry in inputs],
+                mesh,
+                self._execute,
+                lambda _rank: unchanged(self.call),
+                pattern,
+                random,
+            )
+            if isinstance(made, str):
+                return None
+            for output, still in enumerate(fits):
+                pieces = [tensors[output] for tensors in made]
+                fits[output] = [entry for entry in still if _fits(sample, output, pieces, entry)]
+            if not all(fits):
+                return None
+        chosen = tuple(still[0] for still in fits)
+        # A result may stay the same by chance of the data, such as that all of it is finite.
+        by_chance = any(
+            isinstance(before, Partial) and after == B and (index, output) not in self._unread
+            for index, before in enumerate(inputs)
+            for output, after in enumerate(chosen)
+        )
+        return None if by_chance else chosen
+
+    @staticmethod
+    def _all(entry: TensorType) -> list[Sbp]:
+        """Return what an output may be, the strongest first."""
+        kinds = partial_kinds(getattr(torch, entry.dtype))
+        return [B, *map(S, range(len(entry.shape))), *map(Partial, kinds)]
+
+    def _extents(self, part: Signature1d) -> tuple[int, ...]:
+        """Return the extents of all dims that a signature splits, each once."""
+        pairs = zip(
+            (*self.call.inputs, *self.call.outputs), (*part.inputs, *part.outputs), strict=True
+        )
+        found = {tensor.shape[sbp.dim] for tensor, sbp in pairs if isinstance(sbp, Split)}
+        return tuple(sorted(found))
+
+    def sizes(self, part: Signature1d) -> tuple[int, ...]:
+        """Return the sizes to try a signature on: for uneven shards, then for empty ones."""
+        extents = self._extents(part)
+        if not extents:
+            return ()
+        sizes = []
+        if not any(extent % self.axis_size for extent in extents):
+            every = range(2, extents[-1] + 2)
+            sizes.append(next(size for size in every if any(extent % size for extent in extents)))
+        sizes.append(max(extents[0], self.axis_size, *sizes) + 1)
+        return tuple(sizes)
+
+    def requires(self, part: Signature1d, failed: int) -> tuple[Requirement, ...]:
+        """Return what a signature needs, given the smallest of `sizes` on which it failed."""
+        index, dim = next(
+            (index, entry.dim)
+            for index, entry in enumerate((*part.inputs, *part.outputs))
+            if isinstance(entry, Split)
+        )
+        sizes, extents = self.sizes(part), self._extents(part)
+        even = len(sizes) == 2 and failed == sizes[0]
+        return (Requirement(label=f"tensor{index}.dim{dim}", extents=extents, even=even),)
+
+    def holds(self, part: Signature1d, axis_size: int) -> bool:
+        """Whether a signature is right on another axis size."""
+        return all(
+            not refutation(
+                self._sample(draw),
+                combine([part]),
+                Placement.grid((axis_size,)),
+                self._execute,
+                lambda _rank: unchanged(self.call),
+            )
+            for draw in (0, *sorted(self._redrawn)[:1])
+        )
+
+
+def _fits(sample: Sample, output: int, pieces: Sequence[torch.Tensor], entry: Sbp) -> bool:
+    """Whether the pieces of one output are its pieces as `entry` says."""
+    expected = sample.outputs[output]
+    if any(piece.dtype != expected.dtype for piece in pieces):
+        return False
+    parts = [tuple(expected.shape)] * len(pieces)
+    if isinstance(entry, Split):
+        bounds = split_bounds(expected.shape[entry.dim], len(pieces))
+        parts = [
+            (*expected.shape[: entry.dim], stop - start, *expected.shape[entry.dim + 1 :])
+            for start, stop in bounds
+        ]
+    if [tuple(piece.shape) for piece in pieces] != parts:
+        return False
+    relative, floor = sample.relative(output), sample.floor
+    summands: Sequence[torch.Tensor] = ()
+    if isinstance(entry, Split):
+        joined = [torch.cat(list(pieces), entry.dim)]
+    elif isinstance(entry, Partial):
+        joined = [reduce(pieces, entry.reduction)]
+        summands = pieces if entry.reduction == "sum" else ()
+    else:
+        joined = list(pieces)
+    return not any(
+        difference(found, expected, relative=relative, summands=summands, floor=floor)
+        for found in joined
+    )
+
+
+def _redrawn(inputs: Sequence[torch.Tensor], draw: int) -> list[torch.Tensor]:
+    """Return other data: reals uniform in some range, anything else as it is.
+
+    The range is that of the data given in the first draw, and symmetric about zero later. A
+    constant `c` ranges from `c/2` to `3c/2`, zeros from 0 to 1. What is infinite or not a number
+    stays so.
+    """
+    random = torch.Generator().manual_seed(draw)
+    found = []
+    for tensor in inputs:
+        finite = tensor[tensor.isfinite()] if tensor.is_floating_point() else torch.empty(0)
+        if not finite.numel():
+            found.append(tensor)
+            continue
+        low, high = float(finite.min()), float(finite.max())
+        if low == high:
+            low, high = sorted((low / 2, low * 1.5)) if low else (0.0, 1.0)
+        if draw > 1:
+            high = max(-low, high)
+            low = -high
+        unit = torch.rand(tensor.shape, dtype=torch.float64, generator=random)
+        other = (low + (high - low) * unit).to(tensor.dtype)
+        found.append(torch.where(tensor.isfinite(), other, tensor))
+    return found
+
+
+def _replaced(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return a tensor with other values, none of which an integer tensor lacks the range for.
+
+    None if there are no others.
+    """
+    if tensor.dtype == torch.bool:
+        return ~tensor
+    if tensor.is_floating_point() or tensor.is_complex():
+        return torch.full_like(tensor, float("nan"))
+    if not tensor.numel() or int(tensor.min()) == int(tensor.max()):
+        return None
+    return (tensor.min() + tensor.max() - tensor).to(tensor.dtype)

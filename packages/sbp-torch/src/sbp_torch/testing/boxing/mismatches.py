@@ -1,0 +1,90 @@
+"""What ranks run that do not agree: on a step, a message or a plan; and what they then say.
+
+Needs torch.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from sbp_torch.boxing.processes.agreement import agree
+from sbp_torch.boxing.processes.fingerprint import FingerprintedCommunicator
+from sbp_core.boxing.router import route
+from sbp_core.boxing.step import Step
+from sbp_core.placement import Placement
+from sbp_core.sbp import NdSbp
+from sbp_torch.testing.boxing.failures import SHAPE, message, sum_over, told
+
+if TYPE_CHECKING:
+    from sbp_core.boxing.backend import BoxingBackend, Communicator
+
+#: What rank 1 may have in another way than rank 0, and the words that then tell of it.
+MISMATCHES = {"tag": "'loss'", "dtype": "float64[4, 2]", "kind": "all-gather"}
+
+
+def _converted(before: str, after: str, dtype: str) -> Step:
+    """Return the only step that converts a tensor on ranks 0 and 1."""
+    mesh = Placement([0, 1], ("x",))
+    ends = (mesh, NdSbp.parse(before)), (mesh, NdSbp.parse(after))
+    (step,) = route(SHAPE, dtype, *ends).steps
+    return step
+
+
+def differ_in_a_collective(
+    rank: int, backend: BoxingBackend, *, other: str, deadline_s: float, device: str
+) -> str:
+    """Meet once, then sum on rank 0 and do on rank 1 what differs in `other`; return the error."""
+    end = FingerprintedCommunicator(backend, backend.communicator(rank))
+    step, shard, tag = sum_over(0, 1), torch.ones(SHAPE, device=device), "gradients"
+    end.collective(step, shard, tag="first", deadline_s=deadline_s)
+    if rank == 1 and other == "tag":
+        tag = "loss"
+    elif rank == 1 and other == "dtype":
+        step, shard = _converted("P", "B", "float64"), shard.double()
+    elif rank == 1 and other == "kind":
+        step, shard = _converted("S(0)", "B", "float32"), shard[:2]
+    return told(partial(end.collective, step, shard, tag=tag, deadline_s=deadline_s))[0]
+
+
+def differ_in_a_message(
+    rank: int, backend: BoxingBackend, *, deadline_s: float, device: str
+) -> str:
+    """Send float32 where rank 1 awaits int32, then wait for rank 1; return the error."""
+    end = FingerprintedCommunicator(backend, backend.communicator(rank))
+    if rank == 0:
+        values = torch.ones(SHAPE, device=device)
+        end.send(message(0, 1), values, tag="activations", deadline_s=deadline_s)
+        call = partial(end.receive, message(1, 0), None, tag="gradients")
+    else:
+        ends = tuple((Placement([place], ("x",)), NdSbp.parse("B")) for place in (0, 1))
+        (step,) = route(SHAPE, "int32", *ends).steps
+        call = partial(end.receive, step, None, tag="activations")
+    return told(partial(call, deadline_s=deadline_s))[0]
+
+
+def agree_on_messages(
+    rank: int, backend: BoxingBackend, *, deadline_s: float, device: str
+) -> list[float]:
+    """Agree on a plan, send four messages each way, and receive them in another order."""
+    end = FingerprintedCommunicator(backend, backend.communicator(rank))
+    agree(end, [0, 1], "plan", "a1b2", deadline_s, device=torch.device(device))
+    for number in range(4):
+        values = torch.full(SHAPE, float(number), device=device)
+        end.send(message(rank, 1 - rank), values, tag=f"message {number}", deadline_s=deadline_s)
+    back = message(1 - rank, rank)
+    return [
+        end.receive(back, None, tag=f"message {number}", deadline_s=deadline_s).mean().item()
+        for number in (2, 0, 3, 1)
+    ]
+
+
+def have_another_plan(
+    rank: int, communicator: Communicator, *, deadline_s: float, device: str
+) -> str:
+    """Compare plans among three ranks, of which the last has another; return the error."""
+    plan = "c3d4" if rank == 2 else "a1b2"
+    place = torch.device(device)
+    return told(partial(agree, communicator, [0, 1, 2], "plan", plan, deadline_s, device=place))[0]

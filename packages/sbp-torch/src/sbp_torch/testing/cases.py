@@ -1,0 +1,236 @@
+"""Ways of running the step of a small MLP: plans to compile, and what they must come to.
+
+Holds the cases and how their results are compared; `testing.runtime` holds the suite. Needs torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from sbp_torch.boxing.execute import shard
+from sbp_torch.boxing.local import LocalBackend
+from sbp_core.check import check
+from sbp_core.compile import CompileOptions, PhysicalPlan, compile_plan
+from sbp_core.compile.physical import ActorKind, Instruction
+from sbp_core.graph.ir import InputKind, Phase, Ref
+from sbp_core.infer import PinValue, infer_strategy
+from sbp_core.placement import Placement
+from sbp_core.plugins.kinds import PlanRequest
+from sbp_torch.runtime.configs import ReferenceConfig
+from sbp_core.runtime.contract import Number, Session
+from sbp_torch.runtime.reference import ReferenceRuntime
+from sbp_torch.testing.programs import TrainingStep, assert_near, capture_tiny, small_cluster
+
+_REPLICATED: Mapping[str, PinValue] = {
+    "batch": "S(0)",
+    "activations": "S(0)",
+    "parameters": "B",
+    "optimizer_states": "B",
+    "gradients": "B",
+    "updates": "B",
+}
+_SHARDED = dict.fromkeys(_REPLICATED, "S(0)")
+#: `up` split by rows, `down` by columns: a partial sum leaves `down`.
+_TENSOR: Mapping[str, PinValue] = {
+    "batch": {"*": "S(0)", "tensor": "B"},
+    "up.*": {"tensor": "S(0)"},
+    "down.weight*": {"tensor": "S(1)"},
+    "use:up.weight": {"tensor": "S(0)"},
+    "use:down.weight": {"tensor": "S(1)"},
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuntimeCase:
+    """One way of running the step.
+
+    Args:
+        mesh_shape, axes: Of ranks 0, 1, 2, ...; positions of the axis `pipe` are stages.
+        pins: What is decided; the rest is inferred.
+        num_micro_batches, micro_batch_size: Of one step.
+        in_flight: Quota of each stage; that of 1F1B if None.
+        boxing_thread: Whether boxing has a thread of its own on every rank.
+        has_statistics: Whether the model has a batch norm.
+    """
+
+    mesh_shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    pins: Mapping[str, PinValue] = field(default_factory=lambda: _REPLICATED)
+    num_micro_batches: int = 1
+    micro_batch_size: int = 6
+    in_flight: tuple[int, ...] | None = None
+    boxing_thread: bool = False
+    has_statistics: bool = False
+
+    @property
+    def step(self) -> TrainingStep:
+        """The training step and its batches."""
+        return capture_tiny(
+            self.num_micro_batches, self.micro_batch_size, has_statistics=self.has_statistics
+        )
+
+
+CASES: Mapping[str, RuntimeCase] = {
+    "one rank": RuntimeCase(mesh_shape=(1,), axes=("data",)),
+    "data parallel": RuntimeCase(mesh_shape=(2,), axes=("data",)),
+    "uneven batch": RuntimeCase(mesh_shape=(4,), axes=("data",), micro_batch_size=5),
+    "tensor parallel": RuntimeCase(mesh_shape=(2,), axes=("tensor",), pins=_TENSOR),
+    "data and tensor parallel": RuntimeCase(
+        mesh_shape=(2, 2), axes=("data", "tensor"), pins=_TENSOR
+    ),
+    "sharded states": RuntimeCase(mesh_shape=(4,), axes=("data",), pins=_SHARDED),
+    "accumulation": RuntimeCase(mesh_shape=(2,), axes=("data",), num_micro_batches=3),
+    "pipeline, GPipe": RuntimeCase(
+        mesh_shape=(2,), axes=("pipe",), pins={}, num_micro_batches=4, in_flight=(4, 4)
+    ),
+    "pipeline, 1F1B": RuntimeCase(
+        mesh_shape=(2,), axes=("pipe",), pins={}, num_micro_batches=4, in_flight=(2, 1)
+    ),
+    "pipeline of data parallel stages": RuntimeCase(
+        mesh_shape=(2, 2), axes=("pipe", "data"), num_micro_batches=4
+    ),
+    "boxing threads": RuntimeCase(
+        mesh_shape=(2, 2), axes=("data", "tensor"), pins=_TENSOR, boxing_thread=True
+    ),
+    "pipeline with boxing threads": RuntimeCase(
+        mesh_shape=(2, 2), axes=("pipe", "data"), num_micro_batches=4, boxing_thread=True
+    ),
+    "running statistics": RuntimeCase(
+        mesh_shape=(2,), axes=("data",), num_micro_batches=3, has_statistics=True
+    ),
+    "running statistics and boxing threads": RuntimeCase(
+        mesh_shape=(2, 2),
+        axes=("pipe", "data"),
+        pins={**_REPLICATED, "norm.running_*": "S(0)"},
+        num_micro_batches=4,
+        boxing_thread=True,
+        has_statistics=True,
+    ),
+}
+
+#: What an operator that is told to fails with.
+REFUSAL = "the input is too large"
+
+#: Features beyond this are refused by operators that are told to.
+_TOO_LARGE = 1e6
+
+
+@cache
+def compile_case(name: str) -> PhysicalPlan:
+    """Return the checked plan of a case of `CASES`."""
+    case = CASES[name]
+    mesh = Placement.grid(case.mesh_shape, case.axes)
+    request = PlanRequest(graph=case.step.graph, mesh=mesh, cluster=small_cluster(mesh.size))
+    strategy = infer_strategy(
+        request, planner="conformance", pins=case.pins, in_flight=case.in_flight
+    )
+    options = CompileOptions(boxing_thread=case.boxing_thread)
+    plan = compile_plan(case.step.graph, strategy, options)
+    check(plan)
+    return plan
+
+
+@cache
+def reference_run(name: str) -> tuple[list[Tensor], dict[tuple[str, int], Tensor | Number]]:
+    """Return the reference runtime's losses, and every shard after the last step."""
+    session = ReferenceRuntime(ReferenceConfig()).start(
+        compile_case(name), CASES[name].step.states, LocalBackend()
+    )
+    return run_steps(session, CASES[name].step), shards_of(session, compile_case(name))
+
+
+@cache
+def _refusing_operator() -> Callable[[Tensor], Tensor]:
+    """Register the operator; it lives as long as somebody holds it."""
+
+    @torch.library.custom_op("sbp_testing::refuse_large", mutates_args=())
+    def refuse_large(value: Tensor) -> Tensor:
+        if not bool((value.abs() < _TOO_LARGE).all()):
+            raise ArithmeticError(REFUSAL)
+        return value.new_zeros(())
+
+    return refuse_large
+
+
+def refuse_large() -> str:
+    """Return the name of an operator that fails on inputs beyond a million."""
+    _refusing_operator()
+    return "sbp_testing.refuse_large.default"
+
+
+def plan_with(plan: PhysicalPlan, rank: int, op: str) -> tuple[PhysicalPlan, str]:
+    """Let one rank call one more operator, in the middle of the step.
+
+    Args:
+        plan: Of a training step.
+        rank: Of the plan.
+        op: Takes a tensor and returns one, which nobody uses.
+
+    Returns:
+        The plan, and the actor that calls the operator: the rank's first backward segment.
+    """
+    part = plan.by_rank[rank]
+    chosen = next(
+        actor
+        for actor in part.actors
+        if actor.kind is ActorKind.COMPUTE and actor.phase is Phase.BACKWARD and actor.inputs
+    )
+    key = next(
+        ref.name
+        for entry in chosen.instructions
+        for ref in entry.args
+        if isinstance(ref, Ref) and ref.name in chosen.inputs
+    )
+    entry = Instruction(op=op, args=(Ref(key),), outputs=("unused",), node="conformance")
+    actor = replace(chosen, instructions=(entry, *chosen.instructions))
+    actors = tuple(actor if other is chosen else other for other in part.actors)
+    changed = replace(part, actors=actors)
+    ranks = tuple(changed if other is part else other for other in plan.ranks)
+    return replace(plan, ranks=ranks), chosen.name
+
+
+def too_large(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a batch whose features no operator of `refuse_large` lets pass."""
+    return {**batch, "features": torch.full_like(batch["features"], torch.inf)}
+
+
+def run_steps(session: Session, step: TrainingStep) -> list[Tensor]:
+    """Run every batch and return the losses."""
+    return [session.step(batch, step.scalars).loss.clone() for batch in step.batches]
+
+
+def shards_of(session: Session, plan: PhysicalPlan) -> dict[tuple[str, int], Tensor | Number]:
+    """Return a copy of every state's shard by (state, rank)."""
+    found: dict[tuple[str, int], Tensor | Number] = {}
+    for part in plan.ranks:
+        for slot in part.slots:
+            if InputKind(slot.kind).is_state:
+                value = session.shard(slot.name, part.rank)
+                found[(slot.name, part.rank)] = (
+                    value.clone() if isinstance(value, Tensor) else value
+                )
+    return found
+
+
+def check_shards(
+    plan: PhysicalPlan,
+    found: Mapping[tuple[str, int], Tensor | Number],
+    states: Mapping[str, Tensor | Number],
+    tolerance: float,
+) -> None:
+    """Compare every rank's shard with its slice of the one-device state."""
+    for part in plan.ranks:
+        for slot in part.slots:
+            if not InputKind(slot.kind).is_state:
+                continue
+            whole = states[slot.name]
+            if slot.sbp is not None:
+                assert isinstance(whole, Tensor), slot.name
+                whole = shard(whole, plan.stages[slot.stage], slot.sbp)[part.rank]
+            what = f"{slot.name} of rank {part.rank}"
+            assert_near(what, found[(slot.name, part.rank)], whole, tolerance)

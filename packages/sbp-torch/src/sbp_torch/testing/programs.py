@@ -1,0 +1,214 @@
+"""Small one-device programs that the suites plan and run, and what one device makes of them.
+
+`capture_tiny` gives a whole training step of an MLP; `one_device_run` the losses and states that
+every plan of a step must come to. Knows torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812 (torch's own abbreviation)
+
+from sbp_torch.capture import capture, initial_states
+from sbp_core.graph.ir import LogicalGraph
+from sbp_aten.passes import prepare_step
+from sbp_core.placement import Cluster, Device, Link
+from sbp_torch.runtime.single import run_graph
+
+Number = float | int
+
+_E = TypeVar("_E", bound=BaseException)
+
+
+class RunningNorm(nn.Module):
+    """A batch norm of (n, width) written out, with the buffers of PyTorch's own.
+
+    Running statistics and the counter of batches are replaced in every forward.
+    """
+
+    running_mean: Tensor
+    running_var: Tensor
+    num_batches_tracked: Tensor
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
+        self.register_buffer("running_mean", torch.zeros(width))
+        self.register_buffer("running_var", torch.ones(width))
+        self.register_buffer("num_batches_tracked", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (n, width), normalised over n."""
+        mean = x.mean(0)
+        variance = ((x - mean) ** 2).mean(0)
+        with torch.no_grad():
+            self.running_mean.mul_(0.9).add_(mean, alpha=0.1)
+            self.running_var.mul_(0.9).add_(variance, alpha=0.1)
+            self.num_batches_tracked.add_(1)
+        return (x - mean) * (variance + 1e-5).rsqrt() * self.weight + self.bias
+
+
+class TinyMlp(nn.Module):
+    """Features (n, 6) to the logits of 7 classes: `up`, gelu, `norm`, `down`.
+
+    Extents that few mesh sizes divide, so that shards are uneven.
+
+    Args:
+        has_statistics: `norm` is a batch norm, whose running statistics each micro-batch replaces,
+            instead of a layer norm.
+    """
+
+    def __init__(self, *, has_statistics: bool = False) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 10)
+        self.norm = RunningNorm(10) if has_statistics else nn.LayerNorm(10)
+        self.down = nn.Linear(10, 7)
+
+    def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the mean cross-entropy of `features` (n, 6) and int64 `classes` (n,)."""
+        logits = self.down(self.norm(F.gelu(self.up(batch["features"]))))
+        return F.cross_entropy(logits, batch["classes"])
+
+
+def tiny_batch(batch_size: int, seed: int, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    """Return a batch of `TinyMlp`, equal for equal seeds."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "features": torch.randn(batch_size, 6, generator=generator, dtype=dtype),
+        "classes": torch.randint(0, 7, (batch_size,), generator=generator),
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingStep:
+    """A prepared training step, and what to run it on.
+
+    Args:
+        graph: As planners get it.
+        states: Initial states, whole, by the names of `initial_states`.
+        batches: One whole batch (all micro-batches) for each step to run.
+        scalars: Scalar inputs by name.
+    """
+
+    graph: LogicalGraph
+    states: Mapping[str, Tensor]
+    batches: tuple[Mapping[str, Tensor], ...]
+    scalars: Mapping[str, Number]
+
+
+def tiny_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    """Return the model's own loss."""
+    assert isinstance(model, TinyMlp), "the loss of another model"
+    return model.loss(batch)
+
+
+@cache
+def capture_tiny(
+    num_micro_batches: int = 1,
+    micro_batch_size: int = 6,
+    num_steps: int = 3,
+    *,
+    has_statistics: bool = False,
+) -> TrainingStep:
+    """Return the training step of a `TinyMlp` under AdamW, in float64."""
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
+        model = TinyMlp(has_statistics=has_statistics).double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, foreach=False)
+    graph = capture(model, tiny_loss, tiny_batch(micro_batch_size, 0), optimizer, name="tiny")
+    batches = (tiny_batch(micro_batch_size * num_micro_batches, 1 + i) for i in range(num_steps))
+    return TrainingStep(
+        graph=prepare_step(graph, num_micro_batches),
+        states=initial_states(model, optimizer),
+        batches=tuple(batches),
+        scalars={"lr": 1e-2},
+    )
+
+
+def one_device_run(step: TrainingStep) -> tuple[list[Tensor], dict[str, Tensor | Number]]:
+    """Run all batches on one device.
+
+    Returns:
+        The loss of each step, and the states after the last by the names of the graph's inputs.
+    """
+    count = step.graph.num_micro_batches
+    states = graph_states(step.graph, step.states)
+    losses = []
+    with torch.no_grad():
+        for batch in step.batches:
+            found, states = run_graph(step.graph, states, split_batch(batch, count), step.scalars)
+            losses.append(found["loss"])
+    return losses, states
+
+
+def graph_states(graph: LogicalGraph, states: Mapping[str, Tensor]) -> dict[str, Tensor | Number]:
+    """Return states by the names of a graph's inputs: one number for tied step counters."""
+    return {
+        entry.name: states[entry.stands_for[0]].item() if entry.stands_for else states[entry.name]
+        for entry in graph.inputs
+        if entry.kind.is_state
+    }
+
+
+def split_batch(batch: Mapping[str, Tensor], count: int) -> list[Mapping[str, Tensor]]:
+    """Cut a whole batch into its micro-batches along dim 0."""
+    parts = {name: torch.chunk(value, count) for name, value in batch.items()}
+    return [{name: part[index] for name, part in parts.items()} for index in range(count)]
+
+
+def small_cluster(num_devices: int) -> Cluster:
+    """Return a machine on which neither compute nor messages are free."""
+    return Cluster(
+        name="small",
+        num_devices=num_devices,
+        devices_per_node=num_devices,
+        device=Device(
+            memory_bytes=1 << 30,
+            flop_per_s={"float32": 1e9, "float64": 5e8},
+            memory_bytes_per_s=1e9,
+            launch_s=1e-6,
+        ),
+        intra_node=Link(latency_s=1e-6, bytes_per_s=1e8),
+    )
+
+
+@contextmanager
+def raises(kind: type[_E], match: str = "") -> Iterator[list[_E]]:
+    """Demand that the block raises; as `pytest.raises`, which the suites do without.
+
+    Yields:
+        A list that holds the error when the block is left.
+    """
+    caught: list[_E] = []
+    try:
+        yield caught
+    except kind as error:
+        caught.append(error)
+        assert match in str(error), f"{match!r} is not in: {error}"
+        return
+    raise AssertionError(f"no {kind.__name__} was raised")
+
+
+def assert_near(what: str, found: object, wanted: object, tolerance: float) -> None:
+    """Compare two tensors or numbers of equal shape and dtype, elementwise, relative above 1."""
+    found, wanted = torch.as_tensor(found), torch.as_tensor(wanted)
+    assert found.shape == wanted.shape, f"{what}: shape {found.shape}, wanted {wanted.shape}"
+    assert found.dtype == wanted.dtype, f"{what}: {found.dtype}, wanted {wanted.dtype}"
+    allowed = tolerance * wanted.double().abs().clamp(min=1.0)
+    apart = (found.double() - wanted.double()).abs()
+    # Written so that NaN counts as apart.
+    assert bool((apart <= allowed).all()), f"{what}: apart by {apart.max().item()}"
+
+
+def assert_equal(what: str, found: object, wanted: object) -> None:
+    """Compare two tensors or numbers bit for bit."""
+    found, wanted = torch.as_tensor(found), torch.as_tensor(wanted)
+    same = found.dtype == wanted.dtype and torch.equal(found, wanted)
+    assert same, f"{what} is not bit-equal: {found.flatten()[:8]} and {wanted.flatten()[:8]}"

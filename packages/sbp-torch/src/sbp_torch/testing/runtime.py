@@ -1,0 +1,261 @@
+"""The conformance suite of runtimes: subclass `RuntimeConformance` and supply one method.
+
+    class TestMyRuntime(RuntimeConformance):
+        def make_runtime(self):
+            return build(MyConfig())
+
+Every case captures, plans, compiles and checks a training step of a small MLP, runs it, and
+compares every loss and every rank's shard of every state, bit for bit with the reference runtime
+and within 1e-9 (float64) with one device. A runtime that does not use the backend it is given sets
+`uses_backend = False`. Needs torch.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from sbp_core.boxing.backend import BoxingBackend
+from sbp_torch.boxing.local import LocalBackend
+from sbp_core.compile import PhysicalPlan
+from sbp_core.errors import RunError, SbpValueError
+from sbp_core.runtime.contract import Number, Runtime, Session
+from sbp_torch.testing.cases import (
+    CASES,
+    REFUSAL,
+    check_shards,
+    compile_case,
+    plan_with,
+    reference_run,
+    refuse_large,
+    run_steps,
+    shards_of,
+    too_large,
+)
+from sbp_torch.testing.programs import assert_equal, assert_near, one_device_run, raises
+
+
+class RuntimeConformance(ABC):
+    """What every runtime must do. See the module's docstring for how to use it."""
+
+    #: Whether the runtime moves bytes through the backend that it is given.
+    uses_backend: bool = True
+
+    #: Largest deviation from one device, in float64, relative above 1.
+    tolerance: float = 1e-9
+
+    #: Seconds in which a failure must have ended the step on all ranks.
+    failure_s: float = 2.0
+
+    @abstractmethod
+    def make_runtime(self) -> Runtime:
+        """Return the runtime; called for every session."""
+
+    def make_backend(self) -> BoxingBackend:
+        """Return a backend of one process, not yet open."""
+        return LocalBackend()
+
+    def start(self, name: str, backend: BoxingBackend | None = None) -> Session:
+        """Start a case on its initial states."""
+        return self.make_runtime().start(
+            compile_case(name), CASES[name].step.states, backend or self.make_backend()
+        )
+
+    def check_case(self, name: str) -> None:
+        """Compare losses and shards of a case, bit for bit and within the tolerance, and bytes."""
+        plan, step, backend = compile_case(name), CASES[name].step, self.make_backend()
+        with self.start(name, backend) as session:
+            losses = run_steps(session, step)
+            shards = shards_of(session, plan)
+            sent = self._sent_bytes(backend, plan)
+
+        reference_losses, reference_shards = reference_run(name)
+        for index, (loss, wanted) in enumerate(zip(losses, reference_losses, strict=True)):
+            assert_equal(f"the loss of step {index}", loss, wanted)
+        for (state, rank), value in reference_shards.items():
+            assert_equal(f"{state} of rank {rank}", shards[(state, rank)], value)
+        single_losses, states = one_device_run(step)
+        for index, (loss, wanted) in enumerate(zip(losses, single_losses, strict=True)):
+            assert_near(f"the loss of step {index}", loss, wanted, self.tolerance)
+        check_shards(plan, shards, states, self.tolerance)
+        if self.uses_backend:
+            assert sent == plan.boxing_bytes * len(step.batches), "bytes are not as predicted"
+
+    def test_one_rank_equals_the_reference_and_one_device(self) -> None:
+        """No boxing at all."""
+        self.check_case("one rank")
+
+    def test_data_parallel_equals_the_reference_and_one_device(self) -> None:
+        """Gradients are all-reduced."""
+        self.check_case("data parallel")
+
+    def test_an_uneven_batch_equals_the_reference_and_one_device(self) -> None:
+        """Five samples on four ranks."""
+        self.check_case("uneven batch")
+
+    def test_tensor_parallel_equals_the_reference_and_one_device(self) -> None:
+        """Partial sums leave a layer."""
+        self.check_case("tensor parallel")
+
+    def test_data_and_tensor_parallel_equals_the_reference_and_one_device(self) -> None:
+        """A mesh of two axes."""
+        self.check_case("data and tensor parallel")
+
+    def test_sharded_states_equals_the_reference_and_one_device(self) -> None:
+        """Gathers and reduce-scatters of uneven shards."""
+        self.check_case("sharded states")
+
+    def test_accumulation_equals_the_reference_and_one_device(self) -> None:
+        """Three micro-batches a step."""
+        self.check_case("accumulation")
+
+    def test_a_pipeline_under_gpipe_quotas_equals_the_reference_and_one_device(self) -> None:
+        """All micro-batches in flight."""
+        self.check_case("pipeline, GPipe")
+
+    def test_a_pipeline_under_1f1b_quotas_equals_the_reference_and_one_device(self) -> None:
+        """As many in flight as stages are left."""
+        self.check_case("pipeline, 1F1B")
+
+    def test_a_pipeline_of_data_parallel_stages_equals_the_reference_and_one_device(self) -> None:
+        """Transfers between two meshes."""
+        self.check_case("pipeline of data parallel stages")
+
+    def test_boxing_threads_equals_the_reference_and_one_device(self) -> None:
+        """Two threads a rank."""
+        self.check_case("boxing threads")
+
+    def test_a_pipeline_with_boxing_threads_equals_the_reference_and_one_device(self) -> None:
+        """Transfers on threads of their own."""
+        self.check_case("pipeline with boxing threads")
+
+    def _sent_bytes(self, backend: BoxingBackend, plan: PhysicalPlan) -> int:
+        if not self.uses_backend:
+            return 0
+        return sum(backend.communicator(part.rank).sent_bytes for part in plan.ranks)
+
+    def test_a_run_repeated_is_bit_identical(self) -> None:
+        """Nothing depends on which thread comes first."""
+        for name in ("sharded states", "pipeline with boxing threads"):
+            runs = []
+            for _ in range(3):
+                with self.start(name) as session:
+                    runs.append((run_steps(session, CASES[name].step), session.state_dict()))
+
+            (losses, states), *others = runs
+            for again_losses, again_states in others:
+                assert all(map(torch.equal, losses, again_losses)), f"{name}: losses differ"
+                for state, value in states.items():
+                    assert_equal(f"{name}: {state}", again_states[state], value)
+
+    def test_states_are_handed_back_as_they_were_given(self) -> None:
+        """`state_dict` has the names and values that `start` was given, before any step."""
+        step = CASES["data and tensor parallel"].step
+        with self.start("data and tensor parallel") as session:
+            found = session.state_dict()
+
+        assert set(found) == set(step.states)
+        for name, value in step.states.items():
+            assert_equal(name, found[name], value)
+
+    def test_a_run_goes_on_from_saved_states(self) -> None:
+        """Two steps, and a third in a session that loads their states, equal three steps."""
+        step = CASES["sharded states"].step
+        with self.start("sharded states") as session:
+            for batch in step.batches[:2]:
+                session.step(batch, step.scalars)
+            saved = session.state_dict()
+        with self.start("sharded states") as session:
+            session.load_state_dict(saved)
+            loss = session.step(step.batches[2], step.scalars).loss
+
+        assert_equal("the loss of step 2", loss, reference_run("sharded states")[0][2])
+
+    def test_saved_states_are_copies(self) -> None:
+        """What `state_dict` returned does not change in later steps, nor they by changing it."""
+        step = CASES["data parallel"].step
+        with self.start("data parallel") as session:
+            saved = session.state_dict()
+            kept = {name: value.clone() for name, value in saved.items()}
+            session.step(step.batches[0], step.scalars)
+            unchanged = all(torch.equal(saved[name], value) for name, value in kept.items())
+            for value in session.state_dict().values():
+                value.zero_()
+            losses = [session.step(batch, step.scalars).loss for batch in step.batches[1:]]
+
+        assert unchanged, "a step changed states that were handed out"
+        for loss, wanted in zip(losses, reference_run("data parallel")[0][1:], strict=True):
+            assert_equal("a later loss", loss, wanted)
+
+    def test_a_bad_batch_is_refused_and_does_no_harm(self) -> None:
+        """A missing or misshapen tensor and a missing scalar: SbpValueError; the next step runs."""
+        step = CASES["data parallel"].step
+        good = step.batches[0]
+        bad: list[tuple[Mapping[str, Tensor], Mapping[str, Number]]] = [
+            ({"features": good["features"]}, step.scalars),
+            ({**good, "features": good["features"][:3]}, step.scalars),
+            ({**good, "features": good["features"].float()}, step.scalars),
+            (good, {}),
+        ]
+        with self.start("data parallel") as session:
+            for batch, scalars in bad:
+                with raises(SbpValueError):
+                    session.step(batch, scalars)
+            losses = run_steps(session, step)
+
+        for loss, wanted in zip(losses, reference_run("data parallel")[0], strict=True):
+            assert_equal("a loss after bad batches", loss, wanted)
+
+    def test_unknown_or_missing_states_are_refused(self) -> None:
+        """SbpValueError from `start` and `load_state_dict`."""
+        states = dict(CASES["data parallel"].step.states)
+        del states["up.weight"]
+        with raises(SbpValueError, match="up.weight"):
+            self.make_runtime().start(compile_case("data parallel"), states, self.make_backend())
+        unknown = raises(SbpValueError, match="nobody")
+        with self.start("data parallel") as session, unknown:
+            session.load_state_dict({**session.state_dict(), "nobody": torch.zeros(1)})
+
+    def test_closing_twice_is_safe_and_leaves_no_thread(self) -> None:
+        """Before and after a step."""
+        before = set(threading.enumerate())
+        for name in ("data parallel", "pipeline with boxing threads"):
+            for num_steps in (0, 1):
+                session = self.start(name)
+                for batch in CASES[name].step.batches[:num_steps]:
+                    session.step(batch, CASES[name].step.scalars)
+                session.close()
+                session.close()
+
+        assert set(threading.enumerate()) <= before, "threads are left"
+
+    def test_a_rank_that_fails_is_named_and_the_states_are_kept(self) -> None:
+        """RunError names rank and actor in time, with its cause; no thread is left."""
+        for name in ("uneven batch", "data and tensor parallel", "pipeline with boxing threads"):
+            for rank in (0, 3):
+                self._fail(name, rank)
+
+    def _fail(self, name: str, rank: int) -> None:
+        step = CASES[name].step
+        plan, actor = plan_with(compile_case(name), rank, refuse_large())
+        before = set(threading.enumerate())
+        with self.make_runtime().start(plan, step.states, self.make_backend()) as session:
+            session.step(step.batches[0], step.scalars)
+            states = session.state_dict()
+            start = time.monotonic()
+            with raises(RunError, match=f"rank {rank} failed in actor {actor!r}") as caught:
+                session.step(too_large(step.batches[1]), step.scalars)
+            took_s = time.monotonic() - start
+            after = session.state_dict()
+
+        assert REFUSAL in str(caught[0]), str(caught[0])
+        assert isinstance(caught[0].__cause__, ArithmeticError), "the cause is lost"
+        assert took_s < self.failure_s, f"the failure took {took_s} s"
+        for state, value in states.items():
+            assert_equal(f"{state} after the failure", after[state], value)
+        assert set(threading.enumerate()) <= before, "threads are left"

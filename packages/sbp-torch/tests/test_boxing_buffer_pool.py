@@ -1,0 +1,102 @@
+"""Memory that is used again: only when nobody holds it, and not without end."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import torch
+
+from sbp_torch.boxing import buffer_pool as module
+from sbp_torch.boxing.buffer_pool import SMALLEST_BYTES, Arena
+
+LIKE = torch.zeros(1)
+SHAPE = (SMALLEST_BYTES, 2)
+
+
+def test_memory_is_used_again_once_nobody_holds_it() -> None:
+    arena = Arena()
+    first = arena.empty(SHAPE, LIKE)
+    address = first.data_ptr()
+
+    del first
+    again = arena.empty(SHAPE, LIKE)
+
+    assert again.data_ptr() == address
+    assert again.shape == SHAPE
+    assert again.dtype == torch.float32
+
+
+def test_a_view_keeps_the_memory_of_the_whole() -> None:
+    arena = Arena()
+    whole = arena.empty(SHAPE, LIKE).fill_(1.0)
+    part = whole[3:5].detach().t()
+
+    del whole
+    gc.collect()
+    other = arena.empty(SHAPE, LIKE).fill_(2.0)
+
+    assert torch.equal(part, torch.ones(2, 2))
+    assert other.data_ptr() + 3 * 2 * 4 != part.data_ptr()
+
+
+def test_two_tensors_that_are_held_have_memory_of_their_own() -> None:
+    arena = Arena()
+    # Equal bytes, of which the arena must not mistake one for the other.
+    one, other = arena.empty(SHAPE, LIKE), arena.empty(SHAPE, LIKE)
+    first, second = one.data_ptr(), other.data_ptr()
+
+    del one
+    third = arena.empty(SHAPE, LIKE)
+
+    assert first != second
+    assert third.data_ptr() == first
+
+
+def test_another_dtype_of_as_many_bytes_takes_the_same_memory() -> None:
+    arena = Arena()
+    address = arena.empty(SHAPE, LIKE).data_ptr()
+
+    taken = arena.empty((SMALLEST_BYTES, 4), LIKE.to(torch.bfloat16))
+
+    assert taken.data_ptr() == address
+    assert taken.dtype == torch.bfloat16
+
+
+def test_small_and_empty_tensors_are_left_to_the_allocator() -> None:
+    arena = Arena()
+
+    for shape in [(), (0, 5), (3, 3)]:
+        assert arena.empty(shape, LIKE).shape == shape
+    assert not arena._free
+
+
+def test_what_nobody_uses_is_bounded(monkeypatch) -> None:
+    monkeypatch.setattr(module, "_KEPT_BYTES", 2 * SMALLEST_BYTES)
+    arena = Arena()
+    held = [arena.empty((SMALLEST_BYTES,), LIKE.to(torch.uint8)) for _ in range(5)]
+
+    held.clear()
+
+    assert len(arena._free) == 2
+    arena.clear()
+    assert not arena._free
+
+
+def test_threads_may_take_and_drop_at_the_same_time() -> None:
+    arena, wrong = Arena(), []
+
+    def work(value: int) -> None:
+        for _ in range(100):
+            taken = arena.empty(SHAPE, LIKE).fill_(value)
+            if taken.min() != value or taken.max() != value:
+                wrong.append(value)
+
+    threads = [threading.Thread(target=work, args=(value,)) for value in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert not wrong
+    assert len(arena._free) <= 8, "a thread holds two at most: it takes one, then drops the other"

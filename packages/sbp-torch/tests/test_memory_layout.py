@@ -1,0 +1,170 @@
+"""How results lie in memory, learned on fake tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sbp_core.boxing import StepKind
+from sbp_core.boxing.step import Step
+from sbp_core.compile.physical import LOCAL_BOX, Instruction
+from sbp_core.errors import PlanError
+from sbp_core.graph.ir import Ref, Symbol
+from sbp_torch.memory.layout import Layouts
+from sbp_core.memory.storage_view import Made, Placed, Strided, contiguous
+from sbp_core.placement import Placement
+from sbp_torch.ops.operators import bind, operator_of
+from sbp_core.sbp import B, NdSbp, S
+
+
+def _placed(storage: int, *shape: int, dtype: str = "float32") -> Placed:
+    lies = contiguous(shape, dtype)
+    return Placed(lies, storage, lies.size_bytes)
+
+
+def _call(op: str, *args: object, outputs: int = 1, **kwargs: object) -> Instruction:
+    names = tuple(f"y{index}" for index in range(outputs))
+    return Instruction(op=op, args=args, kwargs=kwargs, outputs=names, node="y")
+
+
+def _one(entry: Instruction, **values: Placed | float) -> Made:
+    (made,) = Layouts(()).call(entry, 0, values.__getitem__)
+    assert isinstance(made, Made)
+    return made
+
+
+def test_a_product_lies_in_a_new_storage_of_its_bytes() -> None:
+    entry = _call("aten.mm.default", Ref("x"), Ref("w"))
+
+    made = _one(entry, x=_placed(0, 8, 4), w=_placed(1, 4, 6))
+
+    assert made == Made(Strided((8, 6), (6, 1), 0, "float32"), -1, 0, 8 * 6 * 4)
+
+
+def test_a_view_lies_in_the_storage_of_its_argument() -> None:
+    made = _one(_call("aten.t.default", Ref("w")), w=_placed(7, 4, 6))
+
+    assert (made.source, made.fresh, made.storage_bytes) == (0, -1, 96)
+    assert made.lies == Strided((6, 4), (1, 6), 0, "float32")
+
+
+def test_a_slice_says_where_it_begins() -> None:
+    made = _one(_call("aten.slice.Tensor", Ref("w"), 0, 1, 3), w=_placed(0, 4, 6))
+
+    assert made.lies == Strided((2, 6), (6, 1), 6, "float32")
+
+
+def test_a_reshape_copies_only_what_it_cannot_look_at() -> None:
+    entry = _call("aten.reshape.default", Ref("x"), (24,))
+    turned = Placed(Strided((6, 4), (1, 6), 0, "float32"), 0, 96)
+
+    assert _one(entry, x=_placed(0, 6, 4)).source == 0
+    assert _one(entry, x=turned).source == -1
+
+
+def test_results_of_one_operator_have_storages_of_their_own() -> None:
+    entry = _call("aten.native_layer_norm.default", Ref("x"), (4,), None, None, 1e-5, outputs=3)
+
+    found = Layouts(()).call(entry, 0, {"x": _placed(0, 8, 4)}.__getitem__)
+
+    assert [(made.fresh, made.storage_bytes) for made in found if isinstance(made, Made)] == [
+        (0, 128),
+        (1, 32),
+        (2, 32),
+    ]
+
+
+def test_equal_calls_are_made_once_whatever_their_keys_are_called() -> None:
+    layouts = Layouts(())
+
+    for rank, key in enumerate("abc"):
+        layouts.call(_call("aten.neg.default", Ref(key)), rank, {key: _placed(rank, 3)}.get)  # type: ignore[arg-type]
+
+    assert layouts.num_calls == 1
+
+
+def test_numbers_of_another_type_are_another_call() -> None:
+    layouts = Layouts(())
+    whole = _placed(0, 3, dtype="int64")
+
+    dtypes = [
+        made.lies.dtype
+        for number in (1, 1.0)
+        for made in layouts.call(
+            _call("aten.mul.Tensor", Ref("x"), number), 0, {"x": whole}.__getitem__
+        )
+        if isinstance(made, Made)
+    ]
+
+    assert dtypes == ["int64", "float32"]
+
+
+def test_arguments_that_share_a_storage_are_not_those_that_do_not() -> None:
+    layouts = Layouts(())
+    entry = _call("aten.add.Tensor", Ref("x"), Ref("z"))
+
+    layouts.call(entry, 0, {"x": _placed(0, 3), "z": _placed(0, 3)}.__getitem__)
+    layouts.call(entry, 0, {"x": _placed(0, 3), "z": _placed(1, 3)}.__getitem__)
+
+    assert layouts.num_calls == 2
+
+
+def test_the_layout_is_that_of_real_tensors() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 4).transpose(1, 2)
+    placed = Placed(Strided(tuple(x.shape), x.stride(), 0, "float32"), 0, 96)
+    whole = Symbol("memory_format", "contiguous_format")
+    calls = [
+        _call("aten.exp.default", Ref("x")),
+        _call("aten.sum.dim_IntList", Ref("x"), (1,), True),
+        _call("aten.clone.default", Ref("x"), memory_format=whole),
+        _call("aten._softmax.default", Ref("x"), 2, False),
+        _call("aten._to_copy.default", Ref("x"), dtype=Symbol("dtype", "bfloat16")),
+    ]
+
+    for entry in calls:
+        kwargs = {name: bind(value, {}.__getitem__) for name, value in entry.kwargs.items()}
+        real = operator_of(entry.op)(*bind(entry.args, {"x": x}.__getitem__), **kwargs)
+        made = _one(entry, x=placed)
+
+        assert (made.lies.shape, made.lies.strides) == (tuple(real.shape), real.stride()), entry.op
+        assert made.storage_bytes == real.untyped_storage().nbytes(), entry.op
+
+
+def test_a_local_boxing_step_is_laid_out_for_its_rank() -> None:
+    mesh = Placement.grid((2,), ("data",))
+    step = Step(
+        kind=StepKind.LOCAL,
+        shape=(5, 2),
+        dtype="float32",
+        source=(mesh, NdSbp(B)),
+        target=(mesh, NdSbp(S(0))),
+        axes=(0,),
+        size_bytes=0,
+    )
+    layouts = Layouts((step,))
+    entry = _call(LOCAL_BOX, Ref("x"), 0)
+
+    shapes = [
+        made.lies.shape
+        for rank in (0, 1)
+        for made in layouts.call(entry, rank, {"x": _placed(0, 5, 2)}.__getitem__)
+        if isinstance(made, Made)
+    ]
+
+    assert shapes == [(3, 2), (2, 2)]
+
+
+def test_host_numbers_stay_numbers() -> None:
+    entry = _call("host.truediv", Ref("a"), Ref("b"))
+
+    found = Layouts(()).call(entry, 0, {"a": 1.0, "b": 0.0}.__getitem__)
+
+    assert all(isinstance(value, float) for value in found)
+
+
+def test_an_operator_that_cannot_run_on_fake_tensors_is_named() -> None:
+    entry = _call("aten.mm.default", Ref("x"), Ref("x"))
+
+    with pytest.raises(PlanError, match=r"aten\.mm\.default"):
+        Layouts(()).call(entry, 0, {"x": _placed(0, 2, 3)}.__getitem__)

@@ -1,0 +1,142 @@
+"""The suite of runtimes: passed by the reference runtime, failed by broken ones."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from sbp_core.boxing.backend import BoxingBackend
+from sbp_torch.boxing.local import LocalBackend
+from sbp_core.compile import PhysicalPlan
+from sbp_torch.runtime.configs import ReferenceConfig
+from sbp_core.runtime.contract import Runtime, StepResult
+from sbp_torch.runtime.reference import ReferenceRuntime, ReferenceSession, build
+from sbp_torch.testing.runtime import RuntimeConformance
+
+
+class TestReferenceRuntime(RuntimeConformance):
+    uses_backend = False
+
+    def make_runtime(self) -> ReferenceRuntime:
+        return build(ReferenceConfig())
+
+
+class BrokenRuntime(Runtime):
+    """The reference runtime with sessions of another class."""
+
+    def __init__(self, session: type[ReferenceSession]) -> None:
+        self.session = session
+
+    def start(
+        self, plan: PhysicalPlan, states: Any, backend: BoxingBackend, ranks: Any = None
+    ) -> ReferenceSession:
+        return self.session(plan, states, ReferenceConfig())
+
+
+def suite_of(session: type[ReferenceSession]) -> RuntimeConformance:
+    class Suite(RuntimeConformance):
+        uses_backend = False
+
+        def make_runtime(self) -> Runtime:
+            return BrokenRuntime(session)
+
+    return Suite()
+
+
+class RoundsLosses(ReferenceSession):
+    def step(self, batch: Mapping[str, Any], scalars: Mapping[str, Any]) -> StepResult:
+        loss = super().step(batch, scalars).loss
+        return StepResult(outputs={"loss": loss.float().double()})
+
+
+class LeavesOneRankBehind(ReferenceSession):
+    def step(self, batch: Mapping[str, Any], scalars: Mapping[str, Any]) -> StepResult:
+        before = dict(self.store.values[1])
+        result = super().step(batch, scalars)
+        self.store.values[1]["up.bias.exp_avg"] = before["up.bias.exp_avg"]
+        return result
+
+
+class ChangesStatesOfAFailedStep(ReferenceSession):
+    def step(self, batch: Mapping[str, Any], scalars: Mapping[str, Any]) -> StepResult:
+        try:
+            return super().step(batch, scalars)
+        except Exception:
+            self.store.values[0]["clock"] += 1
+            raise
+
+
+class HidesTheCause(ReferenceSession):
+    def step(self, batch: Mapping[str, Any], scalars: Mapping[str, Any]) -> StepResult:
+        try:
+            return super().step(batch, scalars)
+        except Exception as error:
+            raise RuntimeError("something went wrong") from error
+
+
+class HandsOutItsOwnStates(ReferenceSession):
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        whole = super().state_dict()
+        held = self.store.values[0]
+        return {name: held.get(name, value) for name, value in whole.items()}
+
+
+class IsRandom(ReferenceSession):
+    def step(self, batch: Mapping[str, Any], scalars: Mapping[str, Any]) -> StepResult:
+        loss = super().step(batch, scalars).loss
+        return StepResult(outputs={"loss": loss + 1e-15 * torch.randint(1, 1000, ())})
+
+
+BROKEN: list[tuple[type[ReferenceSession], Callable[[RuntimeConformance], None]]] = [
+    (
+        RoundsLosses,
+        lambda s: s.test_data_parallel_equals_the_reference_and_one_device(),
+    ),
+    (
+        LeavesOneRankBehind,
+        lambda s: s.test_data_parallel_equals_the_reference_and_one_device(),
+    ),
+    (IsRandom, lambda s: s.test_a_run_repeated_is_bit_identical()),
+    (
+        ChangesStatesOfAFailedStep,
+        lambda s: s.test_a_rank_that_fails_is_named_and_the_states_are_kept(),
+    ),
+    (
+        HidesTheCause,
+        lambda s: s.test_a_rank_that_fails_is_named_and_the_states_are_kept(),
+    ),
+    (HandsOutItsOwnStates, lambda s: s.test_saved_states_are_copies()),
+]
+
+
+@pytest.mark.parametrize(("session", "test"), BROKEN, ids=[kind.__name__ for kind, _ in BROKEN])
+def test_a_broken_runtime_fails_the_suite(
+    session: type[ReferenceSession], test: Callable[[RuntimeConformance], None]
+) -> None:
+    suite = suite_of(session)
+
+    # A test fails with AssertionError; what a broken session raises itself may pass through.
+    with pytest.raises((AssertionError, RuntimeError)):
+        test(suite)
+
+
+def test_the_unbroken_runtime_passes_what_the_broken_ones_fail() -> None:
+    suite = suite_of(ReferenceSession)
+
+    for _, test in BROKEN:
+        test(suite)
+
+
+def test_a_runtime_that_moves_no_bytes_may_not_claim_to_use_the_backend() -> None:
+    class Suite(RuntimeConformance):
+        def make_runtime(self) -> Runtime:
+            return build(ReferenceConfig())
+
+        def make_backend(self) -> LocalBackend:
+            backend = LocalBackend()
+            backend.open(range(4))
+            return backend
+
+    with pytest.raises(AssertionError, match="bytes"):
+        Suite().test_data_parallel_equals_the_reference_and_one_device()
