@@ -23,15 +23,15 @@ from typing import Any
 import torch
 from step_time import LEARNING_RATE, Step, eager_step, make_program, model_loss
 
-from sbp_core import Cluster, Device, Link, Placement, PlanRequest, check, compile_plan
-from sbp_torch.capture import capture, initial_states
 from sbp_aten.passes import prepare_step
+from sbp_core import Cluster, Device, Link, Placement, PlanRequest, check, compile_plan
 from sbp_core.infer import infer_strategy
-from sbp_core.memory import predict
 from sbp_core.memory.arena import lay_out
 from sbp_core.memory.report import arena_line
 from sbp_core.plugins import discover
 from sbp_core.units import format_bytes, format_seconds
+from sbp_torch.capture import capture, initial_states
+from sbp_torch.memory import predict
 
 #: The last so large that activations are beyond the 32 MB up to which glibc keeps what was freed.
 BATCH_SIZES = (1, 4, 16, 80)

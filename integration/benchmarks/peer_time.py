@@ -33,14 +33,23 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from sbp_aten.passes import prepare_step
 from sbp_boxing_torch.backend import TorchBackend
 from sbp_boxing_torch.configs import TorchBoxingConfig
 from sbp_boxing_torch.rendezvous import World
-from sbp_core import Cluster, CompileOptions, Device, Link, Placement, PlanRequest, check, compile_plan
-from sbp_torch.capture import capture, initial_states
-from sbp_aten.passes import prepare_step
+from sbp_core import (
+    Cluster,
+    CompileOptions,
+    Device,
+    Link,
+    Placement,
+    PlanRequest,
+    check,
+    compile_plan,
+)
 from sbp_core.plugins import discover
 from sbp_core.units import format_bytes, format_seconds
+from sbp_torch.capture import capture, initial_states
 from sbp_torch.update_options import UpdateOptions
 
 NUM_RANKS = 2

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from sbp_torch.capture import capture
-from sbp_core.graph.ir import LogicalGraph
 from sbp_aten.passes import prepare_step
+from sbp_core.graph.ir import LogicalGraph
 from sbp_core.plugins import discover
 from sbp_core.signatures import OpCall, derive, enumerate_signatures
 from sbp_core.signatures.arguments import identity
+from sbp_torch.capture import capture
 
 BATCH_SIZE, CONTEXT = 4, 32
 AXIS_SIZES, MESH_SHAPE = (2, 4), (2, 4)

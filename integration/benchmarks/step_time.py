@@ -20,11 +20,11 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from sbp_core import Cluster, Device, Link, Placement, PlanRequest, check, compile_plan
-from sbp_torch.capture import capture, initial_states
 from sbp_aten.passes import prepare_step
+from sbp_core import Cluster, Device, Link, Placement, PlanRequest, check, compile_plan
 from sbp_core.plugins import discover
 from sbp_core.units import format_bytes, format_seconds
+from sbp_torch.capture import capture, initial_states
 
 BATCH_SIZE, LEARNING_RATE = 16, 3e-4
 WAYS = (

@@ -23,9 +23,9 @@ import torch
 
 from sbp_core import B, NdSbp, P, Placement, S
 from sbp_core.boxing import BoxingBackend, route
-from sbp_torch.boxing.execute import shard as shards_of
 from sbp_core.errors import BoxingError, RunError
 from sbp_core.plugins import discover
+from sbp_torch.boxing.execute import shard as shards_of
 from sbp_torch.testing.boxing import run_route
 
 #: Where the stand-in for GPUs and their NCCL is.

@@ -25,10 +25,10 @@ from sbp_core.sbp import B, Partial, Sbp, Split
 from sbp_core.signatures import OpCall, Signature1d
 from sbp_core.signatures.axes import combine
 from sbp_core.signatures.derive import Derivation, derivation, derive
-from sbp_torch.signatures.discover import discover
 from sbp_core.signatures.notation import Effect
 from sbp_core.signatures.registry import installed
 from sbp_core.signatures.rule import LocalProgram
+from sbp_torch.signatures.discover import discover
 from sbp_torch.signatures.torch_call import call_of, run_op, unchanged
 from sbp_torch.signatures.trial import Sample, refutation, whole_sample
 from sbp_torch.signatures.verify import verify

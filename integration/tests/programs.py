@@ -14,14 +14,14 @@ import yaml
 from torch import Tensor, nn
 
 from models.trial import cluster
+from sbp_aten.passes import prepare_step
 from sbp_core import Placement, PlanRequest, Strategy, check, compile_plan
-from sbp_torch.boxing.execute import shard
-from sbp_torch.capture import capture, initial_states
 from sbp_core.compile import CompileOptions, PhysicalPlan
 from sbp_core.graph.ir import LogicalGraph
-from sbp_aten.passes import prepare_step
 from sbp_core.plugins import Registry, discover
 from sbp_core.runtime import Session
+from sbp_torch.boxing.execute import shard
+from sbp_torch.capture import capture, initial_states
 
 NUM_STEPS = 20
 LEARNING_RATE = 1e-3

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from sbp_core import Cluster, Device, Link, Placement, PlanRequest, Strategy, check, compile_plan
-from sbp_torch.capture import capture, initial_states
 from sbp_aten.passes import prepare_step
+from sbp_core import Cluster, Device, Link, Placement, PlanRequest, Strategy, check, compile_plan
 from sbp_core.infer import infer_strategy
+from sbp_core.sbp import Split
+from sbp_torch.capture import capture, initial_states
 from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.reference import ReferenceSession
-from sbp_core.sbp import Split
 
 Batch = Mapping[str, Tensor]
 

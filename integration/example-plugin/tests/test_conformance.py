@@ -5,12 +5,12 @@ from collections.abc import Mapping
 import torch
 
 from sbp_core.plugins.kinds import Planner
-from sbp_torch.testing.model import ModelConformance
-from sbp_torch.testing.planner import PlannerConformance
 from sbp_example_plugin.model import Bigram
 from sbp_example_plugin.model import build as build_model
 from sbp_example_plugin.planner import build as build_planner
 from sbp_example_plugin.plugin import ModelConfig, PlannerConfig
+from sbp_torch.testing.model import ModelConformance
+from sbp_torch.testing.planner import PlannerConformance
 
 
 class TestPlanner(PlannerConformance):

@@ -2,9 +2,9 @@ import pytest
 import torch
 
 from sbp_core.signatures import Registry, signatures
+from sbp_example_plugin.operator import low_rank
 from sbp_torch.signatures.verify import verify
 from sbp_torch.testing.signatures import check_rule, sample
-from sbp_example_plugin.operator import low_rank
 
 NAME = "sbp_example.low_rank.default"
 

@@ -1,10 +1,9 @@
 import pytest
 import torch
 
-from sbp_torch.capture import capture
+from sbp_aten.passes import prepare_step
 from sbp_core.errors import SbpLookupError
 from sbp_core.graph.ir import InputKind
-from sbp_aten.passes import prepare_step
 from sbp_core.placement import Cluster, Device, Link, Placement
 from sbp_core.plugins.kinds import PlanRequest
 from sbp_core.sbp import B, NdSbp, S
@@ -12,6 +11,7 @@ from sbp_example_plugin.model import Bigram
 from sbp_example_plugin.model import build as build_model
 from sbp_example_plugin.planner import build as build_planner
 from sbp_example_plugin.plugin import ModelConfig, PlannerConfig
+from sbp_torch.capture import capture
 
 MESH = Placement([[0, 1], [2, 3]], axes=("data", "tensor"))
 CLUSTER = Cluster(

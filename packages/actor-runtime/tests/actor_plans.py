@@ -14,8 +14,8 @@ from torch import Tensor
 from sbp_actor_runtime.configs import ActorConfig
 from sbp_actor_runtime.session import ActorSession, build
 from sbp_core.boxing.backend import BoxingBackend
-from sbp_torch.boxing.local import LocalBackend
 from sbp_core.compile import PhysicalPlan
+from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.testing.cases import CASES, compile_case
 from sbp_torch.testing.programs import TrainingStep
 

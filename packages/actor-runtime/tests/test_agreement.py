@@ -11,9 +11,9 @@ import torch
 from actor_plans import DATA, PIPELINE, SharedBackend, run_step, start
 
 from sbp_actor_runtime.session import ActorSession
-from sbp_torch.boxing.local import LocalBackend
 from sbp_core.compile.physical import PhysicalPlan
 from sbp_core.errors import RunError
+from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.testing.cases import compile_case, reference_run
 
 

@@ -14,14 +14,14 @@ from torch import Tensor
 from sbp_actor_runtime.configs import ActorConfig
 from sbp_actor_runtime.session import ActorSession, build
 from sbp_core.boxing.backend import BoxingBackend
-from sbp_torch.boxing.local import LocalBackend
 from sbp_core.compile import PhysicalPlan
 from sbp_core.compile.codec import decode, encode
 from sbp_core.memory import arena as module
-from sbp_core.memory import predict
 from sbp_core.memory.arena import lay_out
-from sbp_torch.memory.meter import Meter
 from sbp_core.runtime.contract import Runtime
+from sbp_torch.boxing.local import LocalBackend
+from sbp_torch.memory import predict
+from sbp_torch.memory.meter import Meter
 from sbp_torch.testing.cases import CASES, compile_case, run_steps, shards_of
 from sbp_torch.testing.runtime import RuntimeConformance
 

@@ -9,8 +9,8 @@ from actor_plans import DATA, PIPELINE, THREADS
 from sbp_actor_runtime import session as session_module
 from sbp_actor_runtime.configs import ActorConfig
 from sbp_actor_runtime.session import ActorRuntime
-from sbp_torch.boxing.local import LocalBackend
 from sbp_core.errors import ConfigError
+from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.segments import inductor
 from sbp_torch.segments.inductor import InductorSegments
 from sbp_torch.testing.cases import CASES, compile_case, reference_run

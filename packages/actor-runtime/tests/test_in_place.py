@@ -20,12 +20,12 @@ from actor_plans import (
 
 from sbp_actor_runtime.configs import ActorConfig
 from sbp_actor_runtime.session import build
-from sbp_torch.boxing.local import LocalBackend
-from sbp_core.compile.physical import OVERWRITE, Actor, Instruction, PhysicalPlan
 from sbp_core.compile.donation import take_over
+from sbp_core.compile.physical import OVERWRITE, Actor, Instruction, PhysicalPlan
 from sbp_core.errors import RunError
 from sbp_core.graph.ir import Ref
-from sbp_core.memory import predict
+from sbp_torch.boxing.local import LocalBackend
+from sbp_torch.memory import predict
 from sbp_torch.memory.meter import Meter
 from sbp_torch.testing.cases import compile_case
 

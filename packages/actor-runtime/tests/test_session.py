@@ -33,8 +33,9 @@ from actor_plans import (
 from sbp_actor_runtime import session as session_module
 from sbp_actor_runtime.configs import ActorConfig
 from sbp_actor_runtime.session import ActorRuntime
-from sbp_torch.boxing.local import LocalBackend
 from sbp_core.errors import BoxingError, GraphError, RunError, SbpValueError
+from sbp_core.testing.interrupts import hears_ctrl_c
+from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.testing.cases import (
     REFUSAL,
     compile_case,
@@ -44,7 +45,6 @@ from sbp_torch.testing.cases import (
     shards_of,
     too_large,
 )
-from sbp_core.testing.interrupts import hears_ctrl_c
 
 
 @pytest.fixture(autouse=True)

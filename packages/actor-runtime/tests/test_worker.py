@@ -18,11 +18,11 @@ from sbp_actor_runtime.message import (
     WorkerReport,
 )
 from sbp_actor_runtime.worker import PATIENCE, Worker
-from sbp_torch.boxing.local import LocalBackend
 from sbp_core.compile import PhysicalPlan
 from sbp_core.errors import RunError
-from sbp_torch.runtime.store import StateStore, feed
 from sbp_core.sbp import local_shape
+from sbp_torch.boxing.local import LocalBackend
+from sbp_torch.runtime.store import StateStore, feed
 from sbp_torch.testing.cases import compile_case, plan_with
 
 

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import torch
 
-from sbp_torch.boxing.execute import apply_step, shard
 from sbp_core.boxing.slices import collective_bytes, transfer_bytes
 from sbp_core.boxing.step import Step, StepKind
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp, Sbp
+from sbp_torch.boxing.execute import apply_step, shard
 
 
 def collective(

@@ -8,12 +8,12 @@ from steps import collective
 
 from sbp_boxing_nccl.backend import MpiBackend
 from sbp_boxing_nccl.configs import MpiBoxingConfig
-from sbp_torch.boxing.execute import apply_step, shard
 from sbp_core.boxing.router import route
 from sbp_core.boxing.step import Step, StepKind
 from sbp_core.errors import BoxingError
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, P, S, Sbp, Split
+from sbp_torch.boxing.execute import apply_step, shard
 
 
 def one_step(

@@ -16,11 +16,11 @@ from sbp_boxing_torch import communicator as limits
 from sbp_boxing_torch import group as group_limits
 from sbp_boxing_torch._torch_compat import all_gather_parts, gloo_group, reduce_scatter_parts
 from sbp_boxing_torch.backend import TorchBackend
-from sbp_torch.boxing.execute import apply_step
 from sbp_core.boxing.slices import collective_bytes, sent_bytes
 from sbp_core.boxing.step import Step, StepKind
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp, local_shape
+from sbp_torch.boxing.execute import apply_step
 
 LARGE = limits._EXCHANGED_BYTES // 8 + 3
 KINDS = {

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 import sbp_launch.conf
-from sbp_torch.boxing.local import LocalBackend
 from sbp_core.boxing.step import StepKind
 from sbp_core.calibration import KINDS as MEASURABLE
 from sbp_core.calibration import Calibration, Case, Sample
@@ -37,6 +36,7 @@ from sbp_launch.calibrate.machine import (
 )
 from sbp_launch.calibrate.run import link_of, make_cluster
 from sbp_launch.config import Choice
+from sbp_torch.boxing.local import LocalBackend
 
 CONF = Path(sbp_launch.conf.__file__).parent / "calibrate.yaml"
 

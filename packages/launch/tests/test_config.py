@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 import sbp_launch
-from sbp_core.errors import ConfigError
 from sbp_aten.pass_options import PassOptions
+from sbp_core.errors import ConfigError
 from sbp_core.plugins import PluginSource, discover, merge_settings
 from sbp_launch.check import check
 from sbp_launch.compile_config import CompileConfig

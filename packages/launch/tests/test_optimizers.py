@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from sbp_core.errors import ConfigError
-from sbp_torch.optim import Together
 from sbp_launch.optimizers import (
     AdafactorConfig,
     AdamWConfig,
@@ -23,6 +22,7 @@ from sbp_launch.optimizers import (
     build_sgd,
     optimizer_over,
 )
+from sbp_torch.optim import Together
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])

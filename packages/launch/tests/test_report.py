@@ -5,7 +5,6 @@ import pytest
 from rich.console import Console
 from trainable import registry, run_config
 
-from sbp_core.memory import predict
 from sbp_core.memory.kinds import Kind
 from sbp_core.units import format_bytes
 from sbp_launch.planned import Arenas, plan_step
@@ -20,6 +19,7 @@ from sbp_launch.report import (
     plan_text,
     summary,
 )
+from sbp_torch.memory import predict
 
 
 def planned(**trainer):

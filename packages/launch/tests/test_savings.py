@@ -11,21 +11,21 @@ from pathlib import Path
 import pytest
 from trainable import registry, run_config
 
-from sbp_torch.boxing.local import LocalBackend
-from sbp_torch.capture import scalar_values
 from sbp_core.errors import ConfigError
-from sbp_core.passes.recompute import recompute_report
-from sbp_core.memory import predict
-from sbp_torch.memory.meter import Meter
+from sbp_core.passes.recomputation import recompute_report
 from sbp_core.plugins import merge_settings
-from sbp_torch.runtime.configs import ReferenceConfig
-from sbp_torch.runtime.reference import ReferenceRuntime
 from sbp_launch import trainer
 from sbp_launch.compile_config import CompileConfig
 from sbp_launch.config import Choice, RunConfig
 from sbp_launch.planned import Planned, plan_step
 from sbp_launch.program import make_program
 from sbp_launch.savings import saving_lines
+from sbp_torch.boxing.local import LocalBackend
+from sbp_torch.capture import scalar_values
+from sbp_torch.memory import predict
+from sbp_torch.memory.meter import Meter
+from sbp_torch.runtime.configs import ReferenceConfig
+from sbp_torch.runtime.reference import ReferenceRuntime
 
 #: What `compile.passes` may say, by what it does.
 PASSES: Mapping[str, Mapping[str, object]] = {

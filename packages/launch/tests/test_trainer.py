@@ -7,18 +7,18 @@ import torch
 from safetensors.torch import load_file
 from trainable import Bigram, registry, run_config
 
-from sbp_core.errors import ConfigError
 from sbp_aten.pass_options import MixedPrecision, PassOptions
-from sbp_core.memory import predict
+from sbp_core.errors import ConfigError
 from sbp_core.memory.arena import arenas
-from sbp_torch.runtime.reference import ReferenceSession
-from sbp_torch.update_options import UpdateOptions
 from sbp_launch import planned, trainer
 from sbp_launch.config import Choice
 from sbp_launch.optimizers import optimizer_over
 from sbp_launch.patterns import check_patterns
 from sbp_launch.program import Twin, make_program
 from sbp_launch.schedules import ScheduleConfig
+from sbp_torch.memory import predict
+from sbp_torch.runtime.reference import ReferenceSession
+from sbp_torch.update_options import UpdateOptions
 
 
 def test_a_run_prints_plan_progress_evaluation_sample_and_deviation(tmp_path, capsys):

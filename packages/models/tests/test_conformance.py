@@ -7,10 +7,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sbp_torch.capture import capture, initial_states
-from sbp_torch.runtime.single import run_graph
-from sbp_torch.testing.data import DatasetConformance
-from sbp_torch.testing.model import ModelConformance, model_loss
 from sbp_models import bert, clicks, dlrm, gpt, images, llama, moe, resnet, t5, vit
 from sbp_models.configs import (
     BertConfig,
@@ -28,6 +24,10 @@ from sbp_models.configs import (
     VitConfig,
 )
 from sbp_models.text import ByteText, build_stdlib, build_text
+from sbp_torch.capture import capture, initial_states
+from sbp_torch.runtime.single import run_graph
+from sbp_torch.testing.data import DatasetConformance
+from sbp_torch.testing.model import ModelConformance, model_loss
 
 
 class TextModelConformance(ModelConformance):

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812 (torch's own name for it)
 
-from sbp_torch.capture import capture
-from sbp_torch.testing.signatures import check_rule, sample
 from sbp_models.configs import HfConfig
 from sbp_models.hf import build
+from sbp_torch.capture import capture
+from sbp_torch.testing.signatures import check_rule, sample
 
 PRODUCT = "transformers.grouped_mm_fallback.default"
 GRADIENTS = "transformers.grouped_mm_fallback_backward.default"

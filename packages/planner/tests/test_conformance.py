@@ -10,15 +10,15 @@ import yaml
 from torch import nn
 from torch.nn import functional
 
-from sbp_torch.capture import capture, initial_states
 from sbp_aten.passes import prepare_step
 from sbp_core.plugins import merge_settings
 from sbp_core.plugins.kinds import Planner
-from sbp_torch.testing.planner import PlannerConformance
-from sbp_torch.testing.programs import TrainingStep
 from sbp_planner.configs import ManualConfig, OsdpConfig
 from sbp_planner.manual import build as build_manual
 from sbp_planner.osdp import build as build_osdp
+from sbp_torch.capture import capture, initial_states
+from sbp_torch.testing.planner import PlannerConformance
+from sbp_torch.testing.programs import TrainingStep
 
 
 class Attention(nn.Module):

@@ -10,9 +10,9 @@ import pytest
 from plan_requests import assert_legal, request
 
 from sbp_core.errors import ConfigError
-from sbp_core.strategy_yaml import to_yaml
 from sbp_core.plugins.kinds import PlanRequest
 from sbp_core.strategy import Strategy
+from sbp_core.strategy_yaml import to_yaml
 from sbp_planner.configs import FileConfig, ManualConfig
 from sbp_planner.file import build
 from sbp_planner.manual import build as build_manual

@@ -10,9 +10,9 @@ import torch
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp, Sbp, local_bounds
 from sbp_core.signatures import localize
+from sbp_core.strategy import Signature
 from sbp_torch.signatures.torch_call import run_program
 from sbp_torch.signatures.verify import call_of, run_op
-from sbp_core.strategy import Signature
 
 
 def on_each_rank(

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from sbp_core.testing.graphs import Builder
 
 from sbp_core.boxing import route
 from sbp_core.check import check
@@ -17,9 +16,10 @@ from sbp_core.graph.serialize import graph_hash
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp
 from sbp_core.signatures import check_signature, derive, enumerate_signatures, signatures
+from sbp_core.strategy import Assignment, Signature, Storage, Strategy
+from sbp_core.testing.graphs import Builder
 from sbp_torch.signatures.torch_call import abstract_call
 from sbp_torch.signatures.verify import verify
-from sbp_core.strategy import Assignment, Signature, Storage, Strategy
 
 
 def texts(op: str, /, *args: object, axis_size: int = 2, **kwargs: object) -> list[str]:

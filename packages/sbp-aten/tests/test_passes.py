@@ -5,10 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from sbp_core.testing.graphs import Builder, mlp
-from sbp_torch.testing.models import Program, graph_states, same_states
 
-from sbp_torch.capture import initial_states
+from sbp_aten.passes import fold_views, prepare_step, share_expressions, sum_losses, tie_clocks
 from sbp_core.errors import GraphError
 from sbp_core.graph import LogicalGraph, verify_graph
 from sbp_core.graph.ir import (
@@ -23,10 +21,12 @@ from sbp_core.graph.ir import (
     ScalarType,
     TensorType,
 )
-from sbp_aten.passes import fold_views, prepare_step, share_expressions, sum_losses, tie_clocks
-from sbp_core.passes import accumulate
 from sbp_core.graph.rewrite import drop_dead
+from sbp_core.passes import accumulate
+from sbp_core.testing.graphs import Builder, mlp
+from sbp_torch.capture import initial_states
 from sbp_torch.runtime.single import run_graph
+from sbp_torch.testing.models import Program, graph_states, same_states
 
 Pass = Callable[[LogicalGraph], LogicalGraph]
 

@@ -4,23 +4,23 @@ from collections import Counter
 
 import pytest
 import torch
-from sbp_core.testing.graphs import Builder, cluster
-from sbp_torch.testing.models import PROGRAMS, Batch, Gpt, token_loss
 from torch import Tensor, nn
 
-from sbp_torch.capture import capture, initial_states
+from sbp_aten.passes import Casts, MixedPrecision, PassOptions, place_casts, prepare_step
 from sbp_core.compile import compile_plan
 from sbp_core.compile.lower import lower
 from sbp_core.errors import SbpValueError
 from sbp_core.graph import LogicalGraph, verify_graph
 from sbp_core.graph.ir import GraphOutput, InputKind, OutputKind, Phase, Ref, Symbol, TensorType
-from sbp_aten.passes import Casts, MixedPrecision, PassOptions, place_casts, prepare_step
 from sbp_core.infer import infer_strategy
 from sbp_core.placement import Placement
 from sbp_core.plugins.kinds import PlanRequest
-from sbp_torch.runtime.single import run_graph
 from sbp_core.signatures import signatures
+from sbp_core.testing.graphs import Builder, cluster
+from sbp_torch.capture import capture, initial_states
+from sbp_torch.runtime.single import run_graph
 from sbp_torch.signatures.verify import verify
+from sbp_torch.testing.models import PROGRAMS, Batch, Gpt, token_loss
 
 ZERO3 = {
     "batch": "S(0)",

@@ -5,24 +5,24 @@ from collections.abc import Mapping
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - everybody's name for it
-from sbp_core.testing.graphs import cluster
-from sbp_torch.testing.models import graph_states
 from torch import Tensor, nn
 
-from sbp_torch.boxing.execute import shard
-from sbp_torch.capture import capture, initial_states
+from sbp_aten.passes import ClassSplit, PassOptions, prepare_step, split_classes
 from sbp_core.check import check
 from sbp_core.compile import compile_plan
 from sbp_core.compile.physical import PhysicalPlan
 from sbp_core.errors import SbpValueError
 from sbp_core.graph import LogicalGraph, verify_graph
-from sbp_aten.passes import ClassSplit, PassOptions, prepare_step, split_classes
 from sbp_core.infer import infer_strategy
 from sbp_core.placement import Placement
 from sbp_core.plugins.kinds import PlanRequest
+from sbp_core.testing.graphs import cluster
+from sbp_torch.boxing.execute import shard
+from sbp_torch.capture import capture, initial_states
 from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.reference import ReferenceRuntime
 from sbp_torch.runtime.single import run_graph
+from sbp_torch.testing.models import graph_states
 
 CLASSES, FEATURES = 11, 5
 IGNORED = 3

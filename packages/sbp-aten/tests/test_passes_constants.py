@@ -7,11 +7,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sbp_core.testing.graphs import Builder
 
+from sbp_aten.passes import fold_constants
 from sbp_core.graph import LogicalGraph, Node, verify_graph
 from sbp_core.graph.ir import GraphOutput, InputKind, OutputKind, Ref, ScalarType, Symbol
-from sbp_aten.passes import fold_constants
+from sbp_core.testing.graphs import Builder
 from sbp_torch.ops.operators import bind, operator_of
 from sbp_torch.runtime.single import run_graph
 

@@ -7,26 +7,34 @@ from functools import cache
 
 import pytest
 import torch
-from sbp_core.testing.graphs import Builder, cluster
-from sbp_torch.testing.models import PROGRAMS, Mlp, Program, adamw, graph_states, square_batch, square_loss
 from torch import Tensor, nn
 
-from sbp_torch.capture import capture, initial_states
+from sbp_aten.passes import PassOptions, prepare_step
+from sbp_aten.passes.deferred_reductions import accumulate_apart, defer_reductions, sum_squares
 from sbp_core.check import check
 from sbp_core.compile import compile_plan
 from sbp_core.errors import GraphError
 from sbp_core.graph import LogicalGraph, verify_graph
 from sbp_core.graph.ir import GraphOutput, InputKind, OutputKind, Phase, Rate, Ref, TensorType
-from sbp_aten.passes import PassOptions, prepare_step
-from sbp_core.passes import accumulate
-from sbp_aten.passes.deferred_reductions import accumulate_apart, defer_reductions, sum_squares
 from sbp_core.infer import infer_strategy
 from sbp_core.infer.pins import PinValue
+from sbp_core.passes import accumulate
 from sbp_core.placement import Placement
 from sbp_core.plugins.kinds import PlanRequest
+from sbp_core.testing.graphs import Builder, cluster
+from sbp_torch.capture import capture, initial_states
 from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.reference import ReferenceRuntime
 from sbp_torch.runtime.single import run_graph
+from sbp_torch.testing.models import (
+    PROGRAMS,
+    Mlp,
+    Program,
+    adamw,
+    graph_states,
+    square_batch,
+    square_loss,
+)
 
 _LR = {"lr": 1e-2}
 _PIPE = Placement.grid((2,), ("pipe",))

@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from sbp_core.testing.graphs import Builder
 
+from sbp_aten.passes import drop_identities
 from sbp_core.graph import LogicalGraph, verify_graph
 from sbp_core.graph.ir import GraphOutput, InputKind, OutputKind, Ref, Symbol, TensorType
-from sbp_aten.passes import drop_identities
+from sbp_core.testing.graphs import Builder
 from sbp_torch.runtime.single import run_graph
 
 X, SHAPE = Ref("x"), (2, 3)

@@ -5,25 +5,24 @@ from collections.abc import Mapping
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - everybody's name for it
-from sbp_core.testing.graphs import cluster
-from sbp_torch.testing.models import PROGRAMS, Program, graph_states
 from torch import Tensor, nn
 
-from sbp_torch.boxing.execute import shard
-from sbp_torch.capture import capture, initial_states
+from sbp_aten.passes import MixedPrecision, PassOptions, mixed_precision, prepare_step
 from sbp_core.check import check
 from sbp_core.compile import compile_plan
 from sbp_core.errors import SbpValueError
 from sbp_core.graph import LogicalGraph, Node
 from sbp_core.graph.ir import Phase
-from sbp_aten.passes import MixedPrecision, PassOptions, prepare_step
-from sbp_aten.passes import mixed_precision
 from sbp_core.infer import infer_strategy
 from sbp_core.placement import Placement
 from sbp_core.plugins.kinds import PlanRequest
+from sbp_core.testing.graphs import cluster
+from sbp_torch.boxing.execute import shard
+from sbp_torch.capture import capture, initial_states
 from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.reference import ReferenceRuntime
 from sbp_torch.runtime.single import run_graph
+from sbp_torch.testing.models import PROGRAMS, Program, graph_states
 
 LR = {"lr": 1e-2}
 LOW = PassOptions(mixed_precision=MixedPrecision())

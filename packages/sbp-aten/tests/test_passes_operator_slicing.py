@@ -9,7 +9,29 @@ from types import MappingProxyType
 
 import pytest
 import torch
+from torch import Tensor, nn
+
+from sbp_aten.passes import PassOptions, prepare_step, share_expressions
+from sbp_aten.passes.operator_slicing import Along, Slicing, slice_operators
+from sbp_core.check import RankMemory, check
+from sbp_core.compile import CompileOptions, compile_plan
+from sbp_core.compile.physical import ActorKind, PhysicalPlan
+from sbp_core.errors import ConfigError, SbpValueError
+from sbp_core.graph import LogicalGraph, verify_graph
+from sbp_core.graph.ir import Phase
+from sbp_core.infer import infer_strategy
+from sbp_core.infer.pins import PinValue, activations
+from sbp_core.passes import accumulate
+from sbp_core.passes.recomputation import Recompute, recompute
+from sbp_core.placement import Placement
+from sbp_core.plugins.kinds import PlanRequest
+from sbp_core.sbp import NdSbp
 from sbp_core.testing.graphs import cluster
+from sbp_torch.capture import capture, initial_states
+from sbp_torch.ops.operators import operator_of
+from sbp_torch.runtime.configs import ReferenceConfig
+from sbp_torch.runtime.reference import ReferenceRuntime
+from sbp_torch.runtime.single import run_graph
 from sbp_torch.testing.models import (
     PROGRAMS,
     Program,
@@ -18,28 +40,6 @@ from sbp_torch.testing.models import (
     square_batch,
     square_loss,
 )
-from torch import Tensor, nn
-
-from sbp_torch.capture import capture, initial_states
-from sbp_core.check import RankMemory, check
-from sbp_core.compile import CompileOptions, compile_plan
-from sbp_core.compile.physical import ActorKind, PhysicalPlan
-from sbp_core.errors import ConfigError, SbpValueError
-from sbp_core.graph import LogicalGraph, verify_graph
-from sbp_core.graph.ir import Phase
-from sbp_aten.passes import PassOptions, prepare_step, share_expressions
-from sbp_core.passes import accumulate
-from sbp_core.passes.recompute import Recompute, recompute
-from sbp_aten.passes.operator_slicing import Along, Slicing, slice_operators
-from sbp_core.infer import infer_strategy
-from sbp_core.infer.pins import PinValue, activations
-from sbp_core.placement import Placement
-from sbp_core.plugins.kinds import PlanRequest
-from sbp_torch.runtime.configs import ReferenceConfig
-from sbp_torch.ops.operators import operator_of
-from sbp_torch.runtime.reference import ReferenceRuntime
-from sbp_torch.runtime.single import run_graph
-from sbp_core.sbp import NdSbp
 from sbp_torch.testing.signatures import check_rule, sample
 
 _LR = {"lr": 1e-2}

@@ -4,22 +4,22 @@ import logging
 from dataclasses import fields, replace
 
 import pytest
-from sbp_core.testing.graphs import mlp
 
-from sbp_core.errors import ConfigError, GraphError
-from sbp_core.graph import LogicalGraph
 from sbp_aten.passes import (
     Along,
     Casts,
     ClassSplit,
     MixedPrecision,
     PassOptions,
-    Recompute,
     Slicing,
     prepare_step,
 )
 from sbp_aten.passes.pipeline import chosen_passes
+from sbp_core.errors import ConfigError, GraphError
+from sbp_core.graph import LogicalGraph
+from sbp_core.passes import Recompute
 from sbp_core.plugins.settings import merge_settings
+from sbp_core.testing.graphs import mlp
 
 #: Every pass off.
 NOTHING = PassOptions(

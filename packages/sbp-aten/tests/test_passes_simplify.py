@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sbp_core.testing.graphs import Builder
-
+from sbp_aten.passes import fold_views, share_expressions
 from sbp_core.graph import LogicalGraph, Node, verify_graph
 from sbp_core.graph.ir import GraphOutput, InputKind, OutputKind, Phase, Ref, ScalarType
-from sbp_aten.passes import fold_views, share_expressions
+from sbp_core.testing.graphs import Builder
 
 
 def _shared(b: Builder, first: str, second: str) -> bool:

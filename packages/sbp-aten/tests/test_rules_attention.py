@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from sbp_aten.rules.attention import RULES
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, P, S, Sbp
 from sbp_core.signatures import combine, derive, enumerate_signatures, localize, signatures
 from sbp_core.signatures.derive import derivation
-from sbp_aten.rules.attention import RULES
 from sbp_torch.signatures.torch_call import describe
 from sbp_torch.signatures.verify import abstract_call, call_of, overload, run_op
 from sbp_torch.testing.signatures import Sample, check_rule, sample

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from sbp_aten.rules.convolution import RULES
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, P, Partial, S, Sbp
 from sbp_core.signatures import combine, derive, localize, signatures, work_flop
 from sbp_core.signatures.derive import derivation
-from sbp_aten.rules.convolution import RULES
 from sbp_torch.signatures.verify import abstract_call
 from sbp_torch.testing.signatures import Sample, check_rule, sample
 

@@ -7,9 +7,9 @@ from math import inf
 import pytest
 import torch
 
-from sbp_core.signatures import derive, signatures
 from sbp_aten.rules import foreach
 from sbp_aten.rules.foreach import RULES
+from sbp_core.signatures import derive, signatures
 from sbp_torch.signatures.verify import call_of, verify
 from sbp_torch.testing.signatures import Sample, sample
 

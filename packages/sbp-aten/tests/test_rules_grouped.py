@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sbp_aten.rules import grouped
 from sbp_core.sbp import B, P, S, Sbp
 from sbp_core.signatures import derive
 from sbp_core.signatures.registry import Registry
-from sbp_aten.rules import grouped
 from sbp_torch.signatures.verify import call_of
 from sbp_torch.testing.signatures import check_rule, sample
 

@@ -9,8 +9,6 @@ import pytest
 import torch
 from ranks_of_a_call import on_each_rank
 
-from sbp_core.sbp import B, P, S, Sbp
-from sbp_core.signatures import derive
 from sbp_aten.rules import (
     advanced,
     data_dependent,
@@ -20,6 +18,8 @@ from sbp_aten.rules import (
     indexing,
     replace_view,
 )
+from sbp_core.sbp import B, P, S, Sbp
+from sbp_core.signatures import derive
 from sbp_torch.signatures.verify import call_of
 from sbp_torch.testing.signatures import Sample, check_rule, sample
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from sbp_aten.rules import fft, linalg
 from sbp_core.sbp import B, P, S
 from sbp_core.signatures import signatures, work_flop
 from sbp_core.signatures.derive import derivation
-from sbp_aten.rules import fft, linalg
 from sbp_torch.signatures.verify import abstract_call, call_of
 from sbp_torch.testing.signatures import Sample, check_rule, sample
 

@@ -15,10 +15,10 @@ from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
+from sbp_aten.rules import ctc, loss, nll
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, P, S, Sbp
 from sbp_core.signatures import combine, derive, localize, signatures
-from sbp_aten.rules import ctc, loss, nll
 from sbp_torch.signatures.torch_call import run_program
 from sbp_torch.signatures.verify import call_of, run_op, verify
 from sbp_torch.testing.signatures import Sample, sample

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from sbp_core.signatures import derive
 from sbp_aten.rules import batch_norm, normalisation
+from sbp_core.signatures import derive
 from sbp_torch.signatures.verify import call_of, run_op, verify
 from sbp_torch.testing.signatures import Sample, sample
 

@@ -7,9 +7,9 @@ from itertools import chain
 import pytest
 import torch
 
+from sbp_aten.rules import elementwise, pointwise
 from sbp_core.graph.ir import Ref, TensorType
 from sbp_core.signatures import OpCall, Registry, derive, signatures
-from sbp_aten.rules import elementwise, pointwise
 from sbp_torch.signatures.verify import verify
 from sbp_torch.testing.signatures import Sample, sample
 

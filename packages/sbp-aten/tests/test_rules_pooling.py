@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from sbp_aten.rules.pooling import RULES
 from sbp_core.sbp import B, P, Partial, S, Sbp
 from sbp_core.signatures import signatures
-from sbp_aten.rules.pooling import RULES
 from sbp_torch.testing.signatures import Sample, check_rule, sample
 
 _draw = torch.Generator().manual_seed(13)

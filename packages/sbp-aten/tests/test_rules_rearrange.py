@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sbp_aten.rules import rearrange, triangular
 from sbp_core.placement import Placement
 from sbp_core.sbp import Sbp, parse_sbp
 from sbp_core.signatures import combine, derive, localize, signatures
 from sbp_core.signatures.derive import derivation
 from sbp_core.signatures.rule import LocalProgram
-from sbp_aten.rules import rearrange, triangular
 from sbp_torch.signatures.verify import abstract_call, verify
 from sbp_torch.testing.signatures import AXIS_SIZES, Sample, sample
 

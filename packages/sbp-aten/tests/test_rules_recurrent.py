@@ -10,10 +10,10 @@ import pytest
 import torch
 from needed_operators import skip_without
 
+from sbp_aten.rules import layers, recurrent
 from sbp_core.sbp import B, P, S
 from sbp_core.signatures import signatures
 from sbp_core.signatures.derive import derivation
-from sbp_aten.rules import layers, recurrent
 from sbp_torch.signatures.verify import abstract_call, call_of
 from sbp_torch.testing.signatures import Sample, check_rule, sample
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from sbp_core.signatures import signatures
 from sbp_aten.rules import reductions, scans
+from sbp_core.signatures import signatures
 from sbp_torch.signatures.verify import verify
 from sbp_torch.testing.signatures import Sample, sample
 

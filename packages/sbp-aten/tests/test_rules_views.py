@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sbp_aten.rules import memory, reshape, selection, views
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp, S
 from sbp_core.signatures import (
@@ -26,10 +27,9 @@ from sbp_core.signatures import (
 )
 from sbp_core.signatures.derive import derivation
 from sbp_core.signatures.rule import LocalProgram
-from sbp_aten.rules import memory, reshape, selection, views
+from sbp_core.strategy import Signature
 from sbp_torch.signatures.trial import refutation, whole_sample
 from sbp_torch.signatures.verify import abstract_call, call_of, run_op, verify
-from sbp_core.strategy import Signature
 from sbp_torch.testing.signatures import AXIS_SIZES, Sample, sample
 
 _EXAMPLES = settings(max_examples=25, derandomize=True, deadline=None)

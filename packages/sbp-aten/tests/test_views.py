@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import torch
-from sbp_core.testing.graphs import Builder
 
+from sbp_aten.views import VIEWS
 from sbp_core.graph.ir import GraphOutput, InputKind, OutputKind, Rate, Ref
-from sbp_core.passes import unalias_outputs as own_outputs
-from sbp_core.graph.views import VIEWS, seen_inputs
+from sbp_core.passes import unalias_outputs as unalias_outputs
+from sbp_core.signatures.views import seen_inputs
+from sbp_core.testing.graphs import Builder
 
 #: Of sparse and nested tensors, of other containers, of devices, and of forward-mode gradients.
 _NEVER_TRACED = frozenset(
@@ -52,7 +53,7 @@ def _reporting(kind: InputKind) -> Builder:
 
 
 def test_states_and_metrics_lie_in_memory_of_their_own() -> None:
-    graph = own_outputs(_reporting(InputKind.PARAMETER).graph())
+    graph = unalias_outputs(_reporting(InputKind.PARAMETER).graph())
 
     values = {out.name: out.value for out in graph.outputs}
     copies = {node.outputs[0]: node for node in graph.nodes if node.op == "aten.clone.default"}
@@ -63,4 +64,4 @@ def test_states_and_metrics_lie_in_memory_of_their_own() -> None:
     assert not set(seen_inputs(graph, values["u"])) & {"x"}
     # A view of a parameter is made in the step and may stay one.
     assert values["row"] == "s"
-    assert own_outputs(graph) is graph
+    assert unalias_outputs(graph) is graph

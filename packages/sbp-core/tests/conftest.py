@@ -1,42 +1,24 @@
-"""Fixtures that several test files share; torch is imported only by tests that use them."""
+"""The core is tested with a small rule set of its own, whatever else is installed."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
-if TYPE_CHECKING:
-    from sbp_torch.testing.models import Program
+from sbp_core.plugins import PluginSource, Registry, discover
+from sbp_core.signatures import registry
 
-    from sbp_core.graph import LogicalGraph
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip the case of an operator that this PyTorch does not have yet."""
-    from needed_operators import NEWER, skip_without
-
-    case = getattr(item, "callspec", None)
-    names = case.params.values() if case is not None else ()
-    for name in names:
-        if isinstance(name, str) and name in NEWER:
-            skip_without(name)
+_PATCH = pytest.MonkeyPatch()
 
 
-@pytest.fixture(scope="session")
-def gpt() -> Program:
-    """The one-device program of a tiny GPT with AdamW."""
-    from sbp_torch.testing.models import PROGRAMS
-
-    return PROGRAMS["gpt"]
+def _small_rules() -> Registry:
+    source = PluginSource(name="small", value="small_rules", distribution="sbp-core", version="0")
+    return discover([source], strict=True)
 
 
-@pytest.fixture(scope="session")
-def gpt_graph(gpt: Program) -> LogicalGraph:
-    """The step of the tiny GPT as captured, on batches of four, in float64."""
-    import torch
+def pytest_configure() -> None:
+    """Let `small_rules` be the only plugin with rules; before modules that make plans are read."""
+    _PATCH.setattr(registry, "discover", _small_rules)
 
-    from sbp_torch.capture import capture
 
-    model, optimizer = gpt.build(torch.float64)
-    return capture(model, gpt.loss, gpt.batches(1)[0], optimizer)
+def pytest_unconfigure() -> None:
+    _PATCH.undo()

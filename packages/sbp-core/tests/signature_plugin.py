@@ -20,4 +20,5 @@ def sbp_signatures() -> Mapping[str, Factory]:
     return {
         "mine.matmul.default": Factory(build="signature_plugin:make_rule"),
         "mine.broken.default": Factory(build="signature_plugin:make_nonsense"),
+        "wrong": Factory(build="signature_plugin:make_rule"),
     }

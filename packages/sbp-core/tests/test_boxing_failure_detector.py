@@ -18,8 +18,8 @@ from sbp_core.boxing.processes import connections as connections_module
 from sbp_core.boxing.processes import failure_detector as watch_module
 from sbp_core.boxing.processes.call import Call
 from sbp_core.boxing.processes.connections import Connections
-from sbp_core.boxing.processes.membership import Member
 from sbp_core.boxing.processes.failure_detector import Calls, Watch, awaited
+from sbp_core.boxing.processes.membership import Member
 from sbp_core.boxing.router import route
 from sbp_core.boxing.step import Step
 from sbp_core.errors import BoxingError

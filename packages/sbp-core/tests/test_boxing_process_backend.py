@@ -80,7 +80,7 @@ def test_a_forked_process_and_a_closed_backend_say_nothing(
 PROGRAM = """
 import atexit, gc, sys
 atexit.register(lambda: print("collects", not gc.get_freeze_count(), file=sys.stderr))
-from test_boxing_process import LonelyBackend
+from test_boxing_process_backend import LonelyBackend
 
 backend = LonelyBackend()
 tell = backend.board.announce

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from sbp_core.errors import ConfigError
 from sbp_core.boxing.processes.settings import check_meeting, check_times
+from sbp_core.errors import ConfigError
 
 
 @pytest.mark.parametrize("place", ["env://", "tcp://127.0.0.1:29500", "file:///there"])

@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from sbp_core.boxing.supervision.root_cause import Culprit
 from sbp_core.boxing.supervision.launch_spec import Start
+from sbp_core.boxing.supervision.root_cause import Culprit
 from sbp_core.boxing.supervision.supervise import supervise
 
 ABORT = "MPI_ABORT was invoked on rank 2 in communicator MPI_COMM_WORLD"

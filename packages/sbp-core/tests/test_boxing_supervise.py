@@ -9,10 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from sbp_core.boxing.backend import BoxingBackend
-from sbp_torch.boxing.local import LocalBackend
-from sbp_core.boxing.supervision.reaper import end_processes, is_stopped
 from sbp_core.boxing.supervision.launch_spec import Start
+from sbp_core.boxing.supervision.reaper import end_processes, is_stopped
 from sbp_core.boxing.supervision.supervise import Line, supervise
 from sbp_core.errors import RunError, SbpValueError
 from sbp_core.testing.interrupts import hears_ctrl_c
@@ -377,12 +375,3 @@ def test_a_start_needs_a_command_and_ranks():
         Start(command=(), ranks=(0,))
     with pytest.raises(SbpValueError):
         Start(command=("program",), ranks=())
-
-
-def test_a_backend_whose_ranks_are_threads_starts_one_process():
-    backend: BoxingBackend = LocalBackend()
-
-    (start,) = backend.starts(3, ["program", "argument"])
-
-    assert start.command == ("program", "argument")
-    assert start.ranks == (0, 1, 2)

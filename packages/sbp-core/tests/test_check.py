@@ -4,8 +4,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from sbp_core.testing.plans import data_parallel_plan, diamond, pipeline_plan, strategy_of
-from sbp_core.testing.graphs import chain
 
 from sbp_core import check as check_module
 from sbp_core.boxing import StepKind
@@ -15,6 +13,8 @@ from sbp_core.compile.physical import ActorKind, PhysicalPlan, RankPlan
 from sbp_core.errors import PlanError
 from sbp_core.graph.ir import Rate
 from sbp_core.placement import Placement
+from sbp_core.testing.graphs import chain
+from sbp_core.testing.plans import data_parallel_plan, diamond, pipeline_plan, strategy_of
 
 _MIXED = Placement.grid((2, 2), ("pipe", "data"))
 

@@ -3,8 +3,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from sbp_core.testing.plans import diamond, strategy_of
-from sbp_core.testing.graphs import mlp
 
 from sbp_core.compile import compile_plan
 from sbp_core.compile.legality import check_strategy
@@ -12,6 +10,8 @@ from sbp_core.errors import PlanError, SbpValueError, SignatureError
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp
 from sbp_core.strategy import Assignment, Storage, Strategy
+from sbp_core.testing.graphs import mlp
+from sbp_core.testing.plans import diamond, strategy_of
 
 
 def test_a_legal_strategy_passes() -> None:

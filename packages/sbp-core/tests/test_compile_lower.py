@@ -3,8 +3,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from sbp_core.testing.plans import LINE, diamond, strategy_of
-from sbp_core.testing.graphs import Builder, mlp
 
 from sbp_core.boxing import StepKind, route
 from sbp_core.check import check
@@ -27,6 +25,8 @@ from sbp_core.graph.ir import (
 from sbp_core.passes import accumulate
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, P
+from sbp_core.testing.graphs import Builder, mlp
+from sbp_core.testing.plans import LINE, diamond, strategy_of
 
 _SPLIT_SUM = {"y": "S(1) | S(0) -> P"}
 

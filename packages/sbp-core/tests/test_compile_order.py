@@ -3,13 +3,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from sbp_core.testing.plans import data_parallel_plan, pipeline_plan
 
 from sbp_core.compile import CompileOptions
 from sbp_core.compile.order import order_firings
 from sbp_core.compile.physical import ActorKind, PhysicalPlan
 from sbp_core.errors import PlanError
 from sbp_core.placement import Placement
+from sbp_core.testing.plans import data_parallel_plan, pipeline_plan
 
 _COUNTS = range(2, 7)
 

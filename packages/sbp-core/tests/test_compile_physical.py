@@ -4,13 +4,13 @@ import json
 from dataclasses import replace
 
 import pytest
-from sbp_core.testing.plans import data_parallel_plan, diamond, pipeline_plan, strategy_of
 
 from sbp_core.compile import compile_plan
 from sbp_core.compile.physical import PhysicalPlan, from_json, to_json
 from sbp_core.errors import SbpValueError
 from sbp_core.graph.ir import Symbol
 from sbp_core.placement import Placement
+from sbp_core.testing.plans import data_parallel_plan, diamond, pipeline_plan, strategy_of
 
 
 def _through_text(plan: PhysicalPlan) -> PhysicalPlan:

@@ -2,9 +2,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sbp_core.testing.plans import LINE, data_parallel_plan, diamond, pipeline_plan, strategy_of
-from sbp_core.testing.graphs import Builder, chain, mlp
-
 from sbp_core.compile import CompileOptions, compile_plan
 from sbp_core.compile.physical import LOCAL_BOX, ActorKind, PhysicalPlan, Register
 from sbp_core.graph import LogicalGraph
@@ -21,6 +18,8 @@ from sbp_core.graph.ir import (
 )
 from sbp_core.passes import accumulate
 from sbp_core.placement import Placement
+from sbp_core.testing.graphs import Builder, chain, mlp
+from sbp_core.testing.plans import LINE, data_parallel_plan, diamond, pipeline_plan, strategy_of
 
 _ONE = Placement([0], ["rank"])
 _TWO = Placement([1], ["rank"])

@@ -1,5 +1,4 @@
 import pytest
-from sbp_core.testing.graphs import cluster
 
 from sbp_core.boxing.router import route
 from sbp_core.cost import boxing_time_s, flop_rate, local_bytes, op_time_s, work_fraction
@@ -8,6 +7,7 @@ from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp
 from sbp_core.signatures.call import OpCall
 from sbp_core.strategy import Signature
+from sbp_core.testing.graphs import cluster
 
 MESH = Placement.grid((2,))
 

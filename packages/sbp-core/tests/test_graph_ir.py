@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import pytest
-from sbp_core.testing.graphs import Builder, chain, mlp
 
 from sbp_core.errors import GraphError
 from sbp_core.graph.ir import (
@@ -16,6 +15,7 @@ from sbp_core.graph.ir import (
     map_refs,
     refs,
 )
+from sbp_core.testing.graphs import Builder, chain, mlp
 
 
 def test_a_type_knows_its_bytes_and_prints() -> None:

@@ -1,10 +1,10 @@
 import pytest
-from sbp_core.testing.graphs import Builder, mlp
 
 from sbp_core.errors import ConfigError
 from sbp_core.graph.ir import InputKind, Ref
 from sbp_core.infer.pins import module_outputs, resolve_pins
 from sbp_core.sbp import B, P, S
+from sbp_core.testing.graphs import Builder, mlp
 
 AXES = ("data", "tensor")
 

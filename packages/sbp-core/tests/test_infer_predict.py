@@ -1,5 +1,4 @@
 import pytest
-from sbp_core.testing.graphs import cluster, mlp
 
 from sbp_core.check import check
 from sbp_core.compile import compile_plan
@@ -7,6 +6,7 @@ from sbp_core.infer import conversions, infer_strategy
 from sbp_core.infer.predict import predict_stages
 from sbp_core.placement import Placement
 from sbp_core.plugins.kinds import PlanRequest
+from sbp_core.testing.graphs import cluster, mlp
 
 
 def plan(graph, mesh_shape=(2,), axes=None, **settings):

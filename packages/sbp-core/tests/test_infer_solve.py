@@ -3,7 +3,6 @@ from itertools import product
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sbp_core.testing.graphs import chain, cluster, mlp
 
 from sbp_core.errors import ConfigError, PlanError
 from sbp_core.infer import conversions, infer_strategy, predict, stage_placements
@@ -13,6 +12,7 @@ from sbp_core.sbp import B, NdSbp, S, all_entries
 from sbp_core.signatures.axes import enumerate_signatures
 from sbp_core.signatures.call import OpCall
 from sbp_core.strategy import Assignment, Storage, Strategy
+from sbp_core.testing.graphs import chain, cluster, mlp
 
 DATA_PARALLEL = {
     "batch": "S(0)",

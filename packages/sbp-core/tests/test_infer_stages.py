@@ -3,11 +3,11 @@ from itertools import combinations, pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sbp_core.testing.graphs import Builder, mlp
 
 from sbp_core.errors import ConfigError, PlanError
 from sbp_core.graph.ir import InputKind, Phase, Ref
 from sbp_core.infer.stages import assign_stages, balanced_cuts
+from sbp_core.testing.graphs import Builder, mlp
 
 
 def test_one_stage_holds_everything():

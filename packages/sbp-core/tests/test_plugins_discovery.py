@@ -146,7 +146,7 @@ def test_a_fault_in_one_hook_is_named_and_leaves_the_other_hooks(
 
 def test_what_a_plugin_merely_imports_is_no_misspelt_hook(write: Write) -> None:
     text = """
-        from sbp_torch.plugin import sbp_runtimes as sbp_imported_by_hand  # marked, and no hook
+        from listed_plugin import sbp_runtimes as sbp_imported_by_hand  # marked, and no hook
         from textwrap import dedent as sbp_dedent
         SBP_API_VERSION = 1
     """

@@ -69,22 +69,6 @@ def test_uneven_shards_get_their_own_sizes() -> None:
     assert local[0].kwargs == ones.kwargs
 
 
-def test_a_range_starts_where_its_shard_starts() -> None:
-    indices = _call("aten.arange.default", {}, (5,), 5)
-
-    local = [_local(indices, signature([], ["S(0), B"]), rank) for rank in range(4)]
-
-    assert [made.args for made in local] == [(0, 3, 1), (0, 3, 1), (3, 5, 1), (3, 5, 1)]
-    assert {made.op for made in local} == {"aten.arange.start_step"}
-    assert local[0].kwargs == indices.kwargs
-
-
-def test_a_whole_range_runs_unchanged() -> None:
-    indices = _call("aten.arange.default", {}, (5,), 5)
-
-    assert _local(indices, signature([], ["B, B"]), 1).op == "aten.arange.default"
-
-
 def test_third_parties_say_how_their_arguments_change() -> None:
     def half(call: OpCall, shards: Shards) -> LocalCall:
         return LocalCall(op=call.op, args=(*call.args[:1], *shards.output_shape()))

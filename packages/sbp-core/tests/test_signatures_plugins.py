@@ -21,7 +21,8 @@ def call_of(op: str) -> OpCall:
 
 
 def plugins() -> Plugins:
-    return discover([PluginSource(name="mine", value="signature_plugin", distribution="mine")])
+    names = ("signature_plugin", "small_rules")
+    return discover([PluginSource(name=name, value=name, distribution="mine") for name in names])
 
 
 def test_an_operator_of_a_plugin_is_split_as_the_plugin_says() -> None:
@@ -34,11 +35,34 @@ def test_an_operator_of_a_plugin_is_split_as_the_plugin_says() -> None:
     }
 
 
-def test_plugins_are_not_looked_for_while_the_built_in_rules_do() -> None:
-    def fail() -> Plugins:
-        raise AssertionError("nobody asked for plugins")
+def test_plugins_are_looked_for_once() -> None:
+    asked = []
 
-    assert derive(call_of("aten.mm.default"), 2, rules=Registry(plugins=fail))
+    def count() -> Plugins:
+        asked.append(1)
+        return plugins()
+
+    rules = Registry(plugins=count)
+    derive(call_of("aten.mm.default"), 2, rules=rules)
+    derive(call_of("mine.matmul.default"), 2, rules=rules)
+
+    assert len(asked) == 1
+
+
+def test_rules_of_a_plugin_that_is_only_a_namespace_are_a_rule_set() -> None:
+    with pytest.raises(SignatureError, match="rule for wrong is a str") as caught:
+        derive(call_of("wrong.matmul.default"), 2, rules=Registry(plugins=plugins))
+
+    assert "a RuleSet" in str(caught.value)
+
+
+def test_views_are_those_of_the_rule_set() -> None:
+    rules = Registry(plugins=plugins)
+
+    assert rules.is_view("aten.view.default")
+    assert rules.is_view("sbp.after")
+    assert not rules.is_view("aten.mm.default")
+    assert not rules.is_view("mine.view.default")
 
 
 def test_an_operator_that_nobody_knows_is_refused() -> None:

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sbp_core import strategy_yaml
 from sbp_core.errors import SbpLookupError, SbpValueError
 from sbp_core.graph.ir import GraphInput, InputKind, LogicalGraph, Node, Ref, TensorType
-from sbp_core import strategy_yaml
-from sbp_core.strategy_yaml import from_yaml, load, save, to_yaml
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, P, S
 from sbp_core.strategy import Assignment, Signature, Storage, Strategy
+from sbp_core.strategy_yaml import from_yaml, load, save, to_yaml
 
 SBPS = st.tuples(*[st.sampled_from([S(0), S(1), B, P, P("max")])] * 2).map(lambda e: NdSbp(*e))
 NAMES = st.lists(

@@ -9,20 +9,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from sbp_core.testing.graphs import cluster
 from torch import Tensor, nn
 
-from sbp_torch.capture import capture, initial_states
+from sbp_aten.passes import prepare_step
 from sbp_core.compile import compile_plan
 from sbp_core.errors import SignatureError
 from sbp_core.graph.ir import LogicalGraph
-from sbp_aten.passes import allow_unknown, prepare_step
 from sbp_core.infer import infer_strategy
+from sbp_core.passes import allow_unknown
 from sbp_core.placement import Placement
 from sbp_core.plugins.kinds import PlanRequest
+from sbp_core.signatures import OpCall, Unknown, derive
+from sbp_core.testing.graphs import cluster
+from sbp_torch.capture import capture, initial_states
 from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.reference import ReferenceSession
-from sbp_core.signatures import OpCall, Unknown, derive
 
 OP = "sbp_test_unknown.centre.default"
 

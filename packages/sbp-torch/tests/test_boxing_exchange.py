@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from sbp_core.boxing import Step, StepKind, route
-from sbp_torch.boxing.execute import apply_step, shard
 from sbp_core.boxing.processes.call import Call
 from sbp_core.boxing.processes.connections import Connections
-from sbp_torch.boxing.processes.exchange import ExchangeCommunicator
-from sbp_torch.boxing.processes.packed_buffer import Parcels
 from sbp_core.boxing.processes.process_backend import ProcessBackend
 from sbp_core.errors import BoxingError
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp
+from sbp_torch.boxing.execute import apply_step, shard
+from sbp_torch.boxing.processes.exchange import ExchangeCommunicator
+from sbp_torch.boxing.processes.packed_buffer import Parcels
 
 Table = dict[tuple[int, int, str], torch.Tensor]
 

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from sbp_torch.boxing.execute import reduce_in_order, reduction_of
 from sbp_core.boxing.processes.call import Call
 from sbp_core.boxing.processes.connections import Connections
-from sbp_torch.boxing.processes.exchange import ExchangeCommunicator
 from sbp_core.boxing.processes.traffic import Meter
-from sbp_torch.boxing.processes.packed_buffer import Parcels
 from sbp_core.boxing.step import StepKind
+from sbp_torch.boxing.execute import reduce_in_order, reduction_of
+from sbp_torch.boxing.processes.exchange import ExchangeCommunicator
+from sbp_torch.boxing.processes.packed_buffer import Parcels
 from sbp_torch.testing.boxing import BoxingConformance, Program
 
 

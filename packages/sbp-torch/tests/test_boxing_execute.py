@@ -8,6 +8,10 @@ import pytest
 import torch
 
 from sbp_core.boxing import Step, StepKind, route
+from sbp_core.boxing.slices import transfer_pieces
+from sbp_core.errors import BoxingError, SbpTypeError, SbpValueError
+from sbp_core.placement import Placement
+from sbp_core.sbp import B, NdSbp, P, S
 from sbp_torch.boxing.execute import (
     apply_step,
     assemble,
@@ -17,10 +21,6 @@ from sbp_torch.boxing.execute import (
     shard,
     torch_dtype,
 )
-from sbp_core.boxing.slices import transfer_pieces
-from sbp_core.errors import BoxingError, SbpTypeError, SbpValueError
-from sbp_core.placement import Placement
-from sbp_core.sbp import B, NdSbp, P, S
 
 LINE = Placement.grid((3,), ("x",))
 MESH = Placement.grid((2, 2), ("x", "y"))

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from sbp_core.boxing.backend import BoxingBackend, Communicator
-from sbp_torch.boxing.local import LocalBackend
-from sbp_torch.boxing.processes.agreement import agree, gather_texts
-from sbp_torch.boxing.processes.fingerprint import Fingerprinted
 from sbp_core.boxing.router import route
 from sbp_core.boxing.slices import sent_bytes
 from sbp_core.boxing.step import Step
 from sbp_core.errors import BoxingError
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, P, S, Sbp
+from sbp_torch.boxing.local import LocalBackend
+from sbp_torch.boxing.processes.agreement import agree, gather_texts
+from sbp_torch.boxing.processes.fingerprint import Fingerprinted
 
 Life = Callable[[Communicator], object]
 

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from sbp_core.boxing import Step, route
-from sbp_torch.boxing.execute import shard
-from sbp_torch.boxing.local import LocalBackend, build
-from sbp_torch.boxing.share import Work
 from sbp_core.errors import BoxingError
 from sbp_core.placement import Placement
 from sbp_core.plugins.hooks import EmptyConfig
 from sbp_core.sbp import B, NdSbp, P, S
+from sbp_torch.boxing.execute import shard
+from sbp_torch.boxing.local import LocalBackend, build
+from sbp_torch.boxing.share import Work
 from sbp_torch.testing.boxing import BoxingConformance, Job, Program, use_communicator
 
 
@@ -300,3 +300,12 @@ def test_many_groups_of_one_mesh_do_not_mix() -> None:
     )
 
     assert all(torch.equal(results[rank], after[rank]) for rank in range(4))
+
+
+def test_a_backend_whose_ranks_are_threads_starts_one_process():
+    backend = LocalBackend()
+
+    (start,) = backend.starts(3, ["program", "argument"])
+
+    assert start.command == ("program", "argument")
+    assert start.ranks == (0, 1, 2)

@@ -8,14 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sbp_torch.boxing.execute import apply_step, combine, shard
 from sbp_core.boxing.processes.manifest import manifest
-from sbp_torch.boxing.processes.packed_buffer import Parcels, num_elements, pack, unpack
 from sbp_core.boxing.router import route
 from sbp_core.boxing.slices import collective_pieces, is_realisable, transfer_pieces
 from sbp_core.boxing.step import Step, StepKind
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, P, S, Sbp, all_entries
+from sbp_torch.boxing.execute import apply_step, combine, shard
+from sbp_torch.boxing.processes.packed_buffer import Parcels, num_elements, pack, unpack
 
 SBPS = st.sampled_from(all_entries(2))
 SHAPES = st.tuples(st.integers(0, 7), st.integers(1, 5))

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sbp_core.boxing import Route, Step, StepKind, route
-from sbp_torch.boxing.execute import apply_step, assemble, local_step, shard
 from sbp_core.boxing.price import step_time_s, transfer_messages
 from sbp_core.boxing.slices import (
     collective_bytes,
@@ -21,6 +20,7 @@ from sbp_core.boxing.slices import (
 )
 from sbp_core.placement import Cluster, Device, Link, Placement
 from sbp_core.sbp import NdSbp, all_entries
+from sbp_torch.boxing.execute import apply_step, assemble, local_step, shard
 from sbp_torch.testing.boxing import BoxingCase, logical_tensor, source_shards
 
 thorough = settings(derandomize=True, deadline=None, max_examples=300)

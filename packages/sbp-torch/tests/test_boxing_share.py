@@ -7,15 +7,15 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from sbp_torch.boxing import share as module
-from sbp_torch.boxing.buffer_pool import Arena
-from sbp_torch.boxing.execute import apply_step, shard
 from sbp_core.boxing.router import route
-from sbp_torch.boxing.share import Work, share_out
 from sbp_core.boxing.step import Step
 from sbp_core.errors import BoxingError
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp
+from sbp_torch.boxing import share as module
+from sbp_torch.boxing.buffer_pool import Arena
+from sbp_torch.boxing.execute import apply_step, shard
+from sbp_torch.boxing.share import Work, share_out
 
 EVEN, UNEVEN = (512, 768), (509, 771)
 

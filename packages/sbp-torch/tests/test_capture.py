@@ -1,11 +1,19 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Mapping
 from functools import cache
 
 import pytest
 import torch
+from torch import nn
+
+from sbp_core.errors import CaptureError
+from sbp_core.graph import LogicalGraph, from_json, to_json, verify_graph
+from sbp_core.graph.ir import InputKind, OutputKind, Phase, Rate
+from sbp_torch.capture import capture, initial_states
+from sbp_torch.runtime.single import run_graph
 from sbp_torch.testing.models import (
     PROGRAMS,
     Mlp,
@@ -17,13 +25,6 @@ from sbp_torch.testing.models import (
     square_batch,
     square_loss,
 )
-from torch import nn
-
-from sbp_torch.capture import capture, initial_states
-from sbp_core.errors import CaptureError
-from sbp_core.graph import LogicalGraph, verify_graph
-from sbp_core.graph.ir import InputKind, OutputKind, Phase, Rate
-from sbp_torch.runtime.single import run_graph
 
 
 @cache
@@ -268,3 +269,10 @@ def test_an_unregistered_tensor_of_a_module_is_a_buffer() -> None:
 
     assert graph.input_kinds["hidden"].kind is InputKind.BUFFER
     assert torch.equal(outputs["loss"], square_loss(model, batch))
+
+
+def test_a_captured_graph_is_legal_and_survives_json(gpt_graph: LogicalGraph) -> None:
+    text = json.dumps(to_json(gpt_graph), allow_nan=False)
+
+    assert verify_graph(gpt_graph) is gpt_graph
+    assert from_json(json.loads(text)) == gpt_graph

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sbp_torch.capture.batch import flatten_batch, rebuild_batch
 from sbp_core.errors import CaptureError
+from sbp_torch.capture.batch import flatten_batch, rebuild_batch
 
 
 class _Pair(NamedTuple):

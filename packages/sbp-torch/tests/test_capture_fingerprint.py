@@ -20,14 +20,14 @@ from typing import Any
 
 import pytest
 import torch
-from sbp_torch.testing.models import PROGRAMS, Gpt, Program, square_loss, token_loss
+from sbp_torch.capture.fingerprint import sources
 from torch import nn
 
-from sbp_torch.capture import capture, fingerprint
-from sbp_torch.capture.fingerprint import sources
 from sbp_core.compile.cache import PlanCache
 from sbp_core.errors import CaptureError
 from sbp_core.graph.serialize import graph_hash
+from sbp_torch.capture import capture, fingerprint
+from sbp_torch.testing.models import PROGRAMS, Gpt, Program, square_loss, token_loss
 
 find = fingerprint.fingerprint
 

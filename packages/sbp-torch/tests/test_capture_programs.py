@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - everybody's name for it
-from sbp_torch.testing.models import eager_states
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from sbp_torch.capture import capture, flatten_batch, initial_states
 from sbp_core.errors import CaptureError
 from sbp_core.graph import LogicalGraph, verify_graph
 from sbp_core.graph.ir import OutputKind, Phase
+from sbp_torch.capture import capture, flatten_batch, initial_states
 from sbp_torch.runtime.single import run_graph
+from sbp_torch.testing.models import eager_states
 
 
 class _Swish(torch.autograd.Function):

@@ -13,10 +13,15 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - everybody's name for it
+from sbp_torch.capture.fingerprint import fingerprint
 from torch import Tensor, nn
 from torch.utils import _pytree
 from torch.utils.checkpoint import checkpoint
 
+from sbp_aten.passes import prepare_step
+from sbp_core.errors import CaptureError
+from sbp_core.graph import LogicalGraph
+from sbp_core.passes import accumulate
 from sbp_torch.capture import (
     UpdateOptions,
     capture,
@@ -26,11 +31,6 @@ from sbp_torch.capture import (
     split_losses,
 )
 from sbp_torch.deferred_init import deferred
-from sbp_torch.capture.fingerprint import fingerprint
-from sbp_core.errors import CaptureError
-from sbp_core.graph import LogicalGraph
-from sbp_aten.passes import prepare_step
-from sbp_core.passes import accumulate
 from sbp_torch.runtime.single import run_graph
 
 _STEPS = 3
@@ -277,7 +277,7 @@ def test_a_tensor_of_a_closure_that_is_written_to_is_refused_with_its_line() -> 
     with pytest.raises(CaptureError, match="no parameter, buffer or input") as caught:
         _captured(_Model(lambda _, y: y + held.add_(1)))
 
-    assert "test_capture_left_behind.py:" in caught.value.where[0]
+    assert "test_capture_side_effects.py:" in caught.value.where[0]
 
 
 def test_a_parameter_that_the_loss_holds_otherwise_is_refused() -> None:
@@ -458,7 +458,7 @@ def test_refusals_say_what_to_write_instead() -> None:
         with pytest.raises(CaptureError) as caught:
             _captured(_Model(act))
         assert todo in caught.value.todo
-        assert "test_capture_left_behind.py:" in caught.value.where[0]
+        assert "test_capture_side_effects.py:" in caught.value.where[0]
     with pytest.raises(CaptureError) as caught:
         _captured(_Model(), lambda m, b: (_mse(m, b), _mse(m, b)))
     assert "add several losses up" in caught.value.todo

@@ -21,14 +21,14 @@ from updates import (
     of,
 )
 
+from sbp_aten.passes import prepare_step
+from sbp_core.errors import CaptureError
+from sbp_core.graph.ir import Phase
 from sbp_torch.capture import (
     UpdateOptions,
     capture,
     initial_states,
 )
-from sbp_core.errors import CaptureError
-from sbp_core.graph.ir import Phase
-from sbp_aten.passes import prepare_step
 from sbp_torch.testing.programs import assert_equal
 
 

@@ -24,6 +24,14 @@ from updates import (
     rates,
 )
 
+from sbp_aten.passes import prepare_step
+from sbp_core.check import check
+from sbp_core.compile import compile_plan
+from sbp_core.errors import CaptureError, SbpValueError
+from sbp_core.infer import infer_strategy
+from sbp_core.passes import accumulate
+from sbp_core.placement import Placement
+from sbp_core.plugins.kinds import PlanRequest
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.capture import (
     LossScaling,
@@ -32,14 +40,6 @@ from sbp_torch.capture import (
     initial_states,
     scalar_values,
 )
-from sbp_core.check import check
-from sbp_core.compile import compile_plan
-from sbp_core.errors import CaptureError, SbpValueError
-from sbp_aten.passes import prepare_step
-from sbp_core.passes import accumulate
-from sbp_core.infer import infer_strategy
-from sbp_core.placement import Placement
-from sbp_core.plugins.kinds import PlanRequest
 from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.reference import ReferenceRuntime
 from sbp_torch.runtime.single import run_graph

@@ -7,13 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from sbp_core.testing.plans import strategy_of
-from sbp_core.testing.graphs import Builder, cluster
-from sbp_torch.testing.models import PROGRAMS, Program, adamw, eager_states, square_batch, square_loss
 from torch import Tensor, nn
 
-from sbp_torch.boxing.execute import shard
-from sbp_torch.capture import capture, initial_states
+from sbp_aten.passes import prepare_step
 from sbp_core.check import check
 from sbp_core.compile import CompileOptions, compile_plan
 from sbp_core.compile.physical import (
@@ -27,14 +23,25 @@ from sbp_core.compile.physical import (
 from sbp_core.errors import GraphError, PlanError
 from sbp_core.graph import LogicalGraph, verify_graph
 from sbp_core.graph.ir import GraphOutput, InputKind, OutputKind, Phase, Ref, ScalarType
-from sbp_aten.passes import prepare_step
-from sbp_core.passes import accumulate
 from sbp_core.infer import infer_strategy
+from sbp_core.passes import accumulate
 from sbp_core.placement import Placement
 from sbp_core.plugins.kinds import PlanRequest
+from sbp_core.testing.graphs import Builder, cluster
+from sbp_core.testing.plans import strategy_of
+from sbp_torch.boxing.execute import shard
+from sbp_torch.capture import capture, initial_states
 from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.reference import ReferenceSession
 from sbp_torch.runtime.single import run_graph
+from sbp_torch.testing.models import (
+    PROGRAMS,
+    Program,
+    adamw,
+    eager_states,
+    square_batch,
+    square_loss,
+)
 from sbp_torch.testing.programs import RunningNorm
 
 

@@ -8,12 +8,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from sbp_core.testing.plans import LINE, strategy_of
-from sbp_core.testing.graphs import Builder, cluster
-from sbp_torch.testing.models import PROGRAMS, Gpt, Program, same_states
 
+from sbp_aten.pass_options import MixedPrecision, PassOptions
+from sbp_aten.passes import prepare_step
 from sbp_core.boxing import StepKind
-from sbp_torch.capture import capture, initial_states
 from sbp_core.check import check
 from sbp_core.compile import CompileOptions, compile_plan
 from sbp_core.compile.buckets import bucket
@@ -23,18 +21,20 @@ from sbp_core.compile.physical import ActorKind, PhysicalPlan
 from sbp_core.graph import LogicalGraph, verify_graph
 from sbp_core.graph.blocks import block_of
 from sbp_core.graph.ir import GraphOutput, InputKind, OutputKind, Phase, Ref
-from sbp_aten.pass_options import MixedPrecision, PassOptions
-from sbp_aten.passes import prepare_step
-from sbp_core.passes import accumulate
 from sbp_core.infer import infer_strategy
 from sbp_core.memory.kinds import Kind, kinds_of_keys
-from sbp_torch.memory.layout import Layouts
 from sbp_core.memory.lifetime import lifetimes
+from sbp_core.passes import accumulate
 from sbp_core.placement import Placement
 from sbp_core.plugins.kinds import PlanRequest
+from sbp_core.strategy import Strategy
+from sbp_core.testing.graphs import Builder, cluster
+from sbp_core.testing.plans import LINE, strategy_of
+from sbp_torch.capture import capture, initial_states
+from sbp_torch.memory.layout import Layouts
 from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.reference import ReferenceSession
-from sbp_core.strategy import Strategy
+from sbp_torch.testing.models import PROGRAMS, Gpt, Program, same_states
 
 _SPLIT = ("batch", "activations", "parameters", "optimizer_states", "gradients", "updates")
 _ZERO_3 = dict.fromkeys(_SPLIT, "S(0)")

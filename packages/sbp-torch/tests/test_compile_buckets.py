@@ -5,8 +5,6 @@ from collections.abc import Mapping
 
 import pytest
 import torch
-from sbp_core.testing.plans import LINE, strategy_of
-from sbp_core.testing.graphs import Builder, cluster, mlp
 
 from sbp_core.boxing import StepKind
 from sbp_core.boxing.price import step_time_s
@@ -19,13 +17,15 @@ from sbp_core.compile.physical import ActorKind, PhysicalPlan, from_json, to_jso
 from sbp_core.errors import SbpValueError
 from sbp_core.graph import LogicalGraph, verify_graph
 from sbp_core.graph.ir import GraphOutput, InputKind, OutputKind, Phase, Ref
-from sbp_core.passes import accumulate
 from sbp_core.infer import infer_strategy
+from sbp_core.passes import accumulate
 from sbp_core.placement import Placement
 from sbp_core.plugins.kinds import PlanRequest
+from sbp_core.strategy import Strategy
+from sbp_core.testing.graphs import Builder, cluster, mlp
+from sbp_core.testing.plans import LINE, strategy_of
 from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.reference import ReferenceSession
-from sbp_core.strategy import Strategy
 
 _DATA = {
     "batch": "S(0)",

@@ -5,8 +5,6 @@ from math import inf
 
 import pytest
 import torch
-from sbp_core.testing.plans import LINE, strategy_of
-from sbp_core.testing.graphs import cluster, mlp
 
 from sbp_core.check import check
 from sbp_core.compile import CompileOptions, compile_plan
@@ -17,9 +15,11 @@ from sbp_core.graph import LogicalGraph
 from sbp_core.infer import infer_strategy
 from sbp_core.placement import Placement
 from sbp_core.plugins.kinds import PlanRequest
+from sbp_core.strategy import Strategy
+from sbp_core.testing.graphs import cluster, mlp
+from sbp_core.testing.plans import LINE, strategy_of
 from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.reference import ReferenceSession
-from sbp_core.strategy import Strategy
 
 _DATA = {
     "batch": "S(0)",

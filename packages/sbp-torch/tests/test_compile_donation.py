@@ -4,8 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from sbp_core.testing.plans import LINE, data_parallel_plan, strategy_of
-from sbp_core.testing.graphs import Builder, cluster, mlp
 
 from sbp_core.check import check
 from sbp_core.compile import CompileOptions, compile_plan
@@ -15,6 +13,8 @@ from sbp_core.graph import LogicalGraph
 from sbp_core.graph.ir import GraphOutput, InputKind, OutputKind, Phase, Ref
 from sbp_core.infer import infer_strategy
 from sbp_core.plugins.kinds import PlanRequest
+from sbp_core.testing.graphs import Builder, cluster, mlp
+from sbp_core.testing.plans import LINE, data_parallel_plan, strategy_of
 from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.reference import ReferenceSession
 

@@ -8,14 +8,14 @@ from alive_bytes import AliveBytes
 from constructors import CONSTRUCTORS, Held
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sbp_torch.testing.models import PROGRAMS, same_states
 from torch import Tensor, nn
 
-from sbp_torch.capture import LossScaling, UpdateOptions, initial_states
-from sbp_torch.deferred_init import deferred
-from sbp_torch.capture.step import model_tensors
 from sbp_core.errors import CaptureError
+from sbp_torch.capture import LossScaling, UpdateOptions, initial_states
+from sbp_torch.capture.step import model_tensors
+from sbp_torch.deferred_init import deferred
 from sbp_torch.optim.together import Together
+from sbp_torch.testing.models import PROGRAMS, same_states
 
 SEED = 5
 

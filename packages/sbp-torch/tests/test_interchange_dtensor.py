@@ -15,6 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from sbp_core.errors import SbpLookupError, SbpTypeError, SbpValueError
+from sbp_core.placement import Placement
+from sbp_core.sbp import B, NdSbp, P, S
 from sbp_torch.interchange import dtensor
 from sbp_torch.interchange.dtensor import (
     check_mesh,
@@ -26,8 +28,6 @@ from sbp_torch.interchange.dtensor import (
     torch_part,
     whole_states,
 )
-from sbp_core.placement import Placement
-from sbp_core.sbp import B, NdSbp, P, S
 
 ENTRIES = st.sampled_from([S(0), S(1), S(2), B, P, P("max"), P("min")])
 

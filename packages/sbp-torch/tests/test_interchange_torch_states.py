@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from sbp_torch.testing.models import PROGRAMS, Buffered, Gpt, Program, eager_step, token_loss
 from torch import Tensor, nn
 
-from sbp_torch.capture import initial_states
 from sbp_core.errors import SbpLookupError, SbpValueError
+from sbp_torch.capture import initial_states
 from sbp_torch.interchange import torch_states
 from sbp_torch.interchange.torch_states import (
     from_model_state,
@@ -20,6 +19,7 @@ from sbp_torch.interchange.torch_states import (
     to_optimizer_state,
 )
 from sbp_torch.optim import Together
+from sbp_torch.testing.models import PROGRAMS, Buffered, Gpt, Program, eager_step, token_loss
 
 
 def trained(program: Program, num_steps: int = 2) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -6,32 +6,32 @@ import gc
 
 import pytest
 import torch
-from sbp_core.testing.plans import strategy_of
-from sbp_core.testing.graphs import Builder
-from sbp_torch.testing.models import Program
 
-from sbp_torch.boxing.local import LocalBackend
+from sbp_aten.passes import prepare_step
 from sbp_core.check import check
 from sbp_core.compile import CompileOptions, compile_plan
 from sbp_core.compile.liveness import dying_keys
 from sbp_core.compile.physical import Actor, ActorKind, Instruction, PhysicalPlan
 from sbp_core.graph import LogicalGraph
 from sbp_core.graph.ir import GraphOutput, InputKind, OutputKind, Phase, Rate, Ref
-from sbp_aten.passes import prepare_step
 from sbp_core.infer import infer_strategy
 from sbp_core.memory import Kind, predict
 from sbp_core.memory.arena import Arena, arenas, out_variant
 from sbp_core.memory.kinds import module_of_node, module_of_slot
-from sbp_torch.memory.layout import Layouts
 from sbp_core.memory.lifetime import lifetimes
-from sbp_torch.memory.meter import Meter
 from sbp_core.memory.report import alive_bytes
 from sbp_core.placement import Placement
 from sbp_core.plugins.kinds import PlanRequest
-from sbp_torch.segments.codegen import segment_source
+from sbp_core.testing.graphs import Builder
+from sbp_core.testing.plans import strategy_of
+from sbp_torch.boxing.local import LocalBackend
+from sbp_torch.memory.layout import Layouts
+from sbp_torch.memory.meter import Meter
 from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.reference import ReferenceRuntime
+from sbp_torch.segments.codegen import segment_source
 from sbp_torch.testing.cases import CASES, compile_case
+from sbp_torch.testing.models import Program
 from sbp_torch.testing.programs import small_cluster
 
 _REPLICATED = {

@@ -10,11 +10,11 @@ from sbp_core.boxing.step import Step
 from sbp_core.compile.physical import LOCAL_BOX, Instruction
 from sbp_core.errors import PlanError
 from sbp_core.graph.ir import Ref, Symbol
-from sbp_torch.memory.layout import Layouts
 from sbp_core.memory.storage_view import Made, Placed, Strided, contiguous
 from sbp_core.placement import Placement
-from sbp_torch.ops.operators import bind, operator_of
 from sbp_core.sbp import B, NdSbp, S
+from sbp_torch.memory.layout import Layouts
+from sbp_torch.ops.operators import bind, operator_of
 
 
 def _placed(storage: int, *shape: int, dtype: str = "float32") -> Placed:

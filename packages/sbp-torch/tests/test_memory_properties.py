@@ -8,20 +8,20 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from sbp_torch.testing.random_plans import graphs, placements, random_values, strategies
+from random_plans import graphs, placements, random_values, strategies
 
-from sbp_torch.boxing.local import LocalBackend
 from sbp_core.compile import CompileOptions, compile_plan
 from sbp_core.compile.liveness import keys_out
 from sbp_core.compile.physical import Actor, PhysicalPlan
-from sbp_core.memory import predict
 from sbp_core.memory.arena import Arena, arenas
-from sbp_torch.memory.meter import Meter
 from sbp_core.memory.slots import RankSlots
+from sbp_torch.boxing.local import LocalBackend
+from sbp_torch.memory import predict
+from sbp_torch.memory.meter import Meter
 from sbp_torch.runtime import reference
-from sbp_torch.segments.codegen import segment_function
 from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.reference import ReferenceRuntime, ReferenceSession
+from sbp_torch.segments.codegen import segment_function
 
 #: What fails is not made smaller: that takes minutes.
 _QUICK = settings(

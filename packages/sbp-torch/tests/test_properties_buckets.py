@@ -8,17 +8,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sbp_core.testing.graphs import cluster
 from torch import Tensor, nn
 
-from sbp_torch.capture import capture, initial_states
+from sbp_aten.passes import prepare_step
 from sbp_core.check import check
 from sbp_core.compile import CompileOptions, compile_plan
 from sbp_core.graph.ir import InputKind
-from sbp_aten.passes import prepare_step
 from sbp_core.infer import infer_strategy
 from sbp_core.placement import Placement
 from sbp_core.plugins.kinds import PlanRequest
+from sbp_core.testing.graphs import cluster
+from sbp_torch.capture import capture, initial_states
 from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.reference import ReferenceSession
 

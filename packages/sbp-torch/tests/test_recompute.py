@@ -11,7 +11,28 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from sbp_aten.passes import PassOptions, fold_views, prepare_step, share_expressions
+from sbp_core.check import check
+from sbp_core.compile import CompileOptions, compile_plan
+from sbp_core.errors import ConfigError, SbpValueError
+from sbp_core.graph import LogicalGraph, verify_graph
+from sbp_core.graph.ir import GraphOutput, InputKind, OutputKind, Phase, Ref
+from sbp_core.infer import infer_strategy
+from sbp_core.infer.pins import PinValue
+from sbp_core.passes import accumulate
+from sbp_core.passes.closure import least_closure
+from sbp_core.passes.recomputation import Recompute, recompute, recompute_report
+from sbp_core.passes.saved_activations import kept_bytes, kept_values
+from sbp_core.placement import Placement
+from sbp_core.plugins.kinds import PlanRequest
 from sbp_core.testing.graphs import Builder, cluster
+from sbp_torch.capture import capture, initial_states
+from sbp_torch.runtime.configs import ReferenceConfig
+from sbp_torch.runtime.reference import ReferenceRuntime
+from sbp_torch.runtime.single import run_graph
 from sbp_torch.testing.models import (
     PROGRAMS,
     VOCABULARY,
@@ -25,27 +46,6 @@ from sbp_torch.testing.models import (
     token_batch,
     token_loss,
 )
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
-
-from sbp_torch.capture import capture, initial_states
-from sbp_core.check import check
-from sbp_core.compile import CompileOptions, compile_plan
-from sbp_core.errors import ConfigError, SbpValueError
-from sbp_core.graph import LogicalGraph, verify_graph
-from sbp_core.graph.ir import GraphOutput, InputKind, OutputKind, Phase, Ref
-from sbp_aten.passes import PassOptions, fold_views, prepare_step, share_expressions
-from sbp_core.passes import accumulate
-from sbp_core.passes.closure import least_closure
-from sbp_core.passes.saved_activations import kept_bytes, kept_values
-from sbp_core.passes.recompute import Recompute, recompute, recompute_report
-from sbp_core.infer import infer_strategy
-from sbp_core.infer.pins import PinValue
-from sbp_core.placement import Placement
-from sbp_core.plugins.kinds import PlanRequest
-from sbp_torch.runtime.configs import ReferenceConfig
-from sbp_torch.runtime.reference import ReferenceRuntime
-from sbp_torch.runtime.single import run_graph
 from sbp_torch.testing.signatures import check_rule, sample
 
 _SCALARS = {"lr": 1e-2, "seed": 5, "step": 2}

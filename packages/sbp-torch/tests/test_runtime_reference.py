@@ -5,24 +5,24 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from sbp_core.testing.graphs import cluster
-from sbp_torch.testing.models import PROGRAMS, Program, eager_step, graph_states, same_states
 
-from sbp_torch.boxing.execute import shard
-from sbp_torch.capture import capture, initial_states
+from sbp_aten.passes import prepare_step
 from sbp_core.check import check
 from sbp_core.compile import compile_plan
 from sbp_core.compile.physical import PhysicalPlan
 from sbp_core.errors import ConfigError, RunError, SbpValueError
 from sbp_core.graph import LogicalGraph
-from sbp_aten.passes import prepare_step
 from sbp_core.infer import infer_strategy
 from sbp_core.infer.pins import PinValue
 from sbp_core.placement import Placement
 from sbp_core.plugins.kinds import PlanRequest
+from sbp_core.testing.graphs import cluster
+from sbp_torch.boxing.execute import shard
+from sbp_torch.capture import capture, initial_states
 from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.reference import ReferenceRuntime, ReferenceSession, build
 from sbp_torch.runtime.single import run_graph
+from sbp_torch.testing.models import PROGRAMS, Program, eager_step, graph_states, same_states
 
 _LR = {"lr": 1e-2}
 _TENSOR = {

@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from sbp_core.testing.graphs import chain, mlp
 
 from sbp_core.errors import GraphError
 from sbp_core.graph.ir import Ref, Symbol
 from sbp_core.passes import accumulate
+from sbp_core.testing.graphs import chain, mlp
 from sbp_torch.ops.operators import bind, operator_of, results_of
 from sbp_torch.runtime.single import run_graph
 

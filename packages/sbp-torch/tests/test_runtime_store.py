@@ -8,22 +8,22 @@ from functools import cache
 import pytest
 import torch
 from alive_bytes import AliveBytes
-from sbp_core.testing.graphs import cluster
-from sbp_torch.testing.models import PROGRAMS, Program, same_states
 from torch import Tensor
 
-from sbp_torch.capture import capture, initial_states
-from sbp_torch.deferred_init import Deferred, DeferredStates, deferred
+from sbp_aten.passes import prepare_step
 from sbp_core.compile import compile_plan
 from sbp_core.compile.physical import PhysicalPlan
 from sbp_core.errors import SbpValueError
 from sbp_core.graph import LogicalGraph
-from sbp_aten.passes import prepare_step
 from sbp_core.infer import infer_strategy
 from sbp_core.infer.pins import PinValue
 from sbp_core.placement import Placement
 from sbp_core.plugins.kinds import PlanRequest
+from sbp_core.testing.graphs import cluster
+from sbp_torch.capture import capture, initial_states
+from sbp_torch.deferred_init import Deferred, DeferredStates, deferred
 from sbp_torch.runtime.store import StateStore
+from sbp_torch.testing.models import PROGRAMS, Program, same_states
 
 _TENSOR = {
     "blocks.*.attention.qkv.weight": "S(0)",

@@ -7,24 +7,24 @@ from typing import Any
 
 import pytest
 import torch
-from sbp_core.testing.plans import diamond, strategy_of
-from sbp_core.testing.graphs import cluster
-from sbp_torch.testing.models import Program, same_states
 
-from sbp_torch.capture import initial_states
+from sbp_aten.passes import prepare_step
 from sbp_core.compile import compile_plan
 from sbp_core.compile.physical import Actor, ActorKind, Instruction
 from sbp_core.errors import SbpError
 from sbp_core.graph import LogicalGraph
 from sbp_core.graph.ir import Phase, Rate, Ref, Symbol
-from sbp_aten.passes import prepare_step
 from sbp_core.infer import infer_strategy
 from sbp_core.placement import Placement
 from sbp_core.plugins.kinds import PlanRequest
+from sbp_core.testing.graphs import cluster
+from sbp_core.testing.plans import diamond, strategy_of
+from sbp_torch.capture import initial_states
 from sbp_torch.runtime import reference
-from sbp_torch.segments.codegen import keys_out, segment_function, segment_source
 from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.reference import ReferenceSession
+from sbp_torch.segments.codegen import keys_out, segment_function, segment_source
+from sbp_torch.testing.models import Program, same_states
 
 
 def _segment(*instructions: Instruction, **fields: Any) -> Actor:

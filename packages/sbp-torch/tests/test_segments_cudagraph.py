@@ -5,16 +5,16 @@ from typing import Any
 
 import pytest
 import torch
-from test_runtime_split import call, segment
+from test_segments_split import call, segment
 from torch import Tensor
 
 from sbp_core.errors import ConfigError, RunError
 from sbp_core.graph.ir import Ref
-from sbp_torch.segments.codegen import segment_function
 from sbp_torch.runtime.configs import ReferenceConfig
+from sbp_torch.runtime.reference import ReferenceSession
+from sbp_torch.segments.codegen import segment_function
 from sbp_torch.segments.cudagraph import CudaDevice, Device, GraphSegments, Recording, Work
 from sbp_torch.segments.execution import segment_maker
-from sbp_torch.runtime.reference import ReferenceSession
 from sbp_torch.testing.cases import CASES, compile_case
 
 needs_gpu = pytest.mark.skipif(

@@ -6,19 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from test_runtime_split import MIXED, call, segment
+from test_segments_split import MIXED, call, segment
 from torch import Tensor, fx
 
-from sbp_torch import _torch_compat
 from sbp_core.compile.physical import Actor
 from sbp_core.errors import ConfigError, RunError
 from sbp_core.graph.ir import Ref
+from sbp_torch import _torch_compat
+from sbp_torch.runtime.configs import ReferenceConfig
+from sbp_torch.runtime.reference import ReferenceSession
 from sbp_torch.segments import inductor
 from sbp_torch.segments.codegen import segment_function
-from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.segments.execution import segment_maker
 from sbp_torch.segments.inductor import InductorSegments
-from sbp_torch.runtime.reference import ReferenceSession
 from sbp_torch.testing.cases import CASES, compile_case
 
 

@@ -113,7 +113,7 @@ def test_an_operator_of_ones_own_is_imported_and_found_out_by_execution(
 
 
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:
-    command = [sys.executable, "-m", "sbp_core.signatures", "--list"]
+    command = [sys.executable, "-m", "sbp_torch.signatures", "--list"]
 
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None

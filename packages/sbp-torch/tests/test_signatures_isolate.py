@@ -15,6 +15,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from sbp_core.errors import SbpValueError  # noqa: E402 - after the check that torch is there
+from sbp_core.testing.interrupts import hears_ctrl_c  # noqa: E402
 from sbp_torch.signatures.isolate import (  # noqa: E402
     Crash,
     Done,
@@ -23,7 +24,6 @@ from sbp_torch.signatures.isolate import (  # noqa: E402
     iter_isolated,
     run_isolated,
 )
-from sbp_core.testing.interrupts import hears_ctrl_c  # noqa: E402
 
 
 def die(number: int) -> None:

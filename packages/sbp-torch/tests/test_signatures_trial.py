@@ -13,6 +13,8 @@ from sbp_core.graph.ir import Ref, Symbol  # noqa: E402
 from sbp_core.placement import Placement  # noqa: E402
 from sbp_core.sbp import NdSbp  # noqa: E402
 from sbp_core.signatures import Draft, LocalCall  # noqa: E402
+from sbp_core.signatures.rule import LocalProgram  # noqa: E402
+from sbp_core.strategy import Signature  # noqa: E402
 from sbp_torch.signatures.pieces import (  # noqa: E402
     Pattern,
     cut,
@@ -21,7 +23,6 @@ from sbp_torch.signatures.pieces import (  # noqa: E402
     reduce,
     tolerance,
 )
-from sbp_core.signatures.rule import LocalProgram  # noqa: E402
 from sbp_torch.signatures.torch_call import (  # noqa: E402
     call_of,
     run_op,
@@ -29,7 +30,6 @@ from sbp_torch.signatures.torch_call import (  # noqa: E402
     unchanged,
 )
 from sbp_torch.signatures.trial import refutation, whole_sample  # noqa: E402
-from sbp_core.strategy import Signature  # noqa: E402
 
 DTYPES = [
     torch.float64,

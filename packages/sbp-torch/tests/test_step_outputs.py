@@ -6,16 +6,16 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from sbp_core.testing.graphs import cluster
 from torch import Tensor, nn
 
-from sbp_torch.capture import capture, initial_states, scalar_values
+from sbp_aten.passes import prepare_step
 from sbp_core.compile import CompileOptions, compile_plan
 from sbp_core.graph import LogicalGraph
-from sbp_aten.passes import prepare_step
 from sbp_core.infer import infer_strategy
 from sbp_core.placement import Placement
 from sbp_core.plugins.kinds import PlanRequest
+from sbp_core.testing.graphs import cluster
+from sbp_torch.capture import capture, initial_states, scalar_values
 from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.reference import ReferenceSession
 from sbp_torch.update_options import UpdateOptions

@@ -12,11 +12,11 @@ from unittest import SkipTest
 import pytest
 import torch
 
-from sbp_torch.boxing.local import LocalBackend, LocalCommunicator
 from sbp_core.boxing.step import Step, StepKind
 from sbp_core.errors import BoxingError
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, P, S
+from sbp_torch.boxing.local import LocalBackend, LocalCommunicator
 from sbp_torch.testing.boxing import (
     FAMILIES,
     BoxingCase,

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from sbp_core.boxing.backend import BoxingBackend
-from sbp_torch.boxing.local import LocalBackend
 from sbp_core.compile import PhysicalPlan
-from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_core.runtime.contract import Runtime, StepResult
+from sbp_torch.boxing.local import LocalBackend
+from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.reference import ReferenceRuntime, ReferenceSession, build
 from sbp_torch.testing.runtime import RuntimeConformance
 

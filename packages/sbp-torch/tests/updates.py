@@ -7,6 +7,13 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn, optim
 
+from sbp_aten.passes import prepare_step
+from sbp_core.check import check
+from sbp_core.compile import compile_plan
+from sbp_core.graph.ir import InputKind, LogicalGraph
+from sbp_core.infer import infer_strategy
+from sbp_core.placement import Placement
+from sbp_core.plugins.kinds import PlanRequest
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.capture import (
     UpdateOptions,
@@ -14,14 +21,7 @@ from sbp_torch.capture import (
     initial_states,
     scalar_values,
 )
-from sbp_core.check import check
-from sbp_core.compile import compile_plan
-from sbp_core.graph.ir import InputKind, LogicalGraph
-from sbp_aten.passes import prepare_step
-from sbp_core.infer import infer_strategy
 from sbp_torch.optim import Lamb, Lars, Lion, Together
-from sbp_core.placement import Placement
-from sbp_core.plugins.kinds import PlanRequest
 from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.reference import ReferenceRuntime
 from sbp_torch.runtime.single import run_graph

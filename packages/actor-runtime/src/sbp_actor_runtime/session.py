@@ -19,15 +19,15 @@ from sbp_actor_runtime.configs import ActorConfig
 from sbp_actor_runtime.message import Message, StepOrder, ThreadId, WorkerReport
 from sbp_actor_runtime.worker import Worker
 from sbp_core.boxing.backend import BoxingBackend
-from sbp_torch.boxing.processes.agreement import agree
-from sbp_torch.boxing.processes.fingerprint import Fingerprinted
 from sbp_core.compile.physical import PhysicalPlan
 from sbp_core.errors import BoxingError, PlanError, RunError
 from sbp_core.memory.arena import Arena, arenas, worthwhile
 from sbp_core.runtime.contract import Number, Runtime, Session, StepResult
-from sbp_torch.segments.execution import SegmentMaker, segment_maker
-from sbp_torch.runtime.store import StateStore, Values, feed
+from sbp_torch.boxing.processes.agreement import agree
+from sbp_torch.boxing.processes.fingerprint import Fingerprinted
 from sbp_torch.runtime.partial_update import TORN_TODO, torn_states
+from sbp_torch.runtime.store import StateStore, Values, feed
+from sbp_torch.segments.execution import SegmentMaker, segment_maker
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from sbp_core.boxing.backend import Communicator
 from sbp_core.compile.liveness import keys_out
 from sbp_core.compile.physical import Actor, ActorKind, PhysicalPlan
 from sbp_core.memory.arena import Arena
+from sbp_torch.runtime.accumulation import Accumulation
 from sbp_torch.segments.codegen import segment_function
 from sbp_torch.segments.execution import SegmentMaker
-from sbp_torch.runtime.accumulation import Accumulation
 
 #: (index of the micro-batch, values taken, order of the step) -> values made.
 Work = Callable[[int, Values, StepOrder], Values]

@@ -31,8 +31,8 @@ from sbp_core.boxing.backend import Communicator
 from sbp_core.compile.physical import ActorKind, PhysicalPlan
 from sbp_core.errors import RunError
 from sbp_core.memory.arena import Arena
-from sbp_torch.segments.execution import SegmentMaker
 from sbp_torch.runtime.partial_update import overwrite
+from sbp_torch.segments.execution import SegmentMaker
 
 logger = logging.getLogger(__name__)
 

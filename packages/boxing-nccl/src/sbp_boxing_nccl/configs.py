@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from sbp_core.errors import ConfigError
 from sbp_core.boxing.processes.settings import check_meeting, check_times
+from sbp_core.errors import ConfigError
 
 _DEVICE = re.compile(r"auto|cuda:(\d+)")
 

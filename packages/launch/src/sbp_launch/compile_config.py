@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from sbp_core.errors import ConfigError
 from sbp_aten.pass_options import PassOptions
+from sbp_core.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

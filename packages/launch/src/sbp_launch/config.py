@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from sbp_core.errors import ConfigError
-from sbp_torch.update_options import UpdateOptions
 from sbp_launch.compile_config import CompileConfig
 from sbp_launch.schedules import ScheduleConfig
+from sbp_torch.update_options import UpdateOptions
 
 #: Config groups whose options name a plugin, in the order of a run.
 PLUGIN_GROUPS = (

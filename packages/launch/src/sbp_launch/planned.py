@@ -19,21 +19,20 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from sbp_torch.capture.fingerprint import fingerprint, sources
 from torch import nn
 
-from sbp_torch.capture import capture
-from sbp_torch.capture.fingerprint import fingerprint, sources
+from sbp_aten.passes import prepare_step
 from sbp_core.check import CheckReport, check, check_memory
 from sbp_core.compile import CompileOptions, PhysicalPlan, compile_plan
 from sbp_core.compile.cache import PlanCache, default_folder
 from sbp_core.errors import CaptureError, PlanError
 from sbp_core.graph.ir import InputKind, LogicalGraph, Phase
-from sbp_aten.passes import allow_unknown, prepare_step
 from sbp_core.infer import infer_strategy
 from sbp_core.memory.arena import lay_out, worthwhile
-from sbp_torch.memory.layout import Layouts
 from sbp_core.memory.lifetime import lifetimes
 from sbp_core.memory.report import arena_line, report
+from sbp_core.passes import allow_unknown
 from sbp_core.plugins import Registry
 from sbp_core.plugins.kinds import GraphPass, Planner, PlanRequest
 from sbp_core.signatures import Unknown
@@ -44,6 +43,8 @@ from sbp_launch.patterns import check_patterns
 from sbp_launch.program import Program, make_choice, model_loss
 from sbp_launch.progress import Stages
 from sbp_launch.report import Memory, Row, plan_rows
+from sbp_torch.capture import capture
+from sbp_torch.memory.layout import Layouts
 
 logger = logging.getLogger(__name__)
 

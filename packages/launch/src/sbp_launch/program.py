@@ -13,8 +13,6 @@ from typing import Protocol, cast, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from sbp_torch.capture import counted_random, split_losses
-from sbp_torch.deferred_init import Deferred, deferred
 from sbp_core.placement import Cluster, Placement
 from sbp_core.plugins import Registry
 from sbp_core.plugins.kinds import ClusterFactory, Dataset, OptimizerFactory
@@ -22,6 +20,8 @@ from sbp_launch.config import Choice, RunConfig
 from sbp_launch.optimizers import optimizer_over
 from sbp_launch.patterns import check_patterns
 from sbp_launch.report import counted
+from sbp_torch.capture import counted_random, split_losses
+from sbp_torch.deferred_init import Deferred, deferred
 
 
 class _Model(Protocol):

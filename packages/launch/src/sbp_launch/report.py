@@ -19,9 +19,9 @@ from sbp_core.check import CheckReport
 from sbp_core.compile.lower import lower
 from sbp_core.compile.physical import PhysicalPlan
 from sbp_core.graph.ir import LogicalGraph, Phase, Rate
-from sbp_core.graph.views import VIEWS
 from sbp_core.memory.report import MemoryReport
 from sbp_core.placement import Placement
+from sbp_core.signatures.views import is_view
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_bytes, format_seconds
 
@@ -213,14 +213,14 @@ def _fold(row: Row) -> Row:
     return replace(row, module=_LAYER.sub("*", row.module), moved_bytes=0)
 
 
-_MOVES = VIEWS | {"clone", "cat"}
+_COPIES = ("clone", "cat")
 
 
 def _rank(row: Row, moved: int) -> tuple[int, int]:
     """Return what rows are sorted by, where only some can be shown."""
     if moved:
         return 0, -moved
-    if row.kind in _MOVES:
+    if row.kind in _COPIES or is_view(f"aten.{row.kind}"):
         return 3, 0
     return (2 if row.phase == Phase.OPTIMIZER.value else 1), 0
 

@@ -15,12 +15,11 @@ from rich.console import Console
 from safetensors.torch import save_file
 from torch import Tensor
 
+from sbp_core import strategy_yaml
 from sbp_core.boxing.backend import BoxingBackend
-from sbp_torch.capture import scalar_values
 from sbp_core.compile.physical import PhysicalPlan
 from sbp_core.compile.physical import to_json as plan_to_json
 from sbp_core.errors import ConfigError, SbpError
-from sbp_core import strategy_yaml
 from sbp_core.plugins import Registry
 from sbp_core.plugins.kinds import (
     LanguageModel,
@@ -43,6 +42,7 @@ from sbp_launch.report import (
 )
 from sbp_launch.sampling import printable, sample_text
 from sbp_launch.savings import saving_lines
+from sbp_torch.capture import scalar_values
 
 #: Where a run keeps every row of its plan.
 _ALL_ROWS = "see plan.txt of the run folder"

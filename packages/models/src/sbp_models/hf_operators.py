@@ -6,8 +6,8 @@ while a model is being compiled in float32. Imports no torch.
 
 from __future__ import annotations
 
-from sbp_core.signatures.rule import Rule
 from sbp_aten.rules import grouped
+from sbp_core.signatures.rule import Rule
 
 
 def product(config: object) -> Rule:

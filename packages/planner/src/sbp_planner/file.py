@@ -13,9 +13,9 @@ from sbp_core.errors import ConfigError, SbpError
 from sbp_core.graph.ir import LogicalGraph, TensorType
 from sbp_core.graph.serialize import graph_hash
 from sbp_core.infer import predict, stage_placements
-from sbp_core.strategy_yaml import from_yaml
 from sbp_core.plugins.kinds import PlanRequest
 from sbp_core.strategy import Strategy
+from sbp_core.strategy_yaml import from_yaml
 from sbp_planner.configs import FileConfig
 
 #: Most names that a message lists.

@@ -1,21 +1,19 @@
-"""sbp-core: the algebra, the graph, the compiler, the contracts, the reference runtime.
+"""sbp-core: the algebra, the graph, the compiler, the contracts.
 
-Everything is loaded when first used; importing this package imports no torch.
+Everything is loaded when first used.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from sbp_core._lazy import lazy
 
 if TYPE_CHECKING:
     from sbp_core import boxing as boxing
-    from sbp_torch.capture import capture as capture
-    from sbp_torch.capture import initial_states as initial_states
     from sbp_core.check import check as check
     from sbp_core.compile import CompileOptions as CompileOptions
     from sbp_core.compile import compile_plan as compile_plan
-    from sbp_aten.passes import prepare_step as prepare_step
     from sbp_core.infer import infer_strategy as infer_strategy
     from sbp_core.placement import Cluster as Cluster
     from sbp_core.placement import Device as Device
@@ -31,37 +29,44 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "B": "sbp",
-    "Cluster": "placement",
-    "CompileOptions": "compile",
-    "Device": "placement",
-    "Link": "placement",
-    "NdSbp": "sbp",
-    "P": "sbp",
-    "PlanRequest": "plugins.kinds",
-    "Placement": "placement",
-    "S": "sbp",
-    "Strategy": "strategy",
-    "compile_plan": "compile",
-    "infer_strategy": "infer",
-    "initial_states": "capture",
-    "prepare_step": "graph.passes",
-}
+__all__ = [
+    "B",
+    "Cluster",
+    "CompileOptions",
+    "Device",
+    "Link",
+    "NdSbp",
+    "P",
+    "Placement",
+    "PlanRequest",
+    "S",
+    "Strategy",
+    "boxing",
+    "check",
+    "compile_plan",
+    "infer_strategy",
+    "signatures",
+]
 
-#: Modules that are also called: `check(plan)`, `capture(model, ...)`, `signatures(op, ...)`.
-_MODULES = ("boxing", "capture", "check", "signatures")
-
-__all__ = sorted((*_HOMES, *_MODULES))
-
-
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return import_module(f"sbp_core.{name}")
-    if name in _HOMES:
-        return getattr(import_module(f"sbp_core.{_HOMES[name]}"), name)
-    raise AttributeError(f"module 'sbp_core' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return list(__all__)
+# `check` and `signatures` are modules that are also called: `check(plan)`, `signatures(op, ...)`.
+__getattr__ = lazy(
+    __name__,
+    {
+        "B": "sbp",
+        "Cluster": "placement",
+        "CompileOptions": "compile",
+        "Device": "placement",
+        "Link": "placement",
+        "NdSbp": "sbp",
+        "P": "sbp",
+        "Placement": "placement",
+        "PlanRequest": "plugins.kinds",
+        "S": "sbp",
+        "Strategy": "strategy",
+        "boxing": "boxing",
+        "check": "check",
+        "compile_plan": "compile",
+        "infer_strategy": "infer",
+        "signatures": "signatures",
+    },
+)

@@ -1,4 +1,4 @@
-"""What sbp-core itself offers, through the door that every plugin uses. Imports no torch."""
+"""What sbp-torch offers through the door that every plugin uses. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ def sbp_boxing_backends() -> Mapping[str, Factory]:
     """Offer the in-process backend."""
     return {
         "local": Factory(
-            build="sbp_torch.boxing.local:build", summary="all ranks in one process, one thread each"
+            build="sbp_torch.boxing.local:build",
+            summary="all ranks in one process, one thread each",
         )
     }
 
@@ -30,6 +31,12 @@ def sbp_runtimes() -> Mapping[str, Factory]:
             summary="all ranks in lock-step in one thread",
         )
     }
+
+
+@hookimpl
+def sbp_tensor_libraries() -> Mapping[str, Factory]:
+    """Offer PyTorch."""
+    return {"torch": Factory(build="sbp_torch.tensor_library:build", summary="PyTorch")}
 
 
 @hookimpl

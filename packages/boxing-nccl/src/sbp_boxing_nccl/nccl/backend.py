@@ -16,8 +16,8 @@ from sbp_boxing_nccl.nccl.device import Device
 from sbp_boxing_nccl.nccl.world import World, meet
 from sbp_boxing_nccl.start import processes
 from sbp_core.boxing.processes.process_backend import check_ranks
-from sbp_core.boxing.supervision.rendezvous import processes_that_meet
 from sbp_core.boxing.supervision.launch_spec import Start
+from sbp_core.boxing.supervision.rendezvous import processes_that_meet
 from sbp_core.errors import BoxingError
 
 

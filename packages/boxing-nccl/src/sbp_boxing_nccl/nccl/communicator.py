@@ -1,7 +1,7 @@
-"""The ends of all steps of one rank: its collectives, in the form that costs the fewest copies.
+"""How one rank executes its side of every boxing step, in the form that costs the fewest copies.
 
-What goes where is `sbp_torch.boxing.processes.exchange`; how is `group` and `mail`; how it breaks is
-`connections`.
+What goes where is `sbp_torch.boxing.processes.exchange`; how is `group` and `mail`; how it breaks
+is `connections`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import torch
 from sbp_boxing_nccl.nccl.connections import NcclConnections
 from sbp_boxing_nccl.nccl.group import Group, Work
 from sbp_boxing_nccl.nccl.wire import reducible, restored
-from sbp_torch.boxing.execute import reduction_of
 from sbp_core.boxing.processes.call import Call, group_name
-from sbp_torch.boxing.processes.exchange import ExchangeCommunicator
 from sbp_core.boxing.processes.manifest import Manifest
-from sbp_torch.boxing.processes.packed_buffer import Parcels, pack
 from sbp_core.boxing.step import StepKind
+from sbp_torch.boxing.execute import reduction_of
+from sbp_torch.boxing.processes.exchange import ExchangeCommunicator
+from sbp_torch.boxing.processes.packed_buffer import Parcels, pack
 
 
 class NcclCommunicator(ExchangeCommunicator[NcclConnections]):

@@ -5,34 +5,31 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-from sbp_core.errors import GraphError
-from sbp_core.graph.ir import LogicalGraph
 from sbp_aten.pass_options import (
     Along,
     Casts,
     ClassSplit,
     MixedPrecision,
     PassOptions,
-    Recompute,
     Slicing,
 )
-from sbp_core.passes.accumulate import accumulate
-from sbp_aten.passes.expose_batch_dim import unbury_batch
 from sbp_aten.passes.casts import place_casts
 from sbp_aten.passes.class_split import split_classes
-from sbp_aten.passes.step_counters import tie_clocks
 from sbp_aten.passes.constants import fold_constants
 from sbp_aten.passes.deferred_reductions import accumulate_apart, defer_reductions
+from sbp_aten.passes.expose_batch_dim import unbury_batch
 from sbp_aten.passes.identities import drop_identities
 from sbp_aten.passes.losses import sum_losses
 from sbp_aten.passes.mixed_precision import mixed_precision
-from sbp_core.passes.unalias_outputs import own_outputs
-from sbp_aten.passes.pipeline import GraphPass, chosen_passes
-from sbp_core.passes.recompute import recompute
-from sbp_aten.passes.simplify import fold_views, share_expressions
 from sbp_aten.passes.operator_slicing import slice_operators
-from sbp_core.passes.allow_unknown import allow_unknown
+from sbp_aten.passes.pipeline import GraphPass, chosen_passes
+from sbp_aten.passes.simplify import fold_views, share_expressions
+from sbp_aten.passes.step_counters import tie_clocks
+from sbp_core.errors import GraphError
+from sbp_core.graph.ir import LogicalGraph
 from sbp_core.graph.spec import verify_graph
+from sbp_core.passes.accumulation import accumulate
+from sbp_core.passes.output_aliases import unalias_outputs
 
 __all__ = [
     "Along",
@@ -41,20 +38,15 @@ __all__ = [
     "GraphPass",
     "MixedPrecision",
     "PassOptions",
-    "Recompute",
     "Slicing",
-    "accumulate",
     "accumulate_apart",
-    "allow_unknown",
     "defer_reductions",
     "drop_identities",
     "fold_constants",
     "fold_views",
     "mixed_precision",
-    "own_outputs",
     "place_casts",
     "prepare_step",
-    "recompute",
     "share_expressions",
     "slice_operators",
     "split_classes",
@@ -90,7 +82,7 @@ def prepare_step(
         before = len(graph.nodes)
         graph = _verified(apply(graph), name)
         _LOG.debug("pass %s: %d nodes, %+d", name, len(graph.nodes), len(graph.nodes) - before)
-    graph = _verified(own_outputs(graph), "own_outputs")
+    graph = _verified(unalias_outputs(graph), "unalias_outputs")
     graph = _verified(accumulate(graph, num_micro_batches), "accumulate")
     if not options.accumulate_apart:
         return graph

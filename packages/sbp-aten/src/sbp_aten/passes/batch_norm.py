@@ -20,8 +20,8 @@ from dataclasses import replace
 from math import prod
 
 from sbp_core.graph.ir import Argument, LogicalGraph, Node, Ref, TensorType
-from sbp_core.passes.writer import Writer
 from sbp_core.graph.rewrite import drop_dead
+from sbp_core.passes.writer import Writer
 
 _FORWARD = "aten._native_batch_norm_legit_functional.default"
 _BACKWARD = "aten.native_batch_norm_backward.default"

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from sbp_aten.passes.identities import may_have_gaps
 from sbp_core.graph.ir import Argument, LogicalGraph, Node, Ref, Symbol, TensorType
 from sbp_core.graph.ir import map_refs as map_arguments
-from sbp_aten.passes.identities import may_have_gaps
 from sbp_core.graph.rewrite import drop_dead, rename_outputs, rename_uses
 
 _Array = NDArray[Any]

@@ -11,6 +11,15 @@ from dataclasses import replace
 from enum import Enum, auto
 from fnmatch import fnmatchcase
 
+from sbp_aten.pass_options import MixedPrecision
+from sbp_aten.passes.precision_lists import (
+    FLOAT32_OUTPUTS,
+    FULL_POINTWISE,
+    LIKE,
+    LOW,
+    MOVING,
+    TOLD,
+)
 from sbp_core.graph.ir import (
     Argument,
     LogicalGraph,
@@ -22,17 +31,8 @@ from sbp_core.graph.ir import (
     TensorType,
     map_refs,
 )
-from sbp_aten.pass_options import MixedPrecision
-from sbp_aten.passes.precision_lists import (
-    FLOAT32_OUTPUTS,
-    FULL_POINTWISE,
-    LIKE,
-    LOW,
-    MOVING,
-    TOLD,
-)
-from sbp_core.passes.writer import Writer
 from sbp_core.graph.rewrite import drop_dead, rename_outputs
+from sbp_core.passes.writer import Writer
 
 _FULL = "float32"
 

@@ -27,6 +27,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
+from sbp_aten.pass_options import Along, Slicing
 from sbp_core.errors import ConfigError
 from sbp_core.graph.ir import (
     Argument,
@@ -38,7 +39,6 @@ from sbp_core.graph.ir import (
     TensorType,
     ValueType,
 )
-from sbp_aten.pass_options import Along, Slicing
 from sbp_core.graph.rewrite import drop_dead
 
 #: Contractions: the positions of both factors, and of what is added (-1: nothing).

@@ -17,7 +17,7 @@ The order, and why it is so:
     unbury_batch        on products as all the others know them, before any is repeated
     recompute           repeats what must not be shared again: nothing cleans up after it
     defer_reductions    on what is there after all that
-    own_outputs         always: what leaves as an input is copied, and nobody drops that again
+    unalias_outputs         always: what leaves as an input is copied, and nobody drops that again
     accumulate          the others need not know of rates
     accumulate_apart    on the sums over micro-batches, which are there only now
 """
@@ -27,21 +27,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
-from sbp_core.graph.ir import LogicalGraph
 from sbp_aten.pass_options import PassOptions
 from sbp_aten.passes.batch_norm import split_batch_norm
-from sbp_aten.passes.expose_batch_dim import unbury_batch
 from sbp_aten.passes.casts import place_casts
 from sbp_aten.passes.class_split import split_classes
-from sbp_aten.passes.step_counters import tie_clocks
 from sbp_aten.passes.constants import fold_constants
 from sbp_aten.passes.deferred_reductions import defer_reductions
+from sbp_aten.passes.expose_batch_dim import unbury_batch
 from sbp_aten.passes.identities import drop_identities
 from sbp_aten.passes.losses import sum_losses
 from sbp_aten.passes.mixed_precision import mixed_precision
-from sbp_core.passes.recompute import recompute
-from sbp_aten.passes.simplify import fold_views, share_expressions
 from sbp_aten.passes.operator_slicing import slice_operators
+from sbp_aten.passes.simplify import fold_views, share_expressions
+from sbp_aten.passes.step_counters import tie_clocks
+from sbp_core.graph.ir import LogicalGraph
+from sbp_core.passes.recomputation import recompute
 
 #: A pure function graph -> graph.
 GraphPass = Callable[[LogicalGraph], LogicalGraph]

@@ -9,17 +9,16 @@
     reshape, views, rearrange, selection, triangular, memory       where elements stand
     indexing, advanced, embedding, embedding_bag                   reading by index
     scatter, index_put, replace_view, data_dependent               writing by index, masks
-    factories, random, foreach, fused, sbp_ops, opaque             all else
+    factories, random, foreach, fused, sbp_ops                     all else
 
-Without rules of their own: `patterns`, `arrangement`, `windows`, `updates`, `means`, `sliding` and
-`planes` hold what several families share.
+Without rules of their own: `arrangement`, `windows`, `updates`, `means`, `sliding` and `planes`
+hold what several families share.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from sbp_core.signatures.rule import Rule
 from sbp_aten.rules import (
     advanced,
     attention,
@@ -57,13 +56,16 @@ from sbp_aten.rules import (
     replace_view,
     resampling,
     reshape,
+    sbp_ops,
     scans,
     scatter,
     selection,
     triangular,
     views,
 )
-from sbp_core.signatures import sbp_ops
+from sbp_aten.views import VIEWS
+from sbp_core.plugins.hooks import EmptyConfig
+from sbp_core.signatures.rule import Rule, RuleSet
 
 #: Operator name -> rule. Operators that ATen tags as pointwise need none.
 RULES: Mapping[str, Rule] = {
@@ -110,3 +112,8 @@ RULES: Mapping[str, Rule] = {
     **triangular.RULES,
     **views.RULES,
 }
+
+
+def build(config: EmptyConfig) -> RuleSet:
+    """Return the rule set. Kind `signature`, names `aten`, `sbp` and `torch_nn`."""
+    return RuleSet(rules=RULES, pointwise=pointwise.POINTWISE, views=VIEWS)

@@ -5,6 +5,7 @@ They are linear and increasing in what they pick from, and need the dims whole t
 
 from __future__ import annotations
 
+from sbp_aten.rules.updates import choosing
 from sbp_core.signatures.arguments import argument
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.notation import (
@@ -17,9 +18,8 @@ from sbp_core.signatures.notation import (
     minima,
     unread,
 )
-from sbp_core.signatures.rule import Rule
 from sbp_core.signatures.patterns import each, opaque
-from sbp_aten.rules.updates import choosing
+from sbp_core.signatures.rule import Rule
 
 _COUNTED = "where an element goes hangs on how many are picked before it"
 

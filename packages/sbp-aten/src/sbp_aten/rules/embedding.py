@@ -9,11 +9,6 @@ from __future__ import annotations
 
 from math import prod
 
-from sbp_core.signatures.arguments import argument, labels
-from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.notation import Notation, increasing, linear
-from sbp_core.signatures.rule import Draft, LocalCall, LocalProgram, Rule, Shards
-from sbp_core.signatures.patterns import each, unchanged
 from sbp_aten.rules.windows import (
     given,
     is_cut,
@@ -23,6 +18,11 @@ from sbp_aten.rules.windows import (
     without_spare,
     writable,
 )
+from sbp_core.signatures.arguments import argument, labels
+from sbp_core.signatures.call import OpCall
+from sbp_core.signatures.notation import Notation, increasing, linear
+from sbp_core.signatures.patterns import each, unchanged
+from sbp_core.signatures.rule import Draft, LocalCall, LocalProgram, Rule, Shards
 
 
 def _embedding(call: OpCall) -> Notation:

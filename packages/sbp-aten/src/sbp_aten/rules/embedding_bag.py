@@ -8,12 +8,6 @@ places make a bag is said by offsets, so the bags themselves are whole.
 
 from __future__ import annotations
 
-from sbp_core.graph.ir import Argument, Ref
-from sbp_core.signatures.arguments import argument
-from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.notation import Dims, Notation, ignored, linear, unread
-from sbp_core.signatures.rule import Draft, LocalCall, LocalProgram, Range, Rule, Shards
-from sbp_core.signatures.patterns import each, unchanged
 from sbp_aten.rules.windows import (
     given,
     is_cut,
@@ -23,6 +17,12 @@ from sbp_aten.rules.windows import (
     without_spare,
     writable,
 )
+from sbp_core.graph.ir import Argument, Ref
+from sbp_core.signatures.arguments import argument
+from sbp_core.signatures.call import OpCall
+from sbp_core.signatures.notation import Dims, Notation, ignored, linear, unread
+from sbp_core.signatures.patterns import each, unchanged
+from sbp_core.signatures.rule import Draft, LocalCall, LocalProgram, Range, Rule, Shards
 
 #: PyTorch's numbers for `mode=`.
 _SUM, _MEAN, _MAX = 0, 1, 2

@@ -11,6 +11,7 @@ from sbp_core.graph.ir import Argument, Symbol
 from sbp_core.signatures.arguments import argument
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.notation import Dependence, Notation, linear, unread
+from sbp_core.signatures.patterns import each, unchanged
 from sbp_core.signatures.rule import (
     Draft,
     LocalCall,
@@ -20,7 +21,6 @@ from sbp_core.signatures.rule import (
     Shards,
     resized,
 )
-from sbp_core.signatures.patterns import each, unchanged
 
 
 def made(call: OpCall, *dependences: Dependence) -> Notation:

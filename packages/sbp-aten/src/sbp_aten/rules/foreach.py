@@ -11,13 +11,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from math import inf
 
+from sbp_aten.rules.pointwise import notation_of
 from sbp_core.graph.ir import Argument, Ref, TensorType, refs
 from sbp_core.signatures.arguments import argument, numbered
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.notation import Dependence, Dims, Effect, Notation, linear
-from sbp_core.signatures.rule import Rule
 from sbp_core.signatures.patterns import each
-from sbp_aten.rules.pointwise import broadcasting
+from sbp_core.signatures.rule import Rule
 
 #: What the call at one place means.
 Meaning = Callable[[OpCall], Notation]
@@ -221,7 +221,7 @@ _BINARY = {
 
 RULES = {
     **{
-        f"aten._foreach_{name}.{overload}": _foreach(broadcasting)
+        f"aten._foreach_{name}.{overload}": _foreach(notation_of)
         for overloads, names in _BINARY.items()
         for overload in overloads.split()
         for name in names.split()

@@ -9,13 +9,8 @@ from __future__ import annotations
 
 from math import prod
 
-from sbp_core.signatures.arguments import argument
-from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.notation import Dims, Notation
-from sbp_core.signatures.rule import Draft, LocalCall, LocalProgram, Rule, Shards
 from sbp_aten.rules.advanced import DATA, Indexing, clamped, right_aligned
 from sbp_aten.rules.indexing import flat_places
-from sbp_core.signatures.patterns import each, unchanged
 from sbp_aten.rules.updates import Updates, combining, replacing
 from sbp_aten.rules.windows import (
     given,
@@ -25,6 +20,11 @@ from sbp_aten.rules.windows import (
     wrapped,
     writable,
 )
+from sbp_core.signatures.arguments import argument
+from sbp_core.signatures.call import OpCall
+from sbp_core.signatures.notation import Dims, Notation
+from sbp_core.signatures.patterns import each, unchanged
+from sbp_core.signatures.rule import Draft, LocalCall, LocalProgram, Rule, Shards
 
 _MASKED = "aten._unsafe_masked_index_put_accumulate.default"
 

@@ -23,8 +23,8 @@ from sbp_core.signatures.notation import (
     linear,
     unread,
 )
+from sbp_core.signatures.pointwise import broadcast_dims
 from sbp_core.signatures.rule import Rule, parsed
-from sbp_aten.rules.pointwise import broadcast_dims
 
 _MIXES = "a factorisation mixes all rows and columns of a matrix"
 

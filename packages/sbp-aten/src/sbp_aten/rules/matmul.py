@@ -17,9 +17,9 @@ from sbp_core.signatures.notation import (
     maxima,
     unread,
 )
-from sbp_core.signatures.rule import Rule, parsed
 from sbp_core.signatures.patterns import each
-from sbp_aten.rules.pointwise import broadcast_dims
+from sbp_core.signatures.pointwise import broadcast_dims
+from sbp_core.signatures.rule import Rule, parsed
 
 #: Why there may be no empty shards beside some biases.
 _UNBROADCAST = "beside an empty matrix the kernel does not broadcast the bias"

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from sbp_core.signatures.arguments import argument
 from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.rule import Draft, LocalCall, LocalProgram
 from sbp_core.signatures.patterns import changed, unchanged
+from sbp_core.signatures.rule import Draft, LocalCall, LocalProgram
 
 
 def part_of_mean(

@@ -11,13 +11,13 @@ a rank with some of the samples does not know; the backward operators are told.
 
 from __future__ import annotations
 
+from sbp_aten.rules.loss import MEAN, NONE, SUM
 from sbp_core.graph.ir import Argument, Ref, Symbol
 from sbp_core.signatures.arguments import argument, labels, tensor_position
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.notation import Dims, Notation, decreasing, linear, unread
-from sbp_core.signatures.rule import Draft, LocalCall, LocalProgram, Rule, Shards
-from sbp_aten.rules.loss import MEAN, NONE, SUM
 from sbp_core.signatures.patterns import each, unchanged
+from sbp_core.signatures.rule import Draft, LocalCall, LocalProgram, Rule, Shards
 
 #: The target that a rank ignores, whatever the call ignores.
 _ELSEWHERE = -100

@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
 
+from sbp_aten.rules.planes import is_whole, moved, plane, spatial
+from sbp_aten.rules.sliding import Slide, space, spread
 from sbp_core.signatures.arguments import argument
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.notation import (
@@ -25,6 +27,7 @@ from sbp_core.signatures.notation import (
     maxima,
     unread,
 )
+from sbp_core.signatures.patterns import changed, each
 from sbp_core.signatures.rule import (
     Draft,
     LocalCall,
@@ -33,9 +36,6 @@ from sbp_core.signatures.rule import (
     Rule,
     Shards,
 )
-from sbp_core.signatures.patterns import changed, each
-from sbp_aten.rules.planes import is_whole, moved, plane, spatial
-from sbp_aten.rules.sliding import Slide, space, spread
 
 #: Shapes of elements and of windows -> how the window slides along each spatial dim.
 _Slides = Callable[[OpCall, Sequence[int], Sequence[int]], Iterator[Slide]]

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import inf, prod
 
+from sbp_aten.rules.means import part_of_mean
 from sbp_core.graph.ir import Symbol
 from sbp_core.signatures.arguments import BY_NAME, argument, labels, wrap_dims
 from sbp_core.signatures.call import OpCall
@@ -27,10 +28,9 @@ from sbp_core.signatures.notation import (
     minima,
     unread,
 )
-from sbp_core.signatures.rule import Draft, LocalCall, Localizer, LocalProgram, Rule, Shards
-from sbp_aten.rules.means import part_of_mean
 from sbp_core.signatures.patterns import broadcast_shape, each, unchanged
-from sbp_aten.rules.pointwise import broadcast_dims
+from sbp_core.signatures.pointwise import broadcast_dims
+from sbp_core.signatures.rule import Draft, LocalCall, Localizer, LocalProgram, Rule, Shards
 
 #: Position of an argument that is not there: the reduction is over all dims.
 _NONE = -1

@@ -11,12 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from sbp_core.graph.ir import Ref
-from sbp_core.signatures.arguments import argument, wrap_dim
-from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.notation import Dims, Notation
-from sbp_core.signatures.rule import Draft, LocalCall, Localizer, LocalProgram, Rule, Shards
-from sbp_core.signatures.patterns import unchanged
 from sbp_aten.rules.updates import Updates, combining, meeting_number, replacing
 from sbp_aten.rules.windows import (
     given,
@@ -26,6 +20,12 @@ from sbp_aten.rules.windows import (
     wrapped,
     writable,
 )
+from sbp_core.graph.ir import Ref
+from sbp_core.signatures.arguments import argument, wrap_dim
+from sbp_core.signatures.call import OpCall
+from sbp_core.signatures.notation import Dims, Notation
+from sbp_core.signatures.patterns import unchanged
+from sbp_core.signatures.rule import Draft, LocalCall, Localizer, LocalProgram, Rule, Shards
 
 #: What happens to updates that have these labels.
 _Meeting = Callable[[OpCall, Sequence[str]], Updates]

@@ -2,12 +2,10 @@
 
 In the order in which they are used: `step` (the values), `slices` (who needs what), `router` (finds
 the route, by `routing` and `memory`), `price` (its time, by `algorithms`), `explain` (a route as a
-table), `backend` (the contract of transports), `execute` (one step for all ranks at once) and
-`local` (the in-process backend, whose threads divide large steps by `share` and use memory again by
-`arena`). The last two and what they use know torch.
+table), `backend` (the contract of transports).
 
 `processes` has what backends of several processes are made of, `supervision` starts such processes
-and sees that they end.
+and sees that they end. What touches tensors is in `sbp_torch.boxing`.
 """
 
 from sbp_core.boxing.backend import BoxingBackend, Communicator

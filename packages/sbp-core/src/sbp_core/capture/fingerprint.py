@@ -51,10 +51,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sbp_torch._torch_compat import gradient_hooks
 from sbp_core.compile.cache import compiler_digest
 from sbp_core.compile.depends import SourceFile, loaded_sources
 from sbp_core.errors import CaptureError
+from sbp_torch._torch_compat import gradient_hooks
 
 #: Packages whose version or code is part of every fingerprint.
 _VERSIONED = ("torch", "sbp_core")

@@ -10,11 +10,11 @@ after:  for each rank, actors with registers, quotas, threads and a fixed firing
 from __future__ import annotations
 
 from sbp_core.compile.buckets import bucket
+from sbp_core.compile.donation import take_over
 from sbp_core.compile.lower import lower
 from sbp_core.compile.order import order_firings
 from sbp_core.compile.physical import PhysicalPlan
 from sbp_core.compile.segments import CompileOptions, form_plan
-from sbp_core.compile.donation import take_over
 from sbp_core.graph.ir import LogicalGraph
 from sbp_core.strategy import Strategy
 

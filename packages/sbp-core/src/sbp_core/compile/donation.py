@@ -25,7 +25,7 @@ from sbp_core.compile.physical import (
     RankPlan,
 )
 from sbp_core.graph.ir import Rate, Ref, refs
-from sbp_core.graph.views import VIEWS
+from sbp_core.signatures.views import is_view
 
 
 def take_over(plan: PhysicalPlan) -> PhysicalPlan:
@@ -105,8 +105,7 @@ def _views(part: RankPlan, states: set[str]) -> dict[str, set[str]]:
         changed = False
         for actor in part.actors:
             for entry in actor.instructions:
-                kind = entry.op.split(".")[1]
-                if entry.op != LOCAL_BOX and kind not in VIEWS:
+                if entry.op != LOCAL_BOX and not is_view(entry.op):
                     continue
                 seen = {s for ref in refs(entry.args) for s in found.get(ref.name, ())}
                 for key in entry.outputs:

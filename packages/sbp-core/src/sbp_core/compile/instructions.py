@@ -18,11 +18,11 @@ from sbp_core.compile.items import Item, ItemKind
 from sbp_core.compile.physical import LOCAL_BOX, Instruction
 from sbp_core.compile.program import Program
 from sbp_core.graph.ir import Argument, Node, Ref, map_refs
-from sbp_core.graph.views import VIEWS
 from sbp_core.sbp import Partial, Split
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.localize import localize
 from sbp_core.signatures.rule import LocalProgram
+from sbp_core.signatures.views import is_view
 
 _RENAMED = {
     # A part need not be contiguous where the logical tensor is, so views must be able to copy.
@@ -199,7 +199,7 @@ def _bases(program: Program, items: Sequence[Item]) -> dict[str, str]:
 
 def _is_alias(program: Program, node: Node) -> bool:
     """Whether the node views its argument; a slice of a split dim is a new tensor, partial."""
-    if node.kind not in VIEWS:
+    if not is_view(node.op):
         return False
     signature = program.strategy.nodes[node.name].signature
     return not any(

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from sbp_core.compile.items import Item, ItemKind
 from sbp_core.graph.ir import InputKind, LogicalGraph, Phase
-from sbp_core.graph.views import VIEWS
+from sbp_core.signatures.views import is_view
 
 
 def with_levels(graph: LogicalGraph, items: Iterable[Item]) -> list[Item]:
@@ -79,7 +79,7 @@ def sink(items: Sequence[Item]) -> list[Item]:
     sunk: list[Item] = []
     for item in reversed(items):
         light = item.phase is Phase.OPTIMIZER or (
-            item.node is not None and item.node.kind in VIEWS | _FACTORIES
+            item.node is not None and (is_view(item.node.op) or item.node.kind in _FACTORIES)
         )
         if item.kind is ItemKind.OP and light:
             found = [user for key in item.outputs for user in users.get(key, ())]

@@ -1,8 +1,8 @@
 """The logical graph: our own frozen IR of functional ATen ops on global shapes.
 
-Values are named and typed; a node names its argument values through `Ref`. Nothing here imports
-torch or FX: `sbp_torch.capture` makes these graphs, `graph.serialize` writes them, `graph.spec` says
-what is legal, and `graph.passes` rewrites them.
+Values are named and typed; a node names its argument values through `Ref`. `sbp_torch.capture`
+makes these graphs, `graph.serialize` writes them, `graph.spec` says what is legal, and passes
+rewrite them.
 """
 
 from __future__ import annotations

@@ -9,6 +9,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from sbp_core.compile.physical import ActorKind, PhysicalPlan
+from sbp_core.graph.ir import ITEMSIZE
+from sbp_core.memory.lifetime import RankLifetimes, lifetimes
+from sbp_core.memory.slots import OutVariant, RankSlots, Slot, rank_slots
 from sbp_torch._torch_compat import (
     OpOverload,
     argument_types,
@@ -17,11 +21,7 @@ from sbp_torch._torch_compat import (
     return_types,
 )
 from sbp_torch.boxing.execute import torch_dtype
-from sbp_core.compile.physical import ActorKind, PhysicalPlan
-from sbp_core.graph.ir import ITEMSIZE
 from sbp_torch.memory.layout import Layouts
-from sbp_core.memory.lifetime import RankLifetimes, lifetimes
-from sbp_core.memory.slots import OutVariant, RankSlots, Slot, rank_slots
 from sbp_torch.ops.operators import operator_of
 
 #: Bytes from which on the C library asks the system for every result anew, and gives it back, so

@@ -20,7 +20,7 @@ from enum import StrEnum
 from sbp_core.compile.liveness import keys_in
 from sbp_core.compile.physical import Actor, ActorKind, PhysicalPlan, RankPlan
 from sbp_core.graph.ir import InputKind, Phase
-from sbp_core.graph.views import VIEWS
+from sbp_core.signatures.views import is_view
 
 
 class Kind(StrEnum):
@@ -46,8 +46,13 @@ _OF_INPUT: Mapping[InputKind, Kind] = {
 
 _BOXING = (ActorKind.COLLECTIVE, ActorKind.SEND, ActorKind.RECEIVE)
 
-#: Operators whose result is their argument, or a slice of it, looked at, cast or put together.
-_CASTS = VIEWS | {"_to_copy", "clone", "cat", "slice_copy", "stack"}
+#: Operators whose result is a copy of their argument, or of a slice, cast or put together.
+_COPIES = ("_to_copy", "clone", "cat", "slice_copy", "stack")
+
+
+def _is_same(op: str) -> bool:
+    """Whether a result is the argument, looked at, cast or put together."""
+    return is_view(op) or op.split(".")[1] in _COPIES
 
 
 def kind_of_slot(kind: str) -> Kind:
@@ -100,7 +105,7 @@ def _gathered(plan: PhysicalPlan, part: RankPlan) -> set[str]:
                 own.add(actor.makes)
         for entry in actor.instructions:
             sources = set(keys_in(entry))
-            if entry.op.split(".")[1] in _CASTS and sources and sources <= own:
+            if _is_same(entry.op) and sources and sources <= own:
                 own.update(entry.outputs)
                 boxed.update(entry.outputs if sources <= boxed else ())
     return boxed
@@ -142,6 +147,6 @@ def _cast_from(actor: Actor, key: str) -> set[str]:
         entry = makers.get(one := todo.pop())
         if entry is None:
             found.add(one)
-        elif entry.op.split(".")[1] in _CASTS:
+        elif _is_same(entry.op):
             todo.extend(keys_in(entry))
     return found & set(actor.inputs)

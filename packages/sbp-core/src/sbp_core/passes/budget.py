@@ -44,8 +44,8 @@ from numpy.typing import NDArray
 from sbp_core.errors import ConfigError
 from sbp_core.graph.blocks import block_of
 from sbp_core.graph.ir import LogicalGraph, Node, Phase
-from sbp_core.passes.rematerialize import Region
 from sbp_core.passes.closure import least_closure
+from sbp_core.passes.rematerialize import Region
 from sbp_core.passes.saved_activations import call_flop, is_forward, is_view, sum_bytes
 from sbp_core.units import format_bytes
 

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from sbp_core.graph.ir import InputKind, LogicalGraph, Node, Phase, Ref, ValueType
-from sbp_core.passes.saved_activations import call_flop, is_forward
 from sbp_core.graph.rewrite import drop_dead, rename_uses
+from sbp_core.passes.saved_activations import call_flop, is_forward
 
 #: Tag of nodes that make forward values again.
 AGAIN = "again"

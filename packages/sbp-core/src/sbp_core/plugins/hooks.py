@@ -69,6 +69,7 @@ KINDS = {
     "logger": "sbp_loggers",
     "pass": "sbp_passes",
     "signature": "sbp_signatures",
+    "tensor_library": "sbp_tensor_libraries",
 }
 
 
@@ -113,7 +114,11 @@ class HookSpecs(Protocol):
 
     @hookspec
     def sbp_signatures(self) -> Mapping[str, Factory]:
-        """Op signatures, by op (`mylib.myop.default`): rules of `sbp_core.signatures.registry`."""
+        """Op signatures: a rule by operator (`mylib.myop.default`), or a `RuleSet` by namespace."""
+
+    @hookspec
+    def sbp_tensor_libraries(self) -> Mapping[str, Factory]:
+        """Libraries that execute operators: `sbp_core.tensor_library.TensorLibrary`."""
 
     @hookspec
     def sbp_config_folders(self) -> Sequence[str]:

@@ -1,7 +1,4 @@
-"""Runtimes: the contract, the reference runtime, and what runtimes share.
-
-Importing this imports no torch; `single`, `reference`, `store` and `codegen` do.
-"""
+"""The contract of runtimes: start a plan on states, run steps, hand states back."""
 
 from __future__ import annotations
 

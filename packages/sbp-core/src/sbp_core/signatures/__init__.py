@@ -1,8 +1,8 @@
 """Signatures: how an operator call may be cut, derived from what the operator means.
 
-`notation` is the language, `rules` say what operators mean, `derive` finds the signatures, `check`
-answers illegal ones, `localize` says what one rank executes, and `verify`, the only module here
-that knows torch, proves signatures by execution.
+`notation` is the language, a `rule` says what an operator means, `registry` whose rule it is,
+`derive` finds the signatures, `check` answers illegal ones, `localize` says what one rank executes.
+The rules of ATen's operators are in `sbp_aten`; `sbp_torch.signatures` verifies by execution.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from sbp_core.signatures.derive import derive, work_flop
 from sbp_core.signatures.localize import localize
 from sbp_core.signatures.notation import Notation
 from sbp_core.signatures.registry import Registry, Unknown
-from sbp_core.signatures.rule import Draft, LocalCall, LocalProgram, Rule, Shards
+from sbp_core.signatures.rule import Draft, LocalCall, LocalProgram, Rule, RuleSet, Shards
 from sbp_core.signatures.signature import Requirement, Signature1d
+from sbp_core.tensor_library import tensor_library
 
 __all__ = [
     "Draft",
@@ -29,6 +30,7 @@ __all__ = [
     "Registry",
     "Requirement",
     "Rule",
+    "RuleSet",
     "Shards",
     "Signature1d",
     "Unknown",
@@ -60,11 +62,9 @@ def signatures(
 
     Raises:
         SignatureError: the operator has no rule.
-        SbpLookupError: PyTorch has no such operator.
+        SbpLookupError: there is no such operator, or no tensor library that knows it.
     """
-    from sbp_torch.signatures.torch_call import abstract_call  # imports torch, for shapes and tags
-
-    return derive(abstract_call(op, args, kwargs), axis_size, rules=rules)
+    return derive(tensor_library().abstract_call(op, args, kwargs), axis_size, rules=rules)
 
 
 make_callable(__name__)

@@ -1,7 +1,7 @@
 """Explanations: where each signature of a call comes from, and why other candidates are none.
 
 `explain("aten.mm.default", (4, 6), (6, 8))` prints as a table. What an illegal assignment inside a
-program is answered with is `signatures.check`. Torch is imported only to find shapes of outputs.
+program is answered with is `signatures.check`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from sbp_core.sbp import NdSbp, Sbp
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.derive import derivation, derive, work_flop
 from sbp_core.signatures.notation import Dims, Notation
-from sbp_core.signatures.registry import Registry, installed
 from sbp_core.signatures.opaque import OPAQUE
+from sbp_core.signatures.registry import Registry, installed
 from sbp_core.signatures.signature import Signature1d
+from sbp_core.tensor_library import tensor_library
 from sbp_core.units import format_flop
 
 #: Rows of a table: a column for each tensor, and the reason.
@@ -137,11 +138,9 @@ def explain(
 
     Raises:
         SignatureError: the operator has no rule.
-        SbpLookupError: PyTorch has no such operator.
+        SbpLookupError: there is no such operator, or no tensor library that knows it.
     """
-    from sbp_torch.signatures.torch_call import abstract_call  # imports torch, for shapes and tags
-
-    return explain_call(abstract_call(op, args, kwargs), axis_size, rules=rules)
+    return explain_call(tensor_library().abstract_call(op, args, kwargs), axis_size, rules=rules)
 
 
 def explain_call(call: OpCall, axis_size: int, *, rules: Registry | None = None) -> Explanation:

@@ -1,7 +1,8 @@
-"""Which rule belongs to which operator: PyTorch's own by family, then those of plugins.
+"""Which rule belongs to which operator.
 
-Pointwise operators need no entry: they are recognised by the tag that the call carries. Plugins are
-looked for only when an operator has no rule here. Imports no torch.
+A plugin registers the rule of one operator under the operator's name, `mylib.myop.default`, or a
+`RuleSet` for a namespace of operators, `mylib`; that is how ATen's rules come in, too. A pointwise
+operator needs neither: it is recognised by the tag that the call carries.
 """
 
 from __future__ import annotations
@@ -10,20 +11,18 @@ from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from enum import StrEnum
 from functools import cache
-from importlib import import_module
 
 from sbp_core.errors import SignatureError
 from sbp_core.plugins import Registry as Plugins
 from sbp_core.plugins import discover
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.notation import Notation
-from sbp_core.signatures.rule import Rule
-from sbp_aten.rules import RULES
 from sbp_core.signatures.opaque import OPAQUE
-from sbp_aten.rules.pointwise import POINTWISE
+from sbp_core.signatures.pointwise import POINTWISE
+from sbp_core.signatures.rule import Rule, RuleSet
+from sbp_core.signatures.sbp_ops import RULES, VIEWS
 from sbp_core.signatures.signature import Signature1d
-
-_DISCOVERY = "sbp_torch.signatures.discover"
+from sbp_core.tensor_library import tensor_library
 
 
 class Unknown(StrEnum):
@@ -47,9 +46,10 @@ class Registry:
     """Rules by operator name.
 
     Args:
-        extra: Rules that take precedence over the built-in ones.
-        plugins: Gives the installed plugins, whose rules (hook `sbp_signatures`) serve operators
-            that have none otherwise; asked at most once.
+        extra: Rules that take precedence over all others.
+        plugins: Gives the plugins whose rules and rule sets (hook `sbp_signatures`) serve
+            operators that have no rule of the core; asked at most once. Those that are installed,
+            if omitted.
         unknown: What becomes of an operator without a rule whose call has no tag that says so.
     """
 
@@ -64,13 +64,24 @@ class Registry:
         for op, rule in (extra or {}).items():
             self._rules[op] = _as_rule(rule)
         self._unknown = Unknown(unknown)
-        self._plugins = plugins
+        self._plugins = plugins or discover
         self._offered: Plugins | None = None
+        self._sets: dict[str, RuleSet] = {}
 
     @property
     def ops(self) -> tuple[str, ...]:
-        """The operators that have a rule of their own, sorted."""
-        return tuple(sorted(self._rules))
+        """The operators that have a rule of their own, sorted; not those of single plugin rules."""
+        sets = [name for name in self._names() if "." not in name]
+        return tuple(sorted({*self._rules, *(op for name in sets for op in self._set(name).rules)}))
+
+    def is_view(self, op: str) -> bool:
+        """Whether results of an operator may lie in the memory of its arguments.
+
+        Args:
+            op: Operator and overload, `aten.view.default`; the overload does not matter.
+        """
+        namespace, kind = (*op.split("."), "")[:2]
+        return op in VIEWS or kind in self._set(namespace).views
 
     def rule(self, call: OpCall) -> Rule:
         """Return the rule of a call.
@@ -82,19 +93,78 @@ class Registry:
         found = self._rules.get(call.op)
         if found is not None:
             return found
+        namespace = self._set(call.op.partition(".")[0])
+        if call.op in namespace.rules:
+            return namespace.rules[call.op]
         if "pointwise" in call.tags:
-            return POINTWISE
-        offered = self._from_plugins(call.op)
-        if offered is not None:
-            return offered
+            return namespace.pointwise or POINTWISE
+        if call.op in self._names():
+            return self._of_plugin(call.op)
         if self._fate(call) is not Unknown.REFUSE:
             return OPAQUE
-        near = get_close_matches(call.op, self._rules, n=3, cutoff=0.6)
+        raise self._no_rule(call)
+
+    def discovered(self, call: OpCall) -> tuple[Signature1d, ...]:
+        """Return what execution finds for a call whose operator nothing describes.
+
+        Raises:
+            SbpError: no tensor library is installed that could execute it.
+        """
+        if self._fate(call) is not Unknown.DISCOVER or self.rule(call) is not OPAQUE:
+            return ()
+        return tensor_library().discover(call)
+
+    def _fate(self, call: OpCall) -> Unknown:
+        """Return what becomes of a call if its operator has no rule."""
+        return next((kind for kind in Unknown if kind.tag in call.tags), self._unknown)
+
+    def _names(self) -> tuple[str, ...]:
+        """Return the operators and namespaces that plugins have rules for."""
+        if self._offered is None:
+            self._offered = self._plugins()
+        return self._offered.names("signature")
+
+    def _set(self, namespace: str) -> RuleSet:
+        """Return the rule set of a namespace; an empty one if there is none."""
+        if namespace not in self._sets:
+            made = self._made(namespace) if namespace in self._names() else RuleSet(rules={})
+            if not isinstance(made, RuleSet):
+                raise self._no_rule_at_all(namespace, made, "a RuleSet")
+            self._sets[namespace] = made
+        return self._sets[namespace]
+
+    def _of_plugin(self, op: str) -> Rule:
+        """Return the rule that a plugin registers for an operator, and keep it."""
+        made = self._made(op)
+        if not isinstance(made, Rule | str) and not callable(made):
+            raise self._no_rule_at_all(
+                op, made, "a Rule, a notation such as 'i k, k j -> i j', or call -> Notation"
+            )
+        self._rules[op] = _as_rule(made)
+        return self._rules[op]
+
+    def _made(self, name: str) -> object:
+        assert self._offered is not None, "its names were asked for"
+        return self._offered.make("signature", name)
+
+    def _no_rule_at_all(self, name: str, made: object, accepted: str) -> SignatureError:
+        assert self._offered is not None, "its names were asked for"
+        return SignatureError(
+            f"the plugin rule for {name} is a {type(made).__name__}",
+            where=f"distribution {self._offered.entry('signature', name).distribution}",
+            accepted=accepted,
+        )
+
+    def _no_rule(self, call: OpCall) -> SignatureError:
+        """Return the answer to a call of an operator that nothing describes."""
+        # Of the sets that have been asked for; a broken one of another plugin is not its business.
+        known = [*self._rules, *(op for found in self._sets.values() for op in found.rules)]
+        near = get_close_matches(call.op, known, n=3, cutoff=0.6)
         if not call.op.startswith("aten."):
             # Then endings such as `.default` are alike and mean nothing: go by the name alone.
             name = call.op.split(".")[-2:-1]
             near = [op for op in near if op.split(".")[-2:-1] == name]
-        raise SignatureError(
+        return SignatureError(
             f"nothing says how {call.op} may be split: it has no rule and no tag 'pointwise'",
             where=call.where,
             accepted=f"operators with a rule, such as {', '.join(near)}" if near else "",
@@ -104,36 +174,6 @@ class Registry:
             "(in Python: the pass allow_unknown, or rules=Registry(unknown=Unknown.WHOLE))",
         )
 
-    def _fate(self, call: OpCall) -> Unknown:
-        """Return what becomes of a call if its operator has no rule."""
-        return next((kind for kind in Unknown if kind.tag in call.tags), self._unknown)
-
-    def discovered(self, call: OpCall) -> tuple[Signature1d, ...]:
-        """Return what execution finds for a call whose operator nothing describes."""
-        if self._fate(call) is not Unknown.DISCOVER or self.rule(call) is not OPAQUE:
-            return ()
-        # Knows torch, which those who only plan need not wait for.
-        found: tuple[Signature1d, ...] = import_module(_DISCOVERY).discover_call(call).signatures
-        return found
-
-    def _from_plugins(self, op: str) -> Rule | None:
-        """Return the rule that a plugin registers for an operator, and keep it."""
-        if self._plugins is None:
-            return None
-        if self._offered is None:
-            self._offered = self._plugins()
-        if op not in self._offered.names("signature"):
-            return None
-        made = self._offered.make("signature", op)
-        if not isinstance(made, Rule | str) and not callable(made):
-            raise SignatureError(
-                f"the plugin rule for {op} is a {type(made).__name__}",
-                where=f"distribution {self._offered.entry('signature', op).distribution}",
-                accepted="a Rule, a notation such as 'i k, k j -> i j', or call -> Notation",
-            )
-        self._rules[op] = _as_rule(made)
-        return self._rules[op]
-
 
 def _as_rule(rule: RuleLike) -> Rule:
     return rule if isinstance(rule, Rule) else Rule(rule)
@@ -142,4 +182,4 @@ def _as_rule(rule: RuleLike) -> Rule:
 @cache
 def installed() -> Registry:
     """Return the registry that everything goes by unless told otherwise: ours, and plugins'."""
-    return Registry(plugins=discover)
+    return Registry()

@@ -115,6 +115,23 @@ class Rule:
         return parsed(self.meaning) if isinstance(self.meaning, str) else self.meaning(call)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuleSet:
+    """The rules of a namespace of operators, such as `aten`.
+
+    Args:
+        rules: By operator and overload, `aten.mm.default`; may hold operators of other namespaces.
+        pointwise: The rule of an operator of the namespace that is tagged as pointwise and has none
+            of its own; None: one that knows nothing but that.
+        views: Kinds of operators (`view` of `aten.view.default`) whose results may lie in the
+            memory of their arguments.
+    """
+
+    rules: Mapping[str, Rule]
+    pointwise: Rule | None = None
+    views: frozenset[str] = frozenset()
+
+
 @cache
 def parsed(text: str) -> Notation:
     """Return `Notation.parse(text)`, read once."""

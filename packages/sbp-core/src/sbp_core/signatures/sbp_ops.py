@@ -1,18 +1,15 @@
-"""Our own operators, but for those that draw random numbers (`random`).
+"""The operators of graphs that are our own: how micro-batches accumulate, and who waits for whom.
 
-    sbp.accumulate(x, how)                         over the micro-batches: the sum of how·x; the
-                                                   "maximum", the "minimum"; the last one if None
-    sbp.after(x, token)                            x itself, but not before the token is made
-    sbp.piece(x, token, dim, index, count, settled)
-        the elements index, index + count, ... of a dim, but not before the token is made
-    sbp.mm_as(a, b, dtype), sbp.bmm_as             products, in a wider dtype
+    sbp.accumulate(x, how)    over the micro-batches: the sum of how·x; the "maximum", the
+                              "minimum"; the last one if None
+    sbp.after(x, token)       x itself, but not before the token is made
 
-A token is not looked at. It may lie as it likes; if it must be settled it may not be partial, so
-that whoever waits for it waits for its reduction as well.
+A token is not looked at, so it may lie as it likes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from sbp_core.signatures.call import OpCall
@@ -25,15 +22,23 @@ from sbp_core.signatures.notation import (
     linear,
     unread,
 )
-from sbp_core.signatures.rule import Draft, LocalCall, LocalProgram, Rule, Shards
 from sbp_core.signatures.patterns import each
-from sbp_aten.rules.pointwise import broadcasting
+from sbp_core.signatures.pointwise import broadcasting
+from sbp_core.signatures.rule import LocalCall, Rule, Shards
 
 
-def _waiting(
+def waiting(
     call: OpCall, dims: Dims, made: Dims, *more: Dependence, whole: frozenset[str] = frozenset()
 ) -> Notation:
-    """Return the notation of an operator on a tensor and a token, linear in the former."""
+    """Return the notation of an operator on a tensor and a token, linear in the former.
+
+    Args:
+        call: The tensor is its first tensor argument, the token its second.
+        dims: Of the tensor.
+        made: Of what it makes.
+        *more: In what else it is linear or monotone.
+        whole: Labels that may not be split.
+    """
     own = each(len(call.inputs[1].shape), "t")
     return Notation(
         inputs=(dims, own),
@@ -47,39 +52,22 @@ def _waiting(
 def _after(call: OpCall) -> Notation:
     """`d0 d1, t0! => d0 d1; free 1; unread 1`."""
     dims = each(len(call.inputs[0].shape))
-    return replace(_waiting(call, dims, dims, unread(1)), work_flop=0.0)
+    return replace(waiting(call, dims, dims, unread(1)), work_flop=0.0)
 
 
 def _only_first(call: OpCall, _: Shards) -> LocalCall:
     return LocalCall(op="aten.alias.default", args=call.args[:1])
 
 
-def _piece(call: OpCall) -> Notation:
-    """`(k s!) d1, t0! => k d1; free 1`: equal shards that `count` divides keep their own."""
-    _, _, dim, _, count, settled = call.args
-    made = each(len(call.inputs[0].shape))
-    whole: Dims = (*made[:dim], (*made[dim], "s"), *made[dim + 1 :])
-    found = _waiting(call, whole, made, *(() if settled else (unread(1),)), whole=frozenset({"s"}))
-    return replace(found, sizes=(("s", count),), why="it is the distance of two elements")
-
-
-def _own_piece(call: OpCall, shards: Shards) -> LocalProgram:
-    x, _, dim, index, count, _ = call.args
-    draft = Draft()
-    stop = shards.inputs[0][dim][1] - shards.inputs[0][dim][0]
-    return draft.program(draft("aten.slice_copy.Tensor", x, dim, index, stop, count))
-
-
 def _accumulate(call: OpCall) -> Notation:
     """Each rank sums what it holds; sums of maxima are no maxima of sums, nor the other way."""
-    found = () if isinstance(call.args[1], str) else (linear(0),)
-    return replace(broadcasting(call), dependences=found)
+    return broadcasting(call, *(() if isinstance(call.args[1], str) else (linear(0),)))
 
 
-RULES = {
+RULES: Mapping[str, Rule] = {
     "sbp.accumulate": Rule(_accumulate),
     "sbp.after": Rule(_after, _only_first),
-    "sbp.bmm_as.default": Rule("n i k, n k j -> n i j"),
-    "sbp.mm_as.default": Rule("i k, k j -> i j"),
-    "sbp.piece": Rule(_piece, _own_piece),
 }
+
+#: Those whose result lies in the memory of their argument.
+VIEWS = frozenset({"sbp.after"})

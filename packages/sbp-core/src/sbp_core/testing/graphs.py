@@ -1,8 +1,9 @@
-"""Hand-made graphs and machines for the tests of inference: no torch, no capture."""
+"""Hand-made graphs and machines, for tests that need no tensor library."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 
 from sbp_core.graph.ir import (
@@ -17,7 +18,7 @@ from sbp_core.graph.ir import (
     Ref,
     TensorType,
 )
-from sbp_core.passes.accumulate import accumulate
+from sbp_core.passes.accumulation import accumulate
 from sbp_core.placement import Cluster, Device, Link
 
 
@@ -63,6 +64,15 @@ class Builder:
         of: str = "",
         dtype: str = "float32",
     ) -> str:
+        """Add an input of the graph, and return its name.
+
+        Args:
+            name: Its name.
+            kind: What it is.
+            shape: Of the logical tensor.
+            of: Of an optimizer state, the parameter that it belongs to.
+            dtype: Of its elements.
+        """
         self.inputs.append(GraphInput(name=name, kind=kind, of=of))
         self.types[name] = TensorType(tuple(shape), dtype)
         return name
@@ -79,7 +89,7 @@ class Builder:
         forward: str = "",
         pointwise: bool = False,
     ) -> str:
-        """Add a node; tensor arguments are given as `Ref`s."""
+        """Add a float32 node of ATen's `op`, and return its name; tensors are given as `Ref`s."""
         self.nodes.append(
             Node(
                 name=name,
@@ -97,6 +107,7 @@ class Builder:
         return name
 
     def graph(self, name: str = "toy") -> LogicalGraph:
+        """Return the graph of what was added so far."""
         return LogicalGraph(
             name=name,
             inputs=tuple(self.inputs),
@@ -146,29 +157,28 @@ def mlp(
         )  # fmt: skip
     loss = b.op("sum", "sum.default", (Ref(value),), ())
     b.outputs.append(GraphOutput(name="loss", kind=OutputKind.LOSS, value=loss))
-    back = {"phase": Phase.BACKWARD}
-    grad = b.op("grad.ones_like", "ones_like.default", (Ref(loss),), (), forward="sum", **back)
-    grad = b.op(
-        "grad.expand", "expand.default", (Ref(grad), (batch, widths[-1])), (batch, widths[-1]),
-        forward="sum", **back,
-    )  # fmt: skip
+    backward = partial(b.op, phase=Phase.BACKWARD)
+    grad = backward("grad.ones_like", "ones_like.default", (Ref(loss),), (), forward="sum")
+    logits = (batch, widths[-1])
+    grad = backward("grad.expand", "expand.default", (Ref(grad), logits), logits, forward="sum")
     gradients: dict[int, str] = {}
     for i, (before, after) in reversed(layers):
         m = f"layers.{i}"
-        at = {"module": m, "forward": f"{m}.mm", **back}
-        grad = b.op(
-            f"{m}.grad.threshold", "threshold_backward.default",
-            (Ref(grad), Ref(f"{m}.relu"), 0), (batch, after), pointwise=True, **at,
-        )  # fmt: skip
-        x_t = b.op(f"{m}.grad.t", "t.default", (Ref(befores[i]),), (before, batch), **at)
-        gradients[i] = b.op(
-            f"{m}.grad.mm", "mm.default", (Ref(x_t), Ref(grad)), (before, after), **at
+        of_layer = partial(backward, module=m, forward=f"{m}.mm")
+        grad = of_layer(
+            f"{m}.grad.threshold",
+            "threshold_backward.default",
+            (Ref(grad), Ref(f"{m}.relu"), 0),
+            (batch, after),
+            pointwise=True,
+        )
+        x_t = of_layer(f"{m}.grad.t", "t.default", (Ref(befores[i]),), (before, batch))
+        gradients[i] = of_layer(
+            f"{m}.grad.mm", "mm.default", (Ref(x_t), Ref(grad)), (before, after)
         )
         if i:
-            w_t = b.op(f"{m}.grad.t_1", "t.default", (Ref(f"{m}.weight"),), (after, before), **at)
-            grad = b.op(
-                f"{m}.grad.mm_1", "mm.default", (Ref(grad), Ref(w_t)), (batch, before), **at
-            )
+            w_t = of_layer(f"{m}.grad.t_1", "t.default", (Ref(f"{m}.weight"),), (after, before))
+            grad = of_layer(f"{m}.grad.mm_1", "mm.default", (Ref(grad), Ref(w_t)), (batch, before))
     for i, shape in layers:
         _add_update(b, f"layers.{i}", gradients[i], shape)
     return accumulate(b.graph("mlp"), num_micro_batches)
@@ -176,17 +186,15 @@ def mlp(
 
 def _add_update(b: Builder, module: str, grad: str, shape: tuple[int, int]) -> None:
     weight = f"{module}.weight"
-    at = {"module": module, "phase": Phase.OPTIMIZER, "pointwise": True}
+    update = partial(b.op, module=module, phase=Phase.OPTIMIZER, pointwise=True)
     avg, square = f"{weight}.exp_avg", f"{weight}.exp_avg_sq"
-    new_avg = b.op(f"{weight}.update.lerp", "lerp.Scalar", (Ref(avg), Ref(grad), 0.1), shape, **at)
-    new_square = b.op(
-        f"{weight}.update.addcmul", "addcmul.default", (Ref(square), Ref(grad), Ref(grad)), shape,
-        **at,
-    )  # fmt: skip
-    root = b.op(f"{weight}.update.sqrt", "sqrt.default", (Ref(new_square),), shape, **at)
-    new = b.op(
-        f"{weight}.update.addcdiv", "addcdiv.default", (Ref(weight), Ref(new_avg), Ref(root)),
-        shape, **at,
-    )  # fmt: skip
+    new_avg = update(f"{weight}.update.lerp", "lerp.Scalar", (Ref(avg), Ref(grad), 0.1), shape)
+    new_square = update(
+        f"{weight}.update.addcmul", "addcmul.default", (Ref(square), Ref(grad), Ref(grad)), shape
+    )
+    root = update(f"{weight}.update.sqrt", "sqrt.default", (Ref(new_square),), shape)
+    new = update(
+        f"{weight}.update.addcdiv", "addcdiv.default", (Ref(weight), Ref(new_avg), Ref(root)), shape
+    )
     for state, value in ((weight, new), (avg, new_avg), (square, new_square)):
         b.outputs.append(GraphOutput(name=state, kind=OutputKind.STATE, value=value))

@@ -1,10 +1,8 @@
-"""Strategies and plans written by hand or inferred, on hand-made graphs: no torch."""
+"""Strategies and plans written by hand or inferred, on hand-made graphs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-
-from sbp_core.testing.graphs import Builder, cluster, mlp
 
 from sbp_core.compile import CompileOptions, compile_plan
 from sbp_core.compile.physical import PhysicalPlan
@@ -15,6 +13,7 @@ from sbp_core.placement import Placement
 from sbp_core.plugins.kinds import PlanRequest
 from sbp_core.sbp import B, NdSbp
 from sbp_core.strategy import Assignment, Signature, Storage, Strategy
+from sbp_core.testing.graphs import Builder, cluster, mlp
 
 LINE = Placement.grid((2,), ("data",))
 
@@ -46,8 +45,9 @@ def strategy_of(
         signature = Signature(
             tuple(whole for _ in graph.tensor_inputs(node)), tuple(whole for _ in node.outputs)
         )
-        if node.name in (signatures or {}):
-            left, right = signatures[node.name].split("->")
+        written = (signatures or {}).get(node.name)
+        if written is not None:
+            left, right = written.split("->")
             signature = Signature(sbps(left), sbps(right))
         nodes[node.name] = Assignment(stage=stage, signature=signature)
     stored = {}

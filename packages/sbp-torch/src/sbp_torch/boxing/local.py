@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sbp_torch.boxing.buffer_pool import Arena
 from sbp_core.boxing.backend import BoxingBackend, Communicator
-from sbp_torch.boxing.execute import check_shard, combine, detached
 from sbp_core.boxing.processes.call import Call
-from sbp_torch.boxing.share import Work, share_out
 from sbp_core.boxing.slices import Piece, sent_bytes, transfer_pieces
 from sbp_core.boxing.step import Step, StepKind
 from sbp_core.errors import BoxingError, words_of
+from sbp_torch.boxing.buffer_pool import Arena
+from sbp_torch.boxing.execute import check_shard, combine, detached
+from sbp_torch.boxing.share import Work, share_out
 
 if TYPE_CHECKING:
     from sbp_core.plugins.hooks import EmptyConfig

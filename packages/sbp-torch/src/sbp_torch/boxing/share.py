@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from sbp_torch.boxing.buffer_pool import Arena
-from sbp_torch.boxing.execute import apply_step, check_shard, reduce_in_order, reduction_of
 from sbp_core.boxing.slices import bounds_of, collective_pieces
 from sbp_core.boxing.step import Step, StepKind
+from sbp_torch.boxing.buffer_pool import Arena
+from sbp_torch.boxing.execute import apply_step, check_shard, reduce_in_order, reduction_of
 
 #: Bytes of all shards below which results are made by the allocator, as `apply_step` does.
 _SMALL_BYTES = 256 * 1024

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from sbp_core._callable_module import make_callable
+from sbp_core.errors import CaptureError
+from sbp_core.graph.ir import LogicalGraph
 from sbp_torch.capture.batch import flatten_batch
 from sbp_torch.capture.convert import to_logical
-from sbp_torch.capture.randomness import counted_random
 from sbp_torch.capture.diagnostics import TraceError
+from sbp_torch.capture.randomness import counted_random
 from sbp_torch.capture.step import Loss, TrainingStep, model_tensors, split_losses
 from sbp_torch.capture.trace import TracedStep, trace_step
 from sbp_torch.capture.update import LossScaling, Update, UpdateOptions
-from sbp_core.errors import CaptureError
-from sbp_core.graph.ir import LogicalGraph
 
 __all__ = [
     "LossScaling",

@@ -15,10 +15,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from sbp_torch._torch_compat import OpOverload, argument_types, is_mutable
-from sbp_torch.capture.diagnostics import shape_by_value, value_read
-from sbp_torch.capture.step import DRAW, SEED
-from sbp_torch.capture.trace import TracedStep
 from sbp_core.errors import CaptureError
 from sbp_core.graph.ir import (
     Argument,
@@ -36,6 +32,10 @@ from sbp_core.graph.ir import (
     TensorType,
     ValueType,
 )
+from sbp_torch._torch_compat import OpOverload, argument_types, is_mutable
+from sbp_torch.capture.diagnostics import shape_by_value, value_read
+from sbp_torch.capture.step import DRAW, SEED
+from sbp_torch.capture.trace import TracedStep
 
 #: Python operators on host numbers, by the name they get.
 HOST_OPS = {

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from sbp_torch.capture.sources import library_call, user_frame
 from sbp_core.errors import CaptureError, SbpError
+from sbp_torch.capture.sources import library_call, user_frame
 
 _GENERAL = "static shapes, no control flow on tensor values, no in-place change of inputs"
 

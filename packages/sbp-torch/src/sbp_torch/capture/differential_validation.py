@@ -14,9 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sbp_torch.capture.optimizer_states import failed_step
-from sbp_torch.capture.user_optimizer import OwnCode, in_place
-from sbp_torch.capture.parameter_group import ParameterGroup
+from sbp_core.errors import CaptureError
 from sbp_torch.capture.optimizer_clones import (
     PLAIN,
     SMALL,
@@ -28,7 +26,9 @@ from sbp_torch.capture.optimizer_clones import (
     small_shape,
     snapshot,
 )
-from sbp_core.errors import CaptureError
+from sbp_torch.capture.optimizer_states import failed_step
+from sbp_torch.capture.parameter_group import ParameterGroup
+from sbp_torch.capture.user_optimizer import OwnCode, in_place
 from sbp_torch.update_options import UpdateOptions
 
 #: Extent of the dims of stand-ins, at most: more than what first states were told from.

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from sbp_core.errors import CaptureError
 from sbp_torch._torch_compat import (
     OpOverload,
     base_name,
@@ -26,7 +27,6 @@ from sbp_torch._torch_compat import (
     written_argument,
     written_arguments,
 )
-from sbp_core.errors import CaptureError
 
 _aten = torch.ops.aten
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from sbp_core.errors import CaptureError
 from sbp_torch.capture.optimizer_clones import SMALL, over, small_shape
 from sbp_torch.capture.update import Update
-from sbp_core.errors import CaptureError
 from sbp_torch.update_options import UpdateOptions
 
 #: Extents of the dims of small parameters, at most: of two sizes, to see what goes by the size.

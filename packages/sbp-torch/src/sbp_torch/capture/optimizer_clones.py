@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sbp_torch._torch_optim_compat import replaced_step, step_hooks
 from sbp_core.errors import CaptureError
+from sbp_torch._torch_optim_compat import replaced_step, step_hooks
 from sbp_torch.optim.together import Together
 
 #: Settings of groups that choose between implementations of one update: we take the plain one.

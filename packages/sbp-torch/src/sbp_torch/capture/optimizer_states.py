@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sbp_core.errors import CaptureError
 from sbp_torch._torch_optim_compat import constructed_states
-from sbp_torch.capture.sources import user_frame
 from sbp_torch.capture.optimizer_clones import (
     PLAIN,
     SMALL,
@@ -27,7 +27,7 @@ from sbp_torch.capture.optimizer_clones import (
     small_shape,
     twin_of,
 )
-from sbp_core.errors import CaptureError
+from sbp_torch.capture.sources import user_frame
 
 _VELOCITY = "momentum_buffer"
 

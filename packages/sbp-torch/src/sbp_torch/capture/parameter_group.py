@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sbp_torch.capture.optimizer_states import FirstStates, Number
+from sbp_core.errors import CaptureError
 from sbp_torch.capture.functional_optimizers import Move, counts_for_first_step, move_of
 from sbp_torch.capture.optimizer_clones import PLAIN
-from sbp_core.errors import CaptureError
+from sbp_torch.capture.optimizer_states import FirstStates, Number
 from sbp_torch.update_options import SETTINGS, UpdateOptions
 
 

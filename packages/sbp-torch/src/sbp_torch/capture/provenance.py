@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sbp_core.errors import CaptureError
+from sbp_core.graph.ir import Phase
 from sbp_torch._torch_compat import (
     OpOverload,
     TorchDispatchMode,
@@ -24,12 +26,10 @@ from sbp_torch._torch_compat import (
     storage_key,
     written_arguments,
 )
-from sbp_torch.capture.functional import written_outside
 from sbp_torch.capture.explicit_mutation import write_aloud
+from sbp_torch.capture.functional import written_outside
 from sbp_torch.capture.randomness import Draws
 from sbp_torch.capture.sources import user_line
-from sbp_core.errors import CaptureError
-from sbp_core.graph.ir import Phase
 
 
 class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch leaves it untyped

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sbp_torch._torch_compat import storage_key
 from sbp_core.errors import CaptureError
+from sbp_torch._torch_compat import storage_key
 
 
 def replaced_states(

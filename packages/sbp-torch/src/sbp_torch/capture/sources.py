@@ -10,7 +10,11 @@ from types import CodeType, FrameType
 
 import torch
 
-_FOREIGN = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), "<")
+_OURS = Path(__file__).parent.parent
+_FOREIGN = (str(Path(torch.__file__).parent), str(_OURS), "<")
+
+#: Programs for tests are written as users write theirs.
+_PROGRAMS = str(_OURS / "testing")
 
 #: Where Python's own library lies; what is installed may lie in a folder below.
 _STANDARD = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
@@ -29,7 +33,9 @@ _HANDLERS = ("__torch_function__", "__torch_dispatch__")
 def is_users(code: CodeType) -> bool:
     """Whether code is the user's: not torch's, Python's or ours, nor made at run time."""
     file = code.co_filename
-    if file.startswith(_FOREIGN) or code.co_name in _HANDLERS:
+    if code.co_name in _HANDLERS:
+        return False
+    if file.startswith(_FOREIGN) and not file.startswith(_PROGRAMS):
         return False
     return not file.startswith(_STANDARD) or any(folder in file for folder in _INSTALLED)
 

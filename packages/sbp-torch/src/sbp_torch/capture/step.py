@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from sbp_core.errors import CaptureError
+from sbp_core.graph.ir import GraphInput, InputKind, OutputKind, Phase
 from sbp_torch._torch_compat import (
     compiling,
     distributions_unchecked,
@@ -24,13 +26,11 @@ from sbp_torch._torch_compat import (
     without_modes,
 )
 from sbp_torch.capture.batch import flatten_batch, rebuild_batch
-from sbp_torch.capture.side_effects import Change, Generators, Snapshot
 from sbp_torch.capture.provenance import Notes
 from sbp_torch.capture.randomness import Draws
 from sbp_torch.capture.rebound_states import replaced_states
+from sbp_torch.capture.side_effects import Change, Generators, Snapshot
 from sbp_torch.capture.update import Update
-from sbp_core.errors import CaptureError
-from sbp_core.graph.ir import GraphInput, InputKind, OutputKind, Phase
 
 #: What users write: the loss of a batch, or the loss and metrics.
 Loss = Callable[[nn.Module, Any], Any]

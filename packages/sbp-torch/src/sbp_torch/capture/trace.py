@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from sbp_torch._torch_compat import OpOverload, fake_mode, storage_key, trace_graph
-from sbp_torch.capture.functional import make_functional, tensors_by_name
-from sbp_torch.capture.diagnostics import refusal
-from sbp_torch.capture.rebound_states import shared_memory
-from sbp_torch.capture.step import TrainingStep
 from sbp_core.errors import CaptureError
 from sbp_core.graph.ir import GraphInput, OutputKind
+from sbp_torch._torch_compat import OpOverload, fake_mode, storage_key, trace_graph
+from sbp_torch.capture.diagnostics import refusal
+from sbp_torch.capture.functional import make_functional, tensors_by_name
+from sbp_torch.capture.rebound_states import shared_memory
+from sbp_torch.capture.step import TrainingStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,9 @@ from collections.abc import Iterable, Mapping, MutableMapping
 import torch
 from torch import Tensor, nn
 
+from sbp_core.errors import CaptureError
+from sbp_core.graph.ir import GraphInput, InputKind
+from sbp_torch.capture.differential_validation import rehearse
 from sbp_torch.capture.gradients import (
     clip_by_norm,
     clip_by_value,
@@ -14,13 +17,10 @@ from sbp_torch.capture.gradients import (
     total_norm,
     unscaled,
 )
-from sbp_torch.capture.user_optimizer import OwnCode
-from sbp_torch.capture.parameter_group import ParameterGroup
-from sbp_torch.capture.differential_validation import rehearse
-from sbp_torch.capture.sources import definition
 from sbp_torch.capture.optimizer_clones import check_own_code
-from sbp_core.errors import CaptureError
-from sbp_core.graph.ir import GraphInput, InputKind
+from sbp_torch.capture.parameter_group import ParameterGroup
+from sbp_torch.capture.sources import definition
+from sbp_torch.capture.user_optimizer import OwnCode
 from sbp_torch.optim.together import members
 from sbp_torch.update_options import SETTINGS, LossScaling, UpdateOptions
 

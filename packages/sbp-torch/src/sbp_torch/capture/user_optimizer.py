@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sbp_core.errors import CaptureError, SbpError
 from sbp_torch._torch_compat import compiling, storage_key
 from sbp_torch._torch_optim_compat import unprofiled
+from sbp_torch.capture.optimizer_clones import is_known, kind_of, plain_step, twin_of
 from sbp_torch.capture.parameter_group import ParameterGroup
 from sbp_torch.capture.sources import user_frame
-from sbp_torch.capture.optimizer_clones import is_known, kind_of, plain_step, twin_of
-from sbp_core.errors import CaptureError, SbpError
 
 #: Optimizers whose plain code branches on host numbers: they run with steps as tensors.
 _TENSOR_STEPS = (torch.optim.ASGD, torch.optim.Rprop)

@@ -1,1 +1,1 @@
-"""Hydra options of sbp-core: `boxing=local`, `runtime=reference`."""
+"""Hydra options of sbp-torch: `boxing=local`, `runtime=reference`."""

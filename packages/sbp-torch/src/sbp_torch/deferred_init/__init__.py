@@ -33,11 +33,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from sbp_torch.deferred_init.families import families, remembered
 from sbp_torch.capture.initial_values import first_values
+from sbp_torch.capture.step import model_tensors
+from sbp_torch.deferred_init.families import families, remembered
 from sbp_torch.deferred_init.record import Recording
 from sbp_torch.deferred_init.replay import Replay
-from sbp_torch.capture.step import model_tensors
 from sbp_torch.deferred_init.tape import Tape, Window
 from sbp_torch.update_options import UpdateOptions
 

@@ -19,6 +19,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from sbp_core.errors import CaptureError
 from sbp_torch._torch_compat import (
     OpOverload,
     TorchDispatchMode,
@@ -32,10 +33,9 @@ from sbp_torch._torch_compat import (
     without_torch_functions,
     written_arguments,
 )
-from sbp_torch.deferred_init.replay import Replay
 from sbp_torch.capture.sources import user_line
+from sbp_torch.deferred_init.replay import Replay
 from sbp_torch.deferred_init.tape import Entry, OwnGenerator, Return, Tape, Window
-from sbp_core.errors import CaptureError
 
 _aten = torch.ops.aten
 

@@ -32,8 +32,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sbp_torch.capture.step import model_tensors
 from sbp_core.errors import SbpLookupError, SbpValueError, unknown_name
+from sbp_torch.capture.step import model_tensors
 from sbp_torch.optim.together import Together
 
 

@@ -26,13 +26,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from sbp_torch._torch_compat import TorchDispatchMode, storage_key
 from sbp_core.boxing.backend import BoxingBackend, Communicator
 from sbp_core.boxing.step import Step
 from sbp_core.compile.physical import PhysicalPlan
 from sbp_core.graph.ir import InputKind
 from sbp_core.memory.storage_view import contiguous
 from sbp_core.runtime.contract import Session
+from sbp_torch._torch_compat import TorchDispatchMode, storage_key
 
 
 class Meter:

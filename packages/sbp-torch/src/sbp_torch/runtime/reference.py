@@ -16,19 +16,19 @@ import torch
 from torch import Tensor
 
 from sbp_core.boxing.backend import BoxingBackend
-from sbp_torch.boxing.execute import apply_step, local_step
 from sbp_core.compile.firings import Firings
 from sbp_core.compile.liveness import dying_keys, keys_out
 from sbp_core.compile.physical import LOCAL_BOX, Actor, ActorKind, Instruction, PhysicalPlan
 from sbp_core.compile.token_game import Place, TokenGame
 from sbp_core.errors import RunError
-from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_core.runtime.contract import Number, Runtime, Session, StepResult, Watch
-from sbp_torch.segments.execution import OwningSegment, segment_maker
+from sbp_torch.boxing.execute import apply_step, local_step
 from sbp_torch.ops.operators import bind, operator_of, results_of
-from sbp_torch.runtime.store import StateStore, Values, feed
 from sbp_torch.runtime.accumulation import Accumulation
+from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.partial_update import TORN_TODO, overwrite, torn_states
+from sbp_torch.runtime.store import StateStore, Values, feed
+from sbp_torch.segments.execution import OwningSegment, segment_maker
 
 Segments = Mapping[tuple[int, str], OwningSegment]
 

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from sbp_torch._torch_compat import storage_key
-from sbp_torch.boxing.execute import assemble, shard
 from sbp_core.compile.physical import PhysicalPlan, StateSlot
 from sbp_core.errors import SbpValueError
 from sbp_core.graph.ir import InputKind
+from sbp_torch._torch_compat import storage_key
+from sbp_torch.boxing.execute import assemble, shard
 from sbp_torch.ops.random import draw_of
 
 if TYPE_CHECKING:

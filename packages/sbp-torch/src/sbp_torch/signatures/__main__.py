@@ -1,7 +1,7 @@
-"""The command `python -m sbp_core.signatures`: print the signatures of a call, and why.
+"""The command `python -m sbp_torch.signatures`: print the signatures of a call, and why.
 
-    python -m sbp_core.signatures aten.mm.default 4096x1024 1024x4096
-    python -m sbp_core.signatures aten._softmax.default 8x16x512 -1 False --verify
+    python -m sbp_torch.signatures aten.mm.default 4096x1024 1024x4096
+    python -m sbp_torch.signatures aten._softmax.default 8x16x512 -1 False --verify
 
 Prints; decides nothing.
 """
@@ -35,11 +35,11 @@ arguments of the operator, in its order, or as name=value:
   -1, 0.5, [0,1], True, None, torch.float64, sum    anything else, as in Python
 
 examples:
-  python -m sbp_core.signatures aten.mm.default 4096x1024 1024x4096 --verify
-  python -m sbp_core.signatures aten.sum.dim_IntList 4x6 [-1] keepdim=True --axis-size 4
-  python -m sbp_core.signatures aten.view.default 6x4 [24] --mesh 2x3
-  python -m sbp_core.signatures mylib.myop.default 4x6 --import mylib.operators --discover
-  python -m sbp_core.signatures --list softmax
+  python -m sbp_torch.signatures aten.mm.default 4096x1024 1024x4096 --verify
+  python -m sbp_torch.signatures aten.sum.dim_IntList 4x6 [-1] keepdim=True --axis-size 4
+  python -m sbp_torch.signatures aten.view.default 6x4 [24] --mesh 2x3
+  python -m sbp_torch.signatures mylib.myop.default 4x6 --import mylib.operators --discover
+  python -m sbp_torch.signatures --list softmax
 
 Exit status: 0; 1 if --verify refutes a signature; 2 for bad input.
 """
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _options(words: Sequence[str]) -> argparse.Namespace:
     parser = _Parser(
-        prog="python -m sbp_core.signatures",
+        prog="python -m sbp_torch.signatures",
         description="How an operator call may be split over a mesh axis, and why.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -175,7 +175,8 @@ def _run(options: argparse.Namespace) -> int:
 
 def _print_operators(options: argparse.Namespace) -> int:
     wanted = options.op or ""
-    names = sorted({*installed().ops, *plugins().names("signature")})
+    single = [name for name in plugins().names("signature") if "." in name]
+    names = sorted({*installed().ops, *single})
     listed = [op for op in names if wanted in op]
     if not listed:
         near = get_close_matches(wanted, {name.split(".")[1] for name in names}, n=3, cutoff=0.5)

@@ -23,10 +23,10 @@ from sbp_core.errors import SbpValueError, SignatureError
 from sbp_core.graph.ir import Argument, Ref, map_refs
 from sbp_core.sbp import B, Sbp
 from sbp_core.signatures.call import OpCall
+from sbp_core.signatures.signature import Signature1d
 from sbp_torch.signatures.candidates import Inputs, candidates
 from sbp_torch.signatures.discovered import ORIGIN, Discovery, Entry, cache_folder
 from sbp_torch.signatures.isolate import Crash, Done, Timeout, Verdict, iter_isolated, run_isolated
-from sbp_core.signatures.signature import Signature1d
 from sbp_torch.signatures.study import Study
 from sbp_torch.signatures.torch_call import Execute, describe, made_up, overload, run_op
 from sbp_torch.signatures.trial import SEED

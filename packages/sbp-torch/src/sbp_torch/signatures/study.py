@@ -16,10 +16,10 @@ from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, Partial, S, Sbp, Split, split_bounds
 from sbp_core.signatures.axes import combine
 from sbp_core.signatures.call import OpCall
+from sbp_core.signatures.signature import Requirement, Signature1d
 from sbp_torch.signatures.candidates import Inputs
 from sbp_torch.signatures.isolate import Done, run_isolated
 from sbp_torch.signatures.pieces import Pattern, difference, partial_kinds, reduce
-from sbp_core.signatures.signature import Requirement, Signature1d
 from sbp_torch.signatures.torch_call import Execute, type_of, unchanged
 from sbp_torch.signatures.trial import SEED, Sample, refutation, run_ranks, whole_sample
 

@@ -14,6 +14,8 @@ import torch
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp, Partial, Sbp, Split, local_shape
 from sbp_core.signatures.call import OpCall
+from sbp_core.signatures.rule import LocalProgram
+from sbp_core.strategy import Signature
 from sbp_torch.signatures.pieces import (
     Pattern,
     cut,
@@ -23,9 +25,7 @@ from sbp_torch.signatures.pieces import (
     reduce,
     tolerance,
 )
-from sbp_core.signatures.rule import LocalProgram
 from sbp_torch.signatures.torch_call import Execute, run_program, type_of, unchanged
-from sbp_core.strategy import Signature
 
 #: What each rank executes.
 ProgramOf = Callable[[int], LocalProgram]

@@ -23,9 +23,10 @@ from sbp_core.sbp import local_shape
 from sbp_core.signatures.axes import combine, enumerate_signatures
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.derive import derive
-from sbp_torch.signatures.isolate import Done, run_isolated
 from sbp_core.signatures.localize import localize
 from sbp_core.signatures.registry import Registry
+from sbp_core.strategy import Signature
+from sbp_torch.signatures.isolate import Done, run_isolated
 from sbp_torch.signatures.torch_call import (
     Execute,
     abstract_call,
@@ -38,7 +39,6 @@ from sbp_torch.signatures.torch_call import (
     tensors_of,
 )
 from sbp_torch.signatures.trial import SEED, Sample, refutation, set_seed
-from sbp_core.strategy import Signature
 
 __all__ = [
     "Claim",

@@ -12,8 +12,6 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from sbp_torch.boxing.execute import shard
-from sbp_torch.boxing.local import LocalBackend
 from sbp_core.check import check
 from sbp_core.compile import CompileOptions, PhysicalPlan, compile_plan
 from sbp_core.compile.physical import ActorKind, Instruction
@@ -21,8 +19,10 @@ from sbp_core.graph.ir import InputKind, Phase, Ref
 from sbp_core.infer import PinValue, infer_strategy
 from sbp_core.placement import Placement
 from sbp_core.plugins.kinds import PlanRequest
-from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_core.runtime.contract import Number, Session
+from sbp_torch.boxing.execute import shard
+from sbp_torch.boxing.local import LocalBackend
+from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.reference import ReferenceRuntime
 from sbp_torch.testing.programs import TrainingStep, assert_near, capture_tiny, small_cluster
 

@@ -17,12 +17,12 @@ from functools import cache
 
 import torch
 
-from sbp_torch.capture import capture
-from sbp_core.graph.ir import LogicalGraph
 from sbp_aten.passes import prepare_step, tie_clocks
+from sbp_core.graph.ir import LogicalGraph
 from sbp_core.graph.serialize import graph_hash
 from sbp_core.graph.spec import verify_graph
 from sbp_core.plugins.kinds import GraphPass
+from sbp_torch.capture import capture
 from sbp_torch.testing.programs import (
     TinyMlp,
     TrainingStep,

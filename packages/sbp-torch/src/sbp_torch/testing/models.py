@@ -27,11 +27,13 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return (batch, time, width) of `x`, of the same shape."""
         batch, time, width = x.shape
         heads = self.qkv(x).view(batch, time, 2, 3 * width // 2).transpose(1, 2)
         q, k, v = heads.chunk(3, dim=-1)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(mixed.transpose(1, 2).reshape(batch, time, width))
+        made: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, time, width))
+        return made
 
 
 class Block(nn.Module):
@@ -44,8 +46,10 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return (batch, time, width) of `x`, of the same shape."""
         x = x + self.attention(self.norm1(x))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        wide: Tensor = self.down(F.gelu(self.up(self.norm2(x))))
+        return x + wide
 
 
 class Gpt(nn.Module):
@@ -62,10 +66,12 @@ class Gpt(nn.Module):
             self.head.weight = self.tokens.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """Return logits (batch, time, VOCABULARY) of int64 `tokens` (batch, time)."""
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x))
+        logits: Tensor = self.head(self.norm(x))
+        return logits
 
 
 class Mlp(nn.Module):
@@ -78,7 +84,9 @@ class Mlp(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x)
+        """Return (n, 4) of `x`, (n, 6)."""
+        made: Tensor = self.layers(x)
+        return made
 
 
 class NormWithoutBias(nn.Module):
@@ -90,11 +98,16 @@ class NormWithoutBias(nn.Module):
         self.head = nn.Linear(6, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.norm(x))
+        """Return (n, 4) of `x`, (n, 6)."""
+        made: Tensor = self.head(self.norm(x))
+        return made
 
 
 class Buffered(nn.Module):
     """A constant buffer that scales, and one that is replaced in every forward."""
+
+    scale: Tensor
+    mean: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,8 +116,10 @@ class Buffered(nn.Module):
         self.register_buffer("mean", torch.zeros(6))
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return (n, 4) of `x`, (n, 6)."""
         self.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
-        return self.head(x * self.scale)
+        made: Tensor = self.head(x * self.scale)
+        return made
 
 
 def token_loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -119,18 +134,22 @@ def square_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def token_batch(size: int) -> dict[str, Tensor]:
+    """Return `tokens` and `targets`: int64 (size, CONTEXT)."""
     return {name: torch.randint(0, VOCABULARY, (size, CONTEXT)) for name in ("tokens", "targets")}
 
 
 def square_batch(size: int) -> dict[str, Tensor]:
+    """Return `x`, (size, 6), and `y`, (size, 4), both float32."""
     return {"x": torch.randn(size, 6), "y": torch.randn(size, 4)}
 
 
 def adamw(model: nn.Module) -> Optimizer:
+    """Return AdamW over a model's parameters."""
     return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
 
 
 def momentum(model: nn.Module) -> Optimizer:
+    """Return SGD with momentum over a model's parameters."""
     return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, nesterov=True)
 
 
@@ -178,7 +197,7 @@ def eager_step(program: Program, model: nn.Module, optimizer: Optimizer, batch: 
     """Take one step as a user would, and return the loss."""
     optimizer.zero_grad()
     loss = program.loss(model, batch)
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call] # torch leaves it untyped
     optimizer.step()
     return loss.detach()
 

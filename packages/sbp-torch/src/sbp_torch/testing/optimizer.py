@@ -17,15 +17,15 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from sbp_torch.boxing.local import LocalBackend
-from sbp_torch.capture import capture, initial_states, scalar_values
+from sbp_aten.passes import prepare_step
 from sbp_core.check import check
 from sbp_core.compile import compile_plan
 from sbp_core.graph.ir import InputKind
-from sbp_aten.passes import prepare_step
 from sbp_core.infer import infer_strategy
 from sbp_core.placement import Placement
 from sbp_core.plugins.kinds import OptimizerFactory, PlanRequest
+from sbp_torch.boxing.local import LocalBackend
+from sbp_torch.capture import capture, initial_states, scalar_values
 from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.reference import ReferenceRuntime
 from sbp_torch.runtime.single import run_graph

@@ -20,7 +20,6 @@ from functools import cache
 
 from torch import Tensor
 
-from sbp_torch.boxing.local import LocalBackend
 from sbp_core.check import check
 from sbp_core.compile import compile_plan
 from sbp_core.graph.ir import InputKind
@@ -28,12 +27,13 @@ from sbp_core.graph.serialize import graph_hash
 from sbp_core.infer import PinValue
 from sbp_core.placement import Cluster, Placement
 from sbp_core.plugins.kinds import Planner, PlanRequest
-from sbp_torch.runtime.configs import ReferenceConfig
-from sbp_torch.runtime.reference import ReferenceRuntime
 from sbp_core.sbp import B, check_sbp
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.check import check_signature
 from sbp_core.strategy import Strategy
+from sbp_torch.boxing.local import LocalBackend
+from sbp_torch.runtime.configs import ReferenceConfig
+from sbp_torch.runtime.reference import ReferenceRuntime
 from sbp_torch.testing.cases import check_shards, run_steps, shards_of
 from sbp_torch.testing.programs import (
     TrainingStep,

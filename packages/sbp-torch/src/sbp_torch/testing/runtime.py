@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from sbp_core.boxing.backend import BoxingBackend
-from sbp_torch.boxing.local import LocalBackend
 from sbp_core.compile import PhysicalPlan
 from sbp_core.errors import RunError, SbpValueError
 from sbp_core.runtime.contract import Number, Runtime, Session
+from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.testing.cases import (
     CASES,
     REFUSAL,

@@ -13,10 +13,10 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 
-from sbp_core.boxing.processes.control_store import Board
 from sbp_core.boxing.processes.call import Call
-from sbp_core.boxing.processes.membership import Member, State, state_of
+from sbp_core.boxing.processes.control_store import Board
 from sbp_core.boxing.processes.failure_detector import INTERVAL_S, Calls, UnderWay, Watch
+from sbp_core.boxing.processes.membership import Member, State, state_of
 from sbp_core.errors import BoxingError, words_of
 
 #: Seconds in which it is found out why a connection broke: who ended, or what was told.

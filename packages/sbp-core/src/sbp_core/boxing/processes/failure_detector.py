@@ -11,8 +11,8 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from sbp_core.boxing.processes.control_store import Board
 from sbp_core.boxing.processes.call import Call
+from sbp_core.boxing.processes.control_store import Board
 from sbp_core.boxing.processes.membership import Member, State, state_of
 from sbp_core.boxing.slices import transfer_pieces
 from sbp_core.boxing.step import StepKind

@@ -23,9 +23,9 @@ from types import FrameType
 from uuid import uuid4
 
 from sbp_core.boxing.supervision import reaper as keeper
-from sbp_core.boxing.supervision.root_cause import Culprit
 from sbp_core.boxing.supervision.exit_report import End, Ended
 from sbp_core.boxing.supervision.launch_spec import Start
+from sbp_core.boxing.supervision.root_cause import Culprit
 from sbp_core.errors import RunError
 
 #: Lines of each process that are kept for the message about its end.

@@ -16,14 +16,14 @@ from typing import Generic, TypeVar
 import torch
 
 from sbp_core.boxing.backend import Communicator
-from sbp_torch.boxing.execute import check_shard, detached, fill, reduction_of, torch_dtype
 from sbp_core.boxing.processes.call import Call
 from sbp_core.boxing.processes.connections import Connections
 from sbp_core.boxing.processes.manifest import Manifest, manifest, span
 from sbp_core.boxing.processes.traffic import Meter
-from sbp_torch.boxing.processes.packed_buffer import Parcels, num_elements, pack, unpack
 from sbp_core.boxing.slices import Piece, bounds_of, transfer_pieces, volume
 from sbp_core.boxing.step import Step, StepKind
+from sbp_torch.boxing.execute import check_shard, detached, fill, reduction_of, torch_dtype
+from sbp_torch.boxing.processes.packed_buffer import Parcels, num_elements, pack, unpack
 
 ConnectionsT = TypeVar("ConnectionsT", bound=Connections)
 

@@ -22,7 +22,6 @@ from hashlib import blake2b
 import torch
 
 from sbp_core.boxing.backend import BoxingBackend, Communicator
-from sbp_torch.boxing.processes.agreement import gather_texts, tensor_text, text_tensor
 from sbp_core.boxing.processes.call import Call
 from sbp_core.boxing.slices import sent_bytes, transfer_pieces
 from sbp_core.boxing.step import Step, StepKind
@@ -30,6 +29,7 @@ from sbp_core.boxing.supervision.launch_spec import Start
 from sbp_core.errors import BoxingError
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp
+from sbp_torch.boxing.processes.agreement import gather_texts, tensor_text, text_tensor
 
 #: Bytes of a fingerprint: 16 hex digits of everything, then what a reader sees of it.
 _WIDTH_BYTES = 512

@@ -11,10 +11,10 @@ from math import prod
 
 import torch
 
-from sbp_torch.boxing.execute import fill, reduce_in_order, reduction_of
 from sbp_core.boxing.processes.manifest import Manifest
 from sbp_core.boxing.slices import Piece, itemsize, volume
 from sbp_core.boxing.step import Step, StepKind
+from sbp_torch.boxing.execute import fill, reduce_in_order, reduction_of
 
 
 def pack(shard: torch.Tensor, pieces: Sequence[Piece], *, copy: bool = False) -> torch.Tensor:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sbp_torch.boxing.execute import local_step
 from sbp_core.boxing.step import Route, StepKind
 from sbp_core.errors import BoxingError
+from sbp_torch.boxing.execute import local_step
 from sbp_torch.testing.boxing.cases import BoxingCase
 from sbp_torch.testing.boxing.values import (
     gather,

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sbp_torch.boxing.processes.agreement import agree
-from sbp_torch.boxing.processes.fingerprint import FingerprintedCommunicator
 from sbp_core.boxing.router import route
 from sbp_core.boxing.step import Step
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp
+from sbp_torch.boxing.processes.agreement import agree
+from sbp_torch.boxing.processes.fingerprint import FingerprintedCommunicator
 from sbp_torch.testing.boxing.failures import SHAPE, message, sum_over, told
 
 if TYPE_CHECKING:

@@ -11,11 +11,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 from unittest import SkipTest
 
+from sbp_core.testing.marks import exhaustive
 from sbp_torch.testing.boxing import failures, mismatches
 from sbp_torch.testing.boxing.cases import BoxingCase
 from sbp_torch.testing.boxing.convert import make_trials, problems, run_trials
 from sbp_torch.testing.boxing.families import FAMILIES, quick_cases
-from sbp_core.testing.marks import exhaustive
 
 if TYPE_CHECKING:
     from sbp_core.boxing.backend import BoxingBackend, Communicator

@@ -18,13 +18,16 @@ from sbp_core.graph.ir import (
     TensorType,
 )
 from sbp_core.graph.rewrite import rename_outputs, rename_uses
-from sbp_core.graph.views import VIEWS
+from sbp_core.signatures.views import is_view
 
 #: How the names of dtypes begin that hold means of their values.
 _AVERAGED = ("float", "bfloat", "complex")
 
 #: Dtypes of counts: the count of a step is the sum over its micro-batches.
 _COUNTED = ("int", "uint", "bool")
+
+#: Operators whose result has the elements of their argument, in memory of its own.
+_COPIES = ("_to_copy", "clone")
 
 #: Operators that reduce to the largest or smallest of their elements, and which.
 _EXTREMES = {
@@ -211,7 +214,7 @@ def _extreme(graph: LogicalGraph, value: str) -> str:
     The order of numbers outlives conversions, but not those to booleans.
     """
     node = graph.producers.get(value)
-    while node is not None and node.kind in VIEWS | {"_to_copy", "clone"}:
+    while node is not None and (is_view(node.op) or node.kind in _COPIES):
         before, after = graph.tensor_inputs(node)[0], graph.tensor(value)
         if after.dtype == "bool" and graph.tensor(before).dtype != "bool":
             return ""

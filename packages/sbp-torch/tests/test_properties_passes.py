@@ -10,13 +10,24 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sbp_torch.testing.random_plans import graphs, random_values
+from random_plans import graphs, random_values
 
+from sbp_aten.passes import (
+    MixedPrecision,
+    PassOptions,
+    drop_identities,
+    fold_constants,
+    fold_views,
+    mixed_precision,
+    place_casts,
+    prepare_step,
+    share_expressions,
+    sum_losses,
+    tie_clocks,
+)
+from sbp_aten.passes.pipeline import chosen_passes
 from sbp_core.graph import LogicalGraph, Node, verify_graph
 from sbp_core.graph.ir import Ref, Symbol, TensorType
-from sbp_aten.passes import MixedPrecision, PassOptions, drop_identities, fold_constants, fold_views, place_casts, prepare_step, share_expressions, sum_losses, tie_clocks
-from sbp_aten.passes import mixed_precision
-from sbp_aten.passes.pipeline import chosen_passes
 from sbp_core.graph.rewrite import rename_outputs, rename_uses
 from sbp_torch.ops.operators import bind, operator_of, results_of
 from sbp_torch.runtime.single import run_graph

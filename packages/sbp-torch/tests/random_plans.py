@@ -13,10 +13,10 @@ from sbp_core.graph import LogicalGraph, Node, Ref, TensorType, graph_hash, veri
 from sbp_core.graph.ir import GraphInput, GraphOutput, InputKind, OutputKind, Phase, Rate
 from sbp_core.passes import accumulate
 from sbp_core.placement import Placement
-from sbp_torch.ops.operators import bind, operator_of, results_of
 from sbp_core.sbp import B, NdSbp, S
 from sbp_core.signatures import OpCall, enumerate_signatures
 from sbp_core.strategy import Assignment, Storage, Strategy
+from sbp_torch.ops.operators import bind, operator_of, results_of
 
 #: Dims of matrices; 5 and 3 divide no mesh, 1 leaves empty shards.
 _EXTENTS = st.sampled_from((1, 2, 3, 4, 5))

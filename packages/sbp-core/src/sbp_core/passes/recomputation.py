@@ -19,9 +19,10 @@ from itertools import groupby
 from sbp_core.errors import ConfigError
 from sbp_core.graph.blocks import block_of
 from sbp_core.graph.ir import LogicalGraph, Node, Phase
-from sbp_aten.pass_options import Recompute
-from sbp_core.passes.rematerialize import AGAIN, Region, make_again
+from sbp_core.graph.rewrite import rename_uses
 from sbp_core.passes.budget import choose_regions
+from sbp_core.passes.options import Recompute
+from sbp_core.passes.rematerialize import AGAIN, Region, make_again
 from sbp_core.passes.saved_activations import (
     base_of,
     call_flop,
@@ -29,7 +30,6 @@ from sbp_core.passes.saved_activations import (
     kept_bytes,
     made_bytes,
 )
-from sbp_core.graph.rewrite import rename_uses
 from sbp_core.units import format_bytes
 
 #: Tag of nodes that the user's model runs under `torch.utils.checkpoint`; followed by `:` and a

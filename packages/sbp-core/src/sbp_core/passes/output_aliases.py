@@ -15,12 +15,12 @@ from sbp_core.graph.ir import (
     Rate,
     Ref,
 )
-from sbp_core.graph.views import seen_inputs
+from sbp_core.signatures.views import seen_inputs
 
 _FROM_CALLER = (InputKind.BATCH, InputKind.RNG)
 
 
-def own_outputs(graph: LogicalGraph) -> LogicalGraph:
+def unalias_outputs(graph: LogicalGraph) -> LogicalGraph:
     """Copy what would leave as an input itself, or in the memory of the caller's batch.
 
     A caller may fill the batch anew for the next step, and a state that looks at it would change.

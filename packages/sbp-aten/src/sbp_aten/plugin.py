@@ -1,0 +1,19 @@
+"""What sbp-aten offers through the door that every plugin uses: the rules of ATen's operators."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from sbp_core.plugins.hooks import Factory, hookimpl
+
+SBP_API_VERSION = 1
+
+#: Namespaces of the operators that have rules here; those of `sbp` are what passes write.
+_NAMESPACES = ("aten", "sbp", "torch_nn")
+
+
+@hookimpl
+def sbp_signatures() -> Mapping[str, Factory]:
+    """Offer one rule set for all namespaces."""
+    rules = Factory(build="sbp_aten.rules:build", summary="the rules of ATen's operators")
+    return dict.fromkeys(_NAMESPACES, rules)

@@ -1,0 +1,42 @@
+"""Our own operators that the passes over ATen's write.
+
+    sbp.piece(x, token, dim, index, count, settled)
+        the elements index, index + count, ... of a dim, but not before the token is made
+    sbp.mm_as(a, b, dtype), sbp.bmm_as             products, in a wider dtype
+
+A token may lie as it likes; if it must be settled it may not be partial, so that whoever waits for
+it waits for its reduction as well.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from sbp_core.signatures.call import OpCall
+from sbp_core.signatures.notation import Dims, Notation, unread
+from sbp_core.signatures.patterns import each
+from sbp_core.signatures.rule import Draft, LocalProgram, Rule, Shards
+from sbp_core.signatures.sbp_ops import waiting
+
+
+def _piece(call: OpCall) -> Notation:
+    """`(k s!) d1, t0! => k d1; free 1`: equal shards that `count` divides keep their own."""
+    _, _, dim, _, count, settled = call.args
+    made = each(len(call.inputs[0].shape))
+    whole: Dims = (*made[:dim], (*made[dim], "s"), *made[dim + 1 :])
+    found = waiting(call, whole, made, *(() if settled else (unread(1),)), whole=frozenset({"s"}))
+    return replace(found, sizes=(("s", count),), why="it is the distance of two elements")
+
+
+def _own_piece(call: OpCall, shards: Shards) -> LocalProgram:
+    x, _, dim, index, count, _ = call.args
+    draft = Draft()
+    stop = shards.inputs[0][dim][1] - shards.inputs[0][dim][0]
+    return draft.program(draft("aten.slice_copy.Tensor", x, dim, index, stop, count))
+
+
+RULES = {
+    "sbp.bmm_as.default": Rule("n i k, n k j -> n i j"),
+    "sbp.mm_as.default": Rule("i k, k j -> i j"),
+    "sbp.piece": Rule(_piece, _own_piece),
+}

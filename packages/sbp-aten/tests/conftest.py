@@ -1,0 +1,33 @@
+"""Fixtures that several test files share."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from needed_operators import NEWER, skip_without
+
+from sbp_core.graph import LogicalGraph
+from sbp_torch.capture import capture
+from sbp_torch.testing.models import PROGRAMS, Program
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip the case of an operator that this PyTorch does not have yet."""
+    case = getattr(item, "callspec", None)
+    names = case.params.values() if case is not None else ()
+    for name in names:
+        if isinstance(name, str) and name in NEWER:
+            skip_without(name)
+
+
+@pytest.fixture(scope="session")
+def gpt() -> Program:
+    """The one-device program of a tiny GPT with AdamW."""
+    return PROGRAMS["gpt"]
+
+
+@pytest.fixture(scope="session")
+def gpt_graph(gpt: Program) -> LogicalGraph:
+    """The step of the tiny GPT as captured, on batches of four, in float64."""
+    model, optimizer = gpt.build(torch.float64)
+    return capture(model, gpt.loss, gpt.batches(1)[0], optimizer)

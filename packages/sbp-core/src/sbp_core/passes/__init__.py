@@ -1,0 +1,47 @@
+"""Passes that need to know no operator: pure functions graph -> graph.
+
+`accumulation` makes micro-batches explicit, `recomputation` makes forward values again in the
+backward phase (what to keep: `saved_activations`, `budget`, `closure`; the rewriting:
+`rematerialize`), `unknown_operators` says what becomes of operators without a rule,
+`output_aliases` gives what leaves the step memory of its own. Those that know ATen's operators, and
+the order of all, are in `sbp_aten.passes`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sbp_core._lazy import lazy
+
+if TYPE_CHECKING:
+    from sbp_core.passes.accumulation import accumulate
+    from sbp_core.passes.options import Recompute
+    from sbp_core.passes.output_aliases import unalias_outputs
+    from sbp_core.passes.recomputation import RecomputeReport, recompute, recompute_report
+    from sbp_core.passes.unknown_operators import allow_unknown
+    from sbp_core.passes.writer import Writer
+
+__all__ = [
+    "Recompute",
+    "RecomputeReport",
+    "Writer",
+    "accumulate",
+    "allow_unknown",
+    "recompute",
+    "recompute_report",
+    "unalias_outputs",
+]
+
+__getattr__ = lazy(
+    __name__,
+    {
+        "Recompute": "options",
+        "RecomputeReport": "recomputation",
+        "Writer": "writer",
+        "accumulate": "accumulation",
+        "allow_unknown": "unknown_operators",
+        "recompute": "recomputation",
+        "recompute_report": "recomputation",
+        "unalias_outputs": "output_aliases",
+    },
+)

@@ -1,0 +1,49 @@
+"""Pointwise operators: the notation is broadcasting, computed from the shapes.
+
+In what a pointwise operator is linear or monotone depends on the operator, so it is given; a rule
+set knows it of its own (`RuleSet.fallback`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sbp_core.signatures.arguments import labels
+from sbp_core.signatures.call import OpCall
+from sbp_core.signatures.notation import Dependence, Dims, Notation
+from sbp_core.signatures.rule import Rule
+
+#: Why an operator that draws random numbers stays whole.
+OTHER_NUMBERS = "a shard would draw other random numbers; those of sbp.random_* may be split"
+
+
+def broadcast_dims(shape: Sequence[int], target: Sequence[int]) -> Dims:
+    """Return the dims of a tensor that is broadcast to `target`, whose labels are d0, d1, ..."""
+    names = list(labels("d", len(target)))[len(target) - len(shape) :]
+    extents = target[len(target) - len(shape) :]
+    return tuple(
+        () if extent == 1 and wide != 1 else (name,)
+        for name, extent, wide in zip(names, shape, extents, strict=True)
+    )
+
+
+def broadcasting(call: OpCall, *dependences: Dependence) -> Notation:
+    """Return the notation of a pointwise call: `d0 d1, d1 => d0 d1`.
+
+    Args:
+        call: One that draws random numbers stays whole.
+        *dependences: In what it is linear or monotone, if it draws none.
+    """
+    target = call.outputs[0].shape
+    random = "seeded" in call.tags
+    return Notation(
+        inputs=tuple(broadcast_dims(entry.shape, target) for entry in call.inputs),
+        outputs=tuple(broadcast_dims(entry.shape, target) for entry in call.outputs),
+        dependences=() if random else dependences,
+        whole=frozenset(labels("d", len(target))) if random else frozenset(),
+        why=OTHER_NUMBERS if random else "",
+    )
+
+
+#: The rule of an operator that is tagged as pointwise, and of which nothing else is known.
+POINTWISE = Rule(broadcasting)

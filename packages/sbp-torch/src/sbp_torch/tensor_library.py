@@ -1,0 +1,35 @@
+"""PyTorch as the core's tensor library: types of calls, discovered signatures, layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sbp_core.boxing.step import Step
+from sbp_core.plugins.hooks import EmptyConfig
+from sbp_core.signatures.call import OpCall
+from sbp_core.signatures.signature import Signature1d
+from sbp_torch.memory.layout import Layouts
+from sbp_torch.signatures.discover import discover_call
+from sbp_torch.signatures.torch_call import abstract_call
+
+
+class TorchLibrary:
+    """See `sbp_core.tensor_library.TensorLibrary`."""
+
+    def abstract_call(self, op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> OpCall:
+        """See `TensorLibrary.abstract_call`."""
+        return abstract_call(op, args, kwargs)
+
+    def discover(self, call: OpCall) -> tuple[Signature1d, ...]:
+        """See `TensorLibrary.discover`."""
+        return discover_call(call).signatures
+
+    def call_layouts(self, steps: Sequence[Step]) -> Layouts:
+        """See `TensorLibrary.call_layouts`."""
+        return Layouts(steps)
+
+
+def build(config: EmptyConfig) -> TorchLibrary:
+    """Return the library. Kind `tensor_library`, name `torch`."""
+    return TorchLibrary()

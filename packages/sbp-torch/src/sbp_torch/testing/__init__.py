@@ -1,0 +1,18 @@
+"""Conformance suites: what a plugin of each kind must do, as tests that its author can run.
+
+| kind | suite | to supply |
+|---|---|---|
+| boxing | `boxing.BoxingConformance` | `run_ranks` |
+| runtime | `runtime.RuntimeConformance` | `make_runtime` |
+| planner | `planner.PlannerConformance` | `make_planner` |
+| model | `model.ModelConformance` | `make_model`, `make_batch` |
+| data | `data.DatasetConformance` | `make_dataset` |
+| cluster | `cluster.ClusterConformance` | `make_factory` |
+| logger | `logger.MetricSinkConformance` | `make_factory`, `read` |
+| optimizer | `optimizer.OptimizerConformance` | `make_factory` |
+| pass | `graph_pass.GraphPassConformance` | `make_pass` |
+| signature | `signatures.check_rule` | samples |
+
+Subclass a suite in a test module under a name that begins with `Test`; pytest finds its tests. The
+modules import no pytest, and nothing is imported here.
+"""
