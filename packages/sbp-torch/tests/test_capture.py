@@ -123,7 +123,7 @@ def test_nodes_know_module_line_phase_and_rate(gpt_graph: LogicalGraph) -> None:
     node = gpt_graph.by_name["blocks.1.attention.qkv.addmm"]
 
     assert node.module == "blocks.1.attention.qkv"
-    assert "tests/small_models.py:" in node.source
+    assert "sbp_torch/testing/models.py:" in node.source
     assert (node.phase, node.rate) == (Phase.FORWARD, Rate.MICRO)
     update = gpt_graph.producers[gpt_graph.new_states["head.weight"]]
     assert (update.phase, update.rate) == (Phase.OPTIMIZER, Rate.STEP)

@@ -191,7 +191,7 @@ def test_a_constructor_on_another_device_is_refused_with_its_line() -> None:
     def build() -> nn.Module:
         return nn.Linear(2, 2, device="mps")
 
-    with pytest.raises(CaptureError, match=r"mps(.|\n)*test_capture_deferred\.py:\d+(.|\n)*leave"):
+    with pytest.raises(CaptureError, match=r"mps(.|\n)*test_deferred_init\.py:\d+(.|\n)*leave"):
         deferred(build, SEED)
 
 
@@ -203,9 +203,7 @@ def test_random_numbers_into_a_tensor_from_outside_are_refused_with_the_line() -
         model.register_buffer("noise", outside.normal_())
         return model
 
-    with pytest.raises(
-        CaptureError, match=r"normal_(.|\n)*test_capture_deferred\.py:\d+(.|\n)*whole"
-    ):
+    with pytest.raises(CaptureError, match=r"normal_(.|\n)*test_deferred_init\.py:\d+(.|\n)*whole"):
         deferred(build, SEED)
 
 

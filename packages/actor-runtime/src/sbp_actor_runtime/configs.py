@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sbp_core.errors import ConfigError
-from sbp_torch.runtime.configs import Execution, check_execution
+from sbp_torch.segments.configs import Execution, check_execution
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

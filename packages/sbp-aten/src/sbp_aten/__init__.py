@@ -17,4 +17,4 @@ __version__ = "0.1.0"
 
 __all__ = ["PassOptions", "prepare_step"]
 
-__getattr__ = lazy(__name__, {"PassOptions": "pass_options", "prepare_step": "passes"})
+__getattr__, __dir__ = lazy(__name__, {"PassOptions": "pass_options", "prepare_step": "passes"})

@@ -49,7 +49,7 @@ __all__ = [
 ]
 
 # `check` and `signatures` are modules that are also called: `check(plan)`, `signatures(op, ...)`.
-__getattr__ = lazy(
+__getattr__, __dir__ = lazy(
     __name__,
     {
         "B": "sbp",

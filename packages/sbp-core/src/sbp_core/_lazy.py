@@ -7,8 +7,10 @@ from importlib import import_module
 from typing import Any
 
 
-def lazy(room: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a package that loads what it offers when that is asked for.
+def lazy(
+    room: str, homes: Mapping[str, str]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return `__getattr__` and `__dir__` of a package that loads what it offers when asked for it.
 
     Args:
         room: Name of the package.
@@ -22,4 +24,4 @@ def lazy(room: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
         module = import_module(f"{room}.{homes[name]}")
         return module if homes[name] == name else getattr(module, name)
 
-    return find
+    return find, lambda: sorted(homes)

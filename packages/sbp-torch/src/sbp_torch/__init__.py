@@ -18,4 +18,4 @@ __version__ = "0.1.0"
 __all__ = ["capture", "initial_states"]
 
 # `capture` is a module that is also called: `capture(model, ...)`.
-__getattr__ = lazy(__name__, {"capture": "capture", "initial_states": "capture"})
+__getattr__, __dir__ = lazy(__name__, {"capture": "capture", "initial_states": "capture"})

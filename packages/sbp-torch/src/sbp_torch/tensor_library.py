@@ -15,18 +15,18 @@ from sbp_torch.signatures.torch_call import abstract_call
 
 
 class TorchLibrary:
-    """See `sbp_core.tensor_library.TensorLibrary`."""
+    """See `sbp_core.signatures.library.CallLibrary` and `sbp_core.memory.LayoutLibrary`."""
 
     def abstract_call(self, op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> OpCall:
-        """See `TensorLibrary.abstract_call`."""
+        """See `CallLibrary.abstract_call`."""
         return abstract_call(op, args, kwargs)
 
     def discover(self, call: OpCall) -> tuple[Signature1d, ...]:
-        """See `TensorLibrary.discover`."""
+        """See `CallLibrary.discover`."""
         return discover_call(call).signatures
 
     def call_layouts(self, steps: Sequence[Step]) -> Layouts:
-        """See `TensorLibrary.call_layouts`."""
+        """See `LayoutLibrary.call_layouts`."""
         return Layouts(steps)
 
 

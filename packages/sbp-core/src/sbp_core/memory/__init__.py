@@ -8,7 +8,15 @@ memory is known to the tensor library: `sbp_torch.memory.predict` puts all of it
 from __future__ import annotations
 
 from sbp_core.memory.kinds import Kind
-from sbp_core.memory.lifetime import CallLayouts, lifetimes
+from sbp_core.memory.lifetime import CallLayouts, LayoutLibrary, lifetimes
 from sbp_core.memory.report import MemoryReport, RankMemory, report
 
-__all__ = ["CallLayouts", "Kind", "MemoryReport", "RankMemory", "lifetimes", "report"]
+__all__ = [
+    "CallLayouts",
+    "Kind",
+    "LayoutLibrary",
+    "MemoryReport",
+    "RankMemory",
+    "lifetimes",
+    "report",
+]

@@ -20,7 +20,7 @@ takes what was sent, and so how long a sender holds it, is a matter of time in a
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -52,6 +52,18 @@ class CallLayouts(Protocol):
         self, entry: Instruction, rank: int, read: Callable[[str], Value]
     ) -> tuple[Made | Number, ...]:
         """Return how each output lies."""
+
+
+class LayoutLibrary(Protocol):
+    """Of a plugin of kind `tensor_library`: knows how results of operators lie in memory."""
+
+    def call_layouts(self, steps: Sequence[Step]) -> CallLayouts:
+        """Return what knows the layouts of one plan.
+
+        Args:
+            steps: Its boxing steps, which instructions name by index.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

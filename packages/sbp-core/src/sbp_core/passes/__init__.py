@@ -32,7 +32,7 @@ __all__ = [
     "unalias_outputs",
 ]
 
-__getattr__ = lazy(
+__getattr__, __dir__ = lazy(
     __name__,
     {
         "Recompute": "options",

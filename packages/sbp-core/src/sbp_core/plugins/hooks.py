@@ -118,7 +118,7 @@ class HookSpecs(Protocol):
 
     @hookspec
     def sbp_tensor_libraries(self) -> Mapping[str, Factory]:
-        """Libraries that execute operators: `sbp_core.tensor_library.TensorLibrary`."""
+        """Libraries that execute operators: `signatures.library.CallLibrary`, `LayoutLibrary`."""
 
     @hookspec
     def sbp_config_folders(self) -> Sequence[str]:

@@ -14,12 +14,12 @@ from sbp_core.signatures.axes import combine, continuations, enumerate_signature
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.check import check_signature
 from sbp_core.signatures.derive import derive, work_flop
+from sbp_core.signatures.library import call_library
 from sbp_core.signatures.localize import localize
 from sbp_core.signatures.notation import Notation
 from sbp_core.signatures.registry import Registry, Unknown
 from sbp_core.signatures.rule import Draft, LocalCall, LocalProgram, Rule, RuleSet, Shards
 from sbp_core.signatures.signature import Requirement, Signature1d
-from sbp_core.tensor_library import tensor_library
 
 __all__ = [
     "Draft",
@@ -64,7 +64,7 @@ def signatures(
         SignatureError: the operator has no rule.
         SbpLookupError: there is no such operator, or no tensor library that knows it.
     """
-    return derive(tensor_library().abstract_call(op, args, kwargs), axis_size, rules=rules)
+    return derive(call_library().abstract_call(op, args, kwargs), axis_size, rules=rules)
 
 
 make_callable(__name__)

@@ -15,11 +15,11 @@ from sbp_core._callable_module import make_callable
 from sbp_core.sbp import NdSbp, Sbp
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.derive import derivation, derive, work_flop
+from sbp_core.signatures.library import call_library
 from sbp_core.signatures.notation import Dims, Notation
 from sbp_core.signatures.opaque import OPAQUE
 from sbp_core.signatures.registry import Registry, installed
 from sbp_core.signatures.signature import Signature1d
-from sbp_core.tensor_library import tensor_library
 from sbp_core.units import format_flop
 
 #: Rows of a table: a column for each tensor, and the reason.
@@ -140,7 +140,7 @@ def explain(
         SignatureError: the operator has no rule.
         SbpLookupError: there is no such operator, or no tensor library that knows it.
     """
-    return explain_call(tensor_library().abstract_call(op, args, kwargs), axis_size, rules=rules)
+    return explain_call(call_library().abstract_call(op, args, kwargs), axis_size, rules=rules)
 
 
 def explain_call(call: OpCall, axis_size: int, *, rules: Registry | None = None) -> Explanation:

@@ -16,13 +16,13 @@ from sbp_core.errors import SignatureError
 from sbp_core.plugins import Registry as Plugins
 from sbp_core.plugins import discover
 from sbp_core.signatures.call import OpCall
+from sbp_core.signatures.library import call_library
 from sbp_core.signatures.notation import Notation
 from sbp_core.signatures.opaque import OPAQUE
 from sbp_core.signatures.pointwise import POINTWISE
 from sbp_core.signatures.rule import Rule, RuleSet
 from sbp_core.signatures.sbp_ops import RULES, VIEWS
 from sbp_core.signatures.signature import Signature1d
-from sbp_core.tensor_library import tensor_library
 
 
 class Unknown(StrEnum):
@@ -112,7 +112,7 @@ class Registry:
         """
         if self._fate(call) is not Unknown.DISCOVER or self.rule(call) is not OPAQUE:
             return ()
-        return tensor_library().discover(call)
+        return call_library().discover(call)
 
     def _fate(self, call: OpCall) -> Unknown:
         """Return what becomes of a call if its operator has no rule."""

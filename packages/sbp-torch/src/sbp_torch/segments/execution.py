@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 from sbp_core.boxing.step import Step
 from sbp_core.compile.physical import Actor
-from sbp_torch.runtime.configs import Execution
 from sbp_torch.segments.codegen import segment_function
+from sbp_torch.segments.configs import Execution
 
 
 class OwningSegment(Protocol):

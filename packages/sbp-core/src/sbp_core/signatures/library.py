@@ -1,0 +1,42 @@
+"""What signatures ask of the installed tensor library."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, cast
+
+from sbp_core.plugins.tensor_library import tensor_library
+from sbp_core.signatures.call import OpCall
+from sbp_core.signatures.signature import Signature1d
+
+
+class CallLibrary(Protocol):
+    """Of a plugin of kind `tensor_library`: knows the operators, and can execute them."""
+
+    def abstract_call(self, op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> OpCall:
+        """Return a call whose tensors may be shapes; nothing is computed.
+
+        Args:
+            op: Operator and overload, such as `aten.mm.default`.
+            args: Tensors as tensors, `TensorType`s or shapes (float32); other arguments as they
+                are.
+            kwargs: Arguments by name.
+
+        Raises:
+            SbpLookupError: there is no such operator.
+            SbpValueError: it does not take such arguments.
+        """
+        ...
+
+    def discover(self, call: OpCall) -> tuple[Signature1d, ...]:
+        """Return the legal signatures of a call along one mesh axis, as execution finds them."""
+        ...
+
+
+def call_library() -> CallLibrary:
+    """Return the installed tensor library.
+
+    Raises:
+        SbpLookupError: there is none, or there are several.
+    """
+    return cast(CallLibrary, tensor_library())

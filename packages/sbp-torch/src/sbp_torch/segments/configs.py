@@ -1,0 +1,27 @@
+"""The settings of compute segments, which runtimes have in common. Nothing heavy."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from sbp_core.errors import ConfigError, unknown_name
+
+#: How compute segments are executed (`segments.execution`).
+Execution = Literal["eager", "inductor", "cudagraph"]
+
+
+def check_execution(compile: str, *, compile_fallback: bool) -> None:  # noqa: A002 (a setting)
+    """Check the settings of segments that runtimes have in common.
+
+    Raises:
+        ConfigError: a setting cannot be meant.
+    """
+    accepted = get_args(Execution)
+    if compile not in accepted:
+        error = unknown_name("execution of segments", compile, accepted)
+        raise ConfigError(f"compile={compile!r}", accepted=error.accepted, todo=error.todo)
+    if compile_fallback and compile != "inductor":
+        raise ConfigError(
+            f"compile_fallback=true with compile={compile}",
+            accepted="compile_fallback=true with compile=inductor",
+        )
