@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,9 +102,21 @@ class Package:
 
 
 PACKAGES = [Package(path.parent) for path in sorted(ROOT.glob("packages/*/pyproject.toml"))]
-CORE = next(package for package in PACKAGES if package.name == "sbp-core")
 NCCL = next(package for package in PACKAGES if package.name == "boxing-nccl")
 SOURCES = [str(package.folder / "src") for package in PACKAGES]
+
+
+def needed_of(package: Package, more: Sequence[str] = ()) -> list[Package]:
+    """Return the packages of ours that a package declares, and those that they declare in turn."""
+    found: list[Package] = []
+    todo = [*package.dependencies, *more]
+    while todo:
+        name = re.split(r"[^\w-]", todo.pop())[0]
+        for other in PACKAGES:
+            if other.project["name"] == name and other not in (*found, package):
+                found.append(other)
+                todo += other.dependencies
+    return found
 
 
 def pip_install(session: nox.Session, *arguments: str) -> None:
@@ -234,18 +247,19 @@ for _package in PACKAGES:
 @nox.parametrize("package", PACKAGES, ids=[package.name for package in PACKAGES])
 def alone(session: nox.Session, package: Package) -> None:
     """A package with its declared dependencies only: imports, then its tests."""
-    # sbp-core is built here and named, lest pip look for it elsewhere; but only if it is declared.
-    needs_core = any(str(entry).startswith("sbp-core") for entry in package.dependencies)
-    core = [build_wheel(session, CORE.folder)] if needs_core else []
+    # What it declares of ours is built here and named, lest pip look for it elsewhere.
+    declared = [build_wheel(session, other.folder) for other in needed_of(package)]
     own = build_wheel(session, package.folder)
 
-    pip_install(session, own, *core)
+    pip_install(session, own, *declared)
     script = ROOT / "integration" / "import_all_modules.py"
     session.run("python", "-I", str(script), package.module, *package.extra_modules)
     if package.extras:
-        pip_install(session, f"{own}[{','.join(package.extras)}]", *core)
+        pip_install(session, f"{own}[{','.join(package.extras)}]", *declared)
         session.run("python", "-I", str(script), package.module)
-    pip_install(session, f"{own}[test]", *core)
+    tested = needed_of(package, package.test_dependencies)
+    built = [build_wheel(session, other.folder) for other in tested]
+    pip_install(session, f"{own}[test]", *built)
     run_pytest(session, package.folder, *package.quick, *session.posargs)
 
 

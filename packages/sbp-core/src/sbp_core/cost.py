@@ -24,7 +24,8 @@ from collections.abc import Sequence
 from math import prod
 
 from sbp_core.boxing.price import step_time
-from sbp_core.boxing.step import Route, Step
+from sbp_core.boxing.routes import Route
+from sbp_core.boxing.step import Step
 from sbp_core.graph.ir import ITEMSIZE, TensorType
 from sbp_core.placement import Cluster, Device, Placement
 from sbp_core.sbp import NdSbp, Split, local_shape, split_bounds

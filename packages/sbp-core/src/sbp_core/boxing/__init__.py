@@ -1,8 +1,8 @@
 """Boxing: how a tensor gets from one (placement, nd-SBP) to another, and what that costs.
 
-In the order in which they are used: `step` (the values), `slices` (who needs what), `router` (finds
-the route, by `routing` and `memory`), `price` (its time, by `algorithms`), `explain` (a route as a
-table), `backend` (the contract of transports).
+In the order in which they are used: `step` (the values), `slices` (who needs what), `price` (time,
+by `algorithms`), `routes` (steps, time, and as a table), `router` (finds a route, by `routing` and
+`memory`), `backend` (the contract of transports).
 
 `processes` has what backends of several processes are made of, `supervision` starts such processes
 and sees that they end. What touches tensors is in `sbp_torch.boxing`.
@@ -10,7 +10,8 @@ and sees that they end. What touches tensors is in `sbp_torch.boxing`.
 
 from sbp_core.boxing.backend import BoxingBackend, Communicator
 from sbp_core.boxing.router import conversion_bytes, route
-from sbp_core.boxing.step import Route, Step, StepKind
+from sbp_core.boxing.routes import Route
+from sbp_core.boxing.step import Step, StepKind
 
 __all__ = [
     "BoxingBackend",

@@ -36,7 +36,7 @@ from sbp_core.boxing.slices import (
     uniform_bytes,
     volume,
 )
-from sbp_core.boxing.step import Route, Step, StepKind
+from sbp_core.boxing.step import Step, StepKind
 from sbp_core.sbp import local_bounds
 from sbp_core.units import format_seconds
 
@@ -65,16 +65,6 @@ class StepTime:
     algorithm: str
     reason: str
     is_whole_call: bool = False
-
-
-def route_time_s(route: Route, cluster: Cluster) -> float:
-    """Return the time of a route in seconds: its steps one after the other."""
-    return sum(step_time_s(step, cluster) for step in route.steps)
-
-
-def step_times(route: Route, cluster: Cluster) -> tuple[StepTime, ...]:
-    """Return the time of each step of a route, with its algorithm and the reason for it."""
-    return tuple(step_time(step, cluster) for step in route.steps)
 
 
 def step_time_s(step: Step, cluster: Cluster) -> float:

@@ -20,11 +20,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
+from sbp_core.boxing.routes import Route
 from sbp_core.boxing.routing.problem import Codes, Problem, State, pose
 from sbp_core.boxing.routing.search import Edge, shortest_path
 from sbp_core.boxing.routing.tables import tables
 from sbp_core.boxing.slices import itemsize
-from sbp_core.boxing.step import Route, Step
+from sbp_core.boxing.step import Step
 from sbp_core.errors import SbpValueError
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp, Partial, check_sbp

@@ -1,4 +1,4 @@
-"""Steps and routes of boxing: the values that the router makes and every backend executes.
+"""Steps of boxing: the values that the router makes and every backend executes.
 
 A step takes a tensor from one (placement, nd-SBP) to the next; its kind says which collective does
 it. A route is a list of steps. Nothing here moves data (`boxing.execute`, backends) or searches
@@ -10,15 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
 from sbp_core.errors import BoxingError
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp
 from sbp_core.units import format_bytes
-
-if TYPE_CHECKING:
-    from sbp_core.placement import Cluster
 
 
 class StepKind(StrEnum):
@@ -84,60 +80,6 @@ class Step:
         if before == after:
             return f"{self.kind.value} within {before.ranks}: {change}"
         return f"{self.kind.value} from {before.ranks} to {after.ranks}: {change}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Route:
-    """How a logical tensor gets from one (placement, nd-SBP) to another."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    source: tuple[Placement, NdSbp]
-    target: tuple[Placement, NdSbp]
-    steps: tuple[Step, ...]
-
-    @property
-    def bytes(self) -> int:
-        """Bytes moved between ranks, summed over ranks and steps."""
-        return sum(step.size_bytes for step in self.steps)
-
-    def time_s(self, cluster: Cluster) -> float:
-        """Return the predicted time on a machine, in seconds; see `boxing.price`."""
-        from sbp_core.boxing.price import route_time_s
-
-        return route_time_s(self, cluster)
-
-    def explain(self, cluster: Cluster | None = None) -> str:
-        """Return a table: what each step does, what a rank sends and holds at most, and the time.
-
-        Args:
-            cluster: The machine that says the times, and how they come about; left out without.
-
-        Example:
-            >>> from sbp_core import NdSbp, Placement, boxing
-            >>> mesh = Placement(ranks=[0, 1, 2, 3], axes=("tensor",))
-            >>> rows, columns = NdSbp.parse("S(0)"), NdSbp.parse("S(1)")
-            >>> route = boxing.route((4096, 1024), "float32", (mesh, rows), (mesh, columns))
-            >>> print(route)
-            float32[4096, 1024] (S(0)) -> (S(1)): 12.6 MB
-              all-to-all on axis 'tensor': (S(0)) -> (S(1)), 12.6 MB
-            >>> print(route.explain())
-            float32[4096, 1024] (S(0)) -> (S(1)) on tensor=4 (ranks 0-3)
-              12.6 MB between ranks
-              step  kind        where   from -> to    bytes    a rank sends  and holds
-              1     all-to-all  tensor  S(0) -> S(1)  12.6 MB  3.1 MB        14.7 MB
-        """
-        from sbp_core.boxing.explain import explain_route
-
-        return explain_route(self, cluster)
-
-    def __str__(self) -> str:
-        """One line for the whole, then one a step."""
-        what = f"{self.dtype}{list(self.shape)} ({self.source[1]}) -> ({self.target[1]})"
-        if not self.steps:
-            return f"{what}: nothing to do"
-        lines = [f"{what}: {format_bytes(self.bytes)}"]
-        return "\n".join([*lines, *(f"  {step}" for step in self.steps)])
 
 
 def missing_ranks(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from sbp_core.boxing.router import route
-from sbp_core.boxing.step import Route
+from sbp_core.boxing.routes import Route
 from sbp_core.errors import SbpValueError, SignatureError
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, Partial, Sbp, Split, check_sbp

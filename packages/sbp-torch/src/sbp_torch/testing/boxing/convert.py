@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sbp_core.boxing.step import Route, StepKind
+from sbp_core.boxing.routes import Route
+from sbp_core.boxing.step import StepKind
 from sbp_core.errors import BoxingError
 from sbp_torch.boxing.execute import local_step
 from sbp_torch.testing.boxing.cases import BoxingCase

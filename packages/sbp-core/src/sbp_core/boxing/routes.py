@@ -1,48 +1,90 @@
-"""A route as a table for people: what each step moves, who sends how much, how long it takes.
+"""A route: its steps, what they move, how long they take, and all of it as a table for people.
 
-Only prints: bytes are from `slices`, what ranks hold from `memory`, times from `price`. Imports no
-torch.
+Bytes are from `slices`, what ranks hold from `memory`, times from `price`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
 
 from sbp_core.boxing.memory import held_at_once, step_memory_bytes
-from sbp_core.boxing.price import StepTime, step_times
+from sbp_core.boxing.price import StepTime, step_time, step_time_s
 from sbp_core.boxing.slices import itemsize, sent_bytes, uniform_bytes, volume
-from sbp_core.boxing.step import Route, Step, StepKind
-from sbp_core.sbp import local_bounds
+from sbp_core.boxing.step import Step, StepKind
+from sbp_core.placement import Cluster, Placement
+from sbp_core.sbp import NdSbp, local_bounds
 from sbp_core.units import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from sbp_core.placement import Cluster, Placement
 
 #: Most ranks whose bytes are listed one by one.
 _MOST_LISTED = 4
 
 
-def explain_route(route: Route, cluster: Cluster | None = None) -> str:
-    """Return the table of a route; see `Route.explain`."""
-    times = step_times(route, cluster) if cluster is not None else ()
-    headline = f"{route.dtype}{list(route.shape)} {_change(route)}"
-    if not route.steps:
-        return f"{headline}\n  nothing to do"
-    total = f"  {format_bytes(route.bytes)} between ranks"
-    if cluster is not None:
-        total_s = sum(entry.time_s for entry in times)
-        total += f", {format_seconds(total_s)} on the links of cluster {cluster.name!r}"
-    rows = [["step", "kind", "where", "from -> to", "bytes"]]
-    rows[0] += ["a rank sends", "and holds"]
-    for number, step in enumerate(route.steps, start=1):
-        row = [str(number), step.kind.value, _where(step), f"{step.source[1]} -> {step.target[1]}"]
-        row += [format_bytes(step.size_bytes), sent_by_rank(step)]
-        rows.append([*row, format_bytes(held_bytes(step))])
-    for row, cells in zip(rows, _time_cells(times), strict=False):
-        row += cells
-    return "\n".join([headline, total, *_aligned(rows)])
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """How a logical tensor gets from one (placement, nd-SBP) to another."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    source: tuple[Placement, NdSbp]
+    target: tuple[Placement, NdSbp]
+    steps: tuple[Step, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes moved between ranks, summed over ranks and steps."""
+        return sum(step.size_bytes for step in self.steps)
+
+    def time_s(self, cluster: Cluster) -> float:
+        """Return the predicted time on a machine, in seconds: its steps one after the other."""
+        return sum(step_time_s(step, cluster) for step in self.steps)
+
+    def explain(self, cluster: Cluster | None = None) -> str:
+        """Return a table: what each step does, what a rank sends and holds at most, and the time.
+
+        Args:
+            cluster: The machine that says the times, and how they come about; left out without.
+
+        Example:
+            >>> from sbp_core import NdSbp, Placement, boxing
+            >>> mesh = Placement(ranks=[0, 1, 2, 3], axes=("tensor",))
+            >>> rows, columns = NdSbp.parse("S(0)"), NdSbp.parse("S(1)")
+            >>> route = boxing.route((4096, 1024), "float32", (mesh, rows), (mesh, columns))
+            >>> print(route)
+            float32[4096, 1024] (S(0)) -> (S(1)): 12.6 MB
+              all-to-all on axis 'tensor': (S(0)) -> (S(1)), 12.6 MB
+            >>> print(route.explain())
+            float32[4096, 1024] (S(0)) -> (S(1)) on tensor=4 (ranks 0-3)
+              12.6 MB between ranks
+              step  kind        where   from -> to    bytes    a rank sends  and holds
+              1     all-to-all  tensor  S(0) -> S(1)  12.6 MB  3.1 MB        14.7 MB
+        """
+        times = [] if cluster is None else [step_time(step, cluster) for step in self.steps]
+        headline = f"{self.dtype}{list(self.shape)} {_change(self.source, self.target)}"
+        if not self.steps:
+            return f"{headline}\n  nothing to do"
+        total = f"  {format_bytes(self.bytes)} between ranks"
+        if cluster is not None:
+            total_s = sum(entry.time_s for entry in times)
+            total += f", {format_seconds(total_s)} on the links of cluster {cluster.name!r}"
+        rows = [["step", "kind", "where", "from -> to", "bytes", "a rank sends", "and holds"]]
+        for number, step in enumerate(self.steps, start=1):
+            change = f"{step.source[1]} -> {step.target[1]}"
+            row = [str(number), step.kind.value, _where(step), change]
+            row += [format_bytes(step.size_bytes), sent_by_rank(step)]
+            rows.append([*row, format_bytes(held_bytes(step))])
+        for row, cells in zip(rows, _time_cells(times), strict=False):
+            row += cells
+        return "\n".join([headline, total, *_aligned(rows)])
+
+    def __str__(self) -> str:
+        """One line for the whole, then one a step."""
+        what = f"{self.dtype}{list(self.shape)} ({self.source[1]}) -> ({self.target[1]})"
+        if not self.steps:
+            return f"{what}: nothing to do"
+        lines = [f"{what}: {format_bytes(self.bytes)}"]
+        return "\n".join([*lines, *(f"  {step}" for step in self.steps)])
 
 
 def sent_by_rank(step: Step) -> str:
@@ -123,8 +165,8 @@ def _ranks(placement: Placement) -> str:
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)
 
 
-def _change(route: Route) -> str:
-    (before, source), (after, target) = route.source, route.target
+def _change(start: tuple[Placement, NdSbp], end: tuple[Placement, NdSbp]) -> str:
+    (before, source), (after, target) = start, end
     if before == after:
         return f"({source}) -> ({target}) on {_mesh(before)}"
     return f"({source}) on {_mesh(before)} -> ({target}) on {_mesh(after)}"

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from sbp_core.boxing import Route, Step, StepKind, step
-from sbp_core.boxing.explain import explain_route, held_bytes, sent_by_rank
+from sbp_core.boxing import Route, Step, StepKind, routes
 from sbp_core.boxing.memory import step_memory_bytes
+from sbp_core.boxing.routes import held_bytes, sent_by_rank
 from sbp_core.boxing.slices import collective_bytes, sent_bytes, transfer_bytes
 from sbp_core.placement import Cluster, Device, Link, Placement
 from sbp_core.sbp import NdSbp
@@ -64,7 +64,7 @@ GATHER = step_of(StepKind.ALL_GATHER, "B, S(0)", "B, B", axes=(1,))
 
 
 def test_the_example_of_the_docstring_is_what_comes_out() -> None:
-    failed, attempted = doctest.testmod(step)
+    failed, attempted = doctest.testmod(routes)
 
     assert attempted > 0
     assert failed == 0
@@ -156,4 +156,4 @@ def test_a_route_without_steps_says_so() -> None:
     here = REDUCE.source
     stays = Route(shape=(4,), dtype="float32", source=here, target=here, steps=())
 
-    assert explain_route(stays, CLUSTER).endswith("\n  nothing to do")
+    assert stays.explain(CLUSTER).endswith("\n  nothing to do")
