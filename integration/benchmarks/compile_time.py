@@ -6,8 +6,7 @@ A small width, since the time depends on the number of calls only; AdamW, four r
 one call a parameter, as the trainer asks for, or with --no-fused all that the optimizer does. The
 strategy is inferred from a few pins, which is timed apart from what a given strategy costs.
 
-Then the plan is put into a cache, and processes of their own load and start it: without an arena,
-with one whose layout came with the plan, and with one that is laid out at the start.
+Then the plan is put into a cache, and a process of its own loads and starts it.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,7 +36,6 @@ from sbp_core.compile.physical import PhysicalPlan
 from sbp_core.compile.segments import form_plan
 from sbp_core.graph import LogicalGraph
 from sbp_core.infer import PinValue, infer_strategy
-from sbp_core.memory.arena import lay_out
 from sbp_core.placement import Placement
 from sbp_core.plugins import discover
 from sbp_core.plugins.kinds import PlanRequest
@@ -67,14 +64,6 @@ MESHES: Mapping[str, tuple[Placement, Mapping[str, PinValue]]] = {
 def _loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     loss: Tensor = model(**batch).loss
     return loss
-
-
-#: What is started: whether segments write into an arena, and whether the plan has its layout.
-_STARTS: Mapping[str, tuple[bool, bool]] = {
-    "no arena": (False, True),
-    "an arena": (True, True),
-    "an arena, laid out at the start": (True, False),
-}
 
 
 def _program(num_layers: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -121,46 +110,39 @@ class _Clock:
         return made
 
 
-def _start(folder: Path, way: str) -> None:
+def _start(folder: Path) -> None:
     """Load a plan from the cache and start it; print what that took, and the first step."""
-    writes, has_layout = _STARTS[way]
     registry = discover(strict=True)
     states = torch.load(folder / "states.pt")
-    runtime: Any = registry.make("runtime", "actor", {"arena": writes})
+    runtime: Any = registry.make("runtime", "actor", {})
     backend: Any = registry.make("boxing", "local", {})
     torch.set_num_threads(1)
     begin, busy_from = time.perf_counter(), time.process_time()
     plan = PlanCache(folder).load("plan")
     loaded = time.perf_counter()
-    with runtime.start(plan if has_layout else replace(plan), states, backend) as session:
+    with runtime.start(plan, states, backend) as session:
         started, busy_to = time.perf_counter(), time.process_time()
         session.step(_batch(), {"lr": 1e-3})
         stepped = time.perf_counter()
         print(
-            f"  {way:32} {loaded - begin:5.2f} {started - loaded:6.2f} {started - begin:6.2f} "
-            f"{busy_to - busy_from:9.2f} {stepped - started:10.2f} "
-            f"{sum(session.arena_bytes.values()):12,}",
+            f"from the cache: load {loaded - begin:.2f} s, start {started - loaded:.2f} s "
+            f"({busy_to - busy_from:.2f} s computed), first step {stepped - started:.2f} s",
             flush=True,
         )
 
 
-def _print_starts(plan: PhysicalPlan, states: Mapping[str, Tensor]) -> None:
-    """Store a plan and start it in processes of their own, way by way."""
+def _print_start(plan: PhysicalPlan, states: Mapping[str, Tensor]) -> None:
+    """Store a plan and start it in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         PlanCache(Path(folder)).store("plan", plan)
         torch.save(dict(states), Path(folder) / "states.pt")
-        print(
-            "from the cache, in seconds        load  start    sum  computed  first step  arena, B"
-        )
-        for way in _STARTS:
-            command = [sys.executable, __file__, "--start", folder, way]
-            subprocess.run(command, check=True)
+        subprocess.run([sys.executable, __file__, "--start", folder], check=True)
 
 
 def main() -> None:
-    """Print the time of each part, of all that a given strategy needs, and of starts."""
+    """Print the time of each part, of all that a given strategy needs, and of a start."""
     if sys.argv[1:2] == ["--start"]:
-        _start(Path(sys.argv[2]), sys.argv[3])
+        _start(Path(sys.argv[2]))
         return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=32)
@@ -184,15 +166,12 @@ def main() -> None:
     plan = clock.run("order", order_firings, plan)
     clock.run("check", check, plan)
     clock.run("hash", lambda: plan.hash)
-    plan = clock.run("lay out", lay_out, plan, reads_at_once=True)
     given_s = sum(time_s for part, time_s in clock.times_s.items() if part != "infer")
     num_actors = sum(len(part.actors) for part in plan.ranks)
     print(f"{num_captured} nodes captured, {len(graph.nodes)} prepared")
     print(f"{num_actors} actors, {len(plan.steps)} boxing steps")
     print(f"with a given strategy {given_s:.1f} s")
-    packings = [slots.packing for slots in plan.arenas.values()]
-    print(f"arenas at most {max(packing.excess for packing in packings):.2%} above the lower bound")
-    _print_starts(plan, initial_states(model, optimizer))
+    _print_start(plan, initial_states(model, optimizer))
 
 
 if __name__ == "__main__":

@@ -16,11 +16,9 @@ def test_the_defaults_are_those_of_the_option_file() -> None:
     assert pairs.pop("debug_fingerprints") == "false"
     assert pairs.pop("compile") == "eager"
     assert pairs.pop("compile_fallback") == "false"
-    assert pairs.pop("arena") == "auto"
     config = ActorConfig()
     assert not config.debug_fingerprints
     assert (config.compile, config.compile_fallback) == ("eager", False)
-    assert config.arena == "auto"
     assert {key: float(value) for key, value in pairs.items()} == {
         "threads_per_rank": config.threads_per_rank,
         "first_deadline_s": config.first_deadline_s,
@@ -42,8 +40,6 @@ def test_a_setting_out_of_range_is_refused_by_name(name: str, value: float) -> N
     [
         ({"compile": "indctor"}, r"compile='indctor'(.*\n)*.*'inductor'"),
         ({"compile_fallback": True}, "compile_fallback=true with compile=eager"),
-        ({"arena": True, "compile": "inductor"}, "arena=true with compile=inductor"),
-        ({"arena": "always"}, r"arena='always'(.*\n)*.*true, false, auto"),
     ],
 )
 def test_settings_of_segments_that_do_not_go_together_are_refused(

@@ -162,12 +162,11 @@ def _overwrites(actor: Actor) -> list[Instruction]:
     return [entry for entry in actor.instructions if entry.op == OVERWRITE]
 
 
-@pytest.mark.parametrize("arena", [False, True], ids=["", "arena"])
-def test_the_peak_is_as_predicted_and_lower(arena: bool) -> None:
+def test_the_peak_is_as_predicted_and_lower() -> None:
     plan = take_over(compile_case("data parallel"))
     step = training_step("data parallel")
     meter = Meter(plan)
-    runtime = build(ActorConfig(arena=arena))
+    runtime = build(ActorConfig())
 
     with (
         runtime.start(plan, step.states, meter.backend(LocalBackend())) as session,
@@ -177,7 +176,7 @@ def test_the_peak_is_as_predicted_and_lower(arena: bool) -> None:
             meter.restart()
             session.step(batch, step.scalars)
 
-    usual = predict(compile_case("data parallel"), arena=arena)
-    for rank, memory in predict(plan, arena=arena).ranks.items():
+    usual = predict(compile_case("data parallel"))
+    for rank, memory in predict(plan).ranks.items():
         assert meter.peak(rank) == memory.peak
         assert memory.peak < usual.ranks[rank].peak

@@ -7,7 +7,7 @@ from trainable import registry, run_config
 
 from sbp_core.memory.kinds import Kind
 from sbp_core.units import format_bytes
-from sbp_launch.planned import Arenas, plan_step
+from sbp_launch.planned import plan_step
 from sbp_launch.program import make_program
 from sbp_launch.report import (
     Row,
@@ -175,7 +175,7 @@ def test_the_summary_says_how_many_steps_of_the_table_travel_together():
 def test_the_memory_of_a_rank_is_one_figure_and_what_it_consists_of():
     found = planned()
 
-    lines = "".join(memory_lines(found.plan, found.memory[Arenas.NONE]))
+    lines = "".join(memory_lines(found.plan, found.memory))
 
     total, parts = re.fullmatch(r"memory of a rank at its peak: (.*)  = (.*)", lines).groups()
     peak = max(predict(found.plan).ranks.values(), key=lambda rank: rank.peak)
@@ -184,36 +184,6 @@ def test_the_memory_of_a_rank_is_one_figure_and_what_it_consists_of():
     assert parts.count(" + ") == len(large) - 1 + (len(large) < len(peak.kinds))
     assert parts.endswith(" other") == (len(large) < len(peak.kinds))
     assert f"{format_bytes(peak.kinds[Kind.PARAMETERS])} parameters" in parts
-
-
-def test_an_arena_is_spoken_of_only_where_there_is_one():
-    found = planned()
-
-    lines = memory_lines(found.plan, found.memory[Arenas.ALL])
-    small = memory_lines(found.plan, found.memory[Arenas.WORTHWHILE])
-
-    assert " arena" in lines[1]
-    assert lines[2].startswith("arenas: at most ")
-    assert small == memory_lines(found.plan, found.memory[Arenas.NONE])
-
-
-@pytest.mark.parametrize(
-    ("settings", "kind"),
-    [
-        ({}, Arenas.NONE),
-        ({"arena": False}, Arenas.NONE),
-        ({"arena": "auto", "compile": "eager"}, Arenas.WORTHWHILE),
-        ({"arena": "auto", "compile": "inductor"}, Arenas.NONE),
-        ({"arena": True}, Arenas.ALL),
-    ],
-)
-def test_the_memory_of_a_run_is_that_of_its_runtime(settings, kind):
-    found = planned()
-    run = run_config()
-
-    memory = found.memory_in(replace(run, runtime=replace(run.runtime, settings=settings)))
-
-    assert memory == found.memory[kind]
 
 
 def test_memory_that_is_not_known_is_bounded():

@@ -9,7 +9,6 @@ from trainable import Bigram, registry, run_config
 
 from sbp_aten.pass_options import MixedPrecision, PassOptions
 from sbp_core.errors import ConfigError
-from sbp_core.memory.arena import arenas
 from sbp_launch import planned, trainer
 from sbp_launch.config import Choice
 from sbp_launch.optimizers import optimizer_over
@@ -33,7 +32,6 @@ def test_a_run_prints_plan_progress_evaluation_sample_and_deviation(tmp_path, ca
     assert re.search(r"capturing the step \.\.\. \d+\.\d s", out)
     assert "S(d) split along dim d" in out
     assert "memory of a rank at its peak" in out
-    assert "arenas" not in out
     assert max(map(len, out.splitlines()[:-1])) <= 100
     for name in ("strategy.yaml", "strategy.json", "plan.json", "plan.txt", "memory.txt"):
         assert (tmp_path / name).stat().st_size
@@ -234,7 +232,7 @@ def test_a_cached_plan_spares_the_next_start_all_planning(tmp_path, monkeypatch)
     run = replace(run, compile=replace(run.compile, cache=True))
 
     trainer.train(run, registry(), tmp_path / "first")
-    for name in ("capture", "compile_plan", "lifetimes", "lay_out", "plan_rows"):
+    for name in ("capture", "compile_plan", "predict", "plan_rows"):
         monkeypatch.setattr(planned, name, None)  # would be called to plan
     trainer.train(run, registry(), tmp_path / "second")
 
@@ -244,7 +242,7 @@ def test_a_cached_plan_spares_the_next_start_all_planning(tmp_path, monkeypatch)
     assert texts[0] == texts[1]
 
 
-def test_a_cached_plan_has_its_arenas_and_says_what_it_needs(tmp_path, monkeypatch):
+def test_a_cached_plan_says_what_it_needs(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     run = run_config()
     run = replace(run, compile=replace(run.compile, cache=True))
@@ -253,12 +251,7 @@ def test_a_cached_plan_has_its_arenas_and_says_what_it_needs(tmp_path, monkeypat
     second = planned.plan_step(run, registry(), make_program(run, registry()))
 
     assert second.plan is not first.plan
-    assert second.plan.arenas == first.plan.arenas == arenas(first.plan, reads_at_once=True)
-    assert second.memory == first.memory
-    kinds = planned.Arenas
-    assert first.memory[kinds.NONE].report == predict(first.plan)
-    assert first.memory[kinds.ALL].report == predict(first.plan, arena=True)
-    assert first.memory[kinds.ALL].arenas.startswith("arenas: at most ")
+    assert second.memory == first.memory == predict(first.plan)
 
 
 @pytest.mark.parametrize(

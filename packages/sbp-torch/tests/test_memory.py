@@ -1,4 +1,4 @@
-"""Lifetimes, peaks by kind and module, the meter, and what lies in an arena."""
+"""Lifetimes, peaks by kind and module, and the meter."""
 
 from __future__ import annotations
 
@@ -16,10 +16,8 @@ from sbp_core.graph import LogicalGraph
 from sbp_core.graph.ir import GraphOutput, InputKind, OutputKind, Phase, Rate, Ref
 from sbp_core.infer import infer_strategy
 from sbp_core.memory import Kind
-from sbp_core.memory.arena import Arena, arenas, out_variant
 from sbp_core.memory.kinds import module_of_node, module_of_slot
 from sbp_core.memory.lifetime import lifetimes
-from sbp_core.memory.report import alive_bytes
 from sbp_core.placement import Placement
 from sbp_core.plugins.kinds import PlanRequest
 from sbp_core.testing.graphs import Builder
@@ -30,8 +28,7 @@ from sbp_torch.memory.layout import Layouts
 from sbp_torch.memory.meter import Meter
 from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.reference import ReferenceRuntime
-from sbp_torch.segments.codegen import segment_source
-from sbp_torch.testing.cases import CASES, compile_case
+from sbp_torch.testing.cases import compile_case
 from sbp_torch.testing.models import Program
 from sbp_torch.testing.programs import small_cluster
 
@@ -135,7 +132,6 @@ def test_old_states_live_beside_the_new_ones_to_the_end() -> None:
     new = [b for b in found.buffers if b.kind is Kind.PARAMETERS and b.start]
     assert len(old) == len(new) > 0
     assert all(buffer.end == last for buffer in (*old, *new))
-    assert all(buffer.leaves for buffer in new)
 
 
 def test_a_segment_that_makes_nothing_still_lets_the_next_gather_begin() -> None:
@@ -218,93 +214,21 @@ def test_the_meter_counts_what_another_rank_made_by_what_is_seen_of_it() -> None
     assert (meter.alive(0), meter.alive(1)) == (40, 12)
 
 
-# Segments and arenas.
-
-
-def _segment(*instructions: Instruction, **fields: object) -> Actor:
-    return Actor(
+def test_values_die_after_their_last_use_unless_they_leave() -> None:
+    actor = Actor(
         name="forward.0.0",
         kind=ActorKind.COMPUTE,
         stage=0,
         phase=Phase.FORWARD,
         rate=Rate.MICRO,
         thread="compute",
-        instructions=instructions,
-        **fields,  # type: ignore[arg-type]
-    )
-
-
-def test_values_die_after_their_last_use_unless_they_leave() -> None:
-    actor = _segment(
-        Instruction(op="aten.neg.default", args=(Ref("x"),), outputs=("a",)),
-        Instruction(op="aten.add.Tensor", args=(Ref("a"), Ref("x")), outputs=("b",)),
-        Instruction(op="aten.max.dim", args=(Ref("b"), 0), outputs=("c", "unused")),
+        instructions=(
+            Instruction(op="aten.neg.default", args=(Ref("x"),), outputs=("a",)),
+            Instruction(op="aten.add.Tensor", args=(Ref("a"), Ref("x")), outputs=("b",)),
+            Instruction(op="aten.max.dim", args=(Ref("b"), 0), outputs=("c", "unused")),
+        ),
         inputs=("x",),
         outputs=("b", "c"),
     )
 
     assert dying_keys(actor) == ((), ("x", "a"), ("unused",))
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_buffers_of_an_arena_do_not_overlap_in_time_and_space(name: str) -> None:
-    plan = compile_case(name)
-    found = lifetimes(plan, Layouts(plan.steps))
-
-    for rank, slots in arenas(plan, found, reads_at_once=True).items():
-        assert slots.inside
-        assert slots.packing.lower_bound <= slots.size_bytes
-        alive = alive_bytes(
-            [found[rank].buffers[at] for at in slots.inside], len(found[rank].ticks)
-        )
-        # Results that are written over their arguments take less than both would.
-        assert slots.size_bytes <= max(alive) + 64 * len(slots.inside)
-        assert not any(found[rank].buffers[at].leaves for at in slots.inside)
-
-
-def test_what_is_sent_or_gathered_is_in_no_arena() -> None:
-    plan = compile_case("sharded states")
-    found = lifetimes(plan, Layouts(plan.steps))
-
-    strict = arenas(plan, found, reads_at_once=False)
-    shared = arenas(plan, found, reads_at_once=True)
-
-    boxed = {at for at, buffer in enumerate(found[0].buffers) if buffer.boxed}
-    assert not strict[0].inside & boxed
-    assert strict[0].inside < shared[0].inside
-
-
-def test_a_segment_in_an_arena_writes_in_place_and_calls_no_view_of_it() -> None:
-    plan = compile_case("one rank")
-    slots = arenas(plan, reads_at_once=True)[0]
-    actor = next(a for a in plan.by_rank[0].actors if a.phase is Phase.BACKWARD or a.instructions)
-
-    source, names = segment_source(actor, slots=slots.segments[actor.name])
-
-    assert source.startswith("def segment(taken, slots):")
-    assert any(op.endswith(("out", "grad_input")) for op in names)
-    written = slots.segments[actor.name]
-    for index in written.views:
-        assert f"# {actor.instructions[index].node}\n" not in source
-    assert len(Arena(slots).views(actor.name)[0]) == len(written.firings[0])
-
-
-@pytest.mark.parametrize(
-    ("op", "wanted"),
-    [
-        ("aten.mm.default", "aten.mm.out"),
-        ("aten.gelu_backward.default", "aten.gelu_backward.grad_input"),
-        ("aten.sum.dim_IntList", "aten.sum.IntList_out"),
-        # Their variants compute into new memory and copy.
-        ("aten.native_layer_norm.default", None),
-        ("aten.embedding.default", None),
-        ("aten.t.default", None),
-        ("host.mul", None),
-    ],
-)
-def test_only_operators_with_a_kernel_that_writes_are_given_places(
-    op: str, wanted: str | None
-) -> None:
-    found = out_variant(op)
-
-    assert (found.op if found else None) == wanted

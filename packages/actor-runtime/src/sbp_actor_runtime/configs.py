@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from sbp_core.errors import ConfigError
 from sbp_torch.segments.configs import Execution, check_execution
@@ -20,11 +19,6 @@ class ActorConfig:
         debug_fingerprints: Whether ranks compare what they are about to do before every boxing step
             (`sbp_torch.boxing.processes.fingerprint`): names both sides of a mismatch, and costs a
             small exchange a step.
-        arena: Whether segments write what they make into memory that is laid out once, by the plan
-            or when the session starts; otherwise every result is a new tensor. Only on CPUs and
-            with `compile=eager`: others manage memory themselves. `auto`: on ranks that make
-            results which the C library would ask the system for in each step
-            (`sbp_core.memory.arena.worthwhile`).
         compile: How segments are executed: `eager`, one operator after the other; `inductor`,
             compiled in the first step; `cudagraph`, recorded on their third firing, on a GPU.
         compile_fallback: With `inductor`, run what cannot be compiled as `eager` does.
@@ -34,19 +28,11 @@ class ActorConfig:
     first_deadline_s: float = 300.0
     deadline_s: float = 120.0
     debug_fingerprints: bool = False
-    arena: bool | Literal["auto"] = "auto"
     compile: Execution = "eager"
     compile_fallback: bool = False
 
     def __post_init__(self) -> None:
         check_execution(self.compile, compile_fallback=self.compile_fallback)
-        if self.arena not in (True, False, "auto"):
-            raise ConfigError(f"arena={self.arena!r}", accepted="true, false, auto")
-        if self.arena is True and self.compile != "eager":
-            raise ConfigError(
-                f"arena=true with compile={self.compile}",
-                accepted="arena=true with compile=eager: others lay out their memory themselves",
-            )
         if self.threads_per_rank < 1:
             raise ConfigError(
                 f"threads_per_rank={self.threads_per_rank}", accepted="an integer >= 1"

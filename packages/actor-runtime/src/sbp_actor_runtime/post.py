@@ -17,7 +17,6 @@ from sbp_actor_runtime.work import Work, work_of
 from sbp_core.boxing.backend import Communicator
 from sbp_core.compile.physical import Actor, Link, PhysicalPlan, RankPlan
 from sbp_core.graph.ir import Rate
-from sbp_core.memory.arena import Arena
 from sbp_torch.segments.execution import SegmentMaker
 
 
@@ -81,7 +80,6 @@ def make_posts(
     thread: ThreadId,
     communicator: Communicator,
     ranks_here: Collection[int],
-    arena: Arena | None = None,
     make_segment: SegmentMaker | None = None,
 ) -> dict[str, Post]:
     """Return the post of every actor of one thread, by name.
@@ -94,7 +92,6 @@ def make_posts(
         thread: The thread.
         communicator: Of its rank.
         ranks_here: Ranks of this process.
-        arena: Of its rank, if its segments write into one.
         make_segment: Makes the functions of segments; None for generated Python.
 
     Raises:
@@ -114,7 +111,7 @@ def make_posts(
     return {
         actor.name: Post(
             actor=actor,
-            work=work_of(actor, plan, communicator, arena, make_segment),
+            work=work_of(actor, plan, communicator, make_segment),
             inputs=_inputs(part, actor),
             outputs=_outputs(part, actor, sums=False),
             sums=_outputs(part, actor, sums=True),

@@ -20,8 +20,7 @@ from sbp_actor_runtime.message import Message, StepOrder, ThreadId, WorkerReport
 from sbp_actor_runtime.worker import Worker
 from sbp_core.boxing.backend import BoxingBackend
 from sbp_core.compile.physical import PhysicalPlan
-from sbp_core.errors import BoxingError, PlanError, RunError
-from sbp_core.memory.arena import Arena, arenas, worthwhile
+from sbp_core.errors import BoxingError, RunError
 from sbp_core.runtime.contract import Number, Runtime, Session, StepResult
 from sbp_torch.boxing.processes.agreement import agree
 from sbp_torch.boxing.processes.fingerprint import Fingerprinted
@@ -94,8 +93,6 @@ class ActorSession(Session):
         self.overwrites = any(a.in_place for rank in ranks for a in plan.by_rank[rank].actors)
         self.failure: RunError | None = None
         self.closed = False
-        arena_of = self._arenas()
-        self.arena_bytes = {rank: arena.slots.size_bytes for rank, arena in arena_of.items()}
         self.workers: dict[ThreadId, Worker] = {
             (rank, name): Worker(
                 plan,
@@ -105,7 +102,6 @@ class ActorSession(Session):
                 self._post,
                 self.reports.put,
                 config.threads_per_rank,
-                arena_of.get(rank),
                 make_segment,
             )
             for rank in ranks
@@ -117,28 +113,6 @@ class ActorSession(Session):
         except BaseException:
             self._stop_workers()
             raise
-
-    def _arenas(self) -> dict[int, Arena]:
-        """Return the arenas that the config asks for: of local ranks with their states on a CPU."""
-        if not self.config.arena or self.config.compile != "eager":
-            return {}
-        ranks = [
-            rank
-            for rank, values in self.store.values.items()
-            if all(
-                value.device.type == "cpu" for value in values.values() if torch.is_tensor(value)
-            )
-        ]
-        reads_at_once = not self.backend.spans_processes
-        try:
-            if self.config.arena == "auto":
-                slots = worthwhile(self.plan, ranks, reads_at_once=reads_at_once)
-            else:
-                slots = arenas(self.plan, reads_at_once=reads_at_once)
-        except PlanError as error:
-            logger.info("results are new tensors in each step, and lie in no arena: %s", error)
-            return {}
-        return {rank: Arena(slots[rank]) for rank in ranks if rank in slots}
 
     def _post(self, thread: ThreadId, message: Message) -> None:
         self.workers[thread].inbox.put(message)

@@ -12,7 +12,6 @@ from sbp_actor_runtime.message import StepOrder, Values
 from sbp_core.boxing.backend import Communicator
 from sbp_core.compile.liveness import keys_out
 from sbp_core.compile.physical import Actor, ActorKind, PhysicalPlan
-from sbp_core.memory.arena import Arena
 from sbp_torch.runtime.accumulation import Accumulation
 from sbp_torch.segments.codegen import segment_function
 from sbp_torch.segments.execution import SegmentMaker
@@ -25,7 +24,6 @@ def work_of(
     actor: Actor,
     plan: PhysicalPlan,
     communicator: Communicator,
-    arena: Arena | None = None,
     make_segment: SegmentMaker | None = None,
 ) -> Work:
     """Return what an actor of the communicator's rank does in a firing.
@@ -34,12 +32,9 @@ def work_of(
         actor: The actor.
         plan: That it is in.
         communicator: Of its rank.
-        arena: Of its rank, if its segments write into one.
         make_segment: Makes the functions of segments; None for generated Python.
     """
     if actor.kind is ActorKind.COMPUTE:
-        if arena is not None and actor.name in arena.slots.segments:
-            return _segment_in_arena(actor, plan, communicator.rank, arena)
         return _segment(actor, plan, communicator.rank, make_segment)
     if actor.kind is ActorKind.ACCUMULATE:
         return _accumulation(actor, plan)
@@ -61,20 +56,6 @@ def _segment(
     def run(index: int, values: Values, order: StepOrder) -> Values:
         # Handed over, so that each value can die inside, after its last use.
         return dict(zip(made, function([values.pop(key) for key in taken]), strict=True))
-
-    return run
-
-
-def _segment_in_arena(actor: Actor, plan: PhysicalPlan, rank: int, arena: Arena) -> Work:
-    slots = arena.slots.segments[actor.name]
-    function = segment_function(actor, rank, plan.steps, slots=slots)
-    views = arena.views(actor.name)
-    taken = (*actor.inputs, *actor.reads)
-    made = keys_out(actor)
-
-    def run(index: int, values: Values, order: StepOrder) -> Values:
-        results = function([values.pop(key) for key in taken], views[index])
-        return dict(zip(made, results, strict=True))
 
     return run
 

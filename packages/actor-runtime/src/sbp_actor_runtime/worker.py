@@ -30,7 +30,6 @@ from sbp_actor_runtime.register import InRegister, OutRegister
 from sbp_core.boxing.backend import Communicator
 from sbp_core.compile.physical import ActorKind, PhysicalPlan
 from sbp_core.errors import RunError
-from sbp_core.memory.arena import Arena
 from sbp_torch.runtime.partial_update import overwrite
 from sbp_torch.segments.execution import SegmentMaker
 
@@ -56,7 +55,6 @@ class Worker:
         post: Puts a message into the inbox of another thread.
         report: Hands the session the report of a step.
         num_threads: Threads that one operator may use.
-        arena: Of its rank, if its segments write into one.
         make_segment: Makes the functions of segments; None for generated Python.
     """
 
@@ -69,7 +67,6 @@ class Worker:
         post: Callable[[ThreadId, Message], None],
         report: Callable[[WorkerReport], None],
         num_threads: int,
-        arena: Arena | None = None,
         make_segment: SegmentMaker | None = None,
     ) -> None:
         self.id = thread
@@ -80,7 +77,7 @@ class Worker:
         self.is_stopping = False
         #: Whether it has overwritten a state in a step that is not yet known to be whole.
         self.has_overwritten = False
-        posts = make_posts(plan, thread, communicator, ranks_here, arena, make_segment)
+        posts = make_posts(plan, thread, communicator, ranks_here, make_segment)
         last = plan.num_micro_batches - 1
         self.order: list[tuple[Post, Turn]] = [
             (posts[name], Turn(index, index == last))

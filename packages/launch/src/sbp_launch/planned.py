@@ -10,10 +10,9 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -29,9 +28,7 @@ from sbp_core.compile.cache import PlanCache, default_folder
 from sbp_core.errors import CaptureError, PlanError
 from sbp_core.graph.ir import InputKind, LogicalGraph, Phase
 from sbp_core.infer import infer_strategy
-from sbp_core.memory.arena import lay_out, worthwhile
-from sbp_core.memory.lifetime import lifetimes
-from sbp_core.memory.report import arena_line, report
+from sbp_core.memory import MemoryReport
 from sbp_core.passes import allow_unknown
 from sbp_core.plugins import Registry
 from sbp_core.plugins.kinds import GraphPass, Planner, PlanRequest
@@ -42,27 +39,19 @@ from sbp_launch.config import Choice, RunConfig
 from sbp_launch.patterns import check_patterns
 from sbp_launch.program import Program, make_choice, model_loss
 from sbp_launch.progress import Stages
-from sbp_launch.report import Memory, Row, plan_rows
+from sbp_launch.report import Row, plan_rows
 from sbp_torch.capture import capture
-from sbp_torch.memory.layout import Layouts
+from sbp_torch.memory import predict
 
 logger = logging.getLogger(__name__)
-
-
-class Arenas(Enum):
-    """Which ranks write their results into an arena, as the setting `arena` of a runtime says."""
-
-    NONE = "false"
-    WORTHWHILE = "auto"
-    ALL = "true"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
     """A graph, how it was planned, and the checked plan.
 
-    `rows` are those of the plan's table. `memory` says what each rank's memory holds, for every way
-    in which a runtime may use arenas, or why that is not known.
+    `rows` are those of the plan's table. `memory` says what each rank's memory holds, or why it is
+    not known.
     """
 
     graph: LogicalGraph
@@ -70,24 +59,13 @@ class Planned:
     plan: PhysicalPlan
     checked: CheckReport
     rows: tuple[Row, ...] = ()
-    memory: Mapping[Arenas, Memory] | str = ""
-
-    def memory_in(self, run: RunConfig) -> Memory | str:
-        """Return what each rank's memory holds in a run, or why that is not known."""
-        if isinstance(self.memory, str):
-            return self.memory
-        chosen = run.runtime.settings.get("arena", False)
-        compiled = run.runtime.settings.get("compile", "eager") != "eager"
-        return self.memory[Arenas.NONE if compiled else Arenas(str(chosen).lower())]
+    memory: MemoryReport | str = ""
 
 
 def plan_step(
     run: RunConfig, registry: Registry, program: Program, stages: Stages | None = None
 ) -> Planned:
-    """Capture, plan, compile and check the training step; or find what that gave before.
-
-    Its plan has the layout of its arenas.
-    """
+    """Capture, plan, compile and check the training step; or find what that gave before."""
     says = stages or Stages()
 
     def make() -> Planned:
@@ -143,31 +121,19 @@ def _cached(
 
 
 def _with_memory(planned: Planned, program: Program) -> Planned:
-    """Find out what the plan needs and how its arenas lie: both from one replay of the step.
+    """Find out what the plan needs, from a replay of the step.
 
     Raises:
         PlanError: a rank would not fit its memory.
     """
     limit = program.cluster.device.memory_bytes
     try:
-        found = lifetimes(planned.plan, Layouts(planned.plan.steps))
+        memory = predict(planned.plan)
     except PlanError as error:
         check_memory(planned.checked.needs, limit)
         return replace(planned, memory=error.what)
-    # The trainer's ranks are threads of one process.
-    exact = report(found)
-    check_memory(exact.needs, limit)
-    plan = lay_out(planned.plan, found, reads_at_once=True)
-    some = worthwhile(plan, found, reads_at_once=True)
-    memory = {
-        kind: Memory(report=report(found, slots), arenas=arena_line(slots) if slots else "")
-        for kind, slots in (
-            (Arenas.NONE, {}),
-            (Arenas.WORTHWHILE, some),
-            (Arenas.ALL, plan.arenas),
-        )
-    }
-    return replace(planned, plan=plan, memory=memory)
+    check_memory(memory.needs, limit)
+    return replace(planned, memory=memory)
 
 
 def _plan_anew(run: RunConfig, registry: Registry, program: Program, says: Stages) -> Planned:

@@ -234,20 +234,7 @@ def legend(strategy: Strategy) -> str:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
-    """What each rank's memory holds.
-
-    Args:
-        report: Of all ranks.
-        arenas: About the arenas that results are written into, a line; empty if there are none.
-    """
-
-    report: MemoryReport
-    arenas: str
-
-
-def memory_lines(plan: PhysicalPlan, memory: Memory | str) -> list[str]:
+def memory_lines(plan: PhysicalPlan, memory: MemoryReport | str) -> list[str]:
     """Return for each stage what the rank holds at its peak that needs most.
 
     Args:
@@ -256,7 +243,7 @@ def memory_lines(plan: PhysicalPlan, memory: Memory | str) -> list[str]:
     """
     if isinstance(memory, str):
         return [f"memory by kind is not known: {memory}"]
-    found = memory.report.ranks
+    found = memory.ranks
     lines = []
     for index, stage in enumerate(plan.stages):
         worst = max((found[rank] for rank in stage.rank_list), key=lambda rank: rank.peak)
@@ -268,7 +255,7 @@ def memory_lines(plan: PhysicalPlan, memory: Memory | str) -> list[str]:
         of = f"a rank of stage {index}" if len(plan.stages) > 1 else "a rank"
         lines.append(f"memory of {of} at its peak: {format_bytes(worst.peak)}")
         lines.append(f"  = {text}")
-    return [*lines, *filter(None, [memory.arenas])]
+    return lines
 
 
 def plan_text(rows: Sequence[Row]) -> str:

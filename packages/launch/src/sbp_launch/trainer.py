@@ -20,6 +20,7 @@ from sbp_core.boxing.backend import BoxingBackend
 from sbp_core.compile.physical import PhysicalPlan
 from sbp_core.compile.physical import to_json as plan_to_json
 from sbp_core.errors import ConfigError, SbpError
+from sbp_core.memory import MemoryReport
 from sbp_core.plugins import Registry
 from sbp_core.plugins.kinds import (
     LanguageModel,
@@ -32,7 +33,6 @@ from sbp_launch.planned import Planned, plan_evaluation, plan_step
 from sbp_launch.program import Program, Twin, make_choice, make_program
 from sbp_launch.progress import Stages, StepProgress
 from sbp_launch.report import (
-    Memory,
     counted,
     legend,
     memory_lines,
@@ -70,7 +70,7 @@ def show_plan(console: Console, run: RunConfig, planned: Planned, todo: str = _A
     for line in (
         *summary(planned.plan, planned.strategy, planned.checked, planned.rows),
         *saving_lines(planned.graph, planned.strategy),
-        *memory_lines(planned.plan, planned.memory_in(run)),
+        *memory_lines(planned.plan, planned.memory),
     ):
         console.print(line, highlight=False)
 
@@ -164,9 +164,8 @@ def _save_plan(planned: Planned, run: RunConfig, run_folder: Path) -> None:
     run_folder.mkdir(parents=True, exist_ok=True)
     planned.strategy.save(run_folder / "strategy.json")
     strategy_yaml.save(planned.strategy, run_folder / "strategy.yaml")
-    memory = planned.memory_in(run)
-    if isinstance(memory, Memory):
-        text = "\n".join(memory.report.lines()) + "\n"
+    if isinstance(planned.memory, MemoryReport):
+        text = "\n".join(planned.memory.lines()) + "\n"
         (run_folder / "memory.txt").write_text(text, encoding="utf-8")
     text = json.dumps(plan_to_json(planned.plan))
     (run_folder / "plan.json").write_text(text, encoding="utf-8")

@@ -43,13 +43,11 @@ __all__ = [
     "functional_graph",
     "functional_overload",
     "gradient_hooks",
-    "has_cpu_kernel",
     "in_schema_order",
     "is_mutable",
     "key_of_storage",
     "last_forward_number",
     "new_storage",
-    "out_arguments",
     "own_kernels_only",
     "reparametrized",
     "return_types",
@@ -401,20 +399,6 @@ def cpp_compiler_problem() -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
-
-
-def has_cpu_kernel(op: OpOverload) -> bool:
-    """Whether an operator has a kernel of its own for CPUs, not one made of others.
-
-    Tried on 2.13.
-    """
-    name = str(op).removesuffix(".default").replace(".", "::", 1)
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU"))
-
-
-def out_arguments(op: OpOverload) -> tuple[str, ...]:
-    """Return the names of the arguments that an operator writes its results to. Tried on 2.13."""
-    return tuple(entry.name for entry in op._schema.arguments if entry.is_out)
 
 
 def written_arguments(

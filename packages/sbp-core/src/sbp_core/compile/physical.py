@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sbp_core.boxing.step import Step, StepKind
 from sbp_core.errors import SbpValueError
@@ -24,9 +24,6 @@ from sbp_core.graph.ir import Argument, Phase, Rate, TensorType
 from sbp_core.graph.serialize import argument_from_json, argument_to_json
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp
-
-if TYPE_CHECKING:
-    from sbp_core.memory.slots import RankSlots
 
 FORMAT = 1
 
@@ -213,9 +210,6 @@ class PhysicalPlan:
     """What all ranks do in a step, and what it was compiled from.
 
     `ties` says for a host state, such as a clock, which states of the model it stands for.
-    `arenas` is what `memory.arena.lay_out` has found, so that who starts the plan need not: by rank
-    how results lie in one block of memory. It follows from the rest, so it counts neither for the
-    hash nor for equality, is not in the JSON, and a plan that is made from this one is without.
     """
 
     graph_hash: str
@@ -226,9 +220,6 @@ class PhysicalPlan:
     steps: tuple[Step, ...]
     links: tuple[Link, ...]
     ranks: tuple[RankPlan, ...]
-    arenas: Mapping[int, RankSlots] = field(
-        default_factory=dict, init=False, compare=False, repr=False
-    )
 
     @cached_property
     def by_rank(self) -> Mapping[int, RankPlan]:

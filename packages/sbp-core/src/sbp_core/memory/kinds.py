@@ -9,7 +9,6 @@
 | activations | whatever else lives from one firing to another |
 | communication buffers | what processes pack and receive on the way |
 | temporaries | what lives inside one firing |
-| arena | with an arena: its memory, all of it at any time, whatever lies there |
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ class Kind(StrEnum):
     ACTIVATIONS = "activations"
     COMMUNICATION = "communication buffers"
     TEMPORARIES = "temporaries"
-    ARENA = "arena"
 
 
 _OF_INPUT: Mapping[InputKind, Kind] = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from sbp_core.memory.kinds import Kind
 from sbp_core.memory.storage_view import Placed, Strided
@@ -19,10 +19,6 @@ class Buffer:
         size_bytes: Of the whole storage.
         start, end: First and last tick at which it is alive, both included.
         kind: What it is for.
-        maker: (actor, index of the firing) that made it; ("", 0) if it was there before.
-        threads: Threads of the rank that make or take it.
-        leaves: Whether it outlives the step: results and new states.
-        boxed: The boxing actors that it is handed to.
     """
 
     name: str
@@ -30,11 +26,7 @@ class Buffer:
     size_bytes: int
     start: int
     kind: Kind
-    maker: tuple[str, int] = ("", 0)
     end: int = -1
-    threads: set[str] = field(default_factory=set)
-    leaves: bool = False
-    boxed: set[str] = field(default_factory=set)
 
 
 class Ledger:
@@ -63,12 +55,9 @@ class Ledger:
         *,
         kind: Kind | None = None,
         module: str = "",
-        maker: tuple[str, int] = ("", 0),
     ) -> Placed:
         """Make a storage, held by nobody yet, and return the tensor that lies in it."""
-        self.buffers.append(
-            Buffer(name, module, size_bytes, self.now, kind or Kind.TEMPORARIES, maker)
-        )
+        self.buffers.append(Buffer(name, module, size_bytes, self.now, kind or Kind.TEMPORARIES))
         self._holders.append(0)
         self._settled.append(kind is not None)
         return Placed(lies, len(self.buffers) - 1, size_bytes)
@@ -91,10 +80,6 @@ class Ledger:
             self._holders[value.storage] -= 1
             if not self._holders[value.storage]:
                 self.buffers[value.storage].end = self.now
-
-    def buffer(self, value: object) -> Buffer | None:
-        """Return the storage that a tensor lies in; None of a host number."""
-        return self.buffers[value.storage] if isinstance(value, Placed) else None
 
     def finish(self) -> None:
         """End what is still held, and call what crossed no firing a temporary."""

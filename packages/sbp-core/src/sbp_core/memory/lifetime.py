@@ -74,14 +74,11 @@ class RankLifetimes:
         rank: Whose.
         buffers: In the order in which they are made.
         ticks: For each tick, the actor, the index of its firing, and the node it is in.
-        values: For each firing (actor, index) of a segment, how every key lies; `Placed.storage` is
-            an index into `buffers`.
     """
 
     rank: int
     buffers: tuple[Buffer, ...]
     ticks: tuple[tuple[str, int, str], ...]
-    values: Mapping[tuple[str, int], Mapping[str, Value]]
 
 
 def lifetimes(plan: PhysicalPlan, layouts: CallLayouts) -> dict[int, RankLifetimes]:
@@ -133,7 +130,6 @@ class _Rank:
     emits: Values = field(default_factory=dict)
     sums: Values = field(default_factory=dict)
     ticks: list[tuple[str, int, str]] = field(default_factory=list)
-    values: dict[tuple[str, int], Values] = field(default_factory=dict)
 
     def tick(self, actor: Actor, index: int, node: str) -> None:
         """Go on to an instruction or boxing step."""
@@ -146,8 +142,6 @@ class _Rank:
         if name in where:
             self.ledger.drop(where[name])
         where[name] = value
-        if isinstance(value, Placed):
-            self.ledger.buffers[value.storage].leaves = True
 
 
 class _Replay:
@@ -229,7 +223,6 @@ class _Replay:
                 rank=name,
                 buffers=tuple(rank.ledger.buffers),
                 ticks=tuple(rank.ticks),
-                values=rank.values,
             )
             for name, rank in self.ranks.items()
         }
@@ -269,10 +262,6 @@ class _Replay:
                 held = rank.states
                 values[key] = held[key] if key in held else rank.fed[index][key]
                 rank.ledger.hold(values[key])
-        for value in values.values():
-            buffer = rank.ledger.buffer(value)
-            if buffer is not None:
-                buffer.threads.add(actor.thread)
         return values
 
     def _fill(self, rank: _Rank, register: str, consumers: tuple[str, ...], values: Values) -> None:
@@ -311,16 +300,13 @@ class _Replay:
         if actor.kind is ActorKind.ACCUMULATE:
             return self._accumulate(rank, actor, index, taken)
         rank.tick(actor, index, actor.name)
-        for value in taken.values():
-            buffer = rank.ledger.buffer(value)
-            assert buffer is not None, "boxing moves tensors"
-            buffer.boxed.add(actor.name)
+        assert all(isinstance(value, Placed) for value in taken.values()), "boxing moves tensors"
         made: Values = {}
         if actor.kind is ActorKind.SEND:
             self._send(rank, actor, taken)
         else:
             shards = self._receive(actor, (rank.part.rank, actor.name))
-            made = {actor.makes: self._boxed(rank, actor, index, taken)}
+            made = {actor.makes: self._boxed(rank, actor, taken)}
             for sender, letter in shards:
                 letter.takers -= 1
                 if not letter.takers:
@@ -335,18 +321,15 @@ class _Replay:
             self.dying[place] = dying_keys(actor)
         ledger = rank.ledger
         values = dict(taken)
-        gone: Values = {}
         for entry, dying in zip(actor.instructions, self.dying[place], strict=True):
             rank.tick(actor, index, entry.node)
-            made = self._made(rank, actor, index, entry, values)
+            made = self._made(rank, entry, values)
             for key, value in made.items():
                 ledger.hold(value)
                 ledger.name(key, value)
             values |= made
             for key in dying:
-                gone[key] = values[key]
                 ledger.drop(values.pop(key))
-        rank.values[(actor.name, index)] = {**gone, **values}
         returned = keys_out(actor)
         result = {key: values[key] for key in returned}
         for key in values:
@@ -354,9 +337,7 @@ class _Replay:
                 ledger.drop(values[key])
         return result
 
-    def _made(
-        self, rank: _Rank, actor: Actor, index: int, entry: Instruction, values: Values
-    ) -> Values:
+    def _made(self, rank: _Rank, entry: Instruction, values: Values) -> Values:
         """Return the results of an instruction, in storages of its arguments or new ones."""
         found = self.layouts.call(entry, rank.part.rank, values.__getitem__)
         given = keys_in(entry)
@@ -377,9 +358,7 @@ class _Replay:
                     made.lies,
                     made.storage_bytes,
                     module=module_of_node(entry.node),
-                    maker=(actor.name, index),
                 )
-                rank.ledger.buffers[fresh[made.fresh].storage].threads.add(actor.thread)
             results.append(Placed(made.lies, fresh[made.fresh].storage, made.storage_bytes))
         return dict(zip(entry.outputs, results, strict=True))
 
@@ -403,7 +382,7 @@ class _Replay:
                     outputs=(total,),
                     node=total,
                 )
-                scaled = self._made(rank, actor, index, product, taken)[total]
+                scaled = self._made(rank, product, taken)[total]
                 ledger.hold(scaled)
                 ledger.name(total, scaled)
                 if index:
@@ -435,7 +414,7 @@ class _Replay:
             for link in self.game.receives[place]
         ]
 
-    def _boxed(self, rank: _Rank, actor: Actor, index: int, taken: Values) -> Value:
+    def _boxed(self, rank: _Rank, actor: Actor, taken: Values) -> Value:
         """Return the part that a boxing step gives a rank: its own shard, or a new storage."""
         step, ledger = self.plan.steps[actor.step], rank.ledger
         own = next(iter(taken.values()), None)
@@ -446,12 +425,9 @@ class _Replay:
             made = own
         else:
             module = module_of_node(actor.makes.split("@", 1)[0])
-            made = ledger.new(
-                actor.makes, lies, lies.size_bytes, module=module, maker=(actor.name, index)
-            )
+            made = ledger.new(actor.makes, lies, lies.size_bytes, module=module)
         ledger.hold(made)
         ledger.name(actor.makes, made)
-        ledger.buffers[made.storage].threads.add(actor.thread)
         return made
 
 

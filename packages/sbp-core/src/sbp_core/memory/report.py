@@ -14,7 +14,6 @@ from typing import Any
 from sbp_core.memory.kinds import Kind
 from sbp_core.memory.ledger import Buffer
 from sbp_core.memory.lifetime import RankLifetimes
-from sbp_core.memory.slots import RankSlots
 from sbp_core.units import format_bytes
 
 _TOP_MODULES = 5
@@ -27,7 +26,7 @@ class RankMemory:
     Args:
         rank: Whose.
         peak: Most bytes alive at once, states and batch included.
-        resting: Bytes alive between steps: the states, and the arena if there is one.
+        resting: Bytes alive between steps: the states.
         kinds: At the peak, bytes of each kind that is there.
         modules: At the peak, bytes by path of the module.
         actor, firing, node: Where the peak is.
@@ -94,53 +93,27 @@ class MemoryReport:
 
 def report(
     found: Mapping[int, RankLifetimes],
-    slots: Mapping[int, RankSlots] | None = None,
     buffers: Mapping[int, Mapping[str, int]] | None = None,
 ) -> MemoryReport:
     """Return the peaks of all ranks.
 
     Args:
         found: Lifetimes by rank.
-        slots: What lies in arenas, by rank, if there are arenas.
         buffers: By rank and boxing actor, the bytes of a transport's buffers while it fires.
     """
-    slots, buffers = slots or {}, buffers or {}
+    buffers = buffers or {}
     return MemoryReport(
-        ranks={
-            name: rank_memory(rank, slots.get(name), buffers.get(name))
-            for name, rank in found.items()
-        }
+        ranks={name: rank_memory(rank, buffers.get(name)) for name, rank in found.items()}
     )
 
 
-def arena_line(slots: Mapping[int, RankSlots]) -> str:
-    """Return what the arenas of all ranks take, and how far that is above what is needed.
-
-    Args:
-        slots: What lies in arenas, by rank; at least one.
-    """
-    largest = max(slots.values(), key=lambda rank: rank.size_bytes)
-    excess = max(rank.packing.excess for rank in slots.values())
-    return (
-        f"arenas: at most {format_bytes(largest.size_bytes)} a rank "
-        f"({largest.packing.method}), {excess:.1%} above the lower bound"
-    )
-
-
-def rank_memory(
-    lifetimes: RankLifetimes,
-    slots: RankSlots | None = None,
-    buffers: Mapping[str, int] | None = None,
-) -> RankMemory:
-    """Return the peak of one rank, whose arena is there from the first tick to the last.
+def rank_memory(lifetimes: RankLifetimes, buffers: Mapping[str, int] | None = None) -> RankMemory:
+    """Return the peak of one rank.
 
     Args:
         lifetimes: Of the rank.
-        slots: What lies in its arena, if it has one.
         buffers: By boxing actor, the bytes of its transport's buffers.
     """
-    if slots is not None:
-        lifetimes = _with_arena(lifetimes, slots)
     if buffers:
         lifetimes = _with_buffers(lifetimes, buffers)
     alive = alive_bytes(lifetimes.buffers, len(lifetimes.ticks))
@@ -152,7 +125,7 @@ def rank_memory(
             kinds[buffer.kind] += buffer.size_bytes
             modules[buffer.module] += buffer.size_bytes
     actor, firing, node = lifetimes.ticks[tick]
-    rests = (Kind.PARAMETERS, Kind.STATES, Kind.BUFFERS, Kind.ARENA)
+    rests = (Kind.PARAMETERS, Kind.STATES, Kind.BUFFERS)
     return RankMemory(
         rank=lifetimes.rank,
         peak=alive[tick],
@@ -165,19 +138,11 @@ def rank_memory(
     )
 
 
-def _with_arena(lifetimes: RankLifetimes, slots: RankSlots) -> RankLifetimes:
-    """Put one buffer in place of all that lie in the arena."""
-    outside = [b for at, b in enumerate(lifetimes.buffers) if at not in slots.inside]
-    end = len(lifetimes.ticks) - 1
-    whole = Buffer("arena", "(arena)", slots.size_bytes, 0, Kind.ARENA, end=end)
-    return replace(lifetimes, buffers=(whole, *outside))
-
-
 def _with_buffers(lifetimes: RankLifetimes, sizes: Mapping[str, int]) -> RankLifetimes:
     """Add a buffer for each firing of a boxing actor."""
     added = [
-        Buffer(f"buffers of {actor}", "", size, tick, Kind.COMMUNICATION, (actor, firing), tick)
-        for tick, (actor, firing, _) in enumerate(lifetimes.ticks)
+        Buffer(f"buffers of {actor}", "", size, tick, Kind.COMMUNICATION, tick)
+        for tick, (actor, _, _) in enumerate(lifetimes.ticks)
         if (size := sizes.get(actor, 0))
     ]
     return replace(lifetimes, buffers=(*lifetimes.buffers, *added))

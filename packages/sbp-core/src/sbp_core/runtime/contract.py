@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -48,11 +47,9 @@ class Session(ABC):
     """A started plan. Use it as a context manager.
 
     Who wants to observe the work of ranks, such as `memory.meter`, sets `watch` between steps.
-    `arena_bytes` says by rank how much memory results are written into, if they are no new tensors.
     """
 
     watch: Watch = staticmethod(unwatched)
-    arena_bytes: Mapping[int, int] = MappingProxyType({})
 
     @abstractmethod
     def step(self, batch: Mapping[str, torch.Tensor], scalars: Mapping[str, Number]) -> StepResult:

@@ -15,15 +15,13 @@ from sbp_torch.memory.layout import Layouts
 __all__ = ["predict"]
 
 
-def predict(plan: PhysicalPlan, *, arena: bool = False, processes: bool = False) -> MemoryReport:
+def predict(plan: PhysicalPlan, *, processes: bool = False) -> MemoryReport:
     """Return the exact memory of every rank of a plan: peaks, by kind and by module.
 
-    Exact for what PyTorch's tensors hold; scratch memory inside operators is not counted. Needs
-    torch.
+    Exact for what PyTorch's tensors hold; scratch memory inside operators is not counted.
 
     Args:
         plan: With firing orders that `sbp_core.check` accepts.
-        arena: As with the setting `arena=true` of the actor runtime.
         processes: Whether every rank is a process of its own, so that what its transport packs and
             receives counts too, among the communication buffers: no longer exact, as it takes
             less where pieces lie well. Otherwise ranks are threads, which hand over what they have.
@@ -32,8 +30,5 @@ def predict(plan: PhysicalPlan, *, arena: bool = False, processes: bool = False)
         PlanError: an operator does not run on fake tensors, so that its memory is not known.
     """
     found = lifetimes(plan, Layouts(plan.steps))
-    from sbp_core.memory.arena import arenas
-
-    slots = arenas(plan, found, reads_at_once=not processes) if arena else None
     buffers = {rank: buffer_bytes(plan, rank) for rank in found} if processes else None
-    return report(found, slots, buffers)
+    return report(found, buffers)

@@ -48,7 +48,6 @@ class Meter:
         self._lock = threading.RLock()
         self._owners: dict[int, int] = {}
         self._quiet = threading.local()
-        self._arena: Mapping[int, int] = {}
         self._ranks = {part.rank: _Holdings() for part in here}
         self._batch = {
             part.rank: plan.num_micro_batches
@@ -65,12 +64,12 @@ class Meter:
         }
 
     def peak(self, rank: int) -> int:
-        """Return the most bytes alive on a rank at once, its batch and its arena included."""
-        return self._ranks[rank].peak + self._batch[rank] + self._arena.get(rank, 0)
+        """Return the most bytes alive on a rank at once, its batch included."""
+        return self._ranks[rank].peak + self._batch[rank]
 
     def alive(self, rank: int) -> int:
-        """Return the bytes alive on a rank between steps, its arena included."""
-        return self._ranks[rank].alive + self._arena.get(rank, 0)
+        """Return the bytes alive on a rank between steps."""
+        return self._ranks[rank].alive
 
     def restart(self) -> None:
         """Forget the peaks so far."""
@@ -88,7 +87,6 @@ class Meter:
         for rank, names in self._states.items():
             for name in names:
                 self._note_state(session, name, rank)
-        self._arena = session.arena_bytes
         session.watch = self._mode
         try:
             yield self

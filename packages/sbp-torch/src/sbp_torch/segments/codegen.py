@@ -6,16 +6,6 @@ after:  def segment(x, w):
             v1 = aten_relu_default(v0); del v0
             return (v1,)
 
-With slots in an arena, results that lie there are written in place, and what only looks at the
-arena is not called at all: those views are made once (`memory.slots`).
-
-        def segment(taken, slots):
-            v0, v1, = taken; taken.clear()
-            s0, s1, = slots
-            aten_mm_out(v0, v1, out=s0)
-            aten_relu_out(s0, out=s1)
-            return (s1,)
-
 Knows torch.
 """
 
@@ -34,7 +24,6 @@ from sbp_core.compile.liveness import dying_keys, keys_out
 from sbp_core.compile.physical import LOCAL_BOX, Actor, Instruction
 from sbp_core.errors import SbpTypeError, SbpValueError
 from sbp_core.graph.ir import Argument, Ref, Symbol
-from sbp_core.memory.slots import SegmentSlots, Write
 from sbp_torch.boxing.execute import local_step
 from sbp_torch.ops.operators import makes_one_tensor, operator_of, results_of, symbol_value
 
@@ -42,12 +31,7 @@ Segment = Callable[..., tuple[Any, ...]]
 
 
 def segment_function(
-    actor: Actor,
-    rank: int,
-    steps: Sequence[Step],
-    *,
-    owns: bool = False,
-    slots: SegmentSlots | None = None,
+    actor: Actor, rank: int, steps: Sequence[Step], *, owns: bool = False
 ) -> Segment:
     """Return the function of a compute actor.
 
@@ -59,10 +43,8 @@ def segment_function(
         steps: Of the plan.
         owns: Take the values in one list, which is emptied: a value that nobody else holds dies
             after its last use. Otherwise they are arguments, which the caller holds to the end.
-        slots: What lies in an arena. The function then owns what it takes, and takes the views of
-            its firing after it.
     """
-    source, names = segment_source(actor, owns=owns, slots=slots)
+    source, names = segment_source(actor, owns=owns)
     namespace: dict[str, Any] = {"torch": torch, "results_of": results_of}
     for op, name in names.items():
         namespace[name] = _local_box(rank, steps) if op == LOCAL_BOX else operator_of(op)
@@ -80,19 +62,17 @@ def _local_box(rank: int, steps: Sequence[Step]) -> Callable[[torch.Tensor, int]
     return run
 
 
-def segment_source(
-    actor: Actor, *, owns: bool = False, slots: SegmentSlots | None = None
-) -> tuple[str, dict[str, str]]:
+def segment_source(actor: Actor, *, owns: bool = False) -> tuple[str, dict[str, str]]:
     """Return the source of a segment's function, and the name used in it for each operator."""
-    writer = _Writer(actor, slots)
+    writer = _Writer(actor)
     return writer.write(owns), writer.operators
 
 
 class _Writer:
     """The state of writing one function."""
 
-    def __init__(self, actor: Actor, slots: SegmentSlots | None) -> None:
-        self.actor, self.slots = actor, slots
+    def __init__(self, actor: Actor) -> None:
+        self.actor = actor
         self.names: dict[str, str] = {}
         self.operators: dict[str, str] = {}
         for key in (*actor.inputs, *actor.reads):
@@ -100,57 +80,22 @@ class _Writer:
 
     def write(self, owns: bool) -> str:
         lines = [f"def segment({', '.join(self.names.values())}):"]
-        if owns or self.slots is not None:
-            lines = ["def segment(taken):" if self.slots is None else "def segment(taken, slots):"]
+        if owns:
+            lines = ["def segment(taken):"]
             if self.names:
                 lines.append(f"    {', '.join(self.names.values())}, = taken; taken.clear()")
-        if self.slots is not None:
-            names = (f"s{index}" for index in range(len(self.slots.firings[0])))
-            lines.append(f"    {', '.join(names)}, = slots")
-        dying_after = dying_keys(self.actor)
-        for index, entry in enumerate(self.actor.instructions):
-            call = self._statement(index, entry)
-            if call:
-                lines.append(f"    {call}  # {_comment(entry.node)}")
-            # Views of the arena are the session's.
-            dying = [name for key in dying_after[index] if (name := self.names[key])[0] == "v"]
+        for entry, dying in zip(self.actor.instructions, dying_keys(self.actor), strict=True):
+            lines.append(f"    {self._call(entry)}  # {_comment(entry.node)}")
             if dying:
-                lines.append(f"    del {', '.join(dying)}")
+                lines.append(f"    del {', '.join(self.names[key] for key in dying)}")
         values = "".join(f"{self.names[key]}, " for key in keys_out(self.actor))
         lines.append(f"    return ({values})")
         return "\n".join(lines) + "\n"
 
-    def _statement(self, index: int, entry: Instruction) -> str:
-        """Return what an instruction becomes: a call, one that writes, or nothing."""
-        slots = self.slots
-        if slots is not None and index in slots.views:
-            self.names |= zip(entry.outputs, (f"s{at}" for at in slots.views[index]), strict=True)
-            return ""
-        if slots is not None and index in slots.writes:
-            return self._write(entry, slots.writes[index])
-        return self._call(entry)
-
-    def _write(self, entry: Instruction, write: Write) -> str:
-        """Return the call that writes an instruction's results into the arena."""
-        places = [f"s{at}" for at in write.slots]
-        if write.variant is None:
-            source = self._text(entry.args[0])
-            text = f"{self._operator('aten.copy_.default')}(s{write.source}, {source})"
-        else:
-            arguments = self._arguments(entry)
-            pairs = zip(write.variant.outs, places, strict=True)
-            arguments += [f"{_keyword(out)}={place}" for out, place in pairs]
-            text = f"{self._operator(write.variant.op)}({', '.join(arguments)})"
-        self.names |= zip(entry.outputs, places, strict=True)
-        return text
-
-    def _arguments(self, entry: Instruction) -> list[str]:
-        named = [f"{_keyword(key)}={self._text(part)}" for key, part in entry.kwargs.items()]
-        return [self._text(part) for part in entry.args] + named
-
     def _call(self, entry: Instruction) -> str:
         name = self._operator(entry.op)
-        arguments = self._arguments(entry)
+        arguments = [self._text(part) for part in entry.args]
+        arguments += [f"{_keyword(key)}={self._text(part)}" for key, part in entry.kwargs.items()]
         for key in entry.outputs:
             self.names[key] = f"v{len(self.names)}"
         call = f"{name}({', '.join(arguments)})"
