@@ -55,7 +55,7 @@ def _print_line(console: Console, cell: Outcome) -> None:
         return
     console.print(
         f"{name} {'holds' if cell.passed else 'DOES NOT HOLD'}: loss {cell.loss_error:.1e}, shards "
-        f"{cell.state_error:.1e}, {cell.counted_bytes} of {cell.predicted_bytes} B on the wire, "
+        f"{cell.state_error:.1e}, {cell.counted_bytes} of {cell.predicted_bytes} B moved, "
         f"memory {cell.memory_error:.1%}; compiled in {cell.compile_s:.1f} s, run in "
         f"{cell.run_s:.1f} s",
         highlight=False,

@@ -45,7 +45,8 @@ class Outcome:
     Args:
         loss_error: Largest relative deviation of a loss.
         state_error: Largest deviation of an element of any rank's shard of any state.
-        predicted_bytes, counted_bytes: On the wire in one step.
+        predicted_bytes, counted_bytes: That ranks hand to each other in all steps, as the plan says
+            and as the backend counted.
         peaks: Of each rank, the predicted peak of its memory and the measured one, in bytes.
         compile_s, run_s: Time of planning and compiling, and of the steps.
         error: What went wrong, if it did not run; or why it does not apply.
@@ -227,8 +228,8 @@ def _attempt(cell: dict[str, str], layout: Layout, num_steps: int) -> Outcome:
         **cell,
         loss_error=max(abs(a - b) / abs(b) for a, b in pairs),
         state_error=state_error,
-        predicted_bytes=plan.boxing_bytes,
-        counted_bytes=sent // num_steps,
+        predicted_bytes=plan.boxing_bytes * num_steps,
+        counted_bytes=sent,
         peaks={rank: (entry.peak, meter.peak(rank)) for rank, entry in predict(plan).ranks.items()},
         compile_s=compile_s,
         run_s=run_s,

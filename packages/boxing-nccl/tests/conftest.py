@@ -2,6 +2,14 @@ from collections.abc import Iterator
 
 import pytest
 
+from sbp_core.testing.holdings import no_thread_is_left
+
+
+@pytest.fixture(autouse=True)
+def _leave_no_thread() -> Iterator[None]:
+    with no_thread_is_left():
+        yield
+
 
 @pytest.fixture(scope="session")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:

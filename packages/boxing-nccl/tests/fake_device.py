@@ -123,7 +123,13 @@ class FakeChannel(Channel):
         self._id = unique_id
         self._numbers: dict[tuple[str, int], int] = {}
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._run, daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="fake-stream", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """End the stream, whatever it waits for."""
+        self._work.put(None)
+        self._thread.join(10.0)
 
     def wait_for(self, event: Event) -> None:
         assert isinstance(event, FakeEvent)
@@ -233,7 +239,7 @@ class FakeChannel(Channel):
 
     def _until(self, done: Callable[[], bool]) -> None:
         while not done():
-            if self.aborted.wait(0.0005):
+            if self.aborted.wait(0.0005) or self._device.ended.is_set():
                 raise AbortedError
 
     def _number(self, direction: str, peer: int) -> int:
@@ -310,8 +316,15 @@ class FakeDevice(Device):
         self.hold_abort = threading.Event()
         self.hold_abort.set()
         self.id_error: Exception | None = None
+        self.ended = threading.Event()
         self._ids = itertools.count()
         self._group = threading.local()
+
+    def end(self) -> None:
+        """End what a real NCCL would keep for ever, and all streams: the test is over."""
+        self.ended.set()
+        for channel in self.channels:
+            channel.end()
 
     def name_of(self, unique_id: bytes) -> str:
         return unique_id.rstrip(b"\0").decode()
@@ -326,7 +339,8 @@ class FakeDevice(Device):
 
     def connect(self, size: int, unique_id: bytes, index: int) -> Channel:
         if self.hang_init:
-            threading.Event().wait()
+            self.ended.wait()
+            raise AbortedError
         self.network.join(unique_id, index)
         channel = FakeChannel(self, unique_id, size, index)
         # As NCCL does, make sure that all ranks are there.

@@ -13,6 +13,7 @@ from sbp_core.boxing.step import Step, StepKind
 from sbp_core.errors import BoxingError
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, P, S, Sbp, Split
+from sbp_core.testing.holdings import grown, holdings
 from sbp_torch.boxing.execute import apply_step, shard
 
 
@@ -76,6 +77,24 @@ def reduce_over_the_world(rank: int, _: MpiBackend) -> float:
 
 def test_all_processes_of_mpi_are_the_ranks_if_nothing_else_is_said(pool: Any) -> None:
     assert pool.run(4, reduce_over_the_world) == [32.0] * 4
+
+
+def hold_after_closing(rank: int, _: MpiBackend) -> list[str]:
+    """Return what there is more after each of some backends than before it."""
+    left = []
+    for _turn in range(3):
+        before = holdings()
+        reduce_over_the_world(rank, _)
+        end = time.monotonic() + 0.1
+        while grown(before, holdings()) and time.monotonic() < end:
+            time.sleep(0.01)  # the kernel takes a moment to end a thread that has ended
+        left.append(grown(before, holdings()))
+    return left
+
+
+def test_a_closed_backend_holds_no_thread_socket_or_file(pool: Any) -> None:
+    # What MPI opens to reach a process for the first time stays.
+    assert [left[1:] for left in pool.run(4, hold_after_closing)] == [["", ""]] * 4
 
 
 def send_and_compute(rank: int, backend: MpiBackend) -> float:

@@ -86,6 +86,8 @@ class Ranks:
         for thread in threads:
             thread.join(LIMIT_S)
         assert not any(thread.is_alive() for thread in threads), "ranks hang"
+        for device in self.devices:
+            device.end()
         if errors:
             raise errors[min(errors)]
         return [results[rank] for rank in sorted(results)]

@@ -1,5 +1,8 @@
+import contextlib
+import gc
 import socket
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ from sbp_core.boxing.step import Step, StepKind
 from sbp_core.errors import BoxingError
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, P, Sbp
+from sbp_core.testing.holdings import grown, holdings
 
 
 def one_step(before: Sbp, after: Sbp, sources: list[int], targets: list[int]) -> Step:
@@ -102,23 +106,75 @@ def test_processes_meet_by_the_config_alone(pool: RankPool, tmp_path: Path) -> N
     assert results == [[2.0] * 8] * 2
 
 
-def meet_twice(rank: int, _: TorchBackend, port: int) -> list[float]:
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def meet_twice(rank: int, _: TorchBackend, port: int, host_ends_late_s: float) -> list[float]:
     config = TorchBoxingConfig(init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     sums = []
     for _ in range(2):
         backend = TorchBackend(config)
         backend.open([0, 1])
         sums.append(reduce(backend, rank, "sum").sum().item())
+        clerk: Any = backend._connections.board._clerk  # type: ignore[union-attr]
+        if rank == 0:
+            clerk.close = partial(end_late, clerk.close, host_ends_late_s)
         backend.close()
     return sums
 
 
-def test_backends_may_meet_one_after_the_other_in_one_place(pool: RankPool) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+def end_late(end: Callable[[], None], late_s: float) -> None:
+    time.sleep(late_s)
+    end()
 
-    assert pool.run(2, partial(meet_twice, port=port)) == [[16.0, 16.0]] * 2
+
+@pytest.mark.parametrize("host_ends_late_s", [0.0, 0.5])
+def test_backends_may_meet_one_after_the_other_in_one_place(
+    pool: RankPool, host_ends_late_s: float
+) -> None:
+    job = partial(meet_twice, port=free_port(), host_ends_late_s=host_ends_late_s)
+
+    assert pool.run(2, job) == [[16.0, 16.0]] * 2
+
+
+def hold(rank: int, _: TorchBackend, port: int, how: str) -> list[str]:
+    """Return what there is more after each of some backends than before it."""
+    config = TorchBoxingConfig(init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    left = []
+    gc.disable()
+    for _ in range(3):
+        before = holdings()
+        backend = TorchBackend(config)
+        backend.open([0, 1])
+        reduce(backend, rank, "sum")
+        if how == "fail" and rank == 0:
+            backend.fail(ArithmeticError("loss is not a number"))
+        if how == "miss" and rank == 1:
+            time.sleep(0.6)
+        elif how != "well":
+            with contextlib.suppress(BoxingError):  # an error that is kept would keep its frames
+                reduce(backend, rank, "in vain", deadline_s=0.3)
+        backend.close()
+        end = time.monotonic() + 1.0
+        while grown(before, holdings()) and time.monotonic() < end:
+            time.sleep(0.01)  # the kernel takes a moment to end a thread that has ended
+        left.append(grown(before, holdings()))
+    gc.enable()
+    return left
+
+
+@pytest.mark.parametrize("how", ["well", "fail", "miss"])
+def test_a_closed_backend_holds_no_thread_socket_or_file_not_even_until_it_is_collected(
+    pool: RankPool, how: str
+) -> None:
+    # What torch makes at its first use stays.
+    assert [left[1:] for left in pool.run(2, partial(hold, port=free_port(), how=how))] == [
+        ["", ""]
+    ] * 2
 
 
 def fail_when_connected(rank: int, backend: TorchBackend) -> float:

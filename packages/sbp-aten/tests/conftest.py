@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from needed_operators import NEWER, skip_without
 
 from sbp_core.graph import LogicalGraph
+from sbp_core.testing.holdings import no_thread_is_left
 from sbp_torch.capture import capture
 from sbp_torch.testing.models import PROGRAMS, Program
 
@@ -18,6 +21,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     for name in names:
         if isinstance(name, str) and name in NEWER:
             skip_without(name)
+
+
+@pytest.fixture(autouse=True)
+def _leave_no_thread() -> Iterator[None]:
+    with no_thread_is_left():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from sbp_core.plugins import PluginSource, Registry, discover
 from sbp_core.signatures import registry
+from sbp_core.testing.holdings import no_thread_is_left
 
 _PATCH = pytest.MonkeyPatch()
 
@@ -22,3 +25,9 @@ def pytest_configure() -> None:
 
 def pytest_unconfigure() -> None:
     _PATCH.undo()
+
+
+@pytest.fixture(autouse=True)
+def _leave_no_thread() -> Iterator[None]:
+    with no_thread_is_left():
+        yield

@@ -1,3 +1,4 @@
+import contextlib
 import os
 import pickle
 import signal
@@ -5,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -283,14 +285,32 @@ _SUPERVISOR = """
 """
 
 
+@contextlib.contextmanager
+def supervised(hangup: signal.Handlers = signal.SIG_DFL) -> Iterator[tuple[subprocess.Popen, list]]:
+    """Start a supervisor of two ranks, each with a child: it, and the four process ids.
+
+    Args:
+        hangup: What it does at a SIGHUP, whatever the tests do themselves: what `nohup` starts
+            ignores it, and so does all that is started then.
+    """
+    command = [sys.executable, "-c", textwrap.dedent(_SUPERVISOR), textwrap.dedent(_RANK)]
+    before = signal.signal(signal.SIGHUP, hangup)
+    try:
+        it = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, stderr=subprocess.PIPE)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    with it:
+        try:
+            said = [it.stdout.readline() for _ in range(2)]
+            yield it, [int(word) for line in said for word in line.partition("|")[2].split()]
+        finally:
+            it.kill()  # or a test that fails would wait for it until the ranks have slept enough
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGKILL])
 @hears_ctrl_c()
 def test_nothing_is_left_when_the_supervisor_is_ended(number):
-    command = [sys.executable, "-c", textwrap.dedent(_SUPERVISOR), textwrap.dedent(_RANK)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, stderr=subprocess.PIPE) as it:
-        said = [it.stdout.readline() for _ in range(2)]
-        pids = [int(word) for line in said for word in line.partition("|")[2].split()]
-
+    with supervised() as (it, pids):
         it.send_signal(number)
         rest, errors = it.communicate(timeout=60)
 
@@ -300,6 +320,25 @@ def test_nothing_is_left_when_the_supervisor_is_ended(number):
     assert ("KeyboardInterrupt" in errors) == (number == signal.SIGINT)
     expected = {signal.SIGTERM: 143, signal.SIGHUP: 129}
     assert it.returncode == expected.get(number, -number)
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, -signal.SIGINT)]
+)
+@hears_ctrl_c()
+def test_what_nohup_started_outlives_its_terminal_and_ends_when_it_is_told_to(number, code):
+    with supervised(hangup=signal.SIG_IGN) as (it, pids):
+        it.send_signal(signal.SIGHUP)
+        time.sleep(0.5)
+        assert it.poll() is None
+        assert all(map(is_alive, pids))
+
+        it.send_signal(number)
+        it.communicate(timeout=60)
+
+    wait_for(lambda: not any(map(is_alive, pids)))
+    assert len(pids) == 4
+    assert it.returncode == code
 
 
 def test_an_error_of_the_caller_ends_all_processes():

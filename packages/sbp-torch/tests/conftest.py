@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
 from sbp_core.graph import LogicalGraph
+from sbp_core.testing.holdings import no_thread_is_left
 from sbp_torch.capture import capture
 from sbp_torch.testing.models import PROGRAMS, Program
+
+
+@pytest.fixture(autouse=True)
+def _leave_no_thread() -> Iterator[None]:
+    with no_thread_is_left():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -100,3 +100,24 @@ def test_threads_may_take_and_drop_at_the_same_time() -> None:
 
     assert not wrong
     assert len(arena._free) <= 8, "a thread holds two at most: it takes one, then drops the other"
+
+
+def test_the_collector_may_give_a_block_back_while_one_is_looked_for() -> None:
+    arena = Arena()
+    many = [arena.empty(SHAPE, LIKE) for _ in range(30)]
+    del many
+    before = gc.get_threshold()
+    try:
+        for num_objects in range(1, 60):
+            gc.collect(0)
+            gc.disable()
+            cycle: list[object] = [arena.empty(SHAPE, LIKE)]
+            cycle.append(cycle)
+            del cycle
+            # The collector runs, and finds the cycle, when so many objects have been made.
+            gc.set_threshold(num_objects)
+            gc.enable()
+            arena.empty((SMALLEST_BYTES, 1), LIKE)
+    finally:
+        gc.set_threshold(*before)
+        gc.enable()

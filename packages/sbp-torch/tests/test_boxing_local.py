@@ -7,13 +7,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from sbp_core.boxing import Step, route
+from sbp_core.boxing import Step, route, slices
 from sbp_core.errors import BoxingError
 from sbp_core.placement import Placement
 from sbp_core.plugins.hooks import EmptyConfig
@@ -38,10 +39,12 @@ def opened(num_ranks: int) -> LocalBackend:
     return backend
 
 
-def only_step(source: str, target: str, num_ranks: int = 2) -> Step:
+def only_step(
+    source: str, target: str, num_ranks: int = 2, shape: tuple[int, ...] = (4, 2)
+) -> Step:
     mesh = Placement.grid((num_ranks,), ("x",))
     (step,) = route(
-        (4, 2), "float32", (mesh, NdSbp.parse(source)), (mesh, NdSbp.parse(target))
+        shape, "float32", (mesh, NdSbp.parse(source)), (mesh, NdSbp.parse(target))
     ).steps
     return step
 
@@ -97,16 +100,65 @@ def test_all_ranks_get_the_same_sum_without_copies() -> None:
     assert torch.equal(results[0], torch.full((4, 2), 3.0))
 
 
-def test_the_bytes_of_all_ranks_add_up_to_those_of_the_step() -> None:
-    backend, step = opened(3), only_step("P", "B", 3)
+#: Depth of a tensor (5, 2, depth) that is small, and of one whose results are made in blocks.
+SMALL, LARGE = 1, 20_000
 
+#: Change -> elements that each of three ranks hands to others, by rank, of a tensor (5, 2, 1).
+#: Of its rows the ranks have 2, 2 and 1, of its columns 1, 1 and 0.
+HANDED_OVER: dict[tuple[str, str], tuple[int, int, int]] = {
+    # Its addends of the parts of others, of 4, 3 and 3 elements, and the sum of its part to both.
+    ("P", "B"): (3 + 3 + 2 * 4, 4 + 3 + 2 * 3, 4 + 3 + 2 * 3),
+    ("P(max)", "B"): (14, 13, 13),
+    # Its addends of the rows of others.
+    ("P", "S(0)"): (2 * 3, 2 * 3, 2 * 4),
+    # Of its columns; the last rank has none.
+    ("P(min)", "S(1)"): (5, 5, 10),
+    # Its rows, to both others.
+    ("S(0)", "B"): (2 * 4, 2 * 4, 2 * 2),
+    ("S(1)", "B"): (2 * 5, 2 * 5, 0),
+    # Of its rows, the columns of others.
+    ("S(0)", "S(1)"): (2, 2, 2),
+    ("S(1)", "S(0)"): (3, 3, 0),
+}
+
+
+def handed_over(step: Step, num_ranks: int = 3) -> list[int]:
+    """The bytes that each rank counts when a step is run on ones."""
+    backend, shards = opened(num_ranks), shard(torch.ones(step.shape), *step.source)
     run_threads(
         backend,
-        3,
-        lambda _, end: end.collective(step, torch.ones(4, 2), tag="sum", deadline_s=5),
+        num_ranks,
+        lambda rank, end: end.collective(step, shards[rank], tag="t", deadline_s=5),
     )
+    return [backend.communicator(rank).sent_bytes for rank in range(num_ranks)]
 
-    assert sum(backend.communicator(rank).sent_bytes for rank in range(3)) == step.size_bytes
+
+@pytest.mark.parametrize("depth", [SMALL, LARGE])
+@pytest.mark.parametrize(("source", "target"), HANDED_OVER)
+def test_what_ranks_hand_over_is_counted_for_its_owner(
+    source: str, target: str, depth: int
+) -> None:
+    counted = handed_over(only_step(source, target, 3, (5, 2, depth)))
+
+    expected = [4 * depth * count for count in HANDED_OVER[source, target]]
+    if target == "B" and depth == LARGE and "P" in source:
+        # Of more elements the ranks sum more equal parts.
+        assert sum(counted) == sum(expected)
+        assert max(counted) - min(counted) <= 2 * 4
+    else:
+        assert counted == expected
+
+
+@pytest.mark.parametrize("depth", [SMALL, LARGE])
+@pytest.mark.parametrize(("source", "target"), HANDED_OVER)
+def test_what_is_counted_does_not_depend_on_what_is_predicted(
+    monkeypatch: pytest.MonkeyPatch, source: str, target: str, depth: int
+) -> None:
+    step = only_step(source, target, 3, (5, 2, depth))
+    for formula in ("sent_bytes", "collective_bytes", "uniform_bytes"):
+        monkeypatch.setattr(slices, formula, None)
+
+    assert sum(handed_over(replace(step, size_bytes=7))) == step.size_bytes
 
 
 def test_a_tag_may_be_used_again_and_nothing_is_left_behind() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sbp_torch.testing.random_plans import graphs, placements, random_values, strategies
+from random_plans import graphs, placements, random_values, strategies
 
 from sbp_core.check import check
 from sbp_core.compile import CompileOptions, compile_plan

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sbp_torch.testing.random_plans import graphs, random_values
+from random_plans import graphs, random_values
 
 from sbp_aten.passes import (
     MixedPrecision,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 from unittest import SkipTest
 
 import pytest
@@ -184,6 +186,23 @@ class StaysOpen(LocalBackend):
         pass
 
 
+class KeepsAThread(LocalBackend):
+    ends: ClassVar[list[threading.Event]] = []
+
+    def open(self, ranks: Sequence[int]) -> None:
+        super().open(ranks)
+        self.ends.append(threading.Event())
+        threading.Thread(target=self.ends[-1].wait, name="keeper", daemon=True).start()
+
+
+class KeepsASocket(LocalBackend):
+    sockets: ClassVar[list[socket.socket]] = []
+
+    def open(self, ranks: Sequence[int]) -> None:
+        super().open(ranks)
+        self.sockets += socket.socketpair()
+
+
 class HasEveryRank(LocalBackend):
     def communicator(self, rank: int) -> LocalCommunicator:
         return self._communicators.get(rank, self._communicators[0])
@@ -223,6 +242,8 @@ BROKEN: list[tuple[type[Any], Test, str]] = [
     (IgnoresFailures, BoxingConformance.test_a_failure_unblocks_ranks_that_never_met, "was told"),
     (HidesReasons, BoxingConformance.test_a_failure_unblocks_ranks_that_are_connected, "was told"),
     (StaysOpen, BoxingConformance.test_a_closed_backend_says_so, "after the end"),
+    (KeepsAThread, BoxingConformance.test_a_closed_backend_leaves_nothing_behind, "thread keeper"),
+    (KeepsASocket, BoxingConformance.test_a_closed_backend_leaves_nothing_behind, "2 x socket"),
     (
         HasEveryRank,
         BoxingConformance.test_a_backend_has_no_communicator_for_ranks_of_others,
@@ -235,6 +256,15 @@ def suite_of(kind: type[Any]) -> Suite:
     if issubclass(kind, LocalBackend):
         return Suite(LocalCommunicator, kind)
     return Suite(kind, LocalBackend)
+
+
+@pytest.fixture(autouse=True)
+def _end_what_broken_backends_keep() -> Iterator[None]:
+    yield
+    for end in KeepsAThread.ends:
+        end.set()
+    for one in KeepsASocket.sockets:
+        one.close()
 
 
 @pytest.mark.parametrize(

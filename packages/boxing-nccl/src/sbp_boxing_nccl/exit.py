@@ -49,7 +49,8 @@ class Exit:
         self._has_failed = False
         self._has_left = threading.Event()
         atexit.register(self._at_exit)
-        threading.Thread(target=self._watch, name="sbp-exit", daemon=True).start()
+        self._thread = threading.Thread(target=self._watch, name="sbp-exit", daemon=True)
+        self._thread.start()
 
     def leave(self, *, well: bool) -> None:
         """Let go: no other rank counts on this one any more.
@@ -61,6 +62,7 @@ class Exit:
         self._has_left.set()
         if well:
             atexit.unregister(self._at_exit)
+            self._thread.join()
 
     def _at_exit(self) -> None:
         if not self._has_left.is_set():
@@ -72,7 +74,9 @@ class Exit:
         """Wait until the main thread has ended, or the backend was left."""
         main = threading.main_thread()
         while main.is_alive():
-            if self._has_left.wait(_LOOK_S) and not self._has_failed:
+            if not self._has_left.wait(_LOOK_S):
+                continue
+            if not self._has_failed:
                 return
             main.join(_LOOK_S)
         time.sleep(_GRACE_S)

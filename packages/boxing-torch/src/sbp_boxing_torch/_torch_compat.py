@@ -7,44 +7,37 @@ process groups and stores are used directly. Tried with torch 2.13.
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous
 
-from sbp_core.boxing.processes.store_client import NoteStore
+from sbp_core.boxing.processes.store_client import MeetingStore
 
 
-class Store(NoteStore, Protocol):
-    """The part of a torch.distributed store that is used here; raises `RuntimeError` if lost."""
-
-    def add(self, key: str, amount: int, /) -> int:
-        """Add to a counter, which starts at 0, and return it."""
-
-
-def prefixed(prefix: str, store: Store) -> Store:
+def prefixed(prefix: str, store: MeetingStore) -> MeetingStore:
     """Return a view of the store in which every key begins with `prefix`."""
-    return cast(Store, cast(Any, dist).PrefixStore(prefix, store))
+    return cast(MeetingStore, cast(Any, dist).PrefixStore(prefix, store))
 
 
-def meet_at(url: str, rank: int, size: int, timeout: timedelta) -> Store:
+def meet_at(url: str, rank: int, size: int, timeout: timedelta) -> MeetingStore:
     """Return the store that the processes reach at `url`.
 
     Raises:
         RuntimeError, ValueError, OSError: it cannot be reached, or the URL cannot be meant.
     """
     store, _, _ = next(rendezvous(url, rank, size, timeout=timeout))
-    return cast(Store, store)
+    return cast(MeetingStore, store)
 
 
-def gloo_group(store: Store, index: int, size: int, timeout: timedelta) -> Any:
+def gloo_group(store: MeetingStore, index: int, size: int, timeout: timedelta) -> Any:
     """Connect a `ProcessGroupGloo`; raises `RuntimeError` if a rank is not reached in time."""
     return cast(Any, dist.ProcessGroupGloo)(store, index, size, timeout)
 
 
-def nccl_group(store: Store, index: int, size: int, timeout: timedelta) -> Any:
+def nccl_group(store: MeetingStore, index: int, size: int, timeout: timedelta) -> Any:
     """Make a `ProcessGroupNCCL`; it connects at its first use."""
     nccl = cast(Any, dist.ProcessGroupNCCL)
     options = nccl.Options()

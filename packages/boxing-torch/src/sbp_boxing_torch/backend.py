@@ -54,7 +54,7 @@ class TorchBackend(ProcessBackend):
         Raises:
             ConfigError: neither config nor environment say which rank this is.
         """
-        world = self._world = self._world or meet(self._config)
+        world = self._world or meet(self._config)
         check_ranks(ranks, world.rank, world.size)
         device = torch.device(device_name(self._config))
         if device.type == "cuda":

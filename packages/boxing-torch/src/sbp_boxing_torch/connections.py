@@ -19,10 +19,10 @@ from sbp_boxing_torch._torch_compat import prefixed
 from sbp_boxing_torch.configs import TorchBoxingConfig
 from sbp_boxing_torch.group import Group, connect
 from sbp_boxing_torch.outbox import Outbox
-from sbp_boxing_torch.rendezvous import World
+from sbp_boxing_torch.rendezvous import COUNTER, World
 from sbp_core.boxing.processes.call import Call, group_name
 from sbp_core.boxing.processes.connections import Connections
-from sbp_core.boxing.processes.store_client import StoreBoard
+from sbp_core.boxing.processes.store_client import MeetingStore, StoreBoard, count_opening
 from sbp_core.errors import BoxingError
 
 _log = logging.getLogger(__name__)
@@ -49,10 +49,11 @@ class TorchConnections(Connections):
         super().__init__()
         limit_s = config.connect_timeout_s
         self._config = config
-        self._world = world
-        opened = world.store.add(f"sbp-boxing/opened/{world.rank}", 1)
-        # A part of the store where no earlier backend of these processes has left notes.
-        self._store = prefixed(f"sbp-boxing/{opened}", world.store)
+        self._rank = world.rank
+        opened = count_opening(world.store, COUNTER, world.rank)
+        # A part of the store where no earlier backend of these processes has left notes. Forgotten
+        # at the end, which closes a store that nobody else holds.
+        self._store: MeetingStore | None = prefixed(f"{COUNTER}/{opened}", world.store)
         self.board = StoreBoard(self._store, world.rank, world.size)
         self._groups: dict[tuple[int, ...], Group] = {}
         self._outbox = Outbox(self.fail, self.lost)
@@ -147,6 +148,7 @@ class TorchConnections(Connections):
         self._outbox.close()
         self._groups.clear()
         self._messages = ()
+        self._store = None
 
     def _part(self) -> None:
         """Stay until no rank needs this one: its connections, or the store if it hosts it."""
@@ -155,11 +157,13 @@ class TorchConnections(Connections):
             return self.board.all_left() or self.reason_to_go() is not None
 
         if not self.board.wait_for(over, _FAREWELL_S):
-            _log.warning("rank %d leaves before other ranks did", self._world.rank)
+            _log.warning("rank %d leaves before other ranks did", self._rank)
 
     def _connect(self, name: str, ranks: tuple[int, ...], limit_s: float) -> Group:
+        transport, rank = self._config.chosen_transport, self._rank
+        if self._store is None:
+            raise BoxingError("the boxing backend was closed", where=f"rank {rank}")
         store = prefixed(f"connect/{name}", self._store)
-        transport, rank = self._config.chosen_transport, self._world.rank
         try:
             if transport == "nccl":  # connects at its first use
                 return connect(transport, ranks, rank, store, limit_s)

@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 
 from sbp_boxing_torch._torch_compat import (
-    Store,
     all_gather_parts,
     gloo_group,
     nccl_group,
     reduce_scatter_parts,
 )
+from sbp_core.boxing.processes.store_client import MeetingStore
 from sbp_core.boxing.processes.traffic import Meter
 
 #: Seconds that a transport waits longer than we do: our own deadline has to speak first, as it
@@ -148,7 +148,9 @@ class Group(ABC):
 class GlooGroup(Group):
     """A group over gloo, for tensors on CPUs."""
 
-    def __init__(self, ranks: tuple[int, ...], index: int, store: Store, limit_s: float) -> None:
+    def __init__(
+        self, ranks: tuple[int, ...], index: int, store: MeetingStore, limit_s: float
+    ) -> None:
         super().__init__(ranks, index, gloo_group(store, index, len(ranks), _delta(limit_s)))
 
     def all_gather(
@@ -204,7 +206,9 @@ class NcclGroup(Group):
     Messages between two ranks arrive in the order in which they were sent: NCCL has no tags.
     """
 
-    def __init__(self, ranks: tuple[int, ...], index: int, store: Store, limit_s: float) -> None:
+    def __init__(
+        self, ranks: tuple[int, ...], index: int, store: MeetingStore, limit_s: float
+    ) -> None:
         # NCCL's own watchdog ends the process when it loses patience; we raise long before.
         group = nccl_group(store, index, len(ranks), timedelta(days=7))
         super().__init__(ranks, index, group)
@@ -239,7 +243,7 @@ class NcclGroup(Group):
 
 
 def connect(
-    transport: str, ranks: tuple[int, ...], rank: int, store: Store, limit_s: float
+    transport: str, ranks: tuple[int, ...], rank: int, store: MeetingStore, limit_s: float
 ) -> Group:
     """Connect the ranks of a group, all of which call this at the same time.
 
@@ -247,7 +251,7 @@ def connect(
         transport: `gloo` or `nccl`.
         ranks: Of the group, in order.
         rank: This one.
-        store: Store of this group alone.
+        store: MeetingStore of this group alone.
         limit_s: Seconds to wait for the others.
 
     Raises:

@@ -9,9 +9,13 @@ import os
 from dataclasses import dataclass
 from datetime import timedelta
 
-from sbp_boxing_torch._torch_compat import Store, meet_at
+from sbp_boxing_torch._torch_compat import meet_at
 from sbp_boxing_torch.configs import TorchBoxingConfig
+from sbp_core.boxing.processes.store_client import MeetingStore, meet_anew
 from sbp_core.errors import BoxingError, ConfigError
+
+#: Name by which the backends of a rank are counted in a store.
+COUNTER = "sbp-boxing"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +30,7 @@ class World:
 
     rank: int
     size: int
-    store: Store
+    store: MeetingStore
 
 
 def meet(config: TorchBoxingConfig) -> World:
@@ -42,11 +46,17 @@ def meet(config: TorchBoxingConfig) -> World:
         raise ConfigError(
             f"rank={rank} is no rank of world_size={size}", accepted="0 .. world_size - 1"
         )
+    limit_s = config.connect_timeout_s
     try:
-        store = meet_at(config.init_method, rank, size, timedelta(seconds=config.connect_timeout_s))
+        store = meet_anew(
+            lambda: meet_at(config.init_method, rank, size, timedelta(seconds=limit_s)),
+            COUNTER,
+            rank,
+            limit_s,
+        )
     except (RuntimeError, ValueError, OSError) as error:
         raise BoxingError(
-            f"no meeting at {config.init_method} within {config.connect_timeout_s:g} s: {error}",
+            f"no meeting at {config.init_method} within {limit_s:g} s: {error}",
             where=f"rank {rank} of {size}",
             todo="check that every process was started and that the address can be reached",
         ) from error

@@ -76,12 +76,13 @@ class NcclBackend(JobBackend):
         """
         world = self._world or meet(self._config)
         self._exit = world.exit
-        check_ranks(ranks, world.rank, world.size)
         try:
+            check_ranks(ranks, world.rank, world.size)
             device = self._device or self._load(world.local_rank)
         except BoxingError as error:
             # The others wait for this rank; they are told what it lacks.
             world.board.announce(f"rank {world.rank} reported: {error.what}")
+            world.board.close()
             raise
         connections = NcclConnections(self._config, world, device)
         return connections, NcclCommunicator(connections)

@@ -227,7 +227,6 @@ def release(
         limit_s: Seconds to wait; a thread that needs longer is left behind.
         abort: Whether to give up what is under way, instead of expecting that nothing is.
     """
-    ended = threading.Event()
 
     def work() -> None:
         with contextlib.suppress(RuntimeError):
@@ -241,9 +240,10 @@ def release(
                 # In one order on all ranks: NCCL may wait for the other ranks of each.
                 for name in sorted(channels):
                     channels[name].destroy()
-        ended.set()
 
     if not channels:
         return True
-    threading.Thread(target=work, name="sbp-nccl-release", daemon=True).start()
-    return ended.wait(limit_s)
+    thread = threading.Thread(target=work, name="sbp-nccl-release", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    return not thread.is_alive()

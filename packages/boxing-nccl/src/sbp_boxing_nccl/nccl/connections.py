@@ -30,6 +30,9 @@ _log = logging.getLogger(__name__)
 #: Seconds that a rank waits, when it closes, for the others not to need it any more.
 _FAREWELL_S = 10.0
 
+#: Seconds that a thread which sends messages gets to end.
+_LANE_S = 1.0
+
 #: Pauses between two looks at work on the GPU, in seconds: the first, and the longest.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1e-5, 5e-4
 
@@ -249,6 +252,9 @@ class NcclConnections(Connections):
             lane.close()
         self.limits.close()
         self._let_go(abort=not well)
+        # Some may have been inside NCCL, which has let go of them by now.
+        for lane in self._lanes.values():
+            lane.wait(_LANE_S)
         if well:
             self.board.close()
             self._world.free()

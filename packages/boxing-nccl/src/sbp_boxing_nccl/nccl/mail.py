@@ -122,6 +122,10 @@ class Lane:
         """Send no more."""
         self._posted.put(None)
 
+    def wait(self, limit_s: float) -> None:
+        """Wait until the thread has ended, or leave it behind inside NCCL; closed before."""
+        self._thread.join(limit_s)
+
     def _run(self) -> None:
         message = self._posted.get()
         if message is None:

@@ -18,7 +18,11 @@ from sbp_boxing_nccl.exit import Exit
 from sbp_boxing_nccl.library import load_mpi
 from sbp_boxing_nccl.nccl.board import MpiNoteBoard, NoteBoard, StoreNoteBoard
 from sbp_core.boxing.processes.call import wait_until
+from sbp_core.boxing.processes.store_client import count_opening, meet_anew
 from sbp_core.errors import BoxingError, ConfigError
+
+#: Name by which the backends of a rank are counted in a store.
+_COUNTER = "sbp-boxing-nccl"
 
 #: Bytes that stand for the name of a host.
 _HOST_BYTES = 16
@@ -123,11 +127,16 @@ def _meet_by_store(config: NcclBoxingConfig) -> World:
             f"rank={rank} is no rank of world_size={size}", accepted="0 .. world_size - 1"
         )
     limit = timedelta(seconds=config.connect_timeout_s)
-    try:
+
+    def connect() -> Any:
         store, _, _ = next(cast(Any, rendezvous)(config.init_method, rank, size, timeout=limit))
+        return store
+
+    try:
+        store = meet_anew(connect, _COUNTER, rank, config.connect_timeout_s)
         # A part of the store where no earlier backend of these processes has left notes.
-        opened = store.add(f"sbp-boxing-nccl/opened/{rank}", 1)
-        store = cast(Any, dist).PrefixStore(f"sbp-boxing-nccl/{opened}", store)
+        opened = count_opening(store, _COUNTER, rank)
+        store = cast(Any, dist).PrefixStore(f"{_COUNTER}/{opened}", store)
     except (RuntimeError, ValueError, OSError) as error:
         raise BoxingError(
             f"no meeting at {config.init_method} within {config.connect_timeout_s:g} s: {error}",

@@ -8,10 +8,17 @@ by `algorithms`), `routes` (steps, time, and as a table), `router` (finds a rout
 and sees that they end. What touches tensors is in `sbp_torch.boxing`.
 """
 
-from sbp_core.boxing.backend import BoxingBackend, Communicator
-from sbp_core.boxing.router import conversion_bytes, route
-from sbp_core.boxing.routes import Route
-from sbp_core.boxing.step import Step, StepKind
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sbp_core._lazy import lazy
+
+if TYPE_CHECKING:
+    from sbp_core.boxing.backend import BoxingBackend, Communicator
+    from sbp_core.boxing.router import conversion_bytes, route
+    from sbp_core.boxing.routes import Route
+    from sbp_core.boxing.step import Step, StepKind
 
 __all__ = [
     "BoxingBackend",
@@ -22,3 +29,16 @@ __all__ = [
     "conversion_bytes",
     "route",
 ]
+
+__getattr__, __dir__ = lazy(
+    __name__,
+    {
+        "BoxingBackend": "backend",
+        "Communicator": "backend",
+        "Route": "routes",
+        "Step": "step",
+        "StepKind": "step",
+        "conversion_bytes": "router",
+        "route": "router",
+    },
+)

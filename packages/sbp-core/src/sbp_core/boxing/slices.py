@@ -302,9 +302,10 @@ def collective_bytes(step: Step) -> int:
 
 @lru_cache(maxsize=4 * _CACHED)
 def sent_bytes(step: Step, rank: int) -> int:
-    """Return the bytes that one rank sends to others; over all ranks they add up to `size_bytes`.
+    """Return the bytes that one rank is to send; over all ranks they add up to `size_bytes`.
 
-    An all-reduce counts as a ring does: n parts, each rank sends its addend of the parts of the
+    What it does send is counted by backends (`processes.meter`), to which this is not known. An
+    all-reduce counts as a ring does: n parts, each rank sends its addend of the parts of the
     others, and the sum of its own part to each of the others.
     """
     if step.kind is StepKind.LOCAL or rank not in step.source[0]:

@@ -1,9 +1,19 @@
 """Run one boxing step on tensors: for a whole group at once, or one rank's share of it.
 
 Everything is a pure function: inputs are never changed, and results may share memory with inputs
-and with each other (a broadcast copy is the same tensor on every rank). Reductions add in mesh
-order, so they give the same bits on every run. What a backend of several processes needs besides
-its transport is `combine`, which puts received pieces together. Knows torch.
+and with each other (a broadcast copy is the same tensor on every rank). What a receiver gets comes
+in pieces, and pieces in terms: those of one term are placed beside each other, terms are reduced.
+From two partials, each split by rows on two ranks, to B:
+
+    term 0    rows 0-3 of rank 0         placed: the result so far
+              rows 4-7 of rank 1
+    term 1    rows 0-3 of rank 2         added to that
+              rows 4-7 of rank 3
+
+Terms are reduced in mesh order, and nowhere in order of arrival: floating-point sums depend on
+their order, and every run, every backend and the reference runtime shall come to the same bits.
+What a backend of several processes needs besides its transport is `combine`, which puts received
+pieces together. Knows torch.
 """
 
 from __future__ import annotations
@@ -125,6 +135,7 @@ def _collective(
         return dict.fromkeys(group, total.contiguous())
     pieces = collective_pieces(step, group)
     if step.kind is StepKind.ALL_GATHER:
+        # What one rank gets is what each gets: one tensor for all.
         received = _taken(pieces, group[0], shards)
         return dict.fromkeys(group, combine(step, group[0], received, device=parts[0].device))
     return {
@@ -181,6 +192,8 @@ def combine(
     first, part = pieces[0]
     if len(pieces) == 1 and tuple(part.shape) == shape:
         return part.contiguous()
+    # Where the target is P(sum), a term need not fill the shard: this rank's partial is only what
+    # it was given of it, zero elsewhere, and later terms are added to whatever the first left.
     filled = sum(part.numel() for piece, part in pieces if piece.term == first.term) == prod(shape)
     result = part.new_empty(shape) if filled else part.new_zeros(shape)
     reduces = any(piece.term != first.term for piece, _ in pieces)
@@ -204,6 +217,8 @@ def fill(
     parts = [result if part is None else part for _, part in pieces]
     whole = all(part.shape == result.shape for part in parts)
     if reduction is not None and whole and len({piece.term for piece, _ in pieces}) == len(pieces):
+        # Each piece is a term, and all of the shard: the first two are added straight into it,
+        # instead of copying the first and adding the second. The same sums in the same order.
         reduce_in_order(parts, reduction, out=result)
         return
     for piece, part in pieces:
@@ -273,13 +288,14 @@ def local_step(step: Step, rank: int, shard: torch.Tensor) -> torch.Tensor:
     if placement.mesh_shape[axis] == 1:
         return shard
     before, after = local_transition(step, rank)
-    if isinstance(target, Split):
+    if isinstance(target, Split):  # from B: each rank has all, and keeps its slice
         return shard[_slices(before)].contiguous()
     bounds = bounds_of(step.shape, *step.target)[rank]
-    if isinstance(source, Split):
+    if isinstance(source, Split):  # to P(sum): zeros elsewhere add up to the whole
         padded = shard.new_zeros(tuple(stop - start for start, stop in bounds))
         padded[_slices(after)] = shard
         return padded
+    # From B to P: one rank keeps the values, as a sum counts each; max and min may have them often.
     keeps = _reduction(target) != "sum" or placement.coordinate(rank)[axis] == 0
     return shard if keeps else torch.zeros_like(shard)
 
@@ -311,7 +327,7 @@ def shard(
         SbpValueError: `sbp` does not fit the shape or the mesh.
     """
     shape = tuple(tensor.shape)
-    parts: dict[Bounds, torch.Tensor] = {}
+    parts: dict[Bounds, torch.Tensor] = {}  # ranks of equal bounds share a tensor
     result: dict[int, torch.Tensor] = {}
     bounds = bounds_of(shape, placement, sbp)
     for rank, at in placement.coordinates():

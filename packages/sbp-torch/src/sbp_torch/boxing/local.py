@@ -1,8 +1,17 @@
 """The `local` backend: ranks are threads of one process, tensors are handed over by reference.
 
 A collective is a rendezvous: each rank leaves its shard; the last that comes begins with the work,
-others help (`share`), and all leave when it is done. A transfer goes through a mailbox, in order of
-sending. Nothing is copied that can be shared, and sums are made once, in mesh order. Knows torch.
+others help (`share`), and all leave when it is done:
+
+             all come by the deadline       then nobody is late any more
+    rank 0   leaves its shard, waits        called: does blocks, waits    gets its result
+    rank 1      leaves its shard, waits     sleeps on                     gets its result
+    rank 2         comes last               divides, calls, does blocks   gets its result
+
+Ranks may come in any order, and which one divides is chance: what is added in which order is not.
+A transfer goes through a mailbox, in order of sending. Nothing is copied that can be shared, and
+sums are made once, in mesh order. Shards stay their owner's, who must leave them alone until the
+step is over; results are read by several ranks, and so are nobody's to write. Knows torch.
 """
 
 from __future__ import annotations
@@ -19,7 +28,7 @@ import torch
 
 from sbp_core.boxing.backend import BoxingBackend, Communicator
 from sbp_core.boxing.processes.call import Call
-from sbp_core.boxing.slices import Piece, sent_bytes, transfer_pieces
+from sbp_core.boxing.slices import Piece, transfer_pieces
 from sbp_core.boxing.step import Step, StepKind
 from sbp_core.errors import BoxingError, words_of
 from sbp_torch.boxing.buffer_pool import Arena
@@ -37,7 +46,11 @@ _Letter = list[tuple[Piece, torch.Tensor]]
 
 
 class _Rendezvous:
-    """One collective of one group, from the first arrival until the last rank has left."""
+    """One collective of one group, from the first arrival until the last rank has left.
+
+    All of it is read and written under the lock of the backend, except what is inside `work`, and
+    what nobody writes any more: `work` once it is there, and `error` once the rendezvous is over.
+    """
 
     def __init__(self, step: Step, lock: threading.Lock) -> None:
         self.step = step
@@ -50,6 +63,7 @@ class _Rendezvous:
         self.error: BoxingError | None = None
         #: Whether the backend failed or was closed before all had come.
         self.stopped = False
+        #: Of one that failed: the ranks that have not come, and will be told when they do.
         self.unheard: set[int] = set()
 
     @property
@@ -76,6 +90,8 @@ class LocalBackend(BoxingBackend):
         self._mail: dict[tuple[str, int, int], deque[_Letter]] = {}
         self._mail_came: dict[int, threading.Condition] = {}
         self._arena = Arena()
+        #: How many ranks that sleep are called to do blocks: as many as there are other cores; more
+        #: would only take turns with them.
         self._num_helpers = _num_cores() - 1
         #: Why nothing can be done any more, and what caused that.
         self._end: tuple[str, BaseException | None] | None = None
@@ -144,8 +160,12 @@ class LocalBackend(BoxingBackend):
             reason, cause = self._end
             raise call.failed(reason) from cause
 
-    def meet(self, call: Call, shard: torch.Tensor, donate: bool) -> torch.Tensor:
-        """Take part in a collective; see `Communicator.collective`."""
+    def meet(self, call: Call, shard: torch.Tensor, donate: bool) -> tuple[torch.Tensor, int]:
+        """Take part in a collective; see `Communicator.collective`.
+
+        Returns:
+            The rank's result, and the bytes that it handed to others.
+        """
         step, rank = call.step, call.rank
         group = step.group(rank)
         key = (call.tag, group)
@@ -162,22 +182,31 @@ class LocalBackend(BoxingBackend):
                 )
                 self._fail_rendezvous(key, rendezvous, error)
             if rendezvous.error is not None:
-                raise self._hear(key, rendezvous, rank)
+                # It failed before this rank came, and stays until all have come and heard of it:
+                # else the next would wait in vain at a rendezvous of its own.
+                rendezvous.unheard.discard(rank)
+                if not rendezvous.unheard:
+                    self._rendezvous.pop(key, None)
+                raise _again(rendezvous.error)
             rendezvous.shards[rank] = shard
             if donate:
                 rendezvous.donated.append(rank)
-            last = len(rendezvous.shards) == len(group)
-            if last:
-                # The tag is free for its next use; those who wait hold the object itself.
+            is_last = len(rendezvous.shards) == len(group)
+            if is_last:
+                # The tag is free for its next use, by a rank that is out before others are awake;
+                # those hold the object itself.
                 del self._rendezvous[key]
             else:
                 self._await(call, key, rendezvous)
-        if last:
+        if is_last:
             self._divide(rendezvous, group)
         return self._take_part(rendezvous, rank)
 
     def _await(self, call: Call, key: _Key, rendezvous: _Rendezvous) -> None:
-        """Wait, holding the lock, until all have come; fail the rendezvous at the deadline."""
+        """Wait, holding the lock, until the work is divided; fail the rendezvous at the deadline.
+
+        Who is not called for help wakes up only when all is done.
+        """
         full = len(key[1])
         while not rendezvous.met:
             if len(rendezvous.shards) == full:
@@ -185,7 +214,7 @@ class LocalBackend(BoxingBackend):
                 rendezvous.changed.wait()
             elif call.is_over or not rendezvous.changed.wait(call.left_s):
                 if rendezvous.met or len(rendezvous.shards) == full:
-                    continue
+                    continue  # the time was over, but somebody was faster to take the lock
                 missing = [other for other in key[1] if other not in rendezvous.shards]
                 self._fail_rendezvous(key, rendezvous, call.missing(missing))
         if rendezvous.stopped:
@@ -198,18 +227,11 @@ class LocalBackend(BoxingBackend):
         rendezvous.shards.clear()
         rendezvous.changed.notify_all()
 
-    def _hear(self, key: _Key, rendezvous: _Rendezvous, rank: int) -> BoxingError:
-        """Return the error of a rendezvous that failed before this rank came."""
-        assert rendezvous.error is not None, "only a failed rendezvous is heard of"
-        rendezvous.unheard.discard(rank)
-        if not rendezvous.unheard:
-            self._rendezvous.pop(key, None)
-        return _again(rendezvous.error)
-
     def _divide(self, rendezvous: _Rendezvous, group: tuple[int, ...]) -> None:
-        """Find out what is to do, and call others for help. Called without the lock, by the last.
+        """Find out what is to do, and call others for help; the last to come does so.
 
-        As many are called as there are other cores: more would only take turns with them.
+        Without the lock, so that other groups may meet: nobody else writes to this rendezvous, as
+        all of its ranks have come and wait.
         """
         work, error = None, None
         try:
@@ -227,8 +249,8 @@ class LocalBackend(BoxingBackend):
             elif work is not None and work.needs_help:
                 rendezvous.changed.notify(self._num_helpers)
 
-    def _take_part(self, rendezvous: _Rendezvous, rank: int) -> torch.Tensor:
-        """Help for as long as there is work, wait until all is done, and return a rank's result."""
+    def _take_part(self, rendezvous: _Rendezvous, rank: int) -> tuple[torch.Tensor, int]:
+        """Help for as long as there is work, wait until all is done; return what `meet` does."""
         work, done, error = rendezvous.work, 0, None
         if work is not None and work.num_blocks:
             try:
@@ -236,6 +258,8 @@ class LocalBackend(BoxingBackend):
             except BaseException as caught:
                 error = _as_boxing_error(rendezvous.step, caught)
             with self._lock:
+                # That no block is left to take does not mean that all are done: another rank may be
+                # in the middle of one. Whoever ends last wakes up all, also those not called.
                 rendezvous.num_left -= done
                 rendezvous.error = rendezvous.error or error
                 if rendezvous.over:
@@ -246,10 +270,14 @@ class LocalBackend(BoxingBackend):
         if rendezvous.error is not None:
             raise _again(rendezvous.error)
         assert work is not None, "a rendezvous ends with results or an error"
-        return work.results[rank]
+        return work.results[rank], work.sent_bytes[rank]
 
     def post(self, call: Call, letters: dict[int, _Letter]) -> None:
-        """Put letters into the mailboxes of their receivers."""
+        """Put letters into the mailboxes of their receivers.
+
+        A letter is slices of the sender's shard, not copies: the sender leaves it alone until the
+        step is over on every rank.
+        """
         with self._lock:
             self._check_usable(call)
             for receiver, letter in letters.items():
@@ -284,8 +312,8 @@ class LocalBackend(BoxingBackend):
 class LocalCommunicator(Communicator):
     """The ends of all steps of one rank that is a thread of this process.
 
-    In a collective nothing is handed over but the shard itself, whose size is checked: it counts
-    what the step has this rank send. A transfer counts the slices that it hands over.
+    `sent_bytes` is made of what others are given, not of what steps predict: of a collective as
+    `share_out` says, of a transfer the slices in its letters.
     """
 
     def __init__(self, backend: LocalBackend, rank: int) -> None:
@@ -307,8 +335,8 @@ class LocalCommunicator(Communicator):
             raise BoxingError(f"a {step.kind.value} step is no collective", where=str(step))
         self._check_rank(step, self.rank in step.source[0])
         call = Call.begin(step, tag, self.rank, deadline_s)
-        result = self._backend.meet(call, detached(shard), donate)
-        self.sent_bytes += sent_bytes(step, self.rank)
+        result, sent_bytes = self._backend.meet(call, detached(shard), donate)
+        self.sent_bytes += sent_bytes
         return result
 
     def send(self, step: Step, shard: torch.Tensor, *, tag: str, deadline_s: float) -> None:
@@ -322,7 +350,10 @@ class LocalCommunicator(Communicator):
                 part = (piece, shard[piece.source_slices])
                 letters.setdefault(piece.receiver, []).append(part)
         self._backend.post(Call.begin(step, tag, self.rank, deadline_s), letters)
-        self.sent_bytes += sum(part.nbytes for letter in letters.values() for _, part in letter)
+        sent_bytes = sum(part.nbytes for letter in letters.values() for _, part in letter)
+        # With no call between reading and writing: at one, another thread may have its turn, and
+        # what that counts would be lost. A rank may send on one thread and reduce on another.
+        self.sent_bytes += sent_bytes
 
     def receive(
         self, step: Step, shard: torch.Tensor | None, *, tag: str, deadline_s: float

@@ -1,9 +1,15 @@
 """How the ranks of one process share the work of a collective: who is there does the next block.
 
 The rank that comes last divides the work. Of a small tensor it does everything at once. Else every
-result is made in memory of the arena, one for all ranks where all get the same, block by block; a
-rank that is slow to wake up, or finds no core, takes no block and holds up nobody. Each block is
-reduced in mesh order, so that bits do not depend on who does what. Knows torch; waits for nobody
+result is made in memory of the arena, one for all ranks where all get the same, block by block:
+
+    shards, P -> S(0)      jobs                      blocks, which all threads take from one list
+    rank 0   a0 | b0       a = a0 + a1, of rank 0    a[0:4]  a[4:8]  a[8:12]
+    rank 1   a1 | b1       b = b0 + b1, of rank 1    b[0:4]  b[4:8]  b[8:12]
+
+A block is nobody's: a rank that is slow to wake up, or finds no core, takes none and holds up
+nobody. But one thread does all of a block, and adds in mesh order, (0 + 1) + 2: floating-point sums
+depend on the order, and so would the bits of a run on who came when. Knows torch; waits for nobody
 (that is `local`).
 """
 
@@ -13,12 +19,14 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from sbp_core.boxing.slices import bounds_of, collective_pieces
+from sbp_core.boxing.processes.traffic import Meter
+from sbp_core.boxing.slices import Piece, bounds_of, collective_pieces
 from sbp_core.boxing.step import Step, StepKind
 from sbp_torch.boxing.buffer_pool import Arena
-from sbp_torch.boxing.execute import apply_step, check_shard, reduce_in_order, reduction_of
+from sbp_torch.boxing.execute import check_shard, combine, reduce_in_order, reduction_of
 
-#: Bytes of all shards below which results are made by the allocator, as `apply_step` does.
+#: Bytes of all shards below which the rank that comes last makes the results alone, in memory of
+#: the allocator: to cut such a tensor, and to take blocks of the arena, would cost more.
 _SMALL_BYTES = 256 * 1024
 
 #: Bytes of all shards from which on others are called for help. To wake a thread takes some 0.05 ms
@@ -38,7 +46,7 @@ class _Job:
     """Tensors to reduce elementwise, in order, or the one tensor to copy.
 
     Args:
-        parts: Of one shape.
+        parts: Of one shape; slices of the shards, so that only reading them is allowed.
         out: Where the result is made, of that shape; it may be any of the parts.
         reduction: `sum`, `max` or `min`.
     """
@@ -67,13 +75,18 @@ class _Job:
         return [(self, start, min(size, shape[self._dim] - start)) for start in starts]
 
     def do(self, start: int, extent: int) -> None:
-        """Do one block; all of the job if it has no extent."""
+        """Do one block; all of the job if it has no extent.
+
+        Any number of threads may do blocks of one job: they write disjoint parts of its result.
+        """
         parts, out = self._parts, self._out
         if extent:
             parts = [part.narrow(self._dim, start, extent) for part in parts]
             out = out.narrow(self._dim, start, extent)
         if len(parts) > 2 and out.data_ptr() in [part.data_ptr() for part in parts[2:]]:
-            # What comes later must not be overwritten before.
+            # The result is made in a shard that is added third or later. `reduce_in_order` would
+            # write the sum of the first two into it, and then add what it has just overwritten: so
+            # all but the last addend are summed elsewhere.
             parts = [reduce_in_order(parts[:-1], self._reduction), parts[-1]]
         reduce_in_order(parts, self._reduction, out=out)
 
@@ -83,18 +96,22 @@ class Work:
 
     Args:
         results: By rank, its part under the step's target once all blocks are done.
-        jobs: That make the results.
+        sent_bytes: By rank, the bytes that the blocks, or who made the results at once, read of it
+            for other ranks; see `share_out`.
+        jobs: That make the results; none if these are made.
         needs_help: Whether others should be called to do blocks.
     """
 
     def __init__(
         self,
-        results: dict[int, torch.Tensor],
+        results: Mapping[int, torch.Tensor],
+        sent_bytes: Mapping[int, int],
         jobs: Sequence[_Job] = (),
         *,
         needs_help: bool = False,
     ) -> None:
         self.results = results
+        self.sent_bytes = sent_bytes
         self.needs_help = needs_help
         blocks = [block for job in jobs for block in job.blocks()]
         self.num_blocks = len(blocks)
@@ -117,7 +134,14 @@ def share_out(
     donated: Sequence[int],
     arena: Arena,
 ) -> Work:
-    """Divide a collective.
+    """Divide a collective, and count what its ranks hand to each other.
+
+    Counted are the sizes of the very slices of shards that results are made of, whatever the step
+    predicts. Threads share memory: what all ranks get is made once, and whoever does a block reads
+    for others. So the count is that of ranks which share none, by the `Meter` of their backends: a
+    slice counts for its owner, once for each other rank that gets what is made of it; a sum that
+    all get, of which no rank owns a part here, as the reduce-scatter and all-gather that it is
+    there, and that its price assumes.
 
     Args:
         step: Of any kind but `TRANSFER` and `LOCAL`.
@@ -129,43 +153,17 @@ def share_out(
     Raises:
         BoxingError: a shard has another shape or dtype than the step gives.
     """
-    size_bytes = sum(shard.nbytes for shard in shards.values())
-    if size_bytes < _SMALL_BYTES or len(group) == 1:
-        return Work(apply_step(step, shards))
     for rank in group:
         check_shard(step, rank, shards[rank])
+    size_bytes = sum(shards[rank].nbytes for rank in group)
+    memory = None if size_bytes < _SMALL_BYTES or len(group) == 1 else arena
+    meters = [Meter(len(group), place) for place in range(len(group))]
     if step.kind is StepKind.ALL_REDUCE:
-        results, jobs = _one_sum(step, group, shards, donated, arena)
+        results, jobs = _one_sum(step, group, shards, donated, memory, meters)
     else:
-        results, jobs = _put_together(step, group, shards, arena)
-    return Work(results, jobs, needs_help=size_bytes >= _SHARED_BYTES)
-
-
-def _put_together(
-    step: Step, group: Sequence[int], shards: Mapping[int, torch.Tensor], arena: Arena
-) -> tuple[dict[int, torch.Tensor], list[_Job]]:
-    """Return the results of any other collective, and how they are made."""
-    # What one rank gets of an all-gather is what each gets.
-    gathers = step.kind is StepKind.ALL_GATHER
-    receivers = group[:1] if gathers else group
-    results = {rank: arena.empty(_local_shape(step, rank), shards[rank]) for rank in receivers}
-    pieces = [
-        (piece, shards[piece.sender][piece.source_slices])
-        for piece in collective_pieces(step, tuple(group))
-        if piece.receiver in results
-    ]
-    if step.kind is StepKind.REDUCE_SCATTER:
-        # Each piece is all of the result, as one rank holds it.
-        jobs = [
-            _Job(parts, result, reduction_of(step))
-            for rank, result in results.items()
-            if (parts := [part for piece, part in pieces if piece.receiver == rank])
-        ]
-    else:
-        jobs = [
-            _Job([part], results[piece.receiver][piece.target_slices]) for piece, part in pieces
-        ]
-    return (dict.fromkeys(group, results[group[0]]) if gathers else results), jobs
+        results, jobs = _put_together(step, group, shards, memory, meters)
+    sent_bytes = {rank: meter.take() for rank, meter in zip(group, meters, strict=True)}
+    return Work(results, sent_bytes, jobs, needs_help=size_bytes >= _SHARED_BYTES)
 
 
 def _one_sum(
@@ -173,16 +171,59 @@ def _one_sum(
     group: Sequence[int],
     shards: Mapping[int, torch.Tensor],
     donated: Sequence[int],
-    arena: Arena,
+    arena: Arena | None,
+    meters: Sequence[Meter],
 ) -> tuple[dict[int, torch.Tensor], list[_Job]]:
-    """Return the one tensor that an all-reduce makes for all, if possible of a donated shard."""
+    """Return the one tensor of an all-reduce, and what makes it; made already without an arena."""
+    parts, reduction = [shards[rank] for rank in group], reduction_of(step)
+    for part, meter in zip(parts, meters, strict=True):
+        meter.all_reduce(part.numel(), part.element_size())
+    if arena is None:
+        return dict.fromkeys(group, reduce_in_order(parts, reduction).contiguous()), []
+    # If possible in a shard that was donated, which spares memory, and writing to other memory than
+    # was read. Whichever it is, the order of the sum is that of the mesh (`_Job.do`).
     own = [shards[rank] for rank in group if rank in donated and shards[rank].is_contiguous()]
-    first = shards[group[0]]
-    total = own[0] if own else arena.empty(first.shape, first)
-    parts = [shards[rank].reshape(-1) for rank in group]
-    return dict.fromkeys(group, total), [_Job(parts, total.view(-1), reduction_of(step))]
+    total = own[0] if own else arena.empty(parts[0].shape, parts[0])
+    job = _Job([part.reshape(-1) for part in parts], total.view(-1), reduction)
+    return dict.fromkeys(group, total), [job]
 
 
-def _local_shape(step: Step, rank: int) -> tuple[int, ...]:
-    bounds = bounds_of(step.shape, *step.target)[rank]
-    return tuple(stop - start for start, stop in bounds)
+def _put_together(
+    step: Step,
+    group: Sequence[int],
+    shards: Mapping[int, torch.Tensor],
+    arena: Arena | None,
+    meters: Sequence[Meter],
+) -> tuple[dict[int, torch.Tensor], list[_Job]]:
+    """Return the results of any other collective, and what makes them; made without an arena."""
+    # What one rank gets of an all-gather is what each gets: it is made once, for the first.
+    gathers = step.kind is StepKind.ALL_GATHER
+    received: dict[int, list[tuple[Piece, torch.Tensor]]]
+    received = {rank: [] for rank in (group[:1] if gathers else group)}
+    place = {rank: index for index, rank in enumerate(group)}
+    sizes = [[0] * len(group) for _ in group]
+    for piece in collective_pieces(step, tuple(group)):
+        if piece.receiver in received:
+            part = shards[piece.sender][piece.source_slices]
+            received[piece.receiver].append((piece, part))
+            sizes[place[piece.sender]][place[piece.receiver]] = part.nbytes
+    for row, meter in zip(sizes, meters, strict=True):
+        if gathers:
+            meter.all_gather(row[0])
+        else:
+            meter.exchange(row)
+
+    results: dict[int, torch.Tensor] = {}
+    jobs: list[_Job] = []
+    for rank, pieces in received.items():
+        if arena is None:
+            results[rank] = combine(step, rank, pieces, device=shards[rank].device)
+            continue
+        bounds = bounds_of(step.shape, *step.target)[rank]
+        result = arena.empty([stop - start for start, stop in bounds], shards[rank])
+        results[rank] = result
+        if step.kind is not StepKind.REDUCE_SCATTER:
+            jobs += [_Job([part], result[piece.target_slices]) for piece, part in pieces]
+        elif pieces:  # each an addend of all of the result, in mesh order; an empty one has none
+            jobs.append(_Job([part for _, part in pieces], result, reduction_of(step)))
+    return dict.fromkeys(group, results[group[0]]) if gathers else results, jobs

@@ -150,6 +150,10 @@ class Connections(ABC):
             self._watch.stop()
         if self._notes is not None:
             self._notes.close()
+        if self._failure is not None:
+            # An error keeps the frames that it passed, and these keep groups and messages: whoever
+            # caught it may hold on to them, a closed backend does not.
+            self._failure = BoxingError(words_of(self._failure))
 
     def end_with_program(self, error: BaseException) -> None:
         """Tell the others that this process ends without closing its connections."""

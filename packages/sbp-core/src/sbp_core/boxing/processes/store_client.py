@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from sbp_core.boxing.processes.control_store import Board, BoardLostError, BoardSilentError
 
@@ -21,6 +21,9 @@ _LIMIT_S = 1.0
 
 #: Seconds that it gets while an earlier question is not answered.
 _IMPATIENT_S = 0.01
+
+#: Seconds between two looks whether rank 0 has come back to a store.
+_PAUSE_S = 0.01
 
 
 class NoteStore(Protocol):
@@ -42,6 +45,72 @@ class NoteStore(Protocol):
         """Drop a value, if there is one."""
 
 
+class MeetingStore(NoteStore, Protocol):
+    """A store that also counts, as torch.distributed's do; raises `RuntimeError` if lost."""
+
+    def add(self, key: str, amount: int, /) -> int:
+        """Add to a counter, which starts at 0, and return it."""
+
+
+StoreT = TypeVar("StoreT", bound=MeetingStore)
+
+
+def count_opening(store: MeetingStore, name: str, rank: int) -> int:
+    """Count that a rank opens a backend in a store; return how often it has, this time included.
+
+    Args:
+        store: Of all ranks.
+        name: Of the kind of backend.
+        rank: This rank.
+    """
+    return store.add(_counter(name, rank), 1)
+
+
+def meet_anew(connect: Callable[[], StoreT], name: str, rank: int, limit_s: float) -> StoreT:
+    """Connect to the store in which the ranks meet this time, and not to what is left of the last.
+
+    Where rank 0 hosts the store, one that closes its backend ends it, and hosts another for the
+    next backend, at the same address. A rank that is quick finds the old one still there:
+
+        rank 0   leaves ......... ends the store            hosts another, counts its opening
+        rank 1   sees it, closes, connects: to the old one ...  connects again
+
+    So a rank that has been in a store before waits there until rank 0 has come back to it, which it
+    does where the program or torchrun keeps the store, or until the connection breaks.
+
+    Args:
+        connect: Connects this process; waits for the host of the store by itself.
+        name: Of the kind of backend, as in `count_opening`.
+        rank: This rank.
+        limit_s: Seconds to wait for rank 0; after that the store is taken as it is.
+
+    Raises:
+        RuntimeError, ValueError, OSError: what `connect` raises.
+    """
+    end = time.monotonic() + limit_s
+    while True:
+        store = connect()
+        try:
+            num_before = store.add(_counter(name, rank), 0)
+            while rank and 0 < num_before >= store.add(_counter(name, 0), 0):
+                if time.monotonic() >= end:
+                    break
+                time.sleep(_PAUSE_S)
+            return store
+        except RuntimeError:  # it was the old one, and has just ended
+            if time.monotonic() >= end:
+                raise
+            time.sleep(_PAUSE_S)
+
+
+def _counter(name: str, rank: int) -> str:
+    return f"{name}/opened/{rank}"
+
+
+#: Something to ask a store.
+Question = Callable[[NoteStore], Any]
+
+
 class Clerk:
     """Asks a store, for any thread; after the first error the store counts as lost.
 
@@ -51,43 +120,54 @@ class Clerk:
     """
 
     def __init__(self, store: NoteStore) -> None:
-        self._store = store
-        self._questions: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
+        self._questions: queue.SimpleQueue[tuple[Future[Any], Question] | None]
         self._questions = queue.SimpleQueue()
+        self._closed = False
         self._lost: str | None = None
         self._unanswered_since: float | None = None
-        # A daemon: it may be inside a call of the store when the process ends.
-        self._thread = threading.Thread(target=self._answer, name="sbp-clerk", daemon=True)
+        # A daemon: it may be inside a call of the store when the process ends. It alone holds the
+        # store, so that the end of the thread is that of the connection.
+        self._thread = threading.Thread(
+            target=self._answer, args=(store,), name="sbp-clerk", daemon=True
+        )
         self._thread.start()
 
     def set(self, key: str, value: str) -> None:
         """Write a value."""
-        self._ask(lambda: self._store.set(key, value))
+        self._ask(lambda store: store.set(key, value))
 
     def set_first(self, key: str, value: str) -> None:
         """Write a value unless there is one, whoever else does so at the same time."""
-        self._ask(lambda: self._store.compare_set(key, "", value))
+        self._ask(lambda store: store.compare_set(key, "", value))
 
     def get(self, key: str) -> str | None:
         """Read a value, or None if there is none."""
         value: str | None = self._ask(
-            lambda: self._store.get(key).decode() if self._store.check([key]) else None
+            lambda store: store.get(key).decode() if store.check([key]) else None
         )
         return value
 
     def has_all(self, keys: Sequence[str]) -> bool:
         """Say whether there is a value for each key."""
-        return bool(self._ask(lambda: self._store.check(keys)))
+        return bool(self._ask(lambda store: store.check(keys)))
 
     def delete(self, key: str) -> None:
         """Drop a value."""
-        self._ask(lambda: self._store.delete_key(key))
+        self._ask(lambda store: store.delete_key(key))
 
     def close(self) -> None:
-        """End the thread, once it has an answer to its last question."""
-        self._questions.put(None)
+        """Let go of the store, and end the thread; both are over when this returns.
 
-    def _ask(self, question: Callable[[], Any]) -> Any:
+        Unless the store does not answer: the thread is left to wait for it then. Safe to call
+        twice.
+        """
+        self._closed = True
+        self._questions.put(None)
+        self._thread.join(_LIMIT_S if self._unanswered_since is None else _IMPATIENT_S)
+
+    def _ask(self, question: Question) -> Any:
+        if self._closed:
+            raise BoardSilentError("nobody asks the store any more: the board is closed")
         if self._lost is not None:
             raise BoardLostError(self._lost)
         answer: Future[Any] = Future()
@@ -104,13 +184,15 @@ class Clerk:
             self._lost = f"the process that hosts the store cannot be reached: {reason}"
             raise BoardLostError(self._lost) from error
 
-    def _answer(self) -> None:
+    def _answer(self, store: NoteStore) -> None:
         while (entry := self._questions.get()) is not None:
             answer, question = entry
             try:
-                answer.set_result(question())
+                answer.set_result(question(store))
             except Exception as error:
-                answer.set_exception(error)
+                # Without the frames that it passed: they hold the store, and whoever asked may keep
+                # the error for long.
+                answer.set_exception(error.with_traceback(None))
             self._unanswered_since = None
             # Nothing is kept alive while the next question is awaited.
             del entry, answer, question
@@ -130,7 +212,15 @@ class StoreBoard(Board):
         self._clerk = Clerk(store)
 
     def close(self) -> None:
-        """Let go of the store; nothing may be asked any more."""
+        """Let go of the store; nothing may be asked any more.
+
+        Rank 0 goes last, for a moment waits for the others: it may host the store, and torch would
+        complain on the standard error of whoever asks a store that is gone.
+        """
+        self._leave_note(f"close/{self.rank}", "1")
+        if self.rank == 0 and self.all_left():
+            keys = [f"close/{rank}" for rank in range(self.size)]
+            self.wait_for(lambda: self.is_lost() or self._are_there(keys), _LIMIT_S)
         self._clerk.close()
 
     def _put(self, key: str, value: str, ranks: Iterable[int]) -> None:

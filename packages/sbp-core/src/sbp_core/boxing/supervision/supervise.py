@@ -75,7 +75,8 @@ def supervise(
 
     Each is the leader of a session, and so of a process group, of its own: what the terminal sends
     reaches the supervisor alone. Ctrl-C is passed on, and the processes get `grace_s` to save what
-    they have. A SIGTERM or SIGHUP that would end this process raises `SystemExit` instead.
+    they have. A SIGTERM or SIGHUP that would end this process raises `SystemExit` instead; one that
+    is ignored, as `nohup` has it, stays ignored.
 
     Args:
         starts: What to start.

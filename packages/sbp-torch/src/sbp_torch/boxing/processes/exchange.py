@@ -2,13 +2,24 @@
 
 It knows who sends which pieces to whom, checks, and packs and unpacks parcels. How long to wait,
 what to say if nobody comes, and the collectives that a transport has of its own stay with the
-transport. Knows torch.
+transport.
+
+A message is a copy, so that the shard is its owner's again as soon as it is sent; a collective
+works on the shard itself, and is waited for, by its caller or the caller's stream. What is received
+lands where it has to be, if it lies there in one piece of memory; what is added to that needs a
+place of its own first. Of a `receive` in two terms, each from two ranks:
+
+    result      | term 0 of rank 0 | term 0 of rank 1 |     received here
+    arriving    | term 1 of rank 2 |                        received here, added when all have come,
+                | term 1 of rank 3 |                        in the order of the terms
+
+So messages may arrive in any order, and sums are made in one. Knows torch.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Generic, TypeVar
@@ -94,7 +105,8 @@ class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
     ) -> torch.Tensor:
         """See `Communicator.collective`."""
         call = self._begin(step, tag, deadline_s)
-        # A step that is remembered lives, so that no other has its id; hashing one takes long.
+        # By id, as hashing a step takes longer than a small message. A step that is remembered is
+        # held by its role, so that it lives, and no other has its id.
         role = self._roles.get(id(step)) or self._new_role(step, shard)
         if shard.shape != role.shape or shard.dtype != role.dtype:
             check_shard(step, self.rank, shard)
@@ -135,19 +147,25 @@ class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
             check_shard(step, self.rank, shard)
             shard = detached(shard)
         if len(own) == len(mine) == 1 and shard is not None:
+            # All that this rank ends with is a slice of what it has: often without a copy.
             part = shard[own[0].source_slices]
             if part.shape == self._shape_after(step):
                 return part.contiguous()
-        result = self._blank(step, mine)
+        # Zero where the first term has no piece, which happens where the target is P(sum).
+        shape, dtype = self._shape_after(step), torch_dtype(step.dtype)
+        first = sum(volume(piece.target) for piece in mine if piece.term == mine[0].term)
+        make = torch.empty if first == prod(shape) else torch.zeros
+        result = make(shape, dtype=dtype, device=self._device)
         arriving: dict[int, torch.Tensor] = {}
-        landed: set[int] = set()
+        landed: set[int] = set()  # the senders whose message is received into the result
         for sender, pieces in by_sender.items():
-            where = span(result.shape, pieces[0].target)
+            where = span(shape, pieces[0].target)
             if len(pieces) == 1 and pieces[0].term == mine[0].term and where is not None:
                 arriving[sender] = result.view(-1)[slice(*where)]
                 landed.add(sender)
             else:
-                arriving[sender] = self._empty(step, num_elements(step, pieces))
+                elements = num_elements(step, pieces)
+                arriving[sender] = torch.empty(elements, dtype=dtype, device=self._device)
         with self._connections.under_way(call):
             self._collect(call, arriving)
         if own:
@@ -209,7 +227,9 @@ class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
     def _count(self, meter: Meter) -> None:
         """Count what a collective was given for other ranks, once its library has been called."""
         sent_bytes = meter.take()
-        self.sent_bytes += sent_bytes  # in one go: other threads may count messages
+        # With no call between reading and writing: at one, another thread may have its turn, and
+        # the messages that it counts would be lost.
+        self.sent_bytes += sent_bytes
 
     def _begin(self, step: Step, tag: str, deadline_s: float) -> Call:
         """Make the call of a step, if the connections can be used."""
@@ -234,7 +254,7 @@ class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
             known=None if step.kind is StepKind.ALL_REDUCE else manifest(step, self.rank),
         )
         if len(self._roles) >= _REMEMBERED:
-            self._roles.clear()
+            self._roles.clear()  # programs that make new steps all the time shall not fill memory
         self._roles[id(step)] = role
         return role
 
@@ -256,14 +276,3 @@ class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
         """Return the local shape of this rank under the step's target."""
         bounds = bounds_of(step.shape, *step.target)[self.rank]
         return tuple(stop - start for start, stop in bounds)
-
-    def _blank(self, step: Step, pieces: Sequence[Piece]) -> torch.Tensor:
-        """Return a shard to fill with pieces, zero wherever the first term has none."""
-        shape = self._shape_after(step)
-        first = [volume(piece.target) for piece in pieces if piece.term == pieces[0].term]
-        make = torch.empty if sum(first) == prod(shape) else torch.zeros
-        return make(shape, dtype=torch_dtype(step.dtype), device=self._device)
-
-    def _empty(self, step: Step, elements: int) -> torch.Tensor:
-        """Return a flat tensor of the step's dtype to receive into."""
-        return torch.empty(elements, dtype=torch_dtype(step.dtype), device=self._device)

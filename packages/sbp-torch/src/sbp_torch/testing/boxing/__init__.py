@@ -21,7 +21,8 @@ sums are exact in any order. `families` lists the cases.
 What to supply besides:
 
 * `run_backends(num_ranks, job)`: the same for `job(rank, backend)`. Then failing and closing are
-  tried as well, else those tests are skipped. `use_communicator` makes `run_ranks` of it.
+  tried as well, and what a closed backend still holds, else those tests are skipped.
+  `use_communicator` makes `run_ranks` of it.
 * `rank_counts`: on how many ranks the exhaustive tests run; a test that wants more ranks than the
   largest of them is skipped. 4, 6 and 8 ranks have the meshes of two and three axes.
 * `dtypes` (leave out what the transport has not), `device` of the shards, `deadline_s` (time one

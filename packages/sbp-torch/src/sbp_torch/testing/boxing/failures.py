@@ -5,9 +5,11 @@ A job is given the backend itself, a program only its communicator.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +21,7 @@ from sbp_core.boxing.step import Step
 from sbp_core.errors import BoxingError
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, P, S, Sbp
+from sbp_core.testing.holdings import grown, holdings
 
 if TYPE_CHECKING:
     from sbp_core.boxing.backend import BoxingBackend, Communicator
@@ -187,6 +190,44 @@ def use_after_the_end(
             partial(communicator.receive, back, None),
         )
     ]
+
+
+def hold_after_the_end(
+    rank: int,
+    backend: BoxingBackend,
+    *,
+    before: Mapping[int, Counter[str]],
+    settle_s: float,
+    grace_s: float,
+    deadline_s: float,
+    device: str,
+) -> tuple[int, Counter[str]]:
+    """Sum, send, close the backend; return the process id, and what this process holds then.
+
+    Args:
+        rank: This rank.
+        backend: Its backend.
+        before: By process id, what was held after an earlier backend.
+        settle_s: Seconds that other ranks of this process have to close theirs.
+        grace_s: Seconds, after these, until there may not be more than before.
+        deadline_s: Seconds that a step may take.
+        device: Where shards live.
+    """
+    communicator = backend.communicator(rank)
+    communicator.collective(sum_over(0, 1), _ones(device), tag="sum", deadline_s=deadline_s)
+    out, back = message(rank, 1 - rank), message(1 - rank, rank)
+    communicator.send(out, _ones(device), tag="message", deadline_s=deadline_s)
+    communicator.receive(back, None, tag="message", deadline_s=deadline_s)
+    # Whoever is first may close what the others still use, if they share it.
+    time.sleep(0.2)
+    backend.close()
+    time.sleep(settle_s)
+    process, end = os.getpid(), time.monotonic() + grace_s
+    held = holdings()
+    while process in before and grown(before[process], held) and time.monotonic() < end:
+        time.sleep(0.05)
+        held = holdings()
+    return process, held
 
 
 def ask_for_others(rank: int, backend: BoxingBackend) -> Told:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from unittest import SkipTest
 
+from sbp_core.testing.holdings import grown
 from sbp_core.testing.marks import exhaustive
 from sbp_torch.testing.boxing import failures, mismatches
 from sbp_torch.testing.boxing.cases import BoxingCase
@@ -305,6 +307,27 @@ class BoxingConformance(ABC):
             for said, _ in answers:
                 fits = "'late'" in said and "closed" in said
                 assert fits, f"rank {rank} was told after the end: {said!r}"
+
+    def test_a_closed_backend_leaves_nothing_behind(self) -> None:
+        """No thread, socket or other file is left of the last of three, in processes that go on."""
+        self._need(2)
+        held: dict[int, Counter[str]] = {}
+        for turn in range(3):
+            # What libraries make at their first use stays, and is no fault: the first is for that.
+            before = held if turn == 2 else {}
+            job = partial(
+                failures.hold_after_the_end,
+                before=before,
+                settle_s=0.0 if before else 0.3,
+                grace_s=self.grace_s,
+                deadline_s=self.deadline_s,
+                device=self.device,
+            )
+            held = {}
+            for rank, (process, now) in enumerate(self.run_backends(2, job)):
+                left = grown(before.get(process, now), now)
+                assert not left, f"rank {rank} has closed its backend, and there is more: {left}"
+                held[process] = held.get(process, now) | now
 
     def test_a_backend_has_no_communicator_for_ranks_of_others(self) -> None:
         """BoxingError that names the rank."""
