@@ -1,4 +1,4 @@
-"""Time compiling a Llama-like training step, by part, and starting it from the cache.
+"""Time compiling a Llama-like training step, by part, and starting it.
 
     python integration/benchmarks/compile_time.py [--layers 32] [--mesh data|tensor] [--profile]
 
@@ -6,7 +6,7 @@ A small width, since the time depends on the number of calls only; AdamW, four r
 one call a parameter, as the trainer asks for, or with --no-fused all that the optimizer does. The
 strategy is inferred from a few pins, which is timed apart from what a given strategy costs.
 
-Then the plan is put into a cache, and a process of its own loads and starts it.
+Then the plan is started.
 """
 
 from __future__ import annotations
@@ -14,22 +14,18 @@ from __future__ import annotations
 import argparse
 import cProfile
 import pstats
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import transformers
 from torch import Tensor, nn
 
 from sbp_aten.passes import prepare_step
 from sbp_core.check import check
 from sbp_core.compile import CompileOptions
 from sbp_core.compile.buckets import bucket
-from sbp_core.compile.cache import PlanCache
 from sbp_core.compile.lower import lower
 from sbp_core.compile.order import order_firings
 from sbp_core.compile.physical import PhysicalPlan
@@ -67,8 +63,6 @@ def _loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def _program(num_layers: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    import transformers  # not by the processes that only start a plan
-
     config = transformers.LlamaConfig(
         vocab_size=97,
         hidden_size=32,
@@ -110,40 +104,26 @@ class _Clock:
         return made
 
 
-def _start(folder: Path) -> None:
-    """Load a plan from the cache and start it; print what that took, and the first step."""
+def _print_start(plan: PhysicalPlan, states: Mapping[str, Tensor]) -> None:
+    """Start a plan; print what that took, and the first step."""
     registry = discover(strict=True)
-    states = torch.load(folder / "states.pt")
     runtime: Any = registry.make("runtime", "actor", {})
     backend: Any = registry.make("boxing", "local", {})
     torch.set_num_threads(1)
     begin, busy_from = time.perf_counter(), time.process_time()
-    plan = PlanCache(folder).load("plan")
-    loaded = time.perf_counter()
-    with runtime.start(plan, states, backend) as session:
+    with runtime.start(plan, dict(states), backend) as session:
         started, busy_to = time.perf_counter(), time.process_time()
         session.step(_batch(), {"lr": 1e-3})
         stepped = time.perf_counter()
-        print(
-            f"from the cache: load {loaded - begin:.2f} s, start {started - loaded:.2f} s "
-            f"({busy_to - busy_from:.2f} s computed), first step {stepped - started:.2f} s",
-            flush=True,
-        )
-
-
-def _print_start(plan: PhysicalPlan, states: Mapping[str, Tensor]) -> None:
-    """Store a plan and start it in a process of its own."""
-    with tempfile.TemporaryDirectory() as folder:
-        PlanCache(Path(folder)).store("plan", plan)
-        torch.save(dict(states), Path(folder) / "states.pt")
-        subprocess.run([sys.executable, __file__, "--start", folder], check=True)
+    print(
+        f"start {started - begin:.2f} s ({busy_to - busy_from:.2f} s computed), "
+        f"first step {stepped - started:.2f} s",
+        flush=True,
+    )
 
 
 def main() -> None:
     """Print the time of each part, of all that a given strategy needs, and of a start."""
-    if sys.argv[1:2] == ["--start"]:
-        _start(Path(sys.argv[2]))
-        return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--mesh", choices=MESHES, default="tensor")

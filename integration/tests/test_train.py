@@ -66,6 +66,11 @@ def test_it_trains_and_says_how_far_it_is_from_one_device(tmp_path: Path, way: s
     assert "bytes/step" in done.stdout
     assert "proved live and bounded" in done.stdout
     assert "step 4/4" in done.stdout
+    assert re.search(r"a step took .* \(median of steps 3-4\); predicted ", done.stdout)
+    # What is predicted of memory and bytes is what is measured, to the last digit that is printed.
+    pairs = re.findall(r"(?:held at most|sent) (\S+ \S+).*; predicted (.*)", done.stdout)
+    assert len(pairs) == (1 if way == "lock-step" else 2)
+    assert [one for one in pairs if one[0] != one[1]] == []
     assert re.search(r"held-out loss: \d\.\d+", done.stdout)
     assert "a sample of text" in done.stdout
     deviation = re.search(r"first 3 steps: \S+ \((\S+) relative\)", done.stdout)

@@ -24,8 +24,8 @@ CLUSTER = "sbp_launch/conf/cluster/local.yaml"
     [
         (["trainer.stepz=5"], ["trainer.stepz", TRAINER, "did you mean 'trainer.steps'"]),
         (["+trainer.stepz=5"], ["trainer.stepz", TRAINER, "did you mean 'trainer.steps'"]),
-        (["trainr.steps=5"], ["trainr.steps", "did you mean trainer.steps"]),
-        (["plannr=toy"], ["plannr", "did you mean planner"]),
+        (["trainr.steps=5"], ["trainr.steps", "did you mean 'trainer.steps'"]),
+        (["plannr=toy"], ["plannr", "did you mean 'planner'"]),
         (["+foo=1"], ["'foo'", "optimizer, planner"]),
         (
             ["planner=tyos/even"],
@@ -62,7 +62,11 @@ CLUSTER = "sbp_launch/conf/cluster/local.yaml"
         ),
         (
             ["compile.passes.mixed_precision.dtype=float16"],
-            ["compile.passes.mixed_precision is null", "mixed_precision={dtype: VALUE}'"],
+            ["+compile.passes.mixed_precision.dtype=float16", COMPILE],
+        ),
+        (
+            ["compile.passes.mixed_precision.dtpe=float16"],
+            ["did you mean 'compile.passes.mixed_precision.dtype'", COMPILE],
         ),
         (["compile.autocast=bfloat"], ["accepted here: '' (empty), bfloat16, float16"]),
         (
@@ -73,6 +77,7 @@ CLUSTER = "sbp_launch/conf/cluster/local.yaml"
         (["trainer.steps.x=1"], ["trainer.steps.x", TRAINER]),
         (["optimizer.lr=-1"], ["optimizer.lr=-1", "sbp_launch/conf/optimizer/adamw.yaml"]),
         (["~logger"], ["logger"]),
+        (["logger=null"], ["Got NoneType"]),
         (["trainer.steps=1,2"], ["trainer.steps=1,2", "--multirun"]),
         (["trainer.steps=[1,"], ["trainer.steps=[1,", "key=value"]),
         (["-m", "trainer.steps=5,0"], ["trainer.steps=0", TRAINER]),

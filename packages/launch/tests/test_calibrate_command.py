@@ -68,7 +68,7 @@ def test_a_backend_that_chooses_gpus_itself_is_measured_on_gpus(
 ) -> None:
     chosen = Choice(name="theirs"), SimpleNamespace(device="auto")
     monkeypatch.setattr(config, "choose", lambda *arguments: chosen)
-    composed = Composed(values={"boxing": {}, "ranks": 3}, files={}, owners={}, overrides=())
+    composed = Composed(values={"boxing": {}, "ranks": 3}, files={}, overrides=())
 
     run = check_calibrate(composed, Registry())
 
@@ -118,7 +118,7 @@ def test_a_rank_that_fails_is_named_and_no_file_is_left(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["rank=4"], ["'rank'", "did you mean ranks?"]),
+        (["rank=4"], ["'rank'", "did you mean 'ranks'?"]),
         (["+rank=4"], ["'rank'", "did you mean 'ranks'?"]),
         (["ranks=two"], ["ranks", "an integer", "sbp_launch/conf/calibrate.yaml"]),
         (["kinds=[gather]"], ["gather", "all-gather"]),

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+from omegaconf import DictConfig
 
 from sbp_core.errors import ConfigError
 from sbp_core.plugins import PluginSource, discover
-from sbp_launch.compose import MOST_JOBS_CHECKED, session, sweep_jobs
+from sbp_launch.catalog import make_catalog
+from sbp_launch.check import check
+from sbp_launch.compose import MOST_JOBS_CHECKED, compose, sweep_jobs
+from sbp_launch.config import App
 
 LAUNCH_ONLY = discover(
     [PluginSource(name="launch", value="sbp_launch.plugin", distribution="sbp-launch")]
@@ -40,15 +46,15 @@ def test_an_override_that_cannot_be_read_is_refused() -> None:
         sweep_jobs(["x=[1,"])
 
 
-def test_a_session_knows_groups_options_and_files() -> None:
-    with session(LAUNCH_ONLY) as catalog:
-        groups = catalog.groups()
-        options = catalog.options("optimizer")
-        file = catalog.file("optimizer/adamw")
-        nowhere = catalog.file("optimizer/nothing")
-        owners = catalog.owners("optimizer/adamw")
+def test_a_catalog_knows_groups_options_and_files() -> None:
+    catalog = make_catalog(LAUNCH_ONLY)
 
-    assert groups == ("cluster", "compile", "logger", "optimizer", "trainer")
+    options = catalog.options("optimizer")
+    file = catalog.file("optimizer/adamw")
+    nowhere = catalog.file("optimizer/nothing")
+    owners = catalog.owners("optimizer/adamw")
+
+    assert catalog.groups() == ("cluster", "compile", "logger", "optimizer", "trainer")
     assert options == (
         "adafactor",
         "adagrad",
@@ -63,13 +69,51 @@ def test_a_session_knows_groups_options_and_files() -> None:
     )
     assert file == "sbp_launch/conf/optimizer/adamw.yaml"
     assert nowhere == ""
-    assert owners == ("main",)
+    assert owners == ("sbp-launch",)
 
 
-def test_sessions_follow_one_another_without_leaving_anything_behind() -> None:
-    with session(discover([])) as catalog:
-        first = catalog.groups()
-    with session(LAUNCH_ONLY) as catalog:
-        second = catalog.groups()
+def composed(
+    *overrides: str, config_name: str = "config", config_dir: Path | None = None
+) -> DictConfig:
+    catalog = make_catalog(LAUNCH_ONLY, str(config_dir) if config_dir else None)
+    app = App(name="x", about="", config_name=config_name, check=check, task=print)
+    return compose(catalog, app, overrides)
 
-    assert first == second
+
+def test_a_folder_is_searched_for_one_config_and_not_for_the_next(tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text("x: 1\n", encoding="utf-8")
+
+    found = composed(config_name="own", config_dir=tmp_path)
+
+    assert found.x == 1
+    with pytest.raises(ConfigError, match="own"):
+        composed(config_name="own")
+
+
+def test_an_option_of_a_group_that_nobody_else_knows_sets_what_it_says(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    text = "# @package _global_\ntrainer: {steps: 7}\n"
+    (tmp_path / "experiment" / "short.yaml").write_text(text, encoding="utf-8")
+    (tmp_path / "own.yaml").write_text("defaults: [trainer: default]\n", encoding="utf-8")
+
+    found = composed("+experiment=short", config_name="own", config_dir=tmp_path)
+
+    assert found.trainer.steps == 7
+    with pytest.raises(ConfigError, match="experiment=shrt") as caught:
+        composed("+experiment=shrt", config_name="own", config_dir=tmp_path)
+    assert caught.value.todo == "did you mean experiment=short?"
+
+
+@pytest.mark.parametrize("override", ["trainer=5", "trainer=null", "trainer=[1]", "=5"])
+def test_what_is_no_name_of_an_option_is_refused_without_a_traceback(override: str) -> None:
+    with pytest.raises(ConfigError, match="the config cannot be composed"):
+        composed(override)
+
+
+def test_deleting_what_is_not_there_is_answered_with_the_nearest_name(tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text("defaults: [trainer: default]\n", encoding="utf-8")
+
+    with pytest.raises(ConfigError, match="'loggr'") as caught:
+        composed("~loggr", config_name="own", config_dir=tmp_path)
+
+    assert caught.value.todo == "did you mean 'logger'?"

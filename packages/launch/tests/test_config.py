@@ -13,10 +13,17 @@ from omegaconf import OmegaConf
 import sbp_launch
 from sbp_aten.pass_options import PassOptions
 from sbp_core.errors import ConfigError
-from sbp_core.plugins import PluginSource, discover, merge_settings
+from sbp_core.plugins import (
+    Entry,
+    Factory,
+    PluginSource,
+    Registry,
+    discover,
+    merge_settings,
+)
 from sbp_launch.check import check
 from sbp_launch.compile_config import CompileConfig
-from sbp_launch.config import Composed, TrainerConfig
+from sbp_launch.config import PLUGIN_GROUPS, Composed, TrainerConfig
 
 CONF = Path(sbp_launch.__file__).parent / "conf"
 LAUNCH_ONLY = discover(
@@ -95,7 +102,6 @@ def test_a_group_without_a_plugin_name_is_refused_with_its_file() -> None:
     composed = Composed(
         values={"model": {"width": 3}},
         files={"model": "there/model/odd.yaml"},
-        owners={},
         overrides=(),
     )
 
@@ -104,3 +110,24 @@ def test_a_group_without_a_plugin_name_is_refused_with_its_file() -> None:
 
     assert caught.value.what == "model.name is None"
     assert caught.value.where == ("there/model/odd.yaml",)
+
+
+def test_a_cluster_whose_config_has_no_mesh_is_refused() -> None:
+    factory = Factory(build="no_such_module:build")
+    registry = Registry(
+        entries=tuple(
+            Entry(
+                kind=group,
+                name="x",
+                distribution="d",
+                version="1",
+                api_version=1,
+                factory=factory,
+            )
+            for group in PLUGIN_GROUPS
+        )
+    )
+    values = {group: {"name": "x"} for group in PLUGIN_GROUPS}
+
+    with pytest.raises(ConfigError, match="the cluster's config has no mesh and axes"):
+        check(Composed(values=values, files={}, overrides=()), registry)

@@ -4,7 +4,7 @@ import re
 import pytest
 from rich.console import Console
 
-from sbp_launch.progress import Stages, StepProgress
+from sbp_launch.progress import StepProgress, timed
 
 
 def test_plain_lines_come_every_so_many_steps_and_at_both_ends():
@@ -24,11 +24,11 @@ def test_plain_lines_come_every_so_many_steps_and_at_both_ends():
 
 def test_each_part_of_a_start_is_said_before_it_begins_and_timed():
     out = io.StringIO()
-    stages = Stages(Console(file=out, width=100))
+    console = Console(file=out, width=100)
 
-    with stages.of("capturing"):
+    with timed(console, "capturing"):
         before = out.getvalue()
-    with pytest.raises(ValueError), stages.of("planning"):
+    with pytest.raises(ValueError), timed(console, "planning"):
         raise ValueError
 
     assert before == "capturing ..."

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-
 import pytest
 from hydra.errors import MissingConfigException
 
 from sbp_core.errors import ConfigError
 from sbp_core.plugins import PluginSource, discover
-from sbp_launch.compose import compose, session
-from sbp_launch.refusals import HOMES, key_of
+from sbp_launch.catalog import make_catalog
+from sbp_launch.check import check
+from sbp_launch.compose import compose
+from sbp_launch.config import App, key_of
+from sbp_launch.refusals import HOMES
 
 LAUNCH_ONLY = discover(
     [PluginSource(name="launch", value="sbp_launch.plugin", distribution="sbp-launch")]
 )
+
+CATALOG = make_catalog(LAUNCH_ONLY)
+APP = App(name="x", about="", config_name="config", check=check, task=print)
 
 
 @pytest.mark.parametrize(
@@ -33,16 +37,9 @@ def test_the_key_of_an_override_is_what_stands_before_the_equals_sign(
     assert key_of(override) == key
 
 
-def test_a_default_that_is_not_installed_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def not_found(name: str) -> str:
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "version", not_found)
-
-    with session(LAUNCH_ONLY) as catalog, pytest.raises(ConfigError) as caught:
-        compose(catalog, LAUNCH_ONLY, "config", [])
+def test_a_default_that_is_not_installed_says_what_to_install() -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose(CATALOG, APP, [])
 
     # Hydra finds several missing, and names one of them.
     choice = caught.value.what.partition(":")[0]
@@ -56,7 +53,7 @@ def test_a_default_that_is_not_installed_says_what_to_install(
 
 def test_the_home_of_every_plugin_of_the_house_that_is_installed_is_known() -> None:
     registry = discover()
-    near = ("sbp-core", "sbp-launch")
+    near = ("sbp-torch", "sbp-launch")
 
     homeless = [
         (group, name, distribution)
@@ -72,15 +69,15 @@ def test_the_home_of_every_plugin_of_the_house_that_is_installed_is_known() -> N
 
 @pytest.mark.parametrize("value", ["S(0)", "{batch: {data: S(0)}}"])
 def test_an_sbp_outside_quotes_is_answered_with_the_quotes_that_it_needs(value: str) -> None:
-    with session(LAUNCH_ONLY) as catalog, pytest.raises(ConfigError) as caught:
-        compose(catalog, LAUNCH_ONLY, "config", [f"+planner.pins={value}"])
+    with pytest.raises(ConfigError) as caught:
+        compose(CATALOG, APP, [f"+planner.pins={value}"])
 
     assert caught.value.todo == 'quote values with brackets: "S(0)"'
 
 
 def test_an_unreadable_override_is_answered_without_repeating_it() -> None:
-    with session(LAUNCH_ONLY) as catalog, pytest.raises(ConfigError) as caught:
-        compose(catalog, LAUNCH_ONLY, "config", ["trainer.steps=[1"])
+    with pytest.raises(ConfigError) as caught:
+        compose(CATALOG, APP, ["trainer.steps=[1"])
 
     assert caught.value.what == "the override 'trainer.steps=[1' cannot be read"
     assert "parsing" not in caught.value.todo
@@ -88,15 +85,14 @@ def test_an_unreadable_override_is_answered_without_repeating_it() -> None:
 
 def test_a_name_in_quotes_is_answered_without_them() -> None:
     override = 'optimizer.groups={"*.bias": {weight_decay: 0.0}}'
-    with session(LAUNCH_ONLY) as catalog, pytest.raises(ConfigError) as caught:
-        compose(catalog, LAUNCH_ONLY, "config", [override])
+    with pytest.raises(ConfigError) as caught:
+        compose(CATALOG, APP, [override])
 
     meant = "optimizer.groups={*.bias: {weight_decay: 0.0}}"
     assert caught.value.todo == f"names before a colon stand without quotes here: '{meant}'"
 
 
 def test_an_option_is_described_by_the_comment_that_its_file_begins_with() -> None:
-    with session(LAUNCH_ONLY) as catalog:
-        headline = catalog.headline("optimizer/adamw")
+    headline = CATALOG.headline("optimizer/adamw")
 
     assert headline == "Adam with decoupled weight decay"

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from trainable import registry, run_config
+from trainable import registry, run_config, run_of
 
 from sbp_core.errors import ConfigError
 from sbp_core.passes.recomputation import recompute_report
@@ -71,8 +71,8 @@ class Found:
 @cache
 def found(name: str, ranks: int = 4) -> Found:
     run = make_run(PASSES[name], ranks)
-    program = make_program(run, registry())
-    planned = plan_step(run, registry(), program)
+    program = make_program(run_of(run))
+    planned = plan_step(run_of(run), program)
     states = program.made.states(program.optimizer, run.trainer.update)
     scalars = scalar_values(program.model, program.optimizer, run.trainer.update)
     meter = Meter(planned.plan)
@@ -144,7 +144,7 @@ def test_what_was_given_for_the_memory_is_printed(capsys: pytest.CaptureFixture[
 
 def test_slices_that_save_nothing_are_said_to() -> None:
     whole = replace(make_run(PASSES["slices"]), planner=Choice(name="even"))
-    planned = plan_step(whole, registry(), make_program(whole, registry()))
+    planned = plan_step(run_of(whole), make_program(run_of(whole)))
     uneven = found("slices", 3).planned
 
     assert "it is whole on every rank" in saving_lines(planned.graph, planned.strategy)[0]
@@ -189,4 +189,4 @@ def test_the_least_budget_that_an_error_names_is_enough() -> None:
 
 def plan_of(passes: Mapping[str, object]) -> Planned:
     run = make_run(passes)
-    return plan_step(run, registry(), make_program(run, registry()))
+    return plan_step(run_of(run), make_program(run_of(run)))

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file
-from trainable import Bigram, registry, run_config
+from trainable import Bigram, registry, run_config, run_of
 
 from sbp_aten.pass_options import MixedPrecision, PassOptions
 from sbp_core.errors import ConfigError
@@ -15,6 +15,7 @@ from sbp_launch.optimizers import optimizer_over
 from sbp_launch.patterns import check_patterns
 from sbp_launch.program import Twin, make_program
 from sbp_launch.schedules import ScheduleConfig
+from sbp_launch.session import make_backend
 from sbp_torch.memory import predict
 from sbp_torch.runtime.reference import ReferenceSession
 from sbp_torch.update_options import UpdateOptions
@@ -41,7 +42,7 @@ def test_a_run_prints_plan_progress_evaluation_sample_and_deviation(tmp_path, ca
 
 def test_the_trained_states_are_those_of_the_one_device_program(tmp_path):
     run = run_config(dtype="float64", micro_batches=2)
-    program = make_program(run, registry())
+    program = make_program(run_of(run))
     model = program.made.whole_model()
     optimizer = optimizer_over(program.make_optimizer, model)
     for index in range(3):
@@ -109,11 +110,11 @@ def test_two_runs_of_one_config_are_equal_bit_for_bit(tmp_path):
 
 def test_evaluation_gives_the_loss_of_the_model_on_one_device(tmp_path):
     run = run_config(dtype="float64", eval_batches=2)
-    program = make_program(run, registry())
-    made = planned.plan_step(run, registry(), program)
+    program = make_program(run_of(run))
+    made = planned.plan_step(run_of(run), program)
     states = program.made.states(program.optimizer)
 
-    found = trainer.evaluate(run, registry(), program, made, states)
+    found = trainer.evaluate(run_of(run), program, made, states)
 
     batches = [program.data.batch(index, 4, "validation") for index in range(2)]
     model = program.made.whole_model()
@@ -125,10 +126,10 @@ def test_held_out_loss_does_not_depend_on_the_micro_batches():
     losses = []
     for micro_batches in (1, 2):
         run = run_config(dtype="float64", eval_batches=2, micro_batches=micro_batches)
-        program = make_program(run, registry())
-        found = planned.plan_step(run, registry(), program)
+        program = make_program(run_of(run))
+        found = planned.plan_step(run_of(run), program)
         states = program.made.states(program.optimizer)
-        losses.append(trainer.evaluate(run, registry(), program, found, states))
+        losses.append(trainer.evaluate(run_of(run), program, found, states))
 
     assert losses[0] == pytest.approx(losses[1], abs=1e-12)
 
@@ -147,11 +148,11 @@ def test_a_backend_of_several_processes_is_refused_at_once(monkeypatch):
     monkeypatch.setattr(LocalBackend, "spans_processes", True)
 
     with pytest.raises(ConfigError, match="boxing=local connects one process a rank"):
-        trainer.make_backend(run_config(), registry())
+        make_backend(run_of(run_config()))
 
 
 def test_the_model_is_left_in_the_chosen_dtype():
-    program = make_program(run_config(dtype="float64"), registry())
+    program = make_program(run_of(run_config(dtype="float64")))
 
     assert isinstance(program.model, Bigram)
     assert {parameter.dtype for parameter in program.model.parameters()} == {torch.float64}
@@ -163,7 +164,7 @@ def test_floating_batches_come_in_the_dtype_of_the_model(tmp_path, capsys, dtype
 
     trainer.train(run, registry(), tmp_path)
 
-    batch = make_program(run, registry()).batch(0, 4)
+    batch = make_program(run_of(run)).batch(0, 4)
     assert {value.dtype for value in batch.values()} == {getattr(torch, dtype)}
     out = capsys.readouterr().out
     deviation = re.search(r"first 3 steps: (\S+) \((\S+) relative\)", out)
@@ -183,7 +184,7 @@ def test_a_pattern_that_matches_nothing_is_refused(settings, key):
     run = replace(run, compile=replace(run.compile, **settings))
 
     with pytest.raises(ConfigError, match=f"{key}: the pattern .* matches no parameter"):
-        make_program(run, registry())
+        make_program(run_of(run))
 
 
 def test_the_nearest_pattern_is_named():
@@ -193,7 +194,7 @@ def test_the_nearest_pattern_is_named():
 
 def _twin_of(pairs):
     run = run_config()
-    twin = Twin(make_program(run, registry()), run)
+    twin = Twin(make_program(run_of(run)), run.trainer)
     twin.found, twin.losses = map(list, zip(*pairs, strict=True))
     return twin.verdict()
 
@@ -226,77 +227,21 @@ def test_graph_passes_of_plugins_are_applied(tmp_path):
     assert second == pytest.approx(2 * first)
 
 
-def test_a_cached_plan_spares_the_next_start_all_planning(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    run = run_config()
-    run = replace(run, compile=replace(run.compile, cache=True))
+def test_a_plan_says_what_it_needs():
+    run = run_of(run_config())
 
-    trainer.train(run, registry(), tmp_path / "first")
-    for name in ("capture", "compile_plan", "predict", "plan_rows"):
-        monkeypatch.setattr(planned, name, None)  # would be called to plan
-    trainer.train(run, registry(), tmp_path / "second")
+    found = planned.plan_step(run, make_program(run))
 
-    first, second = (load_file(tmp_path / n / "states.safetensors") for n in ("first", "second"))
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    texts = [(tmp_path / n / "plan.txt").read_text() for n in ("first", "second")]
-    assert texts[0] == texts[1]
-
-
-def test_a_cached_plan_says_what_it_needs(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    run = run_config()
-    run = replace(run, compile=replace(run.compile, cache=True))
-
-    first = planned.plan_step(run, registry(), make_program(run, registry()))
-    second = planned.plan_step(run, registry(), make_program(run, registry()))
-
-    assert second.plan is not first.plan
-    assert second.memory == first.memory == predict(first.plan)
-
-
-@pytest.mark.parametrize(
-    ("changes", "is_found"),
-    [
-        ({"log_every": 7, "steps": 5, "plan_rows": 1, "eval_batches": 3}, True),
-        ({"compare_steps": 0, "sample_tokens": 0, "seed": 5}, True),
-        ({"schedule": ScheduleConfig(decay="linear", warmup_steps=2)}, True),
-        ({"batch_size": 8}, False),
-        ({"micro_batches": 2}, False),
-        ({"dtype": "float64"}, False),
-        ({"update": UpdateOptions(fused=True, clip_norm=1.0)}, False),
-    ],
-)
-def test_only_what_enters_the_graph_makes_another_entry(tmp_path, monkeypatch, changes, is_found):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    run = run_config()
-    run = replace(run, compile=replace(run.compile, cache=True))
-    planned.plan_step(run, registry(), make_program(run, registry()))
-
-    other = replace(run, trainer=replace(run.trainer, **changes))
-    planned.plan_step(other, registry(), make_program(other, registry()))
-
-    assert len(list(tmp_path.rglob("*.plan"))) == (1 if is_found else 2)
-
-
-def test_an_edit_of_a_file_that_the_planner_reads_makes_another_entry(tmp_path):
-    path = tmp_path / "strategy.yaml"
-    path.write_text("planner: manual")
-    choice = Choice(name="even", settings={"path": str(path), "other": "no file", "none": None})
-
-    before = planned._files_of(choice)
-    path.write_text("planner: mine")
-
-    assert list(before) == ["path"]
-    assert planned._files_of(choice) != before
+    assert found.memory == predict(found.plan)
 
 
 def test_evaluation_has_the_passes_of_training_and_leaves_the_model_as_it_was(tmp_path):
     run = run_config(plugins=("double",))
-    program = make_program(run, registry())
+    program = make_program(run_of(run))
     program.model.head.eval()
-    found = planned.plan_step(run, registry(), program)
+    found = planned.plan_step(run_of(run), program)
 
-    evaluation = planned.plan_evaluation(run, registry(), program, found)
+    evaluation = planned.plan_evaluation(run_of(run), program, found)
 
     assert any(node.name == "twice" for node in evaluation.graph.nodes)
     assert (program.model.training, program.model.head.training) == (True, False)
@@ -304,8 +249,8 @@ def test_evaluation_has_the_passes_of_training_and_leaves_the_model_as_it_was(tm
 
 def test_the_planner_may_say_what_is_gathered_again_unless_the_config_does():
     run = run_config()
-    program = make_program(run, registry())
-    own = replace(planned.plan_step(run, registry(), program).strategy, regather=("head.*",))
+    program = make_program(run_of(run))
+    own = replace(planned.plan_step(run_of(run), program).strategy, regather=("head.*",))
     told = replace(run, compile=replace(run.compile, regather=("embed.*",)))
 
     assert planned._regathering(own, run).regather == ("head.*",)
@@ -319,20 +264,7 @@ def test_a_pattern_of_mixed_precision_that_matches_nothing_is_refused(field, nam
     run = replace(run, compile=replace(run.compile, passes=passes))
 
     with pytest.raises(ConfigError, match=f"mixed_precision.{field}: the pattern '{names[0]}'"):
-        planned.plan_step(run, registry(), make_program(run, registry()))
-
-
-def test_another_choice_is_planned_anew(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    run = run_config()
-    run = replace(run, compile=replace(run.compile, cache=True))
-    plans = []
-    for trainer_config in (run.trainer, replace(run.trainer, micro_batches=2)):
-        program = make_program(run, registry())
-        found = planned.plan_step(replace(run, trainer=trainer_config), registry(), program)
-        plans.append(found.plan)
-
-    assert [plan.num_micro_batches for plan in plans] == [1, 2]
+        planned.plan_step(run_of(run), make_program(run_of(run)))
 
 
 def test_the_update_clips_and_the_rate_is_scheduled(tmp_path):

@@ -99,8 +99,9 @@ class Outcome:
 # Runs an app, and reports on the last line of stderr what only the process itself knows.
 CHILD = """
 import json, sys
-from sbp_launch.app import App, run
+from sbp_launch.app import run
 from sbp_launch.check import check
+from sbp_launch.config import App
 
 def task(config, registry, run_folder):
     if {warn!r}:

@@ -17,6 +17,10 @@ from sbp_core.plugins.kinds import GraphPass, PlanRequest
 from sbp_core.strategy import Strategy
 from sbp_launch.compile_config import CompileConfig
 from sbp_launch.config import Choice, RunConfig, TrainerConfig
+from sbp_launch.planned import Planned, plan_step
+from sbp_launch.program import make_program
+from sbp_launch.rows import Row
+from sbp_launch.run import Run
 
 SBP_API_VERSION = 1
 
@@ -200,6 +204,11 @@ def registry() -> Registry:
     )
 
 
+def run_of(config: RunConfig) -> Run:
+    """Return a run that prints nothing and keeps nothing."""
+    return Run(config=config, registry=registry())
+
+
 def run_config(
     mesh: tuple[int, ...] = (2,),
     axes: tuple[str, ...] = ("data",),
@@ -218,7 +227,28 @@ def run_config(
         optimizer=Choice(name="adamw"),
         logger=Choice(name="jsonl"),
         trainer=TrainerConfig(**settings),
-        compile=CompileConfig(plugins=plugins, cache=False),
+        compile=CompileConfig(plugins=plugins),
         mesh=mesh,
         axes=axes,
+    )
+
+
+def planned(**trainer: object) -> Planned:
+    """Return the plan of a small run."""
+    run = run_of(run_config(**trainer))
+    return plan_step(run, make_program(run))
+
+
+def row(module: str, kind: str = "mm", moved: int = 0, phase: str = "forward") -> Row:
+    """Return a row of the plan's table, with boxing if something is moved."""
+    return Row(
+        phase=phase,
+        stage=0,
+        module=module,
+        kind=kind,
+        inputs="(B) (B)",
+        outputs="(B)",
+        boxing="all-reduce (data)" if moved else "",
+        moved_bytes=moved,
+        num_steps=int(moved > 0),
     )

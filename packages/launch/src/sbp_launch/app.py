@@ -10,52 +10,28 @@ import logging
 import os
 import re
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import hydra
-from hydra._internal.utils import get_args_parser  # the parser that hydra.main itself uses
-from hydra.core.global_hydra import GlobalHydra
+from hydra._internal.utils import get_args_parser  # of hydra.main; there is no public one
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 
 from sbp_core.errors import ConfigError, SbpError
-from sbp_core.plugins import Registry, discover
-from sbp_launch.catalog import PRIMARY, Catalog, config_folders
-from sbp_launch.completion import complete
-from sbp_launch.compose import VERSION_BASE, compose, read, session, sweep_jobs
-from sbp_launch.config import Composed
+from sbp_core.plugins import discover
+from sbp_launch.catalog import PRIMARY, Catalog, make_catalog
+from sbp_launch.compose import VERSION_BASE, compose, read, searching, sweep_jobs
+from sbp_launch.config import App, ConfigT
 from sbp_launch.help import render_help
+from sbp_launch.refusals import as_hydra_says
 
 #: Exit codes: a setting is wrong; a run failed; the user pressed Ctrl-C.
 BAD_CONFIG, FAILED, INTERRUPTED = 2, 1, 130
-
-#: The checked config of an app.
-ConfigT = TypeVar("ConfigT")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class App(Generic[ConfigT]):
-    """One command.
-
-    Args:
-        name: Its name: `sbp-train`.
-        about: What it does, in one sentence.
-        config_name: Its primary config.
-        check: Makes its checked config of what Hydra composed; raises `ConfigError`.
-        task: What it does with that, the plugins and the run folder; called inside a Hydra job.
-        groups: The config groups that it has; empty for all.
-    """
-
-    name: str
-    about: str
-    config_name: str
-    check: Callable[[Composed, Registry], ConfigT]
-    task: Callable[[ConfigT, Registry, Path], None]
-    groups: tuple[str, ...] = ()
 
 
 def run(app: App[ConfigT]) -> int:
@@ -69,7 +45,7 @@ def run(app: App[ConfigT]) -> int:
     except SbpError as error:
         return _report(app, error)
     except HydraException as error:
-        return _report(app, ConfigError(str(error).partition("\n")[0], where="the command line"))
+        return _report(app, as_hydra_says(error))
     except KeyboardInterrupt:
         # Libraries that were interrupted half imported would log statistics at exit.
         logging.disable(logging.INFO)
@@ -87,34 +63,25 @@ def _run(app: App[ConfigT]) -> int:
     parser = get_args_parser()
     options = parser.parse_args()
     registry = discover()
+    catalog = make_catalog(registry, options.config_dir)
     if options.shell_completion:
-        with session(registry) as catalog:
-            words = complete(os.environ.get("COMP_LINE", ""), catalog)
+        words = catalog.complete(os.environ.get("COMP_LINE", ""))
         if words is not None:
             sys.stdout.write("\n".join(words) + "\n")
             return 0
-    if _can_check(options):
-        with session(registry, options.config_dir) as catalog:
-            config_name = options.config_name or app.config_name
-            if options.help:
-                config = compose(catalog, registry, config_name, options.overrides)
-                text = render_help(
-                    app.name,
-                    app.about,
-                    read(config, catalog),
-                    catalog,
-                    registry,
-                    parser,
-                    groups=app.groups,
-                    config_name=config_name,
-                )
-                sys.stdout.write(text)
-                return 0
-            _check_jobs(app, catalog, registry, config_name, options)
-    with config_folders(registry.config_folders()):
-        hydra.main(config_path=PRIMARY, config_name=app.config_name, version_base=VERSION_BASE)(
-            _job(app, registry)
-        )()
+    # One that replaces the primary folder or reruns an old job is checked when its job starts.
+    elif not (options.hydra_help or options.config_path or options.experimental_rerun):
+        if options.config_name:
+            app = replace(app, config_name=options.config_name)
+        if options.help:
+            config = compose(catalog, app, options.overrides)
+            sys.stdout.write(render_help(app, read(config, catalog), catalog, parser))
+            return 0
+        _check_jobs(app, catalog, options)
+    with searching(registry.config_folders()):
+        hydra.main(
+            config_path=PRIMARY.path, config_name=app.config_name, version_base=VERSION_BASE
+        )(_job(app, catalog))()
     return 0
 
 
@@ -124,23 +91,7 @@ def flags_first(arguments: Sequence[str]) -> list[str]:
     return [text for text in arguments if text not in overrides] + overrides
 
 
-def _can_check(options: Any) -> bool:
-    """Return whether the command line is one that can be composed beforehand.
-
-    A half-typed line that a shell wants completed cannot, nor one that replaces the primary folder
-    or reruns an old job; those are checked when the job starts.
-    """
-    return not (
-        options.shell_completion
-        or options.hydra_help
-        or options.config_path
-        or options.experimental_rerun
-    )
-
-
-def _check_jobs(
-    app: App[ConfigT], catalog: Catalog, registry: Registry, config_name: str, options: Any
-) -> None:
+def _check_jobs(app: App[Any], catalog: Catalog, options: Namespace) -> None:
     """Check every job that the command line asks for; one that is only shown must just compose.
 
     Raises:
@@ -151,27 +102,22 @@ def _check_jobs(
     jobs = sweep_jobs(overrides) if sweep else [tuple(overrides)]
     for job in jobs:
         single = [text for text in job if not text.startswith("hydra.mode=")]
-        config = compose(catalog, registry, config_name, single)
+        config = compose(catalog, app, single)
         if not options.cfg and not options.info:
-            app.check(read(config, catalog), registry)
+            app.check(read(config, catalog), catalog.registry)
 
 
-def _job(app: App[ConfigT], registry: Registry) -> Callable[[DictConfig], None]:
+def _job(app: App[ConfigT], catalog: Catalog) -> Callable[[DictConfig], None]:
     """Return what Hydra calls for each job."""
 
     def job(config: DictConfig) -> None:
         # Hydra prints a traceback for what a job raises; what a user can mend needs none.
         try:
-            run_folder = Path(HydraConfig.get().runtime.output_dir)
-            app.task(_checked(app, config, registry), registry, run_folder)
+            whole = OmegaConf.merge({"hydra": HydraConfig.get()}, config)
+            assert isinstance(whole, DictConfig), "a config and Hydra's node are mappings"
+            checked = app.check(read(whole, catalog), catalog.registry)
+            app.task(checked, catalog.registry, Path(HydraConfig.get().runtime.output_dir))
         except SbpError as error:
             raise SystemExit(_report(app, error)) from error
 
     return job
-
-
-def _checked(app: App[ConfigT], config: DictConfig, registry: Registry) -> ConfigT:
-    whole = OmegaConf.create({"hydra": HydraConfig.get()})
-    with open_dict(config):
-        config.hydra = whole.hydra
-    return app.check(read(config, Catalog(GlobalHydra.instance().config_loader())), registry)

@@ -1,112 +1,65 @@
-"""What Hydra can be asked for: the config folders of the plugins, groups, options and their files.
+"""The config folders: their groups, the options of a group, and the file of an option.
 
-Composes nothing and checks no setting. Imports no torch.
+Hydra searches the same folders in the same order; here they are read without it, so that a message,
+the help or a completion need no composed config.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 from itertools import takewhile
 from pathlib import Path
 
-from hydra.core.config_loader import ConfigLoader
-from hydra.core.config_search_path import ConfigSearchPath
-from hydra.core.object_type import ObjectType
-from hydra.core.plugins import Plugins
-from hydra.plugins.config_source import ConfigSource
-from hydra.plugins.search_path_plugin import SearchPathPlugin
-
 from sbp_core.errors import ConfigError
-from sbp_core.plugins import ConfigFolder
+from sbp_core.plugins import ConfigFolder, Registry
 
-#: Where the primary configs are.
-PRIMARY = "pkg://sbp_launch.conf"
+#: Where the primary configs are; Hydra searches it first.
+PRIMARY = ConfigFolder(path="pkg://sbp_launch.conf", distribution="sbp-launch")
 
 #: Most characters of a headline.
 _HEADLINE = 76
 
-_FOLDERS: ContextVar[tuple[ConfigFolder, ...]] = ContextVar("config_folders", default=())
 
-
-class PluginFolders(SearchPathPlugin):
-    """Add the config folders of the enclosing `config_folders` to Hydra's search path."""
-
-    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        """Append the folders; the primary folder is there already."""
-        for folder in _FOLDERS.get():
-            if folder.path != PRIMARY:
-                search_path.append(provider=folder.distribution, path=folder.path)
-
-
-@contextmanager
-def config_folders(folders: Sequence[ConfigFolder]) -> Iterator[None]:
-    """Let Hydra find the options in `folders` inside the `with` block.
-
-    The plugin is registered by hand: a module in `hydra_plugins` would burden every Hydra app of
-    the environment.
-
-    Raises:
-        ConfigError: a folder does not exist; names the distribution that brings it.
-    """
-    for folder in folders:
-        if not _exists(folder.path):
-            raise ConfigError(
-                f"the config folder {folder.path} does not exist",
-                where=f"distribution {folder.distribution}",
-                accepted="pkg://package.folder or file:///absolute/folder",
-                todo=f"reinstall {folder.distribution}, or uninstall it",
-            )
-    Plugins.instance().register(PluginFolders)
-    token = _FOLDERS.set(tuple(folders))
-    try:
-        yield
-    finally:
-        _FOLDERS.reset(token)
-
-
-def _exists(path: str) -> bool:
-    scheme, _, rest = path.rpartition("://")
-    if scheme != "pkg":
-        return Path(rest).is_dir()
-    try:
-        spec = importlib.util.find_spec(rest.replace("/", "."))
-    except ModuleNotFoundError:
-        return False
-    return spec is not None and spec.submodule_search_locations is not None
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Catalog:
-    """The groups and options that Hydra sees."""
+    """What one can choose from.
 
-    loader: ConfigLoader
+    Args:
+        registry: The plugins.
+        folders: Config folders, in the order in which Hydra searches them.
+    """
+
+    registry: Registry
+    folders: tuple[ConfigFolder, ...]
 
     def groups(self) -> tuple[str, ...]:
         """Return the names of all groups but Hydra's own, sorted."""
-        return tuple(sorted(set(self.loader.list_groups("")) - {"hydra"}))
+        names = {
+            child.name
+            for folder in self.folders
+            for child in _root(folder).iterdir()
+            if child.is_dir() and any(_options(child))
+        }
+        return tuple(sorted(names - {"hydra"}))
 
     def options(self, group: str) -> tuple[str, ...]:
         """Return the options of a group as one writes them: `osdp`, `manual/pipeline`."""
-        found = list(self.loader.get_group_options(group, ObjectType.CONFIG))
-        for folder in self.loader.get_group_options(group, ObjectType.GROUP):
-            found += [f"{folder}/{option}" for option in self.options(f"{group}/{folder}")]
-        return tuple(sorted(found))
+        found = (_options(_root(folder).joinpath(group)) for folder in self.folders)
+        return tuple(sorted({option for options in found for option in options}))
 
     def owners(self, config: str) -> tuple[str, ...]:
-        """Return the providers of a config such as `planner/osdp`; Hydra takes the first."""
-        return tuple(source.provider for source in self._sources(config))
+        """Return the distributions that bring a config such as `planner/osdp`."""
+        return tuple(folder.distribution for folder in self._holding(config))
 
     def file(self, config: str) -> str:
         """Return the file of a config, such as `sbp_launch/conf/trainer/default.yaml`, or `""`."""
-        for source in self._sources(config):
-            folder = source.path.replace(".", "/") if source.scheme() == "pkg" else source.path
-            return f"{folder}/{config}.yaml"
+        for folder in self._holding(config):
+            scheme, _, place = folder.path.rpartition("://")
+            return f"{place.replace('.', '/') if scheme == 'pkg' else place}/{config}.yaml"
         return ""
 
     def headline(self, config: str) -> str:
@@ -120,19 +73,67 @@ class Catalog:
         lines = (re.match(r"(\w+): .*\S  # (.+)", line) for line in self._text(config).splitlines())
         return {line[1]: line[2] for line in lines if line}
 
+    def complete(self, line: str) -> tuple[str, ...] | None:
+        """Return the completions of the last word of a command line: `planner=manual/zero`.
+
+        Hydra completes no option inside a folder of a group.
+
+        Returns:
+            Whole words; None if the word is no choice of an option, so that Hydra should answer.
+        """
+        group, equals, start = line.rpartition(" ")[2].partition("=")
+        if not equals or group not in self.groups():
+            return None
+        return tuple(f"{group}={one}" for one in self.options(group) if one.startswith(start))
+
+    def _holding(self, config: str) -> list[ConfigFolder]:
+        return [one for one in self.folders if _root(one).joinpath(f"{config}.yaml").is_file()]
+
     def _text(self, config: str) -> str:
-        """Return the text of a config, or `""`."""
-        for source in self._sources(config):
-            if source.scheme() == "pkg":
-                package, _, rest = f"{source.path.replace('.', '/')}/{config}.yaml".partition("/")
-                return files(package).joinpath(rest).read_text("utf-8")
-            if source.scheme() == "file":
-                return Path(source.path, f"{config}.yaml").read_text("utf-8")
+        for folder in self._holding(config):
+            return _root(folder).joinpath(f"{config}.yaml").read_text("utf-8")
         return ""
 
-    def _sources(self, config: str) -> Iterable[ConfigSource]:
-        return [
-            source
-            for source in self.loader.get_sources()
-            if source.scheme() != "structured" and source.is_config(config)
-        ]
+
+def make_catalog(registry: Registry, config_dir: str | None = None) -> Catalog:
+    """Return the catalog of the plugins' folders, and of the user's own one (`--config-dir`).
+
+    Raises:
+        ConfigError: a folder does not exist; names the distribution that brings it.
+    """
+    folders = [PRIMARY, *(one for one in registry.config_folders() if one.path != PRIMARY.path)]
+    for folder in folders:
+        if not _exists(folder):
+            raise ConfigError(
+                f"the config folder {folder.path} does not exist",
+                where=f"distribution {folder.distribution}",
+                accepted="pkg://package.folder or file:///absolute/folder",
+                todo=f"reinstall {folder.distribution}, or uninstall it",
+            )
+    if config_dir is not None:
+        path = Path(config_dir).absolute()
+        if not path.is_dir():
+            raise ConfigError(f"--config-dir {config_dir!r} is no folder", where="the command line")
+        folders.append(ConfigFolder(path=f"file://{path}", distribution="--config-dir"))
+    return Catalog(registry=registry, folders=tuple(folders))
+
+
+def _root(folder: ConfigFolder) -> Traversable:
+    scheme, _, place = folder.path.rpartition("://")
+    return files(place.replace("/", ".")) if scheme == "pkg" else Path(place)
+
+
+def _exists(folder: ConfigFolder) -> bool:
+    try:
+        return _root(folder).is_dir()
+    except (ImportError, TypeError):
+        return False
+
+
+def _options(folder: Traversable, prefix: str = "") -> Iterator[str]:
+    """Yield the configs in a folder and in the folders in it: `osdp`, `manual/pipeline`."""
+    for child in folder.iterdir() if folder.is_dir() else ():
+        if child.is_dir():
+            yield from _options(child, f"{prefix}{child.name}/")
+        elif child.name.endswith(".yaml"):
+            yield prefix + child.name.removesuffix(".yaml")

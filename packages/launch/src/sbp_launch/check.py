@@ -1,15 +1,16 @@
 """From a composed config to a checked `RunConfig`: every setting of every group, before torch.
 
-Builds nothing; the plugins' own config dataclasses say what is legal. Imports no torch.
+Builds nothing; the plugins' own config dataclasses say what is legal.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TypeVar
 
-from sbp_core.errors import ConfigError, SbpError, SbpLookupError
-from sbp_core.plugins import Registry, merge_settings, unknown_key
+from sbp_core.errors import ConfigError, SbpLookupError, nearest
+from sbp_core.plugins import Registry, merge_settings
 from sbp_launch.compile_config import CompileConfig
 from sbp_launch.config import (
     GROUPS,
@@ -18,6 +19,7 @@ from sbp_launch.config import (
     Composed,
     RunConfig,
     TrainerConfig,
+    key_of,
 )
 
 T = TypeVar("T")
@@ -30,19 +32,45 @@ def check(composed: Composed, registry: Registry) -> RunConfig:
         ConfigError: a group, a plugin or a setting is unknown, missing or refused; names the key,
             its file and what the command line said about it.
     """
-    for group in composed.values:
-        if group not in GROUPS:
-            raise unknown_key(group, GROUPS, where=_overrides_of(composed, group))
+    refuse_unknown(composed, GROUPS)
     choices: dict[str, Choice] = {}
     configs: dict[str, object] = {}
     for group in PLUGIN_GROUPS:
         choices[group], configs[group] = choose(composed, registry, group)
-    mesh, axes = _mesh(composed, configs["cluster"])
+    mesh, axes = (getattr(configs["cluster"], name, None) for name in ("mesh", "axes"))
+    if not isinstance(mesh, tuple) or not isinstance(axes, tuple):
+        raise ConfigError(
+            "the cluster's config has no mesh and axes",
+            where=composed.files.get("cluster", ""),
+            accepted="a cluster whose config has mesh: tuple[int, ...] and axes: tuple[str, ...]",
+        )
     trainer = _own(composed, "trainer", TrainerConfig)
     compile_config = _own(composed, "compile", CompileConfig)
     for name in compile_config.plugins:
-        _check_pass(composed, registry, name)
+        with _blaming(composed, "compile", f"compile.plugins={name}"):
+            registry.factory("pass", name)
     return RunConfig(**choices, trainer=trainer, compile=compile_config, mesh=mesh, axes=axes)
+
+
+def refuse_unknown(composed: Composed, known: Iterable[str]) -> None:
+    """Check that a config has no groups and settings of its own but those that are known.
+
+    Raises:
+        ConfigError: it has; says which is nearest.
+    """
+    names = sorted(known)
+    for name in composed.values:
+        if name not in names:
+            keys = (key_of(text) for text in composed.overrides)
+            key = next((key for key in keys if key.startswith(name)), name)
+            near = nearest(name, names)
+            meant = f"did you mean {near + key.removeprefix(name)!r}?"
+            raise ConfigError(
+                f"no group or setting is called {key!r}",
+                where=composed.said(name),
+                accepted=", ".join(names),
+                todo=meant if near else "choose one of these",
+            )
 
 
 def choose(composed: Composed, registry: Registry, group: str) -> tuple[Choice, object]:
@@ -51,60 +79,15 @@ def choose(composed: Composed, registry: Registry, group: str) -> tuple[Choice, 
     Raises:
         ConfigError: the group is missing, or the plugin or a setting is not known or refused.
     """
+    file = composed.files.get(group, "")
     settings = _settings(composed, group)
     name = settings.pop("name", None)
     if not isinstance(name, str):
-        raise ConfigError(
-            f"{group}.name is {name!r}",
-            where=composed.files.get(group, ""),
-            accepted=", ".join(registry.names(group)),
-        )
-    choice = Choice(name=name, settings=settings)
-    return choice, _configure(composed, registry, group, choice)
-
-
-def _settings(composed: Composed, group: str) -> dict[str, object]:
-    """Return the settings of a group.
-
-    Raises:
-        ConfigError: the group is missing or no mapping, or two distributions bring its option.
-    """
-    value = composed.values.get(group)
-    if not isinstance(value, Mapping):
-        raise ConfigError(
-            f"{group} is {value!r}",
-            where=[composed.files.get(group, ""), *_overrides_of(composed, group)],
-            accepted=f"an option of the group {group!r}: {group}=OPTION",
-        )
-    owners = composed.owners.get(group, ())
-    if len(owners) > 1:
-        raise ConfigError(
-            f"the option file {composed.files[group]} comes from {' and '.join(owners)}",
-            accepted="one distribution for each option",
-            todo="uninstall one of them, or ask its author for another name",
-        )
-    return {str(name): setting for name, setting in value.items()}
-
-
-def _configure(composed: Composed, registry: Registry, group: str, choice: Choice) -> object:
-    """Check one plugin's settings against its config.
-
-    Raises:
-        ConfigError: the plugin or a setting is not known, or a value is refused.
-    """
-    file = composed.files.get(group, "")
-    try:
-        return registry.configure(group, choice.name, choice.settings, where=file)
-    except ConfigError as error:
-        raise _blame(composed, group, error) from error
-    except SbpLookupError as error:
-        refused = ConfigError(
-            f"{group}.name is {choice.name!r}: {error.what}",
-            where=[file, *error.where],
-            accepted=error.accepted,
-            todo=error.todo,
-        )
-        raise _blame(composed, group, refused) from error
+        names = ", ".join(registry.names(group))
+        raise ConfigError(f"{group}.name is {name!r}", where=file, accepted=names)
+    with _blaming(composed, group, f"{group}.name is {name!r}"):
+        config = registry.configure(group, name, settings, where=file)
+    return Choice(name=name, settings=settings), config
 
 
 def _own(composed: Composed, group: str, config: type[T]) -> T:
@@ -114,63 +97,40 @@ def _own(composed: Composed, group: str, config: type[T]) -> T:
         ConfigError: the group is missing, or a setting is not known or refused.
     """
     settings = _settings(composed, group)
-    file = composed.files.get(group, "")
-    try:
-        return merge_settings(config, settings, key=group, where=file)
-    except ConfigError as error:
-        raise _blame(composed, group, error) from error
+    with _blaming(composed, group):
+        return merge_settings(config, settings, key=group, where=composed.files.get(group, ""))
 
 
-def _check_pass(composed: Composed, registry: Registry, name: str) -> None:
-    """Check that a graph pass is installed.
+def _settings(composed: Composed, group: str) -> dict[str, object]:
+    """Return the settings of a group.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: the group is missing or no mapping.
     """
-    try:
-        registry.factory("pass", name)
-    except SbpLookupError as error:
-        refused = ConfigError(
-            f"compile.plugins={name}: {error.what}",
-            where=[composed.files.get("compile", ""), *error.where],
-            accepted=error.accepted,
-            todo=error.todo,
-        )
-        raise _blame(composed, "compile", refused) from error
-
-
-def _mesh(composed: Composed, cluster: object) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Return the mesh and its axes, which every cluster config has.
-
-    Raises:
-        ConfigError: this one has not.
-    """
-    mesh, axes = getattr(cluster, "mesh", None), getattr(cluster, "axes", None)
-    if not isinstance(mesh, tuple) or not isinstance(axes, tuple):
+    value = composed.values.get(group)
+    if not isinstance(value, Mapping):
         raise ConfigError(
-            "the cluster's config has no mesh and axes",
-            where=composed.files.get("cluster", ""),
-            accepted="a cluster whose config has mesh: tuple[int, ...] and axes: tuple[str, ...]",
+            f"{group} is {value!r}",
+            where=[composed.files.get(group, ""), *composed.said(group)],
+            accepted=f"an option of the group {group!r}: {group}=OPTION",
         )
-    return mesh, axes
+    return {str(name): setting for name, setting in value.items()}
 
 
-def _blame(composed: Composed, group: str, error: SbpError) -> ConfigError:
-    """Add what the command line said about the settings that an error names."""
-    said = [
-        place
-        for place in _overrides_of(composed, group)
-        if place.partition("=")[0].rpartition(".")[2] in error.what
-    ]
-    return ConfigError(
-        error.what, where=[*error.where, *said], accepted=error.accepted, todo=error.todo
-    )
+@contextmanager
+def _blaming(composed: Composed, group: str, asked: str = "") -> Iterator[None]:
+    """Add to what is refused in the `with` block what the command line said about it.
 
-
-def _overrides_of(composed: Composed, group: str) -> list[str]:
-    """Return what the command line said about a group and its settings."""
-    return [
-        f"the command line: {override}"
-        for override in composed.overrides
-        if override.lstrip("+~").partition("=")[0].partition(".")[0] == group
-    ]
+    Args:
+        composed: The config.
+        group: Whose settings are checked.
+        asked: What asks for a plugin that may not be known.
+    """
+    try:
+        yield
+    except (ConfigError, SbpLookupError) as error:
+        what, where = error.what, error.where
+        if isinstance(error, SbpLookupError):
+            what, where = f"{asked}: {what}", (composed.files.get(group, ""), *where)
+        where = (*where, *composed.said(group, what))
+        raise ConfigError(what, where=where, accepted=error.accepted, todo=error.todo) from error

@@ -29,7 +29,6 @@ class CompileConfig:
             while it writes leaves states that belong to no step.
         regather: Patterns of the parameters that are gathered anew for the backward phase; others
             are kept from forward to backward.
-        cache: Whether compiled plans are kept on disk, and found there.
     """
 
     autocast: Literal["", "bfloat16", "float16"] = ""
@@ -42,7 +41,6 @@ class CompileConfig:
     prefetch: int = 1
     in_place_states: bool = False
     regather: tuple[str, ...] = ("*",)
-    cache: bool = False
 
     def __post_init__(self) -> None:
         for name in ("bucket_bytes", "prefetch"):

@@ -1,7 +1,4 @@
-"""From a command line to a composed config, with Hydra; what Hydra refuses becomes `ConfigError`.
-
-Checks no setting (that is `check`) and runs nothing. Imports no torch.
-"""
+"""From a command line to a composed config, with Hydra; its errors become `ConfigError`."""
 
 from __future__ import annotations
 
@@ -9,22 +6,32 @@ import itertools
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from contextvars import ContextVar
+from dataclasses import replace
+from typing import Any
 
 import hydra
-from hydra.core.global_hydra import GlobalHydra
+from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Glob, Override
-from hydra.errors import HydraException
+from hydra.core.override_parser.types import Glob
+from hydra.core.plugins import Plugins
+from hydra.errors import MissingConfigException, OverrideParseException
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
-from yaml import YAMLError  # type: ignore[import-untyped]  # its stubs are a package of their own
 
 from sbp_core.errors import ConfigError
-from sbp_core.plugins import ConfigFolder, Registry
-from sbp_launch.catalog import PRIMARY, Catalog, config_folders
-from sbp_launch.config import GROUPS, Composed
-from sbp_launch.refusals import Refusal, key_of
+from sbp_core.plugins import ConfigFolder
+from sbp_launch.catalog import PRIMARY, Catalog
+from sbp_launch.config import GROUPS, App, Composed, key_of
+from sbp_launch.refusals import (
+    as_hydra_says,
+    forced,
+    missing_option,
+    not_in_the_file,
+    option_of,
+    unreadable,
+)
 
 #: Version of Hydra's behaviour that the configs are written for.
 VERSION_BASE = "1.3"
@@ -32,114 +39,136 @@ VERSION_BASE = "1.3"
 #: Most jobs of a sweep that are checked before the first one starts.
 MOST_JOBS_CHECKED = 256
 
-#: Provider of the folder of `--config-dir`, which may shadow an option on purpose.
-COMMAND_LINE = "command-line"
+_FOLDERS: ContextVar[tuple[ConfigFolder, ...]] = ContextVar("config_folders", default=())
+
+
+class PluginFolders(SearchPathPlugin):
+    """Add the config folders of the enclosing `searching` to Hydra's search path."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        """Append the folders; the primary folder is there already."""
+        for folder in _FOLDERS.get():
+            if folder.path != PRIMARY.path:
+                search_path.append(provider=folder.distribution, path=folder.path)
 
 
 @contextmanager
-def session(
-    registry: Registry, config_dir: str | None = None, *, primary: str = PRIMARY
-) -> Iterator[Catalog]:
-    """Start Hydra's compose API on the plugins' folders; yield what can be asked for.
+def searching(folders: Sequence[ConfigFolder]) -> Iterator[None]:
+    """Let Hydra find the options in `folders` inside the `with` block.
+
+    The plugin is registered by hand: a module in `hydra_plugins` would burden every Hydra app of
+    the environment.
+    """
+    Plugins.instance().register(PluginFolders)
+    token = _FOLDERS.set(tuple(folders))
+    try:
+        yield
+    finally:
+        _FOLDERS.reset(token)
+
+
+def compose(catalog: Catalog, app: App[Any], overrides: Sequence[str]) -> DictConfig:
+    """Compose a config, Hydra's own node included.
 
     Args:
-        registry: Plugins, whose config folders are searched.
-        config_dir: The user's own folder (`--config-dir`), searched before all others.
-        primary: Where the primary config is.
-
-    Raises:
-        ConfigError: a folder does not exist.
-    """
-    if config_dir is not None and not Path(config_dir).is_dir():
-        raise ConfigError(f"--config-dir {config_dir!r} is no folder", where="the command line")
-    folders = registry.config_folders()
-    if config_dir is not None:
-        own = f"file://{Path(config_dir).absolute()}"
-        folders = (ConfigFolder(path=own, distribution=COMMAND_LINE), *folders)
-    module = primary.removeprefix("pkg://")
-    with (
-        config_folders(folders),
-        hydra.initialize_config_module(module, job_name="sbp", version_base=VERSION_BASE),
-    ):
-        yield Catalog(GlobalHydra.instance().config_loader())
-
-
-def compose(
-    catalog: Catalog, registry: Registry, config_name: str, overrides: Sequence[str]
-) -> DictConfig:
-    """Compose a config, Hydra's own node included, inside a `session`.
+        catalog: What one can choose from.
+        app: Its primary config is composed; its check has better words than Hydra, and knows what a
+            plugin takes.
+        overrides: The command line.
 
     Raises:
         ConfigError: Hydra cannot; names the key, its file and the nearest valid name.
     """
     try:
-        return _compose(config_name, overrides)
-    except (HydraException, OmegaConfBaseException, YAMLError, UserWarning) as error:
-
-        def compose_groups_only() -> Composed:
-            kept = [text for text in overrides if key_of(text) in catalog.groups()]
-            return read(_compose(config_name, kept), catalog)
-
-        refusal = Refusal(
-            error=error,
-            config_name=config_name,
-            overrides=tuple(overrides),
-            catalog=catalog,
-            registry=registry,
-            compose_groups_only=compose_groups_only,
-        )
-        raise refusal.translate() from error
+        return _compose(catalog, app.config_name, overrides)
+    except OverrideParseException as error:
+        raise unreadable(error) from error
+    except Exception as error:  # not all are of Hydra: ValueError, TypeError
+        raise _explain(error, catalog, app, overrides) from error
 
 
-def _compose(config_name: str, overrides: Sequence[str]) -> DictConfig:
-    with warnings.catch_warnings():
+def _compose(catalog: Catalog, config_name: str, overrides: Sequence[str]) -> DictConfig:
+    module = PRIMARY.path.removeprefix("pkg://")
+    with (
+        searching(catalog.folders),
+        hydra.initialize_config_module(module, job_name="sbp", version_base=VERSION_BASE),
+        warnings.catch_warnings(),
+    ):
         # Hydra only warns of a search path that does not exist.
         warnings.filterwarnings("error", message="provider=.* is not available")
         return hydra.compose(config_name, list(overrides), return_hydra_config=True)
+
+
+def _explain(
+    error: Exception, catalog: Catalog, app: App[Any], overrides: Sequence[str]
+) -> ConfigError:
+    """Return what is wrong with overrides that Hydra refused.
+
+    Of settings Hydra knows the keys in the files, and no more. So the same is composed again with
+    every key allowed: what is wrong with it, `check` says best.
+    """
+    groups = catalog.groups()
+    missing = error.missing_cfg_file if isinstance(error, MissingConfigException) else ""
+    for text in overrides:
+        if "/" in (key := key_of(text)) and f"'{key}'" in str(error):
+            missing = option_of(text)  # planner/manual=zero is meant as planner=manual/zero
+    if missing and missing.partition("/")[0] in (*GROUPS, *groups):
+        return missing_option(missing, overrides, catalog.file(app.config_name), catalog)
+    try:
+        keys_allowed = [forced(text, groups, error) for text in overrides]
+        composed = read(_compose(catalog, app.config_name, keys_allowed), catalog)
+        composed = replace(composed, overrides=tuple(overrides))
+        app.check(composed, catalog.registry)
+    except ConfigError as refused:
+        return refused
+    except Exception:
+        return as_hydra_says(error)
+    return not_in_the_file(error, composed)
 
 
 def read(config: DictConfig, catalog: Catalog) -> Composed:
     """Return a composed config, Hydra's own node included, as plain values.
 
     Raises:
-        ConfigError: a mandatory value is not set, or an interpolation leads nowhere.
+        ConfigError: a mandatory value is not set, an interpolation leads nowhere, or two
+            distributions bring the option of a group.
     """
-    node = config.hydra
-    choices = {str(group): choice for group, choice in node.runtime.choices.items()}
-    options = {
-        group: f"{group}/{choice}"
-        for group, choice in choices.items()
-        if group in GROUPS and choice is not None
-    }
-    files = {group: catalog.file(option) for group, option in options.items()}
-    values: dict[str, object] = {}
-    for name in config:
-        group = str(name)
-        if group == "hydra":
-            continue
-        try:
-            child = config[group]
-            values[group] = (
-                OmegaConf.to_container(child, resolve=True, throw_on_missing=True)
-                if OmegaConf.is_config(child)
-                else child
-            )
-        except OmegaConfBaseException as error:
-            raise _unresolved(error, files.get(group, "")) from error
+    files = {}
+    for group, option in config.hydra.runtime.choices.items():
+        if group in GROUPS and option is not None:
+            files[group] = file = catalog.file(f"{group}/{option}")
+            owners = catalog.owners(f"{group}/{option}")
+            if len(owners) > 1:
+                raise ConfigError(
+                    f"the option file {file} comes from {' and '.join(owners)}",
+                    accepted="one distribution for each option",
+                    todo="uninstall one of them, or ask its author for another name",
+                )
+    names = [name for name in map(str, config) if name != "hydra"]
     return Composed(
-        values=values,
+        values={name: _plain(config, name, files.get(name, "")) for name in names},
         files=files,
-        owners={group: catalog.owners(option) for group, option in options.items()},
-        overrides=tuple(str(text) for text in node.overrides.task),
+        overrides=tuple(map(str, config.hydra.overrides.task)),
     )
 
 
-def _unresolved(error: OmegaConfBaseException, file: str) -> ConfigError:
-    key = str(error.full_key or "")
-    if isinstance(error, MissingMandatoryValue):
-        return ConfigError(f"{key} is not set", where=file, todo=f"set {key}=VALUE")
-    first = str(error).partition("\n")[0]
-    return ConfigError(f"{key}: {first}" if key else first, where=file)
+def _plain(config: DictConfig, group: str, file: str) -> object:
+    """Return what a config says of one group or setting, as plain values.
+
+    Raises:
+        ConfigError: see `read`.
+    """
+    try:
+        value: object = config[group]
+        if OmegaConf.is_config(value):
+            value = OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
+        return value
+    except MissingMandatoryValue as error:
+        key = error.full_key or group
+        raise ConfigError(f"{key} is not set", where=file, todo=f"set {key}=VALUE") from error
+    except OmegaConfBaseException as error:
+        what = str(error).partition("\n")[0]
+        raise ConfigError(f"{error.full_key or group}: {what}", where=file) from error
 
 
 def sweep_jobs(overrides: Sequence[str]) -> tuple[tuple[str, ...], ...]:
@@ -153,17 +182,13 @@ def sweep_jobs(overrides: Sequence[str]) -> tuple[tuple[str, ...], ...]:
     """
     try:
         parsed = OverridesParser.create().parse_overrides(list(overrides))
-    except HydraException as error:
-        raise ConfigError(str(error).partition("\n")[0], where="the command line") from error
-    choices = [choice for choice in map(_choices_of, parsed) if choice]
-    jobs = itertools.islice(itertools.product(*choices), MOST_JOBS_CHECKED)
-    return tuple(jobs)
-
-
-def _choices_of(override: Override) -> list[str]:
-    if not override.is_sweep_override():
-        return [str(override.input_line)]
-    if not override.is_discrete_sweep() or isinstance(override.value(), Glob):
-        return []
-    key = override.get_key_element()
-    return [f"{key}={value}" for value in override.sweep_string_iterator()]
+    except OverrideParseException as error:
+        raise unreadable(error) from error
+    choices = []
+    for override in parsed:
+        if not override.is_sweep_override():
+            choices.append([str(override.input_line)])
+        elif override.is_discrete_sweep() and not isinstance(override.value(), Glob):
+            key = override.get_key_element()
+            choices.append([f"{key}={value}" for value in override.sweep_string_iterator()])
+    return tuple(itertools.islice(itertools.product(*choices), MOST_JOBS_CHECKED))

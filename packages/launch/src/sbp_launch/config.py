@@ -5,11 +5,14 @@ Knows nothing of Hydra: `check` makes these from what Hydra composed. Imports no
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from pathlib import Path
+from typing import Generic, Literal, TypeVar
 
 from sbp_core.errors import ConfigError
+from sbp_core.plugins import Registry
 from sbp_launch.compile_config import CompileConfig
 from sbp_launch.schedules import ScheduleConfig
 from sbp_torch.update_options import UpdateOptions
@@ -136,11 +139,55 @@ class Composed:
     Args:
         values: The whole config by group.
         files: File of the chosen option of each group.
-        owners: Distributions that bring an option of the chosen name, by group.
         overrides: What the command line said.
     """
 
     values: Mapping[str, object]
     files: Mapping[str, str]
-    owners: Mapping[str, tuple[str, ...]]
     overrides: tuple[str, ...]
+
+    def said(self, group: str, what: str = "") -> list[str]:
+        """Return where the command line speaks of a group or a setting of the primary config.
+
+        Args:
+            group: Its name.
+            what: What is wrong with it: only the overrides of which this tells; all if empty.
+        """
+        # The unknown name may be one on the way to the last: `trainer.updat.fused=null`.
+        unknown = what.partition("'")[2].partition("'")[0]
+        return [
+            f"the command line: {text}"
+            for text in self.overrides
+            if (key := key_of(text)).partition(".")[0] == group
+            and (not what or key.rpartition(".")[2] in what or key.startswith(f"{unknown}."))
+        ]
+
+
+def key_of(override: str) -> str:
+    """Return the key of an override: `trainer.steps` of `+trainer.steps=5`."""
+    return re.split("[=@]", override.lstrip("+~"), maxsplit=1)[0].strip()
+
+
+#: The checked config of an app.
+ConfigT = TypeVar("ConfigT")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class App(Generic[ConfigT]):
+    """One command.
+
+    Args:
+        name: Its name: `sbp-train`.
+        about: What it does, in one sentence.
+        config_name: Its primary config.
+        check: Makes its checked config of what Hydra composed; raises `ConfigError`.
+        task: What it does with that, the plugins and the run folder; called inside a Hydra job.
+        groups: The config groups that it has; empty for all.
+    """
+
+    name: str
+    about: str
+    config_name: str
+    check: Callable[[Composed, Registry], ConfigT]
+    task: Callable[[ConfigT, Registry, Path], None]
+    groups: tuple[str, ...] = ()

@@ -5,11 +5,10 @@ A pattern that matches nothing is a slip of the pen, and would be ignored in sil
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 
-from sbp_core.errors import ConfigError
+from sbp_core.errors import ConfigError, nearest
 
 #: Most names that a message lists.
 _MOST_NAMES = 8
@@ -31,11 +30,11 @@ def check_patterns(key: str, patterns: Iterable[str], names: Sequence[str], kind
         if any(fnmatchcase(name, pattern) for name in names):
             continue
         listed = ", ".join(names[:_MOST_NAMES]) + ", ..." * (len(names) > _MOST_NAMES)
-        near = difflib.get_close_matches(pattern, dict.fromkeys(_patterns_of(names)), n=1)
+        near = nearest(pattern, set(_patterns_of(names)))
         raise ConfigError(
             f"{key}: the pattern {pattern!r} matches no {kind} of the model",
             accepted=f"patterns of names: {listed}" if names else f"none: there is no {kind}",
-            todo=f"did you mean {near[0]!r}?" if near else "",
+            todo=f"did you mean {near!r}?" if near else "",
         )
 
 

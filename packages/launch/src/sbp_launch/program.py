@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from sbp_core.placement import Cluster, Placement
-from sbp_core.plugins import Registry
 from sbp_core.plugins.kinds import ClusterFactory, Dataset, OptimizerFactory
-from sbp_launch.config import Choice, RunConfig
+from sbp_launch.config import RunConfig, TrainerConfig
 from sbp_launch.optimizers import optimizer_over
 from sbp_launch.patterns import check_patterns
 from sbp_launch.report import counted
+from sbp_launch.run import Run
 from sbp_torch.capture import counted_random, split_losses
 from sbp_torch.deferred_init import Deferred, deferred
 
@@ -69,50 +69,46 @@ class Program:
         }
 
 
-def make_program(run: RunConfig, registry: Registry) -> Program:
+def make_program(run: Run) -> Program:
     """Build model, optimizer, data set and cluster from their plugins.
 
     Raises:
         ConfigError: a plugin refuses its settings, or a pattern of names matches nothing.
     """
-    dtype: torch.dtype = getattr(torch, run.trainer.dtype)
+    config = run.config
+    dtype: torch.dtype = getattr(torch, config.trainer.dtype)
 
     def build() -> nn.Module:
-        model = cast(nn.Module, make_choice(registry, "model", run.model))
+        model: nn.Module = run.make("model")
         return model.to(dtype).train()
 
-    made = deferred(build, run.trainer.seed)
-    _check_patterns(run, made.model)
-    make_optimizer = cast(OptimizerFactory, make_choice(registry, "optimizer", run.optimizer))
-    mesh = Placement.grid(run.mesh, run.axes)
-    make_cluster = cast(ClusterFactory, make_choice(registry, "cluster", run.cluster))
+    made = deferred(build, config.trainer.seed)
+    _check_patterns(config, made.model)
+    make_optimizer: OptimizerFactory = run.make("optimizer")
+    mesh = Placement.grid(config.mesh, config.axes)
+    make_cluster: ClusterFactory = run.make("cluster")
     return Program(
         dtype=dtype,
         made=made,
         model=made.model,
         make_optimizer=make_optimizer,
         optimizer=optimizer_over(make_optimizer, made.model),
-        data=cast(Dataset, make_choice(registry, "data", run.data)),
+        data=run.make("data"),
         mesh=mesh,
         cluster=make_cluster(mesh.size),
     )
 
 
-def _check_patterns(run: RunConfig, model: nn.Module) -> None:
+def _check_patterns(config: RunConfig, model: nn.Module) -> None:
     """Check the patterns of parameters that would be ignored if they matched nothing.
 
     Raises:
         ConfigError: one matches no parameter.
     """
     names = [name for name, _ in model.named_parameters()]
-    apart = run.compile.passes.accumulate_apart
-    check_patterns("compile.regather", run.compile.regather, names, "parameter")
+    apart = config.compile.passes.accumulate_apart
+    check_patterns("compile.regather", config.compile.regather, names, "parameter")
     check_patterns("compile.passes.accumulate_apart", apart, names, "parameter")
-
-
-def make_choice(registry: Registry, kind: str, choice: Choice) -> object:
-    """Return what the plugin makes that a group of the config names."""
-    return registry.make(kind, choice.name, choice.settings)
 
 
 class Twin:
@@ -121,10 +117,10 @@ class Twin:
     A micro-batch at a time, as batch norm sees it, with the random numbers of the plan.
     """
 
-    def __init__(self, program: Program, run: RunConfig) -> None:
+    def __init__(self, program: Program, settings: TrainerConfig) -> None:
         self.model = program.made.whole_model()
         self.optimizer = optimizer_over(program.make_optimizer, self.model)
-        self.settings = run.trainer
+        self.settings = settings
         self.losses: list[float] = []
         self.found: list[float] = []
 

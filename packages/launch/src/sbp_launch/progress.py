@@ -19,31 +19,17 @@ from rich.progress import (
 )
 
 
-class Stages:
-    """Say what a start is at, and how long each part took.
-
-    Args:
-        console: Where to; None for nowhere.
-    """
-
-    def __init__(self, console: Console | None = None) -> None:
-        self.console = console
-
-    @contextmanager
-    def of(self, what: str) -> Iterator[None]:
-        """Print `what`, and the seconds of the block behind it, on one line."""
-        began = time.perf_counter()
-        self._print(f"{what} ...", end="")
-        try:
-            yield
-        except BaseException:
-            self._print("")
-            raise
-        self._print(f" {time.perf_counter() - began:.1f} s")
-
-    def _print(self, text: str, end: str = "\n") -> None:
-        if self.console is not None:
-            self.console.print(text, end=end, highlight=False)
+@contextmanager
+def timed(console: Console, what: str) -> Iterator[None]:
+    """Print `what`, and the seconds of the block behind it, on one line."""
+    began = time.perf_counter()
+    console.print(f"{what} ...", end="", highlight=False)
+    try:
+        yield
+    except BaseException:
+        console.print("")
+        raise
+    console.print(f" {time.perf_counter() - began:.1f} s", highlight=False)
 
 
 class StepProgress:

@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 from sbp_core.plugins import Registry
-from sbp_launch.app import App, run
+from sbp_launch.app import run
 from sbp_launch.check import check
-from sbp_launch.config import RunConfig
+from sbp_launch.config import App, RunConfig
 
 
 def _train(config: RunConfig, registry: Registry, run_folder: Path) -> None:

@@ -101,15 +101,21 @@ class RunError(SbpError, RuntimeError):
     """A run that stopped: which rank, which actor, and why."""
 
 
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return the known name most like `name`, or `""` if none is near."""
+    near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
+    return near[0] if near else ""
+
+
 def unknown_name(
     kind: str, name: str, known: Iterable[str], *, where: str | Sequence[str] = ()
 ) -> SbpLookupError:
     """Make the error for an unknown name: the closest match and the whole list."""
     choices = sorted(known)
-    near = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
+    near = nearest(name, choices)
     return SbpLookupError(
         f"no {kind} is called {name!r}",
         where=where,
         accepted=", ".join(choices) or f"none ({kind}: nothing is installed)",
-        todo=f"did you mean {near[0]!r}?" if near else "choose one of these, or install a plugin",
+        todo=f"did you mean {near!r}?" if near else "choose one of these, or install a plugin",
     )

@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 
 from sbp_core.plugins import Registry
-from sbp_launch.app import App, run
+from sbp_launch.app import run
 from sbp_launch.calibrate.config import CalibrateRun, check_calibrate
+from sbp_launch.config import App
 
 
 def _calibrate(config: CalibrateRun, registry: Registry, run_folder: Path) -> None:

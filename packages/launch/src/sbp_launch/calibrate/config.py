@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from sbp_core.errors import ConfigError
-from sbp_core.plugins import Registry, merge_settings, unknown_key
-from sbp_launch.check import choose
+from sbp_core.plugins import Registry, merge_settings
+from sbp_launch.check import choose, refuse_unknown
 from sbp_launch.config import Choice, Composed
 
 #: Kinds of steps that are measured, as `sbp_core.calibration.KINDS` lists them.
@@ -141,19 +141,13 @@ def check_calibrate(composed: Composed, registry: Registry) -> CalibrateRun:
     Raises:
         ConfigError: the backend or a setting is unknown, missing or refused.
     """
-    settings = {name: value for name, value in composed.values.items() if name != "boxing"}
     known = [field.name for field in fields(CalibrateConfig)]
-    for name in settings:
-        if name not in known:
-            raise unknown_key(name, ["boxing", *known], where="the command line")
+    refuse_unknown(composed, ["boxing", *known])
+    settings = {name: value for name, value in composed.values.items() if name != "boxing"}
     choice, backend = choose(composed, registry, "boxing")
     # A backend that chooses a GPU for each process calls that `auto`.
     device = str(getattr(backend, "device", "cpu"))
-    said = [
-        f"the command line: {text}"
-        for text in composed.overrides
-        if text.lstrip("+~").partition("=")[0] in known
-    ]
+    said = [place for name in known for place in composed.said(name)]
     return CalibrateRun(
         boxing=choice,
         device="cuda" if device == "auto" else device,

@@ -5,10 +5,11 @@ an app says `discover().make(kind, name, settings)`. What an object of each kind
 `plugins.kinds`. Nothing here imports torch.
 """
 
+from sbp_core.errors import nearest
 from sbp_core.plugins.discovery import PluginSource, discover
 from sbp_core.plugins.hooks import API_VERSION, KINDS, Factory, hookimpl
 from sbp_core.plugins.registry import ConfigFolder, Entry, Problem, Registry
-from sbp_core.plugins.settings import merge_settings, nearest, unknown_key
+from sbp_core.plugins.settings import merge_settings, unknown_key
 
 __all__ = [
     "API_VERSION",

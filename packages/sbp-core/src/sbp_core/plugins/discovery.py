@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 import pluggy
 
-from sbp_core.errors import SbpError
+from sbp_core.errors import SbpError, nearest
 from sbp_core.plugins.hooks import API_VERSION, KINDS, PROJECT, Factory, HookSpecs
 from sbp_core.plugins.registry import (
     BROKEN,
@@ -31,7 +31,6 @@ from sbp_core.plugins.registry import (
     Problem,
     Registry,
 )
-from sbp_core.plugins.settings import nearest
 
 #: The oldest version of the hooks that still works.
 OLDEST_API_VERSION = 1

@@ -113,7 +113,11 @@ class OptimizerFactory(Protocol):
 
 
 class ClusterFactory(Protocol):
-    """Kind `cluster`: `build(config)` returns the machine, without touching it."""
+    """Kind `cluster`: `build(config)` returns the machine, without touching it.
+
+    Its config has `mesh: tuple[int, ...]`, the ranks along each axis of the mesh, and
+    `axes: tuple[str, ...]`, a name for each.
+    """
 
     def __call__(self, num_devices: int) -> Cluster:
         """Return the cluster profile for that many ranks."""

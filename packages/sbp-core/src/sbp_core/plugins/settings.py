@@ -6,26 +6,24 @@ enums, tuples, lists, mappings, paths, nested dataclasses). Knows no file format
 
 from __future__ import annotations
 
-import difflib
 import re
 import types
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from sbp_core.errors import ConfigError, SbpError
+from sbp_core.errors import ConfigError, SbpError, nearest
 
 T = TypeVar("T")
 
 Where = str | Sequence[str]
 
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Return the known name most like `name`, or `""` if none is near."""
-    near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
-    return near[0] if near else ""
+_UNIONS = (Union, types.UnionType)
+_SEQUENCES = (tuple, list, Sequence)
+_MAPPINGS = (dict, Mapping)
 
 
 def unknown_key(key: str, known: Iterable[str], *, where: Where = ()) -> ConfigError:
@@ -39,12 +37,11 @@ def unknown_key(key: str, known: Iterable[str], *, where: Where = ()) -> ConfigE
     prefix, _, name = key.rpartition(".")
     names = sorted(known)
     near = nearest(name, names)
-    hint = f"{prefix}.{near}" if prefix and near else near
     return ConfigError(
         f"no setting is called {key!r}",
         where=where,
         accepted=", ".join(names) or "no settings",
-        todo=f"did you mean {hint!r}?" if near else "choose one of these",
+        todo=f"did you mean {_join(prefix, near)!r}?" if near else "choose one of these",
     )
 
 
@@ -79,32 +76,20 @@ def merge_settings(
     }
     try:
         return cast("T", config(**values))
-    except ConfigError as error:
-        if not key and not where:
-            raise
-        raise _refused(error, error.what, known, key, where) from error
-    except SbpError as error:
-        raise _refused(error, error.what, known, key, where) from error
-    except (ValueError, TypeError) as error:
-        raise _refused(None, str(error), known, key, where) from error
+    except (SbpError, ValueError, TypeError) as error:
+        raise _refused(error, known, key, where) from error
 
 
-def _refused(
-    error: SbpError | None, what: str, known: Iterable[str], key: str, where: Where
-) -> ConfigError:
+def _refused(error: Exception, known: Iterable[str], key: str, where: Where) -> ConfigError:
     """Say what a config dataclass refused; a message that starts with a field gets its key."""
-    first = re.match(r"\w+", what)
-    named = first is not None and first[0] in set(known)
-    if named:
-        text = _join(key, what)
+    told = error if isinstance(error, SbpError) else SbpError(str(error))
+    first = re.match(r"\w*", told.what)
+    if first and first[0] in known:
+        what = _join(key, told.what)
     else:
-        text = f"{key}: {what}" if key and not what.startswith(f"{key}.") else what
-    places = (where,) if isinstance(where, str) else tuple(where)
-    if error is None:
-        return ConfigError(text, where=places)
-    return ConfigError(
-        text, where=(*places, *error.where), accepted=error.accepted, todo=error.todo
-    )
+        what = f"{key}: {told.what}" if key and not told.what.startswith(f"{key}.") else told.what
+    places = (where,) if isinstance(where, str) else where
+    return ConfigError(what, where=(*places, *told.where), accepted=told.accepted, todo=told.todo)
 
 
 def _type_hints(config: type) -> dict[str, Any]:
@@ -119,120 +104,78 @@ def _join(key: str, name: str) -> str:
     return f"{key}.{name}" if key else str(name)
 
 
-def _wrong_type(key: str, value: object, wanted: str, where: Where) -> ConfigError:
-    return ConfigError(f"{key} is {value!r} ({type(value).__name__})", where=where, accepted=wanted)
-
-
 def _convert(value: object, hint: Any, key: str, where: Where) -> object:
-    """Return `value` as the annotation wants it.
+    """Return `value` as the annotation wants it; one that says nothing takes any value.
 
     Raises:
         ConfigError: it cannot be.
     """
-    origin = get_origin(hint)
-    if hint is Any or hint is object or isinstance(hint, TypeVar):
+    origin, args = get_origin(hint) or hint, get_args(hint)
+    if hint is Any:
         return value
-    if origin in (Union, types.UnionType):
-        return _convert_union(value, get_args(hint), key, where)
-    if origin is Literal:
-        return _convert_literal(value, get_args(hint), key, where)
-    if origin in (tuple, list, Sequence) or hint in (tuple, list):
-        return _convert_sequence(value, hint, key, where)
-    if origin in (dict, Mapping) or hint is dict:
-        return _convert_mapping(value, hint, key, where)
-    if isinstance(hint, type):
-        return _convert_plain(value, hint, key, where)
-    return value
-
-
-def _convert_union(value: object, choices: tuple[Any, ...], key: str, where: Where) -> object:
-    if value is None and types.NoneType in choices:
-        return None
-    real = [choice for choice in choices if choice is not types.NoneType]
-    if len(real) == 1:
-        return _convert(value, real[0], key, where)
-    for choice in real:
-        if type(value) is choice:
-            return value
-    for choice in real:
-        try:
-            return _convert(value, choice, key, where)
-        except ConfigError:
-            continue
-    raise _wrong_type(key, value, " or ".join(_describe(choice) for choice in choices), where)
-
-
-def _convert_literal(value: object, choices: tuple[Any, ...], key: str, where: Where) -> object:
-    for choice in choices:
-        if value == choice and type(value) is type(choice):
-            return choice
-    near = nearest(str(value), map(str, choices))
+    if origin in _UNIONS:
+        real = [choice for choice in args if choice is not types.NoneType]
+        if value is not None and len(real) == 1:
+            return _convert(value, real[0], key, where)
+        # The exact type goes first: `float | int` keeps an integer.
+        for choice in sorted(args, key=lambda choice: type(value) is not choice):
+            with suppress(ConfigError):
+                return _convert(value, choice, key, where)
+    elif origin is Literal:
+        return _choose(value, args, key, where)
+    elif origin in _SEQUENCES:
+        each = origin is not tuple or not args or args[-1] is Ellipsis
+        if isinstance(value, list | tuple) and (each or len(args) == len(value)):
+            hints = (args or (Any,))[:1] * len(value) if each else args
+            items = [
+                _convert(item, kind, f"{key}[{index}]", where)
+                for index, (item, kind) in enumerate(zip(value, hints, strict=True))
+            ]
+            return items if origin is list else tuple(items)
+    elif origin in _MAPPINGS:
+        if isinstance(value, Mapping):
+            of_key, of_value = args or (Any, Any)
+            return {
+                _convert(name, of_key, f"{key}: the name {name!r}", where): _convert(
+                    item, of_value, _join(key, name), where
+                )
+                for name, item in value.items()
+            }
+    elif not isinstance(hint, type):
+        return value
+    elif issubclass(hint, Enum):
+        return _choose(value, tuple(hint), key, where)
+    elif is_dataclass(hint) and isinstance(value, Mapping):
+        return merge_settings(hint, value, key=key, where=where)
+    elif issubclass(hint, Path) and isinstance(value, str):
+        return hint(value)
+    elif hint is float and type(value) is int:
+        return float(value)
+    # True is an int to Python, but nobody who writes `steps: true` means 1.
+    elif isinstance(value, hint) and not (isinstance(value, bool) and hint is int):
+        return value
     raise ConfigError(
-        f"{key} is {value!r}",
-        where=where,
-        accepted=", ".join(str(choice) or "'' (empty)" for choice in choices),
-        todo=f"did you mean {near!r}?" if near else "choose one of these",
+        f"{key} is {value!r} ({type(value).__name__})", where=where, accepted=_describe(hint)
     )
 
 
-def _convert_sequence(value: object, hint: Any, key: str, where: Where) -> object:
-    origin, args = get_origin(hint) or hint, get_args(hint)
-    if not isinstance(value, list | tuple):
-        raise _wrong_type(key, value, _describe(hint), where)
-    if origin is tuple and args and args[-1] is not Ellipsis:
-        if len(args) != len(value):
-            raise _wrong_type(key, value, _describe(hint), where)
-        kinds = list(args)
-    else:
-        kinds = [args[0] if args else Any] * len(value)
-    items = [
-        _convert(item, kind, f"{key}[{index}]", where)
-        for index, (item, kind) in enumerate(zip(value, kinds, strict=True))
-    ]
-    return items if origin is list else tuple(items)
+def _choose(value: object, choices: Sequence[Any], key: str, where: Where) -> object:
+    """Return the choice that `value` is; a member of an enum has a value and a name, too.
 
-
-def _convert_mapping(value: object, hint: Any, key: str, where: Where) -> object:
-    if not isinstance(value, Mapping):
-        raise _wrong_type(key, value, _describe(hint), where)
-    of_key, of_value = get_args(hint) or (Any, Any)
-    return {
-        _convert(name, of_key, f"{key}: the name {name!r}", where): _convert(
-            item, of_value, _join(key, name), where
-        )
-        for name, item in value.items()
-    }
-
-
-def _convert_plain(value: object, hint: type, key: str, where: Where) -> object:
-    if is_dataclass(hint):
-        if isinstance(value, hint):
-            return value
-        if isinstance(value, Mapping):
-            return merge_settings(hint, value, key=key, where=where)
-        raise _wrong_type(key, value, _describe(hint), where)
-    if issubclass(hint, Enum):
-        return _convert_enum(value, hint, key, where)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if issubclass(hint, Path) and isinstance(value, str):
-        return hint(value)
-    # True is an int to Python, but nobody who writes `steps: true` means 1.
-    if not isinstance(value, hint) or (isinstance(value, bool) and hint in (int, float)):
-        raise _wrong_type(key, value, _describe(hint), where)
-    return value
-
-
-def _convert_enum(value: object, hint: type[Enum], key: str, where: Where) -> Enum:
-    for member in hint:
-        if value is member or value == member.value or value == member.name:
-            return member
-    names = tuple(str(member.value) for member in hint)
+    Raises:
+        ConfigError: it is none of them.
+    """
+    for choice in choices:
+        spellings = (choice, choice.value, choice.name) if isinstance(choice, Enum) else (choice,)
+        # Of the same type, too: True equals 1.
+        if any(value == one and type(value) is type(one) for one in spellings):
+            return choice
+    names = [str(choice.value if isinstance(choice, Enum) else choice) for choice in choices]
     near = nearest(str(value), names)
     raise ConfigError(
         f"{key} is {value!r}",
         where=where,
-        accepted=", ".join(names),
+        accepted=", ".join(name or "'' (empty)" for name in names),
         todo=f"did you mean {near!r}?" if near else "choose one of these",
     )
 
@@ -248,16 +191,16 @@ _PLAIN = {
 
 def _describe(hint: Any) -> str:
     """Say what values an annotation takes, in words."""
-    origin, args = get_origin(hint), get_args(hint)
-    if origin in (Union, types.UnionType):
-        return " or ".join(_describe(choice) for choice in args)
+    origin, args = get_origin(hint) or hint, get_args(hint)
+    if origin in _UNIONS:
+        return " or ".join(map(_describe, args))
     if origin is Literal:
         return " or ".join(map(repr, args))
-    if origin is tuple and args and args[-1] is not Ellipsis:
-        return f"a list of {len(args)}: {', '.join(map(_describe, args))}"
-    if origin in (tuple, list, Sequence) or hint in (tuple, list):
+    if origin in _SEQUENCES:
+        if origin is tuple and args and args[-1] is not Ellipsis:
+            return f"a list of {len(args)}: {', '.join(map(_describe, args))}"
         return f"a list, each {_describe(args[0])}" if args else "a list"
-    if origin in (dict, Mapping) or hint is dict:
+    if origin in _MAPPINGS:
         return f"a mapping, each value {_describe(args[1])}" if args else "a mapping"
     if is_dataclass(hint):
         return f"a mapping with {', '.join(field.name for field in fields(hint))}"

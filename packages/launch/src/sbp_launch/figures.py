@@ -1,0 +1,111 @@
+"""What the steps of a run took, beside what was predicted: time, memory, bytes between ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from statistics import median
+
+from torch import Tensor
+
+from sbp_core.boxing.backend import BoxingBackend
+from sbp_core.compile.physical import PhysicalPlan
+from sbp_core.runtime import Session
+from sbp_core.runtime.contract import Number
+from sbp_core.units import format_bytes, format_seconds
+from sbp_torch.memory.meter import Meter
+
+#: Fewest steps of which a time is told: the first one makes what the others find.
+FEWEST_STEPS = 3
+
+#: Most steps at the beginning whose time does not count: caches fill, memory is touched first.
+MOST_WARM_UP = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Predicted:
+    """What was predicted of a step; None for what was not.
+
+    Args:
+        step_s: Its time, in seconds.
+        peak_bytes: Most bytes that a rank holds at once, of the rank that holds most.
+        sent_bytes: Bytes that all ranks together send.
+    """
+
+    step_s: float | None
+    peak_bytes: int | None
+    sent_bytes: int | None
+
+
+class Gauge:
+    """Runs the steps of a session, and measures them.
+
+    Every step is timed, and what boxing has counted is read. What ranks hold is counted in the
+    first step only, as watching makes every operator call some 50 µs slower.
+
+    Args:
+        plan: What the session runs.
+        backend: Not yet open; the session is started with `self.backend` in its place.
+        counts_memory: Whether operators are called one by one, so that they can be watched.
+    """
+
+    def __init__(self, plan: PhysicalPlan, backend: BoxingBackend, *, counts_memory: bool) -> None:
+        self.plan = plan
+        self.meter = Meter(plan) if counts_memory else None
+        self.backend = self.meter.backend(backend) if self.meter else backend
+        self.step_s: list[float] = []
+        self.sent_bytes = 0
+
+    def step(
+        self, session: Session, batch: Mapping[str, Tensor], scalars: Mapping[str, Number]
+    ) -> Mapping[str, Tensor]:
+        """Run a step and return its outputs; see `Session.step`."""
+        is_first = not self.step_s
+        sent = self._sent_so_far()
+        began = time.perf_counter()
+        with self.meter.watching(session) if self.meter and is_first else nullcontext():
+            outputs = session.step(batch, scalars).outputs
+            # A device may still be at work on it.
+            outputs["loss"].item()
+        self.step_s.append(time.perf_counter() - began)
+        self.sent_bytes += self._sent_so_far() - sent
+        return outputs
+
+    def lines(self, predicted: Predicted) -> list[str]:
+        """Return a line for each figure that was measured, with the prediction behind it."""
+        expected = "" if predicted.step_s is None else format_seconds(predicted.step_s)
+        lines = [_beside(time_text(self.step_s), expected)]
+        if self.meter is not None and self.step_s:
+            peak = max(self.meter.peak(part.rank) for part in self.plan.ranks)
+            expected = "" if predicted.peak_bytes is None else format_bytes(predicted.peak_bytes)
+            text = f"a rank held at most {format_bytes(peak)} (in step 1)"
+            lines.append(_beside(text, expected))
+        # A runtime that moves data by itself leaves the backend closed: nothing is counted.
+        if self.sent_bytes:
+            sent = format_bytes(self.sent_bytes / len(self.step_s))
+            expected = "" if predicted.sent_bytes is None else format_bytes(predicted.sent_bytes)
+            lines.append(_beside(f"the ranks sent {sent} in a step", expected))
+        return lines
+
+    def _sent_so_far(self) -> int:
+        here = self.backend.local_ranks()
+        return sum(self.backend.communicator(rank).sent_bytes for rank in here)
+
+
+def time_text(step_s: Sequence[float]) -> str:
+    """Return how long a step took, of several; the first ones do not count.
+
+    Args:
+        step_s: The time of each step, in seconds.
+    """
+    if len(step_s) < FEWEST_STEPS:
+        return f"too few steps to time one: {len(step_s)} of at least {FEWEST_STEPS}"
+    skipped = min(MOST_WARM_UP, len(step_s) // 2)
+    middle = format_seconds(median(step_s[skipped:]))
+    return f"a step took {middle} (median of steps {skipped + 1}-{len(step_s)})"
+
+
+def _beside(measured: str, predicted: str) -> str:
+    return f"{measured}; predicted {predicted}" if predicted else measured

@@ -1,0 +1,58 @@
+"""One run as a value, made once: what was chosen, the plugins that make it, where it speaks.
+
+    program -> planned -> session -> steps -> evaluation -> summary
+
+Each stage of `trainer` takes it, and what the stages before have made.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from sbp_core.plugins import Registry
+from sbp_launch.config import RunConfig
+from sbp_launch.progress import timed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What every stage of a run needs.
+
+    Args:
+        config: What was chosen, checked.
+        registry: The plugins.
+        folder: Where it keeps what it leaves; a run that only plans leaves nothing.
+        console: Where it prints; nowhere by default.
+    """
+
+    config: RunConfig
+    registry: Registry
+    folder: Path = Path()
+    console: Console = field(default_factory=lambda: Console(quiet=True))
+
+    def make(self, kind: str) -> Any:
+        """Return what the plugin makes that a group of the config names: see `plugins.kinds`."""
+        choice = getattr(self.config, kind)
+        return self.registry.make(kind, choice.name, choice.settings)
+
+    def stage(self, what: str) -> AbstractContextManager[None]:
+        """Print what the run is at, and the seconds of the `with` block behind it."""
+        return timed(self.console, what)
+
+    def say(self, lines: Iterable[str]) -> None:
+        """Print lines as they are."""
+        for line in lines:
+            self.console.print(line, highlight=False)
+
+
+def make_console() -> Console:
+    """Return the console of a run; lines for files and pipes have 100 characters."""
+    width = None if sys.stdout.isatty() else 100
+    return Console(width=width)

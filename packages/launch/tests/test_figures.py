@@ -1,0 +1,111 @@
+"""What steps took beside what was predicted: which steps count, and what is said of too few."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from trainable import planned, registry, run_config, run_of
+
+from sbp_core.boxing.backend import BoxingBackend
+from sbp_core.runtime import StepResult
+from sbp_core.units import format_bytes
+from sbp_launch import trainer
+from sbp_launch.figures import Gauge, Predicted, time_text
+from sbp_launch.program import make_program
+from sbp_torch.boxing.local import LocalBackend
+from sbp_torch.capture import scalar_values
+from sbp_torch.memory import predict
+from sbp_torch.runtime.configs import ReferenceConfig
+from sbp_torch.runtime.reference import ReferenceRuntime, ReferenceSession
+
+NOTHING = Predicted(step_s=None, peak_bytes=None, sent_bytes=None)
+
+
+@pytest.mark.parametrize(
+    ("step_s", "text"),
+    [
+        ([9.0, 0.1, 0.3], "a step took 200 ms (median of steps 2-3)"),
+        ([9.0] * 4 + [0.3, 0.1, 0.2, 5.0], "a step took 250 ms (median of steps 5-8)"),
+        ([9.0] * 10 + [0.1] * 290, "a step took 100 ms (median of steps 11-300)"),
+    ],
+)
+def test_the_time_of_a_step_is_the_median_without_the_first_ones(
+    step_s: list[float], text: str
+) -> None:
+    assert time_text(step_s) == text
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_of_fewer_than_three_steps_no_time_is_told(count: int) -> None:
+    assert time_text([1.0] * count) == f"too few steps to time one: {count} of at least 3"
+
+
+@pytest.mark.parametrize("counts_memory", [True, False])
+def test_memory_is_counted_in_the_first_step_alone_if_at_all(
+    counts_memory: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program, found = make_program(run_of(run_config())), planned()
+    states = program.made.states(program.optimizer)
+    scalars = {**scalar_values(program.model, program.optimizer), "seed": 0}
+    gauge = Gauge(found.plan, LocalBackend(), counts_memory=counts_memory)
+    runtime = ReferenceRuntime(ReferenceConfig())
+    step, watched = ReferenceSession.step, []
+
+    def noted(self, batch, scalars):
+        watched.append("watch" in vars(self))
+        return step(self, batch, scalars)
+
+    monkeypatch.setattr(ReferenceSession, "step", noted)
+
+    with runtime.start(found.plan, states, gauge.backend) as session:
+        for index in range(3):
+            gauge.step(session, program.batch(index, 4), {**scalars, "step": index})
+
+    peak = max(rank.peak for rank in predict(found.plan).ranks.values())
+    held = [f"a rank held at most {format_bytes(peak)} (in step 1)"] if counts_memory else []
+    assert watched == [counts_memory, False, False]
+    assert gauge.lines(NOTHING)[1:] == held
+
+
+class Sending:
+    """A session in whose step n the first rank sends 1000 n bytes."""
+
+    def __init__(self, backend: BoxingBackend) -> None:
+        self.backend, self.steps = backend, 0
+
+    def step(self, batch: object, scalars: object) -> StepResult:
+        self.steps += 1
+        self.backend.communicator(0).sent_bytes += 1000 * self.steps
+        return StepResult(outputs={"loss": torch.tensor(1.0)})
+
+
+def test_the_bytes_of_a_step_are_the_mean_of_what_boxing_has_counted_meanwhile() -> None:
+    backend = LocalBackend()
+    backend.open([0, 1])
+    backend.communicator(1).sent_bytes = 77
+    gauge = Gauge(planned().plan, backend, counts_memory=False)
+    session = Sending(backend)
+
+    for _ in range(3):
+        gauge.step(session, {}, {})
+
+    line = gauge.lines(replace(NOTHING, sent_bytes=1900))[1]
+    assert line == "the ranks sent 2000 B in a step; predicted 1900 B"
+
+
+def test_what_was_predicted_stands_behind_what_was_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer.train(run_config(), registry(), tmp_path)
+
+    out = capsys.readouterr().out
+    assert re.search(r"a step took \S+ m?s \(median of steps 2-3\); predicted \S+ [mµ]?s\n", out)
+    peak = re.search(r"a rank held at most (.*) \(in step 1\); predicted (.*)\n", out)
+    assert peak is not None
+    assert peak[1] == peak[2]
+    # The reference runtime moves everything by itself.
+    assert "the ranks sent" not in out
