@@ -19,8 +19,8 @@ from typing import Any
 # `python integration/signatures/canonical.py` is to find the package too.
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from sbp_core.graph.ir import TensorType
-from sbp_core.graph.serialize import argument_from_json, argument_to_json
+from sbp_core.graph.ir import Argument, TensorType
+from sbp_core.serialize import dump, load
 from sbp_core.signatures import OpCall, derive
 from sbp_torch.signatures.torch_call import call_of
 from signatures.store import Calls
@@ -36,8 +36,8 @@ def read(file: Path = FILE) -> Iterator[OpCall]:
     for op, value in json.loads(file.read_text("utf-8")).items():
         yield OpCall(
             op=op,
-            args=argument_from_json(value["args"]),
-            kwargs={key: argument_from_json(part) for key, part in value["kwargs"].items()},
+            args=load(value["args"], tuple[Argument, ...]),
+            kwargs=load(value["kwargs"], dict[str, Argument]),
             inputs=tuple(TensorType(tuple(shape), dtype) for dtype, shape in value["inputs"]),
             tensor_names=tuple(f"input{index}" for index in range(len(value["inputs"]))),
             outputs=tuple(TensorType(tuple(shape), dtype) for dtype, shape in value["outputs"]),
@@ -48,8 +48,8 @@ def read(file: Path = FILE) -> Iterator[OpCall]:
 
 def _json(call: OpCall) -> dict[str, Any]:
     return {
-        "args": argument_to_json(call.args),
-        "kwargs": {key: argument_to_json(part) for key, part in call.kwargs.items()},
+        "args": dump(call.args, tuple[Argument, ...]),
+        "kwargs": dump(dict(call.kwargs), dict[str, Argument]),
         "inputs": [[entry.dtype, list(entry.shape)] for entry in call.inputs],
         "outputs": [[entry.dtype, list(entry.shape)] for entry in call.outputs],
         "tags": list(call.tags),

@@ -133,7 +133,7 @@ def test_a_mesh_is_checked_as_that_of_any_cluster(file: str) -> None:
         (None, "cannot be read"),
         ("{", "no JSON"),
         ("{}", "no cluster file"),
-        ('{"format": "sbp-cluster", "version": 99}', "version 99"),
+        ('{"format": "sbp-cluster", "version": 99}', "its version is 99"),
     ],
 )
 def test_a_file_that_is_none_is_refused(tmp_path: Path, text: str | None, says: str) -> None:

@@ -28,6 +28,7 @@ from sbp_core.calibration.curve import fit_curve, through
 from sbp_core.calibration.nonnegative import solve
 from sbp_core.calibration.structure import volumes
 from sbp_core.errors import SbpError, SbpLookupError, SbpValueError
+from sbp_core.serialize import dump, load
 
 quick = settings(derandomize=True, deadline=None, max_examples=60)
 
@@ -344,7 +345,7 @@ def test_a_calibration_of_nothing_or_of_two_backends_is_refused() -> None:
 def test_a_calibration_survives_json() -> None:
     calibration = calibrate(made_up(0.05, sizes=SIZES[::3]))
 
-    restored = Calibration.from_json(json.loads(json.dumps(calibration.to_json())))
+    restored = load(json.loads(json.dumps(dump(calibration, Calibration))), Calibration)
 
     assert restored == calibration
     assert restored.time_s("all-reduce", 8, 1, 5e5) == calibration.time_s("all-reduce", 8, 1, 5e5)

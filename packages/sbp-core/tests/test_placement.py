@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from sbp_core.errors import SbpValueError
 from sbp_core.placement import Cluster, Device, Link, Placement
+from sbp_core.serialize import dump, load
 
 quick = settings(derandomize=True, deadline=None, max_examples=80)
 
@@ -81,7 +82,7 @@ def test_submeshes_of_an_axis_partition_the_ranks(placement: Placement) -> None:
 @given(placements())
 def test_placements_survive_text_json_and_pickling(placement: Placement) -> None:
     assert eval(repr(placement), {"Placement": Placement}) == placement
-    assert Placement.from_json(json.loads(json.dumps(placement.to_json()))) == placement
+    assert load(json.loads(json.dumps(dump(placement, Placement))), Placement) == placement
     restored = pickle.loads(pickle.dumps(placement))
     assert restored == placement
     assert hash(restored) == hash(placement)

@@ -57,7 +57,7 @@ def test_a_saved_strategy_has_one_line_for_each_op(tmp_path):
     strategy().save(path)
 
     lines = path.read_text(encoding="utf-8").splitlines()
-    assert '  "mm": [0, ["S(0), B", "B, S(1)"], ["S(0), S(1)"]],' in lines
+    assert '    "mm": "(S(0), B) (B, S(1)) -> (S(0), S(1)) @0",' in lines
 
 
 def test_a_strategy_without_nodes_can_be_saved(tmp_path):
@@ -75,12 +75,45 @@ def test_ranks_are_those_of_all_stages_in_order():
 
 
 def test_another_format_is_refused():
-    value = {**strategy().to_json(), "format": 99}
+    value = {**strategy().to_json(), "version": 99}
 
-    with pytest.raises(SbpValueError, match="format 99") as caught:
+    with pytest.raises(SbpValueError, match="version is 99") as caught:
         Strategy.from_json(value)
 
-    assert "format 1" in caught.value.accepted
+    assert caught.value.accepted == '"version": 2'
+
+
+def test_a_decision_on_a_stage_that_is_not_there_is_refused():
+    value = strategy().to_json()
+    value["storage"]["w"] = "(B, S(1)) @1"
+
+    with pytest.raises(SbpValueError, match="w is on stage 1 of 1") as caught:
+        Strategy.from_json(value)
+
+    assert caught.value.accepted == "@0 to @0"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("(B", "without their ends"),
+        ("B", "outside of parentheses"),
+        ("(B) (B)", "no nd-SBP"),
+        ("(S(99999999999))", "no SBP value"),
+        ("(B) @one", "'one' is no stage"),
+        ("(B) @" + "1" * 5000, "no stage"),
+        (")" * 10000, "outside of parentheses"),
+        ("(" * 10000, "without their ends"),
+        (3, "storage.w is 3"),
+        (None, "storage.w is null"),
+    ],
+)
+def test_a_decision_that_cannot_be_read_is_refused(text, says):
+    value = strategy().to_json()
+    value["storage"]["w"] = text
+
+    with pytest.raises(SbpValueError, match=says):
+        Strategy.from_json(value)
 
 
 @pytest.mark.parametrize("in_flight", [(), (1, 1), (0,)])

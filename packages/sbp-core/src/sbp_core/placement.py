@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from sbp_core.errors import SbpValueError
+from sbp_core.serialize import Form
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,12 +25,14 @@ Nested = int | Sequence["Nested"]
 
 def _flatten(nested: Nested) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return (mesh shape, ranks in row-major order) of a nested list of ranks."""
-    if isinstance(nested, int):
+    if type(nested) is int:
         return (), (nested,)
-    parts = [_flatten(part) for part in nested]
+    # A text is a sequence of texts, without end.
+    nests = isinstance(nested, Sequence) and not isinstance(nested, str | bytes)
+    parts = [_flatten(part) for part in cast("Sequence[Nested]", nested)] if nests else []
     if not parts or any(shape != parts[0][0] for shape, _ in parts):
         raise SbpValueError(
-            f"the ranks {nested!r} are no rectangular mesh",
+            f"the ranks {str(nested)[:60]} are no rectangular mesh",
             accepted="nested lists of equal length, such as [[0, 1], [2, 3]]",
         )
     return (len(parts), *parts[0][0]), tuple(rank for _, ranks in parts for rank in ranks)
@@ -56,7 +59,8 @@ class Placement:
     def __init__(
         self, ranks: Sequence[Nested], axes: Sequence[str] | None = None, device: str = "cpu"
     ) -> None:
-        shape, flat = _flatten(ranks)
+        # A rank alone, as a file may have it, is no mesh.
+        shape, flat = _flatten(ranks if isinstance(ranks, Sequence) else [])
         names = tuple(axes) if axes is not None else tuple(f"axis{i}" for i in range(len(shape)))
         if len(set(flat)) != len(flat) or any(rank < 0 for rank in flat):
             raise SbpValueError(
@@ -173,17 +177,26 @@ class Placement:
         assert not isinstance(nested, int), "a mesh has at least one axis"
         return Placement(nested, names or ("rank",), self.device)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON value that `from_json` reads."""
-        return {"ranks": self.ranks, "axes": list(self.axes), "device": self.device}
-
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Placement:
-        """Read what `to_json` wrote."""
-        return cls(value["ranks"], value["axes"], value["device"])
+    def json_form(cls) -> Form:
+        """Return what is written of it: what it is made of."""
+        return Form(
+            _MadeOf,
+            lambda self: _MadeOf(ranks=self.ranks, axes=self.axes, device=self.device),
+            lambda parts: cls(parts.ranks, parts.axes, parts.device),
+        )
 
     def __repr__(self) -> str:
         return f"Placement(ranks={self.ranks!r}, axes={self.axes!r}, device={self.device!r})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _MadeOf:
+    """What files say of a placement."""
+
+    ranks: Any
+    axes: tuple[str, ...]
+    device: str
 
 
 @lru_cache(maxsize=1024)

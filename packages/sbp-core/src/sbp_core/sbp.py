@@ -16,6 +16,7 @@ from itertools import product
 from typing import overload
 
 from sbp_core.errors import SbpTypeError, SbpValueError
+from sbp_core.serialize import Form
 
 #: The reductions that a partial value may stand for.
 REDUCTIONS = ("sum", "max", "min")
@@ -75,7 +76,7 @@ B = Broadcast()
 P = Partial()
 
 _ENTRY = re.compile(
-    r"""\s*(?:S\(\s*(?P<dim>\d+)\s*\)|(?P<b>B)|P(?:\(\s*["']?(?P<red>\w+)["']?\s*\))?)\s*"""
+    r"""\s*(?:S\(\s*(?P<dim>\d{1,9})\s*\)|(?P<b>B)|P(?:\(\s*["']?(?P<red>\w+)["']?\s*\))?)\s*"""
 )
 
 
@@ -125,6 +126,11 @@ class NdSbp(tuple[Sbp, ...]):
         if inner.startswith("(") and inner.endswith(")"):
             inner = inner[1:-1]
         return cls(*(parse_sbp(entry) for entry in inner.split(",") if entry.strip()))
+
+    @classmethod
+    def json_form(cls) -> Form:
+        """Return what is written of it: its text."""
+        return Form(str, str, cls.parse)
 
     def replace(self, axis: int, entry: Sbp) -> NdSbp:
         """Return a copy with another entry on one mesh axis."""

@@ -2,12 +2,18 @@
 
 A `Strategy` is a value, readable and editable as a file. It says nothing about how it was found
 beyond `report`, and nothing about how it is run. Imports no torch.
+
+In files, a decision on an op or a state is a text as errors print it, with its stage:
+
+>>> Assignment.parse("(S(0), B) (B, S(1)) -> (S(0), S(1)) @1").signature.outputs
+(NdSbp(S(0), S(1)),)
+>>> str(Storage.parse("(B, S(1))"))
+'(B, S(1)) @0'
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -16,8 +22,7 @@ from typing import Any
 from sbp_core.errors import SbpValueError
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp
-
-FORMAT = 1
+from sbp_core.serialize import Document, Form
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +39,21 @@ class Signature:
     def __str__(self) -> str:
         left = " ".join(f"({sbp})" for sbp in self.inputs)
         right = " ".join(f"({sbp})" for sbp in self.outputs)
-        return f"{left} -> {right}"
+        return f"{left} -> {right}".strip()
+
+    @classmethod
+    def parse(cls, text: str) -> Signature:
+        """Read the text of a signature.
+
+        Raises:
+            SbpValueError: it is none.
+        """
+        left, arrow, right = text.partition("->")
+        if not arrow:
+            raise SbpValueError(
+                f"{text!r} is no signature", accepted="such as (S(0), B) (B, B) -> (S(0), B)"
+            )
+        return cls(tuple(_parsed(left)), tuple(_parsed(right)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +63,24 @@ class Assignment:
     stage: int
     signature: Signature
 
+    def __str__(self) -> str:
+        return f"{self.signature} @{self.stage}"
+
+    @classmethod
+    def parse(cls, text: str) -> Assignment:
+        """Read the text of an assignment; the stage is 0 if it names none.
+
+        Raises:
+            SbpValueError: it is none.
+        """
+        rest, stage = _staged(text)
+        return cls(stage=stage, signature=Signature.parse(rest))
+
+    @classmethod
+    def json_form(cls) -> Form:
+        """Return what is written of it: its text."""
+        return Form(str, str, cls.parse)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Storage:
@@ -51,6 +88,63 @@ class Storage:
 
     stage: int
     sbp: NdSbp
+
+    def __str__(self) -> str:
+        return f"({self.sbp}) @{self.stage}"
+
+    @classmethod
+    def parse(cls, text: str) -> Storage:
+        """Read the text of a storage; the stage is 0 if it names none.
+
+        Raises:
+            SbpValueError: it is none.
+        """
+        rest, stage = _staged(text)
+        found = list(_parsed(rest))
+        if len(found) != 1:
+            raise SbpValueError(f"{rest!r} is no nd-SBP", accepted="such as (S(0), B)")
+        return cls(stage=stage, sbp=found[0])
+
+    @classmethod
+    def json_form(cls) -> Form:
+        """Return what is written of it: its text."""
+        return Form(str, str, cls.parse)
+
+
+def _staged(text: str) -> tuple[str, int]:
+    """Return the text of a decision without its stage, and the stage.
+
+    Raises:
+        SbpValueError: what stands behind the `@` is no stage.
+    """
+    rest, at, stage = text.rpartition("@")
+    if not at:
+        return text.strip(), 0
+    digits = stage.strip()
+    if not (digits.isascii() and digits.isdigit() and len(digits) < 10):
+        raise SbpValueError(f"{digits!r} is no stage", accepted="@0, @1, ...")
+    return rest.strip(), int(digits)
+
+
+def _parsed(text: str) -> Iterator[NdSbp]:
+    """Yield the nd-SBPs of a text such as `(S(0), B) (B, B)`.
+
+    Raises:
+        SbpValueError: something else stands in it.
+    """
+    depth, start = 0, 0
+    for index, letter in enumerate(text):
+        if letter == "(":
+            start = index if depth == 0 else start
+            depth += 1
+        elif letter == ")" and depth > 0:
+            depth -= 1
+            if depth == 0:
+                yield NdSbp.parse(text[start + 1 : index])
+        elif depth == 0 and not letter.isspace():
+            raise SbpValueError(f"{text!r} stands outside of parentheses", accepted="(S(0), B)")
+    if depth:
+        raise SbpValueError(f"{text!r} has parentheses without their ends", accepted="(S(0), B)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,25 +156,25 @@ class Strategy:
         graph_hash: Hash of the graph it was made for.
         stages: Placement of each stage.
         num_micro_batches: Micro-batches of one step.
-        nodes: Stage and signature of every node that computes tensors.
-        storage: Stage and SBP of every tensor input.
         in_flight: For each stage, how many micro-batches may be between its forward and its
             backward: `num_micro_batches` everywhere is GPipe, `num_stages - stage` is 1F1B.
-        report: What the planner predicts and why it chose so; plain JSON values, SI base units.
         regather: Patterns (`*`, `?`) of the parameters that are boxed anew for the backward phase;
             the boxed copy of any other one lives from its forward use to its last backward use.
             `("*",)` is ZeRO-3 as it was published, `()` keeps all copies.
+        report: What the planner predicts and why it chose so; plain JSON values, SI base units.
+        storage: Stage and SBP of every tensor input.
+        nodes: Stage and signature of every node that computes tensors.
     """
 
     planner: str
     graph_hash: str
     stages: tuple[Placement, ...]
     num_micro_batches: int
-    nodes: Mapping[str, Assignment]
-    storage: Mapping[str, Storage]
     in_flight: tuple[int, ...]
-    report: Mapping[str, Any] = field(default_factory=dict)
     regather: tuple[str, ...] = ("*",)
+    report: Mapping[str, Any] = field(default_factory=dict)
+    storage: Mapping[str, Storage]
+    nodes: Mapping[str, Assignment]
 
     def __post_init__(self) -> None:
         if len(self.in_flight) != len(self.stages) or min(self.in_flight, default=1) < 1:
@@ -102,79 +196,54 @@ class Strategy:
         """All ranks of all stages, sorted."""
         return tuple(sorted({rank for stage in self.stages for rank in stage.rank_list}))
 
+    def on_its_stages(self, where: str = "") -> Strategy:
+        """Return it, if every decision is on a stage that there is.
+
+        Args:
+            where: The file that it comes from, for the message.
+
+        Raises:
+            SbpValueError: one is not.
+        """
+        count = len(self.stages)
+        for section, entries in (("storage", self.storage), ("nodes", self.nodes)):
+            for name, entry in entries.items():
+                if not 0 <= entry.stage < count:
+                    raise SbpValueError(
+                        f"{section}: {name} is on stage {entry.stage} of {count}",
+                        where=where,
+                        accepted=f"@0 to @{count - 1}",
+                    )
+        return self
+
     def to_json(self) -> dict[str, Any]:
         """Return a JSON value that `from_json` reads."""
-        return {
-            "format": FORMAT,
-            "planner": self.planner,
-            "graph_hash": self.graph_hash,
-            "stages": [stage.to_json() for stage in self.stages],
-            "num_micro_batches": self.num_micro_batches,
-            "in_flight": list(self.in_flight),
-            "regather": list(self.regather),
-            "storage": {
-                name: [entry.stage, str(entry.sbp)] for name, entry in self.storage.items()
-            },
-            "nodes": {
-                name: [
-                    entry.stage,
-                    [str(sbp) for sbp in entry.signature.inputs],
-                    [str(sbp) for sbp in entry.signature.outputs],
-                ]
-                for name, entry in self.nodes.items()
-            },
-            "report": dict(self.report),
-        }
+        return STRATEGY.dump(self)
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Strategy:
+    def from_json(cls, value: object) -> Strategy:
         """Read what `to_json` wrote.
 
         Raises:
-            SbpValueError: the format is another one, or an SBP cannot be read.
+            SbpValueError: it is no strategy, or was written by another version.
         """
-        if value.get("format") != FORMAT:
-            raise SbpValueError(
-                f"a strategy of format {value.get('format')!r}",
-                accepted=f"format {FORMAT}",
-                todo="plan again with this version",
-            )
-
-        def signature(inputs: list[str], outputs: list[str]) -> Signature:
-            return Signature(tuple(map(NdSbp.parse, inputs)), tuple(map(NdSbp.parse, outputs)))
-
-        return cls(
-            planner=value["planner"],
-            graph_hash=value["graph_hash"],
-            stages=tuple(Placement.from_json(stage) for stage in value["stages"]),
-            num_micro_batches=value["num_micro_batches"],
-            in_flight=tuple(value["in_flight"]),
-            regather=tuple(value.get("regather", ("*",))),
-            storage={
-                name: Storage(stage=stage, sbp=NdSbp.parse(sbp))
-                for name, (stage, sbp) in value["storage"].items()
-            },
-            nodes={
-                name: Assignment(stage=stage, signature=signature(inputs, outputs))
-                for name, (stage, inputs, outputs) in value["nodes"].items()
-            },
-            report=value["report"],
-        )
+        return STRATEGY.load(value).on_its_stages()
 
     def save(self, path: Path) -> None:
         """Write the strategy as JSON, one line an op, for people to read and edit."""
-        value = self.to_json()
-        lines = ["{"]
-        for key, entry in value.items():
-            if isinstance(entry, dict) and entry:
-                inner = ",\n".join(f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in entry.items())
-                lines.append(f"{json.dumps(key)}: {{\n{inner}\n}},")
-            else:
-                lines.append(f"{json.dumps(key)}: {json.dumps(entry)},")
-        lines[-1] = lines[-1].rstrip(",")
-        path.write_text("\n".join([*lines, "}"]) + "\n", encoding="utf-8")
+        STRATEGY.write(self, path)
 
     @classmethod
     def load(cls, path: Path) -> Strategy:
-        """Read a file that `save` wrote."""
-        return cls.from_json(json.loads(path.read_text(encoding="utf-8")))
+        """Read a file that `save` wrote.
+
+        Raises:
+            SbpValueError: there is none, or see `from_json`.
+        """
+        return STRATEGY.read(path).on_its_stages(where=str(path))
+
+
+#: The file of a strategy.
+STRATEGY = Document(
+    kind=Strategy, format="sbp-strategy", version=2, todo="plan again with this version"
+)

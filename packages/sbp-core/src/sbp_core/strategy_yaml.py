@@ -37,8 +37,6 @@ stages:
   device: cpu
 num_micro_batches: 1
 in_flight: [1]
-regather: ['*']
-report: {}
 storage:
   layers.0.w: (B)
 nodes:
@@ -53,26 +51,36 @@ True
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from sbp_core.errors import SbpError, SbpLookupError, SbpValueError, unknown_name
+from sbp_core import serialize
+from sbp_core.errors import SbpLookupError, SbpValueError, unknown_name
 from sbp_core.graph.ir import LogicalGraph, TensorType
-from sbp_core.sbp import NdSbp
-from sbp_core.strategy import FORMAT, Strategy
+from sbp_core.serialize import shown
+from sbp_core.strategy import Strategy
 
 #: The module of operators that no module called.
 ROOT = "(root)"
 
-_GROUP = re.compile(r"\(((?:[^()]|\([^()]*\))*)\)")
-_BRACES = re.compile(r"\{(\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)\}")
-_STAGE = re.compile(r"^(.*?)\s*@\s*(\d+)$", re.DOTALL)
+_BRACES = re.compile(r"\{(\d{1,9}(?:-\d{1,9})?(?:,\d{1,9}(?:-\d{1,9})?)*)\}", re.ASCII)
 
 #: Written before a name that holds characters of patterns, and is meant as it stands.
 _AS_IT_STANDS = "="
 _SPECIAL = re.compile(r"[{}*?\[\]=]")
+
+#: Names that a section may decide on, where no graph says which there are.
+_MOST_NAMES = 100_000
+
+#: Ranges in one name.
+_MOST_RANGES = 8
+
+#: What PyYAML passes on of values that it cannot make.
+_OF_PYYAML = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
+
+_TODO = "see the docstring of sbp_core.strategy_yaml"
 
 
 def to_yaml(strategy: Strategy) -> str:
@@ -81,13 +89,13 @@ def to_yaml(strategy: Strategy) -> str:
     Raises:
         SbpLookupError: PyYAML is not installed.
     """
-    value = strategy.to_json()
-    value.pop("format")
-    staged = len(strategy.stages) > 1
-    storage, nodes = value.pop("storage"), value.pop("nodes")
-    value["storage"] = _grouped({name: _text(entry, staged) for name, entry in storage.items()})
-    sections: dict[str, dict[str, Any]] = {}
-    for name, entry in _grouped({n: _text(part, staged) for n, part in nodes.items()}).items():
+    value = serialize.dump(strategy, Strategy)
+    # With one stage, everything is on it.
+    end = " @0" if len(strategy.stages) == 1 else ""
+    for key in ("storage", "nodes"):
+        value[key] = _grouped({n: text.removesuffix(end) for n, text in value[key].items()})
+    sections: dict[str, dict[str, str]] = {}
+    for name, entry in value["nodes"].items():
         module, _, op = name.rpartition(".")
         sections.setdefault(module or ROOT, {})[op] = entry
     value["nodes"] = sections
@@ -105,35 +113,23 @@ def from_yaml(text: str, graph: LogicalGraph | None = None) -> Strategy:
 
     Raises:
         SbpValueError: the text is no strategy; names the line or the entry.
-        SbpLookupError: a key, or a name of the graph, is unknown (with the closest match);
-            something of the graph is not decided; PyYAML is not installed.
+        SbpLookupError: a name of the graph is unknown (with the closest match); PyYAML is not
+            installed.
     """
-    yaml = _pyyaml()
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise SbpValueError(f"this is no YAML: {error}") from error
-    _check_keys(value)
-    stages = len(value["stages"])
-    storage = _flat("storage", value["storage"])
-    nodes = dict(_named("nodes", value["nodes"]))
-    names: tuple[list[str] | None, list[str] | None] = (None, None)
-    if graph is not None:
-        names = _names(graph)
-    read = dict(value) | {
-        "format": FORMAT,
-        "storage": _decisions("storage", storage, names[0], stages),
-        "nodes": _decisions("nodes", nodes, names[1], stages),
-    }
-    try:
-        return Strategy.from_json(read)
-    except SbpError:
-        raise
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
+    value = _yaml_value(text)
+    if not isinstance(value, dict):
         raise SbpValueError(
-            f"this is no strategy: {type(error).__name__}: {error}",
-            todo="see the docstring of sbp_core.strategy_yaml",
-        ) from error
+            f"a strategy is a mapping, not {shown(value)}",
+            accepted="planner, graph_hash, stages, num_micro_batches, in_flight, storage, nodes",
+            todo=_TODO,
+        )
+    read: dict[str, Any] = dict(value)
+    inputs, ops = (None, None) if graph is None else _names(graph)
+    if "storage" in value:
+        read["storage"] = _decisions("storage", _flat("storage", value["storage"]), inputs)
+    if "nodes" in value:
+        read["nodes"] = _decisions("nodes", _named("nodes", value["nodes"]), ops)
+    return serialize.load(read, Strategy, root="the strategy", todo=_TODO).on_its_stages()
 
 
 def save(strategy: Strategy, path: Path) -> None:
@@ -143,26 +139,13 @@ def save(strategy: Strategy, path: Path) -> None:
 
 def load(path: Path, graph: LogicalGraph | None = None) -> Strategy:
     """Read a file that `save` wrote, or a person; see `from_yaml`."""
-    return from_yaml(path.read_text(encoding="utf-8"), graph)
+    return from_yaml(serialize.read_text(path), graph)
 
 
 # Writing.
 
 
-def _text(entry: list[Any], staged: bool) -> Any:
-    """Return a decision as people read it; as it is, if it holds more than they would see."""
-    if len(entry) == 2:
-        stage, text = entry[0], f"({entry[1]})"
-    elif len(entry) == 3:
-        stage, inputs, outputs = entry
-        left, right = (" ".join(f"({sbp})" for sbp in part) for part in (inputs, outputs))
-        text = f"{left} -> {right}".strip()
-    else:
-        return entry
-    return f"{text} @{stage}" if staged else text
-
-
-def _grouped(entries: Mapping[str, Any]) -> dict[str, Any]:
+def _grouped(entries: Mapping[str, str]) -> dict[str, str]:
     """Return the entries with equal ones of several layers in one.
 
     before: a.0.w: (B)   a.1.w: (B)   a.2.w: (S(0))
@@ -172,14 +155,14 @@ def _grouped(entries: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in entries.items():
         before, number, after = _split_number(name)
         if number is not None:
-            layers.setdefault((before, after, repr(value)), []).append(number)
-    found: dict[str, Any] = {}
+            layers.setdefault((before, after, value), []).append(number)
+    found: dict[str, str] = {}
     for name, value in entries.items():
         before, number, after = _split_number(name)
         if number is None:
             found[_AS_IT_STANDS + name if _SPECIAL.search(name) else name] = value
             continue
-        numbers = sorted(layers[(before, after, repr(value))])
+        numbers = sorted(layers[(before, after, value)])
         if len(numbers) > 1:
             name = f"{before}{{{_ranges(numbers)}}}{after}"
         found.setdefault(name, value)
@@ -190,7 +173,8 @@ def _split_number(name: str) -> tuple[str, int | None, str]:
     """Return a name before, in and after its first part that is a number; with dots."""
     parts = name.split(".")
     for index, part in enumerate(parts):
-        is_plain = part.isascii() and part.isdigit() and part == str(int(part))
+        # As short as `_BRACES` reads them.
+        is_plain = part.isascii() and part.isdigit() and len(part) < 10 and part == str(int(part))
         if is_plain and not _SPECIAL.search(name):
             before = "".join(f"{piece}." for piece in parts[:index])
             return before, int(part), "".join(f".{piece}" for piece in parts[index + 1 :])
@@ -240,71 +224,110 @@ def _pyyaml() -> Any:
 # Reading.
 
 
-def _check_keys(value: Any) -> None:
-    needed = {"planner", "graph_hash", "stages", "num_micro_batches", "in_flight", "storage"}
-    needed |= {"nodes", "report"}
-    if not isinstance(value, dict):
-        raise SbpValueError(
-            f"a strategy is a mapping, not {type(value).__name__}",
-            accepted=", ".join(sorted(needed)),
-        )
-    value.setdefault("report", {})
-    known = needed | Strategy.__dataclass_fields__.keys()
-    for key in value:
-        if key not in known:
-            raise unknown_name("key of a strategy", str(key), known)
-    if missing := sorted(needed - value.keys()):
-        raise SbpLookupError(f"the strategy has no {missing[0]!r}", accepted=", ".join(missing))
-    if not isinstance(value["stages"], list):
-        raise SbpValueError("stages is no list", accepted="a list of {ranks, axes, device}")
+def _yaml_value(text: str) -> Any:
+    """Return what a text in YAML says.
+
+    Raises:
+        SbpValueError: it is none, says something twice, or refers to parts of itself.
+        SbpLookupError: PyYAML is not installed.
+    """
+    yaml = _pyyaml()
+    try:
+        return yaml.load(text, Loader=_loader(yaml))
+    # PyYAML passes on what Python says of dates and numbers that are none.
+    except (yaml.YAMLError, *_OF_PYYAML) as error:
+        raise SbpValueError(f"this is no YAML: {error}", todo="correct that place") from error
+
+
+def _loader(yaml: Any) -> Any:
+    """Return a loader that refuses references and keys that stand twice."""
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc] # PyYAML has no types
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            # A few lines of references to references stand for a value without end.
+            if self.check_event(yaml.AliasEvent):
+                mark = self.peek_event().start_mark
+                raise yaml.composer.ComposerError(None, None, "a reference (*)", mark)
+            return super().compose_node(parent, index)
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            known = set()
+            for key, _ in node.value:
+                name = (key.tag, key.value) if isinstance(key, yaml.ScalarNode) else None
+                if name in known:
+                    what = f"{key.value!r} stands twice"
+                    raise yaml.constructor.ConstructorError(None, None, what, key.start_mark)
+                known |= {name} if name else set()
+            return super().construct_mapping(node, deep)
+
+    return Loader
 
 
 def _flat(where: str, section: Any) -> dict[str, Any]:
     if not isinstance(section, dict):
-        raise SbpValueError(f"{where} is no mapping", accepted="name: decision")
-    return {str(key): value for key, value in section.items()}
+        raise SbpValueError(
+            f"{where} is {shown(section)}", accepted="a mapping, name: decision", todo=_TODO
+        )
+    for key in section:
+        if not isinstance(key, str):
+            raise SbpValueError(
+                f"{where} has a name that is no text: {shown(key)}",
+                accepted="text",
+                todo="put it in quotation marks",
+            )
+    return section
 
 
-def _named(where: str, sections: Any) -> Iterator[tuple[str, Any]]:
-    """Yield operators by their whole names; modules hold them by their last part."""
+def _named(where: str, sections: Any) -> dict[str, Any]:
+    """Return operators by their whole names; modules hold them by their last part."""
+    found: dict[str, Any] = {}
     for module, section in _flat(where, sections).items():
         for op, value in _flat(f"{where}.{module}", section).items():
-            yield (op if module == ROOT else f"{module}.{op}"), value
+            name = op if module == ROOT else f"{module}.{op}"
+            if name in found:
+                raise SbpValueError(f"{name!r} is decided twice in {where}", where=module)
+            found[name] = value
+    return found
 
 
-def _names(graph: LogicalGraph) -> tuple[list[str], list[str]]:
+def _names(graph: LogicalGraph) -> tuple[Collection[str], Collection[str]]:
     """Return the names of a graph that a strategy decides on: inputs, and nodes."""
     inputs = [e.name for e in graph.inputs if isinstance(graph.types[e.name], TensorType)]
-    return inputs, [node.name for node in graph.nodes if not node.is_host]
+    ops = [node.name for node in graph.nodes if not node.is_host]
+    # In order, and found at once.
+    return dict.fromkeys(inputs), dict.fromkeys(ops)
 
 
 def _decisions(
-    where: str, entries: Mapping[str, Any], names: list[str] | None, num_stages: int
+    where: str, entries: Mapping[str, Any], names: Collection[str] | None
 ) -> dict[str, Any]:
-    """Return what `Strategy.from_json` reads, by exact names and in the order of the graph."""
+    """Return what the type of a strategy reads, by exact names and in the order of the graph."""
     exact: dict[str, Any] = {}
     patterns: dict[str, Any] = {}
     for name, value in entries.items():
-        decision = _decision(f"{where}: {name}", value, num_stages)
         if not name.startswith(_AS_IT_STANDS) and re.search(r"[*?]", name):
-            patterns[name] = decision
+            patterns[name] = value
             continue
         for each in _expanded(name):
             if each in exact:
                 raise SbpValueError(f"{each!r} is decided twice in {where}", where=name)
-            exact[each] = decision
-    if names is None:
-        if patterns:
-            raise SbpValueError(
-                f"the pattern {next(iter(patterns))!r} in {where} needs the graph",
-                accepted="exact names; numbers of layers as {0-31}",
-            )
-        return exact
-    for name in exact:
-        if name not in names:
-            kind = "state or batch tensor" if where == "storage" else "operator"
-            raise _unknown(kind, name, names, where)
-    return exact if not patterns else _filled(where, exact, patterns, names)
+            if names is not None and each not in names:
+                kind = "state or batch tensor" if where == "storage" else "operator"
+                raise _unknown(kind, each, names, where)
+            if names is None and len(exact) == _MOST_NAMES:
+                raise SbpValueError(
+                    f"{where} decides on more than {_MOST_NAMES:,} names, at {name!r}",
+                    accepted="fewer; any number where the graph is known",
+                )
+            exact[each] = value
+    if names is not None and patterns:
+        return _filled(where, exact, patterns, names)
+    if patterns:
+        raise SbpValueError(
+            f"the pattern {next(iter(patterns))!r} in {where} needs the graph",
+            accepted="exact names; numbers of layers as {0-31}",
+        )
+    return exact
 
 
 def _unknown(kind: str, name: str, names: Iterable[str], where: str) -> SbpLookupError:
@@ -321,7 +344,7 @@ def _unknown(kind: str, name: str, names: Iterable[str], where: str) -> SbpLooku
 
 
 def _filled(
-    where: str, exact: dict[str, Any], patterns: Mapping[str, Any], names: list[str]
+    where: str, exact: dict[str, Any], patterns: Mapping[str, Any], names: Iterable[str]
 ) -> dict[str, Any]:
     used = set()
     found = {}
@@ -342,7 +365,11 @@ def _filled(
 
 
 def _expanded(name: str) -> Iterator[str]:
-    """Yield the names that a name with ranges of numbers stands for."""
+    """Yield the names that a name with ranges of numbers stands for.
+
+    Raises:
+        SbpValueError: it has too many ranges.
+    """
     if name.startswith(_AS_IT_STANDS):
         yield name.removeprefix(_AS_IT_STANDS)
         return
@@ -350,41 +377,11 @@ def _expanded(name: str) -> Iterator[str]:
     if match is None:
         yield name
         return
+    if len(_BRACES.findall(name)) > _MOST_RANGES:
+        raise SbpValueError(
+            f"{name[:100]!r} has too many ranges", accepted=f"at most {_MOST_RANGES}"
+        )
     for part in match[1].split(","):
         first, _, last = part.partition("-")
         for number in range(int(first), int(last or first) + 1):
             yield from _expanded(f"{name[: match.start()]}{number}{name[match.end() :]}")
-
-
-def _decision(where: str, value: Any, num_stages: int) -> list[Any]:
-    """Read `(S(0)) (B) -> (S(0)) @1`, or the SBP of a state.
-
-    Raises:
-        SbpValueError: it cannot be read, or names a stage that is not there.
-    """
-    if isinstance(value, list):
-        return value
-    text, stage = str(value), 0
-    if match := _STAGE.match(text):
-        text, stage = match[1], int(match[2])
-    if stage >= num_stages:
-        raise SbpValueError(
-            f"stage {stage} of {num_stages}", where=where, accepted=f"@0 to @{num_stages - 1}"
-        )
-    left, arrow, right = text.partition("->")
-    try:
-        inputs, outputs = _sbps(left), _sbps(right)
-    except SbpError as error:
-        raise SbpValueError(error.what, where=where, accepted=error.accepted) from error
-    if arrow:
-        return [stage, inputs, outputs]
-    if len(inputs) != 1:
-        raise SbpValueError(f"{text!r} is no nd-SBP", where=where, accepted="such as (S(0), B)")
-    return [stage, inputs[0]]
-
-
-def _sbps(text: str) -> list[str]:
-    rest = _GROUP.sub("", text).strip()
-    if rest:
-        raise SbpValueError(f"{rest!r} stands outside of parentheses", accepted="(S(0), B)")
-    return [str(NdSbp.parse(match[1])) for match in _GROUP.finditer(text)]

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from sbp_core.calibration import Sample
-from sbp_core.plugins import merge_settings
+from sbp_core.errors import SbpError
+from sbp_core.serialize import dump, load, parse, read_text
 from sbp_launch.calibrate.config import CalibrateConfig
 from sbp_launch.config import Choice
 
@@ -40,26 +40,12 @@ class Job:
 
     def save(self, folder: Path) -> None:
         """Write it where `load` finds it."""
-        text = json.dumps(
-            {
-                "boxing": {"name": self.boxing.name, "settings": dict(self.boxing.settings)},
-                "device": self.device,
-                "settings": asdict(self.settings),
-                "max_call_bytes": self.max_call_bytes,
-            }
-        )
-        (folder / _JOB).write_text(text, encoding="utf-8")
+        (folder / _JOB).write_text(json.dumps(dump(self, Job)), encoding="utf-8")
 
     @classmethod
     def load(cls, folder: Path) -> Job:
         """Read what `save` wrote."""
-        value = json.loads((folder / _JOB).read_text(encoding="utf-8"))
-        return cls(
-            boxing=Choice(**value["boxing"]),
-            device=value["device"],
-            settings=merge_settings(CalibrateConfig, value["settings"]),
-            max_call_bytes=value["max_call_bytes"],
-        )
+        return load(parse(read_text(folder / _JOB)), Job, root=_JOB)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,30 +83,12 @@ class Found:
 
     def save(self, folder: Path) -> None:
         """Write it where `load` finds it."""
-        text = json.dumps(
-            {
-                "backend": self.samples[0].backend if self.samples else "",
-                "rates": asdict(self.rates),
-                "samples": [sample.to_json() for sample in self.samples],
-                "rounds": self.rounds,
-                "skipped": self.skipped,
-                "library": self.library,
-            }
-        )
-        (folder / _FOUND).write_text(text, encoding="utf-8")
+        (folder / _FOUND).write_text(json.dumps(dump(self, Found)), encoding="utf-8")
 
     @classmethod
     def load(cls, folder: Path) -> Found:
         """Read what `save` wrote."""
-        value = json.loads((folder / _FOUND).read_text(encoding="utf-8"))
-        samples = [Sample.from_json(entry, value["backend"]) for entry in value["samples"]]
-        return cls(
-            rates=Rates(**value["rates"]),
-            samples=tuple(samples),
-            rounds=value["rounds"],
-            skipped=value["skipped"],
-            library=value["library"],
-        )
+        return load(parse(read_text(folder / _FOUND)), Found, root=_FOUND)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,8 +109,7 @@ class Progress:
 
     def to_line(self) -> str:
         """Return the line that tells it."""
-        values: dict[str, Any] = asdict(self)
-        return _MARK + json.dumps(values)
+        return _MARK + json.dumps(dump(self, Progress))
 
     @classmethod
     def of_line(cls, line: str) -> Progress | None:
@@ -150,6 +117,6 @@ class Progress:
         if not line.startswith(_MARK):
             return None
         try:
-            return cls(**json.loads(line.removeprefix(_MARK)))
-        except (ValueError, TypeError):  # a launcher mixed the lines of two processes
+            return load(parse(line.removeprefix(_MARK)), Progress)
+        except SbpError:  # a launcher mixed the lines of two processes
             return None

@@ -9,12 +9,11 @@ all β are >= 0: time never falls with size. Beyond the last knot the last β go
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 from math import inf, log
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,23 +59,6 @@ class Curve:
         """Return the time of a size >= 0, in seconds."""
         at = bisect_right(self.knots_bytes, size_bytes) - 1
         return self._starts_s[at] + self.s_per_byte[at] * (size_bytes - self.knots_bytes[at])
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON value that `from_json` reads."""
-        return {
-            "latency_s": self.latency_s,
-            "knots_bytes": list(self.knots_bytes),
-            "s_per_byte": list(self.s_per_byte),
-        }
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Curve:
-        """Read what `to_json` wrote."""
-        return cls(
-            latency_s=value["latency_s"],
-            knots_bytes=tuple(value["knots_bytes"]),
-            s_per_byte=tuple(value["s_per_byte"]),
-        )
 
 
 def through(sizes_bytes: Sequence[int], times_s: Sequence[float]) -> Curve:

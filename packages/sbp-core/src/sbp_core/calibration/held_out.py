@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 from sbp_core.calibration.sample import Sample
 from sbp_core.units import format_bytes, format_seconds
@@ -83,15 +82,6 @@ class FitError:
             f"90th percentile {_share(self.p90, 1)}, worst {_share(self.worst, 0)} "
             f"of {self.num_samples}"
         )
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON value that `from_json` reads."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> FitError:
-        """Read what `to_json` wrote."""
-        return cls(**value)
 
 
 def _share(error: float, digits: int) -> str:

@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
 
 from sbp_core.calibration.curve import Curve, fit_curve, through
 from sbp_core.calibration.held_out import FitError
@@ -144,40 +143,3 @@ class Calibration:
             samples = [of for of in self.samples if (of.num_nodes > 1) == several_nodes]
             self._structures[several_nodes] = Structure(samples) if samples else None
         return self._structures[several_nodes]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON value that `from_json` reads."""
-        return {
-            "backend": self.backend,
-            "samples": [sample.to_json() for sample in self.samples],
-            "curves": [
-                {
-                    "kind": case.kind,
-                    "group_size": case.group_size,
-                    "num_nodes": case.num_nodes,
-                    "concurrent_groups": case.concurrent_groups,
-                    **curve.to_json(),
-                }
-                for case, curve in self.curves.items()
-            ],
-            "errors": [error.to_json() for error in self.errors],
-        }
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Calibration:
-        """Read what `to_json` wrote."""
-        backend = value["backend"]
-        return cls(
-            backend=backend,
-            samples=tuple(Sample.from_json(sample, backend) for sample in value["samples"]),
-            curves={
-                Case(
-                    kind=entry["kind"],
-                    group_size=entry["group_size"],
-                    num_nodes=entry["num_nodes"],
-                    concurrent_groups=entry["concurrent_groups"],
-                ): Curve.from_json(entry)
-                for entry in value["curves"]
-            },
-            errors=tuple(map(FitError.from_json, value["errors"])),
-        )

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isfinite
 from statistics import median
-from typing import Any
 
 from sbp_core.errors import SbpValueError, unknown_name
 
@@ -129,30 +127,6 @@ class Sample:
         """
         halves = [_quartile(half) for half in (self.times_s[::2], self.times_s[1::2]) if half]
         return max(halves) / min(halves) - 1
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON value that `from_json` reads, without the backend."""
-        return {
-            "kind": self.kind,
-            "group_size": self.group_size,
-            "num_nodes": self.num_nodes,
-            "concurrent_groups": self.concurrent_groups,
-            "shared_bytes": self.shared_bytes,
-            "times_s": list(self.times_s),
-        }
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any], backend: str) -> Sample:
-        """Read what `to_json` wrote."""
-        return cls(
-            backend=backend,
-            kind=value["kind"],
-            group_size=value["group_size"],
-            num_nodes=value["num_nodes"],
-            concurrent_groups=value["concurrent_groups"],
-            shared_bytes=value["shared_bytes"],
-            times_s=tuple(value["times_s"]),
-        )
 
 
 def _quartile(times_s: tuple[float, ...]) -> float:

@@ -18,14 +18,11 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Any
 
-from sbp_core.boxing.step import Step, StepKind
-from sbp_core.errors import SbpValueError
+from sbp_core.boxing.step import Step
 from sbp_core.graph.ir import Argument, Phase, Rate, TensorType
-from sbp_core.graph.serialize import argument_from_json, argument_to_json
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp
-
-FORMAT = 1
+from sbp_core.serialize import Document
 
 #: Instruction that runs a local boxing step: arguments are (value, index into `plan.steps`).
 LOCAL_BOX = "sbp.local_box"
@@ -244,207 +241,21 @@ class PhysicalPlan:
         return sum(self.steps[index].size_bytes * count for index, count in moves.items())
 
 
-def step_to_json(step: Step) -> dict[str, Any]:
-    """Return a JSON value that `step_from_json` reads."""
-    return {
-        "kind": step.kind.value,
-        "shape": list(step.shape),
-        "dtype": step.dtype,
-        "source": [step.source[0].to_json(), str(step.source[1])],
-        "target": [step.target[0].to_json(), str(step.target[1])],
-        "axes": list(step.axes),
-        "size_bytes": step.size_bytes,
-    }
-
-
-def step_from_json(value: Mapping[str, Any]) -> Step:
-    """Read what `step_to_json` wrote."""
-    source, target = value["source"], value["target"]
-    return Step(
-        kind=StepKind(value["kind"]),
-        shape=tuple(value["shape"]),
-        dtype=value["dtype"],
-        source=(Placement.from_json(source[0]), NdSbp.parse(source[1])),
-        target=(Placement.from_json(target[0]), NdSbp.parse(target[1])),
-        axes=tuple(value["axes"]),
-        size_bytes=value["size_bytes"],
-    )
-
-
-def _instruction_to_json(entry: Instruction) -> list[Any]:
-    kwargs = {key: argument_to_json(value) for key, value in entry.kwargs.items()}
-    return [entry.op, argument_to_json(entry.args), kwargs, list(entry.outputs), entry.node]
-
-
-def _instruction_from_json(value: list[Any]) -> Instruction:
-    op, args, kwargs, outputs, node = value
-    return Instruction(
-        op=op,
-        args=argument_from_json(args),
-        kwargs={key: argument_from_json(part) for key, part in kwargs.items()},
-        outputs=tuple(outputs),
-        node=node,
-    )
-
-
-def _actor_to_json(actor: Actor) -> dict[str, Any]:
-    return {
-        "name": actor.name,
-        "kind": actor.kind.value,
-        "stage": actor.stage,
-        "phase": actor.phase.value,
-        "rate": actor.rate.value,
-        "thread": actor.thread,
-        "inputs": list(actor.inputs),
-        "reads": list(actor.reads),
-        "outputs": list(actor.outputs),
-        "instructions": [_instruction_to_json(entry) for entry in actor.instructions],
-        "step": actor.step,
-        "makes": actor.makes,
-        "accumulates": [list(entry) for entry in actor.accumulates],
-        "emits": [list(entry) for entry in actor.emits],
-        "writes": [list(entry) for entry in actor.writes],
-        "in_place": list(actor.in_place),
-        "weight_s": actor.weight_s,
-        "transient_bytes": actor.transient_bytes,
-        "written_bytes": actor.written_bytes,
-    }
-
-
-def _actor_from_json(value: Mapping[str, Any]) -> Actor:
-    return Actor(
-        name=value["name"],
-        kind=ActorKind(value["kind"]),
-        stage=value["stage"],
-        phase=Phase(value["phase"]),
-        rate=Rate(value["rate"]),
-        thread=value["thread"],
-        inputs=tuple(value["inputs"]),
-        reads=tuple(value["reads"]),
-        outputs=tuple(value["outputs"]),
-        instructions=tuple(map(_instruction_from_json, value["instructions"])),
-        step=value["step"],
-        makes=value["makes"],
-        accumulates=tuple((a, b, c) for a, b, c in value["accumulates"]),
-        emits=tuple((a, b) for a, b in value["emits"]),
-        writes=tuple((a, b) for a, b in value["writes"]),
-        in_place=tuple(value["in_place"]),
-        weight_s=value["weight_s"],
-        transient_bytes=value["transient_bytes"],
-        written_bytes=value["written_bytes"],
-    )
-
-
-def _slot_to_json(slot: StateSlot) -> list[Any]:
-    sbp = None if slot.sbp is None else str(slot.sbp)
-    shapes = [list(slot.shape), list(slot.local_shape)]
-    return [slot.name, slot.kind, slot.dtype, slot.stage, sbp, *shapes]
-
-
-def _slot_from_json(value: list[Any]) -> StateSlot:
-    name, kind, dtype, stage, sbp, shape, local = value
-    return StateSlot(
-        name=name,
-        kind=kind,
-        dtype=dtype,
-        stage=stage,
-        sbp=None if sbp is None else NdSbp.parse(sbp),
-        shape=tuple(shape),
-        local_shape=tuple(local),
-    )
+#: The file of a plan.
+PLAN = Document(
+    kind=PhysicalPlan, format="sbp-plan", version=2, todo="compile again with this version"
+)
 
 
 def to_json(plan: PhysicalPlan) -> dict[str, Any]:
     """Return a JSON value that `from_json` reads."""
-    return {
-        "format": FORMAT,
-        "graph_hash": plan.graph_hash,
-        "planner": plan.planner,
-        "num_micro_batches": plan.num_micro_batches,
-        "ties": {name: list(tied) for name, tied in plan.ties.items()},
-        "stages": [stage.to_json() for stage in plan.stages],
-        "steps": [step_to_json(step) for step in plan.steps],
-        "links": [[k.name, list(k.sender), list(k.receiver), k.quota] for k in plan.links],
-        "ranks": [
-            {
-                "rank": part.rank,
-                "slots": [_slot_to_json(slot) for slot in part.slots],
-                "actors": [_actor_to_json(actor) for actor in part.actors],
-                "registers": [
-                    [
-                        r.name,
-                        r.producer,
-                        list(r.consumers),
-                        list(r.keys),
-                        r.rate.value,
-                        r.quota,
-                        r.size_bytes,
-                        list(r.carries),
-                    ]
-                    for r in part.registers
-                ],
-                "orders": {k: [list(entry) for entry in v] for k, v in part.orders.items()},
-            }
-            for part in plan.ranks
-        ],
-    }
+    return PLAN.dump(plan)
 
 
-def _rank_from_json(value: Mapping[str, Any]) -> RankPlan:
-    return RankPlan(
-        rank=value["rank"],
-        slots=tuple(map(_slot_from_json, value["slots"])),
-        actors=tuple(map(_actor_from_json, value["actors"])),
-        registers=tuple(
-            Register(
-                name=name,
-                producer=producer,
-                consumers=tuple(consumers),
-                keys=tuple(keys),
-                rate=Rate(rate),
-                quota=quota,
-                size_bytes=size,
-                carries=tuple(carries),
-            )
-            for name, producer, consumers, keys, rate, quota, size, carries in value["registers"]
-        ),
-        orders={k: tuple((a, m) for a, m in v) for k, v in value["orders"].items()},
-    )
-
-
-def from_json(value: Mapping[str, Any]) -> PhysicalPlan:
-    """Read what `to_json` wrote.
+def from_json(value: object) -> PhysicalPlan:
+    """Read what `to_json` wrote; `sbp_core.check` says whether it is right.
 
     Raises:
-        SbpValueError: the format is another one, or it is no plan.
+        SbpValueError: it is no plan, or was written by another version.
     """
-    found = value.get("format") if isinstance(value, Mapping) else None
-    if found != FORMAT:
-        raise SbpValueError(
-            f"a physical plan of format {found!r}",
-            accepted=f"format {FORMAT}",
-            todo="compile again with this version",
-        )
-    try:
-        return _plan_from_json(value)
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
-        raise SbpValueError(
-            f"JSON that is no physical plan: {type(error).__name__}: {error}",
-            todo="compile again with this version",
-        ) from error
-
-
-def _plan_from_json(value: Mapping[str, Any]) -> PhysicalPlan:
-    return PhysicalPlan(
-        graph_hash=value["graph_hash"],
-        planner=value["planner"],
-        num_micro_batches=value["num_micro_batches"],
-        ties={name: tuple(tied) for name, tied in value["ties"].items()},
-        stages=tuple(Placement.from_json(stage) for stage in value["stages"]),
-        steps=tuple(map(step_from_json, value["steps"])),
-        links=tuple(
-            Link(name=n, sender=(s[0], s[1]), receiver=(r[0], r[1]), quota=q)
-            for n, s, r, q in value["links"]
-        ),
-        ranks=tuple(map(_rank_from_json, value["ranks"])),
-    )
+    return PLAN.load(value)

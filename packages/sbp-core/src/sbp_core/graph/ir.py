@@ -12,9 +12,10 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from math import prod
-from typing import Any
+from typing import Annotated, Any
 
-from sbp_core.errors import GraphError
+from sbp_core.errors import GraphError, SbpValueError
+from sbp_core.serialize import Form
 
 #: Bytes of one element, by dtype name (torch's names).
 ITEMSIZE = {
@@ -74,8 +75,39 @@ class Symbol:
     name: str
 
 
+_SYMBOLS = ("dtype", "device", "layout", "memory_format")
+
+
+def _argument_to_json(argument: Any) -> Any:
+    """Return a JSON value; `Ref` and `Symbol` become one-key objects."""
+    if isinstance(argument, Ref):
+        return {"ref": argument.name}
+    if isinstance(argument, Symbol):
+        return {argument.kind: argument.name}
+    return tuple(map(_argument_to_json, argument)) if isinstance(argument, tuple) else argument
+
+
+def _argument_from_json(value: Any) -> Any:
+    """Read what `_argument_to_json` made.
+
+    Raises:
+        SbpValueError: it is no argument.
+    """
+    if isinstance(value, list):
+        return tuple(map(_argument_from_json, value))
+    if not isinstance(value, dict):
+        return value
+    kind, name = next(iter(value.items())) if len(value) == 1 else ("", None)
+    if kind not in ("ref", *_SYMBOLS) or not isinstance(name, str):
+        raise SbpValueError(
+            f"an object with the keys {', '.join(value)}",
+            accepted=f'{{"ref": NAME}}; also with {", ".join(_SYMBOLS)} in place of ref',
+        )
+    return Ref(name) if kind == "ref" else Symbol(kind, name)
+
+
 #: An argument: number, string, bool, None, Ref, Symbol, or a tuple of arguments.
-Argument = Any
+Argument = Annotated[Any, Form(Any, _argument_to_json, _argument_from_json)]
 
 
 class Phase(StrEnum):

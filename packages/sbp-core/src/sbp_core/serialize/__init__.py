@@ -1,0 +1,39 @@
+r"""Frozen dataclasses as JSON values and back, directed by their types.
+
+| type | JSON |
+|---|---|
+| `bool`, `int`, `str`, `None` | itself; integers have 64 bits |
+| `float` | a number, or `{"float": "inf"}`, `{"float": "-inf"}`, `{"float": "nan"}` |
+| an enum | the value of the member |
+| `tuple[X, ...]`, `tuple[X, Y]` | a list |
+| `Mapping[str, X]`; of other keys | an object; a list of pairs |
+| a dataclass | an object with a key a field; a field that has its default is left out |
+| `X | Y` | what JSON has for either; of several dataclasses `{"type": "X", ...}` |
+| `Any`, `object` | any JSON value |
+| a type with a `Form` | what the type has that stands for it |
+
+The caller names the type, and the annotations of its fields say the rest. A file names neither
+classes nor modules, so reading it runs no code but that of the classes that are expected. Whatever
+a file holds, reading it ends: in a value, or in an `SbpError` that names the place.
+
+In order: `misfit` (what is wrong with a value, and where), `plain` (numbers, text, any JSON value),
+`typed` (all other types), `document` (whole files, which say what they are). No torch.
+
+>>> from sbp_core.placement import Link
+>>> dump(Link(latency_s=1e-6, bytes_per_s=1e9), Link)
+{'latency_s': 1e-06, 'bytes_per_s': 1000000000.0}
+>>> load({"latency_s": 0, "bytes_per_s": 5}, Link)
+Link(latency_s=0.0, bytes_per_s=5.0)
+>>> load({"latency_s": 0, "bytes_per_s": "much"}, Link, where="desk.json")
+Traceback (most recent call last):
+    ...
+sbp_core.errors.SbpValueError: bytes_per_s is 'much'
+  in desk.json
+  accepted here: a number
+"""
+
+from sbp_core.serialize.document import Document, parse, read_text
+from sbp_core.serialize.misfit import shown
+from sbp_core.serialize.typed import Form, dump, load
+
+__all__ = ["Document", "Form", "dump", "load", "parse", "read_text", "shown"]

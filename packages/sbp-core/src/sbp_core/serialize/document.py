@@ -1,0 +1,141 @@
+"""Files of JSON that say what they are: `{"format": "sbp-plan", "version": 2, ...}`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from sbp_core.errors import SbpError, SbpValueError
+from sbp_core.serialize.misfit import shown
+from sbp_core.serialize.typed import dump, load
+
+T = TypeVar("T")
+
+#: Characters of a line of a file that people read, about.
+_WIDTH = 96
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Document(Generic[T]):
+    """A kind of file.
+
+    Args:
+        kind: The class that it holds.
+        format: What the file says it is.
+        version: Of its layout; no other one is read.
+        todo: What to do with a file that cannot be read.
+        error: What is raised of it.
+    """
+
+    kind: type[T]
+    format: str
+    version: int
+    todo: str
+    error: type[SbpError] = SbpValueError
+
+    def dump(self, value: T) -> dict[str, Any]:
+        """Return the JSON value of a whole file."""
+        return {"format": self.format, "version": self.version, **dump(value, self.kind)}
+
+    def load(self, value: object, where: str = "") -> T:
+        """Read what `dump` made.
+
+        Args:
+            value: A JSON value.
+            where: The file that it comes from, for messages.
+
+        Raises:
+            SbpError: `error`: it is another kind of file, or of another version, or something in it
+                is missing or cannot be meant.
+        """
+        name = f"{self.format.removeprefix('sbp-')} file"
+        if not isinstance(value, dict):
+            what = f"this is no {name}: it is {shown(value)}"
+            raise self.error(what, where=where, accepted="a JSON object", todo=self.todo)
+        for key, wanted in (("format", self.format), ("version", self.version)):
+            found = value.get(key)
+            if type(found) is not type(wanted) or found != wanted:
+                raise self.error(
+                    f"this is no {name} of this version: its {key} is {shown(found)}",
+                    where=where,
+                    accepted=f'"{key}": {json.dumps(wanted)}',
+                    todo=self.todo,
+                )
+        rest = {key: part for key, part in value.items() if key not in ("format", "version")}
+        root = f"the {name}"
+        return load(rest, self.kind, root=root, where=where, error=self.error, todo=self.todo)
+
+    def read(self, path: Path) -> T:
+        """Read a file.
+
+        Raises:
+            SbpError: `error`: it cannot be read; see `load`.
+        """
+        text = read_text(path, error=self.error, todo=self.todo)
+        where = str(path)
+        return self.load(parse(text, where=where, error=self.error, todo=self.todo), where)
+
+    def write(self, value: T, path: Path) -> None:
+        """Write a file for people to read and edit: a line a part that holds no objects."""
+        path.write_text(_pretty(self.dump(value)) + "\n", encoding="utf-8")
+
+
+def read_text(path: Path, *, error: type[SbpError] = SbpValueError, todo: str = "") -> str:
+    """Return the text of a file.
+
+    Raises:
+        SbpError: `error`: it is not there, may not be read, or is no text.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as cause:  # a name with a NUL is a ValueError
+        reason = getattr(cause, "strerror", None) or cause
+        raise error(f"the file cannot be read: {reason}", where=str(path), todo=todo) from cause
+
+
+def parse(
+    text: str, *, where: str = "", error: type[SbpError] = SbpValueError, todo: str = ""
+) -> Any:
+    """Return the value of a JSON text.
+
+    Raises:
+        SbpError: `error`: it is no JSON, or a key stands twice in one object.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=_object, parse_constant=_refuse)
+    except (ValueError, RecursionError) as cause:
+        raise error(f"this is no JSON: {cause}", where=where, todo=todo) from cause
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key {shown(key)} stands twice in one object")
+        found[key] = value
+    return found
+
+
+def _pretty(value: Any, indent: str = "") -> str:
+    """Return JSON with one line for each value that holds no objects and no long lists."""
+    line = json.dumps(value, allow_nan=False)
+    if len(indent) + len(line) <= _WIDTH or not _has_parts(value):
+        return line
+    deeper = indent + "  "
+    if isinstance(value, dict):
+        parts = [f"{json.dumps(key)}: {_pretty(part, deeper)}" for key, part in value.items()]
+        return "{\n" + ",\n".join(deeper + part for part in parts) + f"\n{indent}}}"
+    return "[\n" + ",\n".join(deeper + json.dumps(part) for part in value) + f"\n{indent}]"
+
+
+def _has_parts(value: Any) -> bool:
+    """Whether a value does not stand on one line in any case."""
+    if isinstance(value, dict):
+        return bool(value)
+    return isinstance(value, list) and any(isinstance(part, dict | list) for part in value)
