@@ -15,11 +15,12 @@ from models.layouts import LAYOUTS, Layout
 from models.programs import BATCH, PROGRAMS, Program
 from sbp_aten.passes import PassOptions, prepare_step
 from sbp_core.check import check
+from sbp_core.cluster import Cluster, Device, Link
 from sbp_core.compile import CompileOptions, PhysicalPlan, compile_plan
 from sbp_core.graph.ir import LogicalGraph
 from sbp_core.infer import infer_strategy
 from sbp_core.passes import Recompute
-from sbp_core.placement import Cluster, Device, Link, Placement
+from sbp_core.placement import Placement
 from sbp_core.plugins import discover
 from sbp_core.plugins.kinds import PlanRequest
 from sbp_torch.boxing.execute import shard

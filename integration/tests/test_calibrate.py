@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sbp_core.placement import Cluster
+from sbp_core.cluster import Cluster
 
 
 def run(folder: Path, module: str, *arguments: str) -> str:

@@ -2,9 +2,10 @@ import pytest
 import torch
 
 from sbp_aten.passes import prepare_step
+from sbp_core.cluster import Cluster, Device, Link
 from sbp_core.errors import SbpLookupError
 from sbp_core.graph.ir import InputKind
-from sbp_core.placement import Cluster, Device, Link, Placement
+from sbp_core.placement import Placement
 from sbp_core.plugins.kinds import PlanRequest
 from sbp_core.sbp import B, NdSbp, S
 from sbp_example_plugin.model import Bigram

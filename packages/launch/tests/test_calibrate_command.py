@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 
 from sbp_core.calibration import Calibration, Sample
-from sbp_core.placement import Cluster
+from sbp_core.cluster import Cluster
 from sbp_core.plugins import Registry
 from sbp_core.testing.interrupts import hears_ctrl_c
 from sbp_launch.calibrate import config

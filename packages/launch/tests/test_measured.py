@@ -11,8 +11,8 @@ from omegaconf import OmegaConf
 
 import sbp_launch.conf
 from sbp_core.calibration import Calibration, Sample
+from sbp_core.cluster import Cluster, Device, Link
 from sbp_core.errors import ConfigError
-from sbp_core.placement import Cluster, Device, Link
 from sbp_core.plugins import merge_settings
 from sbp_launch.measured import MeasuredConfig, build_measured
 

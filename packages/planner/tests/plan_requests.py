@@ -12,10 +12,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from sbp_core.boxing import route
+from sbp_core.cluster import Cluster, Device, Link
 from sbp_core.graph import from_json
 from sbp_core.graph.ir import LogicalGraph, Phase
 from sbp_core.infer import conversions
-from sbp_core.placement import Cluster, Device, Link, Placement
+from sbp_core.placement import Placement
 from sbp_core.plugins.kinds import PlanRequest
 from sbp_core.signatures.axes import enumerate_signatures
 from sbp_core.signatures.call import OpCall

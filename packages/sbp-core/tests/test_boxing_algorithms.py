@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from sbp_core.boxing import StepKind
 from sbp_core.boxing.algorithms import Group, Links, ways
-from sbp_core.placement import Link
+from sbp_core.cluster import Link
 
 quick = settings(derandomize=True, deadline=None, max_examples=120)
 

@@ -14,8 +14,9 @@ from sbp_core.boxing.price import (
 )
 from sbp_core.boxing.slices import collective_bytes, transfer_bytes
 from sbp_core.calibration import Calibration, Sample
+from sbp_core.cluster import Cluster, Device, Link
 from sbp_core.cost import boxing_step_time_s
-from sbp_core.placement import Cluster, Device, Link, Placement
+from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp
 
 FAST = Link(latency_s=1e-6, bytes_per_s=1e10)

@@ -11,7 +11,8 @@ from sbp_core.boxing import Route, Step, StepKind, routes
 from sbp_core.boxing.memory import step_memory_bytes
 from sbp_core.boxing.routes import held_bytes, sent_by_rank
 from sbp_core.boxing.slices import collective_bytes, sent_bytes, transfer_bytes
-from sbp_core.placement import Cluster, Device, Link, Placement
+from sbp_core.cluster import Cluster, Device, Link
+from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp
 from sbp_core.units import format_bytes
 

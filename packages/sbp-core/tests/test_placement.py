@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sbp_core.cluster import Cluster, Device, Link
 from sbp_core.errors import SbpValueError
-from sbp_core.placement import Cluster, Device, Link, Placement
+from sbp_core.placement import Placement
 from sbp_core.serialize import dump, load
 
 quick = settings(derandomize=True, deadline=None, max_examples=80)

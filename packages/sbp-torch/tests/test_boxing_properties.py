@@ -18,7 +18,8 @@ from sbp_core.boxing.slices import (
     transfer_pieces,
     uniform_bytes,
 )
-from sbp_core.placement import Cluster, Device, Link, Placement
+from sbp_core.cluster import Cluster, Device, Link
+from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp, all_entries
 from sbp_torch.boxing.execute import apply_step, assemble, local_step, shard
 from sbp_torch.testing.boxing import BoxingCase, logical_tensor, source_shards

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from sbp_aten.passes import fold_views, share_expressions, sum_losses
+from sbp_core.cluster import Cluster
 from sbp_core.errors import CaptureError, GraphError
 from sbp_core.graph.ir import LogicalGraph
-from sbp_core.placement import Cluster
 from sbp_core.plugins.kinds import (
     ClusterFactory,
     GraphPass,

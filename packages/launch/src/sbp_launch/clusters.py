@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from math import inf, prod
 
+from sbp_core.cluster import Cluster, Device, Link
 from sbp_core.errors import ConfigError
-from sbp_core.placement import Cluster, Device, Link
 from sbp_core.plugins.kinds import ClusterFactory
 
 

@@ -14,7 +14,7 @@ from sbp_core.errors import ConfigError
 from sbp_launch.clusters import check_mesh
 
 if TYPE_CHECKING:
-    from sbp_core.placement import Cluster
+    from sbp_core.cluster import Cluster
     from sbp_core.plugins.kinds import ClusterFactory
 
 
@@ -54,7 +54,7 @@ def load(config: MeasuredConfig, num_devices: int) -> Cluster:
         ConfigError: the file cannot be read, knows no such backend, or has too few ranks.
     """
     # Here and not above: hook modules are imported for every command, and this one takes a while.
-    from sbp_core.placement import Cluster
+    from sbp_core.cluster import Cluster
 
     cluster = Cluster.load(Path(config.file))
     if config.backend and config.backend not in cluster.calibrations:

@@ -13,7 +13,8 @@ from typing import Protocol, cast, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from sbp_core.placement import Cluster, Placement
+from sbp_core.cluster import Cluster
+from sbp_core.placement import Placement
 from sbp_core.plugins.kinds import ClusterFactory, Dataset, OptimizerFactory
 from sbp_launch.config import RunConfig, TrainerConfig
 from sbp_launch.optimizers import optimizer_over

@@ -12,12 +12,12 @@ from sbp_core._lazy import lazy
 if TYPE_CHECKING:
     from sbp_core import boxing as boxing
     from sbp_core.check import check as check
+    from sbp_core.cluster import Cluster as Cluster
+    from sbp_core.cluster import Device as Device
+    from sbp_core.cluster import Link as Link
     from sbp_core.compile import CompileOptions as CompileOptions
     from sbp_core.compile import compile_plan as compile_plan
     from sbp_core.infer import infer_strategy as infer_strategy
-    from sbp_core.placement import Cluster as Cluster
-    from sbp_core.placement import Device as Device
-    from sbp_core.placement import Link as Link
     from sbp_core.placement import Placement as Placement
     from sbp_core.plugins.kinds import PlanRequest as PlanRequest
     from sbp_core.sbp import B as B
@@ -53,10 +53,10 @@ __getattr__, __dir__ = lazy(
     __name__,
     {
         "B": "sbp",
-        "Cluster": "placement",
+        "Cluster": "cluster",
         "CompileOptions": "compile",
-        "Device": "placement",
-        "Link": "placement",
+        "Device": "cluster",
+        "Link": "cluster",
         "NdSbp": "sbp",
         "P": "sbp",
         "Placement": "placement",

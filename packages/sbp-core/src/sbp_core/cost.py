@@ -26,8 +26,9 @@ from math import prod
 from sbp_core.boxing.price import step_time
 from sbp_core.boxing.routes import Route
 from sbp_core.boxing.step import Step
+from sbp_core.cluster import Cluster, Device
 from sbp_core.graph.ir import ITEMSIZE, TensorType
-from sbp_core.placement import Cluster, Device, Placement
+from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp, Split, local_shape, split_bounds
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.derive import work_flop

@@ -1,12 +1,12 @@
-"""Where things are: meshes of ranks (`Placement`), and the machine they stand on (`Cluster`).
+"""Placements: meshes of ranks with named axes, and the groups that collectives work in.
 
 Holds no tensors and no policy. Imports no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 from math import prod
@@ -16,9 +16,7 @@ from sbp_core.errors import SbpValueError
 from sbp_core.serialize import Form
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from sbp_core.calibration import Calibration
+    pass
 
 Nested = int | Sequence["Nested"]
 
@@ -207,127 +205,3 @@ def _groups(placement: Placement, axes: tuple[int, ...]) -> tuple[tuple[int, ...
         rest = tuple(part for axis, part in enumerate(at) if axis not in axes)
         groups.setdefault(rest, []).append(rank)
     return tuple(map(tuple, groups.values()))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Device:
-    """What one rank computes with.
-
-    Args:
-        kind: `cpu` or `cuda`.
-        memory_bytes: Memory that a plan may use.
-        flop_per_s: Matrix-multiplication rate by dtype name.
-        memory_bytes_per_s: Memory bandwidth.
-        launch_s: Time to start one operator.
-    """
-
-    kind: str = "cpu"
-    memory_bytes: int
-    flop_per_s: Mapping[str, float]
-    memory_bytes_per_s: float
-    launch_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        rates = [self.memory_bytes, self.memory_bytes_per_s, *self.flop_per_s.values()]
-        if not self.flop_per_s or any(rate <= 0 for rate in rates) or self.launch_s < 0:
-            raise SbpValueError(
-                f"a device needs positive memory and rates, not {self}",
-                accepted="memory_bytes, flop_per_s by dtype and memory_bytes_per_s above 0",
-            )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
-    """What a message costs: `latency_s` + bytes / `bytes_per_s` (the α-β model)."""
-
-    latency_s: float
-    bytes_per_s: float
-
-    def __post_init__(self) -> None:
-        if self.latency_s < 0 or self.bytes_per_s <= 0:
-            raise SbpValueError(
-                f"a link needs latency >= 0 and bandwidth > 0, not {self}",
-                accepted="latency_s in seconds, bytes_per_s above 0",
-            )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cluster:
-    """The machine: equal devices in nodes of equal size, the links, and what was measured of them.
-
-    Args:
-        name: How reports call it.
-        num_devices: Ranks 0 .. num_devices - 1; consecutive ranks share a node.
-        devices_per_node: Ranks of one node.
-        device: What one rank computes with.
-        intra_node: Link between two ranks of one node.
-        inter_node: Link between two ranks of different nodes.
-        intra_node_shared: Whether all messages inside a node that are under way at the same time
-            divide one link's bandwidth, as on CPUs that share a memory bus; otherwise each pair
-            of ranks has its own.
-        inter_node_shared: Whether all ranks of a node divide one link to the other nodes, in each
-            direction; otherwise each rank has its own.
-        calibrations: What was measured of transports, by the name of their boxing backend.
-        backend: The boxing backend whose calibration says what steps take; empty: the only one
-            that there is. Without a calibration the links say it.
-        machine: What was measured, in words, such as its processor and the versions used.
-    """
-
-    name: str
-    num_devices: int
-    devices_per_node: int
-    device: Device
-    intra_node: Link
-    inter_node: Link = field(default=Link(latency_s=2e-5, bytes_per_s=1.25e9))
-    intra_node_shared: bool = False
-    inter_node_shared: bool = True
-    calibrations: Mapping[str, Calibration] = field(default_factory=dict)
-    backend: str = ""
-    machine: Mapping[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.num_devices < 1 or self.devices_per_node < 1:
-            raise SbpValueError(
-                f"a cluster of {self.num_devices} devices in nodes of {self.devices_per_node}",
-                accepted="at least one device, in nodes of at least one",
-            )
-        wrong = [name for name, of in self.calibrations.items() if of.backend != name]
-        if wrong:
-            raise SbpValueError(
-                f"the calibration {wrong[0]!r} is of backend "
-                f"{self.calibrations[wrong[0]].backend!r}",
-                accepted="calibrations by the name of their backend",
-            )
-
-    @property
-    def calibration(self) -> Calibration | None:
-        """The calibration that prices: that of `backend`, or the only one if that is empty."""
-        if self.backend:
-            return self.calibrations.get(self.backend)
-        return next(iter(self.calibrations.values())) if len(self.calibrations) == 1 else None
-
-    def node(self, rank: int) -> int:
-        """Return the number of the node that a rank is on."""
-        return rank // self.devices_per_node
-
-    def link(self, ranks: Sequence[int]) -> Link:
-        """Return the slowest link that a message among `ranks` may take."""
-        nodes = {rank // self.devices_per_node for rank in ranks}
-        return self.intra_node if len(nodes) <= 1 else self.inter_node
-
-    def save(self, path: Path) -> None:
-        """Write a cluster file; see `cluster_file`."""
-        from sbp_core.cluster_file import save_cluster
-
-        save_cluster(self, path)
-
-    @classmethod
-    def load(cls, path: Path) -> Cluster:
-        """Read a cluster file; see `cluster_file`.
-
-        Raises:
-            ConfigError: there is no such file, or it is no cluster file of this version.
-        """
-        from sbp_core.cluster_file import load_cluster
-
-        return load_cluster(path)

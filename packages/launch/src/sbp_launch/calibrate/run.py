@@ -18,8 +18,8 @@ from rich.progress import Progress as Bar
 from sbp_core.boxing.backend import BoxingBackend
 from sbp_core.boxing.supervision.supervise import Line, supervise
 from sbp_core.calibration import Calibration, HeldOut, cross_validate
+from sbp_core.cluster import Cluster, Device, Link
 from sbp_core.errors import ConfigError
-from sbp_core.placement import Cluster, Device, Link
 from sbp_core.plugins import Registry
 from sbp_core.units import format_seconds
 from sbp_launch.calibrate.config import CalibrateRun

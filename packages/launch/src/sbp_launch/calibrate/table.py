@@ -9,7 +9,7 @@ from rich import box
 from rich.table import Table
 
 from sbp_core.calibration import Calibration, Case, Curve, HeldOut
-from sbp_core.placement import Cluster
+from sbp_core.cluster import Cluster
 from sbp_core.units import format_bytes, format_seconds
 
 #: What errors should stay below: the median, and the 90th percentile.

@@ -38,7 +38,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from sbp_core.boxing.step import StepKind
-from sbp_core.placement import Cluster, Link
+from sbp_core.cluster import Cluster, Link
 
 _CACHED = 4096
 

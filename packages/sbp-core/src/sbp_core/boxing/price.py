@@ -42,7 +42,7 @@ from sbp_core.units import format_seconds
 
 if TYPE_CHECKING:
     from sbp_core.calibration import Calibration
-    from sbp_core.placement import Cluster
+    from sbp_core.cluster import Cluster
 
 _CACHED = 4096
 

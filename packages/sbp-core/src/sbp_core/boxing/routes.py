@@ -13,7 +13,8 @@ from sbp_core.boxing.memory import held_at_once, step_memory_bytes
 from sbp_core.boxing.price import StepTime, step_time, step_time_s
 from sbp_core.boxing.slices import itemsize, sent_bytes, uniform_bytes, volume
 from sbp_core.boxing.step import Step, StepKind
-from sbp_core.placement import Cluster, Placement
+from sbp_core.cluster import Cluster
+from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp, local_bounds
 from sbp_core.units import format_bytes, format_seconds
 

@@ -25,12 +25,13 @@ from math import prod
 from sbp_core.boxing import Step, StepKind
 from sbp_core.boxing.price import step_time_s
 from sbp_core.boxing.slices import bounds_of, collective_bytes, itemsize, uniform_bytes
+from sbp_core.cluster import Cluster
 from sbp_core.compile.items import Held, Item, ItemKind, Lowered
 from sbp_core.compile.levels import is_gathered_on_use, with_levels
 from sbp_core.compile.physical import Instruction
 from sbp_core.graph.blocks import block_of
 from sbp_core.graph.ir import LogicalGraph, Phase, Rate, Ref, Symbol, TensorType
-from sbp_core.placement import Cluster, Placement
+from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, Partial, S, Sbp, local_shape
 
 #: Of the time of a call, the part that its latency may take; below that, packing more gains little.

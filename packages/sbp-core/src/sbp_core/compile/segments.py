@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypedDict
 
+from sbp_core.cluster import Cluster
 from sbp_core.compile.cuts import cut
 from sbp_core.compile.instructions import Instructions, host_instruction, transient_bytes
 from sbp_core.compile.items import Item, ItemKind, Lowered
@@ -20,7 +21,6 @@ from sbp_core.compile.registers import carried_readers, links, prefetch_register
 from sbp_core.errors import SbpValueError
 from sbp_core.graph.ir import PHASE_ORDER, LogicalGraph, Phase, Rate
 from sbp_core.graph.serialize import graph_hash
-from sbp_core.placement import Cluster
 from sbp_core.strategy import Strategy
 
 

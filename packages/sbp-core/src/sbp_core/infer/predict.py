@@ -29,12 +29,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from sbp_core.boxing.step import Step
+from sbp_core.cluster import Cluster
 from sbp_core.compile.items import Item
 from sbp_core.compile.levels import is_gathered_on_use
 from sbp_core.compile.lower import lower
 from sbp_core.cost import boxing_step_time_s, is_view, local_bytes, op_time_s
 from sbp_core.graph.ir import LogicalGraph, Node, OutputKind, Phase, Rate
-from sbp_core.placement import Cluster
 from sbp_core.sbp import B, NdSbp
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.derive import work_flop

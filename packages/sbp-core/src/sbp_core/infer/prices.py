@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from math import inf
 
 from sbp_core.boxing.router import route
+from sbp_core.cluster import Cluster
 from sbp_core.cost import boxing_time_s
 from sbp_core.errors import SbpError
-from sbp_core.placement import Cluster, Placement
+from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp, Sbp
 
 #: (seconds, bytes moved between all ranks)

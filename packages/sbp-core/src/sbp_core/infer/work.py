@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 
+from sbp_core.cluster import Cluster
 from sbp_core.cost import grid_time_s, is_view
 from sbp_core.graph.ir import (
     GraphInput,
@@ -22,7 +23,7 @@ from sbp_core.graph.ir import (
     TensorType,
 )
 from sbp_core.infer.stages import StageMap
-from sbp_core.placement import Cluster, Placement
+from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, Sbp, local_shape
 from sbp_core.signatures.arguments import identity
 from sbp_core.signatures.axes import combine, continuations

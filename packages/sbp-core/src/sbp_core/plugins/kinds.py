@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
     import torch
 
+    from sbp_core.cluster import Cluster
     from sbp_core.graph.ir import LogicalGraph
-    from sbp_core.placement import Cluster, Placement
+    from sbp_core.placement import Placement
     from sbp_core.strategy import Strategy
 
 

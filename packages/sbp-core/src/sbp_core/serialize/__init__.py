@@ -19,7 +19,7 @@ a file holds, reading it ends: in a value, or in an `SbpError` that names the pl
 In order: `misfit` (what is wrong with a value, and where), `plain` (numbers, text, any JSON value),
 `typed` (all other types), `document` (whole files, which say what they are). No torch.
 
->>> from sbp_core.placement import Link
+>>> from sbp_core.cluster import Link
 >>> dump(Link(latency_s=1e-6, bytes_per_s=1e9), Link)
 {'latency_s': 1e-06, 'bytes_per_s': 1000000000.0}
 >>> load({"latency_s": 0, "bytes_per_s": 5}, Link)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from sbp_core.placement import Cluster
+from sbp_core.cluster import Cluster
 from sbp_core.plugins.kinds import ClusterFactory
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 
+from sbp_core.cluster import Cluster, Device, Link
 from sbp_core.graph.ir import (
     GraphInput,
     GraphOutput,
@@ -19,7 +20,6 @@ from sbp_core.graph.ir import (
     TensorType,
 )
 from sbp_core.passes.accumulation import accumulate
-from sbp_core.placement import Cluster, Device, Link
 
 
 def cluster(

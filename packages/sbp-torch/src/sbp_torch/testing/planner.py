@@ -21,11 +21,12 @@ from functools import cache
 from torch import Tensor
 
 from sbp_core.check import check
+from sbp_core.cluster import Cluster
 from sbp_core.compile import compile_plan
 from sbp_core.graph.ir import InputKind
 from sbp_core.graph.serialize import graph_hash
 from sbp_core.infer import PinValue
-from sbp_core.placement import Cluster, Placement
+from sbp_core.placement import Placement
 from sbp_core.plugins.kinds import Planner, PlanRequest
 from sbp_core.sbp import B, check_sbp
 from sbp_core.signatures.call import OpCall

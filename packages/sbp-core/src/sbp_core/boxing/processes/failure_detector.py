@@ -16,6 +16,7 @@ from sbp_core.boxing.processes.control_store import Board
 from sbp_core.boxing.processes.membership import Member, State, state_of
 from sbp_core.boxing.slices import transfer_pieces
 from sbp_core.boxing.step import StepKind
+from sbp_core.boxing.supervision.root_cause import SILENT, STOPPED
 
 #: Seconds between two looks.
 INTERVAL_S = 0.25
@@ -35,9 +36,6 @@ _BEAT_S = 0.5
 
 #: Seconds without a sign of life after which a rank is lost, if a connection broke.
 _SILENCE_S = 3.0
-
-#: What an error says of a rank that does nothing any more.
-STOPPED, SILENT = "is stopped by a signal", "gives no sign of life"
 
 #: Seconds to listen for a sign of life of a rank that did not arrive.
 _LISTEN_S = 1.2

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import re
 
-from sbp_core.boxing.processes.failure_detector import SILENT, STOPPED
 from sbp_core.boxing.supervision.launch_spec import Start
+
+#: What the error of a rank says of another one that does nothing any more.
+STOPPED, SILENT = "is stopped by a signal", "gives no sign of life"
 
 #: What ranks say of others. A report of a report ends with the cause; and who did not arrive may
 #: have waited for one that does nothing any more.

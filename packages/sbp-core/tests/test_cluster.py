@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from sbp_core.calibration import Sample, calibrate
-from sbp_core.cluster_file import cluster_from_json, cluster_to_json
+from sbp_core.cluster import CLUSTER, Cluster, Device, Link
 from sbp_core.errors import ConfigError, SbpValueError
-from sbp_core.placement import Cluster, Device, Link
 
 
 def measured() -> Cluster:
@@ -62,7 +61,7 @@ def test_a_file_has_one_line_a_sample(tmp_path: Path) -> None:
 
 
 def broken(change: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
-    value: dict[str, Any] = json.loads(json.dumps(cluster_to_json(measured())))
+    value: dict[str, Any] = json.loads(json.dumps(CLUSTER.dump(measured())))
     change(value)
     return value
 
@@ -90,7 +89,7 @@ def test_a_file_that_cannot_be_meant_is_refused_with_the_reason_and_the_place(
     change: Callable[[dict[str, Any]], Any], says: str
 ) -> None:
     with pytest.raises(ConfigError, match=says) as caught:
-        cluster_from_json(broken(change), where="desk.json")
+        CLUSTER.load(broken(change), "desk.json")
 
     assert caught.value.where[0] == "desk.json"
 
