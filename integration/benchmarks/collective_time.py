@@ -260,12 +260,12 @@ def measure(
 def torch_rank(rank: int, port: int, settings: argparse.Namespace, pipe: Any) -> None:
     from sbp_boxing_torch.backend import TorchBackend
     from sbp_boxing_torch.configs import TorchBoxingConfig
-    from sbp_boxing_torch.rendezvous import World
+    from sbp_boxing_torch.rendezvous import TorchWorld
 
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     own = dist.PrefixStore("by-hand", store)
     dist.init_process_group("gloo", store=own, rank=rank, world_size=NUM_RANKS)
-    world = World(rank=rank, size=NUM_RANKS, store=store)
+    world = TorchWorld(rank=rank, size=NUM_RANKS, store=store)
     backend = TorchBackend(TorchBoxingConfig(), world=world)
     backend.open(range(NUM_RANKS))
     pipe.send(measure(rank, backend, Gloo(), settings))

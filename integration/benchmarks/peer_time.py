@@ -36,7 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 from sbp_aten.passes import prepare_step
 from sbp_boxing_torch.backend import TorchBackend
 from sbp_boxing_torch.configs import TorchBoxingConfig
-from sbp_boxing_torch.rendezvous import World
+from sbp_boxing_torch.rendezvous import TorchWorld
 from sbp_core import (
     Cluster,
     CompileOptions,
@@ -103,7 +103,7 @@ def peer_step(peer: str, registry: Any, rank: int) -> Step:
 
 
 def sbp_step(
-    preset: str, options: Mapping[str, Any], registry: Any, world: World, stack: ExitStack
+    preset: str, options: Mapping[str, Any], registry: Any, world: TorchWorld, stack: ExitStack
 ) -> tuple[Step, int]:
     """Return the step, and the bytes that all ranks send in one."""
     model, optimizer = make_program(registry)
@@ -137,7 +137,7 @@ def measure(rank: int, port: int, rounds: int, pipe: Connection) -> None:
             steps[peer, peer] = peer_step(peer, registry, rank)
             for name, options in OPTIONS.items():
                 apart = dist.PrefixStore(f"{preset}, {name}", store)
-                world = World(rank=rank, size=NUM_RANKS, store=apart)
+                world = TorchWorld(rank=rank, size=NUM_RANKS, store=apart)
                 way = peer, f"{preset}, {name}"
                 steps[way], moved[way] = sbp_step(preset, options, registry, world, stack)
         times: dict[tuple[str, str], list[float]] = {way: [] for way in steps}

@@ -22,7 +22,7 @@ from typing import Any
 from uuid import uuid4
 
 from sbp_core.boxing import BoxingBackend
-from sbp_core.boxing.supervision.launch_spec import Start, thread_share
+from sbp_core.boxing.supervision.launch_spec import LaunchSpec, thread_share
 from sbp_core.boxing.supervision.supervise import Line, supervise
 from sbp_core.plugins import discover
 
@@ -70,14 +70,16 @@ class Way:
         """As tables call it."""
         return f"{self.backend} ({self.launcher})"
 
-    def starts(self, num_ranks: int, command: Sequence[str]) -> tuple[Start, ...]:
+    def starts(self, num_ranks: int, command: Sequence[str]) -> tuple[LaunchSpec, ...]:
         """Return what to start."""
         if self.launcher == "torchrun":
             torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
             shown = (f"--nproc-per-node={num_ranks}", *command[1:])
             every = tuple(range(num_ranks))
             return (
-                Start(command=(*torchrun, *shown), ranks=every, defaults=thread_share(num_ranks)),
+                LaunchSpec(
+                    command=(*torchrun, *shown), ranks=every, defaults=thread_share(num_ranks)
+                ),
             )
         # On fake GPUs, ranks of `nccl` are started as those of `mpi`; real ones would be missed.
         launched_as = "mpi" if self.backend == "nccl" else self.backend

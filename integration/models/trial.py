@@ -26,7 +26,7 @@ from sbp_core.plugins.kinds import PlanRequest
 from sbp_torch.boxing.execute import shard
 from sbp_torch.capture import capture, initial_states
 from sbp_torch.memory import predict
-from sbp_torch.memory.meter import Meter
+from sbp_torch.memory.meter import MemoryMeter
 
 LEARNING_RATE = 1e-3
 
@@ -209,7 +209,7 @@ def _attempt(cell: dict[str, str], layout: Layout, num_steps: int) -> Outcome:
     registry = discover(strict=True)
     backend: Any = registry.make("boxing", "local", {})
     engine: Any = registry.make("runtime", "actor", {})
-    meter = Meter(plan)
+    meter = MemoryMeter(plan)
     began = time.perf_counter()
     states = initial_states(model, optimizer)
     with (

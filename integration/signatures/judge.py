@@ -30,7 +30,7 @@ from sbp_core.signatures.registry import installed
 from sbp_core.signatures.rule import LocalProgram
 from sbp_torch.signatures.discover import discover
 from sbp_torch.signatures.torch_call import call_of, run_op, unchanged
-from sbp_torch.signatures.trial import Sample, refutation, whole_sample
+from sbp_torch.signatures.trial import OpSample, refutation, whole_sample
 from sbp_torch.signatures.verify import verify
 from signatures.calls import RecordedCall
 
@@ -311,7 +311,7 @@ def _missed(
         if dependence.effect is Effect.IGNORED
         for index in dependence.inputs
     }
-    redraws: list[Sample] | None = None
+    redraws: list[OpSample] | None = None
     for entry in found:
         entries = (*entry.inputs, *entry.outputs)
         if any(extent < size for extent in _split_extents(call, entries)):
@@ -363,7 +363,7 @@ def _implies(claimed: Sequence[Sbp], found: Sequence[Sbp]) -> bool:
     )
 
 
-def redrawn(call: OpCall, inputs: Sequence[torch.Tensor]) -> list[Sample]:
+def redrawn(call: OpCall, inputs: Sequence[torch.Tensor]) -> list[OpSample]:
     """Return the call on other values of the same shapes, where it can be run on such."""
     draw = torch.Generator().manual_seed(0)
     # Elsewhere integers are often indices, and some kernels do not check them.
@@ -402,7 +402,7 @@ def _redrawn(
     return tensor
 
 
-def accident(redraws: Sequence[Sample], entry: Signature1d, size: int) -> str:
+def accident(redraws: Sequence[OpSample], entry: Signature1d, size: int) -> str:
     """Return that a discovered signature fails on other values; empty if it does not."""
     signature, mesh = combine([entry]), Placement.grid((size,))
     for sample in redraws:
@@ -412,7 +412,7 @@ def accident(redraws: Sequence[Sample], entry: Signature1d, size: int) -> str:
     return ""
 
 
-def _program(sample: Sample, rank: int) -> LocalProgram:
+def _program(sample: OpSample, rank: int) -> LocalProgram:
     """Return what every rank runs where the arguments do not change on a shard."""
     return unchanged(sample.call)
 

@@ -37,9 +37,9 @@ from sbp_core.errors import SbpError
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, Partial, S, Sbp, Split, local_shape
 from sbp_core.signatures import LocalCall, LocalProgram, OpCall, Signature1d, combine, derive
-from sbp_torch.signatures.isolate import Done, run_isolated
+from sbp_torch.signatures.isolate import Completed, run_isolated
 from sbp_torch.signatures.torch_call import call_of, overload, run_op
-from sbp_torch.signatures.trial import Sample, refutation, whole_sample
+from sbp_torch.signatures.trial import OpSample, refutation, whole_sample
 from signatures.calls import RecordedCall
 from signatures.judge import accident, redrawn, shown
 from signatures.store import Calls
@@ -143,7 +143,7 @@ def program(call: OpCall, outputs: tuple[Sbp, ...], rank: int) -> LocalProgram:
     return LocalProgram(calls=(LocalCall(op=call.op, args=args, kwargs=call.kwargs),))
 
 
-def run(sample: Sample, strategy: Strategy) -> str:
+def run(sample: OpSample, strategy: Strategy) -> str:
     """Return how execution refutes a strategy; empty if it holds under three draws."""
     call = sample.call
     signature = combine([Signature1d(inputs=strategy[0], outputs=strategy[1], origin="DTensor")])
@@ -188,14 +188,18 @@ def compare(recorded: RecordedCall, tally: Tally) -> None:
     ):
         text = f"{NdSbp(*entry[0])} -> {NdSbp(*entry[1])}"
         one = Signature1d(inputs=entry[0], outputs=entry[1], origin="DTensor")
-        if isinstance(verdict, Done) and not verdict.value and accident(others, one, AXIS_SIZE):
+        if (
+            isinstance(verdict, Completed)
+            and not verdict.value
+            and accident(others, one, AXIS_SIZE)
+        ):
             tally.counts["refuted"] += 1
             tally.refuted[recorded.op].append(f"{text}: by other values than the sample's")
-        elif isinstance(verdict, Done) and not verdict.value:
+        elif isinstance(verdict, Completed) and not verdict.value:
             tally.counts["missing"] += 1
             tally.missing[recorded.op].append(f"{text}   {shown(recorded)}")
         else:
-            reason = verdict.value if isinstance(verdict, Done) else str(verdict)
+            reason = verdict.value if isinstance(verdict, Completed) else str(verdict)
             tally.counts["refuted"] += 1
             tally.refuted[recorded.op].append(f"{text}: {reason}")
 

@@ -18,7 +18,7 @@ from sbp_aten.passes import prepare_step
 from sbp_core import Placement, PlanRequest, Strategy, check, compile_plan
 from sbp_core.compile import CompileOptions, PhysicalPlan
 from sbp_core.graph.ir import LogicalGraph
-from sbp_core.plugins import Registry, discover
+from sbp_core.plugins import PluginRegistry, discover
 from sbp_core.runtime import Session
 from sbp_torch.boxing.execute import shard
 from sbp_torch.capture import capture, initial_states
@@ -29,7 +29,7 @@ MODEL = {"vocabulary": 64, "context": 16, "num_layers": 2, "num_heads": 4, "hidd
 
 
 @cache
-def registry() -> Registry:
+def registry() -> PluginRegistry:
     """Return the installed plugins: our own come through the same door as everybody's."""
     return discover(strict=True)
 

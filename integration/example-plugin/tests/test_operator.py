@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from sbp_core.signatures import Registry, signatures
+from sbp_core.signatures import RuleRegistry, signatures
 from sbp_example_plugin.operator import low_rank
 from sbp_torch.signatures.verify import verify
 from sbp_torch.testing.signatures import check_rule, sample
@@ -36,7 +36,7 @@ def test_every_signature_holds_when_it_is_run() -> None:
 
 
 def test_a_wrong_notation_would_be_found() -> None:
-    rules = Registry({NAME: "n i, i r, r o -> n o; reduce i max"})
+    rules = RuleRegistry({NAME: "n i, i r, r o -> n o; reduce i max"})
 
     report = verify(NAME, *matrices((5, 7), (7, 2), (2, 3)), rules=rules)
 

@@ -17,7 +17,7 @@ from sbp_core.boxing.backend import BoxingBackend
 from sbp_core.compile import PhysicalPlan
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.testing.cases import CASES, compile_case
-from sbp_torch.testing.programs import TrainingStep
+from sbp_torch.testing.programs import OneDeviceStep
 
 DATA = "uneven batch"  # four ranks, one thread each
 THREADS = "boxing threads"  # four ranks, two threads each
@@ -71,7 +71,7 @@ def operator(name: str) -> str:
     return f"sbp_actor_tests.{name}.default"
 
 
-def training_step(name: str) -> TrainingStep:
+def training_step(name: str) -> OneDeviceStep:
     return CASES[name].step
 
 

@@ -20,18 +20,18 @@ from actor_plans import (
 
 from sbp_actor_runtime.configs import ActorConfig
 from sbp_actor_runtime.session import build
-from sbp_core.compile.donation import take_over
+from sbp_core.compile.donation import donate_states
 from sbp_core.compile.physical import OVERWRITE, Actor, Instruction, PhysicalPlan
 from sbp_core.errors import RunError
 from sbp_core.graph.ir import Ref
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.memory import predict
-from sbp_torch.memory.meter import Meter
+from sbp_torch.memory.meter import MemoryMeter
 from sbp_torch.testing.cases import compile_case
 
 
 def _in_place() -> PhysicalPlan:
-    return take_over(compile_case(DATA))
+    return donate_states(compile_case(DATA))
 
 
 def _failing_late(plan: PhysicalPlan) -> PhysicalPlan:
@@ -163,9 +163,9 @@ def _overwrites(actor: Actor) -> list[Instruction]:
 
 
 def test_the_peak_is_as_predicted_and_lower() -> None:
-    plan = take_over(compile_case("data parallel"))
+    plan = donate_states(compile_case("data parallel"))
     step = training_step("data parallel")
-    meter = Meter(plan)
+    meter = MemoryMeter(plan)
     runtime = build(ActorConfig())
 
     with (

@@ -15,7 +15,7 @@ from sbp_actor_runtime.session import ActorSession, build
 from sbp_core.boxing.backend import BoxingBackend
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.memory import predict
-from sbp_torch.memory.meter import Meter
+from sbp_torch.memory.meter import MemoryMeter
 from sbp_torch.testing.cases import CASES, compile_case, run_steps
 
 #: One thread a rank and one stage: what is alive does not depend on which thread comes first.
@@ -23,10 +23,10 @@ _FIXED = ("one rank", "data parallel", "tensor parallel", "sharded states", "acc
 
 
 @contextmanager
-def _metered(name: str) -> Iterator[tuple[ActorSession, Meter]]:
+def _metered(name: str) -> Iterator[tuple[ActorSession, MemoryMeter]]:
     """Start a case with a meter."""
     plan = compile_case(name)
-    meter = Meter(plan)
+    meter = MemoryMeter(plan)
     backend: BoxingBackend = meter.backend(LocalBackend())
     runtime = build(ActorConfig())
     with runtime.start(plan, training_step(name).states, backend) as session:
@@ -80,7 +80,7 @@ def test_later_steps_do_not_write_over_results_and_states() -> None:
 def test_a_meter_watches_the_ranks_of_its_process_alone() -> None:
     name, here = "data parallel", [1]
     plan = compile_case(name)
-    meter = Meter(plan, here)
+    meter = MemoryMeter(plan, here)
     runtime = build(ActorConfig())
 
     with runtime.start(plan, training_step(name).states, LocalBackend(), here) as session:

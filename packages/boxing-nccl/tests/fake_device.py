@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from sbp_boxing_nccl.nccl.device import Channel, Device, Event
+from sbp_boxing_nccl.nccl.device import NcclDevice, PairCommunicator, StreamEvent
 from sbp_boxing_nccl.nccl.wire import NATIVE
 
 DTYPES = {name: dtype for dtype, name in NATIVE.items()}
@@ -97,9 +97,9 @@ def read(address: int, count: int, dtype: str) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=DTYPES[dtype])
 
 
-class FakeEvent(Event):
+class FakeEvent(StreamEvent):
     def __init__(self) -> None:
-        self.come = threading.Event()
+        self.come = threading.StreamEvent()
 
     def is_done(self) -> bool:
         return self.come.is_set()
@@ -109,14 +109,14 @@ class FakeEvent(Event):
         self.come.wait()
 
 
-class FakeChannel(Channel):
+class FakeChannel(PairCommunicator):
     """A communicator whose stream is a thread."""
 
     def __init__(self, device: FakeDevice, unique_id: bytes, size: int, index: int) -> None:
         self.name = device.name_of(unique_id)
         self.size = size
         self.index = index
-        self.aborted = threading.Event()
+        self.aborted = threading.StreamEvent()
         self.num_aborts = self.num_destroys = 0
         self.error: str | None = None
         self._device = device
@@ -131,7 +131,7 @@ class FakeChannel(Channel):
         self._work.put(None)
         self._thread.join(10.0)
 
-    def wait_for(self, event: Event) -> None:
+    def wait_for(self, event: StreamEvent) -> None:
         assert isinstance(event, FakeEvent)
         self._work.put(lambda: self._until(event.come.is_set))
 
@@ -282,7 +282,7 @@ def reduced(parts: list[bytearray], dtype: str, reduction: str) -> torch.Tensor:
     return total
 
 
-class FakeDevice(Device):
+class FakeDevice(NcclDevice):
     """A GPU that is the CPU.
 
     Attributes:
@@ -313,10 +313,10 @@ class FakeDevice(Device):
         self.keeps_host: set[str] = set()
         self.hang_init = False
         self.lag_s = 0.0
-        self.hold_abort = threading.Event()
+        self.hold_abort = threading.StreamEvent()
         self.hold_abort.set()
         self.id_error: Exception | None = None
-        self.ended = threading.Event()
+        self.ended = threading.StreamEvent()
         self._ids = itertools.count()
         self._group = threading.local()
 
@@ -337,7 +337,7 @@ class FakeDevice(Device):
             raise self.id_error
         return f"{self.rank}.{next(self._ids)}".encode().ljust(128, b"\0")
 
-    def connect(self, size: int, unique_id: bytes, index: int) -> Channel:
+    def connect(self, size: int, unique_id: bytes, index: int) -> PairCommunicator:
         if self.hang_init:
             self.ended.wait()
             raise AbortedError

@@ -11,7 +11,7 @@ from sbp_boxing_nccl.nccl.board import StoreNoteBoard
 from sbp_boxing_nccl.nccl.bootstrap import Bootstrap, release
 from sbp_boxing_nccl.nccl.group import launch
 from sbp_boxing_nccl.nccl.library import load_device
-from sbp_core.boxing.processes.call import Call
+from sbp_core.boxing.processes.call import CollectiveCall
 from sbp_core.boxing.step import Step, StepKind
 from sbp_core.errors import BoxingError
 from sbp_core.placement import Placement
@@ -40,7 +40,7 @@ def alone() -> None:
     )
     started = time.monotonic()
     try:
-        bootstrap.connect(Call.begin(step, "alone", 0, 3.0), "0-1", (0, 1))
+        bootstrap.connect(CollectiveCall.begin(step, "alone", 0, 3.0), "0-1", (0, 1))
     except BoxingError as error:
         sys.stdout.write(f"{error}\nafter {time.monotonic() - started:.1f} s\n")
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from sbp_boxing_nccl import direct
 from sbp_boxing_nccl.direct import Direct
-from sbp_boxing_nccl.group import Work
+from sbp_boxing_nccl.group import MpiWork
 from sbp_boxing_nccl.reduce import reduce_into
 from sbp_boxing_nccl.wire import chunks, memory
 
@@ -28,7 +28,7 @@ def _small_chunks() -> Iterator[None]:
 def run(ends: list[Direct], start: Callable[[int], Any], choose: Callable[[int], int]) -> None:
     """Run a collective on all ranks, one look at a time, in an order that `choose(count)` says."""
     network = ends[0]._comm.network
-    works = [Work(request=start(rank), tensors=()) for rank in range(len(ends))]
+    works = [MpiWork(request=start(rank), tensors=()) for rank in range(len(ends))]
     while sum(work.look() for work in works) < len(works):
         assert network.matched, "nobody can go on"
         network.deliver(choose(len(network.matched)))

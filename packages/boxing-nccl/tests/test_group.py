@@ -5,7 +5,7 @@ import pytest
 import torch
 from fake_mpi import MPI, Comm, Network, Request
 
-from sbp_boxing_nccl.group import SPIN_S, Group, Work, pause_after
+from sbp_boxing_nccl.group import SPIN_S, MpiGroup, MpiWork, pause_after
 
 
 def request() -> Request:
@@ -14,7 +14,7 @@ def request() -> Request:
 
 def test_work_that_is_not_over_in_time_can_be_waited_for_again() -> None:
     under_way = request()
-    work = Work(request=under_way, tensors=())
+    work = MpiWork(request=under_way, tensors=())
 
     in_time = work.wait(0.01, lambda: None)
     under_way.is_over = True
@@ -32,7 +32,7 @@ def test_a_schedule_goes_on_where_it_was_given_up() -> None:
         yield second
         steps.append("second")
 
-    work = Work(request=schedule(), tensors=())
+    work = MpiWork(request=schedule(), tensors=())
     first.is_over = True
     assert not work.wait(0.01, lambda: None)
     assert steps == ["first"]
@@ -47,7 +47,7 @@ def test_a_check_that_raises_ends_the_waiting() -> None:
         raise ValueError("a rank has failed")
 
     with pytest.raises(ValueError, match="a rank has failed"):
-        Work(request=request(), tensors=()).wait(30.0, check)
+        MpiWork(request=request(), tensors=()).wait(30.0, check)
 
 
 def test_pauses_grow_with_the_time_without_progress_and_have_a_bound() -> None:
@@ -59,7 +59,7 @@ def test_pauses_grow_with_the_time_without_progress_and_have_a_bound() -> None:
 @pytest.mark.parametrize("elements", [0, 1, 1000, 3 * 2**19 + 1, 2**25 + 1])
 def test_both_ends_cut_a_message_into_the_same_few_parts(elements: int) -> None:
     network = Network(2)
-    ends = [Group((0, 1), Comm(network, rank), MPI) for rank in (0, 1)]
+    ends = [MpiGroup((0, 1), Comm(network, rank), MPI) for rank in (0, 1)]
     given, received = torch.ones(elements).to(torch.uint8), torch.zeros(elements).to(torch.uint8)
 
     sending, receiving = ends[0].send(given, 1, 5), ends[1].receive(received, 0, 5)
@@ -72,7 +72,7 @@ def test_both_ends_cut_a_message_into_the_same_few_parts(elements: int) -> None:
 
 
 def test_what_a_rank_sends_to_itself_is_copied() -> None:
-    end = Group((0, 1), Comm(Network(2), 0), MPI)
+    end = MpiGroup((0, 1), Comm(Network(2), 0), MPI)
     kept = torch.zeros(3)
 
     work = end.exchange(kept, torch.ones(3), (3, 0), (3, 0))

@@ -19,8 +19,8 @@ from gpu_ranks import GpuRanks
 
 from sbp_boxing_nccl.nccl import library
 from sbp_boxing_nccl.nccl.bootstrap import release
-from sbp_boxing_nccl.nccl.device import Channel, Device
-from sbp_boxing_nccl.nccl.group import Group, Work, launch
+from sbp_boxing_nccl.nccl.device import NcclDevice, PairCommunicator
+from sbp_boxing_nccl.nccl.group import NcclGroup, NcclWork, launch
 from sbp_core.errors import BoxingError
 from sbp_torch.testing.boxing import BoxingConformance, Job, Program, use_communicator
 
@@ -33,7 +33,7 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def device() -> Device:
+def device() -> NcclDevice:
     try:
         return library.load_device(0, 0)
     except BoxingError as error:
@@ -43,28 +43,28 @@ def device() -> Device:
 
 
 @pytest.fixture
-def channel(device: Device) -> Iterator[Channel]:
+def channel(device: NcclDevice) -> Iterator[PairCommunicator]:
     """A communicator of one rank."""
     made = device.connect(1, device.unique_id(), 0)
     yield made
     made.abort()
 
 
-def finish(work: Work, limit_s: float = 30.0) -> None:
+def finish(work: NcclWork, limit_s: float = 30.0) -> None:
     end = time.monotonic() + limit_s
     while not work.is_done():
         assert time.monotonic() < end, "NCCL does not finish"
         time.sleep(1e-4)
 
 
-def test_torch_and_cupy_use_one_nccl(device: Device) -> None:
+def test_torch_and_cupy_use_one_nccl(device: NcclDevice) -> None:
     nccl = importlib.import_module("cupy.cuda.nccl")
 
     assert tuple(torch.cuda.nccl.version()[:3]) == device.nccl_version
     assert library.check_versions(torch.cuda.nccl.version(), nccl.get_version())
 
 
-def test_the_gpu_names_itself(device: Device) -> None:
+def test_the_gpu_names_itself(device: NcclDevice) -> None:
     domain, bus, rest = device.bus_id.split(":")
 
     assert int(domain, 16) >= 0 and int(bus, 16) >= 0 and "." in rest
@@ -76,9 +76,9 @@ def test_the_gpu_names_itself(device: Device) -> None:
     "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8]
 )
 def test_a_group_of_one_rank_reduces_every_native_dtype(
-    device: Device, channel: Channel, dtype: torch.dtype, reduction: str
+    device: NcclDevice, channel: PairCommunicator, dtype: torch.dtype, reduction: str
 ) -> None:
-    group = Group((0,), 0, channel, device)
+    group = NcclGroup((0,), 0, channel, device)
     values = torch.arange(1000, device=device.torch_device).remainder(100).to(dtype)
     result = torch.full_like(values, 3)
 
@@ -87,8 +87,10 @@ def test_a_group_of_one_rank_reduces_every_native_dtype(
     assert torch.equal(result, values)
 
 
-def test_a_group_of_one_rank_gathers_and_scatters(device: Device, channel: Channel) -> None:
-    group = Group((0,), 0, channel, device)
+def test_a_group_of_one_rank_gathers_and_scatters(
+    device: NcclDevice, channel: PairCommunicator
+) -> None:
+    group = NcclGroup((0,), 0, channel, device)
     values = torch.randn(1 << 20, device=device.torch_device)
     gathered, scattered = torch.zeros_like(values), torch.zeros_like(values)
 
@@ -101,7 +103,7 @@ def test_a_group_of_one_rank_gathers_and_scatters(device: Device, channel: Chann
 
 @pytest.mark.parametrize("elements", [1, 1000, 10_000_000])
 def test_a_message_to_oneself_arrives_if_both_ends_start_as_one(
-    device: Device, channel: Channel, elements: int
+    device: NcclDevice, channel: PairCommunicator, elements: int
 ) -> None:
     values = torch.randn(elements, device=device.torch_device)
     result = torch.zeros_like(values)
@@ -117,10 +119,10 @@ def test_a_message_to_oneself_arrives_if_both_ends_start_as_one(
 
 
 def test_work_waits_for_its_input_and_torch_for_its_result(
-    device: Device, channel: Channel
+    device: NcclDevice, channel: PairCommunicator
 ) -> None:
     """Neither the host nor anything else waits in between."""
-    group = Group((0,), 0, channel, device)
+    group = NcclGroup((0,), 0, channel, device)
     values = torch.zeros(1 << 22, device=device.torch_device)
     result = torch.full_like(values, -1.0)
     torch.cuda.synchronize()
@@ -137,9 +139,9 @@ def test_work_waits_for_its_input_and_torch_for_its_result(
 
 
 def test_memory_that_the_caller_drops_lives_until_the_work_is_done(
-    device: Device, channel: Channel
+    device: NcclDevice, channel: PairCommunicator
 ) -> None:
-    group = Group((0,), 0, channel, device)
+    group = NcclGroup((0,), 0, channel, device)
     result = torch.empty(1 << 22, device=device.torch_device)
     torch.cuda.synchronize()
 
@@ -154,16 +156,16 @@ def test_memory_that_the_caller_drops_lives_until_the_work_is_done(
     assert len(others) == 4
 
 
-def test_several_channels_are_aborted_together_in_time(device: Device) -> None:
+def test_several_channels_are_aborted_together_in_time(device: NcclDevice) -> None:
     channels = {str(n): device.connect(1, device.unique_id(), 0) for n in range(3)}
     values = torch.ones(1000, device=device.torch_device)
     for made in channels.values():
-        finish(Group((0,), 0, made, device).all_reduce(values, values, "sum"))
+        finish(NcclGroup((0,), 0, made, device).all_reduce(values, values, "sum"))
 
     assert release(channels, device, 20.0, abort=True)
 
 
-def test_several_channels_are_destroyed_in_time(device: Device) -> None:
+def test_several_channels_are_destroyed_in_time(device: NcclDevice) -> None:
     channels = {str(n): device.connect(1, device.unique_id(), 0) for n in range(3)}
 
     assert release(channels, device, 20.0, abort=False)

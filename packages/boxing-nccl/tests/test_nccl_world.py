@@ -171,21 +171,21 @@ def test_the_first_failure_stays() -> None:
 def test_processes_for_the_store_get_their_rank_and_one_address() -> None:
     backend = NcclBackend(NcclBoxingConfig(bootstrap="store"), device=GPU)
 
-    starts = backend.starts(2, ["python", "x.py"])
+    launch_specs = backend.launch_specs(2, ["python", "x.py"])
 
-    assert [start.environment["RANK"] for start in starts] == ["0", "1"]
-    assert [start.environment["LOCAL_RANK"] for start in starts] == ["0", "1"]
-    assert len({start.environment["MASTER_PORT"] for start in starts}) == 1
+    assert [start.environment["RANK"] for start in launch_specs] == ["0", "1"]
+    assert [start.environment["LOCAL_RANK"] for start in launch_specs] == ["0", "1"]
+    assert len({start.environment["MASTER_PORT"] for start in launch_specs}) == 1
 
 
 def test_settings_of_one_process_start_no_others() -> None:
     config = NcclBoxingConfig(bootstrap="store", rank=0, world_size=2)
 
     with pytest.raises(ConfigError, match="do not fit 2 processes"):
-        NcclBackend(config, device=GPU).starts(2, ["python", "x.py"])
+        NcclBackend(config, device=GPU).launch_specs(2, ["python", "x.py"])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_no_process_is_started_on_a_machine_without_a_gpu() -> None:
     with pytest.raises(BoxingError, match=r"^boxing=nccl needs an NVIDIA GPU"):
-        NcclBackend(NcclBoxingConfig()).starts(2, ["python", "x.py"])
+        NcclBackend(NcclBoxingConfig()).launch_specs(2, ["python", "x.py"])

@@ -25,8 +25,8 @@ backend.close()
 
 def run(then: str, on_line) -> object:
     command = [sys.executable, "-c", _PROGRAM.format(then=then)]
-    starts = MpiBackend(MpiBoxingConfig()).starts(2, command)
-    return supervise(starts, timeout_s=120, on_line=on_line)
+    launch_specs = MpiBackend(MpiBoxingConfig()).launch_specs(2, command)
+    return supervise(launch_specs, timeout_s=120, on_line=on_line)
 
 
 def is_alive(pid: int) -> bool:

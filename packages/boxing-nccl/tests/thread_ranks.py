@@ -9,7 +9,7 @@ from fake_device import FakeDevice, ThreadNetwork
 from sbp_boxing_nccl.configs import NcclBoxingConfig
 from sbp_boxing_nccl.nccl.backend import NcclBackend
 from sbp_boxing_nccl.nccl.board import StoreNoteBoard
-from sbp_boxing_nccl.nccl.world import World
+from sbp_boxing_nccl.nccl.world import NcclWorld
 
 #: Seconds that ranks may take before the tests give up.
 LIMIT_S = 120.0
@@ -52,7 +52,7 @@ class Ranks:
         self.config = NcclBoxingConfig(bootstrap="store", **({"connect_timeout_s": 10.0} | config))
         self.devices = [FakeDevice(network, rank) for rank in range(num_ranks)]
         self.worlds = [
-            World(
+            NcclWorld(
                 rank=rank,
                 size=num_ranks,
                 local_rank=rank,

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from sbp_boxing_torch.backend import TorchBackend
 from sbp_boxing_torch.configs import TorchBoxingConfig
-from sbp_boxing_torch.rendezvous import World
+from sbp_boxing_torch.rendezvous import TorchWorld
 
 #: (rank, its open backend, called when it is ready; returns when all are).
 Life = Callable[[int, TorchBackend, Callable[[], Any]], None]
@@ -115,7 +115,9 @@ def _live(rank: int, num_ranks: int, life: Life, pipe: Connection, port: int, ho
     store: Any = dist.TCPStore("127.0.0.1", port, is_master=False)
     if hosted:
         store = _store_of_rank_0(rank, store)
-    backend = TorchBackend(TorchBoxingConfig(), world=World(rank=rank, size=num_ranks, store=store))
+    backend = TorchBackend(
+        TorchBoxingConfig(), world=TorchWorld(rank=rank, size=num_ranks, store=store)
+    )
     backend.open(range(num_ranks))
     try:
         life(rank, backend, lambda: (pipe.send("ready"), pipe.recv()))

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from sbp_boxing_torch.backend import TorchBackend
 from sbp_boxing_torch.configs import TorchBoxingConfig
-from sbp_boxing_torch.rendezvous import World
+from sbp_boxing_torch.rendezvous import TorchWorld
 
 _TIMEOUT = timedelta(seconds=60)
 
@@ -73,7 +73,7 @@ def work(pipe: Connection, port: int, device: str) -> None:
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=_TIMEOUT)
     while (given := pipe.recv()) is not None:
         rank, num_ranks, run, job = given
-        world = World(rank=rank, size=num_ranks, store=dist.PrefixStore(run, store))
+        world = TorchWorld(rank=rank, size=num_ranks, store=dist.PrefixStore(run, store))
         own = f"{device}:{rank}" if device == "cuda" else device
         backend = TorchBackend(TorchBoxingConfig(device=own), world=world)
         try:

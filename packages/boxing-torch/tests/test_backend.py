@@ -14,7 +14,7 @@ from rank_pool import RankPool
 
 from sbp_boxing_torch.backend import TorchBackend
 from sbp_boxing_torch.configs import TorchBoxingConfig
-from sbp_boxing_torch.rendezvous import World
+from sbp_boxing_torch.rendezvous import TorchWorld
 from sbp_core.boxing.router import route
 from sbp_core.boxing.step import Step, StepKind
 from sbp_core.errors import BoxingError
@@ -46,7 +46,7 @@ def reduce(backend: TorchBackend, rank: int, tag: str, deadline_s: float = 30.0)
 
 def test_a_world_of_one_rank_needs_nobody() -> None:
     store: Any = dist.HashStore()
-    backend = TorchBackend(TorchBoxingConfig(), world=World(rank=0, size=1, store=store))
+    backend = TorchBackend(TorchBoxingConfig(), world=TorchWorld(rank=0, size=1, store=store))
     backend.open([0])
     mesh = Placement([0], ("x",))
     step = Step(
@@ -68,7 +68,7 @@ def test_a_world_of_one_rank_needs_nobody() -> None:
 
 def test_a_run_of_another_size_than_the_world_is_refused() -> None:
     store: Any = dist.HashStore()
-    backend = TorchBackend(TorchBoxingConfig(), world=World(rank=0, size=2, store=store))
+    backend = TorchBackend(TorchBoxingConfig(), world=TorchWorld(rank=0, size=2, store=store))
 
     with pytest.raises(BoxingError, match=r"ranks \[0, 1, 2, 3\], but 2 processes"):
         backend.open(range(4))
@@ -76,7 +76,7 @@ def test_a_run_of_another_size_than_the_world_is_refused() -> None:
 
 def test_a_backend_has_no_communicator_before_it_is_open_nor_for_other_ranks() -> None:
     store: Any = dist.HashStore()
-    backend = TorchBackend(TorchBoxingConfig(), world=World(rank=0, size=1, store=store))
+    backend = TorchBackend(TorchBoxingConfig(), world=TorchWorld(rank=0, size=1, store=store))
 
     with pytest.raises(BoxingError, match="rank 0 does not live in this process"):
         backend.communicator(0)

@@ -11,7 +11,7 @@ from torch.distributed import HashStore
 
 from sbp_boxing_torch.backend import TorchBackend
 from sbp_boxing_torch.configs import TorchBoxingConfig
-from sbp_boxing_torch.rendezvous import World
+from sbp_boxing_torch.rendezvous import TorchWorld
 from sbp_core.boxing import Step, StepKind
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, P
@@ -37,7 +37,7 @@ def test_a_group_of_one_rank_reduces_over_nccl() -> None:
         size_bytes=0,
     )
     backend = TorchBackend(
-        TorchBoxingConfig(device="cuda:0"), world=World(rank=0, size=1, store=HashStore())
+        TorchBoxingConfig(device="cuda:0"), world=TorchWorld(rank=0, size=1, store=HashStore())
     )
     backend.open([0])
     value = torch.arange(4.0, device="cuda:0")

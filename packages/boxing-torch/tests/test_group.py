@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sbp_boxing_torch.group import _REPEATED_BYTES, Group, connect
+from sbp_boxing_torch.group import _REPEATED_BYTES, TorchGroup, connect
 
 
-def connected(num_ranks: int) -> list[Group]:
+def connected(num_ranks: int) -> list[TorchGroup]:
     """Connect groups whose ranks are threads."""
     store: Any = dist.HashStore()
     ranks = tuple(range(num_ranks))

@@ -20,12 +20,12 @@ from omegaconf import OmegaConf
 import sbp_launch.conf
 from sbp_core.boxing.step import StepKind
 from sbp_core.calibration import KINDS as MEASURABLE
-from sbp_core.calibration import Calibration, Case, Sample
+from sbp_core.calibration import Calibration, MeasuredCase, Measurement
 from sbp_core.errors import ConfigError
 from sbp_core.plugins import merge_settings
 from sbp_launch.calibrate import collectives
 from sbp_launch.calibrate.calls import calls_of, cases_of, make_call
-from sbp_launch.calibrate.collectives import Measurement, Shards, Stopwatch
+from sbp_launch.calibrate.collectives import CalibrationShards, RankMeasurer, Stopwatch
 from sbp_launch.calibrate.config import KINDS, CalibrateConfig, CalibrateRun
 from sbp_launch.calibrate.device import measure_rates
 from sbp_launch.calibrate.job import Found, Job, Progress, Rates
@@ -35,7 +35,7 @@ from sbp_launch.calibrate.machine import (
     total_memory_bytes,
 )
 from sbp_launch.calibrate.run import link_of, make_cluster
-from sbp_launch.config import Choice
+from sbp_launch.config import PluginChoice
 from sbp_torch.boxing.local import LocalBackend
 
 CONF = Path(sbp_launch.conf.__file__).parent / "calibrate.yaml"
@@ -45,7 +45,10 @@ TINY = CalibrateConfig(ranks=2, sizes=(1024, 4096, 16_384), repetitions=2, time_
 
 def job_of(config: CalibrateConfig, max_call_bytes: int = 2**40) -> Job:
     return Job(
-        boxing=Choice(name="local"), device="cpu", settings=config, max_call_bytes=max_call_bytes
+        boxing=PluginChoice(name="local"),
+        device="cpu",
+        settings=config,
+        max_call_bytes=max_call_bytes,
     )
 
 
@@ -75,13 +78,13 @@ def on_ranks(num_ranks: int, work: Callable[[Any], Any]) -> list[Any]:
 
 
 def measure(job: Job, tell: Callable[[Progress], None] = lambda progress: None) -> list[Any]:
-    """Measure on threads; return (samples, measurement) of every rank."""
+    """Measure on threads; return (samples, measurer) of every rank."""
     config = job.settings
 
     def work(communicator: Any) -> Any:
         watch = Stopwatch(communicator, config.ranks, torch.device("cpu"), config.deadline_s)
-        measurement = Measurement(job, watch, communicator.rank, tell)
-        return measurement.run(), measurement
+        measurer = RankMeasurer(job, watch, communicator.rank, tell)
+        return measurer.run(), measurer
 
     return on_ranks(config.ranks, work)
 
@@ -183,7 +186,7 @@ def test_the_primary_config_states_the_defaults() -> None:
 
 def test_a_job_and_what_was_found_are_read_back(tmp_path: Path) -> None:
     job = job_of(replace(TINY, kinds=("transfer",), group_sizes=(2,)), 1234)
-    sample = Sample(
+    sample = Measurement(
         backend="local", kind="transfer", group_size=2, shared_bytes=8, times_s=(0.5, 0.25)
     )
     rates = Rates(flop_per_s={"float32": 1e9}, memory_bytes_per_s=2e9, launch_s=1e-6)
@@ -213,11 +216,11 @@ def test_the_slowest_rank_counts() -> None:
 
 
 def test_a_rank_without_a_part_has_no_shard_and_does_not_count() -> None:
-    call = make_call(Case(kind="all-reduce", group_size=2), 1024, 3)
+    call = make_call(MeasuredCase(kind="all-reduce", group_size=2), 1024, 3)
 
     def work(communicator: Any) -> Any:
         watch = Stopwatch(communicator, 3, torch.device("cpu"), 60)
-        shard = Shards(communicator.rank, torch.device("cpu")).of(call.step)
+        shard = CalibrationShards(communicator.rank, torch.device("cpu")).of(call.step)
         assert (shard is None) == (communicator.rank == 2)
         span_s = watch.time(call.step, shard)
         return span_s, watch.together([span_s])
@@ -283,10 +286,10 @@ def test_a_short_call_is_repeated_more_often_than_a_long_one(
 
 
 def test_sizes_for_which_there_is_no_memory_are_left_out() -> None:
-    samples, measurement = measure(job_of(TINY, max_call_bytes=5000))[0]
+    samples, measurer = measure(job_of(TINY, max_call_bytes=5000))[0]
 
     assert {sample.shared_bytes for sample in samples} == {1024, 4096}
-    assert measurement.skipped.startswith("16.4 kB and more: there is not enough memory")
+    assert measurer.skipped.startswith("16.4 kB and more: there is not enough memory")
 
 
 def slow_by(pause_s: float) -> Callable[..., tuple[float, float]]:
@@ -302,19 +305,19 @@ def test_sizes_for_which_there_is_no_time_are_left_out(monkeypatch: pytest.Monke
     monkeypatch.setattr(Stopwatch, "time", slow_by(0.05))
 
     config = replace(TINY, kinds=("all-reduce",), time_s=0.3)
-    samples, measurement = measure(job_of(config))[0]
+    samples, measurer = measure(job_of(config))[0]
 
     assert {sample.shared_bytes for sample in samples} == {1024}
-    assert "longer than time_s=0.3" in measurement.skipped
+    assert "longer than time_s=0.3" in measurer.skipped
 
 
 def test_repetitions_end_when_the_time_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Stopwatch, "time", slow_by(0.02))
 
     config = replace(TINY, kinds=("all-reduce",), sizes=(1024,), time_s=0.5, repetitions=1000)
-    _, measurement = measure(job_of(config))[0]
+    _, measurer = measure(job_of(config))[0]
 
-    assert 3 <= measurement.rounds < 100
+    assert 3 <= measurer.rounds < 100
 
 
 def test_progress_says_what_is_done_and_how_long_it_takes() -> None:
@@ -348,9 +351,9 @@ def test_a_machine_is_described_without_its_name() -> None:
     assert 0 < free_memory_bytes() <= total_memory_bytes() == int(described["memory_bytes"])
 
 
-def linear(latency_s: float, s_per_byte: float, at_once: int = 1) -> list[Sample]:
+def linear(latency_s: float, s_per_byte: float, at_once: int = 1) -> list[Measurement]:
     return [
-        Sample(
+        Measurement(
             backend="local",
             kind="transfer",
             group_size=2,
@@ -374,8 +377,10 @@ def test_the_link_is_what_one_message_takes_and_shared_if_more_take_longer(share
 
 
 @pytest.mark.parametrize("samples", [(), tuple(linear(1e-4, 1e-9))])
-def test_a_cluster_has_the_ranks_and_rates_that_were_found(samples: tuple[Sample, ...]) -> None:
-    run = CalibrateRun(boxing=Choice(name="local"), device="cpu", settings=TINY)
+def test_a_cluster_has_the_ranks_and_rates_that_were_found(
+    samples: tuple[Measurement, ...],
+) -> None:
+    run = CalibrateRun(boxing=PluginChoice(name="local"), device="cpu", settings=TINY)
     rates = Rates(flop_per_s={"float32": 1e9}, memory_bytes_per_s=2e9, launch_s=1e-6)
     found = Found(samples=samples, rates=rates, rounds=2, skipped="", library="2.13")
 

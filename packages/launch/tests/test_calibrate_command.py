@@ -14,15 +14,15 @@ import pytest
 import torch
 from rich.console import Console
 
-from sbp_core.calibration import Calibration, Sample
+from sbp_core.calibration import Calibration, Measurement
 from sbp_core.cluster import Cluster
-from sbp_core.plugins import Registry
+from sbp_core.plugins import PluginRegistry
 from sbp_core.testing.interrupts import hears_ctrl_c
 from sbp_launch.calibrate import config
 from sbp_launch.calibrate.config import KINDS, check_calibrate
 from sbp_launch.calibrate.rank import here
 from sbp_launch.calibrate.table import call_table
-from sbp_launch.config import Choice, Composed
+from sbp_launch.config import Composed, PluginChoice
 
 
 def calibrate(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -66,11 +66,11 @@ def test_a_process_measures_the_gpu_that_its_backend_chose(
 def test_a_backend_that_chooses_gpus_itself_is_measured_on_gpus(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    chosen = Choice(name="theirs"), SimpleNamespace(device="auto")
+    chosen = PluginChoice(name="theirs"), SimpleNamespace(device="auto")
     monkeypatch.setattr(config, "choose", lambda *arguments: chosen)
     composed = Composed(values={"boxing": {}, "ranks": 3}, files={}, overrides=())
 
-    run = check_calibrate(composed, Registry())
+    run = check_calibrate(composed, PluginRegistry())
 
     assert (run.device, run.settings.ranks) == ("cuda", 3)
 
@@ -149,7 +149,7 @@ def test_help_shows_the_backends_and_no_other_groups(tmp_path: Path) -> None:
 
 def test_the_table_fits_into_80_columns() -> None:
     long_names = [
-        Sample(
+        Measurement(
             backend="torch",
             kind=kind,
             group_size=2,

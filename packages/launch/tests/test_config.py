@@ -14,10 +14,10 @@ import sbp_launch
 from sbp_aten.pass_options import PassOptions
 from sbp_core.errors import ConfigError
 from sbp_core.plugins import (
-    Entry,
     Factory,
+    PluginEntry,
+    PluginRegistry,
     PluginSource,
-    Registry,
     discover,
     merge_settings,
 )
@@ -114,9 +114,9 @@ def test_a_group_without_a_plugin_name_is_refused_with_its_file() -> None:
 
 def test_a_cluster_whose_config_has_no_mesh_is_refused() -> None:
     factory = Factory(build="no_such_module:build")
-    registry = Registry(
+    registry = PluginRegistry(
         entries=tuple(
-            Entry(
+            PluginEntry(
                 kind=group,
                 name="x",
                 distribution="d",

@@ -10,7 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 import sbp_launch.conf
-from sbp_core.calibration import Calibration, Sample
+from sbp_core.calibration import Calibration, Measurement
 from sbp_core.cluster import Cluster, Device, Link
 from sbp_core.errors import ConfigError
 from sbp_core.plugins import merge_settings
@@ -24,7 +24,7 @@ LINK = Link(latency_s=1e-4, bytes_per_s=1e9)
 def calibration(backend: str) -> Calibration:
     return Calibration.of(
         [
-            Sample(
+            Measurement(
                 backend=backend,
                 kind="all-reduce",
                 group_size=2,

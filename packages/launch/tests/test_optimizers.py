@@ -22,7 +22,7 @@ from sbp_launch.optimizers import (
     build_sgd,
     optimizer_over,
 )
-from sbp_torch.optim import Together
+from sbp_torch.optim import CombinedOptimizer
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
@@ -155,7 +155,7 @@ def test_muon_leaves_vectors_and_named_matrices_to_adamw() -> None:
 
     optimizer = optimizer_over(build_muon(config), model)
 
-    assert isinstance(optimizer, Together)
+    assert isinstance(optimizer, CombinedOptimizer)
     matrices, others = optimizer.param_groups
     assert [id(p) for p in matrices["params"]] == [id(model[0].weight)]
     assert (len(others["params"]), others["lr"]) == (5, 0.25)

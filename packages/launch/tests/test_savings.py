@@ -16,14 +16,14 @@ from sbp_core.passes.recomputation import recompute_report
 from sbp_core.plugins import merge_settings
 from sbp_launch import trainer
 from sbp_launch.compile_config import CompileConfig
-from sbp_launch.config import Choice, RunConfig
+from sbp_launch.config import PluginChoice, RunConfig
 from sbp_launch.planned import Planned, plan_step
 from sbp_launch.program import make_program
 from sbp_launch.savings import saving_lines
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.capture import scalar_values
 from sbp_torch.memory import predict
-from sbp_torch.memory.meter import Meter
+from sbp_torch.memory.meter import MemoryMeter
 from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.reference import ReferenceRuntime
 
@@ -50,11 +50,11 @@ def make_run(passes: Mapping[str, object], ranks: int = 4) -> RunConfig:
     run = run_config((ranks,), dtype="float64", batch_size=BATCH_SIZE)
     return replace(
         run,
-        model=Choice(name="wide"),
-        data=Choice(name="rows"),
-        planner=Choice(name="sharding"),
+        model=PluginChoice(name="wide"),
+        data=PluginChoice(name="rows"),
+        planner=PluginChoice(name="sharding"),
         # Without moments, the peak is not where new states lie beside the old ones.
-        optimizer=Choice(name="sgd", settings={"momentum": 0.0}),
+        optimizer=PluginChoice(name="sgd", settings={"momentum": 0.0}),
         compile=merge_settings(CompileConfig, settings, key="compile"),
     )
 
@@ -75,7 +75,7 @@ def found(name: str, ranks: int = 4) -> Found:
     planned = plan_step(run_of(run), program)
     states = program.made.states(program.optimizer, run.trainer.update)
     scalars = scalar_values(program.model, program.optimizer, run.trainer.update)
-    meter = Meter(planned.plan)
+    meter = MemoryMeter(planned.plan)
     runtime = ReferenceRuntime(ReferenceConfig())
     with runtime.start(planned.plan, states, LocalBackend()) as session, meter.watching(session):
         for index in range(2):
@@ -143,7 +143,7 @@ def test_what_was_given_for_the_memory_is_printed(capsys: pytest.CaptureFixture[
 
 
 def test_slices_that_save_nothing_are_said_to() -> None:
-    whole = replace(make_run(PASSES["slices"]), planner=Choice(name="even"))
+    whole = replace(make_run(PASSES["slices"]), planner=PluginChoice(name="even"))
     planned = plan_step(run_of(whole), make_program(run_of(whole)))
     uneven = found("slices", 3).planned
 

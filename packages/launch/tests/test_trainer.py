@@ -10,10 +10,10 @@ from trainable import Bigram, registry, run_config, run_of
 from sbp_aten.pass_options import MixedPrecision, PassOptions
 from sbp_core.errors import ConfigError
 from sbp_launch import planned, trainer
-from sbp_launch.config import Choice
+from sbp_launch.config import PluginChoice
 from sbp_launch.optimizers import optimizer_over
 from sbp_launch.patterns import check_patterns
-from sbp_launch.program import Twin, make_program
+from sbp_launch.program import EagerReference, make_program
 from sbp_launch.schedules import ScheduleConfig
 from sbp_launch.session import make_backend
 from sbp_torch.memory import predict
@@ -86,7 +86,7 @@ def test_an_interrupted_run_keeps_its_states(tmp_path, monkeypatch):
 
 def test_torn_states_do_not_take_the_place_of_an_interrupt(tmp_path, monkeypatch, capsys):
     def interrupted(self, batch, scalars):
-        self.is_torn = True
+        self.is_partially_updated = True
         raise KeyboardInterrupt
 
     monkeypatch.setattr(ReferenceSession, "step", interrupted)
@@ -160,7 +160,9 @@ def test_the_model_is_left_in_the_chosen_dtype():
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_floating_batches_come_in_the_dtype_of_the_model(tmp_path, capsys, dtype):
-    run = replace(run_config(dtype=dtype), model=Choice(name="wide"), data=Choice(name="rows"))
+    run = replace(
+        run_config(dtype=dtype), model=PluginChoice(name="wide"), data=PluginChoice(name="rows")
+    )
 
     trainer.train(run, registry(), tmp_path)
 
@@ -194,7 +196,7 @@ def test_the_nearest_pattern_is_named():
 
 def _twin_of(pairs):
     run = run_config()
-    twin = Twin(make_program(run_of(run)), run.trainer)
+    twin = EagerReference(make_program(run_of(run)), run.trainer)
     twin.found, twin.losses = map(list, zip(*pairs, strict=True))
     return twin.verdict()
 

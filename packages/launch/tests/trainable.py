@@ -11,12 +11,12 @@ from torch.nn import functional
 
 from sbp_core import infer_strategy
 from sbp_core.graph.ir import LogicalGraph, Node, OutputKind, Ref
-from sbp_core.plugins import Factory, Registry, discover, hookimpl
+from sbp_core.plugins import Factory, PluginRegistry, discover, hookimpl
 from sbp_core.plugins.discovery import PluginSource
 from sbp_core.plugins.kinds import GraphPass, PlanRequest
 from sbp_core.strategy import Strategy
 from sbp_launch.compile_config import CompileConfig
-from sbp_launch.config import Choice, RunConfig, TrainerConfig
+from sbp_launch.config import PluginChoice, RunConfig, TrainerConfig
 from sbp_launch.planned import Planned, plan_step
 from sbp_launch.program import make_program
 from sbp_launch.rows import Row
@@ -189,7 +189,7 @@ def sbp_planners() -> Mapping[str, Factory]:
     }
 
 
-def registry() -> Registry:
+def registry() -> PluginRegistry:
     """Return core's and launch's own plugins, and those of this module."""
     return discover(
         [
@@ -218,14 +218,14 @@ def run_config(
     """Return a small run on the reference runtime."""
     settings = {"steps": 3, "batch_size": 4, "eval_batches": 1, "sample_tokens": 3, **trainer}
     return RunConfig(
-        model=Choice(name="bigram"),
-        data=Choice(name="counting"),
-        cluster=Choice(name="local", settings={"mesh": mesh, "axes": axes}),
-        boxing=Choice(name="local"),
-        runtime=Choice(name="reference"),
-        planner=Choice(name="even"),
-        optimizer=Choice(name="adamw"),
-        logger=Choice(name="jsonl"),
+        model=PluginChoice(name="bigram"),
+        data=PluginChoice(name="counting"),
+        cluster=PluginChoice(name="local", settings={"mesh": mesh, "axes": axes}),
+        boxing=PluginChoice(name="local"),
+        runtime=PluginChoice(name="reference"),
+        planner=PluginChoice(name="even"),
+        optimizer=PluginChoice(name="adamw"),
+        logger=PluginChoice(name="jsonl"),
         trainer=TrainerConfig(**settings),
         compile=CompileConfig(plugins=plugins),
         mesh=mesh,

@@ -18,7 +18,7 @@ from sbp_planner.manual import build as build_manual
 from sbp_planner.osdp import build as build_osdp
 from sbp_torch.capture import capture, initial_states
 from sbp_torch.testing.planner import PlannerConformance
-from sbp_torch.testing.programs import TrainingStep
+from sbp_torch.testing.programs import OneDeviceStep
 
 
 class Attention(nn.Module):
@@ -78,13 +78,13 @@ def tokens(batch_size: int, seed: int) -> dict[str, Any]:
 
 
 @cache
-def transformer_step(num_micro_batches: int) -> TrainingStep:
+def transformer_step(num_micro_batches: int) -> OneDeviceStep:
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
         model = Transformer().double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
     graph = capture(model, lambda model, batch: model.loss(batch), tokens(4, 0), optimizer)
-    return TrainingStep(
+    return OneDeviceStep(
         graph=prepare_step(graph, num_micro_batches),
         states=initial_states(model, optimizer),
         batches=tuple(tokens(4 * num_micro_batches, 1 + index) for index in range(2)),
@@ -93,7 +93,7 @@ def transformer_step(num_micro_batches: int) -> TrainingStep:
 
 
 class TransformerSuite(PlannerConformance):
-    def make_step(self, num_micro_batches: int) -> TrainingStep:
+    def make_step(self, num_micro_batches: int) -> OneDeviceStep:
         return transformer_step(num_micro_batches)
 
 

@@ -5,11 +5,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sbp_core.errors import SbpValueError
-from sbp_planner.knapsack import Item, choose, evaluate
+from sbp_planner.knapsack import KnapsackItem, choose, evaluate
 
 
 def item(size, seconds=1.0):
-    return Item(
+    return KnapsackItem(
         transient_bytes=2 * size,
         dp_bytes=4 * size,
         zdp_bytes=size,
@@ -21,7 +21,7 @@ def item(size, seconds=1.0):
 @st.composite
 def items(draw):
     dp_bytes = draw(st.integers(0, 9))
-    return Item(
+    return KnapsackItem(
         transient_bytes=draw(st.integers(0, 6)),
         dp_bytes=dp_bytes,
         zdp_bytes=draw(st.integers(0, dp_bytes)),
@@ -108,4 +108,4 @@ def test_items_that_cannot_be_are_refused(changes):
     values = {"transient_bytes": 0, "dp_bytes": 4, "zdp_bytes": 1, "dp_s": 2.0, "zdp_s": 3.0}
 
     with pytest.raises(SbpValueError):
-        Item(**{**values, **changes})
+        KnapsackItem(**{**values, **changes})

@@ -6,7 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sbp_aten.passes import fold_views, prepare_step, share_expressions, sum_losses, tie_clocks
+from sbp_aten.passes import (
+    fold_views,
+    prepare_step,
+    share_expressions,
+    sum_losses,
+    tie_step_counters,
+)
 from sbp_core.errors import GraphError
 from sbp_core.graph import LogicalGraph, verify_graph
 from sbp_core.graph.ir import (
@@ -172,7 +178,7 @@ def _clocks(steps: tuple[object, ...], extra_reader: bool = False) -> LogicalGra
 
 
 def test_equal_counters_become_one_clock() -> None:
-    tied = verify_graph(tie_clocks(_clocks((1, 1, 1))))
+    tied = verify_graph(tie_step_counters(_clocks((1, 1, 1))))
 
     assert _texts(tied) == ["clock.add = add(%clock, 1)", "power = pow(0.9, %clock.add)"]
     (clock,) = tied.inputs
@@ -182,7 +188,7 @@ def test_equal_counters_become_one_clock() -> None:
 
 
 def test_a_counter_that_tensors_read_stays_a_tensor() -> None:
-    tied = tie_clocks(_clocks((1, 1), extra_reader=True))
+    tied = tie_step_counters(_clocks((1, 1), extra_reader=True))
 
     assert "w0.step" in tied.types
     assert tied.input_kinds["clock"].stands_for == ("w1.step",)
@@ -190,13 +196,13 @@ def test_a_counter_that_tensors_read_stays_a_tensor() -> None:
 
 def test_counters_that_advance_differently_are_refused() -> None:
     with pytest.raises(GraphError, match="advance by different amounts: 1, 2"):
-        tie_clocks(_clocks((1, 2)))
+        tie_step_counters(_clocks((1, 2)))
 
 
 def test_a_graph_without_counters_stays_as_it_is() -> None:
     graph = mlp()
 
-    assert tie_clocks(graph) is graph
+    assert tie_step_counters(graph) is graph
 
 
 def _mean_loss(reduction: int) -> LogicalGraph:
@@ -326,7 +332,7 @@ _LR = {"lr": 1e-2}
 
 @pytest.mark.parametrize(
     "apply",
-    [tie_clocks, fold_views, share_expressions, sum_losses, prepare_step],
+    [tie_step_counters, fold_views, share_expressions, sum_losses, prepare_step],
     ids=lambda function: function.__name__,
 )
 def test_every_pass_keeps_a_captured_step_bit_for_bit(
@@ -345,7 +351,7 @@ def test_every_pass_keeps_a_captured_step_bit_for_bit(
 
 
 def test_adamw_of_a_captured_step_has_one_clock(gpt_graph: LogicalGraph) -> None:
-    tied = tie_clocks(gpt_graph)
+    tied = tie_step_counters(gpt_graph)
 
     parameters = [e.name for e in gpt_graph.inputs if e.kind is InputKind.PARAMETER]
     assert set(tied.input_kinds["clock"].stands_for) == {f"{name}.step" for name in parameters}
@@ -399,4 +405,4 @@ def test_a_clock_keeps_its_place_in_a_graph_with_a_learning_rate() -> None:
         types={**graph.types, "lr": ScalarType()},
     )
 
-    assert [entry.name for entry in tie_clocks(graph).inputs] == ["lr", "clock"]
+    assert [entry.name for entry in tie_step_counters(graph).inputs] == ["lr", "clock"]

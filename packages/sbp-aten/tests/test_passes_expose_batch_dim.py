@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from sbp_aten.pass_options import PassOptions
-from sbp_aten.passes import prepare_step, unbury_batch
+from sbp_aten.passes import expose_batch_dim, prepare_step
 from sbp_core.check import check
 from sbp_core.compile import compile_plan
 from sbp_core.graph import LogicalGraph, verify_graph
@@ -97,7 +97,7 @@ def test_products_with_the_batch_apart_compute_the_same_step(name: str) -> None:
     graph, states, batch = _captured(name)
     scalars = {"lr": 0.1, "seed": 1, "step": 2}
 
-    apart = verify_graph(unbury_batch(graph))
+    apart = verify_graph(expose_batch_dim(graph))
 
     rows, made = (run_graph(entry, states, [batch], scalars) for entry in (graph, apart))
     torch.testing.assert_close(made[0]["loss"], rows[0]["loss"], rtol=1e-13, atol=1e-13)
@@ -112,7 +112,7 @@ def test_a_split_batch_moves_no_activations(name: str) -> None:
 
     moved = {}
     for apart in (False, True):
-        step = prepare_step(graph, options=PassOptions(unbury_batch=apart))
+        step = prepare_step(graph, options=PassOptions(expose_batch_dim=apart))
         request = PlanRequest(graph=step, mesh=mesh, cluster=cluster())
         plan = compile_plan(step, infer_strategy(request, planner="test", pins=PINS))
         check(plan)
@@ -133,4 +133,4 @@ def test_rows_whose_batch_comes_first_stay_as_they_are() -> None:
     batch = {"x": torch.randn(BATCH, TIME, WIDTH, dtype=torch.float64)}
     graph = capture(model, _loss, batch, torch.optim.SGD(model.parameters(), lr=0.1))
 
-    assert unbury_batch(graph) is graph
+    assert expose_batch_dim(graph) is graph

@@ -23,7 +23,7 @@ from sbp_core.testing.graphs import mlp
 
 #: Every pass off.
 NOTHING = PassOptions(
-    tie_clocks=False,
+    tie_step_counters=False,
     fold_constants=False,
     drop_identities=False,
     fold_views=False,
@@ -32,14 +32,14 @@ NOTHING = PassOptions(
     split_classes=None,
     sum_losses=False,
     split_batch_norm=False,
-    unbury_batch=False,
+    expose_batch_dim=False,
     recompute=None,
     defer_reductions=False,
 )
 
 #: Every pass on, by its switch.
 ON: dict[str, object] = {
-    "tie_clocks": True,
+    "tie_step_counters": True,
     "fold_constants": True,
     "drop_identities": True,
     "fold_views": True,
@@ -50,7 +50,7 @@ ON: dict[str, object] = {
     "sum_losses": True,
     "split_batch_norm": True,
     "slices": {"head": Slicing(count=2)},
-    "unbury_batch": True,
+    "expose_batch_dim": True,
     "recompute": Recompute(),
     "defer_reductions": True,
 }

@@ -8,7 +8,7 @@ from torch import Tensor
 from sbp_aten.rules import grouped
 from sbp_core.sbp import B, P, S, Sbp
 from sbp_core.signatures import derive
-from sbp_core.signatures.registry import Registry
+from sbp_core.signatures.registry import RuleRegistry
 from sbp_torch.signatures.verify import call_of
 from sbp_torch.testing.signatures import check_rule, sample
 
@@ -16,7 +16,7 @@ _draw = torch.Generator().manual_seed(5)
 
 PRODUCT, GRADIENTS = "sbp_tests.grouped.default", "sbp_tests.grouped_backward.default"
 
-RULES = Registry({PRODUCT: grouped.PRODUCT, GRADIENTS: grouped.GRADIENTS})
+RULES = RuleRegistry({PRODUCT: grouped.PRODUCT, GRADIENTS: grouped.GRADIENTS})
 
 
 @torch.library.custom_op("sbp_tests::grouped", mutates_args=())

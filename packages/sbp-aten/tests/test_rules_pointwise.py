@@ -9,7 +9,7 @@ import torch
 
 from sbp_aten.rules import elementwise, pointwise
 from sbp_core.graph.ir import Ref, TensorType
-from sbp_core.signatures import OpCall, Registry, derive, signatures
+from sbp_core.signatures import OpCall, RuleRegistry, derive, signatures
 from sbp_torch.signatures.verify import verify
 from sbp_torch.testing.signatures import Sample, sample
 
@@ -311,7 +311,7 @@ def test_a_factor_that_only_the_host_knows_passes_no_extremes() -> None:
         tags=("pointwise",),
     )
 
-    assert [str(found) for found in derive(call, 2, rules=Registry())] == [
+    assert [str(found) for found in derive(call, 2, rules=RuleRegistry())] == [
         "S(0) -> S(0)",
         "P -> P",
         "B -> B",

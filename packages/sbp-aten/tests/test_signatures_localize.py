@@ -6,7 +6,7 @@ from sbp_core.sbp import NdSbp
 from sbp_core.signatures import (
     LocalCall,
     OpCall,
-    Registry,
+    RuleRegistry,
     localize,
 )
 from sbp_core.strategy import Signature
@@ -31,7 +31,7 @@ def signature(inputs: list[str], outputs: list[str]) -> Signature:
     return Signature(tuple(map(NdSbp.parse, inputs)), tuple(map(NdSbp.parse, outputs)))
 
 
-def _local(call: OpCall, cut: Signature, rank: int, rules: Registry | None = None) -> LocalCall:
+def _local(call: OpCall, cut: Signature, rank: int, rules: RuleRegistry | None = None) -> LocalCall:
     """Return the only call that a rank executes."""
     (only,) = localize(call, cut, MESH, rank, rules=rules).calls
     return only

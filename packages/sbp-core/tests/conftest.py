@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from sbp_core.plugins import PluginSource, Registry, discover
+from sbp_core.plugins import PluginRegistry, PluginSource, discover
 from sbp_core.signatures import registry
 from sbp_core.testing.holdings import no_thread_is_left
 
 _PATCH = pytest.MonkeyPatch()
 
 
-def _small_rules() -> Registry:
+def _small_rules() -> PluginRegistry:
     source = PluginSource(name="small", value="small_rules", distribution="sbp-core", version="0")
     return discover([source], strict=True)
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from sbp_core.boxing.processes.control_store import Board, BoardLostError, BoardSilentError
+from sbp_core.boxing.processes.control_store import ControlStore, StoreLostError, StoreSilentError
 from sbp_core.boxing.processes.membership import Member
 
 
-class DictBoard(Board):
+class DictBoard(ControlStore):
     """Notes in a dict; `trouble` is what asking for one raises."""
 
     def __init__(self, notes: dict[str, str], rank: int, size: int) -> None:
         super().__init__(rank, size)
         self.notes = notes
-        self.trouble: BoardSilentError | None = None
+        self.trouble: StoreSilentError | None = None
 
     def _put(self, key: str, value: str, ranks: Iterable[int]) -> None:
         self._check()
@@ -38,9 +38,9 @@ def boards_of(size: int) -> list[DictBoard]:
     return [DictBoard(notes, rank, size) for rank in range(size)]
 
 
-def lost() -> BoardLostError:
+def lost() -> StoreLostError:
     """Return the trouble of a board whose keeper has ended."""
-    return BoardLostError("the store cannot be reached")
+    return StoreLostError("the store cannot be reached")
 
 
 def elsewhere(rank: int) -> Member:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sbp_core.boxing import StepKind
-from sbp_core.boxing.algorithms import Group, Links, ways
+from sbp_core.boxing.algorithms import LinkRates, RankGroup, ways
 from sbp_core.cluster import Link
 
 quick = settings(derandomize=True, deadline=None, max_examples=120)
@@ -17,7 +17,7 @@ quick = settings(derandomize=True, deadline=None, max_examples=120)
 A, BETA = 2e-6, 1e-9  # α in seconds, β in seconds per byte
 FAST = Link(latency_s=A, bytes_per_s=1 / BETA)
 SLOW = Link(latency_s=10 * A, bytes_per_s=0.1 / BETA)
-ALONE = Links(intra=FAST, inter=SLOW, intra_shared=False, inter_shared=False)
+ALONE = LinkRates(intra=FAST, inter=SLOW, intra_shared=False, inter_shared=False)
 SIZE = 4096
 COLLECTIVES = [
     StepKind.ALL_REDUCE,
@@ -27,11 +27,13 @@ COLLECTIVES = [
 ]
 
 
-def inside(size: int, neighbours: int = 1) -> Group:
-    return Group(nodes=(0,) * size, neighbours=neighbours)
+def inside(size: int, neighbours: int = 1) -> RankGroup:
+    return RankGroup(nodes=(0,) * size, neighbours=neighbours)
 
 
-def times(kind: StepKind, group: Group, links: Links = ALONE, size: int = SIZE) -> dict[str, float]:
+def times(
+    kind: StepKind, group: RankGroup, links: LinkRates = ALONE, size: int = SIZE
+) -> dict[str, float]:
     return {way.algorithm: way.time_s for way in ways(kind, group, size, links)}
 
 
@@ -86,7 +88,7 @@ def test_small_messages_take_few_rounds_and_large_ones_few_bytes() -> None:
 
 
 def test_a_ring_crosses_nodes_once_and_wins_where_their_link_is_shared() -> None:
-    group = Group(nodes=(0, 0, 1, 1, 2, 2))
+    group = RankGroup(nodes=(0, 0, 1, 1, 2, 2))
     shared = ALONE._replace(inter_shared=True)
 
     found = times(StepKind.ALL_GATHER, group, shared, 6 * 10**9)
@@ -96,7 +98,7 @@ def test_a_ring_crosses_nodes_once_and_wins_where_their_link_is_shared() -> None
 
 
 def test_exchanges_across_nodes_divide_a_shared_link() -> None:
-    group = Group(nodes=(0, 0, 1, 1))
+    group = RankGroup(nodes=(0, 0, 1, 1))
     shared = ALONE._replace(inter_shared=True)
 
     apart = times(StepKind.ALL_GATHER, group, ALONE)["recursive doubling"]
@@ -108,7 +110,7 @@ def test_exchanges_across_nodes_divide_a_shared_link() -> None:
 
 
 def test_a_hierarchy_reduces_inside_nodes_first() -> None:
-    group = Group(nodes=(0, 0, 1, 1))
+    group = RankGroup(nodes=(0, 0, 1, 1))
     shared = ALONE._replace(inter_shared=True)
 
     found = times(StepKind.ALL_REDUCE, group, shared)["hierarchical"]
@@ -129,7 +131,7 @@ def test_a_memory_bus_is_divided_among_all_ranks_of_a_node() -> None:
 
 
 def test_direct_messages_of_all_ranks_share_the_link_of_a_node() -> None:
-    group = Group(nodes=(0, 0, 1, 1))
+    group = RankGroup(nodes=(0, 0, 1, 1))
     shared = ALONE._replace(inter_shared=True)
 
     alone = times(StepKind.ALL_TO_ALL, group, shared, 16 * 10**9)["direct"]
@@ -144,7 +146,7 @@ def test_one_rank_alone_takes_no_time() -> None:
 
 
 groups = st.builds(
-    lambda members, neighbours: Group(
+    lambda members, neighbours: RankGroup(
         nodes=tuple(node for node, count in enumerate(members) for _ in range(count)),
         neighbours=neighbours,
     ),
@@ -152,7 +154,7 @@ groups = st.builds(
     st.integers(1, 4),
 )
 links = st.builds(
-    lambda values, intra_shared, inter_shared: Links(
+    lambda values, intra_shared, inter_shared: LinkRates(
         Link(latency_s=values[0], bytes_per_s=values[1]),
         Link(latency_s=values[0] + values[2], bytes_per_s=values[1] * values[3]),
         intra_shared,
@@ -165,13 +167,15 @@ links = st.builds(
 cases = st.tuples(st.sampled_from(COLLECTIVES), groups, st.integers(0, 2**34), links)
 
 
-def fastest(kind: StepKind, group: Group, size: int, given: Links) -> float:
+def fastest(kind: StepKind, group: RankGroup, size: int, given: LinkRates) -> float:
     return ways(kind, group, size, given)[0].time_s
 
 
 @quick
 @given(cases, st.integers(0, 2**30))
-def test_more_bytes_are_never_faster(case: tuple[StepKind, Group, int, Links], more: int) -> None:
+def test_more_bytes_are_never_faster(
+    case: tuple[StepKind, RankGroup, int, LinkRates], more: int
+) -> None:
     kind, group, size, given_links = case
 
     assert fastest(kind, group, size + more, given_links) >= (1 - 1e-9) * fastest(*case)
@@ -180,7 +184,7 @@ def test_more_bytes_are_never_faster(case: tuple[StepKind, Group, int, Links], m
 @quick
 @given(cases, st.floats(1.0, 100.0), st.booleans())
 def test_more_bandwidth_is_never_slower(
-    case: tuple[StepKind, Group, int, Links], factor: float, between: bool
+    case: tuple[StepKind, RankGroup, int, LinkRates], factor: float, between: bool
 ) -> None:
     kind, group, size, given_links = case
     link = given_links.inter if between else given_links.intra
@@ -192,7 +196,7 @@ def test_more_bandwidth_is_never_slower(
 
 @quick
 @given(cases)
-def test_sharing_links_is_never_faster(case: tuple[StepKind, Group, int, Links]) -> None:
+def test_sharing_links_is_never_faster(case: tuple[StepKind, RankGroup, int, LinkRates]) -> None:
     kind, group, size, given_links = case
     alone = given_links._replace(intra_shared=False, inter_shared=False)
     shared = given_links._replace(intra_shared=True, inter_shared=True)
@@ -204,7 +208,7 @@ def test_sharing_links_is_never_faster(case: tuple[StepKind, Group, int, Links])
 @quick
 @given(cases, st.integers(1, 4))
 def test_more_groups_at_once_are_never_faster(
-    case: tuple[StepKind, Group, int, Links], more: int
+    case: tuple[StepKind, RankGroup, int, LinkRates], more: int
 ) -> None:
     kind, group, size, given_links = case
     crowded = replace(group, neighbours=group.neighbours + more)
@@ -214,7 +218,7 @@ def test_more_groups_at_once_are_never_faster(
 
 @quick
 @given(cases)
-def test_ways_are_told_fastest_first(case: tuple[StepKind, Group, int, Links]) -> None:
+def test_ways_are_told_fastest_first(case: tuple[StepKind, RankGroup, int, LinkRates]) -> None:
     found = [way.time_s for way in ways(*case)]
 
     assert found == sorted(found)

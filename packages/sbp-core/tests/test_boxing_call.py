@@ -7,7 +7,7 @@ import time
 import pytest
 
 from sbp_core.boxing import Step, route
-from sbp_core.boxing.processes.call import Call, group_name, tag_number, wait_until
+from sbp_core.boxing.processes.call import CollectiveCall, group_name, tag_number, wait_until
 from sbp_core.errors import BoxingError
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, P
@@ -20,15 +20,15 @@ def reduce_step() -> Step:
 
 
 def test_a_call_has_time_left_until_its_deadline_is_over() -> None:
-    long = Call.begin(reduce_step(), "sum", 0, 60.0)
-    over = Call.begin(reduce_step(), "sum", 0, 0.0)
+    long = CollectiveCall.begin(reduce_step(), "sum", 0, 60.0)
+    over = CollectiveCall.begin(reduce_step(), "sum", 0, 0.0)
 
     assert 50.0 < long.left_s <= 60.0 and not long.is_over
     assert 0.0 < over.left_s < 0.01 and over.is_over
 
 
 def test_the_errors_of_a_call_name_its_tag_step_and_rank() -> None:
-    call = Call.begin(reduce_step(), "sum 3", 1, 2.5)
+    call = CollectiveCall.begin(reduce_step(), "sum 3", 1, 2.5)
 
     missing, failed = str(call.missing([0])), str(call.failed("the cable is cut"))
 

@@ -6,16 +6,16 @@ from dataclasses import replace
 
 from dict_store import boards_of, elsewhere, lost
 
-from sbp_core.boxing.processes.control_store import BoardSilentError
+from sbp_core.boxing.processes.control_store import StoreSilentError
 from sbp_core.boxing.processes.membership import Member
 
 
 def test_all_have_enlisted_once_each_has() -> None:
     here, there = boards_of(2)
 
-    here.enlist(Member.of_this_process(0))
+    here.register(Member.of_this_process(0))
     assert not here.all_enlisted() and list(there.members()) == [0]
-    there.enlist(elsewhere(1))
+    there.register(elsewhere(1))
 
     assert here.all_enlisted()
     assert here.members() == {0: Member.of_this_process(0), 1: elsewhere(1)}
@@ -82,12 +82,12 @@ def test_a_lost_board_says_why_and_keeps_nobody() -> None:
 def test_a_silent_board_is_no_failure_and_names_who_cannot_have_come() -> None:
     boards = boards_of(3)
     me = Member.of_this_process(0)
-    boards[0].enlist(me)
-    boards[1].enlist(replace(me, rank=1))
-    boards[2].enlist(replace(me, rank=2, started=me.started - 1))  # has ended
+    boards[0].register(me)
+    boards[1].register(replace(me, rank=1))
+    boards[2].register(replace(me, rank=2, started=me.started - 1))  # has ended
     boards[0].members()
 
-    boards[0].trouble = BoardSilentError("no answer")
+    boards[0].trouble = StoreSilentError("no answer")
 
     assert boards[0].failure() is None and not boards[0].is_lost()
     assert not boards[0].all_left()

@@ -16,9 +16,9 @@ from dict_store import DictBoard, boards_of, elsewhere, lost
 
 from sbp_core.boxing.processes import connections as connections_module
 from sbp_core.boxing.processes import failure_detector as watch_module
-from sbp_core.boxing.processes.call import Call
+from sbp_core.boxing.processes.call import CollectiveCall
 from sbp_core.boxing.processes.connections import Connections
-from sbp_core.boxing.processes.failure_detector import Calls, Watch, awaited
+from sbp_core.boxing.processes.failure_detector import Calls, FailureDetector, awaited
 from sbp_core.boxing.processes.membership import Member
 from sbp_core.boxing.router import route
 from sbp_core.boxing.step import Step
@@ -37,17 +37,17 @@ def only_step(before: Sbp, after: Sbp, sources: list[int], targets: list[int]) -
     return step
 
 
-def call_of(age_s: float = 0.0, rank: int = 0, tag: str = "grad") -> Call:
+def call_of(age_s: float = 0.0, rank: int = 0, tag: str = "grad") -> CollectiveCall:
     step = only_step(P, B, [0, 1, 2], [0, 1, 2])
-    return Call(
+    return CollectiveCall(
         step=step, tag=tag, rank=rank, deadline_s=60.0, end_s=time.monotonic() - age_s + 60.0
     )
 
 
-def watch_of(board: DictBoard, *others: Member) -> tuple[Watch, Calls, list[str]]:
+def watch_of(board: DictBoard, *others: Member) -> tuple[FailureDetector, Calls, list[str]]:
     calls, learned = Calls(), []
     members = {member.rank: member for member in (replace(ME, rank=board.rank), *others)}
-    return Watch(board, members, calls, learned.append), calls, learned
+    return FailureDetector(board, members, calls, learned.append), calls, learned
 
 
 def test_nothing_is_wrong_while_all_run() -> None:
@@ -245,7 +245,7 @@ class QuietConnections(Connections):
 @pytest.fixture
 def pair() -> Iterator[list[QuietConnections]]:
     boards = boards_of(2)
-    boards[1].enlist(replace(ME, rank=1))
+    boards[1].register(replace(ME, rank=1))
     first = QuietConnections(boards[0])
     second = QuietConnections(boards[1])
     yield [first, second]

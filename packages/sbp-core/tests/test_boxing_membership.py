@@ -15,7 +15,7 @@ from dict_store import elsewhere
 
 from sbp_core.boxing.processes import membership as members
 from sbp_core.boxing.processes.call import wait_until
-from sbp_core.boxing.processes.membership import Member, State, state_of
+from sbp_core.boxing.processes.membership import Member, MemberState, state_of
 
 ME = Member.of_this_process(0)
 
@@ -33,7 +33,7 @@ def member_of(process: subprocess.Popen[bytes]) -> Member:
     return replace(ME, rank=1, pid=process.pid, started=status[1] if status else 0)
 
 
-def comes_to(member: Member, state: State) -> bool:
+def comes_to(member: Member, state: MemberState) -> bool:
     return wait_until(
         lambda: state_of(member, ME) is state, 10.0, first_pause_s=1e-3, longest_pause_s=0.01
     )
@@ -42,23 +42,23 @@ def comes_to(member: Member, state: State) -> bool:
 def test_a_process_is_seen_to_run_stop_go_on_and_end(sleeper: subprocess.Popen[bytes]) -> None:
     member = member_of(sleeper)
 
-    assert state_of(member, ME) is State.RUNNING
+    assert state_of(member, ME) is MemberState.RUNNING
     sleeper.send_signal(signal.SIGSTOP)
-    assert comes_to(member, State.STOPPED)
+    assert comes_to(member, MemberState.STOPPED)
     sleeper.send_signal(signal.SIGCONT)
-    assert comes_to(member, State.RUNNING)
+    assert comes_to(member, MemberState.RUNNING)
     sleeper.kill()
     # Nobody has waited for it: the kernel still knows it.
-    assert comes_to(member, State.ENDED)
+    assert comes_to(member, MemberState.ENDED)
     assert sleeper.wait() == -signal.SIGKILL
-    assert state_of(member, ME) is State.ENDED
+    assert state_of(member, ME) is MemberState.ENDED
 
 
 def test_another_process_with_the_same_id_is_not_taken_for_one_that_ended() -> None:
-    assert ME.started > 0 and state_of(ME, ME) is State.RUNNING
+    assert ME.started > 0 and state_of(ME, ME) is MemberState.RUNNING
 
-    assert state_of(replace(ME, started=ME.started - 1), ME) is State.ENDED
-    assert state_of(replace(ME, started=0), ME) is State.RUNNING
+    assert state_of(replace(ME, started=ME.started - 1), ME) is MemberState.ENDED
+    assert state_of(replace(ME, started=0), ME) is MemberState.RUNNING
 
 
 def test_without_proc_a_signal_finds_out(
@@ -68,15 +68,15 @@ def test_without_proc_a_signal_finds_out(
     member = replace(ME, pid=sleeper.pid)
 
     assert Member.of_this_process(0).started == 0
-    assert state_of(member, ME) is State.RUNNING
+    assert state_of(member, ME) is MemberState.RUNNING
     sleeper.kill()
     sleeper.wait()
-    assert state_of(member, ME) is State.ENDED
+    assert state_of(member, ME) is MemberState.ENDED
 
 
 def test_nothing_is_known_of_a_process_on_another_host() -> None:
-    assert state_of(elsewhere(1), ME) is State.UNKNOWN
-    assert state_of(replace(ME, space="a container"), ME) is State.UNKNOWN
+    assert state_of(elsewhere(1), ME) is MemberState.UNKNOWN
+    assert state_of(replace(ME, space="a container"), ME) is MemberState.UNKNOWN
 
 
 def test_a_member_comes_back_from_its_text() -> None:

@@ -13,7 +13,7 @@ from sbp_core.boxing.price import (
     transfer_messages,
 )
 from sbp_core.boxing.slices import collective_bytes, transfer_bytes
-from sbp_core.calibration import Calibration, Sample
+from sbp_core.calibration import Calibration, Measurement
 from sbp_core.cluster import Cluster, Device, Link
 from sbp_core.cost import boxing_step_time_s
 from sbp_core.placement import Placement
@@ -77,10 +77,10 @@ REDUCE_PAIR = one_step(StepKind.ALL_REDUCE, PAIR, "P", "B")
 
 def linear(
     kind: str, seconds: float, s_per_byte: float, *, groups: int = 1, nodes: int = 1
-) -> list[Sample]:
+) -> list[Measurement]:
     """Measurements of pairs of ranks that lie on a line."""
     return [
-        Sample(
+        Measurement(
             backend="torch",
             kind=kind,
             group_size=2,

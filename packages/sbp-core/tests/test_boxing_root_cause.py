@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from sbp_core.boxing.supervision.launch_spec import Start
-from sbp_core.boxing.supervision.root_cause import Culprit
+from sbp_core.boxing.supervision.launch_spec import LaunchSpec
+from sbp_core.boxing.supervision.root_cause import RootCause
 from sbp_core.boxing.supervision.supervise import supervise
 
 ABORT = "MPI_ABORT was invoked on rank 2 in communicator MPI_COMM_WORLD"
@@ -16,7 +16,7 @@ TELLS = (r"process rank (?P<rank>\d+) with PID", r"MPI_ABORT was invoked on rank
 
 
 def found(*lines: str, ranks: tuple[int, ...] = (0, 1, 2)) -> tuple[str, str] | None:
-    culprit = Culprit(Start(command=("mpiexec",), ranks=ranks, tells=TELLS))
+    culprit = RootCause(LaunchSpec(command=("mpiexec",), ranks=ranks, tells=TELLS))
     for line in lines:
         culprit.read(line)
     return culprit.found
@@ -65,7 +65,7 @@ def test_a_single_rank_is_not_blamed_on_another() -> None:
 
 def test_the_message_of_a_launcher_names_the_rank_and_where_to_look() -> None:
     program = f"import sys; print({LATE!r}); sys.exit(3)"
-    start = Start(command=(sys.executable, "-c", program), ranks=(0, 1, 2))
+    start = LaunchSpec(command=(sys.executable, "-c", program), ranks=(0, 1, 2))
 
     text = str(supervise([start], on_line=lambda line: None))
 

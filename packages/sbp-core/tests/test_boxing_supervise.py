@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from sbp_core.boxing.supervision.launch_spec import Start
+from sbp_core.boxing.supervision.launch_spec import LaunchSpec
 from sbp_core.boxing.supervision.reaper import end_processes, is_stopped
 from sbp_core.boxing.supervision.supervise import Line, supervise
 from sbp_core.errors import RunError, SbpValueError
@@ -21,12 +21,12 @@ from sbp_core.testing.interrupts import hears_ctrl_c
 _LONG_S = 600
 
 
-def python(text: str, rank: int = 0, **environment: str) -> Start:
+def python(text: str, rank: int = 0, **environment: str) -> LaunchSpec:
     command = (sys.executable, "-c", textwrap.dedent(text))
-    return Start(command=command, ranks=(rank,), environment=environment)
+    return LaunchSpec(command=command, ranks=(rank,), environment=environment)
 
 
-def sleeper(rank: int = 1) -> Start:
+def sleeper(rank: int = 1) -> LaunchSpec:
     return python(f"import time; time.sleep({_LONG_S})", rank)
 
 
@@ -106,7 +106,7 @@ def test_lines_are_written_to_standard_output_by_default(capsys):
 
 
 def test_a_line_of_a_launcher_has_no_prefix():
-    start = Start(command=("mpiexec",), ranks=(0, 1))
+    start = LaunchSpec(command=("mpiexec",), ranks=(0, 1))
 
     assert str(Line(start=start, text="hello")) == "hello"
 
@@ -360,7 +360,7 @@ def test_a_program_that_cannot_be_started_is_an_error_and_ends_the_others():
     heard = Heard()
 
     with pytest.raises(RunError, match="rank 1 cannot be started") as caught:
-        supervise([sleeper(0), Start(command=("no-such-program",), ranks=(1,))], on_line=heard)
+        supervise([sleeper(0), LaunchSpec(command=("no-such-program",), ranks=(1,))], on_line=heard)
 
     assert "no-such-program" in str(caught.value)
 
@@ -369,7 +369,7 @@ def test_a_start_sets_its_variables_and_leaves_set_ones_that_are_only_defaults(m
     monkeypatch.setenv("FIRST", "outer")
     monkeypatch.setenv("SECOND", "outer")
     heard = Heard()
-    start = Start(
+    start = LaunchSpec(
         command=(sys.executable, "-c", "import os; print([os.environ[n] for n in ('FIRST', "
                  "'SECOND', 'THIRD')])"),
         ranks=(0,),
@@ -406,11 +406,11 @@ def test_a_process_that_does_not_exist_is_not_stopped():
     ("ranks", "name"), [((3,), "rank 3"), ((0, 1, 2), "ranks 0-2"), ((1, 4), "ranks 1, 4")]
 )
 def test_a_start_is_called_by_its_ranks(ranks, name):
-    assert Start(command=("program",), ranks=ranks).name == name
+    assert LaunchSpec(command=("program",), ranks=ranks).name == name
 
 
 def test_a_start_needs_a_command_and_ranks():
     with pytest.raises(SbpValueError):
-        Start(command=(), ranks=(0,))
+        LaunchSpec(command=(), ranks=(0,))
     with pytest.raises(SbpValueError):
-        Start(command=("program",), ranks=())
+        LaunchSpec(command=("program",), ranks=())

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from sbp_core.boxing.processes.traffic import Meter
+from sbp_core.boxing.processes.traffic import TrafficCounter
 
 
 def test_an_exchange_counts_what_does_not_stay() -> None:
-    meter = Meter(3, 1)
+    meter = TrafficCounter(3, 1)
 
     meter.exchange([5, 7, 0], 4)
 
@@ -17,7 +17,7 @@ def test_an_exchange_counts_what_does_not_stay() -> None:
 
 
 def test_an_even_exchange_keeps_one_part_of_all() -> None:
-    meter = Meter(4, 3)
+    meter = TrafficCounter(4, 3)
 
     meter.even_exchange(80)
 
@@ -25,7 +25,7 @@ def test_an_even_exchange_keeps_one_part_of_all() -> None:
 
 
 def test_an_all_gather_sends_its_part_to_each_other_rank() -> None:
-    meter = Meter(4, 0)
+    meter = TrafficCounter(4, 0)
 
     meter.all_gather(10)
     meter.all_gather(1)
@@ -36,7 +36,7 @@ def test_an_all_gather_sends_its_part_to_each_other_rank() -> None:
 @pytest.mark.parametrize("num_ranks", [2, 3, 5])
 @pytest.mark.parametrize("elements", [0, 1, 7, 60])
 def test_all_reduces_of_all_ranks_add_up_to_twice_the_others(num_ranks: int, elements: int) -> None:
-    meters = [Meter(num_ranks, place) for place in range(num_ranks)]
+    meters = [TrafficCounter(num_ranks, place) for place in range(num_ranks)]
 
     for meter in meters:
         meter.all_reduce(elements, 8)

@@ -16,11 +16,11 @@ from sbp_core.calibration import (
     KINDS,
     WAYS,
     Calibration,
-    Case,
     Curve,
     FitError,
     HeldOut,
-    Sample,
+    MeasuredCase,
+    Measurement,
     calibrate,
     cross_validate,
 )
@@ -39,7 +39,7 @@ SIZES = tuple(2**power for power in range(10, 29))
 OWN = {"all-reduce": 1.1, "reduce-scatter": 0.95, "all-gather": 0.9, "all-to-all": 1.05}
 
 
-def true_time_s(case: Case, size: float) -> float:
+def true_time_s(case: MeasuredCase, size: float) -> float:
     """Return the time on a made-up transport: two regimes, new memory for results, and sharing."""
     n = case.group_size
     sent, result = volumes(case.kind, n, size)
@@ -51,16 +51,18 @@ def true_time_s(case: Case, size: float) -> float:
     return OWN.get(case.kind, 3.0) * (3e-5 + crowd * (1e-5 * rounds + moving_s + fresh_s))
 
 
-def made_up(noise: float = 0.0, *, sizes: tuple[int, ...] = SIZES, seed: int = 1) -> list[Sample]:
+def made_up(
+    noise: float = 0.0, *, sizes: tuple[int, ...] = SIZES, seed: int = 1
+) -> list[Measurement]:
     draw = random.Random(seed)
     cases = [
-        Case(kind=kind, group_size=n, concurrent_groups=groups)
+        MeasuredCase(kind=kind, group_size=n, concurrent_groups=groups)
         for kind in KINDS
         for n, groups in ((2, 1), (2, 2), (4, 1))
         if kind != "transfer" or n == 2
     ]
     return [
-        Sample(
+        Measurement(
             backend="torch",
             kind=case.kind,
             group_size=case.group_size,
@@ -73,7 +75,7 @@ def made_up(noise: float = 0.0, *, sizes: tuple[int, ...] = SIZES, seed: int = 1
     ]
 
 
-def sample(**changes: object) -> Sample:
+def sample(**changes: object) -> Measurement:
     fields: dict[str, object] = {
         "backend": "torch",
         "kind": "all-reduce",
@@ -81,7 +83,7 @@ def sample(**changes: object) -> Sample:
         "shared_bytes": 1024,
         "times_s": (3e-3, 1e-3, 2e-3, 4e-3, 9e-3),
     }
-    return Sample(**(fields | changes))  # type: ignore[arg-type]
+    return Measurement(**(fields | changes))  # type: ignore[arg-type]
 
 
 def test_a_sample_knows_its_quartile_and_median() -> None:
@@ -247,7 +249,7 @@ def test_group_sizes_and_collectives_that_were_not_measured_are_predicted() -> N
     calibration = Calibration.of(samples)
 
     for kind, n, groups in (("reduce-scatter", 4, 1), ("all-reduce", 3, 1), ("all-gather", 6, 1)):
-        case = Case(kind=kind, group_size=n, concurrent_groups=groups)
+        case = MeasuredCase(kind=kind, group_size=n, concurrent_groups=groups)
         for size in SIZES:
             predicted_s = calibration.time_s(kind, n, groups, size)
             assert predicted_s == pytest.approx(true_time_s(case, size), rel=0.3)
@@ -328,7 +330,7 @@ CALIBRATION = Calibration.of(made_up(0.3))
 
 def test_the_largest_size_goes_on_at_its_rate() -> None:
     calibration = Calibration.of(made_up())
-    case = Case(kind="all-gather", group_size=4)
+    case = MeasuredCase(kind="all-gather", group_size=4)
 
     predicted_s = calibration.time_s("all-gather", 4, 1, 2**32)
 

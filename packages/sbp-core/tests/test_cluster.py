@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from sbp_core.calibration import Sample, calibrate
+from sbp_core.calibration import Measurement, calibrate
 from sbp_core.cluster import CLUSTER, Cluster, Device, Link
 from sbp_core.errors import ConfigError, SbpValueError
 
 
 def measured() -> Cluster:
     samples = [
-        Sample(
+        Measurement(
             backend="torch",
             kind=kind,
             group_size=2,

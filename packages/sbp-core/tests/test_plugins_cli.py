@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import sbp_core.plugins.cli as cli
-from sbp_core.plugins import PluginSource, Registry, discover
+from sbp_core.plugins import PluginRegistry, PluginSource, discover
 
 LISTED = PluginSource(
     name="listed", value="listed_plugin", distribution="listed-dist", version="0.1.0"
@@ -22,7 +22,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> list[PluginSource]:
     """The plugins that the command sees; tests add to it."""
     sources = [LISTED]
 
-    def discover_these() -> Registry:
+    def discover_these() -> PluginRegistry:
         return discover(sources)
 
     monkeypatch.setattr(cli, "discover", discover_these)

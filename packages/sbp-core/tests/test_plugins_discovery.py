@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sbp_core.errors import SbpError, SbpLookupError
-from sbp_core.plugins import PluginSource, Registry, discover
+from sbp_core.plugins import PluginRegistry, PluginSource, discover
 from sbp_core.plugins.discovery import installed_sources
 
 Write = Callable[..., PluginSource]
@@ -42,7 +42,7 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
     return make
 
 
-def problems(registry: Registry) -> str:
+def problems(registry: PluginRegistry) -> str:
     return "\n".join(map(str, registry.problems))
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sbp_core.errors import ConfigError, SbpError, SbpLookupError
-from sbp_core.plugins import Entry, Factory, Problem, Registry
+from sbp_core.plugins import Factory, PluginEntry, PluginRegistry, Problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,9 +17,9 @@ class Config:
     size: int = 1
 
 
-def registry(build: str, *problems: Problem, distribution: str = "some-dist") -> Registry:
+def registry(build: str, *problems: Problem, distribution: str = "some-dist") -> PluginRegistry:
     factory = Factory(build=build, config=Config)
-    entry = Entry(
+    entry = PluginEntry(
         kind="planner",
         name="mine",
         distribution=distribution,
@@ -27,7 +27,7 @@ def registry(build: str, *problems: Problem, distribution: str = "some-dist") ->
         api_version=1,
         factory=factory,
     )
-    return Registry(entries=(entry,), problems=problems)
+    return PluginRegistry(entries=(entry,), problems=problems)
 
 
 def test_an_object_is_made_with_its_settings_and_imported_only_then(

@@ -8,8 +8,8 @@ from sbp_core.sbp import NdSbp
 from sbp_core.signatures import (
     Notation,
     OpCall,
-    Registry,
     Rule,
+    RuleRegistry,
     Signature1d,
     Unknown,
     derive,
@@ -133,14 +133,14 @@ def test_an_operator_without_rule_is_an_error_that_says_how_to_add_one() -> None
 def test_the_fallback_runs_unknown_operators_whole() -> None:
     unknown = call("mylib.mystery.default", [(4, 5)], [(3,)])
 
-    assert texts(derive(unknown, 2, rules=Registry(unknown=Unknown.WHOLE))) == ["B -> B"]
+    assert texts(derive(unknown, 2, rules=RuleRegistry(unknown=Unknown.WHOLE))) == ["B -> B"]
 
 
 @pytest.mark.parametrize("rule", ["t d! => t d!; linear 0", Rule("t d! => t d!; linear 0")])
 def test_third_parties_add_rules_as_text(rule: str | Rule) -> None:
     theirs = call("mylib.rotate.default", [(4, 6)], [(4, 6)])
 
-    found = derive(theirs, 2, rules=Registry({"mylib.rotate.default": rule}))
+    found = derive(theirs, 2, rules=RuleRegistry({"mylib.rotate.default": rule}))
 
     assert texts(found) == ["S(0) -> S(0)", "P -> P", "B -> B"]
 
@@ -151,7 +151,7 @@ def test_third_parties_add_rules_as_functions_of_the_call() -> None:
 
     theirs = call("mylib.scan.default", [(4, 6)], [(4, 6)], False)
 
-    found = derive(theirs, 2, rules=Registry({"mylib.scan.default": meaning}))
+    found = derive(theirs, 2, rules=RuleRegistry({"mylib.scan.default": meaning}))
 
     assert texts(found) == ["S(1) -> S(1)", "B -> B"]
 
@@ -162,7 +162,7 @@ def test_third_parties_add_rules_as_functions_of_the_call() -> None:
 )
 def test_a_rule_that_does_not_fit_the_shapes_is_an_error(notation: str) -> None:
     theirs = call("mylib.scan.default", [(4, 6)], [(4, 6)])
-    rules = Registry({"mylib.scan.default": notation})
+    rules = RuleRegistry({"mylib.scan.default": notation})
     if notation == "(a c) b => a b":
         theirs = call("mylib.scan.default", [(4, 6)], [(3, 6)])
 

@@ -10,8 +10,8 @@ from sbp_core.signatures import (
     LocalCall,
     LocalProgram,
     OpCall,
-    Registry,
     Rule,
+    RuleRegistry,
     Shards,
     localize,
 )
@@ -37,7 +37,7 @@ def signature(inputs: list[str], outputs: list[str]) -> Signature:
     return Signature(tuple(map(NdSbp.parse, inputs)), tuple(map(NdSbp.parse, outputs)))
 
 
-def _local(call: OpCall, cut: Signature, rank: int, rules: Registry | None = None) -> LocalCall:
+def _local(call: OpCall, cut: Signature, rank: int, rules: RuleRegistry | None = None) -> LocalCall:
     """Return the only call that a rank executes."""
     (only,) = localize(call, cut, MESH, rank, rules=rules).calls
     return only
@@ -74,7 +74,7 @@ def test_third_parties_say_how_their_arguments_change() -> None:
         return LocalCall(op=call.op, args=(*call.args[:1], *shards.output_shape()))
 
     theirs = _call("mylib.pad.default", {"x": (6,)}, (6,), 6)
-    rules = Registry({"mylib.pad.default": Rule("n => n", half)})
+    rules = RuleRegistry({"mylib.pad.default": Rule("n => n", half)})
 
     local = _local(theirs, signature(["S(0), B"], ["S(0), B"]), 0, rules)
 
@@ -89,7 +89,7 @@ def test_a_localiser_may_need_several_calls() -> None:
         return draft.program(draft("aten.add.Tensor", low, high))
 
     theirs = _call("mylib.centre.default", {"x": (6,)}, ())
-    rules = Registry({"mylib.centre.default": Rule("n! => ()", centred)})
+    rules = RuleRegistry({"mylib.centre.default": Rule("n! => ()", centred)})
 
     program = localize(theirs, signature(["B, B"], ["B, B"]), MESH, 0, rules=rules)
 

@@ -8,14 +8,14 @@ import threading
 import torch
 
 from sbp_torch.boxing import buffer_pool as module
-from sbp_torch.boxing.buffer_pool import SMALLEST_BYTES, Arena
+from sbp_torch.boxing.buffer_pool import SMALLEST_BYTES, BufferPool
 
 LIKE = torch.zeros(1)
 SHAPE = (SMALLEST_BYTES, 2)
 
 
 def test_memory_is_used_again_once_nobody_holds_it() -> None:
-    arena = Arena()
+    arena = BufferPool()
     first = arena.empty(SHAPE, LIKE)
     address = first.data_ptr()
 
@@ -28,7 +28,7 @@ def test_memory_is_used_again_once_nobody_holds_it() -> None:
 
 
 def test_a_view_keeps_the_memory_of_the_whole() -> None:
-    arena = Arena()
+    arena = BufferPool()
     whole = arena.empty(SHAPE, LIKE).fill_(1.0)
     part = whole[3:5].detach().t()
 
@@ -41,7 +41,7 @@ def test_a_view_keeps_the_memory_of_the_whole() -> None:
 
 
 def test_two_tensors_that_are_held_have_memory_of_their_own() -> None:
-    arena = Arena()
+    arena = BufferPool()
     # Equal bytes, of which the arena must not mistake one for the other.
     one, other = arena.empty(SHAPE, LIKE), arena.empty(SHAPE, LIKE)
     first, second = one.data_ptr(), other.data_ptr()
@@ -54,7 +54,7 @@ def test_two_tensors_that_are_held_have_memory_of_their_own() -> None:
 
 
 def test_another_dtype_of_as_many_bytes_takes_the_same_memory() -> None:
-    arena = Arena()
+    arena = BufferPool()
     address = arena.empty(SHAPE, LIKE).data_ptr()
 
     taken = arena.empty((SMALLEST_BYTES, 4), LIKE.to(torch.bfloat16))
@@ -64,7 +64,7 @@ def test_another_dtype_of_as_many_bytes_takes_the_same_memory() -> None:
 
 
 def test_small_and_empty_tensors_are_left_to_the_allocator() -> None:
-    arena = Arena()
+    arena = BufferPool()
 
     for shape in [(), (0, 5), (3, 3)]:
         assert arena.empty(shape, LIKE).shape == shape
@@ -73,7 +73,7 @@ def test_small_and_empty_tensors_are_left_to_the_allocator() -> None:
 
 def test_what_nobody_uses_is_bounded(monkeypatch) -> None:
     monkeypatch.setattr(module, "_KEPT_BYTES", 2 * SMALLEST_BYTES)
-    arena = Arena()
+    arena = BufferPool()
     held = [arena.empty((SMALLEST_BYTES,), LIKE.to(torch.uint8)) for _ in range(5)]
 
     held.clear()
@@ -84,7 +84,7 @@ def test_what_nobody_uses_is_bounded(monkeypatch) -> None:
 
 
 def test_threads_may_take_and_drop_at_the_same_time() -> None:
-    arena, wrong = Arena(), []
+    arena, wrong = BufferPool(), []
 
     def work(value: int) -> None:
         for _ in range(100):
@@ -103,7 +103,7 @@ def test_threads_may_take_and_drop_at_the_same_time() -> None:
 
 
 def test_the_collector_may_give_a_block_back_while_one_is_looked_for() -> None:
-    arena = Arena()
+    arena = BufferPool()
     many = [arena.empty(SHAPE, LIKE) for _ in range(30)]
     del many
     before = gc.get_threshold()

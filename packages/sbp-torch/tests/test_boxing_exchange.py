@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from sbp_core.boxing import Step, StepKind, route
-from sbp_core.boxing.processes.call import Call
+from sbp_core.boxing.processes.call import CollectiveCall
 from sbp_core.boxing.processes.connections import Connections
 from sbp_core.boxing.processes.process_backend import ProcessBackend
 from sbp_core.errors import BoxingError
@@ -20,7 +20,7 @@ from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp
 from sbp_torch.boxing.execute import apply_step, shard
 from sbp_torch.boxing.processes.exchange import ExchangeCommunicator
-from sbp_torch.boxing.processes.packed_buffer import Parcels
+from sbp_torch.boxing.processes.packed_buffer import PackedBuffers
 
 Table = dict[tuple[int, int, str], torch.Tensor]
 
@@ -44,14 +44,14 @@ class TableCommunicator(ExchangeCommunicator[TableConnections]):
         super().__init__(TableConnections(table), rank, torch.device("cpu"))
 
     def _collective(
-        self, call: Call, ranks: tuple[int, ...], shard: torch.Tensor, donate: bool
+        self, call: CollectiveCall, ranks: tuple[int, ...], shard: torch.Tensor, donate: bool
     ) -> torch.Tensor:
         return self._exchange(call, ranks, shard)
 
-    def _post(self, call: Call, receiver: int, values: torch.Tensor) -> None:
+    def _post(self, call: CollectiveCall, receiver: int, values: torch.Tensor) -> None:
         self._connections.table[self.rank, receiver, call.tag] = values
 
-    def _collect(self, call: Call, arriving: Mapping[int, torch.Tensor]) -> None:
+    def _collect(self, call: CollectiveCall, arriving: Mapping[int, torch.Tensor]) -> None:
         for sender, values in arriving.items():
             message = self._connections.table.get((sender, self.rank, call.tag))
             if message is None:
@@ -59,7 +59,7 @@ class TableCommunicator(ExchangeCommunicator[TableConnections]):
             assert message.is_contiguous() and message.shape == values.shape
             values.copy_(message)
 
-    def _trade(self, call: Call, ranks: tuple[int, ...], parcels: Parcels) -> None:
+    def _trade(self, call: CollectiveCall, ranks: tuple[int, ...], parcels: PackedBuffers) -> None:
         for rank, part in zip(ranks, parcels.sent.split(list(parcels.sent_sizes)), strict=True):
             self._post(call, rank, part)
             self.sent_bytes += part.nbytes if rank != self.rank else 0
@@ -175,7 +175,7 @@ def test_the_first_failure_is_told_once_and_fails_all_later_calls() -> None:
 
 def test_a_call_that_breaks_second_says_what_broke_first() -> None:
     connections = TableConnections({})
-    call = Call.begin(only_step("B", "B", [0], [1]), "mine", 1, 1.0)
+    call = CollectiveCall.begin(only_step("B", "B", [0], [1]), "mine", 1, 1.0)
     connections.fail(ValueError("loss is not a number"))
 
     error = connections.broken(call, call.missing([0]))
@@ -194,7 +194,7 @@ def test_an_error_without_words_is_told_by_its_type() -> None:
 
 def test_closed_connections_are_released_once_and_tell_of_no_failure() -> None:
     connections = TableConnections({})
-    call = Call.begin(only_step("B", "B", [0], [1]), "late", 1, 1.0)
+    call = CollectiveCall.begin(only_step("B", "B", [0], [1]), "late", 1, 1.0)
 
     connections.close()
     connections.close()

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from sbp_core.boxing.processes.call import Call
+from sbp_core.boxing.processes.call import CollectiveCall
 from sbp_core.boxing.processes.connections import Connections
-from sbp_core.boxing.processes.traffic import Meter
+from sbp_core.boxing.processes.traffic import TrafficCounter
 from sbp_core.boxing.step import StepKind
 from sbp_torch.boxing.execute import reduce_in_order, reduction_of
 from sbp_torch.boxing.processes.exchange import ExchangeCommunicator
-from sbp_torch.boxing.processes.packed_buffer import Parcels
+from sbp_torch.boxing.processes.packed_buffer import PackedBuffers
 from sbp_torch.testing.boxing import BoxingConformance, Program
 
 
@@ -57,11 +57,11 @@ class MailCommunicator(ExchangeCommunicator[MailConnections]):
         self._padding = padding
 
     def _collective(
-        self, call: Call, ranks: tuple[int, ...], shard: torch.Tensor, donate: bool
+        self, call: CollectiveCall, ranks: tuple[int, ...], shard: torch.Tensor, donate: bool
     ) -> torch.Tensor:
         if call.step.kind is not StepKind.ALL_REDUCE:
             return self._exchange(call, ranks, shard)
-        meter = Meter(len(ranks), ranks.index(self.rank))
+        meter = TrafficCounter(len(ranks), ranks.index(self.rank))
         meter.all_reduce(shard.numel(), shard.element_size())
         self._count(meter)
         for rank in ranks:
@@ -70,17 +70,17 @@ class MailCommunicator(ExchangeCommunicator[MailConnections]):
         self._collect(call, parts)
         return reduce_in_order(list(parts.values()), reduction_of(call.step))
 
-    def _post(self, call: Call, receiver: int, values: torch.Tensor) -> None:
+    def _post(self, call: CollectiveCall, receiver: int, values: torch.Tensor) -> None:
         assert receiver != self.rank, "what stays here is no message"
         self._put(call, receiver, values)
 
-    def _put(self, call: Call, receiver: int, values: torch.Tensor) -> None:
+    def _put(self, call: CollectiveCall, receiver: int, values: torch.Tensor) -> None:
         mail = self._connections.mail
         with mail.came:
             mail.messages[self.rank, receiver, call.tag] = values.clone()
             mail.came.notify_all()
 
-    def _collect(self, call: Call, arriving: Mapping[int, torch.Tensor]) -> None:
+    def _collect(self, call: CollectiveCall, arriving: Mapping[int, torch.Tensor]) -> None:
         mail = self._connections.mail
         keys = {sender: (sender, self.rank, call.tag) for sender in arriving}
         with mail.came:
@@ -93,10 +93,10 @@ class MailCommunicator(ExchangeCommunicator[MailConnections]):
             assert messages[sender].shape == values.shape, "both ends agree on the size"
             values.copy_(messages[sender])
 
-    def _trade(self, call: Call, ranks: tuple[int, ...], parcels: Parcels) -> None:
+    def _trade(self, call: CollectiveCall, ranks: tuple[int, ...], parcels: PackedBuffers) -> None:
         sent = parcels.sent.split(list(parcels.sent_sizes))
         padded = [torch.cat((part, part.new_zeros(self._padding))) for part in sent]
-        meter = Meter(len(ranks), ranks.index(self.rank))
+        meter = TrafficCounter(len(ranks), ranks.index(self.rank))
         meter.exchange([len(part) for part in padded], parcels.sent.element_size())
         self._count(meter)
         for rank, part in zip(ranks, padded, strict=True):

@@ -21,7 +21,7 @@ from sbp_core.plugins.hooks import EmptyConfig
 from sbp_core.sbp import B, NdSbp, P, S
 from sbp_torch.boxing.execute import shard
 from sbp_torch.boxing.local import LocalBackend, build
-from sbp_torch.boxing.share import Work
+from sbp_torch.boxing.share import SharedStep
 from sbp_torch.testing.boxing import BoxingConformance, Job, Program, use_communicator
 
 
@@ -281,10 +281,10 @@ def test_large_tensors_need_no_helpers_and_take_any(num_helpers: int) -> None:
 def test_a_rank_that_cannot_do_its_work_fails_the_step_on_every_rank(monkeypatch) -> None:
     backend, (step, part) = opened(3), large_sum(3)
 
-    def fail(_: Work) -> int:
+    def fail(_: SharedStep) -> int:
         raise MemoryError("none left")
 
-    monkeypatch.setattr(Work, "do", fail)
+    monkeypatch.setattr(SharedStep, "do", fail)
 
     errors = run_threads(
         backend,

@@ -15,7 +15,7 @@ from sbp_core.boxing.step import Step, StepKind
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, P, S, Sbp, all_entries
 from sbp_torch.boxing.execute import apply_step, combine, shard
-from sbp_torch.boxing.processes.packed_buffer import Parcels, num_elements, pack, unpack
+from sbp_torch.boxing.processes.packed_buffer import PackedBuffers, num_elements, pack, unpack
 
 SBPS = st.sampled_from(all_entries(2))
 SHAPES = st.tuples(st.integers(0, 7), st.integers(1, 5))
@@ -113,7 +113,7 @@ def collective_cases(draw: st.DrawFn) -> Step:
     return draw(collectives(mesh, shape))
 
 
-def carry(step: Step, rank: int, parcels: dict[int, Parcels]) -> None:
+def carry(step: Step, rank: int, parcels: dict[int, PackedBuffers]) -> None:
     """Move the chunks for one rank, as a transport would."""
     group = step.group(rank)
     place = group.index(rank)
@@ -143,7 +143,7 @@ def test_what_is_not_packed_makes_the_same_shards_as_what_is(
             expected[rank] = combine(step, rank, taken)
 
     parcels = {
-        rank: Parcels(
+        rank: PackedBuffers(
             step,
             manifest(step, rank),
             part,
@@ -183,7 +183,7 @@ def test_whole_shards_land_where_they_belong(rows: int, columns: int, dim: int, 
 
     for rank, part in shards.items():
         known = manifest(step, rank)
-        parcels = Parcels(step, known, part, device=torch.device("cpu"), whole=True)
+        parcels = PackedBuffers(step, known, part, device=torch.device("cpu"), whole=True)
         chunks = parcels.received.split(list(parcels.received_sizes))
         for sender, chunk in zip(mesh.rank_list, chunks, strict=True):
             if sender != rank:
@@ -201,7 +201,7 @@ def test_a_shard_that_lies_in_order_is_sent_and_received_without_copies() -> Non
     (step,) = route((2, 2, 3), "int64", *ends).steps
     part = torch.arange(6).reshape(1, 2, 3)
 
-    parcels = Parcels(step, manifest(step, 0), part, device=torch.device("cpu"))
+    parcels = PackedBuffers(step, manifest(step, 0), part, device=torch.device("cpu"))
 
     assert parcels.sent.data_ptr() == part[0, 1].data_ptr()
     assert parcels.received.data_ptr() == parcels.result()[1].data_ptr()

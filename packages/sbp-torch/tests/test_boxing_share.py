@@ -13,9 +13,9 @@ from sbp_core.errors import BoxingError
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp
 from sbp_torch.boxing import share as module
-from sbp_torch.boxing.buffer_pool import Arena
+from sbp_torch.boxing.buffer_pool import BufferPool
 from sbp_torch.boxing.execute import apply_step, shard
-from sbp_torch.boxing.share import Work, share_out
+from sbp_torch.boxing.share import SharedStep, share_out
 
 EVEN, UNEVEN = (512, 768), (509, 771)
 
@@ -33,7 +33,7 @@ def random_shards(step: Step) -> dict[int, torch.Tensor]:
     return {rank: torch.randn(part.shape) for rank, part in parts.items()}
 
 
-def finish(work: Work, num_threads: int) -> dict[int, torch.Tensor]:
+def finish(work: SharedStep, num_threads: int) -> dict[int, torch.Tensor]:
     with ThreadPoolExecutor(num_threads) as threads:
         done = [threads.submit(work.do) for _ in range(num_threads)]
         assert sum(count.result() for count in done) == work.num_blocks
@@ -55,7 +55,7 @@ def test_blocks_make_bit_for_bit_what_one_rank_makes(
     shards = random_shards(step)
     kept = {rank: part.clone() for rank, part in shards.items()}
 
-    work = share_out(step, (0, 1, 2), shards, [], Arena())
+    work = share_out(step, (0, 1, 2), shards, [], BufferPool())
 
     assert work.num_blocks > 0
     made, expected = finish(work, 3), apply_step(step, kept)
@@ -69,7 +69,7 @@ def test_small_tensors_are_done_at_once() -> None:
     step = one_step("P", "B", (4, 6))
     shards = random_shards(step)
 
-    work = share_out(step, (0, 1, 2), shards, [], Arena())
+    work = share_out(step, (0, 1, 2), shards, [], BufferPool())
 
     assert work.num_blocks == 0
     assert torch.equal(work.results[2], shards[0] + shards[1] + shards[2])
@@ -79,7 +79,7 @@ def test_only_large_tensors_are_worth_the_help_of_others() -> None:
     for rows, needs_help in ((400, False), (2048, True)):
         step = one_step("P", "B", (rows, 768))
 
-        work = share_out(step, (0, 1, 2), random_shards(step), [], Arena())
+        work = share_out(step, (0, 1, 2), random_shards(step), [], BufferPool())
 
         assert work.num_blocks > 1
         assert work.needs_help == needs_help
@@ -90,7 +90,7 @@ def test_empty_shards_make_no_blocks() -> None:
     shards = random_shards(step)
     assert shards[2].numel() == 0
 
-    made = finish(share_out(step, (0, 1, 2), shards, [], Arena()), 2)
+    made = finish(share_out(step, (0, 1, 2), shards, [], BufferPool()), 2)
 
     expected = apply_step(step, shards)
     assert all(torch.equal(made[rank], expected[rank]) for rank in range(3))
@@ -102,7 +102,7 @@ def test_a_donated_shard_becomes_the_sum_of_all_and_no_other_is_touched(donor: i
     shards = random_shards(step)
     kept = {rank: part.clone() for rank, part in shards.items()}
 
-    made = finish(share_out(step, (0, 1, 2), shards, [donor], Arena()), 3)
+    made = finish(share_out(step, (0, 1, 2), shards, [donor], BufferPool()), 3)
 
     assert all(part is shards[donor] for part in made.values())
     assert torch.equal(made[0], (kept[0] + kept[1]) + kept[2])
@@ -115,7 +115,7 @@ def test_a_donated_shard_with_gaps_is_left_alone() -> None:
     shards = {0: wide[:, ::2], 1: torch.randn(EVEN)}
     expected = shards[0] + shards[1]
 
-    made = finish(share_out(step, (0, 1), shards, [0], Arena()), 2)
+    made = finish(share_out(step, (0, 1), shards, [0], BufferPool()), 2)
 
     assert torch.equal(made[1], expected)
     assert not torch.equal(shards[0], expected)
@@ -127,4 +127,4 @@ def test_a_shard_of_the_wrong_dtype_is_refused() -> None:
     shards[1] = shards[1].double()
 
     with pytest.raises(BoxingError, match=r"rank 1 gives a shard of shape .* torch.float64"):
-        share_out(step, (0, 1, 2), shards, [], Arena())
+        share_out(step, (0, 1, 2), shards, [], BufferPool())

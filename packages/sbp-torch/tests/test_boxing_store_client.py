@@ -8,15 +8,15 @@ import pytest
 import torch.distributed as dist
 
 from sbp_core.boxing.processes import store_client as notes
-from sbp_core.boxing.processes.control_store import BoardSilentError
+from sbp_core.boxing.processes.control_store import StoreSilentError
 from sbp_core.boxing.processes.membership import Member
-from sbp_core.boxing.processes.store_client import StoreBoard
+from sbp_core.boxing.processes.store_client import KeyValueControlStore
 
 
 @pytest.fixture
-def boards() -> Iterator[list[StoreBoard]]:
+def boards() -> Iterator[list[KeyValueControlStore]]:
     store: Any = dist.HashStore()
-    found = [StoreBoard(store, rank, 3) for rank in range(3)]
+    found = [KeyValueControlStore(store, rank, 3) for rank in range(3)]
     yield found
     for board in found:
         board.close()
@@ -45,7 +45,9 @@ class StoppedStore:
         self.goes_on.wait(30)
 
 
-def test_notes_are_read_by_all_and_the_last_of_a_key_counts(boards: list[StoreBoard]) -> None:
+def test_notes_are_read_by_all_and_the_last_of_a_key_counts(
+    boards: list[KeyValueControlStore],
+) -> None:
     boards[2].join("0-2")
     boards[1].join("0-1")
     for number in (4, 5):
@@ -55,7 +57,7 @@ def test_notes_are_read_by_all_and_the_last_of_a_key_counts(boards: list[StoreBo
     assert boards[2].not_waiting("0-1-2", 5, (0, 1, 2)) == [1]
 
 
-def test_the_first_failure_is_what_all_ranks_are_told(boards: list[StoreBoard]) -> None:
+def test_the_first_failure_is_what_all_ranks_are_told(boards: list[KeyValueControlStore]) -> None:
     assert boards[0].failure() is None
 
     boards[2].announce("disk full")
@@ -64,14 +66,14 @@ def test_the_first_failure_is_what_all_ranks_are_told(boards: list[StoreBoard]) 
     assert boards[0].failure() == "disk full"
 
 
-def test_of_two_failures_at_the_same_time_one_stays(boards: list[StoreBoard]) -> None:
+def test_of_two_failures_at_the_same_time_one_stays(boards: list[KeyValueControlStore]) -> None:
     for board in boards:
         board._put("failure", f"rank {board.rank} failed", range(3))
 
     assert {board.failure() for board in boards} == {"rank 0 failed"}
 
 
-def test_all_have_left_once_each_has(boards: list[StoreBoard]) -> None:
+def test_all_have_left_once_each_has(boards: list[KeyValueControlStore]) -> None:
     for board in boards[:2]:
         board.leave()
     assert not boards[0].all_left()
@@ -83,7 +85,7 @@ def test_all_have_left_once_each_has(boards: list[StoreBoard]) -> None:
 
 def test_a_lost_store_is_a_failure_and_is_not_asked_again() -> None:
     store = LostStore()
-    board = StoreBoard(store, 0, 2)  # type: ignore[arg-type]
+    board = KeyValueControlStore(store, 0, 2)  # type: ignore[arg-type]
 
     assert "connection reset" in (board.failure() or "")
     board.announce("too late")
@@ -99,9 +101,9 @@ def test_a_store_that_does_not_answer_keeps_nobody_waiting_and_may_answer_later(
 ) -> None:
     monkeypatch.setattr(notes, "_LIMIT_S", 0.05)
     store = StoppedStore()
-    board = StoreBoard(store, 0, 2)  # type: ignore[arg-type]
+    board = KeyValueControlStore(store, 0, 2)  # type: ignore[arg-type]
 
-    with pytest.raises(BoardSilentError, match="has not answered"):
+    with pytest.raises(StoreSilentError, match="has not answered"):
         board._get("failure")
     assert board.failure() is None and not board.is_lost()
     assert not board.all_left()
@@ -118,8 +120,8 @@ def clerks() -> list[threading.Thread]:
 def test_a_closed_board_holds_neither_a_thread_nor_its_store() -> None:
     store: Any = dist.HashStore()
     lives = weakref.ref(store)
-    before, board = clerks(), StoreBoard(store, 1, 2)
-    board.enlist(Member.of_this_process(1))
+    before, board = clerks(), KeyValueControlStore(store, 1, 2)
+    board.register(Member.of_this_process(1))
     del store
 
     board.close()
@@ -134,7 +136,7 @@ def test_a_closed_board_holds_neither_a_thread_nor_its_store() -> None:
 
 def test_rank_0_closes_after_all_others_have() -> None:
     store: Any = dist.HashStore()
-    first, other = (StoreBoard(store, rank, 2) for rank in range(2))
+    first, other = (KeyValueControlStore(store, rank, 2) for rank in range(2))
     for board in (first, other):
         board.leave()
     closing = threading.Thread(target=first.close)
@@ -153,7 +155,7 @@ def test_a_board_whose_store_does_not_answer_is_closed_without_it(
 ) -> None:
     monkeypatch.setattr(notes, "_LIMIT_S", 0.05)
     store = StoppedStore()
-    board = StoreBoard(store, 0, 2)  # type: ignore[arg-type]
+    board = KeyValueControlStore(store, 0, 2)  # type: ignore[arg-type]
     assert board.failure() is None
 
     began = time.monotonic()

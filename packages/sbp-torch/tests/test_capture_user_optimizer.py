@@ -15,7 +15,7 @@ from updates import Maker, compare, eager, graph_run, made, net_batch, net_loss,
 from sbp_aten.passes import prepare_step
 from sbp_core.errors import CaptureError, GraphError, SbpError
 from sbp_torch.capture import UpdateOptions, capture, initial_states, scalar_values
-from sbp_torch.optim import Together
+from sbp_torch.optim import CombinedOptimizer
 from sbp_torch.runtime.single import run_graph
 from sbp_torch.testing.programs import assert_near
 
@@ -434,7 +434,7 @@ def test_what_several_micro_batches_cannot_do_is_refused() -> None:
             prepare_step(graph, 2)
 
 
-class Otherwise(Together):
+class Otherwise(CombinedOptimizer):
     """Steps in another way than its parts do."""
 
     def step(self, closure: object = None) -> None:  # type: ignore[override]

@@ -14,7 +14,7 @@ from sbp_core.errors import CaptureError
 from sbp_torch.capture import LossScaling, UpdateOptions, initial_states
 from sbp_torch.capture.step import model_tensors
 from sbp_torch.deferred_init import deferred
-from sbp_torch.optim.together import Together
+from sbp_torch.optim.together import CombinedOptimizer
 from sbp_torch.testing.models import PROGRAMS, same_states
 
 SEED = 5
@@ -147,7 +147,7 @@ _OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = 
     "adagrad": lambda held: torch.optim.Adagrad(held, initial_accumulator_value=0.25),
     "rmsprop": lambda held: torch.optim.RMSprop(held, momentum=0.9, centered=True),
     "adafactor": torch.optim.Adafactor,
-    "muon and adamw": lambda held: Together(
+    "muon and adamw": lambda held: CombinedOptimizer(
         [
             torch.optim.Muon([p for p in held if p.dim() == 2]),
             torch.optim.AdamW([p for p in held if p.dim() != 2], amsgrad=True),

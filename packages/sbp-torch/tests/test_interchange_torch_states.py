@@ -18,7 +18,7 @@ from sbp_torch.interchange.torch_states import (
     to_model_state,
     to_optimizer_state,
 )
-from sbp_torch.optim import Together
+from sbp_torch.optim import CombinedOptimizer
 from sbp_torch.testing.models import PROGRAMS, Buffered, Gpt, Program, eager_step, token_loss
 
 
@@ -198,10 +198,12 @@ def test_the_example_in_the_docstring_holds() -> None:
     assert (failed, attempted) == (0, 9)
 
 
-def several(model: nn.Module) -> Together:
+def several(model: nn.Module) -> CombinedOptimizer:
     matrices = [p for p in model.parameters() if p.dim() == 2]
     others = [p for p in model.parameters() if p.dim() != 2]
-    return Together([torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.01)])
+    return CombinedOptimizer(
+        [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.01)]
+    )
 
 
 def test_states_of_several_optimizers_leave_and_come_back() -> None:

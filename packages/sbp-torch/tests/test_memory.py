@@ -25,7 +25,7 @@ from sbp_core.testing.plans import strategy_of
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.memory import predict
 from sbp_torch.memory.layout import Layouts
-from sbp_torch.memory.meter import Meter
+from sbp_torch.memory.meter import MemoryMeter
 from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.reference import ReferenceRuntime
 from sbp_torch.testing.cases import compile_case
@@ -61,7 +61,7 @@ def _measured(plan: PhysicalPlan, gpt: Program, way: str) -> dict[int, tuple[int
     from sbp_torch.capture import initial_states
 
     model, optimizer = gpt.build(torch.float64)
-    states, meter = initial_states(model, optimizer), Meter(plan)
+    states, meter = initial_states(model, optimizer), MemoryMeter(plan)
     count = _WAYS[way][2]
     batches = gpt.batches(2 * count)
     runtime = ReferenceRuntime(ReferenceConfig())
@@ -185,7 +185,7 @@ def test_a_state_belongs_to_the_module_of_its_parameter() -> None:
 
 def test_the_meter_counts_views_once_and_forgets_what_is_gone() -> None:
     plan = compile_case("one rank")
-    meter = Meter(plan)
+    meter = MemoryMeter(plan)
     base = meter.alive(0)
 
     tensor = torch.ones(10)
@@ -204,7 +204,7 @@ def test_the_meter_counts_views_once_and_forgets_what_is_gone() -> None:
 
 def test_the_meter_counts_what_another_rank_made_by_what_is_seen_of_it() -> None:
     plan = compile_case("data parallel")
-    meter = Meter(plan)
+    meter = MemoryMeter(plan)
     whole = torch.ones(10)
     part = whole[:3]
 

@@ -10,16 +10,16 @@ from sbp_core.boxing.step import Step
 from sbp_core.compile.physical import LOCAL_BOX, Instruction
 from sbp_core.errors import PlanError
 from sbp_core.graph.ir import Ref, Symbol
-from sbp_core.memory.storage_view import Made, Placed, Strided, contiguous
+from sbp_core.memory.storage_view import ResultLayout, StorageView, Strided, contiguous
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, S
 from sbp_torch.memory.layout import Layouts
 from sbp_torch.ops.operators import bind, operator_of
 
 
-def _placed(storage: int, *shape: int, dtype: str = "float32") -> Placed:
+def _placed(storage: int, *shape: int, dtype: str = "float32") -> StorageView:
     lies = contiguous(shape, dtype)
-    return Placed(lies, storage, lies.size_bytes)
+    return StorageView(lies, storage, lies.size_bytes)
 
 
 def _call(op: str, *args: object, outputs: int = 1, **kwargs: object) -> Instruction:
@@ -27,9 +27,9 @@ def _call(op: str, *args: object, outputs: int = 1, **kwargs: object) -> Instruc
     return Instruction(op=op, args=args, kwargs=kwargs, outputs=names, node="y")
 
 
-def _one(entry: Instruction, **values: Placed | float) -> Made:
+def _one(entry: Instruction, **values: StorageView | float) -> ResultLayout:
     (made,) = Layouts(()).call(entry, 0, values.__getitem__)
-    assert isinstance(made, Made)
+    assert isinstance(made, ResultLayout)
     return made
 
 
@@ -38,7 +38,7 @@ def test_a_product_lies_in_a_new_storage_of_its_bytes() -> None:
 
     made = _one(entry, x=_placed(0, 8, 4), w=_placed(1, 4, 6))
 
-    assert made == Made(Strided((8, 6), (6, 1), 0, "float32"), -1, 0, 8 * 6 * 4)
+    assert made == ResultLayout(Strided((8, 6), (6, 1), 0, "float32"), -1, 0, 8 * 6 * 4)
 
 
 def test_a_view_lies_in_the_storage_of_its_argument() -> None:
@@ -56,7 +56,7 @@ def test_a_slice_says_where_it_begins() -> None:
 
 def test_a_reshape_copies_only_what_it_cannot_look_at() -> None:
     entry = _call("aten.reshape.default", Ref("x"), (24,))
-    turned = Placed(Strided((6, 4), (1, 6), 0, "float32"), 0, 96)
+    turned = StorageView(Strided((6, 4), (1, 6), 0, "float32"), 0, 96)
 
     assert _one(entry, x=_placed(0, 6, 4)).source == 0
     assert _one(entry, x=turned).source == -1
@@ -67,7 +67,9 @@ def test_results_of_one_operator_have_storages_of_their_own() -> None:
 
     found = Layouts(()).call(entry, 0, {"x": _placed(0, 8, 4)}.__getitem__)
 
-    assert [(made.fresh, made.storage_bytes) for made in found if isinstance(made, Made)] == [
+    assert [
+        (made.fresh, made.storage_bytes) for made in found if isinstance(made, ResultLayout)
+    ] == [
         (0, 128),
         (1, 32),
         (2, 32),
@@ -93,7 +95,7 @@ def test_numbers_of_another_type_are_another_call() -> None:
         for made in layouts.call(
             _call("aten.mul.Tensor", Ref("x"), number), 0, {"x": whole}.__getitem__
         )
-        if isinstance(made, Made)
+        if isinstance(made, ResultLayout)
     ]
 
     assert dtypes == ["int64", "float32"]
@@ -112,7 +114,7 @@ def test_arguments_that_share_a_storage_are_not_those_that_do_not() -> None:
 def test_the_layout_is_that_of_real_tensors() -> None:
     torch.manual_seed(0)
     x = torch.randn(2, 3, 4).transpose(1, 2)
-    placed = Placed(Strided(tuple(x.shape), x.stride(), 0, "float32"), 0, 96)
+    placed = StorageView(Strided(tuple(x.shape), x.stride(), 0, "float32"), 0, 96)
     whole = Symbol("memory_format", "contiguous_format")
     calls = [
         _call("aten.exp.default", Ref("x")),
@@ -149,7 +151,7 @@ def test_a_local_boxing_step_is_laid_out_for_its_rank() -> None:
         made.lies.shape
         for rank in (0, 1)
         for made in layouts.call(entry, rank, {"x": _placed(0, 5, 2)}.__getitem__)
-        if isinstance(made, Made)
+        if isinstance(made, ResultLayout)
     ]
 
     assert shapes == [(3, 2), (2, 2)]

@@ -14,7 +14,7 @@ from sbp_core.compile import CompileOptions, compile_plan
 from sbp_core.compile.physical import PhysicalPlan
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.memory import predict
-from sbp_torch.memory.meter import Meter
+from sbp_torch.memory.meter import MemoryMeter
 from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.reference import ReferenceRuntime
 
@@ -40,7 +40,7 @@ def _holds_what_was_predicted(data: st.DataObject, num_stages: int, num_micro_ba
     graph, plan = _draw(data, num_stages, num_micro_batches)
     states, batches = random_values(graph, 0)
     whole = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
-    meter = Meter(plan)
+    meter = MemoryMeter(plan)
 
     runtime = ReferenceRuntime(ReferenceConfig())
     with runtime.start(plan, states, LocalBackend()) as session, meter.watching(session):

@@ -11,7 +11,7 @@ import torch
 from torch.optim import SGD, AdamW, Optimizer, lr_scheduler
 
 from sbp_core.errors import SbpValueError
-from sbp_torch.optim import Lamb, Lars, Lion, Together, TorchSchedule
+from sbp_torch.optim import CombinedOptimizer, Lamb, Lars, Lion, TorchSchedule
 
 
 def parameter(*numbers: float) -> torch.nn.Parameter:
@@ -94,11 +94,13 @@ def test_settings_out_of_range_are_refused(kind: type[Optimizer], settings: dict
         kind([parameter(1.0)], **settings)
 
 
-def several() -> tuple[list[torch.nn.Parameter], Together]:
+def several() -> tuple[list[torch.nn.Parameter], CombinedOptimizer]:
     held = [parameter(1.0), parameter(2.0)]
     for p in held:
         p.grad = torch.ones_like(p)
-    return held, Together([SGD([held[0]], lr=0.5, momentum=0.9), AdamW([held[1]], lr=0.25)])
+    return held, CombinedOptimizer(
+        [SGD([held[0]], lr=0.5, momentum=0.9), AdamW([held[1]], lr=0.25)]
+    )
 
 
 def test_several_optimizers_step_and_forget_gradients_together() -> None:
@@ -151,9 +153,9 @@ def test_several_optimizers_share_no_parameter() -> None:
     p = parameter(1.0)
 
     with pytest.raises(SbpValueError, match="hold one parameter"):
-        Together([SGD([p]), AdamW([p])])
+        CombinedOptimizer([SGD([p]), AdamW([p])])
     with pytest.raises(SbpValueError, match="no optimizers"):
-        Together([])
+        CombinedOptimizer([])
 
 
 def grouped() -> Optimizer:

@@ -23,7 +23,7 @@ from sbp_aten.passes import (
     prepare_step,
     share_expressions,
     sum_losses,
-    tie_clocks,
+    tie_step_counters,
 )
 from sbp_aten.passes.pipeline import chosen_passes
 from sbp_core.graph import LogicalGraph, Node, verify_graph
@@ -35,7 +35,7 @@ from sbp_torch.runtime.single import run_graph
 Pass = Callable[[LogicalGraph], LogicalGraph]
 
 _EXACT: dict[str, Pass] = {
-    "tie_clocks": tie_clocks,
+    "tie_step_counters": tie_step_counters,
     "fold_constants": fold_constants,
     "drop_identities": drop_identities,
     "fold_views": fold_views,
@@ -211,7 +211,7 @@ def test_in_mixed_precision_every_value_is_of_the_type_it_is_said_to_be(
 @given(graph=_roundabout())
 def test_cleaning_up_twice_changes_nothing_more(graph: LogicalGraph) -> None:
     once = PassOptions(mixed_precision=None)
-    passes = [apply for _, apply in chosen_passes(once) if apply is not tie_clocks]
+    passes = [apply for _, apply in chosen_passes(once) if apply is not tie_step_counters]
     for apply in passes:
         graph = apply(graph)
 

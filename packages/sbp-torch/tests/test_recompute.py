@@ -25,7 +25,7 @@ from sbp_core.infer.pins import PinValue
 from sbp_core.passes import accumulate
 from sbp_core.passes.closure import least_closure
 from sbp_core.passes.recomputation import Recompute, recompute, recompute_report
-from sbp_core.passes.saved_activations import kept_bytes, kept_values
+from sbp_core.passes.saved_activations import saved_bytes, saved_values
 from sbp_core.placement import Placement
 from sbp_core.plugins.kinds import PlanRequest
 from sbp_core.testing.graphs import Builder, cluster
@@ -142,7 +142,7 @@ def test_a_recomputed_step_is_the_step_itself_bit_for_bit(how: str) -> None:
 
     changed = verify_graph(recompute(graph, _HOW[how]))
 
-    assert kept_bytes(changed) < kept_bytes(graph)
+    assert saved_bytes(changed) < saved_bytes(graph)
     (loss, states), (expected, wanted) = _run("deep", changed), _run("deep", graph)
     assert torch.equal(loss, expected)
     assert same_states(states, wanted)
@@ -181,7 +181,7 @@ def test_of_a_recomputed_block_only_what_comes_into_it_is_kept() -> None:
 
     changed = recompute(graph, _ALL)
 
-    within = [v for v in kept_values(changed) if graph.producers[v].module.startswith("blocks.")]
+    within = [v for v in saved_values(changed) if graph.producers[v].module.startswith("blocks.")]
     outputs = [
         [node.outputs[0] for node in graph.nodes if node.module == f"blocks.{index}"]
         for index in range(_NUM_BLOCKS)
@@ -199,7 +199,7 @@ def test_what_others_use_of_a_block_in_their_backward_is_kept_for_them() -> None
     (norm,) = [n for n in graph.nodes if n.module == "norm" and n.kind == "native_layer_norm"]
     last = norm.args[0].name
     assert graph.producers[last].module == "blocks.1"
-    assert last in kept_values(changed)
+    assert last in saved_values(changed)
     assert last not in _again(changed)
 
 
@@ -252,7 +252,7 @@ def test_what_is_kept_by_pattern_is_not_made_again() -> None:
     changed = recompute(graph, Recompute(modules=("blocks.*",), keep=("*.attention.out",)))
 
     assert not any(graph.by_name[name].module.endswith(".out") for name in _again(changed))
-    assert any(v.startswith("blocks.1.attention.out") for v in kept_values(changed))
+    assert any(v.startswith("blocks.1.attention.out") for v in saved_values(changed))
 
 
 def test_what_draws_from_torchs_own_stream_is_not_drawn_twice() -> None:
@@ -342,7 +342,7 @@ def test_the_report_says_what_is_kept_and_what_it_costs() -> None:
 
     report = recompute_report(recompute(graph, _ALL))
 
-    assert report.kept_before_bytes == kept_bytes(graph)
+    assert report.kept_before_bytes == saved_bytes(graph)
     assert [module for module, _ in report.modules] == [
         f"blocks.{i}" for i in reversed(range(_NUM_BLOCKS))
     ]

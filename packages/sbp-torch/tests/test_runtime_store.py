@@ -21,7 +21,7 @@ from sbp_core.placement import Placement
 from sbp_core.plugins.kinds import PlanRequest
 from sbp_core.testing.graphs import cluster
 from sbp_torch.capture import capture, initial_states
-from sbp_torch.deferred_init import Deferred, DeferredStates, deferred
+from sbp_torch.deferred_init import DeferredModel, DeferredStates, deferred
 from sbp_torch.runtime.store import StateStore
 from sbp_torch.testing.models import PROGRAMS, Program, same_states
 
@@ -54,7 +54,7 @@ class _Run:
     """A deferred program and its plan."""
 
     program: Program
-    made: Deferred
+    made: DeferredModel
     optimizer: torch.optim.Optimizer
     plan: PhysicalPlan
 
@@ -66,7 +66,7 @@ class _Run:
 
 
 @cache
-def _graph(name: str) -> tuple[Deferred, torch.optim.Optimizer, LogicalGraph]:
+def _graph(name: str) -> tuple[DeferredModel, torch.optim.Optimizer, LogicalGraph]:
     program = PROGRAMS[name]
     made = deferred(program.model, 0)
     optimizer = program.optimizer(made.model)

@@ -13,7 +13,7 @@ from sbp_core.graph.ir import Ref
 from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.reference import ReferenceSession
 from sbp_torch.segments.codegen import segment_function
-from sbp_torch.segments.cudagraph import CudaDevice, Device, GraphSegments, Recording, Work
+from sbp_torch.segments.cudagraph import CapturedGraph, CudaDevice, GraphDevice, GraphSegments, Work
 from sbp_torch.segments.execution import segment_maker
 from sbp_torch.testing.cases import CASES, compile_case
 
@@ -50,7 +50,7 @@ class FakeDevice:
         self.num_asides += 1
         return work()
 
-    def record(self, rank: int, work: Work) -> tuple[Recording, list[Tensor]]:
+    def record(self, rank: int, work: Work) -> tuple[CapturedGraph, list[Tensor]]:
         tape = Tape(work, [torch.full_like(value, 77) for value in work()])
         self.tapes.append(tape)
         return tape, tape.made
@@ -181,7 +181,7 @@ def test_a_tensor_that_is_elsewhere_keeps_a_segment_from_being_recorded() -> Non
 
 def test_a_recording_that_fails_names_the_segment() -> None:
     class Failing(FakeDevice):
-        def record(self, rank: int, work: Work) -> tuple[Recording, list[Tensor]]:
+        def record(self, rank: int, work: Work) -> tuple[CapturedGraph, list[Tensor]]:
             raise RuntimeError("operation not permitted when stream is capturing")
 
     fire = GraphSegments(Failing())(PLAIN, 5, ())
@@ -234,7 +234,7 @@ def test_a_plan_of_recorded_segments_trains_as_the_eager_one(case: str) -> None:
 
 
 def test_the_gpu_is_a_device() -> None:
-    device: Device = CudaDevice()
+    device: GraphDevice = CudaDevice()
 
     assert device.kind == "cuda"
 

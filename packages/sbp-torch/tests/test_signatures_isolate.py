@@ -17,8 +17,8 @@ torch = pytest.importorskip("torch")
 from sbp_core.errors import SbpValueError  # noqa: E402 - after the check that torch is there
 from sbp_core.testing.interrupts import hears_ctrl_c  # noqa: E402
 from sbp_torch.signatures.isolate import (  # noqa: E402
+    Completed,
     Crash,
-    Done,
     Raised,
     Timeout,
     iter_isolated,
@@ -56,7 +56,7 @@ def assert_no_child_is_left() -> None:
 def test_results_come_back_in_order() -> None:
     trials = [partial(pow, 2, exponent) for exponent in range(5)]
 
-    assert run_isolated(trials, timeout_s=30) == [Done(2**exponent) for exponent in range(5)]
+    assert run_isolated(trials, timeout_s=30) == [Completed(2**exponent) for exponent in range(5)]
     assert_no_child_is_left()
 
 
@@ -77,7 +77,7 @@ def test_a_crash_is_the_verdict_of_its_trial_only(number: signal.Signals) -> Non
 
     before, crash, after = run_isolated(trials, timeout_s=30)
 
-    assert (before, after) == (Done(1), Done(3))
+    assert (before, after) == (Completed(1), Completed(3))
     assert crash == Crash(-number)
     assert str(crash) == f"was killed by {number.name}"
 
@@ -86,7 +86,7 @@ def test_leaving_the_process_is_a_crash() -> None:
     verdict, after = run_isolated([partial(os._exit, 3), partial(int, 1)], timeout_s=30)
 
     assert str(verdict) == "ended its process with exit code 3"
-    assert after == Done(1)
+    assert after == Completed(1)
 
 
 def test_a_trial_that_takes_too_long_is_ended() -> None:
@@ -94,7 +94,7 @@ def test_a_trial_that_takes_too_long_is_ended() -> None:
 
     sleeping, after = run_isolated([partial(time.sleep, 60), partial(int, 1)], timeout_s=0.3)
 
-    assert (sleeping, after) == (Timeout(0.3), Done(1))
+    assert (sleeping, after) == (Timeout(0.3), Completed(1))
     assert time.monotonic() - started < 30
     assert_no_child_is_left()
 
@@ -102,14 +102,14 @@ def test_a_trial_that_takes_too_long_is_ended() -> None:
 def test_the_time_limit_is_that_of_one_trial() -> None:
     verdicts = run_isolated([partial(time.sleep, 0.2)] * 4, timeout_s=0.6)
 
-    assert verdicts == [Done(None)] * 4
+    assert verdicts == [Completed(None)] * 4
 
 
 def test_an_exception_is_a_verdict() -> None:
     verdict, after = run_isolated([partial(int, "seven"), partial(int, 7)], timeout_s=30)
 
     assert verdict == Raised("ValueError", "invalid literal for int() with base 10: 'seven'")
-    assert after == Done(7)
+    assert after == Completed(7)
 
 
 def test_a_result_that_does_not_pickle_is_a_verdict() -> None:
@@ -121,7 +121,7 @@ def test_a_result_that_does_not_pickle_is_a_verdict() -> None:
 def test_large_results_come_through_the_pipe() -> None:
     (verdict,) = run_isolated([partial(bytes, 3_000_000)], timeout_s=30)
 
-    assert verdict == Done(bytes(3_000_000))
+    assert verdict == Completed(bytes(3_000_000))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit on memory is Linux only")
@@ -161,7 +161,7 @@ def test_a_worker_neither_prints_nor_runs_what_its_parent_does_at_exit(
 def test_giving_up_ends_the_worker() -> None:
     verdicts = iter_isolated([os.getpid, partial(time.sleep, 60)], timeout_s=60)
     first = next(verdicts)
-    assert isinstance(first, Done)
+    assert isinstance(first, Completed)
 
     verdicts.close()
 
@@ -190,8 +190,8 @@ def test_kernels_run_on_one_thread_after_the_parent_used_many() -> None:
     finally:
         torch.set_num_threads(threads)
 
-    assert verdicts[0] == Done(1)
-    assert isinstance(verdicts[1], Done)
+    assert verdicts[0] == Completed(1)
+    assert isinstance(verdicts[1], Completed)
     assert verdicts[1].value == pytest.approx(expected, rel=1e-3)
 
 

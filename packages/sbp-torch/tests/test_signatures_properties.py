@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from sbp_core.signatures import Notation, Registry  # noqa: E402 - after the check for torch
+from sbp_core.signatures import Notation, RuleRegistry  # noqa: E402 - after the check for torch
 from sbp_torch.signatures.verify import verify  # noqa: E402
 
 _EXAMPLES = settings(max_examples=40, derandomize=True, deadline=None)
@@ -50,7 +50,7 @@ def test_every_sum_of_products_is_cut_as_derived(
         *tensors,
         axis_sizes=(axis, 2),
         isolated=False,
-        rules=Registry({"my.einsum.default": notation}),
+        rules=RuleRegistry({"my.einsum.default": notation}),
         execute=einsum,
     )
 

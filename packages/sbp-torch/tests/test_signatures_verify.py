@@ -15,7 +15,7 @@ from sbp_core.errors import (  # noqa: E402 - after the check that torch is ther
     SbpValueError,
 )
 from sbp_core.graph.ir import Ref, Symbol, TensorType  # noqa: E402
-from sbp_core.signatures import Registry  # noqa: E402
+from sbp_core.signatures import RuleRegistry  # noqa: E402
 from sbp_torch.signatures.verify import (  # noqa: E402
     call_of,
     overload,
@@ -50,7 +50,7 @@ def test_the_report_counts_what_was_run() -> None:
 )
 def test_a_wrong_rule_is_refuted(op: str, notation: str, reason: str) -> None:
     rest = {"gelu": (), "logsumexp": ([1],), "cumsum": (1,), "flip": ([1],)}[op]
-    rules = Registry({f"aten.{op}.default": notation})
+    rules = RuleRegistry({f"aten.{op}.default": notation})
 
     report = verify(f"aten.{op}.default", real(4, 5), *rest, rules=rules)
 
@@ -59,7 +59,7 @@ def test_a_wrong_rule_is_refuted(op: str, notation: str, reason: str) -> None:
 
 
 def test_a_mean_of_uneven_shards_is_refuted() -> None:
-    rules = Registry({"aten.mean.default": "a => (); linear 0"})
+    rules = RuleRegistry({"aten.mean.default": "a => (); linear 0"})
 
     report = verify("aten.mean.default", real(5), axis_sizes=(2,), rules=rules)
 
@@ -67,7 +67,7 @@ def test_a_mean_of_uneven_shards_is_refuted() -> None:
 
 
 def test_a_missing_localiser_is_refuted() -> None:
-    rules = Registry({"aten.view.default": "a b => (a b)"})
+    rules = RuleRegistry({"aten.view.default": "a b => (a b)"})
 
     report = verify("aten.view.default", real(4, 5), [20], rules=rules)
 
@@ -75,7 +75,7 @@ def test_a_missing_localiser_is_refuted() -> None:
 
 
 def test_an_output_of_another_shape_is_refuted() -> None:
-    rules = Registry({"aten.ones.default": "=> a"})
+    rules = RuleRegistry({"aten.ones.default": "=> a"})
 
     report = verify("aten.ones.default", [4], axis_sizes=(2,), rules=rules)
 
@@ -83,7 +83,7 @@ def test_an_output_of_another_shape_is_refuted() -> None:
 
 
 def test_the_conformance_check_prints_what_was_refuted() -> None:
-    rules = Registry({"aten.gelu.default": "a => a; linear 0"})
+    rules = RuleRegistry({"aten.gelu.default": "a => a; linear 0"})
 
     with pytest.raises(AssertionError, match=r"\(P\) -> \(P\) on mesh \(2,\): output 0: differs"):
         check_rule("aten.gelu.default", [sample(real(4))], rules=rules)
@@ -138,7 +138,7 @@ def whole_only(then: object) -> Any:
     return run
 
 
-SPLIT = Registry({"my.op.default": "a => a"})
+SPLIT = RuleRegistry({"my.op.default": "a => a"})
 
 
 def test_a_rank_that_dies_is_a_verdict() -> None:
@@ -168,7 +168,7 @@ def test_a_kernel_that_is_fed_with_shards_that_do_not_fit_is_refuted() -> None:
     op = "aten.max_pool2d_with_indices_backward.default"
     order = torch.zeros_like(out), x, [2, 2], [2, 2], [0, 0], [1, 1], False, indices
 
-    report = verify(op, *order, rules=Registry({op: labels}), axis_sizes=(2,))
+    report = verify(op, *order, rules=RuleRegistry({op: labels}), axis_sizes=(2,))
 
     assert not report.ok
 
@@ -187,7 +187,7 @@ def test_nothing_has_to_be_forked() -> None:
 
 
 def test_an_accelerator_cannot_be_forked() -> None:
-    rules = Registry({"my.op.default": "a => a"})
+    rules = RuleRegistry({"my.op.default": "a => a"})
 
     with pytest.raises(SbpValueError, match="isolated=False"):
         verify(
@@ -199,8 +199,8 @@ def test_an_accelerator_cannot_be_forked() -> None:
 
 
 def test_a_custom_operator_is_verified() -> None:
-    right = Registry({"sbp_verify_tests.outer.default": "i, j -> i j"})
-    wrong = Registry({"sbp_verify_tests.outer.default": "i, j -> j i"})
+    right = RuleRegistry({"sbp_verify_tests.outer.default": "i, j -> i j"})
+    wrong = RuleRegistry({"sbp_verify_tests.outer.default": "i, j -> j i"})
 
     op, square = "sbp_verify_tests.outer.default", (real(4), real(4))
 
@@ -225,7 +225,7 @@ def test_arguments_are_not_changed() -> None:
     x = real(4)
     before = x.clone()
 
-    report = verify("aten.neg_.default", x, rules=Registry({"aten.neg_.default": "a => a"}))
+    report = verify("aten.neg_.default", x, rules=RuleRegistry({"aten.neg_.default": "a => a"}))
 
     assert report.ok
     assert torch.equal(x, before)
@@ -233,8 +233,8 @@ def test_arguments_are_not_changed() -> None:
 
 @pytest.mark.parametrize("isolated", [True, False])
 def test_random_numbers_are_those_of_the_whole_and_the_callers_stay(isolated: bool) -> None:
-    whole = Registry({"aten.native_dropout.default": "a! => a!, a!"})
-    split = Registry({"aten.native_dropout.default": "a => a, a"})
+    whole = RuleRegistry({"aten.native_dropout.default": "a! => a!, a!"})
+    split = RuleRegistry({"aten.native_dropout.default": "a => a, a"})
     torch.manual_seed(7)
     state = torch.get_rng_state()
     call = ("aten.native_dropout.default", real(64), 0.5, True)
@@ -245,8 +245,8 @@ def test_random_numbers_are_those_of_the_whole_and_the_callers_stay(isolated: bo
 
 
 def test_memory_that_nobody_wrote_is_not_compared() -> None:
-    rules = Registry({"aten.empty_like.default": "a => a"})
-    wrong = Registry({"aten.empty_like.default": "a! => a"})
+    rules = RuleRegistry({"aten.empty_like.default": "a => a"})
+    wrong = RuleRegistry({"aten.empty_like.default": "a! => a"})
 
     assert verify("aten.empty_like.default", real(4), rules=rules).ok
     report = verify("aten.empty_like.default", real(4), axis_sizes=(2,), rules=wrong)

@@ -21,7 +21,7 @@ from sbp_torch.capture import (
     initial_states,
     scalar_values,
 )
-from sbp_torch.optim import Lamb, Lars, Lion, Together
+from sbp_torch.optim import CombinedOptimizer, Lamb, Lars, Lion
 from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.reference import ReferenceRuntime
 from sbp_torch.runtime.single import run_graph
@@ -65,7 +65,7 @@ def of(kind: Callable[..., torch.optim.Optimizer], **settings: object) -> Maker:
 def muon(model: nn.Module) -> torch.optim.Optimizer:
     matrices = [p for p in model.parameters() if p.dim() == 2]
     others = [p for p in model.parameters() if p.dim() != 2]
-    return Together([optim.Muon(matrices, lr=0.02), optim.AdamW(others, lr=0.01)])
+    return CombinedOptimizer([optim.Muon(matrices, lr=0.02), optim.AdamW(others, lr=0.01)])
 
 
 #: Those whose own code is traced, so that every bit is the same.

@@ -15,7 +15,7 @@ from sbp_actor_runtime.message import ThreadId
 from sbp_actor_runtime.register import InRegister, OutRegister
 from sbp_actor_runtime.work import Work, work_of
 from sbp_core.boxing.backend import Communicator
-from sbp_core.compile.physical import Actor, Link, PhysicalPlan, RankPlan
+from sbp_core.compile.physical import Actor, Channel, PhysicalPlan, RankPlan
 from sbp_core.graph.ir import Rate
 from sbp_torch.segments.execution import SegmentMaker
 
@@ -101,8 +101,8 @@ def make_posts(
     part = plan.by_rank[rank]
     mine = [actor for actor in part.actors if actor.thread == name]
     names = {actor.name for actor in mine}
-    sends: dict[str, list[Link]] = defaultdict(list)
-    receives: dict[str, list[Link]] = defaultdict(list)
+    sends: dict[str, list[Channel]] = defaultdict(list)
+    receives: dict[str, list[Channel]] = defaultdict(list)
     for link in plan.links:
         if link.sender[0] == rank and link.sender[1] in names and link.receiver[0] in ranks_here:
             sends[link.sender[1]].append(link)
@@ -149,7 +149,7 @@ def _outputs(part: RankPlan, actor: Actor, *, sums: bool) -> tuple[OutRegister, 
     )
 
 
-def _link_ends(plan: PhysicalPlan, links: Iterable[Link]) -> tuple[OutRegister, ...]:
+def _link_ends(plan: PhysicalPlan, links: Iterable[Channel]) -> tuple[OutRegister, ...]:
     return tuple(
         OutRegister(link.name, link.quota, {link.receiver[1]: _thread(plan, link.receiver)})
         for link in links

@@ -24,7 +24,7 @@ from sbp_core.errors import BoxingError, RunError
 from sbp_core.runtime.contract import Number, Runtime, Session, StepResult
 from sbp_torch.boxing.processes.agreement import agree
 from sbp_torch.boxing.processes.fingerprint import Fingerprinted
-from sbp_torch.runtime.partial_update import TORN_TODO, torn_states
+from sbp_torch.runtime.partial_update import PARTIAL_UPDATE_TODO, partially_updated
 from sbp_torch.runtime.store import StateStore, Values, feed
 from sbp_torch.segments.execution import SegmentMaker, segment_maker
 
@@ -255,9 +255,9 @@ class ActorSession(Session):
         if causes and causes[0] is not failed[0]:
             self.failure = self._failure(causes[0], [])
         assert self.failure is not None, "the first failure was noted"
-        if self._is_torn() and self.failure.todo != TORN_TODO:
+        if self._is_torn() and self.failure.todo != PARTIAL_UPDATE_TODO:
             # By a rank that went on for a while.
-            torn = RunError(self.failure.what, where=self.failure.where, todo=TORN_TODO)
+            torn = RunError(self.failure.what, where=self.failure.where, todo=PARTIAL_UPDATE_TODO)
             torn.__cause__ = self.failure.__cause__
             self.failure = torn
         return self.failure
@@ -269,7 +269,7 @@ class ActorSession(Session):
         error = RunError(
             f"rank {rank} failed in actor {report.actor!r}: {report.error}",
             where=(f"thread {thread!r}, step {self.steps_done}", *(others if waited else ())),
-            todo=TORN_TODO
+            todo=PARTIAL_UPDATE_TODO
             if self._is_torn()
             else "states are those from before the step: state_dict() still gives them",
         )
@@ -297,7 +297,7 @@ class ActorSession(Session):
     def state_dict(self) -> dict[str, Tensor]:
         """See `Session.state_dict`."""
         if self._is_writing() or self._is_torn():
-            raise torn_states()
+            raise partially_updated()
         return self.store.whole()
 
     def load_state_dict(self, states: Mapping[str, Tensor]) -> None:

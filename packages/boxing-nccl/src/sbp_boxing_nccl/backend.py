@@ -16,7 +16,7 @@ from sbp_boxing_nccl.exit import Exit, JobBackend
 from sbp_boxing_nccl.library import load_mpi
 from sbp_boxing_nccl.start import processes
 from sbp_core.boxing.processes.process_backend import check_ranks
-from sbp_core.boxing.supervision.launch_spec import Start
+from sbp_core.boxing.supervision.launch_spec import LaunchSpec
 
 
 def build(config: MpiBoxingConfig) -> MpiBackend:
@@ -38,8 +38,8 @@ class MpiBackend(JobBackend):
         self._config = config
         self._comm = comm
 
-    def starts(self, num_ranks: int, command: Sequence[str]) -> tuple[Start, ...]:
-        """See `BoxingBackend.starts`: a launcher, `mpiexec`."""
+    def launch_specs(self, num_ranks: int, command: Sequence[str]) -> tuple[LaunchSpec, ...]:
+        """See `BoxingBackend.launch_specs`: a launcher, `mpiexec`."""
         return processes(num_ranks, command)
 
     def _connect(self, ranks: Sequence[int]) -> tuple[MpiConnections, MpiCommunicator]:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
-from sbp_core.boxing.processes.control_store import Board, BoardLostError
+from sbp_core.boxing.processes.control_store import ControlStore, StoreLostError
 
 #: Tag of all notes.
 _TAG = 0
@@ -16,7 +16,7 @@ _TAG = 0
 _END = "end/"
 
 
-class MpiBoard(Board):
+class MpiBoard(ControlStore):
     """Notes that are sent to whom they concern, who looks for them now and then.
 
     Args:
@@ -69,7 +69,7 @@ class MpiBoard(Board):
                     try:
                         request = self._comm.Isend([note, self._mpi.BYTE], rank, _TAG)
                     except RuntimeError as error:
-                        raise BoardLostError(f"MPI reported: {error}") from error
+                        raise StoreLostError(f"MPI reported: {error}") from error
                     self._sent.append((request, note))
 
     def _get(self, key: str) -> str | None:
@@ -93,7 +93,7 @@ class MpiBoard(Board):
                     self._keep(*json.loads(note))
                 self._sent = [entry for entry in self._sent if not entry[0].Test()]
             except RuntimeError as error:
-                raise BoardLostError(f"MPI reported: {error}") from error
+                raise StoreLostError(f"MPI reported: {error}") from error
 
     def _keep(self, key: str, value: str) -> None:
         if key == "failure":

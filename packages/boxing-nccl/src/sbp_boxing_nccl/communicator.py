@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping
 import torch
 
 from sbp_boxing_nccl.connections import MpiConnections
-from sbp_boxing_nccl.group import Group, Work
-from sbp_core.boxing.processes.call import Call, group_name, tag_number
+from sbp_boxing_nccl.group import MpiGroup, MpiWork
+from sbp_core.boxing.processes.call import CollectiveCall, group_name, tag_number
 from sbp_core.boxing.processes.manifest import Manifest
 from sbp_core.boxing.step import StepKind
 from sbp_torch.boxing.processes.exchange import ExchangeCommunicator, Role
-from sbp_torch.boxing.processes.packed_buffer import Parcels, pack
+from sbp_torch.boxing.processes.packed_buffer import PackedBuffers, pack
 
 #: Seconds after which a rank that waits in a collective tells the others that it is there.
 _PATIENCE_S = 0.2
@@ -33,7 +33,7 @@ class MpiCommunicator(ExchangeCommunicator[MpiConnections]):
         self._calls: dict[tuple[int, ...], int] = {}
 
     def _collective(
-        self, call: Call, ranks: tuple[int, ...], shard: torch.Tensor, donate: bool
+        self, call: CollectiveCall, ranks: tuple[int, ...], shard: torch.Tensor, donate: bool
     ) -> torch.Tensor:
         """See `ExchangeCommunicator._collective`."""
         role = self._role(call)
@@ -49,14 +49,14 @@ class MpiCommunicator(ExchangeCommunicator[MpiConnections]):
             return self._all_gather(call, ranks, shard, known)
         return self._exchange(call, ranks, shard)
 
-    def _post(self, call: Call, receiver: int, values: torch.Tensor) -> None:
+    def _post(self, call: CollectiveCall, receiver: int, values: torch.Tensor) -> None:
         """See `ExchangeCommunicator._post`."""
         self._connections.post(call, receiver, values, self._number(call))
 
-    def _collect(self, call: Call, arriving: Mapping[int, torch.Tensor]) -> None:
+    def _collect(self, call: CollectiveCall, arriving: Mapping[int, torch.Tensor]) -> None:
         """See `ExchangeCommunicator._collect`."""
         group, number = self._connections.messages(), self._number(call)
-        under_way: dict[int, Work] = {}
+        under_way: dict[int, MpiWork] = {}
         for sender, values in arriving.items():
             with self._connections.guard(call):
                 under_way[sender] = group.receive(values, sender, number)
@@ -68,11 +68,11 @@ class MpiCommunicator(ExchangeCommunicator[MpiConnections]):
         if missing:
             raise self._connections.broken(call, call.missing(missing))
 
-    def _number(self, call: Call) -> int:
+    def _number(self, call: CollectiveCall) -> int:
         return tag_number(call.tag, self._connections.largest_tag)
 
     def _all_reduce(
-        self, call: Call, role: Role, shard: torch.Tensor, donate: bool
+        self, call: CollectiveCall, role: Role, shard: torch.Tensor, donate: bool
     ) -> torch.Tensor:
         if not shard.numel():
             return shard
@@ -81,7 +81,9 @@ class MpiCommunicator(ExchangeCommunicator[MpiConnections]):
         self._run(call, role.ranks, lambda group: group.all_reduce(result, values, reduction))
         return result
 
-    def _reduce_scatter(self, call: Call, role: Role, shard: torch.Tensor) -> torch.Tensor:
+    def _reduce_scatter(
+        self, call: CollectiveCall, role: Role, shard: torch.Tensor
+    ) -> torch.Tensor:
         known, reduction = role.manifest, role.reduction
         if known.packed:
             sent = shard.contiguous()
@@ -94,7 +96,7 @@ class MpiCommunicator(ExchangeCommunicator[MpiConnections]):
             )
         return result
 
-    def _trade_evenly(self, call: Call, role: Role, shard: torch.Tensor) -> torch.Tensor:
+    def _trade_evenly(self, call: CollectiveCall, role: Role, shard: torch.Tensor) -> torch.Tensor:
         """Run an all-gather or all-to-all whose pieces are of one size and lie in order."""
         known, given = role.manifest, shard.contiguous()
         result = given.new_empty(known.shape)
@@ -105,10 +107,10 @@ class MpiCommunicator(ExchangeCommunicator[MpiConnections]):
         return result
 
     def _all_gather(
-        self, call: Call, ranks: tuple[int, ...], shard: torch.Tensor, known: Manifest
+        self, call: CollectiveCall, ranks: tuple[int, ...], shard: torch.Tensor, known: Manifest
     ) -> torch.Tensor:
         """Run an all-gather in which everybody receives whole shards."""
-        parcels = Parcels(call.step, known, shard, device=self._device, whole=True)
+        parcels = PackedBuffers(call.step, known, shard, device=self._device, whole=True)
         sizes = parcels.received_sizes
         if sum(sizes):
             self._run(
@@ -117,13 +119,15 @@ class MpiCommunicator(ExchangeCommunicator[MpiConnections]):
         parcels.keep_own()
         return parcels.result()
 
-    def _trade(self, call: Call, ranks: tuple[int, ...], parcels: Parcels) -> None:
+    def _trade(self, call: CollectiveCall, ranks: tuple[int, ...], parcels: PackedBuffers) -> None:
         """See `ExchangeCommunicator._trade`."""
         received, sent = parcels.received, parcels.sent
         sizes = parcels.received_sizes, parcels.sent_sizes
         self._run(call, ranks, lambda group: group.exchange(received, sent, *sizes))
 
-    def _run(self, call: Call, ranks: tuple[int, ...], start: Callable[[Group], Work]) -> None:
+    def _run(
+        self, call: CollectiveCall, ranks: tuple[int, ...], start: Callable[[MpiGroup], MpiWork]
+    ) -> None:
         """Start a collective in the group of `ranks` and wait for it.
 
         The ranks that wait long tell each other, so that each can say at its deadline who did not.
@@ -131,7 +135,7 @@ class MpiCommunicator(ExchangeCommunicator[MpiConnections]):
         connections = self._connections
         number = self._calls[ranks] = self._calls.get(ranks, -1) + 1
         group = connections.group(call, ranks)
-        work: Work | None = None
+        work: MpiWork | None = None
         # As `connections.guard` and `wait` do, which take longer than a small message.
         try:
             work = start(group)

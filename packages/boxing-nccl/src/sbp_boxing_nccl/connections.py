@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from sbp_boxing_nccl.board import MpiBoard
-from sbp_boxing_nccl.group import Group, Work
+from sbp_boxing_nccl.group import MpiGroup, MpiWork
 from sbp_boxing_nccl.outbox import Message, Outbox
-from sbp_core.boxing.processes.call import Call, group_name
+from sbp_core.boxing.processes.call import CollectiveCall, group_name
 from sbp_core.boxing.processes.connections import Connections
 from sbp_core.errors import BoxingError
 
@@ -56,11 +56,11 @@ class MpiConnections(Connections):
         self._comm = comm
         everyone = tuple(range(comm.Get_size()))
         self.rank: int = comm.Get_rank()
-        self._groups: dict[tuple[int, ...], Group] = {}
+        self._groups: dict[tuple[int, ...], MpiGroup] = {}
         self._abandoned = False
         self._private = self._duplicate(limit_s)
         self.board = MpiBoard(self._private, mpi)
-        self._messages = Group(everyone, self._duplicate(limit_s), mpi)
+        self._messages = MpiGroup(everyone, self._duplicate(limit_s), mpi)
         self._outbox = Outbox(self.fail)
         self.watch_over(self.board, limit_s)
 
@@ -70,7 +70,7 @@ class MpiConnections(Connections):
         largest: int = self._comm.Get_attr(self._mpi.TAG_UB)
         return largest
 
-    def group(self, call: Call, ranks: tuple[int, ...]) -> Group:
+    def group(self, call: CollectiveCall, ranks: tuple[int, ...]) -> MpiGroup:
         """Return the group of some ranks; the first call connects it, together with the others.
 
         Raises:
@@ -89,16 +89,16 @@ class MpiConnections(Connections):
         if not board.wait_for(over, call.left_s):
             raise self.broken(call, call.missing(board.not_joined(name, ranks)))
         with self.guard(call):
-            group = Group(ranks, self._create(call, ranks), self._mpi)
+            group = MpiGroup(ranks, self._create(call, ranks), self._mpi)
         with self._lock:
             self._groups[ranks] = group
         return group
 
-    def messages(self) -> Group:
+    def messages(self) -> MpiGroup:
         """Return the group, of all ranks in order, that carries messages."""
         return self._messages
 
-    def post(self, call: Call, receiver: int, values: torch.Tensor, tag: int) -> None:
+    def post(self, call: CollectiveCall, receiver: int, values: torch.Tensor, tag: int) -> None:
         """Send a message, and keep it alive until it is received.
 
         Args:
@@ -112,7 +112,7 @@ class MpiConnections(Connections):
             message = Message(call=call, receiver=receiver, group=self._messages, work=work)
             self._outbox.keep(message)
 
-    def wait(self, call: Call, group: Group, work: Work, limit_s: float) -> bool:
+    def wait(self, call: CollectiveCall, group: MpiGroup, work: MpiWork, limit_s: float) -> bool:
         """Wait for work; False if it is still under way after `limit_s` seconds.
 
         Raises:
@@ -125,13 +125,13 @@ class MpiConnections(Connections):
             self.abandon(group, work)
             raise
 
-    def abandon(self, group: Group, work: Work) -> None:
+    def abandon(self, group: MpiGroup, work: MpiWork) -> None:
         """Give up work that is under way."""
         self._abandoned = True
         group.abandon(work)
 
     @contextlib.contextmanager
-    def guard(self, call: Call) -> Iterator[None]:
+    def guard(self, call: CollectiveCall) -> Iterator[None]:
         """Turn the errors of MPI into one that says which step failed, and why."""
         try:
             yield
@@ -176,7 +176,7 @@ class MpiConnections(Connections):
             return False
         return board.failure() is None
 
-    def _create(self, call: Call, ranks: tuple[int, ...]) -> Any:
+    def _create(self, call: CollectiveCall, ranks: tuple[int, ...]) -> Any:
         """Return the communicator of some ranks, all of which are there to make it.
 
         MPI makes it on another thread, which is left behind if one of them stops just then.
@@ -210,7 +210,7 @@ class MpiConnections(Connections):
     def _duplicate(self, limit_s: float) -> Any:
         """Return a communicator of all ranks with a context of its own."""
         comm, request = self._comm.Idup()
-        if not Work(request=request, tensors=()).wait(limit_s, lambda: None):
+        if not MpiWork(request=request, tensors=()).wait(limit_s, lambda: None):
             raise BoxingError(
                 f"the ranks of MPI were not connected within {limit_s:g} s",
                 where=f"rank {self.rank} of {self._comm.Get_size()}",

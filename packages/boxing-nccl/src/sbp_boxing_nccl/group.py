@@ -16,7 +16,7 @@ import torch
 from sbp_boxing_nccl.direct import Direct, Schedule
 from sbp_boxing_nccl.reduce import reduce_into
 from sbp_boxing_nccl.wire import chunks, memory
-from sbp_core.boxing.processes.traffic import Meter
+from sbp_core.boxing.processes.traffic import TrafficCounter
 
 #: Looks at a request between two looks at the clock.
 _LOOKS = 64
@@ -48,7 +48,7 @@ _SWAPPED_BYTES = 2**19
 _PART_BYTES, _MOST_PARTS = 2**19, 64
 
 
-class Work:
+class MpiWork:
     """Something that MPI was asked to do, and the tensors that it does it with.
 
     Used by one thread at a time.
@@ -130,7 +130,7 @@ def yield_core() -> None:
         time.sleep(0)
 
 
-class Group:
+class MpiGroup:
     """A set of ranks that are connected; `peer` and list positions count within `ranks`.
 
     Each method returns at once; messages have been started then, a collective starts when its work
@@ -149,9 +149,9 @@ class Group:
         self._mpi = mpi
         self._direct = Direct(comm, mpi)
         self._index: int = comm.Get_rank()
-        self.meter = Meter(len(ranks), self._index)
+        self.meter = TrafficCounter(len(ranks), self._index)
 
-    def all_reduce(self, result: torch.Tensor, values: torch.Tensor, reduction: str) -> Work:
+    def all_reduce(self, result: torch.Tensor, values: torch.Tensor, reduction: str) -> MpiWork:
         """Reduce `values` over all ranks into `result`, in rank order; they may be the same."""
         size_bytes = values.nbytes
         self.meter.all_reduce(values.numel(), values.element_size())
@@ -161,33 +161,35 @@ class Group:
             schedule = self._gather_and_reduce(result, values, reduction)
         else:
             schedule = self._direct.all_reduce(result, values, reduction)
-        return Work(request=schedule, tensors=(result, values))
+        return MpiWork(request=schedule, tensors=(result, values))
 
     def reduce_scatter(
         self, result: torch.Tensor, sent: torch.Tensor, sizes: Sequence[int], reduction: str
-    ) -> Work:
+    ) -> MpiWork:
         """Reduce consecutive chunk i, of `sizes[i]`, over all ranks into `result` of rank i."""
         parts = chunks(sent, sizes, self._mpi)
         self._count(parts)
         start = sent.storage_offset() + sum(sizes[: self._index])
         own = sent.as_strided(result.shape, result.stride(), start)
         schedule = self._direct.reduce_scatter(result, own, parts, reduction)
-        return Work(request=schedule, tensors=(result, sent))
+        return MpiWork(request=schedule, tensors=(result, sent))
 
-    def all_gather(self, received: torch.Tensor, part: torch.Tensor, sizes: Sequence[int]) -> Work:
+    def all_gather(
+        self, received: torch.Tensor, part: torch.Tensor, sizes: Sequence[int]
+    ) -> MpiWork:
         """Copy `part` of rank i into consecutive chunk i, of `sizes[i]`, of `received` of others.
 
         Whether a rank's own chunk is filled is left open: the caller has it.
         """
         self.meter.all_gather(part.nbytes)
         if received.nbytes < _SMALL_BYTES:
-            return Work(request=self._gather(received, part, sizes), tensors=(received, part))
+            return MpiWork(request=self._gather(received, part, sizes), tensors=(received, part))
         places = chunks(received, sizes, self._mpi)
         parts = [memory(part, self._mpi)] * len(places)
         places[self._index] = parts[self._index] = b""
-        return Work(request=self._direct.exchange(places, parts), tensors=(received, part))
+        return MpiWork(request=self._direct.exchange(places, parts), tensors=(received, part))
 
-    def gather_evenly(self, received: torch.Tensor, part: torch.Tensor) -> Work:
+    def gather_evenly(self, received: torch.Tensor, part: torch.Tensor) -> MpiWork:
         """Copy `part` of rank i, all of one size, into consecutive chunk i of `received` of all."""
         mpi, num_ranks = self._mpi, len(self.ranks)
         self.meter.all_gather(part.nbytes)
@@ -198,9 +200,9 @@ class Group:
         else:
             places = chunks(received, [part.numel()] * num_ranks, mpi)
             request = self._direct.exchange(places, [given] * num_ranks)
-        return Work(request=request, tensors=(received, part))
+        return MpiWork(request=request, tensors=(received, part))
 
-    def trade_evenly(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
+    def trade_evenly(self, received: torch.Tensor, sent: torch.Tensor) -> MpiWork:
         """Send consecutive chunks of `sent` to all ranks, and receive theirs; all of one size."""
         byte, mpi = self._mpi.BYTE, self._mpi
         self.meter.even_exchange(sent.nbytes)
@@ -211,7 +213,7 @@ class Group:
         else:
             sizes = [sent.numel() // len(self.ranks)] * len(self.ranks)
             request = self._direct.exchange(chunks(received, sizes, mpi), chunks(sent, sizes, mpi))
-        return Work(request=request, tensors=(received, sent))
+        return MpiWork(request=request, tensors=(received, sent))
 
     def exchange(
         self,
@@ -219,7 +221,7 @@ class Group:
         sent: torch.Tensor,
         received_sizes: Sequence[int],
         sent_sizes: Sequence[int],
-    ) -> Work:
+    ) -> MpiWork:
         """Send consecutive chunk i of `sent` to rank i, and receive theirs; some may be empty.
 
         What this rank sends to itself is copied.
@@ -227,23 +229,23 @@ class Group:
         parts = chunks(sent, sent_sizes, self._mpi)
         self._count(parts)
         schedule = self._direct.exchange(chunks(received, received_sizes, self._mpi), parts)
-        return Work(request=schedule, tensors=(received, sent))
+        return MpiWork(request=schedule, tensors=(received, sent))
 
-    def send(self, values: torch.Tensor, peer: int, tag: int) -> Work:
+    def send(self, values: torch.Tensor, peer: int, tag: int) -> MpiWork:
         """Send a message."""
         requests = [
             self._comm.Isend([part, self._mpi.BYTE], peer, tag) for part in self._parts(values)
         ]
-        return Work(request=iter(requests), tensors=(values,))
+        return MpiWork(request=iter(requests), tensors=(values,))
 
-    def receive(self, values: torch.Tensor, peer: int, tag: int) -> Work:
+    def receive(self, values: torch.Tensor, peer: int, tag: int) -> MpiWork:
         """Receive a message into `values`."""
         requests = [
             self._comm.Irecv([part, self._mpi.BYTE], peer, tag) for part in self._parts(values)
         ]
-        return Work(request=iter(requests), tensors=(values,))
+        return MpiWork(request=iter(requests), tensors=(values,))
 
-    def abandon(self, work: Work) -> None:
+    def abandon(self, work: MpiWork) -> None:
         """Keep the tensors of work that was given up for as long as MPI may write to them."""
         # An attribute lives with its communicator, and one with abandoned work is never freed.
         keyval = self._mpi.Comm.Create_keyval()
@@ -262,7 +264,7 @@ class Group:
     ) -> Iterator[Any]:
         byte, size = self._mpi.BYTE, part.element_size()
         counts = [size * elements for elements in sizes]
-        places = [memory(received, self._mpi), (counts, starts(counts)), byte]
+        places = [memory(received, self._mpi), (counts, launch_specs(counts)), byte]
         yield self._comm.Iallgatherv([memory(part, self._mpi), byte], places)
 
     def _gather_and_reduce(
@@ -283,6 +285,6 @@ class Group:
         return [whole[start : start + size] for start in range(0, max(1, len(whole)), size)]
 
 
-def starts(sizes: Sequence[int]) -> list[int]:
+def launch_specs(sizes: Sequence[int]) -> list[int]:
     """Return where consecutive chunks of these sizes start."""
     return [sum(sizes[:index]) for index in range(len(sizes))]

@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from sbp_boxing_nccl.group import SPIN_S, Group, Work, pause_after
-from sbp_core.boxing.processes.call import Call
+from sbp_boxing_nccl.group import SPIN_S, MpiGroup, MpiWork, pause_after
+from sbp_core.boxing.processes.call import CollectiveCall
 
 #: Looks at a message that was just sent, and at one that moves before the next has its turn.
 _EAGER_LOOKS, _LOOKS = 4, 32
@@ -25,10 +25,10 @@ _FIRST_PAUSE_S = 1e-4
 class Message:
     """One message that was sent but perhaps not received."""
 
-    call: Call
+    call: CollectiveCall
     receiver: int
-    group: Group
-    work: Work
+    group: MpiGroup
+    work: MpiWork
 
 
 class Outbox:

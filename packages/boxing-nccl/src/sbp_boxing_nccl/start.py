@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from sbp_core.boxing.supervision.launch_spec import Start, thread_share
+from sbp_core.boxing.supervision.launch_spec import LaunchSpec, thread_share
 from sbp_core.errors import BoxingError
 
 #: Seconds that `mpiexec --version` may take.
@@ -28,7 +28,7 @@ _TELLS = (
 )
 
 
-def processes(num_ranks: int, command: Sequence[str]) -> tuple[Start, ...]:
+def processes(num_ranks: int, command: Sequence[str]) -> tuple[LaunchSpec, ...]:
     """Return the start of a launcher, which starts one process a rank.
 
     A Python program runs under `python -m mpi4py`, which ends all ranks if one of them raises.
@@ -46,7 +46,7 @@ def processes(num_ranks: int, command: Sequence[str]) -> tuple[Start, ...]:
     else:
         options += ["-bind-to", "none"]
     return (
-        Start(
+        LaunchSpec(
             command=(launcher, *options, *under_mpi4py(command)),
             ranks=tuple(range(num_ranks)),
             environment=environment,

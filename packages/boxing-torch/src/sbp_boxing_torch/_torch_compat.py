@@ -14,30 +14,30 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous
 
-from sbp_core.boxing.processes.store_client import MeetingStore
+from sbp_core.boxing.processes.store_client import CountingStore
 
 
-def prefixed(prefix: str, store: MeetingStore) -> MeetingStore:
+def prefixed(prefix: str, store: CountingStore) -> CountingStore:
     """Return a view of the store in which every key begins with `prefix`."""
-    return cast(MeetingStore, cast(Any, dist).PrefixStore(prefix, store))
+    return cast(CountingStore, cast(Any, dist).PrefixStore(prefix, store))
 
 
-def meet_at(url: str, rank: int, size: int, timeout: timedelta) -> MeetingStore:
+def meet_at(url: str, rank: int, size: int, timeout: timedelta) -> CountingStore:
     """Return the store that the processes reach at `url`.
 
     Raises:
         RuntimeError, ValueError, OSError: it cannot be reached, or the URL cannot be meant.
     """
     store, _, _ = next(rendezvous(url, rank, size, timeout=timeout))
-    return cast(MeetingStore, store)
+    return cast(CountingStore, store)
 
 
-def gloo_group(store: MeetingStore, index: int, size: int, timeout: timedelta) -> Any:
+def gloo_group(store: CountingStore, index: int, size: int, timeout: timedelta) -> Any:
     """Connect a `ProcessGroupGloo`; raises `RuntimeError` if a rank is not reached in time."""
     return cast(Any, dist.ProcessGroupGloo)(store, index, size, timeout)
 
 
-def nccl_group(store: MeetingStore, index: int, size: int, timeout: timedelta) -> Any:
+def nccl_group(store: CountingStore, index: int, size: int, timeout: timedelta) -> Any:
     """Make a `ProcessGroupNCCL`; it connects at its first use."""
     nccl = cast(Any, dist.ProcessGroupNCCL)
     options = nccl.Options()

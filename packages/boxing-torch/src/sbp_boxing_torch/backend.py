@@ -13,9 +13,9 @@ import torch
 from sbp_boxing_torch.communicator import TorchCommunicator
 from sbp_boxing_torch.configs import TorchBoxingConfig
 from sbp_boxing_torch.connections import TorchConnections
-from sbp_boxing_torch.rendezvous import World, device_name, meet
+from sbp_boxing_torch.rendezvous import TorchWorld, device_name, meet
 from sbp_core.boxing.processes.process_backend import ProcessBackend, check_ranks
-from sbp_core.boxing.supervision.launch_spec import Start
+from sbp_core.boxing.supervision.launch_spec import LaunchSpec
 from sbp_core.boxing.supervision.rendezvous import processes_that_meet
 
 
@@ -33,13 +33,13 @@ class TorchBackend(ProcessBackend):
             `config.init_method` if None.
     """
 
-    def __init__(self, config: TorchBoxingConfig, *, world: World | None = None) -> None:
+    def __init__(self, config: TorchBoxingConfig, *, world: TorchWorld | None = None) -> None:
         super().__init__()
         self._config = config
         self._world = world
 
-    def starts(self, num_ranks: int, command: Sequence[str]) -> tuple[Start, ...]:
-        """See `BoxingBackend.starts`: one process a rank."""
+    def launch_specs(self, num_ranks: int, command: Sequence[str]) -> tuple[LaunchSpec, ...]:
+        """See `BoxingBackend.launch_specs`: one process a rank."""
         return processes_that_meet(
             num_ranks,
             command,

@@ -12,16 +12,16 @@ import torch
 import torch.distributed as dist
 
 from sbp_boxing_torch.connections import TorchConnections
-from sbp_boxing_torch.group import NUM_TAGS, Group
+from sbp_boxing_torch.group import NUM_TAGS, TorchGroup
 from sbp_boxing_torch.wire import as_bytes, reducible
-from sbp_core.boxing.processes.call import Call, group_name, tag_number
+from sbp_core.boxing.processes.call import CollectiveCall, group_name, tag_number
 from sbp_core.boxing.processes.manifest import Manifest
 from sbp_core.boxing.step import StepKind
 from sbp_core.errors import BoxingError
 from sbp_core.sbp import split_bounds
 from sbp_torch.boxing.execute import reduce_in_order, reduction_of
 from sbp_torch.boxing.processes.exchange import ExchangeCommunicator
-from sbp_torch.boxing.processes.packed_buffer import Parcels
+from sbp_torch.boxing.processes.packed_buffer import PackedBuffers
 
 #: Seconds after which a rank that waits in a collective leaves a note that it is there.
 _PATIENCE_S = 0.2
@@ -53,7 +53,7 @@ class TorchCommunicator(ExchangeCommunicator[TorchConnections]):
         self._on_cpu = device.type == "cpu"
 
     def _collective(
-        self, call: Call, ranks: tuple[int, ...], shard: torch.Tensor, donate: bool
+        self, call: CollectiveCall, ranks: tuple[int, ...], shard: torch.Tensor, donate: bool
     ) -> torch.Tensor:
         """See `ExchangeCommunicator._collective`."""
         if call.step.kind is StepKind.ALL_REDUCE:
@@ -66,14 +66,14 @@ class TorchCommunicator(ExchangeCommunicator[TorchConnections]):
             return self._reduce_scatter(call, ranks, shard, known)
         return self._exchange(call, ranks, shard)
 
-    def _post(self, call: Call, receiver: int, values: torch.Tensor) -> None:
+    def _post(self, call: CollectiveCall, receiver: int, values: torch.Tensor) -> None:
         """See `ExchangeCommunicator._post`."""
         number = tag_number(call.tag, NUM_TAGS)
         self._connections.post(call, receiver, as_bytes(values), number)
 
-    def _collect(self, call: Call, arriving: Mapping[int, torch.Tensor]) -> None:
+    def _collect(self, call: CollectiveCall, arriving: Mapping[int, torch.Tensor]) -> None:
         """See `ExchangeCommunicator._collect`."""
-        under_way: list[tuple[int, Group, dist.Work]] = []
+        under_way: list[tuple[int, TorchGroup, dist.Work]] = []
         missing: list[int] = []
         with self._connections.guard(call):
             for sender, values in arriving.items():
@@ -94,7 +94,7 @@ class TorchCommunicator(ExchangeCommunicator[TorchConnections]):
             raise self._connections.broken(call, call.missing(missing))
 
     def _all_reduce(
-        self, call: Call, ranks: tuple[int, ...], shard: torch.Tensor, donate: bool
+        self, call: CollectiveCall, ranks: tuple[int, ...], shard: torch.Tensor, donate: bool
     ) -> torch.Tensor:
         if not shard.numel():
             return shard
@@ -113,7 +113,7 @@ class TorchCommunicator(ExchangeCommunicator[TorchConnections]):
         return total.view(shard.shape)
 
     def _swap_and_reduce(
-        self, call: Call, ranks: tuple[int, ...], values: torch.Tensor, spare: bool
+        self, call: CollectiveCall, ranks: tuple[int, ...], values: torch.Tensor, spare: bool
     ) -> torch.Tensor:
         """Run the all-reduce of two ranks: each sends the other all it has, shape (elements,).
 
@@ -127,7 +127,7 @@ class TorchCommunicator(ExchangeCommunicator[TorchConnections]):
 
     def _reduce_parts(
         self,
-        call: Call,
+        call: CollectiveCall,
         ranks: tuple[int, ...],
         values: torch.Tensor,
         total: torch.Tensor | None,
@@ -153,17 +153,17 @@ class TorchCommunicator(ExchangeCommunicator[TorchConnections]):
         return result
 
     def _all_gather(
-        self, call: Call, ranks: tuple[int, ...], shard: torch.Tensor, known: Manifest
+        self, call: CollectiveCall, ranks: tuple[int, ...], shard: torch.Tensor, known: Manifest
     ) -> torch.Tensor:
-        parcels = Parcels(call.step, known, shard, device=self._device, whole=True)
+        parcels = PackedBuffers(call.step, known, shard, device=self._device, whole=True)
         sizes = parcels.received_sizes
         self._gather(call, ranks, parcels.received, parcels.sent, sizes, parcels.keep_own)
         return parcels.result()
 
     def _reduce_scatter(
-        self, call: Call, ranks: tuple[int, ...], shard: torch.Tensor, known: Manifest
+        self, call: CollectiveCall, ranks: tuple[int, ...], shard: torch.Tensor, known: Manifest
     ) -> torch.Tensor:
-        parcels = Parcels(call.step, known, shard, device=self._device, with_own=True)
+        parcels = PackedBuffers(call.step, known, shard, device=self._device, with_own=True)
         result = shard.new_empty(known.shape)
         reduction = reduction_of(call.step)
         self._run(
@@ -175,7 +175,9 @@ class TorchCommunicator(ExchangeCommunicator[TorchConnections]):
         )
         return result
 
-    def _exchange(self, call: Call, ranks: tuple[int, ...], shard: torch.Tensor) -> torch.Tensor:
+    def _exchange(
+        self, call: CollectiveCall, ranks: tuple[int, ...], shard: torch.Tensor
+    ) -> torch.Tensor:
         """See `ExchangeCommunicator._exchange`."""
         known = self._role(call).manifest
         if self._on_cpu and known.is_flat and shard.nbytes <= _EVEN_BYTES:
@@ -187,14 +189,14 @@ class TorchCommunicator(ExchangeCommunicator[TorchConnections]):
             return result
         return super()._exchange(call, ranks, shard)
 
-    def _trade(self, call: Call, ranks: tuple[int, ...], parcels: Parcels) -> None:
+    def _trade(self, call: CollectiveCall, ranks: tuple[int, ...], parcels: PackedBuffers) -> None:
         """See `ExchangeCommunicator._trade`; copies what stays while the rest is moved."""
         sizes = parcels.received_sizes, parcels.sent_sizes
         self._swap(call, ranks, parcels.received, parcels.sent, *sizes, parcels.keep_own)
 
     def _swap(
         self,
-        call: Call,
+        call: CollectiveCall,
         ranks: tuple[int, ...],
         received: torch.Tensor,
         sent: torch.Tensor,
@@ -219,7 +221,7 @@ class TorchCommunicator(ExchangeCommunicator[TorchConnections]):
 
     def _gather(
         self,
-        call: Call,
+        call: CollectiveCall,
         ranks: tuple[int, ...],
         received: torch.Tensor,
         part: torch.Tensor,
@@ -239,9 +241,9 @@ class TorchCommunicator(ExchangeCommunicator[TorchConnections]):
 
     def _run(
         self,
-        call: Call,
+        call: CollectiveCall,
         ranks: tuple[int, ...],
-        start: Callable[[Group], Sequence[dist.Work]],
+        start: Callable[[TorchGroup], Sequence[dist.Work]],
         meanwhile: Callable[[], None] = _nothing,
     ) -> None:
         """Start a collective in the group of `ranks` and wait for it.

@@ -17,12 +17,16 @@ import torch
 
 from sbp_boxing_torch._torch_compat import prefixed
 from sbp_boxing_torch.configs import TorchBoxingConfig
-from sbp_boxing_torch.group import Group, connect
+from sbp_boxing_torch.group import TorchGroup, connect
 from sbp_boxing_torch.outbox import Outbox
-from sbp_boxing_torch.rendezvous import COUNTER, World
-from sbp_core.boxing.processes.call import Call, group_name
+from sbp_boxing_torch.rendezvous import COUNTER, TorchWorld
+from sbp_core.boxing.processes.call import CollectiveCall, group_name
 from sbp_core.boxing.processes.connections import Connections
-from sbp_core.boxing.processes.store_client import MeetingStore, StoreBoard, count_opening
+from sbp_core.boxing.processes.store_client import (
+    CountingStore,
+    KeyValueControlStore,
+    count_opening,
+)
 from sbp_core.errors import BoxingError
 
 _log = logging.getLogger(__name__)
@@ -45,7 +49,7 @@ class TorchConnections(Connections):
         BoxingError: the ranks could not be connected.
     """
 
-    def __init__(self, config: TorchBoxingConfig, world: World) -> None:
+    def __init__(self, config: TorchBoxingConfig, world: TorchWorld) -> None:
         super().__init__()
         limit_s = config.connect_timeout_s
         self._config = config
@@ -53,11 +57,11 @@ class TorchConnections(Connections):
         opened = count_opening(world.store, COUNTER, world.rank)
         # A part of the store where no earlier backend of these processes has left notes. Forgotten
         # at the end, which closes a store that nobody else holds.
-        self._store: MeetingStore | None = prefixed(f"{COUNTER}/{opened}", world.store)
-        self.board = StoreBoard(self._store, world.rank, world.size)
-        self._groups: dict[tuple[int, ...], Group] = {}
+        self._store: CountingStore | None = prefixed(f"{COUNTER}/{opened}", world.store)
+        self.board = KeyValueControlStore(self._store, world.rank, world.size)
+        self._groups: dict[tuple[int, ...], TorchGroup] = {}
         self._outbox = Outbox(self.fail, self.lost)
-        self._messages: tuple[Group, ...] = ()
+        self._messages: tuple[TorchGroup, ...] = ()
         self.watch_over(self.board, limit_s)
         if world.size > 1:
             # NCCL runs the messages of a group one after the other, so that two ranks that first
@@ -73,7 +77,7 @@ class TorchConnections(Connections):
                 self.close()
                 raise
 
-    def group(self, call: Call, ranks: tuple[int, ...]) -> Group:
+    def group(self, call: CollectiveCall, ranks: tuple[int, ...]) -> TorchGroup:
         """Return the group of some ranks; the first call connects it, together with the others.
 
         Raises:
@@ -102,11 +106,11 @@ class TorchConnections(Connections):
             self.check_usable(call)
         return group
 
-    def messages(self, sender: int, receiver: int) -> Group:
+    def messages(self, sender: int, receiver: int) -> TorchGroup:
         """Return the group, of all ranks in order, that carries messages between two of them."""
         return self._messages[0 if sender < receiver else -1]
 
-    def post(self, call: Call, receiver: int, values: torch.Tensor, tag: int) -> None:
+    def post(self, call: CollectiveCall, receiver: int, values: torch.Tensor, tag: int) -> None:
         """Send a message, and keep it alive until it is received.
 
         Args:
@@ -121,7 +125,7 @@ class TorchConnections(Connections):
         self._outbox.keep(call, receiver, group, work, values)
 
     @contextlib.contextmanager
-    def guard(self, call: Call) -> Iterator[None]:
+    def guard(self, call: CollectiveCall) -> Iterator[None]:
         """Turn the errors of a transport into one that says which step failed, and why."""
         try:
             yield
@@ -159,7 +163,7 @@ class TorchConnections(Connections):
         if not self.board.wait_for(over, _FAREWELL_S):
             _log.warning("rank %d leaves before other ranks did", self._rank)
 
-    def _connect(self, name: str, ranks: tuple[int, ...], limit_s: float) -> Group:
+    def _connect(self, name: str, ranks: tuple[int, ...], limit_s: float) -> TorchGroup:
         transport, rank = self._config.chosen_transport, self._rank
         if self._store is None:
             raise BoxingError("the boxing backend was closed", where=f"rank {rank}")
@@ -176,12 +180,12 @@ class TorchConnections(Connections):
                 "GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME chooses the network",
             ) from error
 
-    def _watched(self, make: Callable[[], Group]) -> Group:
+    def _watched(self, make: Callable[[], TorchGroup]) -> TorchGroup:
         """Connect a group on another thread, which is left behind if another rank fails.
 
         gloo itself waits until its time is over, whatever becomes of the others.
         """
-        made: Future[Group] = Future()
+        made: Future[TorchGroup] = Future()
 
         def run() -> None:
             try:

@@ -23,8 +23,8 @@ from sbp_boxing_torch._torch_compat import (
     nccl_group,
     reduce_scatter_parts,
 )
-from sbp_core.boxing.processes.store_client import MeetingStore
-from sbp_core.boxing.processes.traffic import Meter
+from sbp_core.boxing.processes.store_client import CountingStore
+from sbp_core.boxing.processes.traffic import TrafficCounter
 
 #: Seconds that a transport waits longer than we do: our own deadline has to speak first, as it
 #: knows who is missing.
@@ -50,7 +50,7 @@ def _delta(seconds: float) -> timedelta:
     return timedelta(milliseconds=max(1, math.ceil(seconds * 1000)))
 
 
-class Group(ABC):
+class TorchGroup(ABC):
     """A set of ranks that are connected; `peer` and list positions count within `ranks`.
 
     Each method that starts something returns at once, with the torch `Work` to wait for; its
@@ -61,7 +61,7 @@ class Group(ABC):
 
     def __init__(self, ranks: tuple[int, ...], index: int, process_group: Any) -> None:
         self.ranks = ranks
-        self.meter = Meter(len(ranks), index)
+        self.meter = TrafficCounter(len(ranks), index)
         self._index = index
         self._group = process_group
 
@@ -145,18 +145,18 @@ class Group(ABC):
         """Make everything that runs in this group fail, here and on the other ranks."""
 
 
-class GlooGroup(Group):
+class GlooGroup(TorchGroup):
     """A group over gloo, for tensors on CPUs."""
 
     def __init__(
-        self, ranks: tuple[int, ...], index: int, store: MeetingStore, limit_s: float
+        self, ranks: tuple[int, ...], index: int, store: CountingStore, limit_s: float
     ) -> None:
         super().__init__(ranks, index, gloo_group(store, index, len(ranks), _delta(limit_s)))
 
     def all_gather(
         self, received: torch.Tensor, part: torch.Tensor, sizes: Sequence[int], limit_s: float
     ) -> Sequence[dist.Work]:
-        """See `Group.all_gather`."""
+        """See `TorchGroup.all_gather`."""
         num_ranks = len(self.ranks)
         if num_ranks > 2 and sum(sizes) * received.element_size() <= _REPEATED_BYTES:
             return super().all_gather(received, part, sizes, limit_s)
@@ -171,7 +171,7 @@ class GlooGroup(Group):
         return turns
 
     def wait(self, work: dist.Work, limit_s: float) -> bool:
-        """See `Group.wait`."""
+        """See `TorchGroup.wait`."""
         try:
             work.wait(_delta(limit_s))
         except RuntimeError:
@@ -181,7 +181,7 @@ class GlooGroup(Group):
         return True
 
     def wait_message(self, work: dist.Work, limit_s: float) -> bool:
-        """See `Group.wait_message`."""
+        """See `TorchGroup.wait_message`."""
         end = time.monotonic() + limit_s
         try:
             work.wait(_delta(limit_s))
@@ -192,7 +192,7 @@ class GlooGroup(Group):
         return True
 
     def abort(self) -> None:
-        """See `Group.abort`."""
+        """See `TorchGroup.abort`."""
         # gloo cannot abort a call, but a receive that runs out of time closes all connections of
         # its group, and every call that waits on them fails, here and at the other ends.
         peer = (self._index + 1) % len(self.ranks)
@@ -200,14 +200,14 @@ class GlooGroup(Group):
             self._group.recv([torch.empty(1)], peer, _NO_TAG).wait(_delta(0.001))
 
 
-class NcclGroup(Group):
+class NcclGroup(TorchGroup):
     """A group over NCCL, for tensors on GPUs. The host waits until the GPU is done.
 
     Messages between two ranks arrive in the order in which they were sent: NCCL has no tags.
     """
 
     def __init__(
-        self, ranks: tuple[int, ...], index: int, store: MeetingStore, limit_s: float
+        self, ranks: tuple[int, ...], index: int, store: CountingStore, limit_s: float
     ) -> None:
         # NCCL's own watchdog ends the process when it loses patience; we raise long before.
         group = nccl_group(store, index, len(ranks), timedelta(days=7))
@@ -216,14 +216,14 @@ class NcclGroup(Group):
     def all_gather(
         self, received: torch.Tensor, part: torch.Tensor, sizes: Sequence[int], limit_s: float
     ) -> Sequence[dist.Work]:
-        """See `Group.all_gather`."""
+        """See `TorchGroup.all_gather`."""
         if len(set(sizes)) > 1:
             return super().all_gather(received, part, sizes, limit_s)
         self.meter.all_gather(part.nbytes)
         return [all_gather_parts(self._group, received, part, _delta(limit_s + _MARGIN_S))]
 
     def wait(self, work: dist.Work, limit_s: float) -> bool:
-        """See `Group.wait`."""
+        """See `TorchGroup.wait`."""
         start = time.monotonic()
         while not work.is_completed():
             waited_s = time.monotonic() - start
@@ -234,17 +234,17 @@ class NcclGroup(Group):
         return True
 
     def wait_message(self, work: dist.Work, limit_s: float) -> bool:
-        """See `Group.wait_message`."""
+        """See `TorchGroup.wait_message`."""
         return self.wait(work, limit_s)
 
     def abort(self) -> None:
-        """See `Group.abort`."""
+        """See `TorchGroup.abort`."""
         self._group.abort()
 
 
 def connect(
-    transport: str, ranks: tuple[int, ...], rank: int, store: MeetingStore, limit_s: float
-) -> Group:
+    transport: str, ranks: tuple[int, ...], rank: int, store: CountingStore, limit_s: float
+) -> TorchGroup:
     """Connect the ranks of a group, all of which call this at the same time.
 
     Args:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from sbp_boxing_torch.group import Group
-from sbp_core.boxing.processes.call import Call
+from sbp_boxing_torch.group import TorchGroup
+from sbp_core.boxing.processes.call import CollectiveCall
 
 #: Seconds that the thread gets to end.
 _END_S = 1.0
@@ -26,9 +26,9 @@ class Message:
         values: Its bytes, which must not be freed before.
     """
 
-    call: Call
+    call: CollectiveCall
     receiver: int
-    group: Group
+    group: TorchGroup
     work: dist.Work
     values: torch.Tensor
 
@@ -43,7 +43,7 @@ class Outbox:
     """
 
     def __init__(
-        self, fail: Callable[[BaseException], None], lost: Callable[[Call, str], object]
+        self, fail: Callable[[BaseException], None], lost: Callable[[CollectiveCall, str], object]
     ) -> None:
         self._fail = fail
         self._lost = lost
@@ -53,7 +53,12 @@ class Outbox:
         self._thread: threading.Thread | None = None
 
     def keep(
-        self, call: Call, receiver: int, group: Group, work: dist.Work, values: torch.Tensor
+        self,
+        call: CollectiveCall,
+        receiver: int,
+        group: TorchGroup,
+        work: dist.Work,
+        values: torch.Tensor,
     ) -> None:
         """Keep a message that was just sent."""
         if self._thread is None:

@@ -11,7 +11,7 @@ from datetime import timedelta
 
 from sbp_boxing_torch._torch_compat import meet_at
 from sbp_boxing_torch.configs import TorchBoxingConfig
-from sbp_core.boxing.processes.store_client import MeetingStore, meet_anew
+from sbp_core.boxing.processes.store_client import CountingStore, meet_anew
 from sbp_core.errors import BoxingError, ConfigError
 
 #: Name by which the backends of a rank are counted in a store.
@@ -19,7 +19,7 @@ COUNTER = "sbp-boxing"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class World:
+class TorchWorld:
     """This process among all.
 
     Args:
@@ -30,10 +30,10 @@ class World:
 
     rank: int
     size: int
-    store: MeetingStore
+    store: CountingStore
 
 
-def meet(config: TorchBoxingConfig) -> World:
+def meet(config: TorchBoxingConfig) -> TorchWorld:
     """Find this process' rank and connect it to the store of all.
 
     Raises:
@@ -60,7 +60,7 @@ def meet(config: TorchBoxingConfig) -> World:
             where=f"rank {rank} of {size}",
             todo="check that every process was started and that the address can be reached",
         ) from error
-    return World(rank=rank, size=size, store=store)
+    return TorchWorld(rank=rank, size=size, store=store)
 
 
 def device_name(config: TorchBoxingConfig) -> str:

@@ -15,7 +15,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from sbp_core.errors import ConfigError
-from sbp_core.plugins import ConfigFolder, Registry
+from sbp_core.plugins import ConfigFolder, PluginRegistry
 
 #: Where the primary configs are; Hydra searches it first.
 PRIMARY = ConfigFolder(path="pkg://sbp_launch.conf", distribution="sbp-launch")
@@ -33,7 +33,7 @@ class Catalog:
         folders: Config folders, in the order in which Hydra searches them.
     """
 
-    registry: Registry
+    registry: PluginRegistry
     folders: tuple[ConfigFolder, ...]
 
     def groups(self) -> tuple[str, ...]:
@@ -95,7 +95,7 @@ class Catalog:
         return ""
 
 
-def make_catalog(registry: Registry, config_dir: str | None = None) -> Catalog:
+def make_catalog(registry: PluginRegistry, config_dir: str | None = None) -> Catalog:
     """Return the catalog of the plugins' folders, and of the user's own one (`--config-dir`).
 
     Raises:

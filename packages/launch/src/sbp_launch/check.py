@@ -10,13 +10,13 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from sbp_core.errors import ConfigError, SbpLookupError, nearest
-from sbp_core.plugins import Registry, merge_settings
+from sbp_core.plugins import PluginRegistry, merge_settings
 from sbp_launch.compile_config import CompileConfig
 from sbp_launch.config import (
     GROUPS,
     PLUGIN_GROUPS,
-    Choice,
     Composed,
+    PluginChoice,
     RunConfig,
     TrainerConfig,
     key_of,
@@ -25,7 +25,7 @@ from sbp_launch.config import (
 T = TypeVar("T")
 
 
-def check(composed: Composed, registry: Registry) -> RunConfig:
+def check(composed: Composed, registry: PluginRegistry) -> RunConfig:
     """Return the run that a composed config describes.
 
     Raises:
@@ -33,7 +33,7 @@ def check(composed: Composed, registry: Registry) -> RunConfig:
             its file and what the command line said about it.
     """
     refuse_unknown(composed, GROUPS)
-    choices: dict[str, Choice] = {}
+    choices: dict[str, PluginChoice] = {}
     configs: dict[str, object] = {}
     for group in PLUGIN_GROUPS:
         choices[group], configs[group] = choose(composed, registry, group)
@@ -73,7 +73,7 @@ def refuse_unknown(composed: Composed, known: Iterable[str]) -> None:
             )
 
 
-def choose(composed: Composed, registry: Registry, group: str) -> tuple[Choice, object]:
+def choose(composed: Composed, registry: PluginRegistry, group: str) -> tuple[PluginChoice, object]:
     """Return the plugin that a group names, and its checked config.
 
     Raises:
@@ -87,7 +87,7 @@ def choose(composed: Composed, registry: Registry, group: str) -> tuple[Choice, 
         raise ConfigError(f"{group}.name is {name!r}", where=file, accepted=names)
     with _blaming(composed, group, f"{group}.name is {name!r}"):
         config = registry.configure(group, name, settings, where=file)
-    return Choice(name=name, settings=settings), config
+    return PluginChoice(name=name, settings=settings), config
 
 
 def _own(composed: Composed, group: str, config: type[T]) -> T:

@@ -1,4 +1,4 @@
-"""The config of one run as values: `RunConfig`, its `TrainerConfig`, and a `Choice` for each group.
+"""The config of one run as values: `RunConfig`, `TrainerConfig`, a `PluginChoice` for each group.
 
 Knows nothing of Hydra: `check` makes these from what Hydra composed. Imports no torch.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Generic, Literal, TypeVar
 
 from sbp_core.errors import ConfigError
-from sbp_core.plugins import Registry
+from sbp_core.plugins import PluginRegistry
 from sbp_launch.compile_config import CompileConfig
 from sbp_launch.schedules import ScheduleConfig
 from sbp_torch.update_options import UpdateOptions
@@ -92,7 +92,7 @@ class TrainerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class PluginChoice:
     """The option of one group: a plugin's name and the settings for its config, without `name`."""
 
     name: str
@@ -118,14 +118,14 @@ class RunConfig:
         axes: Name of each mesh axis, from the cluster's config.
     """
 
-    model: Choice
-    data: Choice
-    cluster: Choice
-    boxing: Choice
-    runtime: Choice
-    planner: Choice
-    optimizer: Choice
-    logger: Choice
+    model: PluginChoice
+    data: PluginChoice
+    cluster: PluginChoice
+    boxing: PluginChoice
+    runtime: PluginChoice
+    planner: PluginChoice
+    optimizer: PluginChoice
+    logger: PluginChoice
     trainer: TrainerConfig
     compile: CompileConfig
     mesh: tuple[int, ...]
@@ -188,6 +188,6 @@ class App(Generic[ConfigT]):
     name: str
     about: str
     config_name: str
-    check: Callable[[Composed, Registry], ConfigT]
-    task: Callable[[ConfigT, Registry, Path], None]
+    check: Callable[[Composed, PluginRegistry], ConfigT]
+    task: Callable[[ConfigT, PluginRegistry, Path], None]
     groups: tuple[str, ...] = ()

@@ -15,7 +15,7 @@ from sbp_core.compile.physical import PhysicalPlan
 from sbp_core.runtime import Session
 from sbp_core.runtime.contract import Number
 from sbp_core.units import format_bytes, format_seconds
-from sbp_torch.memory.meter import Meter
+from sbp_torch.memory.meter import MemoryMeter
 
 #: Fewest steps of which a time is told: the first one makes what the others find.
 FEWEST_STEPS = 3
@@ -53,7 +53,7 @@ class Gauge:
 
     def __init__(self, plan: PhysicalPlan, backend: BoxingBackend, *, counts_memory: bool) -> None:
         self.plan = plan
-        self.meter = Meter(plan) if counts_memory else None
+        self.meter = MemoryMeter(plan) if counts_memory else None
         self.backend = self.meter.backend(backend) if self.meter else backend
         self.step_s: list[float] = []
         self.sent_bytes = 0

@@ -11,7 +11,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from sbp_core.plugins import Registry
+from sbp_core.plugins import PluginRegistry
 from sbp_launch.catalog import Catalog
 from sbp_launch.config import GROUPS, PLUGIN_GROUPS, App, Composed
 
@@ -54,7 +54,7 @@ def render_help(app: App[Any], composed: Composed, catalog: Catalog, parser: Arg
     return "\n".join(lines) + "\n"
 
 
-def _summary(registry: Registry, group: str, option: str) -> str:
+def _summary(registry: PluginRegistry, group: str, option: str) -> str:
     """Return the summary of the plugin that an option is named after, or `""`."""
     plugins = registry.entries if group in PLUGIN_GROUPS else ()
     return next((one.summary for one in plugins if (one.kind, one.name) == (group, option)), "")

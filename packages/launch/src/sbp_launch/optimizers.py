@@ -399,7 +399,7 @@ def build_muon(config: MuonConfig) -> OptimizerFactory:
     """Return a maker of `torch.optim.Muon` for matrices, with AdamW for the rest."""
     import torch
 
-    from sbp_torch.optim import Together
+    from sbp_torch.optim import CombinedOptimizer
 
     def make(named: Mapping[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
         own = [pattern for pattern in config.adamw if pattern not in MuonConfig().adamw]
@@ -422,6 +422,6 @@ def build_muon(config: MuonConfig) -> OptimizerFactory:
         if others:
             rate, decay = config.adamw_lr, config.adamw_weight_decay
             found.append(torch.optim.AdamW(list(others.values()), lr=rate, weight_decay=decay))
-        return found[0] if len(found) == 1 else Together(found)
+        return found[0] if len(found) == 1 else CombinedOptimizer(found)
 
     return _Maker(make)

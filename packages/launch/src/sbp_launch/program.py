@@ -22,7 +22,7 @@ from sbp_launch.patterns import check_patterns
 from sbp_launch.report import counted
 from sbp_launch.run import Run
 from sbp_torch.capture import counted_random, split_losses
-from sbp_torch.deferred_init import Deferred, deferred
+from sbp_torch.deferred_init import DeferredModel, deferred
 
 
 class _Model(Protocol):
@@ -53,7 +53,7 @@ class Program:
 
     dtype: torch.dtype
 
-    made: Deferred
+    made: DeferredModel
     model: nn.Module
     make_optimizer: OptimizerFactory
     optimizer: torch.optim.Optimizer
@@ -112,7 +112,7 @@ def _check_patterns(config: RunConfig, model: nn.Module) -> None:
     check_patterns("compile.passes.accumulate_apart", apart, names, "parameter")
 
 
-class Twin:
+class EagerReference:
     """The one-device program, run beside the first steps: eager model, autograd, `torch.optim`.
 
     A micro-batch at a time, as batch norm sees it, with the random numbers of the plan.

@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
-from sbp_core.plugins import Registry
+from sbp_core.plugins import PluginRegistry
 from sbp_launch.config import RunConfig
 from sbp_launch.progress import timed
 
@@ -33,7 +33,7 @@ class Run:
     """
 
     config: RunConfig
-    registry: Registry
+    registry: PluginRegistry
     folder: Path = Path()
     console: Console = field(default_factory=lambda: Console(quiet=True))
 

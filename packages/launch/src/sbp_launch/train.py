@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from sbp_core.plugins import Registry
+from sbp_core.plugins import PluginRegistry
 from sbp_launch.app import run
 from sbp_launch.check import check
 from sbp_launch.config import App, RunConfig
 
 
-def _train(config: RunConfig, registry: Registry, run_folder: Path) -> None:
+def _train(config: RunConfig, registry: PluginRegistry, run_folder: Path) -> None:
     # Here and not above: a wrong setting is answered without waiting for torch.
     from sbp_launch.trainer import train
 

@@ -16,13 +16,13 @@ from sbp_core import strategy_yaml
 from sbp_core.boxing.backend import BoxingBackend
 from sbp_core.compile.physical import to_json as plan_to_json
 from sbp_core.memory import MemoryReport
-from sbp_core.plugins import Registry
+from sbp_core.plugins import PluginRegistry
 from sbp_core.plugins.kinds import LanguageModel, MetricSink, TextDataset
 from sbp_core.runtime import Session
 from sbp_launch.config import RunConfig
 from sbp_launch.figures import Gauge, Predicted
 from sbp_launch.planned import Planned, plan_evaluation, plan_step
-from sbp_launch.program import Program, Twin, make_program
+from sbp_launch.program import EagerReference, Program, make_program
 from sbp_launch.progress import StepProgress
 from sbp_launch.report import counted, memory_lines, summary
 from sbp_launch.rows import plan_text
@@ -37,14 +37,14 @@ from sbp_torch.capture import scalar_values
 _ALL_ROWS = "see plan.txt of the run folder"
 
 
-def plan_only(config: RunConfig, registry: Registry) -> None:
+def plan_only(config: RunConfig, registry: PluginRegistry) -> None:
     """Plan and print the plan."""
     run = Run(config=config, registry=registry, console=make_console())
     planned = plan_step(run, make_program(run))
     show_plan(run, planned, todo="raise trainer.plan_rows to see them")
 
 
-def train(config: RunConfig, registry: Registry, folder: Path) -> None:
+def train(config: RunConfig, registry: PluginRegistry, folder: Path) -> None:
     """Train as the config says; print the plan, the progress, and what came of it.
 
     Leaves in the run folder: `strategy.yaml`, `strategy.json`, `plan.json`, `plan.txt`,
@@ -103,7 +103,7 @@ def show_plan(run: Run, planned: Planned, todo: str = _ALL_ROWS) -> None:
 
 def train_states(
     run: Run, program: Program, planned: Planned, backend: BoxingBackend
-) -> tuple[dict[str, Tensor], Twin | None]:
+) -> tuple[dict[str, Tensor], EagerReference | None]:
     """Make the states, train them, and write them; say how long it took beside the predictions.
 
     Returns:
@@ -114,7 +114,7 @@ def train_states(
     eager = config.runtime.settings.get("compile", "eager") == "eager"
     gauge = Gauge(planned.plan, backend, counts_memory=eager)
     with run.stage("making the states and starting the ranks"):
-        twin = Twin(program, config.trainer) if config.trainer.compare_steps else None
+        twin = EagerReference(program, config.trainer) if config.trainer.compare_steps else None
         first = program.made.states(program.optimizer, config.trainer.update)
         session = start(run, planned.plan, first, gauge.backend)
     with session:
@@ -142,7 +142,7 @@ def predicted_of(planned: Planned) -> Predicted:
 
 
 def train_steps(
-    run: Run, program: Program, session: Session, gauge: Gauge, twin: Twin | None
+    run: Run, program: Program, session: Session, gauge: Gauge, twin: EagerReference | None
 ) -> str:
     """Run all steps; return the speed as text.
 

@@ -30,7 +30,7 @@ from sbp_core.errors import SbpValueError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
-class Item:
+class KnapsackItem:
     """One parameter, as the knapsack sees it: bytes on one rank, seconds of one step.
 
     Args:
@@ -55,7 +55,7 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class KnapsackSolution:
     """What was chosen.
 
     Args:
@@ -78,12 +78,14 @@ _Counts: TypeAlias = "tuple[int, _Counts] | None"
 _Point = tuple[int, float, "_Counts"]
 
 
-def evaluate(items: Sequence[Item], sharded: Sequence[bool], fixed_bytes: int = 0) -> Choice:
+def evaluate(
+    items: Sequence[KnapsackItem], sharded: Sequence[bool], fixed_bytes: int = 0
+) -> KnapsackSolution:
     """Return time and memory of a choice."""
     pairs = list(zip(items, sharded, strict=True))
     transient = max((item.transient_bytes for item, yes in pairs if yes), default=0)
     states = sum(item.zdp_bytes if yes else item.dp_bytes for item, yes in pairs)
-    return Choice(
+    return KnapsackSolution(
         sharded=tuple(sharded),
         seconds=sum(item.zdp_s if yes else item.dp_s for item, yes in pairs),
         memory_bytes=fixed_bytes + states + transient,
@@ -91,7 +93,9 @@ def evaluate(items: Sequence[Item], sharded: Sequence[bool], fixed_bytes: int = 
     )
 
 
-def choose(items: Sequence[Item], limit_bytes: float, fixed_bytes: int = 0) -> Choice | None:
+def choose(
+    items: Sequence[KnapsackItem], limit_bytes: float, fixed_bytes: int = 0
+) -> KnapsackSolution | None:
     """Return the fastest choice that fits; among equals the one with the least memory.
 
     Args:
@@ -118,7 +122,7 @@ def choose(items: Sequence[Item], limit_bytes: float, fixed_bytes: int = 0) -> C
 
 
 def _search(
-    kinds: Sequence[Item], sizes: Sequence[int], all_dp: int, limit_bytes: float
+    kinds: Sequence[KnapsackItem], sizes: Sequence[int], all_dp: int, limit_bytes: float
 ) -> list[int] | None:
     """Return how many of each class to shard; None if nothing fits.
 
@@ -147,13 +151,15 @@ def _search(
     return best[1] if best else None
 
 
-def _ratio(kind: Item) -> float:
+def _ratio(kind: KnapsackItem) -> float:
     """Return the seconds that sharding one item adds for each byte that it saves."""
     saves = kind.dp_bytes - kind.zdp_bytes
     return max(0.0, kind.zdp_s - kind.dp_s) / saves if saves else inf
 
 
-def _greedy_seconds(kinds: Sequence[Item], sizes: Sequence[int], needs: Sequence[float]) -> float:
+def _greedy_seconds(
+    kinds: Sequence[KnapsackItem], sizes: Sequence[int], needs: Sequence[float]
+) -> float:
     """Return the seconds that some fitting choice adds, rounded up; infinite if none is found."""
     found = inf
     for last, needed in enumerate(needs):
@@ -168,7 +174,7 @@ def _greedy_seconds(kinds: Sequence[Item], sizes: Sequence[int], needs: Sequence
     return found * (1 + 1e-9)  # sums in another order may differ in their last digits
 
 
-def _extended(frontier: Sequence[_Point], item: Item, num: int) -> Iterable[_Point]:
+def _extended(frontier: Sequence[_Point], item: KnapsackItem, num: int) -> Iterable[_Point]:
     """Yield every point with 0 .. num items of one class sharded besides."""
     saves, adds = item.dp_bytes - item.zdp_bytes, item.zdp_s - item.dp_s
     for saved, added, counts in frontier:

@@ -40,7 +40,7 @@ from sbp_core.sbp import split_bounds
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_bytes, format_seconds
 from sbp_planner.configs import OsdpConfig
-from sbp_planner.knapsack import Choice, Item, choose, evaluate
+from sbp_planner.knapsack import KnapsackItem, KnapsackSolution, choose, evaluate
 
 DP, ZDP = "B", "S(0)"
 
@@ -123,7 +123,7 @@ class OsdpModel:
     """
 
     names: tuple[str, ...]
-    items: tuple[Item, ...]
+    items: tuple[KnapsackItem, ...]
     compute_s: float
     activations_bytes: int
     buffers_bytes: int
@@ -134,11 +134,11 @@ class OsdpModel:
         """Memory that does not depend on the choice."""
         return self.activations_bytes + self.buffers_bytes
 
-    def solve(self) -> Choice | None:
+    def solve(self) -> KnapsackSolution | None:
         """Return the fastest choice that fits the limit, exactly; None if none does."""
         return choose(self.items, self.limit_bytes, self.fixed_bytes)
 
-    def report(self, choice: Choice) -> dict[str, Any]:
+    def report(self, choice: KnapsackSolution) -> dict[str, Any]:
         """Return what was chosen and what it was chosen among, as plain values."""
         num = len(self.items)
         all_dp = evaluate(self.items, [False] * num, self.fixed_bytes)
@@ -159,7 +159,7 @@ class OsdpModel:
             },
         }
 
-    def explain(self, choice: Choice, needed_bytes: int) -> list[str]:
+    def explain(self, choice: KnapsackSolution, needed_bytes: int) -> list[str]:
         """Return what was chosen and why, as lines for people."""
         num = len(self.items)
         lines = [
@@ -176,7 +176,7 @@ class OsdpModel:
             lines.append(f"  {name}: {format_seconds(seconds)} a step, {format_bytes(size)}")
         return lines
 
-    def _entry(self, choice: Choice) -> dict[str, Any]:
+    def _entry(self, choice: KnapsackSolution) -> dict[str, Any]:
         return {
             "predicted_step_s": self.compute_s + choice.seconds,
             "predicted_memory_bytes_per_rank": choice.memory_bytes,
@@ -184,7 +184,7 @@ class OsdpModel:
             "fits": choice.memory_bytes <= self.limit_bytes,
         }
 
-    def _binding(self, choice: Choice, all_dp: Choice) -> str:
+    def _binding(self, choice: KnapsackSolution, all_dp: KnapsackSolution) -> str:
         if not any(choice.sharded):
             return "communication time: replicating everything is fastest, and fits"
         short = all_dp.memory_bytes - self.limit_bytes
@@ -227,7 +227,7 @@ def _states_of(graph: LogicalGraph, name: str) -> list[GraphInput]:
 
 def parameter_items(
     graph: LogicalGraph, names: Sequence[str], mesh: Placement, axis: int, cluster: Cluster
-) -> tuple[Item, ...]:
+) -> tuple[KnapsackItem, ...]:
     """Return what each parameter costs either way."""
     link = cluster.link(mesh.group(mesh.rank_list[0], axis))
     α, β, N = link.latency_s, 1 / link.bytes_per_s, mesh.mesh_shape[axis]  # noqa: N806
@@ -239,7 +239,7 @@ def parameter_items(
         kept = [graph.tensor(entry.name).size_bytes for entry in _states_of(graph, name)]
         whole = S + sum(kept) + (S if name in graph.new_states else 0)
         found.append(
-            Item(
+            KnapsackItem(
                 transient_bytes=2 * S,
                 dp_bytes=whole,
                 zdp_bytes=whole // max(rows, 1) * split_bounds(rows, N, 0)[1],

@@ -16,7 +16,7 @@ from sbp_core.passes.options import Recompute
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Casts:
+class CastPlacement:
     """How conversions are placed.
 
     Args:
@@ -87,7 +87,7 @@ class MixedPrecision:
             raise SbpValueError(f"dtype={self.dtype!r}", accepted="'bfloat16' or 'float16'")
 
 
-class Along(StrEnum):
+class SliceAlong(StrEnum):
     """What the slices of an operator are."""
 
     OUTPUT = "output"
@@ -108,7 +108,7 @@ class Slicing:
     """
 
     count: int
-    along: Along = Along.OUTPUT
+    along: SliceAlong = SliceAlong.OUTPUT
 
     def __post_init__(self) -> None:
         if self.count < 2:
@@ -120,7 +120,7 @@ class PassOptions:
     """The passes of a step; see `passes.pipeline` for their order.
 
     Args:
-        tie_clocks: One step counter on the host instead of one tensor a parameter.
+        tie_step_counters: One step counter on the host instead of one tensor a parameter.
         fold_constants: What is known before the step is not computed in it.
         drop_identities: Operators that give back their argument go.
         fold_views: Transposes of transposes go, and reshapes of reshapes become one.
@@ -131,25 +131,25 @@ class PassOptions:
         sum_losses: Mean losses are a sum over a count, so that split batches give partial sums.
         split_batch_norm: Batch normalisation in training is written in sums, for the same reason.
         slices: Pattern of parameters or modules -> how their operators are sliced. None: not.
-        unbury_batch: Products over (times, batch, features) keep the batch as a dim of its own.
+        expose_batch_dim: Products over (times, batch, features) keep the batch as a dim of its own.
         recompute: Forward values that are made again; by default those under
             `torch.utils.checkpoint` in the model. None: none.
         defer_reductions: Norms of split tensors are partial numbers, not gathers.
         accumulate_apart: Patterns of parameters whose gradients are accumulated addend by addend.
     """
 
-    tie_clocks: bool = True
+    tie_step_counters: bool = True
     fold_constants: bool = True
     drop_identities: bool = True
     fold_views: bool = True
     share_expressions: bool = True
     mixed_precision: MixedPrecision | None = None
-    place_casts: Casts | None = field(default_factory=Casts)
+    place_casts: CastPlacement | None = field(default_factory=CastPlacement)
     split_classes: ClassSplit | None = field(default_factory=ClassSplit)
     sum_losses: bool = True
     split_batch_norm: bool = True
     slices: Mapping[str, Slicing] | None = None
-    unbury_batch: bool = True
+    expose_batch_dim: bool = True
     recompute: Recompute | None = field(default_factory=Recompute)
     defer_reductions: bool = True
     accumulate_apart: tuple[str, ...] = ()

@@ -18,7 +18,7 @@ from sbp_core.boxing.slices import sent_bytes
 from sbp_core.boxing.step import StepKind
 from sbp_core.compile.firings import Firings, ThreadId
 from sbp_core.compile.physical import Actor, ActorKind, PhysicalPlan, RankPlan, Register
-from sbp_core.compile.token_game import Place, TokenGame
+from sbp_core.compile.token_game import ActorId, TokenGame
 from sbp_core.errors import PlanError
 from sbp_core.graph.ir import InputKind, Rate
 from sbp_core.units import format_bytes
@@ -154,7 +154,7 @@ def _missing_partners(plan: PhysicalPlan, rank: int, actor: Actor) -> list[int]:
     Only actors of the same step and rate count: others would move something else, or not as often.
     """
 
-    def does(place: Place, kind: ActorKind) -> bool:
+    def does(place: ActorId, kind: ActorKind) -> bool:
         there = plan.by_rank.get(place[0])
         found = None if there is None else there.by_name.get(place[1])
         return found is not None and (found.kind, found.step, found.rate) == (
@@ -269,7 +269,7 @@ class _Replay:
                 todo="raise in_flight of the stages named, or plan again",
             )
 
-    def _fire(self, place: Place) -> None:
+    def _fire(self, place: ActorId) -> None:
         for partner in self.game.partners(place):
             actor = self.game.actor(partner)
             rank = partner[0]
@@ -308,12 +308,12 @@ class _Replay:
         self.held[rank] += size - self.counted[(rank, what)]
         self.counted[(rank, what)] = size
 
-    def _in_transit(self, place: Place) -> int:
+    def _in_transit(self, place: ActorId) -> int:
         """Return how many firings of a send some receiver has not yet taken."""
         taken = (self.game.finished[link.receiver] for link in self.game.sends[place])
         return max(0, self.game.finished[place] - min(taken))
 
-    def _is_summing(self, place: Place) -> bool:
+    def _is_summing(self, place: ActorId) -> bool:
         return 0 < self.game.finished[place] < self.plan.num_micro_batches
 
     def _cycle(self) -> list[str]:
@@ -329,7 +329,7 @@ class _Replay:
         start = list(lines).index(thread)
         return list(lines.values())[start:]
 
-    def _wait(self, place: Place) -> tuple[str, Place]:
+    def _wait(self, place: ActorId) -> tuple[str, ActorId]:
         for partner in self.game.partners(place):
             wait = next(self.game.waits(partner), None)
             if wait is not None and partner == place:

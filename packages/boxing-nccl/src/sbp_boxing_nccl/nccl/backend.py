@@ -12,11 +12,11 @@ from sbp_boxing_nccl.configs import NcclBoxingConfig
 from sbp_boxing_nccl.exit import JobBackend
 from sbp_boxing_nccl.nccl.communicator import NcclCommunicator
 from sbp_boxing_nccl.nccl.connections import NcclConnections
-from sbp_boxing_nccl.nccl.device import Device
-from sbp_boxing_nccl.nccl.world import World, meet
+from sbp_boxing_nccl.nccl.device import NcclDevice
+from sbp_boxing_nccl.nccl.world import NcclWorld, meet
 from sbp_boxing_nccl.start import processes
 from sbp_core.boxing.processes.process_backend import check_ranks
-from sbp_core.boxing.supervision.launch_spec import Start
+from sbp_core.boxing.supervision.launch_spec import LaunchSpec
 from sbp_core.boxing.supervision.rendezvous import processes_that_meet
 from sbp_core.errors import BoxingError
 
@@ -40,16 +40,16 @@ class NcclBackend(JobBackend):
         self,
         config: NcclBoxingConfig,
         *,
-        world: World | None = None,
-        device: Device | None = None,
+        world: NcclWorld | None = None,
+        device: NcclDevice | None = None,
     ) -> None:
         super().__init__()
         self._config = config
         self._world = world
         self._device = device
 
-    def starts(self, num_ranks: int, command: Sequence[str]) -> tuple[Start, ...]:
-        """See `BoxingBackend.starts`: a launcher, or one process a rank.
+    def launch_specs(self, num_ranks: int, command: Sequence[str]) -> tuple[LaunchSpec, ...]:
+        """See `BoxingBackend.launch_specs`: a launcher, or one process a rank.
 
         Raises:
             BoxingError: this machine has no GPU for them.
@@ -87,7 +87,7 @@ class NcclBackend(JobBackend):
         connections = NcclConnections(self._config, world, device)
         return connections, NcclCommunicator(connections)
 
-    def _load(self, local_rank: int) -> Device:
+    def _load(self, local_rank: int) -> NcclDevice:
         from sbp_boxing_nccl.nccl.library import load_device
 
         return load_device(self._config.device_index, local_rank)

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from sbp_boxing_nccl.board import MpiBoard
-from sbp_core.boxing.processes.control_store import Board, BoardSilentError
-from sbp_core.boxing.processes.store_client import StoreBoard
+from sbp_core.boxing.processes.control_store import ControlStore, StoreSilentError
+from sbp_core.boxing.processes.store_client import KeyValueControlStore
 
 
-class NoteBoard(Board):
+class NoteBoard(ControlStore):
     """A board that also carries notes of the backend's own: ids, devices, messages."""
 
     def share(self, key: str, text: str, ranks: Iterable[int]) -> None:
@@ -42,11 +42,11 @@ class MpiNoteBoard(MpiBoard, NoteBoard):
             self._notes.pop(key, None)
 
 
-class StoreNoteBoard(StoreBoard, NoteBoard):
+class StoreNoteBoard(KeyValueControlStore, NoteBoard):
     """Notes in a store of torch.distributed, which any rank may read at any time."""
 
     def _forget(self, key: str) -> None:
         try:
             self._clerk.delete(key)
-        except BoardSilentError:  # seen as a failure by whoever looks next
+        except StoreSilentError:  # seen as a failure by whoever looks next
             return

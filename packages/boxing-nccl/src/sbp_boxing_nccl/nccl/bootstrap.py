@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable, Mapping
 
 from sbp_boxing_nccl.nccl.board import NoteBoard
-from sbp_boxing_nccl.nccl.device import Channel, Device
-from sbp_core.boxing.processes.call import Call, wait_until
+from sbp_boxing_nccl.nccl.device import NcclDevice, PairCommunicator
+from sbp_core.boxing.processes.call import CollectiveCall, wait_until
 from sbp_core.errors import BoxingError
 
 #: Pauses between two looks at what has come, in seconds: the first, and the longest.
@@ -31,13 +31,15 @@ class Bootstrap:
         check: Raises `BoxingError` when waiting for others has become hopeless.
     """
 
-    def __init__(self, board: NoteBoard, device: Device, check: Callable[[Call], None]) -> None:
+    def __init__(
+        self, board: NoteBoard, device: NcclDevice, check: Callable[[CollectiveCall], None]
+    ) -> None:
         self._board = board
         self._device = device
         self._check = check
         self._rank = board.rank
 
-    def gather(self, call: Call, groups: Mapping[str, tuple[int, ...]]) -> None:
+    def gather(self, call: CollectiveCall, groups: Mapping[str, tuple[int, ...]]) -> None:
         """Wait until the ranks of some groups are ready to connect them.
 
         Raises:
@@ -47,7 +49,7 @@ class Bootstrap:
             self._board.join(name, ranks)
         self._await(call, groups)
 
-    def connect(self, call: Call, name: str, ranks: tuple[int, ...]) -> Channel:
+    def connect(self, call: CollectiveCall, name: str, ranks: tuple[int, ...]) -> PairCommunicator:
         """Connect the ranks of a group, all of which call this.
 
         Raises:
@@ -60,7 +62,7 @@ class Bootstrap:
         self._await(call, {f"{name}/id": ranks})
         return self._init(call, ranks, unique_id)
 
-    def _await(self, call: Call, groups: Mapping[str, tuple[int, ...]]) -> None:
+    def _await(self, call: CollectiveCall, groups: Mapping[str, tuple[int, ...]]) -> None:
         def missing() -> set[int]:
             board = self._board
             return {rank for name in groups for rank in board.not_joined(name, groups[name])}
@@ -72,7 +74,7 @@ class Bootstrap:
         if not self._look(over, call.left_s):
             raise call.missing(sorted(missing()))
 
-    def _share_id(self, call: Call, name: str, ranks: tuple[int, ...]) -> bytes:
+    def _share_id(self, call: CollectiveCall, name: str, ranks: tuple[int, ...]) -> bytes:
         """Return the id that the first rank of the group makes."""
         key, first = f"id/{name}", ranks[0]
         if self._rank == first:
@@ -97,7 +99,9 @@ class Bootstrap:
             raise call.failed(f"rank {first} could not make an NCCL id: {note['error']}")
         return bytes.fromhex(note["id"])
 
-    def _init(self, call: Call, ranks: tuple[int, ...], unique_id: bytes) -> Channel:
+    def _init(
+        self, call: CollectiveCall, ranks: tuple[int, ...], unique_id: bytes
+    ) -> PairCommunicator:
         """Make the communicator in a thread, which may be left behind inside NCCL."""
         attempt = _Attempt(
             lambda: self._device.connect(len(ranks), unique_id, ranks.index(self._rank))
@@ -120,7 +124,7 @@ class Bootstrap:
             raise call.failed(f"NCCL could not connect ranks {list(ranks)}: {attempt.error}")
         return attempt.channel
 
-    def _slow(self, call: Call, ranks: tuple[int, ...], waited_s: float) -> BoxingError:
+    def _slow(self, call: CollectiveCall, ranks: tuple[int, ...], waited_s: float) -> BoxingError:
         return call.failed(
             f"NCCL did not connect ranks {list(ranks)} within {waited_s:.3g} s, though all of them "
             "are there",
@@ -137,8 +141,8 @@ class Bootstrap:
 class _Attempt:
     """A call that makes a channel, in a thread that nobody needs to wait for."""
 
-    def __init__(self, connect: Callable[[], Channel]) -> None:
-        self.channel: Channel | None = None
+    def __init__(self, connect: Callable[[], PairCommunicator]) -> None:
+        self.channel: PairCommunicator | None = None
         self.error: BaseException | None = None
         self.ended = threading.Event()
         self._abandoned = False
@@ -168,7 +172,7 @@ class _Attempt:
             self.ended.set()
 
 
-def check_devices(board: NoteBoard, device: Device, limit_s: float) -> None:
+def check_devices(board: NoteBoard, device: NcclDevice, limit_s: float) -> None:
     """Check, on all ranks at once, that each has a GPU of its own and the same NCCL.
 
     NCCL hangs or fails obscurely where two ranks share a GPU.
@@ -215,7 +219,7 @@ def check_devices(board: NoteBoard, device: Device, limit_s: float) -> None:
 
 
 def release(
-    channels: Mapping[str, Channel], device: Device, limit_s: float, *, abort: bool
+    channels: Mapping[str, PairCommunicator], device: NcclDevice, limit_s: float, *, abort: bool
 ) -> bool:
     """Abort or destroy channels, all together, in a thread; return whether that ended in time.
 

@@ -11,14 +11,14 @@ from collections.abc import Callable, Mapping
 import torch
 
 from sbp_boxing_nccl.nccl.connections import NcclConnections
-from sbp_boxing_nccl.nccl.group import Group, Work
+from sbp_boxing_nccl.nccl.group import NcclGroup, NcclWork
 from sbp_boxing_nccl.nccl.wire import reducible, restored
-from sbp_core.boxing.processes.call import Call, group_name
+from sbp_core.boxing.processes.call import CollectiveCall, group_name
 from sbp_core.boxing.processes.manifest import Manifest
 from sbp_core.boxing.step import StepKind
 from sbp_torch.boxing.execute import reduction_of
 from sbp_torch.boxing.processes.exchange import ExchangeCommunicator
-from sbp_torch.boxing.processes.packed_buffer import Parcels, pack
+from sbp_torch.boxing.processes.packed_buffer import PackedBuffers, pack
 
 
 class NcclCommunicator(ExchangeCommunicator[NcclConnections]):
@@ -29,7 +29,7 @@ class NcclCommunicator(ExchangeCommunicator[NcclConnections]):
         self._calls: dict[tuple[int, ...], int] = {}
 
     def _collective(
-        self, call: Call, ranks: tuple[int, ...], shard: torch.Tensor, donate: bool
+        self, call: CollectiveCall, ranks: tuple[int, ...], shard: torch.Tensor, donate: bool
     ) -> torch.Tensor:
         """See `ExchangeCommunicator._collective`."""
         if call.step.kind is StepKind.ALL_REDUCE:
@@ -43,17 +43,17 @@ class NcclCommunicator(ExchangeCommunicator[NcclConnections]):
             return self._all_gather(call, ranks, shard, known)
         return self._exchange(call, ranks, shard)
 
-    def _post(self, call: Call, receiver: int, values: torch.Tensor) -> None:
+    def _post(self, call: CollectiveCall, receiver: int, values: torch.Tensor) -> None:
         """See `ExchangeCommunicator._post`."""
         self._connections.post(call, receiver, values)
 
-    def _collect(self, call: Call, arriving: Mapping[int, torch.Tensor]) -> None:
+    def _collect(self, call: CollectiveCall, arriving: Mapping[int, torch.Tensor]) -> None:
         """See `ExchangeCommunicator._collect`."""
         if arriving:
             self._connections.collect(call, arriving)
 
     def _all_reduce(
-        self, call: Call, ranks: tuple[int, ...], shard: torch.Tensor, donate: bool
+        self, call: CollectiveCall, ranks: tuple[int, ...], shard: torch.Tensor, donate: bool
     ) -> torch.Tensor:
         if not shard.numel():
             return shard
@@ -65,7 +65,7 @@ class NcclCommunicator(ExchangeCommunicator[NcclConnections]):
         return restored(received, shard.dtype).view(shard.shape)
 
     def _reduce_scatter(
-        self, call: Call, ranks: tuple[int, ...], shard: torch.Tensor, known: Manifest
+        self, call: CollectiveCall, ranks: tuple[int, ...], shard: torch.Tensor, known: Manifest
     ) -> torch.Tensor:
         if known.packed:
             flat = shard.contiguous().view(-1)
@@ -77,21 +77,23 @@ class NcclCommunicator(ExchangeCommunicator[NcclConnections]):
         return restored(received, shard.dtype).view(known.shape)
 
     def _all_gather(
-        self, call: Call, ranks: tuple[int, ...], shard: torch.Tensor, known: Manifest
+        self, call: CollectiveCall, ranks: tuple[int, ...], shard: torch.Tensor, known: Manifest
     ) -> torch.Tensor:
-        parcels = Parcels(call.step, known, shard, device=self._device, whole=True)
+        parcels = PackedBuffers(call.step, known, shard, device=self._device, whole=True)
         if not known.unpacked:  # else NCCL puts it there like the parts of the others
             parcels.keep_own()
         self._run(call, ranks, lambda group: group.all_gather(parcels.received, parcels.sent))
         return parcels.result()
 
-    def _trade(self, call: Call, ranks: tuple[int, ...], parcels: Parcels) -> None:
+    def _trade(self, call: CollectiveCall, ranks: tuple[int, ...], parcels: PackedBuffers) -> None:
         """See `ExchangeCommunicator._trade`."""
         sizes = parcels.received_sizes, parcels.sent_sizes
         parcels.keep_own()
         self._run(call, ranks, lambda group: group.exchange(parcels.received, parcels.sent, *sizes))
 
-    def _run(self, call: Call, ranks: tuple[int, ...], start: Callable[[Group], Work]) -> None:
+    def _run(
+        self, call: CollectiveCall, ranks: tuple[int, ...], start: Callable[[NcclGroup], NcclWork]
+    ) -> None:
         """Start a collective in the group of `ranks`, and wait as the connections are told to.
 
         The ranks that wait long tell each other, so that each can say at its deadline who did not.

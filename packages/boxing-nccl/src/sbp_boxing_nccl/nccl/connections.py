@@ -16,12 +16,12 @@ import torch
 
 from sbp_boxing_nccl.configs import NcclBoxingConfig
 from sbp_boxing_nccl.nccl.bootstrap import Bootstrap, check_devices, release
-from sbp_boxing_nccl.nccl.device import Channel, Device
-from sbp_boxing_nccl.nccl.group import Group, Work
-from sbp_boxing_nccl.nccl.limits import PATIENCE_S, Entry, Limits
-from sbp_boxing_nccl.nccl.mail import Inbox, Lane, Message, pair_name
-from sbp_boxing_nccl.nccl.world import World
-from sbp_core.boxing.processes.call import Call, group_name, wait_until
+from sbp_boxing_nccl.nccl.device import NcclDevice, PairCommunicator
+from sbp_boxing_nccl.nccl.group import NcclGroup, NcclWork
+from sbp_boxing_nccl.nccl.limits import PATIENCE_S, LimitEntry, Limits
+from sbp_boxing_nccl.nccl.mail import Inbox, Message, SendQueue, pair_name
+from sbp_boxing_nccl.nccl.world import NcclWorld
+from sbp_core.boxing.processes.call import CollectiveCall, group_name, wait_until
 from sbp_core.boxing.processes.connections import Connections
 from sbp_core.errors import BoxingError
 
@@ -52,16 +52,16 @@ class NcclConnections(Connections):
         BoxingError: not all ranks came, two share a GPU, or their NCCLs differ.
     """
 
-    def __init__(self, config: NcclBoxingConfig, world: World, device: Device) -> None:
+    def __init__(self, config: NcclBoxingConfig, world: NcclWorld, device: NcclDevice) -> None:
         super().__init__()
         self.rank = world.rank
         self.device = device
         self.board = world.board
         self._config = config
         self._world = world
-        self._groups: dict[tuple[int, ...], Group] = {}
-        self._channels: dict[str, Channel] = {}
-        self._lanes: dict[int, Lane] = {}
+        self._groups: dict[tuple[int, ...], NcclGroup] = {}
+        self._channels: dict[str, PairCommunicator] = {}
+        self._lanes: dict[int, SendQueue] = {}
         self._gave_up = False
         self._bootstrap = Bootstrap(self.board, device, self._check)
         self.limits = Limits(device.use, self._check_here, self._give_up)
@@ -82,7 +82,7 @@ class NcclConnections(Connections):
             self.board.close()
             raise
 
-    def group(self, call: Call, ranks: tuple[int, ...]) -> Group:
+    def group(self, call: CollectiveCall, ranks: tuple[int, ...]) -> NcclGroup:
         """Return the group of some ranks; the first call connects it, together with the others.
 
         Raises:
@@ -91,10 +91,10 @@ class NcclConnections(Connections):
         if ranks not in self._groups:
             with self.guard(call):
                 channel = self._connect(call, group_name(ranks), ranks)
-            self._groups[ranks] = Group(ranks, self.rank, channel, self.device)
+            self._groups[ranks] = NcclGroup(ranks, self.rank, channel, self.device)
         return self._groups[ranks]
 
-    def post(self, call: Call, receiver: int, values: torch.Tensor) -> None:
+    def post(self, call: CollectiveCall, receiver: int, values: torch.Tensor) -> None:
         """Send a message, and keep it alive until it is received.
 
         Args:
@@ -104,7 +104,7 @@ class NcclConnections(Connections):
         """
         lane = self._lanes.get(receiver)
         if lane is None:
-            lane = self._lanes[receiver] = Lane(
+            lane = self._lanes[receiver] = SendQueue(
                 receiver,
                 board=self.board,
                 device=self.device,
@@ -117,7 +117,7 @@ class NcclConnections(Connections):
             ready = self.device.record()
         lane.post(Message(call=call, values=values, ready=ready))
 
-    def collect(self, call: Call, arriving: Mapping[int, torch.Tensor]) -> None:
+    def collect(self, call: CollectiveCall, arriving: Mapping[int, torch.Tensor]) -> None:
         """Fill each tensor with the message of its sender for the call's tag.
 
         Raises:
@@ -130,7 +130,7 @@ class NcclConnections(Connections):
                 elif not self._wait(call, work, call.left_s):
                     raise call.missing([sender])
 
-    def finish(self, call: Call, entry: Entry) -> None:
+    def finish(self, call: CollectiveCall, entry: LimitEntry) -> None:
         """Wait for launched work; if we run ahead, let torch's current stream do so instead.
 
         Raises:
@@ -146,7 +146,7 @@ class NcclConnections(Connections):
                 if not self._wait(call, work, call.left_s):
                     raise call.missing(entry.missing())
 
-    def _leave_alone(self, call: Call, work: Work, sender: int) -> None:
+    def _leave_alone(self, call: CollectiveCall, work: NcclWork, sender: int) -> None:
         """Let torch's current stream wait for a message, and somebody see to it that it comes."""
         with self.limits.launching(call, lambda: [sender]) as entry:
             entry.work = work
@@ -158,7 +158,7 @@ class NcclConnections(Connections):
         return self._config.run_ahead
 
     @contextlib.contextmanager
-    def guard(self, call: Call) -> Iterator[None]:
+    def guard(self, call: CollectiveCall) -> Iterator[None]:
         """Break everything if what is inside fails, and say which step did, and why."""
         try:
             yield
@@ -169,7 +169,7 @@ class NcclConnections(Connections):
         except RuntimeError as error:
             raise self.lost(call, f"NCCL reported: {error}") from error
 
-    def _wait(self, call: Call, work: Work, limit_s: float) -> bool:
+    def _wait(self, call: CollectiveCall, work: NcclWork, limit_s: float) -> bool:
         """Wait for work; False if it is still under way after `limit_s` seconds."""
         checked_s = time.monotonic()
 
@@ -189,11 +189,11 @@ class NcclConnections(Connections):
         self.check_usable(call)
         return done
 
-    def _pair(self, call: Call, sender: int, receiver: int) -> Channel:
+    def _pair(self, call: CollectiveCall, sender: int, receiver: int) -> PairCommunicator:
         """Connect the channel of the messages from one rank to another."""
         return self._connect(call, pair_name(sender, receiver), (sender, receiver))
 
-    def _connect(self, call: Call, name: str, ranks: tuple[int, ...]) -> Channel:
+    def _connect(self, call: CollectiveCall, name: str, ranks: tuple[int, ...]) -> PairCommunicator:
         channel = self._bootstrap.connect(call, name, ranks)
         with self._lock:
             self._channels[name] = channel
@@ -203,7 +203,7 @@ class NcclConnections(Connections):
             self._check_here(call)
         return channel
 
-    def _check_here(self, call: Call) -> None:
+    def _check_here(self, call: CollectiveCall) -> None:
         """Raise `BoxingError` if this rank has failed.
 
         That it is being closed is no reason: messages may still be on their way.
@@ -211,7 +211,7 @@ class NcclConnections(Connections):
         if self._failure is not None:
             self.check_usable(call)
 
-    def _check(self, call: Call) -> None:
+    def _check(self, call: CollectiveCall) -> None:
         """Raise `BoxingError` if waiting for others has become hopeless."""
         self._check_here(call)
         reason = self.board.failure()

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class Event(ABC):
+class StreamEvent(ABC):
     """A moment on a stream: when all that the stream was given before is done."""
 
     @abstractmethod
@@ -27,7 +27,7 @@ class Event(ABC):
         """Let what torch's current stream is given from now on wait; the host goes on."""
 
 
-class Channel(ABC):
+class PairCommunicator(ABC):
     """One NCCL communicator and the stream that its work runs on, in the order of the calls.
 
     Used by one thread at a time, but for `abort`. A call returns once its work is on the stream;
@@ -36,7 +36,7 @@ class Channel(ABC):
     """
 
     @abstractmethod
-    def wait_for(self, event: Event) -> None:
+    def wait_for(self, event: StreamEvent) -> None:
         """Let the work that follows wait for an event; the host goes on."""
 
     @abstractmethod
@@ -62,7 +62,7 @@ class Channel(ABC):
         """Receive elements."""
 
     @abstractmethod
-    def record(self) -> Event:
+    def record(self) -> StreamEvent:
         """Return the moment when all that was called so far is done."""
 
     @abstractmethod
@@ -81,7 +81,7 @@ class Channel(ABC):
         """Release the communicator; all ranks do, and nothing is under way."""
 
 
-class Device(ABC):
+class NcclDevice(ABC):
     """The GPU of this process.
 
     Args:
@@ -105,11 +105,11 @@ class Device(ABC):
         """Return the name by which the ranks of one new communicator find each other."""
 
     @abstractmethod
-    def connect(self, size: int, unique_id: bytes, index: int) -> Channel:
+    def connect(self, size: int, unique_id: bytes, index: int) -> PairCommunicator:
         """Make a communicator with `size` ranks; waits for all of them, without a limit."""
 
     @abstractmethod
-    def record(self) -> Event:
+    def record(self) -> StreamEvent:
         """Return the moment when all that torch's current stream was given so far is done."""
 
     @abstractmethod

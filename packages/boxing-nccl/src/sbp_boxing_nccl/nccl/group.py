@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 import torch
 
-from sbp_boxing_nccl.nccl.device import Channel, Device, Event
+from sbp_boxing_nccl.nccl.device import NcclDevice, PairCommunicator, StreamEvent
 from sbp_boxing_nccl.nccl.wire import NATIVE
-from sbp_core.boxing.processes.traffic import Meter
+from sbp_core.boxing.processes.traffic import TrafficCounter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class NcclWork:
     """Something that is under way on the stream of a channel.
 
     Args:
@@ -26,8 +26,8 @@ class Work:
         tensors: What it reads and writes; not to be freed before.
     """
 
-    event: Event
-    channel: Channel
+    event: StreamEvent
+    channel: PairCommunicator
     tensors: tuple[torch.Tensor, ...]
 
     def is_done(self) -> bool:
@@ -41,8 +41,8 @@ class Work:
 
 
 def launch(
-    device: Device, channel: Channel, start: Callable[[], None], *tensors: torch.Tensor
-) -> Work:
+    device: NcclDevice, channel: PairCommunicator, start: Callable[[], None], *tensors: torch.Tensor
+) -> NcclWork:
     """Start work once torch's current stream has made its input; return it.
 
     Args:
@@ -53,10 +53,10 @@ def launch(
     """
     channel.wait_for(device.record())
     start()
-    return Work(event=channel.record(), channel=channel, tensors=tensors)
+    return NcclWork(event=channel.record(), channel=channel, tensors=tensors)
 
 
-class Group:
+class NcclGroup:
     """A set of ranks that are connected; list positions count within `ranks`.
 
     Each method starts something and returns it. Tensors are shape (elements,), contiguous, on the
@@ -64,14 +64,16 @@ class Group:
     counts what is given for others.
     """
 
-    def __init__(self, ranks: tuple[int, ...], rank: int, channel: Channel, device: Device) -> None:
+    def __init__(
+        self, ranks: tuple[int, ...], rank: int, channel: PairCommunicator, device: NcclDevice
+    ) -> None:
         self.ranks = ranks
         self._index = ranks.index(rank)
-        self.meter = Meter(len(ranks), self._index)
+        self.meter = TrafficCounter(len(ranks), self._index)
         self._channel = channel
         self._device = device
 
-    def all_reduce(self, received: torch.Tensor, sent: torch.Tensor, reduction: str) -> Work:
+    def all_reduce(self, received: torch.Tensor, sent: torch.Tensor, reduction: str) -> NcclWork:
         """Reduce `sent` over all ranks into `received`, which may be the same tensor."""
         self.meter.all_reduce(sent.numel(), sent.element_size())
         return self._launch(
@@ -82,7 +84,9 @@ class Group:
             sent,
         )
 
-    def reduce_scatter(self, received: torch.Tensor, sent: torch.Tensor, reduction: str) -> Work:
+    def reduce_scatter(
+        self, received: torch.Tensor, sent: torch.Tensor, reduction: str
+    ) -> NcclWork:
         """Reduce equal chunks of `sent` over all ranks, chunk i into `received` of rank i."""
         count = received.numel()
         assert sent.numel() == count * len(self.ranks), "the chunks are of one size"
@@ -95,7 +99,7 @@ class Group:
             sent,
         )
 
-    def all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
+    def all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> NcclWork:
         """Copy `sent` of rank i into chunk i of `received` of all; all chunks of one size."""
         assert received.nbytes == sent.nbytes * len(self.ranks), "the chunks are of one size"
         self.meter.all_gather(sent.nbytes)
@@ -113,7 +117,7 @@ class Group:
         sent: torch.Tensor,
         received_sizes: Sequence[int],
         sent_sizes: Sequence[int],
-    ) -> Work:
+    ) -> NcclWork:
         """Send consecutive chunks of `sent` to ranks in order, and receive theirs likewise.
 
         Args:
@@ -140,5 +144,5 @@ class Group:
 
         return self._launch(start, received, sent)
 
-    def _launch(self, start: Callable[[], None], *tensors: torch.Tensor) -> Work:
+    def _launch(self, start: Callable[[], None], *tensors: torch.Tensor) -> NcclWork:
         return launch(self._device, self._channel, start, *tensors)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from sbp_boxing_nccl.nccl.device import Channel, Device, Event
+from sbp_boxing_nccl.nccl.device import NcclDevice, PairCommunicator, StreamEvent
 from sbp_core.errors import BoxingError
 
 #: How to get what this backend needs.
@@ -123,7 +123,7 @@ def check_versions(of_torch: tuple[int, ...], of_cupy: int) -> tuple[int, int, i
     return version
 
 
-class CupyEvent(Event):
+class CupyEvent(StreamEvent):
     """A CUDA event of torch."""
 
     def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
@@ -137,15 +137,15 @@ class CupyEvent(Event):
         return event
 
     def is_done(self) -> bool:
-        """See `Event.is_done`."""
+        """See `StreamEvent.is_done`."""
         return bool(self._event.query())
 
     def hold_back(self) -> None:
-        """See `Event.hold_back`."""
+        """See `StreamEvent.hold_back`."""
         _CUDA.current_stream(self._device).wait_event(self._event)
 
 
-class CupyChannel(Channel):
+class CupyChannel(PairCommunicator):
     """A communicator of `cupy.cuda.nccl` and a stream of torch."""
 
     def __init__(self, nccl: Any, communicator: Any, device: torch.device) -> None:
@@ -157,13 +157,13 @@ class CupyChannel(Channel):
         # Communication first: others wait for it, and it needs few of the multiprocessors.
         self._stream = _CUDA.Stream(device, priority=-1)
 
-    def wait_for(self, event: Event) -> None:
-        """See `Channel.wait_for`."""
+    def wait_for(self, event: StreamEvent) -> None:
+        """See `PairCommunicator.wait_for`."""
         assert isinstance(event, CupyEvent), "the events of a device are its own"
         self._stream.wait_event(event.event)
 
     def all_reduce(self, sent: int, received: int, count: int, dtype: str, reduction: str) -> None:
-        """See `Channel.all_reduce`."""
+        """See `PairCommunicator.all_reduce`."""
         kind, operation = self._kind(dtype), self._operation(reduction)
         with _nccl_errors():
             self._communicator.allReduce(sent, received, count, kind, operation, self._pointer)
@@ -171,32 +171,32 @@ class CupyChannel(Channel):
     def reduce_scatter(
         self, sent: int, received: int, count: int, dtype: str, reduction: str
     ) -> None:
-        """See `Channel.reduce_scatter`."""
+        """See `PairCommunicator.reduce_scatter`."""
         kind, operation = self._kind(dtype), self._operation(reduction)
         with _nccl_errors():
             self._communicator.reduceScatter(sent, received, count, kind, operation, self._pointer)
 
     def all_gather(self, sent: int, received: int, count: int, dtype: str) -> None:
-        """See `Channel.all_gather`."""
+        """See `PairCommunicator.all_gather`."""
         with _nccl_errors():
             self._communicator.allGather(sent, received, count, self._kind(dtype), self._pointer)
 
     def send(self, values: int, count: int, dtype: str, peer: int) -> None:
-        """See `Channel.send`."""
+        """See `PairCommunicator.send`."""
         with _nccl_errors():
             self._communicator.send(values, count, self._kind(dtype), peer, self._pointer)
 
     def receive(self, values: int, count: int, dtype: str, peer: int) -> None:
-        """See `Channel.receive`."""
+        """See `PairCommunicator.receive`."""
         with _nccl_errors():
             self._communicator.recv(values, count, self._kind(dtype), peer, self._pointer)
 
-    def record(self) -> Event:
-        """See `Channel.record`."""
+    def record(self) -> StreamEvent:
+        """See `PairCommunicator.record`."""
         return CupyEvent(self._stream.record_event(), self._device)
 
     def check(self) -> None:
-        """See `Channel.check`."""
+        """See `PairCommunicator.check`."""
         # The lock, as an abort in another thread frees what is asked here.
         with self._lock, _nccl_errors():
             if self._ended:
@@ -204,13 +204,13 @@ class CupyChannel(Channel):
             self._communicator.check_async_error()
 
     def abort(self) -> None:
-        """See `Channel.abort`."""
+        """See `PairCommunicator.abort`."""
         self._end()
         with _nccl_errors():
             self._communicator.abort()
 
     def destroy(self) -> None:
-        """See `Channel.destroy`."""
+        """See `PairCommunicator.destroy`."""
         self._end()
         with _nccl_errors():
             self._communicator.destroy()
@@ -234,45 +234,45 @@ class CupyChannel(Channel):
         return number
 
 
-class CupyDevice(Device):
+class CupyDevice(NcclDevice):
     """A GPU that torch and CuPy use together: streams and events of torch, NCCL of CuPy."""
 
     def __init__(self, nccl: Any, index: int, version: tuple[int, int, int]) -> None:
         self._nccl = nccl
         self.torch_device = torch.device("cuda", index)
         self.host = socket.gethostname()
-        self.bus_id = str(importlib.import_module("cupy").cuda.Device(index).pci_bus_id)
+        self.bus_id = str(importlib.import_module("cupy").cuda.NcclDevice(index).pci_bus_id)
         self.nccl_version = version
         self.use()
 
     def use(self) -> None:
-        """See `Device.use`."""
+        """See `NcclDevice.use`."""
         _CUDA.set_device(self.torch_device)
 
     def unique_id(self) -> bytes:
-        """See `Device.unique_id`."""
+        """See `NcclDevice.unique_id`."""
         with _nccl_errors():
             return bytes(self._nccl.get_unique_id())
 
-    def connect(self, size: int, unique_id: bytes, index: int) -> Channel:
-        """See `Device.connect`."""
+    def connect(self, size: int, unique_id: bytes, index: int) -> PairCommunicator:
+        """See `NcclDevice.connect`."""
         self.use()
         with _nccl_errors():
             communicator = self._nccl.NcclCommunicator(size, unique_id, index)
         return CupyChannel(self._nccl, communicator, self.torch_device)
 
-    def record(self) -> Event:
-        """See `Device.record`."""
+    def record(self) -> StreamEvent:
+        """See `NcclDevice.record`."""
         event = _CUDA.current_stream(self.torch_device).record_event()
         return CupyEvent(event, self.torch_device)
 
     def group_start(self) -> None:
-        """See `Device.group_start`."""
+        """See `NcclDevice.group_start`."""
         with _nccl_errors():
             self._nccl.groupStart()
 
     def group_end(self) -> None:
-        """See `Device.group_end`."""
+        """See `NcclDevice.group_end`."""
         with _nccl_errors():
             self._nccl.groupEnd()
 

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from sbp_boxing_nccl.nccl.group import Work
-from sbp_core.boxing.processes.call import Call
+from sbp_boxing_nccl.nccl.group import NcclWork
+from sbp_core.boxing.processes.call import CollectiveCall
 from sbp_core.errors import BoxingError
 
 #: Seconds between two looks: while there is something to look at, and while there is nothing.
@@ -28,7 +28,7 @@ def _to_nobody() -> None:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Entry:
+class LimitEntry:
     """One thing that is watched.
 
     Args:
@@ -41,10 +41,10 @@ class Entry:
         error: What was raised on its account.
     """
 
-    call: Call
+    call: CollectiveCall
     missing: Callable[[], Iterable[int]]
     tell: Callable[[], None]
-    work: Work | None = None
+    work: NcclWork | None = None
     attended: bool = False
     over: bool = False
     error: BoxingError | None = None
@@ -70,14 +70,14 @@ class Limits:
     def __init__(
         self,
         use: Callable[[], None],
-        check: Callable[[Call], None],
+        check: Callable[[CollectiveCall], None],
         fail: Callable[[BaseException], None],
     ) -> None:
         self._use = use
         self._check = check
         self._fail = fail
         self._lock = threading.Lock()
-        self._entries: list[Entry] = []
+        self._entries: list[LimitEntry] = []
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="sbp-nccl-limits", daemon=True)
         self._thread.start()
@@ -85,16 +85,16 @@ class Limits:
     @contextlib.contextmanager
     def launching(
         self,
-        call: Call,
+        call: CollectiveCall,
         missing: Callable[[], Iterable[int]],
         tell: Callable[[], None] = _to_nobody,
-    ) -> Iterator[Entry]:
+    ) -> Iterator[LimitEntry]:
         """Watch while NCCL is called, and after that what the caller left as `work` in the entry.
 
         The caller of NCCL may be kept by it; it is freed by an abort, and then raises the entry's
         error.
         """
-        entry = Entry(call=call, missing=missing, tell=tell)
+        entry = LimitEntry(call=call, missing=missing, tell=tell)
         with self._lock:
             self._entries.append(entry)
         try:
@@ -132,7 +132,7 @@ class Limits:
             with self._lock:
                 self._entries = [entry for entry in self._entries if not entry.over]
 
-    def _look_at(self, entry: Entry) -> None:
+    def _look_at(self, entry: LimitEntry) -> None:
         call, work = entry.call, entry.work
         try:
             if work is not None and work.is_done():
@@ -149,6 +149,6 @@ class Limits:
             if time.monotonic() - entry.begun_s > PATIENCE_S:
                 entry.tell_once()
 
-    def _stop(self, entry: Entry, error: BoxingError) -> None:
+    def _stop(self, entry: LimitEntry, error: BoxingError) -> None:
         entry.error, entry.over = error, True
         self._fail(error)

@@ -30,10 +30,10 @@ from dataclasses import dataclass, field
 import torch
 
 from sbp_boxing_nccl.nccl.board import NoteBoard
-from sbp_boxing_nccl.nccl.device import Channel, Device, Event
-from sbp_boxing_nccl.nccl.group import Work
+from sbp_boxing_nccl.nccl.device import NcclDevice, PairCommunicator, StreamEvent
+from sbp_boxing_nccl.nccl.group import NcclWork
 from sbp_boxing_nccl.nccl.limits import Limits
-from sbp_core.boxing.processes.call import Call, wait_until
+from sbp_core.boxing.processes.call import CollectiveCall, wait_until
 from sbp_core.errors import BoxingError
 
 #: Pauses between two looks for notes, in seconds: the first, and the longest.
@@ -43,7 +43,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2e-5, 2e-3
 _SENDER, _RECEIVER = 0, 1
 
 #: Connects (sender, receiver), both of which call this at some time.
-Connect = Callable[[Call, int, int], Channel]
+Connect = Callable[[CollectiveCall, int, int], PairCommunicator]
 
 
 def pair_name(sender: int, receiver: int) -> str:
@@ -61,12 +61,12 @@ class Message:
         ready: When the values are there.
     """
 
-    call: Call
+    call: CollectiveCall
     values: torch.Tensor
-    ready: Event
+    ready: StreamEvent
 
 
-class Lane:
+class SendQueue:
     """The messages of this rank to one other, sent by one thread as the receiver asks for them.
 
     Args:
@@ -84,9 +84,9 @@ class Lane:
         receiver: int,
         *,
         board: NoteBoard,
-        device: Device,
+        device: NcclDevice,
         limits: Limits,
-        check: Callable[[Call], None],
+        check: Callable[[CollectiveCall], None],
         connect: Connect,
         fail: Callable[[BaseException], None],
     ) -> None:
@@ -158,7 +158,7 @@ class Lane:
         self._board.share(f"{self._name}/offer/{self._num_offered}", note, [self._receiver])
         self._num_offered += 1
 
-    def _await_go(self, channel: Channel) -> None:
+    def _await_go(self, channel: PairCommunicator) -> None:
         """Look for the receiver's next go, for as long as nothing more is posted, and follow it."""
         go: list[str] = []
         most_urgent = min((m.call for m in self._offered.values()), key=lambda call: call.end_s)
@@ -180,12 +180,12 @@ class Lane:
         elif not in_time:
             raise most_urgent.missing([self._receiver])
 
-    def _send(self, channel: Channel, message: Message) -> None:
+    def _send(self, channel: PairCommunicator, message: Message) -> None:
         values = message.values
         with self._limits.launching(message.call, lambda: [self._receiver]) as entry:
             channel.wait_for(message.ready)
             channel.send(values.data_ptr(), values.nbytes, "uint8", _RECEIVER)
-            entry.work = Work(event=channel.record(), channel=channel, tensors=(values,))
+            entry.work = NcclWork(event=channel.record(), channel=channel, tensors=(values,))
         self._num_sent += 1
 
 
@@ -200,7 +200,7 @@ class _Sender:
         offers: Number and bytes of the messages that were not asked for yet, by tag.
     """
 
-    channel: Channel
+    channel: PairCommunicator
     num_offers: int = 0
     num_goes: int = 0
     offers: dict[str, deque[tuple[int, int]]] = field(default_factory=dict)
@@ -222,11 +222,11 @@ class Inbox:
         self,
         *,
         board: NoteBoard,
-        device: Device,
+        device: NcclDevice,
         limits: Limits,
-        check: Callable[[Call], None],
+        check: Callable[[CollectiveCall], None],
         connect: Connect,
-        gather: Callable[[Call, Mapping[str, tuple[int, ...]]], None],
+        gather: Callable[[CollectiveCall, Mapping[str, tuple[int, ...]]], None],
     ) -> None:
         self._board = board
         self._device = device
@@ -237,7 +237,9 @@ class Inbox:
         self._rank = board.rank
         self._senders: dict[int, _Sender] = {}
 
-    def collect(self, call: Call, arriving: Mapping[int, torch.Tensor]) -> dict[int, Work]:
+    def collect(
+        self, call: CollectiveCall, arriving: Mapping[int, torch.Tensor]
+    ) -> dict[int, NcclWork]:
         """Start to fill each tensor with the message of its sender for the call's tag.
 
         Waits until all senders have offered it; not until it is here.
@@ -250,7 +252,7 @@ class Inbox:
         for sender in new:
             channel = self._connect(call, sender, self._rank)
             self._senders[sender] = _Sender(channel=channel)
-        wanted, works = dict(arriving), dict[int, Work]()
+        wanted, works = dict(arriving), dict[int, NcclWork]()
 
         def over() -> bool:
             self._check(call)
@@ -276,7 +278,9 @@ class Inbox:
             source.num_offers += 1
         return True
 
-    def _start(self, call: Call, arriving: Mapping[int, torch.Tensor]) -> dict[int, Work]:
+    def _start(
+        self, call: CollectiveCall, arriving: Mapping[int, torch.Tensor]
+    ) -> dict[int, NcclWork]:
         """Receive, as one, a message that each of some senders offers for the call's tag."""
         if not arriving:
             return {}
@@ -301,6 +305,6 @@ class Inbox:
                     channels[sender].wait_for(ready)
                     channels[sender].receive(values.data_ptr(), values.nbytes, "uint8", _SENDER)
         return {
-            sender: Work(event=channel.record(), channel=channel, tensors=(arriving[sender],))
+            sender: NcclWork(event=channel.record(), channel=channel, tensors=(arriving[sender],))
             for sender, channel in channels.items()
         }

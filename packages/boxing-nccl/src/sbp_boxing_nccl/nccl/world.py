@@ -33,7 +33,7 @@ def _nothing() -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class World:
+class NcclWorld:
     """This process among all.
 
     Args:
@@ -53,7 +53,7 @@ class World:
     exit: Exit | None = field(default=None, repr=False)
 
 
-def meet(config: NcclBoxingConfig) -> World:
+def meet(config: NcclBoxingConfig) -> NcclWorld:
     """Find this process' rank and the others, by what `config.bootstrap` says.
 
     Raises:
@@ -66,7 +66,7 @@ def meet(config: NcclBoxingConfig) -> World:
     return _meet_by_store(config)
 
 
-def meet_by_mpi(comm: Any, mpi: Any, limit_s: float) -> World:
+def meet_by_mpi(comm: Any, mpi: Any, limit_s: float) -> NcclWorld:
     """Meet the processes of a communicator.
 
     Args:
@@ -84,7 +84,7 @@ def meet_by_mpi(comm: Any, mpi: Any, limit_s: float) -> World:
         end.leave(well=False)
         raise
     rank: int = comm.Get_rank()
-    return World(
+    return NcclWorld(
         rank=rank,
         size=len(hosts),
         local_rank=hosts[:rank].count(hosts[rank]),
@@ -115,7 +115,7 @@ def _meet_all(comm: Any, mpi: Any, limit_s: float) -> tuple[Any, list[bytes]]:
     return own, [bytes(every[at : at + _HOST_BYTES]) for at in range(0, len(every), _HOST_BYTES)]
 
 
-def _meet_by_store(config: NcclBoxingConfig) -> World:
+def _meet_by_store(config: NcclBoxingConfig) -> NcclWorld:
     """Meet at `config.init_method`, as torchrun arranges it."""
     import torch.distributed as dist
     from torch.distributed.rendezvous import rendezvous
@@ -145,7 +145,7 @@ def _meet_by_store(config: NcclBoxingConfig) -> World:
         ) from error
     board = StoreNoteBoard(store, rank, size)
     local_rank = _number("rank", None, "LOCAL_RANK", rank)
-    return World(rank=rank, size=size, local_rank=local_rank, board=board)
+    return NcclWorld(rank=rank, size=size, local_rank=local_rank, board=board)
 
 
 def _wait(done: Callable[[], bool], limit_s: float) -> bool:

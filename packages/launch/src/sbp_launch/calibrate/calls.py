@@ -11,7 +11,7 @@ from math import isqrt, prod
 
 from sbp_core.boxing.router import route
 from sbp_core.boxing.step import Step
-from sbp_core.calibration import Case
+from sbp_core.calibration import MeasuredCase
 from sbp_core.errors import BoxingError
 from sbp_core.placement import Placement
 from sbp_core.sbp import Broadcast, NdSbp, Partial, Sbp, Split
@@ -24,7 +24,7 @@ _ITEM_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class CalibrationCall:
     """One call that is measured.
 
     Args:
@@ -33,38 +33,38 @@ class Call:
         step: What runs.
     """
 
-    case: Case
+    case: MeasuredCase
     shared_bytes: int
     step: Step
 
 
-def cases_of(config: CalibrateConfig) -> tuple[Case, ...]:
+def cases_of(config: CalibrateConfig) -> tuple[MeasuredCase, ...]:
     """Return the cases to measure: one group alone, and as many as the ranks allow.
 
     Of transfers: one message, one from each rank of the first half to one of the second, and one
     from each rank to the next, the last one sending to the first.
     """
-    cases: list[Case] = []
+    cases: list[MeasuredCase] = []
     for kind in config.kinds:
         if kind == "transfer":
             at_once = {1, config.ranks // 2, config.ranks} if config.ranks > 1 else set()
             sizes = dict.fromkeys(sorted(at_once), 2)
-            cases += [Case(kind=kind, group_size=2, concurrent_groups=g) for g in sizes]
+            cases += [MeasuredCase(kind=kind, group_size=2, concurrent_groups=g) for g in sizes]
             continue
         for size in config.chosen_group_sizes:
             for groups in sorted({1, config.ranks // size}):
-                cases.append(Case(kind=kind, group_size=size, concurrent_groups=groups))
+                cases.append(MeasuredCase(kind=kind, group_size=size, concurrent_groups=groups))
     return tuple(cases)
 
 
-def calls_of(config: CalibrateConfig) -> Iterator[tuple[Call, ...]]:
+def calls_of(config: CalibrateConfig) -> Iterator[tuple[CalibrationCall, ...]]:
     """Yield the calls of each size, ascending; the same on every rank."""
     cases = cases_of(config)
     for size in config.chosen_sizes:
         yield tuple(make_call(case, size, config.ranks) for case in cases)
 
 
-def make_call(case: Case, size_bytes: int, num_ranks: int) -> Call:
+def make_call(case: MeasuredCase, size_bytes: int, num_ranks: int) -> CalibrationCall:
     """Return the call of a case whose S is about `size_bytes`: rounded so that shards are even.
 
     Args:
@@ -86,7 +86,7 @@ def make_call(case: Case, size_bytes: int, num_ranks: int) -> Call:
         mesh, own = Placement.grid((groups, n)), Split(0)
         source, target = (NdSbp(own, _behind(entry)) for entry in (before, after))
         step = _only_step(case, (groups, *shape), (mesh, source), (mesh, target))
-    return Call(case=case, shared_bytes=shared, step=step)
+    return CalibrationCall(case=case, shared_bytes=shared, step=step)
 
 
 def _conversion(kind: str, elements: int, n: int) -> tuple[Sbp, Sbp, tuple[int, ...]]:
@@ -101,7 +101,7 @@ def _conversion(kind: str, elements: int, n: int) -> tuple[Sbp, Sbp, tuple[int, 
     return Split(0), Split(1), _square(elements, n)
 
 
-def _transfer(case: Case, elements: int, num_ranks: int) -> Call:
+def _transfer(case: MeasuredCase, elements: int, num_ranks: int) -> CalibrationCall:
     """Return the transfer of one message a sender, each to another rank."""
     messages, ranks = case.concurrent_groups, list(range(num_ranks))
     if messages == num_ranks:
@@ -111,11 +111,11 @@ def _transfer(case: Case, elements: int, num_ranks: int) -> Call:
     split = NdSbp(Split(0))
     shape = (messages * elements,)
     step = _only_step(case, shape, (Placement(senders), split), (Placement(receivers), split))
-    return Call(case=case, shared_bytes=elements * _ITEM_BYTES, step=step)
+    return CalibrationCall(case=case, shared_bytes=elements * _ITEM_BYTES, step=step)
 
 
 def _only_step(
-    case: Case,
+    case: MeasuredCase,
     shape: tuple[int, ...],
     source: tuple[Placement, NdSbp],
     target: tuple[Placement, NdSbp],

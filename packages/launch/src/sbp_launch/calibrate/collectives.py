@@ -19,11 +19,11 @@ import torch
 from sbp_core.boxing.backend import Communicator
 from sbp_core.boxing.router import route
 from sbp_core.boxing.step import Step, StepKind
-from sbp_core.calibration import Sample
+from sbp_core.calibration import Measurement
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp, local_shape
 from sbp_core.units import format_bytes
-from sbp_launch.calibrate.calls import Call, calls_of
+from sbp_launch.calibrate.calls import CalibrationCall, calls_of
 from sbp_launch.calibrate.device import settle
 from sbp_launch.calibrate.job import Job, Progress
 
@@ -131,7 +131,7 @@ class Stopwatch:
         return route(shape, dtype, source, target).steps[0]
 
 
-class Shards:
+class CalibrationShards:
     """The parts that a rank gives: views of one block of memory, which was written to before.
 
     Args:
@@ -154,7 +154,7 @@ class Shards:
         return self._block[: prod(shape)].view(shape)
 
 
-class Measurement:
+class RankMeasurer:
     """The calls of one job, as one rank measures them.
 
     Args:
@@ -168,15 +168,15 @@ class Measurement:
         self, job: Job, watch: Stopwatch, rank: int, tell: Callable[[Progress], None]
     ) -> None:
         self._job, self._watch, self._tell = job, watch, tell
-        self._shards = Shards(rank, torch.device(job.device))
-        self._calls: list[Call] = []
+        self._shards = CalibrationShards(rank, torch.device(job.device))
+        self._calls: list[CalibrationCall] = []
         self._first_s: list[float] = []
         self._times_s: list[list[float]] = []
         self._told_s = self._began = self._round_s = 0.0
         self.rounds = 0
         self.skipped = ""
 
-    def run(self) -> tuple[Sample, ...]:
+    def run(self) -> tuple[Measurement, ...]:
         """Measure; return one sample a call, the same on every rank."""
         self._began = time.monotonic()
         self._warm_up()
@@ -193,7 +193,7 @@ class Measurement:
                 break
         backend = self._job.boxing.name
         return tuple(
-            Sample(
+            Measurement(
                 backend=backend,
                 kind=call.case.kind,
                 group_size=call.case.group_size,

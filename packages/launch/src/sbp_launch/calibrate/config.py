@@ -8,9 +8,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from sbp_core.errors import ConfigError
-from sbp_core.plugins import Registry, merge_settings
+from sbp_core.plugins import PluginRegistry, merge_settings
 from sbp_launch.check import choose, refuse_unknown
-from sbp_launch.config import Choice, Composed
+from sbp_launch.config import Composed, PluginChoice
 
 #: Kinds of steps that are measured, as `sbp_core.calibration.KINDS` lists them.
 KINDS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "transfer")
@@ -130,12 +130,12 @@ class CalibrateRun:
         settings: What to measure.
     """
 
-    boxing: Choice
+    boxing: PluginChoice
     device: str
     settings: CalibrateConfig
 
 
-def check_calibrate(composed: Composed, registry: Registry) -> CalibrateRun:
+def check_calibrate(composed: Composed, registry: PluginRegistry) -> CalibrateRun:
     """Return the calibration that a composed config describes.
 
     Raises:

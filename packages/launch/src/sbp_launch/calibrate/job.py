@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from sbp_core.calibration import Sample
+from sbp_core.calibration import Measurement
 from sbp_core.errors import SbpError
 from sbp_core.serialize import dump, load, parse, read_text
 from sbp_launch.calibrate.config import CalibrateConfig
-from sbp_launch.config import Choice
+from sbp_launch.config import PluginChoice
 
 #: What a line of progress begins with; all others are what the processes have to say.
 _MARK = "sbp-calibrate-progress "
@@ -33,7 +33,7 @@ class Job:
         max_call_bytes: Largest S for which a rank has the memory.
     """
 
-    boxing: Choice
+    boxing: PluginChoice
     device: str
     settings: CalibrateConfig
     max_call_bytes: int
@@ -76,7 +76,7 @@ class Found:
     """
 
     rates: Rates
-    samples: tuple[Sample, ...]
+    samples: tuple[Measurement, ...]
     rounds: int
     skipped: str
     library: str

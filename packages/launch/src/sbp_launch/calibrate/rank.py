@@ -15,7 +15,7 @@ import torch
 
 from sbp_core.boxing.backend import BoxingBackend
 from sbp_core.plugins import discover
-from sbp_launch.calibrate.collectives import Measurement, Stopwatch
+from sbp_launch.calibrate.collectives import RankMeasurer, Stopwatch
 from sbp_launch.calibrate.device import measure_rates
 from sbp_launch.calibrate.job import Found, Job, Progress, Rates
 
@@ -73,12 +73,12 @@ def measure(job: Job, backend: BoxingBackend, rank: int) -> Found:
     watch.meet()
     tell(Progress(what="computing and copying"))
     rates = _slowest(watch, measure_rates(device, watch.meet))
-    measurement = Measurement(job, watch, rank, tell)
+    measurer = RankMeasurer(job, watch, rank, tell)
     return Found(
-        samples=measurement.run(),
+        samples=measurer.run(),
         rates=rates,
-        rounds=measurement.rounds,
-        skipped=measurement.skipped,
+        rounds=measurer.rounds,
+        skipped=measurer.skipped,
         library=torch.__version__,
     )
 

@@ -20,7 +20,7 @@ from sbp_core.boxing.supervision.supervise import Line, supervise
 from sbp_core.calibration import Calibration, HeldOut, cross_validate
 from sbp_core.cluster import Cluster, Device, Link
 from sbp_core.errors import ConfigError
-from sbp_core.plugins import Registry
+from sbp_core.plugins import PluginRegistry
 from sbp_core.units import format_seconds
 from sbp_launch.calibrate.config import CalibrateRun
 from sbp_launch.calibrate.job import Found, Job, Progress
@@ -50,7 +50,7 @@ _NO_LINK = Link(latency_s=2e-5, bytes_per_s=5e9)
 _BESIDE_S = 600.0
 
 
-def calibrate_machine(run: CalibrateRun, registry: Registry) -> None:
+def calibrate_machine(run: CalibrateRun, registry: PluginRegistry) -> None:
     """Measure this machine through a backend, print what was found, and write the cluster file.
 
     Raises:
@@ -115,7 +115,7 @@ def _kept(run: CalibrateRun) -> Mapping[str, Calibration]:
     return {name: of for name, of in old.calibrations.items() if name != run.boxing.name}
 
 
-def measure(run: CalibrateRun, registry: Registry, console: Console) -> Found:
+def measure(run: CalibrateRun, registry: PluginRegistry, console: Console) -> Found:
     """Start the ranks, and return what they found.
 
     Raises:
@@ -135,7 +135,7 @@ def measure(run: CalibrateRun, registry: Registry, console: Console) -> Found:
         job.save(folder)
         command = [sys.executable, "-m", "sbp_launch.calibrate", str(folder)]
         ended = supervise(
-            backend.starts(settings.ranks, command),
+            backend.launch_specs(settings.ranks, command),
             on_line=show.line,
             timeout_s=_BESIDE_S + 3 * settings.time_s,
         )

@@ -8,7 +8,7 @@ from statistics import median
 from rich import box
 from rich.table import Table
 
-from sbp_core.calibration import Calibration, Case, Curve, HeldOut
+from sbp_core.calibration import Calibration, Curve, HeldOut, MeasuredCase
 from sbp_core.cluster import Cluster
 from sbp_core.units import format_bytes, format_seconds
 
@@ -82,7 +82,7 @@ def bandwidth(curve: Curve) -> str:
     return f"{1e-9 / rate:.3g} GB/s" if rate > _NO_COPY_S_PER_BYTE else "-"
 
 
-def _error(case: Case, calibration: Calibration, held_out: Sequence[HeldOut]) -> str:
+def _error(case: MeasuredCase, calibration: Calibration, held_out: Sequence[HeldOut]) -> str:
     errors = [
         entry.error for entry in held_out if entry.way == "size" and entry.sample.case == case
     ]

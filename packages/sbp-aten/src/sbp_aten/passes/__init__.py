@@ -6,25 +6,25 @@ import logging
 from collections.abc import Iterable
 
 from sbp_aten.pass_options import (
-    Along,
-    Casts,
+    CastPlacement,
     ClassSplit,
     MixedPrecision,
     PassOptions,
+    SliceAlong,
     Slicing,
 )
 from sbp_aten.passes.casts import place_casts
 from sbp_aten.passes.class_split import split_classes
 from sbp_aten.passes.constants import fold_constants
 from sbp_aten.passes.deferred_reductions import accumulate_apart, defer_reductions
-from sbp_aten.passes.expose_batch_dim import unbury_batch
+from sbp_aten.passes.expose_batch_dim import expose_batch_dim
 from sbp_aten.passes.identities import drop_identities
 from sbp_aten.passes.losses import sum_losses
 from sbp_aten.passes.mixed_precision import mixed_precision
 from sbp_aten.passes.operator_slicing import slice_operators
 from sbp_aten.passes.pipeline import GraphPass, chosen_passes
 from sbp_aten.passes.simplify import fold_views, share_expressions
-from sbp_aten.passes.step_counters import tie_clocks
+from sbp_aten.passes.step_counters import tie_step_counters
 from sbp_core.errors import GraphError
 from sbp_core.graph.ir import LogicalGraph
 from sbp_core.graph.spec import verify_graph
@@ -32,16 +32,17 @@ from sbp_core.passes.accumulation import accumulate
 from sbp_core.passes.output_aliases import unalias_outputs
 
 __all__ = [
-    "Along",
-    "Casts",
+    "CastPlacement",
     "ClassSplit",
     "GraphPass",
     "MixedPrecision",
     "PassOptions",
+    "SliceAlong",
     "Slicing",
     "accumulate_apart",
     "defer_reductions",
     "drop_identities",
+    "expose_batch_dim",
     "fold_constants",
     "fold_views",
     "mixed_precision",
@@ -51,8 +52,7 @@ __all__ = [
     "slice_operators",
     "split_classes",
     "sum_losses",
-    "tie_clocks",
-    "unbury_batch",
+    "tie_step_counters",
 ]
 
 _LOG = logging.getLogger(__name__)

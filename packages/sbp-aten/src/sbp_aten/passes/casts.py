@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from sbp_aten.pass_options import Casts
+from sbp_aten.pass_options import CastPlacement
 from sbp_aten.passes.identities import WIDER
 from sbp_core.graph.ir import InputKind, LogicalGraph, Node, Phase, Ref, Symbol
 from sbp_core.graph.rewrite import drop_dead, rename_outputs, rename_uses
@@ -25,7 +25,7 @@ _LOOKS = frozenset(
 _WIDE = {"aten.mm.default": "sbp.mm_as.default", "aten.bmm.default": "sbp.bmm_as.default"}
 
 
-def place_casts(graph: LogicalGraph, how: Casts | None = None) -> LogicalGraph:
+def place_casts(graph: LogicalGraph, how: CastPlacement | None = None) -> LogicalGraph:
     """Convert to a narrower dtype right where a value is made, and once for all its users.
 
     before: a = t(w); b = _to_copy(a, bfloat16); y = mm(x, b); z = mm(x, _to_copy(a, bfloat16))
@@ -37,7 +37,7 @@ def place_casts(graph: LogicalGraph, how: Casts | None = None) -> LogicalGraph:
     before: g = mm(dy, x); G = _to_copy(g, float32)
     after:  G = sbp.mm_as(dy, x, float32)
     """
-    how = how or Casts()
+    how = how or CastPlacement()
     placed = _Placing(graph, how.parameters == "once").run()
     return _widen_products(placed) if how.reduce_dtype == "float32" else placed
 

@@ -50,7 +50,7 @@ class _Place(NamedTuple):
         return self.before > 1
 
 
-def unbury_batch(graph: LogicalGraph) -> LogicalGraph:
+def expose_batch_dim(graph: LogicalGraph) -> LogicalGraph:
     """Write products over rows in which the batch is buried with the batch as a dim of its own.
 
     before: a = view(x, [t * b, i]); y = mm(a, w); z = view(y, [t, b, o])

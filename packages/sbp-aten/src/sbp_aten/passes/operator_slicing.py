@@ -27,7 +27,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
-from sbp_aten.pass_options import Along, Slicing
+from sbp_aten.pass_options import SliceAlong, Slicing
 from sbp_core.errors import ConfigError
 from sbp_core.graph.ir import (
     Argument,
@@ -190,7 +190,7 @@ class _Slicer:
     def _slice_use(self, use: _Use) -> None:
         node, factor = use.node, self.graph.tensor(use.node.args[use.position].name)
         if node.op == _EMBEDDING:
-            if self.how.along is not Along.OUTPUT:
+            if self.how.along is not SliceAlong.OUTPUT:
                 raise self._misfit(node, "rows of an embedding are not sliced", "along='output'")
             self._by_outputs(node, 0, -1, -1, use.chain, settled=False)
             return
@@ -198,15 +198,15 @@ class _Slicer:
         is_left = use.position == left
         output, summed = (-2, -1) if is_left else (-1, -2)
         along = self._along(factor.shape[output], factor.shape[summed])
-        if along is Along.OUTPUT or node.op not in _SUMMABLE:
+        if along is SliceAlong.OUTPUT or node.op not in _SUMMABLE:
             self._by_outputs(node, use.position, output, output, use.chain, settled=False)
             return
         self._check(node, factor.shape[summed])
         self._by_addends(use, right if is_left else left, (summed, output))
 
-    def _along(self, output: int, summed: int) -> Along:
+    def _along(self, output: int, summed: int) -> SliceAlong:
         """Return along what to slice: the other way if only that one can be cut equally."""
-        extents = {Along.OUTPUT: output, Along.CONTRACTION: summed}
+        extents = {SliceAlong.OUTPUT: output, SliceAlong.CONTRACTION: summed}
         fit = [along for along, extent in extents.items() if extent % self.how.count == 0]
         return fit[0] if len(fit) == 1 else self.how.along
 

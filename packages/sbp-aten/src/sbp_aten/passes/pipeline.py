@@ -2,7 +2,7 @@
 
 The order, and why it is so:
 
-    tie_clocks          first, while step counters are as the optimizer made them
+    tie_step_counters          first, while step counters are as the optimizer made them
     fold_constants      then what is known, and what comes to nothing, goes
     drop_identities
     fold_views
@@ -14,7 +14,7 @@ The order, and why it is so:
     split_batch_norm
     extra               passes of plugins, on a graph without repetitions, at micro-batch size
     slice_operators     what is sliced has its conversions, and may be made again slice by slice
-    unbury_batch        on products as all the others know them, before any is repeated
+    expose_batch_dim        on products as all the others know them, before any is repeated
     recompute           repeats what must not be shared again: nothing cleans up after it
     defer_reductions    on what is there after all that
     unalias_outputs         always: what leaves as an input is copied, and nobody drops that again
@@ -33,13 +33,13 @@ from sbp_aten.passes.casts import place_casts
 from sbp_aten.passes.class_split import split_classes
 from sbp_aten.passes.constants import fold_constants
 from sbp_aten.passes.deferred_reductions import defer_reductions
-from sbp_aten.passes.expose_batch_dim import unbury_batch
+from sbp_aten.passes.expose_batch_dim import expose_batch_dim
 from sbp_aten.passes.identities import drop_identities
 from sbp_aten.passes.losses import sum_losses
 from sbp_aten.passes.mixed_precision import mixed_precision
 from sbp_aten.passes.operator_slicing import slice_operators
 from sbp_aten.passes.simplify import fold_views, share_expressions
-from sbp_aten.passes.step_counters import tie_clocks
+from sbp_aten.passes.step_counters import tie_step_counters
 from sbp_core.graph.ir import LogicalGraph
 from sbp_core.passes.recomputation import recompute
 
@@ -57,7 +57,7 @@ def chosen_passes(
         extra: Further passes, such as those of plugins; they bear their own names.
     """
     cleaning: dict[str, GraphPass] = {
-        "tie_clocks": tie_clocks,
+        "tie_step_counters": tie_step_counters,
         "fold_constants": fold_constants,
         "drop_identities": drop_identities,
         "fold_views": fold_views,
@@ -77,8 +77,8 @@ def chosen_passes(
     yield from ((_name(apply), apply) for apply in extra)
     if options.slices:
         yield "slice_operators", partial(slice_operators, slices=options.slices)
-    if options.unbury_batch:
-        yield "unbury_batch", unbury_batch
+    if options.expose_batch_dim:
+        yield "expose_batch_dim", expose_batch_dim
     if options.recompute is not None:
         yield "recompute", partial(recompute, how=options.recompute)
     if options.defer_reductions:

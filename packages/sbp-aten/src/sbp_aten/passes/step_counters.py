@@ -1,7 +1,7 @@
 """Move step counters to the host and keep one instead of one a parameter.
 
 `torch.optim` keeps a 0-d `step` tensor beside every parameter. They count the same steps, so one
-host number does: `tie_clocks` finds counters that only count and are only read on the host.
+host number does: `tie_step_counters` finds counters that only count and are only read on the host.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sbp_core.graph.rewrite import rename_outputs, rename_uses
 CLOCK = "clock"
 
 
-def tie_clocks(graph: LogicalGraph) -> LogicalGraph:
+def tie_step_counters(graph: LogicalGraph) -> LogicalGraph:
     """Replace equal counting states by one host scalar `clock`.
 
     States of one key count together; those of further keys have clocks of their own, such as

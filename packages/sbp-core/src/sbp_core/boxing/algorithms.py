@@ -43,7 +43,7 @@ from sbp_core.cluster import Cluster, Link
 _CACHED = 4096
 
 
-class Links(NamedTuple):
+class LinkRates(NamedTuple):
     """The links of a machine, and which are shared; see `Cluster`."""
 
     intra: Link
@@ -52,7 +52,7 @@ class Links(NamedTuple):
     inter_shared: bool
 
     @classmethod
-    def of(cls, cluster: Cluster) -> Links:
+    def of(cls, cluster: Cluster) -> LinkRates:
         """Return the links of a cluster."""
         return cls(
             cluster.intra_node,
@@ -63,7 +63,7 @@ class Links(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class RankGroup:
     """Ranks that do a collective together, as far as its time depends on them.
 
     Args:
@@ -85,7 +85,7 @@ class Group:
         return max(self.nodes) + 1
 
 
-class Way(NamedTuple):
+class Algorithm(NamedTuple):
     """One way to do a collective, and its time in seconds."""
 
     time_s: float
@@ -110,18 +110,18 @@ class _Round:
 
 
 @lru_cache(maxsize=_CACHED)
-def ways(kind: StepKind, group: Group, size: int, links: Links) -> tuple[Way, ...]:
+def ways(kind: StepKind, group: RankGroup, size: int, links: LinkRates) -> tuple[Algorithm, ...]:
     """Return every way to do a collective of `size` bytes (S, see `price`), the fastest first."""
     if group.size < 2:
-        return (Way(0.0, "nothing to do"),)
+        return (Algorithm(0.0, "nothing to do"),)
     found = [
-        Way(sum(_round_time_s(one, group, links) for one in rounds), name)
+        Algorithm(sum(_round_time_s(one, group, links) for one in rounds), name)
         for name, rounds in _rounds(kind, group.size, size)
     ]
     if kind is StepKind.ALL_TO_ALL:
-        found.append(Way(_direct_time_s(group, size, links), "direct"))
+        found.append(Algorithm(_direct_time_s(group, size, links), "direct"))
     elif 1 < group.num_nodes < group.size and len(set(Counter(group.nodes).values())) == 1:
-        found.append(Way(_hierarchical_time_s(kind, group, size, links), "hierarchical"))
+        found.append(Algorithm(_hierarchical_time_s(kind, group, size, links), "hierarchical"))
     return tuple(sorted(found))
 
 
@@ -198,7 +198,7 @@ def _load(nodes: tuple[int, ...], shift: int, flips: int) -> tuple[int, int]:
     return max(inside.values(), default=0), max(outside.values(), default=0)
 
 
-def _round_time_s(one: _Round, group: Group, links: Links) -> float:
+def _round_time_s(one: _Round, group: RankGroup, links: LinkRates) -> float:
     inside, outside = _load(group.nodes, one.shift, one.flips)
     time_s = 0.0
     if inside:
@@ -210,13 +210,13 @@ def _round_time_s(one: _Round, group: Group, links: Links) -> float:
     return one.times * time_s
 
 
-def _shared_s(link: Link, is_shared: bool, size: float, messages: int, group: Group) -> float:
+def _shared_s(link: Link, is_shared: bool, size: float, messages: int, group: RankGroup) -> float:
     """Return the time of one of some equal messages that are under way at once."""
     sharers = messages * group.neighbours if is_shared else 1
     return link.latency_s + sharers * size / link.bytes_per_s
 
 
-def _direct_time_s(group: Group, size: float, links: Links) -> float:
+def _direct_time_s(group: RankGroup, size: float, links: LinkRates) -> float:
     """Return the time if each rank sends each other its part, one after the other.
 
     A rank is busy with its own messages; a shared link with all that use it.
@@ -239,12 +239,12 @@ def _direct_time_s(group: Group, size: float, links: Links) -> float:
     return max(times)
 
 
-def _hierarchical_time_s(kind: StepKind, group: Group, size: int, links: Links) -> float:
+def _hierarchical_time_s(kind: StepKind, group: RankGroup, size: int, links: LinkRates) -> float:
     """Return the time of the best ways inside nodes and between them, one after the other."""
     num_nodes = group.num_nodes
     members = group.size // num_nodes
-    inside = Group(nodes=(0,) * members, neighbours=group.neighbours)
-    between = Group(nodes=tuple(range(num_nodes)), neighbours=members * group.neighbours)
+    inside = RankGroup(nodes=(0,) * members, neighbours=group.neighbours)
+    between = RankGroup(nodes=tuple(range(num_nodes)), neighbours=members * group.neighbours)
     # The ranks of one place in their nodes share one part of S, of which there are `members`.
     part = -(-size // members)
     if kind is not StepKind.ALL_REDUCE:

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from sbp_core.boxing.supervision.launch_spec import Start, one_process
+from sbp_core.boxing.supervision.launch_spec import LaunchSpec, one_process
 
 if TYPE_CHECKING:
     import torch
@@ -90,7 +90,7 @@ class BoxingBackend(ABC):
 
     spans_processes: bool = True
 
-    def starts(self, num_ranks: int, command: Sequence[str]) -> tuple[Start, ...]:
+    def launch_specs(self, num_ranks: int, command: Sequence[str]) -> tuple[LaunchSpec, ...]:
         """Return how to start `command` as the processes of a run on this machine.
 
         Here: one process, which holds all ranks. See `boxing.supervision.supervise`.

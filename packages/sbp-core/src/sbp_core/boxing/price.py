@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from sbp_core.boxing.algorithms import Group, Links, ways
+from sbp_core.boxing.algorithms import LinkRates, RankGroup, ways
 from sbp_core.boxing.routing.layout import Ints, encode
 from sbp_core.boxing.routing.messages import End, messages
 from sbp_core.boxing.routing.sizes import Sizes, positions, shared_places
@@ -86,7 +86,7 @@ def step_time(step: Step, cluster: Cluster) -> StepTime:
         measured = _calibrated(step, calls, calibration)
         if measured is not None:
             return measured
-    links = Links.of(cluster)
+    links = LinkRates.of(cluster)
     slowest = max((ways(step.kind, group, size, links) for group, size in calls))
     best, *others = slowest
     reason = "the only way"
@@ -97,10 +97,10 @@ def step_time(step: Step, cluster: Cluster) -> StepTime:
 
 
 def _calibrated(
-    step: Step, calls: tuple[tuple[Group, int], ...], calibration: Calibration
+    step: Step, calls: tuple[tuple[RankGroup, int], ...], calibration: Calibration
 ) -> StepTime | None:
     """Return what a calibration says of a collective; None if it does not know such calls."""
-    slowest: tuple[float, Group] | None = None
+    slowest: tuple[float, RankGroup] | None = None
     for group, size in calls:
         time_s = calibration.time_s(
             step.kind.value, group.size, group.neighbours, size, num_nodes=group.num_nodes
@@ -124,7 +124,7 @@ def _calibrated(
 
 
 @lru_cache(maxsize=_CACHED)
-def _calls(step: Step, devices_per_node: int) -> tuple[tuple[Group, int], ...]:
+def _calls(step: Step, devices_per_node: int) -> tuple[tuple[RankGroup, int], ...]:
     """Return the distinct (group, S) of a collective; groups of one rank are left out."""
     groups = step.source[0].groups(*step.axes)
     if len(groups[0]) < 2:
@@ -133,11 +133,11 @@ def _calls(step: Step, devices_per_node: int) -> tuple[tuple[Group, int], ...]:
         node for ranks in groups for node in {rank // devices_per_node for rank in ranks}
     )
     sizes = _sizes(step, groups)
-    found: dict[tuple[Group, int], None] = {}
+    found: dict[tuple[RankGroup, int], None] = {}
     for ranks, size in zip(groups, sizes, strict=True):
         at = [rank // devices_per_node for rank in ranks]
         numbers = {node: number for number, node in enumerate(dict.fromkeys(at))}
-        group = Group(
+        group = RankGroup(
             nodes=tuple(numbers[node] for node in at),
             neighbours=max(on_node[node] for node in numbers),
         )
@@ -256,7 +256,7 @@ def _transfer_time(step: Step, cluster: Cluster) -> StepTime:
                 reason=f"{calibration.backend!r} calls: messages of the busiest rank",
                 is_whole_call=True,
             )
-    links = Links.of(cluster)
+    links = LinkRates.of(cluster)
     near, far = links.intra, links.inter
     port_s = max(
         load.near * near.latency_s

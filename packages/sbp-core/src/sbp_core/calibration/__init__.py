@@ -11,7 +11,7 @@ imports no torch.
 from sbp_core.calibration.curve import Curve
 from sbp_core.calibration.held_out import WAYS, FitError, HeldOut
 from sbp_core.calibration.model import Calibration
-from sbp_core.calibration.sample import KINDS, Case, Sample
+from sbp_core.calibration.sample import KINDS, MeasuredCase, Measurement
 from sbp_core.calibration.structure import Structure
 from sbp_core.calibration.validate import calibrate, cross_validate
 
@@ -19,11 +19,11 @@ __all__ = [
     "KINDS",
     "WAYS",
     "Calibration",
-    "Case",
     "Curve",
     "FitError",
     "HeldOut",
-    "Sample",
+    "MeasuredCase",
+    "Measurement",
     "Structure",
     "calibrate",
     "cross_validate",

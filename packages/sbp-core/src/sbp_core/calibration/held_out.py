@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from sbp_core.calibration.sample import Sample
+from sbp_core.calibration.sample import Measurement
 from sbp_core.units import format_bytes, format_seconds
 
 #: Ways to leave samples out; see `validate`.
@@ -27,7 +27,7 @@ class HeldOut:
     """
 
     way: str
-    sample: Sample
+    sample: Measurement
     predicted_s: float
 
     @property

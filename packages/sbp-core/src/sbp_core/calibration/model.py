@@ -9,7 +9,7 @@ from itertools import accumulate
 
 from sbp_core.calibration.curve import Curve, fit_curve, through
 from sbp_core.calibration.held_out import FitError
-from sbp_core.calibration.sample import Case, Sample
+from sbp_core.calibration.sample import MeasuredCase, Measurement
 from sbp_core.calibration.structure import Structure
 from sbp_core.errors import SbpValueError
 
@@ -36,8 +36,8 @@ class Calibration:
 
     backend: str
     # Thousands of numbers: they would drown whatever shows a cluster.
-    samples: tuple[Sample, ...] = field(repr=False)
-    curves: Mapping[Case, Curve] = field(repr=False)
+    samples: tuple[Measurement, ...] = field(repr=False)
+    curves: Mapping[MeasuredCase, Curve] = field(repr=False)
     errors: tuple[FitError, ...] = ()
     #: The structural model of groups within a node (False), and of those on several (True); made
     #: when it is needed, as most plans only need the curves. None without samples of such groups.
@@ -58,14 +58,14 @@ class Calibration:
             )
 
     @classmethod
-    def of(cls, samples: Iterable[Sample]) -> Calibration:
+    def of(cls, samples: Iterable[Measurement]) -> Calibration:
         """Fit the samples of one backend, without `errors`.
 
         Raises:
             SbpValueError: there are none, or they are of several backends.
         """
         given = tuple(samples)
-        by_case: dict[Case, list[Sample]] = defaultdict(list)
+        by_case: dict[MeasuredCase, list[Measurement]] = defaultdict(list)
         for sample in given:
             by_case[sample.case].append(sample)
         curves = {
@@ -89,8 +89,8 @@ class Calibration:
         Args:
             kind: One of `KINDS`.
             group_size: Ranks of one group; below 2 there is nothing to do, which takes 0 s.
-            concurrent_groups: Groups at work at the same time, >= 1; see `Sample`.
-            shared_bytes: S of `Sample`, >= 0.
+            concurrent_groups: Groups at work at the same time, >= 1; see `Measurement`.
+            shared_bytes: S of `Measurement`, >= 0.
             num_nodes: Nodes that one group spans.
 
         Returns:
@@ -117,7 +117,7 @@ class Calibration:
         key = (kind, group_size, concurrent_groups, num_nodes)
         found = self._found.get(key)
         if found is None:
-            case = Case(
+            case = MeasuredCase(
                 kind=kind,
                 group_size=group_size,
                 num_nodes=num_nodes,
@@ -128,7 +128,7 @@ class Calibration:
             self._found[key] = found
         return found
 
-    def _derive(self, case: Case) -> tuple[Curve | None, str | None]:
+    def _derive(self, case: MeasuredCase) -> tuple[Curve | None, str | None]:
         """Return the curve of a case that was not measured, and what it is made of."""
         structure = self._structure(case.num_nodes > 1)
         if structure is None:

@@ -13,7 +13,7 @@ KINDS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "transfer")
 
 
 @dataclass(frozen=True, slots=True, order=True, kw_only=True)
-class Case:
+class MeasuredCase:
     """A kind of call, of any size.
 
     Args:
@@ -53,7 +53,7 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class Measurement:
     """The seconds that one call of a backend took, from all ranks being ready to all being done.
 
     Args:
@@ -96,9 +96,9 @@ class Sample:
             )
 
     @property
-    def case(self) -> Case:
+    def case(self) -> MeasuredCase:
         """What was called, without the size."""
-        return Case(
+        return MeasuredCase(
             kind=self.kind,
             group_size=self.group_size,
             num_nodes=self.num_nodes,

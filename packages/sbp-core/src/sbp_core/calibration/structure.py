@@ -1,6 +1,7 @@
 """The time of any call, also of one that was never measured, from what its algorithm does.
 
-n ranks of a group, g groups at once, S bytes that a group shares (see `Sample`). Each rank sends b
+n ranks of a group, g groups at once, S bytes that a group shares (see `Measurement`). Each rank
+sends b
 bytes, and gets a result of o bytes:
 
     kind             b              o
@@ -40,7 +41,7 @@ from numpy.typing import NDArray
 
 from sbp_core.calibration.curve import segments
 from sbp_core.calibration.nonnegative import solve
-from sbp_core.calibration.sample import Case, Sample
+from sbp_core.calibration.sample import MeasuredCase, Measurement
 
 #: Where the rate of moving may change, in bytes.
 _KNOTS_BYTES = (0, 2**12, 2**16, 2**20, 2**23)
@@ -72,7 +73,7 @@ def volumes(kind: str, n: int, S: float) -> tuple[float, float]:  # noqa: N803
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
+class AlgorithmFamily:
     """What calls of one family, the collectives or the transfers, take.
 
     Args:
@@ -88,7 +89,7 @@ class Family:
     own: Mapping[str, Sequence[tuple[float, float]]]
 
     @classmethod
-    def fit(cls, samples: Sequence[Sample]) -> Family:
+    def fit(cls, samples: Sequence[Measurement]) -> AlgorithmFamily:
         """Find what explains these samples, of which there is at least one."""
         first, *others = _FRESH_BYTES
         tried = [_fit(samples, by_sent, first) for by_sent in (True, False)]
@@ -107,7 +108,7 @@ class Family:
         }
         return replace(family, own=own)
 
-    def time_s(self, case: Case, shared_bytes: float) -> float:
+    def time_s(self, case: MeasuredCase, shared_bytes: float) -> float:
         """Return the time of a call, in seconds."""
         columns = _columns(case, shared_bytes, self.by_sent, self.fresh_bytes)
         time_s = float(columns @ np.asarray(self.rates))
@@ -116,7 +117,7 @@ class Family:
             time_s *= exp(float(np.interp(log(self._size(case, shared_bytes)), sizes, ratios)))
         return time_s
 
-    def _size(self, case: Case, shared_bytes: float) -> float:
+    def _size(self, case: MeasuredCase, shared_bytes: float) -> float:
         """Return x, at least one byte."""
         return max(1.0, _size(case, shared_bytes, self.by_sent))
 
@@ -124,13 +125,13 @@ class Family:
 class Structure:
     """What any call takes on a transport, made of samples, of which there is at least one."""
 
-    def __init__(self, samples: Sequence[Sample]) -> None:
-        families: dict[bool, list[Sample]] = defaultdict(list)
+    def __init__(self, samples: Sequence[Measurement]) -> None:
+        families: dict[bool, list[Measurement]] = defaultdict(list)
         for sample in samples:
             families[sample.kind == "transfer"].append(sample)
-        self._families = {messages: Family.fit(of) for messages, of in families.items()}
+        self._families = {messages: AlgorithmFamily.fit(of) for messages, of in families.items()}
 
-    def time_s(self, case: Case, shared_bytes: float) -> float:
+    def time_s(self, case: MeasuredCase, shared_bytes: float) -> float:
         """Return the time of a call, in seconds."""
         messages = case.kind == "transfer"
         # Better a guess from the other family than none.
@@ -142,12 +143,12 @@ class Structure:
         return any(kind in family.own for family in self._families.values())
 
 
-def _size(case: Case, shared_bytes: float, by_sent: bool) -> float:
+def _size(case: MeasuredCase, shared_bytes: float, by_sent: bool) -> float:
     return volumes(case.kind, case.group_size, shared_bytes)[0] if by_sent else shared_bytes
 
 
 def _columns(
-    case: Case, shared_bytes: float, by_sent: bool, fresh_bytes: int
+    case: MeasuredCase, shared_bytes: float, by_sent: bool, fresh_bytes: int
 ) -> NDArray[np.float64]:
     """Return how often each rate counts in a call: (rates,), float64."""
     n = case.group_size
@@ -158,7 +159,9 @@ def _columns(
     return np.concatenate([alone, alone * n * case.concurrent_groups])
 
 
-def _fit(samples: Sequence[Sample], by_sent: bool, fresh_bytes: int) -> tuple[float, Family]:
+def _fit(
+    samples: Sequence[Measurement], by_sent: bool, fresh_bytes: int
+) -> tuple[float, AlgorithmFamily]:
     """Return how badly the best rates explain the samples, and these rates."""
     times = np.array([sample.time_s for sample in samples])
     rows = [_columns(of.case, of.shared_bytes, by_sent, fresh_bytes) for of in samples]
@@ -173,5 +176,7 @@ def _fit(samples: Sequence[Sample], by_sent: bool, fresh_bytes: int) -> tuple[fl
         # With these weights, a relative error counts as much as that of its logarithm.
         errors = np.expm1(logs)
         weights = np.where(np.abs(errors) < 1e-6, 1.0, logs / errors)
-    family = Family(by_sent=by_sent, fresh_bytes=fresh_bytes, rates=tuple(rates.tolist()), own={})
+    family = AlgorithmFamily(
+        by_sent=by_sent, fresh_bytes=fresh_bytes, rates=tuple(rates.tolist()), own={}
+    )
     return float(np.square(logs).mean()), family

@@ -16,11 +16,11 @@ from dataclasses import replace
 
 from sbp_core.calibration.held_out import WAYS, FitError, HeldOut
 from sbp_core.calibration.model import Calibration
-from sbp_core.calibration.sample import Sample
+from sbp_core.calibration.sample import Measurement
 from sbp_core.errors import SbpValueError
 
 
-def calibrate(samples: Iterable[Sample]) -> Calibration:
+def calibrate(samples: Iterable[Measurement]) -> Calibration:
     """Fit the samples of one backend, and find out how far the fit can be trusted.
 
     Raises:
@@ -31,7 +31,7 @@ def calibrate(samples: Iterable[Sample]) -> Calibration:
 
 
 def cross_validate(
-    samples: Iterable[Sample], ways: Sequence[str] = WAYS
+    samples: Iterable[Measurement], ways: Sequence[str] = WAYS
 ) -> tuple[tuple[FitError, ...], tuple[HeldOut, ...]]:
     """Return the errors of each way that the samples allow, and every prediction behind them.
 
@@ -55,7 +55,7 @@ def cross_validate(
     return tuple(errors), tuple(everything)
 
 
-def _folds(samples: Sequence[Sample], way: str) -> Iterator[tuple[Sample, ...]]:
+def _folds(samples: Sequence[Measurement], way: str) -> Iterator[tuple[Measurement, ...]]:
     """Yield the samples to leave out together."""
     if way == "collective":
         for kind in dict.fromkeys(sample.kind for sample in samples if sample.kind != "transfer"):
@@ -77,7 +77,9 @@ def _folds(samples: Sequence[Sample], way: str) -> Iterator[tuple[Sample, ...]]:
         )
 
 
-def _predict(samples: Sequence[Sample], left: tuple[Sample, ...], way: str) -> Iterator[HeldOut]:
+def _predict(
+    samples: Sequence[Measurement], left: tuple[Measurement, ...], way: str
+) -> Iterator[HeldOut]:
     out = set(map(id, left))
     kept = [sample for sample in samples if id(sample) not in out]
     if not kept:

@@ -1,7 +1,7 @@
 """Compile: graph and strategy -> `PhysicalPlan`.
 
 In order: `lower` (with `legal`, `items`, `levels`), `buckets`, `segments` (with `cuts`, `program`,
-`instructions`, `registers`), `order`, `take_over`.
+`instructions`, `registers`), `order`, `donate_states`.
 
 before: a graph of ops on logical tensors, and a signature for each
 after:  for each rank, actors with registers, quotas, threads and a fixed firing order
@@ -10,7 +10,7 @@ after:  for each rank, actors with registers, quotas, threads and a fixed firing
 from __future__ import annotations
 
 from sbp_core.compile.buckets import bucket
-from sbp_core.compile.donation import take_over
+from sbp_core.compile.donation import donate_states
 from sbp_core.compile.lower import lower
 from sbp_core.compile.order import order_firings
 from sbp_core.compile.physical import PhysicalPlan
@@ -35,4 +35,4 @@ def compile_plan(
     options = options or CompileOptions()
     lowered = bucket(graph, lower(graph, strategy), options.bucket_bytes, options.cluster)
     plan = order_firings(form_plan(graph, strategy, lowered, options))
-    return take_over(plan) if options.in_place_states else plan
+    return donate_states(plan) if options.in_place_states else plan

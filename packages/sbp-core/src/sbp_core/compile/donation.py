@@ -28,7 +28,7 @@ from sbp_core.graph.ir import Rate, Ref, refs
 from sbp_core.signatures.views import is_view
 
 
-def take_over(plan: PhysicalPlan) -> PhysicalPlan:
+def donate_states(plan: PhysicalPlan) -> PhysicalPlan:
     """Return the plan with `in_place` set on every actor that may overwrite states.
 
     A state is overwritten after the firing that makes its new value, once a step, if on that rank

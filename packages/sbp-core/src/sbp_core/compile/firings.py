@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
 
 from sbp_core.compile.physical import PhysicalPlan
-from sbp_core.compile.token_game import Place, TokenGame
+from sbp_core.compile.token_game import ActorId, TokenGame
 
 ThreadId = tuple[int, str]
 
@@ -33,7 +33,7 @@ class Firings:
         self._done = dict.fromkeys(self._orders, 0)
 
     def run(
-        self, fire: Callable[[Place], None], lasts: Callable[[Place], int] = lambda place: 0
+        self, fire: Callable[[ActorId], None], lasts: Callable[[ActorId], int] = lambda place: 0
     ) -> bool:
         """Fire what can be, as ranks that work at once do, until nothing can.
 
@@ -46,7 +46,7 @@ class Firings:
         Returns:
             Whether all threads came to their end.
         """
-        begun: list[tuple[int, Place]] = []
+        begun: list[tuple[int, ActorId]] = []
         busy: set[ThreadId] = set()
         now, free = 0, list(self._orders)
         while True:
@@ -64,16 +64,16 @@ class Firings:
             changed = {near for partner in partners for near in self.game.neighbours(partner)}
             free = sorted(set(map(self.thread, changed)))
 
-    def head(self, thread: ThreadId) -> Place | None:
+    def head(self, thread: ThreadId) -> ActorId | None:
         """Return what a thread fires next; None at the end of the step."""
         done, order = self._done[thread], self._orders[thread]
         return (thread[0], order[done][0]) if done < len(order) else None
 
-    def thread(self, place: Place) -> ThreadId:
+    def thread(self, place: ActorId) -> ThreadId:
         """Return the thread that fires a place."""
         return place[0], self.game.actor(place).thread
 
-    def advance(self, place: Place) -> None:
+    def advance(self, place: ActorId) -> None:
         """Note that a place has fired."""
         self._done[self.thread(place)] += 1
 
@@ -81,7 +81,7 @@ class Firings:
         """Yield the threads that are not at their end."""
         return (thread for thread in self._orders if self.head(thread) is not None)
 
-    def _can_fire(self, place: Place) -> bool:
+    def _can_fire(self, place: ActorId) -> bool:
         return all(
             self.head(self.thread(partner)) == partner and self.game.is_ready(partner)
             for partner in self.game.partners(place)

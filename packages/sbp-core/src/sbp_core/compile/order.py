@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from sbp_core.compile.firings import ThreadId
 from sbp_core.compile.physical import ActorKind, PhysicalPlan
-from sbp_core.compile.token_game import Place, TokenGame
+from sbp_core.compile.token_game import ActorId, TokenGame
 from sbp_core.errors import PlanError
 from sbp_core.graph.ir import PHASE_ORDER
 
@@ -37,10 +37,10 @@ class _Scheduler:
         self.game = TokenGame(plan)
         self.now = 0.0
         self.free: set[ThreadId] = set()
-        self.pending: dict[ThreadId, set[Place]] = defaultdict(set)
+        self.pending: dict[ThreadId, set[ActorId]] = defaultdict(set)
         #: What may start as far as its own data and credits go; only a start takes that away.
-        self.ready: dict[ThreadId, set[Place]] = defaultdict(set)
-        self.rank_of: dict[Place, tuple[int, int]] = {}
+        self.ready: dict[ThreadId, set[ActorId]] = defaultdict(set)
+        self.rank_of: dict[ActorId, tuple[int, int]] = {}
         self.orders: dict[ThreadId, list[tuple[str, int]]] = defaultdict(list)
         for part in plan.ranks:
             for index, actor in enumerate(part.actors):
@@ -51,7 +51,7 @@ class _Scheduler:
         self.free.update(self.pending)
         for places in self.pending.values():
             self._look_at(places)
-        self.running: list[tuple[float, int, tuple[Place, ...]]] = []
+        self.running: list[tuple[float, int, tuple[ActorId, ...]]] = []
         self.sequence = 0
 
     def run(self) -> PhysicalPlan:
@@ -82,7 +82,7 @@ class _Scheduler:
             ),
         )
 
-    def _priority(self, place: Place) -> tuple[int, int, int]:
+    def _priority(self, place: ActorId) -> tuple[int, int, int]:
         phase, index = self.rank_of[place]
         return phase, self.game.started[place], index
 
@@ -98,16 +98,16 @@ class _Scheduler:
                     self._start(partners, threads)
                     break
 
-    def _look_at(self, places: Iterable[Place]) -> None:
+    def _look_at(self, places: Iterable[ActorId]) -> None:
         """Note which of some places have become ready."""
         for place in places:
             if self.game.is_ready(place):
                 self.ready[self._thread(place)].add(place)
 
-    def _thread(self, place: Place) -> ThreadId:
+    def _thread(self, place: ActorId) -> ThreadId:
         return place[0], self.game.actor(place).thread
 
-    def _start(self, partners: tuple[Place, ...], threads: list[ThreadId]) -> None:
+    def _start(self, partners: tuple[ActorId, ...], threads: list[ThreadId]) -> None:
         for place, thread in zip(partners, threads, strict=True):
             index = self.game.start(place)
             self.ready[thread].discard(place)
@@ -119,7 +119,7 @@ class _Scheduler:
         end = self.now + max(self.game.actor(place).weight_s for place in partners)
         heapq.heappush(self.running, (end, self.sequence, partners))
 
-    def _finish(self, places: tuple[Place, ...]) -> None:
+    def _finish(self, places: tuple[ActorId, ...]) -> None:
         for place in places:
             self.game.finish(place)
             self.free.add(self._thread(place))

@@ -134,7 +134,7 @@ class Register:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
+class Channel:
     """A register between ranks: what a send has put out and the receiver has not yet taken."""
 
     name: str
@@ -215,7 +215,7 @@ class PhysicalPlan:
     ties: Mapping[str, tuple[str, ...]]
     stages: tuple[Placement, ...]
     steps: tuple[Step, ...]
-    links: tuple[Link, ...]
+    links: tuple[Channel, ...]
     ranks: tuple[RankPlan, ...]
 
     @cached_property

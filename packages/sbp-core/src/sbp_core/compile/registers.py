@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from sbp_core.compile.levels import is_gathered_on_use
-from sbp_core.compile.physical import Actor, ActorKind, Link, RankPlan, Register
+from sbp_core.compile.physical import Actor, ActorKind, Channel, RankPlan, Register
 from sbp_core.compile.program import Program
 from sbp_core.graph.ir import Phase, Rate
 
@@ -147,7 +147,7 @@ def _segments_behind(actor: Actor, users: Mapping[str, Sequence[Actor]]) -> Iter
                 yield from _segments_behind(user, users)
 
 
-def links(program: Program, ranks: Sequence[RankPlan]) -> Iterable[Link]:
+def links(program: Program, ranks: Sequence[RankPlan]) -> Iterable[Channel]:
     """Yield the links between senders and receivers of all transfers."""
     for part in ranks:
         for actor in part.actors:
@@ -155,7 +155,7 @@ def links(program: Program, ranks: Sequence[RankPlan]) -> Iterable[Link]:
                 continue
             receive = actor.name.replace("send ", "receive ", 1)
             for rank in program.steps[actor.step].target[0].rank_list:
-                yield Link(
+                yield Channel(
                     name=f"{actor.name} {part.rank}>{rank}",
                     sender=(part.rank, actor.name),
                     receiver=(rank, receive),

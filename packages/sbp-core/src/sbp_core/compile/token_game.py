@@ -11,10 +11,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from sbp_core.compile.physical import Actor, ActorKind, Link, PhysicalPlan, Register
+from sbp_core.compile.physical import Actor, ActorKind, Channel, PhysicalPlan, Register
 from sbp_core.graph.ir import Rate
 
-Place = tuple[int, str]
+ActorId = tuple[int, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Wait:
     """Why an actor cannot fire: what it lacks, and the actor that would provide it."""
 
     reason: str
-    on: Place
+    on: ActorId
 
 
 class TokenGame:
@@ -30,23 +30,23 @@ class TokenGame:
 
     def __init__(self, plan: PhysicalPlan) -> None:
         self.plan = plan
-        self.started: dict[Place, int] = defaultdict(int)
-        self.finished: dict[Place, int] = defaultdict(int)
-        self.sends: dict[Place, list[Link]] = defaultdict(list)
-        self.receives: dict[Place, list[Link]] = defaultdict(list)
+        self.started: dict[ActorId, int] = defaultdict(int)
+        self.finished: dict[ActorId, int] = defaultdict(int)
+        self.sends: dict[ActorId, list[Channel]] = defaultdict(list)
+        self.receives: dict[ActorId, list[Channel]] = defaultdict(list)
         for link in plan.links:
             self.sends[link.sender].append(link)
             self.receives[link.receiver].append(link)
 
-    def actor(self, place: Place) -> Actor:
+    def actor(self, place: ActorId) -> Actor:
         """Return the actor at (rank, name)."""
         return self.plan.by_rank[place[0]].by_name[place[1]]
 
-    def total(self, place: Place) -> int:
+    def total(self, place: ActorId) -> int:
         """Return how often an actor fires in a step."""
         return self.actor(place).num_firings(self.plan.num_micro_batches)
 
-    def is_done(self, place: Place) -> bool:
+    def is_done(self, place: ActorId) -> bool:
         """Whether an actor has started all its firings of the step."""
         return self.started[place] >= self.total(place)
 
@@ -73,7 +73,7 @@ class TokenGame:
         read = min(self.finished[(rank, name)] for name in register.consumers)
         return self.filled(rank, register) - read
 
-    def waits(self, place: Place) -> Iterator[Wait]:
+    def waits(self, place: ActorId) -> Iterator[Wait]:
         """Yield what keeps an actor from starting its next firing; nothing if it may start."""
         rank, name = place
         part = self.plan.by_rank[rank]
@@ -98,27 +98,27 @@ class TokenGame:
                 reason = f"waits for credit of link {link.name} ({link.quota})"
                 yield Wait(reason, link.receiver)
 
-    def _fills(self, place: Place, register: Register) -> bool:
+    def _fills(self, place: ActorId, register: Register) -> bool:
         """Whether the next firing fills a register: sums are filled by the last one only."""
         if register.rate is Rate.MICRO or self.actor(place).rate is Rate.STEP:
             return True
         return self.started[place] == self.plan.num_micro_batches - 1
 
-    def is_ready(self, place: Place) -> bool:
+    def is_ready(self, place: ActorId) -> bool:
         """Whether an actor has all data and credits for its next firing."""
         return not self.is_done(place) and next(self.waits(place), None) is None
 
-    def start(self, place: Place) -> int:
+    def start(self, place: ActorId) -> int:
         """Take the credits of a firing and return its index."""
         index = self.started[place]
         self.started[place] += 1
         return index
 
-    def finish(self, place: Place) -> None:
+    def finish(self, place: ActorId) -> None:
         """Fill the outputs of a firing and give its inputs' credits back."""
         self.finished[place] += 1
 
-    def neighbours(self, place: Place) -> set[Place]:
+    def neighbours(self, place: ActorId) -> set[ActorId]:
         """Return the places that a finished firing may have made ready, itself among them."""
         rank, name = place
         part = self.plan.by_rank[rank]
@@ -129,7 +129,7 @@ class TokenGame:
         found.update(link.sender for link in self.receives[place])
         return found
 
-    def partners(self, place: Place) -> tuple[Place, ...]:
+    def partners(self, place: ActorId) -> tuple[ActorId, ...]:
         """Return the places that fire together: the group of a collective, else the place alone."""
         actor = self.actor(place)
         if actor.kind is not ActorKind.COLLECTIVE:

@@ -163,7 +163,7 @@ class GraphInput:
         kind: What it is.
         of: For an optimizer state, the parameter it belongs to; else empty.
         stands_for: States that this one replaces because they are always equal (see
-            `passes.tie_clocks`).
+            `passes.tie_step_counters`).
     """
 
     name: str

@@ -37,7 +37,7 @@ from sbp_core.graph.ir import InputKind, Node, Rate, TensorType
 from sbp_core.infer.minsum import Factor, Table, minimise
 from sbp_core.infer.pins import Pin, Pins
 from sbp_core.infer.prices import AxisPrices
-from sbp_core.infer.work import Decision, OptionTable, Work, shard_shape, smaller, whole
+from sbp_core.infer.work import Decision, OptionTable, StepWork, shard_shape, smaller, whole
 from sbp_core.sbp import B, Broadcast, Partial, Sbp, Split
 from sbp_core.signatures.signature import Signature1d
 
@@ -82,7 +82,7 @@ class _End:
 class AxisProblem:
     """The problem of one mesh axis, given what is decided on the axes before."""
 
-    def __init__(self, work: Work, decision: Decision, axis: int, pins: Pins) -> None:
+    def __init__(self, work: StepWork, decision: Decision, axis: int, pins: Pins) -> None:
         self.work, self.decision, self.axis, self.pins = work, decision, axis, pins
         self.use = {value: pin for (value, at), pin in pins.use.items() if at == axis}
         self.prices = AxisPrices(work.placements, axis, work.cluster)
@@ -384,7 +384,7 @@ class AxisProblem:
         return found
 
 
-def decide_axis(work: Work, decision: Decision, axis: int, pins: Pins) -> bool:
+def decide_axis(work: StepWork, decision: Decision, axis: int, pins: Pins) -> bool:
     """Decide one mesh axis; return whether the choice is proved to be the best on that axis.
 
     On an axis of one rank all SBPs are the same thing; it is written as B.

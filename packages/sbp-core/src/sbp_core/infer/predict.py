@@ -41,7 +41,7 @@ from sbp_core.signatures.derive import work_flop
 from sbp_core.strategy import Strategy
 
 #: A place and an nd-SBP there: (stage, nd-SBP).
-Lie = tuple[int, NdSbp]
+StagedSbp = tuple[int, NdSbp]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +56,8 @@ class Conversion:
     """
 
     value: str
-    source: Lie
-    target: Lie
+    source: StagedSbp
+    target: StagedSbp
     rate: Rate
     users: tuple[Node, ...]
 
@@ -93,7 +93,7 @@ class StagePrediction:
         return once + self.working_bytes + in_flight * self.activations_bytes
 
 
-def source_of(graph: LogicalGraph, strategy: Strategy, value: str) -> Lie:
+def source_of(graph: LogicalGraph, strategy: Strategy, value: str) -> StagedSbp:
     """Return where a value is made or stored, and as what."""
     node = graph.producers.get(value)
     if node is None:
@@ -115,7 +115,7 @@ def conversions(graph: LogicalGraph, strategy: Strategy) -> Iterator[Conversion]
         if not graph.is_tensor(value):
             continue
         source = source_of(graph, strategy, value)
-        targets: dict[Lie, list[Node]] = {}
+        targets: dict[StagedSbp, list[Node]] = {}
         for user in graph.users[value]:
             if user.is_host:
                 continue

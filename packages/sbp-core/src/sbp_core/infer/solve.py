@@ -18,7 +18,7 @@ from sbp_core.infer.axis import decide_axis
 from sbp_core.infer.pins import PinValue, resolve_pins
 from sbp_core.infer.predict import predict
 from sbp_core.infer.stages import StagePatterns, assign_stages
-from sbp_core.infer.work import Decision, Work
+from sbp_core.infer.work import Decision, StepWork
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp
 from sbp_core.signatures.axes import clash
@@ -67,7 +67,7 @@ def infer_strategy(
     _check_placements(placements)
     progress = request.progress or (lambda what, fraction: None)
     progress("assigning stages", 0.0)
-    work = Work(
+    work = StepWork(
         graph=graph,
         placements=placements,
         stages=assign_stages(graph, len(placements), stage_patterns),
@@ -115,7 +115,7 @@ def _check_placements(placements: Sequence[Placement]) -> None:
             )
 
 
-def _check_legal(work: Work, decision: Decision) -> None:
+def _check_legal(work: StepWork, decision: Decision) -> None:
     for node in work.nodes:
         reason = clash(decision.nodes[node.name], work.mesh_shape)
         if reason:
@@ -125,7 +125,7 @@ def _check_legal(work: Work, decision: Decision) -> None:
 
 
 def _strategy(
-    work: Work,
+    work: StepWork,
     decision: Decision,
     planner: str,
     in_flight: tuple[int, ...],

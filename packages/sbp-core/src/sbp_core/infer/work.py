@@ -34,7 +34,7 @@ from sbp_core.strategy import Signature
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class StepWork:
     """One step on given stages.
 
     Args:
@@ -168,7 +168,7 @@ class Options:
 class OptionTable:
     """Finds the options of each node on one mesh axis; equal calls share them."""
 
-    def __init__(self, work: Work, axis: int) -> None:
+    def __init__(self, work: StepWork, axis: int) -> None:
         self._work = work
         self._mesh_shape = work.mesh_shape[: axis + 1]
         self._found: dict[tuple[str, tuple[Signature1d, ...]], Options] = {}

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sbp_core.memory.kinds import Kind
-from sbp_core.memory.storage_view import Placed, Strided
+from sbp_core.memory.storage_view import StorageView, Strided
 
 
 @dataclass(slots=True)
@@ -55,28 +55,28 @@ class Ledger:
         *,
         kind: Kind | None = None,
         module: str = "",
-    ) -> Placed:
+    ) -> StorageView:
         """Make a storage, held by nobody yet, and return the tensor that lies in it."""
         self.buffers.append(Buffer(name, module, size_bytes, self.now, kind or Kind.TEMPORARIES))
         self._holders.append(0)
         self._settled.append(kind is not None)
-        return Placed(lies, len(self.buffers) - 1, size_bytes)
+        return StorageView(lies, len(self.buffers) - 1, size_bytes)
 
     def name(self, key: str, value: object) -> None:
         """Note what a storage is for, if a key that lies in it says so."""
         kind = self.kinds.get(key)
-        if kind is not None and isinstance(value, Placed) and not self._settled[value.storage]:
+        if kind is not None and isinstance(value, StorageView) and not self._settled[value.storage]:
             self.buffers[value.storage].kind = kind
             self._settled[value.storage] = True
 
     def hold(self, value: object) -> None:
         """Note one more holder."""
-        if isinstance(value, Placed):
+        if isinstance(value, StorageView):
             self._holders[value.storage] += 1
 
     def drop(self, value: object) -> None:
         """Note one holder less; the last one ends the storage."""
-        if isinstance(value, Placed):
+        if isinstance(value, StorageView):
             self._holders[value.storage] -= 1
             if not self._holders[value.storage]:
                 self.buffers[value.storage].end = self.now
@@ -90,5 +90,5 @@ class Ledger:
 
     def crosses(self, value: object) -> None:
         """Note that a value goes from one firing to another."""
-        if isinstance(value, Placed) and not self._settled[value.storage]:
+        if isinstance(value, StorageView) and not self._settled[value.storage]:
             self.buffers[value.storage].kind = Kind.ACTIVATIONS

@@ -29,7 +29,7 @@ from sbp_core.boxing.step import Step, StepKind
 from sbp_core.compile.firings import Firings
 from sbp_core.compile.liveness import dying_keys, keys_in, keys_out
 from sbp_core.compile.physical import Actor, ActorKind, Instruction, PhysicalPlan, RankPlan
-from sbp_core.compile.token_game import Place, TokenGame
+from sbp_core.compile.token_game import ActorId, TokenGame
 from sbp_core.errors import PlanError
 from sbp_core.graph.ir import InputKind, Ref
 from sbp_core.memory.kinds import (
@@ -39,9 +39,9 @@ from sbp_core.memory.kinds import (
     module_of_slot,
 )
 from sbp_core.memory.ledger import Buffer, Ledger
-from sbp_core.memory.storage_view import Made, Number, Placed, Strided, contiguous
+from sbp_core.memory.storage_view import Number, ResultLayout, StorageView, Strided, contiguous
 
-Value = Placed | Number
+Value = StorageView | Number
 Values = dict[str, Value]
 
 
@@ -50,7 +50,7 @@ class CallLayouts(Protocol):
 
     def call(
         self, entry: Instruction, rank: int, read: Callable[[str], Value]
-    ) -> tuple[Made | Number, ...]:
+    ) -> tuple[ResultLayout | Number, ...]:
         """Return how each output lies."""
 
 
@@ -151,21 +151,21 @@ class _Replay:
         self,
         plan: PhysicalPlan,
         layouts: CallLayouts,
-        state_lies: Mapping[tuple[int, str], Placed],
+        state_lies: Mapping[tuple[int, str], StorageView],
     ) -> None:
         self.plan, self.layouts = plan, layouts
         self.game = TokenGame(plan)
         self.queues: dict[tuple[int, str, str], deque[_Filling]] = defaultdict(deque)
         self.letters: dict[str, deque[_Letter]] = defaultdict(deque)
-        self.dying: dict[Place, tuple[tuple[str, ...], ...]] = {}
+        self.dying: dict[ActorId, tuple[tuple[str, ...], ...]] = {}
         self.ranks = {part.rank: self._rank(part, state_lies) for part in plan.ranks}
         self.firings = Firings(plan, self.game)
 
-    def _rank(self, part: RankPlan, state_lies: Mapping[tuple[int, str], Placed]) -> _Rank:
+    def _rank(self, part: RankPlan, state_lies: Mapping[tuple[int, str], StorageView]) -> _Rank:
         """Return a rank as it begins a step: states, parts of the batch, scalars."""
         ledger = Ledger(kinds_of_keys(self.plan, part))
         rank = _Rank(part, ledger, fed=[{} for _ in range(self.plan.num_micro_batches)])
-        shared: dict[int, Placed] = {}
+        shared: dict[int, StorageView] = {}
         for slot in part.slots:
             kind = InputKind(slot.kind)
             homes = [rank.states] if kind.is_state else rank.fed
@@ -174,7 +174,9 @@ class _Replay:
                     home[slot.name] = 1 if slot.dtype.startswith(("int", "bool")) else 1.0
                     continue
                 lies = contiguous(slot.local_shape, slot.dtype)
-                moved = state_lies.get((part.rank, slot.name), Placed(lies, -1, lies.size_bytes))
+                moved = state_lies.get(
+                    (part.rank, slot.name), StorageView(lies, -1, lies.size_bytes)
+                )
                 if moved.storage in shared:
                     home[slot.name] = replace(shared[moved.storage], lies=moved.lies)
                 else:
@@ -203,11 +205,11 @@ class _Replay:
         for rank in self.ranks.values():
             rank.ledger.finish()
 
-    def _lasts(self, place: Place) -> int:
+    def _lasts(self, place: ActorId) -> int:
         """Return for how many instructions a firing keeps its thread."""
         return 1 + len(self.game.actor(place).instructions)
 
-    def _fire(self, place: Place) -> None:
+    def _fire(self, place: ActorId) -> None:
         for partner in self.game.partners(place):
             rank, actor = self.ranks[partner[0]], self.game.actor(partner)
             index = self.game.start(partner)
@@ -227,7 +229,7 @@ class _Replay:
             for name, rank in self.ranks.items()
         }
 
-    def moved_states(self) -> dict[tuple[int, str], Placed]:
+    def moved_states(self) -> dict[tuple[int, str], StorageView]:
         """Return the new states that lie otherwise than the old ones: how, and in which storage.
 
         Several may lie in one, such as parameters that were gathered together.
@@ -236,8 +238,8 @@ class _Replay:
             (name, state): value
             for name, rank in self.ranks.items()
             for state, value in rank.writes.items()
-            if isinstance(value, Placed)
-            and isinstance(old := rank.states[state], Placed)
+            if isinstance(value, StorageView)
+            and isinstance(old := rank.states[state], StorageView)
             and (value.lies, value.storage_bytes) != (old.lies, old.storage_bytes)
         }
 
@@ -300,7 +302,9 @@ class _Replay:
         if actor.kind is ActorKind.ACCUMULATE:
             return self._accumulate(rank, actor, index, taken)
         rank.tick(actor, index, actor.name)
-        assert all(isinstance(value, Placed) for value in taken.values()), "boxing moves tensors"
+        assert all(isinstance(value, StorageView) for value in taken.values()), (
+            "boxing moves tensors"
+        )
         made: Values = {}
         if actor.kind is ActorKind.SEND:
             self._send(rank, actor, taken)
@@ -341,16 +345,16 @@ class _Replay:
         """Return the results of an instruction, in storages of its arguments or new ones."""
         found = self.layouts.call(entry, rank.part.rank, values.__getitem__)
         given = keys_in(entry)
-        fresh: dict[int, Placed] = {}
+        fresh: dict[int, StorageView] = {}
         results: list[Value] = []
         for made in found:
-            if not isinstance(made, Made):
+            if not isinstance(made, ResultLayout):
                 results.append(made)
                 continue
             if made.source >= 0:
                 source = values[given[made.source]]
-                assert isinstance(source, Placed), "a view looks at a tensor"
-                results.append(Placed(made.lies, source.storage, source.storage_bytes))
+                assert isinstance(source, StorageView), "a view looks at a tensor"
+                results.append(StorageView(made.lies, source.storage, source.storage_bytes))
                 continue
             if made.fresh not in fresh:
                 fresh[made.fresh] = rank.ledger.new(
@@ -359,7 +363,7 @@ class _Replay:
                     made.storage_bytes,
                     module=module_of_node(entry.node),
                 )
-            results.append(Placed(made.lies, fresh[made.fresh].storage, made.storage_bytes))
+            results.append(StorageView(made.lies, fresh[made.fresh].storage, made.storage_bytes))
         return dict(zip(entry.outputs, results, strict=True))
 
     def _accumulate(self, rank: _Rank, actor: Actor, index: int, taken: Values) -> Values:
@@ -405,7 +409,7 @@ class _Replay:
         for link in links:
             self.letters[link.name].append(letter)
 
-    def _receive(self, actor: Actor, place: Place) -> list[tuple[_Rank, _Letter]]:
+    def _receive(self, actor: Actor, place: ActorId) -> list[tuple[_Rank, _Letter]]:
         """Take the letters of all senders out; of a collective there are none."""
         if actor.kind is not ActorKind.RECEIVE:
             return []
@@ -421,7 +425,7 @@ class _Replay:
         bounds = bounds_of(step.shape, *step.target)[rank.part.rank]
         shape = tuple(stop - start for start, stop in bounds)
         lies = contiguous(shape, step.dtype)
-        if isinstance(own, Placed) and _keeps(step, rank.part.rank, own.lies, lies):
+        if isinstance(own, StorageView) and _keeps(step, rank.part.rank, own.lies, lies):
             made = own
         else:
             module = module_of_node(actor.makes.split("@", 1)[0])

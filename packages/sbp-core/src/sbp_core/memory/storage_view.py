@@ -36,7 +36,7 @@ class Strided:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class StorageView:
     """A tensor in one of a rank's storages, which are numbered."""
 
     lies: Strided
@@ -45,7 +45,7 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class ResultLayout:
     """What an instruction makes.
 
     Args:

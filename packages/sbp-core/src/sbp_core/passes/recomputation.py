@@ -22,13 +22,13 @@ from sbp_core.graph.ir import LogicalGraph, Node, Phase
 from sbp_core.graph.rewrite import rename_uses
 from sbp_core.passes.budget import choose_regions
 from sbp_core.passes.options import Recompute
-from sbp_core.passes.rematerialize import AGAIN, Region, make_again
+from sbp_core.passes.rematerialize import REMATERIALIZED, Region, rematerialize
 from sbp_core.passes.saved_activations import (
     base_of,
     call_flop,
     is_forward,
-    kept_bytes,
     made_bytes,
+    saved_bytes,
 )
 from sbp_core.units import format_bytes
 
@@ -56,12 +56,12 @@ def recompute(graph: LogicalGraph, how: Recompute) -> LogicalGraph:
     _check_patterns(graph, how)
     regions = [*_matching_regions(graph, how)]
     regions += _marked_regions(graph, how, {name for r in regions for name in r.members})
-    graph = make_again(graph, regions)
+    graph = rematerialize(graph, regions)
     if how.memory_bytes is not None:
         fixed = {n.name for n in graph.nodes if is_forward(n) and not _may_repeat(n, how)}
         fixed |= {name for region in regions for name in region.again}
         chosen = choose_regions(graph, int(how.memory_bytes), fixed, how.longest_run)
-        graph = make_again(graph, chosen)
+        graph = rematerialize(graph, chosen)
     return graph
 
 
@@ -164,13 +164,13 @@ def recompute_report(graph: LogicalGraph) -> RecomputeReport:
     """Compare a graph with what it was before `recompute`."""
     before = _without_again(graph)
     work = [n for n in before.nodes if is_forward(n) or n.phase is Phase.BACKWARD]
-    copies = [n for n in graph.nodes if AGAIN in n.tags and n.op != "sbp.after"]
+    copies = [n for n in graph.nodes if REMATERIALIZED in n.tags and n.op != "sbp.after"]
     modules: dict[str, list[Node]] = {}
     for node in copies:
         modules.setdefault(block_of(node.module), []).append(node)
     return RecomputeReport(
-        kept_before_bytes=kept_bytes(before),
-        kept_after_bytes=kept_bytes(graph),
+        kept_before_bytes=saved_bytes(before),
+        kept_after_bytes=saved_bytes(graph),
         largest_again_bytes=_alive_at_once(graph),
         extra_flop=sum(call_flop(graph, node) for node in copies),
         step_flop=sum(call_flop(before, node) for node in work if not node.is_host),
@@ -182,17 +182,19 @@ def _without_again(graph: LogicalGraph) -> LogicalGraph:
     """Return the graph with every value that is made again replaced by the kept one."""
     names: dict[str, str] = {}
     for node in graph.nodes:
-        if AGAIN in node.tags:
+        if REMATERIALIZED in node.tags:
             waits = node.op == "sbp.after"
             kept = node.inputs()[:1] if waits else graph.by_name[node.forward].outputs
             names |= zip(node.outputs, kept, strict=True)
-    nodes = (node for node in graph.nodes if AGAIN not in node.tags)
+    nodes = (node for node in graph.nodes if REMATERIALIZED not in node.tags)
     return graph.with_nodes(tuple(rename_uses(node, names) for node in nodes))
 
 
 def _alive_at_once(graph: LogicalGraph) -> int:
     """Return the most bytes of values made again that are alive at once, in graph order."""
-    made = {node.name: made_bytes(graph, node) for node in graph.nodes if AGAIN in node.tags}
+    made = {
+        node.name: made_bytes(graph, node) for node in graph.nodes if REMATERIALIZED in node.tags
+    }
     last: dict[str, int] = {}
     for index, node in enumerate(graph.nodes):
         for value in (*graph.tensor_inputs(node), *node.outputs):

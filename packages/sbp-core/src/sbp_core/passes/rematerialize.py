@@ -19,7 +19,7 @@ from sbp_core.graph.rewrite import drop_dead, rename_uses
 from sbp_core.passes.saved_activations import call_flop, is_forward
 
 #: Tag of nodes that make forward values again.
-AGAIN = "again"
+REMATERIALIZED = "again"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class Region:
     again: frozenset[str]
 
 
-def make_again(graph: LogicalGraph, regions: Sequence[Region]) -> LogicalGraph:
+def rematerialize(graph: LogicalGraph, regions: Sequence[Region]) -> LogicalGraph:
     """Compute what backward nodes use of some regions again, in the backward phase.
 
     before: h = mm(x, w); a = gelu(h); ...   dh = gelu_backward(da, h)
@@ -170,12 +170,16 @@ class _Rewriting:
         if not waits and call_flop(self.graph, node):  # of parameters only, such as a cast
             for value in self.graph.tensor_inputs(node)[:1]:
                 names[value] = self._gate(value, node, region, index)
-        made = tuple(self._fresh(f"{value}.{AGAIN}") for value in node.outputs)
+        made = tuple(self._fresh(f"{value}.{REMATERIALIZED}") for value in node.outputs)
         self.types |= {
             new: self.graph.types[old] for old, new in zip(node.outputs, made, strict=True)
         }
         self.names |= zip(node.outputs, made, strict=True)
-        name = made[0] if made[0] == f"{node.name}.{AGAIN}" else self._fresh(f"{node.name}.{AGAIN}")
+        name = (
+            made[0]
+            if made[0] == f"{node.name}.{REMATERIALIZED}"
+            else self._fresh(f"{node.name}.{REMATERIALIZED}")
+        )
         self.nodes.append(
             replace(
                 rename_uses(node, names),
@@ -183,7 +187,10 @@ class _Rewriting:
                 outputs=made,
                 phase=Phase.BACKWARD,
                 forward=node.name,
-                tags=(*(tag for tag in node.tags if not tag.startswith("recompute")), AGAIN),
+                tags=(
+                    *(tag for tag in node.tags if not tag.startswith("recompute")),
+                    REMATERIALIZED,
+                ),
             )
         )
 
@@ -212,7 +219,7 @@ class _Rewriting:
                 module=user.module,
                 source=user.source,
                 forward=user.name,
-                tags=(AGAIN,),
+                tags=(REMATERIALIZED,),
             )
         )
         return name

@@ -41,7 +41,7 @@ def base_of(graph: LogicalGraph, value: str) -> str:
     return value
 
 
-def kept_values(graph: LogicalGraph) -> tuple[str, ...]:
+def saved_values(graph: LogicalGraph) -> tuple[str, ...]:
     """Return the tensors made by the forward phase that the backward phase uses, views as bases."""
     used = (
         base_of(graph, value)
@@ -53,9 +53,9 @@ def kept_values(graph: LogicalGraph) -> tuple[str, ...]:
     return tuple(v for v in dict.fromkeys(used) if v in producers and is_forward(producers[v]))
 
 
-def kept_bytes(graph: LogicalGraph) -> int:
+def saved_bytes(graph: LogicalGraph) -> int:
     """Return the bytes of the activations that are kept from forward to backward."""
-    return sum_bytes(graph, kept_values(graph))
+    return sum_bytes(graph, saved_values(graph))
 
 
 def sum_bytes(graph: LogicalGraph, values: Iterable[str]) -> int:

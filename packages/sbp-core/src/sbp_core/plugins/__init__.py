@@ -8,18 +8,18 @@ an app says `discover().make(kind, name, settings)`. What an object of each kind
 from sbp_core.errors import nearest
 from sbp_core.plugins.discovery import PluginSource, discover
 from sbp_core.plugins.hooks import API_VERSION, KINDS, Factory, hookimpl
-from sbp_core.plugins.registry import ConfigFolder, Entry, Problem, Registry
+from sbp_core.plugins.registry import ConfigFolder, PluginEntry, PluginRegistry, Problem
 from sbp_core.plugins.settings import merge_settings, unknown_key
 
 __all__ = [
     "API_VERSION",
     "KINDS",
     "ConfigFolder",
-    "Entry",
     "Factory",
+    "PluginEntry",
+    "PluginRegistry",
     "PluginSource",
     "Problem",
-    "Registry",
     "discover",
     "hookimpl",
     "merge_settings",

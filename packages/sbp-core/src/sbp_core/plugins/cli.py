@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from sbp_core.plugins.discovery import discover
 from sbp_core.plugins.hooks import KINDS
-from sbp_core.plugins.registry import Entry, Registry
+from sbp_core.plugins.registry import PluginEntry, PluginRegistry
 
 COLUMNS = ("kind", "name", "distribution", "version", "API", "health")
 
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if options.strict and registry.problems else 0
 
 
-def as_json(entries: Sequence[Entry], registry: Registry) -> str:
+def as_json(entries: Sequence[PluginEntry], registry: PluginRegistry) -> str:
     """Return the listing as one JSON object with `plugins` and `problems`."""
     return json.dumps(
         {
@@ -67,7 +67,7 @@ def as_json(entries: Sequence[Entry], registry: Registry) -> str:
     )
 
 
-def as_table(entries: Sequence[Entry], registry: Registry) -> str:
+def as_table(entries: Sequence[PluginEntry], registry: PluginRegistry) -> str:
     """Return the listing as an aligned table, with the problems below it."""
     rows = [
         COLUMNS,

@@ -1,7 +1,8 @@
 """How plugins are found: entry points of group `sbp`, read tolerantly, checked, and never trusted.
 
 A plugin that fails is set aside with its reason and its distribution; the others work on. Only
-hook modules are imported here, nothing that they build. What was found is a `registry.Registry`.
+hook modules are imported here, nothing that they build. What was found is a
+`registry.PluginRegistry`.
 
 pluggy keeps one of two equal entry-point names without a word, accepts hooks that do not exist,
 and lets one raising hook stop the rest. So the distributions are read here, every plugin gets a
@@ -27,9 +28,9 @@ from sbp_core.plugins.registry import (
     NO_KIND,
     OK,
     ConfigFolder,
-    Entry,
+    PluginEntry,
+    PluginRegistry,
     Problem,
-    Registry,
 )
 
 #: The oldest version of the hooks that still works.
@@ -76,7 +77,7 @@ class _Found:
 
 def discover(
     entry_points: Iterable[PluginSource] | None = None, *, strict: bool = False
-) -> Registry:
+) -> PluginRegistry:
     """Find, import and check all plugins.
 
     Args:
@@ -89,7 +90,7 @@ def discover(
     sources = installed_sources() if entry_points is None else tuple(entry_points)
     found = [_read(source) for source in sources]
     offers = [
-        Entry(
+        PluginEntry(
             kind=kind,
             name=name,
             distribution=plugin.source.distribution,
@@ -110,7 +111,7 @@ def discover(
     problems += _equal_entry_points(sources)
     entries, conflicts = _mark_conflicts(offers)
     entries += [_line_of(plugin) for plugin in found if not plugin.offers]
-    registry = Registry(
+    registry = PluginRegistry(
         entries=tuple(sorted(entries, key=lambda one: (one.kind, one.name, one.distribution))),
         folders=tuple(
             ConfigFolder(path=path, distribution=plugin.source.distribution)
@@ -306,9 +307,9 @@ def _equal_entry_points(sources: Sequence[PluginSource]) -> list[Problem]:
     ]
 
 
-def _mark_conflicts(entries: Sequence[Entry]) -> tuple[list[Entry], list[Problem]]:
+def _mark_conflicts(entries: Sequence[PluginEntry]) -> tuple[list[PluginEntry], list[Problem]]:
     """Mark the entries whose kind and name several plugins claim."""
-    owners: defaultdict[tuple[str, str], list[Entry]] = defaultdict(list)
+    owners: defaultdict[tuple[str, str], list[PluginEntry]] = defaultdict(list)
     for entry in entries:
         owners[entry.kind, entry.name].append(entry)
     marked = [
@@ -327,9 +328,9 @@ def _mark_conflicts(entries: Sequence[Entry]) -> tuple[list[Entry], list[Problem
     return marked, problems
 
 
-def _line_of(plugin: _Found) -> Entry:
+def _line_of(plugin: _Found) -> PluginEntry:
     """Return the listing line of a plugin that offers nothing."""
-    return Entry(
+    return PluginEntry(
         kind=NO_KIND,
         name=plugin.source.name,
         distribution=plugin.source.distribution,

@@ -1,7 +1,7 @@
 """What discovery found: factories by kind and name, their health, and how to make an object of one.
 
-A `Registry` is a value; nothing registers itself into it. It imports what a plugin builds only when
-`make` is called. How plugins are found is `plugins.discovery`.
+A `PluginRegistry` is a value; nothing registers itself into it. It imports what a plugin builds
+only when `make` is called. How plugins are found is `plugins.discovery`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class PluginEntry:
     """One thing that a plugin offers, or one plugin that offers nothing (`kind` is `-`).
 
     Args:
@@ -76,7 +76,7 @@ class ConfigFolder:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Registry:
+class PluginRegistry:
     """All plugins of this environment.
 
     Args:
@@ -85,7 +85,7 @@ class Registry:
         problems: What is wrong, and whose fault it is.
     """
 
-    entries: tuple[Entry, ...] = ()
+    entries: tuple[PluginEntry, ...] = ()
     folders: tuple[ConfigFolder, ...] = ()
     problems: tuple[Problem, ...] = field(default=())
 
@@ -101,7 +101,7 @@ class Registry:
         """Return the Hydra search paths of all healthy plugins."""
         return self.folders
 
-    def entry(self, kind: str, name: str) -> Entry:
+    def entry(self, kind: str, name: str) -> PluginEntry:
         """Return the one entry of that kind and name.
 
         Raises:
@@ -176,7 +176,7 @@ class Registry:
         except ImportError as error:
             raise _not_importable(entry, error) from error
 
-    def _of_kind(self, kind: str) -> list[Entry]:
+    def _of_kind(self, kind: str) -> list[PluginEntry]:
         if kind not in KINDS:
             raise unknown_name("plugin kind", kind, KINDS)
         return [entry for entry in self.entries if entry.kind == kind]
@@ -195,7 +195,7 @@ class Registry:
         )
 
 
-def _target(entry: Entry) -> Callable[[object], object]:
+def _target(entry: PluginEntry) -> Callable[[object], object]:
     """Import what `Factory.build` names.
 
     Raises:
@@ -216,7 +216,7 @@ def _target(entry: Entry) -> Callable[[object], object]:
     return cast("Callable[[object], object]", target)
 
 
-def _not_importable(entry: Entry, error: ImportError) -> SbpError:
+def _not_importable(entry: PluginEntry, error: ImportError) -> SbpError:
     missing = (error.name or "").partition(".")[0]
     todo = f"report it to the authors of {entry.distribution}"
     home = entry.factory.build.partition(":")[0].partition(".")[0] if entry.factory else ""

@@ -17,7 +17,7 @@ from sbp_core.signatures.derive import derive, work_flop
 from sbp_core.signatures.library import call_library
 from sbp_core.signatures.localize import localize
 from sbp_core.signatures.notation import Notation
-from sbp_core.signatures.registry import Registry, Unknown
+from sbp_core.signatures.registry import RuleRegistry, Unknown
 from sbp_core.signatures.rule import Draft, LocalCall, LocalProgram, Rule, RuleSet, Shards
 from sbp_core.signatures.signature import Requirement, Signature1d
 
@@ -27,9 +27,9 @@ __all__ = [
     "LocalProgram",
     "Notation",
     "OpCall",
-    "Registry",
     "Requirement",
     "Rule",
+    "RuleRegistry",
     "RuleSet",
     "Shards",
     "Signature1d",
@@ -46,7 +46,7 @@ __all__ = [
 
 
 def signatures(
-    op: str, *args: Any, axis_size: int = 2, rules: Registry | None = None, **kwargs: Any
+    op: str, *args: Any, axis_size: int = 2, rules: RuleRegistry | None = None, **kwargs: Any
 ) -> tuple[Signature1d, ...]:
     """Return the legal signatures of a call along one mesh axis.
 

@@ -13,13 +13,13 @@ from math import prod
 from sbp_core.sbp import NdSbp, Partial
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.derive import derivation, derive
-from sbp_core.signatures.registry import Registry
+from sbp_core.signatures.registry import RuleRegistry
 from sbp_core.signatures.signature import Signature1d
 from sbp_core.strategy import Signature
 
 
 def enumerate_signatures(
-    call: OpCall, mesh_shape: Sequence[int], *, rules: Registry | None = None
+    call: OpCall, mesh_shape: Sequence[int], *, rules: RuleRegistry | None = None
 ) -> Iterator[Signature]:
     """Yield the legal signatures of a call on a mesh, one entry of `mesh_shape` an axis.
 
@@ -33,7 +33,7 @@ def _continued(
     call: OpCall,
     before: tuple[Signature1d, ...],
     mesh_shape: Sequence[int],
-    rules: Registry | None,
+    rules: RuleRegistry | None,
 ) -> Iterator[tuple[Signature1d, ...]]:
     if len(before) == len(mesh_shape):
         yield before
@@ -47,7 +47,7 @@ def continuations(
     before: tuple[Signature1d, ...],
     mesh_shape: Sequence[int],
     *,
-    rules: Registry | None = None,
+    rules: RuleRegistry | None = None,
 ) -> tuple[Signature1d, ...]:
     """Return the legal signatures on the last axis of a mesh, given those on the axes before.
 

@@ -16,7 +16,7 @@ from sbp_core.sbp import B, NdSbp, Partial, Sbp, Split, check_sbp
 from sbp_core.signatures.axes import clash
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.derive import derivation, derive
-from sbp_core.signatures.registry import Registry
+from sbp_core.signatures.registry import RuleRegistry
 from sbp_core.signatures.signature import Signature1d
 from sbp_core.strategy import Signature
 from sbp_core.units import format_bytes
@@ -26,7 +26,7 @@ _NUM_NEAREST = 3
 
 
 def check_signature(
-    call: OpCall, signature: Signature, mesh: Placement, *, rules: Registry | None = None
+    call: OpCall, signature: Signature, mesh: Placement, *, rules: RuleRegistry | None = None
 ) -> None:
     """Check that a call may be cut as `signature` says on a mesh.
 
@@ -99,7 +99,7 @@ def _text(inputs: Sequence[Sbp], outputs: Sequence[Sbp]) -> str:
 
 
 def _refusal(
-    call: OpCall, signature: Signature, mesh: Placement, axis: int, rules: Registry | None
+    call: OpCall, signature: Signature, mesh: Placement, axis: int, rules: RuleRegistry | None
 ) -> SignatureError:
     """Make the error for a signature that is not legal on one mesh axis."""
     size = mesh.mesh_shape[axis]
@@ -160,7 +160,7 @@ def _reasons(
     call: OpCall,
     asked: tuple[tuple[Sbp, ...], tuple[Sbp, ...]],
     axis_size: int,
-    rules: Registry | None,
+    rules: RuleRegistry | None,
 ) -> list[str]:
     """Say why candidates that share a split with what was asked are not legal."""
     found = derivation(call, rules)

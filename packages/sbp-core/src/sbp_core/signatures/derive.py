@@ -19,7 +19,7 @@ from sbp_core.sbp import B, Partial, S, Sbp, Split
 from sbp_core.signatures.arguments import identity
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.notation import Dependence, Effect, Notation
-from sbp_core.signatures.registry import Registry, installed
+from sbp_core.signatures.registry import RuleRegistry, installed
 from sbp_core.signatures.rule import Rule
 from sbp_core.signatures.signature import Requirement, Signature1d
 
@@ -75,7 +75,7 @@ class _Key:
     call: OpCall = field(compare=False)
 
 
-def derivation(call: OpCall, rules: Registry | None = None) -> Derivation:
+def derivation(call: OpCall, rules: RuleRegistry | None = None) -> Derivation:
     """Return every candidate signature of a call along one mesh axis, legal or not.
 
     Raises:
@@ -85,7 +85,7 @@ def derivation(call: OpCall, rules: Registry | None = None) -> Derivation:
 
 
 @lru_cache(maxsize=65536)
-def _derivation(key: _Key, rules: Registry) -> Derivation:
+def _derivation(key: _Key, rules: RuleRegistry) -> Derivation:
     call = key.call
     notation = _notation(rules.rule(call), call)
     found = _Candidates(call, notation)
@@ -127,7 +127,7 @@ def _notation(rule: Rule, call: OpCall) -> Notation:
 
 
 def derive(
-    call: OpCall, axis_size: int, *, rules: Registry | None = None
+    call: OpCall, axis_size: int, *, rules: RuleRegistry | None = None
 ) -> tuple[Signature1d, ...]:
     """Return the legal signatures of a call along one mesh axis of `axis_size` ranks.
 
@@ -138,7 +138,7 @@ def derive(
 
 
 @lru_cache(maxsize=65536)
-def _derive(key: _Key, axis_size: int, rules: Registry) -> tuple[Signature1d, ...]:
+def _derive(key: _Key, axis_size: int, rules: RuleRegistry) -> tuple[Signature1d, ...]:
     return tuple(
         signature
         for signature in _derivation(key, rules).legal
@@ -146,7 +146,7 @@ def _derive(key: _Key, axis_size: int, rules: Registry) -> tuple[Signature1d, ..
     )
 
 
-def work_flop(call: OpCall, *, rules: Registry | None = None) -> float:
+def work_flop(call: OpCall, *, rules: RuleRegistry | None = None) -> float:
     """Return the work of the whole call in floating-point operations.
 
     A contraction costs 2 for each point of its labels (a multiplication and an addition), a

@@ -18,7 +18,7 @@ from sbp_core.signatures.derive import derivation, derive, work_flop
 from sbp_core.signatures.library import call_library
 from sbp_core.signatures.notation import Dims, Notation
 from sbp_core.signatures.opaque import OPAQUE
-from sbp_core.signatures.registry import Registry, installed
+from sbp_core.signatures.registry import RuleRegistry, installed
 from sbp_core.signatures.signature import Signature1d
 from sbp_core.units import format_flop
 
@@ -124,7 +124,7 @@ class Explanation:
 
 
 def explain(
-    op: str, *args: Any, axis_size: int = 2, rules: Registry | None = None, **kwargs: Any
+    op: str, *args: Any, axis_size: int = 2, rules: RuleRegistry | None = None, **kwargs: Any
 ) -> Explanation:
     """Return what is legal for a call along one mesh axis, and why; it prints as a table.
 
@@ -143,7 +143,7 @@ def explain(
     return explain_call(call_library().abstract_call(op, args, kwargs), axis_size, rules=rules)
 
 
-def explain_call(call: OpCall, axis_size: int, *, rules: Registry | None = None) -> Explanation:
+def explain_call(call: OpCall, axis_size: int, *, rules: RuleRegistry | None = None) -> Explanation:
     """Return what is legal for a call along one mesh axis, and why.
 
     Raises:

@@ -12,7 +12,7 @@ from sbp_core.graph.ir import TensorType
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp, local_bounds
 from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.registry import Registry, installed
+from sbp_core.signatures.registry import RuleRegistry, installed
 from sbp_core.signatures.rule import Bounds, LocalCall, LocalProgram, Shards
 from sbp_core.strategy import Signature
 
@@ -23,7 +23,7 @@ def localize(
     mesh: Placement,
     rank: int,
     *,
-    rules: Registry | None = None,
+    rules: RuleRegistry | None = None,
 ) -> LocalProgram:
     """Return what `rank` executes for its part of a call.
 

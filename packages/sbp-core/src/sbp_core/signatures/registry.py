@@ -13,8 +13,7 @@ from enum import StrEnum
 from functools import cache
 
 from sbp_core.errors import SignatureError
-from sbp_core.plugins import Registry as Plugins
-from sbp_core.plugins import discover
+from sbp_core.plugins import PluginRegistry, discover
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.library import call_library
 from sbp_core.signatures.notation import Notation
@@ -42,7 +41,7 @@ class Unknown(StrEnum):
 RuleLike = Rule | str | Callable[[OpCall], Notation]
 
 
-class Registry:
+class RuleRegistry:
     """Rules by operator name.
 
     Args:
@@ -58,14 +57,14 @@ class Registry:
         extra: Mapping[str, RuleLike] | None = None,
         *,
         unknown: Unknown = Unknown.REFUSE,
-        plugins: Callable[[], Plugins] | None = None,
+        plugins: Callable[[], PluginRegistry] | None = None,
     ) -> None:
         self._rules: dict[str, Rule] = dict(RULES)
         for op, rule in (extra or {}).items():
             self._rules[op] = _as_rule(rule)
         self._unknown = Unknown(unknown)
         self._plugins = plugins or discover
-        self._offered: Plugins | None = None
+        self._offered: PluginRegistry | None = None
         self._sets: dict[str, RuleSet] = {}
 
     @property
@@ -171,7 +170,7 @@ class Registry:
             todo=f"register a rule for {call.op!r}, such as one line of notation, through the hook "
             "sbp_signatures of a plugin; or let it run whole on every rank with "
             "compile.unknown_ops=whole, or be tried out with compile.unknown_ops=discover "
-            "(in Python: the pass allow_unknown, or rules=Registry(unknown=Unknown.WHOLE))",
+            "(in Python: the pass allow_unknown, or rules=RuleRegistry(unknown=Unknown.WHOLE))",
         )
 
 
@@ -180,6 +179,6 @@ def _as_rule(rule: RuleLike) -> Rule:
 
 
 @cache
-def installed() -> Registry:
+def installed() -> RuleRegistry:
     """Return the registry that everything goes by unless told otherwise: ours, and plugins'."""
-    return Registry()
+    return RuleRegistry()

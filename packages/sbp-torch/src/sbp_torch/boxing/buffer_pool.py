@@ -40,7 +40,7 @@ class _Block:
         self.memory = bytearray(size_bytes)
 
 
-class Arena:
+class BufferPool:
     """Blocks of memory; any number of threads may take some.
 
     A block comes back by itself when the last tensor that shares its memory is gone.

@@ -27,13 +27,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from sbp_core.boxing.backend import BoxingBackend, Communicator
-from sbp_core.boxing.processes.call import Call
+from sbp_core.boxing.processes.call import CollectiveCall
 from sbp_core.boxing.slices import Piece, transfer_pieces
 from sbp_core.boxing.step import Step, StepKind
 from sbp_core.errors import BoxingError, words_of
-from sbp_torch.boxing.buffer_pool import Arena
+from sbp_torch.boxing.buffer_pool import BufferPool
 from sbp_torch.boxing.execute import check_shard, combine, detached
-from sbp_torch.boxing.share import Work, share_out
+from sbp_torch.boxing.share import SharedStep, share_out
 
 if TYPE_CHECKING:
     from sbp_core.plugins.hooks import EmptyConfig
@@ -58,7 +58,7 @@ class _Rendezvous:
         self.shards: dict[int, torch.Tensor] = {}
         self.donated: list[int] = []
         #: What is to do, once all have come; and how many blocks of it are not done.
-        self.work: Work | None = None
+        self.work: SharedStep | None = None
         self.num_left = 0
         self.error: BoxingError | None = None
         #: Whether the backend failed or was closed before all had come.
@@ -89,7 +89,7 @@ class LocalBackend(BoxingBackend):
         self._rendezvous: dict[_Key, _Rendezvous] = {}
         self._mail: dict[tuple[str, int, int], deque[_Letter]] = {}
         self._mail_came: dict[int, threading.Condition] = {}
-        self._arena = Arena()
+        self._arena = BufferPool()
         #: How many ranks that sleep are called to do blocks: as many as there are other cores; more
         #: would only take turns with them.
         self._num_helpers = _num_cores() - 1
@@ -154,13 +154,15 @@ class LocalBackend(BoxingBackend):
             for came in self._mail_came.values():
                 came.notify_all()
 
-    def _check_usable(self, call: Call) -> None:
+    def _check_usable(self, call: CollectiveCall) -> None:
         """Raise `BoxingError` if the backend has failed or was closed."""
         if self._end is not None:
             reason, cause = self._end
             raise call.failed(reason) from cause
 
-    def meet(self, call: Call, shard: torch.Tensor, donate: bool) -> tuple[torch.Tensor, int]:
+    def meet(
+        self, call: CollectiveCall, shard: torch.Tensor, donate: bool
+    ) -> tuple[torch.Tensor, int]:
         """Take part in a collective; see `Communicator.collective`.
 
         Returns:
@@ -202,7 +204,7 @@ class LocalBackend(BoxingBackend):
             self._divide(rendezvous, group)
         return self._take_part(rendezvous, rank)
 
-    def _await(self, call: Call, key: _Key, rendezvous: _Rendezvous) -> None:
+    def _await(self, call: CollectiveCall, key: _Key, rendezvous: _Rendezvous) -> None:
         """Wait, holding the lock, until the work is divided; fail the rendezvous at the deadline.
 
         Who is not called for help wakes up only when all is done.
@@ -272,7 +274,7 @@ class LocalBackend(BoxingBackend):
         assert work is not None, "a rendezvous ends with results or an error"
         return work.results[rank], work.sent_bytes[rank]
 
-    def post(self, call: Call, letters: dict[int, _Letter]) -> None:
+    def post(self, call: CollectiveCall, letters: dict[int, _Letter]) -> None:
         """Put letters into the mailboxes of their receivers.
 
         A letter is slices of the sender's shard, not copies: the sender leaves it alone until the
@@ -289,7 +291,7 @@ class LocalBackend(BoxingBackend):
                 self._mail.setdefault((call.tag, call.rank, receiver), deque()).append(letter)
                 self._mail_came[receiver].notify_all()
 
-    def collect(self, call: Call, senders: Sequence[int]) -> dict[int, _Letter]:
+    def collect(self, call: CollectiveCall, senders: Sequence[int]) -> dict[int, _Letter]:
         """Wait for one letter of each sender and take them out of the mailbox."""
         keys = {sender: (call.tag, sender, call.rank) for sender in senders}
 
@@ -334,7 +336,7 @@ class LocalCommunicator(Communicator):
         if step.kind in (StepKind.TRANSFER, StepKind.LOCAL):
             raise BoxingError(f"a {step.kind.value} step is no collective", where=str(step))
         self._check_rank(step, self.rank in step.source[0])
-        call = Call.begin(step, tag, self.rank, deadline_s)
+        call = CollectiveCall.begin(step, tag, self.rank, deadline_s)
         result, sent_bytes = self._backend.meet(call, detached(shard), donate)
         self.sent_bytes += sent_bytes
         return result
@@ -349,7 +351,7 @@ class LocalCommunicator(Communicator):
             if piece.sender == self.rank != piece.receiver:
                 part = (piece, shard[piece.source_slices])
                 letters.setdefault(piece.receiver, []).append(part)
-        self._backend.post(Call.begin(step, tag, self.rank, deadline_s), letters)
+        self._backend.post(CollectiveCall.begin(step, tag, self.rank, deadline_s), letters)
         sent_bytes = sum(part.nbytes for letter in letters.values() for _, part in letter)
         # With no call between reading and writing: at one, another thread may have its turn, and
         # what that counts would be lost. A rank may send on one thread and reduce on another.
@@ -370,7 +372,7 @@ class LocalCommunicator(Communicator):
                 todo="pass the rank's source shard to receive",
             )
         others = [sender for sender in senders if sender != self.rank]
-        call = Call.begin(step, tag, self.rank, deadline_s)
+        call = CollectiveCall.begin(step, tag, self.rank, deadline_s)
         letters = self._backend.collect(call, others)
         received = {piece: part for letter in letters.values() for piece, part in letter}
         if shard is not None:

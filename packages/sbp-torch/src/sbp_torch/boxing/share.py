@@ -19,10 +19,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from sbp_core.boxing.processes.traffic import Meter
+from sbp_core.boxing.processes.traffic import TrafficCounter
 from sbp_core.boxing.slices import Piece, bounds_of, collective_pieces
 from sbp_core.boxing.step import Step, StepKind
-from sbp_torch.boxing.buffer_pool import Arena
+from sbp_torch.boxing.buffer_pool import BufferPool
 from sbp_torch.boxing.execute import check_shard, combine, reduce_in_order, reduction_of
 
 #: Bytes of all shards below which the rank that comes last makes the results alone, in memory of
@@ -71,8 +71,8 @@ class _Job:
         shape = self._out.shape
         self._dim = 0 if shape[0] >= num_blocks else max(range(len(shape)), key=shape.__getitem__)
         size = -(-shape[self._dim] // num_blocks)
-        starts = range(0, shape[self._dim], size)
-        return [(self, start, min(size, shape[self._dim] - start)) for start in starts]
+        launch_specs = range(0, shape[self._dim], size)
+        return [(self, start, min(size, shape[self._dim] - start)) for start in launch_specs]
 
     def do(self, start: int, extent: int) -> None:
         """Do one block; all of the job if it has no extent.
@@ -91,7 +91,7 @@ class _Job:
         reduce_in_order(parts, self._reduction, out=out)
 
 
-class Work:
+class SharedStep:
     """What a collective comes to: blocks that any thread may do, and what is there after them.
 
     Args:
@@ -132,16 +132,16 @@ def share_out(
     group: Sequence[int],
     shards: Mapping[int, torch.Tensor],
     donated: Sequence[int],
-    arena: Arena,
-) -> Work:
+    arena: BufferPool,
+) -> SharedStep:
     """Divide a collective, and count what its ranks hand to each other.
 
     Counted are the sizes of the very slices of shards that results are made of, whatever the step
     predicts. Threads share memory: what all ranks get is made once, and whoever does a block reads
-    for others. So the count is that of ranks which share none, by the `Meter` of their backends: a
-    slice counts for its owner, once for each other rank that gets what is made of it; a sum that
-    all get, of which no rank owns a part here, as the reduce-scatter and all-gather that it is
-    there, and that its price assumes.
+    for others. So the count is that of ranks which share none, by the `TrafficCounter` of their
+    backends: a slice counts for its owner, once for each other rank that gets what is made of it; a
+    sum that all get, of which no rank owns a part here, as the reduce-scatter and all-gather that
+    it is there, and that its price assumes.
 
     Args:
         step: Of any kind but `TRANSFER` and `LOCAL`.
@@ -157,13 +157,13 @@ def share_out(
         check_shard(step, rank, shards[rank])
     size_bytes = sum(shards[rank].nbytes for rank in group)
     memory = None if size_bytes < _SMALL_BYTES or len(group) == 1 else arena
-    meters = [Meter(len(group), place) for place in range(len(group))]
+    meters = [TrafficCounter(len(group), place) for place in range(len(group))]
     if step.kind is StepKind.ALL_REDUCE:
         results, jobs = _one_sum(step, group, shards, donated, memory, meters)
     else:
         results, jobs = _put_together(step, group, shards, memory, meters)
     sent_bytes = {rank: meter.take() for rank, meter in zip(group, meters, strict=True)}
-    return Work(results, sent_bytes, jobs, needs_help=size_bytes >= _SHARED_BYTES)
+    return SharedStep(results, sent_bytes, jobs, needs_help=size_bytes >= _SHARED_BYTES)
 
 
 def _one_sum(
@@ -171,8 +171,8 @@ def _one_sum(
     group: Sequence[int],
     shards: Mapping[int, torch.Tensor],
     donated: Sequence[int],
-    arena: Arena | None,
-    meters: Sequence[Meter],
+    arena: BufferPool | None,
+    meters: Sequence[TrafficCounter],
 ) -> tuple[dict[int, torch.Tensor], list[_Job]]:
     """Return the one tensor of an all-reduce, and what makes it; made already without an arena."""
     parts, reduction = [shards[rank] for rank in group], reduction_of(step)
@@ -192,8 +192,8 @@ def _put_together(
     step: Step,
     group: Sequence[int],
     shards: Mapping[int, torch.Tensor],
-    arena: Arena | None,
-    meters: Sequence[Meter],
+    arena: BufferPool | None,
+    meters: Sequence[TrafficCounter],
 ) -> tuple[dict[int, torch.Tensor], list[_Job]]:
     """Return the results of any other collective, and what makes them; made without an arena."""
     # What one rank gets of an all-gather is what each gets: it is made once, for the first.

@@ -17,7 +17,7 @@ from torch import Tensor
 _aten = torch.ops.aten
 
 
-def write_aloud(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def make_mutations_explicit(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Call an operator, with its hidden writes as `copy_`; None if it hides nothing.
 
     Args:

@@ -26,7 +26,7 @@ States = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moved:
+class UpdateResult:
     """A parameter after its update, and those of its states that the update replaces."""
 
     parameter: Tensor
@@ -34,7 +34,7 @@ class Moved:
 
 
 #: Moves a parameter: (settings of its group, parameter, gradient, states, number of this step).
-Move = Callable[[Settings, Tensor, Tensor, States, Number], Moved]
+UpdateFunction = Callable[[Settings, Tensor, Tensor, States, Number], UpdateResult]
 
 
 def decays(amount: Number) -> bool:
@@ -75,7 +75,7 @@ def _decayed(settings: Settings, p: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     return p, g.add(p, alpha=amount)
 
 
-def sgd(settings: Settings, p: Tensor, g: Tensor, states: States, step: Number) -> Moved:
+def sgd(settings: Settings, p: Tensor, g: Tensor, states: States, step: Number) -> UpdateResult:
     """`torch.optim.SGD` with dampening: the first velocity is the first gradient, undampened.
 
     Source: torch 2.13, torch/optim/sgd.py, `_single_tensor_sgd`.
@@ -85,10 +85,10 @@ def sgd(settings: Settings, p: Tensor, g: Tensor, states: States, step: Number) 
     part = first + (1.0 - first) * (1.0 - settings["dampening"])
     velocity = states["momentum_buffer"] * settings["momentum"] + g * part
     g = g.add(velocity, alpha=settings["momentum"]) if settings["nesterov"] else velocity
-    return Moved(parameter=p - g * settings["lr"], states={"momentum_buffer": velocity})
+    return UpdateResult(parameter=p - g * settings["lr"], states={"momentum_buffer": velocity})
 
 
-def adagrad(settings: Settings, p: Tensor, g: Tensor, states: States, step: Number) -> Moved:
+def adagrad(settings: Settings, p: Tensor, g: Tensor, states: States, step: Number) -> UpdateResult:
     """`torch.optim.Adagrad`.
 
     Source: torch 2.13, torch/optim/adagrad.py, `_single_tensor_adagrad`.
@@ -96,7 +96,9 @@ def adagrad(settings: Settings, p: Tensor, g: Tensor, states: States, step: Numb
     p, g = _decayed(settings, p, _ascending(settings, g))
     rate = settings["lr"] / (1 + (step - 1.0) * settings["lr_decay"])
     total = states["sum"].addcmul(g, g)
-    return Moved(parameter=p - g / (total.sqrt() + settings["eps"]) * rate, states={"sum": total})
+    return UpdateResult(
+        parameter=p - g / (total.sqrt() + settings["eps"]) * rate, states={"sum": total}
+    )
 
 
 def _moments(settings: Settings, g: Tensor, states: States) -> dict[str, Tensor]:
@@ -107,7 +109,7 @@ def _moments(settings: Settings, g: Tensor, states: States) -> dict[str, Tensor]
     }
 
 
-def nadam(settings: Settings, p: Tensor, g: Tensor, states: States, step: Number) -> Moved:
+def nadam(settings: Settings, p: Tensor, g: Tensor, states: States, step: Number) -> UpdateResult:
     """`torch.optim.NAdam`, whose product of momenta is a tensor.
 
     Source: torch 2.13, torch/optim/nadam.py, `_single_tensor_nadam`.
@@ -125,10 +127,10 @@ def nadam(settings: Settings, p: Tensor, g: Tensor, states: States, step: Number
     of_gradient = ((1.0 - mu) * lr) / (1.0 - exact)
     of_average = (mu_next * lr) / (1.0 - exact * mu_next)
     p = p - g / denominator * of_gradient - new["exp_avg"] / denominator * of_average
-    return Moved(parameter=p, states={**new, "mu_product": product})
+    return UpdateResult(parameter=p, states={**new, "mu_product": product})
 
 
-def radam(settings: Settings, p: Tensor, g: Tensor, states: States, step: Number) -> Moved:
+def radam(settings: Settings, p: Tensor, g: Tensor, states: States, step: Number) -> UpdateResult:
     """`torch.optim.RAdam`, which adapts only once the length rho of the average is above 5.
 
     Source: torch 2.13, torch/optim/radam.py, `_single_tensor_radam`.
@@ -147,10 +149,12 @@ def radam(settings: Settings, p: Tensor, g: Tensor, states: States, step: Number
     rate = (adapts * rectified + (1.0 - adapts)) * settings["lr"]
     denominator = (new["exp_avg_sq"].sqrt() + settings["eps"]) * adapts + (1.0 - adapts)
     mean = new["exp_avg"] / (1 - beta1**step)
-    return Moved(parameter=p - mean / denominator * rate, states=new)
+    return UpdateResult(parameter=p - mean / denominator * rate, states=new)
 
 
-def adafactor(settings: Settings, p: Tensor, g: Tensor, states: States, step: Number) -> Moved:
+def adafactor(
+    settings: Settings, p: Tensor, g: Tensor, states: States, step: Number
+) -> UpdateResult:
     """`torch.optim.Adafactor`.
 
     Source: torch 2.13, torch/optim/_adafactor.py, `_single_tensor_adafactor`.
@@ -177,7 +181,7 @@ def adafactor(settings: Settings, p: Tensor, g: Tensor, states: States, step: Nu
         new["variance"] = estimate = _blend(states["variance"], g * g, share)
     change = estimate.clamp(min=eps * eps).rsqrt() * g
     limit = (total_norm([change], 2.0).double() / (root * settings["d"])).clamp(min=1.0)
-    return Moved(parameter=p - change * (alpha / limit), states=new)
+    return UpdateResult(parameter=p - change * (alpha / limit), states=new)
 
 
 def _blend(old: Tensor, new: Tensor, share: Number) -> Tensor:
@@ -185,7 +189,9 @@ def _blend(old: Tensor, new: Tensor, share: Number) -> Tensor:
     return old + change
 
 
-def fused_adam(settings: Settings, p: Tensor, g: Tensor, states: States, step: Number) -> Moved:
+def fused_adam(
+    settings: Settings, p: Tensor, g: Tensor, states: States, step: Number
+) -> UpdateResult:
     """`torch.optim.Adam` and `AdamW` with `fused=True`."""
     keys = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if settings["amsgrad"] else [])]
     beta1, beta2 = settings["betas"]
@@ -205,10 +211,12 @@ def fused_adam(settings: Settings, p: Tensor, g: Tensor, states: States, step: N
         maximize=settings["maximize"],
         decoupled=settings["decoupled_weight_decay"],
     )
-    return Moved(parameter=first, states=dict(zip(keys, new, strict=True)))
+    return UpdateResult(parameter=first, states=dict(zip(keys, new, strict=True)))
 
 
-def fused_sgd(settings: Settings, p: Tensor, g: Tensor, states: States, step: Number) -> Moved:
+def fused_sgd(
+    settings: Settings, p: Tensor, g: Tensor, states: States, step: Number
+) -> UpdateResult:
     """`torch.optim.SGD` with `fused=True`, from the second step on."""
     keys = ["momentum_buffer"] if "momentum_buffer" in states else []
     names = ("momentum", "dampening", "weight_decay", "nesterov", "maximize")
@@ -219,28 +227,30 @@ def fused_sgd(settings: Settings, p: Tensor, g: Tensor, states: States, step: Nu
         settings["lr"],
         **{name: settings[name] for name in names},
     )
-    return Moved(parameter=first, states=dict(zip(keys, new, strict=True)))
+    return UpdateResult(parameter=first, states=dict(zip(keys, new, strict=True)))
 
 
-def fused_adagrad(settings: Settings, p: Tensor, g: Tensor, states: States, step: Number) -> Moved:
+def fused_adagrad(
+    settings: Settings, p: Tensor, g: Tensor, states: States, step: Number
+) -> UpdateResult:
     """`torch.optim.Adagrad` with `fused=True`."""
     op = torch.ops.sbp.fused_adagrad
     names = ("lr_decay", "weight_decay", "eps", "maximize")
     first, total = (op.tensor_step if isinstance(step, Tensor) else op.default)(
         p, g, states["sum"], step, settings["lr"], **{name: settings[name] for name in names}
     )
-    return Moved(parameter=first, states={"sum": total})
+    return UpdateResult(parameter=first, states={"sum": total})
 
 
 #: Optimizers that never run as they stand.
-ALWAYS: Mapping[type, Move] = {
+ALWAYS: Mapping[type, UpdateFunction] = {
     torch.optim.Adafactor: adafactor,
     torch.optim.NAdam: nadam,
     torch.optim.RAdam: radam,
 }
 
 #: Optimizers for which PyTorch has a fused kernel.
-FUSED: Mapping[type, Move] = {
+FUSED: Mapping[type, UpdateFunction] = {
     torch.optim.Adagrad: fused_adagrad,
     torch.optim.Adam: fused_adam,
     torch.optim.AdamW: fused_adam,
@@ -255,7 +265,7 @@ def move_of(
     fused: bool,
     skips: bool,
     stepped: bool,
-) -> Move | None:
+) -> UpdateFunction | None:
     """Return how a parameter moves; None: by the optimizer's own code.
 
     Args:
@@ -276,6 +286,6 @@ def move_of(
     return ALWAYS.get(kind)
 
 
-def counts_for_first_step(move: Move | None) -> bool:
+def counts_for_first_step(move: UpdateFunction | None) -> bool:
     """Whether an update needs a number of the step that the optimizer does not keep."""
     return move is sgd

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from sbp_core.errors import CaptureError
 from sbp_torch._torch_optim_compat import replaced_step, step_hooks
-from sbp_torch.optim.together import Together
+from sbp_torch.optim.together import CombinedOptimizer
 
 #: Settings of groups that choose between implementations of one update: we take the plain one.
 PLAIN = {"foreach": False, "fused": False, "capturable": False, "differentiable": False}
@@ -115,8 +115,8 @@ def over(
     optimizer: torch.optim.Optimizer, swapped: Callable[[list[Tensor]], list[Any]]
 ) -> torch.optim.Optimizer:
     """Return an optimizer of the same settings over other parameters, that has not stepped."""
-    twin = twin_of(optimizer, apart=not isinstance(optimizer, Together))
-    if isinstance(optimizer, Together) and isinstance(twin, Together):
+    twin = twin_of(optimizer, apart=not isinstance(optimizer, CombinedOptimizer))
+    if isinstance(optimizer, CombinedOptimizer) and isinstance(twin, CombinedOptimizer):
         twin.optimizers = tuple(over(one, swapped) for one in optimizer.optimizers)
         twin.param_groups = [group for one in twin.optimizers for group in one.param_groups]
         return twin
@@ -180,7 +180,7 @@ def check_own_code(optimizer: torch.optim.Optimizer) -> None:
             accepted="the step of its class",
             todo="override step in a subclass",
         )
-    if isinstance(optimizer, Together) and kind_of(optimizer) is not Together:
+    if isinstance(optimizer, CombinedOptimizer) and kind_of(optimizer) is not CombinedOptimizer:
         raise CaptureError(
             f"{name} steps otherwise than Together, which it is made of",
             accepted="Together, whose optimizers step as they are",
@@ -196,7 +196,7 @@ def check_own_code(optimizer: torch.optim.Optimizer) -> None:
                 f"{name}.{attribute} holds {what}",
                 accepted="parameters in param_groups, and numbers and constants in attributes",
                 todo="reach parameters through param_groups; step several optimizers with "
-                "sbp_torch.optim.Together",
+                "sbp_torch.optim.CombinedOptimizer",
             )
 
 

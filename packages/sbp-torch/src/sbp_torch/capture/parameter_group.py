@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sbp_core.errors import CaptureError
-from sbp_torch.capture.functional_optimizers import Move, counts_for_first_step, move_of
+from sbp_torch.capture.functional_optimizers import UpdateFunction, counts_for_first_step, move_of
 from sbp_torch.capture.optimizer_clones import PLAIN
 from sbp_torch.capture.optimizer_states import FirstStates, Number
 from sbp_torch.update_options import SETTINGS, UpdateOptions
@@ -84,7 +84,7 @@ class ParameterGroup:
         #: States by parameter and key.
         self.states = {name: self._tensors(name, p) for name, p in self.parameters.items()}
         #: How parameters move that the optimizer's own code does not.
-        self.moves: dict[str, Move] = {}
+        self.moves: dict[str, UpdateFunction] = {}
         fused = options.fused if options.fused is not None else bool(self.settings.get("fused"))
         for name, parameter in self.parameters.items():
             stepped = bool(optimizer.state.get(parameter))

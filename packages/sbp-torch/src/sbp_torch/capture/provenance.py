@@ -26,7 +26,7 @@ from sbp_torch._torch_compat import (
     storage_key,
     written_arguments,
 )
-from sbp_torch.capture.explicit_mutation import write_aloud
+from sbp_torch.capture.explicit_mutation import make_mutations_explicit
 from sbp_torch.capture.functional import written_outside
 from sbp_torch.capture.randomness import Draws
 from sbp_torch.capture.sources import user_line
@@ -63,7 +63,7 @@ class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch leaves 
             self._check_written(func, args, kwargs or {})
         note = self._note()
         with annotated({"sbp": note}):
-            made = write_aloud(func, args, kwargs or {})
+            made = make_mutations_explicit(func, args, kwargs or {})
             if made is None:
                 made = self.draws.call(func, args, kwargs or {})
         for tensor in made if isinstance(made, tuple | list) else (made,):

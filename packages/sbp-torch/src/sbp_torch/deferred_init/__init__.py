@@ -36,14 +36,14 @@ from torch.utils._pytree import tree_map
 from sbp_torch.capture.initial_values import first_values
 from sbp_torch.capture.step import model_tensors
 from sbp_torch.deferred_init.families import families, remembered
-from sbp_torch.deferred_init.record import Recording
+from sbp_torch.deferred_init.record import ConstructorRecorder
 from sbp_torch.deferred_init.replay import Replay
 from sbp_torch.deferred_init.tape import Tape, Window
 from sbp_torch.update_options import UpdateOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Deferred:
+class DeferredModel:
     """A model without data and the way to make its states.
 
     Args:
@@ -57,7 +57,7 @@ class Deferred:
     model: nn.Module
     seed: int
     build: Callable[[], nn.Module]
-    recording: Recording
+    recording: ConstructorRecorder
 
     def states(
         self,
@@ -161,7 +161,7 @@ class _Items(ItemsView[str, Tensor]):
         return self._mapping.each(self._mapping.keys())
 
 
-def deferred(build: Callable[[], nn.Module], seed: int, *, whole: bool = False) -> Deferred:
+def deferred(build: Callable[[], nn.Module], seed: int, *, whole: bool = False) -> DeferredModel:
     """Build a model without memory.
 
     Args:
@@ -174,7 +174,7 @@ def deferred(build: Callable[[], nn.Module], seed: int, *, whole: bool = False) 
     Raises:
         CaptureError: the constructor does what cannot be deferred; says at which line.
     """
-    recording = Recording(seed)
+    recording = ConstructorRecorder(seed)
     if whole:
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(seed)
@@ -183,10 +183,10 @@ def deferred(build: Callable[[], nn.Module], seed: int, *, whole: bool = False) 
         with recording.running():
             model = build()
         _make_unregistered(model, recording)
-    return Deferred(model=model, seed=seed, build=build, recording=recording)
+    return DeferredModel(model=model, seed=seed, build=build, recording=recording)
 
 
-def _make_unregistered(model: nn.Module, recording: Recording) -> None:
+def _make_unregistered(model: nn.Module, recording: ConstructorRecorder) -> None:
     """Give values to tensors that modules hold in lists and mappings: those are no states."""
     tape = recording.tape
     states = {tape.window(t).storage for t in model_tensors(model).values() if t.is_meta}

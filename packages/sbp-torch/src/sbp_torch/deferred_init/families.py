@@ -26,7 +26,7 @@ CHEAP_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
+class StateFamily:
     """Storages that are made together.
 
     Args:
@@ -38,7 +38,7 @@ class Family:
     states: Mapping[str, Window]
 
 
-def families(tape: Tape, states: Mapping[str, Window]) -> list[Family]:
+def families(tape: Tape, states: Mapping[str, Window]) -> list[StateFamily]:
     """Return the families of some states, in the order of their first entries."""
     needed = tape.needed({window.storage for window in states.values()})
     cheap = _cheap(tape, needed)
@@ -60,11 +60,11 @@ def families(tape: Tape, states: Mapping[str, Window]) -> list[Family]:
         for number in own[root]:
             for storage in tape.entries[number].reads & cheap:
                 entries |= own[ties.root(storage)]
-        found.append(Family(entries=tuple(sorted(entries)), states=held))
+        found.append(StateFamily(entries=tuple(sorted(entries)), states=held))
     return sorted(found, key=lambda family: family.entries[:1])
 
 
-def remembered(tape: Tape, made: Sequence[Family]) -> set[int]:
+def remembered(tape: Tape, made: Sequence[StateFamily]) -> set[int]:
     """Return the positions of the generator to which making families in order comes back."""
     kept = {event.position for event in tape.events if isinstance(event, Return)}
     front = 0

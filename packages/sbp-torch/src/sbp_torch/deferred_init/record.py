@@ -35,7 +35,7 @@ from sbp_torch._torch_compat import (
 )
 from sbp_torch.capture.sources import user_line
 from sbp_torch.deferred_init.replay import Replay
-from sbp_torch.deferred_init.tape import Entry, OwnGenerator, Return, Tape, Window
+from sbp_torch.deferred_init.tape import OwnGenerator, Return, Tape, TapeEntry, Window
 
 _aten = torch.ops.aten
 
@@ -64,7 +64,7 @@ _LIKE: Mapping[str, tuple[OpOverload, tuple[Any, ...]]] = {
 }
 
 
-class Recording:
+class ConstructorRecorder:
     """A tape that grows while a constructor runs.
 
     Args:
@@ -201,7 +201,7 @@ class Recording:
             if isinstance(value, Tensor)
         }
         self.tape.append(
-            Entry(
+            TapeEntry(
                 op=op,
                 args=tree_map(to_window, args),
                 kwargs=tree_map(to_window, dict(kwargs)),
@@ -356,7 +356,7 @@ def _digest(state: Tensor) -> bytes:
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch leaves it untyped
     """Hands every operator to the recording."""
 
-    def __init__(self, recording: Recording) -> None:
+    def __init__(self, recording: ConstructorRecorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # torch leaves it untyped
         self.recording = recording
 
@@ -376,7 +376,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch le
 class _Answers(TorchFunctionMode):
     """Answers questions about tensors without data as if they were real."""
 
-    def __init__(self, recording: Recording) -> None:
+    def __init__(self, recording: ConstructorRecorder) -> None:
         super().__init__()
         self.recording = recording
 

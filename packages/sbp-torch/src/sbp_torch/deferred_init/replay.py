@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from sbp_torch._torch_compat import copied_storage, new_storage
-from sbp_torch.deferred_init.families import Family, is_interleaved
-from sbp_torch.deferred_init.tape import Entry, OwnGenerator, Return, Tape, Window
+from sbp_torch.deferred_init.families import StateFamily, is_interleaved
+from sbp_torch.deferred_init.tape import OwnGenerator, Return, Tape, TapeEntry, Window
 
 #: Storages that hold values now, by number.
 Held = dict[int, torch.UntypedStorage]
@@ -50,7 +50,7 @@ class Replay:
             self._execute(self.tape.entries[number], held)
         return [self._tensor(window, held) for window in windows]
 
-    def family(self, family: Family) -> Iterator[tuple[str, Tensor]]:
+    def family(self, family: StateFamily) -> Iterator[tuple[str, Tensor]]:
         """Yield the states of a family by name, each as soon as nothing changes it any more.
 
         Nothing is kept of a state that has been yielded, but what others are made of.
@@ -73,7 +73,7 @@ class Replay:
             yield from self._give(storage, rest, family, held)
 
     def _give(
-        self, storage: int, names: list[str], family: Family, held: Held
+        self, storage: int, names: list[str], family: StateFamily, held: Held
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield the states of one storage; forget it with the last."""
         for name in names[:-1]:
@@ -95,14 +95,14 @@ class Replay:
         if is_interleaved(events):
             self._advance(events[-1])
 
-    def _execute(self, entry: Entry, held: Held) -> None:
+    def _execute(self, entry: TapeEntry, held: Held) -> None:
         if entry.event is None:
             self._run(entry, held)
             return
         with self._at(entry.event):
             self._run(entry, held)
 
-    def _run(self, entry: Entry, held: Held) -> None:
+    def _run(self, entry: TapeEntry, held: Held) -> None:
         def real(value: Any) -> Any:
             if isinstance(value, Window):
                 return self._tensor(value, held)

@@ -57,7 +57,7 @@ class OwnGenerator:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class TapeEntry:
     """One operator.
 
     Args:
@@ -115,7 +115,7 @@ class Tape:
     """
 
     seed: int
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[TapeEntry] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     #: By number: the bytes of each storage.
     sizes: list[int] = field(default_factory=list)
@@ -126,7 +126,7 @@ class Tape:
     #: Numbers by key; the storages without data are kept, so that no key is given out twice.
     _numbers: dict[int, tuple[int, torch.UntypedStorage]] = field(default_factory=dict)
 
-    def append(self, entry: Entry) -> None:
+    def append(self, entry: TapeEntry) -> None:
         """Add an entry."""
         if entry.event is not None:
             assert entry.event == len(self.events), "a draw is the next event"

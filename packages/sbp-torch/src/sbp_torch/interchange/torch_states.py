@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from sbp_core.errors import SbpLookupError, SbpValueError, unknown_name
 from sbp_torch.capture.step import model_tensors
-from sbp_torch.optim.together import Together
+from sbp_torch.optim.together import CombinedOptimizer
 
 
 def to_model_state(states: Mapping[str, Tensor], model: nn.Module) -> dict[str, Any]:
@@ -114,10 +114,10 @@ def to_optimizer_state(
 
     Returns:
         `{"state": {number: {key: value}}, "param_groups": [...]}`, with copies of the tensors; of
-        `optim.Together` `{"optimizers": [...]}`, each so. A moving average of a parameter (`ema`),
-        which no optimizer keeps, is left out.
+        `optim.CombinedOptimizer` `{"optimizers": [...]}`, each so. A moving average of a parameter
+        (`ema`), which no optimizer keeps, is left out.
     """
-    if isinstance(optimizer, Together):
+    if isinstance(optimizer, CombinedOptimizer):
         return {
             "optimizers": [to_optimizer_state(states, model, one) for one in optimizer.optimizers]
         }
@@ -150,14 +150,15 @@ def from_optimizer_state(
     """Return optimizer states by the graph's names, of what `optimizer.state_dict()` returned.
 
     Args:
-        state: `{"state": ..., "param_groups": ...}`; `{"optimizers": [...]}` of `optim.Together`.
+        state: `{"state": ..., "param_groups": ...}`; `{"optimizers": [...]}` of
+        `optim.CombinedOptimizer`.
         model: Names the parameters.
         optimizer: Over the same parameters, in the same order and groups.
 
     Raises:
         SbpValueError: the groups are others, or a tensor is of a parameter of another shape.
     """
-    if isinstance(optimizer, Together):
+    if isinstance(optimizer, CombinedOptimizer):
         return _from_several(state, model, optimizer)
     members = _members(model, optimizer)
     given = [len(group["params"]) for group in state["param_groups"]]
@@ -178,7 +179,7 @@ def from_optimizer_state(
 
 
 def _from_several(
-    state: Mapping[str, Any], model: nn.Module, optimizer: Together
+    state: Mapping[str, Any], model: nn.Module, optimizer: CombinedOptimizer
 ) -> dict[str, Tensor]:
     """Return the states of each of several optimizers by the graph's names."""
     given = state.get("optimizers", [state])

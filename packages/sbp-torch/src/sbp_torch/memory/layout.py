@@ -21,7 +21,7 @@ from sbp_core.boxing.step import Step
 from sbp_core.compile.physical import LOCAL_BOX, Instruction
 from sbp_core.errors import PlanError
 from sbp_core.graph.ir import Argument, Ref, Symbol, map_refs, refs
-from sbp_core.memory.storage_view import Made, Number, Placed, Strided
+from sbp_core.memory.storage_view import Number, ResultLayout, StorageView, Strided
 from sbp_torch._torch_compat import fake_mode, storage_key
 from sbp_torch.boxing.execute import local_step, torch_dtype
 from sbp_torch.ops.operators import bind, operator_of, results_of
@@ -40,7 +40,7 @@ class Layouts:
     def __init__(self, steps: Sequence[Step]) -> None:
         self.steps = steps
         self._mode = fake_mode()
-        self._known: dict[tuple[Any, ...], tuple[Made | Number, ...]] = {}
+        self._known: dict[tuple[Any, ...], tuple[ResultLayout | Number, ...]] = {}
 
     @property
     def num_calls(self) -> int:
@@ -48,8 +48,8 @@ class Layouts:
         return len(self._known)
 
     def call(
-        self, entry: Instruction, rank: int, read: Callable[[str], Placed | Number]
-    ) -> tuple[Made | Number, ...]:
+        self, entry: Instruction, rank: int, read: Callable[[str], StorageView | Number]
+    ) -> tuple[ResultLayout | Number, ...]:
         """Return how each output of an instruction lies, in order.
 
         Args:
@@ -66,7 +66,7 @@ class Layouts:
             return (_host_number(entry, given),)
         sizes: dict[int, int] = {}
         for value in given.values():
-            if isinstance(value, Placed):
+            if isinstance(value, StorageView):
                 sizes[value.storage] = value.storage_bytes
         storages = {storage: index for index, storage in enumerate(sizes)}
         key = (
@@ -81,8 +81,8 @@ class Layouts:
         return known
 
     def _learn(
-        self, entry: Instruction, rank: int, given: dict[str, Placed | Number]
-    ) -> tuple[Made | Number, ...]:
+        self, entry: Instruction, rank: int, given: dict[str, StorageView | Number]
+    ) -> tuple[ResultLayout | Number, ...]:
         """Call the operator on fake tensors that lie as the arguments do."""
         with torch.no_grad(), self._mode:
             arguments = _fakes(given)
@@ -111,7 +111,7 @@ class Layouts:
 
 
 def _frozen(
-    argument: Argument, given: dict[str, Placed | Number], storages: dict[int, int]
+    argument: Argument, given: dict[str, StorageView | Number], storages: dict[int, int]
 ) -> object:
     """Return an argument as part of a dictionary's key: how it lies, not what it is called.
 
@@ -119,7 +119,7 @@ def _frozen(
     """
     if isinstance(argument, Ref):
         value = given[argument.name]
-        if isinstance(value, Placed):
+        if isinstance(value, StorageView):
             return value.lies, storages[value.storage]
         return "host", type(value)
     if isinstance(argument, tuple | list):
@@ -129,12 +129,12 @@ def _frozen(
     return type(argument), repr(argument)
 
 
-def _fakes(given: dict[str, Placed | Number]) -> dict[str, Tensor | Number]:
+def _fakes(given: dict[str, StorageView | Number]) -> dict[str, Tensor | Number]:
     """Make fake tensors, those of one storage sharing one."""
     bases: dict[int, Tensor] = {}
     made: dict[str, Tensor | Number] = {}
     for name, value in given.items():
-        if not isinstance(value, Placed):
+        if not isinstance(value, StorageView):
             made[name] = value
             continue
         dtype = torch_dtype(value.lies.dtype)
@@ -150,9 +150,9 @@ def _fakes(given: dict[str, Placed | Number]) -> dict[str, Tensor | Number]:
 
 def _described(
     made: Sequence[Any],
-    given: dict[str, Placed | Number],
+    given: dict[str, StorageView | Number],
     arguments: dict[str, Tensor | Number],
-) -> tuple[Made | Number, ...]:
+) -> tuple[ResultLayout | Number, ...]:
     """Say of each result whether it is a number, or in which storage it lies and how."""
     storages: dict[int, str] = {}
     for name, value in arguments.items():
@@ -160,7 +160,7 @@ def _described(
             storages.setdefault(storage_key(value), name)
     positions = {name: index for index, name in enumerate(given)}
     fresh: dict[int, int] = {}
-    found: list[Made | Number] = []
+    found: list[ResultLayout | Number] = []
     for value in made:
         if not isinstance(value, Tensor):
             found.append(value if isinstance(value, int | float) else 0)
@@ -169,7 +169,7 @@ def _described(
         source = positions[storages[storage]] if storage in storages else -1
         index = fresh.setdefault(storage, len(fresh)) if source < 0 else -1
         found.append(
-            Made(
+            ResultLayout(
                 lies=Strided(
                     shape=tuple(value.shape),
                     strides=value.stride(),
@@ -184,7 +184,7 @@ def _described(
     return tuple(found)
 
 
-def _host_number(entry: Instruction, given: dict[str, Placed | Number]) -> Number:
+def _host_number(entry: Instruction, given: dict[str, StorageView | Number]) -> Number:
     """Compute a host number; any will do, as no layout depends on it."""
     try:
         args = map_refs(entry.args, lambda ref: given[ref.name])

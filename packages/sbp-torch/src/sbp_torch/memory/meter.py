@@ -35,7 +35,7 @@ from sbp_core.runtime.contract import Session
 from sbp_torch._torch_compat import TorchDispatchMode, storage_key
 
 
-class Meter:
+class MemoryMeter:
     """The tensors of every rank that are alive, and how many bytes were so at once.
 
     Args:
@@ -82,7 +82,7 @@ class Meter:
         return _Metered(inner, self)
 
     @contextmanager
-    def watching(self, session: Session) -> Iterator[Meter]:
+    def watching(self, session: Session) -> Iterator[MemoryMeter]:
         """Count what a session holds, from now on, until the block is left."""
         for rank, names in self._states.items():
             for name in names:
@@ -180,7 +180,7 @@ class _Holdings:
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call] # of torch, without types
     """Notes the results of every operator that runs in it, for one rank."""
 
-    def __init__(self, meter: Meter, rank: int) -> None:
+    def __init__(self, meter: MemoryMeter, rank: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # likewise
         self.meter, self.rank = meter, rank
 
@@ -207,7 +207,7 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call] # of torch, wit
 class _Metered(BoxingBackend):
     """A backend whose results are tensors of their own, one for each rank."""
 
-    def __init__(self, inner: BoxingBackend, meter: Meter) -> None:
+    def __init__(self, inner: BoxingBackend, meter: MemoryMeter) -> None:
         self.inner, self.meter = inner, meter
         self.spans_processes = inner.spans_processes
 

@@ -8,6 +8,6 @@ from sbp_torch.optim.lamb import Lamb
 from sbp_torch.optim.lars import Lars
 from sbp_torch.optim.lion import Lion
 from sbp_torch.optim.schedule import TorchSchedule
-from sbp_torch.optim.together import Together
+from sbp_torch.optim.together import CombinedOptimizer
 
-__all__ = ["Lamb", "Lars", "Lion", "Together", "TorchSchedule"]
+__all__ = ["CombinedOptimizer", "Lamb", "Lars", "Lion", "TorchSchedule"]

@@ -10,7 +10,7 @@ import torch
 from sbp_core.errors import SbpValueError
 
 
-class Together(torch.optim.Optimizer):
+class CombinedOptimizer(torch.optim.Optimizer):
     """Step several optimizers at once; they share nothing.
 
     Args:
@@ -75,6 +75,6 @@ class Together(torch.optim.Optimizer):
 
 def members(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:
     """Return the optimizers that an optimizer consists of: mostly itself."""
-    if isinstance(optimizer, Together):
+    if isinstance(optimizer, CombinedOptimizer):
         return tuple(part for one in optimizer.optimizers for part in members(one))
     return (optimizer,)

@@ -9,7 +9,7 @@ from sbp_core.errors import RunError
 Number = float | int
 
 #: What to do when a step has failed after the first state was overwritten.
-TORN_TODO = (
+PARTIAL_UPDATE_TODO = (
     "some states are overwritten already (CompileOptions.in_place_states): start a new session "
     "from a checkpoint"
 )
@@ -21,7 +21,7 @@ def overwrite(old: Tensor | Number, new: Tensor | Number) -> None:
     old.copy_(new)
 
 
-def torn_states() -> RunError:
+def partially_updated() -> RunError:
     """Return the error of asking for states that belong to two steps."""
     return RunError(
         "the states belong to two steps: a step failed after it had overwritten some of them",

@@ -19,14 +19,14 @@ from sbp_core.boxing.backend import BoxingBackend
 from sbp_core.compile.firings import Firings
 from sbp_core.compile.liveness import dying_keys, keys_out
 from sbp_core.compile.physical import LOCAL_BOX, Actor, ActorKind, Instruction, PhysicalPlan
-from sbp_core.compile.token_game import Place, TokenGame
+from sbp_core.compile.token_game import ActorId, TokenGame
 from sbp_core.errors import RunError
 from sbp_core.runtime.contract import Number, Runtime, Session, StepResult, Watch
 from sbp_torch.boxing.execute import apply_step, local_step
 from sbp_torch.ops.operators import bind, operator_of, results_of
 from sbp_torch.runtime.accumulation import Accumulation
 from sbp_torch.runtime.configs import ReferenceConfig
-from sbp_torch.runtime.partial_update import TORN_TODO, overwrite, torn_states
+from sbp_torch.runtime.partial_update import PARTIAL_UPDATE_TODO, overwrite, partially_updated
 from sbp_torch.runtime.store import StateStore, Values, feed
 from sbp_torch.segments.execution import OwningSegment, segment_maker
 
@@ -63,7 +63,7 @@ class ReferenceSession(Session):
     ) -> None:
         self.plan, self.config = plan, config
         #: Whether a step failed after it had overwritten a state.
-        self.is_torn = False
+        self.is_partially_updated = False
         #: Functions of segments by rank and actor; None to run their instructions one by one.
         self.segments: Segments | None = None
         if config.compile != "eager":
@@ -79,8 +79,8 @@ class ReferenceSession(Session):
 
     def step(self, batch: Mapping[str, Tensor], scalars: Mapping[str, Number]) -> StepResult:
         """See `Session.step`."""
-        if self.is_torn:
-            raise torn_states()
+        if self.is_partially_updated:
+            raise partially_updated()
         fed = feed(self.plan, batch, scalars, self.store.values)
         with torch.no_grad(), _intra_op_threads(self.config.threads_per_rank):
             replay = _Replay(self.plan, self.store, fed, self.watch, self.segments)
@@ -92,7 +92,7 @@ class ReferenceSession(Session):
                     rank: held | replay.new_states.get(rank, {}) for rank, held in before.items()
                 }
             finally:
-                self.is_torn = replay.has_overwritten and self.store.values is before
+                self.is_partially_updated = replay.has_overwritten and self.store.values is before
         return StepResult(outputs=replay.results)
 
     def shard(self, name: str, rank: int) -> Tensor | Number:
@@ -101,14 +101,14 @@ class ReferenceSession(Session):
 
     def state_dict(self) -> dict[str, Tensor]:
         """See `Session.state_dict`."""
-        if self.is_torn:
-            raise torn_states()
+        if self.is_partially_updated:
+            raise partially_updated()
         return self.store.whole()
 
     def load_state_dict(self, states: Mapping[str, Tensor]) -> None:
         """See `Session.load_state_dict`."""
         self.store.load(states)
-        self.is_torn = False
+        self.is_partially_updated = False
 
     def close(self) -> None:
         """Nothing runs between steps."""
@@ -148,7 +148,7 @@ class _Replay:
                         filling = dict(zip(register.keys, states, strict=True))
                         self.queues[(part.rank, register.name, consumer)].append(filling)
         self.in_transit: dict[str, deque[dict[int, Tensor]]] = defaultdict(deque)
-        self.sums: dict[Place, Accumulation] = {}
+        self.sums: dict[ActorId, Accumulation] = {}
         self.dying: dict[tuple[int, str], tuple[tuple[str, ...], ...]] = {}
         self.results: dict[str, Tensor] = {}
         self.new_states: dict[int, Values] = defaultdict(dict)
@@ -161,7 +161,7 @@ class _Replay:
             stuck = [f"rank {place[0]}: {place[1]}" for place in heads if place]
             raise RunError("the step came to a stand", where=stuck, todo="check the plan")
 
-    def _fire(self, place: Place) -> None:
+    def _fire(self, place: ActorId) -> None:
         partners = self.game.partners(place)
         taken = {partner: self._take(partner) for partner in partners}
         # Segments overwrite states while they run.
@@ -171,7 +171,7 @@ class _Replay:
         except Exception as error:
             raise RunError(
                 f"rank {place[0]} failed in actor {place[1]!r}: {error}",
-                todo=TORN_TODO
+                todo=PARTIAL_UPDATE_TODO
                 if self.has_overwritten
                 else "states are those from before the step: state_dict() still gives them",
             ) from error
@@ -180,12 +180,12 @@ class _Replay:
             self.game.finish(partner)
             self.firings.advance(partner)
 
-    def _overwrites(self, place: Place) -> bool:
+    def _overwrites(self, place: ActorId) -> bool:
         """Whether the actor is a segment that overwrites states."""
         actor = self.game.actor(place)
         return bool(actor.in_place) and actor.kind is ActorKind.COMPUTE
 
-    def _results(self, place: Place, taken: Mapping[Place, Values]) -> dict[Place, Values]:
+    def _results(self, place: ActorId, taken: Mapping[ActorId, Values]) -> dict[ActorId, Values]:
         """Do the work of a firing: of one actor, or of a collective on all ranks of its group."""
         actor = self.game.actor(place)
         if actor.kind is ActorKind.RECEIVE:
@@ -202,7 +202,7 @@ class _Replay:
         with self.watch(rank):
             return made[rank].detach()
 
-    def _take(self, place: Place) -> Values:
+    def _take(self, place: ActorId) -> Values:
         """Return what an actor reads: register contents, states, batch parts, scalars."""
         rank, name = place
         index = self.game.start(place)
@@ -220,7 +220,7 @@ class _Replay:
             values[key] = held[key] if key in held else self.fed[rank][index][key]
         return values
 
-    def _put(self, place: Place, values: Values) -> None:
+    def _put(self, place: ActorId, values: Values) -> None:
         """Fill registers; keep results and new states."""
         rank, name = place
         actor = self.game.actor(place)
@@ -241,7 +241,7 @@ class _Replay:
                 else:
                     self.new_states[rank][state] = values[key]
 
-    def _run(self, place: Place, actor: Actor, taken: Values) -> Values:
+    def _run(self, place: ActorId, actor: Actor, taken: Values) -> Values:
         if actor.kind is ActorKind.COMPUTE:
             return self._compute(place[0], actor, taken)
         if actor.kind is ActorKind.ACCUMULATE:
@@ -249,14 +249,14 @@ class _Replay:
         assert actor.kind is ActorKind.SEND, actor.kind
         return self._send(place, actor, _only(taken))
 
-    def _receive(self, place: Place, actor: Actor) -> Values:
+    def _receive(self, place: ActorId, actor: Actor) -> Values:
         step = self.plan.steps[actor.step]
         shards: dict[int, Tensor] = {}
         for link in self.game.receives[place]:
             shards |= self.in_transit[link.name].popleft()
         return {actor.makes: self._own(place[0], apply_step(step, shards))}
 
-    def _send(self, place: Place, actor: Actor, part: Tensor) -> Values:
+    def _send(self, place: ActorId, actor: Actor, part: Tensor) -> Values:
         for link in self.game.sends[place]:
             self.in_transit[link.name].append({place[0]: part})
         return {}
@@ -285,7 +285,7 @@ class _Replay:
         kwargs = {key: bind(part, values.__getitem__) for key, part in entry.kwargs.items()}
         return operator_of(entry.op)(*args, **kwargs)
 
-    def _accumulate(self, place: Place, actor: Actor, taken: Values) -> Values:
+    def _accumulate(self, place: ActorId, actor: Actor, taken: Values) -> Values:
         if place not in self.sums:
             self.sums[place] = Accumulation(actor, self.plan.num_micro_batches)
         return dict(self.sums[place].add(self.game.started[place] - 1, taken))

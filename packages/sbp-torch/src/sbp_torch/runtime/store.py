@@ -165,8 +165,8 @@ def _tied_number(name: str, found: Mapping[str, Number]) -> Number:
         raise SbpValueError(
             f"the states tied into {name!r} are not one number: {dict(found)}",
             accepted="equal step counters on all parameters",
-            todo="compile without tying them: compile.passes.tie_clocks=false, in Python "
-            "PassOptions(tie_clocks=False)",
+            todo="compile without tying them: compile.passes.tie_step_counters=false, in Python "
+            "PassOptions(tie_step_counters=False)",
         )
     return next(iter(found.values()))
 

@@ -15,7 +15,7 @@ are recorded anew.
 A number that changes from step to step cannot be recorded, so segments whose operators take one
 (the optimizer's, mostly) run operator by operator; so do those that read a number from a tensor.
 Draws of random numbers are made before a segment (`runtime.split`). Everything that touches the
-device is behind `Device`, so that the rest is tested without one. Knows torch.
+device is behind `GraphDevice`, so that the rest is tested without one. Knows torch.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ WARM_UP = 2
 Work = Callable[[], list[Tensor]]
 
 
-class Recording(Protocol):
+class CapturedGraph(Protocol):
     """What was recorded."""
 
     def replay(self) -> None:
         """Put the work on the current stream once more."""
 
 
-class Device(Protocol):
+class GraphDevice(Protocol):
     """What is asked of the device.
 
     Attributes:
@@ -63,7 +63,7 @@ class Device(Protocol):
     def aside(self, work: Work) -> list[Tensor]:
         """Run work on a stream of its own, ordered after and before the current one."""
 
-    def record(self, rank: int, work: Work) -> tuple[Recording, list[Tensor]]:
+    def record(self, rank: int, work: Work) -> tuple[CapturedGraph, list[Tensor]]:
         """Record work of a rank without running it; return the recording and what it fills."""
 
 
@@ -80,13 +80,13 @@ class CudaDevice:
         self._pools: dict[int, Any] = {}
 
     def problem(self) -> str:
-        """See `Device.problem`."""
+        """See `GraphDevice.problem`."""
         if torch.version.cuda is None:
             return f"torch {torch.__version__} was built without CUDA"
         return "" if torch.cuda.is_available() else "torch sees no GPU"
 
     def aside(self, work: Work) -> list[Tensor]:
-        """See `Device.aside`."""
+        """See `GraphDevice.aside`."""
         current = torch.cuda.current_stream()
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call] # torch leaves it untyped
         side.wait_stream(current)
@@ -98,8 +98,8 @@ class CudaDevice:
             tensor.record_stream(current)
         return made
 
-    def record(self, rank: int, work: Work) -> tuple[Recording, list[Tensor]]:
-        """See `Device.record`.
+    def record(self, rank: int, work: Work) -> tuple[CapturedGraph, list[Tensor]]:
+        """See `GraphDevice.record`.
 
         Only this thread's work is watched: other ranks of the process may go on.
         """
@@ -122,8 +122,8 @@ class GraphSegments:
         ConfigError: nothing can be recorded on this machine.
     """
 
-    def __init__(self, device: Device | None = None) -> None:
-        self.device: Device = CudaDevice() if device is None else device
+    def __init__(self, device: GraphDevice | None = None) -> None:
+        self.device: GraphDevice = CudaDevice() if device is None else device
         if problem := self.device.problem():
             raise ConfigError(
                 f"compile=cudagraph needs a GPU: {problem}",
@@ -138,7 +138,7 @@ class GraphSegments:
 class _Segment:
     """The function of one segment on one rank."""
 
-    def __init__(self, device: Device, actor: Actor, rank: int, steps: Sequence[Step]) -> None:
+    def __init__(self, device: GraphDevice, actor: Actor, rank: int, steps: Sequence[Step]) -> None:
         self._device = device
         self._parts = (actor, rank, steps)
         self._eager = segment_function(actor, rank, steps, owns=True)
@@ -189,12 +189,12 @@ def _obstacle(split: SplitSegment, tensors: frozenset[str]) -> str:
 class _Tape:
     """The recording of a segment for inputs of some shapes and strides."""
 
-    def __init__(self, device: Device, split: SplitSegment) -> None:
+    def __init__(self, device: GraphDevice, split: SplitSegment) -> None:
         self._device, self._split = device, split
         self._firings = 0
         self._inputs: list[Tensor] = []
         self._outputs: list[Tensor] = []
-        self._recording: Recording | None = None
+        self._recording: CapturedGraph | None = None
 
     def run(self, given: list[Tensor]) -> list[Tensor]:
         """Return the values of `made` for those of `used`.

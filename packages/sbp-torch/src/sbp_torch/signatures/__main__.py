@@ -25,7 +25,7 @@ from sbp_core.plugins import discover as plugins
 from sbp_core.sbp import NdSbp
 from sbp_core.signatures.axes import enumerate_signatures
 from sbp_core.signatures.explain import Explanation, explain_call
-from sbp_core.signatures.registry import Registry, Unknown, installed
+from sbp_core.signatures.registry import RuleRegistry, Unknown, installed
 
 _EPILOG = """
 arguments of the operator, in its order, or as name=value:
@@ -154,7 +154,9 @@ def _run(options: argparse.Namespace) -> int:
 
     args, kwargs = _arguments(options.op, options.arguments)
     call = abstract_call(options.op, args, kwargs)
-    rules = Registry(plugins=plugins, unknown=Unknown.DISCOVER) if options.discover else installed()
+    rules = (
+        RuleRegistry(plugins=plugins, unknown=Unknown.DISCOVER) if options.discover else installed()
+    )
     if options.mesh:
         found = enumerate_signatures(call, _mesh_shape(options.mesh), rules=rules)
         if options.json:
@@ -209,7 +211,7 @@ def _execute(
     kwargs: dict[str, Any],
     explanation: Explanation,
     shown: dict[str, Any],
-    rules: Registry,
+    rules: RuleRegistry,
 ) -> int:
     """Verify and discover on random tensors; print it, or add it to `shown`."""
     if not options.verify and not options.discover:

@@ -25,8 +25,15 @@ from sbp_core.sbp import B, Sbp
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.signature import Signature1d
 from sbp_torch.signatures.candidates import Inputs, candidates
-from sbp_torch.signatures.discovered import ORIGIN, Discovery, Entry, cache_folder
-from sbp_torch.signatures.isolate import Crash, Done, Timeout, Verdict, iter_isolated, run_isolated
+from sbp_torch.signatures.discovered import ORIGIN, CacheEntry, Discovery, cache_folder
+from sbp_torch.signatures.isolate import (
+    Completed,
+    Crash,
+    Timeout,
+    Verdict,
+    iter_isolated,
+    run_isolated,
+)
 from sbp_torch.signatures.study import Study
 from sbp_torch.signatures.torch_call import Execute, describe, made_up, overload, run_op
 from sbp_torch.signatures.trial import SEED
@@ -144,7 +151,7 @@ def _kept(
         )
     entry = None
     if cache is not False:
-        entry = Entry.of(
+        entry = CacheEntry.of(
             cache_folder() if cache is True else cache,
             call,
             schema=str(overload(call.op)),
@@ -165,7 +172,7 @@ def _found(study: Study, timeout_s: float, budget: int) -> Discovery:
     """Run everything."""
     call = study.call
     (verdict,) = run_isolated([study.nature], timeout_s=timeout_s)
-    if not isinstance(verdict, Done):
+    if not isinstance(verdict, Completed):
         raise SignatureError(
             f"{call.op} cannot be run whole: it {verdict}",
             where=call.where,
@@ -186,7 +193,7 @@ def _found(study: Study, timeout_s: float, budget: int) -> Discovery:
     held = [
         Signature1d(inputs=inputs, outputs=verdict.value, origin=ORIGIN)
         for inputs, verdict in zip(cuts, verdicts, strict=False)
-        if isinstance(verdict, Done) and verdict.value is not None
+        if isinstance(verdict, Completed) and verdict.value is not None
     ]
     return Discovery(
         signatures=(*_with_requirements(study, held, timeout_s), whole),
@@ -211,7 +218,7 @@ def _tried(study: Study, cuts: Sequence[Inputs], timeout_s: float) -> list[_Verd
             late += isinstance(verdict, Timeout)
             if late == _MAX_TIMEOUTS:
                 break
-    held = [at for at, one in enumerate(verdicts) if isinstance(one, Done) and one.value]
+    held = [at for at, one in enumerate(verdicts) if isinstance(one, Completed) and one.value]
     late_crash = [
         at
         for at, one in enumerate(verdicts)
@@ -220,7 +227,9 @@ def _tried(study: Study, cuts: Sequence[Inputs], timeout_s: float) -> list[_Verd
     for again in (held, late_crash):
         second = run_isolated([trials[at] for at in again], timeout_s=timeout_s)
         for at, verdict in zip(again, second, strict=True):
-            verdicts[at] = verdict if at in late_crash or verdict == verdicts[at] else Done(None)
+            verdicts[at] = (
+                verdict if at in late_crash or verdict == verdicts[at] else Completed(None)
+            )
     return verdicts
 
 
@@ -233,7 +242,7 @@ def _with_requirements(
     verdicts = run_isolated(trials, timeout_s=timeout_s)
     failed: dict[int, list[int]] = {}
     for (index, size), verdict in zip(plans, verdicts, strict=True):
-        if not (isinstance(verdict, Done) and verdict.value):
+        if not (isinstance(verdict, Completed) and verdict.value):
             failed.setdefault(index, []).append(size)
     return [
         replace(part, requires=study.requires(part, min(failed[index])))

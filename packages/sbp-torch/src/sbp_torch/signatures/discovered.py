@@ -112,7 +112,7 @@ def cache_folder() -> Path:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class CacheEntry:
     """The place of one discovery in a cache folder.
 
     Args:
@@ -129,7 +129,7 @@ class Entry:
     @classmethod
     def of(
         cls, folder: Path, call: OpCall, *, schema: str, torch: str, axis_size: int, budget: int
-    ) -> Entry:
+    ) -> CacheEntry:
         """Return the entry of a call; its outputs need not be known."""
         text = identity(replace(call, outputs=()))
         key = f"format {FORMAT}, torch {torch}, axis {axis_size}, {schema}: {text}"

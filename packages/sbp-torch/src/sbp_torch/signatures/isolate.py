@@ -41,7 +41,7 @@ _GRACE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Done(Generic[T]):
+class Completed(Generic[T]):
     """The trial returned."""
 
     value: T
@@ -86,7 +86,7 @@ class Timeout:
         return f"took longer than {self.seconds:g} s"
 
 
-Verdict = Done[T] | Raised | Crash | Timeout
+Verdict = Completed[T] | Raised | Crash | Timeout
 
 
 def run_isolated(
@@ -170,7 +170,7 @@ class _Worker(Generic[T]):
             except EOFError:
                 yield Crash(self._wait(0) or 0)
                 return
-            verdict: Done[T] | Raised = pickle.loads(payload)
+            verdict: Completed[T] | Raised = pickle.loads(payload)
             yield verdict
 
     def _bytes(self, count: int, deadline: float) -> bytes:
@@ -229,9 +229,9 @@ def _serve(
 
 def _outcome(trial: Callable[[], T]) -> bytes:
     """Run a trial and return its pickled verdict."""
-    verdict: Done[T] | Raised
+    verdict: Completed[T] | Raised
     try:
-        verdict = Done(trial())
+        verdict = Completed(trial())
         return pickle.dumps(verdict)
     except Exception as error:  # whatever a trial raises is its verdict
         lines = str(error).splitlines() or [""]

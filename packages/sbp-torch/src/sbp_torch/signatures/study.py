@@ -18,10 +18,10 @@ from sbp_core.signatures.axes import combine
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.signature import Requirement, Signature1d
 from sbp_torch.signatures.candidates import Inputs
-from sbp_torch.signatures.isolate import Done, run_isolated
+from sbp_torch.signatures.isolate import Completed, run_isolated
 from sbp_torch.signatures.pieces import Pattern, difference, partial_kinds, reduce
 from sbp_torch.signatures.torch_call import Execute, type_of, unchanged
-from sbp_torch.signatures.trial import SEED, Sample, refutation, run_ranks, whole_sample
+from sbp_torch.signatures.trial import SEED, OpSample, refutation, run_ranks, whole_sample
 
 #: Draws of a candidate: how partial pieces are made, and which draw of the data (0: as given).
 _DRAWS = ((Pattern.OPPOSED, 0), (Pattern.NORMAL, 1), (Pattern.OWNED, 2), (Pattern.OPPOSED, 3))
@@ -61,7 +61,7 @@ class Study:
         self._execute = execute
         self._redrawn: frozenset[int] = frozenset()
         self._unread: frozenset[tuple[int, int]] = frozenset()
-        self._samples: dict[int, Sample] = {}
+        self._samples: dict[int, OpSample] = {}
 
     def nature(self) -> Nature:
         """Run the whole call."""
@@ -87,7 +87,7 @@ class Study:
         trials: list[Callable[[], object]] = [partial(study._takes, draw) for draw in draws]
         trials += [partial(study._ignored, index) for index in range(len(self._inputs))]
         values = [
-            verdict.value if isinstance(verdict, Done) else ()
+            verdict.value if isinstance(verdict, Completed) else ()
             for verdict in run_isolated(trials, timeout_s=timeout_s)
         ]
         study._redrawn = frozenset(
@@ -101,7 +101,7 @@ class Study:
         )
         return study
 
-    def _whole(self, inputs: Sequence[torch.Tensor], seed: int = SEED) -> Sample:
+    def _whole(self, inputs: Sequence[torch.Tensor], seed: int = SEED) -> OpSample:
         return whole_sample(self.call, inputs, self._execute, seed=seed)
 
     def _takes(self, draw: int) -> bool:
@@ -125,7 +125,7 @@ class Study:
             if not difference(new, old, relative=0.0)
         )
 
-    def _sample(self, draw: int) -> Sample:
+    def _sample(self, draw: int) -> OpSample:
         """Return a draw of the data with its outputs, made once a worker."""
         if draw not in self._samples:
             self._samples[draw] = self._whole(
@@ -223,7 +223,7 @@ class Study:
         )
 
 
-def _fits(sample: Sample, output: int, pieces: Sequence[torch.Tensor], entry: Sbp) -> bool:
+def _fits(sample: OpSample, output: int, pieces: Sequence[torch.Tensor], entry: Sbp) -> bool:
     """Whether the pieces of one output are its pieces as `entry` says."""
     expected = sample.outputs[output]
     if any(piece.dtype != expected.dtype for piece in pieces):

@@ -52,7 +52,7 @@ _UNDETERMINED_OUTPUTS = {"aten._ctc_loss": (1,)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class OpSample:
     """A call with its data.
 
     Args:
@@ -91,16 +91,16 @@ def set_seed(seed: int, tensors: Sequence[torch.Tensor]) -> None:
 
 def whole_sample(
     call: OpCall, inputs: Sequence[torch.Tensor], execute: Execute, *, seed: int = SEED
-) -> Sample:
+) -> OpSample:
     """Run a call on given tensors, which are not changed, and return it with its outputs."""
     copies = [entry.detach().clone() for entry in inputs]
     set_seed(seed, inputs)
     made = run_program(unchanged(call), dict(zip(call.tensor_names, copies, strict=True)), execute)
-    return Sample(call=call, inputs=tuple(inputs), outputs=made)
+    return OpSample(call=call, inputs=tuple(inputs), outputs=made)
 
 
 def refutation(
-    sample: Sample,
+    sample: OpSample,
     signature: Signature,
     mesh: Placement,
     execute: Execute,
@@ -132,7 +132,7 @@ def refutation(
 
 
 def run_ranks(
-    sample: Sample,
+    sample: OpSample,
     inputs: Sequence[NdSbp],
     mesh: Placement,
     execute: Execute,
@@ -165,7 +165,7 @@ def run_ranks(
 
 
 def _compare(
-    sample: Sample, output: int, pieces: Sequence[torch.Tensor], sbp: NdSbp, mesh: Placement
+    sample: OpSample, output: int, pieces: Sequence[torch.Tensor], sbp: NdSbp, mesh: Placement
 ) -> str:
     """Put the pieces of one output together, last mesh axis first, and compare."""
     expected = sample.outputs[output]

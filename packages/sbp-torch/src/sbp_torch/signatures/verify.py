@@ -24,9 +24,9 @@ from sbp_core.signatures.axes import combine, enumerate_signatures
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.derive import derive
 from sbp_core.signatures.localize import localize
-from sbp_core.signatures.registry import Registry
+from sbp_core.signatures.registry import RuleRegistry
 from sbp_core.strategy import Signature
-from sbp_torch.signatures.isolate import Done, run_isolated
+from sbp_torch.signatures.isolate import Completed, run_isolated
 from sbp_torch.signatures.torch_call import (
     Execute,
     abstract_call,
@@ -38,13 +38,13 @@ from sbp_torch.signatures.torch_call import (
     tags_of,
     tensors_of,
 )
-from sbp_torch.signatures.trial import SEED, Sample, refutation, set_seed
+from sbp_torch.signatures.trial import SEED, OpSample, refutation, set_seed
 
 __all__ = [
     "Claim",
     "Execute",
+    "Refutation",
     "VerifyReport",
-    "Wrong",
     "abstract_call",
     "call_of",
     "overload",
@@ -93,7 +93,7 @@ class Claim:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wrong:
+class Refutation:
     """A claimed signature that execution refutes."""
 
     signature: Signature
@@ -116,7 +116,7 @@ class VerifyReport:
 
     op: str
     claimed: tuple[Claim, ...]
-    wrong: tuple[Wrong, ...]
+    wrong: tuple[Refutation, ...]
 
     @property
     def ok(self) -> bool:
@@ -132,7 +132,7 @@ def verify(
     op: str,
     *args: Any,
     axis_sizes: Sequence[int] = (2, 3),
-    rules: Registry | None = None,
+    rules: RuleRegistry | None = None,
     execute: Execute | None = None,
     isolated: bool = True,
     timeout_s: float = TIMEOUT_S,
@@ -176,14 +176,14 @@ def verify(
         trials = [partial(_reason, sample, claim, rules, run) for claim in claims]
         reasons = _reasons(trials, timeout_s) if isolated else [trial() for trial in trials]
     wrong = tuple(
-        Wrong(signature=claim.signature, mesh_shape=claim.mesh_shape, reason=reason)
+        Refutation(signature=claim.signature, mesh_shape=claim.mesh_shape, reason=reason)
         for claim, reason in zip(claims, reasons, strict=True)
         if reason
     )
     return VerifyReport(op=op, claimed=tuple(claims), wrong=wrong)
 
 
-def _sample(op: str, args: Sequence[Any], kwargs: dict[str, Any], run: Execute) -> Sample:
+def _sample(op: str, args: Sequence[Any], kwargs: dict[str, Any], run: Execute) -> OpSample:
     """Run the whole call on copies of its tensors."""
 
     def copied(value: Any) -> Any:
@@ -196,10 +196,10 @@ def _sample(op: str, args: Sequence[Any], kwargs: dict[str, Any], run: Execute) 
         run(op, list(map(copied, args)), {key: copied(value) for key, value in kwargs.items()})
     )
     call, tensors = describe(op, args, kwargs, made)
-    return Sample(call=call, inputs=tensors, outputs=made)
+    return OpSample(call=call, inputs=tensors, outputs=made)
 
 
-def _reason(sample: Sample, claim: Claim, rules: Registry | None, run: Execute) -> str:
+def _reason(sample: OpSample, claim: Claim, rules: RuleRegistry | None, run: Execute) -> str:
     """Run one signature; return why it is wrong, empty if it is not."""
     mesh = Placement.grid(claim.mesh_shape)
     program = partial(localize, sample.call, claim.signature, mesh, rules=rules)
@@ -209,10 +209,10 @@ def _reason(sample: Sample, claim: Claim, rules: Registry | None, run: Execute) 
 def _reasons(trials: Sequence[Callable[[], str]], timeout_s: float) -> Iterator[str]:
     """Run trials in forked workers; yield why each is wrong."""
     for verdict in run_isolated(trials, timeout_s=timeout_s):
-        yield verdict.value if isinstance(verdict, Done) else f"a rank run {verdict}"
+        yield verdict.value if isinstance(verdict, Completed) else f"a rank run {verdict}"
 
 
-def _products(call: OpCall, mesh_shape: tuple[int, int], rules: Registry | None) -> list[Claim]:
+def _products(call: OpCall, mesh_shape: tuple[int, int], rules: RuleRegistry | None) -> list[Claim]:
     """Return a repeatable sample of the signatures on a 2-D mesh, of every sort of shards."""
     found = list(islice(enumerate_signatures(call, mesh_shape, rules=rules), 1 << 16))
     considered = random.Random(0).sample(found, min(_NUM_CONSIDERED, len(found)))

@@ -24,7 +24,7 @@ from sbp_torch.boxing.execute import shard
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.reference import ReferenceRuntime
-from sbp_torch.testing.programs import TrainingStep, assert_near, capture_tiny, small_cluster
+from sbp_torch.testing.programs import OneDeviceStep, assert_near, capture_tiny, small_cluster
 
 _REPLICATED: Mapping[str, PinValue] = {
     "batch": "S(0)",
@@ -68,7 +68,7 @@ class RuntimeCase:
     has_statistics: bool = False
 
     @property
-    def step(self) -> TrainingStep:
+    def step(self) -> OneDeviceStep:
         """The training step and its batches."""
         return capture_tiny(
             self.num_micro_batches, self.micro_batch_size, has_statistics=self.has_statistics
@@ -199,7 +199,7 @@ def too_large(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {**batch, "features": torch.full_like(batch["features"], torch.inf)}
 
 
-def run_steps(session: Session, step: TrainingStep) -> list[Tensor]:
+def run_steps(session: Session, step: OneDeviceStep) -> list[Tensor]:
     """Run every batch and return the losses."""
     return [session.step(batch, step.scalars).loss.clone() for batch in step.batches]
 

@@ -17,15 +17,15 @@ from functools import cache
 
 import torch
 
-from sbp_aten.passes import prepare_step, tie_clocks
+from sbp_aten.passes import prepare_step, tie_step_counters
 from sbp_core.graph.ir import LogicalGraph
 from sbp_core.graph.serialize import graph_hash
 from sbp_core.graph.spec import verify_graph
 from sbp_core.plugins.kinds import GraphPass
 from sbp_torch.capture import capture
 from sbp_torch.testing.programs import (
+    OneDeviceStep,
     TinyMlp,
-    TrainingStep,
     assert_near,
     capture_tiny,
     one_device_run,
@@ -41,7 +41,7 @@ def captured_tiny() -> LogicalGraph:
         torch.manual_seed(0)
         model = TinyMlp().double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, foreach=False)
-    return tie_clocks(capture(model, tiny_loss, tiny_batch(6, 0), optimizer, name="tiny"))
+    return tie_step_counters(capture(model, tiny_loss, tiny_batch(6, 0), optimizer, name="tiny"))
 
 
 class GraphPassConformance(ABC):
@@ -54,7 +54,7 @@ class GraphPassConformance(ABC):
     def make_pass(self) -> GraphPass:
         """Return the pass; called for every test."""
 
-    def make_step(self) -> TrainingStep:
+    def make_step(self) -> OneDeviceStep:
         """Return a step that the pass is tried on: a graph of one micro-batch."""
         return replace(capture_tiny(), graph=captured_tiny())
 

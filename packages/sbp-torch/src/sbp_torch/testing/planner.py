@@ -37,7 +37,7 @@ from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.reference import ReferenceRuntime
 from sbp_torch.testing.cases import check_shards, run_steps, shards_of
 from sbp_torch.testing.programs import (
-    TrainingStep,
+    OneDeviceStep,
     assert_near,
     capture_tiny,
     one_device_run,
@@ -73,7 +73,7 @@ class PlannerConformance(ABC):
     def make_planner(self) -> Planner:
         """Return the planner; called for every plan."""
 
-    def make_step(self, num_micro_batches: int) -> TrainingStep:
+    def make_step(self, num_micro_batches: int) -> OneDeviceStep:
         """Return the training step to plan and run; equal on every call."""
         return capture_tiny(num_micro_batches)
 
@@ -95,7 +95,7 @@ class PlannerConformance(ABC):
         )
         return self.make_planner().plan(request)
 
-    def plans(self) -> Iterator[tuple[str, TrainingStep, Strategy]]:
+    def plans(self) -> Iterator[tuple[str, OneDeviceStep, Strategy]]:
         """Yield what is planned for, the step and its strategy, for all meshes."""
         for mesh in self.meshes:
             for count in self.micro_batches:
@@ -172,7 +172,7 @@ def _check_progress(what: str, fraction: float) -> None:
     assert 0.0 <= fraction <= 1.0, f"{what}: fraction {fraction}"
 
 
-def check_legal(step: TrainingStep, strategy: Strategy) -> None:
+def check_legal(step: OneDeviceStep, strategy: Strategy) -> None:
     """Check that a strategy covers exactly a graph and is legal op by op.
 
     Raises:

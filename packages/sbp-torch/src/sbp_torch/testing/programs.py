@@ -87,7 +87,7 @@ def tiny_batch(batch_size: int, seed: int, dtype: torch.dtype = torch.float64) -
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingStep:
+class OneDeviceStep:
     """A prepared training step, and what to run it on.
 
     Args:
@@ -116,7 +116,7 @@ def capture_tiny(
     num_steps: int = 3,
     *,
     has_statistics: bool = False,
-) -> TrainingStep:
+) -> OneDeviceStep:
     """Return the training step of a `TinyMlp` under AdamW, in float64."""
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
@@ -124,7 +124,7 @@ def capture_tiny(
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, foreach=False)
     graph = capture(model, tiny_loss, tiny_batch(micro_batch_size, 0), optimizer, name="tiny")
     batches = (tiny_batch(micro_batch_size * num_micro_batches, 1 + i) for i in range(num_steps))
-    return TrainingStep(
+    return OneDeviceStep(
         graph=prepare_step(graph, num_micro_batches),
         states=initial_states(model, optimizer),
         batches=tuple(batches),
@@ -132,7 +132,7 @@ def capture_tiny(
     )
 
 
-def one_device_run(step: TrainingStep) -> tuple[list[Tensor], dict[str, Tensor | Number]]:
+def one_device_run(step: OneDeviceStep) -> tuple[list[Tensor], dict[str, Tensor | Number]]:
     """Run all batches on one device.
 
     Returns:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from sbp_core.signatures.registry import Registry
+from sbp_core.signatures.registry import RuleRegistry
 
 if TYPE_CHECKING:
     from sbp_torch.signatures.verify import Execute, VerifyReport
@@ -34,7 +34,7 @@ def check_rule(
     samples: Iterable[Sample],
     *,
     axis_sizes: Sequence[int] = AXIS_SIZES,
-    rules: Registry | None = None,
+    rules: RuleRegistry | None = None,
     execute: Execute | None = None,
 ) -> tuple[VerifyReport, ...]:
     """Run every signature that the rule of `op` claims for each sample.

@@ -30,7 +30,7 @@ def _nothing_known(ranks: Collection[int]) -> Sequence[str]:
 
 
 @dataclass(slots=True, eq=False)
-class Call:
+class CollectiveCall:
     """One call, for its messages and its deadline; never changed.
 
     Not frozen: there is one for every step that runs, and freezing triples the time to make it.
@@ -58,7 +58,7 @@ class Call:
         rank: int,
         deadline_s: float,
         witness: Witness = _nothing_known,
-    ) -> Call:
+    ) -> CollectiveCall:
         """Make a call whose time begins now."""
         end_s = time.monotonic() + deadline_s
         return cls(step, tag, rank, deadline_s, end_s, witness)

@@ -13,10 +13,15 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 
-from sbp_core.boxing.processes.call import Call
-from sbp_core.boxing.processes.control_store import Board
-from sbp_core.boxing.processes.failure_detector import INTERVAL_S, Calls, UnderWay, Watch
-from sbp_core.boxing.processes.membership import Member, State, state_of
+from sbp_core.boxing.processes.call import CollectiveCall
+from sbp_core.boxing.processes.control_store import ControlStore
+from sbp_core.boxing.processes.failure_detector import (
+    INTERVAL_S,
+    Calls,
+    FailureDetector,
+    PendingCall,
+)
+from sbp_core.boxing.processes.membership import Member, MemberState, state_of
 from sbp_core.errors import BoxingError, words_of
 
 #: Seconds in which it is found out why a connection broke: who ended, or what was told.
@@ -34,10 +39,10 @@ class Connections(ABC):
         self._failure: BaseException | None = None
         self._closed = False
         self._calls = Calls()
-        self._notes: Board | None = None
-        self._watch: Watch | None = None
+        self._notes: ControlStore | None = None
+        self._watch: FailureDetector | None = None
 
-    def watch_over(self, board: Board, limit_s: float) -> None:
+    def watch_over(self, board: ControlStore, limit_s: float) -> None:
         """Meet the other ranks on the board, and watch them from now on.
 
         Args:
@@ -47,7 +52,7 @@ class Connections(ABC):
         Raises:
             BoxingError: a rank did not come, or ended.
         """
-        board.enlist(Member.of_this_process(board.rank))
+        board.register(Member.of_this_process(board.rank))
 
         looked = time.monotonic()
 
@@ -77,41 +82,41 @@ class Connections(ABC):
             raise error
         self._notes = board
         if board.size > 1:
-            self._watch = Watch(board, members, self._calls, self._learn)
+            self._watch = FailureDetector(board, members, self._calls, self._learn)
             self._watch.start()
 
     # Calls.
 
-    def under_way(self, call: Call) -> UnderWay:
+    def under_way(self, call: CollectiveCall) -> PendingCall:
         """Let others know, while a call takes long, that this rank is in it: a context."""
-        return UnderWay(self._calls, call)
+        return PendingCall(self._calls, call)
 
     def witness(self, ranks: Collection[int]) -> Sequence[str]:
         """Say what is known about ranks that did not arrive, one a line."""
         return () if self._watch is None else self._watch.witness(ranks)
 
-    def check_usable(self, call: Call) -> None:
+    def check_usable(self, call: CollectiveCall) -> None:
         """Raise `BoxingError` if the connections were closed or have failed."""
         if self._closed:
             raise call.failed("the boxing backend was closed", todo="open a new one")
         if self._failure is not None:
             raise call.failed(words_of(self._failure)) from self._failure
 
-    def check_others(self, call: Call) -> None:
+    def check_others(self, call: CollectiveCall) -> None:
         """Raise `BoxingError` if waiting for others has become hopeless, as far as they told."""
         self.check_usable(call)
         reason = None if self._notes is None else self._notes.failure()
         if reason is not None:
             raise self.lost(call, reason)
 
-    def broken(self, call: Call, error: BoxingError) -> BoxingError:
+    def broken(self, call: CollectiveCall, error: BoxingError) -> BoxingError:
         """Break everything because a call failed; return the error to raise."""
         if self._failure is not None:
             return call.failed(words_of(self._failure))
         self.fail(error)
         return error
 
-    def lost(self, call: Call, report: str) -> BoxingError:
+    def lost(self, call: CollectiveCall, report: str) -> BoxingError:
         """Break everything because a connection broke; find out why, and return the error to raise.
 
         Args:
@@ -187,7 +192,7 @@ class Connections(ABC):
         if board is None:
             return
         members = board.members()
-        deaf = (State.ENDED, State.STOPPED)
+        deaf = (MemberState.ENDED, MemberState.STOPPED)
         others = [
             rank
             for rank, member in members.items()
@@ -195,14 +200,14 @@ class Connections(ABC):
         ]
         board.wait_for(lambda: board.is_lost() or not board.not_heard(others), _NEWS_S)
 
-    def _gone(self, board: Board) -> list[Member]:
+    def _gone(self, board: ControlStore) -> list[Member]:
         """Return the processes that enlisted and have ended, among those that can be seen."""
         members = board.members()
         me = members.get(board.rank)
         return [
             member
             for member in members.values()
-            if me is not None and state_of(member, me) is State.ENDED
+            if me is not None and state_of(member, me) is MemberState.ENDED
         ]
 
     @abstractmethod

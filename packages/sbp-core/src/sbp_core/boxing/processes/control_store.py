@@ -11,21 +11,21 @@ from collections.abc import Callable, Iterable
 from typing import ClassVar
 
 from sbp_core.boxing.processes.call import wait_until
-from sbp_core.boxing.processes.membership import Member, State, state_of
+from sbp_core.boxing.processes.membership import Member, MemberState, state_of
 
 #: Characters of a failure that are told: short notes leave at once, whatever the receiver does.
 _LONGEST_TEXT = 2000
 
 
-class BoardSilentError(RuntimeError):
+class StoreSilentError(RuntimeError):
     """Whoever keeps the notes does not answer for now."""
 
 
-class BoardLostError(BoardSilentError):
+class StoreLostError(StoreSilentError):
     """Notes cannot be exchanged any more; says why."""
 
 
-class Board(ABC):
+class ControlStore(ABC):
     """The notes of one run, as one rank sees them.
 
     No method waits for another rank, but for `wait_for`. When notes cannot be exchanged any more,
@@ -68,7 +68,7 @@ class Board(ABC):
 
     # Who takes part.
 
-    def enlist(self, member: Member) -> None:
+    def register(self, member: Member) -> None:
         """Tell all ranks which process this one is."""
         self._leave_note(f"member/{member.rank}", member.to_json())
 
@@ -131,17 +131,17 @@ class Board(ABC):
         """Return why the run failed, as the first rank that knew said, or None if it did not."""
         try:
             return self._get("failure")
-        except BoardLostError as error:
+        except StoreLostError as error:
             return str(error)
-        except BoardSilentError:
+        except StoreSilentError:
             return None
 
     def is_lost(self) -> bool:
         """Say whether notes cannot be read any more."""
         try:
             self._get("failure")
-        except BoardSilentError as error:
-            return isinstance(error, BoardLostError)
+        except StoreSilentError as error:
+            return isinstance(error, StoreLostError)
         return False
 
     def hear(self) -> None:
@@ -173,9 +173,9 @@ class Board(ABC):
         """Say whether nobody needs this rank any more, or nobody can be reached."""
         try:
             return self._has_all(f"leave/{rank}" for rank in range(self.size))
-        except BoardSilentError as error:
+        except StoreSilentError as error:
             # Whoever keeps the notes leaves last.
-            return isinstance(error, BoardLostError)
+            return isinstance(error, StoreLostError)
 
     def wait_for(self, done: Callable[[], bool], limit_s: float) -> bool:
         """Look until `done()` says yes or `limit_s` seconds are over; return the answer."""
@@ -189,14 +189,14 @@ class Board(ABC):
         ranks = list(ranks)
         try:
             return [rank for rank in ranks if not has_come(rank)]
-        except BoardSilentError:
+        except StoreSilentError:
             here = self._members.get(self.rank)
             hindered = [
                 rank
                 for rank in ranks
                 if here is not None
                 and rank in self._members
-                and state_of(self._members[rank], here) in (State.STOPPED, State.ENDED)
+                and state_of(self._members[rank], here) in (MemberState.STOPPED, MemberState.ENDED)
             ]
             return hindered or [rank for rank in ranks if rank != self.rank]
 
@@ -206,17 +206,17 @@ class Board(ABC):
     def _leave_note(self, key: str, value: str, ranks: Iterable[int] | None = None) -> None:
         try:
             self._put(key, value, range(self.size) if ranks is None else ranks)
-        except BoardSilentError:  # seen as a failure by whoever looks next
+        except StoreSilentError:  # seen as a failure by whoever looks next
             return
 
     def _note(self, key: str) -> str | None:
         try:
             return self._get(key)
-        except BoardSilentError:
+        except StoreSilentError:
             return None
 
     def _are_there(self, keys: Iterable[str]) -> bool:
         try:
             return self._has_all(keys)
-        except BoardSilentError:
+        except StoreSilentError:
             return False

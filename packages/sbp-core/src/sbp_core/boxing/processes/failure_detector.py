@@ -11,9 +11,9 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from sbp_core.boxing.processes.call import Call
-from sbp_core.boxing.processes.control_store import Board
-from sbp_core.boxing.processes.membership import Member, State, state_of
+from sbp_core.boxing.processes.call import CollectiveCall
+from sbp_core.boxing.processes.control_store import ControlStore
+from sbp_core.boxing.processes.membership import Member, MemberState, state_of
 from sbp_core.boxing.slices import transfer_pieces
 from sbp_core.boxing.step import StepKind
 from sbp_core.boxing.supervision.root_cause import SILENT, STOPPED
@@ -45,11 +45,11 @@ class Calls:
     """The calls of one process that have begun, at most one a thread."""
 
     def __init__(self) -> None:
-        self._by_thread: dict[int, Call] = {}
+        self._by_thread: dict[int, CollectiveCall] = {}
         #: The call that began last, on whichever thread.
-        self.latest: Call | None = None
+        self.latest: CollectiveCall | None = None
 
-    def begin(self, call: Call) -> None:
+    def begin(self, call: CollectiveCall) -> None:
         """Note that a call begins on this thread."""
         self._by_thread[threading.get_ident()] = self.latest = call
 
@@ -57,12 +57,12 @@ class Calls:
         """Note that the call of this thread is over."""
         self._by_thread.pop(threading.get_ident(), None)
 
-    def under_way(self) -> list[Call]:
+    def under_way(self) -> list[CollectiveCall]:
         """Return the calls that are not over."""
         return list(self._by_thread.values())
 
 
-class UnderWay:
+class PendingCall:
     """The time in which a call is under way; a class, as generators take longer to enter.
 
     Args:
@@ -72,7 +72,7 @@ class UnderWay:
 
     __slots__ = ("_call", "_calls")
 
-    def __init__(self, calls: Calls, call: Call) -> None:
+    def __init__(self, calls: Calls, call: CollectiveCall) -> None:
         self._calls = calls
         self._call = call
 
@@ -83,7 +83,7 @@ class UnderWay:
         self._calls.end()
 
 
-class Watch:
+class FailureDetector:
     """What one process sees of the others.
 
     Args:
@@ -95,7 +95,7 @@ class Watch:
 
     def __init__(
         self,
-        board: Board,
+        board: ControlStore,
         members: Mapping[int, Member],
         calls: Calls,
         learned: Callable[[str], None],
@@ -164,7 +164,9 @@ class Watch:
         """
         silent = self._silent(self._away, _LISTEN_S)
         stopped = [
-            member.rank for member in self._here if state_of(member, self._me) is State.STOPPED
+            member.rank
+            for member in self._here
+            if state_of(member, self._me) is MemberState.STOPPED
         ]
         still = [rank for rank in sorted({*silent, *stopped}) if rank not in ranks]
         lines = []
@@ -257,7 +259,7 @@ class Watch:
         return [
             member.rank
             for member in self._here
-            if member.rank not in self._left and state_of(member, self._me) is State.ENDED
+            if member.rank not in self._left and state_of(member, self._me) is MemberState.ENDED
         ]
 
     def _say_ended(self, ranks: Sequence[int]) -> str:
@@ -269,14 +271,14 @@ class Watch:
 
 
 _STATES = {
-    State.RUNNING: "is running",
-    State.STOPPED: STOPPED,
-    State.ENDED: "has ended",
-    State.UNKNOWN: "cannot be seen from here",
+    MemberState.RUNNING: "is running",
+    MemberState.STOPPED: STOPPED,
+    MemberState.ENDED: "has ended",
+    MemberState.UNKNOWN: "cannot be seen from here",
 }
 
 
-def awaited(call: Call) -> list[int]:
+def awaited(call: CollectiveCall) -> list[int]:
     """Return the ranks that a collective or receive waits for."""
     if call.step.kind is not StepKind.TRANSFER:
         return [rank for rank in call.step.group(call.rank) if rank != call.rank]

@@ -15,7 +15,7 @@ from pathlib import Path
 _PROC = Path("/proc")
 
 
-class State(StrEnum):
+class MemberState(StrEnum):
     """What a process does, as far as it can be seen from here."""
 
     RUNNING = "running"
@@ -69,21 +69,21 @@ class Member:
         return f"rank {self.rank} (pid {self.pid} on {place})"
 
 
-def state_of(member: Member, seen_from: Member) -> State:
+def state_of(member: Member, seen_from: Member) -> MemberState:
     """Return what a process does: `UNKNOWN` if it lives on another host.
 
     A process that ended and was not waited for (a zombie) has ended, and so has one whose process
     id another process has now.
     """
     if not member.is_beside(seen_from):
-        return State.UNKNOWN
+        return MemberState.UNKNOWN
     status = _status(member.pid)
     if status is None:
         return _signalled(member.pid)
     letter, started = status
     if letter in "ZXx" or (member.started and started != member.started):
-        return State.ENDED
-    return State.STOPPED if letter in "Tt" else State.RUNNING
+        return MemberState.ENDED
+    return MemberState.STOPPED if letter in "Tt" else MemberState.RUNNING
 
 
 def _status(pid: int) -> tuple[str, int] | None:
@@ -97,17 +97,17 @@ def _status(pid: int) -> tuple[str, int] | None:
         return None
 
 
-def _signalled(pid: int) -> State:
+def _signalled(pid: int) -> MemberState:
     """Return what a signal that does nothing finds out: what remains where there is no /proc."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
-        return State.ENDED
+        return MemberState.ENDED
     except PermissionError:  # it is another user's, so there is one
-        return State.RUNNING
+        return MemberState.RUNNING
     except OSError:
-        return State.UNKNOWN
-    return State.RUNNING
+        return MemberState.UNKNOWN
+    return MemberState.RUNNING
 
 
 def _space() -> str:

@@ -1,8 +1,8 @@
 """The notes of the ranks in a key-value store that all of them reach, such as torch.distributed's.
 
 A store answers within microseconds, or at once with an error if its host has ended; but if its host
-is stopped, a call waits without limit. So it is asked by a thread of its own (`Clerk`), and nobody
-waits for it for ever. Imports no torch.
+is stopped, a call waits without limit. So it is asked by a thread of its own (`StoreClient`), and
+nobody waits for it for ever. Imports no torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
-from sbp_core.boxing.processes.control_store import Board, BoardLostError, BoardSilentError
+from sbp_core.boxing.processes.control_store import ControlStore, StoreLostError, StoreSilentError
 
 #: Seconds that the store may take for an answer.
 _LIMIT_S = 1.0
@@ -26,7 +26,7 @@ _IMPATIENT_S = 0.01
 _PAUSE_S = 0.01
 
 
-class NoteStore(Protocol):
+class KeyValueStore(Protocol):
     """The part of a key-value store that carries notes; raises `RuntimeError` if lost."""
 
     def set(self, key: str, value: str, /) -> None:
@@ -45,17 +45,17 @@ class NoteStore(Protocol):
         """Drop a value, if there is one."""
 
 
-class MeetingStore(NoteStore, Protocol):
+class CountingStore(KeyValueStore, Protocol):
     """A store that also counts, as torch.distributed's do; raises `RuntimeError` if lost."""
 
     def add(self, key: str, amount: int, /) -> int:
         """Add to a counter, which starts at 0, and return it."""
 
 
-StoreT = TypeVar("StoreT", bound=MeetingStore)
+StoreT = TypeVar("StoreT", bound=CountingStore)
 
 
-def count_opening(store: MeetingStore, name: str, rank: int) -> int:
+def count_opening(store: CountingStore, name: str, rank: int) -> int:
     """Count that a rank opens a backend in a store; return how often it has, this time included.
 
     Args:
@@ -108,10 +108,10 @@ def _counter(name: str, rank: int) -> str:
 
 
 #: Something to ask a store.
-Question = Callable[[NoteStore], Any]
+Question = Callable[[KeyValueStore], Any]
 
 
-class Clerk:
+class StoreClient:
     """Asks a store, for any thread; after the first error the store counts as lost.
 
     Raises (all methods):
@@ -119,7 +119,7 @@ class Clerk:
         BoardLostError: the store cannot be reached any more.
     """
 
-    def __init__(self, store: NoteStore) -> None:
+    def __init__(self, store: KeyValueStore) -> None:
         self._questions: queue.SimpleQueue[tuple[Future[Any], Question] | None]
         self._questions = queue.SimpleQueue()
         self._closed = False
@@ -167,9 +167,9 @@ class Clerk:
 
     def _ask(self, question: Question) -> Any:
         if self._closed:
-            raise BoardSilentError("nobody asks the store any more: the board is closed")
+            raise StoreSilentError("nobody asks the store any more: the board is closed")
         if self._lost is not None:
-            raise BoardLostError(self._lost)
+            raise StoreLostError(self._lost)
         answer: Future[Any] = Future()
         late = self._unanswered_since is not None
         self._questions.put((answer, question))
@@ -178,13 +178,13 @@ class Clerk:
         except TimeoutError:
             self._unanswered_since = self._unanswered_since or time.monotonic()
             silent_s = time.monotonic() - self._unanswered_since + _LIMIT_S
-            raise BoardSilentError(f"the store has not answered for {silent_s:.0f} s") from None
+            raise StoreSilentError(f"the store has not answered for {silent_s:.0f} s") from None
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
             self._lost = f"the process that hosts the store cannot be reached: {reason}"
-            raise BoardLostError(self._lost) from error
+            raise StoreLostError(self._lost) from error
 
-    def _answer(self, store: NoteStore) -> None:
+    def _answer(self, store: KeyValueStore) -> None:
         while (entry := self._questions.get()) is not None:
             answer, question = entry
             try:
@@ -198,7 +198,7 @@ class Clerk:
             del entry, answer, question
 
 
-class StoreBoard(Board):
+class KeyValueControlStore(ControlStore):
     """Notes in a store, which any rank may read at any time.
 
     Args:
@@ -207,9 +207,9 @@ class StoreBoard(Board):
         size: Number of ranks.
     """
 
-    def __init__(self, store: NoteStore, rank: int, size: int) -> None:
+    def __init__(self, store: KeyValueStore, rank: int, size: int) -> None:
         super().__init__(rank, size)
-        self._clerk = Clerk(store)
+        self._clerk = StoreClient(store)
 
     def close(self) -> None:
         """Let go of the store; nothing may be asked any more.

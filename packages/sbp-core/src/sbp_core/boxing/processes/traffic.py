@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from sbp_core.sbp import split_bounds
 
 
-class Meter:
+class TrafficCounter:
     """The bytes of one rank in one group.
 
     What a library does inside is its own affair: a collective counts as its definition says.

@@ -9,7 +9,7 @@ import signal
 import socket
 from dataclasses import dataclass
 
-from sbp_core.boxing.supervision.launch_spec import Start
+from sbp_core.boxing.supervision.launch_spec import LaunchSpec
 from sbp_core.errors import RunError
 
 #: Exit status of a run that took too long, as that of the command `timeout`.
@@ -23,7 +23,7 @@ _TODO = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class End:
+class ProcessExit:
     """How one process ended, or how it was found when it had to be ended.
 
     Args:
@@ -37,7 +37,7 @@ class End:
         culprit: Of a launcher: the rank that fell first and the words that say so, if any do.
     """
 
-    start: Start
+    start: LaunchSpec
     pid: int
     code: int | None
     after_s: float
@@ -66,7 +66,7 @@ class End:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
+class ExitReport:
     """How a run ended.
 
     Args:
@@ -75,12 +75,12 @@ class Ended:
         timeout_s: The time that the run had, if it took longer.
     """
 
-    ends: tuple[End, ...]
-    left: tuple[End, ...] = ()
+    ends: tuple[ProcessExit, ...]
+    left: tuple[ProcessExit, ...] = ()
     timeout_s: float | None = None
 
     @property
-    def first(self) -> End | None:
+    def first(self) -> ProcessExit | None:
         """The process that ended badly before all others, if one did."""
         return next((end for end in self.ends if end.code != 0), None)
 
@@ -131,7 +131,7 @@ class Ended:
         return f"{len(self.ends)} processes ended well" if error is None else str(error)
 
 
-def _place(end: End, quote: bool) -> str:
+def _place(end: ProcessExit, quote: bool) -> str:
     """Return where a process ran, and what it said last."""
     place = f"{end.start.name}: host {socket.gethostname()}, process {end.pid}"
     if not quote:

@@ -13,7 +13,7 @@ from sbp_core.errors import SbpValueError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
+class LaunchSpec:
     """One process to start, and the ranks that it stands for.
 
     Args:
@@ -53,9 +53,9 @@ class Start:
         return f"ranks {', '.join(map(str, self.ranks))}"
 
 
-def one_process(num_ranks: int, command: Sequence[str]) -> tuple[Start, ...]:
+def one_process(num_ranks: int, command: Sequence[str]) -> tuple[LaunchSpec, ...]:
     """Return the start of one process that holds all ranks as threads."""
-    return (Start(command=tuple(command), ranks=tuple(range(num_ranks))),)
+    return (LaunchSpec(command=tuple(command), ranks=tuple(range(num_ranks))),)
 
 
 def thread_share(num_processes: int) -> dict[str, str]:

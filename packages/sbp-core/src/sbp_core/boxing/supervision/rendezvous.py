@@ -9,7 +9,7 @@ import random
 import socket
 from collections.abc import Sequence
 
-from sbp_core.boxing.supervision.launch_spec import Start, thread_share
+from sbp_core.boxing.supervision.launch_spec import LaunchSpec, thread_share
 from sbp_core.errors import BoxingError, ConfigError
 
 #: Ports below those that systems give to outgoing connections: one that is free stays free until
@@ -29,7 +29,7 @@ def processes_that_meet(
     init_method: str,
     rank: int | None,
     world_size: int | None,
-) -> tuple[Start, ...]:
+) -> tuple[LaunchSpec, ...]:
     """Return one start a rank, on this machine.
 
     Args:
@@ -54,7 +54,7 @@ def processes_that_meet(
     if init_method.startswith("env://"):
         shared |= {"MASTER_ADDR": _HOST, "MASTER_PORT": str(free_port())}
     return tuple(
-        Start(
+        LaunchSpec(
             command=tuple(command),
             ranks=(number,),
             environment={**shared, "RANK": str(number), "LOCAL_RANK": str(number)},

@@ -1,14 +1,15 @@
 """Which rank of a launcher fell first, by what its processes wrote.
 
 A launcher ends as one process, whose exit code names nobody. The ranks that remained say whom they
-missed (`boxing.processes.call`), and the launcher whom it lost (`Start.tells`). Imports no torch.
+missed (`boxing.processes.call`), and the launcher whom it lost (`LaunchSpec.tells`). Imports no
+torch.
 """
 
 from __future__ import annotations
 
 import re
 
-from sbp_core.boxing.supervision.launch_spec import Start
+from sbp_core.boxing.supervision.launch_spec import LaunchSpec
 
 #: What the error of a rank says of another one that does nothing any more.
 STOPPED, SILENT = "is stopped by a signal", "gives no sign of life"
@@ -23,14 +24,14 @@ _FAILED = re.compile(r".*could not complete: (?=rank (?P<rank>\d+) (?:reported:|
 _LONGEST = 200
 
 
-class Culprit:
+class RootCause:
     """Looks for the name of the rank that fell first in the lines of one process.
 
     Args:
         start: The process; nothing is looked for if it is a single rank.
     """
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: LaunchSpec) -> None:
         self._patterns = [re.compile(text) for text in start.tells] if len(start.ranks) > 1 else []
         self._reads_ranks = len(start.ranks) > 1
         self._still: tuple[str, str] | None = None

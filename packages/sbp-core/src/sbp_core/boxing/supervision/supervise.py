@@ -3,7 +3,7 @@
 If one ends badly, the others get a moment to say why, and are ended. Nothing stays behind: not what
 they have started, and not if the supervisor itself is interrupted or killed
 (`boxing.supervision.keeper`). Which processes there are is the backend's to say
-(`BoxingBackend.starts`). Imports no torch.
+(`BoxingBackend.launch_specs`). Imports no torch.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from types import FrameType
 from uuid import uuid4
 
 from sbp_core.boxing.supervision import reaper as keeper
-from sbp_core.boxing.supervision.exit_report import End, Ended
-from sbp_core.boxing.supervision.launch_spec import Start
-from sbp_core.boxing.supervision.root_cause import Culprit
+from sbp_core.boxing.supervision.exit_report import ExitReport, ProcessExit
+from sbp_core.boxing.supervision.launch_spec import LaunchSpec
+from sbp_core.boxing.supervision.root_cause import RootCause
 from sbp_core.errors import RunError
 
 #: Lines of each process that are kept for the message about its end.
@@ -50,7 +50,7 @@ class Line:
         text: The line.
     """
 
-    start: Start
+    start: LaunchSpec
     text: str
 
     def __str__(self) -> str:
@@ -65,12 +65,12 @@ def write_line(line: Line) -> None:
 
 
 def supervise(
-    starts: Sequence[Start],
+    launch_specs: Sequence[LaunchSpec],
     *,
     grace_s: float = 3.0,
     on_line: Callable[[Line], None] = write_line,
     timeout_s: float | None = None,
-) -> Ended:
+) -> ExitReport:
     """Start processes, wait for all of them, and end what is left of them.
 
     Each is the leader of a session, and so of a process group, of its own: what the terminal sends
@@ -79,19 +79,19 @@ def supervise(
     is ignored, as `nohup` has it, stays ignored.
 
     Args:
-        starts: What to start.
+        launch_specs: What to start.
         grace_s: Seconds, after one has ended badly, in which the others may end by themselves.
         on_line: Called with every line they write, in the thread of the caller.
         timeout_s: Seconds after which they are ended; None waits for ever.
 
     Returns:
-        How they ended; see `Ended.error`.
+        How they ended; see `ExitReport.error`.
 
     Raises:
         RunError: a program cannot be started.
         KeyboardInterrupt: Ctrl-C, once all processes have ended.
     """
-    with _exit_on_deadly_signals(), _Supervision(starts, grace_s, on_line) as run:
+    with _exit_on_deadly_signals(), _Supervision(launch_specs, grace_s, on_line) as run:
         try:
             run.start()
             run.wait(timeout_s)
@@ -126,16 +126,16 @@ class _Supervision:
     """The processes of one run. Two threads for each: one reads its lines, one awaits its end."""
 
     def __init__(
-        self, starts: Sequence[Start], grace_s: float, on_line: Callable[[Line], None]
+        self, launch_specs: Sequence[LaunchSpec], grace_s: float, on_line: Callable[[Line], None]
     ) -> None:
-        self._starts, self._grace_s, self._on_line = tuple(starts), grace_s, on_line
+        self._starts, self._grace_s, self._on_line = tuple(launch_specs), grace_s, on_line
         self._mark = f"SBP_SUPERVISED_{uuid4().hex}"
         self._processes: dict[int, subprocess.Popen[str]] = {}
         self._threads: list[threading.Thread] = []
         self._events: queue.SimpleQueue[tuple[int, str | int]] = queue.SimpleQueue()
         self._last: list[deque[str]] = [deque(maxlen=_LAST_LINES) for _ in self._starts]
-        self._culprits = [Culprit(start) for start in self._starts]
-        self._ends: dict[int, End] = {}
+        self._culprits = [RootCause(start) for start in self._starts]
+        self._ends: dict[int, ProcessExit] = {}
         self._by_themselves: tuple[int, ...] = ()
         self._timeout_s: float | None = None
         self._deaf = False
@@ -272,10 +272,10 @@ class _Supervision:
     def _bad(self) -> bool:
         return any(end.code != 0 for end in self._ends.values())
 
-    def _describe(self, index: int, code: int | None) -> End:
+    def _describe(self, index: int, code: int | None) -> ProcessExit:
         """Describe how a process ended, or how it is if `code` is None."""
         pid = self._processes[index].pid
-        return End(
+        return ProcessExit(
             start=self._starts[index],
             pid=pid,
             code=code,
@@ -283,7 +283,7 @@ class _Supervision:
             stopped=code is None and keeper.is_stopped(pid),
         )
 
-    def ended(self) -> Ended:
+    def ended(self) -> ExitReport:
         """Return how all processes ended, in order."""
         ends = {
             index: replace(
@@ -291,7 +291,7 @@ class _Supervision:
             )
             for index, end in self._ends.items()
         }
-        return Ended(
+        return ExitReport(
             ends=tuple(end for index, end in ends.items() if index in self._by_themselves),
             left=tuple(end for index, end in ends.items() if index not in self._by_themselves),
             timeout_s=self._timeout_s,

@@ -27,14 +27,14 @@ from typing import Generic, TypeVar
 import torch
 
 from sbp_core.boxing.backend import Communicator
-from sbp_core.boxing.processes.call import Call
+from sbp_core.boxing.processes.call import CollectiveCall
 from sbp_core.boxing.processes.connections import Connections
 from sbp_core.boxing.processes.manifest import Manifest, manifest, span
-from sbp_core.boxing.processes.traffic import Meter
+from sbp_core.boxing.processes.traffic import TrafficCounter
 from sbp_core.boxing.slices import Piece, bounds_of, transfer_pieces, volume
 from sbp_core.boxing.step import Step, StepKind
 from sbp_torch.boxing.execute import check_shard, detached, fill, reduction_of, torch_dtype
-from sbp_torch.boxing.processes.packed_buffer import Parcels, num_elements, pack, unpack
+from sbp_torch.boxing.processes.packed_buffer import PackedBuffers, num_elements, pack, unpack
 
 ConnectionsT = TypeVar("ConnectionsT", bound=Connections)
 
@@ -74,8 +74,8 @@ class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
     """One rank's ends, over the connections of its process.
 
     `sent_bytes` is made of the buffers that are handed over, not of what steps predict: a message
-    is counted here, as it is posted, and a collective by the subclass, which has a `Meter` for each
-    group beside the calls of its library, and gives it to `_count`.
+    is counted here, as it is posted, and a collective by the subclass, which has a `TrafficCounter`
+    for each group beside the calls of its library, and gives it to `_count`.
 
     A subclass brings the four methods that move flat tensors: shape (elements,), contiguous, of the
     step's dtype. Each of them raises `BoxingError` when the call's time is over, or when another
@@ -182,7 +182,7 @@ class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
 
     @abstractmethod
     def _collective(
-        self, call: Call, ranks: tuple[int, ...], shard: torch.Tensor, donate: bool
+        self, call: CollectiveCall, ranks: tuple[int, ...], shard: torch.Tensor, donate: bool
     ) -> torch.Tensor:
         """Run a collective among the ranks of a group: two or more, in mesh order.
 
@@ -198,7 +198,7 @@ class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
         """
 
     @abstractmethod
-    def _post(self, call: Call, receiver: int, values: torch.Tensor) -> None:
+    def _post(self, call: CollectiveCall, receiver: int, values: torch.Tensor) -> None:
         """Send a message; does not wait for the receiver.
 
         Args:
@@ -208,11 +208,11 @@ class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
         """
 
     @abstractmethod
-    def _collect(self, call: Call, arriving: Mapping[int, torch.Tensor]) -> None:
+    def _collect(self, call: CollectiveCall, arriving: Mapping[int, torch.Tensor]) -> None:
         """Fill each tensor with the message of its sender for the call's tag."""
 
     @abstractmethod
-    def _trade(self, call: Call, ranks: tuple[int, ...], parcels: Parcels) -> None:
+    def _trade(self, call: CollectiveCall, ranks: tuple[int, ...], parcels: PackedBuffers) -> None:
         """Send each rank its chunk of `parcels.sent`, and fill `parcels.received` with theirs.
 
         May call `parcels.keep_own` while data is under way.
@@ -224,20 +224,20 @@ class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
                 left out.
         """
 
-    def _count(self, meter: Meter) -> None:
+    def _count(self, meter: TrafficCounter) -> None:
         """Count what a collective was given for other ranks, once its library has been called."""
         sent_bytes = meter.take()
         # With no call between reading and writing: at one, another thread may have its turn, and
         # the messages that it counts would be lost.
         self.sent_bytes += sent_bytes
 
-    def _begin(self, step: Step, tag: str, deadline_s: float) -> Call:
+    def _begin(self, step: Step, tag: str, deadline_s: float) -> CollectiveCall:
         """Make the call of a step, if the connections can be used."""
-        call = Call.begin(step, tag, self.rank, deadline_s, self._connections.witness)
+        call = CollectiveCall.begin(step, tag, self.rank, deadline_s, self._connections.witness)
         self._connections.check_usable(call)
         return call
 
-    def _role(self, call: Call) -> Role:
+    def _role(self, call: CollectiveCall) -> Role:
         """Return the part of this rank in a collective that is under way."""
         return self._roles[id(call.step)]
 
@@ -258,7 +258,9 @@ class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
         self._roles[id(step)] = role
         return role
 
-    def _exchange(self, call: Call, ranks: tuple[int, ...], shard: torch.Tensor) -> torch.Tensor:
+    def _exchange(
+        self, call: CollectiveCall, ranks: tuple[int, ...], shard: torch.Tensor
+    ) -> torch.Tensor:
         """Run a collective by sending each rank its pieces, at their exact sizes.
 
         Args:
@@ -267,7 +269,7 @@ class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
             shard: This rank's part under the step's source.
         """
         known = self._role(call).manifest
-        parcels = Parcels(call.step, known, shard, device=self._device)
+        parcels = PackedBuffers(call.step, known, shard, device=self._device)
         if not known.is_idle:
             self._trade(call, ranks, parcels)
         return parcels.result()

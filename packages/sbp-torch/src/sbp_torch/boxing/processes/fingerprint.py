@@ -22,10 +22,10 @@ from hashlib import blake2b
 import torch
 
 from sbp_core.boxing.backend import BoxingBackend, Communicator
-from sbp_core.boxing.processes.call import Call
+from sbp_core.boxing.processes.call import CollectiveCall
 from sbp_core.boxing.slices import sent_bytes, transfer_pieces
 from sbp_core.boxing.step import Step, StepKind
-from sbp_core.boxing.supervision.launch_spec import Start
+from sbp_core.boxing.supervision.launch_spec import LaunchSpec
 from sbp_core.errors import BoxingError
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp
@@ -53,9 +53,9 @@ class Fingerprinted(BoxingBackend):
         self._communicators: dict[int, FingerprintedCommunicator] = {}
         self.spans_processes = backend.spans_processes
 
-    def starts(self, num_ranks: int, command: Sequence[str]) -> tuple[Start, ...]:
-        """See `BoxingBackend.starts`."""
-        return self._backend.starts(num_ranks, command)
+    def launch_specs(self, num_ranks: int, command: Sequence[str]) -> tuple[LaunchSpec, ...]:
+        """See `BoxingBackend.launch_specs`."""
+        return self._backend.launch_specs(num_ranks, command)
 
     def open(self, ranks: Sequence[int]) -> None:
         """See `BoxingBackend.open`."""
@@ -132,7 +132,7 @@ class FingerprintedCommunicator(Communicator):
         donate: bool = False,
     ) -> torch.Tensor:
         """Compare the step with those of the whole group; then run it."""
-        call = Call.begin(step, tag, self.rank, deadline_s)
+        call = CollectiveCall.begin(step, tag, self.rank, deadline_s)
         ranks = step.group(self.rank)
         if step.kind in (StepKind.TRANSFER, StepKind.LOCAL):
             raise BoxingError(f"a {step.kind.value} step is no collective", where=str(step))
@@ -175,7 +175,7 @@ class FingerprintedCommunicator(Communicator):
         self, step: Step, shard: torch.Tensor | None, *, tag: str, deadline_s: float
     ) -> torch.Tensor:
         """Compare the step with what every sender says of its message; then receive it."""
-        call = Call.begin(step, tag, self.rank, deadline_s)
+        call = CollectiveCall.begin(step, tag, self.rank, deadline_s)
         mine = _fingerprint(step, tag, "")
         for sender in _others(step, receiver=self.rank):
             theirs = self._await(sender, tag, mine, call)
@@ -183,7 +183,7 @@ class FingerprintedCommunicator(Communicator):
                 raise self._mismatch({sender: _shown(theirs), self.rank: _shown(mine)})
         return self._communicator.receive(step, shard, tag=tag, deadline_s=round(call.left_s, 3))
 
-    def _await(self, sender: int, tag: str, mine: str, call: Call) -> str:
+    def _await(self, sender: int, tag: str, mine: str, call: CollectiveCall) -> str:
         """Return the fingerprint that a sender has sent for a tag.
 
         Messages may be received in another order than they were sent in: a fingerprint that is not
@@ -212,7 +212,7 @@ class FingerprintedCommunicator(Communicator):
                     inbox.changed.notify_all()
 
     def _receive_letter(
-        self, sender: int, number: int, inbox: _Inbox, mine: str, call: Call
+        self, sender: int, number: int, inbox: _Inbox, mine: str, call: CollectiveCall
     ) -> str:
         try:
             values = self._communicator.receive(

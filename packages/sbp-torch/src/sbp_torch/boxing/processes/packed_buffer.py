@@ -47,12 +47,12 @@ def unpack(
         pieces: In the order in which `pack` had those of each sender.
         parcels: What `pack` returned, by sender; shape (elements,).
     """
-    starts = dict.fromkeys(parcels, 0)
+    launch_specs = dict.fromkeys(parcels, 0)
     values: list[tuple[Piece, torch.Tensor]] = []
     for piece in pieces:
         shape = tuple(stop - start for start, stop in piece.target)
-        start = starts[piece.sender]
-        starts[piece.sender] = start + prod(shape)
+        start = launch_specs[piece.sender]
+        launch_specs[piece.sender] = start + prod(shape)
         values.append((piece, parcels[piece.sender][start : start + prod(shape)].view(shape)))
     return values
 
@@ -62,7 +62,7 @@ def num_elements(step: Step, pieces: Sequence[Piece]) -> int:
     return sum(piece.size_bytes for piece in pieces) // itemsize(step.dtype)
 
 
-class Parcels:
+class PackedBuffers:
     """The memory of one collective on one rank: what it sends and what it receives, flat.
 
     Chunk i of each is what goes to, or comes from, the i-th rank of the group. What is sent is the
