@@ -279,9 +279,10 @@ _RANK = f"""
 
 _SUPERVISOR = """
     import sys
-    from sbp_core.boxing.supervision.launch_spec import Start
+    from sbp_core.boxing.supervision.launch_spec import LaunchSpec
     from sbp_core.boxing.supervision.supervise import supervise
-    supervise([Start(command=(sys.executable, "-c", sys.argv[1]), ranks=(n,)) for n in range(2)])
+    command = (sys.executable, "-c", sys.argv[1])
+    supervise([LaunchSpec(command=command, ranks=(n,)) for n in range(2)])
 """
 
 

@@ -293,7 +293,7 @@ def _with_keys_that_nobody_makes() -> PhysicalPlan:
         (_with_a_transfer_as_collective, r"nothing of this boxing step is planned on the ranks"),
         (_with_a_receiver_at_another_rate, r"nothing of this boxing step is planned on the ranks"),
         (_with_a_register_filled_at_another_rate, "fills at rate 'micro', the register at rate"),
-        (_without_a_partner, r"nothing of this boxing step is planned on the ranks \[0\]"),
+        (_without_a_partner, r"rank 0 has no send 'send layers.0.relu@1\(B\)'"),
         (
             lambda: _without(_pipeline(), "registers", "forward.0.0#0"),
             "'layers.0.relu' comes from 0 places",

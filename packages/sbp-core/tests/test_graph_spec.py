@@ -107,6 +107,16 @@ def _step_value_in_the_forward_of_one_micro_batch() -> LogicalGraph:
     return replace(graph, num_micro_batches=1)
 
 
+def _input_without_type() -> LogicalGraph:
+    graph = chain()
+    return replace(graph, types={name: kind for name, kind in graph.types.items() if name != "x"})
+
+
+def _value_of_type(kind: TensorType | ScalarType) -> LogicalGraph:
+    graph = chain()
+    return replace(graph, types={**graph.types, "x": kind})
+
+
 def _two_losses() -> LogicalGraph:
     graph = chain()
     return replace(
@@ -161,6 +171,10 @@ def _new_value_of_another_shape() -> LogicalGraph:
             _step_value_in_the_forward_of_one_micro_batch,
             "made once a step, but used for each micro-batch",
         ),
+        (_input_without_type, "the input 'x' has no type"),
+        (lambda: _value_of_type(TensorType((8, 4), "float33")), r"'x' is float33\[8, 4\]"),
+        (lambda: _value_of_type(TensorType((8, -4), "float32")), r"'x' is float32\[8, -4\]"),
+        (lambda: _value_of_type(ScalarType("float32")), "'x' is host float32"),
         (_two_losses, "has 2 losses"),
         (_loss_with_dims, r"the loss 'act.relu' is float32\[8, 4\]"),
         (_loss_on_the_host, "the loss 'lr' is host float"),

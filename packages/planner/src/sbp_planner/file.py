@@ -9,13 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from sbp_core import strategy_yaml
+from sbp_core.compile.legality import check_strategy
 from sbp_core.errors import ConfigError, SbpError
 from sbp_core.graph.ir import LogicalGraph, TensorType
 from sbp_core.graph.serialize import graph_hash
 from sbp_core.infer import predict, stage_placements
 from sbp_core.plugins.kinds import PlanRequest
 from sbp_core.strategy import Strategy
-from sbp_core.strategy_yaml import from_yaml
 from sbp_planner.configs import FileConfig
 
 #: Most names that a message lists.
@@ -34,6 +35,8 @@ class FilePlanner:
         Raises:
             ConfigError: the file cannot be read, or its strategy is for another graph or mesh.
             SignatureError: an operator may not be cut as the file says.
+            SbpValueError: a tensor may not be stored as the file says.
+            PlanError: the strategy is not one for the graph; see `check_strategy`.
         """
         path = Path(self.config.path)
         try:
@@ -41,12 +44,14 @@ class FilePlanner:
         except SbpError as error:
             raise ConfigError(
                 f"the strategy cannot be used: {error.what}",
-                where=(f"planner.path={path}", *error.where),
+                where=(f"planner.path={path}", *(p for p in error.where if p != str(path))),
                 accepted=error.accepted,
                 todo=error.todo,
             ) from error
         self._check(read, request)
         strategy = replace(read, planner="file", graph_hash=graph_hash(request.graph), report={})
+        # Nothing can be predicted of a strategy that is not legal.
+        check_strategy(request.graph, strategy)
         explanation = [f"as {path} says, made by planner {read.planner}"]
         report = {**predict(request.graph, strategy, request.cluster), "explanation": explanation}
         return replace(strategy, report=report)
@@ -89,20 +94,7 @@ def _read(path: Path, graph: LogicalGraph) -> Strategy:
     Raises:
         SbpError: it cannot be read.
     """
-    try:
-        if path.suffix == ".json":
-            return Strategy.load(path)
-        return from_yaml(path.read_text(encoding="utf-8"), graph)
-    except (OSError, UnicodeError) as error:
-        raise ConfigError(
-            str(error), todo="name the strategy.yaml or strategy.json of a run folder"
-        ) from error
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"this is no strategy: {type(error).__name__}: {error}") from error
-    except SbpError:
-        raise
-    except ValueError as error:
-        raise ConfigError(f"this is no JSON: {error}") from error
+    return Strategy.load(path) if path.suffix == ".json" else strategy_yaml.load(path, graph)
 
 
 def _check_names(read: Strategy, graph: LogicalGraph, where: str) -> None:

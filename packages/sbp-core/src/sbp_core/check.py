@@ -18,6 +18,7 @@ from sbp_core.boxing.slices import sent_bytes
 from sbp_core.boxing.step import StepKind
 from sbp_core.compile.firings import Firings, ThreadId
 from sbp_core.compile.physical import Actor, ActorKind, PhysicalPlan, RankPlan, Register
+from sbp_core.compile.plan_spec import verify_plan
 from sbp_core.compile.token_game import ActorId, TokenGame
 from sbp_core.errors import PlanError
 from sbp_core.graph.ir import InputKind, Rate
@@ -67,10 +68,12 @@ def check(plan: PhysicalPlan, *, memory_bytes: int | None = None) -> CheckReport
             memory unchecked. Who knows the exact peaks calls `check_memory` instead.
 
     Raises:
-        PlanError: actors, registers and links do not fit together, an actor is missing from the
+        PlanError: a part is none that there can be (see `compile.plan_spec`), actors, registers and
+            links do not fit together, an actor is missing from the
             orders, the plan would deadlock (with the cycle), a register would overflow, or a rank
             would not fit.
     """
+    verify_plan(plan)
     for part in plan.ranks:
         for actor in part.actors:
             _check_actor(plan, part, actor)

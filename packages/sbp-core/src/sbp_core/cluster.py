@@ -15,6 +15,7 @@ from pathlib import Path
 
 from sbp_core.calibration import Calibration
 from sbp_core.errors import ConfigError, SbpValueError
+from sbp_core.placement import MOST_RANKS
 from sbp_core.serialize import Document
 
 
@@ -38,7 +39,8 @@ class Device:
 
     def __post_init__(self) -> None:
         rates = [self.memory_bytes, self.memory_bytes_per_s, *self.flop_per_s.values()]
-        if not self.flop_per_s or any(rate <= 0 for rate in rates) or self.launch_s < 0:
+        # NaN is neither above nor below.
+        if not self.flop_per_s or not all(rate > 0 for rate in rates) or not self.launch_s >= 0:
             raise SbpValueError(
                 f"a device needs positive memory and rates, not {self}",
                 accepted="memory_bytes, flop_per_s by dtype and memory_bytes_per_s above 0",
@@ -53,7 +55,7 @@ class Link:
     bytes_per_s: float
 
     def __post_init__(self) -> None:
-        if self.latency_s < 0 or self.bytes_per_s <= 0:
+        if not self.latency_s >= 0 or not self.bytes_per_s > 0:
             raise SbpValueError(
                 f"a link needs latency >= 0 and bandwidth > 0, not {self}",
                 accepted="latency_s in seconds, bytes_per_s above 0",
@@ -95,10 +97,11 @@ class Cluster:
     calibrations: Mapping[str, Calibration] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.num_devices < 1 or self.devices_per_node < 1:
+        counts = (self.num_devices, self.devices_per_node)
+        if not all(1 <= count <= MOST_RANKS for count in counts):
             raise SbpValueError(
                 f"a cluster of {self.num_devices} devices in nodes of {self.devices_per_node}",
-                accepted="at least one device, in nodes of at least one",
+                accepted=f"at least one device, in nodes of at least one; at most {MOST_RANKS}",
             )
         wrong = [name for name, of in self.calibrations.items() if of.backend != name]
         if wrong:

@@ -18,6 +18,9 @@ from sbp_core.serialize import Form
 if TYPE_CHECKING:
     pass
 
+#: Ranks of the largest machine; NumPy counts in 64 bits what some products of them are.
+MOST_RANKS = 2**24
+
 Nested = int | Sequence["Nested"]
 
 
@@ -60,9 +63,10 @@ class Placement:
         # A rank alone, as a file may have it, is no mesh.
         shape, flat = _flatten(ranks if isinstance(ranks, Sequence) else [])
         names = tuple(axes) if axes is not None else tuple(f"axis{i}" for i in range(len(shape)))
-        if len(set(flat)) != len(flat) or any(rank < 0 for rank in flat):
+        if len(set(flat)) != len(flat) or not all(0 <= rank < MOST_RANKS for rank in flat):
             raise SbpValueError(
-                f"ranks {list(flat)} repeat or are negative", accepted="distinct ranks >= 0"
+                f"ranks {list(flat)} repeat or are negative or too large",
+                accepted=f"distinct ranks from 0 to {MOST_RANKS - 1}",
             )
         if len(names) != len(shape) or len(set(names)) != len(names):
             raise SbpValueError(

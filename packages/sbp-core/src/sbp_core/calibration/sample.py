@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import isfinite
 from statistics import median
 
 from sbp_core.errors import SbpValueError, unknown_name
 
 #: Kinds of steps that can be measured: the values of `boxing.StepKind`, less the local one.
 KINDS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "transfer")
+
+#: What nobody has measured more or less of; within, no fit overflows.
+_MOST_RANKS = 2**24
+_MOST_BYTES = 2**60
+_LEAST_S, _MOST_S = 1e-12, 1e9
 
 
 @dataclass(frozen=True, slots=True, order=True, kw_only=True)
@@ -32,12 +36,15 @@ class MeasuredCase:
         if self.kind not in KINDS:
             raise unknown_name("kind of step that can be measured", str(self.kind), KINDS)
         transfer = self.kind == "transfer"
-        if self.group_size < 2 or (transfer and self.group_size != 2):
+        if not 2 <= self.group_size <= (2 if transfer else _MOST_RANKS):
             raise SbpValueError(
                 f"{self.kind} among {self.group_size} ranks",
-                accepted="2 ranks (who sends, who receives)" if transfer else "2 ranks or more",
+                accepted="2 ranks (who sends, who receives)"
+                if transfer
+                else f"2 to {_MOST_RANKS} ranks",
             )
-        if not 1 <= self.num_nodes <= self.group_size or self.concurrent_groups < 1:
+        at_once = 1 <= self.concurrent_groups <= _MOST_RANKS
+        if not 1 <= self.num_nodes <= self.group_size or not at_once:
             raise SbpValueError(
                 f"{self.concurrent_groups} groups of {self.group_size} ranks on {self.num_nodes} "
                 "nodes each",
@@ -82,17 +89,17 @@ class Measurement:
 
     def __post_init__(self) -> None:
         assert self.case, "the case checks itself"
-        if self.shared_bytes < 1 or not self.times_s:
+        if not 1 <= self.shared_bytes <= _MOST_BYTES or not self.times_s:
             raise SbpValueError(
                 f"a sample of {self.shared_bytes} bytes and {len(self.times_s)} repetitions",
                 where=f"{self.backend}: {self.case}",
-                accepted="at least one byte and one repetition",
+                accepted=f"1 to {_MOST_BYTES} bytes, and at least one repetition",
             )
-        if not all(isfinite(time_s) and time_s > 0 for time_s in self.times_s):
+        if not all(_LEAST_S <= time_s <= _MOST_S for time_s in self.times_s):
             raise SbpValueError(
                 f"a sample that took {list(self.times_s)} s",
                 where=f"{self.backend}: {self.case}",
-                accepted="finite numbers above 0",
+                accepted=f"{_LEAST_S} to {_MOST_S} s",
             )
 
     @property

@@ -19,7 +19,7 @@ from functools import cached_property
 from typing import Any
 
 from sbp_core.boxing.step import Step
-from sbp_core.graph.ir import Argument, Phase, Rate, TensorType
+from sbp_core.graph.ir import Argument, InputKind, Phase, Rate, TensorType
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp
 from sbp_core.serialize import Document
@@ -149,14 +149,14 @@ class StateSlot:
 
     Args:
         name: Name of the graph input.
-        kind: Its `InputKind` value.
+        kind: What the graph input is.
         shape, dtype: Of the logical tensor; dtype alone, with an empty shape, for host scalars.
         sbp: How it is cut on the placement of its stage; None for host scalars.
         local_shape: Of this rank's part.
     """
 
     name: str
-    kind: str
+    kind: InputKind
     shape: tuple[int, ...]
     dtype: str
     stage: int

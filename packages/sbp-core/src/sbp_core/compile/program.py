@@ -120,7 +120,7 @@ class Program:
             if not isinstance(kind, TensorType):
                 yield StateSlot(
                     name=entry.name,
-                    kind=entry.kind.value,
+                    kind=entry.kind,
                     shape=(),
                     dtype=kind.dtype,
                     stage=min(stages),
@@ -135,7 +135,7 @@ class Program:
             at = stage.coordinate(rank)
             yield StateSlot(
                 name=entry.name,
-                kind=entry.kind.value,
+                kind=entry.kind,
                 shape=kind.shape,
                 dtype=kind.dtype,
                 stage=storage.stage,

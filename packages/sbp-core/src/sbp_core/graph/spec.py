@@ -3,7 +3,20 @@
 from __future__ import annotations
 
 from sbp_core.errors import GraphError
-from sbp_core.graph.ir import InputKind, LogicalGraph, Node, OutputKind, Phase, Rate, ScalarType
+from sbp_core.graph.ir import (
+    ITEMSIZE,
+    InputKind,
+    LogicalGraph,
+    Node,
+    OutputKind,
+    Phase,
+    Rate,
+    ScalarType,
+    TensorType,
+)
+
+#: What host scalars are.
+_SCALARS = ("float", "int", "bool")
 
 _NAMESPACES = ("aten", "host", "sbp", "prims")
 
@@ -11,7 +24,8 @@ _NAMESPACES = ("aten", "host", "sbp", "prims")
 def verify_graph(graph: LogicalGraph) -> LogicalGraph:
     """Check a graph against the specification and return it.
 
-    1. Names of nodes are unique; every value is made once, before it is used, and has a type.
+    1. Names of nodes are unique; every value is made once, before it is used, and has a type, whose
+       size is known.
     2. Ops name a namespace, an operator and (for ATen) an overload.
     3. `host.*` nodes make host scalars, from host scalars only (`host.item` reads a 0-d tensor);
        other nodes make tensors only.
@@ -26,6 +40,7 @@ def verify_graph(graph: LogicalGraph) -> LogicalGraph:
     Raises:
         GraphError: names the node and what it breaks.
     """
+    _check_types(graph)
     _check_values(graph)
     for node in graph.nodes:
         _check_node(graph, node)
@@ -33,8 +48,19 @@ def verify_graph(graph: LogicalGraph) -> LogicalGraph:
     return graph
 
 
+def _check_types(graph: LogicalGraph) -> None:
+    for name, kind in graph.types.items():
+        known = ITEMSIZE if isinstance(kind, TensorType) else _SCALARS
+        if kind.dtype not in known:
+            raise GraphError(f"{name!r} is {kind}", accepted=f"dtypes {', '.join(known)}")
+        if isinstance(kind, TensorType) and any(extent < 0 for extent in kind.shape):
+            raise GraphError(f"{name!r} is {kind}", accepted="extents >= 0")
+
+
 def _check_values(graph: LogicalGraph) -> None:
     known = {entry.name for entry in graph.inputs}
+    if untyped := known - graph.types.keys():
+        raise GraphError(f"the input {min(untyped)!r} has no type")
     if len(known) != len(graph.inputs):
         raise GraphError(f"graph {graph.name!r} has two inputs of one name")
     names: set[str] = set()

@@ -1,0 +1,141 @@
+"""Random edits of files: what a slip of a hand, a script or a disk may make of them.
+
+For tests that feed what they get to a reader: whatever it holds, the answer is to be a value or an
+`SbpError`, and soon.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from random import Random
+from typing import Any
+
+#: Values of every kind that JSON or YAML have, the awkward ones among them. A NaN is left out: it
+#: is no JSON, and files are compared.
+ODD_VALUES: Sequence[Any] = (
+    None, True, False, 0, 1, -1, 2, 3, 7, 1000, 2**31, 2**63 - 1, -(2**63), 2**64, 10**30,
+    0.0, 0.5, -0.5, 1e-320, 1e308, -1e308, float("inf"),
+    "", " ", "x", "B", "S(0)", "S(7)", "S(99999999999999999999)", "P(max)", "(B)", "(", "@", "0",
+    "-1", "1e3", "null", "cpu", "float32", "*", "a.b", "\0", "\n", "\ud800", "ä", "x" * 10_000,
+    (), ((),), (0,), (1, 2, 3), ("x",), (None,), {}, {"": 0}, {"ref": "x"}, {"float": "inf"},
+    {"type": "TensorType"}, {"x": {"x": {}}},
+)  # fmt: skip
+
+#: What is put into a text.
+_SNIPPETS = (
+    " ", "  ", "\n", "\t", "\0", ":", ": ", "- ", ",", "[", "]", "{", "}", "(", ")", "'", '"', "#",
+    "&a ", "*a", "!", "!!python/name:os.system ", "|", ">", "%", "@", "@1", "@-1", "`", "\\",
+    "<<: ", "---\n", "...\n", "0", "-1", "9" * 30, "1e999", ".nan", ".inf", "null", "~",
+    "2001-99-99", "S(1)", "B", "P", "->", "*", "?", "{0-99999999}", "{1-0}", "=", "ä", "\x85",
+    "\ufeff", "[" * 2000, "{a: " * 2000,
+)  # fmt: skip
+
+#: What is put into the place of a number or an SBP, which may well be meant.
+_WORD = re.compile(r"[SP]\(\w+\)|\b[BP]\b|\d+")
+_WORDS = ("S(0)", "S(1)", "S(2)", "B", "P", "P(max)", "0", "1", "2", "3", "-1", "1000000000")
+
+
+def edited(value: Any, random: Random) -> Any:
+    """Return a JSON value with one random edit at a random place.
+
+    Args:
+        value: Not changed; the result shares what is as it was.
+        random: Draws the place and the edit.
+    """
+    if not isinstance(value, dict | list) or not value or random.random() < 0.15:
+        return _changed(value, random)
+    places = list(value) if isinstance(value, dict) else list(range(len(value)))
+    # Most of a file is deep inside it.
+    weights = [5 if isinstance(value[place], dict | list) else 1 for place in places]
+    place = random.choices(places, weights)[0]
+    copy = value.copy()
+    copy[place] = edited(value[place], random)
+    return copy
+
+
+def _changed(value: Any, random: Random) -> Any:
+    """Return a value that was edited itself."""
+    if random.random() < 0.4:
+        return _odd(random)
+    if isinstance(value, dict) and value:
+        return _changed_mapping(value, random)
+    if isinstance(value, list) and value:
+        return _changed_list(value, random)
+    if isinstance(value, str):
+        return edited_text(value, random)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return random.choice([[value], {"x": value}, str(value), _odd(random)])
+    return random.choice([-value, value + 1, value - 1, value * 2, value * 10**9, str(value)])
+
+
+def _changed_mapping(value: dict[str, Any], random: Random) -> Any:
+    key = random.choice(list(value))
+    rest = {name: part for name, part in value.items() if name != key}
+    other = random.choice(list(value))
+    choices: list[Any] = [
+        rest,
+        {**rest, edited_text(key, random): value[key]},
+        {**value, f"{key}x": value[key]},
+        {**value, key: value[other], other: value[key]},
+        {**value, _text(random): _odd(random)},
+        list(value.items()),
+        list(value.values()),
+        [value],
+    ]
+    return random.choice(choices)
+
+
+def _changed_list(value: list[Any], random: Random) -> Any:
+    index, other = random.randrange(len(value)), random.randrange(len(value))
+    swapped = list(value)
+    swapped[index], swapped[other] = value[other], value[index]
+    return random.choice(
+        [
+            [*value[:index], *value[index + 1 :]],
+            [*value[:index], value[index], *value[index:]],
+            swapped,
+            [*value, _odd(random)],
+            value * 3,
+            value[::-1],
+            [value],
+            {str(place): part for place, part in enumerate(value)},
+        ]
+    )
+
+
+def _odd(random: Random) -> Any:
+    value = random.choice(ODD_VALUES)
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _text(random: Random) -> str:
+    return random.choice([value for value in ODD_VALUES if isinstance(value, str)])
+
+
+def edited_text(text: str, random: Random) -> str:
+    """Return a text with one random edit: of a word, of characters, of a line, or of two."""
+    start = random.randint(0, len(text))
+    stop = min(len(text), start + random.choice([0, 1, 1, 1, 2, 5, 20]))
+    lines = text.splitlines(keepends=True) or [""]
+    line, other = random.randrange(len(lines)), random.randrange(len(lines))
+    kind = random.randrange(10)
+    words = list(_WORD.finditer(text))
+    if kind >= 7 and words:
+        word = random.choice(words)
+        return text[: word.start()] + random.choice(_WORDS) + text[word.end() :]
+    if kind == 0:
+        return text[:start] + text[stop:]
+    if kind == 1:
+        return text[:start] + random.choice(_SNIPPETS) + text[stop:]
+    if kind == 2:
+        return text[:stop] + text[start:]
+    if kind == 3:
+        return "".join([*lines[:line], *lines[line + 1 :]])
+    if kind == 4:
+        return "".join([*lines[: line + 1], lines[other], *lines[line + 1 :]])
+    if kind == 5:
+        shift = random.choice([" ", "  ", "\t", "- "])
+        return "".join([*lines[:line], shift + lines[line], *lines[line + 1 :]])
+    lines[line], lines[other] = lines[other], lines[line]
+    return "".join(lines)

@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from sbp_core.compile.physical import LOCAL_BOX, Actor, ActorKind, Instruction, PhysicalPlan
+from sbp_core.compile.plan_spec import verify_plan
+from sbp_core.errors import PlanError
+from sbp_core.graph.ir import Ref
+from sbp_core.placement import Placement
+from sbp_core.sbp import B, NdSbp, S
+from sbp_core.testing.plans import data_parallel_plan, pipeline_plan
+
+
+def _plan() -> PhysicalPlan:
+    return pipeline_plan(2, (2, 1))
+
+
+def _with_rank(**changes: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> PhysicalPlan:
+    """Return the plan with parts of rank 0 changed."""
+    plan = _plan()
+    first, *others = plan.ranks
+    changed = {name: change(getattr(first, name)) for name, change in changes.items()}
+    return replace(plan, ranks=(replace(first, **changed), *others))
+
+
+def _first(**changes: object) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    return lambda parts: (replace(parts[0], **changes), *parts[1:])
+
+
+def _twice(parts: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (*parts, parts[0])
+
+
+def _with_actor(kind: ActorKind, **changes: object) -> PhysicalPlan:
+    """Return the plan with the first actor of a kind on rank 0 changed."""
+
+    def change(actors: tuple[Actor, ...]) -> tuple[Actor, ...]:
+        index = next(i for i, actor in enumerate(actors) if actor.kind is kind)
+        return (*actors[:index], replace(actors[index], **changes), *actors[index + 1 :])
+
+    return _with_rank(actors=change)
+
+
+def _with_instruction(instruction: Instruction) -> PhysicalPlan:
+    actor = next(a for a in _plan().ranks[0].actors if a.kind is ActorKind.COMPUTE)
+    return _with_actor(ActorKind.COMPUTE, instructions=(*actor.instructions, instruction))
+
+
+def _box(*args: object) -> PhysicalPlan:
+    return _with_instruction(Instruction(op=LOCAL_BOX, args=args, outputs=("new",)))
+
+
+def _with_step(**changes: object) -> PhysicalPlan:
+    plan = _plan()
+    return replace(plan, steps=(replace(plan.steps[0], **changes), *plan.steps[1:]))
+
+
+def _with_link(**changes: object) -> PhysicalPlan:
+    plan = _plan()
+    return replace(plan, links=(replace(plan.links[0], **changes), *plan.links[1:]))
+
+
+def _ranks_twice() -> PhysicalPlan:
+    plan = _plan()
+    return replace(plan, ranks=_twice(plan.ranks))
+
+
+PAIR = Placement([0, 1], ("data",))
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (lambda: replace(_plan(), num_micro_batches=0), "^0 micro-batches"),
+        (_ranks_twice, "two ranks are called 0"),
+        (lambda: _with_rank(actors=_twice), "two actors are called 'forward.0.0'"),
+        (lambda: _with_rank(registers=_twice), "two registers are called"),
+        (lambda: _with_rank(slots=_twice), "two slots are called 'layers.0.weight'"),
+        (lambda: _with_rank(slots=_first(dtype="float33")), r"a tensor float33\["),
+        (lambda: _with_rank(slots=_first(shape=(-8, 4))), r"a tensor float32\[-8, 4\]"),
+        (lambda: _with_rank(slots=_first(stage=7)), "there is no stage 7"),
+        (lambda: _with_rank(slots=_first(stage=1)), "stage 1 is not on this rank"),
+        (lambda: _with_rank(slots=_first(sbp=NdSbp(S(5)))), r"S\(5\) splits a dim"),
+        (lambda: _with_rank(slots=_first(sbp=NdSbp(B, B))), "2 entries for a mesh of 1 axes"),
+        (lambda: _with_rank(slots=_first(local_shape=(1, 1))), r"a part of shape \(1, 1\)"),
+        (lambda: _with_rank(registers=_first(size_bytes=-1)), "has -1 bytes"),
+        (lambda: _with_rank(actors=_first(stage=-1)), "there is no stage -1"),
+        (lambda: _with_rank(actors=_first(transient_bytes=-1)), "a firing has -1 bytes"),
+        (lambda: _with_rank(actors=_first(written_bytes=-2)), "a firing has -2 bytes"),
+        (lambda: _with_rank(actors=_first(reads=())), "uses '.*', which is not there"),
+        (lambda: _with_rank(actors=_first(outputs=("ghost",))), "it hands on 'ghost'"),
+        (lambda: _with_rank(actors=_first(emits=(("loss", "ghost"),))), "it hands on 'ghost'"),
+        (lambda: _with_rank(actors=_first(writes=(("w", "ghost"),))), "it hands on 'ghost'"),
+        (lambda: _box(Ref("x"), 99), "local_box of .*99"),
+        (lambda: _box(Ref("x"), True), "local_box of .*True"),
+        (lambda: _box(0, 0), r"local_box of \(0, 0\)"),
+        (lambda: _box(Ref("x")), "local_box of "),
+        (lambda: _with_step(shape=(-1, 4)), r"a tensor float32\[-1, 4\]"),
+        (lambda: _with_step(dtype="number"), r"a tensor number\["),
+        (lambda: _with_step(axes=(4,)), r"axes \[4\] of a mesh of 1"),
+        (lambda: _with_step(size_bytes=-1), "-1 bytes"),
+        (lambda: _with_step(source=(PAIR, NdSbp(S(3)))), r"S\(3\) splits a dim"),
+        (lambda: _with_step(target=(PAIR, NdSbp())), "0 entries for a mesh of 1 axes"),
+        (lambda: _with_link(sender=(0, "nobody")), "rank 0 has no send 'nobody'"),
+        (lambda: _with_link(sender=(9, "forward.0.0")), "rank 9 has no send"),
+        (lambda: _with_link(receiver=(0, "forward.0.0")), "rank 0 has no receive 'forward.0.0'"),
+    ],
+)
+def test_each_rule_that_is_broken_is_named(
+    broken: Callable[[], PhysicalPlan], message: str
+) -> None:
+    with pytest.raises(PlanError, match=message):
+        verify_plan(broken())
+
+
+def test_compiled_plans_are_legal() -> None:
+    for plan in (data_parallel_plan(), pipeline_plan(4, (2, 1))):
+        assert verify_plan(plan) is plan
