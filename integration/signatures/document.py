@@ -43,7 +43,7 @@ How every operator may be split along one mesh axis. Generated from the rules by
 - *signatures*: what follows from the notation on an axis of {axis_size} ranks: one SBP for each
   tensor argument, then for each output. All are *derived*, and verified by execution over PyTorch's
   own operator samples (`nox -s exhaustive -- signatures`). Those of operators that nobody describes
-  can be *discovered* by execution, and say so (`sbp_torch.signatures.discover`); none stand here.
+  can be *discovered* by execution, and say so (`sbp_torch.signatures.discovery`); none stand here.
 - For your own call: `python -m sbp_torch.signatures aten.mm.default 4096x1024 1024x4096`.
 
 {num_ops} operators, {num_useful} of which may be split; the others say why not.

@@ -28,10 +28,10 @@ from sbp_core.signatures.derive import Derivation, derivation, derive
 from sbp_core.signatures.notation import Effect
 from sbp_core.signatures.registry import installed
 from sbp_core.signatures.rule import LocalProgram
-from sbp_torch.signatures.discover import discover
+from sbp_torch.signatures.discovery import discover
 from sbp_torch.signatures.torch_call import call_of, run_op, unchanged
 from sbp_torch.signatures.trial import OpSample, refutation, whole_sample
-from sbp_torch.signatures.verify import verify
+from sbp_torch.signatures.verification import verify
 from signatures.calls import RecordedCall
 
 #: Axis sizes at which claims are run, and those at which signatures are looked for.

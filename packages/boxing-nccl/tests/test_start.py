@@ -8,7 +8,7 @@ import pytest
 from sbp_boxing_nccl.backend import MpiBackend
 from sbp_boxing_nccl.configs import MpiBoxingConfig
 from sbp_boxing_nccl.start import find_mpiexec, processes, under_mpi4py
-from sbp_core.boxing.supervision.supervise import Line, supervise
+from sbp_core.boxing.supervision.supervisor import Line, supervise
 from sbp_core.errors import BoxingError
 
 _PROGRAM = """

@@ -4,7 +4,7 @@ import pytest
 
 from sbp_boxing_torch.backend import TorchBackend
 from sbp_boxing_torch.configs import TorchBoxingConfig
-from sbp_core.boxing.supervision.supervise import Line, supervise
+from sbp_core.boxing.supervision.supervisor import Line, supervise
 from sbp_core.errors import ConfigError
 
 _PROGRAM = """

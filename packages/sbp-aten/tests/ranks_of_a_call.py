@@ -12,7 +12,7 @@ from sbp_core.sbp import NdSbp, Sbp, local_bounds
 from sbp_core.signatures import localize
 from sbp_core.strategy import Signature
 from sbp_torch.signatures.torch_call import run_program
-from sbp_torch.signatures.verify import call_of, run_op
+from sbp_torch.signatures.verification import call_of, run_op
 
 
 def on_each_rank(

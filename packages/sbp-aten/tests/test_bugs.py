@@ -19,7 +19,7 @@ from sbp_core.signatures import check_signature, derive, enumerate_signatures, s
 from sbp_core.strategy import Assignment, Signature, Storage, Strategy
 from sbp_core.testing.graphs import Builder
 from sbp_torch.signatures.torch_call import abstract_call
-from sbp_torch.signatures.verify import verify
+from sbp_torch.signatures.verification import verify
 
 
 def texts(op: str, /, *args: object, axis_size: int = 2, **kwargs: object) -> list[str]:

@@ -19,7 +19,7 @@ from sbp_core.signatures import signatures
 from sbp_core.testing.graphs import Builder, cluster
 from sbp_torch.capture import capture, initial_states
 from sbp_torch.runtime.single import run_graph
-from sbp_torch.signatures.verify import verify
+from sbp_torch.signatures.verification import verify
 from sbp_torch.testing.models import PROGRAMS, Batch, Gpt, token_loss
 
 ZERO3 = {

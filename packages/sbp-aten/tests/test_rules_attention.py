@@ -18,7 +18,7 @@ from sbp_core.sbp import B, NdSbp, P, S, Sbp
 from sbp_core.signatures import combine, derive, enumerate_signatures, localize, signatures
 from sbp_core.signatures.derive import derivation
 from sbp_torch.signatures.torch_call import describe
-from sbp_torch.signatures.verify import abstract_call, call_of, overload, run_op
+from sbp_torch.signatures.verification import abstract_call, call_of, overload, run_op
 from sbp_torch.testing.signatures import Sample, check_rule, sample
 
 _draw = torch.Generator().manual_seed(37)

@@ -13,7 +13,7 @@ from sbp_core.placement import Placement
 from sbp_core.sbp import B, P, Partial, S, Sbp
 from sbp_core.signatures import combine, derive, localize, signatures, work_flop
 from sbp_core.signatures.derive import derivation
-from sbp_torch.signatures.verify import abstract_call
+from sbp_torch.signatures.verification import abstract_call
 from sbp_torch.testing.signatures import Sample, check_rule, sample
 
 _draw = torch.Generator().manual_seed(11)

@@ -10,7 +10,7 @@ import torch
 from sbp_aten.rules import foreach
 from sbp_aten.rules.foreach import RULES
 from sbp_core.signatures import derive, signatures
-from sbp_torch.signatures.verify import call_of, verify
+from sbp_torch.signatures.verification import call_of, verify
 from sbp_torch.testing.signatures import Sample, sample
 
 _draw = torch.Generator().manual_seed(17)

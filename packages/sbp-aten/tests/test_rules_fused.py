@@ -8,7 +8,7 @@ import torch
 from sbp_aten.rules.fused import RULES
 from sbp_core.signatures import derive
 from sbp_torch.ops import fused_updates as _registers  # noqa: F401 - the operators
-from sbp_torch.signatures.verify import call_of, verify
+from sbp_torch.signatures.verification import call_of, verify
 from sbp_torch.testing.signatures import Sample, sample
 
 _draw = torch.Generator().manual_seed(18)

@@ -20,7 +20,7 @@ from sbp_aten.rules import (
 )
 from sbp_core.sbp import B, P, S, Sbp
 from sbp_core.signatures import derive
-from sbp_torch.signatures.verify import call_of
+from sbp_torch.signatures.verification import call_of
 from sbp_torch.testing.signatures import Sample, check_rule, sample
 
 _draw = torch.Generator().manual_seed(5)

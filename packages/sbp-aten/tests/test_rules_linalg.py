@@ -9,7 +9,7 @@ from sbp_aten.rules import fft, linalg
 from sbp_core.sbp import B, P, S
 from sbp_core.signatures import signatures, work_flop
 from sbp_core.signatures.derive import derivation
-from sbp_torch.signatures.verify import abstract_call, call_of
+from sbp_torch.signatures.verification import abstract_call, call_of
 from sbp_torch.testing.signatures import Sample, check_rule, sample
 
 _draw = torch.Generator().manual_seed(29)

@@ -20,7 +20,7 @@ from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, P, S, Sbp
 from sbp_core.signatures import combine, derive, localize, signatures
 from sbp_torch.signatures.torch_call import run_program
-from sbp_torch.signatures.verify import call_of, run_op, verify
+from sbp_torch.signatures.verification import call_of, run_op, verify
 from sbp_torch.testing.signatures import Sample, sample
 
 _draw = torch.Generator().manual_seed(31)

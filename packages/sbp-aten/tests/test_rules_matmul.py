@@ -13,7 +13,7 @@ from sbp_aten.rules import distance, matmul
 from sbp_core.graph.ir import Ref, TensorType
 from sbp_core.sbp import B, NdSbp, P, Partial, S
 from sbp_core.signatures import OpCall, derive, enumerate_signatures, signatures, work_flop
-from sbp_torch.signatures.verify import abstract_call, run_op
+from sbp_torch.signatures.verification import abstract_call, run_op
 from sbp_torch.testing.signatures import Sample, check_rule, sample
 
 _draw = torch.Generator().manual_seed(23)

@@ -10,7 +10,7 @@ import torch
 
 from sbp_aten.rules import batch_norm, normalisation
 from sbp_core.signatures import derive
-from sbp_torch.signatures.verify import call_of, run_op, verify
+from sbp_torch.signatures.verification import call_of, run_op, verify
 from sbp_torch.testing.signatures import Sample, sample
 
 _draw = torch.Generator().manual_seed(29)

@@ -10,7 +10,7 @@ import torch
 from sbp_aten.rules import elementwise, pointwise
 from sbp_core.graph.ir import Ref, TensorType
 from sbp_core.signatures import OpCall, RuleRegistry, derive, signatures
-from sbp_torch.signatures.verify import verify
+from sbp_torch.signatures.verification import verify
 from sbp_torch.testing.signatures import Sample, sample
 
 _draw = torch.Generator().manual_seed(11)

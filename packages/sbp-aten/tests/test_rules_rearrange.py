@@ -16,7 +16,7 @@ from sbp_core.sbp import Sbp, parse_sbp
 from sbp_core.signatures import combine, derive, localize, signatures
 from sbp_core.signatures.derive import derivation
 from sbp_core.signatures.rule import LocalProgram
-from sbp_torch.signatures.verify import abstract_call, verify
+from sbp_torch.signatures.verification import abstract_call, verify
 from sbp_torch.testing.signatures import AXIS_SIZES, Sample, sample
 
 _EXAMPLES = settings(max_examples=15, derandomize=True, deadline=None)

@@ -14,7 +14,7 @@ from sbp_aten.rules import layers, recurrent
 from sbp_core.sbp import B, P, S
 from sbp_core.signatures import signatures
 from sbp_core.signatures.derive import derivation
-from sbp_torch.signatures.verify import abstract_call, call_of
+from sbp_torch.signatures.verification import abstract_call, call_of
 from sbp_torch.testing.signatures import Sample, check_rule, sample
 
 with suppress(ImportError):  # before 2.13 there are none

@@ -10,7 +10,7 @@ import torch
 
 from sbp_aten.rules import reductions, scans
 from sbp_core.signatures import signatures
-from sbp_torch.signatures.verify import verify
+from sbp_torch.signatures.verification import verify
 from sbp_torch.testing.signatures import Sample, sample
 
 _draw = torch.Generator().manual_seed(23)

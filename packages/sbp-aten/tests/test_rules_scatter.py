@@ -12,7 +12,7 @@ from ranks_of_a_call import on_each_rank
 from sbp_aten.rules import scatter
 from sbp_core.sbp import B, P, S, Sbp
 from sbp_core.signatures import derive
-from sbp_torch.signatures.verify import call_of
+from sbp_torch.signatures.verification import call_of
 from sbp_torch.testing.signatures import Sample, check_rule, sample
 
 _draw = torch.Generator().manual_seed(9)

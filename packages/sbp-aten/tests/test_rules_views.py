@@ -29,7 +29,7 @@ from sbp_core.signatures.derive import derivation
 from sbp_core.signatures.rule import LocalProgram
 from sbp_core.strategy import Signature
 from sbp_torch.signatures.trial import refutation, whole_sample
-from sbp_torch.signatures.verify import abstract_call, call_of, run_op, verify
+from sbp_torch.signatures.verification import abstract_call, call_of, run_op, verify
 from sbp_torch.testing.signatures import AXIS_SIZES, Sample, sample
 
 _EXAMPLES = settings(max_examples=25, derandomize=True, deadline=None)

@@ -6,7 +6,7 @@ import pytest
 
 from sbp_core.boxing.supervision.launch_spec import LaunchSpec
 from sbp_core.boxing.supervision.root_cause import RootCause
-from sbp_core.boxing.supervision.supervise import supervise
+from sbp_core.boxing.supervision.supervisor import supervise
 
 ABORT = "MPI_ABORT was invoked on rank 2 in communicator MPI_COMM_WORLD"
 SIGNAL = "prterun noticed that process rank 1 with PID 29877 on node vm exited on"

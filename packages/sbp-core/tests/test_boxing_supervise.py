@@ -13,7 +13,7 @@ import pytest
 
 from sbp_core.boxing.supervision.launch_spec import LaunchSpec
 from sbp_core.boxing.supervision.reaper import end_processes, is_stopped
-from sbp_core.boxing.supervision.supervise import Line, supervise
+from sbp_core.boxing.supervision.supervisor import Line, supervise
 from sbp_core.errors import RunError, SbpValueError
 from sbp_core.testing.interrupts import hears_ctrl_c
 
@@ -280,7 +280,7 @@ _RANK = f"""
 _SUPERVISOR = """
     import sys
     from sbp_core.boxing.supervision.launch_spec import LaunchSpec
-    from sbp_core.boxing.supervision.supervise import supervise
+    from sbp_core.boxing.supervision.supervisor import supervise
     command = (sys.executable, "-c", sys.argv[1])
     supervise([LaunchSpec(command=command, ranks=(n,)) for n in range(2)])
 """

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sbp_core.boxing.processes.manifest import manifest, span
+from sbp_core.boxing.processes.manifest import manifest_of, span
 from sbp_core.boxing.slices import Bounds, collective_bytes
 from sbp_core.boxing.step import Step, StepKind
 from sbp_core.placement import Placement
@@ -79,7 +79,7 @@ def step(
 )
 def test_what_lies_in_order_in_memory_is_known(made: Step, packed: bool, unpacked: bool) -> None:
     for rank in LINE.rank_list:
-        known = manifest(made, rank)
+        known = manifest_of(made, rank)
 
         assert (known.packed, known.unpacked) == (packed, unpacked)
         assert known.gathers == (made.kind is StepKind.ALL_GATHER)
@@ -89,14 +89,14 @@ def test_what_lies_in_order_in_memory_is_known(made: Step, packed: bool, unpacke
 def test_all_ranks_agree_whether_parts_are_even(rows: int, is_even: bool) -> None:
     made = step(StepKind.ALL_TO_ALL, "S(0)", "S(1)", (rows, 3))
 
-    assert {manifest(made, rank).is_even for rank in LINE.rank_list} == {is_even}
+    assert {manifest_of(made, rank).is_even for rank in LINE.rank_list} == {is_even}
 
 
 def test_the_ranks_of_merged_axes_are_one_group() -> None:
     mesh = Placement.grid((2, 2, 2), ("x", "y", "z"))
     made = step(StepKind.ALL_GATHER, "S(0), B, S(0)", "B, B, B", (8, 3), mesh=mesh, axes=(0, 2))
 
-    known = manifest(made, 6)
+    known = manifest_of(made, 6)
 
     assert made.group(6) == (2, 3, 6, 7)
     assert known.place == 2 and known.received_sizes == (6, 6, 6, 6)
@@ -119,4 +119,4 @@ def test_all_ranks_agree_whether_parts_are_even_and_lie_in_order(
 ) -> None:
     made = step(kind, source, target, shape)
 
-    assert {manifest(made, rank).is_flat for rank in LINE.rank_list} == {is_flat}
+    assert {manifest_of(made, rank).is_flat for rank in LINE.rank_list} == {is_flat}

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sbp_core.boxing.processes.manifest import manifest
+from sbp_core.boxing.processes.manifest import manifest_of
 from sbp_core.boxing.router import route
 from sbp_core.boxing.slices import collective_pieces, is_realisable, transfer_pieces
 from sbp_core.boxing.step import Step, StepKind
@@ -145,7 +145,7 @@ def test_what_is_not_packed_makes_the_same_shards_as_what_is(
     parcels = {
         rank: PackedBuffers(
             step,
-            manifest(step, rank),
+            manifest_of(step, rank),
             part,
             device=torch.device("cpu"),
             with_own=with_own,
@@ -182,7 +182,7 @@ def test_whole_shards_land_where_they_belong(rows: int, columns: int, dim: int, 
     shards = shard(logical, *step.source)
 
     for rank, part in shards.items():
-        known = manifest(step, rank)
+        known = manifest_of(step, rank)
         parcels = PackedBuffers(step, known, part, device=torch.device("cpu"), whole=True)
         chunks = parcels.received.split(list(parcels.received_sizes))
         for sender, chunk in zip(mesh.rank_list, chunks, strict=True):
@@ -201,7 +201,7 @@ def test_a_shard_that_lies_in_order_is_sent_and_received_without_copies() -> Non
     (step,) = route((2, 2, 3), "int64", *ends).steps
     part = torch.arange(6).reshape(1, 2, 3)
 
-    parcels = PackedBuffers(step, manifest(step, 0), part, device=torch.device("cpu"))
+    parcels = PackedBuffers(step, manifest_of(step, 0), part, device=torch.device("cpu"))
 
     assert parcels.sent.data_ptr() == part[0, 1].data_ptr()
     assert parcels.received.data_ptr() == parcels.result()[1].data_ptr()

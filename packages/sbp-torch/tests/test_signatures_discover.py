@@ -22,9 +22,9 @@ from sbp_core.graph.ir import Ref, TensorType  # noqa: E402
 from sbp_core.sbp import B, P, S  # noqa: E402
 from sbp_core.signatures import OpCall, derive  # noqa: E402
 from sbp_torch.signatures.candidates import candidates  # noqa: E402
-from sbp_torch.signatures.discover import discover, discover_call  # noqa: E402
-from sbp_torch.signatures.discovered import Discovery, cache_folder  # noqa: E402
-from sbp_torch.signatures.verify import call_of  # noqa: E402
+from sbp_torch.signatures.discovery import discover, discover_call  # noqa: E402
+from sbp_torch.signatures.discovery_cache import Discovery, cache_folder  # noqa: E402
+from sbp_torch.signatures.verification import call_of  # noqa: E402
 
 LIBRARY = torch.library.Library("sbp_discover_tests", "DEF")
 LIBRARY.define("outer(Tensor x, Tensor w) -> Tensor")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 
 from sbp_core.signatures import Notation, RuleRegistry  # noqa: E402 - after the check for torch
-from sbp_torch.signatures.verify import verify  # noqa: E402
+from sbp_torch.signatures.verification import verify  # noqa: E402
 
 _EXAMPLES = settings(max_examples=40, derandomize=True, deadline=None)
 

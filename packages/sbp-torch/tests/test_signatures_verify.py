@@ -16,7 +16,7 @@ from sbp_core.errors import (  # noqa: E402 - after the check that torch is ther
 )
 from sbp_core.graph.ir import Ref, Symbol, TensorType  # noqa: E402
 from sbp_core.signatures import RuleRegistry  # noqa: E402
-from sbp_torch.signatures.verify import (  # noqa: E402
+from sbp_torch.signatures.verification import (  # noqa: E402
     call_of,
     overload,
     random_arguments,

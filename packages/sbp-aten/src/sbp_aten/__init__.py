@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sbp_core._lazy import lazy
+from sbp_core.exports import lazy
 
 if TYPE_CHECKING:
     from sbp_aten.pass_options import PassOptions

@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from sbp_core._callable_module import make_callable
 from sbp_core.boxing.slices import sent_bytes
 from sbp_core.boxing.step import StepKind
 from sbp_core.compile.firings import Firings, ThreadId
@@ -21,6 +20,7 @@ from sbp_core.compile.physical import Actor, ActorKind, PhysicalPlan, RankPlan, 
 from sbp_core.compile.plan_spec import verify_plan
 from sbp_core.compile.token_game import ActorId, TokenGame
 from sbp_core.errors import PlanError
+from sbp_core.exports import make_callable
 from sbp_core.graph.ir import InputKind, Rate
 from sbp_core.units import format_bytes
 

@@ -10,7 +10,7 @@ from sbp_core.plugins.hooks import EmptyConfig
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.signature import Signature1d
 from sbp_torch.memory.layout import Layouts
-from sbp_torch.signatures.discover import discover_call
+from sbp_torch.signatures.discovery import discover_call
 from sbp_torch.signatures.torch_call import abstract_call
 
 

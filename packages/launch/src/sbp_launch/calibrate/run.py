@@ -16,7 +16,7 @@ from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
 from sbp_core.boxing.backend import BoxingBackend
-from sbp_core.boxing.supervision.supervise import Line, supervise
+from sbp_core.boxing.supervision.supervisor import Line, supervise
 from sbp_core.calibration import Calibration, HeldOut, cross_validate
 from sbp_core.cluster import Cluster, Device, Link
 from sbp_core.errors import ConfigError

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sbp_core._callable_module import make_callable
+from sbp_core.exports import make_callable
 from sbp_core.signatures.axes import combine, continuations, enumerate_signatures
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.check import check_signature

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sbp_core._callable_module import make_callable
+from sbp_core.exports import make_callable
 from sbp_core.sbp import NdSbp, Sbp
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.derive import derivation, derive, work_flop

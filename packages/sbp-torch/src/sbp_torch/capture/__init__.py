@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sbp_core._callable_module import make_callable
 from sbp_core.errors import CaptureError
+from sbp_core.exports import make_callable
 from sbp_core.graph.ir import LogicalGraph
 from sbp_torch.capture.batch import flatten_batch
 from sbp_torch.capture.convert import to_logical

@@ -216,9 +216,9 @@ def _execute(
     """Verify and discover on random tensors; print it, or add it to `shown`."""
     if not options.verify and not options.discover:
         return 0
-    from sbp_torch.signatures.discover import discover
+    from sbp_torch.signatures.discovery import discover
     from sbp_torch.signatures.torch_call import random_arguments
-    from sbp_torch.signatures.verify import verify
+    from sbp_torch.signatures.verification import verify
 
     tensors, named = random_arguments(args, kwargs)
     code = 0
@@ -233,7 +233,7 @@ def _execute(
                 f"{options.op} cannot be run on made-up data: {str(error).strip()}",
                 where="--verify",
                 accepted="arguments that work with normal numbers, and integers 0 and 1",
-                todo="call sbp_torch.signatures.verify in Python, with tensors of yours",
+                todo="call sbp_torch.signatures.verification in Python, with tensors of yours",
             ) from error
         code = 0 if report.ok else 1
         shown["verified"] = {"run": len(report.claimed), "wrong": list(map(str, report.wrong))}

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from sbp_core.signatures.registry import RuleRegistry
 
 if TYPE_CHECKING:
-    from sbp_torch.signatures.verify import Execute, VerifyReport
+    from sbp_torch.signatures.verification import Execute, VerifyReport
 
 #: Axis sizes that give even, uneven and empty shards of small samples.
 AXIS_SIZES = (2, 1, 3, 7)
@@ -50,7 +50,7 @@ def check_rule(
         AssertionError: no sample was given, or execution refutes a claim.
         SignatureError: the operator has no rule, or the rule does not fit a sample.
     """
-    from sbp_torch.signatures.verify import verify  # imports torch
+    from sbp_torch.signatures.verification import verify  # imports torch
 
     reports = tuple(
         verify(op, *args, axis_sizes=axis_sizes, rules=rules, execute=execute, **kwargs)

@@ -62,7 +62,7 @@ class Manifest:
 
 
 @lru_cache(maxsize=_CACHED)
-def manifest(step: Step, rank: int) -> Manifest:
+def manifest_of(step: Step, rank: int) -> Manifest:
     """Return what a rank sends and receives in a step.
 
     Args:

@@ -29,7 +29,7 @@ import torch
 from sbp_core.boxing.backend import Communicator
 from sbp_core.boxing.processes.call import CollectiveCall
 from sbp_core.boxing.processes.connections import Connections
-from sbp_core.boxing.processes.manifest import Manifest, manifest, span
+from sbp_core.boxing.processes.manifest import Manifest, manifest_of, span
 from sbp_core.boxing.processes.traffic import TrafficCounter
 from sbp_core.boxing.slices import Piece, bounds_of, transfer_pieces, volume
 from sbp_core.boxing.step import Step, StepKind
@@ -251,7 +251,7 @@ class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
             shape=tuple(shard.shape),
             dtype=shard.dtype,
             reduction=reduction_of(step) if step.kind in _REDUCES else "",
-            known=None if step.kind is StepKind.ALL_REDUCE else manifest(step, self.rank),
+            known=None if step.kind is StepKind.ALL_REDUCE else manifest_of(step, self.rank),
         )
         if len(self._roles) >= _REMEMBERED:
             self._roles.clear()  # programs that make new steps all the time shall not fill memory

@@ -1,10 +1,19 @@
-"""Rooms whose names are loaded when they are first used."""
+"""How packages export names: loaded when they are first used; and modules that can be called.
+
+`from sbp_core import check; check(plan)` and `from sbp_core.check import CheckReport` should both
+work, and importing the submodule rebinds the package's attribute to the module. So the module
+itself passes calls on.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from types import ModuleType
 from typing import Any
+
+__all__ = ["lazy", "make_callable"]
 
 
 def lazy(
@@ -25,3 +34,16 @@ def lazy(
         return module if homes[name] == name else getattr(module, name)
 
     return find, lambda: sorted(homes)
+
+
+class _CallableModule(ModuleType):
+    """A module whose call is that of its function of the same name."""
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        function = getattr(self, self.__name__.rpartition(".")[2])
+        return function(*args, **kwargs)
+
+
+def make_callable(name: str) -> None:
+    """Let the loaded module `name` be called like `name.<last part>`."""
+    sys.modules[name].__class__ = _CallableModule

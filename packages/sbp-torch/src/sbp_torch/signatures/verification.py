@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from sbp_core._callable_module import make_callable
 from sbp_core.errors import SbpValueError
+from sbp_core.exports import make_callable
 from sbp_core.placement import Placement
 from sbp_core.sbp import local_shape
 from sbp_core.signatures.axes import combine, enumerate_signatures
