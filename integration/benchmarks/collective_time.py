@@ -33,9 +33,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sbp_boxing_nccl.start import processes
-from sbp_core.boxing import Step, route
-from sbp_core.boxing.backend import BoxingBackend
+from sbp_boxing_nccl import processes
+from sbp_core.boxing import BoxingBackend, Step, route
 from sbp_core.errors import BoxingError
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp
@@ -258,9 +257,7 @@ def measure(
 
 
 def torch_rank(rank: int, port: int, settings: argparse.Namespace, pipe: Any) -> None:
-    from sbp_boxing_torch.backend import TorchBackend
-    from sbp_boxing_torch.configs import TorchBoxingConfig
-    from sbp_boxing_torch.rendezvous import TorchWorld
+    from sbp_boxing_torch import TorchBackend, TorchBoxingConfig, TorchWorld
 
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     own = dist.PrefixStore("by-hand", store)
@@ -293,8 +290,7 @@ def run_torch(settings: argparse.Namespace) -> None:
 def mpi_rank(settings: argparse.Namespace) -> None:
     from mpi4py import MPI
 
-    from sbp_boxing_nccl.backend import MpiBackend
-    from sbp_boxing_nccl.configs import MpiBoxingConfig
+    from sbp_boxing_nccl import MpiBackend, MpiBoxingConfig
 
     rank = MPI.COMM_WORLD.Get_rank()
     backend = MpiBackend(MpiBoxingConfig())

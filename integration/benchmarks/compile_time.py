@@ -24,17 +24,11 @@ from torch import Tensor, nn
 
 from sbp_aten.passes import prepare_step
 from sbp_core.check import check
-from sbp_core.compile import CompileOptions
-from sbp_core.compile.buckets import bucket
-from sbp_core.compile.lower import lower
-from sbp_core.compile.order import order_firings
-from sbp_core.compile.physical import PhysicalPlan
-from sbp_core.compile.segments import form_plan
+from sbp_core.compile import CompileOptions, PhysicalPlan, bucket, form_plan, lower, order_firings
 from sbp_core.graph import LogicalGraph
 from sbp_core.infer import PinValue, infer_strategy
 from sbp_core.placement import Placement
-from sbp_core.plugins import discover
-from sbp_core.plugins.kinds import PlanRequest
+from sbp_core.plugins import PlanRequest, discover
 from sbp_torch.capture import capture, initial_states
 from sbp_torch.testing.programs import small_cluster
 from sbp_torch.update_options import UpdateOptions

@@ -23,14 +23,11 @@ from threading import Barrier
 
 import torch
 
-from sbp_core.boxing.router import route
-from sbp_core.boxing.slices import bounds_of, volume
-from sbp_core.boxing.step import Step, StepKind
+from sbp_core.boxing import Step, StepKind, bounds_of, route, volume
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, P, S, Sbp
 from sbp_core.units import format_bytes, format_seconds
-from sbp_torch.boxing.execute import shard
-from sbp_torch.boxing.local import LocalBackend
+from sbp_torch.boxing import LocalBackend, shard
 
 MEBIBYTE = 2**20
 ROWS = 1024

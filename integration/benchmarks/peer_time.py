@@ -34,9 +34,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from sbp_aten.passes import prepare_step
-from sbp_boxing_torch.backend import TorchBackend
-from sbp_boxing_torch.configs import TorchBoxingConfig
-from sbp_boxing_torch.rendezvous import TorchWorld
+from sbp_boxing_torch import TorchBackend, TorchBoxingConfig, TorchWorld
 from sbp_core import (
     Cluster,
     CompileOptions,

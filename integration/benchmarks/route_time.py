@@ -25,10 +25,8 @@ import sys
 import time
 from itertools import permutations
 
-from sbp_core.boxing import Step, StepKind, route, router
+from sbp_core.boxing import Step, StepKind, collective_bytes, is_realisable, pose, route, router
 from sbp_core.boxing.routing import tables
-from sbp_core.boxing.routing.problem import pose
-from sbp_core.boxing.slices import collective_bytes, is_realisable
 from sbp_core.cluster import Cluster, Device, Link
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, Broadcast, NdSbp, P, Partial, Sbp, all_nd_sbps

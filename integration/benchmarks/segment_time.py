@@ -18,15 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - everybody's name for it
 
-from sbp_actor_runtime.configs import ActorConfig
-from sbp_actor_runtime.session import ActorRuntime
+from sbp_actor_runtime import ActorConfig, ActorRuntime
 from sbp_aten.passes import prepare_step
 from sbp_core.compile import compile_plan
 from sbp_core.infer import infer_strategy
 from sbp_core.placement import Placement
-from sbp_core.plugins.kinds import PlanRequest
+from sbp_core.plugins import PlanRequest
 from sbp_core.units import format_seconds
-from sbp_torch.boxing.local import LocalBackend
+from sbp_torch.boxing import LocalBackend
 from sbp_torch.capture import capture, initial_states
 from sbp_torch.testing.programs import small_cluster
 

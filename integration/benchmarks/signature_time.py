@@ -16,10 +16,9 @@ from typing import Any
 import torch
 
 from sbp_aten.passes import prepare_step
-from sbp_core.graph.ir import LogicalGraph
+from sbp_core.graph import LogicalGraph
 from sbp_core.plugins import discover
-from sbp_core.signatures import OpCall, derive, enumerate_signatures
-from sbp_core.signatures.arguments import identity
+from sbp_core.signatures import OpCall, derive, enumerate_signatures, identity
 from sbp_torch.capture import capture
 
 BATCH_SIZE, CONTEXT = 4, 32

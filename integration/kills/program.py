@@ -25,7 +25,7 @@ from sbp_core import B, NdSbp, P, Placement, S
 from sbp_core.boxing import BoxingBackend, route
 from sbp_core.errors import BoxingError, RunError
 from sbp_core.plugins import discover
-from sbp_torch.boxing.execute import shard as shards_of
+from sbp_torch.boxing import shard as shards_of
 from sbp_torch.testing.boxing import run_route
 
 #: Where the stand-in for GPUs and their NCCL is.
@@ -67,8 +67,7 @@ def build(settings: dict[str, Any]) -> BoxingBackend:
         from fake_network import MpiNetwork
         from mpi4py import MPI
 
-        from sbp_boxing_nccl.configs import NcclBoxingConfig
-        from sbp_boxing_nccl.nccl.backend import NcclBackend
+        from sbp_boxing_nccl import NcclBackend, NcclBoxingConfig
 
         device = FakeDevice(MpiNetwork(MPI.COMM_WORLD.Dup()), MPI.COMM_WORLD.Get_rank())
         return NcclBackend(NcclBoxingConfig(**settings["config"]), device=device)

@@ -22,8 +22,7 @@ from typing import Any
 from uuid import uuid4
 
 from sbp_core.boxing import BoxingBackend
-from sbp_core.boxing.supervision.launch_spec import LaunchSpec, thread_share
-from sbp_core.boxing.supervision.supervisor import Line, supervise
+from sbp_core.boxing.supervision import LaunchSpec, Line, supervise, thread_share
 from sbp_core.plugins import discover
 
 PROGRAM = Path(__file__).with_name("program.py")

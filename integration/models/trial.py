@@ -13,20 +13,19 @@ from torch import Tensor, nn
 
 from models.layouts import LAYOUTS, Layout
 from models.programs import BATCH, PROGRAMS, Program
-from sbp_aten.passes import PassOptions, prepare_step
+from sbp_aten.pass_options import PassOptions
+from sbp_aten.passes import prepare_step
 from sbp_core.check import check
 from sbp_core.cluster import Cluster, Device, Link
 from sbp_core.compile import CompileOptions, PhysicalPlan, compile_plan
-from sbp_core.graph.ir import LogicalGraph
+from sbp_core.graph import LogicalGraph
 from sbp_core.infer import infer_strategy
 from sbp_core.passes import Recompute
 from sbp_core.placement import Placement
-from sbp_core.plugins import discover
-from sbp_core.plugins.kinds import PlanRequest
-from sbp_torch.boxing.execute import shard
+from sbp_core.plugins import PlanRequest, discover
+from sbp_torch.boxing import shard
 from sbp_torch.capture import capture, initial_states
-from sbp_torch.memory import predict
-from sbp_torch.memory.meter import MemoryMeter
+from sbp_torch.memory import MemoryMeter, predict
 
 LEARNING_RATE = 1e-3
 

@@ -17,8 +17,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from sbp_core.signatures.arguments import identity
-from sbp_torch.signatures.torch_call import describe, tensors_of
+from sbp_core.signatures import identity
+from sbp_torch.signatures import describe, tensors_of
 from signatures.variants import OTHER_DTYPES, Sample, Variant
 
 FORWARD = "forward"

@@ -19,10 +19,10 @@ from typing import Any
 # `python integration/signatures/canonical.py` is to find the package too.
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from sbp_core.graph.ir import Argument, TensorType
+from sbp_core.graph import Argument, TensorType
 from sbp_core.serialize import dump, load
 from sbp_core.signatures import OpCall, derive
-from sbp_torch.signatures.torch_call import call_of
+from sbp_torch.signatures import call_of
 from signatures.store import Calls
 
 FILE = Path(__file__).parent / "canonical.json"

@@ -18,11 +18,9 @@ from pkgutil import iter_modules
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import sbp_aten.rules as families
-from sbp_core.graph.ir import Argument, Ref, Symbol, TensorType
+from sbp_core.graph import Argument, Ref, Symbol, TensorType
 from sbp_core.sbp import NdSbp
-from sbp_core.signatures import OpCall, Signature1d, derive
-from sbp_core.signatures.derive import derivation
-from sbp_core.signatures.registry import installed
+from sbp_core.signatures import OpCall, Signature1d, derivation, derive, installed
 from signatures.canonical import read
 
 FILE = Path(__file__).parent.parent.parent / "docs" / "signatures.md"

@@ -22,16 +22,27 @@ import sbp_core.signatures
 from sbp_core.errors import SbpError, SignatureError
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, Partial, Sbp, Split
-from sbp_core.signatures import OpCall, Signature1d
-from sbp_core.signatures.axes import combine
-from sbp_core.signatures.derive import Derivation, derivation, derive
-from sbp_core.signatures.notation import Effect
-from sbp_core.signatures.registry import installed
-from sbp_core.signatures.rule import LocalProgram
-from sbp_torch.signatures.discovery import discover
-from sbp_torch.signatures.torch_call import call_of, run_op, unchanged
-from sbp_torch.signatures.trial import OpSample, refutation, whole_sample
-from sbp_torch.signatures.verification import verify
+from sbp_core.signatures import (
+    Derivation,
+    Effect,
+    LocalProgram,
+    OpCall,
+    Signature1d,
+    combine,
+    derivation,
+    derive,
+    installed,
+)
+from sbp_torch.signatures import (
+    OpSample,
+    call_of,
+    discover,
+    refutation,
+    run_op,
+    unchanged,
+    verify,
+    whole_sample,
+)
 from signatures.calls import RecordedCall
 
 #: Axis sizes at which claims are run, and those at which signatures are looked for.

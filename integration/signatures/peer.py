@@ -37,9 +37,16 @@ from sbp_core.errors import SbpError
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, Partial, S, Sbp, Split, local_shape
 from sbp_core.signatures import LocalCall, LocalProgram, OpCall, Signature1d, combine, derive
-from sbp_torch.signatures.isolate import Completed, run_isolated
-from sbp_torch.signatures.torch_call import call_of, overload, run_op
-from sbp_torch.signatures.trial import OpSample, refutation, whole_sample
+from sbp_torch.signatures import (
+    Completed,
+    OpSample,
+    call_of,
+    overload,
+    refutation,
+    run_isolated,
+    run_op,
+    whole_sample,
+)
 from signatures.calls import RecordedCall
 from signatures.judge import accident, redrawn, shown
 from signatures.store import Calls

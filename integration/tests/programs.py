@@ -17,10 +17,10 @@ from models.trial import cluster
 from sbp_aten.passes import prepare_step
 from sbp_core import Placement, PlanRequest, Strategy, check, compile_plan
 from sbp_core.compile import CompileOptions, PhysicalPlan
-from sbp_core.graph.ir import LogicalGraph
+from sbp_core.graph import LogicalGraph
 from sbp_core.plugins import PluginRegistry, discover
 from sbp_core.runtime import Session
-from sbp_torch.boxing.execute import shard
+from sbp_torch.boxing import shard
 from sbp_torch.capture import capture, initial_states
 
 NUM_STEPS = 20

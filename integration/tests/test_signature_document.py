@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from sbp_core.signatures import derive
-from sbp_core.signatures.registry import installed
+from sbp_core.signatures import derive, installed
 from signatures import document
 from signatures.canonical import read
 

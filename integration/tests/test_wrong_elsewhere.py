@@ -19,8 +19,8 @@ from sbp_core import Cluster, Device, Link, Placement, PlanRequest, Strategy, ch
 from sbp_core.infer import infer_strategy
 from sbp_core.sbp import Split
 from sbp_torch.capture import capture, initial_states
+from sbp_torch.runtime import ReferenceSession
 from sbp_torch.runtime.configs import ReferenceConfig
-from sbp_torch.runtime.reference import ReferenceSession
 
 Batch = Mapping[str, Tensor]
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
-from sbp_core.plugins.kinds import Planner
+from sbp_core.plugins import Planner
 from sbp_example_plugin.model import Bigram
 from sbp_example_plugin.model import build as build_model
 from sbp_example_plugin.planner import build as build_planner

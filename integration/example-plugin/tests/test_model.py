@@ -1,6 +1,6 @@
 import torch
 
-from sbp_core.plugins.kinds import LanguageModel
+from sbp_core.plugins import LanguageModel
 from sbp_example_plugin.model import build
 from sbp_example_plugin.plugin import ModelConfig
 

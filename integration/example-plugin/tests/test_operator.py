@@ -3,7 +3,7 @@ import torch
 
 from sbp_core.signatures import RuleRegistry, signatures
 from sbp_example_plugin.operator import low_rank
-from sbp_torch.signatures.verification import verify
+from sbp_torch.signatures import verify
 from sbp_torch.testing.signatures import check_rule, sample
 
 NAME = "sbp_example.low_rank.default"

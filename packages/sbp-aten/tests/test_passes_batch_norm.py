@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sbp_aten.passes import PassOptions, prepare_step
+from sbp_aten.pass_options import PassOptions
+from sbp_aten.passes import prepare_step
 from sbp_aten.passes.batch_norm import split_batch_norm
 from sbp_core.check import check
 from sbp_core.compile import compile_plan

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sbp_aten.passes import Casts, MixedPrecision, PassOptions, place_casts, prepare_step
+from sbp_aten.pass_options import MixedPrecision, PassOptions
+from sbp_aten.passes import Casts, place_casts, prepare_step
 from sbp_core.compile import compile_plan
 from sbp_core.compile.lower import lower
 from sbp_core.errors import SbpValueError

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - everybody's name for it
 from torch import Tensor, nn
 
-from sbp_aten.passes import ClassSplit, PassOptions, prepare_step, split_classes
+from sbp_aten.pass_options import ClassSplit, PassOptions
+from sbp_aten.passes import prepare_step, split_classes
 from sbp_core.check import check
 from sbp_core.compile import compile_plan
 from sbp_core.compile.physical import PhysicalPlan

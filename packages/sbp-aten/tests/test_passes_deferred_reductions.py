@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sbp_aten.passes import PassOptions, prepare_step
+from sbp_aten.pass_options import PassOptions
+from sbp_aten.passes import prepare_step
 from sbp_aten.passes.deferred_reductions import accumulate_apart, defer_reductions, sum_squares
 from sbp_core.check import check
 from sbp_core.compile import compile_plan

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - everybody's name for it
 from torch import Tensor, nn
 
-from sbp_aten.passes import MixedPrecision, PassOptions, mixed_precision, prepare_step
+from sbp_aten.pass_options import MixedPrecision, PassOptions
+from sbp_aten.passes import mixed_precision, prepare_step
 from sbp_core.check import check
 from sbp_core.compile import compile_plan
 from sbp_core.errors import SbpValueError

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sbp_aten.passes import PassOptions, prepare_step, share_expressions
+from sbp_aten.pass_options import PassOptions
+from sbp_aten.passes import prepare_step, share_expressions
 from sbp_aten.passes.operator_slicing import Along, Slicing, slice_operators
 from sbp_core.check import RankMemory, check
 from sbp_core.compile import CompileOptions, compile_plan

@@ -5,15 +5,8 @@ from dataclasses import fields, replace
 
 import pytest
 
-from sbp_aten.passes import (
-    Along,
-    Casts,
-    ClassSplit,
-    MixedPrecision,
-    PassOptions,
-    Slicing,
-    prepare_step,
-)
+from sbp_aten.pass_options import ClassSplit, MixedPrecision, PassOptions, Slicing
+from sbp_aten.passes import Along, Casts, prepare_step
 from sbp_aten.passes.pipeline import chosen_passes
 from sbp_core.errors import ConfigError, GraphError
 from sbp_core.graph import LogicalGraph

@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_plans import graphs, random_values
 
+from sbp_aten.pass_options import MixedPrecision, PassOptions
 from sbp_aten.passes import (
-    MixedPrecision,
-    PassOptions,
     drop_identities,
     fold_constants,
     fold_views,

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from sbp_aten.passes import PassOptions, fold_views, prepare_step, share_expressions
+from sbp_aten.pass_options import PassOptions
+from sbp_aten.passes import fold_views, prepare_step, share_expressions
 from sbp_core.check import check
 from sbp_core.compile import CompileOptions, compile_plan
 from sbp_core.errors import ConfigError, SbpValueError

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from sbp_core.errors import unknown_name
 from sbp_core.infer import PinValue, infer_strategy
-from sbp_core.plugins.kinds import PlanRequest
+from sbp_core.plugins import PlanRequest
 from sbp_core.strategy import Strategy
 from sbp_example_plugin.plugin import PlannerConfig
 

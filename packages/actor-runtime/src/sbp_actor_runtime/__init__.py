@@ -1,1 +1,21 @@
 """The actor runtime of sbp: registers, credits and static order, one set of threads a rank."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sbp_core.exports import lazy
+
+if TYPE_CHECKING:
+    from sbp_actor_runtime.configs import ActorConfig
+    from sbp_actor_runtime.session import ActorRuntime
+
+__all__ = ["ActorConfig", "ActorRuntime"]
+
+__getattr__, __dir__ = lazy(
+    __name__,
+    {
+        "ActorConfig": "configs",
+        "ActorRuntime": "session",
+    },
+)

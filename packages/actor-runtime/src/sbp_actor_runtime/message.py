@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sbp_core.runtime.contract import Watch, unwatched
+from sbp_core.runtime import Watch, unwatched
 
 #: A thread of the plan: rank, name of the thread.
 ThreadId = tuple[int, str]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from sbp_actor_runtime.configs import ActorConfig
-from sbp_core.plugins.hooks import Factory, hookimpl
+from sbp_core.plugins import Factory, hookimpl
 
 SBP_API_VERSION = 1
 

@@ -14,10 +14,10 @@ from typing import NamedTuple
 from sbp_actor_runtime.message import ThreadId
 from sbp_actor_runtime.register import InRegister, OutRegister
 from sbp_actor_runtime.work import Work, work_of
-from sbp_core.boxing.backend import Communicator
-from sbp_core.compile.physical import Actor, Channel, PhysicalPlan, RankPlan
-from sbp_core.graph.ir import Rate
-from sbp_torch.segments.execution import SegmentMaker
+from sbp_core.boxing import Communicator
+from sbp_core.compile import Actor, Channel, PhysicalPlan, RankPlan
+from sbp_core.graph import Rate
+from sbp_torch.segments import SegmentMaker
 
 
 class Turn(NamedTuple):

@@ -18,15 +18,13 @@ from torch import Tensor
 from sbp_actor_runtime.configs import ActorConfig
 from sbp_actor_runtime.message import Message, StepOrder, ThreadId, WorkerReport
 from sbp_actor_runtime.worker import Worker
-from sbp_core.boxing.backend import BoxingBackend
-from sbp_core.compile.physical import PhysicalPlan
+from sbp_core.boxing import BoxingBackend
+from sbp_core.compile import PhysicalPlan
 from sbp_core.errors import BoxingError, RunError
-from sbp_core.runtime.contract import Number, Runtime, Session, StepResult
-from sbp_torch.boxing.processes.agreement import agree
-from sbp_torch.boxing.processes.fingerprint import Fingerprinted
-from sbp_torch.runtime.partial_update import PARTIAL_UPDATE_TODO, partially_updated
-from sbp_torch.runtime.store import StateStore, Values, feed
-from sbp_torch.segments.execution import SegmentMaker, segment_maker
+from sbp_core.runtime import Number, Runtime, Session, StepResult
+from sbp_torch.boxing.processes import Fingerprinted, agree
+from sbp_torch.runtime import PARTIAL_UPDATE_TODO, StateStore, Values, feed, partially_updated
+from sbp_torch.segments import SegmentMaker, segment_maker
 
 logger = logging.getLogger(__name__)
 

@@ -9,12 +9,10 @@ from collections.abc import Callable
 from functools import partial
 
 from sbp_actor_runtime.message import StepOrder, Values
-from sbp_core.boxing.backend import Communicator
-from sbp_core.compile.liveness import keys_out
-from sbp_core.compile.physical import Actor, ActorKind, PhysicalPlan
-from sbp_torch.runtime.accumulation import Accumulation
-from sbp_torch.segments.codegen import segment_function
-from sbp_torch.segments.execution import SegmentMaker
+from sbp_core.boxing import Communicator
+from sbp_core.compile import Actor, ActorKind, PhysicalPlan, keys_out
+from sbp_torch.runtime import Accumulation
+from sbp_torch.segments import SegmentMaker, segment_function
 
 #: (index of the micro-batch, values taken, order of the step) -> values made.
 Work = Callable[[int, Values, StepOrder], Values]

@@ -27,11 +27,11 @@ from sbp_actor_runtime.message import (
 )
 from sbp_actor_runtime.post import Post, Turn, make_posts
 from sbp_actor_runtime.register import InRegister, OutRegister
-from sbp_core.boxing.backend import Communicator
-from sbp_core.compile.physical import ActorKind, PhysicalPlan
+from sbp_core.boxing import Communicator
+from sbp_core.compile import ActorKind, PhysicalPlan
 from sbp_core.errors import RunError
-from sbp_torch.runtime.partial_update import overwrite
-from sbp_torch.segments.execution import SegmentMaker
+from sbp_torch.runtime import overwrite
+from sbp_torch.segments import SegmentMaker
 
 logger = logging.getLogger(__name__)
 

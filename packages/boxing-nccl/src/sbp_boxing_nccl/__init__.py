@@ -7,3 +7,28 @@ groups, and how they break), `communicator` (one step), `exit` (how a process le
 What all backends of several processes share is in `sbp_core.boxing`. Importing this package imports
 neither torch nor mpi4py.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sbp_core.exports import lazy
+
+if TYPE_CHECKING:
+    from sbp_boxing_nccl.backend import MpiBackend
+    from sbp_boxing_nccl.configs import MpiBoxingConfig, NcclBoxingConfig
+    from sbp_boxing_nccl.nccl.backend import NcclBackend
+    from sbp_boxing_nccl.start import processes
+
+__all__ = ["MpiBackend", "MpiBoxingConfig", "NcclBackend", "NcclBoxingConfig", "processes"]
+
+__getattr__, __dir__ = lazy(
+    __name__,
+    {
+        "MpiBackend": "backend",
+        "MpiBoxingConfig": "configs",
+        "NcclBackend": "nccl.backend",
+        "NcclBoxingConfig": "configs",
+        "processes": "start",
+    },
+)

@@ -15,8 +15,8 @@ from sbp_boxing_nccl.connections import MpiConnections
 from sbp_boxing_nccl.exit import Exit, JobBackend
 from sbp_boxing_nccl.library import load_mpi
 from sbp_boxing_nccl.start import processes
-from sbp_core.boxing.processes.process_backend import check_ranks
-from sbp_core.boxing.supervision.launch_spec import LaunchSpec
+from sbp_core.boxing.processes import check_ranks
+from sbp_core.boxing.supervision import LaunchSpec
 
 
 def build(config: MpiBoxingConfig) -> MpiBackend:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
-from sbp_core.boxing.processes.control_store import ControlStore, StoreLostError
+from sbp_core.boxing.processes import ControlStore, StoreLostError
 
 #: Tag of all notes.
 _TAG = 0

@@ -12,11 +12,9 @@ import torch
 
 from sbp_boxing_nccl.connections import MpiConnections
 from sbp_boxing_nccl.group import MpiGroup, MpiWork
-from sbp_core.boxing.processes.call import CollectiveCall, group_name, tag_number
-from sbp_core.boxing.processes.manifest import Manifest
-from sbp_core.boxing.step import StepKind
-from sbp_torch.boxing.processes.exchange import ExchangeCommunicator, Role
-from sbp_torch.boxing.processes.packed_buffer import PackedBuffers, pack
+from sbp_core.boxing import StepKind
+from sbp_core.boxing.processes import CollectiveCall, Manifest, group_name, tag_number
+from sbp_torch.boxing.processes import ExchangeCommunicator, PackedBuffers, Role, pack
 
 #: Seconds after which a rank that waits in a collective tells the others that it is there.
 _PATIENCE_S = 0.2

@@ -19,8 +19,7 @@ import torch
 from sbp_boxing_nccl.board import MpiBoard
 from sbp_boxing_nccl.group import MpiGroup, MpiWork
 from sbp_boxing_nccl.outbox import Message, Outbox
-from sbp_core.boxing.processes.call import CollectiveCall, group_name
-from sbp_core.boxing.processes.connections import Connections
+from sbp_core.boxing.processes import CollectiveCall, Connections, group_name
 from sbp_core.errors import BoxingError
 
 _log = logging.getLogger(__name__)

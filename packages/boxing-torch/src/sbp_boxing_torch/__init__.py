@@ -6,3 +6,25 @@ Read the modules in this order: `configs` (settings), `rendezvous` (who am I, wh
 step), `backend`. What all backends of several processes share is in `sbp_core.boxing`. Importing
 this package imports no torch.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sbp_core.exports import lazy
+
+if TYPE_CHECKING:
+    from sbp_boxing_torch.backend import TorchBackend
+    from sbp_boxing_torch.configs import TorchBoxingConfig
+    from sbp_boxing_torch.rendezvous import TorchWorld
+
+__all__ = ["TorchBackend", "TorchBoxingConfig", "TorchWorld"]
+
+__getattr__, __dir__ = lazy(
+    __name__,
+    {
+        "TorchBackend": "backend",
+        "TorchBoxingConfig": "configs",
+        "TorchWorld": "rendezvous",
+    },
+)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous
 
-from sbp_core.boxing.processes.store_client import CountingStore
+from sbp_core.boxing.processes import CountingStore
 
 
 def prefixed(prefix: str, store: CountingStore) -> CountingStore:

@@ -14,9 +14,8 @@ from sbp_boxing_torch.communicator import TorchCommunicator
 from sbp_boxing_torch.configs import TorchBoxingConfig
 from sbp_boxing_torch.connections import TorchConnections
 from sbp_boxing_torch.rendezvous import TorchWorld, device_name, meet
-from sbp_core.boxing.processes.process_backend import ProcessBackend, check_ranks
-from sbp_core.boxing.supervision.launch_spec import LaunchSpec
-from sbp_core.boxing.supervision.rendezvous import processes_that_meet
+from sbp_core.boxing.processes import ProcessBackend, check_ranks
+from sbp_core.boxing.supervision import LaunchSpec, processes_that_meet
 
 
 def build(config: TorchBoxingConfig) -> TorchBackend:

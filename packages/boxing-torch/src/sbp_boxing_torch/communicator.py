@@ -14,14 +14,12 @@ import torch.distributed as dist
 from sbp_boxing_torch.connections import TorchConnections
 from sbp_boxing_torch.group import NUM_TAGS, TorchGroup
 from sbp_boxing_torch.wire import as_bytes, reducible
-from sbp_core.boxing.processes.call import CollectiveCall, group_name, tag_number
-from sbp_core.boxing.processes.manifest import Manifest
-from sbp_core.boxing.step import StepKind
+from sbp_core.boxing import StepKind
+from sbp_core.boxing.processes import CollectiveCall, Manifest, group_name, tag_number
 from sbp_core.errors import BoxingError
 from sbp_core.sbp import split_bounds
-from sbp_torch.boxing.execute import reduce_in_order, reduction_of
-from sbp_torch.boxing.processes.exchange import ExchangeCommunicator
-from sbp_torch.boxing.processes.packed_buffer import PackedBuffers
+from sbp_torch.boxing import reduce_in_order, reduction_of
+from sbp_torch.boxing.processes import ExchangeCommunicator, PackedBuffers
 
 #: Seconds after which a rank that waits in a collective leaves a note that it is there.
 _PATIENCE_S = 0.2

@@ -20,12 +20,13 @@ from sbp_boxing_torch.configs import TorchBoxingConfig
 from sbp_boxing_torch.group import TorchGroup, connect
 from sbp_boxing_torch.outbox import Outbox
 from sbp_boxing_torch.rendezvous import COUNTER, TorchWorld
-from sbp_core.boxing.processes.call import CollectiveCall, group_name
-from sbp_core.boxing.processes.connections import Connections
-from sbp_core.boxing.processes.store_client import (
+from sbp_core.boxing.processes import (
+    CollectiveCall,
+    Connections,
     CountingStore,
     KeyValueControlStore,
     count_opening,
+    group_name,
 )
 from sbp_core.errors import BoxingError
 

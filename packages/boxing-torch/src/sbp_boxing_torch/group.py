@@ -23,8 +23,7 @@ from sbp_boxing_torch._torch_compat import (
     nccl_group,
     reduce_scatter_parts,
 )
-from sbp_core.boxing.processes.store_client import CountingStore
-from sbp_core.boxing.processes.traffic import TrafficCounter
+from sbp_core.boxing.processes import CountingStore, TrafficCounter
 
 #: Seconds that a transport waits longer than we do: our own deadline has to speak first, as it
 #: knows who is missing.

@@ -11,7 +11,7 @@ from datetime import timedelta
 
 from sbp_boxing_torch._torch_compat import meet_at
 from sbp_boxing_torch.configs import TorchBoxingConfig
-from sbp_core.boxing.processes.store_client import CountingStore, meet_anew
+from sbp_core.boxing.processes import CountingStore, meet_anew
 from sbp_core.errors import BoxingError, ConfigError
 
 #: Name by which the backends of a rank are counted in a store.

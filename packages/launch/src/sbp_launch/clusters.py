@@ -7,7 +7,7 @@ from math import inf, prod
 
 from sbp_core.cluster import Cluster, Device, Link
 from sbp_core.errors import ConfigError
-from sbp_core.plugins.kinds import ClusterFactory
+from sbp_core.plugins import ClusterFactory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,12 +10,11 @@ from statistics import median
 
 from torch import Tensor
 
-from sbp_core.boxing.backend import BoxingBackend
-from sbp_core.compile.physical import PhysicalPlan
-from sbp_core.runtime import Session
-from sbp_core.runtime.contract import Number
+from sbp_core.boxing import BoxingBackend
+from sbp_core.compile import PhysicalPlan
+from sbp_core.runtime import Number, Session
 from sbp_core.units import format_bytes, format_seconds
-from sbp_torch.memory.meter import MemoryMeter
+from sbp_torch.memory import MemoryMeter
 
 #: Fewest steps of which a time is told: the first one makes what the others find.
 FEWEST_STEPS = 3

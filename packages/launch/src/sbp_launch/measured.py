@@ -15,7 +15,7 @@ from sbp_launch.clusters import check_mesh
 
 if TYPE_CHECKING:
     from sbp_core.cluster import Cluster
-    from sbp_core.plugins.kinds import ClusterFactory
+    from sbp_core.plugins import ClusterFactory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sbp_core.errors import ConfigError
-from sbp_core.plugins.hooks import EmptyConfig
-from sbp_core.plugins.kinds import MetricSink, MetricSinkFactory
+from sbp_core.plugins import EmptyConfig, MetricSink, MetricSinkFactory
 
 
 def _check_file(file: str) -> None:

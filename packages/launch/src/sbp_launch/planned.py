@@ -14,11 +14,11 @@ from sbp_aten.passes import prepare_step
 from sbp_core.check import CheckReport, check, check_memory
 from sbp_core.compile import CompileOptions, PhysicalPlan, compile_plan
 from sbp_core.errors import PlanError
-from sbp_core.graph.ir import InputKind, LogicalGraph, Phase
+from sbp_core.graph import InputKind, LogicalGraph, Phase
 from sbp_core.infer import infer_strategy
 from sbp_core.memory import MemoryReport
 from sbp_core.passes import allow_unknown
-from sbp_core.plugins.kinds import GraphPass, Planner, PlanRequest
+from sbp_core.plugins import GraphPass, Planner, PlanRequest
 from sbp_core.signatures import Unknown
 from sbp_core.strategy import Strategy
 from sbp_launch.compile_config import CompileConfig

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from sbp_core.cluster import Cluster
 from sbp_core.placement import Placement
-from sbp_core.plugins.kinds import ClusterFactory, Dataset, OptimizerFactory
+from sbp_core.plugins import ClusterFactory, Dataset, OptimizerFactory
 from sbp_launch.config import RunConfig, TrainerConfig
 from sbp_launch.optimizers import optimizer_over
 from sbp_launch.patterns import check_patterns

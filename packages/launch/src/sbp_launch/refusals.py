@@ -8,8 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from hydra.errors import HydraException, OverrideParseException
 
-from sbp_core.errors import ConfigError
-from sbp_core.plugins import nearest
+from sbp_core.errors import ConfigError, nearest
 from sbp_launch.catalog import Catalog
 from sbp_launch.config import Composed, key_of
 

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from sbp_core.check import CheckReport
-from sbp_core.compile.physical import PhysicalPlan
-from sbp_core.memory.report import MemoryReport
+from sbp_core.compile import PhysicalPlan
+from sbp_core.memory import MemoryReport
 from sbp_core.placement import Placement
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_bytes, format_seconds

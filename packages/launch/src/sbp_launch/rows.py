@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from sbp_core.boxing import Step, StepKind
-from sbp_core.compile.lower import lower
-from sbp_core.graph.ir import LogicalGraph, Rate
+from sbp_core.compile import lower
+from sbp_core.graph import LogicalGraph, Rate
 from sbp_core.placement import Placement
 from sbp_core.strategy import Strategy
 

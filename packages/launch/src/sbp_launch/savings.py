@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sbp_core.graph.ir import GraphInput, LogicalGraph, Node
-from sbp_core.passes.recomputation import recompute_report
+from sbp_core.graph import GraphInput, LogicalGraph, Node
+from sbp_core.passes import recompute_report
 from sbp_core.sbp import Split
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_bytes

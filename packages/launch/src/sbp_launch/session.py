@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from safetensors.torch import save_file
 from torch import Tensor
 
-from sbp_core.boxing.backend import BoxingBackend
-from sbp_core.compile.physical import PhysicalPlan
+from sbp_core.boxing import BoxingBackend
+from sbp_core.compile import PhysicalPlan
 from sbp_core.errors import ConfigError, SbpError
 from sbp_core.runtime import Runtime, Session
 from sbp_launch.run import Run

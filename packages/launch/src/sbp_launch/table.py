@@ -13,8 +13,8 @@ from dataclasses import replace
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from sbp_core.graph.ir import Phase
-from sbp_core.signatures.views import is_view
+from sbp_core.graph import Phase
+from sbp_core.signatures import is_view
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_bytes
 from sbp_launch.rows import Row

@@ -13,11 +13,10 @@ from typing import Any
 from torch import Tensor
 
 from sbp_core import strategy_yaml
-from sbp_core.boxing.backend import BoxingBackend
-from sbp_core.compile.physical import to_json as plan_to_json
+from sbp_core.boxing import BoxingBackend
+from sbp_core.compile import to_json as plan_to_json
 from sbp_core.memory import MemoryReport
-from sbp_core.plugins import PluginRegistry
-from sbp_core.plugins.kinds import LanguageModel, MetricSink, TextDataset
+from sbp_core.plugins import LanguageModel, MetricSink, PluginRegistry, TextDataset
 from sbp_core.runtime import Session
 from sbp_launch.config import RunConfig
 from sbp_launch.figures import Gauge, Predicted

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 (torch's own name for it)
 
-from sbp_core.errors import ConfigError
-from sbp_core.plugins import nearest, unknown_key
+from sbp_core.errors import ConfigError, nearest
+from sbp_core.plugins import unknown_key
 from sbp_models.configs import HfConfig
 
 #: The class of `transformers` that makes a model, for each task.

@@ -7,7 +7,7 @@ while a model is being compiled in float32. Imports no torch.
 from __future__ import annotations
 
 from sbp_aten.rules import grouped
-from sbp_core.signatures.rule import Rule
+from sbp_core.signatures import Rule
 
 
 def product(config: object) -> Rule:

@@ -10,12 +10,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sbp_core import strategy_yaml
-from sbp_core.compile.legality import check_strategy
+from sbp_core.compile import check_strategy
 from sbp_core.errors import ConfigError, SbpError
-from sbp_core.graph.ir import LogicalGraph, TensorType
-from sbp_core.graph.serialize import graph_hash
+from sbp_core.graph import LogicalGraph, TensorType, graph_hash
 from sbp_core.infer import predict, stage_placements
-from sbp_core.plugins.kinds import PlanRequest
+from sbp_core.plugins import PlanRequest
 from sbp_core.strategy import Strategy
 from sbp_planner.configs import FileConfig
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from sbp_core.errors import ConfigError
 from sbp_core.infer import infer_strategy, one_forward_one_backward, stage_placements
-from sbp_core.plugins.kinds import PlanRequest
+from sbp_core.plugins import PlanRequest
 from sbp_core.strategy import Strategy
 from sbp_planner.configs import ManualConfig
 

@@ -32,10 +32,10 @@ from sbp_core.check import check
 from sbp_core.cluster import Cluster
 from sbp_core.compile import compile_plan
 from sbp_core.errors import ConfigError, PlanError
-from sbp_core.graph.ir import GraphInput, InputKind, LogicalGraph, Phase
+from sbp_core.graph import GraphInput, InputKind, LogicalGraph, Phase
 from sbp_core.infer import PinValue, infer_strategy
 from sbp_core.placement import Placement
-from sbp_core.plugins.kinds import PlanRequest
+from sbp_core.plugins import PlanRequest
 from sbp_core.sbp import split_bounds
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_bytes, format_seconds

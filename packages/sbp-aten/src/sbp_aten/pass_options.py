@@ -12,7 +12,9 @@ from enum import StrEnum
 from typing import Literal
 
 from sbp_core.errors import SbpValueError
-from sbp_core.passes.options import Recompute
+from sbp_core.passes import Recompute
+
+__all__ = ["PassOptions"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

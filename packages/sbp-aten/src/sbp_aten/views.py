@@ -6,6 +6,8 @@ without saying it.
 
 from __future__ import annotations
 
+__all__ = ["VIEWS"]
+
 #: Of those that ATen's schemas name: what is traced, and what is taken apart while it is traced.
 _DECLARED = frozenset(
     {"_conj", "_fw_primal", "_neg_view", "_reshape_alias", "adjoint", "alias", "as_strided"}

@@ -24,6 +24,8 @@ from sbp_core.exports import make_callable
 from sbp_core.graph.ir import InputKind, Rate
 from sbp_core.units import format_bytes
 
+__all__ = ["CheckReport", "check", "check_memory"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:

@@ -18,6 +18,8 @@ from sbp_core.errors import ConfigError, SbpValueError
 from sbp_core.placement import MOST_RANKS
 from sbp_core.serialize import Document
 
+__all__ = ["Cluster", "Device", "Link"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:

@@ -9,6 +9,23 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 
+__all__ = [
+    "BoxingError",
+    "CaptureError",
+    "ConfigError",
+    "GraphError",
+    "PlanError",
+    "RunError",
+    "SbpError",
+    "SbpLookupError",
+    "SbpTypeError",
+    "SbpValueError",
+    "SignatureError",
+    "nearest",
+    "unknown_name",
+    "words_of",
+]
+
 
 class SbpError(Exception):
     """Report something a user can mend.

@@ -18,6 +18,8 @@ from sbp_core.serialize import Form
 if TYPE_CHECKING:
     pass
 
+__all__ = ["Placement"]
+
 #: Ranks of the largest machine; NumPy counts in 64 bits what some products of them are.
 MOST_RANKS = 2**24
 

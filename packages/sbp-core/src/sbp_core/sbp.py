@@ -18,6 +18,24 @@ from typing import overload
 from sbp_core.errors import SbpTypeError, SbpValueError
 from sbp_core.serialize import Form
 
+__all__ = [
+    "REDUCTIONS",
+    "B",
+    "Broadcast",
+    "NdSbp",
+    "P",
+    "Partial",
+    "S",
+    "Sbp",
+    "Split",
+    "all_entries",
+    "all_nd_sbps",
+    "check_sbp",
+    "local_shape",
+    "parse_sbp",
+    "split_bounds",
+]
+
 #: The reductions that a partial value may stand for.
 REDUCTIONS = ("sum", "max", "min")
 

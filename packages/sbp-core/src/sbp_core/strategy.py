@@ -24,6 +24,8 @@ from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp
 from sbp_core.serialize import Document, Form
 
+__all__ = ["Signature", "Strategy"]
+
 
 @dataclass(frozen=True, slots=True)
 class Signature:

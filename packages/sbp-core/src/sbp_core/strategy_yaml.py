@@ -62,6 +62,8 @@ from sbp_core.graph.ir import LogicalGraph, TensorType
 from sbp_core.serialize import shown
 from sbp_core.strategy import Strategy
 
+__all__ = ["ROOT", "from_yaml", "load", "save", "to_yaml"]
+
 #: The module of operators that no module called.
 ROOT = "(root)"
 

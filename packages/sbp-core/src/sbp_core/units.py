@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["format_bytes", "format_seconds"]
+
 
 def format_bytes(size_bytes: float) -> str:
     """Return a size in decimal units: `172.1 MB`; exact below 10,000 bytes."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from sbp_core.plugins.hooks import Factory, hookimpl
+from sbp_core.plugins import Factory, hookimpl
 from sbp_torch.runtime.configs import ReferenceConfig
 
 SBP_API_VERSION = 1

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sbp_core.boxing.step import Step
-from sbp_core.plugins.hooks import EmptyConfig
-from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.signature import Signature1d
+from sbp_core.boxing import Step
+from sbp_core.plugins import EmptyConfig
+from sbp_core.signatures import OpCall, Signature1d
 from sbp_torch.memory.layout import Layouts
 from sbp_torch.signatures.discovery import discover_call
 from sbp_torch.signatures.torch_call import abstract_call

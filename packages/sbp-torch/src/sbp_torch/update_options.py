@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from sbp_core.errors import SbpValueError
 
+__all__ = ["UpdateOptions"]
+
 #: Settings of parameter groups that schedules may change: the key, and the place in its value.
 SETTINGS: Mapping[str, tuple[str, int | None]] = {
     "lr": ("lr", None),

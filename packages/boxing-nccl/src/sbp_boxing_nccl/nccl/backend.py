@@ -15,9 +15,8 @@ from sbp_boxing_nccl.nccl.connections import NcclConnections
 from sbp_boxing_nccl.nccl.device import NcclDevice
 from sbp_boxing_nccl.nccl.world import NcclWorld, meet
 from sbp_boxing_nccl.start import processes
-from sbp_core.boxing.processes.process_backend import check_ranks
-from sbp_core.boxing.supervision.launch_spec import LaunchSpec
-from sbp_core.boxing.supervision.rendezvous import processes_that_meet
+from sbp_core.boxing.processes import check_ranks
+from sbp_core.boxing.supervision import LaunchSpec, processes_that_meet
 from sbp_core.errors import BoxingError
 
 

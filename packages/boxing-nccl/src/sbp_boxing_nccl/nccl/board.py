@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from sbp_boxing_nccl.board import MpiBoard
-from sbp_core.boxing.processes.control_store import ControlStore, StoreSilentError
-from sbp_core.boxing.processes.store_client import KeyValueControlStore
+from sbp_core.boxing.processes import ControlStore, KeyValueControlStore, StoreSilentError
 
 
 class NoteBoard(ControlStore):

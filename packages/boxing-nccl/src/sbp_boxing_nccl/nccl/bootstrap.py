@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 
 from sbp_boxing_nccl.nccl.board import NoteBoard
 from sbp_boxing_nccl.nccl.device import NcclDevice, PairCommunicator
-from sbp_core.boxing.processes.call import CollectiveCall, wait_until
+from sbp_core.boxing.processes import CollectiveCall, wait_until
 from sbp_core.errors import BoxingError
 
 #: Pauses between two looks at what has come, in seconds: the first, and the longest.

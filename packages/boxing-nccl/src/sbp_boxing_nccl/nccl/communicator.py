@@ -13,12 +13,10 @@ import torch
 from sbp_boxing_nccl.nccl.connections import NcclConnections
 from sbp_boxing_nccl.nccl.group import NcclGroup, NcclWork
 from sbp_boxing_nccl.nccl.wire import reducible, restored
-from sbp_core.boxing.processes.call import CollectiveCall, group_name
-from sbp_core.boxing.processes.manifest import Manifest
-from sbp_core.boxing.step import StepKind
-from sbp_torch.boxing.execute import reduction_of
-from sbp_torch.boxing.processes.exchange import ExchangeCommunicator
-from sbp_torch.boxing.processes.packed_buffer import PackedBuffers, pack
+from sbp_core.boxing import StepKind
+from sbp_core.boxing.processes import CollectiveCall, Manifest, group_name
+from sbp_torch.boxing import reduction_of
+from sbp_torch.boxing.processes import ExchangeCommunicator, PackedBuffers, pack
 
 
 class NcclCommunicator(ExchangeCommunicator[NcclConnections]):

@@ -21,8 +21,7 @@ from sbp_boxing_nccl.nccl.group import NcclGroup, NcclWork
 from sbp_boxing_nccl.nccl.limits import PATIENCE_S, LimitEntry, Limits
 from sbp_boxing_nccl.nccl.mail import Inbox, Message, SendQueue, pair_name
 from sbp_boxing_nccl.nccl.world import NcclWorld
-from sbp_core.boxing.processes.call import CollectiveCall, group_name, wait_until
-from sbp_core.boxing.processes.connections import Connections
+from sbp_core.boxing.processes import CollectiveCall, Connections, group_name, wait_until
 from sbp_core.errors import BoxingError
 
 _log = logging.getLogger(__name__)

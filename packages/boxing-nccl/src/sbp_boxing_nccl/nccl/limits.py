@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from sbp_boxing_nccl.nccl.group import NcclWork
-from sbp_core.boxing.processes.call import CollectiveCall
+from sbp_core.boxing.processes import CollectiveCall
 from sbp_core.errors import BoxingError
 
 #: Seconds between two looks: while there is something to look at, and while there is nothing.

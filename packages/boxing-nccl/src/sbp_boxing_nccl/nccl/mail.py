@@ -33,7 +33,7 @@ from sbp_boxing_nccl.nccl.board import NoteBoard
 from sbp_boxing_nccl.nccl.device import NcclDevice, PairCommunicator, StreamEvent
 from sbp_boxing_nccl.nccl.group import NcclWork
 from sbp_boxing_nccl.nccl.limits import Limits
-from sbp_core.boxing.processes.call import CollectiveCall, wait_until
+from sbp_core.boxing.processes import CollectiveCall, wait_until
 from sbp_core.errors import BoxingError
 
 #: Pauses between two looks for notes, in seconds: the first, and the longest.

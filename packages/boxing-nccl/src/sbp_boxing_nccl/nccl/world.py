@@ -17,8 +17,7 @@ from sbp_boxing_nccl.configs import NcclBoxingConfig
 from sbp_boxing_nccl.exit import Exit
 from sbp_boxing_nccl.library import load_mpi
 from sbp_boxing_nccl.nccl.board import MpiNoteBoard, NoteBoard, StoreNoteBoard
-from sbp_core.boxing.processes.call import wait_until
-from sbp_core.boxing.processes.store_client import count_opening, meet_anew
+from sbp_core.boxing.processes import count_opening, meet_anew, wait_until
 from sbp_core.errors import BoxingError, ConfigError
 
 #: Name by which the backends of a rank are counted in a store.

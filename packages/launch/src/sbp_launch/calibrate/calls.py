@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import isqrt, prod
 
-from sbp_core.boxing.router import route
-from sbp_core.boxing.step import Step
+from sbp_core.boxing import Step, route
 from sbp_core.calibration import MeasuredCase
 from sbp_core.errors import BoxingError
 from sbp_core.placement import Placement

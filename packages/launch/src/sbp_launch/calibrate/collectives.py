@@ -16,9 +16,7 @@ from math import prod
 
 import torch
 
-from sbp_core.boxing.backend import Communicator
-from sbp_core.boxing.router import route
-from sbp_core.boxing.step import Step, StepKind
+from sbp_core.boxing import Communicator, Step, StepKind, route
 from sbp_core.calibration import Measurement
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp, local_shape

@@ -13,7 +13,7 @@ from typing import cast
 
 import torch
 
-from sbp_core.boxing.backend import BoxingBackend
+from sbp_core.boxing import BoxingBackend
 from sbp_core.plugins import discover
 from sbp_launch.calibrate.collectives import RankMeasurer, Stopwatch
 from sbp_launch.calibrate.device import measure_rates

@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
-from sbp_core.boxing.backend import BoxingBackend
-from sbp_core.boxing.supervision.supervisor import Line, supervise
+from sbp_core.boxing import BoxingBackend
+from sbp_core.boxing.supervision import Line, supervise
 from sbp_core.calibration import Calibration, HeldOut, cross_validate
 from sbp_core.cluster import Cluster, Device, Link
 from sbp_core.errors import ConfigError

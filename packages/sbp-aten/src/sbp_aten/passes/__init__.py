@@ -5,14 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-from sbp_aten.pass_options import (
-    CastPlacement,
-    ClassSplit,
-    MixedPrecision,
-    PassOptions,
-    SliceAlong,
-    Slicing,
-)
+from sbp_aten.pass_options import PassOptions
 from sbp_aten.passes.casts import place_casts
 from sbp_aten.passes.class_split import split_classes
 from sbp_aten.passes.constants import fold_constants
@@ -26,19 +19,11 @@ from sbp_aten.passes.pipeline import GraphPass, chosen_passes
 from sbp_aten.passes.simplify import fold_views, share_expressions
 from sbp_aten.passes.step_counters import tie_step_counters
 from sbp_core.errors import GraphError
-from sbp_core.graph.ir import LogicalGraph
-from sbp_core.graph.spec import verify_graph
-from sbp_core.passes.accumulation import accumulate
-from sbp_core.passes.output_aliases import unalias_outputs
+from sbp_core.graph import LogicalGraph, verify_graph
+from sbp_core.passes import accumulate, unalias_outputs
 
 __all__ = [
-    "CastPlacement",
-    "ClassSplit",
     "GraphPass",
-    "MixedPrecision",
-    "PassOptions",
-    "SliceAlong",
-    "Slicing",
     "accumulate_apart",
     "defer_reductions",
     "drop_identities",

@@ -19,9 +19,8 @@ from __future__ import annotations
 from dataclasses import replace
 from math import prod
 
-from sbp_core.graph.ir import Argument, LogicalGraph, Node, Ref, TensorType
-from sbp_core.graph.rewrite import drop_dead
-from sbp_core.passes.writer import Writer
+from sbp_core.graph import Argument, LogicalGraph, Node, Ref, TensorType, drop_dead
+from sbp_core.passes import Writer
 
 _FORWARD = "aten._native_batch_norm_legit_functional.default"
 _BACKWARD = "aten.native_batch_norm_backward.default"

@@ -11,9 +11,18 @@ from dataclasses import dataclass, replace
 
 from sbp_aten.pass_options import CastPlacement
 from sbp_aten.passes.identities import WIDER
-from sbp_core.graph.ir import InputKind, LogicalGraph, Node, Phase, Ref, Symbol
-from sbp_core.graph.rewrite import drop_dead, rename_outputs, rename_uses
-from sbp_core.passes.writer import Writer
+from sbp_core.graph import (
+    InputKind,
+    LogicalGraph,
+    Node,
+    Phase,
+    Ref,
+    Symbol,
+    drop_dead,
+    rename_outputs,
+    rename_uses,
+)
+from sbp_core.passes import Writer
 
 #: Operators that show all elements of their only tensor in another way, and no fewer.
 _LOOKS = frozenset(

@@ -19,9 +19,8 @@ from __future__ import annotations
 from math import prod
 
 from sbp_aten.pass_options import ClassSplit
-from sbp_core.graph.ir import Argument, LogicalGraph, Node, Ref, Symbol, TensorType
-from sbp_core.graph.rewrite import drop_dead
-from sbp_core.passes.writer import Writer
+from sbp_core.graph import Argument, LogicalGraph, Node, Ref, Symbol, TensorType, drop_dead
+from sbp_core.passes import Writer
 
 _SOFTMAX = "aten._log_softmax.default"
 _SOFTMAX_BACKWARD = "aten._log_softmax_backward_data.default"

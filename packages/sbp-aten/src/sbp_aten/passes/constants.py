@@ -16,9 +16,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sbp_aten.passes.identities import may_have_gaps
-from sbp_core.graph.ir import Argument, LogicalGraph, Node, Ref, Symbol, TensorType
-from sbp_core.graph.ir import map_refs as map_arguments
-from sbp_core.graph.rewrite import drop_dead, rename_outputs, rename_uses
+from sbp_core.graph import (
+    Argument,
+    LogicalGraph,
+    Node,
+    Ref,
+    Symbol,
+    TensorType,
+    drop_dead,
+    rename_outputs,
+    rename_uses,
+)
+from sbp_core.graph import map_refs as map_arguments
 
 _Array = NDArray[Any]
 

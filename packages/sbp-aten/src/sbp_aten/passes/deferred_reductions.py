@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 from sbp_core.errors import GraphError
-from sbp_core.graph.ir import (
+from sbp_core.graph import (
     Argument,
     InputKind,
     LogicalGraph,
@@ -32,8 +32,8 @@ from sbp_core.graph.ir import (
     Symbol,
     TensorType,
     ValueType,
+    drop_dead,
 )
-from sbp_core.graph.rewrite import drop_dead
 
 #: Dtypes whose squares are summed in float32.
 _NARROW = ("float16", "bfloat16")

@@ -22,12 +22,9 @@ from typing import NamedTuple
 
 from sbp_aten.passes.simplify import fold_views
 from sbp_core.errors import SignatureError
-from sbp_core.graph.ir import Argument, InputKind, LogicalGraph, Node, Ref, TensorType
-from sbp_core.graph.rewrite import drop_dead
-from sbp_core.passes.writer import Writer
-from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.notation import Notation
-from sbp_core.signatures.registry import installed
+from sbp_core.graph import Argument, InputKind, LogicalGraph, Node, Ref, TensorType, drop_dead
+from sbp_core.passes import Writer
+from sbp_core.signatures import Notation, OpCall, installed
 
 _RESHAPES = ("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default")
 _T = "aten.t.default"

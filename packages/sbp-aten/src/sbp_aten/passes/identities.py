@@ -9,8 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from sbp_core.graph.ir import LogicalGraph, Node, Ref, Symbol, TensorType
-from sbp_core.graph.rewrite import drop_dead, rename_outputs, rename_uses
+from sbp_core.graph import (
+    LogicalGraph,
+    Node,
+    Ref,
+    Symbol,
+    TensorType,
+    drop_dead,
+    rename_outputs,
+    rename_uses,
+)
 
 #: Floating dtypes -> those that hold each of their numbers.
 WIDER: Mapping[str, tuple[str, ...]] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sbp_core.graph.ir import LogicalGraph, Node, Ref
+from sbp_core.graph import LogicalGraph, Node, Ref
 
 _MEAN, _SUM = 1, 2
 

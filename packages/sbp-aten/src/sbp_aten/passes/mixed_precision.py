@@ -20,7 +20,7 @@ from sbp_aten.passes.precision_lists import (
     MOVING,
     TOLD,
 )
-from sbp_core.graph.ir import (
+from sbp_core.graph import (
     Argument,
     LogicalGraph,
     Node,
@@ -29,10 +29,11 @@ from sbp_core.graph.ir import (
     Ref,
     Symbol,
     TensorType,
+    drop_dead,
     map_refs,
+    rename_outputs,
 )
-from sbp_core.graph.rewrite import drop_dead, rename_outputs
-from sbp_core.passes.writer import Writer
+from sbp_core.passes import Writer
 
 _FULL = "float32"
 

@@ -29,7 +29,7 @@ from fnmatch import fnmatchcase
 
 from sbp_aten.pass_options import SliceAlong, Slicing
 from sbp_core.errors import ConfigError
-from sbp_core.graph.ir import (
+from sbp_core.graph import (
     Argument,
     InputKind,
     LogicalGraph,
@@ -38,8 +38,8 @@ from sbp_core.graph.ir import (
     Ref,
     TensorType,
     ValueType,
+    drop_dead,
 )
-from sbp_core.graph.rewrite import drop_dead
 
 #: Contractions: the positions of both factors, and of what is added (-1: nothing).
 _CONTRACTIONS = {

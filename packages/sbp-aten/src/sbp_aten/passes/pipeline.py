@@ -40,8 +40,8 @@ from sbp_aten.passes.mixed_precision import mixed_precision
 from sbp_aten.passes.operator_slicing import slice_operators
 from sbp_aten.passes.simplify import fold_views, share_expressions
 from sbp_aten.passes.step_counters import tie_step_counters
-from sbp_core.graph.ir import LogicalGraph
-from sbp_core.passes.recomputation import recompute
+from sbp_core.graph import LogicalGraph
+from sbp_core.passes import recompute
 
 #: A pure function graph -> graph.
 GraphPass = Callable[[LogicalGraph], LogicalGraph]

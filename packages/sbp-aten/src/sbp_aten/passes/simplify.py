@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sbp_core.graph.ir import LogicalGraph, Node, Ref
-from sbp_core.graph.rewrite import drop_dead, rename_outputs, rename_uses
+from sbp_core.graph import LogicalGraph, Node, Ref, drop_dead, rename_outputs, rename_uses
 
 _COPYING = "aten.reshape.default"
 _RESHAPES = ("aten.view.default", "aten._unsafe_view.default", _COPYING)

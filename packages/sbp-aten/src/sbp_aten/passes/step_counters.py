@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from sbp_core.errors import GraphError
-from sbp_core.graph.ir import (
+from sbp_core.graph import (
     GraphInput,
     GraphOutput,
     InputKind,
@@ -20,8 +20,9 @@ from sbp_core.graph.ir import (
     OutputKind,
     ScalarType,
     TensorType,
+    rename_outputs,
+    rename_uses,
 )
-from sbp_core.graph.rewrite import rename_outputs, rename_uses
 
 CLOCK = "clock"
 

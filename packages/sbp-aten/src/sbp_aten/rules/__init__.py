@@ -64,8 +64,8 @@ from sbp_aten.rules import (
     views,
 )
 from sbp_aten.views import VIEWS
-from sbp_core.plugins.hooks import EmptyConfig
-from sbp_core.signatures.rule import Rule, RuleSet
+from sbp_core.plugins import EmptyConfig
+from sbp_core.signatures import Rule, RuleSet
 
 #: Operator name -> rule. Operators that ATen tags as pointwise need none.
 RULES: Mapping[str, Rule] = {

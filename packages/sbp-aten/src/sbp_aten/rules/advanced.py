@@ -20,12 +20,24 @@ from sbp_aten.rules.windows import (
     readable,
     wrapped,
 )
-from sbp_core.graph.ir import Ref
-from sbp_core.signatures.arguments import argument
-from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.notation import Dim, Dims, Notation, increasing, linear
-from sbp_core.signatures.patterns import each, unchanged
-from sbp_core.signatures.rule import Bounds, Draft, LocalCall, LocalProgram, Rule, Shards
+from sbp_core.graph import Ref
+from sbp_core.signatures import (
+    Bounds,
+    Dim,
+    Dims,
+    Draft,
+    LocalCall,
+    LocalProgram,
+    Notation,
+    OpCall,
+    Rule,
+    Shards,
+    argument,
+    each,
+    increasing,
+    linear,
+    unchanged,
+)
 
 #: Why dims stay whole that a mask reads, and those that it makes.
 DATA = "a mask makes as many elements as it has true ones"

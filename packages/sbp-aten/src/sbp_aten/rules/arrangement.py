@@ -8,11 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from sbp_core.graph.ir import Ref
-from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.notation import Dim, Notation, increasing, linear
-from sbp_core.signatures.patterns import each
-from sbp_core.signatures.rule import Draft, Localizer, Range, Rule
+from sbp_core.graph import Ref
+from sbp_core.signatures import (
+    Dim,
+    Draft,
+    Localizer,
+    Notation,
+    OpCall,
+    Range,
+    Rule,
+    each,
+    increasing,
+    linear,
+)
 
 
 def arranged(

@@ -17,11 +17,21 @@ from dataclasses import replace
 from math import inf, prod
 
 from sbp_aten.rules.attention_call import FREE, Kernel, Reader
-from sbp_core.graph.ir import Symbol
-from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.notation import Dependence, Notation, linear
-from sbp_core.signatures.patterns import changed, opaque, unchanged
-from sbp_core.signatures.rule import Draft, LocalCall, LocalProgram, Rule, Shards
+from sbp_core.graph import Symbol
+from sbp_core.signatures import (
+    Dependence,
+    Draft,
+    LocalCall,
+    LocalProgram,
+    Notation,
+    OpCall,
+    Rule,
+    Shards,
+    changed,
+    linear,
+    opaque,
+    unchanged,
+)
 
 _RAGGED = opaque("sequences that differ share one dim, or tables that say how they differ")
 

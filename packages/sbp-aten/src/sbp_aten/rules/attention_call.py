@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from sbp_core.graph.ir import Argument, Ref
-from sbp_core.signatures.arguments import labels
-from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.notation import Dim, Dims
+from sbp_core.graph import Argument, Ref
+from sbp_core.signatures import Dim, Dims, OpCall, labels
 
 _BATCH = "uvwxyz"
 

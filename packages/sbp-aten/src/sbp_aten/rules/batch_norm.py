@@ -16,11 +16,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sbp_aten.rules.normalisation import affine, in_weight
-from sbp_core.signatures.arguments import argument, labels, tensor_position
-from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.notation import Dependence, Dims, Notation, ignored, increasing, linear
-from sbp_core.signatures.patterns import each
-from sbp_core.signatures.rule import Rule
+from sbp_core.signatures import (
+    Dependence,
+    Dims,
+    Notation,
+    OpCall,
+    Rule,
+    argument,
+    each,
+    ignored,
+    increasing,
+    labels,
+    linear,
+    tensor_position,
+)
 
 _WHY = "the statistics are those of the whole batch and of all positions"
 

@@ -15,11 +15,21 @@ from dataclasses import dataclass
 from math import prod
 
 from sbp_aten.rules.sliding import Slide, Space, space, spread
-from sbp_core.signatures.arguments import argument
-from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.notation import Dependence, Dim, Dims, Notation, increasing, linear, unread
-from sbp_core.signatures.patterns import changed
-from sbp_core.signatures.rule import LocalCall, Rule, Shards
+from sbp_core.signatures import (
+    Dependence,
+    Dim,
+    Dims,
+    LocalCall,
+    Notation,
+    OpCall,
+    Rule,
+    Shards,
+    argument,
+    changed,
+    increasing,
+    linear,
+    unread,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

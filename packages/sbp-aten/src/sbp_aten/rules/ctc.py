@@ -11,11 +11,19 @@ elements undefined that no target reaches.
 
 from __future__ import annotations
 
-from sbp_core.graph.ir import Argument
-from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.notation import Dims, Notation, linear
-from sbp_core.signatures.patterns import unchanged
-from sbp_core.signatures.rule import Draft, LocalCall, LocalProgram, Rule, Shards
+from sbp_core.graph import Argument
+from sbp_core.signatures import (
+    Dims,
+    Draft,
+    LocalCall,
+    LocalProgram,
+    Notation,
+    OpCall,
+    Rule,
+    Shards,
+    linear,
+    unchanged,
+)
 
 _SCORES: Dims = (("t",), ("n",), ("c",))
 _SAMPLES: Dims = (("n",),)

@@ -6,20 +6,21 @@ They are linear and increasing in what they pick from, and need the dims whole t
 from __future__ import annotations
 
 from sbp_aten.rules.updates import choosing
-from sbp_core.signatures.arguments import argument
-from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.notation import (
+from sbp_core.signatures import (
     Dependence,
     Dims,
     Notation,
+    OpCall,
+    Rule,
+    argument,
+    each,
     increasing,
     linear,
     maxima,
     minima,
+    opaque,
     unread,
 )
-from sbp_core.signatures.patterns import each, opaque
-from sbp_core.signatures.rule import Rule
 
 _COUNTED = "where an element goes hangs on how many are picked before it"
 

@@ -8,11 +8,20 @@ from __future__ import annotations
 
 from math import inf, prod
 
-from sbp_core.signatures.arguments import argument, wrap_dim
-from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.notation import Dependence, Dim, Dims, Notation, ignored, linear, unread
-from sbp_core.signatures.pointwise import broadcast_dims
-from sbp_core.signatures.rule import Rule
+from sbp_core.signatures import (
+    Dependence,
+    Dim,
+    Dims,
+    Notation,
+    OpCall,
+    Rule,
+    argument,
+    broadcast_dims,
+    ignored,
+    linear,
+    unread,
+    wrap_dim,
+)
 
 _ROOT = "a norm takes a root of the sum over the columns"
 _PAIRS = "each row is paired with every other"

@@ -14,10 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import isfinite
 
-from sbp_core.graph.ir import ITEMSIZE
-from sbp_core.signatures.arguments import argument, tensor_position
-from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.notation import Dependence, Effect
+from sbp_core.graph import ITEMSIZE
+from sbp_core.signatures import Dependence, Effect, OpCall, argument, tensor_position
 
 _UPPER = "increasing 0; increasing 1; max 0 1"
 _LOWER = "increasing 0; increasing 1; min 0 1"

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from sbp_core.signatures.arguments import BY_NAME, argument, tensor_position
-from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.notation import Dims, Notation, increasing, linear
-from sbp_core.signatures.patterns import along, each
-from sbp_core.signatures.pointwise import OTHER_NUMBERS
-from sbp_core.signatures.rule import Rule
+from sbp_core.signatures import (
+    BY_NAME,
+    OTHER_NUMBERS,
+    Dims,
+    Notation,
+    OpCall,
+    Rule,
+    along,
+    argument,
+    each,
+    increasing,
+    linear,
+    tensor_position,
+)
 
 _HALVES = "one half of it gates the other"
 _PAIR = "its two elements are one complex number"

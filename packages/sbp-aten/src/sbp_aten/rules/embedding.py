@@ -18,11 +18,21 @@ from sbp_aten.rules.windows import (
     without_spare,
     writable,
 )
-from sbp_core.signatures.arguments import argument, labels
-from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.notation import Notation, increasing, linear
-from sbp_core.signatures.patterns import each, unchanged
-from sbp_core.signatures.rule import Draft, LocalCall, LocalProgram, Rule, Shards
+from sbp_core.signatures import (
+    Draft,
+    LocalCall,
+    LocalProgram,
+    Notation,
+    OpCall,
+    Rule,
+    Shards,
+    argument,
+    each,
+    increasing,
+    labels,
+    linear,
+    unchanged,
+)
 
 
 def _embedding(call: OpCall) -> Notation:

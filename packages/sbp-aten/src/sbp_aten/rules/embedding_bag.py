@@ -17,12 +17,24 @@ from sbp_aten.rules.windows import (
     without_spare,
     writable,
 )
-from sbp_core.graph.ir import Argument, Ref
-from sbp_core.signatures.arguments import argument
-from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.notation import Dims, Notation, ignored, linear, unread
-from sbp_core.signatures.patterns import each, unchanged
-from sbp_core.signatures.rule import Draft, LocalCall, LocalProgram, Range, Rule, Shards
+from sbp_core.graph import Argument, Ref
+from sbp_core.signatures import (
+    Dims,
+    Draft,
+    LocalCall,
+    LocalProgram,
+    Notation,
+    OpCall,
+    Range,
+    Rule,
+    Shards,
+    argument,
+    each,
+    ignored,
+    linear,
+    unchanged,
+    unread,
+)
 
 #: PyTorch's numbers for `mode=`.
 _SUM, _MEAN, _MAX = 0, 1, 2

@@ -7,19 +7,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sbp_core.graph.ir import Argument, Symbol
-from sbp_core.signatures.arguments import argument
-from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.notation import Dependence, Notation, linear, unread
-from sbp_core.signatures.patterns import each, unchanged
-from sbp_core.signatures.rule import (
+from sbp_core.graph import Argument, Symbol
+from sbp_core.signatures import (
+    Dependence,
     Draft,
     LocalCall,
     Localizer,
     LocalProgram,
+    Notation,
+    OpCall,
     Rule,
     Shards,
+    argument,
+    each,
+    linear,
     resized,
+    unchanged,
+    unread,
 )
 
 

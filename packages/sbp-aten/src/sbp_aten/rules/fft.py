@@ -5,8 +5,7 @@ Other dims may not have empty shards: MKL refuses an empty batch.
 
 from __future__ import annotations
 
-from sbp_core.signatures.notation import linear
-from sbp_core.signatures.patterns import along
+from sbp_core.signatures import along, linear
 
 _RULE = along(1, "dim", linear(0), why="each coefficient is a sum over all elements", nonempty=True)
 

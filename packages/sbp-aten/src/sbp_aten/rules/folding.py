@@ -11,11 +11,22 @@ from __future__ import annotations
 from functools import partial
 
 from sbp_aten.rules.sliding import Slide, space
-from sbp_core.signatures.arguments import argument, wrap_dim
-from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.notation import Dim, Dims, Notation, increasing, linear
-from sbp_core.signatures.patterns import changed, each
-from sbp_core.signatures.rule import LocalCall, Rule, Shards, resized
+from sbp_core.signatures import (
+    Dim,
+    Dims,
+    LocalCall,
+    Notation,
+    OpCall,
+    Rule,
+    Shards,
+    argument,
+    changed,
+    each,
+    increasing,
+    linear,
+    resized,
+    wrap_dim,
+)
 
 
 def _columns(call: OpCall, *, fold: bool) -> Notation:

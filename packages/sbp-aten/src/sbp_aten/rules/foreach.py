@@ -12,12 +12,19 @@ from collections.abc import Callable, Iterator, Sequence
 from math import inf
 
 from sbp_aten.rules.pointwise import notation_of
-from sbp_core.graph.ir import Argument, Ref, TensorType, refs
-from sbp_core.signatures.arguments import argument, numbered
-from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.notation import Dependence, Dims, Effect, Notation, linear
-from sbp_core.signatures.patterns import each
-from sbp_core.signatures.rule import Rule
+from sbp_core.graph import Argument, Ref, TensorType, refs
+from sbp_core.signatures import (
+    Dependence,
+    Dims,
+    Effect,
+    Notation,
+    OpCall,
+    Rule,
+    argument,
+    each,
+    linear,
+    numbered,
+)
 
 #: What the call at one place means.
 Meaning = Callable[[OpCall], Notation]

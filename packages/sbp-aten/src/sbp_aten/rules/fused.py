@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.notation import Notation, linear
-from sbp_core.signatures.patterns import each
-from sbp_core.signatures.rule import Rule
+from sbp_core.signatures import Notation, OpCall, Rule, each, linear
 
 
 def _together(call: OpCall, *, sums: bool) -> Notation:

@@ -17,12 +17,21 @@ from collections.abc import Mapping
 from math import prod
 
 from sbp_aten.rules.windows import given, is_cut, length, only_zeros
-from sbp_core.graph.ir import ITEMSIZE, Ref
-from sbp_core.signatures.arguments import labels
-from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.notation import Dims, Notation, linear
-from sbp_core.signatures.patterns import unchanged
-from sbp_core.signatures.rule import Draft, LocalCall, LocalProgram, Range, Rule, Shards
+from sbp_core.graph import ITEMSIZE, Ref
+from sbp_core.signatures import (
+    Dims,
+    Draft,
+    LocalCall,
+    LocalProgram,
+    Notation,
+    OpCall,
+    Range,
+    Rule,
+    Shards,
+    labels,
+    linear,
+    unchanged,
+)
 
 #: Labels of the operands and of the result, a letter a dim, by the number of dims of the operands.
 _FORMS = {

@@ -8,10 +8,7 @@ sum of all counts: then the elements are needed whole.
 
 from __future__ import annotations
 
-from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.notation import Dims, Notation, linear
-from sbp_core.signatures.patterns import each
-from sbp_core.signatures.rule import Rule
+from sbp_core.signatures import Dims, Notation, OpCall, Rule, each, linear
 
 _RANGE = "the extremes of all elements make the edges of the bins"
 _DENSITY = "a density is divided by the sum of all counts"

@@ -20,11 +20,19 @@ from sbp_aten.rules.windows import (
     wrapped,
     writable,
 )
-from sbp_core.signatures.arguments import argument
-from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.notation import Dims, Notation
-from sbp_core.signatures.patterns import each, unchanged
-from sbp_core.signatures.rule import Draft, LocalCall, LocalProgram, Rule, Shards
+from sbp_core.signatures import (
+    Dims,
+    Draft,
+    LocalCall,
+    LocalProgram,
+    Notation,
+    OpCall,
+    Rule,
+    Shards,
+    argument,
+    each,
+    unchanged,
+)
 
 _MASKED = "aten._unsafe_masked_index_put_accumulate.default"
 

@@ -18,12 +18,24 @@ from sbp_aten.rules.windows import (
     shape_of,
     wrapped,
 )
-from sbp_core.graph.ir import Ref
-from sbp_core.signatures.arguments import argument, wrap_dim
-from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.notation import Dim, Notation, increasing, linear
-from sbp_core.signatures.patterns import each, unchanged
-from sbp_core.signatures.rule import Bounds, Draft, LocalCall, LocalProgram, Rule, Shards
+from sbp_core.graph import Ref
+from sbp_core.signatures import (
+    Bounds,
+    Dim,
+    Draft,
+    LocalCall,
+    LocalProgram,
+    Notation,
+    OpCall,
+    Rule,
+    Shards,
+    argument,
+    each,
+    increasing,
+    linear,
+    unchanged,
+    wrap_dim,
+)
 
 
 def _index_select(call: OpCall) -> Notation:

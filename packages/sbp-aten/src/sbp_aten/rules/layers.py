@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from sbp_core.signatures.arguments import argument
-from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.notation import Notation
-from sbp_core.signatures.patterns import of_batch
-from sbp_core.signatures.rule import Rule
+from sbp_core.signatures import Notation, OpCall, Rule, argument, of_batch
 
 _LAYER = "attention mixes the positions, and products the features"
 _CLASSES = "a softmax runs over the classes, and products over the features"

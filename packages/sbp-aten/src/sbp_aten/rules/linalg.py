@@ -11,20 +11,22 @@ from dataclasses import replace
 from itertools import chain, combinations
 from math import prod
 
-from sbp_core.signatures.arguments import argument, labels
-from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.notation import (
+from sbp_core.signatures import (
     Dependence,
     Dim,
     Dims,
     Notation,
+    OpCall,
+    Rule,
+    argument,
+    broadcast_dims,
     ignored,
     increasing,
+    labels,
     linear,
+    parsed,
     unread,
 )
-from sbp_core.signatures.pointwise import broadcast_dims
-from sbp_core.signatures.rule import Rule, parsed
 
 _MIXES = "a factorisation mixes all rows and columns of a matrix"
 

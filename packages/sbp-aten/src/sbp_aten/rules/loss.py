@@ -16,12 +16,25 @@ from dataclasses import dataclass
 from math import prod
 
 from sbp_aten.rules.means import part_of_gradient, part_of_mean
-from sbp_core.signatures.arguments import argument, tensor_position
-from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.notation import Dependence, Dims, Notation, linear
-from sbp_core.signatures.patterns import broadcast_shape, changed, each, unchanged
-from sbp_core.signatures.pointwise import broadcast_dims
-from sbp_core.signatures.rule import Bounds, LocalCall, LocalProgram, Rule, Shards
+from sbp_core.signatures import (
+    Bounds,
+    Dependence,
+    Dims,
+    LocalCall,
+    LocalProgram,
+    Notation,
+    OpCall,
+    Rule,
+    Shards,
+    argument,
+    broadcast_dims,
+    broadcast_shape,
+    changed,
+    each,
+    linear,
+    tensor_position,
+    unchanged,
+)
 
 #: PyTorch's numbers for `reduction=`.
 NONE, MEAN, SUM = 0, 1, 2

@@ -5,21 +5,22 @@ from __future__ import annotations
 from dataclasses import replace
 from math import prod
 
-from sbp_core.signatures.arguments import argument
-from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.notation import (
+from sbp_core.signatures import (
     Dependence,
     Dims,
     Notation,
+    OpCall,
+    Rule,
+    argument,
+    broadcast_dims,
     decreasing,
+    each,
     increasing,
     linear,
     maxima,
+    parsed,
     unread,
 )
-from sbp_core.signatures.patterns import each
-from sbp_core.signatures.pointwise import broadcast_dims
-from sbp_core.signatures.rule import Rule, parsed
 
 #: Why there may be no empty shards beside some biases.
 _UNBROADCAST = "beside an empty matrix the kernel does not broadcast the bias"

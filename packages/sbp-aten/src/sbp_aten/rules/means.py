@@ -7,10 +7,7 @@ larger than the mean itself, as sums would be. Holds no rules.
 
 from __future__ import annotations
 
-from sbp_core.signatures.arguments import argument
-from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.patterns import changed, unchanged
-from sbp_core.signatures.rule import Draft, LocalCall, LocalProgram
+from sbp_core.signatures import Draft, LocalCall, LocalProgram, OpCall, argument, changed, unchanged
 
 
 def part_of_mean(

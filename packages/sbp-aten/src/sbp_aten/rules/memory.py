@@ -12,12 +12,23 @@ from math import prod
 
 from sbp_aten.rules.arrangement import arranged
 from sbp_aten.rules.reshape import reshaped
-from sbp_core.graph.ir import Ref, Symbol
-from sbp_core.signatures.arguments import argument
-from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.notation import Dims, Notation, increasing, linear, unread
-from sbp_core.signatures.patterns import each, unchanged
-from sbp_core.signatures.rule import Draft, LocalCall, LocalProgram, Rule, Shards
+from sbp_core.graph import Ref, Symbol
+from sbp_core.signatures import (
+    Dims,
+    Draft,
+    LocalCall,
+    LocalProgram,
+    Notation,
+    OpCall,
+    Rule,
+    Shards,
+    argument,
+    each,
+    increasing,
+    linear,
+    unchanged,
+    unread,
+)
 
 
 def _copied(draft: Draft, call: OpCall) -> Ref:

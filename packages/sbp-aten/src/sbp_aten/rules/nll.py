@@ -12,12 +12,25 @@ a rank with some of the samples does not know; the backward operators are told.
 from __future__ import annotations
 
 from sbp_aten.rules.loss import MEAN, NONE, SUM
-from sbp_core.graph.ir import Argument, Ref, Symbol
-from sbp_core.signatures.arguments import argument, labels, tensor_position
-from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.notation import Dims, Notation, decreasing, linear, unread
-from sbp_core.signatures.patterns import each, unchanged
-from sbp_core.signatures.rule import Draft, LocalCall, LocalProgram, Rule, Shards
+from sbp_core.graph import Argument, Ref, Symbol
+from sbp_core.signatures import (
+    Dims,
+    Draft,
+    LocalCall,
+    LocalProgram,
+    Notation,
+    OpCall,
+    Rule,
+    Shards,
+    argument,
+    decreasing,
+    each,
+    labels,
+    linear,
+    tensor_position,
+    unchanged,
+    unread,
+)
 
 #: The target that a rank ignores, whatever the call ignores.
 _ELSEWHERE = -100

@@ -10,11 +10,26 @@ What is normalised stays whole; weight gradients are sums over the rest. Batch n
 
 from __future__ import annotations
 
-from sbp_core.signatures.arguments import argument, labels, tensor_position, wrap_dim
-from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.notation import Dependence, Dim, Dims, Notation, increasing, linear, unread
-from sbp_core.signatures.patterns import along, each
-from sbp_core.signatures.rule import LocalCall, Localizer, Rule, Shards
+from sbp_core.signatures import (
+    Dependence,
+    Dim,
+    Dims,
+    LocalCall,
+    Localizer,
+    Notation,
+    OpCall,
+    Rule,
+    Shards,
+    along,
+    argument,
+    each,
+    increasing,
+    labels,
+    linear,
+    tensor_position,
+    unread,
+    wrap_dim,
+)
 
 _SOFTMAX = "each element is divided by a sum over all of it"
 _LAYER = "mean and variance are those of all its elements"

@@ -8,10 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sbp_core.signatures.arguments import argument, labels
-from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.notation import Dims, Notation, increasing, linear, unread
-from sbp_core.signatures.rule import Rule
+from sbp_core.signatures import (
+    Dims,
+    Notation,
+    OpCall,
+    Rule,
+    argument,
+    increasing,
+    labels,
+    linear,
+    unread,
+)
 
 _WHY = "a shard would lie elsewhere among the padded elements"
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from sbp_core.graph.ir import Ref
-from sbp_core.signatures.rule import Bounds, Draft
+from sbp_core.graph import Ref
+from sbp_core.signatures import Bounds, Draft
 
 #: For each spatial dim the half-open bounds of the shard, and the extent of the whole.
 Plane = Sequence[tuple[int, int, int]]

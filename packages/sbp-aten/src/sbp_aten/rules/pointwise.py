@@ -7,10 +7,7 @@ what they are linear or monotone is in `effects`.
 from __future__ import annotations
 
 from sbp_aten.rules.effects import dependences
-from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.notation import Notation
-from sbp_core.signatures.pointwise import broadcasting
-from sbp_core.signatures.rule import Rule
+from sbp_core.signatures import Notation, OpCall, Rule, broadcasting
 
 
 def notation_of(call: OpCall) -> Notation:

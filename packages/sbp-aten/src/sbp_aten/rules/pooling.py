@@ -16,25 +16,24 @@ from math import prod
 
 from sbp_aten.rules.planes import is_whole, moved, plane, spatial
 from sbp_aten.rules.sliding import Slide, space, spread
-from sbp_core.signatures.arguments import argument
-from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.notation import (
+from sbp_core.signatures import (
     Dependence,
     Dims,
-    Notation,
-    increasing,
-    linear,
-    maxima,
-    unread,
-)
-from sbp_core.signatures.patterns import changed, each
-from sbp_core.signatures.rule import (
     Draft,
     LocalCall,
     Localizer,
     LocalProgram,
+    Notation,
+    OpCall,
     Rule,
     Shards,
+    argument,
+    changed,
+    each,
+    increasing,
+    linear,
+    maxima,
+    unread,
 )
 
 #: Shapes of elements and of windows -> how the window slides along each spatial dim.

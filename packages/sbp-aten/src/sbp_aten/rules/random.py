@@ -10,12 +10,22 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sbp_aten.rules.factories import made
-from sbp_core.signatures.arguments import BY_NAME, argument
-from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.notation import Dependence, Notation, increasing, linear, unread
-from sbp_core.signatures.patterns import each, opaque
-from sbp_core.signatures.pointwise import OTHER_NUMBERS
-from sbp_core.signatures.rule import LocalCall, Rule, Shards
+from sbp_core.signatures import (
+    BY_NAME,
+    OTHER_NUMBERS,
+    Dependence,
+    LocalCall,
+    Notation,
+    OpCall,
+    Rule,
+    Shards,
+    argument,
+    each,
+    increasing,
+    linear,
+    opaque,
+    unread,
+)
 
 
 def _drawn(*dependences: Dependence) -> Rule:

@@ -7,11 +7,20 @@ from dataclasses import replace
 from math import prod
 
 from sbp_aten.rules.arrangement import arranged, in_order, permuted
-from sbp_core.signatures.arguments import argument, wrap_dim, wrap_dims
-from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.notation import Dim, Notation
-from sbp_core.signatures.patterns import each
-from sbp_core.signatures.rule import Draft, LocalCall, LocalProgram, Rule, Shards
+from sbp_core.signatures import (
+    Dim,
+    Draft,
+    LocalCall,
+    LocalProgram,
+    Notation,
+    OpCall,
+    Rule,
+    Shards,
+    argument,
+    each,
+    wrap_dim,
+    wrap_dims,
+)
 
 
 def _cat(call: OpCall) -> Notation:

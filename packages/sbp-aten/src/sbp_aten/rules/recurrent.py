@@ -5,11 +5,7 @@ Tensors of data carry the batch, weights do not, and gradients of biases are sum
 
 from __future__ import annotations
 
-from sbp_core.signatures.arguments import argument
-from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.notation import Notation, linear
-from sbp_core.signatures.patterns import batched, of_batch, opaque
-from sbp_core.signatures.rule import Rule
+from sbp_core.signatures import Notation, OpCall, Rule, argument, batched, linear, of_batch, opaque
 
 _GATES = "the gates of a step are chunks of one dim, which products mix"
 _CHAIN = f"each step needs the one before, and {_GATES}"

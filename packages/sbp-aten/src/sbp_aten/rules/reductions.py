@@ -15,22 +15,32 @@ from dataclasses import dataclass, replace
 from math import inf, prod
 
 from sbp_aten.rules.means import part_of_mean
-from sbp_core.graph.ir import Symbol
-from sbp_core.signatures.arguments import BY_NAME, argument, labels, wrap_dims
-from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.notation import (
+from sbp_core.graph import Symbol
+from sbp_core.signatures import (
+    BY_NAME,
     Dependence,
     Dims,
+    Draft,
+    LocalCall,
+    Localizer,
+    LocalProgram,
     Notation,
+    OpCall,
+    Rule,
+    Shards,
+    argument,
+    broadcast_dims,
+    broadcast_shape,
+    each,
     increasing,
+    labels,
     linear,
     maxima,
     minima,
+    unchanged,
     unread,
+    wrap_dims,
 )
-from sbp_core.signatures.patterns import broadcast_shape, each, unchanged
-from sbp_core.signatures.pointwise import broadcast_dims
-from sbp_core.signatures.rule import Draft, LocalCall, Localizer, LocalProgram, Rule, Shards
 
 #: Position of an argument that is not there: the reduction is over all dims.
 _NONE = -1

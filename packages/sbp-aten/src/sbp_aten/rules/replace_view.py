@@ -12,12 +12,23 @@ from dataclasses import replace
 
 from sbp_aten.rules.updates import choosing
 from sbp_aten.rules.windows import given, is_cut, length
-from sbp_core.graph.ir import Ref
-from sbp_core.signatures.arguments import argument, wrap_dim
-from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.notation import Dims, Notation, linear, unread
-from sbp_core.signatures.patterns import each, unchanged
-from sbp_core.signatures.rule import Draft, LocalCall, LocalProgram, Rule, Shards
+from sbp_core.graph import Ref
+from sbp_core.signatures import (
+    Dims,
+    Draft,
+    LocalCall,
+    LocalProgram,
+    Notation,
+    OpCall,
+    Rule,
+    Shards,
+    argument,
+    each,
+    linear,
+    unchanged,
+    unread,
+    wrap_dim,
+)
 
 _WHY = "the source is shorter than the tensor there"
 

@@ -16,11 +16,21 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cache
 
-from sbp_core.signatures.arguments import argument
-from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.notation import Dim, Dims, Notation, increasing, linear, unread
-from sbp_core.signatures.patterns import changed, each
-from sbp_core.signatures.rule import LocalCall, Rule, Shards
+from sbp_core.signatures import (
+    Dim,
+    Dims,
+    LocalCall,
+    Notation,
+    OpCall,
+    Rule,
+    Shards,
+    argument,
+    changed,
+    each,
+    increasing,
+    linear,
+    unread,
+)
 
 
 class _Kind(Enum):

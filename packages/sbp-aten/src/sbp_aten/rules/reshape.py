@@ -11,11 +11,20 @@ from math import gcd
 from operator import eq
 
 from sbp_aten.rules.arrangement import arranged
-from sbp_core.signatures.arguments import argument, labels, wrap_dim, wrap_dims
-from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.notation import Dim, Notation
-from sbp_core.signatures.patterns import each
-from sbp_core.signatures.rule import LocalCall, Rule, Shards, resized
+from sbp_core.signatures import (
+    Dim,
+    LocalCall,
+    Notation,
+    OpCall,
+    Rule,
+    Shards,
+    argument,
+    each,
+    labels,
+    resized,
+    wrap_dim,
+    wrap_dims,
+)
 
 
 def _groups(

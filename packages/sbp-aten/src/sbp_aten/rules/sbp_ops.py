@@ -12,11 +12,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.notation import Dims, Notation, unread
-from sbp_core.signatures.patterns import each
-from sbp_core.signatures.rule import Draft, LocalProgram, Rule, Shards
-from sbp_core.signatures.sbp_ops import waiting
+from sbp_core.signatures import (
+    Dims,
+    Draft,
+    LocalProgram,
+    Notation,
+    OpCall,
+    Rule,
+    Shards,
+    each,
+    unread,
+    waiting,
+)
 
 
 def _piece(call: OpCall) -> Notation:

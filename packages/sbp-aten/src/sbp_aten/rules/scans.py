@@ -8,11 +8,21 @@ Also those that look for distinct elements, which run whole.
 
 from __future__ import annotations
 
-from sbp_core.signatures.arguments import BY_NAME, argument, wrap_dim, wrap_dims
-from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.notation import Dependence, Notation, increasing, linear
-from sbp_core.signatures.patterns import along, each, opaque
-from sbp_core.signatures.rule import Rule
+from sbp_core.signatures import (
+    BY_NAME,
+    Dependence,
+    Notation,
+    OpCall,
+    Rule,
+    along,
+    argument,
+    each,
+    increasing,
+    linear,
+    opaque,
+    wrap_dim,
+    wrap_dims,
+)
 
 _BEFORE = "each element comes from all before it"
 _SORTED = "its elements are put into one order"

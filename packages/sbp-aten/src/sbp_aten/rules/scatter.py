@@ -20,12 +20,21 @@ from sbp_aten.rules.windows import (
     wrapped,
     writable,
 )
-from sbp_core.graph.ir import Ref
-from sbp_core.signatures.arguments import argument, wrap_dim
-from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.notation import Dims, Notation
-from sbp_core.signatures.patterns import unchanged
-from sbp_core.signatures.rule import Draft, LocalCall, Localizer, LocalProgram, Rule, Shards
+from sbp_core.graph import Ref
+from sbp_core.signatures import (
+    Dims,
+    Draft,
+    LocalCall,
+    Localizer,
+    LocalProgram,
+    Notation,
+    OpCall,
+    Rule,
+    Shards,
+    argument,
+    unchanged,
+    wrap_dim,
+)
 
 #: What happens to updates that have these labels.
 _Meeting = Callable[[OpCall, Sequence[str]], Updates]

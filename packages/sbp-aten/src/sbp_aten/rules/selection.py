@@ -15,12 +15,22 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from sbp_aten.rules.arrangement import arranged, fitted, zeros
-from sbp_core.graph.ir import Ref
-from sbp_core.signatures.arguments import argument, wrap_dim
-from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.notation import Dims, Notation
-from sbp_core.signatures.patterns import each, unchanged
-from sbp_core.signatures.rule import Draft, LocalCall, LocalProgram, Range, Rule, Shards
+from sbp_core.graph import Ref
+from sbp_core.signatures import (
+    Dims,
+    Draft,
+    LocalCall,
+    LocalProgram,
+    Notation,
+    OpCall,
+    Range,
+    Rule,
+    Shards,
+    argument,
+    each,
+    unchanged,
+    wrap_dim,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sbp_core.signatures.notation import Dim, Dims
+from sbp_core.signatures import Dim, Dims
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

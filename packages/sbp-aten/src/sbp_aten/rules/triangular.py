@@ -10,11 +10,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from sbp_aten.rules.arrangement import arranged, fitted, zeros
-from sbp_core.signatures.arguments import argument, wrap_dim
-from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.notation import Dim, Dims, Notation, increasing, linear, unread
-from sbp_core.signatures.patterns import each
-from sbp_core.signatures.rule import Bounds, Draft, LocalCall, LocalProgram, Range, Rule, Shards
+from sbp_core.signatures import (
+    Bounds,
+    Dim,
+    Dims,
+    Draft,
+    LocalCall,
+    LocalProgram,
+    Notation,
+    OpCall,
+    Range,
+    Rule,
+    Shards,
+    argument,
+    each,
+    increasing,
+    linear,
+    unread,
+    wrap_dim,
+)
 
 #: From a call and the rank of the matrices: offset, dim of the rows, dim of the columns.
 _Read = Callable[[OpCall, int], tuple[int, int, int]]

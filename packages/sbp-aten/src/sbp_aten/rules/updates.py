@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sbp_core.graph.ir import TensorType
-from sbp_core.signatures.notation import Dependence, increasing, linear, maxima, minima
+from sbp_core.graph import TensorType
+from sbp_core.signatures import Dependence, increasing, linear, maxima, minima
 
 #: Other names of kinds of update.
 _NAMES = {"add": "sum", "multiply": "prod"}

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from sbp_aten.rules.arrangement import in_order, permuted
-from sbp_core.signatures.arguments import argument, wrap_dim
-from sbp_core.signatures.call import OpCall
+from sbp_core.signatures import OpCall, argument, wrap_dim
 
 
 def _swapped(call: OpCall, num_dims: int) -> list[int]:

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from sbp_core.graph.ir import Argument, Ref, TensorType
-from sbp_core.signatures.arguments import argument
-from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.rule import Bounds, Draft, LocalProgram, Range
+from sbp_core.graph import Argument, Ref, TensorType
+from sbp_core.signatures import Bounds, Draft, LocalProgram, OpCall, Range, argument
 
 
 def is_cut(window: Range, extent: int) -> bool:

@@ -18,27 +18,74 @@ if TYPE_CHECKING:
     from sbp_core.boxing.backend import BoxingBackend, Communicator
     from sbp_core.boxing.router import conversion_bytes, route
     from sbp_core.boxing.routes import Route
+    from sbp_core.boxing.routing.problem import pose
+    from sbp_core.boxing.slices import (
+        Bounds,
+        Piece,
+        bounds_of,
+        can_transfer,
+        collective_bytes,
+        collective_pieces,
+        is_realisable,
+        itemsize,
+        local_transition,
+        partial_axes,
+        sent_bytes,
+        transfer_bytes,
+        transfer_pieces,
+        volume,
+    )
     from sbp_core.boxing.step import Step, StepKind
 
 __all__ = [
+    "Bounds",
     "BoxingBackend",
     "Communicator",
+    "Piece",
     "Route",
     "Step",
     "StepKind",
+    "bounds_of",
+    "can_transfer",
+    "collective_bytes",
+    "collective_pieces",
     "conversion_bytes",
+    "is_realisable",
+    "itemsize",
+    "local_transition",
+    "partial_axes",
+    "pose",
     "route",
+    "sent_bytes",
+    "transfer_bytes",
+    "transfer_pieces",
+    "volume",
 ]
 
 __getattr__, __dir__ = lazy(
     __name__,
     {
+        "Bounds": "slices",
         "BoxingBackend": "backend",
         "Communicator": "backend",
+        "Piece": "slices",
         "Route": "routes",
         "Step": "step",
         "StepKind": "step",
+        "bounds_of": "slices",
+        "can_transfer": "slices",
+        "collective_bytes": "slices",
+        "collective_pieces": "slices",
         "conversion_bytes": "router",
+        "is_realisable": "slices",
+        "itemsize": "slices",
+        "local_transition": "slices",
+        "partial_axes": "slices",
+        "pose": "routing.problem",
         "route": "router",
+        "sent_bytes": "slices",
+        "transfer_bytes": "slices",
+        "transfer_pieces": "slices",
+        "volume": "slices",
     },
 )

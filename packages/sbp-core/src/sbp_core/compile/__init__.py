@@ -11,14 +11,53 @@ from __future__ import annotations
 
 from sbp_core.compile.buckets import bucket
 from sbp_core.compile.donation import donate_states
+from sbp_core.compile.firings import Firings
+from sbp_core.compile.legality import check_strategy
+from sbp_core.compile.liveness import dying_keys, keys_in, keys_out
 from sbp_core.compile.lower import lower
 from sbp_core.compile.order import order_firings
-from sbp_core.compile.physical import PhysicalPlan
+from sbp_core.compile.physical import (
+    LOCAL_BOX,
+    OVERWRITE,
+    Actor,
+    ActorKind,
+    Channel,
+    Instruction,
+    PhysicalPlan,
+    RankPlan,
+    StateSlot,
+    to_json,
+)
 from sbp_core.compile.segments import CompileOptions, form_plan
+from sbp_core.compile.token_game import ActorId, TokenGame
 from sbp_core.graph.ir import LogicalGraph
 from sbp_core.strategy import Strategy
 
-__all__ = ["CompileOptions", "PhysicalPlan", "compile_plan"]
+__all__ = [
+    "LOCAL_BOX",
+    "OVERWRITE",
+    "Actor",
+    "ActorId",
+    "ActorKind",
+    "Channel",
+    "CompileOptions",
+    "Firings",
+    "Instruction",
+    "PhysicalPlan",
+    "RankPlan",
+    "StateSlot",
+    "TokenGame",
+    "bucket",
+    "check_strategy",
+    "compile_plan",
+    "dying_keys",
+    "form_plan",
+    "keys_in",
+    "keys_out",
+    "lower",
+    "order_firings",
+    "to_json",
+]
 
 
 def compile_plan(

@@ -2,17 +2,52 @@
 
 from __future__ import annotations
 
-from sbp_core.graph.ir import LogicalGraph, Node, Ref, TensorType
+from sbp_core.graph.ir import (
+    ITEMSIZE,
+    Argument,
+    GraphInput,
+    GraphOutput,
+    InputKind,
+    LogicalGraph,
+    Node,
+    OutputKind,
+    Phase,
+    Rate,
+    Ref,
+    ScalarType,
+    Symbol,
+    TensorType,
+    ValueType,
+    map_refs,
+    refs,
+)
+from sbp_core.graph.rewrite import drop_dead, rename_outputs, rename_uses
 from sbp_core.graph.serialize import from_json, graph_hash, to_json
 from sbp_core.graph.spec import verify_graph
 
 __all__ = [
+    "ITEMSIZE",
+    "Argument",
+    "GraphInput",
+    "GraphOutput",
+    "InputKind",
     "LogicalGraph",
     "Node",
+    "OutputKind",
+    "Phase",
+    "Rate",
     "Ref",
+    "ScalarType",
+    "Symbol",
     "TensorType",
+    "ValueType",
+    "drop_dead",
     "from_json",
     "graph_hash",
+    "map_refs",
+    "refs",
+    "rename_outputs",
+    "rename_uses",
     "to_json",
     "verify_graph",
 ]

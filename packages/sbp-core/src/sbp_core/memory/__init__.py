@@ -7,16 +7,24 @@ memory is known to the tensor library: `sbp_torch.memory.predict` puts all of it
 
 from __future__ import annotations
 
+from sbp_core.memory.communication_buffers import buffer_bytes
 from sbp_core.memory.kinds import Kind
 from sbp_core.memory.lifetime import CallLayouts, LayoutLibrary, lifetimes
 from sbp_core.memory.report import MemoryReport, RankMemory, report
+from sbp_core.memory.storage_view import Number, ResultLayout, StorageView, Strided, contiguous
 
 __all__ = [
     "CallLayouts",
     "Kind",
     "LayoutLibrary",
     "MemoryReport",
+    "Number",
     "RankMemory",
+    "ResultLayout",
+    "StorageView",
+    "Strided",
+    "buffer_bytes",
+    "contiguous",
     "lifetimes",
     "report",
 ]

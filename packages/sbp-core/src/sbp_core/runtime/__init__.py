@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from sbp_core.runtime.contract import Runtime, Session, StepResult
+from sbp_core.runtime.contract import Number, Runtime, Session, StepResult, Watch, unwatched
 
-__all__ = ["Runtime", "Session", "StepResult"]
+__all__ = ["Number", "Runtime", "Session", "StepResult", "Watch", "unwatched"]

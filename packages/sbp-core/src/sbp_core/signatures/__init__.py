@@ -10,23 +10,83 @@ from __future__ import annotations
 from typing import Any
 
 from sbp_core.exports import make_callable
+from sbp_core.signatures.arguments import (
+    BY_NAME,
+    argument,
+    identity,
+    labels,
+    numbered,
+    tensor_position,
+    wrap_dim,
+    wrap_dims,
+)
 from sbp_core.signatures.axes import combine, continuations, enumerate_signatures
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.check import check_signature
-from sbp_core.signatures.derive import derive, work_flop
+from sbp_core.signatures.derive import Derivation, derivation, derive, work_flop
+from sbp_core.signatures.explain import Explanation, explain_call
 from sbp_core.signatures.library import call_library
 from sbp_core.signatures.localize import localize
-from sbp_core.signatures.notation import Notation
-from sbp_core.signatures.registry import RuleRegistry, Unknown
-from sbp_core.signatures.rule import Draft, LocalCall, LocalProgram, Rule, RuleSet, Shards
+from sbp_core.signatures.notation import (
+    Dependence,
+    Dim,
+    Dims,
+    Effect,
+    Notation,
+    decreasing,
+    ignored,
+    increasing,
+    linear,
+    maxima,
+    minima,
+    unread,
+)
+from sbp_core.signatures.patterns import (
+    along,
+    batched,
+    broadcast_shape,
+    changed,
+    each,
+    of_batch,
+    opaque,
+    unchanged,
+)
+from sbp_core.signatures.pointwise import OTHER_NUMBERS, broadcast_dims, broadcasting
+from sbp_core.signatures.registry import RuleRegistry, Unknown, installed
+from sbp_core.signatures.rule import (
+    Bounds,
+    Draft,
+    LocalCall,
+    Localizer,
+    LocalProgram,
+    Range,
+    Rule,
+    RuleSet,
+    Shards,
+    parsed,
+    resized,
+)
+from sbp_core.signatures.sbp_ops import waiting
 from sbp_core.signatures.signature import Requirement, Signature1d
+from sbp_core.signatures.views import is_view
 
 __all__ = [
+    "BY_NAME",
+    "OTHER_NUMBERS",
+    "Bounds",
+    "Dependence",
+    "Derivation",
+    "Dim",
+    "Dims",
     "Draft",
+    "Effect",
+    "Explanation",
     "LocalCall",
     "LocalProgram",
+    "Localizer",
     "Notation",
     "OpCall",
+    "Range",
     "Requirement",
     "Rule",
     "RuleRegistry",
@@ -34,14 +94,45 @@ __all__ = [
     "Shards",
     "Signature1d",
     "Unknown",
+    "along",
+    "argument",
+    "batched",
+    "broadcast_dims",
+    "broadcast_shape",
+    "broadcasting",
+    "changed",
     "check_signature",
     "combine",
     "continuations",
+    "decreasing",
+    "derivation",
     "derive",
+    "each",
     "enumerate_signatures",
+    "explain_call",
+    "identity",
+    "ignored",
+    "increasing",
+    "installed",
+    "is_view",
+    "labels",
+    "linear",
     "localize",
+    "maxima",
+    "minima",
+    "numbered",
+    "of_batch",
+    "opaque",
+    "parsed",
+    "resized",
     "signatures",
+    "tensor_position",
+    "unchanged",
+    "unread",
+    "waiting",
     "work_flop",
+    "wrap_dim",
+    "wrap_dims",
 ]
 
 

@@ -14,6 +14,8 @@ from abc import ABC, abstractmethod
 from sbp_core.cluster import Cluster
 from sbp_core.plugins.kinds import ClusterFactory
 
+__all__ = ["ClusterConformance"]
+
 
 class ClusterConformance(ABC):
     """What every cluster profile must do. See the module's docstring for how to use it."""

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any
 
+__all__ = ["ODD_VALUES", "edited", "edited_text"]
+
 #: Values of every kind that JSON or YAML have, the awkward ones among them. A NaN is left out: it
 #: is no JSON, and files are compared.
 ODD_VALUES: Sequence[Any] = (

@@ -21,6 +21,8 @@ from sbp_core.graph.ir import (
 )
 from sbp_core.passes.accumulation import accumulate
 
+__all__ = ["Builder", "chain", "cluster", "mlp"]
+
 
 def cluster(
     *,

@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+__all__ = ["grown", "holdings"]
+
 _PROCESS = Path("/proc/self")
 
 #: Seconds that a thread, which was told to end, gets to do so, and between two looks.

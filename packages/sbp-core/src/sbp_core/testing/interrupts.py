@@ -6,6 +6,8 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+__all__ = ["hears_ctrl_c"]
+
 
 @contextmanager
 def hears_ctrl_c() -> Iterator[None]:

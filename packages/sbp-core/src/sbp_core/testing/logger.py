@@ -19,6 +19,8 @@ from pathlib import Path
 
 from sbp_core.plugins.kinds import MetricSinkFactory
 
+__all__ = ["MetricSinkConformance", "Records"]
+
 #: The metrics of one step, by step.
 Records = Sequence[tuple[int, Mapping[str, float]]]
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
+__all__ = ["exhaustive"]
+
 _Test = TypeVar("_Test", bound=Callable[..., None])
 
 

@@ -15,6 +15,8 @@ from sbp_core.sbp import B, NdSbp
 from sbp_core.strategy import Assignment, Signature, Storage, Strategy
 from sbp_core.testing.graphs import Builder, cluster, mlp
 
+__all__ = ["LINE", "data_parallel_plan", "diamond", "pipeline_plan", "strategy_of"]
+
 LINE = Placement.grid((2,), ("data",))
 
 

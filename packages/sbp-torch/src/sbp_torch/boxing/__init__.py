@@ -4,3 +4,25 @@
 one process; its threads divide large steps by `share` and use memory again by `buffer_pool`.
 `processes` is the tensor side of backends of several processes.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sbp_core.exports import lazy
+
+if TYPE_CHECKING:
+    from sbp_torch.boxing.execute import reduce_in_order, reduction_of, shard
+    from sbp_torch.boxing.local import LocalBackend
+
+__all__ = ["LocalBackend", "reduce_in_order", "reduction_of", "shard"]
+
+__getattr__, __dir__ = lazy(
+    __name__,
+    {
+        "LocalBackend": "local",
+        "reduce_in_order": "execute",
+        "reduction_of": "execute",
+        "shard": "execute",
+    },
+)

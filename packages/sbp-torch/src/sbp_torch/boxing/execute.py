@@ -23,16 +23,17 @@ from math import prod
 
 import torch
 
-from sbp_core.boxing.slices import (
+from sbp_core.boxing import (
     Bounds,
     Piece,
+    Step,
+    StepKind,
     bounds_of,
     collective_pieces,
     local_transition,
     partial_axes,
     transfer_pieces,
 )
-from sbp_core.boxing.step import Step, StepKind
 from sbp_core.errors import BoxingError, SbpTypeError, SbpValueError
 from sbp_core.placement import Placement
 from sbp_core.sbp import Broadcast, NdSbp, Partial, Split, check_sbp

@@ -26,17 +26,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sbp_core.boxing.backend import BoxingBackend, Communicator
-from sbp_core.boxing.processes.call import CollectiveCall
-from sbp_core.boxing.slices import Piece, transfer_pieces
-from sbp_core.boxing.step import Step, StepKind
+from sbp_core.boxing import BoxingBackend, Communicator, Piece, Step, StepKind, transfer_pieces
+from sbp_core.boxing.processes import CollectiveCall
 from sbp_core.errors import BoxingError, words_of
 from sbp_torch.boxing.buffer_pool import BufferPool
 from sbp_torch.boxing.execute import check_shard, combine, detached
 from sbp_torch.boxing.share import SharedStep, share_out
 
 if TYPE_CHECKING:
-    from sbp_core.plugins.hooks import EmptyConfig
+    from sbp_core.plugins import EmptyConfig
 
 #: Where ranks meet: the tag, and the ranks that meet.
 _Key = tuple[str, tuple[int, ...]]

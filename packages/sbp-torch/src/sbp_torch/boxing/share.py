@@ -19,9 +19,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from sbp_core.boxing.processes.traffic import TrafficCounter
-from sbp_core.boxing.slices import Piece, bounds_of, collective_pieces
-from sbp_core.boxing.step import Step, StepKind
+from sbp_core.boxing import Piece, Step, StepKind, bounds_of, collective_pieces
+from sbp_core.boxing.processes import TrafficCounter
 from sbp_torch.boxing.buffer_pool import BufferPool
 from sbp_torch.boxing.execute import check_shard, combine, reduce_in_order, reduction_of
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from sbp_core.errors import CaptureError
 from sbp_core.exports import make_callable
-from sbp_core.graph.ir import LogicalGraph
+from sbp_core.graph import LogicalGraph
 from sbp_torch.capture.batch import flatten_batch
 from sbp_torch.capture.convert import to_logical
 from sbp_torch.capture.diagnostics import TraceError

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from sbp_core.errors import CaptureError
-from sbp_core.graph.ir import (
+from sbp_core.graph import (
     Argument,
     GraphInput,
     GraphOutput,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sbp_core.errors import CaptureError
-from sbp_core.graph.ir import Phase
+from sbp_core.graph import Phase
 from sbp_torch._torch_compat import (
     OpOverload,
     TorchDispatchMode,

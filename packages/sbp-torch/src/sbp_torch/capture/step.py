@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from sbp_core.errors import CaptureError
-from sbp_core.graph.ir import GraphInput, InputKind, OutputKind, Phase
+from sbp_core.graph import GraphInput, InputKind, OutputKind, Phase
 from sbp_torch._torch_compat import (
     compiling,
     distributions_unchecked,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from sbp_core.errors import CaptureError
-from sbp_core.graph.ir import GraphInput, OutputKind
+from sbp_core.graph import GraphInput, OutputKind
 from sbp_torch._torch_compat import OpOverload, fake_mode, storage_key, trace_graph
 from sbp_torch.capture.diagnostics import refusal
 from sbp_torch.capture.functional import make_functional, tensors_by_name

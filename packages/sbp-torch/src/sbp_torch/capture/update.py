@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from sbp_core.errors import CaptureError
-from sbp_core.graph.ir import GraphInput, InputKind
+from sbp_core.graph import GraphInput, InputKind
 from sbp_torch.capture.differential_validation import rehearse
 from sbp_torch.capture.gradients import (
     clip_by_norm,

@@ -4,4 +4,22 @@
 session runs.
 """
 
-__all__ = []
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sbp_core.exports import lazy
+
+if TYPE_CHECKING:
+    from sbp_torch.memory.meter import MemoryMeter
+    from sbp_torch.memory.prediction import predict
+
+__all__ = ["MemoryMeter", "predict"]
+
+__getattr__, __dir__ = lazy(
+    __name__,
+    {
+        "MemoryMeter": "meter",
+        "predict": "prediction",
+    },
+)

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sbp_core.boxing.step import Step
-from sbp_core.compile.physical import LOCAL_BOX, Instruction
+from sbp_core.boxing import Step
+from sbp_core.compile import LOCAL_BOX, Instruction
 from sbp_core.errors import PlanError
-from sbp_core.graph.ir import Argument, Ref, Symbol, map_refs, refs
-from sbp_core.memory.storage_view import Number, ResultLayout, StorageView, Strided
+from sbp_core.graph import Argument, Ref, Symbol, map_refs, refs
+from sbp_core.memory import Number, ResultLayout, StorageView, Strided
 from sbp_torch._torch_compat import fake_mode, storage_key
 from sbp_torch.boxing.execute import local_step, torch_dtype
 from sbp_torch.ops.operators import bind, operator_of, results_of

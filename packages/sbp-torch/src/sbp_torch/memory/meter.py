@@ -26,12 +26,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from sbp_core.boxing.backend import BoxingBackend, Communicator
-from sbp_core.boxing.step import Step
-from sbp_core.compile.physical import PhysicalPlan
-from sbp_core.graph.ir import InputKind
-from sbp_core.memory.storage_view import contiguous
-from sbp_core.runtime.contract import Session
+from sbp_core.boxing import BoxingBackend, Communicator, Step
+from sbp_core.compile import PhysicalPlan
+from sbp_core.graph import InputKind
+from sbp_core.memory import contiguous
+from sbp_core.runtime import Session
 from sbp_torch._torch_compat import TorchDispatchMode, storage_key
 
 

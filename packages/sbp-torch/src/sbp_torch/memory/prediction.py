@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from sbp_core.compile.physical import PhysicalPlan
-from sbp_core.memory.communication_buffers import buffer_bytes
-from sbp_core.memory.lifetime import lifetimes
-from sbp_core.memory.report import MemoryReport, report
+from sbp_core.compile import PhysicalPlan
+from sbp_core.memory import MemoryReport, buffer_bytes, lifetimes, report
 from sbp_torch.memory.layout import Layouts
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from sbp_core.errors import GraphError, SbpValueError
-from sbp_core.graph.ir import Argument, Ref, Symbol
+from sbp_core.graph import Argument, Ref, Symbol
 from sbp_torch._torch_compat import OpOverload, return_types
 from sbp_torch.ops import constants as _constants  # noqa: F401 - registers sbp.constant
 from sbp_torch.ops import fused_updates as _fused_ops  # noqa: F401 - registers sbp.fused_*

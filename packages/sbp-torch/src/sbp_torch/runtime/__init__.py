@@ -4,3 +4,40 @@
 what a rank keeps between steps, `accumulation` what it sums over micro-batches, `partial_update`
 says what is left when a step failed while states were overwritten. Importing this imports no torch.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sbp_core.exports import lazy
+
+if TYPE_CHECKING:
+    from sbp_torch.runtime.accumulation import Accumulation
+    from sbp_torch.runtime.partial_update import PARTIAL_UPDATE_TODO, overwrite, partially_updated
+    from sbp_torch.runtime.reference import ReferenceSession
+    from sbp_torch.runtime.store import StateStore, Values, feed
+
+__all__ = [
+    "PARTIAL_UPDATE_TODO",
+    "Accumulation",
+    "ReferenceSession",
+    "StateStore",
+    "Values",
+    "feed",
+    "overwrite",
+    "partially_updated",
+]
+
+__getattr__, __dir__ = lazy(
+    __name__,
+    {
+        "Accumulation": "accumulation",
+        "PARTIAL_UPDATE_TODO": "partial_update",
+        "ReferenceSession": "reference",
+        "StateStore": "store",
+        "Values": "store",
+        "feed": "store",
+        "overwrite": "partial_update",
+        "partially_updated": "partial_update",
+    },
+)

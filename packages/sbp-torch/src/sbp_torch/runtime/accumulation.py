@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from sbp_core.compile.physical import Actor
+from sbp_core.compile import Actor
 
 #: How extremes of micro-batches become that of the step. Of booleans they are "any" and "all".
 EXTREMES: Mapping[str, Callable[..., Tensor]] = {

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from sbp_core.errors import ConfigError
 from sbp_torch.segments.configs import Execution, check_execution
 
+__all__ = ["ReferenceConfig"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceConfig:

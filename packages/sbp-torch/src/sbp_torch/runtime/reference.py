@@ -15,13 +15,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sbp_core.boxing.backend import BoxingBackend
-from sbp_core.compile.firings import Firings
-from sbp_core.compile.liveness import dying_keys, keys_out
-from sbp_core.compile.physical import LOCAL_BOX, Actor, ActorKind, Instruction, PhysicalPlan
-from sbp_core.compile.token_game import ActorId, TokenGame
+from sbp_core.boxing import BoxingBackend
+from sbp_core.compile import (
+    LOCAL_BOX,
+    Actor,
+    ActorId,
+    ActorKind,
+    Firings,
+    Instruction,
+    PhysicalPlan,
+    TokenGame,
+    dying_keys,
+    keys_out,
+)
 from sbp_core.errors import RunError
-from sbp_core.runtime.contract import Number, Runtime, Session, StepResult, Watch
+from sbp_core.runtime import Number, Runtime, Session, StepResult, Watch
 from sbp_torch.boxing.execute import apply_step, local_step
 from sbp_torch.ops.operators import bind, operator_of, results_of
 from sbp_torch.runtime.accumulation import Accumulation

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from sbp_core.compile.physical import PhysicalPlan, StateSlot
+from sbp_core.compile import PhysicalPlan, StateSlot
 from sbp_core.errors import SbpValueError
-from sbp_core.graph.ir import InputKind
+from sbp_core.graph import InputKind
 from sbp_torch._torch_compat import storage_key
 from sbp_torch.boxing.execute import assemble, shard
 from sbp_torch.ops.random import draw_of
 
 if TYPE_CHECKING:
-    from sbp_core.runtime.contract import Number
+    from sbp_core.runtime import Number
 
 Values = dict[str, "Tensor | Number"]
 

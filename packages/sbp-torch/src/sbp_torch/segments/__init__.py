@@ -3,3 +3,24 @@
 `execution` chooses; `codegen`, `inductor` and `cudagraph` make the functions, the last two of what
 `split` leaves of a segment.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sbp_core.exports import lazy
+
+if TYPE_CHECKING:
+    from sbp_torch.segments.codegen import segment_function
+    from sbp_torch.segments.execution import SegmentMaker, segment_maker
+
+__all__ = ["SegmentMaker", "segment_function", "segment_maker"]
+
+__getattr__, __dir__ = lazy(
+    __name__,
+    {
+        "SegmentMaker": "execution",
+        "segment_function": "codegen",
+        "segment_maker": "execution",
+    },
+)

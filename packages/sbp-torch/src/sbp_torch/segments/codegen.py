@@ -19,11 +19,10 @@ from typing import Any
 
 import torch
 
-from sbp_core.boxing.step import Step
-from sbp_core.compile.liveness import dying_keys, keys_out
-from sbp_core.compile.physical import LOCAL_BOX, Actor, Instruction
+from sbp_core.boxing import Step
+from sbp_core.compile import LOCAL_BOX, Actor, Instruction, dying_keys, keys_out
 from sbp_core.errors import SbpTypeError, SbpValueError
-from sbp_core.graph.ir import Argument, Ref, Symbol
+from sbp_core.graph import Argument, Ref, Symbol
 from sbp_torch.boxing.execute import local_step
 from sbp_torch.ops.operators import makes_one_tensor, operator_of, results_of, symbol_value
 

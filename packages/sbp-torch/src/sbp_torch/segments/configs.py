@@ -6,6 +6,8 @@ from typing import Literal, get_args
 
 from sbp_core.errors import ConfigError, unknown_name
 
+__all__ = ["Execution", "check_execution"]
+
 #: How compute segments are executed (`segments.execution`).
 Execution = Literal["eager", "inductor", "cudagraph"]
 

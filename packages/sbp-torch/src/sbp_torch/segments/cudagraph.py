@@ -27,8 +27,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from sbp_core.boxing.step import Step
-from sbp_core.compile.physical import Actor
+from sbp_core.boxing import Step
+from sbp_core.compile import Actor
 from sbp_core.errors import ConfigError, RunError, words_of
 from sbp_torch.segments.codegen import segment_function
 from sbp_torch.segments.split import SplitSegment, split_segment, tensor_keys

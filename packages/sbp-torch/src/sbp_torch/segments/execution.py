@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from sbp_core.boxing.step import Step
-from sbp_core.compile.physical import Actor
+from sbp_core.boxing import Step
+from sbp_core.compile import Actor
 from sbp_torch.segments.codegen import segment_function
 from sbp_torch.segments.configs import Execution
 

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sbp_core.boxing.step import Step
-from sbp_core.compile.physical import Actor
+from sbp_core.boxing import Step
+from sbp_core.compile import Actor
 from sbp_core.errors import ConfigError, RunError, words_of
 from sbp_torch._torch_compat import compile_graph, cpp_compiler_problem, fake_mode, trace_graph
 from sbp_torch.segments.split import SplitSegment, split_segment, tensor_keys

@@ -19,10 +19,9 @@ from typing import Any
 
 from torch import Tensor
 
-from sbp_core.boxing.step import Step
-from sbp_core.compile.liveness import dying_keys, keys_in, keys_out
-from sbp_core.compile.physical import LOCAL_BOX, OVERWRITE, Actor, Instruction
-from sbp_core.graph.ir import Ref, map_refs
+from sbp_core.boxing import Step
+from sbp_core.compile import LOCAL_BOX, OVERWRITE, Actor, Instruction, dying_keys, keys_in, keys_out
+from sbp_core.graph import Ref, map_refs
 from sbp_torch.boxing.execute import local_step
 from sbp_torch.ops.operators import bind, operator_of, results_of
 

@@ -4,3 +4,58 @@
 on `pieces`), `discover` finds those of an operator that nobody has described (`candidates`,
 `study`, `isolate`; kept by `discovered`). `python -m sbp_torch.signatures` asks by hand.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sbp_core.exports import lazy
+
+if TYPE_CHECKING:
+    from sbp_torch.signatures.discovery import discover
+    from sbp_torch.signatures.isolate import Completed, run_isolated
+    from sbp_torch.signatures.torch_call import (
+        call_of,
+        describe,
+        overload,
+        run_op,
+        tensors_of,
+        unchanged,
+    )
+    from sbp_torch.signatures.trial import OpSample, refutation, whole_sample
+    from sbp_torch.signatures.verification import verify
+
+__all__ = [
+    "Completed",
+    "OpSample",
+    "call_of",
+    "describe",
+    "discover",
+    "overload",
+    "refutation",
+    "run_isolated",
+    "run_op",
+    "tensors_of",
+    "unchanged",
+    "verify",
+    "whole_sample",
+]
+
+__getattr__, __dir__ = lazy(
+    __name__,
+    {
+        "Completed": "isolate",
+        "OpSample": "trial",
+        "call_of": "torch_call",
+        "describe": "torch_call",
+        "discover": "discovery",
+        "overload": "torch_call",
+        "refutation": "trial",
+        "run_isolated": "isolate",
+        "run_op": "torch_call",
+        "tensors_of": "torch_call",
+        "unchanged": "torch_call",
+        "verify": "verification",
+        "whole_sample": "trial",
+    },
+)

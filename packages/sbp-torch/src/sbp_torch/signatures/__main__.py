@@ -20,12 +20,17 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from sbp_core.errors import SbpError, SbpLookupError, SbpValueError, unknown_name
-from sbp_core.graph.ir import ITEMSIZE, TensorType
+from sbp_core.graph import ITEMSIZE, TensorType
 from sbp_core.plugins import discover as plugins
 from sbp_core.sbp import NdSbp
-from sbp_core.signatures.axes import enumerate_signatures
-from sbp_core.signatures.explain import Explanation, explain_call
-from sbp_core.signatures.registry import RuleRegistry, Unknown, installed
+from sbp_core.signatures import (
+    Explanation,
+    RuleRegistry,
+    Unknown,
+    enumerate_signatures,
+    explain_call,
+    installed,
+)
 
 _EPILOG = """
 arguments of the operator, in its order, or as name=value:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations, product
 
-from sbp_core.graph.ir import TensorType
+from sbp_core.graph import TensorType
 from sbp_core.sbp import B, Partial, S, Sbp, Split
 
 #: The cut of every input.

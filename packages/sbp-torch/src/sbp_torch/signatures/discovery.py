@@ -20,10 +20,9 @@ import torch
 
 from sbp_core.errors import SbpValueError, SignatureError
 from sbp_core.exports import make_callable
-from sbp_core.graph.ir import Argument, Ref, map_refs
+from sbp_core.graph import Argument, Ref, map_refs
 from sbp_core.sbp import B, Sbp
-from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.signature import Signature1d
+from sbp_core.signatures import OpCall, Signature1d
 from sbp_torch.signatures.candidates import Inputs, candidates
 from sbp_torch.signatures.discovery_cache import ORIGIN, CacheEntry, Discovery, cache_folder
 from sbp_torch.signatures.isolate import (

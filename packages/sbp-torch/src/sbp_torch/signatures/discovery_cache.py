@@ -18,9 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from sbp_core.sbp import parse_sbp
-from sbp_core.signatures.arguments import identity
-from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.signature import Requirement, Signature1d
+from sbp_core.signatures import OpCall, Requirement, Signature1d, identity
 
 #: Raised whenever what a file means, or what discovery tries, changes.
 FORMAT = 1

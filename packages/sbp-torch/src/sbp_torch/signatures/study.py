@@ -11,12 +11,10 @@ from functools import partial
 
 import torch
 
-from sbp_core.graph.ir import TensorType
+from sbp_core.graph import TensorType
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, Partial, S, Sbp, Split, split_bounds
-from sbp_core.signatures.axes import combine
-from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.signature import Requirement, Signature1d
+from sbp_core.signatures import OpCall, Requirement, Signature1d, combine
 from sbp_torch.signatures.candidates import Inputs
 from sbp_torch.signatures.isolate import Completed, run_isolated
 from sbp_torch.signatures.pieces import Pattern, difference, partial_kinds, reduce

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 
 from sbp_core.errors import SbpLookupError, SbpValueError
-from sbp_core.graph.ir import Argument, Ref, Symbol, TensorType, map_refs
-from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.rule import LocalCall, LocalProgram
+from sbp_core.graph import Argument, Ref, Symbol, TensorType, map_refs
+from sbp_core.signatures import LocalCall, LocalProgram, OpCall
 from sbp_torch._torch_compat import OpOverload, argument_types, in_schema_order
 from sbp_torch.ops import random as _  # noqa: F401 - registers sbp.random_*
 

@@ -13,8 +13,7 @@ import torch
 
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp, Partial, Sbp, Split, local_shape
-from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.rule import LocalProgram
+from sbp_core.signatures import LocalProgram, OpCall
 from sbp_core.strategy import Signature
 from sbp_torch.signatures.pieces import (
     Pattern,

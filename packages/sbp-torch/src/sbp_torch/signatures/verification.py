@@ -20,11 +20,14 @@ from sbp_core.errors import SbpValueError
 from sbp_core.exports import make_callable
 from sbp_core.placement import Placement
 from sbp_core.sbp import local_shape
-from sbp_core.signatures.axes import combine, enumerate_signatures
-from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.derive import derive
-from sbp_core.signatures.localize import localize
-from sbp_core.signatures.registry import RuleRegistry
+from sbp_core.signatures import (
+    OpCall,
+    RuleRegistry,
+    combine,
+    derive,
+    enumerate_signatures,
+    localize,
+)
 from sbp_core.strategy import Signature
 from sbp_torch.signatures.isolate import Completed, run_isolated
 from sbp_torch.signatures.torch_call import (

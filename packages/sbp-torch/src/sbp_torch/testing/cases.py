@@ -13,18 +13,31 @@ import torch
 from torch import Tensor
 
 from sbp_core.check import check
-from sbp_core.compile import CompileOptions, PhysicalPlan, compile_plan
-from sbp_core.compile.physical import ActorKind, Instruction
-from sbp_core.graph.ir import InputKind, Phase, Ref
+from sbp_core.compile import ActorKind, CompileOptions, Instruction, PhysicalPlan, compile_plan
+from sbp_core.graph import InputKind, Phase, Ref
 from sbp_core.infer import PinValue, infer_strategy
 from sbp_core.placement import Placement
-from sbp_core.plugins.kinds import PlanRequest
-from sbp_core.runtime.contract import Number, Session
+from sbp_core.plugins import PlanRequest
+from sbp_core.runtime import Number, Session
 from sbp_torch.boxing.execute import shard
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.reference import ReferenceRuntime
 from sbp_torch.testing.programs import OneDeviceStep, assert_near, capture_tiny, small_cluster
+
+__all__ = [
+    "CASES",
+    "REFUSAL",
+    "RuntimeCase",
+    "check_shards",
+    "compile_case",
+    "plan_with",
+    "reference_run",
+    "refuse_large",
+    "run_steps",
+    "shards_of",
+    "too_large",
+]
 
 _REPLICATED: Mapping[str, PinValue] = {
     "batch": "S(0)",

@@ -17,8 +17,10 @@ from unittest import SkipTest
 import torch
 
 from sbp_core.errors import SbpError
-from sbp_core.plugins.kinds import Dataset, TextDataset
+from sbp_core.plugins import Dataset, TextDataset
 from sbp_torch.testing.programs import assert_equal, raises
+
+__all__ = ["DatasetConformance"]
 
 
 class DatasetConformance(ABC):

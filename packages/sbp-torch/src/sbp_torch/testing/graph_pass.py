@@ -18,10 +18,8 @@ from functools import cache
 import torch
 
 from sbp_aten.passes import prepare_step, tie_step_counters
-from sbp_core.graph.ir import LogicalGraph
-from sbp_core.graph.serialize import graph_hash
-from sbp_core.graph.spec import verify_graph
-from sbp_core.plugins.kinds import GraphPass
+from sbp_core.graph import LogicalGraph, graph_hash, verify_graph
+from sbp_core.plugins import GraphPass
 from sbp_torch.capture import capture
 from sbp_torch.testing.programs import (
     OneDeviceStep,
@@ -32,6 +30,8 @@ from sbp_torch.testing.programs import (
     tiny_batch,
     tiny_loss,
 )
+
+__all__ = ["GraphPassConformance", "captured_tiny"]
 
 
 @cache

@@ -22,10 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from sbp_aten.passes import prepare_step
-from sbp_core.plugins.kinds import LanguageModel, TrainableModel
+from sbp_core.plugins import LanguageModel, TrainableModel
 from sbp_torch.capture import capture, initial_states
 from sbp_torch.runtime.single import run_graph
 from sbp_torch.testing.programs import assert_equal, assert_near
+
+__all__ = ["ModelConformance"]
 
 
 def model_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:

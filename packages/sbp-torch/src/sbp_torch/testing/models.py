@@ -12,6 +12,29 @@ from torch import Tensor, nn
 
 from sbp_core.graph import LogicalGraph
 
+__all__ = [
+    "PROGRAMS",
+    "Attention",
+    "Batch",
+    "Block",
+    "Buffered",
+    "Gpt",
+    "Mlp",
+    "NormWithoutBias",
+    "Optimizer",
+    "Program",
+    "adamw",
+    "eager_states",
+    "eager_step",
+    "graph_states",
+    "momentum",
+    "same_states",
+    "square_batch",
+    "square_loss",
+    "token_batch",
+    "token_loss",
+]
+
 Batch = Mapping[str, Tensor]
 Optimizer = torch.optim.Optimizer
 

@@ -23,14 +23,12 @@ from torch import Tensor
 from sbp_core.check import check
 from sbp_core.cluster import Cluster
 from sbp_core.compile import compile_plan
-from sbp_core.graph.ir import InputKind
-from sbp_core.graph.serialize import graph_hash
+from sbp_core.graph import InputKind, graph_hash
 from sbp_core.infer import PinValue
 from sbp_core.placement import Placement
-from sbp_core.plugins.kinds import Planner, PlanRequest
+from sbp_core.plugins import Planner, PlanRequest
 from sbp_core.sbp import B, check_sbp
-from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.check import check_signature
+from sbp_core.signatures import OpCall, check_signature
 from sbp_core.strategy import Strategy
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.runtime.configs import ReferenceConfig
@@ -43,6 +41,8 @@ from sbp_torch.testing.programs import (
     one_device_run,
     small_cluster,
 )
+
+__all__ = ["PlannerConformance"]
 
 Number = float | int
 

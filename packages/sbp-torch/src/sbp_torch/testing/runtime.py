@@ -20,10 +20,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from sbp_core.boxing.backend import BoxingBackend
+from sbp_core.boxing import BoxingBackend
 from sbp_core.compile import PhysicalPlan
 from sbp_core.errors import RunError, SbpValueError
-from sbp_core.runtime.contract import Number, Runtime, Session
+from sbp_core.runtime import Number, Runtime, Session
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.testing.cases import (
     CASES,
@@ -38,6 +38,8 @@ from sbp_torch.testing.cases import (
     too_large,
 )
 from sbp_torch.testing.programs import assert_equal, assert_near, one_device_run, raises
+
+__all__ = ["RuntimeConformance"]
 
 
 class RuntimeConformance(ABC):

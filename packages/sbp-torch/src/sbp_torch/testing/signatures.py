@@ -12,10 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from sbp_core.signatures.registry import RuleRegistry
+from sbp_core.signatures import RuleRegistry
 
 if TYPE_CHECKING:
     from sbp_torch.signatures.verification import Execute, VerifyReport
+
+__all__ = ["check_rule", "sample"]
 
 #: Axis sizes that give even, uneven and empty shards of small samples.
 AXIS_SIZES = (2, 1, 3, 7)

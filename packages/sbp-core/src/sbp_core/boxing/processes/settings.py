@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from sbp_core.errors import ConfigError
 
+__all__ = ["check_meeting", "check_times"]
+
 _SCHEMES = ("env://", "tcp://", "file://")
 
 

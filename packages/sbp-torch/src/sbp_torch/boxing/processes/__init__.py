@@ -3,3 +3,29 @@
 `packed_buffer` makes flat messages of what a `Manifest` says, `exchange` is the communicator.
 `agreement` compares a text over all ranks, `fingerprint` every step; both serve any backend.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sbp_core.exports import lazy
+
+if TYPE_CHECKING:
+    from sbp_torch.boxing.processes.agreement import agree
+    from sbp_torch.boxing.processes.exchange import ExchangeCommunicator, Role
+    from sbp_torch.boxing.processes.fingerprint import Fingerprinted
+    from sbp_torch.boxing.processes.packed_buffer import PackedBuffers, pack
+
+__all__ = ["ExchangeCommunicator", "Fingerprinted", "PackedBuffers", "Role", "agree", "pack"]
+
+__getattr__, __dir__ = lazy(
+    __name__,
+    {
+        "ExchangeCommunicator": "exchange",
+        "Fingerprinted": "fingerprint",
+        "PackedBuffers": "packed_buffer",
+        "Role": "exchange",
+        "agree": "agreement",
+        "pack": "packed_buffer",
+    },
+)

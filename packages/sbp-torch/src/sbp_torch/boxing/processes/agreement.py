@@ -10,8 +10,7 @@ from hashlib import blake2b
 
 import torch
 
-from sbp_core.boxing.backend import Communicator
-from sbp_core.boxing.step import Step, StepKind
+from sbp_core.boxing import Communicator, Step, StepKind
 from sbp_core.errors import BoxingError
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, S

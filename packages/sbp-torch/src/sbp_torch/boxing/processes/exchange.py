@@ -26,13 +26,15 @@ from typing import Generic, TypeVar
 
 import torch
 
-from sbp_core.boxing.backend import Communicator
-from sbp_core.boxing.processes.call import CollectiveCall
-from sbp_core.boxing.processes.connections import Connections
-from sbp_core.boxing.processes.manifest import Manifest, manifest_of, span
-from sbp_core.boxing.processes.traffic import TrafficCounter
-from sbp_core.boxing.slices import Piece, bounds_of, transfer_pieces, volume
-from sbp_core.boxing.step import Step, StepKind
+from sbp_core.boxing import Communicator, Piece, Step, StepKind, bounds_of, transfer_pieces, volume
+from sbp_core.boxing.processes import (
+    CollectiveCall,
+    Connections,
+    Manifest,
+    TrafficCounter,
+    manifest_of,
+    span,
+)
 from sbp_torch.boxing.execute import check_shard, detached, fill, reduction_of, torch_dtype
 from sbp_torch.boxing.processes.packed_buffer import PackedBuffers, num_elements, pack, unpack
 

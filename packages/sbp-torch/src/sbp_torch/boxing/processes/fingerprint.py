@@ -21,11 +21,9 @@ from hashlib import blake2b
 
 import torch
 
-from sbp_core.boxing.backend import BoxingBackend, Communicator
-from sbp_core.boxing.processes.call import CollectiveCall
-from sbp_core.boxing.slices import sent_bytes, transfer_pieces
-from sbp_core.boxing.step import Step, StepKind
-from sbp_core.boxing.supervision.launch_spec import LaunchSpec
+from sbp_core.boxing import BoxingBackend, Communicator, Step, StepKind, sent_bytes, transfer_pieces
+from sbp_core.boxing.processes import CollectiveCall
+from sbp_core.boxing.supervision import LaunchSpec
 from sbp_core.errors import BoxingError
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp

@@ -11,9 +11,8 @@ from math import prod
 
 import torch
 
-from sbp_core.boxing.processes.manifest import Manifest
-from sbp_core.boxing.slices import Piece, itemsize, volume
-from sbp_core.boxing.step import Step, StepKind
+from sbp_core.boxing import Piece, Step, StepKind, itemsize, volume
+from sbp_core.boxing.processes import Manifest
 from sbp_torch.boxing.execute import fill, reduce_in_order, reduction_of
 
 

@@ -7,10 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from sbp_core.boxing.router import route
-from sbp_core.boxing.routes import Route
-from sbp_core.boxing.slices import collective_bytes, transfer_bytes
-from sbp_core.boxing.step import Step, StepKind
+from sbp_core.boxing import Route, Step, StepKind, collective_bytes, route, transfer_bytes
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp
 

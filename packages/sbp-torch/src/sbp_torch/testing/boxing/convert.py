@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sbp_core.boxing.routes import Route
-from sbp_core.boxing.step import StepKind
+from sbp_core.boxing import Route, StepKind
 from sbp_core.errors import BoxingError
 from sbp_torch.boxing.execute import local_step
 from sbp_torch.testing.boxing.cases import BoxingCase
@@ -26,7 +25,7 @@ from sbp_torch.testing.boxing.values import (
 )
 
 if TYPE_CHECKING:
-    from sbp_core.boxing.backend import Communicator
+    from sbp_core.boxing import Communicator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

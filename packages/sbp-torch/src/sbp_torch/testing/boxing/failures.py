@@ -15,16 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sbp_core.boxing.router import route
-from sbp_core.boxing.slices import bounds_of
-from sbp_core.boxing.step import Step
+from sbp_core.boxing import Step, bounds_of, route
 from sbp_core.errors import BoxingError
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, P, S, Sbp
 from sbp_core.testing.holdings import grown, holdings
 
 if TYPE_CHECKING:
-    from sbp_core.boxing.backend import BoxingBackend, Communicator
+    from sbp_core.boxing import BoxingBackend, Communicator
 
 #: Shape of every tensor here.
 SHAPE = (4, 2)

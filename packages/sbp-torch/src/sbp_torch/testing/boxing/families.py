@@ -14,8 +14,7 @@ from itertools import combinations, product
 from math import prod
 from types import MappingProxyType
 
-from sbp_core.boxing.slices import can_transfer, is_realisable
-from sbp_core.boxing.step import StepKind
+from sbp_core.boxing import StepKind, can_transfer, is_realisable
 from sbp_core.placement import Placement
 from sbp_core.sbp import REDUCTIONS, B, Broadcast, NdSbp, P, Partial, S, Sbp, Split, all_entries
 from sbp_torch.testing.boxing.cases import BoxingCase, State, hand_made_step

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sbp_core.boxing.router import route
-from sbp_core.boxing.step import Step
+from sbp_core.boxing import Step, route
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp
 from sbp_torch.boxing.processes.agreement import agree
@@ -19,7 +18,7 @@ from sbp_torch.boxing.processes.fingerprint import FingerprintedCommunicator
 from sbp_torch.testing.boxing.failures import SHAPE, message, sum_over, told
 
 if TYPE_CHECKING:
-    from sbp_core.boxing.backend import BoxingBackend, Communicator
+    from sbp_core.boxing import BoxingBackend, Communicator
 
 #: What rank 1 may have in another way than rank 0, and the words that then tell of it.
 MISMATCHES = {"tag": "'loss'", "dtype": "float64[4, 2]", "kind": "all-gather"}

@@ -20,7 +20,7 @@ from sbp_torch.testing.boxing.convert import make_trials, problems, run_trials
 from sbp_torch.testing.boxing.families import FAMILIES, quick_cases
 
 if TYPE_CHECKING:
-    from sbp_core.boxing.backend import BoxingBackend, Communicator
+    from sbp_core.boxing import BoxingBackend, Communicator
 
 #: What a rank runs: (rank, its communicator) -> picklable result.
 Program = Callable[[int, "Communicator"], Any]
