@@ -20,12 +20,13 @@ from sbp_core.cluster import Cluster, Device, Link
 from sbp_core.compile import CompileOptions, PhysicalPlan, compile_plan
 from sbp_core.graph import LogicalGraph
 from sbp_core.infer import infer_strategy
+from sbp_core.memory import predict
 from sbp_core.passes import Recompute
 from sbp_core.placement import Placement
 from sbp_core.plugins import PlanRequest, discover
 from sbp_torch.boxing import shard
 from sbp_torch.capture import capture, initial_states
-from sbp_torch.memory import MemoryMeter, predict
+from sbp_torch.memory import MemoryMeter
 
 LEARNING_RATE = 1e-3
 

@@ -24,8 +24,8 @@ from sbp_core.compile.donation import donate_states
 from sbp_core.compile.physical import OVERWRITE, Actor, Instruction, PhysicalPlan
 from sbp_core.errors import RunError
 from sbp_core.graph.ir import Ref
+from sbp_core.memory import predict
 from sbp_torch.boxing.local import LocalBackend
-from sbp_torch.memory import predict
 from sbp_torch.memory.meter import MemoryMeter
 from sbp_torch.testing.cases import compile_case
 

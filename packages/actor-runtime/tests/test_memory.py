@@ -13,8 +13,8 @@ from torch import Tensor
 from sbp_actor_runtime.configs import ActorConfig
 from sbp_actor_runtime.session import ActorSession, build
 from sbp_core.boxing.backend import BoxingBackend
+from sbp_core.memory import predict
 from sbp_torch.boxing.local import LocalBackend
-from sbp_torch.memory import predict
 from sbp_torch.memory.meter import MemoryMeter
 from sbp_torch.testing.cases import CASES, compile_case, run_steps
 

@@ -11,6 +11,7 @@ import torch
 from trainable import planned, registry, run_config, run_of
 
 from sbp_core.boxing.backend import BoxingBackend
+from sbp_core.memory import predict
 from sbp_core.runtime import StepResult
 from sbp_core.units import format_bytes
 from sbp_launch import trainer
@@ -18,7 +19,6 @@ from sbp_launch.figures import Gauge, Predicted, time_text
 from sbp_launch.program import make_program
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.capture import scalar_values
-from sbp_torch.memory import predict
 from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.reference import ReferenceRuntime, ReferenceSession
 

@@ -2,10 +2,10 @@ import re
 
 from trainable import planned, row
 
+from sbp_core.memory import predict
 from sbp_core.memory.kinds import Kind
 from sbp_core.units import format_bytes
 from sbp_launch.report import counted, memory_lines, summary
-from sbp_torch.memory import predict
 
 
 def test_the_summary_says_what_was_proved_and_why_it_was_chosen():

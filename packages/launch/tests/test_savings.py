@@ -12,6 +12,7 @@ import pytest
 from trainable import registry, run_config, run_of
 
 from sbp_core.errors import ConfigError
+from sbp_core.memory import predict
 from sbp_core.passes.recomputation import recompute_report
 from sbp_core.plugins import merge_settings
 from sbp_launch import trainer
@@ -22,7 +23,6 @@ from sbp_launch.program import make_program
 from sbp_launch.savings import saving_lines
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.capture import scalar_values
-from sbp_torch.memory import predict
 from sbp_torch.memory.meter import MemoryMeter
 from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.reference import ReferenceRuntime

@@ -9,6 +9,7 @@ from trainable import Bigram, registry, run_config, run_of
 
 from sbp_aten.pass_options import MixedPrecision, PassOptions
 from sbp_core.errors import ConfigError
+from sbp_core.memory import predict
 from sbp_launch import planned, trainer
 from sbp_launch.config import PluginChoice
 from sbp_launch.optimizers import optimizer_over
@@ -16,7 +17,6 @@ from sbp_launch.patterns import check_patterns
 from sbp_launch.program import EagerReference, make_program
 from sbp_launch.schedules import ScheduleConfig
 from sbp_launch.session import make_backend
-from sbp_torch.memory import predict
 from sbp_torch.runtime.reference import ReferenceSession
 from sbp_torch.update_options import UpdateOptions
 

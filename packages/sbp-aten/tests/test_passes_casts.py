@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sbp_aten.pass_options import MixedPrecision, PassOptions
-from sbp_aten.passes import Casts, place_casts, prepare_step
+from sbp_aten.pass_options import CastPlacement, MixedPrecision, PassOptions
+from sbp_aten.passes import place_casts, prepare_step
 from sbp_core.compile import compile_plan
 from sbp_core.compile.lower import lower
 from sbp_core.errors import SbpValueError
@@ -112,7 +112,7 @@ def test_each_phase_converts_parameters_for_itself_if_asked(parameters: str, cou
     back = _low(b, "u", "t.default", (seen,), (4, 3), Phase.BACKWARD)
     z = _low(b, "z", "mm.default", (y, back), (2, 3), Phase.BACKWARD)
 
-    placed = verify_graph(place_casts(_result(b, z), Casts(parameters=parameters)))
+    placed = verify_graph(place_casts(_result(b, z), CastPlacement(parameters=parameters)))
 
     casts = [node for node in placed.nodes if node.kind == "_to_copy"]
     assert [node.args for node in casts] == [(Ref("w"),)] * count
@@ -205,7 +205,7 @@ def test_gradients_are_summed_in_the_dtype_that_is_asked(
     pins = {**ZERO3, "parameters": "B", "optimizer_states": "B", "gradients": "B", "updates": "B"}
     moved = {}
     for dtype in ("float32", "as_made"):
-        options = PassOptions(mixed_precision=low, place_casts=Casts(reduce_dtype=dtype))
+        options = PassOptions(mixed_precision=low, place_casts=CastPlacement(reduce_dtype=dtype))
         prepared = prepare_step(graph, options=options)
         moved[dtype] = _moved(prepared, pins)[1]
         made = [node.kind for node in prepared.nodes if node.kind == "mm_as"]
@@ -263,4 +263,4 @@ def test_placing_conversions_changes_no_bit_of_a_capture_under_autocast() -> Non
 @pytest.mark.parametrize("given", [{"reduce_dtype": "float64"}, {"parameters": "twice"}])
 def test_other_settings_are_refused(given: dict[str, str]) -> None:
     with pytest.raises(SbpValueError, match=next(iter(given))):
-        Casts(**given)
+        CastPlacement(**given)

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sbp_aten.pass_options import PassOptions
+from sbp_aten.pass_options import PassOptions, SliceAlong, Slicing
 from sbp_aten.passes import prepare_step, share_expressions
-from sbp_aten.passes.operator_slicing import Along, Slicing, slice_operators
+from sbp_aten.passes.operator_slicing import slice_operators
 from sbp_core.check import RankMemory, check
 from sbp_core.compile import CompileOptions, compile_plan
 from sbp_core.compile.physical import ActorKind, PhysicalPlan
@@ -44,7 +44,7 @@ from sbp_torch.testing.models import (
 from sbp_torch.testing.signatures import check_rule, sample
 
 _LR = {"lr": 1e-2}
-_BOTH = [Along.OUTPUT, Along.CONTRACTION]
+_BOTH = [SliceAlong.OUTPUT, SliceAlong.CONTRACTION]
 
 
 class Wide(nn.Module):
@@ -125,7 +125,7 @@ def _assert_same(name: str, changed: LogicalGraph) -> None:
         ("experts", "head"),
     ],
 )
-def test_a_sliced_step_computes_the_same(name: str, pattern: str, along: Along) -> None:
+def test_a_sliced_step_computes_the_same(name: str, pattern: str, along: SliceAlong) -> None:
     changed = verify_graph(slice_operators(_step(name), {pattern: Slicing(count=2, along=along)}))
 
     assert sum(node.op == "sbp.piece" for node in changed.nodes) >= 4
@@ -200,7 +200,7 @@ def test_what_cannot_be_sliced_is_refused(slices: Mapping[str, Slicing], what: s
 def test_what_can_only_be_cut_the_other_way_is_cut_that_way() -> None:
     changed = verify_graph(slice_operators(_step("wide"), {"first": Slicing(count=4)}))
     other = verify_graph(
-        slice_operators(_step("wide"), {"first": Slicing(count=4, along=Along.CONTRACTION)})
+        slice_operators(_step("wide"), {"first": Slicing(count=4, along=SliceAlong.CONTRACTION)})
     )
 
     # Of (32, 6) only the rows are four equal parts, and they are columns of the output.
@@ -211,7 +211,7 @@ def test_what_can_only_be_cut_the_other_way_is_cut_that_way() -> None:
 
 
 def test_rows_of_an_embedding_are_not_sliced() -> None:
-    slices = {"tokens": Slicing(count=2, along=Along.CONTRACTION)}
+    slices = {"tokens": Slicing(count=2, along=SliceAlong.CONTRACTION)}
 
     with pytest.raises(ConfigError, match="rows of an embedding") as caught:
         slice_operators(_step("gpt"), slices)
@@ -308,7 +308,7 @@ def _measured(
 @pytest.mark.parametrize("along", _BOTH)
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_a_sliced_parameter_is_gathered_and_reduced_part_by_part(
-    num_ranks: int, along: Along
+    num_ranks: int, along: SliceAlong
 ) -> None:
     graph = _step("wide", 64)
     whole = graph.tensor("blocks.0.0.weight").size_bytes
@@ -393,7 +393,7 @@ def test_slices_are_no_activations_though_they_wait_for_some() -> None:
     ],
 )
 def test_plans_of_sliced_steps_train_as_one_device(
-    mesh: Placement, count: int, along: Along
+    mesh: Placement, count: int, along: SliceAlong
 ) -> None:
     program = _PROGRAMS["wide"]
     graph = accumulate(_step("wide", 8), count)

@@ -5,8 +5,15 @@ from dataclasses import fields, replace
 
 import pytest
 
-from sbp_aten.pass_options import ClassSplit, MixedPrecision, PassOptions, Slicing
-from sbp_aten.passes import Along, Casts, prepare_step
+from sbp_aten.pass_options import (
+    CastPlacement,
+    ClassSplit,
+    MixedPrecision,
+    PassOptions,
+    SliceAlong,
+    Slicing,
+)
+from sbp_aten.passes import prepare_step
 from sbp_aten.passes.pipeline import chosen_passes
 from sbp_core.errors import ConfigError, GraphError
 from sbp_core.graph import LogicalGraph
@@ -38,7 +45,7 @@ ON: dict[str, object] = {
     "fold_views": True,
     "share_expressions": True,
     "mixed_precision": MixedPrecision(),
-    "place_casts": Casts(),
+    "place_casts": CastPlacement(),
     "split_classes": ClassSplit(),
     "sum_losses": True,
     "split_batch_norm": True,
@@ -131,9 +138,9 @@ def test_options_are_read_from_plain_settings() -> None:
     assert options == PassOptions(
         fold_views=False,
         mixed_precision=MixedPrecision(dtype="float16", keep=("norm*",)),
-        place_casts=Casts(reduce_dtype="as_made"),
+        place_casts=CastPlacement(reduce_dtype="as_made"),
         split_classes=None,
-        slices={"head.weight": Slicing(count=4, along=Along.CONTRACTION)},
+        slices={"head.weight": Slicing(count=4, along=SliceAlong.CONTRACTION)},
     )
     with pytest.raises(ConfigError, match=r"passes\.mixed_precision\.dtyp"):
         merge_settings(PassOptions, {"mixed_precision": {"dtyp": 1}}, key="passes")

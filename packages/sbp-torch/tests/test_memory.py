@@ -15,7 +15,7 @@ from sbp_core.compile.physical import Actor, ActorKind, Instruction, PhysicalPla
 from sbp_core.graph import LogicalGraph
 from sbp_core.graph.ir import GraphOutput, InputKind, OutputKind, Phase, Rate, Ref
 from sbp_core.infer import infer_strategy
-from sbp_core.memory import Kind
+from sbp_core.memory import Kind, predict
 from sbp_core.memory.kinds import module_of_node, module_of_slot
 from sbp_core.memory.lifetime import lifetimes
 from sbp_core.placement import Placement
@@ -23,7 +23,6 @@ from sbp_core.plugins.kinds import PlanRequest
 from sbp_core.testing.graphs import Builder
 from sbp_core.testing.plans import strategy_of
 from sbp_torch.boxing.local import LocalBackend
-from sbp_torch.memory import predict
 from sbp_torch.memory.layout import Layouts
 from sbp_torch.memory.meter import MemoryMeter
 from sbp_torch.runtime.configs import ReferenceConfig

@@ -8,9 +8,8 @@ from sbp_core.boxing.memory import step_memory_bytes
 from sbp_core.boxing.slices import bounds_of, itemsize, volume
 from sbp_core.boxing.step import StepKind
 from sbp_core.compile.physical import ActorKind
-from sbp_core.memory import Kind
+from sbp_core.memory import Kind, predict
 from sbp_core.memory.communication_buffers import buffer_bytes
-from sbp_torch.memory import predict
 from sbp_torch.testing.cases import CASES, compile_case
 
 

@@ -12,8 +12,8 @@ from random_plans import graphs, placements, random_values, strategies
 
 from sbp_core.compile import CompileOptions, compile_plan
 from sbp_core.compile.physical import PhysicalPlan
+from sbp_core.memory import predict
 from sbp_torch.boxing.local import LocalBackend
-from sbp_torch.memory import predict
 from sbp_torch.memory.meter import MemoryMeter
 from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.reference import ReferenceRuntime

@@ -16,7 +16,7 @@ from sbp_core.compile import CompileOptions, PhysicalPlan, compile_plan
 from sbp_core.errors import PlanError
 from sbp_core.graph import InputKind, LogicalGraph, Phase
 from sbp_core.infer import infer_strategy
-from sbp_core.memory import MemoryReport
+from sbp_core.memory import MemoryReport, predict
 from sbp_core.passes import allow_unknown
 from sbp_core.plugins import GraphPass, Planner, PlanRequest
 from sbp_core.signatures import Unknown
@@ -28,7 +28,6 @@ from sbp_launch.program import Program, model_loss
 from sbp_launch.rows import Row, plan_rows
 from sbp_launch.run import Run
 from sbp_torch.capture import capture
-from sbp_torch.memory import predict
 
 
 @dataclass(frozen=True, kw_only=True)

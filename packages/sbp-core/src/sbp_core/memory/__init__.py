@@ -2,7 +2,7 @@
 
 `lifetime` says when each storage lives, by a `ledger`; `communication_buffers` what transports
 between processes hold beside them, `report` what that comes to, by `kinds`. How results lie in
-memory is known to the tensor library: `sbp_torch.memory.predict` puts all of it together.
+memory is known to the tensor library; `prediction` puts all of it together.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from sbp_core.memory.communication_buffers import buffer_bytes
 from sbp_core.memory.kinds import Kind
 from sbp_core.memory.lifetime import CallLayouts, LayoutLibrary, lifetimes
+from sbp_core.memory.prediction import predict
 from sbp_core.memory.report import MemoryReport, RankMemory, report
 from sbp_core.memory.storage_view import Number, ResultLayout, StorageView, Strided, contiguous
 
@@ -26,5 +27,6 @@ __all__ = [
     "buffer_bytes",
     "contiguous",
     "lifetimes",
+    "predict",
     "report",
 ]

@@ -1,8 +1,4 @@
-"""The exact memory of a plan, and what a session really holds.
-
-`layout` says how results lie, which makes the prediction exact; `meter` counts tensors while a
-session runs.
-"""
+"""How results lie in memory, as PyTorch lays them (`layout`); what a session holds (`meter`)."""
 
 from __future__ import annotations
 
@@ -11,15 +7,9 @@ from typing import TYPE_CHECKING
 from sbp_core.exports import lazy
 
 if TYPE_CHECKING:
+    from sbp_torch.memory.layout import Layouts
     from sbp_torch.memory.meter import MemoryMeter
-    from sbp_torch.memory.prediction import predict
 
-__all__ = ["MemoryMeter", "predict"]
+__all__ = ["Layouts", "MemoryMeter"]
 
-__getattr__, __dir__ = lazy(
-    __name__,
-    {
-        "MemoryMeter": "meter",
-        "predict": "prediction",
-    },
-)
+__getattr__, __dir__ = lazy(__name__, {"Layouts": "layout", "MemoryMeter": "meter"})

@@ -1,0 +1,36 @@
+"""The exact memory of a plan: the one number that limits are compared with."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from sbp_core.compile.physical import PhysicalPlan
+from sbp_core.memory.communication_buffers import buffer_bytes
+from sbp_core.memory.lifetime import CallLayouts, LayoutLibrary, lifetimes
+from sbp_core.memory.report import MemoryReport, report
+from sbp_core.plugins.tensor_library import tensor_library
+
+
+def predict(
+    plan: PhysicalPlan, *, processes: bool = False, layouts: CallLayouts | None = None
+) -> MemoryReport:
+    """Return the exact memory of every rank of a plan: peaks, by kind and by module.
+
+    Exact for what the tensors of the tensor library hold; scratch memory inside operators is not
+    counted.
+
+    Args:
+        plan: With firing orders that `sbp_core.check` accepts.
+        processes: Whether every rank is a process of its own, so that what its transport packs and
+            receives counts too, among the communication buffers: no longer exact, as it takes
+            less where pieces lie well. Otherwise ranks are threads, which hand over what they have.
+        layouts: Says how results lie in memory; what the installed tensor library says, if omitted.
+
+    Raises:
+        PlanError: the layout of a result is not known, so that its memory is not.
+        SbpLookupError: `layouts` is omitted and no tensor library is installed.
+    """
+    known = layouts or cast(LayoutLibrary, tensor_library()).call_layouts(plan.steps)
+    found = lifetimes(plan, known)
+    buffers = {rank: buffer_bytes(plan, rank) for rank in found} if processes else None
+    return report(found, buffers)
