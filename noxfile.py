@@ -33,6 +33,7 @@ RUFF = "ruff==0.17.5"
 IMPORT_LINTER = "import-linter>=2.5,<3"
 MYPY = "mypy>=2.4,<2.5"
 BUILD = "build>=1.2"
+GRIFFE = "griffe>=2.4,<3"
 TRANSFORMERS = "transformers>=5.0,<6"
 
 #: Ranks are threads in most tests; more threads below them only fight for the cores.
@@ -160,10 +161,13 @@ def build_wheel(session: nox.Session, folder: Path) -> str:
 
 
 def check_style(session: nox.Session) -> None:
-    """Check lint, format and the direction of imports."""
+    """Check lint, format, the direction of imports, and that they keep to the declared API."""
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("lint-imports", env={"PYTHONPATH": os.pathsep.join(SOURCES)})
+    with session.chdir(ROOT / "integration"):
+        session.run("python", "-m", "api", "check")
+        session.run("python", "-m", "api", "document", "--check")
 
 
 def check_types(session: nox.Session) -> None:
@@ -218,7 +222,7 @@ def train(session: nox.Session) -> None:
 @nox.session(reuse_venv=True)
 def tests(session: nox.Session) -> None:
     """Everything that CI needs, in one environment."""
-    install_all(session, RUFF, IMPORT_LINTER, MYPY, with_tests=True)
+    install_all(session, RUFF, IMPORT_LINTER, MYPY, GRIFFE, with_tests=True)
     check_style(session)
     check_types(session)
     for package in PACKAGES:
@@ -264,8 +268,16 @@ def alone(session: nox.Session, package: Package) -> None:
 
 
 @nox.session(reuse_venv=True)
+def api(session: nox.Session) -> None:
+    """What changed in the API since the last releases, and which versions that asks for."""
+    session.install(GRIFFE)
+    with session.chdir(ROOT / "integration"):
+        session.run("python", "-m", "api", "compare", *session.posargs)
+
+
+@nox.session(reuse_venv=True)
 def lint(session: nox.Session) -> None:
-    """Lint, format, and the direction of imports."""
+    """Lint, format, the direction of imports, and the declared API."""
     session.install(RUFF, IMPORT_LINTER)
     check_style(session)
 
@@ -288,7 +300,7 @@ def build(session: nox.Session) -> None:
 @nox.session(reuse_venv=True)
 def integration(session: nox.Session) -> None:
     """The quick tests that know several packages."""
-    install_all(session, TRANSFORMERS, with_tests=True)
+    install_all(session, TRANSFORMERS, GRIFFE, with_tests=True)
     run_integration(session, *QUICK, *ON_ALL_CORES, *session.posargs)
 
 
