@@ -18,7 +18,7 @@ is private; `python -m api check` says who reaches behind one.
 | stability | promise |
 |---|---|
 | stable | for users and plugin authors; what breaks them comes with a version that says so |
-| provisional | for the same people; its form is still being found: any minor version may change it |
+| provisional | for the same people, in a form still to be found: a minor version may change it |
 | internal | for sbp's own packages; may change in any version |
 """
 

@@ -122,7 +122,7 @@ class Packages:
         }
 
     def room_of(self, module: str) -> str:
-        """Return the room that a module is behind: the nearest one above it; empty if there is none."""
+        """Return the room that a module is behind: the nearest one above it, or nothing."""
         while module and module not in self.rooms:
             module = module.rpartition(".")[0]
         return module
