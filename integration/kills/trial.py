@@ -69,7 +69,7 @@ class Way:
         """As tables call it."""
         return f"{self.backend} ({self.launcher})"
 
-    def starts(self, num_ranks: int, command: Sequence[str]) -> tuple[LaunchSpec, ...]:
+    def launch_specs(self, num_ranks: int, command: Sequence[str]) -> tuple[LaunchSpec, ...]:
         """Return what to start."""
         if self.launcher == "torchrun":
             torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
@@ -84,13 +84,13 @@ class Way:
         launched_as = "mpi" if self.backend == "nccl" else self.backend
         backend = discover().make("boxing", launched_as, self.config)
         assert isinstance(backend, BoxingBackend), "kind boxing builds boxing backends"
-        starts = backend.starts(num_ranks, command)
+        specs = backend.launch_specs(num_ranks, command)
         if self.launcher == "mpiexec":
-            (start,) = starts
-            at = start.command.index("mpi4py")
-            plain = (*start.command[: at - 1], *start.command[at + 1 :])
-            return (replace(start, command=plain),)
-        return starts
+            (spec,) = specs
+            at = spec.command.index("mpi4py")
+            plain = (*spec.command[: at - 1], *spec.command[at + 1 :])
+            return (replace(spec, command=plain),)
+        return specs
 
 
 WAYS = {
@@ -176,12 +176,12 @@ def run_trial(
         culprit, mark = draw.randrange(num_ranks), f"sbp-trial-{uuid4().hex}"
         kill = _Kill(way, how, Path(folder), num_ranks, culprit, draw.uniform(0.0, 1.5))
         lines: list[Line] = []
-        starts = [
-            replace(start, environment={**start.environment, "SBP_TRIAL": mark})
-            for start in way.starts(num_ranks, command)
+        specs = [
+            replace(spec, environment={**spec.environment, "SBP_TRIAL": mark})
+            for spec in way.launch_specs(num_ranks, command)
         ]
         kill.start()
-        ended = supervise(starts, on_line=lines.append, timeout_s=_START_S + _END_S)
+        ended = supervise(specs, on_line=lines.append, timeout_s=_START_S + _END_S)
         over = time.monotonic()
         kill.join()
         text = [line.text for line in lines]

@@ -1,8 +1,8 @@
 import torch
 
-from sbp_core.plugins import LanguageModel
 from sbp_example_plugin.model import build
 from sbp_example_plugin.plugin import ModelConfig
+from sbp_torch.kinds import LanguageModel
 
 
 def test_the_model_is_a_language_model_of_sbp() -> None:

@@ -99,7 +99,7 @@ def read(address: int, count: int, dtype: str) -> torch.Tensor:
 
 class FakeEvent(StreamEvent):
     def __init__(self) -> None:
-        self.come = threading.StreamEvent()
+        self.come = threading.Event()
 
     def is_done(self) -> bool:
         return self.come.is_set()
@@ -116,7 +116,7 @@ class FakeChannel(PairCommunicator):
         self.name = device.name_of(unique_id)
         self.size = size
         self.index = index
-        self.aborted = threading.StreamEvent()
+        self.aborted = threading.Event()
         self.num_aborts = self.num_destroys = 0
         self.error: str | None = None
         self._device = device
@@ -313,10 +313,10 @@ class FakeDevice(NcclDevice):
         self.keeps_host: set[str] = set()
         self.hang_init = False
         self.lag_s = 0.0
-        self.hold_abort = threading.StreamEvent()
+        self.hold_abort = threading.Event()
         self.hold_abort.set()
         self.id_error: Exception | None = None
-        self.ended = threading.StreamEvent()
+        self.ended = threading.Event()
         self._ids = itertools.count()
         self._group = threading.local()
 

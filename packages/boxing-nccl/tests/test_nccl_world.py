@@ -171,11 +171,11 @@ def test_the_first_failure_stays() -> None:
 def test_processes_for_the_store_get_their_rank_and_one_address() -> None:
     backend = NcclBackend(NcclBoxingConfig(bootstrap="store"), device=GPU)
 
-    launch_specs = backend.launch_specs(2, ["python", "x.py"])
+    specs = backend.launch_specs(2, ["python", "x.py"])
 
-    assert [start.environment["RANK"] for start in launch_specs] == ["0", "1"]
-    assert [start.environment["LOCAL_RANK"] for start in launch_specs] == ["0", "1"]
-    assert len({start.environment["MASTER_PORT"] for start in launch_specs}) == 1
+    assert [spec.environment["RANK"] for spec in specs] == ["0", "1"]
+    assert [spec.environment["LOCAL_RANK"] for spec in specs] == ["0", "1"]
+    assert len({spec.environment["MASTER_PORT"] for spec in specs}) == 1
 
 
 def test_settings_of_one_process_start_no_others() -> None:

@@ -25,8 +25,8 @@ backend.close()
 
 def run(then: str, on_line) -> object:
     command = [sys.executable, "-c", _PROGRAM.format(then=then)]
-    launch_specs = MpiBackend(MpiBoxingConfig()).launch_specs(2, command)
-    return supervise(launch_specs, timeout_s=120, on_line=on_line)
+    specs = MpiBackend(MpiBoxingConfig()).launch_specs(2, command)
+    return supervise(specs, timeout_s=120, on_line=on_line)
 
 
 def is_alive(pid: int) -> bool:
@@ -83,12 +83,12 @@ def test_each_launcher_gets_its_own_options(says, option, tmp_path, monkeypatch)
     path = _fake_launcher(tmp_path, says)
     monkeypatch.setattr("sbp_boxing_nccl.start.find_mpiexec", lambda: path)
 
-    (start,) = processes(3, [sys.executable, "program.py"])
+    (spec,) = processes(3, [sys.executable, "program.py"])
 
-    assert start.command[:3] == (path, "-n", "3")
-    assert option in start.command
-    assert start.command[-3:] == ("-m", "mpi4py", "program.py")
-    assert start.ranks == (0, 1, 2)
+    assert spec.command[:3] == (path, "-n", "3")
+    assert option in spec.command
+    assert spec.command[-3:] == ("-m", "mpi4py", "program.py")
+    assert spec.ranks == (0, 1, 2)
 
 
 @pytest.mark.parametrize("user", [0, 1000])
@@ -97,9 +97,9 @@ def test_only_root_tells_open_mpi_that_root_is_meant(user, tmp_path, monkeypatch
     monkeypatch.setattr("sbp_boxing_nccl.start.find_mpiexec", lambda: path)
     monkeypatch.setattr("os.geteuid", lambda: user)
 
-    (start,) = processes(1, ["program"])
+    (spec,) = processes(1, ["program"])
 
-    assert ("OMPI_ALLOW_RUN_AS_ROOT" in start.environment) == (user == 0)
+    assert ("OMPI_ALLOW_RUN_AS_ROOT" in spec.environment) == (user == 0)
 
 
 def test_a_launcher_is_found_on_path(tmp_path, monkeypatch):

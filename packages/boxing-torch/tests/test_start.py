@@ -24,29 +24,29 @@ def test_the_started_processes_find_each_other(scheme, tmp_path):
     backend = TorchBackend(TorchBoxingConfig(init_method=init_method))
     lines: list[Line] = []
 
-    launch_specs = backend.launch_specs(2, [sys.executable, "-c", _PROGRAM, init_method])
-    ended = supervise(launch_specs, timeout_s=120, on_line=lines.append)
+    specs = backend.launch_specs(2, [sys.executable, "-c", _PROGRAM, init_method])
+    ended = supervise(specs, timeout_s=120, on_line=lines.append)
 
     assert ended.error() is None
     assert {f"rank {n} | open as {n}" for n in range(2)} <= set(map(str, lines))
 
 
 def test_every_process_has_a_rank_and_the_same_place_to_meet():
-    launch_specs = TorchBackend(TorchBoxingConfig()).launch_specs(3, ["program"])
+    specs = TorchBackend(TorchBoxingConfig()).launch_specs(3, ["program"])
 
-    assert [start.ranks for start in launch_specs] == [(0,), (1,), (2,)]
-    assert [start.environment["RANK"] for start in launch_specs] == ["0", "1", "2"]
-    assert {start.environment["WORLD_SIZE"] for start in launch_specs} == {"3"}
-    assert len({start.environment["MASTER_PORT"] for start in launch_specs}) == 1
-    assert all(int(start.defaults["OMP_NUM_THREADS"]) >= 1 for start in launch_specs)
+    assert [spec.ranks for spec in specs] == [(0,), (1,), (2,)]
+    assert [spec.environment["RANK"] for spec in specs] == ["0", "1", "2"]
+    assert {spec.environment["WORLD_SIZE"] for spec in specs} == {"3"}
+    assert len({spec.environment["MASTER_PORT"] for spec in specs}) == 1
+    assert all(int(spec.defaults["OMP_NUM_THREADS"]) >= 1 for spec in specs)
 
 
 def test_a_place_to_meet_of_the_config_is_kept():
     config = TorchBoxingConfig(init_method="tcp://localhost:1234")
 
-    (start,) = TorchBackend(config).launch_specs(1, ["program"])
+    (spec,) = TorchBackend(config).launch_specs(1, ["program"])
 
-    assert "MASTER_ADDR" not in start.environment
+    assert "MASTER_ADDR" not in spec.environment
 
 
 @pytest.mark.parametrize("settings", [{"rank": 0}, {"world_size": 3}])

@@ -5,12 +5,13 @@ from itertools import groupby
 from pathlib import Path
 
 from sbp_core.plugins.hooks import EmptyConfig
-from sbp_core.plugins.kinds import ClusterFactory, MetricSinkFactory, OptimizerFactory
+from sbp_core.plugins.kinds import ClusterFactory, MetricSinkFactory
 from sbp_core.testing.cluster import ClusterConformance
 from sbp_core.testing.logger import MetricSinkConformance, Records
 from sbp_launch import optimizers
 from sbp_launch.clusters import LocalConfig, build_local
 from sbp_launch.metrics import CsvConfig, JsonlConfig, build_csv, build_jsonl, build_none
+from sbp_torch.kinds import OptimizerFactory
 from sbp_torch.testing.optimizer import OptimizerConformance
 
 

@@ -2,9 +2,9 @@ import pytest
 import torch
 
 from sbp_core.errors import SbpValueError
-from sbp_core.plugins.kinds import LanguageModel
 from sbp_models.configs import GptConfig
 from sbp_models.gpt import Gpt, build
+from sbp_torch.kinds import LanguageModel
 
 SMALL = GptConfig(vocabulary=11, context=6, num_layers=2, num_heads=2, hidden=8)
 

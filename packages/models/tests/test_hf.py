@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from sbp_core.errors import ConfigError
 from sbp_core.plugins import merge_settings
-from sbp_core.plugins.kinds import LanguageModel
 from sbp_models.configs import HfConfig
 from sbp_models.hf import HfModel, build
+from sbp_torch.kinds import LanguageModel
 from sbp_torch.testing.model import ModelConformance
 
 PRESETS = ["gpt2", "llama", "mixtral", "bert", "t5", "vit"]

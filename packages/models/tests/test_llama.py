@@ -3,9 +3,9 @@ import torch
 from references import assert_equal_results, num_parameters, randomised, take_weights
 
 from sbp_core.errors import SbpValueError
-from sbp_core.plugins.kinds import LanguageModel
 from sbp_models.configs import LlamaConfig
 from sbp_models.llama import Llama, Rotary, build
+from sbp_torch.kinds import LanguageModel
 
 SMALL = {"vocabulary": 11, "context": 6, "num_layers": 2, "num_heads": 4, "num_key_heads": 2}
 SMALL |= {"hidden": 16, "mlp_hidden": 24}

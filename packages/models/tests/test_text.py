@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from sbp_core.errors import ConfigError, SbpLookupError, SbpValueError
-from sbp_core.plugins.kinds import TextDataset
 from sbp_models.configs import StdlibConfig, TextConfig
 from sbp_models.text import ByteText, build_stdlib, build_text
+from sbp_torch.kinds import TextDataset
 
 LINES = "".join(f"line {number}\n" for number in range(200))
 

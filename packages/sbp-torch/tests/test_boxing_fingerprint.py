@@ -204,7 +204,7 @@ def test_threads_of_one_rank_may_receive_at_once() -> None:
 def test_the_wrapper_is_the_backend_in_all_else() -> None:
     backend = Fingerprinted(LocalBackend())
     assert not backend.spans_processes
-    assert backend.starts(2, ["program"]) == LocalBackend().starts(2, ["program"])
+    assert backend.launch_specs(2, ["program"]) == LocalBackend().launch_specs(2, ["program"])
 
     backend.open([0, 1])
     assert backend.local_ranks() == (0, 1)

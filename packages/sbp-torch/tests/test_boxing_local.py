@@ -357,7 +357,7 @@ def test_many_groups_of_one_mesh_do_not_mix() -> None:
 def test_a_backend_whose_ranks_are_threads_starts_one_process():
     backend = LocalBackend()
 
-    (start,) = backend.starts(3, ["program", "argument"])
+    (spec,) = backend.launch_specs(3, ["program", "argument"])
 
-    assert start.command == ("program", "argument")
-    assert start.ranks == (0, 1, 2)
+    assert spec.command == ("program", "argument")
+    assert spec.ranks == (0, 1, 2)

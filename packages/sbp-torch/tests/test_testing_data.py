@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sbp_core.errors import unknown_name
-from sbp_core.plugins.kinds import Dataset
+from sbp_torch.kinds import Dataset
 from sbp_torch.testing.data import DatasetConformance
 
 

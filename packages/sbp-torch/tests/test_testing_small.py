@@ -15,15 +15,10 @@ from sbp_aten.passes import fold_views, share_expressions, sum_losses
 from sbp_core.cluster import Cluster
 from sbp_core.errors import CaptureError, GraphError
 from sbp_core.graph.ir import LogicalGraph
-from sbp_core.plugins.kinds import (
-    ClusterFactory,
-    GraphPass,
-    MetricSink,
-    MetricSinkFactory,
-    OptimizerFactory,
-)
+from sbp_core.plugins.kinds import ClusterFactory, GraphPass, MetricSink, MetricSinkFactory
 from sbp_core.testing.cluster import ClusterConformance
 from sbp_core.testing.logger import MetricSinkConformance, Records
+from sbp_torch.kinds import OptimizerFactory
 from sbp_torch.testing.graph_pass import GraphPassConformance
 from sbp_torch.testing.optimizer import OptimizerConformance
 from sbp_torch.testing.programs import small_cluster

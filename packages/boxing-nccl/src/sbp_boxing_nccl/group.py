@@ -264,7 +264,7 @@ class MpiGroup:
     ) -> Iterator[Any]:
         byte, size = self._mpi.BYTE, part.element_size()
         counts = [size * elements for elements in sizes]
-        places = [memory(received, self._mpi), (counts, launch_specs(counts)), byte]
+        places = [memory(received, self._mpi), (counts, offsets(counts)), byte]
         yield self._comm.Iallgatherv([memory(part, self._mpi), byte], places)
 
     def _gather_and_reduce(
@@ -285,6 +285,6 @@ class MpiGroup:
         return [whole[start : start + size] for start in range(0, max(1, len(whole)), size)]
 
 
-def launch_specs(sizes: Sequence[int]) -> list[int]:
+def offsets(sizes: Sequence[int]) -> list[int]:
     """Return where consecutive chunks of these sizes start."""
     return [sum(sizes[:index]) for index in range(len(sizes))]

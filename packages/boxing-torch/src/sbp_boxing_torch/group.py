@@ -250,7 +250,7 @@ def connect(
         transport: `gloo` or `nccl`.
         ranks: Of the group, in order.
         rank: This one.
-        store: MeetingStore of this group alone.
+        store: Of this group alone.
         limit_s: Seconds to wait for the others.
 
     Raises:

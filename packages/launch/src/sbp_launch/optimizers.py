@@ -19,7 +19,7 @@ from sbp_launch.patterns import check_patterns
 if TYPE_CHECKING:
     import torch
 
-    from sbp_core.plugins import OptimizerFactory
+    from sbp_torch.kinds import OptimizerFactory
 
 #: Settings of the parameters that a pattern matches.
 Groups = Mapping[str, Mapping[str, float | bool]]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from sbp_core.cluster import Cluster
 from sbp_core.placement import Placement
-from sbp_core.plugins import ClusterFactory, Dataset, OptimizerFactory
+from sbp_core.plugins import ClusterFactory
 from sbp_launch.config import RunConfig, TrainerConfig
 from sbp_launch.optimizers import optimizer_over
 from sbp_launch.patterns import check_patterns
@@ -23,6 +23,7 @@ from sbp_launch.report import counted
 from sbp_launch.run import Run
 from sbp_torch.capture import counted_random, split_losses
 from sbp_torch.deferred_init import DeferredModel, deferred
+from sbp_torch.kinds import Dataset, OptimizerFactory
 
 
 class _Model(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sbp_core.plugins import LanguageModel, TextDataset
+from sbp_torch.kinds import LanguageModel, TextDataset
 
 
 def printable(text: str) -> str:

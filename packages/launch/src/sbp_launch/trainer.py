@@ -16,7 +16,7 @@ from sbp_core import strategy_yaml
 from sbp_core.boxing import BoxingBackend
 from sbp_core.compile import to_json as plan_to_json
 from sbp_core.memory import MemoryReport
-from sbp_core.plugins import LanguageModel, MetricSink, PluginRegistry, TextDataset
+from sbp_core.plugins import MetricSink, PluginRegistry
 from sbp_core.runtime import Session
 from sbp_launch.config import RunConfig
 from sbp_launch.figures import Gauge, Predicted
@@ -31,6 +31,7 @@ from sbp_launch.savings import saving_lines
 from sbp_launch.session import make_backend, save_states, save_what_is_left, start
 from sbp_launch.table import legend, plan_table
 from sbp_torch.capture import scalar_values
+from sbp_torch.kinds import LanguageModel, TextDataset
 
 #: Where a run keeps every row of its plan.
 _ALL_ROWS = "see plan.txt of the run folder"

@@ -29,7 +29,7 @@ LOGIT_STD = 2.0
 
 
 class Clicks:
-    """Samples and whether they were clicked on. Fulfils `sbp_core.plugins.kinds.Dataset`."""
+    """Samples and whether they were clicked on. Fulfils `sbp_torch.kinds.Dataset`."""
 
     def __init__(self, config: ClicksConfig) -> None:
         self._config = config

@@ -30,7 +30,7 @@ PERIODS = 4
 
 
 class StripedImages:
-    """Images and their classes. Fulfils `sbp_core.plugins.kinds.Dataset`."""
+    """Images and their classes. Fulfils `sbp_torch.kinds.Dataset`."""
 
     def __init__(self, config: ImagesConfig) -> None:
         self._config = config

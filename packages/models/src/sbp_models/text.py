@@ -52,7 +52,7 @@ NOT_LIBRARY = frozenset(
 
 
 class ByteText:
-    """A text as bytes; a token is a byte. Fulfils `sbp_core.plugins.kinds.TextDataset`.
+    """A text as bytes; a token is a byte. Fulfils `sbp_torch.kinds.TextDataset`.
 
     Args:
         files: Name and content of each file; names are unique.

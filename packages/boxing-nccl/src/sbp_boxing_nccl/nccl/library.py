@@ -241,7 +241,7 @@ class CupyDevice(NcclDevice):
         self._nccl = nccl
         self.torch_device = torch.device("cuda", index)
         self.host = socket.gethostname()
-        self.bus_id = str(importlib.import_module("cupy").cuda.NcclDevice(index).pci_bus_id)
+        self.bus_id = str(importlib.import_module("cupy").cuda.Device(index).pci_bus_id)
         self.nccl_version = version
         self.use()
 

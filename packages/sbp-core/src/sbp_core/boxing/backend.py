@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING
 from sbp_core.boxing.supervision.launch_spec import LaunchSpec, one_process
 
 if TYPE_CHECKING:
-    import torch
-
     from sbp_core.boxing.step import Step
+    from sbp_core.tensor import Tensor
 
 
 class Communicator(ABC):
@@ -44,12 +43,12 @@ class Communicator(ABC):
     def collective(
         self,
         step: Step,
-        shard: torch.Tensor,
+        shard: Tensor,
         *,
         tag: str,
         deadline_s: float,
         donate: bool = False,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Run an all-reduce, reduce-scatter, all-gather or all-to-all with the step's group.
 
         Args:
@@ -65,13 +64,11 @@ class Communicator(ABC):
         """
 
     @abstractmethod
-    def send(self, step: Step, shard: torch.Tensor, *, tag: str, deadline_s: float) -> None:
+    def send(self, step: Step, shard: Tensor, *, tag: str, deadline_s: float) -> None:
         """Send this rank's pieces of a `TRANSFER`; does not wait for the receivers."""
 
     @abstractmethod
-    def receive(
-        self, step: Step, shard: torch.Tensor | None, *, tag: str, deadline_s: float
-    ) -> torch.Tensor:
+    def receive(self, step: Step, shard: Tensor | None, *, tag: str, deadline_s: float) -> Tensor:
         """Receive and put together this rank's part of a `TRANSFER`.
 
         Args:

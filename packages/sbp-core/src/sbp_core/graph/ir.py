@@ -17,7 +17,7 @@ from typing import Annotated, Any
 from sbp_core.errors import GraphError, SbpValueError
 from sbp_core.serialize import Form
 
-#: Bytes of one element, by dtype name (torch's names).
+#: Bytes of one element, by dtype name.
 ITEMSIZE = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
@@ -66,7 +66,7 @@ class Ref:
 
 @dataclass(frozen=True, slots=True)
 class Symbol:
-    """An argument that is a name of torch: `Symbol("dtype", "float32")`.
+    """An argument that is a name of the tensor library: `Symbol("dtype", "float32")`.
 
     `kind` is `dtype`, `device`, `layout` or `memory_format`.
     """

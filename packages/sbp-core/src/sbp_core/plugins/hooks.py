@@ -78,11 +78,11 @@ class HookSpecs(Protocol):
 
     @hookspec
     def sbp_models(self) -> Mapping[str, Factory]:
-        """Models: `kinds.TrainableModel`."""
+        """Models: `sbp_torch.kinds.TrainableModel`."""
 
     @hookspec
     def sbp_datasets(self) -> Mapping[str, Factory]:
-        """Data sets: `kinds.Dataset`."""
+        """Data sets: `sbp_torch.kinds.Dataset`."""
 
     @hookspec
     def sbp_clusters(self) -> Mapping[str, Factory]:
@@ -102,7 +102,7 @@ class HookSpecs(Protocol):
 
     @hookspec
     def sbp_optimizers(self) -> Mapping[str, Factory]:
-        """Optimizers: `kinds.OptimizerFactory`."""
+        """Optimizers: `sbp_torch.kinds.OptimizerFactory`."""
 
     @hookspec
     def sbp_loggers(self) -> Mapping[str, Factory]:

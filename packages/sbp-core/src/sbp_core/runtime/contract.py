@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    import torch
-
     from sbp_core.boxing.backend import BoxingBackend
     from sbp_core.compile.physical import PhysicalPlan
+    from sbp_core.tensor import Tensor
 
 Number = float | int
 
@@ -26,10 +25,10 @@ Number = float | int
 class StepResult:
     """What one step gave: losses and metrics by name (0-d tensors), equal on every rank."""
 
-    outputs: Mapping[str, torch.Tensor]
+    outputs: Mapping[str, Tensor]
 
     @property
-    def loss(self) -> torch.Tensor:
+    def loss(self) -> Tensor:
         """The loss: a 0-d tensor."""
         return self.outputs["loss"]
 
@@ -52,7 +51,7 @@ class Session(ABC):
     watch: Watch = staticmethod(unwatched)
 
     @abstractmethod
-    def step(self, batch: Mapping[str, torch.Tensor], scalars: Mapping[str, Number]) -> StepResult:
+    def step(self, batch: Mapping[str, Tensor], scalars: Mapping[str, Number]) -> StepResult:
         """Run one step.
 
         Args:
@@ -67,15 +66,15 @@ class Session(ABC):
         """
 
     @abstractmethod
-    def shard(self, name: str, rank: int) -> torch.Tensor | Number:
+    def shard(self, name: str, rank: int) -> Tensor | Number:
         """Return one rank's part of a state (not a copy)."""
 
     @abstractmethod
-    def state_dict(self) -> dict[str, torch.Tensor]:
+    def state_dict(self) -> dict[str, Tensor]:
         """Return every state as a whole logical tensor, by the names of `initial_states`."""
 
     @abstractmethod
-    def load_state_dict(self, states: Mapping[str, torch.Tensor]) -> None:
+    def load_state_dict(self, states: Mapping[str, Tensor]) -> None:
         """Replace every state.
 
         Raises:
@@ -100,7 +99,7 @@ class Runtime(ABC):
     def start(
         self,
         plan: PhysicalPlan,
-        states: Mapping[str, torch.Tensor],
+        states: Mapping[str, Tensor],
         backend: BoxingBackend,
         ranks: Sequence[int] | None = None,
     ) -> Session:

@@ -70,8 +70,8 @@ class _Job:
         shape = self._out.shape
         self._dim = 0 if shape[0] >= num_blocks else max(range(len(shape)), key=shape.__getitem__)
         size = -(-shape[self._dim] // num_blocks)
-        launch_specs = range(0, shape[self._dim], size)
-        return [(self, start, min(size, shape[self._dim] - start)) for start in launch_specs]
+        starts = range(0, shape[self._dim], size)
+        return [(self, start, min(size, shape[self._dim] - start)) for start in starts]
 
     def do(self, start: int, extent: int) -> None:
         """Do one block; all of the job if it has no extent.

@@ -244,7 +244,9 @@ class _MeteredCommunicator(Communicator):
         self, step: Step, shard: Tensor, *, tag: str, deadline_s: float, donate: bool = False
     ) -> Tensor:
         with self._within():
-            made = self.inner.collective(step, shard, tag=tag, deadline_s=deadline_s, donate=donate)
+            made: Tensor = self.inner.collective(
+                step, shard, tag=tag, deadline_s=deadline_s, donate=donate
+            )
         return made.detach()
 
     def send(self, step: Step, shard: Tensor, *, tag: str, deadline_s: float) -> None:
@@ -252,7 +254,7 @@ class _MeteredCommunicator(Communicator):
 
     def receive(self, step: Step, shard: Tensor | None, *, tag: str, deadline_s: float) -> Tensor:
         with self._within():
-            made = self.inner.receive(step, shard, tag=tag, deadline_s=deadline_s)
+            made: Tensor = self.inner.receive(step, shard, tag=tag, deadline_s=deadline_s)
         return made.detach()
 
     @contextmanager

@@ -17,7 +17,7 @@ from unittest import SkipTest
 import torch
 
 from sbp_core.errors import SbpError
-from sbp_core.plugins import Dataset, TextDataset
+from sbp_torch.kinds import Dataset, TextDataset
 from sbp_torch.testing.programs import assert_equal, raises
 
 __all__ = ["DatasetConformance"]

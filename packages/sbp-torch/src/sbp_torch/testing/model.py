@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from sbp_aten.passes import prepare_step
-from sbp_core.plugins import LanguageModel, TrainableModel
 from sbp_torch.capture import capture, initial_states
+from sbp_torch.kinds import LanguageModel, TrainableModel
 from sbp_torch.runtime.single import run_graph
 from sbp_torch.testing.programs import assert_equal, assert_near
 

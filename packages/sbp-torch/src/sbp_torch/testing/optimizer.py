@@ -23,9 +23,10 @@ from sbp_core.compile import compile_plan
 from sbp_core.graph import InputKind
 from sbp_core.infer import infer_strategy
 from sbp_core.placement import Placement
-from sbp_core.plugins import OptimizerFactory, PlanRequest
+from sbp_core.plugins import PlanRequest
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.capture import capture, initial_states, scalar_values
+from sbp_torch.kinds import OptimizerFactory
 from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.reference import ReferenceRuntime
 from sbp_torch.runtime.single import run_graph

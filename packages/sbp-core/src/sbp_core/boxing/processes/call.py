@@ -1,7 +1,7 @@
 """One call of a communicator: what it does, how long it may take, and how its errors read.
 
-Also the names by which the ranks of several processes agree on a group and on a tag. Moves nothing
-and imports no torch.
+Also the names by which the ranks of several processes agree on a group and on a tag, and the one
+loop that waits by looking.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sbp_core.boxing.step import Step, missing_ranks
 from sbp_core.errors import BoxingError
 
 #: Ranks -> what is known about each of them, one a line.
-Witness = Callable[[Collection[int]], Sequence[str]]
+DescribeRanks = Callable[[Collection[int]], Sequence[str]]
 
 
 _AFTER_A_FAILURE = (
@@ -40,7 +40,7 @@ class CollectiveCall:
         rank: The rank that does it.
         deadline_s: Seconds that it may wait.
         end_s: When they are over, on the clock of `time.monotonic`.
-        witness: Asked about the ranks that an error names.
+        describe_ranks: Asked about the ranks that an error names.
     """
 
     step: Step
@@ -48,7 +48,7 @@ class CollectiveCall:
     rank: int
     deadline_s: float
     end_s: float
-    witness: Witness = field(default=_nothing_known, repr=False)
+    describe_ranks: DescribeRanks = field(default=_nothing_known, repr=False)
 
     @classmethod
     def begin(
@@ -57,11 +57,11 @@ class CollectiveCall:
         tag: str,
         rank: int,
         deadline_s: float,
-        witness: Witness = _nothing_known,
+        describe_ranks: DescribeRanks = _nothing_known,
     ) -> CollectiveCall:
         """Make a call whose time begins now."""
         end_s = time.monotonic() + deadline_s
-        return cls(step, tag, rank, deadline_s, end_s, witness)
+        return cls(step, tag, rank, deadline_s, end_s, describe_ranks)
 
     @property
     def age_s(self) -> float:
@@ -82,14 +82,14 @@ class CollectiveCall:
         """Make the error for ranks that did not arrive, with what is known about them."""
         ranks = list(ranks)
         error = missing_ranks(self.step, self.tag, ranks, self.deadline_s, rank=self.rank)
-        return BoxingError(error.what, where=(*error.where, *self.witness(ranks)), todo=error.todo)
+        return BoxingError(error.what, where=(*error.where, *self.describe_ranks(ranks)), todo=error.todo)
 
     def failed(
         self, why: str, *, todo: str = _AFTER_A_FAILURE, involved: Iterable[int] = ()
     ) -> BoxingError:
         """Make the error for a call that was cut short, with what is known about the involved."""
         others = [rank for rank in involved if rank != self.rank]
-        known = self.witness(others) if others else ()
+        known = self.describe_ranks(others) if others else ()
         return BoxingError(
             f"boxing step {self.tag!r} could not complete: {why}",
             where=(str(self.step), f"rank {self.rank}", *known),
@@ -123,5 +123,10 @@ def group_name(ranks: tuple[int, ...]) -> str:
 
 
 def tag_number(tag: str, upper: int) -> int:
-    """Return the number, in [0, upper), that stands for a tag on every rank."""
+    """Return the number, in [0, upper), that stands for a tag on every rank.
+
+    Transports take numbers for tags, and a hash of the text needs no agreement between the ranks.
+    That two tags share a number does harm only if both are under way between the same two ranks,
+    and are received in another order than they were sent in.
+    """
     return int.from_bytes(blake2b(tag.encode(), digest_size=8).digest(), "big") % upper

@@ -1,13 +1,23 @@
 """What holds the processes of a run together, and how it breaks: once, and for all calls.
 
-Which connections there are, and how notes reach another process, is the transport's; who looks for
-failures is `watch`. Moves nothing and imports no torch.
+A subclass has the connections of its transport; here is what all have in common: the first failure,
+whoever sees it, ends every call of this process and is announced to all others.
+
+    rank 2 ends          rank 1, inside a call           rank 0, which computes
+                         transport: connection reset
+                         `connection_lost`: asks the
+                         failure detector who ended
+                         announces "rank 2 has ended" -> its failure detector reads that
+                         raises it, with the step        its next call raises it
+
+Who looks for failures is `failure_detector`, what ranks tell each other `control_store`.
 """
 
 from __future__ import annotations
 
 import atexit
 import gc
+import logging
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -15,85 +25,113 @@ from collections.abc import Collection, Sequence
 
 from sbp_core.boxing.processes.call import CollectiveCall
 from sbp_core.boxing.processes.control_store import ControlStore
-from sbp_core.boxing.processes.failure_detector import (
-    INTERVAL_S,
-    Calls,
-    FailureDetector,
-    PendingCall,
-)
+from sbp_core.boxing.processes.failure_detector import INTERVAL_S, FailureDetector
 from sbp_core.boxing.processes.membership import Member, MemberState, state_of
+from sbp_core.boxing.processes.pending_calls import PendingCall, PendingCalls
 from sbp_core.errors import BoxingError, words_of
 
-#: Seconds in which it is found out why a connection broke: who ended, or what was told.
+_log = logging.getLogger(__name__)
+
+#: Seconds that a rank waits, when it closes, for the others not to need it any more.
+CLOSE_TIMEOUT_S = 10.0
+
+#: Seconds in which it is found out why a connection broke: who ended, or what was announced.
 _REASON_S = 1.0
 
-#: Seconds that a rank which failed waits, when it closes, for the others to hear why.
-_NEWS_S = 1.0
+#: Seconds that a rank which failed waits, when it closes, for the others to read why.
+_ACKNOWLEDGE_S = 1.0
 
 
 class Connections(ABC):
-    """The connections of one process to all others; the first failure ends them all."""
+    """The connections of one process to all others; the first failure ends them all.
 
-    def __init__(self) -> None:
+    A subclass calls `rendezvous` when the others can be told of this rank.
+
+    Args:
+        control_store: Of this rank.
+    """
+
+    def __init__(self, control_store: ControlStore) -> None:
+        self.control_store = control_store
         self._lock = threading.Lock()
         self._failure: BaseException | None = None
         self._closed = False
-        self._calls = Calls()
-        self._notes: ControlStore | None = None
-        self._watch: FailureDetector | None = None
+        self._calls = PendingCalls()
+        #: Whether all ranks have come, so that they read what this one announces.
+        self._met = False
+        self._detector: FailureDetector | None = None
 
-    def watch_over(self, board: ControlStore, limit_s: float) -> None:
-        """Meet the other ranks on the board, and watch them from now on.
+    def rendezvous(self, limit_s: float) -> None:
+        """Register, wait until every rank has, and look for failures from now on.
 
         Args:
-            board: Of this rank.
             limit_s: Seconds to wait for the others.
 
         Raises:
             BoxingError: a rank did not come, or ended.
         """
-        board.register(Member.of_this_process(board.rank))
+        store = self.control_store
+        store.register(Member.of_this_process(store.rank))
 
         looked = time.monotonic()
 
         def over() -> bool:
             nonlocal looked
-            if board.all_enlisted() or board.failure() is not None:
+            if store.all_registered() or store.failure() is not None:
                 return True
+            # Not at each look: it reads the state of every process of this host.
             if time.monotonic() < looked + INTERVAL_S:
                 return False
             looked = time.monotonic()
-            return bool(self._gone(board))
+            return bool(self._ended_members())
 
-        came = board.wait_for(over, limit_s)
-        members = board.members()
-        missing = [rank for rank in range(board.size) if rank not in members]
+        in_time = store.wait_for(over, limit_s)
+        members = store.members()
+        missing = [rank for rank in range(store.size) if rank not in members]
         if missing:
-            gone = [f"{member.rank} (pid {member.pid})" for member in self._gone(board)]
-            why = board.failure() or (f"ended before: ranks {', '.join(gone)}" if gone else "")
+            ended = [f"{member.rank} (pid {member.pid})" for member in self._ended_members()]
+            why = store.failure() or (f"ended before: ranks {', '.join(ended)}" if ended else "")
             error = BoxingError(
-                f"rank {board.rank} waited {'' if came else f'{limit_s:g} s '}for ranks that did "
-                f"not open their boxing backend: {', '.join(map(str, missing))}",
+                f"rank {store.rank} waited {'' if in_time else f'{limit_s:g} s '}for ranks that "
+                f"did not open their boxing backend: {', '.join(map(str, missing))}",
                 where=why,
                 todo="check that every process was started, and see why those did not come",
             )
-            board.announce(f"rank {board.rank} reported: {words_of(error)}")
-            board.close()
+            store.announce_failure(f"rank {store.rank} reported: {words_of(error)}")
+            store.close()
             raise error
-        self._notes = board
-        if board.size > 1:
-            self._watch = FailureDetector(board, members, self._calls, self._learn)
-            self._watch.start()
+        self._met = True
+        if store.size > 1:
+            self._detector = FailureDetector(store, members, self._calls, self._fail_because)
+            self._detector.start()
 
     # Calls.
 
-    def under_way(self, call: CollectiveCall) -> PendingCall:
+    def pending(self, call: CollectiveCall) -> PendingCall:
         """Let others know, while a call takes long, that this rank is in it: a context."""
         return PendingCall(self._calls, call)
 
-    def witness(self, ranks: Collection[int]) -> Sequence[str]:
+    def describe_ranks(self, ranks: Collection[int]) -> Sequence[str]:
         """Say what is known about ranks that did not arrive, one a line."""
-        return () if self._watch is None else self._watch.witness(ranks)
+        return () if self._detector is None else self._detector.describe(ranks)
+
+    def wait_for_group(self, call: CollectiveCall, name: str, ranks: tuple[int, ...]) -> None:
+        """Wait until all ranks of a group are ready to connect it; this one is.
+
+        To connect has no deadline of ours in any library, and names nobody who does not come.
+
+        Raises:
+            BoxingError: a rank did not come in time, or has failed.
+        """
+        store = self.control_store
+        store.join(name, ranks)
+
+        def over() -> bool:
+            self.check_others(call)
+            return not store.not_joined(name, ranks)
+
+        if not store.wait_for(over, call.left_s):
+            raise self.call_failed(call, call.missing(store.not_joined(name, ranks)))
 
     def check_usable(self, call: CollectiveCall) -> None:
         """Raise `BoxingError` if the connections were closed or have failed."""
@@ -103,20 +141,20 @@ class Connections(ABC):
             raise call.failed(words_of(self._failure)) from self._failure
 
     def check_others(self, call: CollectiveCall) -> None:
-        """Raise `BoxingError` if waiting for others has become hopeless, as far as they told."""
+        """Raise `BoxingError` if waiting for others has become hopeless, by what they announced."""
         self.check_usable(call)
-        reason = None if self._notes is None else self._notes.failure()
+        reason = self.control_store.failure() if self._met else None
         if reason is not None:
-            raise self.lost(call, reason)
+            raise self.connection_lost(call, reason)
 
-    def broken(self, call: CollectiveCall, error: BoxingError) -> BoxingError:
+    def call_failed(self, call: CollectiveCall, error: BoxingError) -> BoxingError:
         """Break everything because a call failed; return the error to raise."""
         if self._failure is not None:
             return call.failed(words_of(self._failure))
         self.fail(error)
         return error
 
-    def lost(self, call: CollectiveCall, report: str) -> BoxingError:
+    def connection_lost(self, call: CollectiveCall, report: str) -> BoxingError:
         """Break everything because a connection broke; find out why, and return the error to raise.
 
         Args:
@@ -124,23 +162,27 @@ class Connections(ABC):
             report: What the transport says; names no rank, as a rule.
         """
         if self._failure is None:
-            reason = None if self._watch is None else self._watch.find(_REASON_S)
-            self._learn(reason or f"a rank has ended, or its connection is lost ({report})")
+            reason = None if self._detector is None else self._detector.investigate(_REASON_S)
+            self._fail_because(
+                reason or f"a rank has ended, or its connection is lost ({report})"
+            )
         return call.failed(report if self._failure is None else words_of(self._failure))
 
     # The end.
 
     @property
     def is_well(self) -> bool:
-        """Whether nothing has failed, here or on ranks that told."""
-        notes = self._notes
-        return self._failure is None and notes is not None and notes.failure() is None
+        """Whether nothing has failed, here or on ranks that announced it."""
+        return self._failure is None and self._met and self.control_store.failure() is None
+
+    def failure_reason(self) -> str | None:
+        """Return why waiting for others makes no sense any more, or None if it does."""
+        return None if self._detector is None else self._detector.failure_reason()
 
     def fail(self, error: BaseException) -> None:
         """Make every call fail, here and on the ranks that wait for this one."""
         words = words_of(error)
-        told = words if self._notes is None else f"rank {self._notes.rank} reported: {words}"
-        self._break(error, told)
+        self._break(error, f"rank {self.control_store.rank} reported: {words}" if self._met else words)
 
     def close(self) -> None:
         """Release everything; waits a while for messages and ranks that are on their way."""
@@ -149,12 +191,14 @@ class Connections(ABC):
                 return
             self._closed = True
         if self._failure is not None:
-            self._linger()
+            self._await_acknowledgements()
+        # In this order: releasing asks the detector whether to wait for others, and tells them by
+        # the control store that they need not wait for this one.
         self._release()
-        if self._watch is not None:
-            self._watch.stop()
-        if self._notes is not None:
-            self._notes.close()
+        if self._detector is not None:
+            self._detector.stop()
+        if self._met:
+            self.control_store.close()
         if self._failure is not None:
             # An error keeps the frames that it passed, and these keep groups and messages: whoever
             # caught it may hold on to them, a closed backend does not.
@@ -166,15 +210,11 @@ class Connections(ABC):
         self.close()
         gc.freeze()  # as `_break` asks for, which is too late to do so at the program's end
 
-    def reason_to_go(self) -> str | None:
-        """Return why waiting for others makes no sense any more, or None if it does."""
-        return None if self._watch is None else self._watch.reason()
-
-    def _learn(self, reason: str) -> None:
+    def _fail_because(self, reason: str) -> None:
         """Break everything for a reason that is not this rank's."""
         self._break(BoxingError(reason), reason)
 
-    def _break(self, error: BaseException, told: str) -> None:
+    def _break(self, error: BaseException, announced: str) -> None:
         with self._lock:
             if self._failure is not None or self._closed:
                 return
@@ -182,28 +222,46 @@ class Connections(ABC):
         # A program that ends frees all its objects, for which it first looks at each: with those of
         # torch most of a second, in which the other ranks, and the supervisor, see it run.
         atexit.register(gc.freeze)
-        if self._notes is not None:
-            self._notes.hear()
-        self._announce(told)
+        if self._met:
+            self.control_store.acknowledge_failure()
+        self._announce(announced)
 
-    def _linger(self) -> None:
-        """Wait a moment for the others to hear why this rank goes: they may need it for that."""
-        board = self._notes
-        if board is None:
+    def _await_acknowledgements(self) -> None:
+        """Wait a moment for the others to read why this rank goes: they may need it for that."""
+        if not self._met:
             return
-        members = board.members()
-        deaf = (MemberState.ENDED, MemberState.STOPPED)
+        store = self.control_store
+        members = store.members()
+        cannot_read = (MemberState.ENDED, MemberState.STOPPED)
         others = [
             rank
             for rank, member in members.items()
-            if state_of(member, members[board.rank]) not in deaf
+            if state_of(member, members[store.rank]) not in cannot_read
         ]
-        board.wait_for(lambda: board.is_lost() or not board.not_heard(others), _NEWS_S)
+        store.wait_for(
+            lambda: store.is_lost() or not store.not_acknowledged(others), _ACKNOWLEDGE_S
+        )
 
-    def _gone(self, board: ControlStore) -> list[Member]:
-        """Return the processes that enlisted and have ended, among those that can be seen."""
-        members = board.members()
-        me = members.get(board.rank)
+    def _await_others(self) -> bool:
+        """Stay until no rank needs this one; say whether all of them are well.
+
+        A rank that is still in a step needs the connections of those that are done, and all need
+        the store, which one of them may host.
+        """
+        store = self.control_store
+
+        def over() -> bool:
+            return store.all_deregistered() or self.failure_reason() is not None
+
+        if not store.wait_for(over, CLOSE_TIMEOUT_S):
+            _log.warning("rank %d leaves before other ranks did", store.rank)
+            return False
+        return store.failure() is None
+
+    def _ended_members(self) -> list[Member]:
+        store = self.control_store
+        members = store.members()
+        me = members.get(store.rank)
         return [
             member
             for member in members.values()
@@ -216,4 +274,7 @@ class Connections(ABC):
 
     @abstractmethod
     def _release(self) -> None:
-        """Leave the other ranks, well (`_failure` is None) or not; called once."""
+        """Leave the other ranks, well (`_failure` is None) or not; called once.
+
+        Deregisters, and lets go of what the transport holds once the others do not need it.
+        """

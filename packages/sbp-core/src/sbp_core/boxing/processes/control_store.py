@@ -1,7 +1,22 @@
-"""The notes that ranks leave for each other: who they are, where they wait, what broke.
+"""The control store: short entries by which the ranks of a run know of each other.
 
-A note is left when something takes long or goes wrong, never on the fast path of a step. How notes
-travel is the transport's. Holds no tensors and imports no torch.
+Tensors never pass here, and nothing is written on the fast path of a step: only where something
+takes long, goes wrong or ends.
+
+| key | is written by | says |
+|---|---|---|
+| `member/RANK` | `register` | which process the rank is |
+| `join/GROUP/RANK` | `join` | the rank is ready to connect a group |
+| `waiting/GROUP/RANK` | `report_waiting` | the number of the call of the group in which it waits |
+| `location/RANK` | `report_location` | the step in which it is, or was last |
+| `heartbeat/RANK` | `send_heartbeat` | a number, another one each time |
+| `failure` | `announce_failure` | why the run failed; the first text stays |
+| `acknowledged/RANK` | `acknowledge_failure` | the rank has read that |
+| `deregistered/RANK`, `deregistered/any` | `deregister` | the rank (or one at least) needs no other |
+| `transport/...` | `publish` | whatever a backend wants its ranks to know |
+
+How entries travel is a subclass's: `store_client` keeps them in a key-value store, boxing-nccl sends
+them as messages of MPI.
 """
 
 from __future__ import annotations
@@ -13,26 +28,28 @@ from typing import ClassVar
 from sbp_core.boxing.processes.call import wait_until
 from sbp_core.boxing.processes.membership import Member, MemberState, state_of
 
-#: Characters of a failure that are told: short notes leave at once, whatever the receiver does.
+#: Characters of a failure that are announced: over MPI a short message leaves at once, whatever its
+#: receiver does; a long one waits for it.
 _LONGEST_TEXT = 2000
 
 
 class StoreSilentError(RuntimeError):
-    """Whoever keeps the notes does not answer for now."""
+    """The control store does not answer for now."""
 
 
 class StoreLostError(StoreSilentError):
-    """Notes cannot be exchanged any more; says why."""
+    """The control store cannot be reached any more; says why."""
 
 
 class ControlStore(ABC):
-    """The notes of one run, as one rank sees them.
+    """The entries of one run, as one rank sees them.
 
-    No method waits for another rank, but for `wait_for`. When notes cannot be exchanged any more,
-    `failure` says so, and every other method acts as if nobody had left a note.
+    No method waits for another rank, but for `wait_for`. Once the store is lost, `failure` says so,
+    and every other method acts as if nobody had written anything: who asks about the others must
+    not fail for want of an answer.
 
     Args:
-        rank: The rank that looks.
+        rank: The rank that reads and writes.
         size: Number of ranks.
     """
 
@@ -44,48 +61,56 @@ class ControlStore(ABC):
         self.size = size
         self._members: dict[int, Member] = {}
 
-    # How notes travel.
+    # How entries travel: what a subclass brings.
 
     @abstractmethod
     def _put(self, key: str, value: str, ranks: Iterable[int]) -> None:
-        """Leave a note for some ranks; of equal keys the last counts, but of `failure` the first.
+        """Write an entry for some ranks; of equal keys the last counts, but of `failure` the first.
 
         Raises:
-            BoardSilentError: it cannot be left.
+            StoreSilentError: it cannot be written.
         """
 
     @abstractmethod
     def _get(self, key: str) -> str | None:
-        """Return a note, or None if there is none; does not wait for it.
+        """Return an entry, or None if there is none; does not wait for it.
 
         Raises:
-            BoardSilentError: notes cannot be read.
+            StoreSilentError: entries cannot be read.
+        """
+
+    @abstractmethod
+    def _delete(self, key: str) -> None:
+        """Forget an entry that was read, so that many of them take no memory.
+
+        Raises:
+            StoreSilentError: it cannot be deleted.
         """
 
     def _has_all(self, keys: Iterable[str]) -> bool:
-        """Say whether there is a note for each key."""
+        """Say whether there is an entry for each key."""
         return all(self._get(key) is not None for key in keys)
 
     # Who takes part.
 
     def register(self, member: Member) -> None:
         """Tell all ranks which process this one is."""
-        self._leave_note(f"member/{member.rank}", member.to_json())
+        self._try_put(f"member/{member.rank}", member.to_json())
 
     def members(self) -> dict[int, Member]:
-        """Return the processes of the ranks that have enlisted, by rank."""
+        """Return the processes of the ranks that have registered, by rank."""
         for rank in range(self.size):
-            if rank not in self._members and (note := self._note(f"member/{rank}")):
-                self._members[rank] = Member.from_json(note)
+            if rank not in self._members and (entry := self._try_get(f"member/{rank}")):
+                self._members[rank] = Member.from_json(entry)
         return dict(self._members)
 
-    def all_enlisted(self) -> bool:
-        """Say whether every rank has enlisted."""
-        return self._are_there(f"member/{rank}" for rank in range(self.size))
+    def all_registered(self) -> bool:
+        """Say whether every rank has registered."""
+        return self._try_has_all(f"member/{rank}" for rank in range(self.size))
 
     def join(self, group: str, ranks: Iterable[int] | None = None) -> None:
         """Tell the ranks of a group that this one is ready to connect it."""
-        self._leave_note(f"join/{group}/{self.rank}", "1", ranks)
+        self._try_put(f"join/{group}/{self.rank}", "1", ranks)
 
     def not_joined(self, group: str, ranks: Iterable[int]) -> list[int]:
         """Return the ranks that are not ready to connect a group."""
@@ -93,39 +118,39 @@ class ControlStore(ABC):
 
     # Where they are.
 
-    def wait_at(self, group: str, number: int, ranks: Iterable[int] | None = None) -> None:
-        """Tell the ranks of a group that this one waits at a call, counted from the first."""
-        self._leave_note(f"wait/{group}/{self.rank}", str(number), ranks)
+    def report_waiting(self, group: str, number: int, ranks: Iterable[int] | None = None) -> None:
+        """Tell the ranks of a group that this one waits in a call, counted from the first."""
+        self._try_put(f"waiting/{group}/{self.rank}", str(number), ranks)
 
     def not_waiting(self, group: str, number: int, ranks: Iterable[int]) -> list[int]:
-        """Return the ranks that have not come to a call of a group, as far as they told."""
+        """Return the ranks that have not come to a call of a group, as far as they reported."""
         others = [rank for rank in ranks if rank != self.rank]
         return self._absent(
-            others, lambda rank: int(self._get(f"wait/{group}/{rank}") or -1) >= number
+            others, lambda rank: int(self._get(f"waiting/{group}/{rank}") or -1) >= number
         )
 
-    def come_to(self, place: str) -> None:
+    def report_location(self, location: str) -> None:
         """Tell all ranks where this one is, in words that follow its name."""
-        self._leave_note(f"at/{self.rank}", place)
+        self._try_put(f"location/{self.rank}", location)
 
-    def last_seen(self, rank: int) -> str | None:
-        """Return where a rank was when it last told."""
-        return self._note(f"at/{rank}")
+    def last_location(self, rank: int) -> str | None:
+        """Return where a rank was when it last reported."""
+        return self._try_get(f"location/{rank}")
 
-    def beat(self, number: int, ranks: Iterable[int]) -> None:
+    def send_heartbeat(self, number: int, ranks: Iterable[int]) -> None:
         """Tell ranks that this one still runs; the number is another each time."""
-        self._leave_note(f"beat/{self.rank}", str(number), ranks)
+        self._try_put(f"heartbeat/{self.rank}", str(number), ranks)
 
-    def last_beat(self, rank: int) -> str | None:
-        """Return the last number that a rank told by `beat`."""
-        return self._note(f"beat/{rank}")
+    def last_heartbeat(self, rank: int) -> str | None:
+        """Return the number of the last heartbeat of a rank."""
+        return self._try_get(f"heartbeat/{rank}")
 
     # How it ends.
 
-    def announce(self, text: str) -> None:
+    def announce_failure(self, text: str) -> None:
         """Tell all ranks why the run failed; the first text stays."""
-        if self._note("failure") is None:
-            self._leave_note("failure", text[:_LONGEST_TEXT])
+        if self._try_get("failure") is None:
+            self._try_put("failure", text[:_LONGEST_TEXT])
 
     def failure(self) -> str | None:
         """Return why the run failed, as the first rank that knew said, or None if it did not."""
@@ -137,45 +162,69 @@ class ControlStore(ABC):
             return None
 
     def is_lost(self) -> bool:
-        """Say whether notes cannot be read any more."""
+        """Say whether entries cannot be read any more."""
         try:
             self._get("failure")
         except StoreSilentError as error:
             return isinstance(error, StoreLostError)
         return False
 
-    def hear(self) -> None:
+    def acknowledge_failure(self) -> None:
         """Tell all ranks that this one knows why the run failed."""
-        self._leave_note(f"heard/{self.rank}", "1")
+        self._try_put(f"acknowledged/{self.rank}", "1")
 
-    def not_heard(self, ranks: Iterable[int]) -> list[int]:
-        """Return the ranks that may not know why the run failed, and have not left either."""
+    def not_acknowledged(self, ranks: Iterable[int]) -> list[int]:
+        """Return the ranks that may not know why the run failed, and still need others."""
         return [
             rank
             for rank in ranks
             if rank != self.rank
-            and self._note(f"heard/{rank}") is None
-            and self._note(f"leave/{rank}") is None
+            and self._try_get(f"acknowledged/{rank}") is None
+            and self._try_get(f"deregistered/{rank}") is None
         ]
 
-    def leave(self) -> None:
-        """Tell all ranks that this one needs nobody any more."""
-        self._leave_note(f"leave/{self.rank}", "1")
-        self._leave_note("leave/any", "1")
+    def deregister(self) -> None:
+        """Tell all ranks that this one needs nobody any more: it may end now."""
+        self._try_put(f"deregistered/{self.rank}", "1")
+        self._try_put("deregistered/any", "1")
 
-    def left(self, ranks: Iterable[int]) -> list[int]:
-        """Return the ranks that have left."""
-        if self._note("leave/any") is None:
+    def deregistered(self, ranks: Iterable[int]) -> list[int]:
+        """Return the ranks that need nobody any more."""
+        # Asked often, and the answer is nobody until the run ends: one entry says so.
+        if self._try_get("deregistered/any") is None:
             return []
-        return [rank for rank in ranks if self._note(f"leave/{rank}") is not None]
+        return [rank for rank in ranks if self._try_get(f"deregistered/{rank}") is not None]
 
-    def all_left(self) -> bool:
+    def all_deregistered(self) -> bool:
         """Say whether nobody needs this rank any more, or nobody can be reached."""
         try:
-            return self._has_all(f"leave/{rank}" for rank in range(self.size))
+            return self._has_all(f"deregistered/{rank}" for rank in range(self.size))
         except StoreSilentError as error:
-            # Whoever keeps the notes leaves last.
+            # The rank that hosts the store goes last: without it, all others have gone.
             return isinstance(error, StoreLostError)
+
+    def close(self) -> None:  # noqa: B027 (nothing to let go of is the common case)
+        """Let go of what carries the entries; nothing may be asked any more."""
+
+    # What a backend adds.
+
+    def publish(self, key: str, text: str, ranks: Iterable[int]) -> None:
+        """Write an entry of the backend's own for some ranks."""
+        self._try_put(f"transport/{key}", text, ranks)
+
+    def lookup(self, key: str) -> str | None:
+        """Return an entry that was published, or None if it has not come."""
+        return self._try_get(f"transport/{key}")
+
+    def take(self, key: str) -> str | None:
+        """Return an entry that was published for this rank alone, and delete it."""
+        text = self.lookup(key)
+        if text is not None:
+            try:
+                self._delete(f"transport/{key}")
+            except StoreSilentError:  # seen as a failure by whoever looks next
+                pass
+        return text
 
     def wait_for(self, done: Callable[[], bool], limit_s: float) -> bool:
         """Look until `done()` says yes or `limit_s` seconds are over; return the answer."""
@@ -184,12 +233,15 @@ class ControlStore(ABC):
             done, limit_s, first_pause_s=first_pause_s, longest_pause_s=longest_pause_s
         )
 
+    # Reading and writing that a store which does not answer leaves without effect.
+
     def _absent(self, ranks: Iterable[int], has_come: Callable[[int], bool]) -> list[int]:
-        """Return the ranks that have not come; if nobody says, those that cannot have come."""
+        """Return the ranks that have not come; if the store is silent, those that cannot have."""
         ranks = list(ranks)
         try:
             return [rank for rank in ranks if not has_come(rank)]
         except StoreSilentError:
+            # Better to accuse those whose processes stand still than everybody else.
             here = self._members.get(self.rank)
             hindered = [
                 rank
@@ -200,22 +252,19 @@ class ControlStore(ABC):
             ]
             return hindered or [rank for rank in ranks if rank != self.rank]
 
-    def close(self) -> None:  # noqa: B027 (nothing to let go of is the common case)
-        """Let go of what carries the notes; nothing may be asked any more."""
-
-    def _leave_note(self, key: str, value: str, ranks: Iterable[int] | None = None) -> None:
+    def _try_put(self, key: str, value: str, ranks: Iterable[int] | None = None) -> None:
         try:
             self._put(key, value, range(self.size) if ranks is None else ranks)
         except StoreSilentError:  # seen as a failure by whoever looks next
             return
 
-    def _note(self, key: str) -> str | None:
+    def _try_get(self, key: str) -> str | None:
         try:
             return self._get(key)
         except StoreSilentError:
             return None
 
-    def _are_there(self, keys: Iterable[str]) -> bool:
+    def _try_has_all(self, keys: Iterable[str]) -> bool:
         try:
             return self._has_all(keys)
         except StoreSilentError:

@@ -31,14 +31,14 @@ class Member:
     Args:
         rank: Its rank.
         host: Name of its host.
-        space: What tells apart hosts, and containers, whose process ids mean nothing to each other.
+        pid_namespace: What tells apart hosts, and containers, whose process ids mean nothing to each other.
         pid: Its process id.
         started: When it started, in ticks since its host did; 0 if that is not known.
     """
 
     rank: int
     host: str
-    space: str
+    pid_namespace: str
     pid: int
     started: int
 
@@ -47,25 +47,25 @@ class Member:
         """Return this process, as a rank."""
         pid = os.getpid()
         host, (_, started) = socket.gethostname(), _status(pid) or ("", 0)
-        return cls(rank=rank, host=host, space=_space(), pid=pid, started=started)
+        return cls(rank=rank, host=host, pid_namespace=_pid_namespace(), pid=pid, started=started)
 
     @classmethod
     def from_json(cls, text: str) -> Member:
         """Read what `to_json` wrote."""
-        rank, host, space, pid, started = json.loads(text)
-        return cls(rank=rank, host=host, space=space, pid=pid, started=started)
+        rank, host, pid_namespace, pid, started = json.loads(text)
+        return cls(rank=rank, host=host, pid_namespace=pid_namespace, pid=pid, started=started)
 
     def to_json(self) -> str:
         """Return a text that `from_json` reads."""
         return json.dumps(astuple(self))
 
-    def is_beside(self, other: Member) -> bool:
+    def shares_pids_with(self, other: Member) -> bool:
         """Say whether process ids of one mean something to the other."""
-        return (self.host, self.space) == (other.host, other.space)
+        return (self.host, self.pid_namespace) == (other.host, other.pid_namespace)
 
-    def seen_from(self, other: Member) -> str:
+    def name_for(self, other: Member) -> str:
         """Return how a message of another member calls it."""
-        place = "this host" if self.is_beside(other) else f"host {self.host}"
+        place = "this host" if self.shares_pids_with(other) else f"host {self.host}"
         return f"rank {self.rank} (pid {self.pid} on {place})"
 
 
@@ -75,7 +75,7 @@ def state_of(member: Member, seen_from: Member) -> MemberState:
     A process that ended and was not waited for (a zombie) has ended, and so has one whose process
     id another process has now.
     """
-    if not member.is_beside(seen_from):
+    if not member.shares_pids_with(seen_from):
         return MemberState.UNKNOWN
     status = _status(member.pid)
     if status is None:
@@ -110,7 +110,7 @@ def _signalled(pid: int) -> MemberState:
     return MemberState.RUNNING
 
 
-def _space() -> str:
+def _pid_namespace() -> str:
     """Return what is equal for two processes that see each other's process ids."""
     try:
         boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()

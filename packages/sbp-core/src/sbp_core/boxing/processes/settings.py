@@ -7,20 +7,20 @@ from __future__ import annotations
 
 from sbp_core.errors import ConfigError
 
-__all__ = ["check_meeting", "check_times"]
+__all__ = ["check_rendezvous", "check_timeouts"]
 
 _SCHEMES = ("env://", "tcp://", "file://")
 
 
-def check_meeting(init_method: str, rank: int | None, world_size: int | None) -> None:
-    """Check where processes meet, and which of how many this one is, where that is said.
+def check_rendezvous(init_method: str, rank: int | None, world_size: int | None) -> None:
+    """Check where processes find each other, and which of how many this one is, if that is set.
 
     Raises:
         ConfigError: a setting cannot be meant.
     """
     if not init_method.startswith(_SCHEMES):
         raise ConfigError(
-            f"init_method={init_method!r} says no place to meet",
+            f"init_method={init_method!r} names no rendezvous",
             accepted="env://, tcp://HOST:PORT, file:///PATH",
         )
     if world_size is not None and world_size < 1:
@@ -31,7 +31,7 @@ def check_meeting(init_method: str, rank: int | None, world_size: int | None) ->
         )
 
 
-def check_times(**settings_s: float) -> None:
+def check_timeouts(**settings_s: float) -> None:
     """Check settings, by their names, that are seconds to wait.
 
     Raises:

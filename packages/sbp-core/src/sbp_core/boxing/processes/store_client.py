@@ -1,8 +1,11 @@
-"""The notes of the ranks in a key-value store that all of them reach, such as torch.distributed's.
+"""The control store in a key-value store that all ranks reach, such as torch.distributed's.
 
-A store answers within microseconds, or at once with an error if its host has ended; but if its host
-is stopped, a call waits without limit. So it is asked by a thread of its own (`StoreClient`), and
-nobody waits for it for ever. Imports no torch.
+Such a store answers within microseconds, or at once with an error if its host has ended; but if its
+host is stopped, a call waits without limit. So a thread of its own asks it (`StoreClient`), and
+nobody else waits for longer than a second:
+
+    callers   get("failure") -> queue -> the thread -> store.get(...)   (may hang here for ever)
+              wait <= 1 s: answer, StoreSilentError (late), StoreLostError (error, from then on)
 """
 
 from __future__ import annotations
@@ -12,22 +15,18 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from sbp_core.boxing.processes.control_store import ControlStore, StoreLostError, StoreSilentError
 
 #: Seconds that the store may take for an answer.
 _LIMIT_S = 1.0
 
-#: Seconds that it gets while an earlier question is not answered.
+#: Seconds that it gets while an earlier request is not answered.
 _IMPATIENT_S = 0.01
 
-#: Seconds between two looks whether rank 0 has come back to a store.
-_PAUSE_S = 0.01
-
-
 class KeyValueStore(Protocol):
-    """The part of a key-value store that carries notes; raises `RuntimeError` if lost."""
+    """The part of a key-value store that is used; raises `RuntimeError` if it is lost."""
 
     def set(self, key: str, value: str, /) -> None:
         """Write a value."""
@@ -45,90 +44,28 @@ class KeyValueStore(Protocol):
         """Drop a value, if there is one."""
 
 
-class CountingStore(KeyValueStore, Protocol):
-    """A store that also counts, as torch.distributed's do; raises `RuntimeError` if lost."""
-
-    def add(self, key: str, amount: int, /) -> int:
-        """Add to a counter, which starts at 0, and return it."""
-
-
-StoreT = TypeVar("StoreT", bound=CountingStore)
-
-
-def count_opening(store: CountingStore, name: str, rank: int) -> int:
-    """Count that a rank opens a backend in a store; return how often it has, this time included.
-
-    Args:
-        store: Of all ranks.
-        name: Of the kind of backend.
-        rank: This rank.
-    """
-    return store.add(_counter(name, rank), 1)
-
-
-def meet_anew(connect: Callable[[], StoreT], name: str, rank: int, limit_s: float) -> StoreT:
-    """Connect to the store in which the ranks meet this time, and not to what is left of the last.
-
-    Where rank 0 hosts the store, one that closes its backend ends it, and hosts another for the
-    next backend, at the same address. A rank that is quick finds the old one still there:
-
-        rank 0   leaves ......... ends the store            hosts another, counts its opening
-        rank 1   sees it, closes, connects: to the old one ...  connects again
-
-    So a rank that has been in a store before waits there until rank 0 has come back to it, which it
-    does where the program or torchrun keeps the store, or until the connection breaks.
-
-    Args:
-        connect: Connects this process; waits for the host of the store by itself.
-        name: Of the kind of backend, as in `count_opening`.
-        rank: This rank.
-        limit_s: Seconds to wait for rank 0; after that the store is taken as it is.
-
-    Raises:
-        RuntimeError, ValueError, OSError: what `connect` raises.
-    """
-    end = time.monotonic() + limit_s
-    while True:
-        store = connect()
-        try:
-            num_before = store.add(_counter(name, rank), 0)
-            while rank and 0 < num_before >= store.add(_counter(name, 0), 0):
-                if time.monotonic() >= end:
-                    break
-                time.sleep(_PAUSE_S)
-            return store
-        except RuntimeError:  # it was the old one, and has just ended
-            if time.monotonic() >= end:
-                raise
-            time.sleep(_PAUSE_S)
-
-
-def _counter(name: str, rank: int) -> str:
-    return f"{name}/opened/{rank}"
-
-
-#: Something to ask a store.
-Question = Callable[[KeyValueStore], Any]
+#: What the thread does with the store.
+Request = Callable[[KeyValueStore], Any]
 
 
 class StoreClient:
     """Asks a store, for any thread; after the first error the store counts as lost.
 
     Raises (all methods):
-        BoardSilentError: the store does not answer for now.
-        BoardLostError: the store cannot be reached any more.
+        StoreSilentError: the store does not answer for now.
+        StoreLostError: the store cannot be reached any more.
     """
 
     def __init__(self, store: KeyValueStore) -> None:
-        self._questions: queue.SimpleQueue[tuple[Future[Any], Question] | None]
-        self._questions = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[tuple[Future[Any], Request] | None]
+        self._requests = queue.SimpleQueue()
         self._closed = False
         self._lost: str | None = None
         self._unanswered_since: float | None = None
         # A daemon: it may be inside a call of the store when the process ends. It alone holds the
         # store, so that the end of the thread is that of the connection.
         self._thread = threading.Thread(
-            target=self._answer, args=(store,), name="sbp-clerk", daemon=True
+            target=self._answer, args=(store,), name="sbp-store-client", daemon=True
         )
         self._thread.start()
 
@@ -162,17 +99,17 @@ class StoreClient:
         twice.
         """
         self._closed = True
-        self._questions.put(None)
+        self._requests.put(None)
         self._thread.join(_LIMIT_S if self._unanswered_since is None else _IMPATIENT_S)
 
-    def _ask(self, question: Question) -> Any:
+    def _ask(self, request: Request) -> Any:
         if self._closed:
-            raise StoreSilentError("nobody asks the store any more: the board is closed")
+            raise StoreSilentError("nobody asks the store any more: the control store is closed")
         if self._lost is not None:
             raise StoreLostError(self._lost)
         answer: Future[Any] = Future()
         late = self._unanswered_since is not None
-        self._questions.put((answer, question))
+        self._requests.put((answer, request))
         try:
             return answer.result(_IMPATIENT_S if late else _LIMIT_S)
         except TimeoutError:
@@ -185,21 +122,21 @@ class StoreClient:
             raise StoreLostError(self._lost) from error
 
     def _answer(self, store: KeyValueStore) -> None:
-        while (entry := self._questions.get()) is not None:
-            answer, question = entry
+        while (entry := self._requests.get()) is not None:
+            answer, request = entry
             try:
-                answer.set_result(question(store))
+                answer.set_result(request(store))
             except Exception as error:
                 # Without the frames that it passed: they hold the store, and whoever asked may keep
                 # the error for long.
                 answer.set_exception(error.with_traceback(None))
             self._unanswered_since = None
-            # Nothing is kept alive while the next question is awaited.
-            del entry, answer, question
+            # Nothing is kept alive while the next request is awaited.
+            del entry, answer, request
 
 
 class KeyValueControlStore(ControlStore):
-    """Notes in a store, which any rank may read at any time.
+    """Entries in a store, which any rank may read at any time.
 
     Args:
         store: A part of it that nobody else writes to.
@@ -209,26 +146,29 @@ class KeyValueControlStore(ControlStore):
 
     def __init__(self, store: KeyValueStore, rank: int, size: int) -> None:
         super().__init__(rank, size)
-        self._clerk = StoreClient(store)
+        self._client = StoreClient(store)
 
     def close(self) -> None:
         """Let go of the store; nothing may be asked any more.
 
-        Rank 0 goes last, for a moment waits for the others: it may host the store, and torch would
+        Rank 0 waits a moment for the others to close theirs: it may host the store, and torch would
         complain on the standard error of whoever asks a store that is gone.
         """
-        self._leave_note(f"close/{self.rank}", "1")
-        if self.rank == 0 and self.all_left():
+        self._try_put(f"close/{self.rank}", "1")
+        if self.rank == 0 and self.all_deregistered():
             keys = [f"close/{rank}" for rank in range(self.size)]
-            self.wait_for(lambda: self.is_lost() or self._are_there(keys), _LIMIT_S)
-        self._clerk.close()
+            self.wait_for(lambda: self.is_lost() or self._try_has_all(keys), _LIMIT_S)
+        self._client.close()
 
     def _put(self, key: str, value: str, ranks: Iterable[int]) -> None:
-        write = self._clerk.set_first if key == "failure" else self._clerk.set
+        write = self._client.set_first if key == "failure" else self._client.set
         write(key, value)
 
     def _get(self, key: str) -> str | None:
-        return self._clerk.get(key)
+        return self._client.get(key)
+
+    def _delete(self, key: str) -> None:
+        self._client.delete(key)
 
     def _has_all(self, keys: Iterable[str]) -> bool:
-        return self._clerk.has_all(list(keys))
+        return self._client.has_all(list(keys))

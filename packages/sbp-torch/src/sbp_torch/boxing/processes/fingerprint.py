@@ -148,7 +148,7 @@ class FingerprintedCommunicator(Communicator):
         other = next((rank for rank, text in texts.items() if text != texts[self.rank]), None)
         if other is not None:
             raise self._mismatch({rank: _shown(text) for rank, text in texts.items()})
-        result = self._communicator.collective(
+        result: torch.Tensor = self._communicator.collective(
             step, shard, tag=tag, deadline_s=round(call.left_s, 3), donate=donate
         )
         self._note_sent(step)
@@ -179,7 +179,10 @@ class FingerprintedCommunicator(Communicator):
             theirs = self._await(sender, tag, mine, call)
             if theirs != mine:
                 raise self._mismatch({sender: _shown(theirs), self.rank: _shown(mine)})
-        return self._communicator.receive(step, shard, tag=tag, deadline_s=round(call.left_s, 3))
+        received: torch.Tensor = self._communicator.receive(
+            step, shard, tag=tag, deadline_s=round(call.left_s, 3)
+        )
+        return received
 
     def _await(self, sender: int, tag: str, mine: str, call: CollectiveCall) -> str:
         """Return the fingerprint that a sender has sent for a tag.

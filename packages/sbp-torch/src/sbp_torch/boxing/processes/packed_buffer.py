@@ -46,12 +46,12 @@ def unpack(
         pieces: In the order in which `pack` had those of each sender.
         parcels: What `pack` returned, by sender; shape (elements,).
     """
-    launch_specs = dict.fromkeys(parcels, 0)
+    offsets = dict.fromkeys(parcels, 0)
     values: list[tuple[Piece, torch.Tensor]] = []
     for piece in pieces:
         shape = tuple(stop - start for start, stop in piece.target)
-        start = launch_specs[piece.sender]
-        launch_specs[piece.sender] = start + prod(shape)
+        start = offsets[piece.sender]
+        offsets[piece.sender] = start + prod(shape)
         values.append((piece, parcels[piece.sender][start : start + prod(shape)].view(shape)))
     return values
 

@@ -138,7 +138,7 @@ def send_and_go(rank: int, communicator: Communicator, *, deadline_s: float, dev
         return 0.0
     time.sleep(0.5)
     received = communicator.receive(message(0, 1), None, tag="last words", deadline_s=deadline_s)
-    return received.sum().item()
+    return float(received.sum())
 
 
 def fail_while_waiting(
