@@ -10,14 +10,12 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
-from pkgutil import iter_modules
 
 # `python integration/signatures/document.py` is to find the package too.
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import sbp_aten.rules as families
+from sbp_aten.rules import FAMILIES
 from sbp_core.graph import Argument, Ref, Symbol, TensorType
 from sbp_core.sbp import NdSbp
 from sbp_core.signatures import OpCall, Signature1d, derivation, derive, installed
@@ -80,14 +78,13 @@ def _unsampled(shown: set[str]) -> str:
 
 def _families() -> dict[str, str]:
     """Return the module that holds the rule of each operator."""
-    names = [module.name for module in iter_modules(families.__path__)]
-    modules = {name: import_module(f"{families.__name__}.{name}") for name in names}
-    return {op: name for name, module in modules.items() for op in getattr(module, "RULES", {})}
+    own = {op: "sbp_ops" for op in installed().ops if op.startswith("sbp.")}  # the core's, too
+    return own | {op: name for name, family in FAMILIES.items() for op in family.RULES}
 
 
 def _about(family: str) -> str:
     """Return the first paragraph of a family's docstring."""
-    text = import_module(f"{families.__name__}.{family}").__doc__ or ""
+    text = FAMILIES[family].__doc__ or ""
     return text.split("\n\n")[0].replace("\n", " ")
 
 

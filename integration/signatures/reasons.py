@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sbp_aten.rules import foreach
+from sbp_aten.rules import FAMILIES
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ _FOREACH = "a signature cuts the tensors of one place, or all of them alike"
 
 def accident_of(op: str, shown: str, signature: str) -> str:
     """Return why a signature of a shown call is none in general; empty if nothing is known."""
-    if op in foreach.RULES:
+    if op in FAMILIES["foreach"].RULES:
         return _FOREACH
     for reason, where in _ACCIDENTS.items():
         ops = {

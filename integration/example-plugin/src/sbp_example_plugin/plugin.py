@@ -1,4 +1,4 @@
-"""The hooks of this plugin: names, settings, and where the objects are made. Imports no torch."""
+"""The hooks of this plugin: names, settings, and where the objects are made."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,7 @@
-"""The actor runtime of sbp: registers, credits and static order, one set of threads a rank."""
+"""The actor runtime of sbp: registers, credits and static order, one set of threads a rank.
+
+Stability: provisional.
+"""
 
 from __future__ import annotations
 

@@ -6,6 +6,8 @@ one set of ranks does, and how to wait for it), `outbox` (messages on their way)
 groups, and how they break), `communicator` (one step), `exit` (how a process leaves), `backend`.
 What all backends of several processes share is in `sbp_core.boxing`. Importing this package imports
 neither torch nor mpi4py.
+
+Stability: provisional.
 """
 
 from __future__ import annotations

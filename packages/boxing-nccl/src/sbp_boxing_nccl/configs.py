@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from sbp_core.boxing.processes.settings import check_meeting, check_times
+from sbp_core.boxing.processes.settings import check_rendezvous, check_timeouts
 from sbp_core.errors import ConfigError
 
 _DEVICE = re.compile(r"auto|cuda:(\d+)")
@@ -26,7 +26,7 @@ class MpiBoxingConfig:
     connect_timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
-        check_times(connect_timeout_s=self.connect_timeout_s)
+        check_timeouts(connect_timeout_s=self.connect_timeout_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +70,10 @@ class NcclBoxingConfig:
                 f"rank={self.rank} and world_size={self.world_size} are given by MPI",
                 accepted="null for both, or bootstrap=store",
             )
-        check_meeting(self.init_method, self.rank, self.world_size)
-        check_times(connect_timeout_s=self.connect_timeout_s, abort_timeout_s=self.abort_timeout_s)
+        check_rendezvous(self.init_method, self.rank, self.world_size)
+        check_timeouts(
+            connect_timeout_s=self.connect_timeout_s, abort_timeout_s=self.abort_timeout_s
+        )
 
     @property
     def device_index(self) -> int | None:

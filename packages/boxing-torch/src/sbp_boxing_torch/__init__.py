@@ -5,6 +5,8 @@ Read the modules in this order: `configs` (settings), `rendezvous` (who am I, wh
 `connections` (all groups, and how they break), `wire` (dtypes on the way), `communicator` (one
 step), `backend`. What all backends of several processes share is in `sbp_core.boxing`. Importing
 this package imports no torch.
+
+Stability: provisional.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The settings of the backend `torch`, validated on construction. Imports no torch."""
+"""The settings of the backend `torch`, validated on construction."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from sbp_core.boxing.processes.settings import check_meeting, check_times
+from sbp_core.boxing.processes.settings import check_rendezvous, check_timeouts
 from sbp_core.errors import ConfigError
 
 _DEVICE = re.compile(r"cpu|cuda(:\d+)?")
@@ -50,8 +50,8 @@ class TorchBoxingConfig:
                 f"transport={self.transport!r} does not move tensors of device={self.device!r}",
                 accepted=f"auto, {self._fitting_transport}",
             )
-        check_meeting(self.init_method, self.rank, self.world_size)
-        check_times(connect_timeout_s=self.connect_timeout_s)
+        check_rendezvous(self.init_method, self.rank, self.world_size)
+        check_timeouts(connect_timeout_s=self.connect_timeout_s)
 
     @property
     def _fitting_transport(self) -> str:

@@ -1,4 +1,4 @@
-"""The hooks of sbp-boxing-torch: one boxing backend. Imports no torch."""
+"""The hooks of sbp-boxing-torch: one boxing backend."""
 
 from __future__ import annotations
 

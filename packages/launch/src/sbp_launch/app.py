@@ -1,7 +1,7 @@
 """What the apps share: read the command line, check everything cheap, then hand over to Hydra.
 
 A wrong setting is answered before Hydra starts a job: no run folder, no traceback, exit code 2.
-What a run does is the trainer's. Imports no torch.
+What a run does is the trainer's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The cluster profile `local`: the ranks of one process, with declared rates. Imports no torch."""
+"""The cluster profile `local`: the ranks of one process, with declared rates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The group `compile`: how a step is captured, rewritten and laid out. Imports no torch."""
+"""The group `compile`: how a step is captured, rewritten and laid out."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The config of one run as values: `RunConfig`, `TrainerConfig`, a `PluginChoice` for each group.
 
-Knows nothing of Hydra: `check` makes these from what Hydra composed. Imports no torch.
+Knows nothing of Hydra: `check` makes these from what Hydra composed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The cluster profile `measured`: a mesh on a machine that `sbp-calibrate` has measured.
-
-Imports no torch.
-"""
+"""The cluster profile `measured`: a mesh on a machine that `sbp-calibrate` has measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the metrics of a run go: JSON lines, CSV, or nowhere. Imports no torch."""
+"""Where the metrics of a run go: JSON lines, CSV, or nowhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Patterns of names in a config: each must match something of the model. Imports no torch.
+"""Patterns of names in a config: each must match something of the model.
 
 A pattern that matches nothing is a slip of the pen, and would be ignored in silence.
 """

@@ -1,4 +1,4 @@
-"""What sbp-launch itself offers: optimizers, clusters, metric sinks. Imports no torch."""
+"""What sbp-launch itself offers: optimizers, clusters, metric sinks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What slices and recomputation come to in a plan, as lines for people. Imports no torch.
+"""What slices and recomputation come to in a plan, as lines for people.
 
 What all this leaves on each rank is in the table of its memory; here is what was given for it.
 """

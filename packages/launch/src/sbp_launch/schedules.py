@@ -1,4 +1,4 @@
-"""Learning-rate schedules: the factor of each step, a pure function of its number. No torch."""
+"""Learning-rate schedules: the factor of each step, a pure function of its number."""
 
 from __future__ import annotations
 

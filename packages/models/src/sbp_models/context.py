@@ -1,4 +1,4 @@
-"""The error for texts that are longer than a model looks back. Imports no torch."""
+"""The error for texts that are longer than a model looks back."""
 
 from __future__ import annotations
 

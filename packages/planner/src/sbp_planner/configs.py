@@ -1,7 +1,7 @@
 """The settings of the planners, validated on construction.
 
 Messages begin with the name of the setting, which `sbp_core.plugins.merge_settings` completes to
-its key. Imports no torch.
+its key.
 """
 
 from __future__ import annotations

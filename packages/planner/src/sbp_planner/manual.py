@@ -1,6 +1,6 @@
 """The planner `manual`: pins from the config, everything else inferred at least cost.
 
-Holds no inference; that is `sbp_core.infer`. Imports no torch.
+Holds no inference; that is `sbp_core.infer`.
 """
 
 from __future__ import annotations

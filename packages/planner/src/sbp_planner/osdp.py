@@ -16,7 +16,7 @@ The choice is exact (`knapsack`). It becomes pins on parameters, states, gradien
 batch is split; the rest is inferred. The model leaves out what the paper's does, such as the new
 values of states beside the old ones, so the plan is compiled and its memory computed from lifetimes
 (`sbp_core.check`); where that exceeds the limit, the choice is made again under a limit that is
-lower by as much. Holds the model; imports no torch.
+lower by as much. Holds the model.
 
 Source: Jiang et al., "OSDP: Optimal Sharded Data Parallel for Distributed Deep Learning", IJCAI
 2023, section 3.

@@ -1,6 +1,8 @@
-"""sbp-aten: what ATen's operators mean, as rules of signatures and passes over graphs. No torch.
+"""sbp-aten: what ATen's operators mean, as rules of signatures and passes over graphs.
 
 Everything is loaded when first used.
+
+Stability: provisional.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 Every kind of operator whose schema says that a result may alias an argument, and one that does so
 without saying it.
+
+Stability: internal.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """sbp-core: the algebra, the graph, the compiler, the contracts.
 
 Everything is loaded when first used.
+
+Stability: stable.
 """
 
 from __future__ import annotations

@@ -4,7 +4,9 @@ Within a step the plan is a deterministic dataflow program on counted tokens: wh
 actors fire in, the same firings happen (Kahn). So replaying the fixed thread orders once is a
 proof: either all firings happen, and the step ends in the marking it began with, so every later
 step goes the same way; or the replay stops, and the threads that wait for each other are the guilty
-cycle. No torch.
+cycle.
+
+Stability: provisional.
 """
 
 from __future__ import annotations

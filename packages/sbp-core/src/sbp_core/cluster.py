@@ -5,6 +5,8 @@
 
 `sbp-calibrate` writes such files; they may be edited by hand. Numbers are in SI base units, as in
 the classes that they are read into.
+
+Stability: stable.
 """
 
 from __future__ import annotations

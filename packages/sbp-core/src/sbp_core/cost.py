@@ -15,7 +15,6 @@
 A view moves and computes nothing: 0. The time that a step spends on links is `boxing.price`; the
 rest of a boxing is handling its steps and writing their results, so that a slice is not free
 either. Where a calibration measured whole calls of the transport, that rest is in it already.
-Imports no torch.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 A message says, in this order: what does not hold (with the values), where, what would be accepted,
 and what to do. Errors pickle, so that a worker process can hand one to its launcher.
+
+Stability: stable.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 `from sbp_core import check; check(plan)` and `from sbp_core.check import CheckReport` should both
 work, and importing the submodule rebinds the package's attribute to the module. So the module
 itself passes calls on.
+
+Stability: internal.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from inspect import Signature, signature
 from types import ModuleType
 from typing import Any
 
@@ -42,6 +45,11 @@ class _CallableModule(ModuleType):
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         function = getattr(self, self.__name__.rpartition(".")[2])
         return function(*args, **kwargs)
+
+    @property
+    def __signature__(self) -> Signature:
+        """What `inspect.signature` and help say of a call: the function's own signature."""
+        return signature(getattr(self, self.__name__.rpartition(".")[2]))
 
 
 def make_callable(name: str) -> None:

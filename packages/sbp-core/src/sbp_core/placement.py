@@ -1,6 +1,8 @@
 """Placements: meshes of ranks with named axes, and the groups that collectives work in.
 
-Holds no tensors and no policy. Imports no torch.
+Holds no tensors and no policy.
+
+Stability: stable.
 """
 
 from __future__ import annotations

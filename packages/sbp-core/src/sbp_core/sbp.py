@@ -5,6 +5,8 @@ are reduced to the logical one. `NdSbp` has one entry for each mesh axis. Tensor
 meshes have *axes*. This module holds values, text and geometry; which signatures an operator allows
 is `sbp_core.signatures`, how to get from one `NdSbp` to another is `sbp_core.boxing`. Imports no
 torch.
+
+Stability: stable.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a planner decides: the stage and signature of every op, the storage of every state.
 
 A `Strategy` is a value, readable and editable as a file. It says nothing about how it was found
-beyond `report`, and nothing about how it is run. Imports no torch.
+beyond `report`, and nothing about how it is run.
 
 In files, a decision on an op or a state is a text as errors print it, with its stage:
 
@@ -9,6 +9,8 @@ In files, a decision on an op or a state is a text as errors print it, with its 
 (NdSbp(S(0), S(1)),)
 >>> str(Storage.parse("(B, S(1))"))
 '(B, S(1)) @0'
+
+Stability: stable.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Strategies as YAML that a person can read, compare and edit. No torch; needs PyYAML.
+"""Strategies as YAML that a person can read, compare and edit. Needs PyYAML.
 
     planner: manual
     graph_hash: 0123456789abcdef
@@ -46,6 +46,8 @@ nodes:
     loss: (S(0)) (B) -> (S(0))
 >>> from_yaml(to_yaml(strategy)) == strategy
 True
+
+Stability: stable.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Numbers for people to read; inside, everything is in SI base units. Imports no torch."""
+"""Numbers for people to read; inside, everything is in SI base units.
+
+Stability: stable.
+"""
 
 from __future__ import annotations
 

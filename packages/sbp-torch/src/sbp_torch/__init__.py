@@ -1,6 +1,8 @@
 """sbp-torch: PyTorch for sbp. Capture, optimizers, execution, verification, boxing in one process.
 
 Everything is loaded when first used; importing this package imports no torch.
+
+Stability: stable.
 """
 
 from __future__ import annotations

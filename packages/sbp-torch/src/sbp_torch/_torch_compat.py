@@ -1,6 +1,8 @@
 """The private corners of PyTorch that we use; those of its optimizers are in `_torch_optim_compat`.
 
 Each entry names the versions it was tried on. Everything else in the package uses public names.
+
+Stability: internal.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What sbp-torch offers through the door that every plugin uses. Imports no torch."""
+"""What sbp-torch offers through the door that every plugin uses."""
 
 from __future__ import annotations
 

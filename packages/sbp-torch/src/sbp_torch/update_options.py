@@ -1,4 +1,7 @@
-"""What happens once a step beside the optimizer: `UpdateOptions`. Imports no torch."""
+"""What happens once a step beside the optimizer: `UpdateOptions`.
+
+Stability: provisional.
+"""
 
 from __future__ import annotations
 

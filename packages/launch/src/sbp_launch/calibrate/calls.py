@@ -1,6 +1,6 @@
 """What is measured: one call of a kind, in groups of a size, with a number of bytes.
 
-A call is the step that the router makes for it, on a mesh of the first ranks. Imports no torch.
+A call is the step that the router makes for it, on a mesh of the first ranks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The settings of `sbp-calibrate`, checked. Imports no torch."""
+"""The settings of `sbp-calibrate`, checked."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What the processes of a calibration are told, and what they tell: files, and lines of progress.
-
-Imports no torch.
-"""
+"""What the processes of a calibration are told and what they tell: files, lines of progress."""
 
 from __future__ import annotations
 

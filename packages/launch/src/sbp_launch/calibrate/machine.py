@@ -1,4 +1,4 @@
-"""What kind of machine this is: cores and memory, but not its name. Imports no torch."""
+"""What kind of machine this is: cores and memory, but not its name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Passes: pure functions graph -> graph, and the list that every training step goes through."""
+"""Passes: pure functions graph -> graph, and the list that every training step goes through.
+
+Stability: provisional.
+"""
 
 from __future__ import annotations
 

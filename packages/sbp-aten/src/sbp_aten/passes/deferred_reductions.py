@@ -11,7 +11,7 @@ rewritten here:
   micro-batch. If the places are on different stages, every micro-batch sends an addend as large as
   the parameter. Accumulated apart, the addends meet once a step.
 
-What is computed is the same up to the order of sums. No torch.
+What is computed is the same up to the order of sums.
 """
 
 from __future__ import annotations

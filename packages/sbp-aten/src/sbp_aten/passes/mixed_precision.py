@@ -2,7 +2,7 @@
 
 States stay float32, and are converted where they are used; `casts` then puts the conversions where
 they cost least. Losses are not scaled: float16 needs that (`torch.amp.GradScaler`'s scaling is part
-of a capture under autocast), bfloat16 does not. No torch.
+of a capture under autocast), bfloat16 does not.
 """
 
 from __future__ import annotations

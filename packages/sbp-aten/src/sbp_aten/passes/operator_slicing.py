@@ -15,7 +15,7 @@ What the parameter is sliced along follows from the operator:
     contraction  addends of y          addends of dx           rows of dW
 
 Slices along outputs give the same elements, put together by a copy; addends are summed in another
-order, and need no copy. No torch.
+order, and need no copy.
 
 Source: Jiang et al., "OSDP: Optimal sharded data parallel for distributed deep learning", IJCAI
 2023, section 3.3.

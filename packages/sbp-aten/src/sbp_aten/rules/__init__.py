@@ -13,11 +13,14 @@
 
 Without rules of their own: `arrangement`, `windows`, `updates`, `means`, `sliding` and `planes`
 hold what several families share.
+
+Stability: internal.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import ModuleType
 
 from sbp_aten.rules import (
     advanced,
@@ -67,51 +70,65 @@ from sbp_aten.views import VIEWS
 from sbp_core.plugins import EmptyConfig
 from sbp_core.signatures import Rule, RuleSet
 
+__all__ = ["FAMILIES", "GROUPED_MM", "GROUPED_MM_GRADIENTS", "RULES"]
+
+#: Name -> module of the rules of a family, whose docstring says what they have in common.
+FAMILIES: Mapping[str, ModuleType] = {
+    family.__name__.rpartition(".")[2]: family
+    for family in (
+        advanced,
+        attention,
+        batch_norm,
+        convolution,
+        ctc,
+        data_dependent,
+        distance,
+        elementwise,
+        embedding,
+        embedding_bag,
+        factories,
+        fft,
+        folding,
+        foreach,
+        fused,
+        grouped,
+        histograms,
+        index_put,
+        indexing,
+        layers,
+        linalg,
+        loss,
+        matmul,
+        memory,
+        nll,
+        normalisation,
+        padding,
+        pointwise,
+        pooling,
+        random,
+        rearrange,
+        recurrent,
+        reductions,
+        replace_view,
+        resampling,
+        reshape,
+        sbp_ops,
+        scans,
+        scatter,
+        selection,
+        triangular,
+        views,
+    )
+}
+
 #: Operator name -> rule. Operators that ATen tags as pointwise need none.
 RULES: Mapping[str, Rule] = {
-    **advanced.RULES,
-    **attention.RULES,
-    **batch_norm.RULES,
-    **convolution.RULES,
-    **ctc.RULES,
-    **data_dependent.RULES,
-    **distance.RULES,
-    **elementwise.RULES,
-    **embedding.RULES,
-    **embedding_bag.RULES,
-    **factories.RULES,
-    **fft.RULES,
-    **folding.RULES,
-    **foreach.RULES,
-    **fused.RULES,
-    **grouped.RULES,
-    **histograms.RULES,
-    **index_put.RULES,
-    **indexing.RULES,
-    **layers.RULES,
-    **linalg.RULES,
-    **loss.RULES,
-    **matmul.RULES,
-    **memory.RULES,
-    **nll.RULES,
-    **normalisation.RULES,
-    **padding.RULES,
-    **pointwise.RULES,
-    **pooling.RULES,
-    **random.RULES,
-    **rearrange.RULES,
-    **recurrent.RULES,
-    **reductions.RULES,
-    **replace_view.RULES,
-    **resampling.RULES,
-    **reshape.RULES,
-    **sbp_ops.RULES,
-    **scans.RULES,
-    **scatter.RULES,
-    **selection.RULES,
-    **triangular.RULES,
-    **views.RULES,
+    op: rule for family in FAMILIES.values() for op, rule in family.RULES.items()
 }
+
+#: Of `tokens (t, k) x weights (e, k, n)`, rows by group; and of the gradients of both.
+GROUPED_MM: Rule = grouped.PRODUCT
+GROUPED_MM_GRADIENTS: Rule = grouped.GRADIENTS
 
 
 def build(config: EmptyConfig) -> RuleSet:

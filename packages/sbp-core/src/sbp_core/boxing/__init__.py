@@ -6,6 +6,8 @@ by `algorithms`), `routes` (steps, time, and as a table), `router` (finds a rout
 
 `processes` has what backends of several processes are made of, `supervision` starts such processes
 and sees that they end. What touches tensors is in `sbp_torch.boxing`.
+
+Stability: provisional.
 """
 
 from __future__ import annotations
@@ -16,9 +18,8 @@ from sbp_core.exports import lazy
 
 if TYPE_CHECKING:
     from sbp_core.boxing.backend import BoxingBackend, Communicator
-    from sbp_core.boxing.router import conversion_bytes, route
+    from sbp_core.boxing.router import clear_routes, conversion_bytes, route
     from sbp_core.boxing.routes import Route
-    from sbp_core.boxing.routing.problem import pose
     from sbp_core.boxing.slices import (
         Bounds,
         Piece,
@@ -47,6 +48,7 @@ __all__ = [
     "StepKind",
     "bounds_of",
     "can_transfer",
+    "clear_routes",
     "collective_bytes",
     "collective_pieces",
     "conversion_bytes",
@@ -54,7 +56,6 @@ __all__ = [
     "itemsize",
     "local_transition",
     "partial_axes",
-    "pose",
     "route",
     "sent_bytes",
     "transfer_bytes",
@@ -81,7 +82,7 @@ __getattr__, __dir__ = lazy(
         "itemsize": "slices",
         "local_transition": "slices",
         "partial_axes": "slices",
-        "pose": "routing.problem",
+        "clear_routes": "router",
         "route": "router",
         "sent_bytes": "slices",
         "transfer_bytes": "slices",

@@ -19,7 +19,7 @@ share, L = ceil(log2 n). On links of one speed that nobody shares:
 and, where a group has several ranks on each of several nodes, `hierarchical`: inside the nodes,
 between ranks of the same place in their nodes, inside the nodes again. Whoever shares a link in a
 round divides its bandwidth, so a ring, which crosses each boundary once, can beat a way of fewer
-rounds. Adding up is not counted: `calibration` measures it. Imports no torch.
+rounds. Adding up is not counted: `calibration` measures it.
 
 Source: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in
 MPICH", IJHPCA 19 (2005), sections 4.1 to 4.5 and, for n that are no powers of two, 4.5; Patarasuk

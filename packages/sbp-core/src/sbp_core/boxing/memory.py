@@ -15,7 +15,7 @@ This is the most that an executor of `boxing.execute` and `boxing.processes.exch
 share memory where that is safe (a slice that is a view, a shard that was donated). A transport may
 hold more: bool and int16 sums over gloo are exchanged and over NCCL converted, up to two shards
 more; MPI keeps up to 16 MB of scratch for each group, and its all-reduces below 64 KB hold the
-shards of all ranks. Imports no torch.
+shards of all ranks.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ A step takes
   all pieces from one rank to another being one; likewise it receives;
 * a local step: nothing here (see `cost` for what it reads and writes).
 
-Bytes are in the steps themselves. Imports no torch.
+Bytes are in the steps themselves.
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ one `Step`: a collective on one mesh axis or on several merged ones, a local ste
 Here are the ways in, and the steps of the answer. What the answer depends on is
 `boxing.routing.problem`, the states `boxing.routing.layout`, what each step moves
 `boxing.routing.tables`, the search `boxing.routing.search`, prices in seconds `boxing.price`.
-Imports no torch.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from functools import lru_cache
 from sbp_core.boxing.routes import Route
 from sbp_core.boxing.routing.problem import Codes, Problem, State, pose
 from sbp_core.boxing.routing.search import Edge, shortest_path
-from sbp_core.boxing.routing.tables import tables
+from sbp_core.boxing.routing.tables import clear_tables, tables
 from sbp_core.boxing.slices import itemsize
 from sbp_core.boxing.step import Step
 from sbp_core.errors import SbpValueError
@@ -117,7 +116,9 @@ def _solve(problem: Problem) -> tuple[tuple[Edge, Codes], ...]:
     return tuple((edge, steps.codes(edge.target)) for edge in shortest_path(steps, start, end))
 
 
-def clear_routes() -> None:
-    """Forget all routes; for measuring. Tables of meshes are kept, see `tables.clear_tables`."""
+def clear_routes(*, meshes: bool = False) -> None:
+    """Forget all routes, and what is known of their meshes if asked to; for measuring."""
     _route.cache_clear()
     _solve.cache_clear()
+    if meshes:
+        clear_tables()

@@ -2,7 +2,7 @@
 
 Everything is worked out from the slices of the logical tensor that ranks hold (`Bounds`), so even
 and uneven splits, empty shards and any overlap of rank sets are the same case. Prices, executors
-and backends all read the pieces listed here. Moves nothing and imports no torch.
+and backends all read the pieces listed here. Moves nothing.
 
 Words used below: the *partials* of a `P` tensor are its addends (or arguments of max, min),
 numbered in row-major order over the mesh axes that are `P`; a *term* is one value that a receiver

@@ -2,7 +2,7 @@
 
 A step takes a tensor from one (placement, nd-SBP) to the next; its kind says which collective does
 it. A route is a list of steps. Nothing here moves data (`boxing.execute`, backends) or searches
-(`boxing.router`). Imports no torch.
+(`boxing.router`).
 """
 
 from __future__ import annotations

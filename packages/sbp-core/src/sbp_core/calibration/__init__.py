@@ -6,6 +6,8 @@ any call from what all kinds have in common), `held_out` (errors of predictions)
 (`Calibration`: the samples and both fits), `validate` (how far the fit is off where it did not
 look). The file of a whole machine is `cluster`. Measures nothing itself, and
 imports no torch.
+
+Stability: provisional.
 """
 
 from sbp_core.calibration.curve import Curve

@@ -5,6 +5,8 @@ In order: `lower` (with `legal`, `items`, `levels`), `buckets`, `segments` (with
 
 before: a graph of ops on logical tensors, and a signature for each
 after:  for each rank, actors with registers, quotas, threads and a fixed firing order
+
+Stability: provisional.
 """
 
 from __future__ import annotations

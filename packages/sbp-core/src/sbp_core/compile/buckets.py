@@ -1,4 +1,4 @@
-"""Buckets: small tensors that are boxed alike travel in one flat buffer. No torch.
+"""Buckets: small tensors that are boxed alike travel in one flat buffer.
 
 before: g1@(B) = all-reduce(g1)                      two calls, two latencies
         g2@(B) = all-reduce(g2)

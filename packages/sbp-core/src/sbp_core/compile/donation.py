@@ -5,7 +5,7 @@ after:  a = addcdiv(v, ...); v <- a; b = addcdiv(w, ...); w <- b            (`Ac
 
 A segment writes each state as soon as nothing of it looks at the old value any more, so that new
 values need not be there together. What a boxing step makes is copied after its firing. A step that
-fails after the first such write leaves states of two steps. No torch.
+fails after the first such write leaves states of two steps.
 """
 
 from __future__ import annotations

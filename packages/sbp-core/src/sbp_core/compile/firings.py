@@ -1,4 +1,4 @@
-"""The firing orders of a plan, worked off as data and credits allow. Counts only. No torch.
+"""The firing orders of a plan, worked off as data and credits allow. Counts only.
 
 The checker, the reference runtime and the prediction of memory each replay a step; what a firing
 does is theirs, which actor fires next is here.

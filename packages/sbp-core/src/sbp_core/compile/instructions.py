@@ -1,4 +1,4 @@
-"""What a segment executes: the operator calls of one rank, on keys and local sizes. No torch.
+"""What a segment executes: the operator calls of one rank, on keys and local sizes.
 
 before: view = view(%x, [128, 64])      logical sizes, on a mesh that splits dim 0 in two
 after:  view = reshape(%x, [64, 64])    what each rank runs

@@ -1,4 +1,4 @@
-"""What lowering makes: items, how their keys lie, and what leaves the graph. No torch.
+"""What lowering makes: items, how their keys lie, and what leaves the graph.
 
 An item is the same for all ranks; `segments` makes actors of each rank out of them.
 """

@@ -1,7 +1,7 @@
 """Whether a strategy is one for a graph: complete, on stages that there are, and legal op by op.
 
 A strategy may have been edited by hand or made by anybody's planner. One that is not legal would
-run and give wrong numbers, so nothing is compiled before it has passed here. No torch.
+run and give wrong numbers, so nothing is compiled before it has passed here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which items go together: levels, which count the boxing steps before an item. No torch.
+"""Which items go together: levels, which count the boxing steps before an item.
 
 Items of one stage, phase, rate and level need nothing that was boxed after any of them, so they
 make one segment.

@@ -1,4 +1,4 @@
-"""When values die inside a segment, as generated code, runtimes and memory agree. No torch."""
+"""When values die inside a segment, as generated code, runtimes and memory agree."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ after:  x@0(B) = all-reduce(x); y = mm(x@0(B), w)
 
 Conversions of one value to one target are shared by all their consumers. A sharded parameter is
 gathered right before it is used, and anew for the backward phase if `Strategy.regather` says so, so
-that no gathered copy lives longer than its use. No torch.
+that no gathered copy lives longer than its use.
 """
 
 from __future__ import annotations

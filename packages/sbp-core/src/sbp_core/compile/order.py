@@ -3,7 +3,7 @@
 Sends go first, since another rank waits for them; then forward firings, then older micro-batches,
 so the quotas alone decide the schedule: as many as there are micro-batches give GPipe, `stages -
 stage` gives 1F1B. A collective starts on all ranks of its group at once, hence in one order
-everywhere. No torch.
+everywhere.
 """
 
 from __future__ import annotations

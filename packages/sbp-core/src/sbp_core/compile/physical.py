@@ -1,7 +1,7 @@
 """The physical plan: for every rank its actors, registers, threads and firing order.
 
 A plan is a synchronous-dataflow graph that says everything a runtime needs and nothing else: it is
-serialisable, hashable, executed by runtimes, replayed by `sbp_core.check`. No torch.
+serialisable, hashable, executed by runtimes, replayed by `sbp_core.check`.
 
 Keys name what a rank holds: `x` is a value as its op makes it, `x@1(S(0), B)` the same logical
 value boxed to stage 1 and that nd-SBP. Actors read graph inputs (states, batch, scalars) by name

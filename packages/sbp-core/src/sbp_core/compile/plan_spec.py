@@ -1,4 +1,4 @@
-"""What is legal in a `PhysicalPlan` as it stands, before a step of it is replayed. No torch.
+"""What is legal in a `PhysicalPlan` as it stands, before a step of it is replayed.
 
 A plan may come from a file that somebody edited. What replays it (`sbp_core.check`) and what runs
 it rely on what is checked here; that it comes to an end is checked by replaying it.

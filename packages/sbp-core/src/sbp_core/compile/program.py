@@ -1,4 +1,4 @@
-"""What all ranks of a plan have in common: the items, where keys lie, their sizes. No torch."""
+"""What all ranks of a plan have in common: the items, where keys lie, their sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Registers and links: who hands what to whom, and how much of it may be alive. No torch."""
+"""Registers and links: who hands what to whom, and how much of it may be alive."""
 
 from __future__ import annotations
 

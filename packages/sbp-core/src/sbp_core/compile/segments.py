@@ -1,7 +1,7 @@
 """Form actors: compute segments, boxing actors and accumulations, for each rank.
 
 Items of one (stage, phase, rate, level) become one compute segment. Names of actors are equal on
-all ranks. No torch.
+all ranks.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Registers and links are first-in first-out, so a count of fillings and a count of readings by each
 consumer is their whole state. The scheduler plays the game to find an order, `sbp_core.check`
-replays the order to prove it, and the reference runtime replays it with real tensors. No torch.
+replays the order to prove it, and the reference runtime replays it with real tensors.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The logical graph: IR, file format, specification, passes. In the order a program meets them."""
+"""The logical graph: IR, file format, specification, passes. In the order a program meets them.
+
+Stability: provisional.
+"""
 
 from __future__ import annotations
 

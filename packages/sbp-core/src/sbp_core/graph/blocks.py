@@ -1,4 +1,4 @@
-"""Blocks: the repeated parts of a model, told from the paths of its modules. No torch."""
+"""Blocks: the repeated parts of a model, told from the paths of its modules."""
 
 from __future__ import annotations
 

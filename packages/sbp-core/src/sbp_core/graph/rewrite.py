@@ -1,4 +1,4 @@
-"""Small steps that passes are made of: rename uses, drop nodes. No torch."""
+"""Small steps that passes are made of: rename uses, drop nodes."""
 
 from __future__ import annotations
 

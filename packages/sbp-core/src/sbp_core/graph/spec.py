@@ -1,4 +1,4 @@
-"""What is legal in a `LogicalGraph`, and the verifier that every pass is followed by. No torch."""
+"""What is legal in a `LogicalGraph`, and the verifier that every pass is followed by."""
 
 from __future__ import annotations
 

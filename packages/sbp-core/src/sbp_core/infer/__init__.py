@@ -2,7 +2,9 @@
 
 In the order in which they are used: `stages` (where each node runs), `pins` (what is decided),
 `work` (what is to be decided), `axis` (one mesh axis as a min-sum problem), `minsum` (solves it),
-`predict` (what the result costs). Imports no torch.
+`predict` (what the result costs).
+
+Stability: provisional.
 """
 
 from sbp_core.infer.pins import PinValue

@@ -21,7 +21,7 @@ Pinning an input says how it is *stored*. Pinning a value, or an input with `use
 pattern, says how it is *used*: whatever its producer makes, or however it is stored, it is boxed to
 that SBP once, and every op that uses it takes it so, also where it looks at it through a view. The
 words are wishes where they cannot hold (a state without dims, an op that cannot take a split
-sample); all other pins are demands. Imports no torch; decides nothing that is not pinned.
+sample); all other pins are demands. Decides nothing that is not pinned.
 """
 
 from __future__ import annotations

@@ -19,7 +19,6 @@ one after the other (no overlap). With one stage this is M m + s.
 
 All for the rank that holds the most, as if all of it met: an estimate. The memory that a plan must
 keep to comes from lifetimes (`sbp_core.check`).
-Imports no torch.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The search decides one mesh axis at a time, so it prices a conversion as the route on the mesh of
 one axis that a group of ranks along that axis is. The whole plan is priced again, with whole
-routes, when it is done. Imports no torch.
+routes, when it is done.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Mesh axes are decided one after the other, the outermost first, each exactly where that is possible
 (`axis`, `minsum`). This decomposition is legal because an n-D signature is legal iff its entries
 are legal on every axis and the axes do not clash, which later axes take into account; it is not
-always the n-D optimum, since an early axis does not foresee a later one. Imports no torch.
+always the n-D optimum, since an early axis does not foresee a later one.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ batch), to their users, backward nodes to their forward node, optimizer nodes to
 An input that several stages use, such as a tied weight, lives on the first of them, which sends it
 to the others.
 Without patterns the forward pass is cut, between blocks, so that the largest stage has the least
-work. Imports no torch; says nothing about SBP.
+work. Says nothing about SBP.
 """
 
 from __future__ import annotations

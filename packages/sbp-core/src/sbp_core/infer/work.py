@@ -1,6 +1,6 @@
 """The work of one step, prepared for the search, and what has been decided of it so far.
 
-Imports no torch; searches nothing.
+Searches nothing.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 `lifetime` says when each storage lives, by a `ledger`; `communication_buffers` what transports
 between processes hold beside them, `report` what that comes to, by `kinds`. How results lie in
 memory is known to the tensor library; `prediction` puts all of it together.
+
+Stability: provisional.
 """
 
 from __future__ import annotations

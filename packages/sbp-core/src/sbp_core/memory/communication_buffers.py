@@ -1,4 +1,4 @@
-"""What a transport between processes holds beside the shards while a step runs. No torch.
+"""What a transport between processes holds beside the shards while a step runs.
 
 Ranks that are threads hand shards over by reference, and their results are made where they stay; a
 process packs what it sends and receives parcels (`boxing.processes`). How large these get follows

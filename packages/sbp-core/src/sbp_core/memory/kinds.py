@@ -1,4 +1,4 @@
-"""What a rank's memory is for: kinds, and which keys of a plan are of which. No torch.
+"""What a rank's memory is for: kinds, and which keys of a plan are of which.
 
 | kind | what |
 |---|---|

@@ -1,4 +1,4 @@
-"""The storages of one rank during a step: made, held, dropped, and what they are for. No torch."""
+"""The storages of one rank during a step: made, held, dropped, and what they are for."""
 
 from __future__ import annotations
 

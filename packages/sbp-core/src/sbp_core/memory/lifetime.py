@@ -1,4 +1,4 @@
-"""When each storage of each rank is made and dropped, over one step of a plan. No torch.
+"""When each storage of each rank is made and dropped, over one step of a plan.
 
 The step is replayed in the plan's firing orders, as runtimes do it, with counts of holders instead
 of tensors:

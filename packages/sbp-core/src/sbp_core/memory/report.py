@@ -1,4 +1,4 @@
-"""What a plan needs of each rank's memory: the peak, what is alive there, tables. No torch.
+"""What a plan needs of each rank's memory: the peak, what is alive there, tables.
 
 rank  peak      parameters  states    activations  temporaries  at
 0     12.6 MB   4.2 MB      4.2 MB    3.1 MB       1.1 MB       backward.0.0, h.1.mlp.mm_3

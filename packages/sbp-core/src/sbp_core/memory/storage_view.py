@@ -1,4 +1,4 @@
-"""How a tensor lies in memory, as values: strides, storage, offset. No torch."""
+"""How a tensor lies in memory, as values: strides, storage, offset."""
 
 from __future__ import annotations
 

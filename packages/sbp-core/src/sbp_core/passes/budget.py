@@ -24,7 +24,7 @@ option for each run, exactly, bytes being counted in units of which the budget h
     minimise  sum_runs work   subject to   sum_runs kept + max_runs made again <= budget
 
 since while one run's backward nodes run, what it made again for them lives beside what is kept.
-Blocks that are alike are solved once. Of non-hull options nothing is tried. No torch.
+Blocks that are alike are solved once. Of non-hull options nothing is tried.
 
 Source: Jain et al., "Checkmate", MLSys 2020, for the problem; Beaumont et al., "Optimal
 checkpointing for heterogeneous chains", 2019, for the chain; PyTorch's

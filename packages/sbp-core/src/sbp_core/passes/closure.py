@@ -10,7 +10,7 @@ source side of the cut is what is taken,
     source -> x     infinite     if x is required         x -> y      infinite    if x asks for y
 
 Source: Picard, "Maximal closure of a graph", Management Science 22 (1976); the flow is Dinic's
-(1970). Weights are integers, so that nothing is lost to rounding. No torch.
+(1970). Weights are integers, so that nothing is lost to rounding.
 """
 
 from __future__ import annotations

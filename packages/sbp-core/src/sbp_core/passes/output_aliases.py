@@ -1,4 +1,4 @@
-"""Let what leaves the step lie in memory of its own. No torch."""
+"""Let what leaves the step lie in memory of its own."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ What may be made again is said in one of three ways, which add up: modules by pa
 `torch.utils.checkpoint` in the user's model, or a budget, within which `budget` chooses. Operators
 that draw from PyTorch's own random streams are never run twice; `sbp.random_*` are, since they draw
 the same numbers again. States that the forward phase replaces, such as batch-norm statistics, are
-replaced once: what is made again of them nobody takes. No torch.
+replaced once: what is made again of them nobody takes.
 
 Source: Chen, Xu, Zhang, Guestrin, "Training deep nets with sublinear memory cost", 2016.
 """

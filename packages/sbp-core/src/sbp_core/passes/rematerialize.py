@@ -6,7 +6,7 @@ region, and those of its nodes that are not made again. So no two regions' value
 
 The nodes made again wait for the gradient that comes into their region: their arguments pass
 through `sbp.after(x, gradient)`, which is x and no copy, and gives no backward schedule a chance to
-run them early. No torch.
+run them early.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What the forward phase keeps for the backward phase: how many bytes, and what it took to make.
 
-Sizes are those of whole logical tensors of one micro-batch. No torch.
+Sizes are those of whole logical tensors of one micro-batch.
 """
 
 from __future__ import annotations

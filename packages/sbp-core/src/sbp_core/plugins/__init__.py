@@ -3,6 +3,8 @@
 A plugin module says `from sbp_core.plugins import Factory, hookimpl` and states `SBP_API_VERSION`;
 an app says `discover().make(kind, name, settings)`. What an object of each kind must do is in
 `plugins.kinds`, and for those that speak PyTorch in `sbp_torch.kinds`.
+
+Stability: stable.
 """
 
 from sbp_core.plugins.discovery import PluginSource, discover

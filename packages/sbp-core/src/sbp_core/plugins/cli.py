@@ -1,6 +1,6 @@
 """The command `sbp-plugins`: what is installed, from where, and whether it is healthy.
 
-Prints; decides nothing. Imports no torch.
+Prints; decides nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The contract of runtimes: start a plan on states, run steps, hand states back."""
+"""The contract of runtimes: start a plan on states, run steps, hand states back.
+
+Stability: provisional.
+"""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ classes nor modules, so reading it runs no code but that of the classes that are
 a file holds, reading it ends: in a value, or in an `SbpError` that names the place.
 
 In order: `misfit` (what is wrong with a value, and where), `plain` (numbers, text, any JSON value),
-`typed` (all other types), `document` (whole files, which say what they are). No torch.
+`typed` (all other types), `document` (whole files, which say what they are).
 
 >>> from sbp_core.cluster import Link
 >>> dump(Link(latency_s=1e-6, bytes_per_s=1e9), Link)
@@ -30,6 +30,8 @@ Traceback (most recent call last):
 sbp_core.errors.SbpValueError: bytes_per_s is 'much'
   in desk.json
   accepted here: a number
+
+Stability: internal.
 """
 
 from sbp_core.serialize.document import Document, parse, read_text

@@ -3,6 +3,8 @@
 `notation` is the language, a `rule` says what an operator means, `registry` whose rule it is,
 `derive` finds the signatures, `check` answers illegal ones, `localize` says what one rank executes.
 The rules of ATen's operators are in `sbp_aten`; `sbp_torch.signatures` verifies by execution.
+
+Stability: provisional.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Reading the arguments of a call: by position or name, and which tensor argument is which.
 
-Holds no meaning of any operator. Imports no torch.
+Holds no meaning of any operator.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Axes combine freely, but for what `Requirement`s say of axes that split one label; and once earlier
 axes have split the slower labels of a dim down to one element, a later axis may split the next
-label of that dim. No tensor is partial under two reductions. Imports no torch.
+label of that dim. No tensor is partial under two reductions.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One call of an operator, as signatures see it: op, arguments, and types. Imports no torch."""
+"""One call of an operator, as signatures see it: op, arguments, and types."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Whether an assignment is legal, and the answer to one that is not.
 
 The answer names the nearest legal signatures, why others fail, and the boxing that would make it
-legal, with its bytes. Imports no torch.
+legal, with its bytes.
 """
 
 from __future__ import annotations

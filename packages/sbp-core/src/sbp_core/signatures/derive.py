@@ -2,7 +2,7 @@
 
 For one mesh axis they follow from the labels (split one of them), from linearity and monotony
 (partial in, partial out), and there is always "all B". Rejected candidates are kept with their
-reasons, for error messages. How several axes combine is `signatures.axes`. Imports no torch.
+reasons, for error messages. How several axes combine is `signatures.axes`.
 """
 
 from __future__ import annotations

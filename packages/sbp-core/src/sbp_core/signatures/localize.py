@@ -1,7 +1,7 @@
 """What one rank executes for a call.
 
 Most operators run unchanged on their shards; the arguments of some change, as the localiser of
-their rule says. Imports no torch.
+their rule says.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A rule: what an operator means, and how its arguments change on a shard.
 
 Rules of PyTorch's operators are in `signatures.rules`, by family; third parties add theirs through
-the hook `sbp_signatures`. Imports no torch.
+the hook `sbp_signatures`.
 """
 
 from __future__ import annotations

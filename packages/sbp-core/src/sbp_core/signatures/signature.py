@@ -1,4 +1,4 @@
-"""A signature along one mesh axis, and what several axes have to fulfil together. No torch."""
+"""A signature along one mesh axis, and what several axes have to fulfil together."""
 
 from __future__ import annotations
 

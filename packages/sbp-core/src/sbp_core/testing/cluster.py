@@ -4,7 +4,7 @@
         def make_factory(self):
             return build(MyConfig())
 
-Imports no torch.
+Stability: stable.
 """
 
 from __future__ import annotations

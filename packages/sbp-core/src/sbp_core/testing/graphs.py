@@ -1,4 +1,7 @@
-"""Hand-made graphs and machines, for tests that need no tensor library."""
+"""Hand-made graphs and machines, for tests that need no tensor library.
+
+Stability: internal.
+"""
 
 from __future__ import annotations
 

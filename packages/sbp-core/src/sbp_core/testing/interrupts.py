@@ -1,4 +1,7 @@
-"""SIGINT in tests that send it: heard, whatever the tests were started by."""
+"""SIGINT in tests that send it: heard, whatever the tests were started by.
+
+Stability: internal.
+"""
 
 from __future__ import annotations
 

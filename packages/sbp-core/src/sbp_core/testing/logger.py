@@ -7,7 +7,9 @@
             return [(line.step, line.metrics) for line in parse(run_folder / "my.log")]
 
 A sink that keeps nothing sets `keeps = False`. The tests take
-pytest's fixture `tmp_path`. Imports no torch.
+pytest's fixture `tmp_path`.
+
+Stability: stable.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Marks on the tests of suites, which are there whether pytest is or not."""
+"""Marks on the tests of suites, which are there whether pytest is or not.
+
+Stability: internal.
+"""
 
 from __future__ import annotations
 

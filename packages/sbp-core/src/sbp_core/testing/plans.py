@@ -1,4 +1,7 @@
-"""Strategies and plans written by hand or inferred, on hand-made graphs."""
+"""Strategies and plans written by hand or inferred, on hand-made graphs.
+
+Stability: internal.
+"""
 
 from __future__ import annotations
 

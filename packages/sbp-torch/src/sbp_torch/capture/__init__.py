@@ -1,4 +1,7 @@
-"""Capture: an ordinary PyTorch training step -> `LogicalGraph`. The only room that knows FX."""
+"""Capture: an ordinary PyTorch training step -> `LogicalGraph`. The only room that knows FX.
+
+Stability: provisional.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The part of a step after the gradients: unscaling, clipping, the optimizer, averages."""
+"""The part of a step after the gradients: unscaling, clipping, the optimizer, averages.
+
+Stability: provisional.
+"""
 
 from __future__ import annotations
 

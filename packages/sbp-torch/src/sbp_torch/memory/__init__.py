@@ -1,4 +1,7 @@
-"""How results lie in memory, as PyTorch lays them (`layout`); what a session holds (`meter`)."""
+"""How results lie in memory, as PyTorch lays them (`layout`); what a session holds (`meter`).
+
+Stability: provisional.
+"""
 
 from __future__ import annotations
 

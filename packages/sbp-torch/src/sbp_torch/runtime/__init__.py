@@ -2,7 +2,9 @@
 
 `reference` runs all ranks in lock-step in one thread, `single` a graph on one device; `store` holds
 what a rank keeps between steps, `accumulation` what it sums over micro-batches, `partial_update`
-says what is left when a step failed while states were overwritten. Importing this imports no torch.
+says what is left when a step failed while states were overwritten.
+
+Stability: provisional.
 """
 
 from __future__ import annotations

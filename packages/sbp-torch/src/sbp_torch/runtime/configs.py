@@ -1,4 +1,7 @@
-"""Settings of the reference runtime. Nothing heavy."""
+"""Settings of the reference runtime.
+
+Stability: provisional.
+"""
 
 from __future__ import annotations
 

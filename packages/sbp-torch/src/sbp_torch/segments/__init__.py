@@ -2,6 +2,8 @@
 
 `execution` chooses; `codegen`, `inductor` and `cudagraph` make the functions, the last two of what
 `split` leaves of a segment.
+
+Stability: internal.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The settings of compute segments, which runtimes have in common. Nothing heavy."""
+"""The settings of compute segments, which runtimes have in common.
+
+Stability: internal.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Candidates for discovery: which cuts of the inputs of a call to try, the promising ones first.
 
-Knows no operator. Imports no torch.
+Knows no operator.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What was found out about an operator by execution, and where it is kept between runs.
 
 This module holds values and files; `discover` finds. It is the only one of the package that reads
-the environment (`XDG_CACHE_HOME`). Imports no torch.
+the environment (`XDG_CACHE_HOME`).
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@
 
 `prefix_property = True` claims that every batch size sees the same sequence of samples. A data set
 that also fulfils `TextDataset` is checked as one. Needs torch.
+
+Stability: stable.
 """
 
 from __future__ import annotations

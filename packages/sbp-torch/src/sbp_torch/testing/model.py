@@ -8,6 +8,8 @@
 
 Batches should have samples that differ. A model that also fulfils `LanguageModel` is checked as
 one; it says how many tokens it knows in `vocabulary`. Needs torch.
+
+Stability: stable.
 """
 
 from __future__ import annotations

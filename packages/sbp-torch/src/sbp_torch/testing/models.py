@@ -1,4 +1,7 @@
-"""Small one-device programs for the tests of capture, compilation and runtimes."""
+"""Small one-device programs for the tests of capture, compilation and runtimes.
+
+Stability: internal.
+"""
 
 from __future__ import annotations
 

@@ -6,6 +6,8 @@
 
 The update is captured with the step of a small MLP, and compared with PyTorch's own: bit for bit,
 unless the suite says otherwise. Needs torch.
+
+Stability: stable.
 """
 
 from __future__ import annotations

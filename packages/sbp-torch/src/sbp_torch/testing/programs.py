@@ -2,6 +2,8 @@
 
 `capture_tiny` gives a whole training step of an MLP; `one_device_run` the losses and states that
 every plan of a step must come to. Knows torch.
+
+Stability: internal.
 """
 
 from __future__ import annotations

@@ -8,6 +8,8 @@ Every case captures, plans, compiles and checks a training step of a small MLP, 
 compares every loss and every rank's shard of every state, bit for bit with the reference runtime
 and within 1e-9 (float64) with one device. A runtime that does not use the backend it is given sets
 `uses_backend = False`. Needs torch.
+
+Stability: stable.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@
 `manifest` says what a rank sends and receives, `traffic` counts what it hands over. How ranks learn
 that one of them failed: `control_store` (what they leave for each other), `store_client` (one in a
 key-value store), `membership` (their processes) and `failure_detector` (the thread that looks).
+
+Stability: internal.
 """
 
 from __future__ import annotations

@@ -82,7 +82,9 @@ class CollectiveCall:
         """Make the error for ranks that did not arrive, with what is known about them."""
         ranks = list(ranks)
         error = missing_ranks(self.step, self.tag, ranks, self.deadline_s, rank=self.rank)
-        return BoxingError(error.what, where=(*error.where, *self.describe_ranks(ranks)), todo=error.todo)
+        return BoxingError(
+            error.what, where=(*error.where, *self.describe_ranks(ranks)), todo=error.todo
+        )
 
     def failed(
         self, why: str, *, todo: str = _AFTER_A_FAILURE, involved: Iterable[int] = ()

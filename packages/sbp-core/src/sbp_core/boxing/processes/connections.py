@@ -163,9 +163,7 @@ class Connections(ABC):
         """
         if self._failure is None:
             reason = None if self._detector is None else self._detector.investigate(_REASON_S)
-            self._fail_because(
-                reason or f"a rank has ended, or its connection is lost ({report})"
-            )
+            self._fail_because(reason or f"a rank has ended, or its connection is lost ({report})")
         return call.failed(report if self._failure is None else words_of(self._failure))
 
     # The end.
@@ -182,7 +180,9 @@ class Connections(ABC):
     def fail(self, error: BaseException) -> None:
         """Make every call fail, here and on the ranks that wait for this one."""
         words = words_of(error)
-        self._break(error, f"rank {self.control_store.rank} reported: {words}" if self._met else words)
+        self._break(
+            error, f"rank {self.control_store.rank} reported: {words}" if self._met else words
+        )
 
     def close(self) -> None:
         """Release everything; waits a while for messages and ranks that are on their way."""

@@ -12,17 +12,18 @@ takes long, goes wrong or ends.
 | `heartbeat/RANK` | `send_heartbeat` | a number, another one each time |
 | `failure` | `announce_failure` | why the run failed; the first text stays |
 | `acknowledged/RANK` | `acknowledge_failure` | the rank has read that |
-| `deregistered/RANK`, `deregistered/any` | `deregister` | the rank (or one at least) needs no other |
+| `deregistered/RANK`, `deregistered/any` | `deregister` | the rank (or any) needs no other |
 | `transport/...` | `publish` | whatever a backend wants its ranks to know |
 
-How entries travel is a subclass's: `store_client` keeps them in a key-value store, boxing-nccl sends
-them as messages of MPI.
+How entries travel is a subclass's: `store_client` keeps them in a key-value store, boxing-nccl
+sends them as messages of MPI.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import ClassVar
 
 from sbp_core.boxing.processes.call import wait_until
@@ -220,10 +221,8 @@ class ControlStore(ABC):
         """Return an entry that was published for this rank alone, and delete it."""
         text = self.lookup(key)
         if text is not None:
-            try:
+            with suppress(StoreSilentError):  # seen as a failure by whoever looks next
                 self._delete(f"transport/{key}")
-            except StoreSilentError:  # seen as a failure by whoever looks next
-                pass
         return text
 
     def wait_for(self, done: Callable[[], bool], limit_s: float) -> bool:

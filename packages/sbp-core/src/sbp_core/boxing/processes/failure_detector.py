@@ -2,7 +2,7 @@
 
 Without it a rank would learn so only where it happens to be connected to that other one, by an
 error of the transport that names nobody, and a rank that computes not at all. Looks at the board
-and at the processes of this host; what then breaks is `connections`. Imports no torch.
+and at the processes of this host; what then breaks is `connections`.
 """
 
 from __future__ import annotations

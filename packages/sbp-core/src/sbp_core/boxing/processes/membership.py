@@ -1,6 +1,6 @@
 """The processes of a run: where each rank lives, and whether it still runs.
 
-What ranks tell each other is `board`; who looks, and when, is `watch`. Imports no torch.
+What ranks tell each other is `board`; who looks, and when, is `watch`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class Member:
     Args:
         rank: Its rank.
         host: Name of its host.
-        pid_namespace: What tells apart hosts, and containers, whose process ids mean nothing to each other.
+        pid_namespace: What tells apart hosts, and containers, whose process ids mean nothing to
+            each other.
         pid: Its process id.
         started: When it started, in ticks since its host did; 0 if that is not known.
     """

@@ -1,6 +1,6 @@
 """A backend whose processes have one rank each: the life of its connections and communicator.
 
-How the processes find each other is the transport's. Moves nothing and imports no torch.
+How the processes find each other is the transport's. Moves nothing.
 """
 
 from __future__ import annotations

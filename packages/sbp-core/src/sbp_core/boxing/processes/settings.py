@@ -1,6 +1,8 @@
 """Checks of settings that backends of several processes have in common.
 
 Kept apart from those backends: configs are read without them.
+
+Stability: internal.
 """
 
 from __future__ import annotations

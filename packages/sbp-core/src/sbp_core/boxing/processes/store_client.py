@@ -25,6 +25,7 @@ _LIMIT_S = 1.0
 #: Seconds that it gets while an earlier request is not answered.
 _IMPATIENT_S = 0.01
 
+
 class KeyValueStore(Protocol):
     """The part of a key-value store that is used; raises `RuntimeError` if it is lost."""
 

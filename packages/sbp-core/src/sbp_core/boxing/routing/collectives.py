@@ -1,7 +1,7 @@
 """What every collective and local step within a layout moves and holds, all at once.
 
 The definitions are those of `boxing.slices` and `boxing.memory`, worked out here for all pairs of
-states together; tests hold the two against each other. Imports no torch.
+states together; tests hold the two against each other.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ An entry is an int here (`encode`): `S(dim)` is its dim, `B` and the partials ar
 `Layout` has one row for each nd-SBP that a search may visit, in a fixed order, and numpy arrays of
 what depends on the row alone. `lengths` and `covers` are what one split of one dim does, shared by
 all tensors that have a dim of that extent. Sets of mesh axes are bit masks (axis 0 is bit 0), ranks
-are positions in mesh order. Holds no prices. Imports no torch.
+are positions in mesh order. Holds no prices.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The messages of one `TRANSFER`: how much each rank sends each other one, without its pieces.
 
 The rules are those of `slices.transfer_pieces`, worked out here for all pairs of ranks together;
-tests hold the two against each other. Ranks are positions in their meshes. Imports no torch.
+tests hold the two against each other. Ranks are positions in their meshes.
 """
 
 from __future__ import annotations

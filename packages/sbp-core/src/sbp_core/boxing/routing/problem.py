@@ -3,7 +3,7 @@
 Ranks become positions in meshes, `max` the first of max and min that appears, and the states to
 visit a few entries an axis. Where all splits of all dims are even, extents do not matter, dims are
 numbered in order of appearance and the tensor has as many elements as counting exactly takes; so
-conversions of all such tensors share their answers. Imports no torch.
+conversions of all such tensors share their answers.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ later step needs more memory anyway). Three passes, each over what the one befor
 
 The tables know the memory of a transfer from below only; a path that comes out is held against the
 exact value, and the last two passes are repeated until it stands. Knows states as numbers; steps
-are made by `boxing.router`. Imports no torch.
+are made by `boxing.router`.
 """
 
 from __future__ import annotations

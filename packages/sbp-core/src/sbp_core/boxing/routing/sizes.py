@@ -1,7 +1,7 @@
 """How the router counts: the elements of shards, and of what ranks have in two states.
 
 Where every split of every dim is even, a count holds for all such tensors: then dims have as small
-an extent as can be and the whole tensor is `whole` elements (`Sizes`). Imports no torch.
+an extent as can be and the whole tensor is `whole` elements (`Sizes`).
 """
 
 from __future__ import annotations

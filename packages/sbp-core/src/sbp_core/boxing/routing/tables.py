@@ -3,7 +3,7 @@
 States are numbered: those of the source placement, then those of the target placement if it is
 another one. Tables are filled by `boxing.routing.collectives` and `boxing.routing.transfers` and
 kept; what they hold depends on the meshes, the tensor's extents and the entries that axes may have,
-not on source and target. Imports no torch.
+not on source and target.
 """
 
 from __future__ import annotations

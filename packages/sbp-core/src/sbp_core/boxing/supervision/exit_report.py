@@ -1,6 +1,6 @@
 """How the processes of a run ended, as values and as the message that a user reads.
 
-Made by `boxing.supervision.supervise`. Imports no torch.
+Made by `boxing.supervision.supervise`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Starts of one process a rank, which meet at an address: with the variables that torchrun sets.
-
-Imports no torch.
-"""
+"""Starts of one process a rank, which meet at an address: with the variables that torchrun sets."""
 
 from __future__ import annotations
 

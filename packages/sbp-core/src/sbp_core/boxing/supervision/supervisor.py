@@ -3,7 +3,7 @@
 If one ends badly, the others get a moment to say why, and are ended. Nothing stays behind: not what
 they have started, and not if the supervisor itself is interrupted or killed
 (`boxing.supervision.keeper`). Which processes there are is the backend's to say
-(`BoxingBackend.launch_specs`). Imports no torch.
+(`BoxingBackend.launch_specs`).
 """
 
 from __future__ import annotations

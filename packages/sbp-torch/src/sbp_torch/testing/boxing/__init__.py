@@ -51,6 +51,8 @@ The package: `cases` (what is converted), `families` (which cases there are), `v
 tensors, by the definition alone), `convert` (what ranks run, and how it is judged), `failures`
 (what ranks run when something goes wrong), `suite` (the tests), `report` (a plugin of pytest).
 Needs torch.
+
+Stability: stable.
 """
 
 from sbp_torch.testing.boxing.cases import BoxingCase, State

@@ -1,6 +1,6 @@
 """What the suite converts: one case is one conversion of one tensor, by a route or by one step.
 
-`families` lists the cases; `values` makes their tensors. Imports no torch.
+`families` lists the cases; `values` makes their tensors.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A family is a list of cases in a fixed order. `FAMILIES` has them all; `sample` picks some of each.
 "Each" below means: with every shape (even, uneven, too short for all ranks) and every dtype that
-has such values. "In turn" means that the cases share these out among themselves. Imports no torch.
+has such values. "In turn" means that the cases share these out among themselves.
 """
 
 from __future__ import annotations
