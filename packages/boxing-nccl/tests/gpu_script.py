@@ -7,10 +7,10 @@ import time
 
 import torch
 
-from sbp_boxing_nccl.nccl.board import StoreNoteBoard
 from sbp_boxing_nccl.nccl.bootstrap import Bootstrap, release
 from sbp_boxing_nccl.nccl.group import launch
 from sbp_boxing_nccl.nccl.library import load_device
+from sbp_core.boxing.processes import KeyValueControlStore
 from sbp_core.boxing.processes.call import CollectiveCall
 from sbp_core.boxing.step import Step, StepKind
 from sbp_core.errors import BoxingError
@@ -22,12 +22,12 @@ def alone() -> None:
     """Enter `ncclCommInitRank` for two ranks, of which the other one only says that it would."""
     from thread_ranks import DictStore
 
-    store = DictStore()
-    board = StoreNoteBoard(store, 0, 2)
-    ghost = StoreNoteBoard(store, 1, 2)
+    key_values = DictStore()
+    store = KeyValueControlStore(key_values, 0, 2)
+    ghost = KeyValueControlStore(key_values, 1, 2)
     ghost.join("0-1", [0, 1])
     ghost.join("0-1/id", [0, 1])
-    bootstrap = Bootstrap(board, load_device(0, 0), lambda call: None)
+    bootstrap = Bootstrap(store, load_device(0, 0), lambda call: None)
     mesh = Placement([0, 1], ("x",))
     step = Step(
         kind=StepKind.ALL_REDUCE,

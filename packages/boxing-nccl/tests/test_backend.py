@@ -132,16 +132,16 @@ def test_a_rank_that_closes_first_leaves_its_messages_behind(pool: Any) -> None:
 
 
 def leave_slowly(rank: int, backend: MpiBackend) -> float:
-    """Send each note after a pause, from now on, so that others see the first and not the last."""
+    """Send each entry after a pause, from now on, so that others see the first and not the last."""
     if rank == 1:
-        board: Any = backend._connections.board
-        put = board._put
+        store: Any = backend._connections.control_store
+        put = store._put
 
-        def put_late(*note: Any) -> None:
+        def put_late(*entry: Any) -> None:
             time.sleep(0.05)
-            put(*note)
+            put(*entry)
 
-        board._put = put_late
+        store._put = put_late
     return 0.0
 
 
@@ -149,7 +149,7 @@ def reduce_once(rank: int, backend: MpiBackend) -> float:
     return reduce(backend, rank, "once").sum().item()
 
 
-def test_notes_that_come_late_do_not_disturb_the_next_backend(pool: Any) -> None:
+def test_entries_that_come_late_do_not_disturb_the_next_backend(pool: Any) -> None:
     for _ in range(3):
         pool.run(2, leave_slowly)
 

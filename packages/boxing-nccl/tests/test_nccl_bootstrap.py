@@ -1,4 +1,4 @@
-"""How ranks meet and connect, and what they say if they cannot."""
+"""How ranks find each other and connect, and what they say if they cannot."""
 
 import threading
 import time
@@ -12,8 +12,8 @@ from thread_ranks import DictStore, Ranks
 
 from sbp_boxing_nccl.configs import NcclBoxingConfig
 from sbp_boxing_nccl.nccl.backend import NcclBackend
-from sbp_boxing_nccl.nccl.board import StoreNoteBoard
 from sbp_boxing_nccl.nccl.world import NcclWorld
+from sbp_core.boxing.processes import KeyValueControlStore
 from sbp_core.boxing.step import StepKind
 from sbp_core.errors import BoxingError
 from sbp_core.sbp import B, P
@@ -116,7 +116,7 @@ def test_ranks_with_different_nccls_are_refused_with_both_versions() -> None:
 
 def test_a_rank_that_does_not_open_is_named_by_the_others() -> None:
     store = DictStore()
-    world = NcclWorld(rank=0, size=2, local_rank=0, board=StoreNoteBoard(store, 0, 2))
+    world = NcclWorld(rank=0, size=2, local_rank=0, control_store=KeyValueControlStore(store, 0, 2))
     config = NcclBoxingConfig(bootstrap="store", connect_timeout_s=0.5)
     backend = NcclBackend(config, world=world, device=FakeDevice(ThreadNetwork(), 0))
 
@@ -130,7 +130,9 @@ def test_a_rank_without_a_gpu_tells_the_others_why_it_does_not_come() -> None:
     store, answers = DictStore(), {}
 
     def work(rank: int) -> None:
-        world = NcclWorld(rank=rank, size=2, local_rank=rank, board=StoreNoteBoard(store, rank, 2))
+        world = NcclWorld(
+            rank=rank, size=2, local_rank=rank, control_store=KeyValueControlStore(store, rank, 2)
+        )
         device = FakeDevice(ThreadNetwork(), 0) if rank == 0 else None
         backend = NcclBackend(NcclBoxingConfig(bootstrap="store"), world=world, device=device)
         if rank == 1:
@@ -152,7 +154,9 @@ def test_a_rank_without_a_gpu_tells_the_others_why_it_does_not_come() -> None:
 
 
 def test_a_run_of_another_size_than_the_world_is_refused() -> None:
-    world = NcclWorld(rank=0, size=2, local_rank=0, board=StoreNoteBoard(DictStore(), 0, 2))
+    world = NcclWorld(
+        rank=0, size=2, local_rank=0, control_store=KeyValueControlStore(DictStore(), 0, 2)
+    )
     backend = NcclBackend(NcclBoxingConfig(), world=world, device=FakeDevice(ThreadNetwork(), 0))
 
     with pytest.raises(BoxingError, match=r"ranks \[0, 1, 2, 3\], but 2 processes"):

@@ -1,4 +1,4 @@
-"""The backend `nccl` among processes of MPI, which carries its notes, and the data of fake GPUs."""
+"""The backend `nccl` among processes of MPI, which carries its entries and the fake GPUs' data."""
 
 from functools import partial
 from typing import Any
@@ -31,7 +31,7 @@ def given_parts(step: Step) -> dict[int, torch.Tensor]:
 
 
 def open_over_mpi(rank: int) -> NcclBackend:
-    """Open the backend on all processes, which meet as they would with GPUs."""
+    """Open the backend on all processes, which find each other as they would with GPUs."""
     from fake_device import FakeDevice
     from fake_network import MpiNetwork
     from mpi4py import MPI

@@ -1,4 +1,4 @@
-"""Meeting by torch's store, and what the notes of the backend are there."""
+"""Rendezvous by torch's store, and the entries of the backend there."""
 
 import socket
 import threading
@@ -14,8 +14,8 @@ from thread_ranks import DictStore
 from sbp_boxing_nccl.configs import NcclBoxingConfig
 from sbp_boxing_nccl.nccl import world as world_module
 from sbp_boxing_nccl.nccl.backend import NcclBackend
-from sbp_boxing_nccl.nccl.board import StoreNoteBoard
-from sbp_boxing_nccl.nccl.world import meet, meet_by_mpi
+from sbp_boxing_nccl.nccl.world import rendezvous, rendezvous_by_mpi
+from sbp_core.boxing.processes import KeyValueControlStore
 from sbp_core.boxing.step import StepKind
 from sbp_core.errors import BoxingError, ConfigError
 from sbp_core.sbp import B, P
@@ -31,7 +31,7 @@ def free_port() -> int:
         return port
 
 
-def test_processes_meet_at_an_address_and_reduce() -> None:
+def test_processes_find_each_other_at_an_address_and_reduce() -> None:
     url, network, totals = f"tcp://127.0.0.1:{free_port()}", ThreadNetwork(), {}
 
     def work(rank: int) -> None:
@@ -60,17 +60,17 @@ def test_rank_and_size_come_from_the_environment(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
 
-    world = meet(NcclBoxingConfig(bootstrap="store"))
+    world = rendezvous(NcclBoxingConfig(bootstrap="store"))
 
     assert (world.rank, world.size, world.local_rank) == (0, 1, 3)
-    world.board.close()
+    world.control_store.close()
 
 
 def test_without_a_rank_the_error_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
 
     with pytest.raises(ConfigError, match="rank is not set") as caught:
-        meet(NcclBoxingConfig(bootstrap="store"))
+        rendezvous(NcclBoxingConfig(bootstrap="store"))
 
     assert "torchrun" in caught.value.todo and "mpiexec" in caught.value.todo
 
@@ -84,8 +84,8 @@ def test_a_place_where_nobody_is_ends_in_an_error_in_time() -> None:
         connect_timeout_s=0.5,
     )
 
-    with pytest.raises(BoxingError, match=r"no meeting at tcp://.* within 0\.5 s"):
-        meet(config)
+    with pytest.raises(BoxingError, match=r"no rendezvous at tcp://.* within 0\.5 s"):
+        rendezvous(config)
 
 
 class Exits:
@@ -128,8 +128,8 @@ def test_ranks_of_mpi_that_do_not_come_are_not_waited_for(
     exits = Exits()
     monkeypatch.setattr(world_module, "Exit", lambda *_: exits)
 
-    with pytest.raises(BoxingError, match=r"the ranks of MPI did not meet within 0\.2 s"):
-        meet_by_mpi(Comm(endless), SimpleNamespace(BYTE="byte"), 0.2)
+    with pytest.raises(BoxingError, match=r"the ranks of MPI did not come within 0\.2 s"):
+        rendezvous_by_mpi(Comm(endless), SimpleNamespace(BYTE="byte"), 0.2)
 
     assert exits.well == [False]
 
@@ -137,19 +137,19 @@ def test_ranks_of_mpi_that_do_not_come_are_not_waited_for(
 def test_ranks_of_mpi_on_one_host_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(world_module, "Exit", Exits)
 
-    world = meet_by_mpi(Comm(), SimpleNamespace(BYTE="byte"), 5.0)
+    world = rendezvous_by_mpi(Comm(), SimpleNamespace(BYTE="byte"), 5.0)
 
     assert (world.rank, world.size, world.local_rank) == (1, 2, 1)
 
 
-def test_a_note_to_one_rank_is_read_once_and_then_forgotten() -> None:
+def test_an_entry_for_one_rank_is_read_once_and_then_deleted() -> None:
     store: Any = DictStore()
-    one, other = StoreNoteBoard(store, 0, 2), StoreNoteBoard(store, 1, 2)
+    one, other = KeyValueControlStore(store, 0, 2), KeyValueControlStore(store, 1, 2)
 
     assert other.take("mail/0") is None
-    one.share("mail/0", "hello", [1])
+    one.publish("mail/0", "hello", [1])
 
-    assert other.read("mail/0") == "hello"
+    assert other.lookup("mail/0") == "hello"
     assert other.take("mail/0") == "hello"
     assert other.take("mail/0") is None
     one.close()
@@ -158,9 +158,9 @@ def test_a_note_to_one_rank_is_read_once_and_then_forgotten() -> None:
 
 def test_the_first_failure_stays() -> None:
     store: Any = DictStore()
-    one, other = StoreNoteBoard(store, 0, 2), StoreNoteBoard(store, 1, 2)
+    one, other = KeyValueControlStore(store, 0, 2), KeyValueControlStore(store, 1, 2)
 
-    one.announce("first")
+    one.announce_failure("first")
     other._put("failure", "second", [0, 1])
 
     assert one.failure() == other.failure() == "first"

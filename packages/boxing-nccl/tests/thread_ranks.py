@@ -8,8 +8,8 @@ from fake_device import FakeDevice, ThreadNetwork
 
 from sbp_boxing_nccl.configs import NcclBoxingConfig
 from sbp_boxing_nccl.nccl.backend import NcclBackend
-from sbp_boxing_nccl.nccl.board import StoreNoteBoard
 from sbp_boxing_nccl.nccl.world import NcclWorld
+from sbp_core.boxing.processes import KeyValueControlStore
 
 #: Seconds that ranks may take before the tests give up.
 LIMIT_S = 120.0
@@ -56,7 +56,7 @@ class Ranks:
                 rank=rank,
                 size=num_ranks,
                 local_rank=rank,
-                board=StoreNoteBoard(store, rank, num_ranks),
+                control_store=KeyValueControlStore(store, rank, num_ranks),
             )
             for rank in range(num_ranks)
         ]

@@ -120,9 +120,9 @@ def meet_twice(rank: int, _: TorchBackend, port: int, host_ends_late_s: float) -
         backend = TorchBackend(config)
         backend.open([0, 1])
         sums.append(reduce(backend, rank, "sum").sum().item())
-        clerk: Any = backend._connections.board._clerk  # type: ignore[union-attr]
+        client: Any = backend._connections.control_store._client  # type: ignore[union-attr]
         if rank == 0:
-            clerk.close = partial(end_late, clerk.close, host_ends_late_s)
+            client.close = partial(end_late, client.close, host_ends_late_s)
         backend.close()
     return sums
 

@@ -17,7 +17,7 @@ import torch
 from falling_ranks import Fall, bring_down
 
 from sbp_boxing_torch.backend import TorchBackend
-from sbp_boxing_torch.connections import _FAREWELL_S
+from sbp_boxing_torch.connections import CLOSE_TIMEOUT_S
 from sbp_core.boxing.router import route
 from sbp_core.boxing.step import Step
 from sbp_core.placement import Placement
@@ -74,7 +74,7 @@ def falls(how: str, culprit: int, *, hosted: bool = False) -> tuple[Fall, Fall]:
     assert "'gradients'" in found[first].error and f"rank {first}" in found[first].error
     assert "'activations'" in found[second].error and f"rank {second}" in found[second].error
     for one in found.values():
-        assert one.closed_s < _FAREWELL_S
+        assert one.closed_s < CLOSE_TIMEOUT_S
         assert one.code == 0
     return found[first], found[second]
 

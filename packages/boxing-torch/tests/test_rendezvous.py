@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from sbp_boxing_torch.configs import TorchBoxingConfig
-from sbp_boxing_torch.rendezvous import device_name, meet
+from sbp_boxing_torch.rendezvous import device_name, rendezvous
 from sbp_core.errors import BoxingError, ConfigError
 
 
@@ -20,7 +20,7 @@ def test_rank_and_size_come_from_the_environment(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
 
-    world = meet(TorchBoxingConfig())
+    world = rendezvous(TorchBoxingConfig())
     world.store.set("note", "here")
 
     assert (world.rank, world.size) == (0, 1)
@@ -33,7 +33,9 @@ def test_the_config_goes_before_the_environment(
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "7")
 
-    world = meet(TorchBoxingConfig(init_method=f"file://{tmp_path}/store", rank=2, world_size=3))
+    world = rendezvous(
+        TorchBoxingConfig(init_method=f"file://{tmp_path}/store", rank=2, world_size=3)
+    )
 
     assert (world.rank, world.size) == (2, 3)
 
@@ -47,7 +49,7 @@ def test_a_missing_variable_is_named_with_its_setting_and_torchrun(
     monkeypatch.delenv(variable)
 
     with pytest.raises(ConfigError, match=f"^{key} is not set.*{variable}") as caught:
-        meet(TorchBoxingConfig())
+        rendezvous(TorchBoxingConfig())
 
     assert "torchrun" in caught.value.todo
     assert f"boxing.{key}" in caught.value.todo
@@ -59,7 +61,7 @@ def test_a_rank_outside_the_world_of_the_environment_is_refused(
     monkeypatch.setenv("WORLD_SIZE", "2")
 
     with pytest.raises(ConfigError, match=r"^rank=2 is no rank of world_size=2"):
-        meet(TorchBoxingConfig(rank=2))
+        rendezvous(TorchBoxingConfig(rank=2))
 
 
 def test_a_place_where_nobody_is_gives_an_error_that_names_it() -> None:
@@ -67,7 +69,7 @@ def test_a_place_where_nobody_is_gives_an_error_that_names_it() -> None:
     config = TorchBoxingConfig(init_method=place, rank=1, world_size=2, connect_timeout_s=0.5)
 
     with pytest.raises(BoxingError, match=place):
-        meet(config)
+        rendezvous(config)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A board whose notes are a dict that the ranks of a test share, and ways to break it."""
+"""A control store whose entries are a dict that the ranks of a test share; ways to break it."""
 
 from __future__ import annotations
 
@@ -8,41 +8,45 @@ from sbp_core.boxing.processes.control_store import ControlStore, StoreLostError
 from sbp_core.boxing.processes.membership import Member
 
 
-class DictBoard(ControlStore):
-    """Notes in a dict; `trouble` is what asking for one raises."""
+class DictControlStore(ControlStore):
+    """Entries in a dict; `trouble` is what asking for one raises."""
 
-    def __init__(self, notes: dict[str, str], rank: int, size: int) -> None:
+    def __init__(self, entries: dict[str, str], rank: int, size: int) -> None:
         super().__init__(rank, size)
-        self.notes = notes
+        self.entries = entries
         self.trouble: StoreSilentError | None = None
 
     def _put(self, key: str, value: str, ranks: Iterable[int]) -> None:
         self._check()
         if key == "failure":
-            self.notes.setdefault(key, value)
+            self.entries.setdefault(key, value)
         else:
-            self.notes[key] = value
+            self.entries[key] = value
 
     def _get(self, key: str) -> str | None:
         self._check()
-        return self.notes.get(key)
+        return self.entries.get(key)
+
+    def _delete(self, key: str) -> None:
+        self._check()
+        self.entries.pop(key, None)
 
     def _check(self) -> None:
         if self.trouble is not None:
             raise self.trouble
 
 
-def boards_of(size: int) -> list[DictBoard]:
-    """Return the boards of the ranks of one run."""
-    notes: dict[str, str] = {}
-    return [DictBoard(notes, rank, size) for rank in range(size)]
+def stores_of(size: int) -> list[DictControlStore]:
+    """Return the control stores of the ranks of one run."""
+    entries: dict[str, str] = {}
+    return [DictControlStore(entries, rank, size) for rank in range(size)]
 
 
 def lost() -> StoreLostError:
-    """Return the trouble of a board whose keeper has ended."""
+    """Return the trouble of a store whose host has ended."""
     return StoreLostError("the store cannot be reached")
 
 
 def elsewhere(rank: int) -> Member:
     """Return a process on another host."""
-    return Member(rank=rank, host="far", space="other", pid=1, started=1)
+    return Member(rank=rank, host="far", pid_namespace="other", pid=1, started=1)

@@ -1,4 +1,4 @@
-"""The watch: who ended, left, fell silent or told of a failure; and what then breaks."""
+"""The failure detector: who ended, deregistered, fell silent or failed; and what then breaks."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from dict_store import DictBoard, boards_of, elsewhere, lost
+from dict_store import DictControlStore, elsewhere, lost, stores_of
 
 from sbp_core.boxing.processes import connections as connections_module
-from sbp_core.boxing.processes import failure_detector as watch_module
+from sbp_core.boxing.processes import failure_detector as detector_module
 from sbp_core.boxing.processes.call import CollectiveCall
 from sbp_core.boxing.processes.connections import Connections
-from sbp_core.boxing.processes.failure_detector import Calls, FailureDetector, awaited
+from sbp_core.boxing.processes.failure_detector import FailureDetector, awaited
 from sbp_core.boxing.processes.membership import Member
+from sbp_core.boxing.processes.pending_calls import PendingCalls
 from sbp_core.boxing.router import route
 from sbp_core.boxing.step import Step
 from sbp_core.errors import BoxingError
@@ -44,109 +45,111 @@ def call_of(age_s: float = 0.0, rank: int = 0, tag: str = "grad") -> CollectiveC
     )
 
 
-def watch_of(board: DictBoard, *others: Member) -> tuple[FailureDetector, Calls, list[str]]:
-    calls, learned = Calls(), []
-    members = {member.rank: member for member in (replace(ME, rank=board.rank), *others)}
-    return FailureDetector(board, members, calls, learned.append), calls, learned
+def detector_of(
+    store: DictControlStore, *others: Member
+) -> tuple[FailureDetector, PendingCalls, list[str]]:
+    calls, learned = PendingCalls(), []
+    members = {member.rank: member for member in (replace(ME, rank=store.rank), *others)}
+    return FailureDetector(store, members, calls, learned.append), calls, learned
 
 
 def test_nothing_is_wrong_while_all_run() -> None:
-    board, _ = boards_of(2)
-    watch, _, _ = watch_of(board, replace(ME, rank=1))
+    store, _ = stores_of(2)
+    detector, _, _ = detector_of(store, replace(ME, rank=1))
 
-    assert watch.reason() is None
-
-
-def test_a_process_that_ended_without_leaving_is_named() -> None:
-    board, _ = boards_of(2)
-    watch, _, _ = watch_of(board, ENDED)
-
-    assert watch.reason() == f"rank 1 (pid {ME.pid} on this host) has ended"
+    assert detector.failure_reason() is None
 
 
-def test_a_process_that_left_may_end() -> None:
-    board, other = boards_of(2)
-    watch, _, _ = watch_of(board, ENDED)
+def test_a_process_that_ended_without_deregistering_is_named() -> None:
+    store, _ = stores_of(2)
+    detector, _, _ = detector_of(store, ENDED)
 
-    other.leave()
+    assert detector.failure_reason() == f"rank 1 (pid {ME.pid} on this host) has ended"
 
-    assert watch.reason() is None
+
+def test_a_process_that_deregistered_may_end() -> None:
+    store, other = stores_of(2)
+    detector, _, _ = detector_of(store, ENDED)
+
+    other.deregister()
+
+    assert detector.failure_reason() is None
 
 
 def test_what_a_rank_told_before_it_ended_counts_more_than_its_end() -> None:
-    board, other = boards_of(2)
-    watch, _, _ = watch_of(board, ENDED)
+    store, other = stores_of(2)
+    detector, _, _ = detector_of(store, ENDED)
 
-    other.announce("rank 1 reported: disk full")
+    other.announce_failure("rank 1 reported: disk full")
 
-    assert watch.reason() == "rank 1 reported: disk full"
+    assert detector.failure_reason() == "rank 1 reported: disk full"
 
 
 def test_what_a_rank_told_while_its_end_was_noticed_counts_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    board, other = boards_of(2)
-    watch, _, _ = watch_of(board, ENDED)
+    store, other = stores_of(2)
+    detector, _, _ = detector_of(store, ENDED)
 
     def told_just_now(ranks: object) -> list[int]:
-        other.announce("rank 1 reported: disk full")
+        other.announce_failure("rank 1 reported: disk full")
         return []
 
-    monkeypatch.setattr(board, "left", told_just_now)
+    monkeypatch.setattr(store, "deregistered", told_just_now)
 
-    assert watch.reason() == "rank 1 reported: disk full"
-
-
-def test_with_the_keeper_of_the_notes_gone_it_is_named_or_after_a_moment_the_loss() -> None:
-    board, _ = boards_of(2)
-    board.trouble = lost()
-    ended, _, _ = watch_of(board, ENDED)
-    unknown, _, _ = watch_of(board, elsewhere(1))
-
-    assert ended.reason() == f"rank 1 (pid {ME.pid} on this host) has ended"
-    assert unknown.reason() is None
-    assert unknown.find(5.0) == "the store cannot be reached"
+    assert detector.failure_reason() == "rank 1 reported: disk full"
 
 
-def test_a_rank_that_left_while_a_call_waits_for_it_is_named(
+def test_with_the_host_of_the_store_gone_it_is_named_or_after_a_moment_the_loss() -> None:
+    store, _ = stores_of(2)
+    store.trouble = lost()
+    ended, _, _ = detector_of(store, ENDED)
+    unknown, _, _ = detector_of(store, elsewhere(1))
+
+    assert ended.failure_reason() == f"rank 1 (pid {ME.pid} on this host) has ended"
+    assert unknown.failure_reason() is None
+    assert unknown.investigate(5.0) == "the store cannot be reached"
+
+
+def test_a_rank_that_deregistered_while_a_call_waits_for_it_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(watch_module, "_GRACE_S", 0.05)
-    board, other, _ = boards_of(3)
-    watch, calls, _ = watch_of(board, replace(ME, rank=1), replace(ME, rank=2))
-    other.leave()
-    assert watch.reason() is None
+    monkeypatch.setattr(detector_module, "_GRACE_S", 0.05)
+    store, other, _ = stores_of(3)
+    detector, calls, _ = detector_of(store, replace(ME, rank=1), replace(ME, rank=2))
+    other.deregister()
+    assert detector.failure_reason() is None
 
     calls.begin(call_of(age_s=1.0))
-    assert watch.reason() is None  # what it sent before may be on its way
+    assert detector.failure_reason() is None  # what it sent before may be on its way
     time.sleep(0.06)
 
-    reason = watch.reason() or ""
+    reason = detector.failure_reason() or ""
     assert reason.startswith("rank 1 ") and "closed its boxing backend" in reason
     calls.end()
-    assert watch.reason() is None
+    assert detector.failure_reason() is None
 
 
 def test_silence_on_another_host_counts_when_a_connection_broke(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(watch_module, "_SILENCE_S", 0.2)
-    board, quiet, loud = boards_of(3)
-    quiet.beat(7, [0])
-    watch, _, _ = watch_of(board, elsewhere(1), elsewhere(2))
+    monkeypatch.setattr(detector_module, "_SILENCE_S", 0.2)
+    store, quiet, loud = stores_of(3)
+    quiet.send_heartbeat(7, [0])
+    detector, _, _ = detector_of(store, elsewhere(1), elsewhere(2))
     stop = threading.Event()
 
     def beat() -> None:
         number = 0
         while not stop.wait(0.02):
             number += 1
-            loud.beat(number, [0])
+            loud.send_heartbeat(number, [0])
 
     thread = threading.Thread(target=beat)
     thread.start()
     try:
-        reason = watch.find(0.0) or ""
-        lines = watch.witness([1, 2])
+        reason = detector.investigate(0.0) or ""
+        lines = detector.describe([1, 2])
     finally:
         stop.set()
         thread.join()
@@ -155,65 +158,65 @@ def test_silence_on_another_host_counts_when_a_connection_broke(
     assert "no sign" in lines[0] and "gives signs of life" in lines[1]
 
 
-def test_a_witness_says_what_a_process_does_and_where_it_was() -> None:
-    board, other = boards_of(2)
-    watch, _, _ = watch_of(board, replace(ME, rank=1))
-    assert watch.witness([1]) == [f"rank 1 (pid {ME.pid} on this host): is running"]
+def test_a_rank_is_described_by_what_its_process_does_and_where_it_was() -> None:
+    store, other = stores_of(2)
+    detector, _, _ = detector_of(store, replace(ME, rank=1))
+    assert detector.describe([1]) == [f"rank 1 (pid {ME.pid} on this host): is running"]
 
-    other.come_to("waits in boxing step 'loss'")
+    other.report_location("waits in boxing step 'loss'")
 
-    assert watch.witness([1])[0].endswith("is running; it waits in boxing step 'loss'")
+    assert detector.describe([1])[0].endswith("is running; it waits in boxing step 'loss'")
 
 
-def test_a_witness_also_names_a_stopped_rank_that_it_was_not_asked_about() -> None:
-    board, _, _ = boards_of(3)
+def test_a_stopped_rank_is_described_too_though_nobody_asked_about_it() -> None:
+    store, _, _ = stores_of(3)
     sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
-        watch, _, _ = watch_of(
-            board, replace(ME, rank=1), replace(ME, rank=2, pid=sleeper.pid, started=0)
+        detector, _, _ = detector_of(
+            store, replace(ME, rank=1), replace(ME, rank=2, pid=sleeper.pid, started=0)
         )
-        assert len(watch.witness([1])) == 1
+        assert len(detector.describe([1])) == 1
 
         os.kill(sleeper.pid, signal.SIGSTOP)
-        assert board.wait_for(lambda: len(watch.witness([1])) == 2, 10.0)
+        assert store.wait_for(lambda: len(detector.describe([1])) == 2, 10.0)
 
         said = f"rank 2 (pid {sleeper.pid} on this host): is stopped by a signal"
-        assert watch.witness([1])[1] == said
+        assert detector.describe([1])[1] == said
     finally:
         sleeper.kill()
         sleeper.wait()
 
 
-def test_the_thread_notes_where_a_long_call_waits_and_learns_of_a_failure(
+def test_the_thread_reports_where_a_long_call_waits_and_reads_of_a_failure(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(watch_module, "INTERVAL_S", 0.01)
-    board, other = boards_of(2)
-    watch, calls, learned = watch_of(board, replace(ME, rank=1))
+    monkeypatch.setattr(detector_module, "INTERVAL_S", 0.01)
+    store, other = stores_of(2)
+    detector, calls, learned = detector_of(store, replace(ME, rank=1))
     calls.begin(call_of(age_s=1.0))
 
-    watch.start()
-    assert board.wait_for(lambda: other.last_seen(0) == "waits in boxing step 'grad'", 10.0)
+    detector.start()
+    assert store.wait_for(lambda: other.last_location(0) == "waits in boxing step 'grad'", 10.0)
     calls.end()
-    assert board.wait_for(lambda: other.last_seen(0) == "was last in boxing step 'grad'", 10.0)
-    other.announce("rank 1 reported: disk full")
+    assert store.wait_for(lambda: other.last_location(0) == "was last in boxing step 'grad'", 10.0)
+    other.announce_failure("rank 1 reported: disk full")
 
-    assert board.wait_for(lambda: bool(learned), 10.0)
+    assert store.wait_for(lambda: bool(learned), 10.0)
     assert learned == ["rank 1 reported: disk full"]
-    watch.stop()
+    detector.stop()
 
 
-def test_ranks_on_other_hosts_get_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch_module, "INTERVAL_S", 0.01)
-    monkeypatch.setattr(watch_module, "_BEAT_S", 0.02)
-    board, other = boards_of(2)
-    watch, _, _ = watch_of(board, elsewhere(1))
+def test_ranks_on_other_hosts_get_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(detector_module, "INTERVAL_S", 0.01)
+    monkeypatch.setattr(detector_module, "_HEARTBEAT_S", 0.02)
+    store, other = stores_of(2)
+    detector, _, _ = detector_of(store, elsewhere(1))
 
-    watch.start()
+    detector.start()
 
-    assert board.wait_for(lambda: int(other.last_beat(0) or 0) >= 3, 10.0)
-    watch.stop()
-    assert not watch._thread.is_alive()
+    assert store.wait_for(lambda: int(other.last_heartbeat(0) or 0) >= 3, 10.0)
+    detector.stop()
+    assert not detector._thread.is_alive()
 
 
 def test_a_receive_waits_for_its_senders_and_a_collective_for_its_group() -> None:
@@ -228,46 +231,45 @@ def test_a_receive_waits_for_its_senders_and_a_collective_for_its_group() -> Non
 
 
 class QuietConnections(Connections):
-    def __init__(self, board: DictBoard, limit_s: float = 10.0) -> None:
-        super().__init__()
+    def __init__(self, store: DictControlStore, limit_s: float = 10.0) -> None:
+        super().__init__(store)
         self.told: list[str] = []
-        self.board = board
-        self.watch_over(board, limit_s)
+        self.rendezvous(limit_s)
 
     def _announce(self, text: str) -> None:
         self.told.append(text)
-        self.board.announce(text)
+        self.control_store.announce_failure(text)
 
     def _release(self) -> None:
-        self.board.leave()
+        self.control_store.deregister()
 
 
 @pytest.fixture
 def pair() -> Iterator[list[QuietConnections]]:
-    boards = boards_of(2)
-    boards[1].register(replace(ME, rank=1))
-    first = QuietConnections(boards[0])
-    second = QuietConnections(boards[1])
+    stores = stores_of(2)
+    stores[1].register(replace(ME, rank=1))
+    first = QuietConnections(stores[0])
+    second = QuietConnections(stores[1])
     yield [first, second]
     for each in (first, second):
         each.close()
 
 
 def test_opening_in_vain_names_who_did_not_come() -> None:
-    board, *_ = boards_of(3)
-    board.notes["member/1"] = replace(ME, rank=1).to_json()
+    store, *_ = stores_of(3)
+    store.entries["member/1"] = replace(ME, rank=1).to_json()
 
     with pytest.raises(BoxingError, match=r"rank 0 waited 0.05 s .*: 2\n"):
-        QuietConnections(board, limit_s=0.05)
+        QuietConnections(store, limit_s=0.05)
 
 
 def test_opening_does_not_wait_for_the_ranks_of_a_run_that_lost_one() -> None:
-    board, *_ = boards_of(3)
-    board.notes["member/1"] = ENDED.to_json()
+    store, *_ = stores_of(3)
+    store.entries["member/1"] = ENDED.to_json()
     start = time.monotonic()
 
     with pytest.raises(BoxingError, match=r"ended before: ranks 1 \(pid") as caught:
-        QuietConnections(board, limit_s=60.0)
+        QuietConnections(store, limit_s=60.0)
 
     assert time.monotonic() - start < 10.0
     assert "did not open their boxing backend: 2" in str(caught.value)
@@ -278,8 +280,10 @@ def test_a_failure_reaches_ranks_that_are_in_no_call(pair: list[QuietConnections
 
     here.fail(ValueError("loss is not a number"))
 
-    assert there.board.wait_for(lambda: there._failure is not None, 10.0)
-    assert here.board.wait_for(lambda: not here.board.not_heard([0, 1]), 10.0)
+    assert there.control_store.wait_for(lambda: there._failure is not None, 10.0)
+    assert here.control_store.wait_for(
+        lambda: not here.control_store.not_acknowledged([0, 1]), 10.0
+    )
     with pytest.raises(BoxingError) as caught:
         there.check_usable(call_of(rank=1, tag="next"))
     said = "rank 0 reported: ValueError: loss is not a number"
@@ -292,11 +296,11 @@ def test_a_broken_connection_is_explained_by_whoever_failed(
 ) -> None:
     monkeypatch.setattr(connections_module, "_REASON_S", 0.05)
     here, there = pair
-    first = here.lost(call_of(), "connection reset by peer")
+    first = here.connection_lost(call_of(), "connection reset by peer")
     assert "'grad' could not complete: a rank has ended, or" in str(first)
     assert "connection reset by peer" in str(first)
 
-    second = there.lost(call_of(rank=1, tag="loss"), "broken pipe")
+    second = there.connection_lost(call_of(rank=1, tag="loss"), "broken pipe")
 
     assert "'loss' could not complete: a rank has ended, or" in str(second)
     assert "broken pipe" not in str(second)
@@ -306,17 +310,17 @@ def test_an_error_keeps_what_was_known_of_the_ranks_that_it_names(
     pair: list[QuietConnections],
 ) -> None:
     here, there = pair
-    there.board.come_to("waits in boxing step 'loss'")
-    call = replace(call_of(), witness=here.witness)
+    there.control_store.report_location("waits in boxing step 'loss'")
+    call = replace(call_of(), describe_ranks=here.describe_ranks)
 
-    error = here.broken(call, call.missing([1]))
+    error = here.call_failed(call, call.missing([1]))
 
     line = f"rank 1 (pid {ME.pid} on this host): is running; it waits in boxing step 'loss'"
     assert line in error.where
     assert line in here.told[0] and here.told[0].startswith("rank 0 reported: ")
 
 
-def test_closing_after_a_failure_waits_a_moment_for_the_others_to_hear(
+def test_closing_after_a_failure_waits_a_moment_for_the_others_to_acknowledge(
     pair: list[QuietConnections],
 ) -> None:
     here, there = pair
@@ -331,16 +335,16 @@ def test_closing_after_a_failure_does_not_wait_for_ever(
     pair: list[QuietConnections], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, there = pair
-    monkeypatch.setattr(connections_module, "_NEWS_S", 0.3)
-    assert there._watch is not None
-    there._watch.stop()
+    monkeypatch.setattr(connections_module, "_ACKNOWLEDGE_S", 0.3)
+    assert there._detector is not None
+    there._detector.stop()
     here.fail(ValueError("loss is not a number"))
     start = time.monotonic()
 
     here.close()
 
     assert time.monotonic() - start >= 0.3
-    assert there._failure is None  # it has not heard, and never will
+    assert there._failure is None  # it has not read why, and never will
 
 
 def test_a_program_that_ends_without_closing_says_so(pair: list[QuietConnections]) -> None:
@@ -348,5 +352,5 @@ def test_a_program_that_ends_without_closing_says_so(pair: list[QuietConnections
 
     here.end_with_program(BoxingError("its program ended"))
 
-    assert there.board.failure() == "rank 0 reported: its program ended"
-    assert here._watch is not None and not here._watch._thread.is_alive()
+    assert there.control_store.failure() == "rank 0 reported: its program ended"
+    assert here._detector is not None and not here._detector._thread.is_alive()

@@ -76,7 +76,7 @@ def test_without_proc_a_signal_finds_out(
 
 def test_nothing_is_known_of_a_process_on_another_host() -> None:
     assert state_of(elsewhere(1), ME) is MemberState.UNKNOWN
-    assert state_of(replace(ME, space="a container"), ME) is MemberState.UNKNOWN
+    assert state_of(replace(ME, pid_namespace="a container"), ME) is MemberState.UNKNOWN
 
 
 def test_a_member_comes_back_from_its_text() -> None:
@@ -84,5 +84,5 @@ def test_a_member_comes_back_from_its_text() -> None:
 
 
 def test_messages_name_rank_process_and_host() -> None:
-    assert ME.seen_from(ME) == f"rank 0 (pid {os.getpid()} on this host)"
-    assert elsewhere(3).seen_from(ME) == "rank 3 (pid 1 on host far)"
+    assert ME.name_for(ME) == f"rank 0 (pid {os.getpid()} on this host)"
+    assert elsewhere(3).name_for(ME) == "rank 3 (pid 1 on host far)"

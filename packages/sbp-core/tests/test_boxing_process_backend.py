@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dict_store import DictBoard, boards_of
+from dict_store import DictControlStore, stores_of
 
 from sbp_core.boxing.processes.connections import Connections
 from sbp_core.boxing.processes.process_backend import ProcessBackend
@@ -21,25 +21,24 @@ class Ends:
 
 
 class LonelyConnections(Connections):
-    def __init__(self, board: DictBoard) -> None:
-        super().__init__()
-        self.board = board
-        self.watch_over(board, 1.0)
+    def __init__(self, store: DictControlStore) -> None:
+        super().__init__(store)
+        self.rendezvous(1.0)
 
     def _announce(self, text: str) -> None:
-        self.board.announce(text)
+        self.control_store.announce_failure(text)
 
     def _release(self) -> None:
-        self.board.leave()
+        self.control_store.deregister()
 
 
 class LonelyBackend(ProcessBackend):
     def __init__(self) -> None:
         super().__init__()
-        (self.board,) = boards_of(1)
+        (self.store,) = stores_of(1)
 
     def _connect(self, ranks: Sequence[int]) -> tuple[Connections, Any]:
-        return LonelyConnections(self.board), Ends()
+        return LonelyConnections(self.store), Ends()
 
 
 @pytest.fixture
@@ -52,7 +51,7 @@ def backend() -> LonelyBackend:
 def test_the_others_hear_that_the_program_ended(backend: LonelyBackend) -> None:
     backend._end_with_program()
 
-    assert "rank 0 reported: its program ended without closing" in (backend.board.failure() or "")
+    assert "rank 0 reported: its program ended without closing" in (backend.store.failure() or "")
 
 
 def test_the_others_hear_of_the_exception_that_ended_the_program(
@@ -62,7 +61,7 @@ def test_the_others_hear_of_the_exception_that_ended_the_program(
 
     backend._end_with_program()
 
-    assert backend.board.failure() == "rank 0 reported: ValueError: loss is not a number"
+    assert backend.store.failure() == "rank 0 reported: ValueError: loss is not a number"
 
 
 def test_a_forked_process_and_a_closed_backend_say_nothing(
@@ -74,7 +73,7 @@ def test_a_forked_process_and_a_closed_backend_say_nothing(
     backend.close()
     backend._end_with_program()
 
-    assert backend.board.failure() is None
+    assert backend.store.failure() is None
 
 
 PROGRAM = """
@@ -83,8 +82,8 @@ atexit.register(lambda: print("collects", not gc.get_freeze_count(), file=sys.st
 from test_boxing_process_backend import LonelyBackend
 
 backend = LonelyBackend()
-tell = backend.board.announce
-backend.board.announce = lambda text: (tell(text), print(text))
+tell = backend.store.announce_failure
+backend.store.announce_failure = lambda text: (tell(text), print(text))
 backend.open([0])
 if sys.argv[1] == "fail":
     backend.fail(ValueError("loss is not a number"))

@@ -17,8 +17,8 @@ def test_any_place_and_any_rank_of_a_world_may_be_said(
 
 
 @pytest.mark.parametrize("place", ["", "127.0.0.1:29500", "http://there"])
-def test_a_place_that_is_none_is_refused(place: str) -> None:
-    with pytest.raises(ConfigError, match=r"^init_method='.*' says no place"):
+def test_a_text_that_names_no_rendezvous_is_refused(place: str) -> None:
+    with pytest.raises(ConfigError, match=r"^init_method='.*' names no rendezvous"):
         check_rendezvous(place, None, None)
 
 

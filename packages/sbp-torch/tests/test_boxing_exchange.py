@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
+from no_control_store import NoControlStore
 
 from sbp_core.boxing import Step, StepKind, route
 from sbp_core.boxing.processes.call import CollectiveCall
@@ -27,7 +28,7 @@ Table = dict[tuple[int, int, str], torch.Tensor]
 
 class TableConnections(Connections):
     def __init__(self, table: Table) -> None:
-        super().__init__()
+        super().__init__(NoControlStore())
         self.table = table
         self.told: list[str] = []
         self.num_releases = 0
@@ -55,7 +56,7 @@ class TableCommunicator(ExchangeCommunicator[TableConnections]):
         for sender, values in arriving.items():
             message = self._connections.table.get((sender, self.rank, call.tag))
             if message is None:
-                raise self._connections.broken(call, call.missing([sender]))
+                raise self._connections.call_failed(call, call.missing([sender]))
             assert message.is_contiguous() and message.shape == values.shape
             values.copy_(message)
 
@@ -178,7 +179,7 @@ def test_a_call_that_breaks_second_says_what_broke_first() -> None:
     call = CollectiveCall.begin(only_step("B", "B", [0], [1]), "mine", 1, 1.0)
     connections.fail(ValueError("loss is not a number"))
 
-    error = connections.broken(call, call.missing([0]))
+    error = connections.call_failed(call, call.missing([0]))
 
     assert "'mine' could not complete: ValueError: loss is not a number" in str(error)
     assert connections.told == ["ValueError: loss is not a number"]

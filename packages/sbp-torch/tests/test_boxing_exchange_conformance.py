@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from no_control_store import NoControlStore
 
 from sbp_core.boxing.processes.call import CollectiveCall
 from sbp_core.boxing.processes.connections import Connections
@@ -33,7 +34,7 @@ class Mail:
 
 class MailConnections(Connections):
     def __init__(self, mail: Mail) -> None:
-        super().__init__()
+        super().__init__(NoControlStore())
         self.mail = mail
 
     def _announce(self, text: str) -> None:
@@ -87,7 +88,7 @@ class MailCommunicator(ExchangeCommunicator[MailConnections]):
             mail.came.wait_for(lambda: mail.messages.keys() >= {*keys.values()}, call.left_s)
             missing = [sender for sender, key in keys.items() if key not in mail.messages]
             if missing:
-                raise self._connections.broken(call, call.missing(missing))
+                raise self._connections.call_failed(call, call.missing(missing))
             messages = {sender: mail.messages.pop(key) for sender, key in keys.items()}
         for sender, values in arriving.items():
             assert messages[sender].shape == values.shape, "both ends agree on the size"

@@ -7,19 +7,20 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from sbp_core.boxing.processes import store_client as notes
+from sbp_core.boxing.processes import store_client as client_module
+from sbp_core.boxing.processes import store_rendezvous
 from sbp_core.boxing.processes.control_store import StoreSilentError
 from sbp_core.boxing.processes.membership import Member
 from sbp_core.boxing.processes.store_client import KeyValueControlStore
 
 
 @pytest.fixture
-def boards() -> Iterator[list[KeyValueControlStore]]:
+def control_stores() -> Iterator[list[KeyValueControlStore]]:
     store: Any = dist.HashStore()
     found = [KeyValueControlStore(store, rank, 3) for rank in range(3)]
     yield found
-    for board in found:
-        board.close()
+    for control_store in found:
+        control_store.close()
 
 
 class LostStore:
@@ -45,100 +46,108 @@ class StoppedStore:
         self.goes_on.wait(30)
 
 
-def test_notes_are_read_by_all_and_the_last_of_a_key_counts(
-    boards: list[KeyValueControlStore],
+def test_entries_are_read_by_all_and_the_last_of_a_key_counts(
+    control_stores: list[KeyValueControlStore],
 ) -> None:
-    boards[2].join("0-2")
-    boards[1].join("0-1")
+    control_stores[2].join("0-2")
+    control_stores[1].join("0-1")
     for number in (4, 5):
-        boards[0].wait_at("0-1-2", number)
+        control_stores[0].report_waiting("0-1-2", number)
 
-    assert boards[0].not_joined("0-2", (0, 2)) == [0]
-    assert boards[2].not_waiting("0-1-2", 5, (0, 1, 2)) == [1]
-
-
-def test_the_first_failure_is_what_all_ranks_are_told(boards: list[KeyValueControlStore]) -> None:
-    assert boards[0].failure() is None
-
-    boards[2].announce("disk full")
-    boards[1].announce("rank 2 is lost")
-
-    assert boards[0].failure() == "disk full"
+    assert control_stores[0].not_joined("0-2", (0, 2)) == [0]
+    assert control_stores[2].not_waiting("0-1-2", 5, (0, 1, 2)) == [1]
 
 
-def test_of_two_failures_at_the_same_time_one_stays(boards: list[KeyValueControlStore]) -> None:
-    for board in boards:
-        board._put("failure", f"rank {board.rank} failed", range(3))
+def test_the_first_failure_is_what_all_ranks_are_told(
+    control_stores: list[KeyValueControlStore],
+) -> None:
+    assert control_stores[0].failure() is None
 
-    assert {board.failure() for board in boards} == {"rank 0 failed"}
+    control_stores[2].announce_failure("disk full")
+    control_stores[1].announce_failure("rank 2 is lost")
+
+    assert control_stores[0].failure() == "disk full"
 
 
-def test_all_have_left_once_each_has(boards: list[KeyValueControlStore]) -> None:
-    for board in boards[:2]:
-        board.leave()
-    assert not boards[0].all_left()
+def test_of_two_failures_at_the_same_time_one_stays(
+    control_stores: list[KeyValueControlStore],
+) -> None:
+    for control_store in control_stores:
+        control_store._put("failure", f"rank {control_store.rank} failed", range(3))
 
-    boards[2].leave()
+    assert {control_store.failure() for control_store in control_stores} == {"rank 0 failed"}
 
-    assert boards[0].all_left()
+
+def test_all_have_deregistered_once_each_has(control_stores: list[KeyValueControlStore]) -> None:
+    for control_store in control_stores[:2]:
+        control_store.deregister()
+    assert not control_stores[0].all_deregistered()
+
+    control_stores[2].deregister()
+
+    assert control_stores[0].all_deregistered()
 
 
 def test_a_lost_store_is_a_failure_and_is_not_asked_again() -> None:
     store = LostStore()
-    board = KeyValueControlStore(store, 0, 2)  # type: ignore[arg-type]
+    control_store = KeyValueControlStore(store, 0, 2)  # type: ignore[arg-type]
 
-    assert "connection reset" in (board.failure() or "")
-    board.announce("too late")
-    assert board.is_lost()
-    assert board.all_left()
-    assert board.not_joined("0-1", (0, 1)) == [1]
-    board.close()
+    assert "connection reset" in (control_store.failure() or "")
+    control_store.announce_failure("too late")
+    assert control_store.is_lost()
+    assert control_store.all_deregistered()
+    assert control_store.not_joined("0-1", (0, 1)) == [1]
+    control_store.close()
     assert store.num_asked == 1
 
 
 def test_a_store_that_does_not_answer_keeps_nobody_waiting_and_may_answer_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(notes, "_LIMIT_S", 0.05)
+    monkeypatch.setattr(client_module, "_LIMIT_S", 0.05)
     store = StoppedStore()
-    board = KeyValueControlStore(store, 0, 2)  # type: ignore[arg-type]
+    control_store = KeyValueControlStore(store, 0, 2)  # type: ignore[arg-type]
 
     with pytest.raises(StoreSilentError, match="has not answered"):
-        board._get("failure")
-    assert board.failure() is None and not board.is_lost()
-    assert not board.all_left()
+        control_store._get("failure")
+    assert control_store.failure() is None and not control_store.is_lost()
+    assert not control_store.all_deregistered()
     store.goes_on.set()
-    assert board.wait_for(lambda: board._clerk._unanswered_since is None, 30.0)
-    assert board._get("failure") is None
-    board.close()
+    assert control_store.wait_for(lambda: control_store._client._unanswered_since is None, 30.0)
+    assert control_store._get("failure") is None
+    control_store.close()
 
 
-def clerks() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "sbp-clerk"]
+def client_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "sbp-store-client"]
 
 
-def test_a_closed_board_holds_neither_a_thread_nor_its_store() -> None:
+def test_a_closed_control_store_holds_neither_a_thread_nor_its_store() -> None:
     store: Any = dist.HashStore()
     lives = weakref.ref(store)
-    before, board = clerks(), KeyValueControlStore(store, 1, 2)
-    board.register(Member.of_this_process(1))
+    before, control_store = client_threads(), KeyValueControlStore(store, 1, 2)
+    control_store.register(Member.of_this_process(1))
     del store
 
-    board.close()
-    board.close()
+    control_store.close()
+    control_store.close()
 
-    assert clerks() == before
+    assert client_threads() == before
     assert lives() is None
     began = time.monotonic()
-    assert board.failure() is None and not board.is_lost() and not board.all_left()
+    assert (
+        control_store.failure() is None
+        and not control_store.is_lost()
+        and not control_store.all_deregistered()
+    )
     assert time.monotonic() - began < 0.5
 
 
 def test_rank_0_closes_after_all_others_have() -> None:
     store: Any = dist.HashStore()
     first, other = (KeyValueControlStore(store, rank, 2) for rank in range(2))
-    for board in (first, other):
-        board.leave()
+    for control_store in (first, other):
+        control_store.deregister()
     closing = threading.Thread(target=first.close)
 
     closing.start()
@@ -150,23 +159,23 @@ def test_rank_0_closes_after_all_others_have() -> None:
     assert waits and not closing.is_alive()
 
 
-def test_a_board_whose_store_does_not_answer_is_closed_without_it(
+def test_a_control_store_whose_host_does_not_answer_is_closed_without_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(notes, "_LIMIT_S", 0.05)
+    monkeypatch.setattr(client_module, "_LIMIT_S", 0.05)
     store = StoppedStore()
-    board = KeyValueControlStore(store, 0, 2)  # type: ignore[arg-type]
-    assert board.failure() is None
+    control_store = KeyValueControlStore(store, 0, 2)  # type: ignore[arg-type]
+    assert control_store.failure() is None
 
     began = time.monotonic()
-    board.close()
+    control_store.close()
 
     assert time.monotonic() - began < 1.0
     store.goes_on.set()
 
 
-class Meetings:
-    """Stores at one address, as rank 1 finds them: an old one, and then that of this meeting.
+class StoresInTurn:
+    """Stores at one address, as rank 1 finds them: an old one, and then that of this run.
 
     Args:
         num_looks: How often rank 1 finds the old one until it ends.
@@ -195,32 +204,35 @@ class Counters:
 
 
 @pytest.mark.parametrize("num_looks", [0, 1, 5])
-def test_a_rank_that_meets_again_does_not_stay_in_a_store_that_ends(num_looks: int) -> None:
-    meetings = Meetings(num_looks)
+def test_a_rank_that_comes_again_does_not_stay_in_a_store_that_ends(num_looks: int) -> None:
+    stores = StoresInTurn(num_looks)
 
-    store = notes.meet_anew(meetings.connect, "x", 1, 10.0)
+    store = store_rendezvous.connect_current_store(stores.connect, "x", 1, 10.0)
 
-    assert meetings.num_connects == 2
-    assert notes.count_opening(store, "x", 1) == 1
+    assert stores.num_connects == 2
+    assert store_rendezvous.count_opening(store, "x", 1) == 1
 
 
-def test_a_rank_that_meets_again_stays_where_rank_0_comes_back_to() -> None:
+def test_a_rank_that_comes_again_stays_where_rank_0_comes_back_to() -> None:
     store = Counters({"x/opened/0": 1, "x/opened/1": 1})
-    timer = threading.Timer(0.2, notes.count_opening, (store, "x", 0))
+    timer = threading.Timer(0.2, store_rendezvous.count_opening, (store, "x", 0))
     timer.start()
 
-    found: Any = notes.meet_anew(lambda: store, "x", 1, 10.0)  # type: ignore[arg-type,return-value]
+    found: Any = store_rendezvous.connect_current_store(lambda: store, "x", 1, 10.0)  # type: ignore[arg-type,return-value]
 
     timer.join()
     assert found is store
-    assert notes.count_opening(found, "x", 1) == 2
+    assert store_rendezvous.count_opening(found, "x", 1) == 2
 
 
-def test_ranks_that_meet_for_the_first_time_and_rank_0_wait_for_nobody() -> None:
+def test_ranks_that_come_for_the_first_time_and_rank_0_wait_for_nobody() -> None:
     began = time.monotonic()
 
     for rank, values in ((1, {"x/opened/0": 0}), (0, {"x/opened/0": 3})):
         store = Counters(dict(values))
-        assert notes.meet_anew(lambda store=store: store, "x", rank, 10.0) is store  # type: ignore[misc,type-var]
+        assert (
+            store_rendezvous.connect_current_store(lambda store=store: store, "x", rank, 10.0)
+            is store
+        )  # type: ignore[misc,type-var]
 
     assert time.monotonic() - began < 1.0

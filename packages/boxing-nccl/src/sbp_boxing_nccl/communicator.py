@@ -16,7 +16,7 @@ from sbp_core.boxing import StepKind
 from sbp_core.boxing.processes import CollectiveCall, Manifest, group_name, tag_number
 from sbp_torch.boxing.processes import ExchangeCommunicator, PackedBuffers, Role, pack
 
-#: Seconds after which a rank that waits in a collective tells the others that it is there.
+#: Seconds after which a rank that waits in a collective reports that it is there.
 _PATIENCE_S = 0.2
 
 #: Looks at a collective that was just started, before it is waited for in earnest.
@@ -64,7 +64,7 @@ class MpiCommunicator(ExchangeCommunicator[MpiConnections]):
                 missing.append(sender)
                 self._connections.abandon(group, work)
         if missing:
-            raise self._connections.broken(call, call.missing(missing))
+            raise self._connections.call_failed(call, call.missing(missing))
 
     def _number(self, call: CollectiveCall) -> int:
         return tag_number(call.tag, self._connections.largest_tag)
@@ -128,7 +128,7 @@ class MpiCommunicator(ExchangeCommunicator[MpiConnections]):
     ) -> None:
         """Start a collective in the group of `ranks` and wait for it.
 
-        The ranks that wait long tell each other, so that each can say at its deadline who did not.
+        The ranks that wait long report it, so that each can say at its deadline who did not.
         """
         connections = self._connections
         number = self._calls[ranks] = self._calls.get(ranks, -1) + 1
@@ -143,13 +143,13 @@ class MpiCommunicator(ExchangeCommunicator[MpiConnections]):
         except (RuntimeError, OverflowError) as error:
             if work is not None:
                 connections.abandon(group, work)
-            raise connections.lost(call, f"MPI reported: {error}") from error
+            raise connections.connection_lost(call, f"MPI reported: {error}") from error
         if connections.wait(call, group, work, min(_PATIENCE_S, call.left_s / 2)):
             return
-        name = group_name(ranks)
-        connections.board.wait_at(name, number, ranks)
+        store, name = connections.control_store, group_name(ranks)
+        store.report_waiting(name, number, ranks)
         if connections.wait(call, group, work, call.left_s):
             return
         connections.abandon(group, work)
-        missing = connections.board.not_waiting(name, number, ranks)
-        raise connections.broken(call, call.missing(missing))
+        missing = store.not_waiting(name, number, ranks)
+        raise connections.call_failed(call, call.missing(missing))

@@ -1,37 +1,35 @@
 """The connections of one process: groups of ranks, messages on their way, and how it all breaks.
 
 Groups of ranks are connected when a step first needs them. A call that fails breaks everything
-here (`sbp_core.boxing.processes.connections`), and by a note on the board whatever waits on other
-ranks.
+here (`sbp_core.boxing.processes.connections`), and by an entry in the control store whatever waits
+on other ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
-import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
 from typing import Any
 
 import torch
 
-from sbp_boxing_nccl.board import MpiBoard
+from sbp_boxing_nccl.control_store import MpiControlStore
 from sbp_boxing_nccl.group import MpiGroup, MpiWork
 from sbp_boxing_nccl.outbox import Message, Outbox
-from sbp_core.boxing.processes import CollectiveCall, Connections, group_name
+from sbp_core.boxing.processes import (
+    CLOSE_TIMEOUT_S,
+    CollectiveCall,
+    Connections,
+    group_name,
+    run_abandonable,
+)
 from sbp_core.errors import BoxingError
 
-_log = logging.getLogger(__name__)
+#: Seconds that a rank which failed waits, when it closes, for MPI to deliver why.
+_DELIVERY_S = 1.0
 
-#: Seconds that a rank waits, when it closes, for the others not to need it any more.
-_FAREWELL_S = 10.0
-
-#: Seconds that a rank which failed waits, when it closes, for the others to hear why.
-_NEWS_S = 1.0
-
-#: Seconds that it waits for their last notes.
-_LAST_NOTES_S = 2.0
+#: Seconds that a rank waits, when it closes, for the last entries of the others.
+_LAST_ENTRIES_S = 2.0
 
 #: Seconds between two looks whether the ranks that are being connected still run.
 _LOOK_S = 0.1
@@ -50,18 +48,21 @@ class MpiConnections(Connections):
     """
 
     def __init__(self, comm: Any, mpi: Any, limit_s: float) -> None:
-        super().__init__()
+        # Communicators of our own, one for entries and one for messages: none is taken for another.
+        self._control_comm = _duplicate(comm, limit_s)
+        store = MpiControlStore(self._control_comm, mpi)
+        super().__init__(store)
+        #: The same, with what only MPI's has.
+        self._mpi_store = store
         self._mpi = mpi
         self._comm = comm
-        everyone = tuple(range(comm.Get_size()))
         self.rank: int = comm.Get_rank()
         self._groups: dict[tuple[int, ...], MpiGroup] = {}
         self._abandoned = False
-        self._private = self._duplicate(limit_s)
-        self.board = MpiBoard(self._private, mpi)
-        self._messages = MpiGroup(everyone, self._duplicate(limit_s), mpi)
+        everyone = tuple(range(comm.Get_size()))
+        self._messages = MpiGroup(everyone, _duplicate(comm, limit_s), mpi)
         self._outbox = Outbox(self.fail)
-        self.watch_over(self.board, limit_s)
+        self.rendezvous(limit_s)
 
     @property
     def largest_tag(self) -> int:
@@ -77,16 +78,7 @@ class MpiConnections(Connections):
         """
         if ranks in self._groups:
             return self._groups[ranks]
-        board, name = self.board, group_name(ranks)
-        board.join(name, ranks)
-
-        def over() -> bool:
-            self.check_others(call)
-            return not board.not_joined(name, ranks)
-
-        # Create_group has no deadline, so that it is called once all ranks are there for it.
-        if not board.wait_for(over, call.left_s):
-            raise self.broken(call, call.missing(board.not_joined(name, ranks)))
+        self.wait_for_group(call, group_name(ranks), ranks)
         with self.guard(call):
             group = MpiGroup(ranks, self._create(call, ranks), self._mpi)
         with self._lock:
@@ -137,82 +129,74 @@ class MpiConnections(Connections):
         except BoxingError:
             raise
         except (RuntimeError, OverflowError) as error:
-            raise self.lost(call, f"MPI reported: {error}") from error
+            raise self.connection_lost(call, f"MPI reported: {error}") from error
 
     def _announce(self, text: str) -> None:
-        """See `Connections._announce`; who waits sees the note when it looks next."""
-        self.board.announce(text)
+        """See `Connections._announce`; a rank that waits reads it when it looks next."""
+        self.control_store.announce_failure(text)
 
     def _release(self) -> None:
         """See `Connections._release`; waits a while for messages, and for ranks on their way."""
-        if self._failure is None and not self._outbox.flush(_FAREWELL_S):
+        if self._failure is None and not self._outbox.flush(CLOSE_TIMEOUT_S):
             self._abandoned = True
         self._outbox.close()
-        board = self.board
-        board.leave()
-        is_well = self._part()
-        board.end()
-        if is_well and not self._abandoned and board.wait_for(board.all_ended, _LAST_NOTES_S):
-            # Freeing is collective: all ranks have left, and free in one order.
+        store = self._mpi_store
+        store.deregister()
+        if self._failure is None:
+            is_well = self._await_others()
+        else:
+            store.wait_for(store.all_delivered, _DELIVERY_S)
+            is_well = False
+        store.end()
+        if is_well and not self._abandoned and store.wait_for(store.all_ended, _LAST_ENTRIES_S):
+            # Freeing is collective: all ranks have come here, and free in one order.
             for ranks in sorted(self._groups):
                 self._groups[ranks].free()
             self._messages.free()
-            board.close()
-            self._private.Free()
-
-    def _part(self) -> bool:
-        """Stay until no rank needs this one; say whether all of them are well."""
-        board = self.board
-
-        def over() -> bool:
-            return board.all_left() or self.reason_to_go() is not None
-
-        if self._failure is not None:
-            board.wait_for(board.all_heard, _NEWS_S)
-            return False
-        if not board.wait_for(over, _FAREWELL_S):
-            _log.warning("rank %d leaves before other ranks did", self.rank)
-            return False
-        return board.failure() is None
+            store.close()
+            self._control_comm.Free()
 
     def _create(self, call: CollectiveCall, ranks: tuple[int, ...]) -> Any:
         """Return the communicator of some ranks, all of which are there to make it.
 
-        MPI makes it on another thread, which is left behind if one of them stops just then.
-
         Raises:
             BoxingError: it was not made in time, or a rank has failed.
         """
-        made: Future[Any] = Future()
 
-        def run() -> None:
-            try:
-                members = self._comm.Get_group()
-                chosen = members.Incl(list(ranks))
-                made.set_result(self._comm.Create_group(chosen))
-                chosen.Free()
-                members.Free()
-            except Exception as error:
-                if not made.done():
-                    made.set_exception(error)
+        def create() -> Any:
+            members = self._comm.Get_group()
+            chosen = members.Incl(list(ranks))
+            comm = self._comm.Create_group(chosen)
+            chosen.Free()
+            members.Free()
+            return comm
 
-        threading.Thread(target=run, name="sbp-connect", daemon=True).start()
-        while not call.is_over:
-            try:
-                return made.result(min(_LOOK_S, call.left_s))
-            except TimeoutError:
-                self.check_others(call)
-        self._abandoned = True
-        slow = f"MPI did not connect ranks {list(ranks)}, all of which had come, in time"
-        raise self.broken(call, call.failed(slow, involved=ranks))
-
-    def _duplicate(self, limit_s: float) -> Any:
-        """Return a communicator of all ranks with a context of its own."""
-        comm, request = self._comm.Idup()
-        if not MpiWork(request=request, tensors=()).wait(limit_s, lambda: None):
-            raise BoxingError(
-                f"the ranks of MPI were not connected within {limit_s:g} s",
-                where=f"rank {self.rank} of {self._comm.Get_size()}",
-                todo="check that every process opens the boxing backend",
+        try:
+            # Create_group has no deadline: one of the ranks may stop just now.
+            return run_abandonable(
+                create,
+                thread_name="sbp-connect",
+                check=lambda: self.check_others(call),
+                look_s=_LOOK_S,
+                limit_s=call.left_s,
             )
-        return comm
+        except TimeoutError:
+            self._abandoned = True
+            slow = f"MPI did not connect ranks {list(ranks)}, all of which had come, in time"
+            raise self.call_failed(call, call.failed(slow, involved=ranks)) from None
+
+
+def _duplicate(comm: Any, limit_s: float) -> Any:
+    """Return a communicator of all ranks with a context of its own.
+
+    Raises:
+        BoxingError: a rank did not come in time.
+    """
+    duplicate, request = comm.Idup()
+    if not MpiWork(request=request, tensors=()).wait(limit_s, lambda: None):
+        raise BoxingError(
+            f"the ranks of MPI were not connected within {limit_s:g} s",
+            where=f"rank {comm.Get_rank()} of {comm.Get_size()}",
+            todo="check that every process opens the boxing backend",
+        )
+    return duplicate

@@ -22,7 +22,7 @@ def prefixed(prefix: str, store: CountingStore) -> CountingStore:
     return cast(CountingStore, cast(Any, dist).PrefixStore(prefix, store))
 
 
-def meet_at(url: str, rank: int, size: int, timeout: timedelta) -> CountingStore:
+def store_at(url: str, rank: int, size: int, timeout: timedelta) -> CountingStore:
     """Return the store that the processes reach at `url`.
 
     Raises:

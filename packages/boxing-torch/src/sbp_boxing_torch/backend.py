@@ -13,7 +13,7 @@ import torch
 from sbp_boxing_torch.communicator import TorchCommunicator
 from sbp_boxing_torch.configs import TorchBoxingConfig
 from sbp_boxing_torch.connections import TorchConnections
-from sbp_boxing_torch.rendezvous import TorchWorld, device_name, meet
+from sbp_boxing_torch.rendezvous import TorchWorld, device_name, rendezvous
 from sbp_core.boxing.processes import ProcessBackend, check_ranks
 from sbp_core.boxing.supervision import LaunchSpec, processes_that_meet
 
@@ -28,7 +28,7 @@ class TorchBackend(ProcessBackend):
 
     Args:
         config: Settings.
-        world: This process among all, if the program has met the others already; found by
+        world: This process among all, if the program has found the others already; found by
             `config.init_method` if None.
     """
 
@@ -53,7 +53,7 @@ class TorchBackend(ProcessBackend):
         Raises:
             ConfigError: neither config nor environment say which rank this is.
         """
-        world = self._world or meet(self._config)
+        world = self._world or rendezvous(self._config)
         check_ranks(ranks, world.rank, world.size)
         device = torch.device(device_name(self._config))
         if device.type == "cuda":

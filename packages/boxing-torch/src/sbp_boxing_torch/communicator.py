@@ -21,7 +21,7 @@ from sbp_core.sbp import split_bounds
 from sbp_torch.boxing import reduce_in_order, reduction_of
 from sbp_torch.boxing.processes import ExchangeCommunicator, PackedBuffers
 
-#: Seconds after which a rank that waits in a collective leaves a note that it is there.
+#: Seconds after which a rank that waits in a collective reports that it is there.
 _PATIENCE_S = 0.2
 
 #: Bytes of a shard up to which an all-reduce of two ranks on CPUs is faster as an exchange. Source:
@@ -89,7 +89,7 @@ class TorchCommunicator(ExchangeCommunicator[TorchConnections]):
                 if not came:
                     missing.append(sender)
         if missing:
-            raise self._connections.broken(call, call.missing(missing))
+            raise self._connections.call_failed(call, call.missing(missing))
 
     def _all_reduce(
         self, call: CollectiveCall, ranks: tuple[int, ...], shard: torch.Tensor, donate: bool
@@ -246,7 +246,7 @@ class TorchCommunicator(ExchangeCommunicator[TorchConnections]):
     ) -> None:
         """Start a collective in the group of `ranks` and wait for it.
 
-        The ranks that wait long leave a note, so that each can say at its deadline who did not.
+        The ranks that wait long report it, so that each can say at its deadline who did not.
 
         Args:
             call: The call that does so.
@@ -266,13 +266,13 @@ class TorchCommunicator(ExchangeCommunicator[TorchConnections]):
         except RuntimeError as error:
             if isinstance(error, BoxingError):
                 raise
-            raise connections.lost(call, str(error)) from error
+            raise connections.connection_lost(call, str(error)) from error
         if not under_way:
             return
         with connections.guard(call):
-            board, name = self._connections.board, group_name(ranks)
-            board.wait_at(name, number)
+            store, name = connections.control_store, group_name(ranks)
+            store.report_waiting(name, number)
             if all(group.wait(work, call.left_s) for work in under_way):
                 return
-        missing = board.not_waiting(name, number, ranks)
-        raise self._connections.broken(call, call.missing(missing))
+        missing = store.not_waiting(name, number, ranks)
+        raise connections.call_failed(call, call.missing(missing))

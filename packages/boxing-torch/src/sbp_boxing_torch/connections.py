@@ -1,17 +1,14 @@
 """The connections of one process: groups of ranks, messages on their way, and how it all breaks.
 
 Groups of ranks are connected when a step first needs them. A call that fails breaks everything
-here (`sbp_core.boxing.processes.connections`), and by closed connections and a note on the board
-whatever waits for it on other ranks.
+here (`sbp_core.boxing.processes.connections`); by closed connections and an entry in the control
+store it also breaks whatever waits for it on other ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
-import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator
 
 import torch
 
@@ -21,19 +18,16 @@ from sbp_boxing_torch.group import TorchGroup, connect
 from sbp_boxing_torch.outbox import Outbox
 from sbp_boxing_torch.rendezvous import COUNTER, TorchWorld
 from sbp_core.boxing.processes import (
+    CLOSE_TIMEOUT_S,
     CollectiveCall,
     Connections,
     CountingStore,
     KeyValueControlStore,
     count_opening,
     group_name,
+    run_abandonable,
 )
 from sbp_core.errors import BoxingError
-
-_log = logging.getLogger(__name__)
-
-#: Seconds that a rank waits, when it closes, for the others not to need it any more.
-_FAREWELL_S = 10.0
 
 #: Seconds between two looks whether the ranks that are being connected still run.
 _LOOK_S = 0.1
@@ -51,19 +45,19 @@ class TorchConnections(Connections):
     """
 
     def __init__(self, config: TorchBoxingConfig, world: TorchWorld) -> None:
-        super().__init__()
+        opened = count_opening(world.store, COUNTER, world.rank)
+        # A part of the store where no earlier backend of these processes has written. Forgotten at
+        # the end, which closes a store that nobody else holds.
+        store = prefixed(f"{COUNTER}/{opened}", world.store)
+        super().__init__(KeyValueControlStore(store, world.rank, world.size))
         limit_s = config.connect_timeout_s
         self._config = config
         self._rank = world.rank
-        opened = count_opening(world.store, COUNTER, world.rank)
-        # A part of the store where no earlier backend of these processes has left notes. Forgotten
-        # at the end, which closes a store that nobody else holds.
-        self._store: CountingStore | None = prefixed(f"{COUNTER}/{opened}", world.store)
-        self.board = KeyValueControlStore(self._store, world.rank, world.size)
+        self._store: CountingStore | None = store
         self._groups: dict[tuple[int, ...], TorchGroup] = {}
-        self._outbox = Outbox(self.fail, self.lost)
+        self._outbox = Outbox(self.fail, self.connection_lost)
         self._messages: tuple[TorchGroup, ...] = ()
-        self.watch_over(self.board, limit_s)
+        self.rendezvous(limit_s)
         if world.size > 1:
             # NCCL runs the messages of a group one after the other, so that two ranks that first
             # send and then receive would wait for each other: each direction has a group.
@@ -86,19 +80,12 @@ class TorchConnections(Connections):
         """
         if ranks in self._groups:
             return self._groups[ranks]
-        board, name = self.board, group_name(ranks)
-        board.join(name, ranks)
-
-        def over() -> bool:
-            self.check_others(call)
-            return not board.not_joined(name, ranks)
-
-        if not board.wait_for(over, call.left_s):
-            raise self.broken(call, call.missing(board.not_joined(name, ranks)))
+        name = group_name(ranks)
+        self.wait_for_group(call, name, ranks)
         try:
             group = self._connect(name, ranks, call.left_s)
         except BoxingError as error:
-            raise self.broken(call, call.failed(error.what, involved=ranks)) from error
+            raise self.call_failed(call, call.failed(error.what, involved=ranks)) from error
         with self._lock:
             self._groups[ranks] = group
             too_late = self._failure is not None
@@ -133,36 +120,27 @@ class TorchConnections(Connections):
         except BoxingError:
             raise
         except RuntimeError as error:
-            raise self.lost(call, str(error)) from error
+            raise self.connection_lost(call, str(error)) from error
 
     def _announce(self, text: str) -> None:
         """See `Connections._announce`."""
         with self._lock:
             groups = (*self._groups.values(), *self._messages)
-        self.board.announce(text)
+        self.control_store.announce_failure(text)
         for group in groups:
             group.abort()
 
     def _release(self) -> None:
         """See `Connections._release`; waits a while for messages, and for ranks on their way."""
         if self._failure is None:
-            self._outbox.flush(_FAREWELL_S)
-        self.board.leave()
+            self._outbox.flush(CLOSE_TIMEOUT_S)
+        self.control_store.deregister()
         if self._failure is None:
-            self._part()
+            self._await_others()
         self._outbox.close()
         self._groups.clear()
         self._messages = ()
         self._store = None
-
-    def _part(self) -> None:
-        """Stay until no rank needs this one: its connections, or the store if it hosts it."""
-
-        def over() -> bool:
-            return self.board.all_left() or self.reason_to_go() is not None
-
-        if not self.board.wait_for(over, _FAREWELL_S):
-            _log.warning("rank %d leaves before other ranks did", self._rank)
 
     def _connect(self, name: str, ranks: tuple[int, ...], limit_s: float) -> TorchGroup:
         transport, rank = self._config.chosen_transport, self._rank
@@ -172,7 +150,13 @@ class TorchConnections(Connections):
         try:
             if transport == "nccl":  # connects at its first use
                 return connect(transport, ranks, rank, store, limit_s)
-            return self._watched(lambda: connect(transport, ranks, rank, store, limit_s))
+            # gloo itself waits until its time is over, whatever becomes of the others.
+            return run_abandonable(
+                lambda: connect(transport, ranks, rank, store, limit_s),
+                thread_name="sbp-connect",
+                check=self._check_hope,
+                look_s=_LOOK_S,
+            )
         except RuntimeError as error:
             raise BoxingError(
                 f"ranks {list(ranks)} were not connected within {limit_s:.3g} s: {error}",
@@ -181,24 +165,8 @@ class TorchConnections(Connections):
                 "GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME chooses the network",
             ) from error
 
-    def _watched(self, make: Callable[[], TorchGroup]) -> TorchGroup:
-        """Connect a group on another thread, which is left behind if another rank fails.
-
-        gloo itself waits until its time is over, whatever becomes of the others.
-        """
-        made: Future[TorchGroup] = Future()
-
-        def run() -> None:
-            try:
-                made.set_result(make())
-            except BaseException as error:
-                made.set_exception(error)
-
-        threading.Thread(target=run, name="sbp-connect", daemon=True).start()
-        while True:
-            try:
-                return made.result(_LOOK_S)
-            except TimeoutError:
-                reason = self.reason_to_go()
-            if reason is not None:
-                raise BoxingError(reason)
+    def _check_hope(self) -> None:
+        """Raise `BoxingError` if waiting for others makes no sense any more."""
+        reason = self.failure_reason()
+        if reason is not None:
+            raise BoxingError(reason)

@@ -9,9 +9,9 @@ import os
 from dataclasses import dataclass
 from datetime import timedelta
 
-from sbp_boxing_torch._torch_compat import meet_at
+from sbp_boxing_torch._torch_compat import store_at
 from sbp_boxing_torch.configs import TorchBoxingConfig
-from sbp_core.boxing.processes import CountingStore, meet_anew
+from sbp_core.boxing.processes import CountingStore, connect_current_store
 from sbp_core.errors import BoxingError, ConfigError
 
 #: Name by which the backends of a rank are counted in a store.
@@ -33,12 +33,12 @@ class TorchWorld:
     store: CountingStore
 
 
-def meet(config: TorchBoxingConfig) -> TorchWorld:
+def rendezvous(config: TorchBoxingConfig) -> TorchWorld:
     """Find this process' rank and connect it to the store of all.
 
     Raises:
         ConfigError: neither the config nor the environment says which rank this is.
-        BoxingError: the place to meet could not be reached in time.
+        BoxingError: the rendezvous could not be reached in time.
     """
     rank = _number("rank", config.rank, "RANK")
     size = _number("world_size", config.world_size, "WORLD_SIZE")
@@ -48,15 +48,15 @@ def meet(config: TorchBoxingConfig) -> TorchWorld:
         )
     limit_s = config.connect_timeout_s
     try:
-        store = meet_anew(
-            lambda: meet_at(config.init_method, rank, size, timedelta(seconds=limit_s)),
+        store = connect_current_store(
+            lambda: store_at(config.init_method, rank, size, timedelta(seconds=limit_s)),
             COUNTER,
             rank,
             limit_s,
         )
     except (RuntimeError, ValueError, OSError) as error:
         raise BoxingError(
-            f"no meeting at {config.init_method} within {limit_s:g} s: {error}",
+            f"no rendezvous at {config.init_method} within {limit_s:g} s: {error}",
             where=f"rank {rank} of {size}",
             todo="check that every process was started and that the address can be reached",
         ) from error

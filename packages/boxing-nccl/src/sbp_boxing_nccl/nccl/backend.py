@@ -13,7 +13,7 @@ from sbp_boxing_nccl.exit import JobBackend
 from sbp_boxing_nccl.nccl.communicator import NcclCommunicator
 from sbp_boxing_nccl.nccl.connections import NcclConnections
 from sbp_boxing_nccl.nccl.device import NcclDevice
-from sbp_boxing_nccl.nccl.world import NcclWorld, meet
+from sbp_boxing_nccl.nccl.world import NcclWorld, rendezvous
 from sbp_boxing_nccl.start import processes
 from sbp_core.boxing.processes import check_ranks
 from sbp_core.boxing.supervision import LaunchSpec, processes_that_meet
@@ -30,7 +30,7 @@ class NcclBackend(JobBackend):
 
     Args:
         config: Settings.
-        world: This process among all, if the program has met the others already; found by
+        world: This process among all, if the program has found the others already; found by
             `config.bootstrap` if None.
         device: What does the work; the GPU that `config.device` names if None.
     """
@@ -73,15 +73,15 @@ class NcclBackend(JobBackend):
         Raises:
             ConfigError: neither config nor environment say which rank this is.
         """
-        world = self._world or meet(self._config)
+        world = self._world or rendezvous(self._config)
         self._exit = world.exit
         try:
             check_ranks(ranks, world.rank, world.size)
             device = self._device or self._load(world.local_rank)
         except BoxingError as error:
             # The others wait for this rank; they are told what it lacks.
-            world.board.announce(f"rank {world.rank} reported: {error.what}")
-            world.board.close()
+            world.control_store.announce_failure(f"rank {world.rank} reported: {error.what}")
+            world.control_store.close()
             raise
         connections = NcclConnections(self._config, world, device)
         return connections, NcclCommunicator(connections)

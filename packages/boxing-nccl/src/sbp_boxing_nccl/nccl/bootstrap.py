@@ -10,12 +10,10 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-import time
 from collections.abc import Callable, Mapping
 
-from sbp_boxing_nccl.nccl.board import NoteBoard
 from sbp_boxing_nccl.nccl.device import NcclDevice, PairCommunicator
-from sbp_core.boxing.processes import CollectiveCall, wait_until
+from sbp_core.boxing.processes import CollectiveCall, ControlStore, run_abandonable, wait_until
 from sbp_core.errors import BoxingError
 
 #: Pauses between two looks at what has come, in seconds: the first, and the longest.
@@ -26,18 +24,18 @@ class Bootstrap:
     """Connects the ranks of groups.
 
     Args:
-        board: Of all ranks.
+        store: Of this rank.
         device: Of this one.
         check: Raises `BoxingError` when waiting for others has become hopeless.
     """
 
     def __init__(
-        self, board: NoteBoard, device: NcclDevice, check: Callable[[CollectiveCall], None]
+        self, store: ControlStore, device: NcclDevice, check: Callable[[CollectiveCall], None]
     ) -> None:
-        self._board = board
+        self._store = store
         self._device = device
         self._check = check
-        self._rank = board.rank
+        self._rank = store.rank
 
     def gather(self, call: CollectiveCall, groups: Mapping[str, tuple[int, ...]]) -> None:
         """Wait until the ranks of some groups are ready to connect them.
@@ -46,7 +44,7 @@ class Bootstrap:
             BoxingError: some did not come in time; names them.
         """
         for name, ranks in groups.items():
-            self._board.join(name, ranks)
+            self._store.join(name, ranks)
         self._await(call, groups)
 
     def connect(self, call: CollectiveCall, name: str, ranks: tuple[int, ...]) -> PairCommunicator:
@@ -58,14 +56,14 @@ class Bootstrap:
         self.gather(call, {name: ranks})
         unique_id = self._share_id(call, name, ranks)
         # All have the id before one enters NCCL, from where it can send nothing.
-        self._board.join(f"{name}/id", ranks)
+        self._store.join(f"{name}/id", ranks)
         self._await(call, {f"{name}/id": ranks})
         return self._init(call, ranks, unique_id)
 
     def _await(self, call: CollectiveCall, groups: Mapping[str, tuple[int, ...]]) -> None:
         def missing() -> set[int]:
-            board = self._board
-            return {rank for name in groups for rank in board.not_joined(name, groups[name])}
+            store = self._store
+            return {rank for name in groups for rank in store.not_joined(name, groups[name])}
 
         def over() -> bool:
             self._check(call)
@@ -80,57 +78,51 @@ class Bootstrap:
         if self._rank == first:
             try:
                 unique_id, error = self._device.unique_id(), ""
-            except Exception as caught:  # whatever it is, the others must hear of it
+            except Exception as caught:  # whatever it is, the others must read of it
                 unique_id, error = b"", f"{type(caught).__name__}: {caught}"
-            note = {"ok": not error, "id": unique_id.hex(), "error": error}
-            self._board.share(key, json.dumps(note), ranks)
+            entry = {"ok": not error, "id": unique_id.hex(), "error": error}
+            self._store.publish(key, json.dumps(entry), ranks)
         text: list[str] = []
 
         def come() -> bool:
             self._check(call)
-            found = self._board.read(key)
+            found = self._store.lookup(key)
             text.extend([] if found is None else [found])
             return found is not None
 
         if not self._look(come, call.left_s):
             raise call.missing([first])
-        note = json.loads(text[0])
-        if not note["ok"]:
-            raise call.failed(f"rank {first} could not make an NCCL id: {note['error']}")
-        return bytes.fromhex(note["id"])
+        entry = json.loads(text[0])
+        if not entry["ok"]:
+            raise call.failed(f"rank {first} could not make an NCCL id: {entry['error']}")
+        return bytes.fromhex(entry["id"])
 
     def _init(
         self, call: CollectiveCall, ranks: tuple[int, ...], unique_id: bytes
     ) -> PairCommunicator:
         """Make the communicator in a thread, which may be left behind inside NCCL."""
-        attempt = _Attempt(
-            lambda: self._device.connect(len(ranks), unique_id, ranks.index(self._rank))
-        )
-        begun_s = time.monotonic()
-
-        def over() -> bool:
-            self._check(call)
-            return attempt.ended.wait(_LONGEST_PAUSE_S)
-
+        index, limit_s = ranks.index(self._rank), call.left_s
         try:
-            in_time = self._look(over, call.left_s)
-        except BoxingError:
-            attempt.abandon()
+            return run_abandonable(
+                lambda: self._device.connect(len(ranks), unique_id, index),
+                thread_name="sbp-nccl-init",
+                check=lambda: self._check(call),
+                look_s=_LONGEST_PAUSE_S,
+                limit_s=limit_s,
+                discard=lambda channel: channel.abort(),
+            )
+        except BoxingError:  # `check` raised it
             raise
-        if not in_time:
-            attempt.abandon()
-            raise self._slow(call, ranks, time.monotonic() - begun_s)
-        if attempt.channel is None:
-            raise call.failed(f"NCCL could not connect ranks {list(ranks)}: {attempt.error}")
-        return attempt.channel
-
-    def _slow(self, call: CollectiveCall, ranks: tuple[int, ...], waited_s: float) -> BoxingError:
-        return call.failed(
-            f"NCCL did not connect ranks {list(ranks)} within {waited_s:.3g} s, though all of them "
-            "are there",
-            todo="see what NCCL says with NCCL_DEBUG=INFO; NCCL_SOCKET_IFNAME chooses the network",
-            involved=ranks,
-        )
+        except TimeoutError as error:
+            raise call.failed(
+                f"NCCL did not connect ranks {list(ranks)} within {limit_s:.3g} s, though all of "
+                "them are there",
+                todo="see what NCCL says with NCCL_DEBUG=INFO; NCCL_SOCKET_IFNAME chooses the "
+                "network",
+                involved=ranks,
+            ) from error
+        except Exception as error:
+            raise call.failed(f"NCCL could not connect ranks {list(ranks)}: {error}") from error
 
     def _look(self, done: Callable[[], bool], limit_s: float) -> bool:
         return wait_until(
@@ -138,41 +130,7 @@ class Bootstrap:
         )
 
 
-class _Attempt:
-    """A call that makes a channel, in a thread that nobody needs to wait for."""
-
-    def __init__(self, connect: Callable[[], PairCommunicator]) -> None:
-        self.channel: PairCommunicator | None = None
-        self.error: BaseException | None = None
-        self.ended = threading.Event()
-        self._abandoned = False
-        self._lock = threading.Lock()
-        self._connect = connect
-        threading.Thread(target=self._run, name="sbp-nccl-init", daemon=True).start()
-
-    def abandon(self) -> None:
-        """Give up: nobody will use the channel."""
-        with self._lock:
-            self._abandoned = True
-            channel = self.channel
-        if channel is not None:
-            threading.Thread(target=channel.abort, name="sbp-nccl-abort", daemon=True).start()
-
-    def _run(self) -> None:
-        try:
-            channel = self._connect()
-            with self._lock:
-                self.channel = channel
-                late = self._abandoned
-            if late:
-                channel.abort()
-        except BaseException as error:
-            self.error = error
-        finally:
-            self.ended.set()
-
-
-def check_devices(board: NoteBoard, device: NcclDevice, limit_s: float) -> None:
+def check_devices(store: ControlStore, device: NcclDevice, limit_s: float) -> None:
     """Check, on all ranks at once, that each has a GPU of its own and the same NCCL.
 
     NCCL hangs or fails obscurely where two ranks share a GPU.
@@ -180,23 +138,23 @@ def check_devices(board: NoteBoard, device: NcclDevice, limit_s: float) -> None:
     Raises:
         BoxingError: a rank did not come in time, two ranks have one GPU, or versions differ.
     """
-    everyone = range(board.size)
+    everyone = range(store.size)
     card = [device.host, device.bus_id, ".".join(map(str, device.nccl_version))]
-    board.share(f"device/{board.rank}", json.dumps(card), everyone)
+    store.publish(f"device/{store.rank}", json.dumps(card), everyone)
     cards: dict[int, list[str]] = {}
 
     def over() -> bool:
         for rank in everyone:
-            if rank not in cards and (text := board.read(f"device/{rank}")):
+            if rank not in cards and (text := store.lookup(f"device/{rank}")):
                 cards[rank] = json.loads(text)
-        return len(cards) == board.size or board.failure() is not None
+        return len(cards) == store.size or store.failure() is not None
 
-    if not board.wait_for(over, limit_s) or len(cards) < board.size:
+    if not store.wait_for(over, limit_s) or len(cards) < store.size:
         late = ", ".join(str(rank) for rank in everyone if rank not in cards)
         raise BoxingError(
-            f"rank {board.rank} waited {limit_s:g} s for the GPUs of the others; ranks that did "
+            f"rank {store.rank} waited {limit_s:g} s for the GPUs of the others; ranks that did "
             f"not name theirs: {late}",
-            where=board.failure() or "",
+            where=store.failure() or "",
             todo="see what those ranks say",
         )
     owners: dict[tuple[str, str], int] = {}

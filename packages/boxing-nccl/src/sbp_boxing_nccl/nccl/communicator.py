@@ -94,18 +94,18 @@ class NcclCommunicator(ExchangeCommunicator[NcclConnections]):
     ) -> None:
         """Start a collective in the group of `ranks`, and wait as the connections are told to.
 
-        The ranks that wait long tell each other, so that each can say at its deadline who did not.
+        The ranks that wait long report it, so that each can say at its deadline who did not.
         """
         connections, name = self._connections, group_name(ranks)
-        board = connections.board
+        store = connections.control_store
         number = self._calls[ranks] = self._calls.get(ranks, -1) + 1
         group = connections.group(call, ranks)
         with (
             connections.guard(call),
             connections.limits.launching(
                 call,
-                lambda: board.not_waiting(name, number, ranks),
-                lambda: board.wait_at(name, number, ranks),
+                lambda: store.not_waiting(name, number, ranks),
+                lambda: store.report_waiting(name, number, ranks),
             ) as entry,
         ):
             entry.work = start(group)

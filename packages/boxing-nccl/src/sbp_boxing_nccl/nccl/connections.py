@@ -2,7 +2,7 @@
 
 Everything is connected when it is first needed. A call that fails breaks everything here
 (`sbp_core.boxing.processes.connections`): all channels are aborted together, which ends what waits
-inside them, and a note tells the other ranks, each of which then does the same.
+inside them, and an entry in the control store tells the other ranks, which then do the same.
 """
 
 from __future__ import annotations
@@ -21,16 +21,19 @@ from sbp_boxing_nccl.nccl.group import NcclGroup, NcclWork
 from sbp_boxing_nccl.nccl.limits import PATIENCE_S, LimitEntry, Limits
 from sbp_boxing_nccl.nccl.mail import Inbox, Message, SendQueue, pair_name
 from sbp_boxing_nccl.nccl.world import NcclWorld
-from sbp_core.boxing.processes import CollectiveCall, Connections, group_name, wait_until
+from sbp_core.boxing.processes import (
+    CLOSE_TIMEOUT_S,
+    CollectiveCall,
+    Connections,
+    group_name,
+    wait_until,
+)
 from sbp_core.errors import BoxingError
 
 _log = logging.getLogger(__name__)
 
-#: Seconds that a rank waits, when it closes, for the others not to need it any more.
-_FAREWELL_S = 10.0
-
 #: Seconds that a thread which sends messages gets to end.
-_LANE_S = 1.0
+_QUEUE_END_S = 1.0
 
 #: Pauses between two looks at work on the GPU, in seconds: the first, and the longest.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1e-5, 5e-4
@@ -52,20 +55,19 @@ class NcclConnections(Connections):
     """
 
     def __init__(self, config: NcclBoxingConfig, world: NcclWorld, device: NcclDevice) -> None:
-        super().__init__()
+        super().__init__(world.control_store)
         self.rank = world.rank
         self.device = device
-        self.board = world.board
         self._config = config
         self._world = world
         self._groups: dict[tuple[int, ...], NcclGroup] = {}
         self._channels: dict[str, PairCommunicator] = {}
-        self._lanes: dict[int, SendQueue] = {}
+        self._send_queues: dict[int, SendQueue] = {}
         self._gave_up = False
-        self._bootstrap = Bootstrap(self.board, device, self._check)
+        self._bootstrap = Bootstrap(self.control_store, device, self._check)
         self.limits = Limits(device.use, self._check_here, self._give_up)
         self._inbox = Inbox(
-            board=self.board,
+            store=self.control_store,
             device=device,
             limits=self.limits,
             check=self._check,
@@ -73,12 +75,12 @@ class NcclConnections(Connections):
             gather=self._bootstrap.gather,
         )
         try:
-            self.watch_over(self.board, config.connect_timeout_s)
-            check_devices(self.board, device, config.connect_timeout_s)
+            self.rendezvous(config.connect_timeout_s)
+            check_devices(self.control_store, device, config.connect_timeout_s)
         except BoxingError as error:
             self.fail(error)
             self.close()
-            self.board.close()
+            self.control_store.close()
             raise
 
     def group(self, call: CollectiveCall, ranks: tuple[int, ...]) -> NcclGroup:
@@ -101,11 +103,11 @@ class NcclConnections(Connections):
             receiver: Rank that it goes to.
             values: Shape (elements,), contiguous, on the device; nobody else uses them.
         """
-        lane = self._lanes.get(receiver)
-        if lane is None:
-            lane = self._lanes[receiver] = SendQueue(
+        queue = self._send_queues.get(receiver)
+        if queue is None:
+            queue = self._send_queues[receiver] = SendQueue(
                 receiver,
-                board=self.board,
+                store=self.control_store,
                 device=self.device,
                 limits=self.limits,
                 check=self._check_here,
@@ -114,7 +116,7 @@ class NcclConnections(Connections):
             )
         with self.guard(call):
             ready = self.device.record()
-        lane.post(Message(call=call, values=values, ready=ready))
+        queue.post(Message(call=call, values=values, ready=ready))
 
     def collect(self, call: CollectiveCall, arriving: Mapping[int, torch.Tensor]) -> None:
         """Fill each tensor with the message of its sender for the call's tag.
@@ -166,7 +168,7 @@ class NcclConnections(Connections):
                 self.fail(error)
             raise
         except RuntimeError as error:
-            raise self.lost(call, f"NCCL reported: {error}") from error
+            raise self.connection_lost(call, f"NCCL reported: {error}") from error
 
     def _wait(self, call: CollectiveCall, work: NcclWork, limit_s: float) -> bool:
         """Wait for work; False if it is still under way after `limit_s` seconds."""
@@ -213,9 +215,9 @@ class NcclConnections(Connections):
     def _check(self, call: CollectiveCall) -> None:
         """Raise `BoxingError` if waiting for others has become hopeless."""
         self._check_here(call)
-        reason = self.board.failure()
+        reason = self.control_store.failure()
         if reason is not None:
-            raise self.lost(call, reason)
+            raise self.connection_lost(call, reason)
 
     def _give_up(self, error: BaseException) -> None:
         """Break everything because of something that no caller waits for."""
@@ -226,7 +228,7 @@ class NcclConnections(Connections):
 
     def _announce(self, text: str) -> None:
         """See `Connections._announce`; the others are told before NCCL may keep us."""
-        self.board.announce(text)
+        self.control_store.announce_failure(text)
         self._let_go(abort=True)
 
     def _let_go(self, *, abort: bool) -> None:
@@ -245,41 +247,32 @@ class NcclConnections(Connections):
     def _release(self) -> None:
         """See `Connections._release`; waits a while for messages, and for ranks on their way."""
         flushed = self._failure is None and self._flush()
-        self.board.leave()
-        well = flushed and self._part()
-        for lane in self._lanes.values():
-            lane.close()
+        self.control_store.deregister()
+        well = flushed and self._await_others()
+        for queue in self._send_queues.values():
+            queue.close()
         self.limits.close()
         self._let_go(abort=not well)
         # Some may have been inside NCCL, which has let go of them by now.
-        for lane in self._lanes.values():
-            lane.wait(_LANE_S)
+        for queue in self._send_queues.values():
+            queue.wait(_QUEUE_END_S)
         if well:
-            self.board.close()
+            self.control_store.close()
             self._world.free()
 
     def _flush(self) -> bool:
         """Wait until all messages and all work are done; say whether they are."""
+        queues = self._send_queues.values()
 
         def idle() -> bool:
-            return all(lane.is_idle for lane in self._lanes.values()) and self.limits.is_idle
+            return all(queue.is_idle for queue in queues) and self.limits.is_idle
 
         def over() -> bool:
-            return idle() or self._gave_up or self.reason_to_go() is not None
+            return idle() or self._gave_up or self.failure_reason() is not None
 
         # A receiver may be far behind; a message has the time that its sender gave it.
-        end_s = max((lane.end_s for lane in self._lanes.values()), default=0.0)
-        self.board.wait_for(over, max(_FAREWELL_S, end_s - time.monotonic()))
+        end_s = max((queue.end_s for queue in queues), default=0.0)
+        self.control_store.wait_for(over, max(CLOSE_TIMEOUT_S, end_s - time.monotonic()))
         if not idle():
             _log.warning("rank %d leaves before its messages were received", self.rank)
         return idle() and not self._gave_up
-
-    def _part(self) -> bool:
-        """Stay until no rank needs this one; say whether all of them are well."""
-        board = self.board
-        if not board.wait_for(
-            lambda: board.all_left() or self.reason_to_go() is not None, _FAREWELL_S
-        ):
-            _log.warning("rank %d leaves before other ranks did", self.rank)
-            return False
-        return board.failure() is None

@@ -1,11 +1,11 @@
 """Messages between two ranks, found by their tags, over NCCL, which has none.
 
 Each direction of each pair of ranks has a channel of its own, connected when it is first needed.
-Notes say what there is, and what is wanted, so that both ends start the same message at the same
-time:
+Entries of the control store say what there is, and what is wanted, so that both ends start the same
+message at the same time:
 
     sender                                   receiver
-    post: queue -> lane (a thread)           collect:
+    post: queue -> a thread                  collect:
       connect                                  connect
       offer n: tag and size of message n       look through the offers for the tag
       wait for a go                            go k: message n, the k-th to be moved
@@ -29,14 +29,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from sbp_boxing_nccl.nccl.board import NoteBoard
 from sbp_boxing_nccl.nccl.device import NcclDevice, PairCommunicator, StreamEvent
 from sbp_boxing_nccl.nccl.group import NcclWork
 from sbp_boxing_nccl.nccl.limits import Limits
-from sbp_core.boxing.processes import CollectiveCall, wait_until
+from sbp_core.boxing.processes import CollectiveCall, ControlStore, wait_until
 from sbp_core.errors import BoxingError
 
-#: Pauses between two looks for notes, in seconds: the first, and the longest.
+#: Pauses between two looks for entries, in seconds: the first, and the longest.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2e-5, 2e-3
 
 #: Place of each end in the communicator of a pair.
@@ -71,7 +70,7 @@ class SendQueue:
 
     Args:
         receiver: The other rank.
-        board: Of all ranks.
+        store: Of this rank.
         device: Of this rank.
         limits: Watches what was sent until it is received.
         check: Raises `BoxingError` once everything is broken.
@@ -83,7 +82,7 @@ class SendQueue:
         self,
         receiver: int,
         *,
-        board: NoteBoard,
+        store: ControlStore,
         device: NcclDevice,
         limits: Limits,
         check: Callable[[CollectiveCall], None],
@@ -91,13 +90,13 @@ class SendQueue:
         fail: Callable[[BaseException], None],
     ) -> None:
         self._receiver = receiver
-        self._board = board
+        self._store = store
         self._device = device
         self._limits = limits
         self._check = check
         self._connect = connect
         self._fail = fail
-        self._name = pair_name(board.rank, receiver)
+        self._name = pair_name(store.rank, receiver)
         self._posted: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._offered: dict[int, Message] = {}
         self._num_posted = self._num_offered = self._num_sent = 0
@@ -132,7 +131,7 @@ class SendQueue:
             return
         try:
             self._device.use()
-            channel = self._connect(message.call, self._board.rank, self._receiver)
+            channel = self._connect(message.call, self._store.rank, self._receiver)
             self._offer(message)
             while self._offer_all():
                 self._await_go(channel)
@@ -153,9 +152,9 @@ class SendQueue:
             self._offer(message)
 
     def _offer(self, message: Message) -> None:
-        note = json.dumps([message.call.tag, message.values.nbytes])
+        offer = json.dumps([message.call.tag, message.values.nbytes])
         self._offered[self._num_offered] = message
-        self._board.share(f"{self._name}/offer/{self._num_offered}", note, [self._receiver])
+        self._store.publish(f"{self._name}/offer/{self._num_offered}", offer, [self._receiver])
         self._num_offered += 1
 
     def _await_go(self, channel: PairCommunicator) -> None:
@@ -164,7 +163,7 @@ class SendQueue:
         most_urgent = min((m.call for m in self._offered.values()), key=lambda call: call.end_s)
 
         def over() -> bool:
-            text = self._board.take(f"{self._name}/go/{self._num_sent}")
+            text = self._store.take(f"{self._name}/go/{self._num_sent}")
             go.extend([] if text is None else [text])
             self._check(most_urgent)
             return bool(go) or not self._posted.empty()
@@ -210,7 +209,7 @@ class Inbox:
     """The messages of other ranks to this one.
 
     Args:
-        board: Of all ranks.
+        store: Of this rank.
         device: Of this rank.
         limits: Watches the calls of NCCL.
         check: Raises `BoxingError` when waiting for others has become hopeless.
@@ -221,20 +220,20 @@ class Inbox:
     def __init__(
         self,
         *,
-        board: NoteBoard,
+        store: ControlStore,
         device: NcclDevice,
         limits: Limits,
         check: Callable[[CollectiveCall], None],
         connect: Connect,
         gather: Callable[[CollectiveCall, Mapping[str, tuple[int, ...]]], None],
     ) -> None:
-        self._board = board
+        self._store = store
         self._device = device
         self._limits = limits
         self._check = check
         self._connect = connect
         self._gather = gather
-        self._rank = board.rank
+        self._rank = store.rank
         self._senders: dict[int, _Sender] = {}
 
     def collect(
@@ -270,10 +269,10 @@ class Inbox:
         """Say whether a sender offers a message for a tag, as far as its offers have come."""
         source, name = self._senders[sender], pair_name(sender, self._rank)
         while tag not in source.offers:
-            note = self._board.take(f"{name}/offer/{source.num_offers}")
-            if note is None:
+            offer = self._store.take(f"{name}/offer/{source.num_offers}")
+            if offer is None:
                 return False
-            offered, num_bytes = json.loads(note)
+            offered, num_bytes = json.loads(offer)
             source.offers.setdefault(offered, deque()).append((source.num_offers, num_bytes))
             source.num_offers += 1
         return True
@@ -295,7 +294,7 @@ class Inbox:
                 )
             # Before we call NCCL, which may keep us until the sender does so too.
             key = f"{pair_name(sender, self._rank)}/go/{source.num_goes}"
-            self._board.share(key, str(number), [sender])
+            self._store.publish(key, str(number), [sender])
             source.num_goes += 1
         channels = {sender: self._senders[sender].channel for sender in arriving}
         with self._limits.launching(call, lambda: list(arriving)):

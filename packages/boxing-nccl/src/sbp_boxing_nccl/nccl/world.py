@@ -1,4 +1,4 @@
-"""Where the processes of a run meet before NCCL connects them: by MPI, or by torch's store.
+"""How the processes of a run find each other before NCCL connects them: by MPI or torch's store.
 
 The only module of the backend that reads the environment.
 """
@@ -14,10 +14,16 @@ from hashlib import blake2b
 from typing import Any, cast
 
 from sbp_boxing_nccl.configs import NcclBoxingConfig
+from sbp_boxing_nccl.control_store import MpiControlStore
 from sbp_boxing_nccl.exit import Exit
 from sbp_boxing_nccl.library import load_mpi
-from sbp_boxing_nccl.nccl.board import MpiNoteBoard, NoteBoard, StoreNoteBoard
-from sbp_core.boxing.processes import count_opening, meet_anew, wait_until
+from sbp_core.boxing.processes import (
+    ControlStore,
+    KeyValueControlStore,
+    connect_current_store,
+    count_opening,
+    wait_until,
+)
 from sbp_core.errors import BoxingError, ConfigError
 
 #: Name by which the backends of a rank are counted in a store.
@@ -39,7 +45,7 @@ class NcclWorld:
         rank: Rank of this process.
         size: Number of processes; one rank each.
         local_rank: Number of this process among those of its machine.
-        board: By which it reaches the others.
+        control_store: By which it reaches the others.
         free: Called in the end, if all ranks are well and do so too.
         exit: Sees to it that an MPI job does not outlive this process; None if it is in none.
     """
@@ -47,12 +53,12 @@ class NcclWorld:
     rank: int
     size: int
     local_rank: int
-    board: NoteBoard
+    control_store: ControlStore
     free: Callable[[], None] = field(default=_nothing, repr=False)
     exit: Exit | None = field(default=None, repr=False)
 
 
-def meet(config: NcclBoxingConfig) -> NcclWorld:
+def rendezvous(config: NcclBoxingConfig) -> NcclWorld:
     """Find this process' rank and the others, by what `config.bootstrap` says.
 
     Raises:
@@ -61,12 +67,12 @@ def meet(config: NcclBoxingConfig) -> NcclWorld:
     """
     if config.bootstrap == "mpi":
         mpi = load_mpi()
-        return meet_by_mpi(mpi.COMM_WORLD, mpi, config.connect_timeout_s)
-    return _meet_by_store(config)
+        return rendezvous_by_mpi(mpi.COMM_WORLD, mpi, config.connect_timeout_s)
+    return _rendezvous_by_store(config)
 
 
-def meet_by_mpi(comm: Any, mpi: Any, limit_s: float) -> NcclWorld:
-    """Meet the processes of a communicator.
+def rendezvous_by_mpi(comm: Any, mpi: Any, limit_s: float) -> NcclWorld:
+    """Find the other ranks, which are the processes of a communicator.
 
     Args:
         comm: mpi4py communicator whose processes are the ranks, in order; it stays its owner's.
@@ -78,7 +84,7 @@ def meet_by_mpi(comm: Any, mpi: Any, limit_s: float) -> NcclWorld:
     """
     end = Exit(comm, mpi)
     try:
-        own, hosts = _meet_all(comm, mpi, limit_s)
+        own, hosts = _gather_hosts(comm, mpi, limit_s)
     except BaseException:
         end.leave(well=False)
         raise
@@ -87,37 +93,37 @@ def meet_by_mpi(comm: Any, mpi: Any, limit_s: float) -> NcclWorld:
         rank=rank,
         size=len(hosts),
         local_rank=hosts[:rank].count(hosts[rank]),
-        board=MpiNoteBoard(own, mpi),
+        control_store=MpiControlStore(own, mpi),
         free=own.Free,
         exit=end,
     )
 
 
-def _meet_all(comm: Any, mpi: Any, limit_s: float) -> tuple[Any, list[bytes]]:
+def _gather_hosts(comm: Any, mpi: Any, limit_s: float) -> tuple[Any, list[bytes]]:
     """Return a communicator of our own, and what stands for the host of each rank.
 
     Raises:
         BoxingError: a rank did not come.
     """
     own, request = comm.Idup()
-    met, every = _wait(request.Test, limit_s), bytearray(comm.Get_size() * _HOST_BYTES)
-    if met:
+    came, every = _wait(request.Test, limit_s), bytearray(comm.Get_size() * _HOST_BYTES)
+    if came:
         host = blake2b(socket.gethostname().encode(), digest_size=_HOST_BYTES).digest()
         request = own.Iallgather([host, mpi.BYTE], [every, mpi.BYTE])
-        met = _wait(request.Test, limit_s)
-    if not met:
+        came = _wait(request.Test, limit_s)
+    if not came:
         raise BoxingError(
-            f"the ranks of MPI did not meet within {limit_s:g} s",
+            f"the ranks of MPI did not come within {limit_s:g} s",
             where=f"rank {comm.Get_rank()} of {comm.Get_size()}",
             todo="check that every process opens the boxing backend",
         )
     return own, [bytes(every[at : at + _HOST_BYTES]) for at in range(0, len(every), _HOST_BYTES)]
 
 
-def _meet_by_store(config: NcclBoxingConfig) -> NcclWorld:
-    """Meet at `config.init_method`, as torchrun arranges it."""
+def _rendezvous_by_store(config: NcclBoxingConfig) -> NcclWorld:
+    """Find the other ranks at `config.init_method`, as torchrun arranges it."""
     import torch.distributed as dist
-    from torch.distributed.rendezvous import rendezvous
+    from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
     rank = _number("rank", config.rank, "RANK")
     size = _number("world_size", config.world_size, "WORLD_SIZE")
@@ -128,23 +134,27 @@ def _meet_by_store(config: NcclBoxingConfig) -> NcclWorld:
     limit = timedelta(seconds=config.connect_timeout_s)
 
     def connect() -> Any:
-        store, _, _ = next(cast(Any, rendezvous)(config.init_method, rank, size, timeout=limit))
+        found = cast(Any, torch_rendezvous)(config.init_method, rank, size, timeout=limit)
+        store, _, _ = next(found)
         return store
 
     try:
-        store = meet_anew(connect, _COUNTER, rank, config.connect_timeout_s)
-        # A part of the store where no earlier backend of these processes has left notes.
+        store = connect_current_store(connect, _COUNTER, rank, config.connect_timeout_s)
+        # A part of the store where no earlier backend of these processes has written.
         opened = count_opening(store, _COUNTER, rank)
         store = cast(Any, dist).PrefixStore(f"{_COUNTER}/{opened}", store)
     except (RuntimeError, ValueError, OSError) as error:
         raise BoxingError(
-            f"no meeting at {config.init_method} within {config.connect_timeout_s:g} s: {error}",
+            f"no rendezvous at {config.init_method} within {config.connect_timeout_s:g} s: {error}",
             where=f"rank {rank} of {size}",
             todo="check that every process was started and that the address can be reached",
         ) from error
-    board = StoreNoteBoard(store, rank, size)
-    local_rank = _number("rank", None, "LOCAL_RANK", rank)
-    return NcclWorld(rank=rank, size=size, local_rank=local_rank, board=board)
+    return NcclWorld(
+        rank=rank,
+        size=size,
+        local_rank=_number("rank", None, "LOCAL_RANK", rank),
+        control_store=KeyValueControlStore(store, rank, size),
+    )
 
 
 def _wait(done: Callable[[], bool], limit_s: float) -> bool:

@@ -1,9 +1,11 @@
 """What backends of several processes are made of, but for the transport and the tensors.
 
-`call` is one call and its deadline, `process_backend` a backend, `connections` how it breaks.
-`manifest` says what a rank sends and receives, `traffic` counts what it hands over. How ranks learn
-that one of them failed: `control_store` (what they leave for each other), `store_client` (one in a
-key-value store), `membership` (their processes) and `failure_detector` (the thread that looks).
+`call` is one call and its deadline (`pending_calls`: those that are not over), `process_backend` a
+backend, `connections` how it breaks, `abandonable` a call that may be left behind. `manifest` says
+what a rank sends and receives, `traffic` counts what it hands over. How ranks learn that one of
+them failed: `control_store` (the entries by which they know of each other), `store_client` (those
+entries in a key-value store, which `store_rendezvous` finds), `membership` (their processes) and
+`failure_detector` (the thread that looks).
 
 Stability: internal.
 """
@@ -15,8 +17,9 @@ from typing import TYPE_CHECKING
 from sbp_core.exports import lazy
 
 if TYPE_CHECKING:
+    from sbp_core.boxing.processes.abandonable import run_abandonable
     from sbp_core.boxing.processes.call import CollectiveCall, group_name, tag_number, wait_until
-    from sbp_core.boxing.processes.connections import Connections
+    from sbp_core.boxing.processes.connections import CLOSE_TIMEOUT_S, Connections
     from sbp_core.boxing.processes.control_store import (
         ControlStore,
         StoreLostError,
@@ -24,15 +27,16 @@ if TYPE_CHECKING:
     )
     from sbp_core.boxing.processes.manifest import Manifest, manifest_of, span
     from sbp_core.boxing.processes.process_backend import ProcessBackend, check_ranks
-    from sbp_core.boxing.processes.store_client import (
+    from sbp_core.boxing.processes.store_client import KeyValueControlStore
+    from sbp_core.boxing.processes.store_rendezvous import (
         CountingStore,
-        KeyValueControlStore,
+        connect_current_store,
         count_opening,
-        meet_anew,
     )
     from sbp_core.boxing.processes.traffic import TrafficCounter
 
 __all__ = [
+    "CLOSE_TIMEOUT_S",
     "CollectiveCall",
     "Connections",
     "ControlStore",
@@ -44,10 +48,11 @@ __all__ = [
     "StoreSilentError",
     "TrafficCounter",
     "check_ranks",
+    "connect_current_store",
     "count_opening",
     "group_name",
     "manifest_of",
-    "meet_anew",
+    "run_abandonable",
     "span",
     "tag_number",
     "wait_until",
@@ -56,10 +61,11 @@ __all__ = [
 __getattr__, __dir__ = lazy(
     __name__,
     {
+        "CLOSE_TIMEOUT_S": "connections",
         "CollectiveCall": "call",
         "Connections": "connections",
         "ControlStore": "control_store",
-        "CountingStore": "store_client",
+        "CountingStore": "store_rendezvous",
         "KeyValueControlStore": "store_client",
         "Manifest": "manifest",
         "ProcessBackend": "process_backend",
@@ -67,10 +73,11 @@ __getattr__, __dir__ = lazy(
         "StoreSilentError": "control_store",
         "TrafficCounter": "traffic",
         "check_ranks": "process_backend",
-        "count_opening": "store_client",
+        "connect_current_store": "store_rendezvous",
+        "count_opening": "store_rendezvous",
         "group_name": "call",
         "manifest_of": "manifest",
-        "meet_anew": "store_client",
+        "run_abandonable": "abandonable",
         "span": "manifest",
         "tag_number": "call",
         "wait_until": "call",

@@ -1,8 +1,9 @@
-"""The thread by which a process learns that another one has failed, ended or left.
+"""The thread by which a process learns that another one has failed, ended or deregistered.
 
 Without it a rank would learn so only where it happens to be connected to that other one, by an
-error of the transport that names nobody, and a rank that computes not at all. Looks at the board
-and at the processes of this host; what then breaks is `connections`.
+error of the transport that names nobody; and a rank that computes would not learn it at all. The
+thread looks at the control store and at the processes of this host. What it finds breaks the
+`connections`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from sbp_core.boxing.processes.call import CollectiveCall
 from sbp_core.boxing.processes.control_store import ControlStore
 from sbp_core.boxing.processes.membership import Member, MemberState, state_of
+from sbp_core.boxing.processes.pending_calls import PendingCalls
 from sbp_core.boxing.slices import transfer_pieces
 from sbp_core.boxing.step import StepKind
 from sbp_core.boxing.supervision.root_cause import SILENT, STOPPED
@@ -24,102 +26,62 @@ INTERVAL_S = 0.25
 #: Seconds between two looks of a rank whose connection just broke.
 _HURRY_S = 0.02
 
-#: Seconds that a call takes before the rank notes where it is.
+#: Seconds that a call takes before the rank reports where it is.
 _LONG_S = 0.2
 
-#: Seconds that a call may last after a rank that it needs has left: what that rank has sent before
-#: may still be on its way.
+#: Seconds that a call may last after a rank that it needs has deregistered: what that rank has sent
+#: before may still be on its way.
 _GRACE_S = 2.0
 
-#: Seconds between two signs of life, for ranks on other hosts.
-_BEAT_S = 0.5
+#: Seconds between two heartbeats, for ranks on other hosts.
+_HEARTBEAT_S = 0.5
 
-#: Seconds without a sign of life after which a rank is lost, if a connection broke.
+#: Seconds without a heartbeat after which a rank is lost, if a connection broke.
 _SILENCE_S = 3.0
 
-#: Seconds to listen for a sign of life of a rank that did not arrive.
+#: Seconds to listen for a heartbeat of a rank that did not arrive.
 _LISTEN_S = 1.2
-
-
-class Calls:
-    """The calls of one process that have begun, at most one a thread."""
-
-    def __init__(self) -> None:
-        self._by_thread: dict[int, CollectiveCall] = {}
-        #: The call that began last, on whichever thread.
-        self.latest: CollectiveCall | None = None
-
-    def begin(self, call: CollectiveCall) -> None:
-        """Note that a call begins on this thread."""
-        self._by_thread[threading.get_ident()] = self.latest = call
-
-    def end(self) -> None:
-        """Note that the call of this thread is over."""
-        self._by_thread.pop(threading.get_ident(), None)
-
-    def under_way(self) -> list[CollectiveCall]:
-        """Return the calls that are not over."""
-        return list(self._by_thread.values())
-
-
-class PendingCall:
-    """The time in which a call is under way; a class, as generators take longer to enter.
-
-    Args:
-        calls: The calls of this process.
-        call: One of them.
-    """
-
-    __slots__ = ("_call", "_calls")
-
-    def __init__(self, calls: Calls, call: CollectiveCall) -> None:
-        self._calls = calls
-        self._call = call
-
-    def __enter__(self) -> None:
-        self._calls.begin(self._call)
-
-    def __exit__(self, *_: object) -> None:
-        self._calls.end()
 
 
 class FailureDetector:
     """What one process sees of the others.
 
     Args:
-        board: The notes of the run.
+        store: Of this rank.
         members: The processes of all ranks, by rank.
         calls: The calls of this process.
-        learned: Called once, on the thread of the watch, with why the run failed.
+        on_failure: Called once, on the detector's thread, with why the run failed.
     """
 
     def __init__(
         self,
-        board: ControlStore,
+        store: ControlStore,
         members: Mapping[int, Member],
-        calls: Calls,
-        learned: Callable[[str], None],
+        calls: PendingCalls,
+        on_failure: Callable[[str], None],
     ) -> None:
-        self._board = board
+        self._store = store
         self._members = members
-        self._me = members[board.rank]
+        self._me = members[store.rank]
         self._here = [
             member
             for member in members.values()
-            if member.is_beside(self._me) and member.rank != board.rank
+            if member.shares_pids_with(self._me) and member.rank != store.rank
         ]
-        self._away = [rank for rank, member in members.items() if not member.is_beside(self._me)]
+        self._away = [
+            rank for rank, member in members.items() if not member.shares_pids_with(self._me)
+        ]
         self._calls = calls
-        self._learned = learned
-        #: When a rank was first seen to have left, by rank.
-        self._left: dict[int, float] = {}
+        self._on_failure = on_failure
+        #: When a rank was first seen to have deregistered, by rank.
+        self._deregistered: dict[int, float] = {}
         self._lost_since: float | None = None
-        self._noted = ""
-        self._beats = 0
-        self._next_beat = 0.0
+        self._reported = ""
+        self._num_heartbeats = 0
+        self._next_heartbeat = 0.0
         self._stop = threading.Event()
         # A daemon: it may be inside a call of the transport when the process ends.
-        self._thread = threading.Thread(target=self._run, name="sbp-watch", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="sbp-failure-detector", daemon=True)
 
     def start(self) -> None:
         """Begin to look, every `INTERVAL_S` seconds."""
@@ -131,33 +93,33 @@ class FailureDetector:
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(2 * INTERVAL_S)
 
-    def reason(self) -> str | None:
+    def failure_reason(self) -> str | None:
         """Look once; return why the run cannot go on, or None if nothing is wrong."""
-        failure = self._board.failure()
+        failure = self._store.failure()
         if failure is None:
             self._lost_since = None
-            return self._ended() or self._abandoned()
-        return self._reason_of_loss(failure) if self._board.is_lost() else failure
+            return self._find_ended() or self._find_deregistered()
+        return self._explain_loss(failure) if self._store.is_lost() else failure
 
-    def find(self, limit_s: float) -> str | None:
+    def investigate(self, limit_s: float) -> str | None:
         """Look for why a connection broke, for `limit_s` seconds.
 
         Ranks on other hosts are listened to for a while longer, if there are any.
         """
         end = time.monotonic() + limit_s
-        while (reason := self.reason()) is None and time.monotonic() < end:
+        while (reason := self.failure_reason()) is None and time.monotonic() < end:
             time.sleep(_HURRY_S)
         if reason is not None:
             return reason
         silent = self._silent(self._away, _SILENCE_S)
-        left = self._board.left(silent)
-        silent = [rank for rank in silent if rank not in left]
-        if (reason := self.reason()) is not None or not silent:
+        deregistered = self._store.deregistered(silent)
+        silent = [rank for rank in silent if rank not in deregistered]
+        if (reason := self.failure_reason()) is not None or not silent:
             return reason
         names = ", ".join(self._name(rank) for rank in silent)
         return f"{names} has given no sign of life for {_SILENCE_S:g} s: ended, or cut off"
 
-    def witness(self, ranks: Collection[int]) -> list[str]:
+    def describe(self, ranks: Collection[int]) -> list[str]:
         """Say of each rank what its process does, and where it was last.
 
         Of other ranks, those that do nothing any more: some of `ranks` may be waiting for them.
@@ -175,54 +137,54 @@ class FailureDetector:
                 state = SILENT if rank in silent else "gives signs of life"
             else:
                 state = _STATES[state_of(self._members[rank], self._me)]
-            place = self._board.last_seen(rank)
-            lines.append(f"{self._name(rank)}: {state}" + (f"; it {place}" if place else ""))
+            location = self._store.last_location(rank)
+            lines.append(f"{self._name(rank)}: {state}" + (f"; it {location}" if location else ""))
         return lines
 
     # The thread.
 
     def _run(self) -> None:
         while not self._stop.wait(INTERVAL_S):
-            self._note_place()
-            self._beat()
-            reason = self.reason()
+            self._report_location()
+            self._send_heartbeat()
+            reason = self.failure_reason()
             if reason is not None:
-                self._learned(reason)
+                self._on_failure(reason)
                 return
 
-    def _note_place(self) -> None:
-        """Note where this rank is, if it is there for long."""
-        under_way, latest = self._calls.under_way(), self._calls.latest
-        longest = max(under_way, key=lambda call: call.age_s, default=latest)
+    def _report_location(self) -> None:
+        """Tell the others where this rank is, if it is there for long."""
+        pending, latest = self._calls.all(), self._calls.latest
+        longest = max(pending, key=lambda call: call.age_s, default=latest)
         if longest is None or longest.age_s < _LONG_S:
             return
-        doing = "waits in" if under_way else "was last in"
-        place = f"{doing} boxing step {longest.tag!r}"
-        if place != self._noted:
-            self._board.come_to(place)
-            self._noted = place
+        doing = "waits in" if pending else "was last in"
+        location = f"{doing} boxing step {longest.tag!r}"
+        if location != self._reported:
+            self._store.report_location(location)
+            self._reported = location
 
-    def _beat(self) -> None:
-        if self._away and time.monotonic() >= self._next_beat:
-            self._next_beat = time.monotonic() + _BEAT_S
-            self._beats += 1
-            self._board.beat(self._beats, self._away)
+    def _send_heartbeat(self) -> None:
+        if self._away and time.monotonic() >= self._next_heartbeat:
+            self._next_heartbeat = time.monotonic() + _HEARTBEAT_S
+            self._num_heartbeats += 1
+            self._store.send_heartbeat(self._num_heartbeats, self._away)
 
     # What can be wrong.
 
-    def _ended(self) -> str | None:
-        """Name the processes of this host that have ended without leaving."""
+    def _find_ended(self) -> str | None:
+        """Name the processes of this host that have ended and had not deregistered."""
         ended = self._not_running()
         if not ended:
             return None
-        # Asked last: a rank that leaves, or says why it failed, does so before it ends.
-        left = self._board.left(ended)
-        self._left |= dict.fromkeys(left, time.monotonic())
-        unseen = [rank for rank in ended if rank not in left]
-        return (self._board.failure() or self._say_ended(unseen)) if unseen else None
+        # Asked last: a rank that deregisters, or says why it failed, does so before it ends.
+        deregistered = self._store.deregistered(ended)
+        self._deregistered |= dict.fromkeys(deregistered, time.monotonic())
+        unexplained = [rank for rank in ended if rank not in deregistered]
+        return (self._store.failure() or self._say_ended(unexplained)) if unexplained else None
 
-    def _reason_of_loss(self, failure: str) -> str | None:
-        """Say why notes do not come any more: often, whoever kept them has ended."""
+    def _explain_loss(self, failure: str) -> str | None:
+        """Say why the control store is lost: often, the process that hosted it has ended."""
         if self._lost_since is None:
             self._lost_since = time.monotonic()
         ended = self._not_running()
@@ -233,33 +195,34 @@ class FailureDetector:
             return None
         return failure
 
-    def _abandoned(self) -> str | None:
-        """Name the ranks that have left although a call still waits for them."""
+    def _find_deregistered(self) -> str | None:
+        """Name a rank that has deregistered although a call of this rank still waits for it."""
         now = time.monotonic()
-        for call in self._calls.under_way():
+        for call in self._calls.all():
             if call.age_s < _LONG_S:
                 continue
-            for rank in self._board.left(awaited(call)):
-                since_s = now - self._left.setdefault(rank, now)
+            for rank in self._store.deregistered(awaited(call)):
+                since_s = now - self._deregistered.setdefault(rank, now)
                 if min(since_s, call.age_s) >= _GRACE_S:
                     return f"{self._name(rank)} has closed its boxing backend, and left"
         return None
 
     def _silent(self, ranks: Collection[int], listen_s: float) -> list[int]:
-        """Return those of some ranks on other hosts that give no sign of life for a while."""
-        before = {rank: self._board.last_beat(rank) for rank in ranks}
+        """Return those of some ranks on other hosts whose heartbeat does not come for a while."""
+        before = {rank: self._store.last_heartbeat(rank) for rank in ranks}
         silent, end = list(ranks), time.monotonic() + listen_s
         while silent and time.monotonic() < end:
             time.sleep(_HURRY_S)
-            silent = [rank for rank in silent if self._board.last_beat(rank) == before[rank]]
+            silent = [rank for rank in silent if self._store.last_heartbeat(rank) == before[rank]]
         return silent
 
     def _not_running(self) -> list[int]:
-        """Return the ranks of this host that have ended and are not known to have left."""
+        """Return the ranks of this host that have ended and are not known to have deregistered."""
         return [
             member.rank
             for member in self._here
-            if member.rank not in self._left and state_of(member, self._me) is MemberState.ENDED
+            if member.rank not in self._deregistered
+            and state_of(member, self._me) is MemberState.ENDED
         ]
 
     def _say_ended(self, ranks: Sequence[int]) -> str:
@@ -267,7 +230,7 @@ class FailureDetector:
         return f"{names} {'has' if len(ranks) == 1 else 'have'} ended"
 
     def _name(self, rank: int) -> str:
-        return self._members[rank].seen_from(self._me)
+        return self._members[rank].name_for(self._me)
 
 
 _STATES = {

@@ -1,6 +1,6 @@
 """The processes of a run: where each rank lives, and whether it still runs.
 
-What ranks tell each other is `board`; who looks, and when, is `watch`.
+What ranks tell each other is `control_store`; who looks, and when, is `failure_detector`.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
         shard = detached(shard)
         if len(role.ranks) == 1:
             return shard
-        with self._connections.under_way(call):
+        with self._connections.pending(call):
             return self._collective(call, role.ranks, shard, donate)
 
     def send(self, step: Step, shard: torch.Tensor, *, tag: str, deadline_s: float) -> None:
@@ -168,7 +168,7 @@ class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
             else:
                 elements = num_elements(step, pieces)
                 arriving[sender] = torch.empty(elements, dtype=dtype, device=self._device)
-        with self._connections.under_way(call):
+        with self._connections.pending(call):
             self._collect(call, arriving)
         if own:
             assert shard is not None, "checked above"
@@ -235,8 +235,9 @@ class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
 
     def _begin(self, step: Step, tag: str, deadline_s: float) -> CollectiveCall:
         """Make the call of a step, if the connections can be used."""
-        call = CollectiveCall.begin(step, tag, self.rank, deadline_s, self._connections.witness)
-        self._connections.check_usable(call)
+        connections = self._connections
+        call = CollectiveCall.begin(step, tag, self.rank, deadline_s, connections.describe_ranks)
+        connections.check_usable(call)
         return call
 
     def _role(self, call: CollectiveCall) -> Role:

@@ -1,4 +1,8 @@
-"""The notes that ranks send each other over MPI."""
+"""The control store of ranks of MPI: entries are messages, and each rank keeps those it was sent.
+
+MPI has no store that all ranks could read. So whoever writes an entry sends it to the ranks that it
+concerns, and these take in what has come whenever they read something.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +13,15 @@ from typing import Any, ClassVar
 
 from sbp_core.boxing.processes import ControlStore, StoreLostError
 
-#: Tag of all notes.
+#: Tag of all entries.
 _TAG = 0
 
-#: What the key of a rank's last note begins with. Between two ranks, notes come in order.
+#: What the key of a rank's last entry begins with. Between two ranks, entries come in order.
 _END = "end/"
 
 
-class MpiBoard(ControlStore):
-    """Notes that are sent to whom they concern, who looks for them now and then.
+class MpiControlStore(ControlStore):
+    """Entries that are sent to the ranks that they concern.
 
     Args:
         comm: Communicator of all ranks, used for nothing else.
@@ -32,25 +36,25 @@ class MpiBoard(ControlStore):
         self._mpi = mpi
         self._lock = threading.Lock()
         self._sent: list[Any] = []
-        self._notes: dict[str, str] = {}
+        self._entries: dict[str, str] = {}
         self._ended = self._closed = False
 
-    def all_heard(self) -> bool:
-        """Say whether MPI has delivered all that this rank told."""
-        self._take()
+    def all_delivered(self) -> bool:
+        """Say whether MPI has delivered all that this rank wrote."""
+        self._receive()
         return not self._sent
 
     def end(self) -> None:
-        """Send the last note, to all ranks; what is put later stays here."""
-        self._leave_note(f"{_END}{self.rank}", "1")
+        """Send the last entry, to all ranks; what is put later stays here."""
+        self._try_put(f"{_END}{self.rank}", "1")
 
     def all_ended(self) -> bool:
-        """Say whether no note of any rank, nor for any, is on its way any more.
+        """Say whether no entry of any rank, nor for any, is on its way any more.
 
         The communicator may be freed then, and not before: MPI gives its number to the next one,
-        which would take a late note for a message of its own.
+        which would take a late entry for a message of its own.
         """
-        came = self._are_there(f"{_END}{rank}" for rank in range(self.size))
+        came = self._try_has_all(f"{_END}{rank}" for rank in range(self.size))
         return came and not self._sent
 
     def close(self) -> None:
@@ -59,7 +63,7 @@ class MpiBoard(ControlStore):
             self._closed = True
 
     def _put(self, key: str, value: str, ranks: Iterable[int]) -> None:
-        note = json.dumps([key, value]).encode()
+        message = json.dumps([key, value]).encode()
         with self._lock:
             self._keep(key, value)
             is_silent = self._ended or self._closed
@@ -67,36 +71,40 @@ class MpiBoard(ControlStore):
             for rank in () if is_silent else ranks:
                 if rank != self.rank:
                     try:
-                        request = self._comm.Isend([note, self._mpi.BYTE], rank, _TAG)
+                        request = self._comm.Isend([message, self._mpi.BYTE], rank, _TAG)
                     except RuntimeError as error:
                         raise StoreLostError(f"MPI reported: {error}") from error
-                    self._sent.append((request, note))
+                    self._sent.append((request, message))
 
     def _get(self, key: str) -> str | None:
-        self._take()
-        return self._notes.get(key)
+        self._receive()
+        return self._entries.get(key)
+
+    def _delete(self, key: str) -> None:
+        with self._lock:
+            self._entries.pop(key, None)
 
     def _has_all(self, keys: Iterable[str]) -> bool:
-        self._take()
-        return all(key in self._notes for key in keys)
+        self._receive()
+        return all(key in self._entries for key in keys)
 
-    def _take(self) -> None:
-        """Take in all notes that have come, and forget those that have gone."""
+    def _receive(self) -> None:
+        """Take in all entries that have come, and forget those that have gone."""
         with self._lock:
             if self._closed:
                 return
             try:
                 status = self._mpi.Status()
                 while self._comm.Iprobe(self._mpi.ANY_SOURCE, _TAG, status):
-                    note = bytearray(status.Get_count(self._mpi.BYTE))
-                    self._comm.Recv([note, self._mpi.BYTE], status.Get_source(), _TAG)
-                    self._keep(*json.loads(note))
+                    message = bytearray(status.Get_count(self._mpi.BYTE))
+                    self._comm.Recv([message, self._mpi.BYTE], status.Get_source(), _TAG)
+                    self._keep(*json.loads(message))
                 self._sent = [entry for entry in self._sent if not entry[0].Test()]
             except RuntimeError as error:
                 raise StoreLostError(f"MPI reported: {error}") from error
 
     def _keep(self, key: str, value: str) -> None:
         if key == "failure":
-            self._notes.setdefault(key, value)
+            self._entries.setdefault(key, value)
         else:
-            self._notes[key] = value
+            self._entries[key] = value
