@@ -32,12 +32,21 @@ Version = tuple[int, int, int]
 
 
 class Level(IntEnum):
-    """How much a change asks of the version."""
+    """How much a change asks of the version.
+
+    `MINOR` is something new, `BREAKS_PROVISIONAL` also a minor version, which before version 1
+    counts as much as `MAJOR`: ranges such as `>=0.1,<0.2` shall keep it out.
+    """
 
     NOTHING = 0
     PATCH = 1
     MINOR = 2
-    MAJOR = 3
+    BREAKS_PROVISIONAL = 3
+    MAJOR = 4
+
+
+#: How the level of a change is printed.
+_LABELS = {Level.MINOR: "new", Level.BREAKS_PROVISIONAL: "breaks", Level.MAJOR: "breaks"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +98,7 @@ class Verdict:
             head += "the changelog has no heading for this version"
         else:
             head += "the version does" if self.changes else "no change of its API"
-        lines = [f"  {change.level.name.lower():6} {change.what}" for change in self.changes]
+        lines = [f"  {_LABELS[change.level]:6} {change.what}" for change in self.changes]
         return "\n".join([head, *lines])
 
 
@@ -132,16 +141,15 @@ def compare(root: Path, against: str = "") -> Iterator[Verdict]:
 def next_version(released: Version, level: Level) -> Version:
     """Return the least version after `released` that changes of a level may have."""
     major, minor, patch = released
+    if level is Level.NOTHING:
+        return released
     if major == 0:
         # Before version 1 everything counts one place further to the right.
-        level = {Level.MAJOR: Level.MINOR, Level.MINOR: Level.PATCH}.get(level, level)
-        if level is Level.MINOR:
-            return 0, minor + 1, 0
+        breaks = level >= Level.BREAKS_PROVISIONAL
+        return (0, minor + 1, 0) if breaks else (0, minor, patch + 1)
     if level is Level.MAJOR:
         return major + 1, 0, 0
-    if level is Level.MINOR:
-        return major, minor + 1, 0
-    return (major, minor, patch + 1) if level is Level.PATCH else released
+    return (major, minor, patch + 1) if level is Level.PATCH else (major, minor + 1, 0)
 
 
 def _changes(old_root: Path, new_root: Path, package: str) -> Iterator[Change]:
@@ -153,7 +161,7 @@ def _changes(old_root: Path, new_root: Path, package: str) -> Iterator[Change]:
     for name, room in old.rooms.items():
         if name.partition(".")[0] != package or room.stability == "internal":
             continue
-        breaking = Level.MAJOR if room.stability == "stable" else Level.MINOR
+        breaking = Level.MAJOR if room.stability == "stable" else Level.BREAKS_PROVISIONAL
         if name not in new.rooms:
             yield Change(breaking, f"{name} is gone")
             continue

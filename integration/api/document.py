@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,9 +12,57 @@ from api.rooms import Module, Packages, first_line
 _HEAD = """# API
 
 What the packages offer, generated from their source by `python -m api document` (in
-`integration/`); CI holds this page to it. A *room* is a module or package that declares `__all__`.
-Other packages, and programs and plugins of yours, import from rooms only. What lies behind a room
-is private; `python -m api check` says who reaches behind one.
+`integration/`); CI holds this page to it.
+"""
+
+_PLUGIN = """## For plugin authors
+
+A plugin is a distribution with an entry point of group `sbp`, which names a module:
+
+```toml
+[project.entry-points.sbp]
+my-package = "my_package.plugin"
+```
+
+```python
+# my_package/plugin.py is read at each start, so it imports nothing heavy.
+from my_package.settings import MineConfig  # a frozen dataclass, which checks itself
+from sbp_core.plugins import Factory, hookimpl
+
+SBP_API_VERSION = 1
+
+
+@hookimpl
+def sbp_planners():  # `planner=mine` makes my_package.planner.build(MineConfig(...))
+    return {"mine": Factory(build="my_package.planner:build", config=MineConfig, summary="a line")}
+
+
+@hookimpl
+def sbp_config_folders():  # with planner/mine.yaml: `name: mine`, and the settings
+    return ["pkg://my_package.conf"]
+```
+
+A test module of yours subclasses the suite of the kind, and supplies the methods that it asks for:
+
+```python
+from sbp_torch.testing.planner import PlannerConformance
+
+
+class TestMine(PlannerConformance):
+    def make_planner(self):
+        return build(MineConfig())
+```
+
+All hooks but the last return name -> `Factory`. Tutorials:
+[a whole plugin](../integration/example-plugin/README.md), [rules of operators](notation.md),
+[boxing backends](boxing.md).
+"""
+
+_ROOMS = """## How to read the rest
+
+A *room* is a module or package that declares `__all__`. Other packages, and programs and plugins of
+yours, import from rooms only. What lies behind a room is private; `python -m api check` says who
+reaches behind one.
 
 | stability | promise |
 |---|---|
@@ -25,10 +74,15 @@ is private; `python -m api check` says who reaches behind one.
 #: The order in which packages stand: each builds on those before it.
 _ORDER = ("sbp_core", "sbp_aten", "sbp_torch")
 
+#: The dotted names in a docstring of a hook, and its line about the suite.
+_NAME = re.compile(r"`(\w+(?:\.\w+)*\.[A-Z]\w*)`")
+_SUITE = re.compile(r"^Suite: `([\w.]+)`\.$", re.MULTILINE)
+
 
 def document(packages: Packages) -> str:
     """Return the text of the page."""
-    return "\n".join([_HEAD, *_contracts(packages), *_packages(packages)])
+    parts = [_HEAD, _PLUGIN, *_contracts(packages), _ROOMS, *_packages(packages)]
+    return "\n".join(parts)
 
 
 def file(packages: Packages) -> Path:
@@ -43,19 +97,81 @@ def _contracts(packages: Packages) -> Iterator[str]:
     specs = hooks.definitions["HookSpecs"]
     assert isinstance(specs, ast.ClassDef), "hooks are methods of a class"
     texts = {
-        node.name: first_line(ast.get_docstring(node) or "")
+        node.name: ast.get_docstring(node) or ""
         for node in specs.body
         if isinstance(node, ast.FunctionDef)
     }
-    yield "## For plugin authors\n"
-    yield "A plugin implements hooks, each of which returns name -> `sbp_core.plugins.Factory`.\n"
-    yield "| kind | hook | what its factories build |\n|---|---|---|"
+    yield "| kind | hook | `build(config)` returns | which has | suite: to supply |"
+    yield "|---|---|---|---|---|"
     for kind, hook in kinds.items():
-        yield f"| {kind} | `{hook}` | {texts[hook]} |"
+        text = texts[hook]
+        suite = _SUITE.search(text)
+        yield (
+            f"| {kind} | `{hook}` | {first_line(text)} | {_methods(packages, first_line(text))} "
+            f"| {_suite(packages, suite[1]) if suite else ''} |"
+        )
     others = [name for name in texts if name not in kinds.values()]
     for name in others:
-        yield f"| | `{name}` | {texts[name]} |"
+        yield f"| | `{name}` | {first_line(texts[name])} | | |"
     yield ""
+
+
+def _methods(packages: Packages, text: str) -> str:
+    """Return the methods that the classes have which a text names: those of a plugin to write."""
+    found = []
+    for name in _NAME.findall(text):
+        if name.partition(".")[0] not in packages.names:
+            continue
+        node = _offered(packages, name)
+        if isinstance(node, ast.ClassDef) and _is_abstract(node):
+            methods = [one for one in node.body if isinstance(one, ast.FunctionDef)]
+            found += [_to_write(one) for one in methods if _is_to_write(node, one)]
+    return ", ".join(found)
+
+
+def _to_write(method: ast.FunctionDef) -> str:
+    parameters = _parameters(method)
+    is_call = method.name == "__call__"
+    return f"called with `{parameters}`" if is_call else f"`{method.name}({parameters})`"
+
+
+def _suite(packages: Packages, name: str) -> str:
+    """Return the name of a suite, and what its author supplies: its abstract methods."""
+    node = _offered(packages, name)
+    if isinstance(node, ast.FunctionDef):
+        return f"`{name}({_parameters(node)})`"
+    assert isinstance(node, ast.ClassDef), "a suite is a class or a function"
+    methods = [one.name for one in node.body if isinstance(one, ast.FunctionDef) and _marked(one)]
+    return f"`{name}`: {', '.join(f'`{one}`' for one in methods)}"
+
+
+def _offered(packages: Packages, name: str) -> ast.stmt:
+    """Return the definition of a name that a room offers.
+
+    Raises:
+        LookupError: the hooks name something that no room offers.
+    """
+    where, _, what = name.rpartition(".")
+    room = packages.rooms.get(where)
+    found = packages.definition(where, what)
+    if room is None or what not in (room.offers or ()) or found is None:
+        raise LookupError(f"the hooks name {name}, which no room offers")
+    return found[1]
+
+
+def _is_abstract(node: ast.ClassDef) -> bool:
+    return any(isinstance(base, ast.Name) and base.id in ("ABC", "Protocol") for base in node.bases)
+
+
+def _is_to_write(owner: ast.ClassDef, method: ast.FunctionDef) -> bool:
+    """Whether a subclass has to bring a method: of a protocol all, else those marked abstract."""
+    is_protocol = any(isinstance(base, ast.Name) and base.id == "Protocol" for base in owner.bases)
+    return is_protocol or _marked(method)
+
+
+def _marked(method: ast.FunctionDef) -> bool:
+    names = [one.id for one in method.decorator_list if isinstance(one, ast.Name)]
+    return "abstractmethod" in names
 
 
 def _value(node: ast.stmt) -> ast.expr:
@@ -108,7 +224,7 @@ def _line(packages: Packages, room: Module, name: str) -> str:
 def _parameters(node: ast.FunctionDef) -> str:
     """Return the names of the parameters, `*` before those that are given by name only."""
     found = node.args
-    names = [one.arg for one in (*found.posonlyargs, *found.args)]
+    names = [one.arg for one in (*found.posonlyargs, *found.args) if one.arg != "self"]
     if found.vararg:
         names.append(f"*{found.vararg.arg}")
     elif found.kwonlyargs:

@@ -66,7 +66,8 @@ class Module:
         found: dict[str, ast.stmt] = {}
         for node in self.tree.body:
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
-                found.setdefault(node.name, node)
+                if not _is_overload(node):
+                    found.setdefault(node.name, node)
             elif isinstance(node, ast.Assign):
                 found |= {t.id: node for t in node.targets if isinstance(t, ast.Name)}
             elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
@@ -139,6 +140,11 @@ class Packages:
                 return None
             module, name = here.sources[name]
         return None
+
+
+def _is_overload(node: ast.FunctionDef | ast.ClassDef) -> bool:
+    """Whether a definition is one of the forms of a function, for type checkers."""
+    return any(isinstance(one, ast.Name) and one.id == "overload" for one in node.decorator_list)
 
 
 def first_line(docstring: str) -> str:

@@ -122,8 +122,10 @@ def test_a_room_that_is_not_in_order_is_told(
     [
         ((0, 3, 1), Level.NOTHING, (0, 3, 1)),
         ((0, 3, 1), Level.MINOR, (0, 3, 2)),
+        ((0, 3, 1), Level.BREAKS_PROVISIONAL, (0, 4, 0)),
         ((0, 3, 1), Level.MAJOR, (0, 4, 0)),
         ((1, 3, 1), Level.MINOR, (1, 4, 0)),
+        ((1, 3, 1), Level.BREAKS_PROVISIONAL, (1, 4, 0)),
         ((1, 3, 1), Level.MAJOR, (2, 0, 0)),
     ],
 )
@@ -180,6 +182,18 @@ def test_a_version_that_does_needs_its_heading_in_the_changelog(repository: Path
     assert with_heading.ok
 
 
+def test_what_breaks_a_provisional_room_asks_for_a_minor_version(repository: Path) -> None:
+    provisional = ROOM.replace("stable", "provisional")
+    write(repository, "packages/mine/src/mine/__init__.py", provisional)
+    release(repository, "1.2.3")
+    write(repository, "packages/mine/src/mine/__init__.py", provisional.replace('["add"]', "[]"))
+
+    (verdict,) = compare(repository)
+
+    assert verdict.wanted == (1, 3, 0)
+    assert "breaks mine does not offer add any more" in str(verdict)
+
+
 def test_internal_rooms_may_change(repository: Path) -> None:
     internal = ROOM.replace("stable", "internal")
     write(repository, "packages/mine/src/mine/__init__.py", internal)
@@ -192,17 +206,83 @@ def test_internal_rooms_may_change(repository: Path) -> None:
     assert verdict.changes == ()
 
 
-def test_the_page_has_a_line_a_name(repository: Path) -> None:
-    hooks = (
-        'KINDS = {"planner": "mine_planners"}\n\n\nclass HookSpecs:\n    def mine_planners(self):\n'
-        '        """Planners: `mine.Planner`."""\n'
-    )
-    write(repository, "packages/core/src/sbp_core/plugins/hooks.py", hooks)
+PLANNER = '''"""What planners are, and how they are tested.
+
+Stability: stable.
+"""
+
+from abc import ABC, abstractmethod
+from typing import Protocol
+
+__all__ = ["Planner", "PlannerConformance"]
+
+
+class Planner(Protocol):
+    """Plans."""
+
+    def plan(self, request):
+        """Return a plan."""
+
+
+class PlannerConformance(ABC):
+    """What every planner must do."""
+
+    @abstractmethod
+    def make_planner(self):
+        """Return a planner."""
+
+    def test_it_plans(self):
+        """Not to be written by the author of a planner."""
+'''
+
+HOOKS = '''
+KINDS = {"planner": "mine_planners"}
+
+
+class HookSpecs:
+    def mine_planners(self):
+        """Planners: `mine.planner.Planner`.
+
+        Suite: `mine.planner.PlannerConformance`.
+        """
+'''
+
+
+@pytest.fixture
+def with_hooks(repository: Path) -> Path:
+    """The same repository, with a hook for planners."""
+    write(repository, "packages/core/src/sbp_core/plugins/hooks.py", HOOKS)
     for folder in ("sbp_core", "sbp_core/plugins"):
         write(repository, f"packages/core/src/{folder}/__init__.py", "")
+    write(repository, "packages/mine/src/mine/planner.py", PLANNER)
+    return repository
 
-    lines = document(Packages.below(repository)).splitlines()
 
-    assert "| planner | `mine_planners` | Planners: `mine.Planner`. |" in lines
+def test_the_page_has_a_line_a_name(with_hooks: Path) -> None:
+    lines = document(Packages.below(with_hooks)).splitlines()
+
     assert "Sums and products. *stable*" in lines
     assert "- `add(a, b)`: Return the sum." in lines
+
+
+def test_the_page_says_what_a_plugin_author_writes_and_which_suite_tests_it(
+    with_hooks: Path,
+) -> None:
+    lines = document(Packages.below(with_hooks)).splitlines()
+
+    assert (
+        "| planner | `mine_planners` | Planners: `mine.planner.Planner`. | `plan(request)` "
+        "| `mine.planner.PlannerConformance`: `make_planner` |"
+    ) in lines
+
+
+@pytest.mark.parametrize("name", ["Planner", "PlannerConformance"])
+def test_a_hook_that_names_what_no_room_offers_is_refused(with_hooks: Path, name: str) -> None:
+    write(
+        with_hooks,
+        "packages/core/src/sbp_core/plugins/hooks.py",
+        HOOKS.replace(f"mine.planner.{name}`", f"mine.behind.{name}`"),
+    )
+
+    with pytest.raises(LookupError, match=f"mine.behind.{name}, which no room offers"):
+        document(Packages.below(with_hooks))

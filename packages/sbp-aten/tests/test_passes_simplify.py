@@ -1,4 +1,4 @@
-"""What is shared, and what is not; see `test_graph_passes` for the simple cases."""
+"""What is shared, and what is not; see `test_passes` for the simple cases."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def _holds_what_was_predicted(data: st.DataObject, num_stages: int, num_micro_ba
         session.step(whole, {})
 
     # Parts that ranks are handed of one value share memory, and then hold less than was predicted;
-    # of a batch, more may be seen than the parts. Exact comparisons are in `test_memory`.
+    # of a batch, more may be seen than the parts. Exact comparisons are in `test_memory.py`.
     batch_bytes = sum(value.nbytes for value in whole.values())
     for rank, memory in predict(plan).ranks.items():
         assert meter.peak(rank) <= memory.peak + batch_bytes

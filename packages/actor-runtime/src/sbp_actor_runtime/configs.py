@@ -1,4 +1,4 @@
-"""Settings of the actor runtime. Imports nothing heavy."""
+"""Settings of the actor runtime."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this package registers: the runtime `actor`. Imports nothing heavy."""
+"""What this package registers: the runtime `actor`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The work of one firing: call a generated segment, sum, or take part in a boxing step.
 
-Knows no registers and no threads: values in, values out. Knows torch.
+Knows no registers and no threads: values in, values out.
 """
 
 from __future__ import annotations

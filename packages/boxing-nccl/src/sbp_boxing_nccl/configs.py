@@ -1,4 +1,4 @@
-"""The settings of the backends, validated on construction. Imports neither torch nor MPI."""
+"""The settings of the backends, validated on construction."""
 
 from __future__ import annotations
 

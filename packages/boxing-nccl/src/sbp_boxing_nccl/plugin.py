@@ -1,4 +1,4 @@
-"""The hooks of sbp-boxing-nccl: two boxing backends. Imports neither torch, mpi4py nor CuPy."""
+"""The hooks of sbp-boxing-nccl: two boxing backends."""
 
 from __future__ import annotations
 

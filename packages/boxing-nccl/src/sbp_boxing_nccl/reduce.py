@@ -1,4 +1,4 @@
-"""Sums, maxima and minima of tensors that came from several ranks. Knows no MPI."""
+"""Sums, maxima and minima of tensors that came from several ranks."""
 
 from __future__ import annotations
 

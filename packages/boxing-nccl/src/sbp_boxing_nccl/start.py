@@ -1,4 +1,4 @@
-"""How processes are started by `mpiexec` on this machine. Imports neither torch nor MPI."""
+"""How processes are started by `mpiexec` on this machine."""
 
 from __future__ import annotations
 

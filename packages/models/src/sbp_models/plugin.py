@@ -1,7 +1,6 @@
 """The hooks of sbp-models: which models and data sets it brings.
 
-Holds names and configs only, and imports nothing heavy; the objects are made in the
-modules of their names.
+Holds names and configs only; the objects are made in the modules of their names.
 """
 
 from __future__ import annotations

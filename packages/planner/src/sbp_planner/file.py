@@ -1,7 +1,6 @@
 """The planner `file`: a strategy from a file, written by an earlier run and perhaps edited.
 
-Reads what a run leaves as `strategy.yaml` and `strategy.json`, and decides nothing itself. Imports
-no torch.
+Reads what a run leaves as `strategy.yaml` and `strategy.json`, and decides nothing itself.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The hooks of sbp-planner: which planners it brings.
 
-Holds names and configs only, and imports nothing heavy; the planners are made in their modules.
+Holds names and configs only; the planners are made in their modules.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 `S(dim)` splits, `B` broadcasts, `P` (`P("sum")`, `P("max")`, `P("min")`) leaves partial values that
 are reduced to the logical one. `NdSbp` has one entry for each mesh axis. Tensors have *dims*,
 meshes have *axes*. This module holds values, text and geometry; which signatures an operator allows
-is `sbp_core.signatures`, how to get from one `NdSbp` to another is `sbp_core.boxing`. Imports no
-torch.
+is `sbp_core.signatures`, how to get from one `NdSbp` to another is `sbp_core.boxing`.
 
 Stability: stable.
 """
@@ -89,10 +88,14 @@ class Partial:
         return "P" if self.reduction == "sum" else f'P("{self.reduction}")'
 
 
+#: How one mesh axis holds a tensor.
 Sbp = Split | Broadcast | Partial
 
+#: `S(dim)`: the tensor is split along a dim.
 S = Split
+#: The whole tensor is on every rank.
 B = Broadcast()
+#: Every rank holds an addend of the tensor; `P("max")`, `P("min")`: it is their maximum, minimum.
 P = Partial()
 
 _ENTRY = re.compile(

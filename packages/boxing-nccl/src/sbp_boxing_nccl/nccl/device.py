@@ -1,7 +1,7 @@
 """What the backend asks of a GPU and of NCCL: all of it, so that tests can stand in for a GPU.
 
 Tensors are given as addresses, element counts and dtype names (`wire.NATIVE`). Every method may
-raise `RuntimeError` with what CUDA or NCCL says. Imports neither torch nor CuPy.
+raise `RuntimeError` with what CUDA or NCCL says.
 """
 
 from __future__ import annotations

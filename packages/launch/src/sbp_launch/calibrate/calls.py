@@ -28,7 +28,7 @@ class CalibrationCall:
 
     Args:
         case: Its kind and groups.
-        shared_bytes: S, as `sbp_core.calibration.Sample` counts it.
+        shared_bytes: S, as `sbp_core.calibration.Measurement` counts it.
         step: What runs.
     """
 

@@ -1,4 +1,4 @@
-"""How long calls of a communicator take, on one rank among all. Knows torch.
+"""How long calls of a communicator take, on one rank among all.
 
 Everything is repeated in rounds, each in another order, so that what slows the machine down for a
 while does not look like the curve of one size. A repetition begins at a moment that the ranks have

@@ -1,4 +1,4 @@
-"""How fast a rank computes, copies and starts operators, while all ranks do. Knows torch."""
+"""How fast a rank computes, copies and starts operators, while all ranks do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one process of a calibration does; `calibrate.__main__` starts it. Knows torch.
+"""What one process of a calibration does; `calibrate.__main__` starts it.
 
 Opens the backend, and measures on each rank that lives here, in a thread each.
 """

@@ -59,8 +59,8 @@ def prepare_step(
         graph: As captured, at micro-batch size.
         num_micro_batches: Micro-batches of one step.
         extra: Further passes (plugins of kind `pass`), run before the accumulation.
-        options: Which passes run, and how; the defaults if omitted. `graph.passes.pipeline` has
-            their order.
+        options: Which passes run, and how; the defaults if omitted. `passes.pipeline` has their
+            order.
 
     Raises:
         GraphError: a pass broke the specification.

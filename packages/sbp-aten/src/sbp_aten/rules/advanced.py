@@ -253,7 +253,7 @@ def _masked_index(call: OpCall) -> Notation:
 
 
 def clamped(draft: Draft, index: Ref, extent: int) -> Ref:
-    """Return an index as the `_unsafe_masked` operators take it: counted from the front.
+    """Return an index as the `_unsafe_masked_*` operators take it: counted from the front.
 
     What lies beyond either end means the last element there.
     """

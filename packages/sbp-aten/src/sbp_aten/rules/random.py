@@ -2,7 +2,7 @@
 
 PyTorch's draw from one stream a device. All ranks hold equal streams, so an operator that runs
 whole draws the same numbers on all of them; a shard would draw others. Ours, `sbp.random_*`, draw
-the number of each element from its place in the logical tensor (see `runtime.random_ops`).
+the number of each element from its place in the logical tensor (see `sbp_torch.ops.random`).
 """
 
 from __future__ import annotations

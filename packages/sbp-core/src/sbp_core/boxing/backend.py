@@ -36,7 +36,7 @@ class Communicator(ABC):
 
     #: Bytes this rank has sent to other ranks so far: counted from the sizes of what the transport
     #: is handed, to be compared with `Step.size_bytes`; a collective counts as its definition says,
-    #: whatever the transport does inside (`boxing.processes.meter`).
+    #: whatever the transport does inside (`boxing.processes.traffic`).
     sent_bytes: int
 
     @abstractmethod

@@ -304,7 +304,7 @@ def collective_bytes(step: Step) -> int:
 def sent_bytes(step: Step, rank: int) -> int:
     """Return the bytes that one rank is to send; over all ranks they add up to `size_bytes`.
 
-    What it does send is counted by backends (`processes.meter`), to which this is not known. An
+    What it does send is counted by backends (`processes.traffic`), to which this is not known. An
     all-reduce counts as a ring does: n parts, each rank sends its addend of the parts of the
     others, and the sum of its own part to each of the others.
     """

@@ -18,7 +18,7 @@ from sbp_core.units import format_bytes
 
 
 class StepKind(StrEnum):
-    """The primitive that a step is.
+    """Which collective a step is, or that it is a transfer or local.
 
     The first four are collectives among the ranks of one mesh axis, or of several merged ones, of
     one placement.
@@ -36,7 +36,7 @@ class StepKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One primitive.
+    """One step of a route: a collective, a transfer, or what a rank does by itself.
 
     Args:
         kind: Which.

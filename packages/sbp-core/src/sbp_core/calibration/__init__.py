@@ -4,8 +4,7 @@ In the order in which they are used: `sample` (one raw measurement), `nonnegativ
 whose coefficients are >= 0), `curve` (time over bytes of one kind of call), `structure` (time of
 any call from what all kinds have in common), `held_out` (errors of predictions), `model`
 (`Calibration`: the samples and both fits), `validate` (how far the fit is off where it did not
-look). The file of a whole machine is `cluster`. Measures nothing itself, and
-imports no torch.
+look). The file of a whole machine is `cluster`. Measures nothing itself.
 
 Stability: provisional.
 """

@@ -123,7 +123,7 @@ class AlgorithmFamily:
 
 
 class Structure:
-    """What any call takes on a transport, made of samples, of which there is at least one."""
+    """Predicts the time of any call on a transport; fitted to at least one sample."""
 
     def __init__(self, samples: Sequence[Measurement]) -> None:
         families: dict[bool, list[Measurement]] = defaultdict(list)

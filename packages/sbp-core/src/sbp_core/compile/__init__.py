@@ -1,7 +1,7 @@
 """Compile: graph and strategy -> `PhysicalPlan`.
 
-In order: `lower` (with `legal`, `items`, `levels`), `buckets`, `segments` (with `cuts`, `program`,
-`instructions`, `registers`), `order`, `donate_states`.
+In order: `lower` (with `legality`, `items`), `buckets`, `segments` (with `levels`, `program`,
+`cuts`, `instructions`, `registers`), `order` (with `token_game`), `donation`.
 
 before: a graph of ops on logical tensors, and a signature for each
 after:  for each rank, actors with registers, quotas, threads and a fixed firing order

@@ -16,7 +16,7 @@ ThreadId = tuple[int, str]
 
 
 class Firings:
-    """Where every thread is in its order.
+    """Replays the firing orders of all threads: where each is, and which may go on.
 
     Args:
         plan: With firing orders.

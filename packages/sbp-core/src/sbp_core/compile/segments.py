@@ -26,7 +26,7 @@ from sbp_core.strategy import Strategy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompileOptions:
-    """How plans are laid out.
+    """Settings of the compiler: buckets, overlap of boxing with compute, memory of states.
 
     Args:
         boxing_thread: Give boxing a thread of its own on every rank, so that it overlaps with

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from sbp_core.compile.physical import Actor, ActorKind, Channel, PhysicalPlan, Register
 from sbp_core.graph.ir import Rate
 
+#: Rank and name of an actor.
 ActorId = tuple[int, str]
 
 

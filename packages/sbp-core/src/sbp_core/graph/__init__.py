@@ -1,4 +1,4 @@
-"""The logical graph: IR, file format, specification, passes. In the order a program meets them.
+"""The logical graph: one training step as a value, its file format, and what is legal in it.
 
 Stability: provisional.
 """

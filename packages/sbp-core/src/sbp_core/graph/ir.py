@@ -51,6 +51,7 @@ class ScalarType:
         return f"host {self.dtype}"
 
 
+#: What a value of a graph is: a tensor, or a number on the host.
 ValueType = TensorType | ScalarType
 
 

@@ -14,8 +14,9 @@ Costs, in seconds of one step (a micro-batch's cost counts once for each micro-b
     tie-break   so small that it only decides among equals: fewer bytes, then B, then low dims;
                 views of gradients rather pass partial values on
 
-Slices of an operator (`graph.passes.slices`) are boxed as the whole would be: a slice costs its
-share of that, not the latency of a message of its own, for which a larger tensor might be gathered.
+Slices of an operator (`sbp_aten.passes.operator_slicing`) are boxed as the whole would be: a slice
+costs its share of that, not the latency of a message of its own, for which a larger tensor might be
+gathered.
 A slice of an input (`sbp.piece`) is cut from the input as it is stored, if it can be.
 
 Pins remove values from the variables: a pinned input has one storage, and the users of a pinned

@@ -7,6 +7,7 @@ from math import prod
 
 from sbp_core.graph.ir import ITEMSIZE
 
+#: A host number.
 Number = float | int
 
 
@@ -46,7 +47,7 @@ class StorageView:
 
 @dataclass(frozen=True, slots=True)
 class ResultLayout:
-    """What an instruction makes.
+    """How one result of an instruction lies in memory, and on whose storage.
 
     Args:
         lies: How, in its storage.

@@ -9,7 +9,7 @@ from sbp_core.errors import SbpValueError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recompute:
-    """What is made again.
+    """Which activations are recomputed in the backward phase instead of being kept.
 
     Args:
         modules: Patterns of module paths, `blocks.*`: of each call of an outermost matching module

@@ -22,6 +22,7 @@ API_VERSION = 1
 PROJECT = "sbp"
 
 hookspec = pluggy.HookspecMarker(PROJECT)
+#: Marks a function of a plugin module as the implementation of the hook of its name.
 hookimpl = pluggy.HookimplMarker(PROJECT)
 
 
@@ -74,51 +75,84 @@ KINDS = {
 
 
 class HookSpecs(Protocol):
-    """The hooks. Each returns name -> `Factory`."""
+    """The hooks. Each returns name -> `Factory`, and says what the factories' `build` returns.
+
+    The page `docs/api.md` is made of these docstrings: `Suite:` names the tests to run on it.
+    """
 
     @hookspec
     def sbp_models(self) -> Mapping[str, Factory]:
-        """Models: `sbp_torch.kinds.TrainableModel`."""
+        """Models: an `nn.Module` that is a `sbp_torch.kinds.TrainableModel`.
+
+        Suite: `sbp_torch.testing.model.ModelConformance`.
+        """
 
     @hookspec
     def sbp_datasets(self) -> Mapping[str, Factory]:
-        """Data sets: `sbp_torch.kinds.Dataset`."""
+        """Data sets: `sbp_torch.kinds.Dataset`.
+
+        Suite: `sbp_torch.testing.data.DatasetConformance`.
+        """
 
     @hookspec
     def sbp_clusters(self) -> Mapping[str, Factory]:
-        """Cluster profiles: `kinds.ClusterFactory`."""
+        """Cluster profiles: `sbp_core.plugins.ClusterFactory`.
+
+        Suite: `sbp_core.testing.cluster.ClusterConformance`.
+        """
 
     @hookspec
     def sbp_boxing_backends(self) -> Mapping[str, Factory]:
-        """Boxing backends: `sbp_core.boxing.BoxingBackend`."""
+        """Boxing backends: `sbp_core.boxing.BoxingBackend`.
+
+        Suite: `sbp_torch.testing.boxing.BoxingConformance`.
+        """
 
     @hookspec
     def sbp_runtimes(self) -> Mapping[str, Factory]:
-        """Runtimes: `sbp_core.runtime.Runtime`."""
+        """Runtimes: `sbp_core.runtime.Runtime`.
+
+        Suite: `sbp_torch.testing.runtime.RuntimeConformance`.
+        """
 
     @hookspec
     def sbp_planners(self) -> Mapping[str, Factory]:
-        """Planners: `kinds.Planner`."""
+        """Planners: `sbp_core.plugins.Planner`.
+
+        Suite: `sbp_torch.testing.planner.PlannerConformance`.
+        """
 
     @hookspec
     def sbp_optimizers(self) -> Mapping[str, Factory]:
-        """Optimizers: `sbp_torch.kinds.OptimizerFactory`."""
+        """Optimizers: `sbp_torch.kinds.OptimizerFactory`.
+
+        Suite: `sbp_torch.testing.optimizer.OptimizerConformance`.
+        """
 
     @hookspec
     def sbp_loggers(self) -> Mapping[str, Factory]:
-        """Metric sinks: `kinds.MetricSinkFactory`."""
+        """Metric sinks: `sbp_core.plugins.MetricSinkFactory`.
+
+        Suite: `sbp_core.testing.logger.MetricSinkConformance`.
+        """
 
     @hookspec
     def sbp_passes(self) -> Mapping[str, Factory]:
-        """Graph passes: `kinds.GraphPass`."""
+        """Graph passes: `sbp_core.plugins.GraphPass`.
+
+        Suite: `sbp_torch.testing.graph_pass.GraphPassConformance`.
+        """
 
     @hookspec
     def sbp_signatures(self) -> Mapping[str, Factory]:
-        """Op signatures: a rule by operator (`mylib.myop.default`), or a `RuleSet` by namespace."""
+        """Rules by operator (`lib.op.default`), or a `sbp_core.signatures.RuleSet` by namespace.
+
+        Suite: `sbp_torch.testing.signatures.check_rule`.
+        """
 
     @hookspec
     def sbp_tensor_libraries(self) -> Mapping[str, Factory]:
-        """Libraries that execute operators: `signatures.library.CallLibrary`, `LayoutLibrary`."""
+        """Libraries: both `sbp_core.signatures.CallLibrary` and `sbp_core.memory.LayoutLibrary`."""
 
     @hookspec
     def sbp_config_folders(self) -> Sequence[str]:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from sbp_core.compile.physical import PhysicalPlan
     from sbp_core.tensor import Tensor
 
+#: A host number.
 Number = float | int
 
 

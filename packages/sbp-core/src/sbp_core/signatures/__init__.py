@@ -27,7 +27,7 @@ from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.check import check_signature
 from sbp_core.signatures.derive import Derivation, derivation, derive, work_flop
 from sbp_core.signatures.explain import Explanation, explain_call
-from sbp_core.signatures.library import call_library
+from sbp_core.signatures.library import CallLibrary, call_library
 from sbp_core.signatures.localize import localize
 from sbp_core.signatures.notation import (
     Dependence,
@@ -76,6 +76,7 @@ __all__ = [
     "BY_NAME",
     "OTHER_NUMBERS",
     "Bounds",
+    "CallLibrary",
     "Dependence",
     "Derivation",
     "Dim",

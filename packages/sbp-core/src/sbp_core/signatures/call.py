@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpCall:
-    """One call.
+    """One operator call: the operator, its arguments, and the types of its tensors.
 
     Args:
         op: `aten.mm.default`.

@@ -1,7 +1,7 @@
 """A rule: what an operator means, and how its arguments change on a shard.
 
-Rules of PyTorch's operators are in `signatures.rules`, by family; third parties add theirs through
-the hook `sbp_signatures`.
+The rules of ATen's operators are in `sbp_aten.rules`, by family; they come through the hook
+`sbp_signatures`, as those of third parties do.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Shards:
         return tuple(stop - start for start, stop in self.outputs[index])
 
 
-#: May return a single call for short.
+#: From a call and the shards of a rank to what the rank executes: a program, or one call.
 Localizer = Callable[[OpCall, Shards], LocalCall | LocalProgram]
 
 

@@ -1,17 +1,13 @@
-"""Conformance suites: what a plugin of each kind must do, as tests that its author can run.
+"""Conformance suites of the plugins that need no tensors, and material for tests of the core.
 
 | kind | suite | to supply |
 |---|---|---|
-| boxing | `boxing.BoxingConformance` | `run_ranks` |
-| runtime | `runtime.RuntimeConformance` | `make_runtime` |
-| planner | `planner.PlannerConformance` | `make_planner` |
-| model | `model.ModelConformance` | `make_model`, `make_batch` |
-| data | `data.DatasetConformance` | `make_dataset` |
 | cluster | `cluster.ClusterConformance` | `make_factory` |
 | logger | `logger.MetricSinkConformance` | `make_factory`, `read` |
-| optimizer | `optimizer.OptimizerConformance` | `make_factory` |
-| pass | `graph_pass.GraphPassConformance` | `make_pass` |
-| signature | `signatures.check_rule` | samples |
+
+The suites of the other kinds are in `sbp_torch.testing`. `graphs` and `plans` make graphs, machines
+and plans by hand; `edits` makes random edits of files; `holdings`, `interrupts` and `marks` are
+about the process that runs the tests.
 
 Subclass a suite in a test module under a name that begins with `Test`; pytest finds its tests. The
 modules import no pytest, and nothing is imported here.

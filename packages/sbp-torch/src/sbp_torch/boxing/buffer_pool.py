@@ -11,7 +11,6 @@ hand. Who holds whom:
 
 The memoryview is made for one tensor, and only its storage holds it: so it ends when the last view
 of that tensor does, and its finalizer puts the block back, with a `bytearray` that never moved.
-Knows torch.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ From two partials, each split by rows on two ranks, to B:
 Terms are reduced in mesh order, and nowhere in order of arrival: floating-point sums depend on
 their order, and every run, every backend and the reference runtime shall come to the same bits.
 What a backend of several processes needs besides its transport is `combine`, which puts received
-pieces together. Knows torch.
+pieces together.
 """
 
 from __future__ import annotations

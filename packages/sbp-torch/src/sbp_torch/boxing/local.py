@@ -11,7 +11,7 @@ others help (`share`), and all leave when it is done:
 Ranks may come in any order, and which one divides is chance: what is added in which order is not.
 A transfer goes through a mailbox, in order of sending. Nothing is copied that can be shared, and
 sums are made once, in mesh order. Shards stay their owner's, who must leave them alone until the
-step is over; results are read by several ranks, and so are nobody's to write. Knows torch.
+step is over; results are read by several ranks, and so are nobody's to write.
 """
 
 from __future__ import annotations

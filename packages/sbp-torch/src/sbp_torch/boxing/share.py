@@ -1,7 +1,7 @@
 """How the ranks of one process share the work of a collective: who is there does the next block.
 
 The rank that comes last divides the work. Of a small tensor it does everything at once. Else every
-result is made in memory of the arena, one for all ranks where all get the same, block by block:
+result is made in memory of the buffer pool, one for all ranks where all get the same, in blocks:
 
     shards, P -> S(0)      jobs                      blocks, which all threads take from one list
     rank 0   a0 | b0       a = a0 + a1, of rank 0    a[0:4]  a[4:8]  a[8:12]
@@ -9,8 +9,8 @@ result is made in memory of the arena, one for all ranks where all get the same,
 
 A block is nobody's: a rank that is slow to wake up, or finds no core, takes none and holds up
 nobody. But one thread does all of a block, and adds in mesh order, (0 + 1) + 2: floating-point sums
-depend on the order, and so would the bits of a run on who came when. Knows torch; waits for nobody
-(that is `local`).
+depend on the order, and so would the bits of a run on who came when. Nothing here waits; `local`
+does.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A deferred model has no values to make them from, and whole tensors of them are not wanted. Most are
 filled with one number; the others are copies of their parameter. The update of a few small
-parameters, one of each kind, shows which. Knows torch.
+parameters, one of each kind, shows which.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Optimizers make their states in their first step, by `state[key] = value`. We let them take that
 step on stand-ins: small ones that show which number a state is filled with, and one without data
-that shows its shape. Whether that tells the truth is for `rehearsal` to find out.
+that shows its shape. `differential_validation` checks that it does.
 """
 
 from __future__ import annotations

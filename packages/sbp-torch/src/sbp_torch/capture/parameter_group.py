@@ -1,7 +1,7 @@
 """One parameter group of an optimizer: its states, its scalar inputs, and how its parameters move.
 
-The user's own code is run where it can be traced (see `own_code`), the rest is said in other words
-(see `restated`).
+The user's own code is run where it can be traced (see `user_optimizer`); the optimizers that
+cannot be are written as functions (see `functional_optimizers`).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Every draw starts from the state that the default generator had at its place in 
 the numbers are those of one device bit for bit. Draws whose result nobody needs are made into
 scratch memory that is freed at once: how far an operator moves the generator depends on its shape
 and dtype, and only the operator knows. PyTorch's default generator is lent for the time of a draw
-and given back as it was. Knows torch.
+and given back as it was.
 """
 
 from __future__ import annotations

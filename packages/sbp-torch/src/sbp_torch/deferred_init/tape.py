@@ -8,7 +8,7 @@ stride and offset. An entry is an operator that makes storages or writes to them
     w[0].mul_(2)                 entry 2  mul_       writes 0, reads 0
 
 Events are what happens to PyTorch's default generator, in order: a draw, or a state that the
-constructor set. Position `n` is the moment before event `n`. Knows torch.
+constructor set. Position `n` is the moment before event `n`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""In and out: what other programs read and write, and people too.
+"""What PyTorch's own programs read and write: distributed tensors, and states by their names.
 
-`strategy_yaml` writes strategies as YAML that a person can read, compare and edit (no torch);
-`dtensor` knows PyTorch's distributed tensors; `torch_states` the `state_dict()`s of models and
-optimizers. Graphs and plans as JSON are `graph.serialize` and `compile.physical`.
+`dtensor` converts placements and states to `DTensor`s and back; `torch_states` writes and reads the
+`state_dict()`s of models and optimizers. Strategies as YAML are `sbp_core.strategy_yaml`.
 """

@@ -11,7 +11,7 @@ ours differ by at most one (10 over 4 ranks: 3, 3, 3, 1 and 3, 3, 2, 2). So stat
 whole, and cut anew. What has no counterpart is refused: `Partial("avg")`, `Partial("product")`,
 strided shards, and the masked and normed partials of single operators.
 
-Knows torch; nothing here communicates but `whole_states`.
+Nothing here communicates but `whole_states`.
 
 >>> from sbp_core.sbp import B, NdSbp, P, S
 >>> to_placements(NdSbp(S(1), B, P("max")))

@@ -7,7 +7,7 @@ leaves non-persistent buffers out; an optimizer's numbers its parameters. So a u
     model.load_state_dict(to_model_state(session.state_dict(), model))
     optimizer.load_state_dict(to_optimizer_state(session.state_dict(), model, optimizer))
 
-and comes back with `from_model_state` and `from_optimizer_state`. Knows torch.
+and comes back with `from_model_state` and `from_optimizer_state`.
 
 >>> model = nn.Linear(2, 1)
 >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

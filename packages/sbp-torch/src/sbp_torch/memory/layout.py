@@ -1,4 +1,4 @@
-"""How the tensors that instructions make lie in memory: storages, strides, bytes. Knows torch.
+"""How the tensors that instructions make lie in memory: storages, strides, bytes.
 
 An instruction is called once on fake tensors (without data) for each way its arguments can lie;
 repeated layers and the ranks of a mesh, whose calls are alike, share the answer. So the exact

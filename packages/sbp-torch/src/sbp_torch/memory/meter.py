@@ -1,4 +1,4 @@
-"""Count the bytes of tensors alive on each rank while a session runs. Knows torch.
+"""Count the bytes of tensors alive on each rank while a session runs.
 
     meter = Meter(plan)
     with runtime.start(plan, states, meter.backend(LocalBackend())) as session:

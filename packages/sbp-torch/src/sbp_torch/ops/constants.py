@@ -1,4 +1,4 @@
-"""Our operator for constants that a program writes out, `sbp.constant`, for PyTorch. Knows torch.
+"""Our operator for constants that a program writes out, `sbp.constant`, for PyTorch.
 
     sbp.constant(values, size, *, dtype, device)    the numbers, row by row, as a tensor
 

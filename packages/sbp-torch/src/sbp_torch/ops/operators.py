@@ -1,4 +1,4 @@
-"""From the names of operators in graphs and plans to what executes them on tensors. Knows torch."""
+"""From the names of operators in graphs and plans to what executes them on tensors."""
 
 from __future__ import annotations
 

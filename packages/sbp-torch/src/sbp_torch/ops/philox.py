@@ -1,4 +1,4 @@
-"""Random numbers by counting: the same for an element whoever draws it. Knows torch.
+"""Random numbers by counting: the same for an element whoever draws it.
 
 Each element draws from Philox-4x32-10 under a counter made of its place in the logical tensor, so
 that a rank can make the numbers of its shard alone, and no state is kept:

@@ -1,4 +1,4 @@
-"""Our operators that draw random numbers, `sbp.random_*`, for PyTorch. Knows torch.
+"""Our operators that draw random numbers, `sbp.random_*`, for PyTorch.
 
     sbp.random_uniform(size, seed, step, site, *, low, high, ...)     low + (high - low) u
     sbp.random_normal(size, seed, step, site, *, mean, std, ...)      mean + std z

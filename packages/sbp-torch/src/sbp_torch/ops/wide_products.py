@@ -3,7 +3,7 @@
     sbp.mm_as(a, b, dtype)     a b, summed and given in `dtype`
 
 On devices whose PyTorch can (CUDA), nothing is rounded to the dtype of the factors; elsewhere the
-product is rounded to it first, as a product of its own would be. Knows torch.
+product is rounded to it first, as a product of its own would be.
 
 Importing this module registers the operators with PyTorch, which is the only way to have them.
 """

@@ -1,4 +1,4 @@
-"""Optimizers that `torch.optim` does not have, and several as one. Knows torch, and only torch.
+"""Optimizers that `torch.optim` does not have, and several as one.
 
 All are ordinary `torch.optim.Optimizer`s, which also train eagerly. Their norms are roots of sums,
 so that parts of a parameter need one number from one another, not their elements.

@@ -1,4 +1,4 @@
-"""What an accumulation does with the parts of a step's micro-batches. Knows torch."""
+"""What an accumulation does with the parts of a step's micro-batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""States that new values overwrite, and what is said when a step failed in between. Knows torch."""
+"""States that new values overwrite, and what is said when a step failed in between."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 It replays the plan's firing orders on real tensors, one instruction at a time, with no threads, no
 generated code and no backend: collectives are `boxing.execute.apply_step` on all ranks at once.
-Slow and simple; the setting `compile` tries out compiled segments. Knows torch.
+Slow and simple; the setting `compile` tries out compiled segments.
 """
 
 from __future__ import annotations

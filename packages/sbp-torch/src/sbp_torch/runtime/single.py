@@ -1,7 +1,7 @@
 """Run a `LogicalGraph` on one device, op by op: what every plan is compared with.
 
 No plan, no ranks, no boxing. With several micro-batches each is run in turn, as the accumulation in
-the graph says; states that are replaced at micro-batch rate go from each to the next. Knows torch.
+the graph says; states that are replaced at micro-batch rate go from each to the next.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What one rank holds between steps; how whole tensors become parts, and parts whole.
 
-Both runtimes use it, so feeding, loading and saving are in one place. Knows torch.
+Both runtimes use it, so feeding, loading and saving are in one place.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from sbp_torch.ops.random import draw_of
 if TYPE_CHECKING:
     from sbp_core.runtime import Number
 
+#: The values of a rank by name: tensors and host numbers.
 Values = dict[str, "Tensor | Number"]
 
 _ONE_NUMBER = "one number: a 0-d tensor"

@@ -5,8 +5,6 @@ after:  def segment(x, w):
             v0 = aten_mm_default(x, w)
             v1 = aten_relu_default(v0); del v0
             return (v1,)
-
-Knows torch.
 """
 
 from __future__ import annotations

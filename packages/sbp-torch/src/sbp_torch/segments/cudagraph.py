@@ -14,8 +14,8 @@ are recorded anew.
 
 A number that changes from step to step cannot be recorded, so segments whose operators take one
 (the optimizer's, mostly) run operator by operator; so do those that read a number from a tensor.
-Draws of random numbers are made before a segment (`runtime.split`). Everything that touches the
-device is behind `GraphDevice`, so that the rest is tested without one. Knows torch.
+Draws of random numbers are made before a segment (`segments.split`). Everything that touches the
+device is behind `GraphDevice`, so that the rest is tested without one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How compute segments are executed: as generated Python, by Inductor, or as CUDA graphs.
 
 A runtime asks `segment_maker` once a session for what makes the functions of its segments, and
-calls them alike. Knows torch; imports Inductor only where it is asked for.
+calls them alike. Inductor is imported only where it is asked for.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Segments compiled by Inductor: `compile=inductor`.
 
-The tensor part of a segment (`runtime.split`) is traced once to an FX graph, on the shapes and
+The tensor part of a segment (`segments.split`) is traced once to an FX graph, on the shapes and
 strides that come in its first firing, and handed to Inductor; numbers that change from step to step
 come as 0-d tensors, so that no step compiles anew. Segments that compute the same on equal shapes,
 such as the layers of a model and the ranks of a mesh, are compiled once in a session.
 
 Inductor fuses, and so rounds differently; it allocates for itself, so that the peak of a segment is
 its own affair. Compiling happens in the first step, one segment at a time, and may take minutes:
-other ranks wait for it (`first_deadline_s`). Knows torch.
+other ranks wait for it (`first_deadline_s`).
 """
 
 from __future__ import annotations

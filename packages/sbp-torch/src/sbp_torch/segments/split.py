@@ -7,7 +7,7 @@ after:  before        p = pow(0.9, n);  u = random_uniform([4], seed, n, 7)     
 
 Host arithmetic follows Python's doubles, so Python does it; and a number that changes with each
 step must not be compiled into code. Random operators that look at no tensor are calls that nothing
-could be fused into. Knows torch.
+could be fused into.
 """
 
 from __future__ import annotations

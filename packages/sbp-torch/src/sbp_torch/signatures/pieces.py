@@ -1,4 +1,4 @@
-"""Cutting a tensor into the pieces of the ranks, and putting pieces together. Knows torch.
+"""Cutting a tensor into the pieces of the ranks, and putting pieces together.
 
 Partial pieces are drawn so that an operator which does not pass partial values cannot pass by
 chance: summands have the magnitude of the data, and each `Pattern` refutes another kind of operator

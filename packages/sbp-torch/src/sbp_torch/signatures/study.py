@@ -1,6 +1,6 @@
 """The study of one call for discovery: its nature, and what its outputs are when inputs are cut.
 
-Knows torch. The methods that run the call are meant for a forked worker; see `isolate`.
+The methods that run the call are meant for a forked worker; see `isolate`.
 """
 
 from __future__ import annotations

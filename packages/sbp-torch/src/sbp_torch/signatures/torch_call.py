@@ -1,6 +1,6 @@
 """Calls of PyTorch's operators: reading one as an `OpCall`, and running what an `OpCall` says.
 
-Knows torch. Holds no meaning of any operator.
+Holds no meaning of any operator.
 """
 
 from __future__ import annotations

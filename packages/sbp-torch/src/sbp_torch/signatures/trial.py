@@ -1,6 +1,6 @@
 """One trial: cut a real call as a signature says, run every rank, put together, compare.
 
-Knows torch. The whole call is the oracle. Kernels that are fed with shards which do not fit each
+The whole call is the oracle. Kernels that are fed with shards which do not fit each
 other may corrupt memory: run trials of signatures that are not known to be right through `isolate`.
 """
 

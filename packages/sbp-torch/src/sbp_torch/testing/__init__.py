@@ -7,11 +7,11 @@
 | planner | `planner.PlannerConformance` | `make_planner` |
 | model | `model.ModelConformance` | `make_model`, `make_batch` |
 | data | `data.DatasetConformance` | `make_dataset` |
-| cluster | `cluster.ClusterConformance` | `make_factory` |
-| logger | `logger.MetricSinkConformance` | `make_factory`, `read` |
 | optimizer | `optimizer.OptimizerConformance` | `make_factory` |
 | pass | `graph_pass.GraphPassConformance` | `make_pass` |
 | signature | `signatures.check_rule` | samples |
+
+The suites of clusters and metric sinks need no tensors: they are in `sbp_core.testing`.
 
 Subclass a suite in a test module under a name that begins with `Test`; pytest finds its tests. The
 modules import no pytest, and nothing is imported here.

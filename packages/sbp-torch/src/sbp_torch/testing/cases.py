@@ -1,6 +1,6 @@
 """Ways of running the step of a small MLP: plans to compile, and what they must come to.
 
-Holds the cases and how their results are compared; `testing.runtime` holds the suite. Needs torch.
+Holds the cases and how their results are compared; `testing.runtime` holds the suite.
 
 Stability: internal.
 """

@@ -6,7 +6,7 @@
             return build(MyConfig())
 
 `prefix_property = True` claims that every batch size sees the same sequence of samples. A data set
-that also fulfils `TextDataset` is checked as one. Needs torch.
+that also fulfils `TextDataset` is checked as one.
 
 Stability: stable.
 """

@@ -6,7 +6,7 @@
 
 A pass runs among others, before the accumulation over micro-batches. It is tried on the captured
 step of a small MLP; `make_step` may be overridden. A pass that reorders sums sets `tolerance` above
-zero. Needs torch.
+zero.
 
 Stability: stable.
 """

@@ -7,7 +7,7 @@
             return {"x": torch.ones(batch_size, 3), "y": torch.arange(batch_size)}
 
 Batches should have samples that differ. A model that also fulfils `LanguageModel` is checked as
-one; it says how many tokens it knows in `vocabulary`. Needs torch.
+one; it says how many tokens it knows in `vocabulary`.
 
 Stability: stable.
 """

@@ -5,7 +5,7 @@
             return build(MyConfig())
 
 The update is captured with the step of a small MLP, and compared with PyTorch's own: bit for bit,
-unless the suite says otherwise. Needs torch.
+unless the suite says otherwise.
 
 Stability: stable.
 """
@@ -41,7 +41,7 @@ from sbp_torch.testing.programs import (
     tiny_loss,
 )
 
-__all__ = ["RATES", "Number", "OptimizerConformance"]
+__all__ = ["RATES", "OptimizerConformance"]
 
 Number = float | int
 

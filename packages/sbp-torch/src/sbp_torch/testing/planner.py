@@ -8,7 +8,7 @@
 
 Every strategy must cover the graph, be legal op by op, be the same when asked for again, survive
 its file format, compile, pass the check, and run (under the reference runtime) to the losses and
-shards of one device. A planner that plans only some programs overrides `make_step`. Needs torch.
+shards of one device. A planner that plans only some programs overrides `make_step`.
 
 Stability: stable.
 """

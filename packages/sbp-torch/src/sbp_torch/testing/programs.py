@@ -1,7 +1,7 @@
 """Small one-device programs that the suites plan and run, and what one device makes of them.
 
 `capture_tiny` gives a whole training step of an MLP; `one_device_run` the losses and states that
-every plan of a step must come to. Knows torch.
+every plan of a step must come to.
 
 Stability: internal.
 """

@@ -7,7 +7,7 @@
 Every case captures, plans, compiles and checks a training step of a small MLP, runs it, and
 compares every loss and every rank's shard of every state, bit for bit with the reference runtime
 and within 1e-9 (float64) with one device. A runtime that does not use the backend it is given sets
-`uses_backend = False`. Needs torch.
+`uses_backend = False`.
 
 Stability: stable.
 """

@@ -2,7 +2,7 @@
 
     def test_my_operator_can_be_cut_as_its_rule_says():
         check_rule("mylib.myop.default", [sample(x, w), sample(x, w, flag=True)],
-                   rules=Registry({"mylib.myop.default": my_rule}))
+                   rules=RuleRegistry({"mylib.myop.default": my_rule}))
 
 Samples should have extents that 2 and 3 do not divide, and some below 7.
 

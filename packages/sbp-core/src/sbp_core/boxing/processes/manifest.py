@@ -1,8 +1,8 @@
 """What one rank sends and receives in one collective, and where that lies in its memory.
 
 Worked out once for each step and rank. Pieces that lie one after the other, in the order of the
-group, in the row-major memory of a shard need no packing, and no unpacking. Holds no tensors and
-imports no torch.
+group, in the row-major memory of a shard need no packing, and no unpacking. Holds no
+tensors.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How the ranks of a backend are started: commands and environments, as values.
 
-Starts nothing (`boxing.supervision.supervise` does) and imports no torch.
+Starts nothing; `boxing.supervision.supervise` does.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Which rank of a launcher fell first, by what its processes wrote.
 
 A launcher ends as one process, whose exit code names nobody. The ranks that remained say whom they
-missed (`boxing.processes.call`), and the launcher whom it lost (`LaunchSpec.tells`). Imports no
-torch.
+missed (`boxing.processes.call`), and the launcher whom it lost (`LaunchSpec.tells`).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 If one ends badly, the others get a moment to say why, and are ended. Nothing stays behind: not what
 they have started, and not if the supervisor itself is interrupted or killed
-(`boxing.supervision.keeper`). Which processes there are is the backend's to say
+(`boxing.supervision.reaper`). Which processes there are is the backend's to say
 (`BoxingBackend.launch_specs`).
 """
 

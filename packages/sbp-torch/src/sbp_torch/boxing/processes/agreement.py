@@ -1,6 +1,6 @@
 """Do all ranks mean the same thing? Compare a short text, such as the hash of a plan, over them.
 
-Uses nothing but a communicator's own all-gather, so that it works over every backend. Knows torch.
+Uses nothing but a communicator's own all-gather, so that it works over every backend.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ place of its own first. Of a `receive` in two terms, each from two ranks:
     arriving    | term 1 of rank 2 |                        received here, added when all have come,
                 | term 1 of rank 3 |                        in the order of the terms
 
-So messages may arrive in any order, and sums are made in one. Knows torch.
+So messages may arrive in any order, and sums are made in one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Shards to flat messages and back: the pieces for one rank, one after the other.
 
 For transports between processes. The geometry (which slice goes where) is `slices` and `manifest`,
-putting pieces together is `execute.combine`, when parcels are sent is `exchange`. Knows torch.
+putting pieces together is `execute.combine`, when messages are sent is `exchange`.
 """
 
 from __future__ import annotations

@@ -50,7 +50,6 @@ What `run_ranks` can rely on, and must do:
 The package: `cases` (what is converted), `families` (which cases there are), `values` (their
 tensors, by the definition alone), `convert` (what ranks run, and how it is judged), `failures`
 (what ranks run when something goes wrong), `suite` (the tests), `report` (a plugin of pytest).
-Needs torch.
 
 Stability: stable.
 """

@@ -1,7 +1,7 @@
 """What each rank runs to convert many cases, and how the answers of all ranks are judged.
 
 A rank compares its own shard and sends back what is wrong, its bytes, and its values only where
-they are partial: those mean something only together. Needs torch.
+they are partial: those mean something only together.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What ranks run when something goes wrong on purpose, and what they then say. Needs torch.
+"""What ranks run when something goes wrong on purpose, and what they then say.
 
 A job is given the backend itself, a program only its communicator.
 """

@@ -1,7 +1,4 @@
-"""What ranks run that do not agree: on a step, a message or a plan; and what they then say.
-
-Needs torch.
-"""
+"""What ranks run that do not agree: on a step, a message or a plan; and what they then say."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Tensors to convert: a logical tensor, the shards that mean it, and what a rank must end with.
 
 Written straight from the definition of SBP (each mesh axis takes apart what the one before left),
-and independent of the geometry in `sbp_core.sbp` and `sbp_core.boxing.slices`. Needs torch.
+and independent of the geometry in `sbp_core.sbp` and `sbp_core.boxing.slices`.
 """
 
 from __future__ import annotations
