@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sbp_boxing_nccl import processes
+from sbp_boxing_nccl import mpiexec_specs
 from sbp_core.boxing import BoxingBackend, Step, route
 from sbp_core.errors import BoxingError
 from sbp_core.placement import Placement
@@ -308,7 +308,7 @@ def run_mpi() -> None:
         return
     command = [sys.executable, *sys.argv, "--backend", "mpi", "--as-rank"]
     try:
-        (start,) = processes(NUM_RANKS, command)
+        (start,) = mpiexec_specs(NUM_RANKS, command)
     except BoxingError as error:
         print(f"backend mpi: left out: {error.what}")
         return

@@ -32,7 +32,7 @@ from sbp_torch.testing.programs import small_cluster
 BATCH, TIME = 4, 64
 
 
-class Block(nn.Module):
+class StepBlock(nn.Module):
     """Attention and a multilayer perceptron."""
 
     def __init__(self, width: int) -> None:
@@ -56,7 +56,7 @@ def main() -> None:
     given = [int(argument) for argument in sys.argv[1:]]
     layers, width, steps = given + [2, 128, 30][len(given) :]
     torch.set_num_threads(1)
-    model = nn.Sequential(*[Block(width) for _ in range(layers)])
+    model = nn.Sequential(*[StepBlock(width) for _ in range(layers)])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     batch = {name: torch.randn(BATCH, TIME, width) for name in "xy"}
     graph = prepare_step(capture(model, loss, batch, optimizer))

@@ -44,7 +44,7 @@ def table_of(outcomes: Sequence[Outcome], deadline_s: float) -> Table:
     table = Table(
         title=f"Seconds from the kill; deadline of a step: {deadline_s:g} s",
         caption="median, worst: other ranks down; all: nothing runs any more\n"
-        "named: the culprit was, by ranks, or in the last message of the run",
+        "named: the failing_rank was, by ranks, or in the last message of the run",
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
@@ -78,7 +78,7 @@ def line_of(outcome: Outcome) -> str:
     down = outcome.others_down_s
     others = "never down" if down is None else f"down after {down:5.2f} s"
     named = f"named by {', '.join(outcome.named_by)}" if outcome.named_by else "named by nobody"
-    what = f"{outcome.way:<16}  {outcome.how:<9} of rank {outcome.culprit}"
+    what = f"{outcome.way:<16}  {outcome.how:<9} of rank {outcome.failing_rank}"
     return f"{what}: others {others}; {named}"
 
 

@@ -112,11 +112,11 @@ class Outcome:
     """What became of one trial.
 
     Args:
-        way, how, culprit: What was done, and to which rank.
+        way, how, failing_rank: What was done, and to which rank.
         deadline_s: The deadline of the steps.
         others_down_s: When the last of the other ranks had ended, or None if one never did.
         all_down_s: When the launcher and all that it started had ended.
-        named_by: Who named the culprit: ranks, the `launcher`, or the message of the `run`.
+        named_by: Who named the failing_rank: ranks, the `launcher`, or the message of the `run`.
         told: What each other rank was told by boxing.
         left: Processes that were left behind.
         exit_status: Of the run.
@@ -125,7 +125,7 @@ class Outcome:
 
     way: str
     how: How
-    culprit: int
+    failing_rank: int
     deadline_s: float
     others_down_s: float | None
     all_down_s: float
@@ -173,8 +173,8 @@ def run_trial(
             "folder": folder,
         }
         command = (sys.executable, str(PROGRAM), json.dumps(settings))
-        culprit, mark = draw.randrange(num_ranks), f"sbp-trial-{uuid4().hex}"
-        kill = _Kill(way, how, Path(folder), num_ranks, culprit, draw.uniform(0.0, 1.5))
+        failing_rank, mark = draw.randrange(num_ranks), f"sbp-trial-{uuid4().hex}"
+        kill = _Kill(way, how, Path(folder), num_ranks, failing_rank, draw.uniform(0.0, 1.5))
         lines: list[Line] = []
         specs = [
             replace(spec, environment={**spec.environment, "SBP_TRIAL": mark})
@@ -186,16 +186,16 @@ def run_trial(
         kill.join()
         text = [line.text for line in lines]
         assert kill.at is not None, "the ranks did not start:\n" + "\n".join(text)
-        told = _told(Path(folder), num_ranks, culprit)
+        told = _told(Path(folder), num_ranks, failing_rank)
         message = str(ended.error() or "")
         return Outcome(
             way=way.name,
             how=how,
-            culprit=culprit,
+            failing_rank=failing_rank,
             deadline_s=deadline_s,
             others_down_s=kill.others_down_s,
             all_down_s=over - kill.at,
-            named_by=_named_by(culprit, told, text, message, way, how),
+            named_by=_named_by(failing_rank, told, text, message, way, how),
             told=told,
             left=marked_processes(mark),
             exit_status=ended.exit_status,
@@ -207,11 +207,11 @@ class _Kill(threading.Thread):
     """Waits for the ranks, kills one, and notes when the others have ended."""
 
     def __init__(
-        self, way: Way, how: How, folder: Path, num_ranks: int, culprit: int, after_s: float
+        self, way: Way, how: How, folder: Path, num_ranks: int, failing_rank: int, after_s: float
     ) -> None:
         super().__init__(daemon=True)
         self.way, self.how, self.folder = way, how, folder
-        self.num_ranks, self.culprit, self.after_s = num_ranks, culprit, after_s
+        self.num_ranks, self.failing_rank, self.after_s = num_ranks, failing_rank, after_s
         self.at: float | None = None
         self.others_down_s: float | None = None
 
@@ -221,8 +221,8 @@ class _Kill(threading.Thread):
             return
         time.sleep(self.after_s)
         self.at = time.monotonic()
-        self._kill(pids[self.culprit])
-        others = {pids[rank] for rank in range(self.num_ranks) if rank != self.culprit}
+        self._kill(pids[self.failing_rank])
+        others = {pids[rank] for rank in range(self.num_ranks) if rank != self.failing_rank}
         end = self.at + _END_S
         while any(_runs(pid) for pid in others):
             if time.monotonic() > end:
@@ -242,7 +242,7 @@ class _Kill(threading.Thread):
     def _kill(self, pid: int) -> None:
         if self.way.threads and self.how is not How.SIGKILL:
             words = {How.EXCEPTION: "exception", How.EXIT: "exit", How.SIGSTOP: "stall"}
-            path = self.folder / f"rank-{self.culprit}.told"
+            path = self.folder / f"rank-{self.failing_rank}.told"
             unfinished = path.with_suffix(".part")
             unfinished.write_text(json.dumps(words[self.how]), "utf-8")
             unfinished.rename(path)
@@ -280,27 +280,28 @@ def marked_processes(mark: str) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _told(folder: Path, num_ranks: int, culprit: int) -> dict[int, str]:
-    """Return what boxing told the ranks other than the culprit."""
+def _told(folder: Path, num_ranks: int, failing_rank: int) -> dict[int, str]:
+    """Return what boxing told the ranks other than the failing_rank."""
     told: dict[int, str] = {}
     for rank in range(num_ranks):
         path = folder / f"rank-{rank}.error"
-        if rank != culprit and path.exists():
+        if rank != failing_rank and path.exists():
             told[rank] = json.loads(path.read_text("utf-8"))[1]
     return told
 
 
 def _named_by(
-    culprit: int, told: dict[int, str], lines: Sequence[str], message: str, way: Way, how: How
+    failing_rank: int, told: dict[int, str], lines: Sequence[str], message: str, way: Way, how: How
 ) -> tuple[str, ...]:
-    """Return who named the culprit.
+    """Return who named the failing_rank.
 
     Ranks in what boxing told them, the launcher in its lines, the run in the first line of its
     message.
     """
-    # That it is said to run, as witnesses say of all who are late, accuses nobody.
+    # That it is said to run, as is said of all who are late, accuses nobody.
     name = re.compile(
-        rf"\brank:? {culprit}\b(?! \([^()]*\): is running)|did not arrive: (\d+, )*{culprit}\b"
+        rf"\brank:? {failing_rank}\b(?! \([^()]*\): is running)"
+        rf"|did not arrive: (\d+, )*{failing_rank}\b"
     )
     named = [f"rank {rank}" for rank, text in told.items() if name.search(text)]
     if any(name.search(line) for line in lines if "boxing step" not in line):

@@ -1,8 +1,8 @@
 """What `mpiexec` starts in `test_failures`: one of three ranks, one of which comes down.
 
-Arguments: a folder, the culprit, how it falls. `ready-RANK` holds the process id of a rank that is
-ready; all go on when there is a file `go`. `fall-RANK.pickle` says how the last call of a rank
-ended: (error, time that it was raised, seconds to close).
+Arguments: a folder, the rank that fails, how it fails. `ready-RANK` holds the process id of a rank
+that is ready; all go on when there is a file `go`. `fall-RANK.pickle` says how the last call of a
+rank ended: (error, time that it was raised, seconds to close).
 """
 
 import os
@@ -24,12 +24,12 @@ from sbp_core.sbp import B, NdSbp, P, Sbp
 DEADLINE_S = 2.0
 
 
-def main(folder: Path, culprit: int, how: str) -> None:
+def main(folder: Path, failing_rank: int, how: str) -> None:
     backend = MpiBackend(MpiBoxingConfig())
     backend.open([0, 1, 2])
     (rank,) = backend.local_ranks()
     try:
-        live(rank, backend, folder, culprit, how)
+        live(rank, backend, folder, failing_rank, how)
     except Exception as error:
         raised = time.time()
         backend.fail(error)
@@ -40,20 +40,20 @@ def main(folder: Path, culprit: int, how: str) -> None:
     os._exit(1)
 
 
-def live(rank: int, backend: MpiBackend, folder: Path, culprit: int, how: str) -> None:
-    """Reduce once; then the culprit goes, one rank reduces, and one computes before it receives."""
+def live(rank: int, backend: MpiBackend, folder: Path, failing_rank: int, how: str) -> None:
+    """Reduce once; then one rank fails, one reduces, and one computes before it receives."""
     end, everyone = backend.communicator(rank), one_step(P, B, [0, 1, 2], [0, 1, 2])
     deadline_s = DEADLINE_S if how == "stop" else 60.0
     end.collective(everyone, torch.ones(4, 2), tag="first", deadline_s=60.0)
     write(folder / f"ready-{rank}", os.getpid())
     while not (folder / "go").exists():
         time.sleep(0.01)
-    if rank == culprit:
+    if rank == failing_rank:
         fall(how, backend)
-    if rank == min({0, 1, 2} - {culprit}):
+    if rank == min({0, 1, 2} - {failing_rank}):
         end.collective(everyone, torch.ones(4, 2), tag="gradients", deadline_s=deadline_s)
     time.sleep(0.5)
-    step = one_step(B, B, [culprit], [rank])
+    step = one_step(B, B, [failing_rank], [rank])
     end.receive(step, None, tag="activations", deadline_s=deadline_s)
 
 

@@ -32,13 +32,23 @@ _LIMIT_S = 120.0
 Fall = tuple[str, float, float]
 
 
-def bring_down(how: str, culprit: int, folder: Path) -> tuple[list[Fall], float]:
+def bring_down(how: str, failing_rank: int, folder: Path) -> tuple[list[Fall], float]:
     """Return how the others fell (error, seconds until it, seconds to close), and seconds to end.
 
     The rank that reduces comes first, then the one that computes and receives.
     """
     script = Path(__file__).with_name("falling_rank.py")
-    command = [MPIEXEC, "--oversubscribe", "-n", 3, sys.executable, script, folder, culprit, how]
+    command = [
+        MPIEXEC,
+        "--oversubscribe",
+        "-n",
+        3,
+        sys.executable,
+        script,
+        folder,
+        failing_rank,
+        how,
+    ]
     environment = os.environ | {
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -65,7 +75,7 @@ def bring_down(how: str, culprit: int, folder: Path) -> tuple[list[Fall], float]
             with contextlib.suppress(OSError, pickle.UnpicklingError):
                 os.kill(pickle.loads((folder / f"ready-{rank}").read_bytes()), signal.SIGKILL)
     falls = []
-    for rank in {0, 1, 2} - {culprit}:
+    for rank in {0, 1, 2} - {failing_rank}:
         path = folder / f"fall-{rank}.pickle"
         if path.exists():
             error, raised, closed_s = pickle.loads(path.read_bytes())
@@ -84,20 +94,20 @@ def await_files(
 
 
 @pytest.mark.parametrize(
-    ("how", "culprit", "words"),
+    ("how", "failing_rank", "words"),
     [
         ("raise", 1, "reported: ValueError: loss is not a number"),
         pytest.param("close", 2, "has closed its boxing", marks=pytest.mark.exhaustive),
     ],
 )
 def test_the_others_name_a_rank_that_fails(
-    how: str, culprit: int, words: str, tmp_path: Path
+    how: str, failing_rank: int, words: str, tmp_path: Path
 ) -> None:
-    falls, _ = bring_down(how, culprit, tmp_path)
+    falls, _ = bring_down(how, failing_rank, tmp_path)
 
     assert len(falls) == 2
     for (error, raised_s, closed_s), tag in zip(falls, ("gradients", "activations"), strict=True):
-        assert f"rank {culprit} " in error and words in error and repr(tag) in error
+        assert f"rank {failing_rank} " in error and words in error and repr(tag) in error
         assert raised_s < 5.0
         assert closed_s < CLOSE_TIMEOUT_S
 

@@ -89,7 +89,7 @@ def test_a_place_where_nobody_is_ends_in_an_error_in_time() -> None:
 
 
 class Exits:
-    """Stands in for `Exit`: how ranks left."""
+    """Stands in for `JobExit`: how ranks left."""
 
     def __init__(self, *_: Any) -> None:
         self.well: list[bool] = []
@@ -126,7 +126,7 @@ def test_ranks_of_mpi_that_do_not_come_are_not_waited_for(
     endless: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exits = Exits()
-    monkeypatch.setattr(world_module, "Exit", lambda *_: exits)
+    monkeypatch.setattr(world_module, "JobExit", lambda *_: exits)
 
     with pytest.raises(BoxingError, match=r"the ranks of MPI did not come within 0\.2 s"):
         rendezvous_by_mpi(Comm(endless), SimpleNamespace(BYTE="byte"), 0.2)
@@ -135,7 +135,7 @@ def test_ranks_of_mpi_that_do_not_come_are_not_waited_for(
 
 
 def test_ranks_of_mpi_on_one_host_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(world_module, "Exit", Exits)
+    monkeypatch.setattr(world_module, "JobExit", Exits)
 
     world = rendezvous_by_mpi(Comm(), SimpleNamespace(BYTE="byte"), 5.0)
 

@@ -48,16 +48,21 @@ class Fall:
 
 
 def bring_down(
-    num_ranks: int, life: Life, blow: Callable[[int], None] | None, *, culprit: int, hosted: bool
+    num_ranks: int,
+    life: Life,
+    blow: Callable[[int], None] | None,
+    *,
+    failing_rank: int,
+    hosted: bool,
 ) -> dict[int, Fall]:
     """Run `life` on some ranks, strike one when all are ready, and return how the others fell.
 
     Args:
         num_ranks: How many.
         life: What each does; it ends by an exception.
-        blow: Called with the process id of the culprit when all are ready; None if its life ends by
-            itself.
-        culprit: The rank that is struck; its process is killed in the end.
+        blow: Called with the process id of the failing rank when all are ready; None if its life
+            ends by itself.
+        failing_rank: The rank that is struck; its process is killed in the end.
         hosted: Whether rank 0 hosts the store, and not this process.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -81,9 +86,9 @@ def bring_down(
             pipe.send("go")
         struck = time.time()
         if blow is not None:
-            blow(processes[culprit].pid or 0)
+            blow(processes[failing_rank].pid or 0)
         told: dict[int, Any] = {}
-        waiting = {pipe: rank for pipe, rank in pipes.items() if rank != culprit}
+        waiting = {pipe: rank for pipe, rank in pipes.items() if rank != failing_rank}
         while waiting:
             ready = wait(list(waiting), _LIMIT_S)
             assert ready, f"ranks {sorted(waiting.values())} did not come down"

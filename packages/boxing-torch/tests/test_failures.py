@@ -33,19 +33,19 @@ def one_step(before: Sbp, after: Sbp, sources: list[int], targets: list[int]) ->
 
 
 def live(
-    rank: int, backend: TorchBackend, ready: Callable[[], Any], culprit: int, how: str
+    rank: int, backend: TorchBackend, ready: Callable[[], Any], failing_rank: int, how: str
 ) -> None:
-    """Reduce once; then the culprit goes, one rank reduces, and one computes before it receives."""
+    """Reduce once; then one rank fails, one reduces, and one computes before it receives."""
     end, everyone = backend.communicator(rank), one_step(P, B, [0, 1, 2], [0, 1, 2])
     deadline_s = DEADLINE_S if how == "stop" else 60.0
     end.collective(everyone, torch.ones(4, 2), tag="first", deadline_s=60.0)
     ready()
-    if rank == culprit:
+    if rank == failing_rank:
         fall(how, backend)
-    if rank == min({0, 1, 2} - {culprit}):
+    if rank == min({0, 1, 2} - {failing_rank}):
         end.collective(everyone, torch.ones(4, 2), tag="gradients", deadline_s=deadline_s)
     time.sleep(0.5)
-    step = one_step(B, B, [culprit], [rank])
+    step = one_step(B, B, [failing_rank], [rank])
     end.receive(step, None, tag="activations", deadline_s=deadline_s)
 
 
@@ -63,12 +63,16 @@ def send(number: signal.Signals, process: int) -> None:
     os.kill(process, number)
 
 
-def falls(how: str, culprit: int, *, hosted: bool = False) -> tuple[Fall, Fall]:
+def falls(how: str, failing_rank: int, *, hosted: bool = False) -> tuple[Fall, Fall]:
     """Return how the rank that reduces, and the one that computes and receives, came down."""
     signals = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
     blow = partial(send, signals[how]) if how in signals else None
     found = bring_down(
-        3, partial(live, culprit=culprit, how=how), blow, culprit=culprit, hosted=hosted
+        3,
+        partial(live, failing_rank=failing_rank, how=how),
+        blow,
+        failing_rank=failing_rank,
+        hosted=hosted,
     )
     first, second = sorted(found)
     assert "'gradients'" in found[first].error and f"rank {first}" in found[first].error
@@ -80,7 +84,7 @@ def falls(how: str, culprit: int, *, hosted: bool = False) -> tuple[Fall, Fall]:
 
 
 @pytest.mark.parametrize(
-    ("how", "culprit", "words"),
+    ("how", "failing_rank", "words"),
     [
         ("kill", 2, "has ended"),
         ("raise", 1, "reported: ValueError: loss is not a number"),
@@ -88,9 +92,9 @@ def falls(how: str, culprit: int, *, hosted: bool = False) -> tuple[Fall, Fall]:
         pytest.param("close", 1, "has closed its boxing", marks=pytest.mark.exhaustive),
     ],
 )
-def test_the_others_name_a_rank_that_ends(how: str, culprit: int, words: str) -> None:
-    for one in falls(how, culprit):
-        assert f"rank {culprit} " in one.error and words in one.error
+def test_the_others_name_a_rank_that_ends(how: str, failing_rank: int, words: str) -> None:
+    for one in falls(how, failing_rank):
+        assert f"rank {failing_rank} " in one.error and words in one.error
         assert one.raised_s < 5.0
 
 
@@ -101,10 +105,12 @@ def test_the_others_name_a_rank_that_ends_and_takes_the_store_with_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("culprit", "hosted"), [(2, False), pytest.param(0, True, marks=pytest.mark.exhaustive)]
+    ("failing_rank", "hosted"), [(2, False), pytest.param(0, True, marks=pytest.mark.exhaustive)]
 )
-def test_the_others_name_a_rank_that_stalls_at_their_deadline(culprit: int, hosted: bool) -> None:
-    for one in falls("stop", culprit, hosted=hosted):
+def test_the_others_name_a_rank_that_stalls_at_their_deadline(
+    failing_rank: int, hosted: bool
+) -> None:
+    for one in falls("stop", failing_rank, hosted=hosted):
         assert "did not arrive: " in one.error
-        assert f"rank {culprit} (pid " in one.error and "is stopped by a signal" in one.error
+        assert f"rank {failing_rank} (pid " in one.error and "is stopped by a signal" in one.error
         assert one.raised_s < DEADLINE_S + 10.0

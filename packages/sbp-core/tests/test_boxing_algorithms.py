@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sbp_core.boxing import StepKind
-from sbp_core.boxing.algorithms import LinkRates, RankGroup, ways
+from sbp_core.boxing.algorithms import LinkRates, RankGroup, timed_algorithms
 from sbp_core.cluster import Link
 
 quick = settings(derandomize=True, deadline=None, max_examples=120)
@@ -34,7 +34,7 @@ def inside(size: int, neighbours: int = 1) -> RankGroup:
 def times(
     kind: StepKind, group: RankGroup, links: LinkRates = ALONE, size: int = SIZE
 ) -> dict[str, float]:
-    return {way.algorithm: way.time_s for way in ways(kind, group, size, links)}
+    return {way.algorithm: way.time_s for way in timed_algorithms(kind, group, size, links)}
 
 
 @pytest.mark.parametrize(
@@ -80,8 +80,8 @@ def test_five_ranks_take_the_times_of_the_literature(
 
 
 def test_small_messages_take_few_rounds_and_large_ones_few_bytes() -> None:
-    small = ways(StepKind.ALL_REDUCE, inside(6), 16, ALONE)[0]
-    large = ways(StepKind.ALL_REDUCE, inside(6), 2**30, ALONE)[0]
+    small = timed_algorithms(StepKind.ALL_REDUCE, inside(6), 16, ALONE)[0]
+    large = timed_algorithms(StepKind.ALL_REDUCE, inside(6), 2**30, ALONE)[0]
 
     assert small.algorithm == "recursive doubling"
     assert large.algorithm == "ring"
@@ -142,7 +142,9 @@ def test_direct_messages_of_all_ranks_share_the_link_of_a_node() -> None:
 
 
 def test_one_rank_alone_takes_no_time() -> None:
-    assert [ways(kind, inside(1), SIZE, ALONE)[0].time_s for kind in COLLECTIVES] == [0.0] * 4
+    assert [timed_algorithms(kind, inside(1), SIZE, ALONE)[0].time_s for kind in COLLECTIVES] == [
+        0.0
+    ] * 4
 
 
 groups = st.builds(
@@ -168,7 +170,7 @@ cases = st.tuples(st.sampled_from(COLLECTIVES), groups, st.integers(0, 2**34), l
 
 
 def fastest(kind: StepKind, group: RankGroup, size: int, given: LinkRates) -> float:
-    return ways(kind, group, size, given)[0].time_s
+    return timed_algorithms(kind, group, size, given)[0].time_s
 
 
 @quick
@@ -219,7 +221,7 @@ def test_more_groups_at_once_are_never_faster(
 @quick
 @given(cases)
 def test_ways_are_told_fastest_first(case: tuple[StepKind, RankGroup, int, LinkRates]) -> None:
-    found = [way.time_s for way in ways(*case)]
+    found = [way.time_s for way in timed_algorithms(*case)]
 
     assert found == sorted(found)
     assert (found[0] > 0) <= (case[1].size > 1)

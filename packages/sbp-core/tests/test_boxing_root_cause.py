@@ -5,21 +5,23 @@ import sys
 import pytest
 
 from sbp_core.boxing.supervision.launch_spec import LaunchSpec
-from sbp_core.boxing.supervision.root_cause import RootCause
+from sbp_core.boxing.supervision.root_cause import RootCauseFinder
 from sbp_core.boxing.supervision.supervisor import supervise
 
 ABORT = "MPI_ABORT was invoked on rank 2 in communicator MPI_COMM_WORLD"
 SIGNAL = "prterun noticed that process rank 1 with PID 29877 on node vm exited on"
 CUT_SHORT = "sbp_core.errors.BoxingError: boxing step 'step 3' could not complete: "
 LATE = "boxing step 'step 3' waited 3 s; ranks that did not arrive: 1"
-TELLS = (r"process rank (?P<rank>\d+) with PID", r"MPI_ABORT was invoked on rank (?P<rank>\d+)")
+PATTERNS = (r"process rank (?P<rank>\d+) with PID", r"MPI_ABORT was invoked on rank (?P<rank>\d+)")
 
 
 def found(*lines: str, ranks: tuple[int, ...] = (0, 1, 2)) -> tuple[str, str] | None:
-    culprit = RootCause(LaunchSpec(command=("mpiexec",), ranks=ranks, tells=TELLS))
+    finder = RootCauseFinder(
+        LaunchSpec(command=("mpiexec",), ranks=ranks, failure_patterns=PATTERNS)
+    )
     for line in lines:
-        culprit.read(line)
-    return culprit.found
+        finder.read(line)
+    return finder.found
 
 
 @pytest.mark.parametrize(
@@ -70,5 +72,5 @@ def test_the_message_of_a_launcher_names_the_rank_and_where_to_look() -> None:
     text = str(supervise([start], on_line=lambda line: None))
 
     assert text.startswith("ranks 0-2 ended with exit code 3")
-    assert "rank 1 fell first: 'ranks that did not arrive: 1'" in text
+    assert "rank 1 failed first: 'ranks that did not arrive: 1'" in text
     assert "mend what was said last by rank 1; the others only followed" in text

@@ -10,7 +10,7 @@ from sbp_core.boxing.routing.collectives import KINDS
 from sbp_core.boxing.routing.layout import Ints
 from sbp_core.boxing.routing.search import shortest_path
 from sbp_core.boxing.routing.sizes import NEVER
-from sbp_core.boxing.routing.tables import Block
+from sbp_core.boxing.routing.tables import StepBlock
 from sbp_core.boxing.step import StepKind
 
 GATHER, TRANSFER, LOCAL = StepKind.ALL_GATHER, StepKind.TRANSFER, StepKind.LOCAL
@@ -50,7 +50,7 @@ class HandMade:
         least = np.minimum(self._table(1, transfer=False), self._table(1, transfer=True))
         return least[np.ix_(states, states)]
 
-    def block(self, states: Ints) -> Block:
+    def block(self, states: Ints) -> StepBlock:
         kind = np.zeros((self.num_states, self.num_states), dtype=np.int64)
         for pair, step in self.steps.items():
             if step[0] is not TRANSFER:
@@ -59,7 +59,7 @@ class HandMade:
         if self.low is not None:
             held[held < NEVER] = self.low
         at = np.ix_(states, states)
-        return Block(
+        return StepBlock(
             moved=self._table(1, transfer=False)[at],
             moved_by_transfer=self._table(1, transfer=True)[at],
             held=self._table(2, transfer=False)[at],

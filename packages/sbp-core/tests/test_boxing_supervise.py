@@ -108,7 +108,7 @@ def test_lines_are_written_to_standard_output_by_default(capsys):
 def test_a_line_of_a_launcher_has_no_prefix():
     start = LaunchSpec(command=("mpiexec",), ranks=(0, 1))
 
-    assert str(Line(start=start, text="hello")) == "hello"
+    assert str(Line(spec=start, text="hello")) == "hello"
 
 
 def test_an_exit_code_is_reported_with_the_rank_its_host_and_its_last_lines():
@@ -119,7 +119,7 @@ def test_an_exit_code_is_reported_with_the_rank_its_host_and_its_last_lines():
 
     assert ended.exit_status == 3
     assert ended.first is not None
-    assert ended.first.start.ranks == (1,)
+    assert ended.first.spec.ranks == (1,)
     text = str(ended)
     assert text.startswith("rank 1 ended with exit code 3")
     assert "rank 0 was still running" in text
@@ -152,7 +152,7 @@ def test_the_others_have_the_grace_to_say_why_they_end():
     ended = supervise([other, python("exit(3)", 1)], grace_s=30, on_line=heard)
 
     assert heard.texts == ["rank 1 is gone"]
-    assert [end.code for end in ended.ends] == [3, 4]
+    assert [end.code for end in ended.exits] == [3, 4]
     assert ended.exit_status == 3
     assert "then rank 0 ended with exit code 4" in str(ended)
 

@@ -60,11 +60,13 @@ class TableCommunicator(ExchangeCommunicator[TableConnections]):
             assert message.is_contiguous() and message.shape == values.shape
             values.copy_(message)
 
-    def _trade(self, call: CollectiveCall, ranks: tuple[int, ...], parcels: PackedBuffers) -> None:
-        for rank, part in zip(ranks, parcels.sent.split(list(parcels.sent_sizes)), strict=True):
+    def _exchange_buffers(
+        self, call: CollectiveCall, ranks: tuple[int, ...], buffers: PackedBuffers
+    ) -> None:
+        for rank, part in zip(ranks, buffers.sent.split(list(buffers.sent_sizes)), strict=True):
             self._post(call, rank, part)
             self.sent_bytes += part.nbytes if rank != self.rank else 0
-        chunks = parcels.received.split(list(parcels.received_sizes))
+        chunks = buffers.received.split(list(buffers.received_sizes))
         # In the first of two rounds the others have not sent yet.
         with_message = {
             rank: chunk

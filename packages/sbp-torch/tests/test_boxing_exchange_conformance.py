@@ -62,9 +62,9 @@ class MailCommunicator(ExchangeCommunicator[MailConnections]):
     ) -> torch.Tensor:
         if call.step.kind is not StepKind.ALL_REDUCE:
             return self._exchange(call, ranks, shard)
-        meter = TrafficCounter(len(ranks), ranks.index(self.rank))
-        meter.all_reduce(shard.numel(), shard.element_size())
-        self._count(meter)
+        traffic = TrafficCounter(len(ranks), ranks.index(self.rank))
+        traffic.all_reduce(shard.numel(), shard.element_size())
+        self._count(traffic)
         for rank in ranks:
             self._put(call, rank, shard)
         parts = {rank: torch.empty_like(shard) for rank in ranks}
@@ -94,15 +94,17 @@ class MailCommunicator(ExchangeCommunicator[MailConnections]):
             assert messages[sender].shape == values.shape, "both ends agree on the size"
             values.copy_(messages[sender])
 
-    def _trade(self, call: CollectiveCall, ranks: tuple[int, ...], parcels: PackedBuffers) -> None:
-        sent = parcels.sent.split(list(parcels.sent_sizes))
+    def _exchange_buffers(
+        self, call: CollectiveCall, ranks: tuple[int, ...], buffers: PackedBuffers
+    ) -> None:
+        sent = buffers.sent.split(list(buffers.sent_sizes))
         padded = [torch.cat((part, part.new_zeros(self._padding))) for part in sent]
-        meter = TrafficCounter(len(ranks), ranks.index(self.rank))
-        meter.exchange([len(part) for part in padded], parcels.sent.element_size())
-        self._count(meter)
+        traffic = TrafficCounter(len(ranks), ranks.index(self.rank))
+        traffic.exchange([len(part) for part in padded], buffers.sent.element_size())
+        self._count(traffic)
         for rank, part in zip(ranks, padded, strict=True):
             self._put(call, rank, part)
-        chunks = dict(zip(ranks, parcels.received.split(list(parcels.received_sizes)), strict=True))
+        chunks = dict(zip(ranks, buffers.received.split(list(buffers.received_sizes)), strict=True))
         rooms = {
             rank: chunk.new_empty(len(chunk) + self._padding) for rank, chunk in chunks.items()
         }

@@ -23,19 +23,19 @@ RANKS = st.lists(st.integers(0, 4), min_size=1, max_size=4, unique=True)
 
 
 def exchange(step: Step, rank: int, shards: dict[int, torch.Tensor]) -> torch.Tensor:
-    """Make the shard of one receiver from parcels, as a transport would."""
+    """Make the shard of one receiver from buffers, as a transport would."""
     every = (
         transfer_pieces(step)
         if step.kind is StepKind.TRANSFER
         else collective_pieces(step, step.group(rank))
     )
     mine = [piece for piece in every if piece.receiver == rank]
-    parcels: dict[int, torch.Tensor] = {}
+    buffers: dict[int, torch.Tensor] = {}
     for sender in {piece.sender for piece in mine}:
         pieces = [piece for piece in mine if piece.sender == sender]
-        parcels[sender] = pack(shards[sender], pieces)
-        assert parcels[sender].shape == (num_elements(step, pieces),)
-    return combine(step, rank, unpack(mine, parcels))
+        buffers[sender] = pack(shards[sender], pieces)
+        assert buffers[sender].shape == (num_elements(step, pieces),)
+    return combine(step, rank, unpack(mine, buffers))
 
 
 @settings(derandomize=True, max_examples=150, deadline=None)
@@ -57,9 +57,9 @@ def test_parcels_make_the_shards_that_the_step_itself_makes(
 
 
 def test_no_pieces_make_an_empty_parcel_of_the_shard_s_dtype() -> None:
-    parcel = pack(torch.ones(2, 3, dtype=torch.int16), [])
+    buffer = pack(torch.ones(2, 3, dtype=torch.int16), [])
 
-    assert parcel.shape == (0,) and parcel.dtype == torch.int16
+    assert buffer.shape == (0,) and buffer.dtype == torch.int16
 
 
 def test_a_parcel_of_one_column_is_contiguous() -> None:
@@ -68,9 +68,9 @@ def test_a_parcel_of_one_column_is_contiguous() -> None:
     (step,) = route((4, 2), "float32", *ends).steps
     (piece,) = [p for p in collective_pieces(step, (0, 1)) if (p.sender, p.receiver) == (0, 1)]
 
-    parcel = pack(torch.arange(4.0).reshape(2, 2), [piece])
+    buffer = pack(torch.arange(4.0).reshape(2, 2), [piece])
 
-    assert parcel.is_contiguous() and parcel.tolist() == [1.0, 3.0]
+    assert buffer.is_contiguous() and buffer.tolist() == [1.0, 3.0]
 
 
 def collectives(mesh: Placement, shape: tuple[int, ...]) -> st.SearchStrategy[Step]:
@@ -113,13 +113,13 @@ def collective_cases(draw: st.DrawFn) -> Step:
     return draw(collectives(mesh, shape))
 
 
-def carry(step: Step, rank: int, parcels: dict[int, PackedBuffers]) -> None:
+def carry(step: Step, rank: int, buffers: dict[int, PackedBuffers]) -> None:
     """Move the chunks for one rank, as a transport would."""
     group = step.group(rank)
     place = group.index(rank)
-    chunks = parcels[rank].received.split(list(parcels[rank].received_sizes))
+    chunks = buffers[rank].received.split(list(buffers[rank].received_sizes))
     for sender, chunk in zip(group, chunks, strict=True):
-        sent = parcels[sender].sent.split(list(parcels[sender].sent_sizes))
+        sent = buffers[sender].sent.split(list(buffers[sender].sent_sizes))
         assert sent[place].shape == chunk.shape, "both ends know the sizes"
         chunk.copy_(sent[place])
 
@@ -142,7 +142,7 @@ def test_what_is_not_packed_makes_the_same_shards_as_what_is(
             taken = [(p, shards[p.sender][p.source_slices].clone()) for p in pieces]
             expected[rank] = combine(step, rank, taken)
 
-    parcels = {
+    buffers = {
         rank: PackedBuffers(
             step,
             manifest_of(step, rank),
@@ -153,9 +153,9 @@ def test_what_is_not_packed_makes_the_same_shards_as_what_is(
         for rank, part in shards.items()
     }
     for rank in shards:
-        parcels[rank].keep_own()
-        carry(step, rank, parcels)
-    results = {rank: parcels[rank].result() for rank in shards}
+        buffers[rank].keep_own()
+        carry(step, rank, buffers)
+    results = {rank: buffers[rank].result() for rank in shards}
 
     for rank, part in results.items():
         assert torch.equal(part, expected[rank]) and part.is_contiguous()
@@ -183,16 +183,16 @@ def test_whole_shards_land_where_they_belong(rows: int, columns: int, dim: int, 
 
     for rank, part in shards.items():
         known = manifest_of(step, rank)
-        parcels = PackedBuffers(step, known, part, device=torch.device("cpu"), whole=True)
-        chunks = parcels.received.split(list(parcels.received_sizes))
+        buffers = PackedBuffers(step, known, part, device=torch.device("cpu"), whole=True)
+        chunks = buffers.received.split(list(buffers.received_sizes))
         for sender, chunk in zip(mesh.rank_list, chunks, strict=True):
             if sender != rank:
                 chunk.copy_(shards[sender].flatten())
-        parcels.keep_own()
+        buffers.keep_own()
 
         assert known.gathers
-        assert parcels.sent.shape == (part.numel(),)
-        assert torch.equal(parcels.result(), logical)
+        assert buffers.sent.shape == (part.numel(),)
+        assert torch.equal(buffers.result(), logical)
 
 
 def test_a_shard_that_lies_in_order_is_sent_and_received_without_copies() -> None:
@@ -201,8 +201,8 @@ def test_a_shard_that_lies_in_order_is_sent_and_received_without_copies() -> Non
     (step,) = route((2, 2, 3), "int64", *ends).steps
     part = torch.arange(6).reshape(1, 2, 3)
 
-    parcels = PackedBuffers(step, manifest_of(step, 0), part, device=torch.device("cpu"))
+    buffers = PackedBuffers(step, manifest_of(step, 0), part, device=torch.device("cpu"))
 
-    assert parcels.sent.data_ptr() == part[0, 1].data_ptr()
-    assert parcels.received.data_ptr() == parcels.result()[1].data_ptr()
-    assert parcels.sent_sizes == parcels.received_sizes == (0, 3)
+    assert buffers.sent.data_ptr() == part[0, 1].data_ptr()
+    assert buffers.received.data_ptr() == buffers.result()[1].data_ptr()
+    assert buffers.sent_sizes == buffers.received_sizes == (0, 3)

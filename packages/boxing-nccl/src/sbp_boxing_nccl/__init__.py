@@ -5,8 +5,7 @@ Read the modules in this order: `configs` (settings), `library` (finding mpi4py)
 (what one set of ranks does, and how to wait for it), `outbox` (messages on their way),
 `connections` (all groups, and how they break), `communicator` (one step), `exit` (how a process
 leaves), `backend`.
-What all backends of several processes share is in `sbp_core.boxing`. Importing this package imports
-neither torch nor mpi4py.
+What all backends of several processes share is in `sbp_core.boxing`.
 
 Stability: provisional.
 """
@@ -20,10 +19,10 @@ from sbp_core.exports import lazy
 if TYPE_CHECKING:
     from sbp_boxing_nccl.backend import MpiBackend
     from sbp_boxing_nccl.configs import MpiBoxingConfig, NcclBoxingConfig
+    from sbp_boxing_nccl.mpiexec import mpiexec_specs
     from sbp_boxing_nccl.nccl.backend import NcclBackend
-    from sbp_boxing_nccl.start import processes
 
-__all__ = ["MpiBackend", "MpiBoxingConfig", "NcclBackend", "NcclBoxingConfig", "processes"]
+__all__ = ["MpiBackend", "MpiBoxingConfig", "NcclBackend", "NcclBoxingConfig", "mpiexec_specs"]
 
 __getattr__, __dir__ = lazy(
     __name__,
@@ -32,6 +31,6 @@ __getattr__, __dir__ = lazy(
         "MpiBoxingConfig": "configs",
         "NcclBackend": "nccl.backend",
         "NcclBoxingConfig": "configs",
-        "processes": "start",
+        "mpiexec_specs": "mpiexec",
     },
 )

@@ -12,9 +12,9 @@ from typing import Any
 from sbp_boxing_nccl.communicator import MpiCommunicator
 from sbp_boxing_nccl.configs import MpiBoxingConfig
 from sbp_boxing_nccl.connections import MpiConnections
-from sbp_boxing_nccl.exit import Exit, JobBackend
+from sbp_boxing_nccl.exit import JobBackend, JobExit
 from sbp_boxing_nccl.library import load_mpi
-from sbp_boxing_nccl.start import processes
+from sbp_boxing_nccl.mpiexec import mpiexec_specs
 from sbp_core.boxing.processes import check_ranks
 from sbp_core.boxing.supervision import LaunchSpec
 
@@ -40,7 +40,7 @@ class MpiBackend(JobBackend):
 
     def launch_specs(self, num_ranks: int, command: Sequence[str]) -> tuple[LaunchSpec, ...]:
         """See `BoxingBackend.launch_specs`: a launcher, `mpiexec`."""
-        return processes(num_ranks, command)
+        return mpiexec_specs(num_ranks, command)
 
     def _connect(self, ranks: Sequence[int]) -> tuple[MpiConnections, MpiCommunicator]:
         """See `ProcessBackend._connect`."""
@@ -48,6 +48,6 @@ class MpiBackend(JobBackend):
         comm = mpi.COMM_WORLD if self._comm is None else self._comm
         launch = f"start the program with mpiexec -n {len(ranks)} python -m mpi4py ..."
         check_ranks(ranks, comm.Get_rank(), comm.Get_size(), todo=launch)
-        self._exit = Exit(comm, mpi)
+        self._exit = JobExit(comm, mpi)
         connections = MpiConnections(comm, mpi, self._config.connect_timeout_s)
         return connections, MpiCommunicator(connections)

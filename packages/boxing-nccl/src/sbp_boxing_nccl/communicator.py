@@ -1,7 +1,7 @@
-"""The ends of all steps of one rank: its collectives, how long to wait, what to say if not.
+"""One rank's part in every boxing step over MPI: which collective, and how long to wait.
 
-What goes where is `sbp_torch.boxing.processes.exchange`; how is `group`; how it breaks is
-`connections`.
+`sbp_torch.boxing.processes.exchange` knows what goes where; `group` moves it; `connections` says
+how it breaks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _EAGER_LOOKS = 256
 
 
 class MpiCommunicator(ExchangeCommunicator[MpiConnections]):
-    """One rank's ends, over the connections of its process."""
+    """One rank's part in every boxing step, over the connections of its process."""
 
     def __init__(self, connections: MpiConnections) -> None:
         super().__init__(connections, connections.rank, torch.device("cpu"))
@@ -42,7 +42,7 @@ class MpiCommunicator(ExchangeCommunicator[MpiConnections]):
             return self._reduce_scatter(call, role, shard)
         known = role.manifest
         if known.is_flat:
-            return self._trade_evenly(call, role, shard)
+            return self._exchange_even(call, role, shard)
         if kind is StepKind.ALL_GATHER and known.gathers:
             return self._all_gather(call, ranks, shard, known)
         return self._exchange(call, ranks, shard)
@@ -94,33 +94,35 @@ class MpiCommunicator(ExchangeCommunicator[MpiConnections]):
             )
         return result
 
-    def _trade_evenly(self, call: CollectiveCall, role: Role, shard: torch.Tensor) -> torch.Tensor:
+    def _exchange_even(self, call: CollectiveCall, role: Role, shard: torch.Tensor) -> torch.Tensor:
         """Run an all-gather or all-to-all whose pieces are of one size and lie in order."""
         known, given = role.manifest, shard.contiguous()
         result = given.new_empty(known.shape)
         if known.gathers:
-            self._run(call, role.ranks, lambda group: group.gather_evenly(result, given))
+            self._run(call, role.ranks, lambda group: group.all_gather_even(result, given))
         else:
-            self._run(call, role.ranks, lambda group: group.trade_evenly(result, given))
+            self._run(call, role.ranks, lambda group: group.all_to_all_even(result, given))
         return result
 
     def _all_gather(
         self, call: CollectiveCall, ranks: tuple[int, ...], shard: torch.Tensor, known: Manifest
     ) -> torch.Tensor:
         """Run an all-gather in which everybody receives whole shards."""
-        parcels = PackedBuffers(call.step, known, shard, device=self._device, whole=True)
-        sizes = parcels.received_sizes
+        buffers = PackedBuffers(call.step, known, shard, device=self._device, whole=True)
+        sizes = buffers.received_sizes
         if sum(sizes):
             self._run(
-                call, ranks, lambda group: group.all_gather(parcels.received, parcels.sent, sizes)
+                call, ranks, lambda group: group.all_gather(buffers.received, buffers.sent, sizes)
             )
-        parcels.keep_own()
-        return parcels.result()
+        buffers.keep_own()
+        return buffers.result()
 
-    def _trade(self, call: CollectiveCall, ranks: tuple[int, ...], parcels: PackedBuffers) -> None:
-        """See `ExchangeCommunicator._trade`."""
-        received, sent = parcels.received, parcels.sent
-        sizes = parcels.received_sizes, parcels.sent_sizes
+    def _exchange_buffers(
+        self, call: CollectiveCall, ranks: tuple[int, ...], buffers: PackedBuffers
+    ) -> None:
+        """See `ExchangeCommunicator._exchange_buffers`."""
+        received, sent = buffers.received, buffers.sent
+        sizes = buffers.received_sizes, buffers.sent_sizes
         self._run(call, ranks, lambda group: group.exchange(received, sent, *sizes))
 
     def _run(
@@ -137,7 +139,7 @@ class MpiCommunicator(ExchangeCommunicator[MpiConnections]):
         # As `connections.guard` and `wait` do, which take longer than a small message.
         try:
             work = start(group)
-            self._count(group.meter)
+            self._count(group.traffic)
             if work.look(_EAGER_LOOKS, yields=False):
                 return
         except (RuntimeError, OverflowError) as error:

@@ -15,7 +15,7 @@ import torch
 
 from sbp_boxing_nccl.control_store import MpiControlStore
 from sbp_boxing_nccl.group import MpiGroup, MpiWork
-from sbp_boxing_nccl.outbox import Message, Outbox
+from sbp_boxing_nccl.outbox import MpiMessage, MpiOutbox
 from sbp_core.boxing.processes import (
     CLOSE_TIMEOUT_S,
     CollectiveCall,
@@ -61,7 +61,7 @@ class MpiConnections(Connections):
         self._abandoned = False
         everyone = tuple(range(comm.Get_size()))
         self._messages = MpiGroup(everyone, _duplicate(comm, limit_s), mpi)
-        self._outbox = Outbox(self.fail)
+        self._outbox = MpiOutbox(self.fail)
         self.rendezvous(limit_s)
 
     @property
@@ -100,7 +100,7 @@ class MpiConnections(Connections):
         """
         with self.guard(call):
             work = self._messages.send(values, receiver, tag)
-            message = Message(call=call, receiver=receiver, group=self._messages, work=work)
+            message = MpiMessage(call=call, receiver=receiver, group=self._messages, work=work)
             self._outbox.keep(message)
 
     def wait(self, call: CollectiveCall, group: MpiGroup, work: MpiWork, limit_s: float) -> bool:

@@ -19,7 +19,7 @@ from sbp_core.boxing.processes import ProcessBackend
 
 _log = logging.getLogger(__name__)
 
-#: Exit status of a job that was ended.
+#: JobExit status of a job that was ended.
 _STATUS = 1
 
 #: Seconds that the program may go on after its main thread has ended.
@@ -32,7 +32,7 @@ _LAST_WORDS_S = 3.0
 _LOOK_S, _POLL_S = 0.2, 0.01
 
 
-class Exit:
+class JobExit:
     """Watches over the end of this process, from the moment that others count on it.
 
     The main thread has to live for as long as the backend is open: a process whose main thread has
@@ -115,7 +115,7 @@ class JobBackend(ProcessBackend):
 
     def __init__(self) -> None:
         super().__init__()
-        self._exit: Exit | None = None
+        self._exit: JobExit | None = None
 
     def open(self, ranks: Sequence[int]) -> None:
         """See `BoxingBackend.open`; of those that cannot, all ranks end, or none."""

@@ -149,12 +149,12 @@ class MpiGroup:
         self._mpi = mpi
         self._direct = Direct(comm, mpi)
         self._index: int = comm.Get_rank()
-        self.meter = TrafficCounter(len(ranks), self._index)
+        self.traffic = TrafficCounter(len(ranks), self._index)
 
     def all_reduce(self, result: torch.Tensor, values: torch.Tensor, reduction: str) -> MpiWork:
         """Reduce `values` over all ranks into `result`, in rank order; they may be the same."""
         size_bytes = values.nbytes
-        self.meter.all_reduce(values.numel(), values.element_size())
+        self.traffic.all_reduce(values.numel(), values.element_size())
         if len(self.ranks) == 2 and size_bytes <= _SWAPPED_BYTES:
             schedule = self._direct.swap_and_reduce(result, values, reduction)
         elif size_bytes < _SMALL_BYTES:
@@ -181,7 +181,7 @@ class MpiGroup:
 
         Whether a rank's own chunk is filled is left open: the caller has it.
         """
-        self.meter.all_gather(part.nbytes)
+        self.traffic.all_gather(part.nbytes)
         if received.nbytes < _SMALL_BYTES:
             return MpiWork(request=self._gather(received, part, sizes), tensors=(received, part))
         places = chunks(received, sizes, self._mpi)
@@ -189,10 +189,10 @@ class MpiGroup:
         places[self._index] = parts[self._index] = b""
         return MpiWork(request=self._direct.exchange(places, parts), tensors=(received, part))
 
-    def gather_evenly(self, received: torch.Tensor, part: torch.Tensor) -> MpiWork:
+    def all_gather_even(self, received: torch.Tensor, part: torch.Tensor) -> MpiWork:
         """Copy `part` of rank i, all of one size, into consecutive chunk i of `received` of all."""
         mpi, num_ranks = self._mpi, len(self.ranks)
-        self.meter.all_gather(part.nbytes)
+        self.traffic.all_gather(part.nbytes)
         given = memory(part, mpi)
         request: Any
         if received.nbytes <= _NATIVE_BYTES:
@@ -202,10 +202,10 @@ class MpiGroup:
             request = self._direct.exchange(places, [given] * num_ranks)
         return MpiWork(request=request, tensors=(received, part))
 
-    def trade_evenly(self, received: torch.Tensor, sent: torch.Tensor) -> MpiWork:
+    def all_to_all_even(self, received: torch.Tensor, sent: torch.Tensor) -> MpiWork:
         """Send consecutive chunks of `sent` to all ranks, and receive theirs; all of one size."""
         byte, mpi = self._mpi.BYTE, self._mpi
-        self.meter.even_exchange(sent.nbytes)
+        self.traffic.even_exchange(sent.nbytes)
         request: Any
         if received.nbytes <= _NATIVE_BYTES:
             given, place = memory(sent, mpi), memory(received, mpi)
@@ -257,7 +257,7 @@ class MpiGroup:
 
     def _count(self, sent: Sequence[Any]) -> None:
         """Count what goes to each rank."""
-        self.meter.exchange([len(part) for part in sent])
+        self.traffic.exchange([len(part) for part in sent])
 
     def _gather(
         self, received: torch.Tensor, part: torch.Tensor, sizes: Sequence[int]

@@ -1,4 +1,4 @@
-"""Finding MPI: the module `mpi4py.MPI`, or an error that says how to get it.
+"""How MPI is found: the module `mpi4py.MPI`, or an error that says how to get it.
 
 mpi4py is an extra of this package, so that no module imports it on its own.
 """

@@ -22,7 +22,7 @@ _FIRST_PAUSE_S = 1e-4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
+class MpiMessage:
     """One message that was sent but perhaps not received."""
 
     call: CollectiveCall
@@ -31,7 +31,7 @@ class Message:
     work: MpiWork
 
 
-class Outbox:
+class MpiOutbox:
     """The messages of one process.
 
     Args:
@@ -40,12 +40,12 @@ class Outbox:
 
     def __init__(self, fail: Callable[[BaseException], None]) -> None:
         self._fail = fail
-        self._messages: list[Message] = []
+        self._messages: list[MpiMessage] = []
         self._changed = threading.Condition()
         self._closed = False
         self._thread: threading.Thread | None = None
 
-    def keep(self, message: Message) -> None:
+    def keep(self, message: MpiMessage) -> None:
         """Keep a message that was just sent."""
         if message.work.look(_EAGER_LOOKS):
             return  # MPI has taken a copy of it, or it is received
@@ -103,7 +103,7 @@ class Outbox:
             if pause_s:
                 time.sleep(pause_s)
 
-    def _forget(self, received: list[Message]) -> None:
+    def _forget(self, received: list[MpiMessage]) -> None:
         if received:
             with self._changed:
                 self._messages = [m for m in self._messages if m not in received]

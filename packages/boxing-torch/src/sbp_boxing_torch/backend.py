@@ -15,7 +15,7 @@ from sbp_boxing_torch.configs import TorchBoxingConfig
 from sbp_boxing_torch.connections import TorchConnections
 from sbp_boxing_torch.rendezvous import TorchWorld, device_name, rendezvous
 from sbp_core.boxing.processes import ProcessBackend, check_ranks
-from sbp_core.boxing.supervision import LaunchSpec, processes_that_meet
+from sbp_core.boxing.supervision import LaunchSpec, one_process_per_rank
 
 
 def build(config: TorchBoxingConfig) -> TorchBackend:
@@ -39,7 +39,7 @@ class TorchBackend(ProcessBackend):
 
     def launch_specs(self, num_ranks: int, command: Sequence[str]) -> tuple[LaunchSpec, ...]:
         """See `BoxingBackend.launch_specs`: one process a rank."""
-        return processes_that_meet(
+        return one_process_per_rank(
             num_ranks,
             command,
             init_method=self._config.init_method,

@@ -1,7 +1,7 @@
-"""The ends of all steps of one rank: its collectives, how long to wait, what to say if not.
+"""One rank's part in every step over torch.distributed: which collective, and how long to wait.
 
-What goes where is `sbp_torch.boxing.processes.exchange`; how is `group`; how it breaks is
-`connections`.
+`sbp_torch.boxing.processes.exchange` knows what goes where; `group` moves it; `connections` says
+how it breaks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _nothing() -> None:
 
 
 class TorchCommunicator(ExchangeCommunicator[TorchConnections]):
-    """One rank's ends, over the connections of its process.
+    """One rank's part in every boxing step, over the connections of its process.
 
     NCCL has fast collectives for parts of one size, and for sums. gloo's copy what they move once
     or twice more than an exchange does, and its reduce-scatter moves as much as an all-reduce; only
@@ -153,22 +153,22 @@ class TorchCommunicator(ExchangeCommunicator[TorchConnections]):
     def _all_gather(
         self, call: CollectiveCall, ranks: tuple[int, ...], shard: torch.Tensor, known: Manifest
     ) -> torch.Tensor:
-        parcels = PackedBuffers(call.step, known, shard, device=self._device, whole=True)
-        sizes = parcels.received_sizes
-        self._gather(call, ranks, parcels.received, parcels.sent, sizes, parcels.keep_own)
-        return parcels.result()
+        buffers = PackedBuffers(call.step, known, shard, device=self._device, whole=True)
+        sizes = buffers.received_sizes
+        self._gather(call, ranks, buffers.received, buffers.sent, sizes, buffers.keep_own)
+        return buffers.result()
 
     def _reduce_scatter(
         self, call: CollectiveCall, ranks: tuple[int, ...], shard: torch.Tensor, known: Manifest
     ) -> torch.Tensor:
-        parcels = PackedBuffers(call.step, known, shard, device=self._device, with_own=True)
+        buffers = PackedBuffers(call.step, known, shard, device=self._device, with_own=True)
         result = shard.new_empty(known.shape)
         reduction = reduction_of(call.step)
         self._run(
             call,
             ranks,
             lambda group: [
-                group.reduce_scatter(result.view(-1), parcels.sent, reduction, call.left_s)
+                group.reduce_scatter(result.view(-1), buffers.sent, reduction, call.left_s)
             ],
         )
         return result
@@ -187,10 +187,12 @@ class TorchCommunicator(ExchangeCommunicator[TorchConnections]):
             return result
         return super()._exchange(call, ranks, shard)
 
-    def _trade(self, call: CollectiveCall, ranks: tuple[int, ...], parcels: PackedBuffers) -> None:
-        """See `ExchangeCommunicator._trade`; copies what stays while the rest is moved."""
-        sizes = parcels.received_sizes, parcels.sent_sizes
-        self._swap(call, ranks, parcels.received, parcels.sent, *sizes, parcels.keep_own)
+    def _exchange_buffers(
+        self, call: CollectiveCall, ranks: tuple[int, ...], buffers: PackedBuffers
+    ) -> None:
+        """See `ExchangeCommunicator._exchange_buffers`; copies the own chunk meanwhile."""
+        sizes = buffers.received_sizes, buffers.sent_sizes
+        self._swap(call, ranks, buffers.received, buffers.sent, *sizes, buffers.keep_own)
 
     def _swap(
         self,
@@ -259,7 +261,7 @@ class TorchCommunicator(ExchangeCommunicator[TorchConnections]):
         group = connections.group(call, ranks)
         try:  # as `connections.guard` does, which takes longer to enter
             under_way = list(start(group))
-            self._count(group.meter)
+            self._count(group.traffic)
             meanwhile()
             while under_way and group.wait(under_way[0], min(_PATIENCE_S, call.left_s / 2)):
                 del under_way[0]

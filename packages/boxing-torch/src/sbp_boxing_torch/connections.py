@@ -15,7 +15,7 @@ import torch
 from sbp_boxing_torch._torch_compat import prefixed
 from sbp_boxing_torch.configs import TorchBoxingConfig
 from sbp_boxing_torch.group import TorchGroup, connect
-from sbp_boxing_torch.outbox import Outbox
+from sbp_boxing_torch.outbox import TorchOutbox
 from sbp_boxing_torch.rendezvous import COUNTER, TorchWorld
 from sbp_core.boxing.processes import (
     CLOSE_TIMEOUT_S,
@@ -55,7 +55,7 @@ class TorchConnections(Connections):
         self._rank = world.rank
         self._store: CountingStore | None = store
         self._groups: dict[tuple[int, ...], TorchGroup] = {}
-        self._outbox = Outbox(self.fail, self.connection_lost)
+        self._outbox = TorchOutbox(self.fail, self.connection_lost)
         self._messages: tuple[TorchGroup, ...] = ()
         self.rendezvous(limit_s)
         if world.size > 1:

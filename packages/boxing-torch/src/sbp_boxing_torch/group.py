@@ -54,19 +54,19 @@ class TorchGroup(ABC):
 
     Each method that starts something returns at once, with the torch `Work` to wait for; its
     tensors are shape (elements,), contiguous, on the group's device, and must live until it is
-    over. Work that cannot complete raises `RuntimeError` when it is waited for. `meter` counts what
-    collectives are given for others.
+    over. Work that cannot complete raises `RuntimeError` when it is waited for. `traffic` counts
+    the bytes that collectives are given for other ranks.
     """
 
     def __init__(self, ranks: tuple[int, ...], index: int, process_group: Any) -> None:
         self.ranks = ranks
-        self.meter = TrafficCounter(len(ranks), index)
+        self.traffic = TrafficCounter(len(ranks), index)
         self._index = index
         self._group = process_group
 
     def all_reduce(self, values: torch.Tensor, reduction: str, limit_s: float) -> dist.Work:
         """Reduce `values` in place over all ranks."""
-        self.meter.all_reduce(values.numel(), values.element_size())
+        self.traffic.all_reduce(values.numel(), values.element_size())
         work: dist.Work = self._group.allreduce(
             [values], _OPERATIONS[reduction], _delta(limit_s + _MARGIN_S)
         )
@@ -80,7 +80,7 @@ class TorchGroup(ABC):
         All chunks are of one size.
         """
         limit = _delta(limit_s + _MARGIN_S)
-        self.meter.even_exchange(values.nbytes)
+        self.traffic.even_exchange(values.nbytes)
         return reduce_scatter_parts(self._group, part, values, _OPERATIONS[reduction], limit)
 
     def all_gather(
@@ -113,9 +113,9 @@ class TorchGroup(ABC):
         No sizes mean chunks of one size.
         """
         if sent_sizes:
-            self.meter.exchange(sent_sizes, sent.element_size())
+            self.traffic.exchange(sent_sizes, sent.element_size())
         else:
-            self.meter.even_exchange(sent.nbytes)
+            self.traffic.even_exchange(sent.nbytes)
         work: dist.Work = self._group.alltoall_base(
             received, sent, list(received_sizes), list(sent_sizes), _delta(limit_s + _MARGIN_S)
         )
@@ -144,7 +144,7 @@ class TorchGroup(ABC):
         """Make everything that runs in this group fail, here and on the other ranks."""
 
 
-class GlooGroup(TorchGroup):
+class TorchGlooGroup(TorchGroup):
     """A group over gloo, for tensors on CPUs."""
 
     def __init__(
@@ -199,7 +199,7 @@ class GlooGroup(TorchGroup):
             self._group.recv([torch.empty(1)], peer, _NO_TAG).wait(_delta(0.001))
 
 
-class NcclGroup(TorchGroup):
+class TorchNcclGroup(TorchGroup):
     """A group over NCCL, for tensors on GPUs. The host waits until the GPU is done.
 
     Messages between two ranks arrive in the order in which they were sent: NCCL has no tags.
@@ -218,7 +218,7 @@ class NcclGroup(TorchGroup):
         """See `TorchGroup.all_gather`."""
         if len(set(sizes)) > 1:
             return super().all_gather(received, part, sizes, limit_s)
-        self.meter.all_gather(part.nbytes)
+        self.traffic.all_gather(part.nbytes)
         return [all_gather_parts(self._group, received, part, _delta(limit_s + _MARGIN_S))]
 
     def wait(self, work: dist.Work, limit_s: float) -> bool:
@@ -256,5 +256,5 @@ def connect(
     Raises:
         RuntimeError: a rank could not be reached.
     """
-    kind = NcclGroup if transport == "nccl" else GlooGroup
+    kind = TorchNcclGroup if transport == "nccl" else TorchGlooGroup
     return kind(ranks, ranks.index(rank), store, limit_s)

@@ -19,7 +19,7 @@ _END_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
+class TorchMessage:
     """One message that was sent but perhaps not received.
 
     Args:
@@ -33,7 +33,7 @@ class Message:
     values: torch.Tensor
 
 
-class Outbox:
+class TorchOutbox:
     """The messages of one process.
 
     Args:
@@ -47,7 +47,7 @@ class Outbox:
     ) -> None:
         self._fail = fail
         self._lost = lost
-        self._messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[TorchMessage | None] = queue.SimpleQueue()
         self._under_way = 0
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -68,7 +68,7 @@ class Outbox:
         with self._changed:
             self._under_way += 1
         self._messages.put(
-            Message(call=call, receiver=receiver, group=group, work=work, values=values)
+            TorchMessage(call=call, receiver=receiver, group=group, work=work, values=values)
         )
 
     def flush(self, limit_s: float) -> bool:

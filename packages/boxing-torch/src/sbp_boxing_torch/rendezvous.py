@@ -1,6 +1,6 @@
-"""Where the processes of a run meet: rank, world size and the store that all of them reach.
+"""How the processes of a run find each other: rank, world size and the store that all reach.
 
-The only module that reads the environment. Knows nothing of boxing.
+The only module that reads the environment.
 """
 
 from __future__ import annotations

@@ -4,6 +4,6 @@ Read the modules in this order: `device` (what is asked of a GPU, and nothing el
 (the GPU by CuPy and torch.cuda: the only module that imports them), `world` (which rank this is,
 and how ranks tell each other things before NCCL can), `bootstrap` (how ranks connect, in bounded
 time), `wire` (dtypes on the way), `group` (collectives), `limits` (on what nobody waits for),
-`mail` (messages), `connections` (all of it, and how it breaks), `communicator` (one step),
-`backend`. Importing this package imports neither torch nor CuPy.
+`messages` (messages), `connections` (all of it, and how it breaks), `communicator` (one step),
+`backend`.
 """

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 
 from sbp_boxing_nccl.configs import NcclBoxingConfig
 from sbp_boxing_nccl.exit import JobBackend
+from sbp_boxing_nccl.mpiexec import mpiexec_specs
 from sbp_boxing_nccl.nccl.communicator import NcclCommunicator
 from sbp_boxing_nccl.nccl.connections import NcclConnections
 from sbp_boxing_nccl.nccl.device import NcclDevice
 from sbp_boxing_nccl.nccl.world import NcclWorld, rendezvous
-from sbp_boxing_nccl.start import processes
 from sbp_core.boxing.processes import check_ranks
-from sbp_core.boxing.supervision import LaunchSpec, processes_that_meet
+from sbp_core.boxing.supervision import LaunchSpec, one_process_per_rank
 from sbp_core.errors import BoxingError
 
 
@@ -58,8 +58,8 @@ class NcclBackend(JobBackend):
 
             count_gpus(self._config.device_index)
         if self._config.bootstrap == "mpi":
-            return processes(num_ranks, command)
-        return processes_that_meet(
+            return mpiexec_specs(num_ranks, command)
+        return one_process_per_rank(
             num_ranks,
             command,
             init_method=self._config.init_method,

@@ -1,7 +1,7 @@
-"""How one rank executes its side of every boxing step, in the form that costs the fewest copies.
+"""One rank's part in every boxing step over NCCL, in the form that costs the fewest copies.
 
-What goes where is `sbp_torch.boxing.processes.exchange`; how is `group` and `mail`; how it breaks
-is `connections`.
+`sbp_torch.boxing.processes.exchange` knows what goes where; `group` and `messages` move it;
+`connections` says how it breaks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sbp_torch.boxing.processes import ExchangeCommunicator, PackedBuffers, pack
 
 
 class NcclCommunicator(ExchangeCommunicator[NcclConnections]):
-    """One rank's ends, over the connections of its process."""
+    """One rank's part in every boxing step, over the connections of its process."""
 
     def __init__(self, connections: NcclConnections) -> None:
         super().__init__(connections, connections.rank, connections.device.torch_device)
@@ -77,17 +77,19 @@ class NcclCommunicator(ExchangeCommunicator[NcclConnections]):
     def _all_gather(
         self, call: CollectiveCall, ranks: tuple[int, ...], shard: torch.Tensor, known: Manifest
     ) -> torch.Tensor:
-        parcels = PackedBuffers(call.step, known, shard, device=self._device, whole=True)
+        buffers = PackedBuffers(call.step, known, shard, device=self._device, whole=True)
         if not known.unpacked:  # else NCCL puts it there like the parts of the others
-            parcels.keep_own()
-        self._run(call, ranks, lambda group: group.all_gather(parcels.received, parcels.sent))
-        return parcels.result()
+            buffers.keep_own()
+        self._run(call, ranks, lambda group: group.all_gather(buffers.received, buffers.sent))
+        return buffers.result()
 
-    def _trade(self, call: CollectiveCall, ranks: tuple[int, ...], parcels: PackedBuffers) -> None:
-        """See `ExchangeCommunicator._trade`."""
-        sizes = parcels.received_sizes, parcels.sent_sizes
-        parcels.keep_own()
-        self._run(call, ranks, lambda group: group.exchange(parcels.received, parcels.sent, *sizes))
+    def _exchange_buffers(
+        self, call: CollectiveCall, ranks: tuple[int, ...], buffers: PackedBuffers
+    ) -> None:
+        """See `ExchangeCommunicator._exchange_buffers`."""
+        sizes = buffers.received_sizes, buffers.sent_sizes
+        buffers.keep_own()
+        self._run(call, ranks, lambda group: group.exchange(buffers.received, buffers.sent, *sizes))
 
     def _run(
         self, call: CollectiveCall, ranks: tuple[int, ...], start: Callable[[NcclGroup], NcclWork]
@@ -109,6 +111,6 @@ class NcclCommunicator(ExchangeCommunicator[NcclConnections]):
             ) as entry,
         ):
             entry.work = start(group)
-            self._count(group.meter)
-            entry.attended = not connections.runs_ahead
+            self._count(group.traffic)
+            entry.caller_waits = not connections.runs_ahead
         connections.finish(call, entry)

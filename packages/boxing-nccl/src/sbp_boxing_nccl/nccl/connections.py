@@ -19,7 +19,7 @@ from sbp_boxing_nccl.nccl.bootstrap import Bootstrap, check_devices, release
 from sbp_boxing_nccl.nccl.device import NcclDevice, PairCommunicator
 from sbp_boxing_nccl.nccl.group import NcclGroup, NcclWork
 from sbp_boxing_nccl.nccl.limits import PATIENCE_S, LimitEntry, Limits
-from sbp_boxing_nccl.nccl.mail import Inbox, Message, SendQueue, pair_name
+from sbp_boxing_nccl.nccl.messages import Inbox, NcclMessage, SendQueue, pair_name
 from sbp_boxing_nccl.nccl.world import NcclWorld
 from sbp_core.boxing.processes import (
     CLOSE_TIMEOUT_S,
@@ -116,7 +116,7 @@ class NcclConnections(Connections):
             )
         with self.guard(call):
             ready = self.device.record()
-        queue.post(Message(call=call, values=values, ready=ready))
+        queue.post(NcclMessage(call=call, values=values, ready=ready))
 
     def collect(self, call: CollectiveCall, arriving: Mapping[int, torch.Tensor]) -> None:
         """Fill each tensor with the message of its sender for the call's tag.
@@ -140,10 +140,10 @@ class NcclConnections(Connections):
         work = entry.work
         assert work is not None, "it was launched"
         with self.guard(call):
-            if not entry.attended:
+            if not entry.caller_waits:
                 work.event.hold_back()
             elif not self._wait(call, work, min(PATIENCE_S, call.left_s / 2)):
-                entry.tell_once()
+                entry.report_once()
                 if not self._wait(call, work, call.left_s):
                     raise call.missing(entry.missing())
 

@@ -60,7 +60,7 @@ class NcclGroup:
     """A set of ranks that are connected; list positions count within `ranks`.
 
     Each method starts something and returns it. Tensors are shape (elements,), contiguous, on the
-    device, of a dtype in `wire.NATIVE` where they are reduced. Raises `RuntimeError`. `meter`
+    device, of a dtype in `wire.NATIVE` where they are reduced. Raises `RuntimeError`. `traffic`
     counts what is given for others.
     """
 
@@ -69,13 +69,13 @@ class NcclGroup:
     ) -> None:
         self.ranks = ranks
         self._index = ranks.index(rank)
-        self.meter = TrafficCounter(len(ranks), self._index)
+        self.traffic = TrafficCounter(len(ranks), self._index)
         self._channel = channel
         self._device = device
 
     def all_reduce(self, received: torch.Tensor, sent: torch.Tensor, reduction: str) -> NcclWork:
         """Reduce `sent` over all ranks into `received`, which may be the same tensor."""
-        self.meter.all_reduce(sent.numel(), sent.element_size())
+        self.traffic.all_reduce(sent.numel(), sent.element_size())
         return self._launch(
             lambda: self._channel.all_reduce(
                 sent.data_ptr(), received.data_ptr(), sent.numel(), NATIVE[sent.dtype], reduction
@@ -90,7 +90,7 @@ class NcclGroup:
         """Reduce equal chunks of `sent` over all ranks, chunk i into `received` of rank i."""
         count = received.numel()
         assert sent.numel() == count * len(self.ranks), "the chunks are of one size"
-        self.meter.even_exchange(sent.nbytes)
+        self.traffic.even_exchange(sent.nbytes)
         return self._launch(
             lambda: self._channel.reduce_scatter(
                 sent.data_ptr(), received.data_ptr(), count, NATIVE[sent.dtype], reduction
@@ -102,7 +102,7 @@ class NcclGroup:
     def all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> NcclWork:
         """Copy `sent` of rank i into chunk i of `received` of all; all chunks of one size."""
         assert received.nbytes == sent.nbytes * len(self.ranks), "the chunks are of one size"
-        self.meter.all_gather(sent.nbytes)
+        self.traffic.all_gather(sent.nbytes)
         return self._launch(
             lambda: self._channel.all_gather(
                 sent.data_ptr(), received.data_ptr(), sent.nbytes, "uint8"
@@ -127,7 +127,7 @@ class NcclGroup:
             sent_sizes: Elements to each rank; to this one itself as many as from it.
         """
         size, here = sent.element_size(), self._index
-        self.meter.exchange(sent_sizes, size)
+        self.traffic.exchange(sent_sizes, size)
         if sent_sizes[here]:
             own_in = torch.split(received, list(received_sizes))[here]
             own_in.copy_(torch.split(sent, list(sent_sizes))[here])

@@ -23,7 +23,7 @@ _BUSY_S, _IDLE_S = 0.002, 0.02
 PATIENCE_S = 0.2
 
 
-def _to_nobody() -> None:
+def _report_to_nobody() -> None:
     """Tell nobody."""
 
 
@@ -34,28 +34,28 @@ class LimitEntry:
     Args:
         call: That it belongs to.
         missing: Says which ranks have not come, once its time is over.
-        tell: Tells the others that this rank waits here.
+        report: Tells the others that this rank waits here.
         work: None while it is being launched.
-        attended: The caller waits for the work itself.
+        caller_waits: The caller waits for the work itself.
         over: Whether it is done with.
         error: What was raised on its account.
     """
 
     call: CollectiveCall
     missing: Callable[[], Iterable[int]]
-    tell: Callable[[], None]
+    report: Callable[[], None]
     work: NcclWork | None = None
-    attended: bool = False
+    caller_waits: bool = False
     over: bool = False
     error: BoxingError | None = None
     begun_s: float = field(default_factory=time.monotonic)
-    told: bool = False
+    reported: bool = False
 
-    def tell_once(self) -> None:
+    def report_once(self) -> None:
         """Tell the others that this rank waits, unless they know."""
-        if not self.told:
-            self.told = True
-            self.tell()
+        if not self.reported:
+            self.reported = True
+            self.report()
 
 
 class Limits:
@@ -87,14 +87,14 @@ class Limits:
         self,
         call: CollectiveCall,
         missing: Callable[[], Iterable[int]],
-        tell: Callable[[], None] = _to_nobody,
+        report: Callable[[], None] = _report_to_nobody,
     ) -> Iterator[LimitEntry]:
         """Watch while NCCL is called, and after that what the caller left as `work` in the entry.
 
         The caller of NCCL may be kept by it; it is freed by an abort, and then raises the entry's
         error.
         """
-        entry = LimitEntry(call=call, missing=missing, tell=tell)
+        entry = LimitEntry(call=call, missing=missing, report=report)
         with self._lock:
             self._entries.append(entry)
         try:
@@ -104,7 +104,7 @@ class Limits:
                 raise entry.error from error
             raise
         finally:
-            entry.over = entry.over or entry.attended or entry.work is None
+            entry.over = entry.over or entry.caller_waits or entry.work is None
             if entry.over:
                 # At once: an entry keeps tensors alive.
                 with self._lock:
@@ -147,7 +147,7 @@ class Limits:
             self._stop(entry, call.failed(f"NCCL reported: {error}"))
         else:
             if time.monotonic() - entry.begun_s > PATIENCE_S:
-                entry.tell_once()
+                entry.report_once()
 
     def _stop(self, entry: LimitEntry, error: BoxingError) -> None:
         entry.error, entry.over = error, True

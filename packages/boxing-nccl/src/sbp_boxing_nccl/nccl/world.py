@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from sbp_boxing_nccl.configs import NcclBoxingConfig
 from sbp_boxing_nccl.control_store import MpiControlStore
-from sbp_boxing_nccl.exit import Exit
+from sbp_boxing_nccl.exit import JobExit
 from sbp_boxing_nccl.library import load_mpi
 from sbp_core.boxing.processes import (
     ControlStore,
@@ -55,7 +55,7 @@ class NcclWorld:
     local_rank: int
     control_store: ControlStore
     free: Callable[[], None] = field(default=_nothing, repr=False)
-    exit: Exit | None = field(default=None, repr=False)
+    exit: JobExit | None = field(default=None, repr=False)
 
 
 def rendezvous(config: NcclBoxingConfig) -> NcclWorld:
@@ -82,7 +82,7 @@ def rendezvous_by_mpi(comm: Any, mpi: Any, limit_s: float) -> NcclWorld:
     Raises:
         BoxingError: not all of them came.
     """
-    end = Exit(comm, mpi)
+    end = JobExit(comm, mpi)
     try:
         own, hosts = _gather_hosts(comm, mpi, limit_s)
     except BaseException:

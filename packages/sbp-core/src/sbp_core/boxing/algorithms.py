@@ -1,8 +1,8 @@
-"""How collectives can be done, and how long each way takes on the links of a machine.
+"""The algorithms of collectives, and how long each takes on the links of a machine.
 
-A way is a list of rounds; in a round each rank sends one message and receives one. α is the latency
-of a message, β the seconds per byte of its link, n the ranks of a group, S the bytes that they
-share, L = ceil(log2 n). On links of one speed that nobody shares:
+An algorithm is a list of rounds; in a round each rank sends one message and receives one. α is the
+latency of a message, β the seconds per byte of its link, n the ranks of a group, S the bytes that
+they share, L = ceil(log2 n). On links of one speed that nobody shares:
 
     all-gather        ring                 (n-1) α + (n-1)/n β S
                       recursive doubling   L α + (n-1)/n β S         n a power of two
@@ -18,8 +18,8 @@ share, L = ceil(log2 n). On links of one speed that nobody shares:
 
 and, where a group has several ranks on each of several nodes, `hierarchical`: inside the nodes,
 between ranks of the same place in their nodes, inside the nodes again. Whoever shares a link in a
-round divides its bandwidth, so a ring, which crosses each boundary once, can beat a way of fewer
-rounds. Adding up is not counted: `calibration` measures it.
+round divides its bandwidth, so a ring, which crosses each boundary once, can beat an algorithm
+of fewer rounds. Adding up is not counted: `calibration` measures it.
 
 Source: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in
 MPICH", IJHPCA 19 (2005), sections 4.1 to 4.5 and, for n that are no powers of two, 4.5; Patarasuk
@@ -86,7 +86,7 @@ class RankGroup:
 
 
 class Algorithm(NamedTuple):
-    """One way to do a collective, and its time in seconds."""
+    """One algorithm of a collective by its name, and its time in seconds."""
 
     time_s: float
     algorithm: str
@@ -110,8 +110,10 @@ class _Round:
 
 
 @lru_cache(maxsize=_CACHED)
-def ways(kind: StepKind, group: RankGroup, size: int, links: LinkRates) -> tuple[Algorithm, ...]:
-    """Return every way to do a collective of `size` bytes (S, see `price`), the fastest first."""
+def timed_algorithms(
+    kind: StepKind, group: RankGroup, size: int, links: LinkRates
+) -> tuple[Algorithm, ...]:
+    """Return all algorithms for a collective of `size` bytes (S above), the fastest first."""
     if group.size < 2:
         return (Algorithm(0.0, "nothing to do"),)
     found = [
@@ -126,7 +128,7 @@ def ways(kind: StepKind, group: RankGroup, size: int, links: LinkRates) -> tuple
 
 
 def _rounds(kind: StepKind, n: int, size: float) -> Iterator[tuple[str, list[_Round]]]:
-    """Yield the name and rounds of each way that has rounds."""
+    """Yield the name and rounds of each algorithm that has rounds."""
     S = size  # noqa: N806 (the letter of the formulas)
     ring = [_Round(size_bytes=S / n, shift=1, times=n - 1)]
     bits, even = (n - 1).bit_length(), n & (n - 1) == 0
@@ -240,7 +242,7 @@ def _direct_time_s(group: RankGroup, size: float, links: LinkRates) -> float:
 
 
 def _hierarchical_time_s(kind: StepKind, group: RankGroup, size: int, links: LinkRates) -> float:
-    """Return the time of the best ways inside nodes and between them, one after the other."""
+    """Return the time of the best algorithms inside nodes and between them, one after the other."""
     num_nodes = group.num_nodes
     members = group.size // num_nodes
     inside = RankGroup(nodes=(0,) * members, neighbours=group.neighbours)
@@ -249,10 +251,11 @@ def _hierarchical_time_s(kind: StepKind, group: RankGroup, size: int, links: Lin
     part = -(-size // members)
     if kind is not StepKind.ALL_REDUCE:
         return (
-            ways(kind, inside, size, links)[0].time_s + ways(kind, between, part, links)[0].time_s
+            timed_algorithms(kind, inside, size, links)[0].time_s
+            + timed_algorithms(kind, between, part, links)[0].time_s
         )
     return (
-        ways(StepKind.REDUCE_SCATTER, inside, size, links)[0].time_s
-        + ways(StepKind.ALL_REDUCE, between, part, links)[0].time_s
-        + ways(StepKind.ALL_GATHER, inside, size, links)[0].time_s
+        timed_algorithms(StepKind.REDUCE_SCATTER, inside, size, links)[0].time_s
+        + timed_algorithms(StepKind.ALL_REDUCE, between, part, links)[0].time_s
+        + timed_algorithms(StepKind.ALL_GATHER, inside, size, links)[0].time_s
     )

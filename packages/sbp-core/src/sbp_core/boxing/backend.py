@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Communicator(ABC):
-    """The ends of all steps of one rank. Called from one thread at a time.
+    """Executes boxing steps for one rank: its part of each. Called from one thread at a time.
 
     `tag` names the firing (actor and micro-batch) and is equal on all ranks of the step's group;
     every rank issues the steps of one group in the same order. `deadline_s` is the time a call

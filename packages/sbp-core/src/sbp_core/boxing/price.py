@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from sbp_core.boxing.algorithms import LinkRates, RankGroup, ways
+from sbp_core.boxing.algorithms import LinkRates, RankGroup, timed_algorithms
 from sbp_core.boxing.routing.layout import Ints, encode
 from sbp_core.boxing.routing.messages import End, messages
 from sbp_core.boxing.routing.sizes import Sizes, positions, shared_places
@@ -87,7 +87,7 @@ def step_time(step: Step, cluster: Cluster) -> StepTime:
         if measured is not None:
             return measured
     links = LinkRates.of(cluster)
-    slowest = max((ways(step.kind, group, size, links) for group, size in calls))
+    slowest = max((timed_algorithms(step.kind, group, size, links) for group, size in calls))
     best, *others = slowest
     reason = "the only way"
     if others:

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from sbp_core.boxing.routes import Route
-from sbp_core.boxing.routing.problem import Codes, Problem, State, pose
+from sbp_core.boxing.routing.problem import Codes, RoutingProblem, State, pose_problem
 from sbp_core.boxing.routing.search import Edge, shortest_path
 from sbp_core.boxing.routing.tables import clear_tables, tables
 from sbp_core.boxing.slices import itemsize
@@ -75,7 +75,7 @@ def _route(shape: tuple[int, ...], dtype: str, source: State, target: State) -> 
 
 def _steps(shape: tuple[int, ...], dtype: str, source: State, target: State) -> tuple[Step, ...]:
     """Return the steps of the best path between two different states."""
-    problem, naming = pose(shape, source, target)
+    problem, naming = pose_problem(shape, source, target)
     steps: list[Step] = []
     state = source
     for edge, codes in _solve(problem):
@@ -109,9 +109,9 @@ def _check_dtype(dtype: str, sbp: NdSbp) -> None:
 
 
 @lru_cache(maxsize=65536)
-def _solve(problem: Problem) -> tuple[tuple[Edge, Codes], ...]:
+def _solve(problem: RoutingProblem) -> tuple[tuple[Edge, Codes], ...]:
     """Return the best path: each step, and the state that it leads to."""
-    steps = tables(*problem.question)
+    steps = tables(*problem.table_arguments)
     start, end = steps.numbers(problem.source, problem.target)
     return tuple((edge, steps.codes(edge.target)) for edge in shortest_path(steps, start, end))
 

@@ -6,7 +6,15 @@ and backends all read the pieces listed here. Moves nothing.
 
 Words used below: the *partials* of a `P` tensor are its addends (or arguments of max, min),
 numbered in row-major order over the mesh axes that are `P`; a *term* is one value that a receiver
-reduces.
+reduces. A *tile* is the slice that a rank holds before a step, a *box* the one that it wants after.
+From (P, S(0)) on a 2 x 2 mesh to (S(1)) on two other ranks, of a 4 x 4 tensor:
+
+    partial 0          partial 1          boxes
+    rank 0: rows 0-1   rank 2: rows 0-1   rank 4: columns 0-1
+    rank 1: rows 2-3   rank 3: rows 2-3   rank 5: columns 2-3
+
+    rank 4 receives    term 0: columns 0-1 of rank 0, columns 0-1 of rank 1    put together
+                       term 1: columns 0-1 of rank 2, columns 0-1 of rank 3    put together, added
 """
 
 from __future__ import annotations
@@ -76,6 +84,7 @@ def volume(bounds: Bounds) -> int:
 
 def intersection(one: Bounds, other: Bounds) -> Bounds:
     """Return the common slice; empty (start == stop in some dim) if there is none."""
+    # Where the slices lie apart, min(b, d) is before max(a, c): no slice may stop before it starts.
     return tuple(
         (max(a, c), max(min(b, d), a, c)) for (a, b), (c, d) in zip(one, other, strict=True)
     )
@@ -134,8 +143,8 @@ class _Tiles:
     """The ranks that hold each slice of each source partial of a `TRANSFER`, in mesh order."""
 
     holders: Mapping[tuple[int, Bounds], tuple[int, ...]]
-    #: For targets that are `P(sum)`: the target partial into which the part of a slice that lies
-    #: in one slice of the target is added.
+    #: For targets that are `P(sum)`: the target partial into which the common slice of a tile and a
+    #: box is added, by (source partial, tile, box).
     homes: Mapping[tuple[int, Bounds, Bounds], int]
 
     @classmethod
@@ -152,7 +161,10 @@ class _Tiles:
         homes: dict[tuple[int, Bounds, Bounds], int] = {}
         parts = prod(after.mesh_shape[axis] for axis in sums)
         for (term, tile), ranks in holders.items() if sums else ():
-            # It costs the same in any target partial, less what the ranks there have already.
+            # An addend counts in any target partial, but in one only. It is best added where it
+            # need not travel: in the partial whose ranks hold most copies of it already. Of equals,
+            # the first in turn from the number of the term: so the addends of many terms spread
+            # over the target partials, and no rank receives all of them.
             saved: dict[Bounds, list[int]] = {box: [0] * parts for box in wanted.values()}
             for rank in ranks:
                 if rank in wanted:
@@ -204,6 +216,9 @@ def transfer_bytes(step: Step) -> int:
     axes, sums = partial_axes(source), partial_axes(target, "sum")
     elements = 0
     if sums:
+        # Each addend goes to one target partial, and there to all ranks that want the box: as many
+        # as in any other partial. So all terms cost what they would if all went to partial 0, less
+        # what a rank need not be sent as it has it.
         tiles = _Tiles.of(step)
         homes = {rank: _index(after, at, sums) for rank, at in after.coordinates()}
         first = sum(volume(wanted[rank]) for rank, home in homes.items() if home == 0)
@@ -243,6 +258,7 @@ def transfer_pieces(step: Step) -> tuple[Piece, ...]:
             else:
                 takes = term in terms[receiver]
             common = intersection(tile, wanted[receiver])
+            # Receivers take turns among the copies, so that no holder has to serve all of them.
             if takes and volume(common):
                 pieces.append(
                     Piece(
@@ -347,9 +363,15 @@ def is_realisable(step: Step) -> bool:
     """Say whether the groups of the step's mesh axis can make its target among themselves.
 
     Mesh axes apply in order, so a change on an outer axis also moves the slices of inner axes that
-    split the same dim; then what a rank needs may lie outside its group. Checked exactly: what each
-    rank needs must be covered by what its group holds (what it holds itself, in a local step that
-    slices); and a rank that only pads with zeros must keep all it has.
+    split the same dim; then what a rank needs may lie outside its group. An all-gather on the outer
+    axis of a 2 x 2 mesh, from (S(0), S(0)) to (B, S(0)), of 4 rows, is no step:
+
+        ranks        0    1    2    3          groups on the outer axis: (0, 2) and (1, 3)
+        hold         0    1    2    3
+        want        0-1  2-3  0-1  2-3         rank 0 wants row 1, which only rank 1 holds
+
+    Checked exactly: what each rank needs must be covered by what its group holds (what it holds
+    itself, in a local step that slices); and a rank that only pads with zeros must keep all it has.
     """
     held = bounds_of(step.shape, *step.source)
     wanted = bounds_of(step.shape, *step.target)
@@ -370,6 +392,7 @@ def _cover(tiles: Sequence[Bounds]) -> Sequence[Bounds]:
     The slices of one axis group are disjoint, or all the same.
     """
     distinct = [tile for tile in dict.fromkeys(tiles) if volume(tile)]
+    # One box in place of many tiles: with n ranks in a group, that spares n * n intersections.
     if len(distinct) < 2:
         return distinct
     hull = tuple(
@@ -398,6 +421,7 @@ def uniform_bytes(step: Step) -> int | None:
         for dim in changed_dims:
             split = sbp.split_axes(dim)
             changed = [axis for axis in split if axis in step.axes]
+            # Only innermost splits: a change further out moves the slices of the axes inside it.
             if tuple(split[-len(changed) :]) != tuple(changed):
                 return None
         pieces = [1] * len(step.shape)

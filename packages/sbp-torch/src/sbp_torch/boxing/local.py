@@ -36,11 +36,11 @@ from sbp_torch.boxing.share import SharedStep, share_out
 if TYPE_CHECKING:
     from sbp_core.plugins import EmptyConfig
 
-#: Where ranks meet: the tag, and the ranks that meet.
+#: What a collective is found by: the tag, and the ranks of its group.
 _Key = tuple[str, tuple[int, ...]]
 
-#: One letter: the pieces that one rank sends another in one transfer.
-_Letter = list[tuple[Piece, torch.Tensor]]
+#: One message: the pieces that one rank sends another in one transfer.
+_Message = list[tuple[Piece, torch.Tensor]]
 
 
 class _Rendezvous:
@@ -61,12 +61,12 @@ class _Rendezvous:
         self.error: BoxingError | None = None
         #: Whether the backend failed or was closed before all had come.
         self.stopped = False
-        #: Of one that failed: the ranks that have not come, and will be told when they do.
-        self.unheard: set[int] = set()
+        #: If it failed: the ranks that have not come yet, and get the error when they do.
+        self.not_told: set[int] = set()
 
     @property
-    def met(self) -> bool:
-        """Whether waiting for others has an end."""
+    def is_settled(self) -> bool:
+        """Whether nobody is waited for any more: all have come, or it failed, or was stopped."""
         return self.work is not None or self.error is not None or self.stopped
 
     @property
@@ -85,9 +85,9 @@ class LocalBackend(BoxingBackend):
         self._ranks: tuple[int, ...] = ()
         self._communicators: dict[int, LocalCommunicator] = {}
         self._rendezvous: dict[_Key, _Rendezvous] = {}
-        self._mail: dict[tuple[str, int, int], deque[_Letter]] = {}
+        self._mail: dict[tuple[str, int, int], deque[_Message]] = {}
         self._mail_came: dict[int, threading.Condition] = {}
-        self._arena = BufferPool()
+        self._buffers = BufferPool()
         #: How many ranks that sleep are called to do blocks: as many as there are other cores; more
         #: would only take turns with them.
         self._num_helpers = _num_cores() - 1
@@ -140,7 +140,7 @@ class LocalBackend(BoxingBackend):
         self._stop("the local boxing backend is closed", None)
         with self._lock:
             self._mail.clear()
-        self._arena.clear()
+        self._buffers.clear()
 
     def _stop(self, reason: str, cause: BaseException | None) -> None:
         with self._lock:
@@ -158,7 +158,7 @@ class LocalBackend(BoxingBackend):
             reason, cause = self._end
             raise call.failed(reason) from cause
 
-    def meet(
+    def run_collective(
         self, call: CollectiveCall, shard: torch.Tensor, donate: bool
     ) -> tuple[torch.Tensor, int]:
         """Take part in a collective; see `Communicator.collective`.
@@ -182,12 +182,12 @@ class LocalBackend(BoxingBackend):
                 )
                 self._fail_rendezvous(key, rendezvous, error)
             if rendezvous.error is not None:
-                # It failed before this rank came, and stays until all have come and heard of it:
+                # It failed before this rank came, and stays until all have come and got the error:
                 # else the next would wait in vain at a rendezvous of its own.
-                rendezvous.unheard.discard(rank)
-                if not rendezvous.unheard:
+                rendezvous.not_told.discard(rank)
+                if not rendezvous.not_told:
                     self._rendezvous.pop(key, None)
-                raise _again(rendezvous.error)
+                raise _copy_of(rendezvous.error)
             rendezvous.shards[rank] = shard
             if donate:
                 rendezvous.donated.append(rank)
@@ -208,12 +208,12 @@ class LocalBackend(BoxingBackend):
         Who is not called for help wakes up only when all is done.
         """
         full = len(key[1])
-        while not rendezvous.met:
+        while not rendezvous.is_settled:
             if len(rendezvous.shards) == full:
                 # All have come: the last one divides the work, which is no one's absence.
                 rendezvous.changed.wait()
             elif call.is_over or not rendezvous.changed.wait(call.left_s):
-                if rendezvous.met or len(rendezvous.shards) == full:
+                if rendezvous.is_settled or len(rendezvous.shards) == full:
                     continue  # the time was over, but somebody was faster to take the lock
                 missing = [other for other in key[1] if other not in rendezvous.shards]
                 self._fail_rendezvous(key, rendezvous, call.missing(missing))
@@ -221,22 +221,22 @@ class LocalBackend(BoxingBackend):
             self._check_usable(call)
 
     def _fail_rendezvous(self, key: _Key, rendezvous: _Rendezvous, error: BoxingError) -> None:
-        """End a rendezvous for those who came; it stays until the others have heard of it."""
+        """End a rendezvous for those who came; it stays until the others have got the error."""
         rendezvous.error = error
-        rendezvous.unheard = set(key[1]) - rendezvous.shards.keys()
+        rendezvous.not_told = set(key[1]) - rendezvous.shards.keys()
         rendezvous.shards.clear()
         rendezvous.changed.notify_all()
 
     def _divide(self, rendezvous: _Rendezvous, group: tuple[int, ...]) -> None:
         """Find out what is to do, and call others for help; the last to come does so.
 
-        Without the lock, so that other groups may meet: nobody else writes to this rendezvous, as
+        Without the lock, so that other groups may go on: nobody else writes to this rendezvous, as
         all of its ranks have come and wait.
         """
         work, error = None, None
         try:
             work = share_out(
-                rendezvous.step, group, rendezvous.shards, rendezvous.donated, self._arena
+                rendezvous.step, group, rendezvous.shards, rendezvous.donated, self._buffers
             )
         except BaseException as caught:  # whatever it was, the others must not wait for ever
             error = _as_boxing_error(rendezvous.step, caught)
@@ -250,7 +250,7 @@ class LocalBackend(BoxingBackend):
                 rendezvous.changed.notify(self._num_helpers)
 
     def _take_part(self, rendezvous: _Rendezvous, rank: int) -> tuple[torch.Tensor, int]:
-        """Help for as long as there is work, wait until all is done; return what `meet` does."""
+        """Do blocks until all are done; return what `run_collective` does."""
         work, done, error = rendezvous.work, 0, None
         if work is not None and work.num_blocks:
             try:
@@ -268,29 +268,29 @@ class LocalBackend(BoxingBackend):
                     # They all compute, which is no one's absence.
                     rendezvous.changed.wait()
         if rendezvous.error is not None:
-            raise _again(rendezvous.error)
+            raise _copy_of(rendezvous.error)
         assert work is not None, "a rendezvous ends with results or an error"
         return work.results[rank], work.sent_bytes[rank]
 
-    def post(self, call: CollectiveCall, letters: dict[int, _Letter]) -> None:
-        """Put letters into the mailboxes of their receivers.
+    def post(self, call: CollectiveCall, messages: dict[int, _Message]) -> None:
+        """Put messages into the mailboxes of their receivers.
 
-        A letter is slices of the sender's shard, not copies: the sender leaves it alone until the
+        A message is slices of the sender's shard, not copies: the sender leaves it alone until the
         step is over on every rank.
         """
         with self._lock:
             self._check_usable(call)
-            for receiver, letter in letters.items():
+            for receiver, message in messages.items():
                 if receiver not in self._mail_came:
                     raise BoxingError(
                         f"rank {call.rank} sends to rank {receiver}, which is not on this backend",
                         accepted=", ".join(map(str, self._ranks)),
                     )
-                self._mail.setdefault((call.tag, call.rank, receiver), deque()).append(letter)
+                self._mail.setdefault((call.tag, call.rank, receiver), deque()).append(message)
                 self._mail_came[receiver].notify_all()
 
-    def collect(self, call: CollectiveCall, senders: Sequence[int]) -> dict[int, _Letter]:
-        """Wait for one letter of each sender and take them out of the mailbox."""
+    def collect(self, call: CollectiveCall, senders: Sequence[int]) -> dict[int, _Message]:
+        """Wait for one message of each sender and take them out of the mailbox."""
         keys = {sender: (call.tag, sender, call.rank) for sender in senders}
 
         def come() -> bool:
@@ -301,19 +301,19 @@ class LocalBackend(BoxingBackend):
             self._check_usable(call)
             if not in_time:
                 raise call.missing(sender for sender, key in keys.items() if key not in self._mail)
-            letters: dict[int, _Letter] = {}
+            messages: dict[int, _Message] = {}
             for sender, key in keys.items():
-                letters[sender] = self._mail[key].popleft()
+                messages[sender] = self._mail[key].popleft()
                 if not self._mail[key]:
                     del self._mail[key]
-            return letters
+            return messages
 
 
 class LocalCommunicator(Communicator):
-    """The ends of all steps of one rank that is a thread of this process.
+    """Executes boxing steps for one rank, which is a thread of this process.
 
     `sent_bytes` is made of what others are given, not of what steps predict: of a collective as
-    `share_out` says, of a transfer the slices in its letters.
+    `share_out` says, of a transfer the slices in its messages.
     """
 
     def __init__(self, backend: LocalBackend, rank: int) -> None:
@@ -330,12 +330,12 @@ class LocalCommunicator(Communicator):
         deadline_s: float,
         donate: bool = False,
     ) -> torch.Tensor:
-        """Meet the step's group, and do this rank's share of the work."""
+        """Wait for the step's group, and do this rank's share of the work."""
         if step.kind in (StepKind.TRANSFER, StepKind.LOCAL):
             raise BoxingError(f"a {step.kind.value} step is no collective", where=str(step))
         self._check_rank(step, self.rank in step.source[0])
         call = CollectiveCall.begin(step, tag, self.rank, deadline_s)
-        result, sent_bytes = self._backend.meet(call, detached(shard), donate)
+        result, sent_bytes = self._backend.run_collective(call, detached(shard), donate)
         self.sent_bytes += sent_bytes
         return result
 
@@ -344,13 +344,13 @@ class LocalCommunicator(Communicator):
         self._check_rank(step, self.rank in step.source[0])
         check_shard(step, self.rank, shard)
         shard = detached(shard)
-        letters: dict[int, _Letter] = {}
+        messages: dict[int, _Message] = {}
         for piece in transfer_pieces(step):
             if piece.sender == self.rank != piece.receiver:
                 part = (piece, shard[piece.source_slices])
-                letters.setdefault(piece.receiver, []).append(part)
-        self._backend.post(CollectiveCall.begin(step, tag, self.rank, deadline_s), letters)
-        sent_bytes = sum(part.nbytes for letter in letters.values() for _, part in letter)
+                messages.setdefault(piece.receiver, []).append(part)
+        self._backend.post(CollectiveCall.begin(step, tag, self.rank, deadline_s), messages)
+        sent_bytes = sum(part.nbytes for message in messages.values() for _, part in message)
         # With no call between reading and writing: at one, another thread may have its turn, and
         # what that counts would be lost. A rank may send on one thread and reduce on another.
         self.sent_bytes += sent_bytes
@@ -371,8 +371,8 @@ class LocalCommunicator(Communicator):
             )
         others = [sender for sender in senders if sender != self.rank]
         call = CollectiveCall.begin(step, tag, self.rank, deadline_s)
-        letters = self._backend.collect(call, others)
-        received = {piece: part for letter in letters.values() for piece, part in letter}
+        messages = self._backend.collect(call, others)
+        received = {piece: part for message in messages.values() for piece, part in message}
         if shard is not None:
             shard = detached(shard)
             received |= {piece: shard[piece.source_slices] for piece in own}
@@ -396,7 +396,7 @@ def _num_cores() -> int:
 
 
 def _as_boxing_error(step: Step, error: BaseException) -> BoxingError:
-    """Return what the ranks of a step are told when one of them could not do its share."""
+    """Return the error for all ranks of a step when one of them could not do its share."""
     if isinstance(error, BoxingError):
         return error
     found = BoxingError(
@@ -407,7 +407,7 @@ def _as_boxing_error(step: Step, error: BaseException) -> BoxingError:
     return found
 
 
-def _again(error: BoxingError) -> BoxingError:
+def _copy_of(error: BoxingError) -> BoxingError:
     """Return a copy of an error to raise on one more thread, each with its own traceback."""
     copy = BoxingError(error.what, where=error.where, accepted=error.accepted, todo=error.todo)
     copy.__cause__ = error.__cause__ or error

@@ -1,7 +1,7 @@
-"""How the ranks of one process share the work of a collective: who is there does the next block.
+"""How the ranks of one process share the work of a collective: any thread does the next block.
 
 The rank that comes last divides the work. Of a small tensor it does everything at once. Else every
-result is made in memory of the buffer pool, one for all ranks where all get the same, in blocks:
+result is made in memory of the pool, one for all ranks where all get the same, block by block:
 
     shards, P -> S(0)      jobs                      blocks, which all threads take from one list
     rank 0   a0 | b0       a = a0 + a1, of rank 0    a[0:4]  a[4:8]  a[8:12]
@@ -9,8 +9,8 @@ result is made in memory of the buffer pool, one for all ranks where all get the
 
 A block is nobody's: a rank that is slow to wake up, or finds no core, takes none and holds up
 nobody. But one thread does all of a block, and adds in mesh order, (0 + 1) + 2: floating-point sums
-depend on the order, and so would the bits of a run on who came when. Nothing here waits; `local`
-does.
+depend on the order, and so would the bits of a run on who came when. Nothing waits here:
+`local` does.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sbp_torch.boxing.buffer_pool import BufferPool
 from sbp_torch.boxing.execute import check_shard, combine, reduce_in_order, reduction_of
 
 #: Bytes of all shards below which the rank that comes last makes the results alone, in memory of
-#: the allocator: to cut such a tensor, and to take blocks of the arena, would cost more.
+#: the allocator: to cut such a tensor, and to take blocks of the pool, would cost more.
 _SMALL_BYTES = 256 * 1024
 
 #: Bytes of all shards from which on others are called for help. To wake a thread takes some 0.05 ms
@@ -131,7 +131,7 @@ def share_out(
     group: Sequence[int],
     shards: Mapping[int, torch.Tensor],
     donated: Sequence[int],
-    arena: BufferPool,
+    pool: BufferPool,
 ) -> SharedStep:
     """Divide a collective, and count what its ranks hand to each other.
 
@@ -147,7 +147,7 @@ def share_out(
         group: In mesh order.
         shards: Of all its ranks.
         donated: The ranks whose shard may be overwritten, and may become the result.
-        arena: Where results are made.
+        pool: Where results are made.
 
     Raises:
         BoxingError: a shard has another shape or dtype than the step gives.
@@ -155,13 +155,13 @@ def share_out(
     for rank in group:
         check_shard(step, rank, shards[rank])
     size_bytes = sum(shards[rank].nbytes for rank in group)
-    memory = None if size_bytes < _SMALL_BYTES or len(group) == 1 else arena
-    meters = [TrafficCounter(len(group), place) for place in range(len(group))]
+    memory = None if size_bytes < _SMALL_BYTES or len(group) == 1 else pool
+    counters = [TrafficCounter(len(group), place) for place in range(len(group))]
     if step.kind is StepKind.ALL_REDUCE:
-        results, jobs = _one_sum(step, group, shards, donated, memory, meters)
+        results, jobs = _one_sum(step, group, shards, donated, memory, counters)
     else:
-        results, jobs = _put_together(step, group, shards, memory, meters)
-    sent_bytes = {rank: meter.take() for rank, meter in zip(group, meters, strict=True)}
+        results, jobs = _put_together(step, group, shards, memory, counters)
+    sent_bytes = {rank: counter.take() for rank, counter in zip(group, counters, strict=True)}
     return SharedStep(results, sent_bytes, jobs, needs_help=size_bytes >= _SHARED_BYTES)
 
 
@@ -170,19 +170,19 @@ def _one_sum(
     group: Sequence[int],
     shards: Mapping[int, torch.Tensor],
     donated: Sequence[int],
-    arena: BufferPool | None,
-    meters: Sequence[TrafficCounter],
+    pool: BufferPool | None,
+    counters: Sequence[TrafficCounter],
 ) -> tuple[dict[int, torch.Tensor], list[_Job]]:
-    """Return the one tensor of an all-reduce, and what makes it; made already without an arena."""
+    """Return the one tensor of an all-reduce, and the jobs that make it: none without a pool."""
     parts, reduction = [shards[rank] for rank in group], reduction_of(step)
-    for part, meter in zip(parts, meters, strict=True):
-        meter.all_reduce(part.numel(), part.element_size())
-    if arena is None:
+    for part, counter in zip(parts, counters, strict=True):
+        counter.all_reduce(part.numel(), part.element_size())
+    if pool is None:
         return dict.fromkeys(group, reduce_in_order(parts, reduction).contiguous()), []
     # If possible in a shard that was donated, which spares memory, and writing to other memory than
     # was read. Whichever it is, the order of the sum is that of the mesh (`_Job.do`).
     own = [shards[rank] for rank in group if rank in donated and shards[rank].is_contiguous()]
-    total = own[0] if own else arena.empty(parts[0].shape, parts[0])
+    total = own[0] if own else pool.empty(parts[0].shape, parts[0])
     job = _Job([part.reshape(-1) for part in parts], total.view(-1), reduction)
     return dict.fromkeys(group, total), [job]
 
@@ -191,10 +191,10 @@ def _put_together(
     step: Step,
     group: Sequence[int],
     shards: Mapping[int, torch.Tensor],
-    arena: BufferPool | None,
-    meters: Sequence[TrafficCounter],
+    pool: BufferPool | None,
+    counters: Sequence[TrafficCounter],
 ) -> tuple[dict[int, torch.Tensor], list[_Job]]:
-    """Return the results of any other collective, and what makes them; made without an arena."""
+    """Return the results of any other collective, and the jobs for them: none without a pool."""
     # What one rank gets of an all-gather is what each gets: it is made once, for the first.
     gathers = step.kind is StepKind.ALL_GATHER
     received: dict[int, list[tuple[Piece, torch.Tensor]]]
@@ -206,20 +206,20 @@ def _put_together(
             part = shards[piece.sender][piece.source_slices]
             received[piece.receiver].append((piece, part))
             sizes[place[piece.sender]][place[piece.receiver]] = part.nbytes
-    for row, meter in zip(sizes, meters, strict=True):
+    for row, counter in zip(sizes, counters, strict=True):
         if gathers:
-            meter.all_gather(row[0])
+            counter.all_gather(row[0])
         else:
-            meter.exchange(row)
+            counter.exchange(row)
 
     results: dict[int, torch.Tensor] = {}
     jobs: list[_Job] = []
     for rank, pieces in received.items():
-        if arena is None:
+        if pool is None:
             results[rank] = combine(step, rank, pieces, device=shards[rank].device)
             continue
         bounds = bounds_of(step.shape, *step.target)[rank]
-        result = arena.empty([stop - start for start, stop in bounds], shards[rank])
+        result = pool.empty([stop - start for start, stop in bounds], shards[rank])
         results[rank] = result
         if step.kind is not StepKind.REDUCE_SCATTER:
             jobs += [_Job([part], result[piece.target_slices]) for piece, part in pieces]

@@ -1,8 +1,13 @@
 """What one rank sends and receives in one collective, and where that lies in its memory.
 
 Worked out once for each step and rank. Pieces that lie one after the other, in the order of the
-group, in the row-major memory of a shard need no packing, and no unpacking. Holds no
-tensors.
+group, in the row-major memory of a shard need no packing, and no unpacking. Of an all-gather of
+S(1) on two ranks, rank 0 sends its shard as it is, and has to unpack what it receives:
+
+    sent by 0    a0 a1             received   a0 a1 b0 b1        shard after   a0 b0
+    sent by 1    b0 b1                                                         a1 b1
+
+Holds no tensors.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A backend whose processes have one rank each: the life of its connections and communicator.
 
-How the processes find each other is the transport's. Moves nothing.
+A subclass says how the processes find each other, and what moves the data.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class ProcessBackend(BoxingBackend):
             raise BoxingError("this boxing backend was opened before", todo="build a new one")
         self._connections, self._communicator = self._connect(ranks)
         self._process = os.getpid()
-        # The others must hear of it if the program ends without closing; and no thread of ours may
+        # The others must be told if the program ends without closing; and no thread of ours may
         # be at work while the interpreter is taken down.
         atexit.register(self._end_with_program)
 

@@ -1,9 +1,9 @@
 """How many bytes a rank hands to its transport's collectives for other ranks: counted, not derived.
 
-Beside each call of a library stands a call of the meter, which is given the size of the very buffer
-that the library is given: padding, wider dtypes and copies count. Ranks that are threads have no
-library: there it is given the slices of shards that results are made of (`boxing.share`). Steps are
-not known here, so that what is counted can be compared with what was predicted.
+Beside each call of a library stands a call of the counter, which is given the size of the very
+buffer that the library is given: padding, wider dtypes and copies count. Ranks that are threads
+have no library: there it is given the slices of shards that results are made of (`boxing.share`).
+The counter knows nothing of steps, so that what is counted can be compared with what was predicted.
 """
 
 from __future__ import annotations

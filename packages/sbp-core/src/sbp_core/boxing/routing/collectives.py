@@ -72,10 +72,10 @@ def collectives(layout: Layout, sizes: Sizes, kept: Ints) -> Collectives:
         sizes: Of the tensor.
         kept: The `overlaps` of the layout with itself.
     """
-    return _Filling(layout, sizes, kept).all()
+    return _CollectiveTable(layout, sizes, kept).all()
 
 
-class _Filling:
+class _CollectiveTable:
     """The steps of one layout while they are found, one set of mesh axes at a time."""
 
     def __init__(self, layout: Layout, sizes: Sizes, kept: Ints) -> None:
@@ -108,20 +108,31 @@ class _Filling:
         before, after = self._roles(axes)
         if not moves:  # an axis of one rank: its entry means nothing
             before = after = np.ones(len(layout), dtype=np.int64)
-        # Each row has the states that agree on all other axes.
+        # A step changes entries on `axes` only, so it leads between states that agree on all
+        # others. States are numbered like an array with one dim for each mesh axis; with the dims
+        # of `axes` moved last, each row has the states that agree. Of 2 axes with 3 entries each,
+        # on axis 0:
+        #
+        #     0 1 2                          0 3 6
+        #     3 4 5   ->  moved and cut ->   1 4 7      steps are between two states of a row
+        #     6 7 8                          2 5 8
         grid = np.arange(len(layout)).reshape(*map(len, layout.entries))
         alike = np.moveaxis(grid, axes, range(-len(axes), 0))
         alike = alike.reshape(-1, prod(len(layout.entries[axis]) for axis in axes))
         first, last = (role[alike].any(axis=0) for role in (before, after))
+        # Every pair within a row, but for the columns that can never be an end of a step.
         us = alike[:, first].repeat(last.sum(), axis=1).ravel()
         vs = alike[:, None, last].repeat(first.sum(), axis=1).ravel()
         kind = _KIND[before[us], after[vs]] if moves else np.full(len(us), _LOCAL)
+        # One step is enough between two states, and sets of fewer axes come first.
         new = (kind >= 0) & (us != vs) & (self.number[us, vs] == 0)
         if len(axes) > 1:
             new &= kind != _LOCAL
         us, vs, kind = us[new], vs[new], kind[new]
         if moves:
             possible = self._is_realisable(us, vs, mask)
+            # A split that becomes P(sum) on the spot: a rank fills up with zeros what it does not
+            # have.
             pads = np.flatnonzero(((layout.split[us] & mask) > 0) & (kind == _LOCAL))
             possible[pads] &= self._keeps_all(us[pads], vs[pads])
             us, vs, kind = us[possible], vs[possible], kind[possible]

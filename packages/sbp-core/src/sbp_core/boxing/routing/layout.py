@@ -78,6 +78,10 @@ def intervals(extent: int, mesh_shape: tuple[int, ...]) -> tuple[Ints, Ints]:
     masks = 1 << len(mesh_shape)
     start = np.zeros((masks, len(at)), dtype=np.int64)
     length = np.full((masks, len(at)), extent, dtype=np.int64)
+    # Axes apply in order: each takes apart what the axes before it left, for all masks that have it
+    # at once. A balanced split gives the first `more` parts one element more than the others:
+    #
+    #     10 in 4 parts: 3 3 2 2     part i starts at i * 2 + min(i, 2)
     for axis, parts in enumerate(mesh_shape):
         split = (np.arange(masks) >> axis & 1).astype(bool)
         base, more = length[split] // parts, length[split] % parts
@@ -108,6 +112,11 @@ def covers(extent: int, mesh_shape: tuple[int, ...], *, together: bool) -> Bools
         ranks of a group differ, mask of the axes that split the dim after, and rank (one for all if
         asked together): shape (2 ** axes, 2 ** axes, 2 ** axes, ranks or 1).
     """
+    # `held` are the axes that split the dim before, `free` those of them on which the step works:
+    # the peers of a rank differ from it there, and hold disjoint slices. So a rank has all it wants
+    # in its group if what its peers' slices share with its own new one adds up to that. An axis of
+    # the group that does not split the dim gives copies of the same slice, and is left out. If all
+    # axes that split it are free, the group holds the whole dim.
     masks = range(1 << len(mesh_shape))
     start, stop = (bound.reshape(-1, *mesh_shape) for bound in intervals(extent, mesh_shape))
     covered = np.ones((len(masks), len(masks), *start.shape), dtype=np.bool_)
@@ -120,6 +129,8 @@ def covers(extent: int, mesh_shape: tuple[int, ...], *, together: bool) -> Bools
                 for axis, parts in enumerate(mesh_shape)
             ]
             shared = np.zeros(start.shape, dtype=np.int64)
+            # One peer of every rank at a time: its coordinate on the free axes is fixed, on the
+            # others it is the rank's own.
             for peer in product(*places):
                 shared += common_lengths((start[held][peer], stop[held][peer]), (start, stop))
             covered[held, free] = shared == stop - start
@@ -172,11 +183,14 @@ class Layout:
             return masks
 
         splits = np.stack([mask(codes == dim) for dim in range(num_dims)], axis=1)
+        # Of one form are states with the same splits. Numbered by their codes as digits, in which
+        # `B` and all partials are the digit 0.
         forms, form = np.unique(
             (np.maximum(codes, -1) + 1) @ (num_dims + 1) ** np.arange(len(mesh_shape)),
             return_inverse=True,
         )
         first = np.zeros(len(forms), dtype=np.int64)
+        # Backwards, so that the first state of each form is what is written last.
         first[form[::-1]] = np.arange(len(codes))[::-1]
         return cls(
             mesh_shape,

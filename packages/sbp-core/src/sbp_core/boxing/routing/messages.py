@@ -69,6 +69,10 @@ def messages(sizes: Sizes, source: End, target: End, shared: tuple[Ints, Ints]) 
         wanted = [bound[target.mask(dim)] for bound in intervals(extent, target.mesh_shape)]
         lengths = common_lengths((held[0], held[1]), (wanted[0], wanted[1]))
         factors.append(sizes.factors(dim, lengths))
+    # Everything below is by (source rank, target rank). A rank's number among some mesh axes says
+    # what it has: among `P` axes its term, among `P` and `S` axes its tile, among `B` axes which of
+    # the copies of that tile.
+    #
     # Receivers take turns among the copies of a tile, but for those who have the tile.
     tile, term = ns[source.partial | source.split], ns[source.partial]
     copied = source.mask(BROADCAST)
@@ -78,12 +82,16 @@ def messages(sizes: Sizes, source: End, target: End, shared: tuple[Ints, Ints]) 
     sends = (ns[copied][:, None] == turn) & (tile[:, None] != own)
     sums = target.mask(SUM)
     if sums:
+        # A term is added in the target partial where most copies of it are already (`homes` in
+        # `slices._Tiles`): `saved` counts them by (tile, box, target partial). The first of equals
+        # in turn from the number of the term wins, which is why the columns are put in that order
+        # before `argmax`, which takes the first.
         home, box = nt[sums], nt[target.split]
-        votes = np.zeros((tile.max() + 1, box.max() + 1, home.max() + 1), dtype=np.int64)
-        np.add.at(votes, (tile[here], box[there], home[there]), 1)
-        turns = (term[:, None] + np.arange(votes.shape[2])) % votes.shape[2]
-        ballots = np.take_along_axis(votes[tile], turns[:, None, :], axis=2)
-        homes = np.take_along_axis(turns, ballots.argmax(axis=2), axis=1)
+        saved = np.zeros((tile.max() + 1, box.max() + 1, home.max() + 1), dtype=np.int64)
+        np.add.at(saved, (tile[here], box[there], home[there]), 1)
+        turns = (term[:, None] + np.arange(saved.shape[2])) % saved.shape[2]
+        saved_in_turn = np.take_along_axis(saved[tile], turns[:, None, :], axis=2)
+        homes = np.take_along_axis(turns, saved_in_turn.argmax(axis=2), axis=1)
         sends &= homes[:, box] == home
     else:
         count = num_ranks(source.mesh_shape, source.partial)

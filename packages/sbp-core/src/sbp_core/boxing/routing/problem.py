@@ -31,7 +31,7 @@ _MOST_SLICES = 3_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class RoutingProblem:
     """A conversion, in names of its own.
 
     Args:
@@ -48,7 +48,7 @@ class Problem:
     target: Codes
 
     @property
-    def question(self) -> tuple[Mesh, Mesh | None, Shared, Sizes]:
+    def table_arguments(self) -> tuple[Mesh, Mesh | None, Shared, Sizes]:
         """What `tables` is asked: all but the two ends."""
         second = self.meshes[1] if len(self.meshes) > 1 else None
         return self.meshes[0], second, self.shared, self.sizes
@@ -77,8 +77,14 @@ class Naming:
         return elements * self.elements // self.unit
 
 
-def pose(shape: Sequence[int], source: State, target: State) -> tuple[Problem, Naming]:
+def pose_problem(
+    shape: Sequence[int], source: State, target: State
+) -> tuple[RoutingProblem, Naming]:
     """Return the problem of a conversion, and what its names mean."""
+    # If both placements' sizes divide every extent, every split of every dim is even, whatever
+    # route is taken. Then lengths are fractions of the tensor, and one problem stands for all such
+    # tensors: extents become `parts`, elements are counted for a tensor of (source size * target
+    # size) of them.
     ends = (source, target)
     codes = [tuple(map(encode, sbp)) for _, sbp in ends]
     parts = lcm(*(placement.size for placement, _ in ends))
@@ -89,6 +95,7 @@ def pose(shape: Sequence[int], source: State, target: State) -> tuple[Problem, N
         if all(_fits(one, end[0]) for one, end in zip(choice[1], ends, strict=True))
     )
     names = {dim: number for number, dim in enumerate(dims)} | {BROADCAST: BROADCAST, SUM: SUM}
+    # max and min behave alike: a conversion with min in place of max has the same routes.
     first = next((code for both in codes for code in both if code in (MAX, MIN)), MAX)
     names |= {first: MAX, MAX + MIN - first: MIN}
     meshes = tuple(
@@ -109,7 +116,7 @@ def pose(shape: Sequence[int], source: State, target: State) -> tuple[Problem, N
         naming = (prod(extent for dim, extent in enumerate(shape) if dim not in dims), 1)
     start, end = (tuple(names[code] for code in both) for both in codes)
     back = {name: code for code, name in names.items()}
-    return Problem(meshes, shared, sizes, start, end), Naming(back, *naming)
+    return RoutingProblem(meshes, shared, sizes, start, end), Naming(back, *naming)
 
 
 def _sorted(codes: Iterable[int]) -> Codes:

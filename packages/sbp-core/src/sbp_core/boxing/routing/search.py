@@ -60,6 +60,12 @@ def shortest_path(tables: Tables, source: int, target: int) -> tuple[Edge, ...]:
         source: Number of the first state.
         target: Number of the last.
     """
+    # A step from u to v lies on a shortest path if and only if
+    #
+    #     from_source[u] + length(u, v) + to_target[v] == total
+    #
+    # and a state if from_source + to_target == total. Only states nearer than the target can, so
+    # the second pass, back from the target, works on the few of them.
     from_source = _distances(tables, source, target)
     total = from_source[target]
     near = (from_source <= total).nonzero()[0]
@@ -71,7 +77,8 @@ def shortest_path(tables: Tables, source: int, target: int) -> tuple[Edge, ...]:
         to_target[near == source] = total
     tight = from_source[near] + to_target == total
     kept, left = near[tight], to_target[tight]
-    ties = _Ties(tables, kept, left[:, None] - left[None, :])
+    # Among the kept states, what a step on a shortest path moves is the difference of distances.
+    ties = _TiedSteps(tables, kept, left[:, None] - left[None, :])
     return ties.path(*kept.searchsorted((source, target)).tolist())
 
 
@@ -83,6 +90,9 @@ def _distances(tables: Tables, source: int, target: int) -> Ints:
     if second is None or crossing is None:
         _relax(best, first, NEVER - 1, target)
         return best
+    # A route crosses once, and never goes back: all distances on the source placement, then the
+    # best crossing to each state of the target placement, then the distances there. `here` and
+    # `there` are views of `best`, which is filled through them.
     here, there = best[: len(first)], best[len(first) :]
     goal = target - len(first)
     _relax(here, first, min(NEVER - 1, int(crossing[source, goal])))
@@ -101,6 +111,8 @@ def _relax(best: Ints, lengths: Ints, most: int, target: int | None = None) -> N
         most: Larger distances are of no interest.
         target: Nor are distances larger than that of this state.
     """
+    # Bellman and Ford's algorithm, with all steps from the states of one round taken at once.
+    # Rounds are few: a path of n steps takes n of them, and routes are short.
     changed = (best <= most).nonzero()[0]
     while len(changed):
         longer = (best[changed, None] + lengths[changed]).min(axis=0)
@@ -110,7 +122,7 @@ def _relax(best: Ints, lengths: Ints, most: int, target: int | None = None) -> N
         best[changed] = longer[changed]
 
 
-class _Ties:
+class _TiedSteps:
     """The steps that lie on shortest paths, and the choice among those.
 
     Args:
@@ -124,7 +136,7 @@ class _Ties:
         self._tables, self._states, self._block, self._length = tables, states, block, length
         self._held = np.where(block.moved == length, block.held, NEVER)
         tight = block.moved_by_transfer == length
-        np.fill_diagonal(tight, val=False)
+        np.fill_diagonal(tight, val=False)  # to stay moves nothing, and is no step
         self._held_by_transfer = np.where(tight, block.held_by_transfer, NEVER)
         self._effort = _EFFORT[block.kind]
 
@@ -132,6 +144,8 @@ class _Ties:
         """Return the best path between two of the states, by their index here."""
         if len(self._states) == 2:
             return (self._only(start, end),)
+        # Each round that fails has found a transfer which holds more than was known of it. There
+        # are finitely many, so the loop ends.
         while True:
             bound = self._least_memory(start, end)
             edges = self._least_effort(bound, start, end)
@@ -158,6 +172,8 @@ class _Ties:
 
     def _least_memory(self, start: int, end: int) -> int:
         """Return the smallest memory under which there is a path."""
+        # As in `_relax`, but a path is as long as its longest step: the maximum in place of the
+        # sum.
         held = np.minimum(self._held, self._held_by_transfer)
         best = np.full(len(held), NEVER, dtype=np.int64)
         best[start] = 0
@@ -176,6 +192,8 @@ class _Ties:
         left = np.full(len(effort), NEVER, dtype=np.int64)
         left[end] = 0
         _relax(left, effort.T, NEVER - 1, start)
+        # From the start, always to the first state from which the rest is as short as it must be:
+        # the first of the best paths in the order of the states, the same in every process.
         edges: list[Edge] = []
         at = start
         while at != end:

@@ -3,7 +3,11 @@
 States are numbered: those of the source placement, then those of the target placement if it is
 another one. Tables are filled by `boxing.routing.collectives` and `boxing.routing.transfers` and
 kept; what they hold depends on the meshes, the tensor's extents and the entries that axes may have,
-not on source and target.
+not on source and target. Of two placements a table is made of four parts, as no route goes back:
+
+                       to source states              to target states
+    from source states   collectives, transfers        transfers that cross over
+    from target states   none                          collectives, transfers
 """
 
 from __future__ import annotations
@@ -63,7 +67,7 @@ class Within:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class StepBlock:
     """The steps among some states, row by column: `NEVER` where there is none."""
 
     moved: Ints
@@ -145,7 +149,7 @@ class Tables:
             return self.source.layout, state
         return self.target.layout, state - self.num_source
 
-    def block(self, states: Ints) -> Block:
+    def block(self, states: Ints) -> StepBlock:
         """Return the steps among some states.
 
         Args:
@@ -163,7 +167,7 @@ class Tables:
             joined[:split, split:] = across
             return joined
 
-        return Block(
+        return StepBlock(
             moved=join(first.moved, second.moved, NEVER, NEVER),
             moved_by_transfer=join(
                 first.moved_by_transfer,
@@ -200,6 +204,8 @@ class Tables:
             End(target.mesh_shape, self.codes(after)),
             (here, there),
         )
+        # A rank of both placements holds what it has to send and what it receives, so it needs one
+        # place: senders are numbered first, receivers after them but for those who send as well.
         num_senders, num_receivers = sends.shape
         place = np.arange(num_senders, num_senders + num_receivers)
         place[there] = here
@@ -211,10 +217,10 @@ class Tables:
         return int(held_at_once(StepKind.TRANSFER, held, wanted, sent, received).max())
 
 
-def _block(tables: Within, states: Ints) -> Block:
+def _block(tables: Within, states: Ints) -> StepBlock:
     steps, direct = tables.collectives, tables.transfers
     number = steps.number[np.ix_(states, states)]
-    return Block(
+    return StepBlock(
         moved=steps.elements[number],
         moved_by_transfer=direct.moved(states, states),
         held=steps.memory[number],
@@ -248,6 +254,10 @@ def _kept(num_states: int, small: _Made, medium: _Made, large: _Made) -> _Made:
     if num_states <= _SMALL:
         return small
     return medium if num_states <= _MEDIUM else large
+
+
+# A cache for each size of tables: with one for all, few large tables would drive out many small
+# ones, or many large ones fill the memory.
 
 
 @lru_cache(maxsize=_SMALL_KEPT)
@@ -303,6 +313,7 @@ def _make_within(mesh: Mesh, sizes: Sizes) -> Within:
     steps = collectives(layout, sizes, kept)
     direct = transfers(layout, layout, sizes, shared, kept)
     every = np.arange(len(layout))
+    # A transfer can do anything, but collectives that reduce move less: they add up on the way.
     least = direct.moved(every, every)
     at = steps.number.nonzero()
     least[at] = np.minimum(least[at], steps.elements[steps.number[at]])

@@ -83,6 +83,8 @@ def transfers(
     takes, needs, row, column = _shares(source, us, target, vs, shared)
     wants, elsewhere = wanted[:, target.form[vs]], np.delete(np.arange(len(wanted)), there)
     elements, memory = np.empty((2, len(us), len(vs)), dtype=np.int64)
+    # Not all at once: arrays by rank, state before and state after take as many times the memory of
+    # the result as there are ranks.
     for share in range(takes.shape[1]):
         part = np.flatnonzero(row == share)
         forms = source.form[us[part]]
@@ -182,10 +184,12 @@ def _addends(cells: Ints, homes: Ints) -> Ints:
     """
     num_cells, num_homes = (int(of.max(initial=0)) + 1 for of in (cells, homes))
     shares = np.arange(prod(cells.shape[1:])).reshape(cells.shape[1:])
-    ballots, first, votes = np.unique(
+    keys, first, copies = np.unique(
         (shares * num_cells + cells) * num_homes + homes, return_index=True, return_counts=True
     )
-    start = np.flatnonzero(np.diff(ballots // num_homes, prepend=-1))
+    # The keys are sorted: those of one cell follow each other, one for each target partial that has
+    # a copy. The largest count of each run is what is saved.
+    start = np.flatnonzero(np.diff(keys // num_homes, prepend=-1))
     saved = np.zeros(cells.size, dtype=np.int64)
-    saved[first[start]] = np.maximum.reduceat(votes, start)
+    saved[first[start]] = np.maximum.reduceat(copies, start)
     return saved.reshape(cells.shape)

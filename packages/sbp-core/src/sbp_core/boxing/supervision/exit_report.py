@@ -24,26 +24,26 @@ _TODO = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessExit:
-    """How one process ended, or how it was found when it had to be ended.
+    """How one process ended, or what it was doing when the supervisor had to end it.
 
     Args:
-        start: What it was started as.
+        spec: What it was started as.
         pid: Its process id.
         code: Its exit code, minus the number of the signal that ended it, or None if it had not
             ended by itself.
         after_s: Seconds from the start of the run.
         stopped: Whether it had not ended because a signal had stopped it.
         last_lines: The last that it wrote.
-        culprit: Of a launcher: the rank that fell first and the words that say so, if any do.
+        root_cause: Of a launcher: the rank that failed first and the words that say so, if any do.
     """
 
-    start: LaunchSpec
+    spec: LaunchSpec
     pid: int
     code: int | None
     after_s: float
     stopped: bool = False
     last_lines: tuple[str, ...] = ()
-    culprit: tuple[str, str] | None = None
+    root_cause: tuple[str, str] | None = None
 
     @property
     def signal_name(self) -> str:
@@ -70,19 +70,19 @@ class ExitReport:
     """How a run ended.
 
     Args:
-        ends: The processes that ended by themselves, in this order.
-        left: Those that were ended by the supervisor, as they were before.
+        exits: The processes that ended by themselves, in this order.
+        remaining: Those that were ended by the supervisor, as they were before.
         timeout_s: The time that the run had, if it took longer.
     """
 
-    ends: tuple[ProcessExit, ...]
-    left: tuple[ProcessExit, ...] = ()
+    exits: tuple[ProcessExit, ...]
+    remaining: tuple[ProcessExit, ...] = ()
     timeout_s: float | None = None
 
     @property
     def first(self) -> ProcessExit | None:
         """The process that ended badly before all others, if one did."""
-        return next((end for end in self.ends if end.code != 0), None)
+        return next((end for end in self.exits if end.code != 0), None)
 
     @property
     def exit_status(self) -> int:
@@ -103,37 +103,37 @@ class ExitReport:
         if first is None and self.timeout_s is None:
             return None
         if first is None:
-            late = "; ".join(f"{end.start.name} {end.how}" for end in self.left)
-            what, shown = f"the run took longer than {self.timeout_s:g} s: {late}", self.left
+            late = "; ".join(f"{end.spec.name} {end.how}" for end in self.remaining)
+            what, shown = f"the run took longer than {self.timeout_s:g} s: {late}", self.remaining
             todo = "see what those wrote last; allow more time if they were only slow"
         else:
-            what = f"{first.start.name} {first.how}, {first.after_s:.1f} s after the start"
-            name = first.start.name
-            if first.culprit is not None:
-                rank, words = first.culprit
+            what = f"{first.spec.name} {first.how}, {first.after_s:.1f} s after the start"
+            name = first.spec.name
+            if first.root_cause is not None:
+                rank, words = first.root_cause
                 name = f"rank {rank}"
-                what += f"; by what was written, {name} fell first: {words!r}"
-            shown = tuple(end for end in self.ends if end.code != 0)
-            others = [*(end for end in shown if end is not first), *self.left]
+                what += f"; by what was written, {name} failed first: {words!r}"
+            shown = tuple(end for end in self.exits if end.code != 0)
+            others = [*(end for end in shown if end is not first), *self.remaining]
             if others:
-                what += "; then " + "; ".join(f"{end.start.name} {end.how}" for end in others)
+                what += "; then " + "; ".join(f"{end.spec.name} {end.how}" for end in others)
             todo = _TODO.get(first.signal_name, "")
             if not todo and first.signal_name:
                 todo = "a library crashed; PYTHONFAULTHANDLER=1 shows in which call"
             if not todo:
                 todo = f"mend what was said last by {name}"
-                todo += "; the others only followed" if others or first.culprit else ""
+                todo += "; the others only followed" if others or first.root_cause else ""
         return RunError(what, where=[_place(end, quote) for end in shown], todo=todo)
 
     def __str__(self) -> str:
         """What a user reads."""
         error = self.error()
-        return f"{len(self.ends)} processes ended well" if error is None else str(error)
+        return f"{len(self.exits)} processes ended well" if error is None else str(error)
 
 
 def _place(end: ProcessExit, quote: bool) -> str:
     """Return where a process ran, and what it said last."""
-    place = f"{end.start.name}: host {socket.gethostname()}, process {end.pid}"
+    place = f"{end.spec.name}: host {socket.gethostname()}, process {end.pid}"
     if not quote:
         return place
     if not end.last_lines:

@@ -1,6 +1,6 @@
 """How the ranks of a backend are started: commands and environments, as values.
 
-Starts nothing; `boxing.supervision.supervise` does.
+Starts nothing (`boxing.supervision.supervise` does).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class LaunchSpec:
             a launcher that starts their processes.
         environment: Variables that it gets whatever the environment says.
         defaults: Variables that it gets where the environment has none of the name.
-        tells: Regular expressions of lines by which a launcher names a rank that fell, the surest
-            first; their group `rank` is its number.
+        failure_patterns: Regular expressions of lines by which a launcher names a rank that failed,
+            the surest first; their group `rank` is its number.
 
     Raises:
         SbpValueError: there is no command, or no rank.
@@ -33,12 +33,12 @@ class LaunchSpec:
     ranks: tuple[int, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, str] = field(default_factory=dict)
-    tells: tuple[str, ...] = ()
+    failure_patterns: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.command or not self.ranks:
             raise SbpValueError(
-                f"a start of command {self.command} as ranks {self.ranks}",
+                f"a launch of command {self.command} as ranks {self.ranks}",
                 accepted="a program, and at least one rank",
             )
 
@@ -54,7 +54,7 @@ class LaunchSpec:
 
 
 def one_process(num_ranks: int, command: Sequence[str]) -> tuple[LaunchSpec, ...]:
-    """Return the start of one process that holds all ranks as threads."""
+    """Return how to start one process that holds all ranks as threads."""
     return (LaunchSpec(command=tuple(command), ranks=tuple(range(num_ranks))),)
 
 

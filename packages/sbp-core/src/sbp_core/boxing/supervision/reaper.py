@@ -1,4 +1,4 @@
-"""End processes and whatever they have started; also when the one who watched them has ended.
+"""The reaper: ends processes and whatever they have started, also if their supervisor was killed.
 
 A process is found by its process group, and on Linux also by a variable of its environment, which
 what it starts inherits: a launcher gives each rank a group of its own. Run as a script by
@@ -29,7 +29,7 @@ _PROC = Path("/proc")
 def end_processes(groups: Collection[int], mark: str, term_s: float) -> None:
     """End all processes of some groups, and all with a mark: SIGTERM, then SIGKILL.
 
-    Stopped processes are continued, so that they hear the SIGTERM. Returns when none is left, or
+    Stopped processes are continued, so that they get the SIGTERM. Returns when none is left, or
     when the kernel does not end what was killed (it waits for a device).
 
     Args:

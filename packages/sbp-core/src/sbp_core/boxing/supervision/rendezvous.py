@@ -1,4 +1,4 @@
-"""Starts of one process a rank, which meet at an address: with the variables that torchrun sets."""
+"""How to start one process a rank so that they find each other: with torchrun's variables."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HOST = "127.0.0.1"
 _TRIES = 200
 
 
-def processes_that_meet(
+def one_process_per_rank(
     num_ranks: int,
     command: Sequence[str],
     *,
@@ -27,13 +27,13 @@ def processes_that_meet(
     rank: int | None,
     world_size: int | None,
 ) -> tuple[LaunchSpec, ...]:
-    """Return one start a rank, on this machine.
+    """Return how to start one process for each rank, on this machine.
 
     Args:
         num_ranks: Ranks of the run, >= 1.
         command: Program and arguments.
         init_method: Setting of the backend: `env://`, for which an address is found here, or a
-            place that is left as it is.
+            rendezvous that is left as it is.
         rank: Setting of the backend; None where the processes are started here.
         world_size: Setting of the backend; None, or as many as ranks.
 

@@ -1,7 +1,8 @@
-"""Which rank of a launcher fell first, by what its processes wrote.
+"""The rank of a launcher that failed first: found in what its processes wrote.
 
-A launcher ends as one process, whose exit code names nobody. The ranks that remained say whom they
-missed (`boxing.processes.call`), and the launcher whom it lost (`LaunchSpec.tells`).
+A launcher such as `mpiexec` ends as one process, whose exit code names nobody. But the ranks that
+remained say for whom they waited (`boxing.processes.call`), and the launcher itself often says
+which of its processes it lost (`LaunchSpec.failure_patterns`).
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from sbp_core.boxing.supervision.launch_spec import LaunchSpec
 #: What the error of a rank says of another one that does nothing any more.
 STOPPED, SILENT = "is stopped by a signal", "gives no sign of life"
 
-#: What ranks say of others. A report of a report ends with the cause; and who did not arrive may
-#: have waited for one that does nothing any more.
+#: What ranks say of others, the surest first. A rank that did not arrive may itself have waited for
+#: one that stands still, so what stands still goes before who is missing. `.*` is greedy: where
+#: rank 2 reports what rank 1 reported, the last name in the line is that of the cause.
 _STILL = re.compile(rf"rank (?P<rank>\d+) \([^()]*\): (?:{STOPPED}|{SILENT})")
 _MISSED = re.compile(r"ranks that did not arrive: (?P<rank>\d+)")
 _FAILED = re.compile(r".*could not complete: (?=rank (?P<rank>\d+) (?:reported:|\(pid))")
@@ -23,29 +25,31 @@ _FAILED = re.compile(r".*could not complete: (?=rank (?P<rank>\d+) (?:reported:|
 _LONGEST = 200
 
 
-class RootCause:
-    """Looks for the name of the rank that fell first in the lines of one process.
+class RootCauseFinder:
+    """Looks for the name of the rank that failed first in the lines of one process.
 
     Args:
-        start: The process; nothing is looked for if it is a single rank.
+        spec: The process; nothing is looked for if it is a single rank.
     """
 
-    def __init__(self, start: LaunchSpec) -> None:
-        self._patterns = [re.compile(text) for text in start.tells] if len(start.ranks) > 1 else []
-        self._reads_ranks = len(start.ranks) > 1
-        self._still: tuple[str, str] | None = None
-        self._said: tuple[str, str] | None = None
+    def __init__(self, spec: LaunchSpec) -> None:
+        self._patterns = (
+            [re.compile(text) for text in spec.failure_patterns] if len(spec.ranks) > 1 else []
+        )
+        self._reads_ranks = len(spec.ranks) > 1
+        self._standing_still: tuple[str, str] | None = None
+        self._reported: tuple[str, str] | None = None
         self._lost: dict[int, tuple[str, str]] = {}
 
     def read(self, line: str) -> None:
-        """Take in a line."""
-        if self._reads_ranks and self._still is None and (still := _STILL.search(line)):
-            self._still = still["rank"], still[0][:_LONGEST]
-        if self._reads_ranks and self._said is None:
+        """Take in a line; of each kind of sentence the first that is written counts."""
+        if self._reads_ranks and self._standing_still is None and (still := _STILL.search(line)):
+            self._standing_still = still["rank"], still[0][:_LONGEST]
+        if self._reads_ranks and self._reported is None:
             missed = _MISSED.search(line)
             if failed := missed or _FAILED.match(line):
                 words = line[failed.start() if missed else failed.end() :]
-                self._said = failed["rank"], words[:_LONGEST]
+                self._reported = failed["rank"], words[:_LONGEST]
         for number, pattern in enumerate(self._patterns):
             if number not in self._lost and (lost := pattern.search(line)):
                 self._lost[number] = lost["rank"], line.strip()[:_LONGEST]
@@ -53,4 +57,8 @@ class RootCause:
     @property
     def found(self) -> tuple[str, str] | None:
         """The rank, and the words that name it, or None: of what ranks said, or else a launcher."""
-        return self._still or self._said or (self._lost[min(self._lost)] if self._lost else None)
+        return (
+            self._standing_still
+            or self._reported
+            or (self._lost[min(self._lost)] if self._lost else None)
+        )

@@ -22,10 +22,10 @@ from dataclasses import dataclass, replace
 from types import FrameType
 from uuid import uuid4
 
-from sbp_core.boxing.supervision import reaper as keeper
+from sbp_core.boxing.supervision import reaper
 from sbp_core.boxing.supervision.exit_report import ExitReport, ProcessExit
 from sbp_core.boxing.supervision.launch_spec import LaunchSpec
-from sbp_core.boxing.supervision.root_cause import RootCause
+from sbp_core.boxing.supervision.root_cause import RootCauseFinder
 from sbp_core.errors import RunError
 
 #: Lines of each process that are kept for the message about its end.
@@ -46,16 +46,16 @@ class Line:
     """One line that a process wrote, without its end; `str` of it says which rank did.
 
     Args:
-        start: What wrote it.
+        spec: What wrote it.
         text: The line.
     """
 
-    start: LaunchSpec
+    spec: LaunchSpec
     text: str
 
     def __str__(self) -> str:
         """The line behind `rank N | `; a launcher's, or that of several ranks, as it is."""
-        return self.text if len(self.start.ranks) > 1 else f"{self.start.name} | {self.text}"
+        return self.text if len(self.spec.ranks) > 1 else f"{self.spec.name} | {self.text}"
 
 
 def write_line(line: Line) -> None:
@@ -100,7 +100,7 @@ def supervise(
             raise
         finally:
             run.end()
-    return run.ended()
+    return run.report()
 
 
 @contextlib.contextmanager
@@ -128,38 +128,40 @@ class _Supervision:
     def __init__(
         self, launch_specs: Sequence[LaunchSpec], grace_s: float, on_line: Callable[[Line], None]
     ) -> None:
-        self._starts, self._grace_s, self._on_line = tuple(launch_specs), grace_s, on_line
+        self._specs, self._grace_s, self._on_line = tuple(launch_specs), grace_s, on_line
         self._mark = f"SBP_SUPERVISED_{uuid4().hex}"
         self._processes: dict[int, subprocess.Popen[str]] = {}
         self._threads: list[threading.Thread] = []
         self._events: queue.SimpleQueue[tuple[int, str | int]] = queue.SimpleQueue()
-        self._last: list[deque[str]] = [deque(maxlen=_LAST_LINES) for _ in self._starts]
-        self._culprits = [RootCause(start) for start in self._starts]
-        self._ends: dict[int, ProcessExit] = {}
+        self._last: list[deque[str]] = [deque(maxlen=_LAST_LINES) for _ in self._specs]
+        self._root_causes = [RootCauseFinder(spec) for spec in self._specs]
+        self._exits: dict[int, ProcessExit] = {}
         self._by_themselves: tuple[int, ...] = ()
         self._timeout_s: float | None = None
-        self._deaf = False
+        self._on_line_failed = False
         self._began = time.monotonic()
 
     def __enter__(self) -> _Supervision:
-        command = [sys.executable, "-I", "-S", keeper.__file__, self._mark, str(_TERM_S)]
-        self._keeper = subprocess.Popen(
+        # The reaper is a process of its own, started before all others: it outlives a supervisor
+        # that is killed, sees that by the pipe that breaks off, and then ends the processes.
+        command = [sys.executable, "-I", "-S", reaper.__file__, self._mark, str(_TERM_S)]
+        self._reaper = subprocess.Popen(
             command, stdin=subprocess.PIPE, text=True, start_new_session=True
         )
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        """Send the keeper away; one that never heard `done` ends what is left."""
-        assert self._keeper.stdin is not None, "the keeper reads a pipe"
+        """Let the reaper end; if it was never sent `done`, it first ends what is left."""
+        assert self._reaper.stdin is not None, "the reaper reads a pipe"
         with contextlib.suppress(BrokenPipeError):
-            self._keeper.stdin.close()
-        self._keeper.wait()
+            self._reaper.stdin.close()
+        self._reaper.wait()
 
-    def _tell_keeper(self, line: str) -> None:
-        assert self._keeper.stdin is not None, "the keeper reads a pipe"
+    def _tell_reaper(self, line: str) -> None:
+        assert self._reaper.stdin is not None, "the reaper reads a pipe"
         with contextlib.suppress(BrokenPipeError):
-            self._keeper.stdin.write(f"{line}\n")
-            self._keeper.stdin.flush()
+            self._reaper.stdin.write(f"{line}\n")
+            self._reaper.stdin.flush()
 
     def start(self) -> None:
         """Start all processes.
@@ -167,12 +169,12 @@ class _Supervision:
         Raises:
             RunError: one cannot be started.
         """
-        for index, start in enumerate(self._starts):
-            environment = {"PYTHONUNBUFFERED": "1", **start.defaults, **os.environ}
+        for index, spec in enumerate(self._specs):
+            environment = {"PYTHONUNBUFFERED": "1", **spec.defaults, **os.environ}
             try:
                 process = subprocess.Popen(
-                    start.command,
-                    env={**environment, **start.environment, self._mark: "1"},
+                    spec.command,
+                    env={**environment, **spec.environment, self._mark: "1"},
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
@@ -183,12 +185,13 @@ class _Supervision:
                 )
             except OSError as error:
                 raise RunError(
-                    f"{start.name} cannot be started: {error}",
-                    where=" ".join(start.command),
+                    f"{spec.name} cannot be started: {error}",
+                    where=" ".join(spec.command),
                     todo="check that the program is installed and may be run",
                 ) from error
             self._processes[index] = process
-            self._tell_keeper(str(process.pid))
+            # At once: the supervisor may be killed before the next process is started.
+            self._tell_reaper(str(process.pid))
             for target in (self._read, self._await):
                 thread = threading.Thread(target=target, args=(index, process), daemon=True)
                 thread.start()
@@ -206,43 +209,43 @@ class _Supervision:
     def wait(self, timeout_s: float | None) -> None:
         """Pass on lines until all have ended, or one has ended badly and the grace is over."""
         end = None if timeout_s is None else self._began + timeout_s
-        while len(self._ends) < len(self._starts):
-            if self._bad():
-                self._pass_on(time.monotonic() + self._grace_s)
+        while len(self._exits) < len(self._specs):
+            if self._any_failed():
+                self._handle_until(time.monotonic() + self._grace_s)
                 break
-            if _is_over(end) or not self._take(end):
+            if _is_over(end) or not self._handle_next(end):
                 self._timeout_s = timeout_s
                 break
-        self._by_themselves = tuple(self._ends)
-        for index in range(len(self._starts)):
-            if index not in self._ends:
-                self._ends[index] = self._describe(index, None)
+        self._by_themselves = tuple(self._exits)
+        for index in range(len(self._specs)):
+            if index not in self._exits:
+                self._exits[index] = self._describe(index, None)
 
     def interrupt(self) -> None:
         """Pass Ctrl-C on, and give all processes the time to save what they have."""
         for index, process in self._processes.items():
-            if index not in self._ends:
+            if index not in self._exits:
                 process.send_signal(signal.SIGINT)
-        self._pass_on(time.monotonic() + self._grace_s)
+        self._handle_until(time.monotonic() + self._grace_s)
 
     def end(self) -> None:
         """End all processes and what they have started; pass on what they wrote."""
         groups = [process.pid for process in self._processes.values()]
-        keeper.end_processes(groups, self._mark, _TERM_S)
-        self._tell_keeper("done")
+        reaper.end_processes(groups, self._mark, _TERM_S)
+        self._tell_reaper("done")
         until = time.monotonic() + _DRAIN_S
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
-        while self._take(0.0):
+        while self._handle_next(0.0):
             pass
 
-    def _pass_on(self, end: float) -> None:
-        """Take what comes until all have ended, or the time is over."""
-        while len(self._ends) < len(self._starts) and not _is_over(end) and self._take(end):
+    def _handle_until(self, end: float) -> None:
+        """Handle lines and exits until all processes have ended, or the time is over."""
+        while len(self._exits) < len(self._specs) and not _is_over(end) and self._handle_next(end):
             pass
 
-    def _take(self, end: float | None) -> bool:
-        """Take one line, or the end of one process; False if none came in time."""
+    def _handle_next(self, end: float | None) -> bool:
+        """Handle one line, or the end of one process; False if none came in time."""
         limit_s = None if end is None else end - time.monotonic()
         try:
             if limit_s is not None and limit_s <= 0:
@@ -252,48 +255,48 @@ class _Supervision:
         except queue.Empty:
             return False
         if isinstance(event, int):
-            self._ends.setdefault(index, self._describe(index, event))
+            self._exits.setdefault(index, self._describe(index, event))
         else:
             self._last[index].append(event)
-            self._culprits[index].read(event)
-            self._say(Line(start=self._starts[index], text=event))
+            self._root_causes[index].read(event)
+            self._hand_on(Line(spec=self._specs[index], text=event))
         return True
 
-    def _say(self, line: Line) -> None:
-        """Hand a line to the caller, who hears no more once it has raised."""
-        if self._deaf:
+    def _hand_on(self, line: Line) -> None:
+        """Give a line to the caller's `on_line`, which is not called again once it has raised."""
+        if self._on_line_failed:
             return
         try:
             self._on_line(line)
         except Exception:
-            self._deaf = True
+            self._on_line_failed = True
             raise
 
-    def _bad(self) -> bool:
-        return any(end.code != 0 for end in self._ends.values())
+    def _any_failed(self) -> bool:
+        return any(end.code != 0 for end in self._exits.values())
 
     def _describe(self, index: int, code: int | None) -> ProcessExit:
         """Describe how a process ended, or how it is if `code` is None."""
         pid = self._processes[index].pid
         return ProcessExit(
-            start=self._starts[index],
+            spec=self._specs[index],
             pid=pid,
             code=code,
             after_s=time.monotonic() - self._began,
-            stopped=code is None and keeper.is_stopped(pid),
+            stopped=code is None and reaper.is_stopped(pid),
         )
 
-    def ended(self) -> ExitReport:
+    def report(self) -> ExitReport:
         """Return how all processes ended, in order."""
         ends = {
             index: replace(
-                end, last_lines=tuple(self._last[index]), culprit=self._culprits[index].found
+                end, last_lines=tuple(self._last[index]), root_cause=self._root_causes[index].found
             )
-            for index, end in self._ends.items()
+            for index, end in self._exits.items()
         }
         return ExitReport(
-            ends=tuple(end for index, end in ends.items() if index in self._by_themselves),
-            left=tuple(end for index, end in ends.items() if index not in self._by_themselves),
+            exits=tuple(end for index, end in ends.items() if index in self._by_themselves),
+            remaining=tuple(end for index, end in ends.items() if index not in self._by_themselves),
             timeout_s=self._timeout_s,
         )
 

@@ -1,7 +1,7 @@
 """A communicator for ranks that share no memory: what is common to all transports of flat tensors.
 
-It knows who sends which pieces to whom, checks, and packs and unpacks parcels. How long to wait,
-what to say if nobody comes, and the collectives that a transport has of its own stay with the
+It knows who sends which pieces to whom, checks shards, and packs and unpacks buffers. How long to
+wait, what to say if nobody comes, and the collectives that a transport has of its own stay with the
 transport.
 
 A message is a copy, so that the shard is its owner's again as soon as it is sent; a collective
@@ -73,7 +73,7 @@ class Role:
 
 
 class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
-    """One rank's ends, over the connections of its process.
+    """Executes boxing steps for one rank, over the connections of its process.
 
     `sent_bytes` is made of the buffers that are handed over, not of what steps predict: a message
     is counted here, as it is posted, and a collective by the subclass, which has a `TrafficCounter`
@@ -214,21 +214,23 @@ class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
         """Fill each tensor with the message of its sender for the call's tag."""
 
     @abstractmethod
-    def _trade(self, call: CollectiveCall, ranks: tuple[int, ...], parcels: PackedBuffers) -> None:
-        """Send each rank its chunk of `parcels.sent`, and fill `parcels.received` with theirs.
+    def _exchange_buffers(
+        self, call: CollectiveCall, ranks: tuple[int, ...], buffers: PackedBuffers
+    ) -> None:
+        """Send each rank its chunk of `buffers.sent`, and fill `buffers.received` with theirs.
 
-        May call `parcels.keep_own` while data is under way.
+        May call `buffers.keep_own` while data is under way.
 
         Args:
             call: The call that does so.
             ranks: The group.
-            parcels: The chunks, in the order of `ranks`; what stays here is often but not always
+            buffers: The chunks, in the order of `ranks`; what stays here is often but not always
                 left out.
         """
 
-    def _count(self, meter: TrafficCounter) -> None:
+    def _count(self, traffic: TrafficCounter) -> None:
         """Count what a collective was given for other ranks, once its library has been called."""
-        sent_bytes = meter.take()
+        sent_bytes = traffic.take()
         # With no call between reading and writing: at one, another thread may have its turn, and
         # the messages that it counts would be lost.
         self.sent_bytes += sent_bytes
@@ -272,10 +274,10 @@ class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
             shard: This rank's part under the step's source.
         """
         known = self._role(call).manifest
-        parcels = PackedBuffers(call.step, known, shard, device=self._device)
+        buffers = PackedBuffers(call.step, known, shard, device=self._device)
         if not known.is_idle:
-            self._trade(call, ranks, parcels)
-        return parcels.result()
+            self._exchange_buffers(call, ranks, buffers)
+        return buffers.result()
 
     def _shape_after(self, step: Step) -> tuple[int, ...]:
         """Return the local shape of this rank under the step's target."""

@@ -7,8 +7,7 @@
     rank 1   receive(from 0, "x")  fingerprint 0: is it the one of "x"? then data
 
 Without it two ranks that run different programs wait for each other until a deadline, take each
-other's numbers for their own, or end in a transport's abort. Costs one small exchange a step. Knows
-torch.
+other's numbers for their own, or end in a transport's abort. Costs one small exchange a step.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ class Fingerprinted(BoxingBackend):
 
 
 @dataclass(slots=True)
-class _Inbox:
+class _ReceivedFingerprints:
     """The fingerprints that one rank has sent to another.
 
     Args:
@@ -100,7 +99,7 @@ class _Inbox:
 
 
 class FingerprintedCommunicator(Communicator):
-    """The ends of all steps of one rank, each compared with the others' before it begins.
+    """Executes boxing steps for one rank, each compared with the other ranks' before it begins.
 
     `sent_bytes` is what the steps have this rank send, without fingerprints; it is the communicator
     below that counts what is moved.
@@ -118,7 +117,7 @@ class FingerprintedCommunicator(Communicator):
         self._lock = threading.Lock()
         #: Collectives by group, and messages by receiver.
         self._counts: dict[tuple[int, ...] | int, int] = defaultdict(int)
-        self._inboxes: dict[int, _Inbox] = {}
+        self._received_from: dict[int, _ReceivedFingerprints] = {}
 
     def collective(
         self,
@@ -161,9 +160,9 @@ class FingerprintedCommunicator(Communicator):
         for receiver in _others(step, sender=self.rank):
             number = self._count(receiver)
             self._communicator.send(
-                _letter(self.rank, receiver),
+                _fingerprint_step(self.rank, receiver),
                 values,
-                tag=_letter_tag(self.rank, receiver, number),
+                tag=_fingerprint_tag(self.rank, receiver, number),
                 deadline_s=deadline_s,
             )
         self._communicator.send(step, shard, tag=tag, deadline_s=deadline_s)
@@ -191,40 +190,45 @@ class FingerprintedCommunicator(Communicator):
         for this tag is kept. One thread receives at a time, for all.
         """
         with self._lock:
-            inbox = self._inboxes.setdefault(sender, _Inbox())
+            log = self._received_from.setdefault(sender, _ReceivedFingerprints())
         key = _key(tag)
         while True:
-            with inbox.changed:
-                inbox.changed.wait_for(lambda: key in inbox.unclaimed or not inbox.is_read)
-                if key in inbox.unclaimed:
-                    found = inbox.unclaimed[key].pop(0)
-                    if not inbox.unclaimed[key]:
-                        del inbox.unclaimed[key]
+            with log.changed:
+                log.changed.wait_for(lambda: key in log.unclaimed or not log.is_read)
+                if key in log.unclaimed:
+                    found = log.unclaimed[key].pop(0)
+                    if not log.unclaimed[key]:
+                        del log.unclaimed[key]
                     return found
-                number, inbox.is_read = inbox.count, True
+                number, log.is_read = log.count, True
             try:
-                text = self._receive_letter(sender, number, inbox, mine, call)
-                with inbox.changed:
-                    inbox.count += 1
-                    inbox.unclaimed[_key_of(text)].append(text)
+                text = self._receive_fingerprint(sender, number, log, mine, call)
+                with log.changed:
+                    log.count += 1
+                    log.unclaimed[_key_of(text)].append(text)
             finally:
-                with inbox.changed:
-                    inbox.is_read = False
-                    inbox.changed.notify_all()
+                with log.changed:
+                    log.is_read = False
+                    log.changed.notify_all()
 
-    def _receive_letter(
-        self, sender: int, number: int, inbox: _Inbox, mine: str, call: CollectiveCall
+    def _receive_fingerprint(
+        self,
+        sender: int,
+        number: int,
+        log: _ReceivedFingerprints,
+        mine: str,
+        call: CollectiveCall,
     ) -> str:
         try:
             values = self._communicator.receive(
-                _letter(sender, self.rank),
+                _fingerprint_step(sender, self.rank),
                 None,
-                tag=_letter_tag(sender, self.rank, number),
+                tag=_fingerprint_tag(sender, self.rank, number),
                 deadline_s=round(call.left_s, 3),
             )
         except BoxingError as error:
-            with inbox.changed:
-                kept = [_shown(text) for texts in inbox.unclaimed.values() for text in texts]
+            with log.changed:
+                kept = [_shown(text) for texts in log.unclaimed.values() for text in texts]
             sent = "; ".join(kept) or "nothing else"
             raise BoxingError(
                 error.what,
@@ -295,7 +299,7 @@ def _others(step: Step, *, sender: int | None = None, receiver: int | None = Non
     return sorted(found - {receiver})
 
 
-def _letter(sender: int, receiver: int) -> Step:
+def _fingerprint_step(sender: int, receiver: int) -> Step:
     """Return the step that takes one fingerprint from one rank to another."""
     return Step(
         kind=StepKind.TRANSFER,
@@ -308,5 +312,5 @@ def _letter(sender: int, receiver: int) -> Step:
     )
 
 
-def _letter_tag(sender: int, receiver: int, number: int) -> str:
+def _fingerprint_tag(sender: int, receiver: int, number: int) -> str:
     return f"fingerprint of message {number} from rank {sender} to rank {receiver}"

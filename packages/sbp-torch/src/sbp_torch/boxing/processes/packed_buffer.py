@@ -1,7 +1,7 @@
-"""Shards to flat messages and back: the pieces for one rank, one after the other.
+"""Packed buffers: the pieces of a shard for other ranks, one after the other in flat memory.
 
 For transports between processes. The geometry (which slice goes where) is `slices` and `manifest`,
-putting pieces together is `execute.combine`, when messages are sent is `exchange`.
+putting pieces together is `execute.combine`, when buffers are sent is `exchange`.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ def pack(shard: torch.Tensor, pieces: Sequence[Piece], *, copy: bool = False) ->
 
 
 def unpack(
-    pieces: Sequence[Piece], parcels: Mapping[int, torch.Tensor]
+    pieces: Sequence[Piece], buffers: Mapping[int, torch.Tensor]
 ) -> list[tuple[Piece, torch.Tensor]]:
     """Return each piece with its values, as views.
 
     Args:
         pieces: In the order in which `pack` had those of each sender.
-        parcels: What `pack` returned, by sender; shape (elements,).
+        buffers: What `pack` returned, by sender; shape (elements,).
     """
-    offsets = dict.fromkeys(parcels, 0)
+    offsets = dict.fromkeys(buffers, 0)
     values: list[tuple[Piece, torch.Tensor]] = []
     for piece in pieces:
         shape = tuple(stop - start for start, stop in piece.target)
         start = offsets[piece.sender]
         offsets[piece.sender] = start + prod(shape)
-        values.append((piece, parcels[piece.sender][start : start + prod(shape)].view(shape)))
+        values.append((piece, buffers[piece.sender][start : start + prod(shape)].view(shape)))
     return values
 
 

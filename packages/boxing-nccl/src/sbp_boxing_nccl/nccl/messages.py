@@ -51,7 +51,7 @@ def pair_name(sender: int, receiver: int) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
+class NcclMessage:
     """One message that was posted.
 
     Args:
@@ -97,8 +97,8 @@ class SendQueue:
         self._connect = connect
         self._fail = fail
         self._name = pair_name(store.rank, receiver)
-        self._posted: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-        self._offered: dict[int, Message] = {}
+        self._posted: queue.SimpleQueue[NcclMessage | None] = queue.SimpleQueue()
+        self._offered: dict[int, NcclMessage] = {}
         self._num_posted = self._num_offered = self._num_sent = 0
         #: When the time of all messages is over, on the clock of `time.monotonic`.
         self.end_s = 0.0
@@ -111,7 +111,7 @@ class SendQueue:
         """Whether all messages are on the stream."""
         return self._num_posted == self._num_sent
 
-    def post(self, message: Message) -> None:
+    def post(self, message: NcclMessage) -> None:
         """Send a message once the receiver asks for it; returns at once."""
         self._num_posted += 1
         self.end_s = max(self.end_s, message.call.end_s)
@@ -151,7 +151,7 @@ class SendQueue:
                 return False
             self._offer(message)
 
-    def _offer(self, message: Message) -> None:
+    def _offer(self, message: NcclMessage) -> None:
         offer = json.dumps([message.call.tag, message.values.nbytes])
         self._offered[self._num_offered] = message
         self._store.publish(f"{self._name}/offer/{self._num_offered}", offer, [self._receiver])
@@ -179,7 +179,7 @@ class SendQueue:
         elif not in_time:
             raise most_urgent.missing([self._receiver])
 
-    def _send(self, channel: PairCommunicator, message: Message) -> None:
+    def _send(self, channel: PairCommunicator, message: NcclMessage) -> None:
         values = message.values
         with self._limits.launching(message.call, lambda: [self._receiver]) as entry:
             channel.wait_for(message.ready)

