@@ -48,12 +48,12 @@ def test_the_memory_of_a_rank_is_one_figure_and_what_it_consists_of():
     assert f"{format_bytes(peak.kinds[Kind.PARAMETERS])} parameters" in parts
 
 
-def test_memory_that_is_not_known_is_bounded():
+def test_memory_that_is_not_known_is_said_to_be_unchecked():
     found = planned()
 
     (line,) = memory_lines(found.plan, "it is too odd")
 
-    assert line == "memory by kind is not known: it is too odd"
+    assert line == "memory is not known, so no limit was checked: it is too odd"
 
 
 def test_one_is_counted_without_a_plural():

@@ -14,14 +14,15 @@ from torch import Tensor, nn
 from sbp_aten.pass_options import PassOptions, SliceAlong, Slicing
 from sbp_aten.passes import prepare_step, share_expressions
 from sbp_aten.passes.operator_slicing import slice_operators
-from sbp_core.check import RankMemory, check
+from sbp_core.check import check
 from sbp_core.compile import CompileOptions, compile_plan
 from sbp_core.compile.physical import ActorKind, PhysicalPlan
 from sbp_core.errors import ConfigError, SbpValueError
 from sbp_core.graph import LogicalGraph, verify_graph
-from sbp_core.graph.ir import Phase
+from sbp_core.graph.ir import Phase, TensorType
 from sbp_core.infer import infer_strategy
 from sbp_core.infer.pins import PinValue, activations
+from sbp_core.memory import RankMemory, predict
 from sbp_core.passes import accumulate
 from sbp_core.passes.recomputation import Recompute, recompute
 from sbp_core.placement import Placement
@@ -293,13 +294,11 @@ def _measured(
     for actor in plan.ranks[0].actors:
         if actor.kind is ActorKind.COLLECTIVE:
             step = plan.steps[actor.step]
-            whole = max(actor.transient_bytes, 0)
-            if step.kind.value == "reduce-scatter":
-                whole *= num_ranks
+            whole = TensorType(step.shape, step.dtype).size_bytes
             kinds[step.kind.value] = max(kinds.get(step.kind.value, 0), whole)
     return _Measured(
         plan=plan,
-        memory=check(plan).memory[0],
+        memory=predict(plan).ranks[0],
         gathered_bytes=kinds["all-gather"],
         reduced_bytes=kinds["reduce-scatter"],
     )
@@ -345,7 +344,7 @@ def test_slices_move_the_bytes_of_the_whole_and_need_less_memory(num_ranks: int)
     )
     # Gathered for the forward phase, gathered again for the backward phase, gradients reduced.
     assert moved == 3 * (num_ranks - 1) * sum(sizes)
-    assert found.memory.states == whole.memory.states
+    assert found.memory.resting == whole.memory.resting
     assert whole.memory.peak - found.memory.peak > max(sizes)
 
 

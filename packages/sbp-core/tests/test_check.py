@@ -13,7 +13,6 @@ from sbp_core.compile.physical import ActorKind, PhysicalPlan, RankPlan
 from sbp_core.errors import PlanError
 from sbp_core.graph.ir import Rate
 from sbp_core.placement import Placement
-from sbp_core.testing.graphs import chain
 from sbp_core.testing.plans import data_parallel_plan, diamond, pipeline_plan, strategy_of
 
 _MIXED = Placement.grid((2, 2), ("pipe", "data"))
@@ -74,56 +73,6 @@ def test_gpipe_holds_more_than_one_forward_one_backward() -> None:
 
     stash = (0, "forward.0.0#0")
     assert (gpipe.occupancy[stash], alternating.occupancy[stash]) == (4, 2)
-    assert gpipe.memory[0].peak > alternating.memory[0].peak
-    assert gpipe.memory[0].states == alternating.memory[0].states
-
-
-def test_memory_is_that_of_states_and_of_what_lives_at_once() -> None:
-    plan = compile_plan(chain(), strategy_of(chain(), (Placement([0], ["rank"]),)))
-
-    memory = check(plan).memory[0]
-
-    assert memory.states == 4 * 4 * 4
-    assert memory.peak == memory.states + 2 * 8 * 4 * 4
-
-
-def test_new_states_live_beside_the_old_ones() -> None:
-    graph = diamond()
-    plan = compile_plan(graph, strategy_of(graph, (Placement([0], ["rank"]),)))
-
-    assert check(plan).memory[0].peak >= 2 * 4 * 4 * 4
-
-
-def test_what_a_collective_takes_lives_beside_what_it_makes() -> None:
-    graph, matrix = diamond(), 4 * 4 * 4
-    plan = compile_plan(graph, strategy_of(graph, signatures={"y": "S(1) | S(0) -> P"}))
-
-    (reduce,) = [a for a in plan.by_rank[0].actors if a.kind is ActorKind.COLLECTIVE]
-
-    assert reduce.transient_bytes == matrix
-
-
-def test_what_is_on_its_way_counts_for_the_sender() -> None:
-    # With four micro-batches in flight, stage 0 runs all of them before stage 1 takes the first.
-    plan = pipeline_plan(4, (4, 4))
-    forward = {r.name: r for r in plan.by_rank[0].registers}["forward.0.0#0"]
-    links = [link for link in plan.links if link.sender[0] == 0]
-    without = replace(
-        plan, steps=tuple(replace(s, shape=(0, s.shape[1]), size_bytes=0) for s in plan.steps)
-    )
-
-    assert [link.quota for link in links] == [4]
-    assert check(plan).memory[0].peak > check(without).memory[0].peak
-    assert check(plan).memory[0].peak >= 2 * 4 * forward.size_bytes
-
-
-def test_a_plan_that_does_not_fit_is_refused() -> None:
-    plan = data_parallel_plan()
-    peak = max(memory.peak for memory in check(plan).memory.values())
-
-    check(plan, memory_bytes=peak)
-    with pytest.raises(PlanError, match=r"rank 0 would need .* of it for states"):
-        check(plan, memory_bytes=peak - 1)
 
 
 def test_a_quota_that_is_too_low_is_refused_with_the_cycle() -> None:

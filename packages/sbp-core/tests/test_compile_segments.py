@@ -131,16 +131,6 @@ def test_a_register_between_threads_is_double_buffered() -> None:
     assert set(plan.by_rank[1].orders) == {"boxing", "compute"}
 
 
-def test_register_bytes_are_those_of_the_shard() -> None:
-    plan = _plan(chain(batch=5), signatures={"lin.mm": "S(0) | B -> S(0)"})
-
-    sizes = [
-        {k: r.size_bytes for r in part.registers for k in r.keys}["lin.mm"] for part in plan.ranks
-    ]
-
-    assert sizes == [3 * 4 * 4, 2 * 4 * 4]
-
-
 def test_a_transfer_is_a_send_a_receive_and_a_link_for_each_pair() -> None:
     mesh = Placement.grid((2, 2), ("pipe", "data"))
 
@@ -239,53 +229,6 @@ def test_host_states_advance_on_every_stage() -> None:
     plan = _plan(graph, stages=(_ONE, _TWO), node_stages=later)
 
     assert [part.by_name["host"].stage for part in plan.ranks] == [0, 1]
-
-
-def test_transient_bytes_are_the_most_alive_at_once_inside_a_firing() -> None:
-    matrix = 8 * 4 * 4
-
-    forward = _plan(chain(), stages=(_ONE,)).by_rank[0].by_name["forward.0.0"]
-
-    assert forward.transient_bytes == 2 * matrix  # mm and relu, before mm is freed
-
-
-def test_what_the_backward_phase_needs_stays_alive_inside_the_forward_firing() -> None:
-    graph = diamond()
-
-    forward = _plan(graph, stages=(_ONE,)).by_rank[0].by_name["forward.0.0"]
-
-    assert forward.transient_bytes == 4 * 4 * 4 * 4  # a, b, c, and y, which is kept
-
-
-def test_aliases_take_no_bytes() -> None:
-    b = Builder()
-    b.add_input("x", InputKind.BATCH, (4, 4))
-    b.op("t", "t.default", (Ref("x"),), (4, 4))
-    b.op("loss", "sum.default", (Ref("t"),), ())
-    b.outputs.append(GraphOutput(name="loss", kind=OutputKind.LOSS, value="loss"))
-
-    assert _plan(b.graph(), stages=(_ONE,)).by_rank[0].by_name["forward.0.0"].transient_bytes == 4
-
-
-def test_what_an_alias_views_lives_as_long_as_the_alias() -> None:
-    b, matrix = Builder(), 4 * 4 * 4
-    b.add_input("x", InputKind.BATCH, (4, 4))
-    b.op("y", "mm.default", (Ref("x"), Ref("x")), (4, 4))
-    b.op("t", "t.default", (Ref("y"),), (4, 4))
-    b.op("z", "relu.default", (Ref("t"),), (4, 4), pointwise=True)
-    b.op("loss", "sum.default", (Ref("z"),), ())
-    b.outputs.append(GraphOutput(name="loss", kind=OutputKind.LOSS, value="loss"))
-
-    forward = _plan(b.graph(), stages=(_ONE,)).by_rank[0].by_name["forward.0.0"]
-
-    assert forward.transient_bytes == 2 * matrix  # y, which t looks at, and z
-
-
-def test_new_states_count_as_written_bytes_of_the_shard() -> None:
-    plan = _plan(diamond(), storage={"w": "S(0)"})
-
-    written = {actor.name: actor.written_bytes for actor in plan.by_rank[0].actors}
-    assert sum(written.values()) == 2 * 4 * 4
 
 
 def test_actors_of_a_stage_have_the_same_names_on_all_its_ranks() -> None:

@@ -39,7 +39,7 @@ MOST_S = 20.0
 
 def use_plan(value: Any) -> None:
     plan = physical.from_json(value)
-    check(plan, memory_bytes=2**40)
+    check(plan)
     assert plan.hash
     assert plan.boxing_bytes >= 0
 

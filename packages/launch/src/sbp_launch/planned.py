@@ -11,12 +11,12 @@ from typing import cast
 from torch import nn
 
 from sbp_aten.passes import prepare_step
-from sbp_core.check import CheckReport, check, check_memory
+from sbp_core.check import CheckReport, check
 from sbp_core.compile import CompileOptions, PhysicalPlan, compile_plan
 from sbp_core.errors import PlanError
 from sbp_core.graph import InputKind, LogicalGraph, Phase
 from sbp_core.infer import infer_strategy
-from sbp_core.memory import MemoryReport, predict
+from sbp_core.memory import MemoryReport, check_memory, predict
 from sbp_core.passes import allow_unknown
 from sbp_core.plugins import GraphPass, Planner, PlanRequest
 from sbp_core.signatures import Unknown
@@ -72,23 +72,21 @@ def plan_step(run: Run, program: Program) -> Planned:
         strategy = _regathering(planner.plan(request), config)
     with run.stage("compiling and checking the plan"):
         planned = _compiled(config, program, graph, strategy)
-    with run.stage("measuring its memory"):
+    with run.stage("predicting its memory"):
         return _with_memory(planned, program)
 
 
 def _with_memory(planned: Planned, program: Program) -> Planned:
-    """Find out what the plan needs, from a replay of the step.
+    """Predict what the plan needs, and compare it with the memory of a rank.
 
     Raises:
         PlanError: a rank would not fit its memory.
     """
-    limit = program.cluster.device.memory_bytes
     try:
         memory = predict(planned.plan)
     except PlanError as error:
-        check_memory(planned.checked.needs, limit)
         return replace(planned, memory=error.what)
-    check_memory(memory.needs, limit)
+    check_memory(memory, program.cluster.device.memory_bytes)
     return replace(planned, memory=memory)
 
 
@@ -171,8 +169,7 @@ def plan_evaluation(run: Run, program: Program, train: Planned) -> Planned:
     )
     regather = train.strategy.regather
     made = _compiled(config, program, graph, replace(strategy, regather=regather))
-    check_memory(made.checked.needs, program.cluster.device.memory_bytes)
-    return made
+    return _with_memory(made, program)
 
 
 @contextmanager

@@ -25,7 +25,7 @@ def memory_lines(plan: PhysicalPlan, memory: MemoryReport | str) -> list[str]:
         memory: Of each rank, or why it is not known.
     """
     if isinstance(memory, str):
-        return [f"memory by kind is not known: {memory}"]
+        return [f"memory is not known, so no limit was checked: {memory}"]
     found = memory.ranks
     lines = []
     for index, stage in enumerate(plan.stages):

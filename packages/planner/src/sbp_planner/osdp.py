@@ -14,9 +14,9 @@ parameter, M micro-batches in a step (the paper has one):
 
 The choice is exact (`knapsack`). It becomes pins on parameters, states, gradients and updates; the
 batch is split; the rest is inferred. The model leaves out what the paper's does, such as the new
-values of states beside the old ones, so the plan is compiled and its memory computed from lifetimes
-(`sbp_core.check`); where that exceeds the limit, the choice is made again under a limit that is
-lower by as much. Holds the model.
+values of states beside the old ones, so the plan is compiled and its memory predicted exactly
+(`sbp_core.memory`; without a tensor library the model's number stands); where that exceeds the
+limit, the choice is made again under a limit that is lower by as much. Holds the model.
 
 Source: Jiang et al., "OSDP: Optimal Sharded Data Parallel for Distributed Deep Learning", IJCAI
 2023, section 3.
@@ -26,14 +26,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 from typing import Any
 
-from sbp_core.check import check
 from sbp_core.cluster import Cluster
-from sbp_core.compile import compile_plan
-from sbp_core.errors import ConfigError, PlanError
+from sbp_core.compile import PhysicalPlan, compile_plan
+from sbp_core.errors import ConfigError, PlanError, SbpLookupError
 from sbp_core.graph import GraphInput, InputKind, LogicalGraph, Phase
 from sbp_core.infer import PinValue, infer_strategy
+from sbp_core.memory import predict
 from sbp_core.placement import Placement
 from sbp_core.plugins import PlanRequest
 from sbp_core.sbp import split_bounds
@@ -68,8 +69,7 @@ class OsdpPlanner:
             choice = everything if choice is None else choice
             chosen = dict(zip(model.names, choice.sharded, strict=True))
             strategy = _infer(request, self.config.axis, chosen, {})
-            checked = check(compile_plan(request.graph, strategy))
-            needed = max(memory.peak for memory in checked.memory.values())
+            needed = _needed_bytes(compile_plan(request.graph, strategy), choice)
             if needed <= model.limit_bytes:
                 report = {
                     "osdp": model.report(choice) | {"plan_memory_bytes_per_rank": needed},
@@ -107,6 +107,14 @@ class OsdpPlanner:
             buffers_bytes=_unsharded_bytes(request.graph, names),
             limit_bytes=self.config.memory_bytes or request.cluster.device.memory_bytes,
         )
+
+
+def _needed_bytes(plan: PhysicalPlan, choice: KnapsackSolution) -> int:
+    """Return what the rank needs that needs most: exactly, with a tensor library installed."""
+    try:
+        return predict(plan).peak
+    except SbpLookupError:
+        return ceil(choice.memory_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from sbp_core.compile.buckets import bucket
 from sbp_core.compile.donation import donate_states
-from sbp_core.compile.firings import Firings
 from sbp_core.compile.legality import check_strategy
 from sbp_core.compile.liveness import dying_keys, keys_in, keys_out
 from sbp_core.compile.lower import lower
@@ -22,6 +21,7 @@ from sbp_core.compile.physical import (
     LOCAL_BOX,
     OVERWRITE,
     Actor,
+    ActorId,
     ActorKind,
     Channel,
     Instruction,
@@ -31,7 +31,7 @@ from sbp_core.compile.physical import (
     to_json,
 )
 from sbp_core.compile.segments import CompileOptions, form_plan
-from sbp_core.compile.token_game import ActorId, TokenGame
+from sbp_core.compile.token_game import TokenGame
 from sbp_core.graph.ir import LogicalGraph
 from sbp_core.strategy import Strategy
 
@@ -43,7 +43,6 @@ __all__ = [
     "ActorKind",
     "Channel",
     "CompileOptions",
-    "Firings",
     "Instruction",
     "PhysicalPlan",
     "RankPlan",

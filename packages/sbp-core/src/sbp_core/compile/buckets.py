@@ -390,11 +390,6 @@ def _extents(step: Step, dim: int) -> tuple[int, int]:
 # What ranks execute.
 
 
-def are_views(item: Item) -> bool:
-    """Whether what an unpack makes looks at the buffer instead of copying from it."""
-    return item.packed[0].kind is not StepKind.ALL_GATHER
-
-
 def pack_instructions(item: Item) -> Iterator[Instruction]:
     """Yield how values are laid out in a flat buffer; the same on every rank."""
     (flat,) = item.outputs

@@ -55,10 +55,8 @@ def _of_rank(plan: PhysicalPlan, part: RankPlan) -> RankPlan:
         taken: tuple[str, ...] = ()
         if actor.rate is Rate.STEP:
             taken = tuple(s for s in states if _is_free(part, actor, s, views, place))
-        size = sum(tensors[state].local_bytes for state in taken)
         if taken:
-            written = max(0, actor.written_bytes - size)
-            actor = _overwriting(replace(actor, in_place=taken, written_bytes=written), views)
+            actor = _overwriting(replace(actor, in_place=taken), views)
         actors.append(actor)
     return replace(part, actors=tuple(actors))
 

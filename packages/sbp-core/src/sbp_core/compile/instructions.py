@@ -13,16 +13,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from sbp_core.compile.buckets import are_views, pack_instructions, unpack_instructions
+from sbp_core.compile.buckets import pack_instructions, unpack_instructions
 from sbp_core.compile.items import Item, ItemKind
 from sbp_core.compile.physical import LOCAL_BOX, Instruction
 from sbp_core.compile.program import Program
 from sbp_core.graph.ir import Argument, Node, Ref, map_refs
-from sbp_core.sbp import Partial, Split
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.localize import localize
 from sbp_core.signatures.rule import LocalProgram
-from sbp_core.signatures.views import is_view
 
 _RENAMED = {
     # A part need not be contiguous where the logical tensor is, so views must be able to copy.
@@ -157,55 +155,6 @@ def host_instruction(item: Item) -> Instruction:
     assert node is not None, item.name
     return Instruction(
         op=node.op, args=node.args, kwargs=node.kwargs, outputs=node.outputs, node=node.name
-    )
-
-
-def transient_bytes(program: Program, rank: int, items: Sequence[Item]) -> int:
-    """Return the most bytes that a segment's own values take at once while it runs.
-
-    An alias takes none, but what it views lives as long as the alias does.
-    """
-    base = _bases(program, items)
-    last = {
-        base.get(key, key): index
-        for index, item in enumerate(items)
-        for key in (*item.inputs, *item.outputs)
-    }
-    kept = {base[key] for key in base if key in program.kept_keys}
-    sizes = {key: program.bytes_of(rank, key) for key, of in base.items() if key == of}
-    freed = [0] * len(items)
-    for key, index in last.items():
-        if key in sizes and key not in kept:
-            freed[index] += sizes[key]
-    alive = peak = 0
-    for item, gone in zip(items, freed, strict=True):
-        alive += sum(sizes.get(key, 0) for key in item.outputs)
-        peak = max(peak, alive)
-        alive -= gone
-    return peak
-
-
-def _bases(program: Program, items: Sequence[Item]) -> dict[str, str]:
-    """Return for each key that a segment makes the key whose memory it is in."""
-    base: dict[str, str] = {}
-    for item in items:
-        is_alias = item.kind is ItemKind.UNPACK and are_views(item)
-        if item.node is not None:
-            is_alias = _is_alias(program, item.node)
-        for key in item.outputs:
-            base[key] = base.get(item.inputs[0], item.inputs[0]) if is_alias else key
-    return base
-
-
-def _is_alias(program: Program, node: Node) -> bool:
-    """Whether the node views its argument; a slice of a split dim is a new tensor, partial."""
-    if not is_view(node.op):
-        return False
-    signature = program.strategy.nodes[node.name].signature
-    return not any(
-        isinstance(before, Split) and isinstance(after, Partial)
-        for made in signature.outputs
-        for before, after in zip(signature.inputs[0], made, strict=True)
     )
 
 

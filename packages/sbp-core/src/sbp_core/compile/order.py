@@ -13,11 +13,12 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 
-from sbp_core.compile.firings import ThreadId
-from sbp_core.compile.physical import ActorKind, PhysicalPlan
-from sbp_core.compile.token_game import ActorId, TokenGame
+from sbp_core.compile.physical import ActorId, ActorKind, PhysicalPlan
+from sbp_core.compile.token_game import TokenGame
 from sbp_core.errors import PlanError
 from sbp_core.graph.ir import PHASE_ORDER
+
+ThreadId = tuple[int, str]
 
 
 def order_firings(plan: PhysicalPlan) -> PhysicalPlan:
@@ -44,13 +45,13 @@ class _Scheduler:
         self.orders: dict[ThreadId, list[tuple[str, int]]] = defaultdict(list)
         for part in plan.ranks:
             for index, actor in enumerate(part.actors):
-                place = (part.rank, actor.name)
-                self.pending[(part.rank, actor.thread)].add(place)
+                actor_id = (part.rank, actor.name)
+                self.pending[(part.rank, actor.thread)].add(actor_id)
                 sends = actor.kind is ActorKind.SEND
-                self.rank_of[place] = (-1 if sends else PHASE_ORDER[actor.phase], index)
+                self.rank_of[actor_id] = (-1 if sends else PHASE_ORDER[actor.phase], index)
         self.free.update(self.pending)
-        for places in self.pending.values():
-            self._look_at(places)
+        for actor_ids in self.pending.values():
+            self._look_at(actor_ids)
         self.running: list[tuple[float, int, tuple[ActorId, ...]]] = []
         self.sequence = 0
 
@@ -63,8 +64,8 @@ class _Scheduler:
                     where=self._stuck(),
                     todo="raise in_flight of the stages named",
                 )
-            self.now, _, places = heapq.heappop(self.running)
-            self._finish(places)
+            self.now, _, actor_ids = heapq.heappop(self.running)
+            self._finish(actor_ids)
             while self.running and self.running[0][0] <= self.now:
                 self._finish(heapq.heappop(self.running)[2])
         return replace(
@@ -82,55 +83,55 @@ class _Scheduler:
             ),
         )
 
-    def _priority(self, place: ActorId) -> tuple[int, int, int]:
-        phase, index = self.rank_of[place]
-        return phase, self.game.started[place], index
+    def _priority(self, actor_id: ActorId) -> tuple[int, int, int]:
+        phase, index = self.rank_of[actor_id]
+        return phase, self.game.started[actor_id], index
 
     def _start_what_can(self) -> None:
         for thread in sorted(self.free):
             if thread not in self.free:
                 continue
-            for place in sorted(self.ready[thread], key=self._priority):
-                partners = self.game.partners(place)
+            for actor_id in sorted(self.ready[thread], key=self._priority):
+                partners = self.game.partners(actor_id)
                 threads = [self._thread(partner) for partner in partners]
                 are_ready = all(p in self.ready[t] for p, t in zip(partners, threads, strict=True))
                 if are_ready and all(t in self.free for t in threads):
                     self._start(partners, threads)
                     break
 
-    def _look_at(self, places: Iterable[ActorId]) -> None:
-        """Note which of some places have become ready."""
-        for place in places:
-            if self.game.is_ready(place):
-                self.ready[self._thread(place)].add(place)
+    def _look_at(self, actor_ids: Iterable[ActorId]) -> None:
+        """Note which of some actors have become ready."""
+        for actor_id in actor_ids:
+            if self.game.is_ready(actor_id):
+                self.ready[self._thread(actor_id)].add(actor_id)
 
-    def _thread(self, place: ActorId) -> ThreadId:
-        return place[0], self.game.actor(place).thread
+    def _thread(self, actor_id: ActorId) -> ThreadId:
+        return actor_id[0], self.game.actor(actor_id).thread
 
     def _start(self, partners: tuple[ActorId, ...], threads: list[ThreadId]) -> None:
-        for place, thread in zip(partners, threads, strict=True):
-            index = self.game.start(place)
-            self.ready[thread].discard(place)
-            self.orders[thread].append((place[1], index))
+        for actor_id, thread in zip(partners, threads, strict=True):
+            index = self.game.start(actor_id)
+            self.ready[thread].discard(actor_id)
+            self.orders[thread].append((actor_id[1], index))
             self.free.discard(thread)
-            if self.game.is_done(place):
-                self.pending[thread].discard(place)
+            if self.game.is_done(actor_id):
+                self.pending[thread].discard(actor_id)
         self.sequence += 1
-        end = self.now + max(self.game.actor(place).weight_s for place in partners)
+        end = self.now + max(self.game.actor(actor_id).weight_s for actor_id in partners)
         heapq.heappush(self.running, (end, self.sequence, partners))
 
-    def _finish(self, places: tuple[ActorId, ...]) -> None:
-        for place in places:
-            self.game.finish(place)
-            self.free.add(self._thread(place))
-        for place in places:
-            self._look_at(self.game.neighbours(place))
+    def _finish(self, actor_ids: tuple[ActorId, ...]) -> None:
+        for actor_id in actor_ids:
+            self.game.finish(actor_id)
+            self.free.add(self._thread(actor_id))
+        for actor_id in actor_ids:
+            self._look_at(self.game.neighbours(actor_id))
 
     def _stuck(self) -> list[str]:
         lines = []
-        for places in self.pending.values():
-            for place in sorted(places, key=lambda place: self.rank_of[place][1]):
-                wait = next(self.game.waits(place), None)
+        for actor_ids in self.pending.values():
+            for actor_id in sorted(actor_ids, key=lambda actor_id: self.rank_of[actor_id][1]):
+                wait = next(self.game.waits(actor_id), None)
                 if wait is not None:
-                    lines.append(f"rank {place[0]}: {place[1]} {wait.reason}")
+                    lines.append(f"rank {actor_id[0]}: {actor_id[1]} {wait.reason}")
         return lines[:12]

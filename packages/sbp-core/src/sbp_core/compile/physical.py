@@ -30,6 +30,9 @@ LOCAL_BOX = "sbp.local_box"
 #: Instruction that copies the new value of a state over the old one: arguments are (state, value).
 OVERWRITE = "aten.copy_.default"
 
+#: An actor among those of all ranks: its rank, and its name there.
+ActorId = tuple[int, str]
+
 
 class ActorKind(StrEnum):
     """The work that an actor owns."""
@@ -76,9 +79,6 @@ class Actor:
         in_place: States among `writes` whose new value is copied into the memory of the old one:
             by an instruction of a segment, else after the firing.
         weight_s: Rough time of one firing, for ordering only.
-        transient_bytes: Most bytes alive inside one firing, beside what it takes; of an
-            accumulation, its sums.
-        written_bytes: Bytes of the new state values, alive from its firing to the end of the step.
     """
 
     name: str
@@ -98,8 +98,6 @@ class Actor:
     writes: tuple[tuple[str, str], ...] = ()
     in_place: tuple[str, ...] = ()
     weight_s: float = 0.0
-    transient_bytes: int = 0
-    written_bytes: int = 0
 
     def num_firings(self, num_micro_batches: int) -> int:
         """Return how often it fires in one step."""
@@ -117,7 +115,6 @@ class Register:
         keys: The values in it.
         rate: How often it is filled: `STEP` for the sums of an accumulation.
         quota: How many may be alive at once.
-        size_bytes: Bytes of one filling on this rank.
         carries: Of a register that hands states from each micro-batch to the next, the names of
             the states, one for each key; else empty. Its consumers read them as states. It is full
             when a step begins, with the states themselves, and when it ends, with the new ones.
@@ -129,7 +126,6 @@ class Register:
     keys: tuple[str, ...]
     rate: Rate
     quota: int
-    size_bytes: int
     carries: tuple[str, ...] = ()
 
 
@@ -138,8 +134,8 @@ class Channel:
     """A register between ranks: what a send has put out and the receiver has not yet taken."""
 
     name: str
-    sender: tuple[int, str]
-    receiver: tuple[int, str]
+    sender: ActorId
+    receiver: ActorId
     quota: int
 
 
@@ -243,7 +239,7 @@ class PhysicalPlan:
 
 #: The file of a plan.
 PLAN = Document(
-    kind=PhysicalPlan, format="sbp-plan", version=2, todo="compile again with this version"
+    kind=PhysicalPlan, format="sbp-plan", version=3, todo="compile again with this version"
 )
 
 

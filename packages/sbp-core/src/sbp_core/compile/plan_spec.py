@@ -52,9 +52,6 @@ def verify_plan(plan: PhysicalPlan) -> PhysicalPlan:
             _check_slot(plan, part, slot)
         for actor in part.actors:
             _check_actor(plan, actor, f"actor {actor.name!r} of rank {part.rank}")
-        for register in part.registers:
-            if register.size_bytes < 0:
-                raise _negative(f"register {register.name!r}", register.size_bytes, where)
     for link in plan.links:
         _check_link(plan, link)
     return plan
@@ -64,10 +61,6 @@ def _check_once(what: str, names: Iterable[str | int], where: str) -> None:
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
         raise PlanError(f"two {what} are called {twice[0]!r}", where=where, accepted="each once")
-
-
-def _negative(what: str, size: float, where: str) -> PlanError:
-    return PlanError(f"{what} has {size} bytes", where=where, accepted="0 or more")
 
 
 def _check_tensor(shape: tuple[int, ...], dtype: str, where: str) -> None:
@@ -124,9 +117,6 @@ def _stage(plan: PhysicalPlan, stage: int, where: str) -> Placement:
 
 def _check_actor(plan: PhysicalPlan, actor: Actor, where: str) -> None:
     _stage(plan, actor.stage, where)
-    for size in (actor.transient_bytes, actor.written_bytes):
-        if size < 0:
-            raise _negative("a firing", size, where)
     if actor.kind is not ActorKind.COMPUTE:
         return
     known = {*actor.inputs, *actor.reads}

@@ -31,29 +31,11 @@ class Program:
         self.hosts = [item for item in lowered.items if item.kind is ItemKind.HOST]
         self.host_makers = {item.outputs[0]: item for item in self.hosts}
         self.inputs = {entry.name for entry in graph.inputs}
-        self.kept_keys = self._kept_keys()
         self._new_states = _by_value(lowered.new_states)
         self._calls: dict[str, OpCall] = {}
         self._weights_s: dict[str, float] = {}
-        #: Keys of one type that lie alike share what is known of their sizes, by rank.
-        self._sizes: dict[str, dict[int | None, int]] = {}
-        self._sizes_alike: dict[object, dict[int | None, int]] = defaultdict(dict)
-
-    def _kept_keys(self) -> set[str]:
-        """Return the keys that outlive the segment that makes them."""
-        segment: dict[str, tuple[object, ...]] = {}
-        own = [
-            (*item.segment, item.piece, item.kind is ItemKind.ACCUMULATE)
-            for item in self.lowered.items
-        ]
-        for item, mine in zip(self.lowered.items, own, strict=True):
-            segment |= dict.fromkeys(item.outputs, mine)
-        kept = {*self.lowered.results.values(), *self.lowered.new_states.values()}
-        for item, mine in zip(self.lowered.items, own, strict=True):
-            kept.update(
-                k for k in item.inputs if not item.is_inside or segment.get(k, mine) != mine
-            )
-        return kept
+        #: By what determines it: keys of one type that lie alike are of one size.
+        self._sizes: dict[object, int] = {}
 
     def stages_of(self, rank: int) -> set[int]:
         """Return the stages that a rank belongs to."""
@@ -76,22 +58,18 @@ class Program:
             self._calls[node.name] = OpCall.of(self.graph, node)
         return self._calls[node.name]
 
-    def bytes_of(self, rank: int | None, key: str) -> int:
-        """Return the bytes of a key on one rank (on the first of its stage, if None)."""
+    def bytes_of(self, key: str) -> int:
+        """Return the bytes of a key on the first rank of its stage, which has the largest part."""
         held = self.lowered.held.get(key)
         if held is None:
-            return 8
-        sizes = self._sizes.get(key)
-        if sizes is None:
-            kind = held.kind or self.graph.tensor(held.value)
-            sizes = self._sizes[key] = self._sizes_alike[kind, held.stage, held.sbp]
-        if rank not in sizes:
-            stage = self.strategy.stages[held.stage]
-            kind = held.kind or self.graph.tensor(held.value)
-            at = stage.coordinate(stage.rank_list[0] if rank is None else rank)
-            shape = local_shape(kind.shape, held.sbp, stage.mesh_shape, at)
-            sizes[rank] = TensorType(shape, kind.dtype).size_bytes
-        return sizes[rank]
+            return 8  # a host number
+        kind = held.kind or self.graph.tensor(held.value)
+        what = (kind, held.stage, held.sbp)
+        if what not in self._sizes:
+            mesh = self.strategy.stages[held.stage].mesh_shape
+            shape = local_shape(kind.shape, held.sbp, mesh, (0,) * len(mesh))
+            self._sizes[what] = TensorType(shape, kind.dtype).size_bytes
+        return self._sizes[what]
 
     def written(self, keys: Iterable[str]) -> tuple[tuple[str, str], ...]:
         """Return (state, key) of the states whose new values are among the keys, in their order."""
@@ -105,7 +83,7 @@ class Program:
         return self._weights_s[item.name]
 
     def _weight_s(self, item: Item) -> float:
-        size = sum(self.bytes_of(None, k) for k in (*item.inputs, *item.outputs))
+        size = sum(self.bytes_of(k) for k in (*item.inputs, *item.outputs))
         if item.node is None:
             return ROUGH_LAUNCH_S
         flop = work_flop(self.call(item.node))

@@ -11,7 +11,7 @@ from sbp_core.compile.program import Program
 from sbp_core.graph.ir import Phase, Rate
 
 
-def registers(program: Program, rank: int, actors: Sequence[Actor]) -> Iterable[Register]:
+def registers(program: Program, actors: Sequence[Actor]) -> Iterable[Register]:
     """Yield the registers of one rank: one for all that an actor makes for the same consumers."""
     consumers: dict[str, list[Actor]] = defaultdict(list)
     for actor in actors:
@@ -31,14 +31,11 @@ def registers(program: Program, rank: int, actors: Sequence[Actor]) -> Iterable[
                 keys=tuple(keys),
                 rate=rate,
                 quota=_quota(program, actor, consumers[keys[0]], rate),
-                size_bytes=sum(program.bytes_of(rank, key) for key in keys),
             )
-        yield from _carrying(program, rank, actor, actors)
+        yield from _carrying(program, actor, actors)
 
 
-def _carrying(
-    program: Program, rank: int, writer: Actor, actors: Sequence[Actor]
-) -> Iterable[Register]:
+def _carrying(program: Program, writer: Actor, actors: Sequence[Actor]) -> Iterable[Register]:
     """Yield the registers that hand the states an actor writes from micro-batch to micro-batch.
 
     before: n = add(mean, m) writes mean   in micro-batch 1, n = mean + m
@@ -60,7 +57,6 @@ def _carrying(
             rate=Rate.MICRO,
             # One filling is there when the step begins.
             quota=1 + max(_quota(program, writer, users, Rate.MICRO), _lag(program, users)),
-            size_bytes=sum(program.bytes_of(rank, key) for key in keys),
             carries=tuple(state for state, _ in pairs),
         )
 
@@ -133,7 +129,6 @@ def prefetch_registers(
                 keys=(),
                 rate=Rate.MICRO,
                 quota=program.strategy.num_micro_batches,
-                size_bytes=0,
             )
 
 

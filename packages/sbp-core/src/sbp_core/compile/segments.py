@@ -13,7 +13,7 @@ from typing import TypedDict
 
 from sbp_core.cluster import Cluster
 from sbp_core.compile.cuts import cut
-from sbp_core.compile.instructions import Instructions, host_instruction, transient_bytes
+from sbp_core.compile.instructions import Instructions, host_instruction
 from sbp_core.compile.items import Item, ItemKind, Lowered
 from sbp_core.compile.physical import Actor, ActorKind, PhysicalPlan, RankPlan
 from sbp_core.compile.program import ROUGH_BYTES_PER_S, ROUGH_LAUNCH_S, Program
@@ -90,7 +90,7 @@ def _rank_plan(
     program: Program, instructions: Instructions, rank: int, boxing_thread: str, prefetch: int
 ) -> RankPlan:
     actors = _Actors(program, instructions, rank, boxing_thread).make()
-    made = list(registers(program, rank, actors))
+    made = list(registers(program, actors))
     if boxing_thread != COMPUTE_THREAD:
         made += prefetch_registers(program, actors, prefetch)
     return RankPlan(
@@ -107,7 +107,6 @@ class _Leaving(TypedDict):
 
     emits: tuple[tuple[str, str], ...]
     writes: tuple[tuple[str, str], ...]
-    written_bytes: int
 
 
 class _Actors:
@@ -179,7 +178,6 @@ class _Actors:
             step=self.program.step_index[item.name],
             makes=made[0] if made else "",
             weight_s=20 * ROUGH_LAUNCH_S + bytes_each / ROUGH_BYTES_PER_S,
-            transient_bytes=sum(self.program.bytes_of(self.rank, key) for key in made),
             **self._leaving(made),
         )
 
@@ -189,7 +187,7 @@ class _Actors:
             assert item.node is not None
             sums.append((item.inputs[0], item.outputs[0], item.node.args[1]))
         outputs = tuple(total for _, total, _ in sums)
-        size = sum(self.program.bytes_of(None, key) for key in outputs)
+        size = sum(self.program.bytes_of(key) for key in outputs)
         return Actor(
             name=name,
             kind=ActorKind.ACCUMULATE,
@@ -201,7 +199,6 @@ class _Actors:
             outputs=outputs,
             accumulates=tuple(sums),
             weight_s=ROUGH_LAUNCH_S * len(sums) + 3 * size / ROUGH_BYTES_PER_S,
-            transient_bytes=size,
             **self._leaving(outputs),
         )
 
@@ -226,7 +223,6 @@ class _Actors:
                 *(part for item in items for part in self.instructions.of(self.rank, item)),
             ),
             weight_s=sum(map(program.weight_s, items)),
-            transient_bytes=transient_bytes(program, self.rank, items),
             **self._leaving(outputs),
         )
 
@@ -254,28 +250,21 @@ class _Actors:
         )
 
     def _finish_outputs(self, actors: Sequence[Actor]) -> list[Actor]:
-        """Keep among each actor's outputs only what another actor takes.
-
-        What goes to the next micro-batch through a register is counted there, not as written.
-        """
+        """Keep among each actor's outputs only what another actor takes."""
         taken = {key for actor in actors for key in actor.inputs}
         finished = []
         for actor in actors:
             carried = {k for s, k in actor.writes if carried_readers(self.program, s, actors)}
-            in_registers = sum(self.program.bytes_of(self.rank, key) for key in carried)
             outputs = (key for key in actor.outputs if key in taken or key in carried)
-            written = actor.written_bytes - in_registers
-            finished.append(replace(actor, outputs=tuple(outputs), written_bytes=written))
+            finished.append(replace(actor, outputs=tuple(outputs)))
         return finished
 
     def _leaving(self, keys: Sequence[str]) -> _Leaving:
-        """Return which results and new states are among the keys, and the bytes of the latter."""
+        """Return which results and new states are among the keys."""
         made, lowered = set(keys), self.program.lowered
-        writes = self.program.written(made)
         return {
             "emits": tuple((n, k) for n, k in lowered.results.items() if k in made),
-            "writes": writes,
-            "written_bytes": sum(self.program.bytes_of(self.rank, key) for _, key in writes),
+            "writes": self.program.written(made),
         }
 
 

@@ -1,8 +1,18 @@
-"""The token game of a plan: who may fire, given data and credits. Counts only, no tensors.
+"""The token game of a plan: who may fire, given data and credits. Counts only.
 
-Registers and links are first-in first-out, so a count of fillings and a count of readings by each
-consumer is their whole state. The scheduler plays the game to find an order, `sbp_core.check`
-replays the order to prove it, and the reference runtime replays it with real tensors.
+Registers and channels are first-in first-out, so a count of fillings and a count of readings by
+each consumer is their whole state. The scheduler plays the game to find an order; the interpreter
+plays it again in that order.
+
+    register r of quota 2, from f to g      f finished   g finished   filled  live   f may  g may
+    the step begins                         0            0            0       0      yes    no
+    f                                       1            0            1       1      yes    yes
+    f                                       2            0            2       2      no     yes
+    g                                       2            1            2       1      yes    yes
+
+That a register is full is a credit that its producer lacks: back pressure is data in the other
+direction. A register that carries states has one filling more than its producer has made: the
+states themselves, with which the step begins.
 """
 
 from __future__ import annotations
@@ -11,11 +21,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from sbp_core.compile.physical import Actor, ActorKind, Channel, PhysicalPlan, Register
+from sbp_core.compile.physical import Actor, ActorId, ActorKind, Channel, PhysicalPlan, Register
 from sbp_core.graph.ir import Rate
-
-#: Rank and name of an actor.
-ActorId = tuple[int, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,21 +42,22 @@ class TokenGame:
         self.finished: dict[ActorId, int] = defaultdict(int)
         self.sends: dict[ActorId, list[Channel]] = defaultdict(list)
         self.receives: dict[ActorId, list[Channel]] = defaultdict(list)
+        self._partners: dict[ActorId, tuple[ActorId, ...]] = {}
         for link in plan.links:
             self.sends[link.sender].append(link)
             self.receives[link.receiver].append(link)
 
-    def actor(self, place: ActorId) -> Actor:
-        """Return the actor at (rank, name)."""
-        return self.plan.by_rank[place[0]].by_name[place[1]]
+    def actor(self, actor_id: ActorId) -> Actor:
+        """Return what the plan says of an actor."""
+        return self.plan.by_rank[actor_id[0]].by_name[actor_id[1]]
 
-    def total(self, place: ActorId) -> int:
+    def total(self, actor_id: ActorId) -> int:
         """Return how often an actor fires in a step."""
-        return self.actor(place).num_firings(self.plan.num_micro_batches)
+        return self.actor(actor_id).num_firings(self.plan.num_micro_batches)
 
-    def is_done(self, place: ActorId) -> bool:
+    def is_done(self, actor_id: ActorId) -> bool:
         """Whether an actor has started all its firings of the step."""
-        return self.started[place] >= self.total(place)
+        return self.started[actor_id] >= self.total(actor_id)
 
     def filled(self, rank: int, register: Register) -> int:
         """Return how often a register has been filled."""
@@ -59,81 +67,76 @@ class TokenGame:
             return count // self.plan.num_micro_batches
         return count
 
-    def beside_states(self, rank: int, register: Register) -> int:
-        """Return how many fillings of a register take memory that is not the states' own.
-
-        The first filling of a register that carries states is the states themselves.
-        """
-        if not register.carries:
-            return self.live(rank, register)
-        read = min(self.finished[(rank, name)] for name in register.consumers)
-        return self.finished[(rank, register.producer)] - max(0, read - 1)
-
     def live(self, rank: int, register: Register) -> int:
-        """Return how many fillings of a register are alive."""
+        """Return how many fillings of a register are alive: not yet read by all consumers."""
         read = min(self.finished[(rank, name)] for name in register.consumers)
         return self.filled(rank, register) - read
 
-    def waits(self, place: ActorId) -> Iterator[Wait]:
+    def waits(self, actor_id: ActorId) -> Iterator[Wait]:
         """Yield what keeps an actor from starting its next firing; nothing if it may start."""
-        rank, name = place
+        rank, name = actor_id
         part = self.plan.by_rank[rank]
-        index = self.started[place]
+        index = self.started[actor_id]
         for register in part.inputs_of[name]:
             if self.filled(rank, register) <= index:
                 reason = f"waits for data in register {register.name}"
                 yield Wait(reason, (rank, register.producer))
-        for link in self.receives[place]:
+        for link in self.receives[actor_id]:
             if self.finished[link.sender] <= index:
                 yield Wait(f"waits for data on link {link.name}", link.sender)
         for register in part.outputs_of[name]:
-            if not self._fills(place, register):
+            if not self._fills(actor_id, register):
                 continue
             fillings = index + bool(register.carries) if register.rate is Rate.MICRO else 0
             for consumer in register.consumers:
                 if fillings - self.finished[(rank, consumer)] >= register.quota:
                     reason = f"waits for credit of register {register.name} ({register.quota})"
                     yield Wait(reason, (rank, consumer))
-        for link in self.sends[place]:
+        for link in self.sends[actor_id]:
             if index - self.finished[link.receiver] >= link.quota:
                 reason = f"waits for credit of link {link.name} ({link.quota})"
                 yield Wait(reason, link.receiver)
 
-    def _fills(self, place: ActorId, register: Register) -> bool:
+    def _fills(self, actor_id: ActorId, register: Register) -> bool:
         """Whether the next firing fills a register: sums are filled by the last one only."""
-        if register.rate is Rate.MICRO or self.actor(place).rate is Rate.STEP:
+        if register.rate is Rate.MICRO or self.actor(actor_id).rate is Rate.STEP:
             return True
-        return self.started[place] == self.plan.num_micro_batches - 1
+        return self.started[actor_id] == self.plan.num_micro_batches - 1
 
-    def is_ready(self, place: ActorId) -> bool:
+    def is_ready(self, actor_id: ActorId) -> bool:
         """Whether an actor has all data and credits for its next firing."""
-        return not self.is_done(place) and next(self.waits(place), None) is None
+        return not self.is_done(actor_id) and next(self.waits(actor_id), None) is None
 
-    def start(self, place: ActorId) -> int:
+    def start(self, actor_id: ActorId) -> int:
         """Take the credits of a firing and return its index."""
-        index = self.started[place]
-        self.started[place] += 1
+        index = self.started[actor_id]
+        self.started[actor_id] += 1
         return index
 
-    def finish(self, place: ActorId) -> None:
+    def finish(self, actor_id: ActorId) -> None:
         """Fill the outputs of a firing and give its inputs' credits back."""
-        self.finished[place] += 1
+        self.finished[actor_id] += 1
 
-    def neighbours(self, place: ActorId) -> set[ActorId]:
-        """Return the places that a finished firing may have made ready, itself among them."""
-        rank, name = place
+    def neighbours(self, actor_id: ActorId) -> set[ActorId]:
+        """Return the actors that a finished firing may have made ready, itself among them."""
+        rank, name = actor_id
         part = self.plan.by_rank[rank]
-        found = {place}
+        found = {actor_id}
         found.update((rank, reader) for r in part.outputs_of[name] for reader in r.consumers)
         found.update((rank, register.producer) for register in part.inputs_of[name])
-        found.update(link.receiver for link in self.sends[place])
-        found.update(link.sender for link in self.receives[place])
+        found.update(link.receiver for link in self.sends[actor_id])
+        found.update(link.sender for link in self.receives[actor_id])
         return found
 
-    def partners(self, place: ActorId) -> tuple[ActorId, ...]:
-        """Return the places that fire together: the group of a collective, else the place alone."""
-        actor = self.actor(place)
-        if actor.kind is not ActorKind.COLLECTIVE:
-            return (place,)
-        step = self.plan.steps[actor.step]
-        return tuple((rank, actor.name) for rank in step.group(place[0]))
+    def partners(self, actor_id: ActorId) -> tuple[ActorId, ...]:
+        """Return the actors that fire together: a collective on its group, else the actor alone."""
+        known = self._partners.get(actor_id)
+        if known is None:
+            known = self._partners[actor_id] = self._find_partners(actor_id)
+        return known
+
+    def _find_partners(self, actor_id: ActorId) -> tuple[ActorId, ...]:
+        found = self.actor(actor_id)
+        if found.kind is not ActorKind.COLLECTIVE:
+            return (actor_id,)
+        return tuple((rank, found.name) for rank in self.plan.steps[found.step].group(actor_id[0]))

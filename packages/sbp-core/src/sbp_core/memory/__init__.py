@@ -13,7 +13,7 @@ from sbp_core.memory.communication_buffers import buffer_bytes
 from sbp_core.memory.kinds import Kind
 from sbp_core.memory.lifetime import CallLayouts, LayoutLibrary, lifetimes
 from sbp_core.memory.prediction import predict
-from sbp_core.memory.report import MemoryReport, RankMemory, report
+from sbp_core.memory.report import MemoryReport, RankMemory, check_memory, report
 from sbp_core.memory.storage_view import Number, ResultLayout, StorageView, Strided, contiguous
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "StorageView",
     "Strided",
     "buffer_bytes",
+    "check_memory",
     "contiguous",
     "lifetimes",
     "predict",

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from sbp_core.errors import PlanError
 from sbp_core.memory.kinds import Kind
 from sbp_core.memory.ledger import Buffer
 from sbp_core.memory.lifetime import RankLifetimes
@@ -53,11 +54,6 @@ class MemoryReport:
         """Bytes of the rank that needs most."""
         return max(rank.peak for rank in self.ranks.values())
 
-    @property
-    def needs(self) -> dict[int, tuple[int, int]]:
-        """By rank the peak and the bytes between steps: what `check_memory` takes."""
-        return {name: (rank.peak, rank.resting) for name, rank in self.ranks.items()}
-
     def lines(self) -> list[str]:
         """Return a table of kinds at each rank's peak, and the modules that hold most there."""
         kinds = [kind for kind in Kind if any(kind in r.kinds for r in self.ranks.values())]
@@ -89,6 +85,26 @@ class MemoryReport:
             }
             for name, rank in self.ranks.items()
         }
+
+
+def check_memory(found: MemoryReport, limit_bytes: int) -> None:
+    """Check that every rank fits its memory.
+
+    Args:
+        found: What the ranks of a plan need.
+        limit_bytes: Memory of each rank.
+
+    Raises:
+        PlanError: a rank needs more.
+    """
+    rank = max(found.ranks.values(), key=lambda rank: (rank.peak, rank.resting))
+    if rank.peak > limit_bytes:
+        raise PlanError(
+            f"rank {rank.rank} would need {format_bytes(rank.peak)}, "
+            f"{format_bytes(rank.resting)} of it for states, and has {format_bytes(limit_bytes)}",
+            accepted="plans that fit cluster.memory_bytes",
+            todo="shard states (planner=osdp), use smaller micro-batches, or more ranks",
+        )
 
 
 def report(

@@ -1,13 +1,13 @@
 """The reference runtime: all ranks in lock-step in one thread, the oracle for all others.
 
-It replays the plan's firing orders on real tensors, one instruction at a time, with no threads, no
-generated code and no backend: collectives are `boxing.execute.apply_step` on all ranks at once.
-Slow and simple; the setting `compile` tries out compiled segments.
+It replays a plan (`sbp_core.interpreter`) on real tensors, one instruction at a time, with no
+threads, no generated code and no backend: collectives are `boxing.execute.apply_step` on all ranks
+at once. Slow and simple; the setting `compile` tries out compiled segments.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,29 +16,20 @@ import torch
 from torch import Tensor
 
 from sbp_core.boxing import BoxingBackend
-from sbp_core.compile import (
-    LOCAL_BOX,
-    Actor,
-    ActorId,
-    ActorKind,
-    Firings,
-    Instruction,
-    PhysicalPlan,
-    TokenGame,
-    dying_keys,
-    keys_out,
-)
+from sbp_core.compile import LOCAL_BOX, ActorId, ActorKind, Instruction, PhysicalPlan, keys_out
 from sbp_core.errors import RunError
+from sbp_core.interpreter import Firing, InstructionDomain, Interpreter
 from sbp_core.runtime import Number, Runtime, Session, StepResult, Watch
 from sbp_torch.boxing.execute import apply_step, local_step
 from sbp_torch.ops.operators import bind, operator_of, results_of
-from sbp_torch.runtime.accumulation import Accumulation
+from sbp_torch.runtime.accumulation import joined
 from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.partial_update import PARTIAL_UPDATE_TODO, overwrite, partially_updated
 from sbp_torch.runtime.store import StateStore, Values, feed
 from sbp_torch.segments.execution import OwningSegment, segment_maker
 
-Segments = Mapping[tuple[int, str], OwningSegment]
+Value = Tensor | Number
+Segments = Mapping[ActorId, OwningSegment]
 
 
 class ReferenceRuntime(Runtime):
@@ -91,17 +82,17 @@ class ReferenceSession(Session):
             raise partially_updated()
         fed = feed(self.plan, batch, scalars, self.store.values)
         with torch.no_grad(), _intra_op_threads(self.config.threads_per_rank):
-            replay = _Replay(self.plan, self.store, fed, self.watch, self.segments)
             before = self.store.values
+            domain = _Tensors(self.plan, before, self.watch, self.segments)
             try:
-                replay.run()
+                _replay(self.plan, domain, before, fed)
                 # One assignment, so that an interrupt leaves the states before it or after it.
                 self.store.values = {
-                    rank: held | replay.new_states.get(rank, {}) for rank, held in before.items()
+                    rank: held | domain.new_states.get(rank, {}) for rank, held in before.items()
                 }
             finally:
-                self.is_partially_updated = replay.has_overwritten and self.store.values is before
-        return StepResult(outputs=replay.results)
+                self.is_partially_updated = domain.has_overwritten and self.store.values is before
+        return StepResult(outputs=domain.results)
 
     def shard(self, name: str, rank: int) -> Tensor | Number:
         """See `Session.shard`."""
@@ -133,173 +124,123 @@ def _intra_op_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-class _Replay:
-    """One step: the token game with tensors."""
+def _replay(
+    plan: PhysicalPlan,
+    domain: _Tensors,
+    states: Mapping[int, Values],
+    fed: Mapping[int, list[Values]],
+) -> None:
+    """Replay a step.
+
+    Raises:
+        RunError: an actor failed, or all threads wait for each other.
+    """
+    replay = Interpreter(plan, domain, states, fed)
+    try:
+        is_done = replay.run()
+    except Exception as error:
+        assert replay.at is not None, "what failed is a firing"
+        raise RunError(
+            f"rank {replay.at.rank} failed in actor {replay.at.actor.name!r}: {error}",
+            todo=PARTIAL_UPDATE_TODO
+            if domain.has_overwritten
+            else "states are those from before the step: state_dict() still gives them",
+        ) from error
+    if not is_done:
+        heads = map(replay.firings.head, replay.firings.waiting())
+        stuck = [f"rank {rank}: {name}" for rank, name in filter(None, heads)]
+        raise RunError("the step came to a stand", where=stuck, todo="check the plan")
+
+
+class _Tensors(InstructionDomain[Value]):
+    """The domain of a replay whose values are tensors and host numbers.
+
+    They are alive as long as something refers to them, so nothing is done to hold or drop them.
+
+    Args:
+        plan: What is replayed.
+        states: By rank, those from before the step, which some segments overwrite.
+        watch: Makes the context in which a rank's work is done.
+        segments: Functions of segments; None to run their instructions one by one.
+    """
 
     def __init__(
         self,
         plan: PhysicalPlan,
-        store: StateStore,
-        fed: Mapping[int, list[Values]],
+        states: Mapping[int, Values],
         watch: Watch,
-        segments: Segments | None = None,
+        segments: Segments | None,
     ) -> None:
-        self.segments = segments
-        self.plan, self.store, self.fed, self.watch = plan, store, fed, watch
-        self.game = TokenGame(plan)
-        self.queues: dict[tuple[int, str, str], deque[Values]] = defaultdict(deque)
-        for part in plan.ranks:
-            for register in part.registers:
-                if register.carries:
-                    states = [store.values[part.rank][name] for name in register.carries]
-                    for consumer in register.consumers:
-                        filling = dict(zip(register.keys, states, strict=True))
-                        self.queues[(part.rank, register.name, consumer)].append(filling)
-        self.in_transit: dict[str, deque[dict[int, Tensor]]] = defaultdict(deque)
-        self.sums: dict[ActorId, Accumulation] = {}
-        self.dying: dict[tuple[int, str], tuple[tuple[str, ...], ...]] = {}
+        super().__init__()
+        self.plan, self.states, self.watch, self.segments = plan, states, watch, segments
         self.results: dict[str, Tensor] = {}
         self.new_states: dict[int, Values] = defaultdict(dict)
         self.has_overwritten = False
-        self.firings = Firings(plan, self.game)
 
-    def run(self) -> None:
-        if not self.firings.run(self._fire):
-            heads = map(self.firings.head, self.firings.waiting())
-            stuck = [f"rank {place[0]}: {place[1]}" for place in heads if place]
-            raise RunError("the step came to a stand", where=stuck, todo="check the plan")
-
-    def _fire(self, place: ActorId) -> None:
-        partners = self.game.partners(place)
-        taken = {partner: self._take(partner) for partner in partners}
+    def compute(self, firing: Firing, taken: Values) -> Values:
+        """See `Domain.compute`."""
+        actor = firing.actor
         # Segments overwrite states while they run.
-        self.has_overwritten |= any(map(self._overwrites, partners))
-        try:
-            results = self._results(place, taken)
-        except Exception as error:
-            raise RunError(
-                f"rank {place[0]} failed in actor {place[1]!r}: {error}",
-                todo=PARTIAL_UPDATE_TODO
-                if self.has_overwritten
-                else "states are those from before the step: state_dict() still gives them",
-            ) from error
-        for partner in partners:
-            self._put(partner, results[partner])
-            self.game.finish(partner)
-            self.firings.advance(partner)
+        self.has_overwritten |= bool(actor.in_place)
+        with self.watch(firing.rank):
+            if self.segments is None:
+                return super().compute(firing, taken)
+            given = [taken.pop(key) for key in (*actor.inputs, *actor.reads)]
+            return dict(zip(keys_out(actor), self.segments[firing.id](given), strict=True))
 
-    def _overwrites(self, place: ActorId) -> bool:
-        """Whether the actor is a segment that overwrites states."""
-        actor = self.game.actor(place)
-        return bool(actor.in_place) and actor.kind is ActorKind.COMPUTE
+    def call(self, firing: Firing, instruction: Instruction, values: Values) -> Sequence[Any]:
+        """See `InstructionDomain.call`."""
+        if instruction.op == LOCAL_BOX:
+            source, index = instruction.args
+            step = self.plan.steps[index]
+            return results_of(local_step(step, firing.rank, _tensor(values[source.name])))
+        args = bind(instruction.args, values.__getitem__)
+        kwargs = {key: bind(arg, values.__getitem__) for key, arg in instruction.kwargs.items()}
+        return results_of(operator_of(instruction.op)(*args, **kwargs))
 
-    def _results(self, place: ActorId, taken: Mapping[ActorId, Values]) -> dict[ActorId, Values]:
-        """Do the work of a firing: of one actor, or of a collective on all ranks of its group."""
-        actor = self.game.actor(place)
-        if actor.kind is ActorKind.RECEIVE:
-            return {place: self._receive(place, actor)}
-        if actor.kind is not ActorKind.COLLECTIVE:
-            with self.watch(place[0]):
-                return {place: self._run(place, actor, taken[place])}
-        shards = {rank: _only(values) for (rank, _), values in taken.items()}
-        made = apply_step(self.plan.steps[actor.step], shards)
-        return {partner: {actor.makes: self._own(partner[0], made)} for partner in taken}
+    def collective(
+        self, firings: Sequence[Firing], shards: Mapping[int, Value]
+    ) -> dict[int, Value]:
+        """See `Domain.collective`."""
+        step = self.plan.steps[firings[0].actor.step]
+        made = apply_step(step, {rank: _tensor(shard) for rank, shard in shards.items()})
+        return {firing.rank: self._own(firing.rank, made) for firing in firings}
+
+    def receive(self, firing: Firing, shards: Mapping[int, Value]) -> Tensor:
+        """See `Domain.receive`."""
+        step = self.plan.steps[firing.actor.step]
+        made = apply_step(step, {rank: _tensor(shard) for rank, shard in shards.items()})
+        return self._own(firing.rank, made)
 
     def _own(self, rank: int, made: Mapping[int, Tensor]) -> Tensor:
         """Return a rank's part of what a boxing step made, told from the parts of others."""
         with self.watch(rank):
             return made[rank].detach()
 
-    def _take(self, place: ActorId) -> Values:
-        """Return what an actor reads: register contents, states, batch parts, scalars."""
-        rank, name = place
-        index = self.game.start(place)
-        values: Values = {}
-        for register in self.plan.by_rank[rank].inputs_of[name]:
-            filling = self.queues[(rank, register.name, name)].popleft()
-            if register.carries:
-                filling = dict(zip(register.carries, filling.values(), strict=True))
-            values |= filling
-        actor = self.game.actor(place)
-        for key in actor.reads:
-            if key in values:
-                continue  # carried from the micro-batch before
-            held = self.store.values[rank]
-            values[key] = held[key] if key in held else self.fed[rank][index][key]
-        return values
+    def add(
+        self,
+        firing: Firing,
+        term: tuple[str, str, float | str | None],
+        total: Value | None,
+        part: Value,
+    ) -> Tensor:
+        """See `Domain.add`."""
+        with self.watch(firing.rank):
+            return joined(None if total is None else _tensor(total), _tensor(part), term[2])
 
-    def _put(self, place: ActorId, values: Values) -> None:
-        """Fill registers; keep results and new states."""
-        rank, name = place
-        actor = self.game.actor(place)
-        # An accumulation gives nothing until the last micro-batch; segments may give only a token.
-        if values or actor.kind is not ActorKind.ACCUMULATE:
-            for register in self.plan.by_rank[rank].outputs_of[name]:
-                filling = {key: values[key] for key in register.keys}
-                for consumer in register.consumers:
-                    self.queues[(rank, register.name, consumer)].append(dict(filling))
-            for result, key in actor.emits:
-                found = values[key]
-                assert isinstance(found, Tensor), f"{key} is a loss or metric"
-                self.results[result] = found
-            for state, key in actor.writes:
-                if state in actor.in_place:
-                    self.has_overwritten = True
-                    overwrite(self.store.values[rank][state], values[key])
-                else:
-                    self.new_states[rank][state] = values[key]
+    def emit(self, firing: Firing, result: str, value: Value) -> None:
+        """See `Domain.emit`; every rank has the same."""
+        self.results[result] = _tensor(value)
 
-    def _run(self, place: ActorId, actor: Actor, taken: Values) -> Values:
-        if actor.kind is ActorKind.COMPUTE:
-            return self._compute(place[0], actor, taken)
-        if actor.kind is ActorKind.ACCUMULATE:
-            return self._accumulate(place, actor, taken)
-        assert actor.kind is ActorKind.SEND, actor.kind
-        return self._send(place, actor, _only(taken))
-
-    def _receive(self, place: ActorId, actor: Actor) -> Values:
-        step = self.plan.steps[actor.step]
-        shards: dict[int, Tensor] = {}
-        for link in self.game.receives[place]:
-            shards |= self.in_transit[link.name].popleft()
-        return {actor.makes: self._own(place[0], apply_step(step, shards))}
-
-    def _send(self, place: ActorId, actor: Actor, part: Tensor) -> Values:
-        for link in self.game.sends[place]:
-            self.in_transit[link.name].append({place[0]: part})
-        return {}
-
-    def _compute(self, rank: int, actor: Actor, taken: Values) -> Values:
-        """Run the instructions; values die after their last use, those taken too."""
-        place = (rank, actor.name)
-        if self.segments is not None:
-            given = [taken.pop(key) for key in (*actor.inputs, *actor.reads)]
-            return dict(zip(keys_out(actor), self.segments[place](given), strict=True))
-        if place not in self.dying:
-            self.dying[place] = dying_keys(actor)
-        for entry, dying in zip(actor.instructions, self.dying[place], strict=True):
-            taken |= zip(entry.outputs, results_of(self._call(rank, entry, taken)), strict=True)
-            for key in dying:
-                del taken[key]
-        return taken
-
-    def _call(self, rank: int, entry: Instruction, values: Values) -> Any:
-        if entry.op == LOCAL_BOX:
-            source, index = entry.args
-            value = values[source.name]
-            assert isinstance(value, Tensor), "boxing moves tensors"
-            return local_step(self.plan.steps[index], rank, value)
-        args = bind(entry.args, values.__getitem__)
-        kwargs = {key: bind(part, values.__getitem__) for key, part in entry.kwargs.items()}
-        return operator_of(entry.op)(*args, **kwargs)
-
-    def _accumulate(self, place: ActorId, actor: Actor, taken: Values) -> Values:
-        if place not in self.sums:
-            self.sums[place] = Accumulation(actor, self.plan.num_micro_batches)
-        return dict(self.sums[place].add(self.game.started[place] - 1, taken))
+    def write(self, firing: Firing, state: str, value: Value) -> None:
+        """See `Domain.write`."""
+        if state in firing.actor.in_place:
+            self.has_overwritten = True
+            overwrite(self.states[firing.rank][state], value)
+        else:
+            self.new_states[firing.rank][state] = value
 
 
-def _only(values: Values) -> Tensor:
-    (value,) = values.values()
-    assert isinstance(value, Tensor), "boxing moves tensors"
+def _tensor(value: Value) -> Tensor:
+    assert isinstance(value, Tensor), "boxing, sums and results are of tensors"
     return value

@@ -1,0 +1,100 @@
+"""The firing orders of a plan, worked off as data and credits allow: who fires next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from heapq import heappop, heappush
+
+from sbp_core.compile.physical import ActorId, PhysicalPlan
+from sbp_core.compile.token_game import TokenGame
+
+ThreadId = tuple[int, str]
+
+
+def no_time(actor_id: ActorId) -> float:
+    """Let a firing take no time."""
+    return 0.0
+
+
+class Firings:
+    """Where every thread is in its order.
+
+    Attributes:
+        now: The time at which the latest firing ended, in the unit of durations.
+
+    Args:
+        plan: With firing orders.
+        game: Of that plan; who fires starts and finishes there.
+    """
+
+    def __init__(self, plan: PhysicalPlan, game: TokenGame) -> None:
+        self.game = game
+        self.now = 0.0
+        self._orders = {
+            (part.rank, thread): order
+            for part in plan.ranks
+            for thread, order in part.orders.items()
+        }
+        self._done = dict.fromkeys(self._orders, 0)
+
+    def run(
+        self,
+        fire: Callable[[ActorId], None],
+        duration: Callable[[ActorId], float] = no_time,
+    ) -> bool:
+        """Fire what can be, as ranks that work at once do, until nothing can.
+
+            thread (0, compute)   f0 ------| f1 ------|    b0 --------|
+            thread (1, compute)            | f0 --| b0 ----|
+                                           ^ `fire` is called at the end of each firing, in the
+                                             order of the ends; then its neighbours may begin
+
+        Args:
+            fire: Fires an actor and its partners, and says so by `advance` of each.
+            duration: How long an actor's thread is busy with a firing, in any unit; if 0 for all,
+                low ranks go as far as they can before others take what they sent.
+
+        Returns:
+            Whether all threads came to their end.
+        """
+        begun: list[tuple[float, ActorId]] = []
+        busy: set[ThreadId] = set()
+        free = list(self._orders)
+        while True:
+            for thread in free:
+                actor_id = self.head(thread)
+                if thread not in busy and actor_id is not None and self._can_fire(actor_id):
+                    busy.update(map(self.thread, self.game.partners(actor_id)))
+                    heappush(begun, (self.now + duration(actor_id), actor_id))
+            if not begun:
+                return next(self.waiting(), None) is None
+            self.now, actor_id = heappop(begun)
+            partners = self.game.partners(actor_id)
+            busy.difference_update(map(self.thread, partners))
+            fire(actor_id)
+            # Only those whose data or credits the firing has changed may have become ready.
+            changed = {near for partner in partners for near in self.game.neighbours(partner)}
+            free = sorted(set(map(self.thread, changed)))
+
+    def head(self, thread: ThreadId) -> ActorId | None:
+        """Return what a thread fires next; None at the end of the step."""
+        done, order = self._done[thread], self._orders[thread]
+        return (thread[0], order[done][0]) if done < len(order) else None
+
+    def thread(self, actor_id: ActorId) -> ThreadId:
+        """Return the thread that fires an actor."""
+        return actor_id[0], self.game.actor(actor_id).thread
+
+    def advance(self, actor_id: ActorId) -> None:
+        """Note that an actor has fired."""
+        self._done[self.thread(actor_id)] += 1
+
+    def waiting(self) -> Iterator[ThreadId]:
+        """Yield the threads that are not at their end."""
+        return (thread for thread in self._orders if self.head(thread) is not None)
+
+    def _can_fire(self, actor_id: ActorId) -> bool:
+        return all(
+            self.head(self.thread(partner)) == partner and self.game.is_ready(partner)
+            for partner in self.game.partners(actor_id)
+        )

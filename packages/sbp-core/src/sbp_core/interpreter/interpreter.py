@@ -1,0 +1,233 @@
+"""Replay one step of a plan in its firing orders, on the values of a domain.
+
+A firing takes, works, puts. What is alive between firings is here:
+
+    producer  --put-->   register  [filling] [filling]  --take-->   consumers
+    sender    --put-->   channel   [message] [message]  --take-->   receiver
+    segment   --put-->   sum of an accumulation         --put-->    register, at the last firing
+
+A filling is kept until its last consumer has taken it, a message until its last receiver has; who
+took a value holds it for the firing. States and batches belong to whoever starts the replay.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic
+
+from sbp_core.compile.physical import ActorId, ActorKind, PhysicalPlan, Register
+from sbp_core.compile.token_game import TokenGame
+from sbp_core.interpreter.domain import Domain, Firing, V, Values
+from sbp_core.interpreter.firings import Firings
+
+
+@dataclass(slots=True)
+class _Filling(Generic[V]):
+    """What a register holds once, until `takers` have taken it."""
+
+    values: Values[V]
+    takers: int
+
+
+@dataclass(slots=True)
+class _Message(Generic[V]):
+    """A shard on its way from a rank, until `takers` have received it."""
+
+    sender: int
+    shard: V
+    takers: int
+
+
+class Interpreter(Generic[V]):
+    """The replay of one step.
+
+    Attributes:
+        game: Data and credits, as counts.
+        firings: Where every thread is.
+        at: The firing that is going on, or was the last.
+
+    Args:
+        plan: With firing orders.
+        domain: What values are.
+        states: By rank, the states by name.
+        fed: By rank, for each micro-batch, its parts of the batch and scalars by name.
+    """
+
+    def __init__(
+        self,
+        plan: PhysicalPlan,
+        domain: Domain[V],
+        states: Mapping[int, Mapping[str, V]],
+        fed: Mapping[int, Sequence[Mapping[str, V]]],
+    ) -> None:
+        self.plan, self.domain, self.states, self.fed = plan, domain, states, fed
+        self.game = TokenGame(plan)
+        self.firings = Firings(plan, self.game)
+        self.at: Firing | None = None
+        #: By rank, register and consumer, so that each takes them in turn.
+        self._fillings: dict[tuple[int, str, str], deque[_Filling[V]]] = defaultdict(deque)
+        self._in_transit: dict[str, deque[_Message[V]]] = defaultdict(deque)
+        self._sums: dict[ActorId, Values[V]] = defaultdict(dict)
+        for part in plan.ranks:
+            for register in part.registers:
+                if register.carries:
+                    pairs = zip(register.keys, register.carries, strict=True)
+                    held = {key: states[part.rank][state] for key, state in pairs}
+                    self._fill(part.rank, register, held)
+
+    def run(self) -> bool:
+        """Replay the step; return whether all threads came to their end."""
+        return self.firings.run(self._fire, self.domain.duration)
+
+    def _fire(self, actor_id: ActorId) -> None:
+        """Fire an actor; a collective on all ranks of its group at once."""
+        firings = [
+            Firing(rank, self.game.actor((rank, name)), self.game.start((rank, name)))
+            for rank, name in self.game.partners(actor_id)
+        ]
+        self.at = firings[0]
+        taken = [self._take(firing) for firing in firings]
+        if firings[0].actor.kind is ActorKind.COLLECTIVE:
+            made = self._collective(firings, taken)
+        else:
+            made = [self._work(firings[0], taken[0])]
+        for firing, values in zip(firings, made, strict=True):
+            if values is not None:
+                self._put(firing, values)
+            self.game.finish(firing.id)
+            self.firings.advance(firing.id)
+            self.domain.fired(firing, self.game)
+
+    # Taking and putting.
+
+    def _take(self, firing: Firing) -> Values[V]:
+        """Return what an actor reads: contents of registers, states, parts of the batch, scalars.
+
+        Each value is held once, for the firing.
+        """
+        rank, name, domain = firing.rank, firing.actor.name, self.domain
+        values: Values[V] = {}
+        for register in self.plan.by_rank[rank].inputs_of[name]:
+            filling = self._fillings[rank, register.name, name].popleft()
+            # Carried states come under their own names, as in the first micro-batch.
+            names = register.carries or register.keys
+            values |= zip(names, filling.values.values(), strict=True)
+            for value in filling.values.values():
+                domain.hold(rank, value)
+            filling.takers -= 1
+            if not filling.takers:
+                for value in filling.values.values():
+                    domain.drop(rank, value)
+        states = self.states[rank]
+        for key in firing.actor.reads:
+            if key not in values:  # else it was carried here from the micro-batch before
+                values[key] = states[key] if key in states else self.fed[rank][firing.index][key]
+                domain.hold(rank, values[key])
+        return values
+
+    def _put(self, firing: Firing, made: Values[V]) -> None:
+        """Fill registers, hand over results and new states, drop what was made."""
+        rank, actor, domain = firing.rank, firing.actor, self.domain
+        is_last = firing.index == actor.num_firings(self.plan.num_micro_batches) - 1
+        for register in self.plan.by_rank[rank].outputs_of[actor.name]:
+            # What is carried beyond the step is the state that the next step begins with.
+            if not (register.carries and is_last):
+                self._fill(rank, register, {key: made[key] for key in register.keys})
+        for result, key in actor.emits:
+            domain.emit(firing, result, made[key])
+        for state, key in actor.writes:
+            domain.write(firing, state, made[key])
+        for key in made:
+            domain.drop(rank, made[key])
+
+    def _fill(self, rank: int, register: Register, values: Values[V]) -> None:
+        filling = _Filling(values, len(register.consumers))
+        for value in values.values():
+            self.domain.keep(rank, value)
+        for consumer in register.consumers:
+            self._fillings[rank, register.name, consumer].append(filling)
+
+    # The work of a firing. What is made is held once; what was taken is dropped.
+
+    def _work(self, firing: Firing, taken: Values[V]) -> Values[V] | None:
+        """Return what an actor makes by itself, None of an accumulation that is not through."""
+        actor = firing.actor
+        if actor.kind is ActorKind.COMPUTE:
+            return self.domain.compute(firing, taken)
+        if actor.kind is ActorKind.ACCUMULATE:
+            return self._accumulate(firing, taken)
+        if actor.kind is ActorKind.SEND:
+            self._send(firing, taken)
+            return {}
+        return {actor.makes: self._receive(firing, taken)}
+
+    def _collective(
+        self, firings: Sequence[Firing], taken: Sequence[Values[V]]
+    ) -> list[Values[V] | None]:
+        shards = {firing.rank: _only(values) for firing, values in zip(firings, taken, strict=True)}
+        parts = self.domain.collective(firings, shards)
+        made: list[Values[V] | None] = []
+        for firing, values in zip(firings, taken, strict=True):
+            self.domain.hold(firing.rank, parts[firing.rank])
+            self._drop(firing.rank, values)
+            made.append({firing.actor.makes: parts[firing.rank]})
+        return made
+
+    def _send(self, firing: Firing, taken: Values[V]) -> None:
+        """Put a shard onto the channels to all receivers."""
+        self.domain.send(firing, _only(taken))
+        channels = self.game.sends[firing.id]
+        if channels:
+            message = _Message(firing.rank, _only(taken), len(channels))
+            self.domain.keep(firing.rank, message.shard)
+            for channel in channels:
+                self._in_transit[channel.name].append(message)
+        self._drop(firing.rank, taken)
+
+    def _receive(self, firing: Firing, taken: Values[V]) -> V:
+        """Take the messages of all senders; its own shard comes by a channel, too."""
+        messages = [
+            self._in_transit[channel.name].popleft() for channel in self.game.receives[firing.id]
+        ]
+        part = self.domain.receive(firing, {message.sender: message.shard for message in messages})
+        self.domain.hold(firing.rank, part)
+        for message in messages:
+            message.takers -= 1
+            if not message.takers:
+                self.domain.drop(message.sender, message.shard)
+        self._drop(firing.rank, taken)
+        return part
+
+    def _accumulate(self, firing: Firing, taken: Values[V]) -> Values[V] | None:
+        """Add a micro-batch to the sums; hand them over in the last one.
+
+        No name of this frame may stand for a part while the next one is added: see
+        `InstructionDomain.compute`.
+        """
+        rank, domain, sums = firing.rank, self.domain, self._sums[firing.id]
+        terms = firing.actor.accumulates
+        last_use = {part: number for number, (part, _, _) in enumerate(terms)}
+        for number, term in enumerate(terms):
+            part, total, _ = term
+            new = domain.add(firing, term, sums.get(total), taken[part])
+            domain.keep(rank, new)
+            if total in sums:
+                domain.drop(rank, sums[total])
+            sums[total] = new
+            del new
+            if last_use[part] == number:
+                domain.drop(rank, taken.pop(part))
+        if firing.index < self.plan.num_micro_batches - 1:
+            return None
+        return self._sums.pop(firing.id)
+
+    def _drop(self, rank: int, values: Values[V]) -> None:
+        for key in list(values):
+            self.domain.drop(rank, values.pop(key))
+
+
+def _only(values: Values[V]) -> V:
+    (value,) = values.values()
+    return value
