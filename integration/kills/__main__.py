@@ -44,7 +44,7 @@ def table_of(outcomes: Sequence[Outcome], deadline_s: float) -> Table:
     table = Table(
         title=f"Seconds from the kill; deadline of a step: {deadline_s:g} s",
         caption="median, worst: other ranks down; all: nothing runs any more\n"
-        "named: the failing_rank was, by ranks, or in the last message of the run",
+        "named: the failing rank was, by ranks, or in the last message of the run",
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )

@@ -116,7 +116,7 @@ class Outcome:
         deadline_s: The deadline of the steps.
         others_down_s: When the last of the other ranks had ended, or None if one never did.
         all_down_s: When the launcher and all that it started had ended.
-        named_by: Who named the failing_rank: ranks, the `launcher`, or the message of the `run`.
+        named_by: Who named the failing rank: ranks, the `launcher`, or the message of the `run`.
         told: What each other rank was told by boxing.
         left: Processes that were left behind.
         exit_status: Of the run.
@@ -281,7 +281,7 @@ def marked_processes(mark: str) -> tuple[int, ...]:
 
 
 def _told(folder: Path, num_ranks: int, failing_rank: int) -> dict[int, str]:
-    """Return what boxing told the ranks other than the failing_rank."""
+    """Return what boxing told the ranks other than the failing rank."""
     told: dict[int, str] = {}
     for rank in range(num_ranks):
         path = folder / f"rank-{rank}.error"
@@ -293,7 +293,7 @@ def _told(folder: Path, num_ranks: int, failing_rank: int) -> dict[int, str]:
 def _named_by(
     failing_rank: int, told: dict[int, str], lines: Sequence[str], message: str, way: Way, how: How
 ) -> tuple[str, ...]:
-    """Return who named the failing_rank.
+    """Return who named the failing rank.
 
     Ranks in what boxing told them, the launcher in its lines, the run in the first line of its
     message.

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from sbp_boxing_nccl.nccl.device import NcclDevice, PairCommunicator, StreamEvent
+from sbp_boxing_nccl.nccl.device import NcclChannel, NcclDevice, StreamEvent
 from sbp_boxing_nccl.nccl.wire import NATIVE
 
 DTYPES = {name: dtype for dtype, name in NATIVE.items()}
@@ -109,7 +109,7 @@ class FakeEvent(StreamEvent):
         self.come.wait()
 
 
-class FakeChannel(PairCommunicator):
+class FakeChannel(NcclChannel):
     """A communicator whose stream is a thread."""
 
     def __init__(self, device: FakeDevice, unique_id: bytes, size: int, index: int) -> None:
@@ -337,7 +337,7 @@ class FakeDevice(NcclDevice):
             raise self.id_error
         return f"{self.rank}.{next(self._ids)}".encode().ljust(128, b"\0")
 
-    def connect(self, size: int, unique_id: bytes, index: int) -> PairCommunicator:
+    def connect(self, size: int, unique_id: bytes, index: int) -> NcclChannel:
         if self.hang_init:
             self.ended.wait()
             raise AbortedError

@@ -8,8 +8,8 @@ import time
 import torch
 
 from sbp_boxing_nccl.nccl.bootstrap import Bootstrap, release
+from sbp_boxing_nccl.nccl.cupy_device import load_device
 from sbp_boxing_nccl.nccl.group import launch
-from sbp_boxing_nccl.nccl.library import load_device
 from sbp_core.boxing.processes import KeyValueControlStore
 from sbp_core.boxing.processes.call import CollectiveCall
 from sbp_core.boxing.step import Step, StepKind

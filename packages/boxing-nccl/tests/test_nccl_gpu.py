@@ -17,9 +17,9 @@ import pytest
 import torch
 from gpu_ranks import GpuRanks
 
-from sbp_boxing_nccl.nccl import library
+from sbp_boxing_nccl.nccl import cupy_device
 from sbp_boxing_nccl.nccl.bootstrap import release
-from sbp_boxing_nccl.nccl.device import NcclDevice, PairCommunicator
+from sbp_boxing_nccl.nccl.device import NcclChannel, NcclDevice
 from sbp_boxing_nccl.nccl.group import NcclGroup, NcclWork, launch
 from sbp_core.errors import BoxingError
 from sbp_torch.testing.boxing import BoxingConformance, Job, Program, use_communicator
@@ -35,7 +35,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def device() -> NcclDevice:
     try:
-        return library.load_device(0, 0)
+        return cupy_device.load_device(0, 0)
     except BoxingError as error:
         if "needs CuPy" in error.what:
             pytest.skip(str(error))
@@ -43,7 +43,7 @@ def device() -> NcclDevice:
 
 
 @pytest.fixture
-def channel(device: NcclDevice) -> Iterator[PairCommunicator]:
+def channel(device: NcclDevice) -> Iterator[NcclChannel]:
     """A communicator of one rank."""
     made = device.connect(1, device.unique_id(), 0)
     yield made
@@ -61,7 +61,7 @@ def test_torch_and_cupy_use_one_nccl(device: NcclDevice) -> None:
     nccl = importlib.import_module("cupy.cuda.nccl")
 
     assert tuple(torch.cuda.nccl.version()[:3]) == device.nccl_version
-    assert library.check_versions(torch.cuda.nccl.version(), nccl.get_version())
+    assert cupy_device.check_versions(torch.cuda.nccl.version(), nccl.get_version())
 
 
 def test_the_gpu_names_itself(device: NcclDevice) -> None:
@@ -76,7 +76,7 @@ def test_the_gpu_names_itself(device: NcclDevice) -> None:
     "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8]
 )
 def test_a_group_of_one_rank_reduces_every_native_dtype(
-    device: NcclDevice, channel: PairCommunicator, dtype: torch.dtype, reduction: str
+    device: NcclDevice, channel: NcclChannel, dtype: torch.dtype, reduction: str
 ) -> None:
     group = NcclGroup((0,), 0, channel, device)
     values = torch.arange(1000, device=device.torch_device).remainder(100).to(dtype)
@@ -87,9 +87,7 @@ def test_a_group_of_one_rank_reduces_every_native_dtype(
     assert torch.equal(result, values)
 
 
-def test_a_group_of_one_rank_gathers_and_scatters(
-    device: NcclDevice, channel: PairCommunicator
-) -> None:
+def test_a_group_of_one_rank_gathers_and_scatters(device: NcclDevice, channel: NcclChannel) -> None:
     group = NcclGroup((0,), 0, channel, device)
     values = torch.randn(1 << 20, device=device.torch_device)
     gathered, scattered = torch.zeros_like(values), torch.zeros_like(values)
@@ -103,7 +101,7 @@ def test_a_group_of_one_rank_gathers_and_scatters(
 
 @pytest.mark.parametrize("elements", [1, 1000, 10_000_000])
 def test_a_message_to_oneself_arrives_if_both_ends_start_as_one(
-    device: NcclDevice, channel: PairCommunicator, elements: int
+    device: NcclDevice, channel: NcclChannel, elements: int
 ) -> None:
     values = torch.randn(elements, device=device.torch_device)
     result = torch.zeros_like(values)
@@ -119,7 +117,7 @@ def test_a_message_to_oneself_arrives_if_both_ends_start_as_one(
 
 
 def test_work_waits_for_its_input_and_torch_for_its_result(
-    device: NcclDevice, channel: PairCommunicator
+    device: NcclDevice, channel: NcclChannel
 ) -> None:
     """Neither the host nor anything else waits in between."""
     group = NcclGroup((0,), 0, channel, device)
@@ -139,7 +137,7 @@ def test_work_waits_for_its_input_and_torch_for_its_result(
 
 
 def test_memory_that_the_caller_drops_lives_until_the_work_is_done(
-    device: NcclDevice, channel: PairCommunicator
+    device: NcclDevice, channel: NcclChannel
 ) -> None:
     group = NcclGroup((0,), 0, channel, device)
     result = torch.empty(1 << 22, device=device.torch_device)

@@ -1,19 +1,41 @@
 from dataclasses import replace
+from functools import cache
 
 import pytest
 from plan_requests import assert_legal, cluster, collectives, gpt_step, request
 
-from sbp_core.errors import ConfigError, PlanError
+from sbp_core.boxing import route
+from sbp_core.cluster import Link
+from sbp_core.compile import CompileOptions, compile_plan
+from sbp_core.cost import boxing_time_s
+from sbp_core.errors import ConfigError, PlanError, SbpLookupError
 from sbp_core.graph.ir import Phase
+from sbp_core.infer import predict as predict_step
+from sbp_core.memory import predict
 from sbp_core.placement import Placement
+from sbp_core.plugins import PlanRequest
 from sbp_core.sbp import B, NdSbp, S
+from sbp_planner import guide, osdp
 from sbp_planner.configs import OsdpConfig
-from sbp_planner.knapsack import evaluate
-from sbp_planner.osdp import build, parameter_items, shardable, update_values
+from sbp_planner.guide import parameter_options, shardable, update_values
+from sbp_planner.osdp import build
 
 
+def slow_request(mesh_shape=(4,), axes=("data",)):
+    """The request to plan on a machine whose links make every gather dear."""
+    asked = request(mesh_shape, axes)
+    return replace(
+        asked, cluster=replace(asked.cluster, intra_node=Link(latency_s=1e-3, bytes_per_s=1e7))
+    )
+
+
+@cache
 def plan(memory_bytes=None, mesh_shape=(4,), axes=("data",)):
-    return build(OsdpConfig(memory_bytes=memory_bytes)).plan(request(mesh_shape, axes))
+    return build(OsdpConfig(memory_bytes=memory_bytes)).plan(slow_request(mesh_shape, axes))
+
+
+def needed(strategy):
+    return strategy.report["osdp"]["chosen"]["plan_memory_bytes_per_rank"]
 
 
 @pytest.fixture(scope="module")
@@ -22,37 +44,65 @@ def bounds():
     with pytest.raises(PlanError) as caught:
         plan(1000)
     least = int(caught.value.accepted.rpartition(" ")[2])
-    return least, plan().report["osdp"]["plan_memory_bytes_per_rank"]
+    return least, needed(plan())
 
 
-@pytest.mark.parametrize(("num_micro_batches", "zdp"), [(1, 3), (2, 5)])
-def test_an_item_costs_what_the_paper_says(num_micro_batches, zdp):
+def options_of(name, num_ranks=4, num_micro_batches=1):
+    """What one parameter costs in the guide, and the strategies that say so."""
     graph, machine = replace(gpt_step(), num_micro_batches=num_micro_batches), cluster()
-    mesh = Placement.grid((4,), ("data",))
+    mesh = Placement.grid((num_ranks,), ("data",))
+    asked = PlanRequest(graph=graph, mesh=mesh, cluster=machine)
+    replicated, sharded = (osdp.infer(asked, "data", sharded=kind) for kind in (False, True))
+    (found,) = parameter_options(
+        graph, [name], num_ranks, machine, replicated=replicated, sharded=sharded
+    )
+    return found
 
-    (found,) = parameter_items(graph, ["head.weight"], mesh, 0, machine)
+
+@pytest.mark.parametrize(("num_micro_batches", "gathers"), [(1, 2), (2, 4)])
+def test_a_parameter_costs_its_boxing_and_its_update_by_the_cost_model(num_micro_batches, gathers):
+    mesh, machine = Placement.grid((4,), ("data",)), cluster()
+
+    replicated, sharded = options_of("head.weight", num_micro_batches=num_micro_batches)
+
+    def boxing_s(source, target):
+        ends = (mesh, NdSbp.parse(source)), (mesh, NdSbp.parse(target))
+        return boxing_time_s(route((32, 16), "float32", *ends), machine)
 
     size = 32 * 16 * 4
-    once = 3 * (1e-6 + size / 4 / 1e7)
-    assert (found.dp_s, found.zdp_s) == pytest.approx((2 * once, zdp * once))
-    assert (found.dp_bytes, found.zdp_bytes) == (4 * size, size)
-    assert found.transient_bytes == 2 * size
+    update_s = replicated.seconds - boxing_s("P", "B")
+    own_update_s = sharded.seconds - gathers * boxing_s("S(0)", "B") - boxing_s("P", "S(0)")
+    launches_s = 8 * 1e-6  # of an update by eight operators
+    # Beside a quarter of each tensor, an operator reads whole scalars.
+    assert own_update_s - launches_s == pytest.approx((update_s - launches_s) / 4, rel=0.02)
+    assert (replicated.resident_bytes, sharded.resident_bytes) == (4 * size, size)
+    assert (replicated.transient_bytes, sharded.transient_bytes) == (0, 2 * size)
 
 
 def test_an_uneven_shard_counts_its_largest_part():
-    mesh = Placement.grid((3,), ("data",))
+    _, sharded = options_of("head.weight", num_ranks=3)
 
-    (found,) = parameter_items(gpt_step(), ["head.weight"], mesh, 0, cluster())
-
-    assert found.zdp_bytes == 4 * 11 * 16 * 4  # 11 of 32 rows
+    assert sharded.resident_bytes == 4 * 11 * 16 * 4  # 11 of 32 rows
 
 
 def test_with_enough_memory_everything_is_replicated():
     strategy = plan()
 
     assert set(strategy.report["osdp"]["modes"].values()) == {"DP"}
-    assert strategy.report["osdp"]["binds"].startswith("communication time")
+    assert strategy.report["osdp"]["binds"].startswith("time: replicating everything is fastest")
     assert all(entry.sbp == NdSbp(B) for n, entry in strategy.storage.items() if "weight" in n)
+
+
+def test_what_is_faster_sharded_is_sharded_with_enough_memory():
+    # With links that are fast, what counts is that each rank updates a quarter of a parameter.
+    asked = request((4,), ("data",))
+    fast = replace(asked.cluster, intra_node=Link(latency_s=0.0, bytes_per_s=1e12))
+
+    found = build(OsdpConfig()).plan(replace(asked, cluster=fast)).report["osdp"]
+
+    assert found["modes"]["head.weight"] == "ZDP"
+    assert found["chosen"]["predicted_step_s"] < found["all_dp"]["predicted_step_s"]
+    assert found["binds"] == "time: replicating everything fits, and sharding these is faster"
 
 
 def test_with_little_memory_some_parameters_are_sharded_with_their_states(bounds):
@@ -62,7 +112,7 @@ def test_with_little_memory_some_parameters_are_sharded_with_their_states(bounds
 
     report = strategy.report["osdp"]
     assert set(report["modes"].values()) == {"DP", "ZDP"}
-    assert report["plan_memory_bytes_per_rank"] <= limit
+    assert report["chosen"]["plan_memory_bytes_per_rank"] <= limit
     assert report["binds"].startswith("memory")
     for name, mode in report["modes"].items():
         expected = NdSbp(S(0) if mode == "ZDP" else B)
@@ -71,9 +121,7 @@ def test_with_little_memory_some_parameters_are_sharded_with_their_states(bounds
 
 
 def test_gradients_of_sharded_parameters_are_reduce_scattered(bounds):
-    asked = request((4,), ("data",))
-
-    strategy = build(OsdpConfig(memory_bytes=sum(bounds) / 2)).plan(asked)
+    asked, strategy = slow_request(), plan(sum(bounds) / 2)
 
     modes = list(strategy.report["osdp"]["modes"].values())
     found = collectives(asked.graph, strategy, Phase.BACKWARD)
@@ -89,15 +137,13 @@ def test_the_report_compares_with_all_replicated_and_all_sharded(bounds):
     assert times[0] < times[1] < times[2]
 
 
-def test_more_memory_is_never_slower():
-    model = build(OsdpConfig()).model(request((4,), ("data",)))
-    all_zdp, all_dp = (
-        evaluate(model.items, [kind] * len(model.items), model.fixed_bytes).memory_bytes
-        for kind in (True, False)
-    )
-    limits = [all_zdp + (all_dp - all_zdp) * part / 8 for part in range(9)]
+def test_more_memory_is_never_slower(bounds):
+    least, most = bounds
 
-    times = [replace(model, limit_bytes=limit).solve().seconds for limit in limits]
+    times = [
+        plan(limit).report["osdp"]["chosen"]["predicted_step_s"]
+        for limit in (least, (least + most) / 2, most - 1, None)
+    ]
 
     assert times == sorted(times, reverse=True)
     assert times[0] > times[-1]
@@ -106,22 +152,77 @@ def test_more_memory_is_never_slower():
 def test_too_little_memory_names_the_limit_and_what_sharding_everything_needs(bounds):
     least = bounds[0]
 
-    assert plan(least).report["osdp"]["plan_memory_bytes_per_rank"] <= least
-    with pytest.raises(PlanError, match=f"no choice fits {least // 2} B"):
-        plan(least // 2)
+    assert needed(plan(least)) <= least
+    with pytest.raises(PlanError, match=f"no choice fits {least - 1} B"):
+        plan(least - 1)
 
 
-def test_a_choice_that_fits_the_model_but_not_the_plan_is_made_again(bounds):
-    limit = bounds[1] - 1
-    planner = build(OsdpConfig(memory_bytes=limit))
-    asked = request((4,), ("data",))
-    by_model = planner.model(asked).solve()
+def test_what_just_fits_is_replicated_and_a_byte_less_is_not(bounds):
+    just, less = (plan(limit).report["osdp"] for limit in (bounds[1], bounds[1] - 1))
 
-    report = planner.plan(asked).report["osdp"]
+    assert set(just["modes"].values()) == {"DP"}
+    assert "ZDP" in less["modes"].values()
+    assert less["chosen"]["plan_memory_bytes_per_rank"] < bounds[1]
 
-    assert not any(by_model.sharded)
-    assert "ZDP" in report["modes"].values()
-    assert report["plan_memory_bytes_per_rank"] <= limit
+
+def test_the_limit_is_compared_with_the_exact_memory_of_the_plan_that_will_run(bounds):
+    limit = sum(bounds) / 2
+    asked = replace(slow_request(), options=CompileOptions(bucket_bytes=0))
+
+    strategy = build(OsdpConfig(memory_bytes=limit)).plan(asked)
+
+    found = strategy.report["osdp"]
+    compiled = compile_plan(asked.graph, strategy, asked.options)
+    assert found["memory_is_exact"]
+    assert found["chosen"]["plan_memory_bytes_per_rank"] == predict(compiled).peak <= limit
+
+
+def measured(asked, sharded_names):
+    """The exact memory and the predicted time of a choice."""
+    ends = (osdp.infer(asked, "data", sharded=kind) for kind in (False, True))
+    strategy = osdp.mixed(asked.graph, *ends, chosen=sharded_names)
+    compiled = compile_plan(asked.graph, strategy, CompileOptions(cluster=asked.cluster))
+    seconds = predict_step(asked.graph, strategy, asked.cluster)["predicted_step_s"]
+    return predict(compiled).peak, seconds
+
+
+def test_no_change_of_one_parameter_fits_and_is_faster(bounds):
+    limit = sum(bounds) / 2
+    asked = slow_request()
+    found = plan(limit).report["osdp"]
+    sharded = {name for name, mode in found["modes"].items() if mode == "ZDP"}
+
+    for name in found["modes"]:
+        size, seconds = measured(asked, sharded ^ {name})
+        assert size > limit or seconds >= found["chosen"]["predicted_step_s"] * (1 - 1e-9), name
+
+
+def test_no_choice_at_all_is_faster_where_few_parameters_can_be_chosen(bounds, monkeypatch):
+    names = ("embed.tokens.weight", "head.weight", "blocks.0.mlp.up.weight")
+    for module in (osdp, guide):
+        monkeypatch.setattr(module, "shardable", lambda graph: names)
+    asked = slow_request()
+    limit = bounds[1] - 9000
+    choices = [{names[at] for at in range(3) if bits >> at & 1} for bits in range(8)]
+    found = [measured(asked, chosen) for chosen in choices]
+    best = min(seconds for size, seconds in found if size <= limit)
+
+    found = build(OsdpConfig(memory_bytes=limit)).plan(asked).report["osdp"]
+
+    assert found["chosen"]["predicted_step_s"] == pytest.approx(best, rel=1e-12)
+    assert found["chosen"]["num_sharded"] > 0
+
+
+def test_without_a_tensor_library_memory_is_a_bound_and_is_called_so(monkeypatch):
+    def none(plan):
+        raise SbpLookupError("none is installed")
+
+    monkeypatch.setattr(osdp, "predict", none)
+
+    strategy = build(OsdpConfig()).plan(slow_request())
+
+    assert not strategy.report["osdp"]["memory_is_exact"]
+    assert "a bound" in strategy.report["explanation"][0]
 
 
 def test_updates_belong_to_the_parameter_whose_states_they_read():

@@ -34,7 +34,7 @@ def inside(size: int, neighbours: int = 1) -> RankGroup:
 def times(
     kind: StepKind, group: RankGroup, links: LinkRates = ALONE, size: int = SIZE
 ) -> dict[str, float]:
-    return {way.algorithm: way.time_s for way in timed_algorithms(kind, group, size, links)}
+    return {one.name: one.time_s for one in timed_algorithms(kind, group, size, links)}
 
 
 @pytest.mark.parametrize(
@@ -83,8 +83,8 @@ def test_small_messages_take_few_rounds_and_large_ones_few_bytes() -> None:
     small = timed_algorithms(StepKind.ALL_REDUCE, inside(6), 16, ALONE)[0]
     large = timed_algorithms(StepKind.ALL_REDUCE, inside(6), 2**30, ALONE)[0]
 
-    assert small.algorithm == "recursive doubling"
-    assert large.algorithm == "ring"
+    assert small.name == "recursive doubling"
+    assert large.name == "ring"
 
 
 def test_a_ring_crosses_nodes_once_and_wins_where_their_link_is_shared() -> None:

@@ -1,10 +1,10 @@
 """sbp boxing over MPI; and, in `nccl`, over NCCL.
 
-Read the modules in this order: `configs` (settings), `library` (finding mpi4py), `control_store`
-(what ranks tell each other), `direct` (collectives made of messages; `reduce`, `wire`), `group`
-(what one set of ranks does, and how to wait for it), `outbox` (messages on their way),
-`connections` (all groups, and how they break), `communicator` (one step), `exit` (how a process
-leaves), `backend`.
+Read the modules in this order: `configs` (settings), `mpi_library` (finding mpi4py),
+`control_store` (what ranks tell each other), `direct_collectives` (collectives made of messages;
+`reduce`, `wire`), `group` (what one set of ranks does, and how to wait for it), `outbox` (messages
+on their way), `connections` (all groups, and how they break), `communicator` (one step), `exit`
+(how a process leaves), `backend`.
 What all backends of several processes share is in `sbp_core.boxing`.
 
 Stability: provisional.

@@ -13,7 +13,7 @@ from sbp_boxing_nccl.communicator import MpiCommunicator
 from sbp_boxing_nccl.configs import MpiBoxingConfig
 from sbp_boxing_nccl.connections import MpiConnections
 from sbp_boxing_nccl.exit import JobBackend, JobExit
-from sbp_boxing_nccl.library import load_mpi
+from sbp_boxing_nccl.mpi_library import load_mpi
 from sbp_boxing_nccl.mpiexec import mpiexec_specs
 from sbp_core.boxing.processes import check_ranks
 from sbp_core.boxing.supervision import LaunchSpec

@@ -19,14 +19,14 @@ from sbp_core.boxing.processes import ProcessBackend
 
 _log = logging.getLogger(__name__)
 
-#: JobExit status of a job that was ended.
+#: Exit status of a job that was ended.
 _STATUS = 1
 
 #: Seconds that the program may go on after its main thread has ended.
 _GRACE_S = 1.0
 
 #: Seconds that ranks which all have failed wait for each other, so that each can say what it saw.
-_LAST_WORDS_S = 3.0
+_FINAL_BARRIER_S = 3.0
 
 #: Seconds between two looks at the main thread, and at the other ranks.
 _LOOK_S, _POLL_S = 0.2, 0.01
@@ -91,7 +91,7 @@ class JobExit:
         """Wait a moment for all ranks to come to their ends; say whether they did."""
         try:
             request = self._comm.Ibarrier()
-            end = time.monotonic() + _LAST_WORDS_S
+            end = time.monotonic() + _FINAL_BARRIER_S
             while not request.Test():
                 if time.monotonic() >= end:
                     return False

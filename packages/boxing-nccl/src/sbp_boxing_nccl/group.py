@@ -1,7 +1,7 @@
 """One MPI communicator: collectives and messages on flat tensors.
 
 Knows MPI's calls and how to wait for them with a deadline, not steps: `communicator` says what is
-moved. Large collectives are made of messages (`direct`).
+moved. Large collectives are made of messages (`direct_collectives`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from sbp_boxing_nccl.direct import Direct, Schedule
+from sbp_boxing_nccl.direct_collectives import DirectCollectives, Schedule
 from sbp_boxing_nccl.reduce import reduce_into
 from sbp_boxing_nccl.wire import chunks, memory
 from sbp_core.boxing.processes import TrafficCounter
@@ -147,7 +147,7 @@ class MpiGroup:
         self.ranks = ranks
         self._comm = comm
         self._mpi = mpi
-        self._direct = Direct(comm, mpi)
+        self._direct = DirectCollectives(comm, mpi)
         self._index: int = comm.Get_rank()
         self.traffic = TrafficCounter(len(ranks), self._index)
 

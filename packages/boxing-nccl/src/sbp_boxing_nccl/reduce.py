@@ -13,7 +13,7 @@ _REDUCE: dict[str, Callable[..., torch.Tensor]] = {
 }
 
 #: dtypes whose sums are made in float32, and rounded once.
-_HALVES = (torch.bfloat16, torch.float16)
+_HALF_PRECISION = (torch.bfloat16, torch.float16)
 
 
 def reduce_into(out: torch.Tensor, parts: Sequence[torch.Tensor], reduction: str) -> None:
@@ -29,7 +29,7 @@ def reduce_into(out: torch.Tensor, parts: Sequence[torch.Tensor], reduction: str
         _REDUCE[reduction](parts[0], parts[1], out=out)
         return
     first, *others = parts
-    if reduction == "sum" and out.dtype in _HALVES:
+    if reduction == "sum" and out.dtype in _HALF_PRECISION:
         total = first.float()
         for part in others:
             total.add_(part)

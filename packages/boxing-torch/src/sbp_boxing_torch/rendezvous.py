@@ -20,7 +20,7 @@ COUNTER = "sbp-boxing"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchWorld:
-    """This process among all.
+    """Where this process stands in the run: its rank, the number of ranks, their store.
 
     Args:
         rank: Rank of this process.

@@ -68,7 +68,13 @@ def plan_step(run: Run, program: Program) -> Planned:
         graph = prepare_step(captured, micro_batches, extra, options=config.compile.passes)
     with run.stage("planning"):
         planner: Planner = run.make("planner")
-        request = PlanRequest(graph=graph, mesh=program.mesh, cluster=program.cluster)
+        request = PlanRequest(
+            graph=graph,
+            mesh=program.mesh,
+            cluster=program.cluster,
+            options=_compile_options(config, program),
+            regather=config.compile.regather,
+        )
         strategy = _regathering(planner.plan(request), config)
     with run.stage("compiling and checking the plan"):
         planned = _compiled(config, program, graph, strategy)
@@ -122,16 +128,19 @@ def _extra_passes(run: Run) -> list[GraphPass]:
 def _compiled(
     config: RunConfig, program: Program, graph: LogicalGraph, strategy: Strategy
 ) -> Planned:
-    options = CompileOptions(
+    plan = compile_plan(graph, strategy, _compile_options(config, program))
+    checked = check(plan)
+    return Planned(graph=graph, strategy=strategy, plan=plan, checked=checked)
+
+
+def _compile_options(config: RunConfig, program: Program) -> CompileOptions:
+    return CompileOptions(
         boxing_thread=config.compile.boxing_thread,
         bucket_bytes=config.compile.bucket_bytes,
         cluster=program.cluster,
         prefetch=config.compile.prefetch,
         in_place_states=config.compile.in_place_states,
     )
-    plan = compile_plan(graph, strategy, options)
-    checked = check(plan)
-    return Planned(graph=graph, strategy=strategy, plan=plan, checked=checked)
 
 
 def plan_evaluation(run: Run, program: Program, train: Planned) -> Planned:

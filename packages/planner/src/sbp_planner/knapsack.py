@@ -1,18 +1,23 @@
-"""The knapsack of OSDP: which parameters to shard so that a step is fastest and fits.
+"""The knapsack of OSDP: one option for each item, so that a step is fastest and fits.
 
-    minimise    sum_i t_i(p_i)                              p_i in {DP, ZDP}         [s]
-    such that   sum_i m_i(p_i) + F + max_{i: p_i = ZDP} x_i <= L                     [B]
+    minimise    sum_i t_i(o_i)                           o_i one of the options of item i    [s]
+    such that   sum_i m_i(o_i) + F + max_i x_i(o_i) <= L                                     [B]
 
-t_i is the communication time of parameter i, m_i its model states on one rank, x_i the transient of
-a sharded one (its gathered copy and its gradient), F what does not depend on the choice, L the
-limit. Knows no graph and no cluster.
+t, m and x are the seconds, the resident bytes and the transient bytes of an option, F what does not
+depend on the choice, L the limit. An item may be a parameter with the options replicated and
+sharded, or a block of which several parts may be sharded. Knows no graph and no cluster.
 
-Solved exactly, bytes are never rounded. The transient is a maximum, so items are taken up in the
-order of x_i: once all with x_i <= τ have been, the choices among them are a knapsack with the
-capacity L - F - τ. One pass keeps the Pareto frontier of (bytes saved, seconds added), against
-all-DP; equal items count together, so a class of k equal items has k + 1 choices. Time is
-O(sum over classes of frontier * (k + 1)); the frontier has at most product of (k + 1) entries, and
-no more than the distinct savings below what is needed.
+Solved exactly, bytes are never rounded. The transient is a maximum, so the problem is solved for
+each value τ that it may have: under options with x <= τ it is a knapsack of capacity L - F - τ.
+Every item begins with its fastest option; a pass over the items keeps the Pareto frontier of (bytes
+saved, seconds added) against that. A point is dropped when even the best ratio of seconds to bytes
+among the items to come could not bring it to fit in less time than a greedy choice takes.
+
+                 seconds added
+                   |          o            o  on the frontier
+                   |      o                x  saves less than a point that is as fast
+                   |   o     x             The frontier ends where enough is saved.
+                   +---------------- bytes saved
 
 Source: Jiang et al., "OSDP: Optimal Sharded Data Parallel for Distributed Deep Learning", IJCAI
 2023, section 3 (the model; the search there is depth-first).
@@ -22,7 +27,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from math import inf
 from typing import TypeAlias
 
@@ -30,28 +34,26 @@ from sbp_core.errors import SbpValueError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
-class KnapsackItem:
-    """One parameter, as the knapsack sees it: bytes on one rank, seconds of one step.
+class KnapsackOption:
+    """One way to have an item.
 
     Args:
-        transient_bytes: Held while it is used, if sharded.
-        dp_bytes: Model states if replicated.
-        zdp_bytes: Model states if sharded.
-        dp_s: Communication if replicated.
-        zdp_s: Communication if sharded.
+        transient_bytes: Held beside everything else while the item is used.
+        resident_bytes: Held all the time.
+        seconds: What it adds to the time of a step.
     """
 
-    transient_bytes: int
-    dp_bytes: int
-    zdp_bytes: int
-    dp_s: float
-    zdp_s: float
+    transient_bytes: int = 0
+    resident_bytes: int
+    seconds: float
 
     def __post_init__(self) -> None:
-        if min(self.transient_bytes, self.dp_bytes, self.zdp_bytes, self.dp_s, self.zdp_s) < 0:
+        if min(self.transient_bytes, self.resident_bytes, self.seconds) < 0:
             raise SbpValueError(f"{self} is negative", accepted="bytes and seconds >= 0")
-        if self.zdp_bytes > self.dp_bytes:
-            raise SbpValueError(f"{self} grows by sharding", accepted="zdp_bytes <= dp_bytes")
+
+
+#: What may be chosen of one item; at least one option.
+Options: TypeAlias = Sequence[KnapsackOption]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,149 +61,168 @@ class KnapsackSolution:
     """What was chosen.
 
     Args:
-        sharded: For each item, whether it is sharded.
-        seconds: Sum of the communication times.
-        memory_bytes: Memory of one rank, F included.
-        transient_bytes: The largest transient of a sharded item.
+        chosen: For each item, the index of its option.
+        seconds: Sum of the options' times.
+        memory_bytes: F, the resident bytes, and the largest transient.
     """
 
-    sharded: tuple[bool, ...]
+    chosen: tuple[int, ...]
     seconds: float
     memory_bytes: int
-    transient_bytes: int
 
 
-#: How many of each class so far: (this class's count, the rest).
-_Counts: TypeAlias = "tuple[int, _Counts] | None"
+#: The options of the items so far: (option of the last one, those before).
+_Chosen: TypeAlias = "tuple[int, _Chosen] | None"
 
-#: (bytes saved, seconds added, counts)
-_Point = tuple[int, float, "_Counts"]
+#: (bytes saved, seconds added, options)
+_Point = tuple[int, float, "_Chosen"]
+
+#: (bytes saved, seconds added, index of the option), against the fastest option of an item.
+_Change = tuple[int, float, int]
 
 
 def evaluate(
-    items: Sequence[KnapsackItem], sharded: Sequence[bool], fixed_bytes: int = 0
+    items: Sequence[Options], chosen: Sequence[int], fixed_bytes: int = 0
 ) -> KnapsackSolution:
     """Return time and memory of a choice."""
-    pairs = list(zip(items, sharded, strict=True))
-    transient = max((item.transient_bytes for item, yes in pairs if yes), default=0)
-    states = sum(item.zdp_bytes if yes else item.dp_bytes for item, yes in pairs)
+    taken = [options[index] for options, index in zip(items, chosen, strict=True)]
+    resident = sum(option.resident_bytes for option in taken)
+    transient = max((option.transient_bytes for option in taken), default=0)
     return KnapsackSolution(
-        sharded=tuple(sharded),
-        seconds=sum(item.zdp_s if yes else item.dp_s for item, yes in pairs),
-        memory_bytes=fixed_bytes + states + transient,
-        transient_bytes=transient,
+        chosen=tuple(chosen),
+        seconds=sum(option.seconds for option in taken),
+        memory_bytes=fixed_bytes + resident + transient,
     )
 
 
 def choose(
-    items: Sequence[KnapsackItem], limit_bytes: float, fixed_bytes: int = 0
+    items: Sequence[Options], limit_bytes: float, fixed_bytes: int = 0
 ) -> KnapsackSolution | None:
     """Return the fastest choice that fits; among equals the one with the least memory.
 
     Args:
-        items: The parameters.
+        items: The options of each item.
         limit_bytes: L.
         fixed_bytes: F.
 
     Returns:
         The choice; None if nothing fits.
     """
-    order = sorted(range(len(items)), key=lambda index: (items[index], index))
-    classes = [list(same) for _, same in groupby(order, key=lambda index: items[index])]
-    kinds = [items[members[0]] for members in classes]
-    sizes = [len(members) for members in classes]
-    all_dp = evaluate(items, [False] * len(items), fixed_bytes).memory_bytes
-    counts = _search(kinds, sizes, all_dp, limit_bytes)
-    if counts is None:
+    # Equal items beside each other keep the frontier small, as their sums coincide.
+    order = sorted(range(len(items)), key=lambda index: (tuple(items[index]), index))
+    transients = {option.transient_bytes for options in items for option in options}
+    best: KnapsackSolution | None = None
+    for transient in sorted(transients or {0}):
+        if any(min(o.transient_bytes for o in options) > transient for options in items):
+            continue
+        ordered = [items[index] for index in order]
+        found = _search(ordered, limit_bytes - fixed_bytes - transient, transient)
+        if found is not None:
+            chosen = [0] * len(items)
+            for index, option in zip(order, found, strict=True):
+                chosen[index] = option
+            solution = evaluate(items, chosen, fixed_bytes)
+            if best is None or _rank(solution) < _rank(best):
+                best = solution
+    return best
+
+
+def _rank(solution: KnapsackSolution) -> tuple[float, int]:
+    return solution.seconds, solution.memory_bytes
+
+
+def _search(items: Sequence[Options], capacity: float, transient_bytes: int) -> list[int] | None:
+    """Return the fastest options with at most that transient that fit; None if none do."""
+    fastest = [_fastest(options, transient_bytes) for options in items]
+    taken = [options[index] for options, index in zip(items, fastest, strict=True)]
+    needed = sum(option.resident_bytes for option in taken) - capacity
+    changes = [
+        _changes(options, index, transient_bytes)
+        for options, index in zip(items, fastest, strict=True)
+    ]
+    bound = _greedy_seconds(changes, needed)
+    if bound == inf:
         return None
-    sharded = [False] * len(items)
-    for members, count in zip(classes, counts, strict=True):
-        for index in members[:count]:
-            sharded[index] = True
-    return evaluate(items, sharded, fixed_bytes)
-
-
-def _search(
-    kinds: Sequence[KnapsackItem], sizes: Sequence[int], all_dp: int, limit_bytes: float
-) -> list[int] | None:
-    """Return how many of each class to shard; None if nothing fits.
-
-    A point is dropped when even the best ratio of seconds to bytes among the classes to come could
-    not bring it to fit in less time than a greedy choice takes.
-    """
-    needs = [all_dp + kind.transient_bytes - limit_bytes for kind in kinds]
-    bound = _greedy_seconds(kinds, sizes, needs)
-    ratios = [_ratio(kind) for kind in kinds]
-    best = ((0.0, all_dp), [0] * len(kinds)) if all_dp <= limit_bytes else None
+    ratios = [min((added / saved for saved, added, _ in own), default=inf) for own in changes]
     frontier: list[_Point] = [(0, 0.0, None)]
-    for at, (kind, size, needed) in enumerate(zip(kinds, sizes, needs, strict=True)):
-        frontier = _pareto(_extended(frontier, kind, size), needs[-1])
-        for saved, added, counts in frontier:
-            if saved >= needed:  # later points of the frontier save more and cost more
-                key = (added, all_dp + kind.transient_bytes - saved)
-                if best is None or key < best[0]:
-                    best = key, _unlink(counts, len(kinds))
-                break
+    for at, (first, own) in enumerate(zip(fastest, changes, strict=True)):
+        frontier = _pareto(_extended(frontier, first, own), needed)
         ratio = min(ratios[at + 1 :], default=inf)
         frontier = [
             point
             for point in frontier
             if point[0] >= needed or point[1] + (needed - point[0]) * ratio <= bound
         ]
-    return best[1] if best else None
+    fitting = (options for saved, _, options in frontier if saved >= needed)
+    return _unlink(next(fitting))  # the first is the fastest
 
 
-def _ratio(kind: KnapsackItem) -> float:
-    """Return the seconds that sharding one item adds for each byte that it saves."""
-    saves = kind.dp_bytes - kind.zdp_bytes
-    return max(0.0, kind.zdp_s - kind.dp_s) / saves if saves else inf
+def _fastest(options: Options, transient_bytes: int) -> int:
+    """Return the fastest option with at most that transient; among equals, of the fewest bytes."""
+    allowed = [n for n, option in enumerate(options) if option.transient_bytes <= transient_bytes]
+    return min(allowed, key=lambda n: (options[n].seconds, options[n].resident_bytes))
 
 
-def _greedy_seconds(
-    kinds: Sequence[KnapsackItem], sizes: Sequence[int], needs: Sequence[float]
-) -> float:
-    """Return the seconds that some fitting choice adds, rounded up; infinite if none is found."""
-    found = inf
-    for last, needed in enumerate(needs):
-        saved, added = 0, 0.0
-        for at in sorted(range(last + 1), key=lambda index: _ratio(kinds[index])):
-            for _ in range(sizes[at]):
-                if saved < needed:
-                    saved += kinds[at].dp_bytes - kinds[at].zdp_bytes
-                    added += max(0.0, kinds[at].zdp_s - kinds[at].dp_s)
-        if saved >= needed:
-            found = min(found, added)
-    return found * (1 + 1e-9)  # sums in another order may differ in their last digits
+def _changes(options: Options, fastest: int, transient_bytes: int) -> list[_Change]:
+    """Return what the other options save and add; those that save nothing are left out."""
+    base = options[fastest]
+    return [
+        (base.resident_bytes - option.resident_bytes, option.seconds - base.seconds, index)
+        for index, option in enumerate(options)
+        if option.transient_bytes <= transient_bytes and option.resident_bytes < base.resident_bytes
+    ]
 
 
-def _extended(frontier: Sequence[_Point], item: KnapsackItem, num: int) -> Iterable[_Point]:
-    """Yield every point with 0 .. num items of one class sharded besides."""
-    saves, adds = item.dp_bytes - item.zdp_bytes, item.zdp_s - item.dp_s
-    for saved, added, counts in frontier:
-        for count in range(num + 1):
-            yield saved + count * saves, added + count * adds, (count, counts)
+def _greedy_seconds(changes: Sequence[Sequence[_Change]], needed: float) -> float:
+    """Return the seconds that some fitting choice adds, rounded up; infinite if nothing fits.
+
+    Takes the changes by rising ratio; of one item, a later one takes the place of an earlier one.
+    """
+    ordered = sorted(
+        (added / saved, at, saved, added)
+        for at, own in enumerate(changes)
+        for saved, added, _ in own
+    )
+    taken: dict[int, tuple[int, float]] = {}
+    total = 0
+    for _, at, saved, added in ordered:
+        before = taken.get(at, (0, 0.0))[0]
+        if total < needed and saved > before:
+            taken[at] = saved, added
+            total += saved - before
+    if total < needed:
+        return inf
+    # Sums in another order may differ in their last digits.
+    return sum(added for _, added in taken.values()) * (1 + 1e-9)
 
 
-def _pareto(points: Iterable[_Point], most_needed: float) -> list[_Point]:
-    """Keep what no other point beats in both; saving more than is ever needed is worth nothing.
+def _extended(
+    frontier: Sequence[_Point], fastest: int, changes: Sequence[_Change]
+) -> Iterable[_Point]:
+    """Yield every point with each option of one item more."""
+    for saved, added, options in frontier:
+        yield saved, added, (fastest, options)
+        for saves, adds, index in changes:
+            yield saved + saves, added + adds, (index, options)
+
+
+def _pareto(points: Iterable[_Point], needed: float) -> list[_Point]:
+    """Keep what no other point beats in both; saving more than is needed is worth nothing.
 
     Returns:
         Points with rising savings and rising seconds.
     """
     kept: list[_Point] = []
-    enough = False
     for point in sorted(points, key=lambda entry: (entry[1], -entry[0])):
-        if enough or (kept and point[0] <= kept[-1][0]):
+        if kept and (point[0] <= kept[-1][0] or kept[-1][0] >= needed):
             continue
         kept.append(point)
-        enough = point[0] >= most_needed
     return kept
 
 
-def _unlink(counts: _Counts, num: int) -> list[int]:
-    """Return the counts of the first classes, and none of the others."""
+def _unlink(chosen: _Chosen) -> list[int]:
     found: list[int] = []
-    while counts is not None:
-        count, counts = counts
-        found.append(count)
-    return [*reversed(found), *[0] * (num - len(found))]
+    while chosen is not None:
+        option, chosen = chosen
+        found.append(option)
+    return found[::-1]

@@ -1,22 +1,31 @@
 """The planner `osdp`: each parameter replicated (DP) or sharded (ZDP), fastest that fits.
 
-With N ranks on one mesh axis, α and 1/β latency and bandwidth of its slowest link, S bytes of a
-parameter, M micro-batches in a step (the paper has one):
+    choose      sharded, a subset of the parameters
+    minimise    predicted time of a step, of the compiled plan                              [s]
+    such that   exact memory of the compiled plan (`sbp_core.memory.predict`) <= limit      [B]
 
-    communication    DP    2 (N-1) (α + β S/N)         all-reduce of the gradient         [s]
-                     ZDP   (2M+1) (N-1) (α + β S/N)    for each micro-batch gather and gather
-                                                       again, once reduce-scatter
-    model states     DP    parameter + gradient + optimizer states (4 S for AdamW)        [B]
-                     ZDP   the same of the first rank's shard of dim 0, ceil(n / N) of n rows
-    transient        ZDP   2 S while it is used: the gathered parameter and its gradient
-    step             compute + sum of communication
-    memory           activations + buffers + sum of states + largest transient  <=  limit
+Two strategies are inferred from pins on parameters, states, gradients and updates, with the batch
+split: everything replicated, everything sharded. Another choice takes what is decided on each
+parameter, and on what its gradient and update alone depend on, from one of them. Its time is that
+of the one cost model, which every prediction of a plan comes from.
 
-The choice is exact (`knapsack`). It becomes pins on parameters, states, gradients and updates; the
-batch is split; the rest is inferred. The model leaves out what the paper's does, such as the new
-values of states beside the old ones, so the plan is compiled and its memory predicted exactly
-(`sbp_core.memory`; without a tensor library the model's number stands); where that exceeds the
-limit, the choice is made again under a limit that is lower by as much. Holds the model.
+Neither is a sum over parameters, so the search goes in two parts:
+
+1. `guide` says roughly what each parameter costs either way, and `knapsack` solves that exactly.
+   Begin with the fastest choice of the guide, and lower or raise its limit by what the compiled
+   plan holds more or less than the limit, until the last choice that fits is next to one that does
+   not.
+2. From there, take any change of a single parameter, to replicated or to sharded, that is faster
+   and fits, until there is none.
+
+What is guaranteed: the plan fits; it is the fastest of all that were looked at, and so no slower
+than replicating everything or sharding everything, where they fit; and no change of a single
+parameter both fits and is faster. Parameters that the guide cannot tell apart, such as those of
+equal layers, are taken to change the time alike, but are tried one by one for memory. Choices that
+differ in several parameters at once may be better.
+
+Where no tensor library is installed, or it does not know how a result lies, memory is the bound of
+`sbp_core.infer.predict` in place of the exact number; the report says so.
 
 Source: Jiang et al., "OSDP: Optimal Sharded Data Parallel for Distributed Deep Learning", IJCAI
 2023, section 3.
@@ -24,179 +33,285 @@ Source: Jiang et al., "OSDP: Optimal Sharded Data Parallel for Distributed Deep 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from math import ceil
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any
 
-from sbp_core.cluster import Cluster
-from sbp_core.compile import PhysicalPlan, compile_plan
+from sbp_core.compile import CompileOptions, compile_plan
 from sbp_core.errors import ConfigError, PlanError, SbpLookupError
-from sbp_core.graph import GraphInput, InputKind, LogicalGraph, Phase
+from sbp_core.graph import LogicalGraph
 from sbp_core.infer import PinValue, infer_strategy
+from sbp_core.infer import predict as predict_step
 from sbp_core.memory import predict
 from sbp_core.placement import Placement
 from sbp_core.plugins import PlanRequest
-from sbp_core.sbp import split_bounds
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_bytes, format_seconds
 from sbp_planner.configs import OsdpConfig
-from sbp_planner.knapsack import KnapsackItem, KnapsackSolution, choose, evaluate
+from sbp_planner.guide import (
+    SHARDED,
+    owners,
+    parameter_options,
+    shardable,
+    states_of,
+    update_values,
+)
+from sbp_planner.knapsack import KnapsackOption, KnapsackSolution, choose
 
 DP, ZDP = "B", "S(0)"
 
-#: Choices that are compiled before the planner gives up; each is under a lower limit.
-MAX_TRIES = 16
+#: Choices of the guide that are compiled; each lies between one that fits and one that does not.
+MAX_TRIES = 12
+
+#: Sums of equal times in another order differ by less than this share.
+_TIE = 1e-9
+
+#: For each shardable parameter, whether it is sharded.
+Choice = tuple[bool, ...]
+
+#: For each shardable parameter, its two options in the guide.
+Items = tuple[tuple[KnapsackOption, KnapsackOption], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class OsdpPlanner:
-    """Plans data parallelism, sharding what has to be sharded."""
+    """Plans data parallelism, sharding what has to be sharded, or is faster so."""
 
     config: OsdpConfig
 
     def plan(self, request: PlanRequest) -> Strategy:
-        """Return the fastest strategy whose compiled plan fits the memory.
+        """Return the strategy of the module's docstring.
 
         Raises:
             ConfigError: the mesh has no such axis, or splits over other axes too.
-            PlanError: no choice fits; names the limit and what sharding everything needs.
-        """
-        model = asked = self.model(request)
-        everything = evaluate(model.items, [True] * len(model.items), model.fixed_bytes)
-        for last in [False] * MAX_TRIES + [True]:
-            choice = None if last else asked.solve()
-            choice = everything if choice is None else choice
-            chosen = dict(zip(model.names, choice.sharded, strict=True))
-            strategy = _infer(request, self.config.axis, chosen, {})
-            needed = _needed_bytes(compile_plan(request.graph, strategy), choice)
-            if needed <= model.limit_bytes:
-                report = {
-                    "osdp": model.report(choice) | {"plan_memory_bytes_per_rank": needed},
-                    "explanation": model.explain(choice, needed),
-                }
-                return replace(strategy, report={**strategy.report, **report})
-            if all(choice.sharded):
-                break
-            lower = choice.memory_bytes - max(1.0, needed - model.limit_bytes)
-            asked = replace(model, limit_bytes=lower)
-        raise PlanError(
-            f"no choice fits {model.limit_bytes:.0f} B on a rank: with all {len(model.items)} "
-            f"parameters sharded the plan needs {needed} B",
-            where="planner osdp",
-            accepted=f"memory_bytes >= {needed}",
-            todo="raise planner.memory_bytes, use more ranks, or make micro-batches smaller",
-        )
-
-    def model(self, request: PlanRequest) -> OsdpModel:
-        """Return the problem of a request.
-
-        Raises:
-            ConfigError: the mesh has no such axis, or splits over other axes too.
+            PlanError: sharding everything does not fit; names the limit and what that needs.
         """
         axis = _only_axis(request.mesh, self.config.axis)
-        names = shardable(request.graph)
-        replicated = _infer(request, self.config.axis, dict.fromkeys(names, False), {})
-        stage = replicated.report["predicted_by_stage"][0]
-        micro, once = stage["micro_compute_s"], stage["step_compute_s"]
-        return OsdpModel(
-            names=names,
-            items=parameter_items(request.graph, names, request.mesh, axis, request.cluster),
-            compute_s=request.graph.num_micro_batches * micro + once,
-            activations_bytes=replicated.in_flight[0] * stage["activations_bytes"],
-            buffers_bytes=_unsharded_bytes(request.graph, names),
-            limit_bytes=self.config.memory_bytes or request.cluster.device.memory_bytes,
+        limit = self.config.memory_bytes or request.cluster.device.memory_bytes
+        quiet = replace(request, progress=None)
+        search = _Search(request=quiet, axis=self.config.axis, limit_bytes=limit)
+        num = len(search.names)
+        ends = (False,) * num, (True,) * num
+        items = parameter_options(
+            request.graph,
+            search.names,
+            request.mesh.mesh_shape[axis],
+            request.cluster,
+            replicated=search.strategy(ends[0]),
+            sharded=search.strategy(ends[1]),
         )
+        if request.progress:
+            request.progress("choosing what to shard", 0.5)
+        _follow(search, items)
+        for choice in ends:
+            search.fits(choice)
+        if search.best is None:
+            needed = search.memory(ends[1])
+            raise PlanError(
+                f"no choice fits {limit:.0f} B on a rank: with all {num} parameters sharded the "
+                f"plan needs {needed} B",
+                where="planner osdp",
+                accepted=f"memory_bytes >= {needed}",
+                todo="raise planner.memory_bytes, use more ranks, or make micro-batches smaller",
+            )
+        best = _improved(search, search.best, items)
+        strategy = search.strategy(best)
+        report = {"osdp": _report(search, best), "explanation": _explanation(search, best)}
+        return replace(strategy, report={**strategy.report, **report})
 
 
-def _needed_bytes(plan: PhysicalPlan, choice: KnapsackSolution) -> int:
-    """Return what the rank needs that needs most: exactly, with a tensor library installed."""
-    try:
-        return predict(plan).peak
-    except SbpLookupError:
-        return ceil(choice.memory_bytes)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OsdpModel:
-    """The problem of one graph, in the terms of the paper.
+@dataclass(slots=True, kw_only=True)
+class _Search:
+    """What is known of the choices that were looked at.
 
     Args:
-        names: The parameters that may be sharded.
-        items: What each costs, aligned with `names`.
-        compute_s: Time of all ops of a step on one rank, batch split.
-        activations_bytes: What forward passes leave for backward passes.
-        buffers_bytes: States that cannot be sharded.
+        request: What to plan.
+        axis: Mesh axis over which data are split.
         limit_bytes: Memory of one rank.
     """
 
-    names: tuple[str, ...]
-    items: tuple[KnapsackItem, ...]
-    compute_s: float
-    activations_bytes: int
-    buffers_bytes: int
+    request: PlanRequest
+    axis: str
     limit_bytes: float
+    #: The fastest choice so far that fits; among equals the one with the least memory.
+    best: Choice | None = None
+    is_exact: bool = True
+    _strategies: dict[Choice, Strategy] = field(default_factory=dict)
+    _memory: dict[Choice, int] = field(default_factory=dict)
 
     @property
-    def fixed_bytes(self) -> int:
-        """Memory that does not depend on the choice."""
-        return self.activations_bytes + self.buffers_bytes
+    def names(self) -> tuple[str, ...]:
+        return shardable(self.request.graph)
 
-    def solve(self) -> KnapsackSolution | None:
-        """Return the fastest choice that fits the limit, exactly; None if none does."""
-        return choose(self.items, self.limit_bytes, self.fixed_bytes)
+    def strategy(self, choice: Choice) -> Strategy:
+        if choice not in self._strategies:
+            self._strategies[choice] = self._made(choice)
+        return self._strategies[choice]
 
-    def report(self, choice: KnapsackSolution) -> dict[str, Any]:
-        """Return what was chosen and what it was chosen among, as plain values."""
-        num = len(self.items)
-        all_dp = evaluate(self.items, [False] * num, self.fixed_bytes)
-        all_zdp = evaluate(self.items, [True] * num, self.fixed_bytes)
-        return {
-            "limit_bytes": self.limit_bytes,
-            "binds": self._binding(choice, all_dp),
-            "chosen": self._entry(choice),
-            "all_dp": self._entry(all_dp),
-            "all_zdp": self._entry(all_zdp),
-            "compute_s": self.compute_s,
-            "activations_bytes": self.activations_bytes,
-            "buffers_bytes": self.buffers_bytes,
-            "transient_bytes": choice.transient_bytes,
-            "modes": {
-                name: "ZDP" if sharded else "DP"
-                for name, sharded in zip(self.names, choice.sharded, strict=True)
-            },
-        }
+    def _made(self, choice: Choice) -> Strategy:
+        if len(set(choice)) < 2:
+            return infer(self.request, self.axis, sharded=any(choice))
+        num = len(choice)
+        ends = self.strategy((False,) * num), self.strategy((True,) * num)
+        chosen = {name for name, yes in zip(self.names, choice, strict=True) if yes}
+        found = mixed(self.request.graph, *ends, chosen=chosen)
+        report = predict_step(self.request.graph, found, self.request.cluster)
+        return replace(found, report={**found.report, **report})
 
-    def explain(self, choice: KnapsackSolution, needed_bytes: int) -> list[str]:
-        """Return what was chosen and why, as lines for people."""
-        num = len(self.items)
-        lines = [
-            f"osdp: {sum(choice.sharded)} of {num} parameters sharded, under a limit of "
-            f"{format_bytes(self.limit_bytes)} a rank; the compiled plan needs "
-            f"{format_bytes(needed_bytes)}"
-        ]
-        for name, entry in (
-            ("all replicated", evaluate(self.items, [False] * num, self.fixed_bytes)),
-            ("chosen", choice),
-            ("all sharded", evaluate(self.items, [True] * num, self.fixed_bytes)),
-        ):
-            seconds, size = self.compute_s + entry.seconds, entry.memory_bytes
-            lines.append(f"  {name}: {format_seconds(seconds)} a step, {format_bytes(size)}")
-        return lines
+    def step_s(self, choice: Choice) -> float:
+        """Return the predicted time of a step."""
+        found: float = self.strategy(choice).report["predicted_step_s"]
+        return found
 
-    def _entry(self, choice: KnapsackSolution) -> dict[str, Any]:
-        return {
-            "predicted_step_s": self.compute_s + choice.seconds,
-            "predicted_memory_bytes_per_rank": choice.memory_bytes,
-            "num_sharded": sum(choice.sharded),
-            "fits": choice.memory_bytes <= self.limit_bytes,
-        }
+    def memory(self, choice: Choice) -> int:
+        """Return what the fullest rank holds at its peak, of the compiled plan, in bytes."""
+        if choice not in self._memory:
+            options = self.request.options or CompileOptions(cluster=self.request.cluster)
+            plan = compile_plan(self.request.graph, self.strategy(choice), options)
+            try:
+                self._memory[choice] = predict(plan).peak
+            except (SbpLookupError, PlanError):
+                self.is_exact = False
+                bound = self.strategy(choice).report["predicted_memory_bytes_per_rank"]
+                self._memory[choice] = bound
+        return self._memory[choice]
 
-    def _binding(self, choice: KnapsackSolution, all_dp: KnapsackSolution) -> str:
-        if not any(choice.sharded):
-            return "communication time: replicating everything is fastest, and fits"
-        short = all_dp.memory_bytes - self.limit_bytes
+    def fits(self, choice: Choice) -> bool:
+        """Whether a choice keeps to the limit; the best one that does is remembered."""
+        does = self.memory(choice) <= self.limit_bytes
+        if does and (self.best is None or self._rank(choice) < self._rank(self.best)):
+            self.best = choice
+        return does
+
+    @property
+    def num_compiled(self) -> int:
+        """How many choices were compiled."""
+        return len(self._memory)
+
+    def _rank(self, choice: Choice) -> tuple[float, int]:
+        return self.step_s(choice), self.memory(choice)
+
+
+def _follow(search: _Search, items: Items) -> None:
+    """Look at choices of the guide, from the fastest one to the last that fits."""
+    most = choose(items, inf)
+    assert most is not None, "without a limit everything fits"
+    above, below = most.memory_bytes + 1.0, 0.0  # of the guide: does not fit, fits
+    asked = most
+    for _ in range(MAX_TRIES):
+        choice = _choice(asked)
+        if search.fits(choice):
+            if asked == most:
+                return
+            below = asked.memory_bytes
+        else:
+            above = asked.memory_bytes
+        # What the compiled plan holds beside what the guide counts changes little.
+        wanted = asked.memory_bytes + search.limit_bytes - search.memory(choice)
+        if not below <= wanted < above:
+            wanted = (below + above) / 2
+        found = choose(items, wanted)
+        if found is None or found.memory_bytes <= below:
+            return
+        asked = found
+
+
+def _choice(solution: KnapsackSolution) -> Choice:
+    return tuple(index == SHARDED for index in solution.chosen)
+
+
+def _improved(search: _Search, best: Choice, items: Items) -> Choice:
+    """Change single parameters of a choice while that is faster and fits."""
+    before = None
+    while best != before:
+        before = best
+        for alike in _alike(items):
+            for is_sharded in (True, False):
+                best = _improved_alike(search, best, alike, is_sharded=is_sharded)
+    return best
+
+
+def _improved_alike(
+    search: _Search, best: Choice, alike: Sequence[int], *, is_sharded: bool
+) -> Choice:
+    """Change those of equal parameters that are sharded, or are not."""
+    for index in alike:
+        if best[index] is is_sharded:
+            changed = (*best[:index], not is_sharded, *best[index + 1 :])
+            if search.step_s(changed) >= search.step_s(best) * (1 - _TIE):
+                break  # so it is for the others
+            if search.fits(changed):
+                best = changed
+    return best
+
+
+def _alike(items: Items) -> list[list[int]]:
+    """Return the parameters that the guide cannot tell apart, those that matter most first."""
+    classes: dict[tuple[KnapsackOption, KnapsackOption], list[int]] = {}
+    for index, options in enumerate(items):
+        classes.setdefault(options, []).append(index)
+    return [
+        classes[options]
+        for options in sorted(classes, key=lambda two: -abs(two[0].seconds - two[1].seconds))
+    ]
+
+
+def _report(search: _Search, best: Choice) -> dict[str, Any]:
+    """Return what was chosen and what it was chosen among, as plain values."""
+    num = len(best)
+    return {
+        "limit_bytes": search.limit_bytes,
+        "binds": _binding(search, best),
+        "memory_is_exact": search.is_exact,
+        "num_compiled": search.num_compiled,
+        "modes": {
+            name: "ZDP" if sharded else "DP"
+            for name, sharded in zip(search.names, best, strict=True)
+        },
+        **{
+            name: {
+                "predicted_step_s": search.step_s(choice),
+                "plan_memory_bytes_per_rank": search.memory(choice),
+                "num_sharded": sum(choice),
+                "fits": search.memory(choice) <= search.limit_bytes,
+            }
+            for name, choice in (
+                ("chosen", best),
+                ("all_dp", (False,) * num),
+                ("all_zdp", (True,) * num),
+            )
+        },
+    }
+
+
+def _explanation(search: _Search, best: Choice) -> list[str]:
+    """Return what was chosen and why, as lines for people."""
+    num = len(best)
+    how = "" if search.is_exact else " (memory is a bound: how results lie is not known)"
+    lines = [
+        f"osdp: {sum(best)} of {num} parameters sharded, under a limit of "
+        f"{format_bytes(search.limit_bytes)} a rank{how}"
+    ]
+    for name, choice in (
+        ("all replicated", (False,) * num),
+        ("chosen", best),
+        ("all sharded", (True,) * num),
+    ):
+        seconds, size = search.step_s(choice), search.memory(choice)
+        lines.append(f"  {name}: {format_seconds(seconds)} a step, {format_bytes(size)}")
+    return lines
+
+
+def _binding(search: _Search, best: Choice) -> str:
+    """Return what keeps the choice from being another."""
+    replicated = (False,) * len(best)
+    short = search.memory(replicated) - search.limit_bytes
+    if short > 0:
         return f"memory: replicating everything needs {short:.0f} B more than the limit"
+    if best == replicated:
+        return "time: replicating everything is fastest, and fits"
+    return "time: replicating everything fits, and sharding these is faster"
 
 
 def _only_axis(mesh: Placement, name: str) -> int:
@@ -212,66 +327,8 @@ def _only_axis(mesh: Placement, name: str) -> int:
     return mesh.axes.index(name)
 
 
-def shardable(graph: LogicalGraph) -> tuple[str, ...]:
-    """Return the parameters that have a dim 0 to shard."""
-    return tuple(
-        entry.name
-        for entry in graph.inputs
-        if entry.kind is InputKind.PARAMETER and graph.tensor(entry.name).shape
-    )
-
-
-def _states_of(graph: LogicalGraph, name: str) -> list[GraphInput]:
-    """Return the optimizer states of a parameter that have its shape."""
-    shape = graph.tensor(name).shape
-    return [
-        entry
-        for entry in graph.inputs
-        if entry.of == name
-        and graph.is_tensor(entry.name)
-        and graph.tensor(entry.name).shape == shape
-    ]
-
-
-def parameter_items(
-    graph: LogicalGraph, names: Sequence[str], mesh: Placement, axis: int, cluster: Cluster
-) -> tuple[KnapsackItem, ...]:
-    """Return what each parameter costs either way."""
-    link = cluster.link(mesh.group(mesh.rank_list[0], axis))
-    α, β, N = link.latency_s, 1 / link.bytes_per_s, mesh.mesh_shape[axis]  # noqa: N806
-    M = graph.num_micro_batches  # noqa: N806
-    found = []
-    for name in names:
-        tensor = graph.tensor(name)
-        S, rows = tensor.size_bytes, tensor.shape[0]  # noqa: N806 (letters of the model)
-        kept = [graph.tensor(entry.name).size_bytes for entry in _states_of(graph, name)]
-        whole = S + sum(kept) + (S if name in graph.new_states else 0)
-        found.append(
-            KnapsackItem(
-                transient_bytes=2 * S,
-                dp_bytes=whole,
-                zdp_bytes=whole // max(rows, 1) * split_bounds(rows, N, 0)[1],
-                dp_s=2 * (N - 1) * (α + β * S / N),
-                zdp_s=(2 * M + 1) * (N - 1) * (α + β * S / N),
-            )
-        )
-    return tuple(found)
-
-
-def _unsharded_bytes(graph: LogicalGraph, names: Sequence[str]) -> int:
-    """Return the bytes of the states that are none of `names` and follow none of them."""
-    sharded = {*names, *(entry.name for name in names for entry in _states_of(graph, name))}
-    return sum(
-        graph.tensor(entry.name).size_bytes
-        for entry in graph.inputs
-        if entry.kind.is_state and graph.is_tensor(entry.name) and entry.name not in sharded
-    )
-
-
-def _infer(
-    request: PlanRequest, axis: str, sharded: Mapping[str, bool], report: Mapping[str, Any]
-) -> Strategy:
-    """Return the strategy in which the chosen parameters are sharded on the axis."""
+def infer(request: PlanRequest, axis: str, *, sharded: bool) -> Strategy:
+    """Return the strategy in which all parameters are sharded on the axis, or none is."""
     graph = request.graph
     pins: dict[str, PinValue] = {
         "batch": {axis: "S(0)"},
@@ -282,42 +339,47 @@ def _infer(
         "gradients": {axis: DP},
         "updates": {axis: DP},
     }
-    owned = update_values(graph)
-    for name, yes in sharded.items():
-        if yes:
-            states = [entry.name for entry in _states_of(graph, name)]
+    if sharded:
+        owned = update_values(graph)
+        for name in shardable(graph):
+            states = [entry.name for entry in states_of(graph, name)]
             for tensor in (name, *states, *owned.get(name, ())):
                 pins[tensor] = {axis: ZDP}
-    return infer_strategy(request, planner="osdp", pins=pins, report=report)
+    return infer_strategy(request, planner="osdp", pins=pins)
 
 
-def update_values(graph: LogicalGraph) -> dict[str, list[str]]:
-    """Return, for each parameter, the values of its shape that its update alone uses or makes.
+def mixed(
+    graph: LogicalGraph, replicated: Strategy, sharded: Strategy, *, chosen: Set[str]
+) -> Strategy:
+    """Return the strategy that shards some parameters; boxing joins what is decided apart.
 
-    An optimizer node belongs to the parameter whose states it reads, directly or through others.
+    Args:
+        graph: The step.
+        replicated: The strategy that shards none.
+        sharded: The strategy that shards all.
+        chosen: Those that it is to shard.
     """
-    owner: dict[str, str] = {}
-    for entry in graph.inputs:
-        if entry.kind is InputKind.PARAMETER:
-            owner[entry.name] = entry.name
-        elif entry.kind is InputKind.OPTIMIZER_STATE:
-            owner[entry.name] = entry.of
-    found: dict[str, dict[str, None]] = {}
-    for node in graph.nodes:
-        if node.phase is not Phase.OPTIMIZER or node.is_host:
+    owner = owners(graph, shardable(graph))
+    nodes = dict(replicated.nodes)
+    # What a node is decided for: the parameters whose gradients or updates it makes, if need be
+    # through others that are decided one way or the other, too.
+    decided_for: dict[str, set[str]] = {}
+    for node in reversed(graph.nodes):
+        if node.name not in nodes or nodes[node.name] == sharded.nodes[node.name]:
             continue
-        used = graph.tensor_inputs(node)
-        owners = {owner[value] for value in used if value in owner}
-        if len(owners) != 1:
-            continue
-        name = owners.pop()
+        found: set[str] = set()
         for value in node.outputs:
-            owner[value] = name
-        for value in (*used, *node.outputs):
-            inner = value not in graph.input_kinds and owner.get(value, name) == name
-            if inner and graph.tensor(value).shape == graph.tensor(name).shape:
-                found.setdefault(name, {})[value] = None
-    return {name: list(values) for name, values in found.items()}
+            found |= {owner[value]} if value in owner else set()
+            for user in graph.users[value]:
+                found |= decided_for.get(user.name, set())
+        decided_for[node.name] = found
+        if found and found <= chosen:
+            nodes[node.name] = sharded.nodes[node.name]
+    storage = {
+        name: (sharded if owner.get(name) in chosen else replicated).storage[name]
+        for name in replicated.storage
+    }
+    return replace(replicated, nodes=nodes, storage=storage)
 
 
 def build(config: OsdpConfig) -> OsdpPlanner:

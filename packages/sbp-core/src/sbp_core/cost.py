@@ -15,6 +15,8 @@
 A view moves and computes nothing: 0. The time that a step spends on links is `boxing.price`; the
 rest of a boxing is handling its steps and writing their results, so that a slice is not free
 either. Where a calibration measured whole calls of the transport, that rest is in it already.
+
+Stability: provisional.
 """
 
 from __future__ import annotations
@@ -32,6 +34,8 @@ from sbp_core.sbp import NdSbp, Split, local_shape, split_bounds
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.derive import work_flop
 from sbp_core.strategy import Signature
+
+__all__ = ["boxing_step_time_s", "boxing_time_s", "op_time_s"]
 
 _FLOATING = ("float64", "float32", "float16", "bfloat16", "complex64", "complex128")
 

@@ -54,7 +54,7 @@ class NcclBackend(JobBackend):
             BoxingError: this machine has no GPU for them.
         """
         if self._device is None:
-            from sbp_boxing_nccl.nccl.library import count_gpus
+            from sbp_boxing_nccl.nccl.cupy_device import count_gpus
 
             count_gpus(self._config.device_index)
         if self._config.bootstrap == "mpi":
@@ -87,6 +87,6 @@ class NcclBackend(JobBackend):
         return connections, NcclCommunicator(connections)
 
     def _load(self, local_rank: int) -> NcclDevice:
-        from sbp_boxing_nccl.nccl.library import load_device
+        from sbp_boxing_nccl.nccl.cupy_device import load_device
 
         return load_device(self._config.device_index, local_rank)

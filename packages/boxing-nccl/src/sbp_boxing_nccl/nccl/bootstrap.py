@@ -12,7 +12,7 @@ import json
 import threading
 from collections.abc import Callable, Mapping
 
-from sbp_boxing_nccl.nccl.device import NcclDevice, PairCommunicator
+from sbp_boxing_nccl.nccl.device import NcclChannel, NcclDevice
 from sbp_core.boxing.processes import CollectiveCall, ControlStore, run_abandonable, wait_until
 from sbp_core.errors import BoxingError
 
@@ -47,7 +47,7 @@ class Bootstrap:
             self._store.join(name, ranks)
         self._await(call, groups)
 
-    def connect(self, call: CollectiveCall, name: str, ranks: tuple[int, ...]) -> PairCommunicator:
+    def connect(self, call: CollectiveCall, name: str, ranks: tuple[int, ...]) -> NcclChannel:
         """Connect the ranks of a group, all of which call this.
 
         Raises:
@@ -97,9 +97,7 @@ class Bootstrap:
             raise call.failed(f"rank {first} could not make an NCCL id: {entry['error']}")
         return bytes.fromhex(entry["id"])
 
-    def _init(
-        self, call: CollectiveCall, ranks: tuple[int, ...], unique_id: bytes
-    ) -> PairCommunicator:
+    def _init(self, call: CollectiveCall, ranks: tuple[int, ...], unique_id: bytes) -> NcclChannel:
         """Make the communicator in a thread, which may be left behind inside NCCL."""
         index, limit_s = ranks.index(self._rank), call.left_s
         try:
@@ -177,7 +175,7 @@ def check_devices(store: ControlStore, device: NcclDevice, limit_s: float) -> No
 
 
 def release(
-    channels: Mapping[str, PairCommunicator], device: NcclDevice, limit_s: float, *, abort: bool
+    channels: Mapping[str, NcclChannel], device: NcclDevice, limit_s: float, *, abort: bool
 ) -> bool:
     """Abort or destroy channels, all together, in a thread; return whether that ended in time.
 

@@ -104,7 +104,7 @@ class NcclCommunicator(ExchangeCommunicator[NcclConnections]):
         group = connections.group(call, ranks)
         with (
             connections.guard(call),
-            connections.limits.launching(
+            connections.deadlines.launching(
                 call,
                 lambda: store.not_waiting(name, number, ranks),
                 lambda: store.report_waiting(name, number, ranks),

@@ -16,9 +16,9 @@ import torch
 
 from sbp_boxing_nccl.configs import NcclBoxingConfig
 from sbp_boxing_nccl.nccl.bootstrap import Bootstrap, check_devices, release
-from sbp_boxing_nccl.nccl.device import NcclDevice, PairCommunicator
+from sbp_boxing_nccl.nccl.deadlines import PATIENCE_S, Deadlines, WatchedWork
+from sbp_boxing_nccl.nccl.device import NcclChannel, NcclDevice
 from sbp_boxing_nccl.nccl.group import NcclGroup, NcclWork
-from sbp_boxing_nccl.nccl.limits import PATIENCE_S, LimitEntry, Limits
 from sbp_boxing_nccl.nccl.messages import Inbox, NcclMessage, SendQueue, pair_name
 from sbp_boxing_nccl.nccl.world import NcclWorld
 from sbp_core.boxing.processes import (
@@ -61,15 +61,15 @@ class NcclConnections(Connections):
         self._config = config
         self._world = world
         self._groups: dict[tuple[int, ...], NcclGroup] = {}
-        self._channels: dict[str, PairCommunicator] = {}
+        self._channels: dict[str, NcclChannel] = {}
         self._send_queues: dict[int, SendQueue] = {}
         self._gave_up = False
         self._bootstrap = Bootstrap(self.control_store, device, self._check)
-        self.limits = Limits(device.use, self._check_here, self._give_up)
+        self.deadlines = Deadlines(device.use, self._check_here, self._give_up)
         self._inbox = Inbox(
             store=self.control_store,
             device=device,
-            limits=self.limits,
+            deadlines=self.deadlines,
             check=self._check,
             connect=self._pair,
             gather=self._bootstrap.gather,
@@ -109,7 +109,7 @@ class NcclConnections(Connections):
                 receiver,
                 store=self.control_store,
                 device=self.device,
-                limits=self.limits,
+                deadlines=self.deadlines,
                 check=self._check_here,
                 connect=self._pair,
                 fail=self._give_up,
@@ -131,7 +131,7 @@ class NcclConnections(Connections):
                 elif not self._wait(call, work, call.left_s):
                     raise call.missing([sender])
 
-    def finish(self, call: CollectiveCall, entry: LimitEntry) -> None:
+    def finish(self, call: CollectiveCall, entry: WatchedWork) -> None:
         """Wait for launched work; if we run ahead, let torch's current stream do so instead.
 
         Raises:
@@ -149,7 +149,7 @@ class NcclConnections(Connections):
 
     def _leave_alone(self, call: CollectiveCall, work: NcclWork, sender: int) -> None:
         """Let torch's current stream wait for a message, and somebody see to it that it comes."""
-        with self.limits.launching(call, lambda: [sender]) as entry:
+        with self.deadlines.launching(call, lambda: [sender]) as entry:
             entry.work = work
         work.event.hold_back()
 
@@ -190,11 +190,11 @@ class NcclConnections(Connections):
         self.check_usable(call)
         return done
 
-    def _pair(self, call: CollectiveCall, sender: int, receiver: int) -> PairCommunicator:
+    def _pair(self, call: CollectiveCall, sender: int, receiver: int) -> NcclChannel:
         """Connect the channel of the messages from one rank to another."""
         return self._connect(call, pair_name(sender, receiver), (sender, receiver))
 
-    def _connect(self, call: CollectiveCall, name: str, ranks: tuple[int, ...]) -> PairCommunicator:
+    def _connect(self, call: CollectiveCall, name: str, ranks: tuple[int, ...]) -> NcclChannel:
         channel = self._bootstrap.connect(call, name, ranks)
         with self._lock:
             self._channels[name] = channel
@@ -251,7 +251,7 @@ class NcclConnections(Connections):
         well = flushed and self._await_others()
         for queue in self._send_queues.values():
             queue.close()
-        self.limits.close()
+        self.deadlines.close()
         self._let_go(abort=not well)
         # Some may have been inside NCCL, which has let go of them by now.
         for queue in self._send_queues.values():
@@ -265,7 +265,7 @@ class NcclConnections(Connections):
         queues = self._send_queues.values()
 
         def idle() -> bool:
-            return all(queue.is_idle for queue in queues) and self.limits.is_idle
+            return all(queue.is_idle for queue in queues) and self.deadlines.is_idle
 
         def over() -> bool:
             return idle() or self._gave_up or self.failure_reason() is not None

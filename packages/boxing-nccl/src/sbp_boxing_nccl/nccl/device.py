@@ -27,7 +27,7 @@ class StreamEvent(ABC):
         """Let what torch's current stream is given from now on wait; the host goes on."""
 
 
-class PairCommunicator(ABC):
+class NcclChannel(ABC):
     """One NCCL communicator and the stream that its work runs on, in the order of the calls.
 
     Used by one thread at a time, but for `abort`. A call returns once its work is on the stream;
@@ -105,7 +105,7 @@ class NcclDevice(ABC):
         """Return the name by which the ranks of one new communicator find each other."""
 
     @abstractmethod
-    def connect(self, size: int, unique_id: bytes, index: int) -> PairCommunicator:
+    def connect(self, size: int, unique_id: bytes, index: int) -> NcclChannel:
         """Make a communicator with `size` ranks; waits for all of them, without a limit."""
 
     @abstractmethod

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sbp_boxing_nccl.nccl.device import NcclDevice, PairCommunicator, StreamEvent
+from sbp_boxing_nccl.nccl.device import NcclChannel, NcclDevice, StreamEvent
 from sbp_boxing_nccl.nccl.wire import NATIVE
 from sbp_core.boxing.processes import TrafficCounter
 
@@ -27,7 +27,7 @@ class NcclWork:
     """
 
     event: StreamEvent
-    channel: PairCommunicator
+    channel: NcclChannel
     tensors: tuple[torch.Tensor, ...]
 
     def is_done(self) -> bool:
@@ -41,7 +41,7 @@ class NcclWork:
 
 
 def launch(
-    device: NcclDevice, channel: PairCommunicator, start: Callable[[], None], *tensors: torch.Tensor
+    device: NcclDevice, channel: NcclChannel, start: Callable[[], None], *tensors: torch.Tensor
 ) -> NcclWork:
     """Start work once torch's current stream has made its input; return it.
 
@@ -65,7 +65,7 @@ class NcclGroup:
     """
 
     def __init__(
-        self, ranks: tuple[int, ...], rank: int, channel: PairCommunicator, device: NcclDevice
+        self, ranks: tuple[int, ...], rank: int, channel: NcclChannel, device: NcclDevice
     ) -> None:
         self.ranks = ranks
         self._index = ranks.index(rank)

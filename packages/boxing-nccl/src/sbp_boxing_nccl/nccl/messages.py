@@ -29,9 +29,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from sbp_boxing_nccl.nccl.device import NcclDevice, PairCommunicator, StreamEvent
+from sbp_boxing_nccl.nccl.deadlines import Deadlines
+from sbp_boxing_nccl.nccl.device import NcclChannel, NcclDevice, StreamEvent
 from sbp_boxing_nccl.nccl.group import NcclWork
-from sbp_boxing_nccl.nccl.limits import Limits
 from sbp_core.boxing.processes import CollectiveCall, ControlStore, wait_until
 from sbp_core.errors import BoxingError
 
@@ -42,7 +42,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2e-5, 2e-3
 _SENDER, _RECEIVER = 0, 1
 
 #: Connects (sender, receiver), both of which call this at some time.
-Connect = Callable[[CollectiveCall, int, int], PairCommunicator]
+Connect = Callable[[CollectiveCall, int, int], NcclChannel]
 
 
 def pair_name(sender: int, receiver: int) -> str:
@@ -72,7 +72,7 @@ class SendQueue:
         receiver: The other rank.
         store: Of this rank.
         device: Of this rank.
-        limits: Watches what was sent until it is received.
+        deadlines: Watches what was sent until it is received.
         check: Raises `BoxingError` once everything is broken.
         connect: Connects the channel.
         fail: Breaks everything.
@@ -84,7 +84,7 @@ class SendQueue:
         *,
         store: ControlStore,
         device: NcclDevice,
-        limits: Limits,
+        deadlines: Deadlines,
         check: Callable[[CollectiveCall], None],
         connect: Connect,
         fail: Callable[[BaseException], None],
@@ -92,7 +92,7 @@ class SendQueue:
         self._receiver = receiver
         self._store = store
         self._device = device
-        self._limits = limits
+        self._deadlines = deadlines
         self._check = check
         self._connect = connect
         self._fail = fail
@@ -157,7 +157,7 @@ class SendQueue:
         self._store.publish(f"{self._name}/offer/{self._num_offered}", offer, [self._receiver])
         self._num_offered += 1
 
-    def _await_go(self, channel: PairCommunicator) -> None:
+    def _await_go(self, channel: NcclChannel) -> None:
         """Look for the receiver's next go, for as long as nothing more is posted, and follow it."""
         go: list[str] = []
         most_urgent = min((m.call for m in self._offered.values()), key=lambda call: call.end_s)
@@ -179,9 +179,9 @@ class SendQueue:
         elif not in_time:
             raise most_urgent.missing([self._receiver])
 
-    def _send(self, channel: PairCommunicator, message: NcclMessage) -> None:
+    def _send(self, channel: NcclChannel, message: NcclMessage) -> None:
         values = message.values
-        with self._limits.launching(message.call, lambda: [self._receiver]) as entry:
+        with self._deadlines.launching(message.call, lambda: [self._receiver]) as entry:
             channel.wait_for(message.ready)
             channel.send(values.data_ptr(), values.nbytes, "uint8", _RECEIVER)
             entry.work = NcclWork(event=channel.record(), channel=channel, tensors=(values,))
@@ -199,7 +199,7 @@ class _Sender:
         offers: Number and bytes of the messages that were not asked for yet, by tag.
     """
 
-    channel: PairCommunicator
+    channel: NcclChannel
     num_offers: int = 0
     num_goes: int = 0
     offers: dict[str, deque[tuple[int, int]]] = field(default_factory=dict)
@@ -211,7 +211,7 @@ class Inbox:
     Args:
         store: Of this rank.
         device: Of this rank.
-        limits: Watches the calls of NCCL.
+        deadlines: Watches the calls of NCCL.
         check: Raises `BoxingError` when waiting for others has become hopeless.
         connect: Connects the channel of a sender that is ready for it.
         gather: Waits until senders are ready to connect, and names those that are not.
@@ -222,14 +222,14 @@ class Inbox:
         *,
         store: ControlStore,
         device: NcclDevice,
-        limits: Limits,
+        deadlines: Deadlines,
         check: Callable[[CollectiveCall], None],
         connect: Connect,
         gather: Callable[[CollectiveCall, Mapping[str, tuple[int, ...]]], None],
     ) -> None:
         self._store = store
         self._device = device
-        self._limits = limits
+        self._deadlines = deadlines
         self._check = check
         self._connect = connect
         self._gather = gather
@@ -297,7 +297,7 @@ class Inbox:
             self._store.publish(key, str(number), [sender])
             source.num_goes += 1
         channels = {sender: self._senders[sender].channel for sender in arriving}
-        with self._limits.launching(call, lambda: list(arriving)):
+        with self._deadlines.launching(call, lambda: list(arriving)):
             ready = self._device.record()
             with self._device.grouped():
                 for sender, values in arriving.items():

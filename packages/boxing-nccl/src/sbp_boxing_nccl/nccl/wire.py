@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-#: The dtypes of torch that NCCL knows, by the names that `device.Channel` is given.
+#: The dtypes of torch that NCCL knows, by the names that `device.NcclChannel` is given.
 NATIVE: dict[torch.dtype, str] = {
     torch.int8: "int8",
     torch.uint8: "uint8",

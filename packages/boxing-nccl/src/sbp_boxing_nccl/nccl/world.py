@@ -16,7 +16,7 @@ from typing import Any, cast
 from sbp_boxing_nccl.configs import NcclBoxingConfig
 from sbp_boxing_nccl.control_store import MpiControlStore
 from sbp_boxing_nccl.exit import JobExit
-from sbp_boxing_nccl.library import load_mpi
+from sbp_boxing_nccl.mpi_library import load_mpi
 from sbp_core.boxing.processes import (
     ControlStore,
     KeyValueControlStore,

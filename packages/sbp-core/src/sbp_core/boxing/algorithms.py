@@ -85,11 +85,11 @@ class RankGroup:
         return max(self.nodes) + 1
 
 
-class Algorithm(NamedTuple):
+class TimedAlgorithm(NamedTuple):
     """One algorithm of a collective by its name, and its time in seconds."""
 
     time_s: float
-    algorithm: str
+    name: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,18 +112,18 @@ class _Round:
 @lru_cache(maxsize=_CACHED)
 def timed_algorithms(
     kind: StepKind, group: RankGroup, size: int, links: LinkRates
-) -> tuple[Algorithm, ...]:
+) -> tuple[TimedAlgorithm, ...]:
     """Return all algorithms for a collective of `size` bytes (S above), the fastest first."""
     if group.size < 2:
-        return (Algorithm(0.0, "nothing to do"),)
+        return (TimedAlgorithm(0.0, "nothing to do"),)
     found = [
-        Algorithm(sum(_round_time_s(one, group, links) for one in rounds), name)
+        TimedAlgorithm(sum(_round_time_s(one, group, links) for one in rounds), name)
         for name, rounds in _rounds(kind, group.size, size)
     ]
     if kind is StepKind.ALL_TO_ALL:
-        found.append(Algorithm(_direct_time_s(group, size, links), "direct"))
+        found.append(TimedAlgorithm(_direct_time_s(group, size, links), "direct"))
     elif 1 < group.num_nodes < group.size and len(set(Counter(group.nodes).values())) == 1:
-        found.append(Algorithm(_hierarchical_time_s(kind, group, size, links), "hierarchical"))
+        found.append(TimedAlgorithm(_hierarchical_time_s(kind, group, size, links), "hierarchical"))
     return tuple(sorted(found))
 
 

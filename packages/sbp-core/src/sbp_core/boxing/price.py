@@ -91,9 +91,9 @@ def step_time(step: Step, cluster: Cluster) -> StepTime:
     best, *others = slowest
     reason = "the only way"
     if others:
-        after = f"{others[0].algorithm}, {format_seconds(others[0].time_s)}"
+        after = f"{others[0].name}, {format_seconds(others[0].time_s)}"
         reason = f"fastest of {len(slowest)}; next {after}"
-    return StepTime(step=step, time_s=best.time_s, algorithm=best.algorithm, reason=reason)
+    return StepTime(step=step, time_s=best.time_s, algorithm=best.name, reason=reason)
 
 
 def _calibrated(

@@ -37,7 +37,7 @@ from sbp_core.errors import ConfigError, SbpError
 from sbp_core.graph.ir import InputKind, LogicalGraph, Phase, TensorType
 from sbp_core.sbp import Partial, Sbp, Split, parse_sbp
 
-#: What a user writes for one pattern.
+#: What a pin says of the tensors of a pattern: an SBP, or one for each mesh axis by name.
 PinValue = str | Mapping[str, str]
 
 #: Words that stand for all graph inputs of a kind.

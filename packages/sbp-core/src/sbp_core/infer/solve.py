@@ -81,7 +81,7 @@ def infer_strategy(
         optimal[name] = decide_axis(work, decision, axis, resolved)
     _check_legal(work, decision)
     quotas = in_flight or one_forward_one_backward(len(placements), graph.num_micro_batches)
-    strategy = _strategy(work, decision, planner, quotas)
+    strategy = replace(_strategy(work, decision, planner, quotas), regather=request.regather)
     progress("predicting", (1 + len(work.axes)) / (2 + len(work.axes)))
     found = {**predict(graph, strategy, request.cluster), "optimal_by_axis": optimal}
     progress("planned", 1.0)

@@ -23,7 +23,7 @@ from sbp_core.signatures.views import is_view
 
 
 class Kind(StrEnum):
-    """What bytes are for."""
+    """What memory is used for: parameters, states, activations and so on."""
 
     PARAMETERS = "parameters"
     STATES = "states"

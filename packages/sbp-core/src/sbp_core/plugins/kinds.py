@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from sbp_core.cluster import Cluster
+    from sbp_core.compile import CompileOptions
     from sbp_core.graph.ir import LogicalGraph
     from sbp_core.placement import Placement
     from sbp_core.strategy import Strategy
@@ -32,6 +33,8 @@ class PlanRequest:
             input, parameter or value -> `"S(0)"` on a 1-axis mesh, `"S(0), B"`, or
             `{axis name: "S(0)"}` which leaves other axes free.
         progress: Called with (what, fraction done in [0, 1]).
+        options: How the plan will be compiled; the compiler's defaults for the cluster if None.
+        regather: Of the strategies that are made; see `Strategy`.
     """
 
     graph: LogicalGraph
@@ -39,6 +42,8 @@ class PlanRequest:
     cluster: Cluster
     pins: Mapping[str, str | Mapping[str, str]] = field(default_factory=dict)
     progress: Callable[[str, float], None] | None = None
+    options: CompileOptions | None = None
+    regather: tuple[str, ...] = ("*",)
 
 
 class Planner(Protocol):

@@ -31,7 +31,7 @@ _ANY_NUMBER = 0.5
 
 
 class Layouts:
-    """Answers for every call of a plan, remembered by how its arguments lie.
+    """How the results of the calls of a plan lie in memory, by the layouts of their arguments.
 
     Args:
         steps: The boxing steps that `sbp.local_box` instructions name by index.

@@ -69,7 +69,7 @@ TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """A signature that was run.
+    """A signature that the rules claim, and that was run.
 
     Args:
         mesh_shape: Extent of each mesh axis.

@@ -1,4 +1,4 @@
-"""All single steps of a search, over the states of one placement or of two.
+"""What every single step of a search moves and holds, over the states of one placement or of two.
 
 States are numbered: those of the source placement, then those of the target placement if it is
 another one. Tables are filled by `boxing.routing.collectives` and `boxing.routing.transfers` and
@@ -35,7 +35,7 @@ from sbp_core.boxing.routing.sizes import (
 from sbp_core.boxing.routing.transfers import Transfers, transfers
 from sbp_core.boxing.step import StepKind
 
-_Made = TypeVar("_Made", bound=Callable[..., object])
+_FunctionT = TypeVar("_FunctionT", bound=Callable[..., object])
 
 #: The codes that each axis of a mesh may have.
 Entries = tuple[tuple[int, ...], ...]
@@ -50,7 +50,7 @@ _SMALL_KEPT, _MEDIUM_KEPT, _LARGE_KEPT = 1024, 128, 24
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Within:
+class PlacementTables:
     """All steps between the states of one placement.
 
     Args:
@@ -93,8 +93,8 @@ class Tables:
     """
 
     sizes: Sizes
-    source: Within
-    target: Within | None
+    source: PlacementTables
+    target: PlacementTables | None
     crossing: Transfers | None
     across: Ints | None
     shared: tuple[Ints, Ints]
@@ -217,7 +217,7 @@ class Tables:
         return int(held_at_once(StepKind.TRANSFER, held, wanted, sent, received).max())
 
 
-def _block(tables: Within, states: Ints) -> StepBlock:
+def _block(tables: PlacementTables, states: Ints) -> StepBlock:
     steps, direct = tables.collectives, tables.transfers
     number = steps.number[np.ix_(states, states)]
     return StepBlock(
@@ -249,7 +249,7 @@ def _num_states(mesh: Mesh) -> int:
     return prod(map(len, mesh[1]))
 
 
-def _kept(num_states: int, small: _Made, medium: _Made, large: _Made) -> _Made:
+def _kept(num_states: int, small: _FunctionT, medium: _FunctionT, large: _FunctionT) -> _FunctionT:
     """Return the one of three that is for tables of a number of states."""
     if num_states <= _SMALL:
         return small
@@ -276,36 +276,41 @@ def _large_tables(source: Mesh, target: Mesh | None, shared: Shared, sizes: Size
 
 
 def _tables(source: Mesh, target: Mesh | None, shared: Shared, sizes: Sizes) -> Tables:
-    first, at = _within(source, sizes), positions(shared)
+    first, at = _placement_tables(source, sizes), positions(shared)
     if target is None:
         return Tables(sizes, first, None, None, None, at)
-    second = _within(target, sizes)
+    second = _placement_tables(target, sizes)
     ends = (first.layout, second.layout)
     crossing = transfers(*ends, sizes, shared, overlaps(*ends, sizes, at))
     across = crossing.moved(*(np.arange(len(end)) for end in ends))
     return Tables(sizes, first, second, crossing, across, at)
 
 
-def _within(mesh: Mesh, sizes: Sizes) -> Within:
-    return _kept(_num_states(mesh), _small_within, _medium_within, _large_within)(mesh, sizes)
+def _placement_tables(mesh: Mesh, sizes: Sizes) -> PlacementTables:
+    return _kept(
+        _num_states(mesh),
+        _small_placement_tables,
+        _medium_placement_tables,
+        _large_placement_tables,
+    )(mesh, sizes)
 
 
 @lru_cache(maxsize=_SMALL_KEPT)
-def _small_within(mesh: Mesh, sizes: Sizes) -> Within:
-    return _make_within(mesh, sizes)
+def _small_placement_tables(mesh: Mesh, sizes: Sizes) -> PlacementTables:
+    return _make_placement_tables(mesh, sizes)
 
 
 @lru_cache(maxsize=_MEDIUM_KEPT)
-def _medium_within(mesh: Mesh, sizes: Sizes) -> Within:
-    return _make_within(mesh, sizes)
+def _medium_placement_tables(mesh: Mesh, sizes: Sizes) -> PlacementTables:
+    return _make_placement_tables(mesh, sizes)
 
 
 @lru_cache(maxsize=_LARGE_KEPT)
-def _large_within(mesh: Mesh, sizes: Sizes) -> Within:
-    return _make_within(mesh, sizes)
+def _large_placement_tables(mesh: Mesh, sizes: Sizes) -> PlacementTables:
+    return _make_placement_tables(mesh, sizes)
 
 
-def _make_within(mesh: Mesh, sizes: Sizes) -> Within:
+def _make_placement_tables(mesh: Mesh, sizes: Sizes) -> PlacementTables:
     mesh_shape, entries = mesh
     layout = Layout.of(mesh_shape, entries, len(sizes.extents))
     shared = tuple((rank, rank) for rank in range(prod(mesh_shape)))
@@ -317,14 +322,14 @@ def _make_within(mesh: Mesh, sizes: Sizes) -> Within:
     least = direct.moved(every, every)
     at = steps.number.nonzero()
     least[at] = np.minimum(least[at], steps.elements[steps.number[at]])
-    return Within(layout, steps, direct, least)
+    return PlacementTables(layout, steps, direct, least)
 
 
 def clear_tables() -> None:
     """Forget all tables, and what is known of meshes; for measuring."""
     for made in (_small_tables, _medium_tables, _large_tables):
         made.cache_clear()
-    for kept in (_small_within, _medium_within, _large_within):
+    for kept in (_small_placement_tables, _medium_placement_tables, _large_placement_tables):
         kept.cache_clear()
     for known in (covers, intervals, numbers):
         known.cache_clear()

@@ -295,7 +295,7 @@ def _is_legal(source: NdSbp, axes: Sequence[int]) -> bool:
     return all(entry == reduced for entry in inner if isinstance(entry, Partial))
 
 
-#: All families by name.
+#: The families of boxing cases, by name.
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "one axis": one_axis,

@@ -1,7 +1,13 @@
-"""Limits on what no thread of ours waits for: launches inside NCCL, and work that runs alone.
+"""Deadlines of what no caller waits for: calls that are inside NCCL, and work that runs alone.
 
-One thread looks at all of it now and then; what takes too long makes everything fail, which ends
-it. What other processes do is watched by `sbp_core.boxing.processes.failure_detector`.
+NCCL may keep the thread that calls it until the other ranks call it too, and a caller that runs
+ahead does not wait for its work. So one more thread looks at all of it now and then, and makes
+everything fail if something takes too long, which ends it:
+
+    caller       inside NCCL, waits for rank 1 ...................... freed, raises the error
+    deadlines    looks .. looks .. the time is over: `fail`, which aborts all communicators
+
+What other processes do is watched by `sbp_core.boxing.processes.failure_detector`.
 """
 
 from __future__ import annotations
@@ -28,8 +34,8 @@ def _report_to_nobody() -> None:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class LimitEntry:
-    """One thing that is watched.
+class WatchedWork:
+    """One call of NCCL, and the work that it started, while its deadline is watched.
 
     Args:
         call: That it belongs to.
@@ -58,8 +64,8 @@ class LimitEntry:
             self.report()
 
 
-class Limits:
-    """What is watched in one process.
+class Deadlines:
+    """The deadlines that are watched in one process.
 
     Args:
         use: Makes a thread use the GPU.
@@ -77,9 +83,9 @@ class Limits:
         self._check = check
         self._fail = fail
         self._lock = threading.Lock()
-        self._entries: list[LimitEntry] = []
+        self._entries: list[WatchedWork] = []
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="sbp-nccl-limits", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="sbp-nccl-deadlines", daemon=True)
         self._thread.start()
 
     @contextlib.contextmanager
@@ -88,13 +94,13 @@ class Limits:
         call: CollectiveCall,
         missing: Callable[[], Iterable[int]],
         report: Callable[[], None] = _report_to_nobody,
-    ) -> Iterator[LimitEntry]:
+    ) -> Iterator[WatchedWork]:
         """Watch while NCCL is called, and after that what the caller left as `work` in the entry.
 
         The caller of NCCL may be kept by it; it is freed by an abort, and then raises the entry's
         error.
         """
-        entry = LimitEntry(call=call, missing=missing, report=report)
+        entry = WatchedWork(call=call, missing=missing, report=report)
         with self._lock:
             self._entries.append(entry)
         try:
@@ -132,7 +138,7 @@ class Limits:
             with self._lock:
                 self._entries = [entry for entry in self._entries if not entry.over]
 
-    def _look_at(self, entry: LimitEntry) -> None:
+    def _look_at(self, entry: WatchedWork) -> None:
         call, work = entry.call, entry.work
         try:
             if work is not None and work.is_done():
@@ -149,6 +155,6 @@ class Limits:
             if time.monotonic() - entry.begun_s > PATIENCE_S:
                 entry.report_once()
 
-    def _stop(self, entry: LimitEntry, error: BoxingError) -> None:
+    def _stop(self, entry: WatchedWork, error: BoxingError) -> None:
         entry.error, entry.over = error, True
         self._fail(error)

@@ -5,7 +5,7 @@ import pytest
 
 from sbp_boxing_nccl.backend import build
 from sbp_boxing_nccl.configs import MpiBoxingConfig
-from sbp_boxing_nccl.library import load_mpi
+from sbp_boxing_nccl.mpi_library import load_mpi
 from sbp_core.errors import BoxingError
 
 

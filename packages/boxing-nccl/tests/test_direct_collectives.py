@@ -7,8 +7,8 @@ from fake_mpi import MPI, Comm, Network
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sbp_boxing_nccl import direct
-from sbp_boxing_nccl.direct import Direct
+from sbp_boxing_nccl import direct_collectives
+from sbp_boxing_nccl.direct_collectives import DirectCollectives
 from sbp_boxing_nccl.group import MpiWork
 from sbp_boxing_nccl.reduce import reduce_into
 from sbp_boxing_nccl.wire import chunks, memory
@@ -18,14 +18,16 @@ from sbp_boxing_nccl.wire import chunks, memory
 def _small_chunks() -> Iterator[None]:
     """Chunks of 16 bytes, so that a few numbers make many."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(direct, "_LEAST_BYTES", 16)
-        patch.setattr(direct, "_MOST_BYTES", 16)
-        patch.setattr(direct, "_WHOLE_BYTES", 32)
-        patch.setattr(direct, "_WINDOW", 2)
+        patch.setattr(direct_collectives, "_LEAST_BYTES", 16)
+        patch.setattr(direct_collectives, "_MOST_BYTES", 16)
+        patch.setattr(direct_collectives, "_WHOLE_BYTES", 32)
+        patch.setattr(direct_collectives, "_WINDOW", 2)
         yield
 
 
-def run(ends: list[Direct], start: Callable[[int], Any], choose: Callable[[int], int]) -> None:
+def run(
+    ends: list[DirectCollectives], start: Callable[[int], Any], choose: Callable[[int], int]
+) -> None:
     """Run a collective on all ranks, one look at a time, in an order that `choose(count)` says."""
     network = ends[0]._comm.network
     works = [MpiWork(request=start(rank), tensors=()) for rank in range(len(ends))]
@@ -36,9 +38,9 @@ def run(ends: list[Direct], start: Callable[[int], Any], choose: Callable[[int],
     assert not any([*network.sent.values(), *network.awaited.values()])
 
 
-def connected(size: int) -> list[Direct]:
+def connected(size: int) -> list[DirectCollectives]:
     network = Network(size)
-    return [Direct(Comm(network, rank), MPI) for rank in range(size)]
+    return [DirectCollectives(Comm(network, rank), MPI) for rank in range(size)]
 
 
 class Choices:
@@ -153,7 +155,7 @@ def test_collectives_of_one_group_do_not_mix() -> None:
 
 
 def test_the_memory_for_what_comes_in_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct, "_SCRATCH_BYTES", 256)
+    monkeypatch.setattr(direct_collectives, "_SCRATCH_BYTES", 256)
     ends, held = connected(2), []
 
     for length in (10_000, 7, 1, 2, 3, 4, 5, 6, 7, 8):

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from sbp_boxing_nccl.nccl.device import NcclDevice, PairCommunicator, StreamEvent
+from sbp_boxing_nccl.nccl.device import NcclChannel, NcclDevice, StreamEvent
 from sbp_core.errors import BoxingError
 
 #: How to get what this backend needs.
@@ -80,7 +80,7 @@ def load_nccl() -> Any:
     Raises:
         BoxingError: CuPy is not installed, or finds no NCCL.
     """
-    with warnings.catch_warnings(record=True) as heard:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             nccl = importlib.import_module("cupy.cuda.nccl")
@@ -90,7 +90,7 @@ def load_nccl() -> Any:
                 todo=f"{_INSTALL} (yours: {torch.version.cuda})",
             ) from error
     if not nccl.available:
-        said = " ".join(str(warning.message) for warning in heard).split()
+        said = " ".join(str(warning.message) for warning in caught).split()
         raise BoxingError(
             "boxing=nccl needs NCCL, and CuPy finds none",
             where=" ".join(said),
@@ -145,7 +145,7 @@ class CupyEvent(StreamEvent):
         _CUDA.current_stream(self._device).wait_event(self._event)
 
 
-class CupyChannel(PairCommunicator):
+class CupyChannel(NcclChannel):
     """A communicator of `cupy.cuda.nccl` and a stream of torch."""
 
     def __init__(self, nccl: Any, communicator: Any, device: torch.device) -> None:
@@ -158,12 +158,12 @@ class CupyChannel(PairCommunicator):
         self._stream = _CUDA.Stream(device, priority=-1)
 
     def wait_for(self, event: StreamEvent) -> None:
-        """See `PairCommunicator.wait_for`."""
+        """See `NcclChannel.wait_for`."""
         assert isinstance(event, CupyEvent), "the events of a device are its own"
         self._stream.wait_event(event.event)
 
     def all_reduce(self, sent: int, received: int, count: int, dtype: str, reduction: str) -> None:
-        """See `PairCommunicator.all_reduce`."""
+        """See `NcclChannel.all_reduce`."""
         kind, operation = self._kind(dtype), self._operation(reduction)
         with _nccl_errors():
             self._communicator.allReduce(sent, received, count, kind, operation, self._pointer)
@@ -171,32 +171,32 @@ class CupyChannel(PairCommunicator):
     def reduce_scatter(
         self, sent: int, received: int, count: int, dtype: str, reduction: str
     ) -> None:
-        """See `PairCommunicator.reduce_scatter`."""
+        """See `NcclChannel.reduce_scatter`."""
         kind, operation = self._kind(dtype), self._operation(reduction)
         with _nccl_errors():
             self._communicator.reduceScatter(sent, received, count, kind, operation, self._pointer)
 
     def all_gather(self, sent: int, received: int, count: int, dtype: str) -> None:
-        """See `PairCommunicator.all_gather`."""
+        """See `NcclChannel.all_gather`."""
         with _nccl_errors():
             self._communicator.allGather(sent, received, count, self._kind(dtype), self._pointer)
 
     def send(self, values: int, count: int, dtype: str, peer: int) -> None:
-        """See `PairCommunicator.send`."""
+        """See `NcclChannel.send`."""
         with _nccl_errors():
             self._communicator.send(values, count, self._kind(dtype), peer, self._pointer)
 
     def receive(self, values: int, count: int, dtype: str, peer: int) -> None:
-        """See `PairCommunicator.receive`."""
+        """See `NcclChannel.receive`."""
         with _nccl_errors():
             self._communicator.recv(values, count, self._kind(dtype), peer, self._pointer)
 
     def record(self) -> StreamEvent:
-        """See `PairCommunicator.record`."""
+        """See `NcclChannel.record`."""
         return CupyEvent(self._stream.record_event(), self._device)
 
     def check(self) -> None:
-        """See `PairCommunicator.check`."""
+        """See `NcclChannel.check`."""
         # The lock, as an abort in another thread frees what is asked here.
         with self._lock, _nccl_errors():
             if self._ended:
@@ -204,13 +204,13 @@ class CupyChannel(PairCommunicator):
             self._communicator.check_async_error()
 
     def abort(self) -> None:
-        """See `PairCommunicator.abort`."""
+        """See `NcclChannel.abort`."""
         self._end()
         with _nccl_errors():
             self._communicator.abort()
 
     def destroy(self) -> None:
-        """See `PairCommunicator.destroy`."""
+        """See `NcclChannel.destroy`."""
         self._end()
         with _nccl_errors():
             self._communicator.destroy()
@@ -254,7 +254,7 @@ class CupyDevice(NcclDevice):
         with _nccl_errors():
             return bytes(self._nccl.get_unique_id())
 
-    def connect(self, size: int, unique_id: bytes, index: int) -> PairCommunicator:
+    def connect(self, size: int, unique_id: bytes, index: int) -> NcclChannel:
         """See `NcclDevice.connect`."""
         self.use()
         with _nccl_errors():

@@ -53,7 +53,7 @@ _KEPT_SHARES = 4096
 _PARTS, _RESULTS = 0, 1
 
 
-class Direct:
+class DirectCollectives:
     """The collectives of the ranks of one communicator, one at a time.
 
     Tensors are contiguous, on the CPU, of one dtype and any shape; what is only moved is given as

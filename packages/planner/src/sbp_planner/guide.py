@@ -1,0 +1,166 @@
+"""The guide of `osdp`: what each parameter costs either way, as if parameters did not interact.
+
+With N ranks on one mesh axis, S bytes of a parameter, M micro-batches in a step:
+
+    resident     replicated   parameter + gradient + optimizer states (4 S for AdamW)        [B]
+                 sharded      the same of the first rank's shard of dim 0, ceil(n / N) of n rows
+    transient    sharded      2 S while it is used: the gathered parameter and its gradient  [B]
+    seconds      either       its gathers, the boxing of its gradient and new values, and its
+                              update, priced by `sbp_core.cost` as the strategies do them    [s]
+
+The sums over parameters say in which order choices are worth looking at. They are no predictions:
+boxing that travels together shares its latency, and memory is a matter of lifetimes.
+
+Source: Jiang et al., "OSDP: Optimal Sharded Data Parallel for Distributed Deep Learning", IJCAI
+2023, section 3 (there with a ring's α-β prices for the communication).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from sbp_core.cluster import Cluster
+from sbp_core.compile import lower
+from sbp_core.cost import boxing_step_time_s, op_time_s
+from sbp_core.graph import GraphInput, InputKind, LogicalGraph, Phase, Rate
+from sbp_core.sbp import split_bounds
+from sbp_core.signatures import OpCall
+from sbp_core.strategy import Strategy
+from sbp_planner.knapsack import KnapsackOption
+
+#: Indices of the options of a parameter.
+REPLICATED, SHARDED = 0, 1
+
+
+def shardable(graph: LogicalGraph) -> tuple[str, ...]:
+    """Return the parameters that have a dim 0 to shard."""
+    return tuple(
+        entry.name
+        for entry in graph.inputs
+        if entry.kind is InputKind.PARAMETER and graph.tensor(entry.name).shape
+    )
+
+
+def states_of(graph: LogicalGraph, name: str) -> list[GraphInput]:
+    """Return the optimizer states of a parameter that have its shape."""
+    shape = graph.tensor(name).shape
+    return [
+        entry
+        for entry in graph.inputs
+        if entry.of == name
+        and graph.is_tensor(entry.name)
+        and graph.tensor(entry.name).shape == shape
+    ]
+
+
+def update_values(graph: LogicalGraph) -> dict[str, list[str]]:
+    """Return, for each parameter, the values of its shape that its update alone uses or makes.
+
+    An optimizer node belongs to the parameter whose states it reads, directly or through others.
+    """
+    owner: dict[str, str] = {}
+    for entry in graph.inputs:
+        if entry.kind is InputKind.PARAMETER:
+            owner[entry.name] = entry.name
+        elif entry.kind is InputKind.OPTIMIZER_STATE:
+            owner[entry.name] = entry.of
+    found: dict[str, dict[str, None]] = {}
+    for node in graph.nodes:
+        if node.phase is not Phase.OPTIMIZER or node.is_host:
+            continue
+        used = graph.tensor_inputs(node)
+        owners = {owner[value] for value in used if value in owner}
+        if len(owners) != 1:
+            continue
+        name = owners.pop()
+        for value in node.outputs:
+            owner[value] = name
+        for value in (*used, *node.outputs):
+            inner = value not in graph.input_kinds and owner.get(value, name) == name
+            if inner and graph.tensor(value).shape == graph.tensor(name).shape:
+                found.setdefault(name, {})[value] = None
+    return {name: list(values) for name, values in found.items()}
+
+
+def owners(graph: LogicalGraph, names: Sequence[str]) -> dict[str, str]:
+    """Return the parameter that a value belongs to: itself, its states, gradient and update.
+
+    Args:
+        graph: The step.
+        names: The parameters.
+    """
+    found: dict[str, str] = {}
+    updates = update_values(graph)
+    for name in names:
+        states = [entry.name for entry in states_of(graph, name)]
+        found |= dict.fromkeys((name, *states, *updates.get(name, ())), name)
+        for value in updates.get(name, ()):
+            node = graph.producers.get(value)
+            if node is not None and node.op == "sbp.accumulate":
+                # The gradient may be boxed before it is added up, too.
+                found |= dict.fromkeys(graph.tensor_inputs(node), name)
+    return found
+
+
+def parameter_options(
+    graph: LogicalGraph,
+    names: Sequence[str],
+    num_ranks: int,
+    cluster: Cluster,
+    *,
+    replicated: Strategy,
+    sharded: Strategy,
+) -> tuple[tuple[KnapsackOption, KnapsackOption], ...]:
+    """Return what each parameter costs replicated, and sharded.
+
+    Args:
+        graph: The step.
+        names: The parameters.
+        num_ranks: N.
+        cluster: The machine.
+        replicated: The strategy that replicates all of them.
+        sharded: The strategy that shards all of them.
+    """
+    owner = owners(graph, names)
+    seconds = [_seconds(graph, strategy, cluster, owner) for strategy in (replicated, sharded)]
+    found = []
+    for name in names:
+        tensor = graph.tensor(name)
+        size, rows = tensor.size_bytes, tensor.shape[0]
+        states = [graph.tensor(entry.name).size_bytes for entry in states_of(graph, name)]
+        whole = size + sum(states) + (size if name in graph.new_states else 0)
+        part = whole // max(rows, 1) * split_bounds(rows, num_ranks, 0)[1]
+        found.append(
+            (
+                KnapsackOption(resident_bytes=whole, seconds=seconds[REPLICATED].get(name, 0.0)),
+                KnapsackOption(
+                    resident_bytes=part,
+                    transient_bytes=2 * size,
+                    seconds=seconds[SHARDED].get(name, 0.0),
+                ),
+            )
+        )
+    return tuple(found)
+
+
+def _seconds(
+    graph: LogicalGraph, strategy: Strategy, cluster: Cluster, owner: Mapping[str, str]
+) -> dict[str, float]:
+    """Return for each parameter the time of its boxing and of its update in one step."""
+    found: dict[str, float] = {}
+    lowered = lower(graph, strategy)
+    for item in lowered.items:
+        value = lowered.held[item.outputs[0]].value if item.outputs[0] in lowered.held else ""
+        name, node = owner.get(value), item.node
+        if name is None:
+            continue
+        seconds = 0.0
+        if item.step is not None:
+            seconds = boxing_step_time_s(item.step, cluster)
+        elif node is not None and node.phase is Phase.OPTIMIZER:
+            assigned = strategy.nodes[node.name]
+            mesh = strategy.stages[assigned.stage]
+            seconds = op_time_s(OpCall.of(graph, node), assigned.signature, mesh, cluster)
+        repeats = graph.num_micro_batches if item.rate is Rate.MICRO else 1
+        found[name] = found.get(name, 0.0) + repeats * seconds
+    return found
