@@ -18,7 +18,7 @@ import torch
 from sbp_aten.passes import prepare_step
 from sbp_core.graph import LogicalGraph
 from sbp_core.plugins import discover
-from sbp_core.signatures import OpCall, derive, enumerate_signatures, identity
+from sbp_core.signatures import OpCall, call_key, derive, enumerate_signatures
 from sbp_torch.capture import capture
 
 BATCH_SIZE, CONTEXT = 4, 32
@@ -48,7 +48,7 @@ def main() -> None:
     layers = int(sys.argv[1]) if len(sys.argv) > 1 else 32
     graph = step_graph(layers)
     calls = [OpCall.of(graph, node) for node in graph.nodes if not node.is_host]
-    distinct = {identity(call): call for call in calls}
+    distinct = {call_key(call): call for call in calls}
     print(f"{len(graph.nodes)} nodes, {len(calls)} calls, {len(distinct)} of them distinct")
     for turn in ("empty caches", "full caches"):
         start = time.perf_counter()

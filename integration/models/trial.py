@@ -21,7 +21,7 @@ from sbp_core.compile import CompileOptions, PhysicalPlan, compile_plan
 from sbp_core.graph import LogicalGraph
 from sbp_core.infer import infer_strategy
 from sbp_core.memory import predict
-from sbp_core.passes import Recompute
+from sbp_core.passes import RecomputeOptions
 from sbp_core.placement import Placement
 from sbp_core.plugins import PlanRequest, discover
 from sbp_torch.boxing import shard
@@ -151,7 +151,7 @@ def prepared(name: str, layout: Layout, dtype_name: str) -> LogicalGraph:
     batch = part_of(next(batches(program, 1, dtype)), 0, layout.micro_batches)
     autocast = "bfloat16" if dtype_name == "bfloat16" else ""
     graph = capture(model, program.loss, batch, optimizer, autocast=autocast)
-    again = Recompute(modules=program.blocks if layout.recompute else ())
+    again = RecomputeOptions(modules=program.blocks if layout.recompute else ())
     return prepare_step(graph, layout.micro_batches, options=PassOptions(recompute=again))
 
 

@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from sbp_core.signatures import identity
+from sbp_core.signatures import call_key
 from sbp_torch.signatures import describe, tensors_of
 from signatures.variants import OTHER_DTYPES, Sample, Variant
 
@@ -110,7 +110,7 @@ class _Calls:
             self.problems.append(f"{op} reads memory around its argument")
         else:
             call, _ = describe(str(op), kept_args, kept_kwargs, tensors_of(made))
-            key = identity(call)
+            key = call_key(call)
             self.found.setdefault(key, RecordedCall(str(op), kept_args, kept_kwargs, key))
         return made
 

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from sbp_aten.rules import FAMILIES
 from sbp_core.graph import Argument, Ref, Symbol, TensorType
 from sbp_core.sbp import NdSbp
-from sbp_core.signatures import OpCall, Signature1d, derivation, derive, installed
+from sbp_core.signatures import OpCall, Signature1d, derivation, derive, installed_rules
 from signatures.canonical import read
 
 FILE = Path(__file__).parent.parent.parent / "docs" / "signatures.md"
@@ -78,7 +78,9 @@ def _unsampled(shown: set[str]) -> str:
 
 def _families() -> dict[str, str]:
     """Return the module that holds the rule of each operator."""
-    own = {op: "sbp_ops" for op in installed().ops if op.startswith("sbp.")}  # the core's, too
+    own = {
+        op: "sbp_ops" for op in installed_rules().ops if op.startswith("sbp.")
+    }  # the core's, too
     return own | {op: name for name, family in FAMILIES.items() for op in family.RULES}
 
 
@@ -93,7 +95,7 @@ def _row(call: OpCall) -> str:
     shown = [f"`{_signature(part)}`" for part in found[:MOST_SHOWN]]
     if len(found) > MOST_SHOWN:
         shown.append(f"and {len(found) - MOST_SHOWN} more")
-    notation = str(derivation(call, installed()).notation)
+    notation = str(derivation(call, installed_rules()).notation)
     cells = (f"`{call.op}`", f"`{_sample(call)}`", f"`{notation}`", "<br>".join(shown))
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 

@@ -31,7 +31,7 @@ from sbp_core.signatures import (
     combine,
     derivation,
     derive,
-    installed,
+    installed_rules,
 )
 from sbp_torch.signatures import (
     OpSample,
@@ -150,7 +150,7 @@ def rule_hash(recorded: RecordedCall) -> str:
     parts = [search_hash(recorded), recorded.key, _sources(_VERIFYING), judged]
     try:
         call = opcall(recorded)
-        rule = installed().rule(call)
+        rule = installed_rules().rule(call)
         found = derivation(call)
         parts += [repr(entry) + repr(entry.requires) for entry in found.legal]
         parts += [repr(found.rejected), repr(found.notation)]
@@ -200,10 +200,10 @@ def judge(
         verdict.refused = f"cannot be run again: {_line(error)}"
         return verdict
     try:
-        rule = installed().rule(call)
+        rule = installed_rules().rule(call)
     except SignatureError:
         return verdict
-    tagged = "pointwise" in call.tags and call.op not in installed().ops
+    tagged = "pointwise" in call.tags and call.op not in installed_rules().ops
     verdict.rule = "pointwise" if tagged else "own"
     try:
         rule.notation(call)

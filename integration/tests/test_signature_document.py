@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sbp_core.signatures import derive, installed
+from sbp_core.signatures import derive, installed_rules
 from signatures import document
 from signatures.canonical import read
 
@@ -16,7 +16,7 @@ def test_the_document_is_what_the_rules_say() -> None:
 def test_every_operator_with_a_rule_is_in_the_document() -> None:
     written = document.FILE.read_text("utf-8")
 
-    assert [op for op in installed().ops if f"`{op}`" not in written] == []
+    assert [op for op in installed_rules().ops if f"`{op}`" not in written] == []
 
 
 def test_the_stored_calls_are_many_and_all_have_signatures() -> None:

@@ -134,7 +134,7 @@ def test_an_interrupt_before_new_states_take_force_mixes_no_steps(
         raise KeyboardInterrupt
 
     with start(DATA, _in_place() if in_place else compile_case(DATA)) as session:
-        monkeypatch.setattr(session, "_put_in_force", interrupted)
+        monkeypatch.setattr(session, "_commit", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run_step(session, DATA)
 

@@ -116,7 +116,7 @@ def test_a_filling_is_acknowledged_to_the_thread_that_made_it() -> None:
     part = alone.plan.by_rank[0]
     alone.order(deadline_s=5.0)
     all_messages(alone)
-    waits_for = alone.worker.at
+    waits_for = alone.worker.current_actor
     (answered,) = (
         register
         for register in part.inputs_of[waits_for]
@@ -141,7 +141,7 @@ def test_a_filling_is_acknowledged_to_the_thread_that_made_it() -> None:
 def test_stopping_ends_a_thread_that_waits_in_the_middle_of_a_step() -> None:
     alone = Alone()
     alone.order(deadline_s=60.0)
-    assert wait_until(lambda: bool(alone.worker.at))
+    assert wait_until(lambda: bool(alone.worker.current_actor))
 
     start = time.monotonic()
     alone.end()
@@ -157,7 +157,7 @@ def test_a_thread_that_waits_for_nobody_stops_after_the_firing_it_is_in() -> Non
     plan, actor = plan_with(compile_case("one rank"), 0, operator("wait_at_gate"))
     alone = Alone("one rank", plan)
     alone.order(deadline_s=60.0)
-    assert wait_until(lambda: alone.worker.at == actor)
+    assert wait_until(lambda: alone.worker.current_actor == actor)
 
     alone.worker.stop()
     gate.set()

@@ -19,16 +19,16 @@ from omegaconf import OmegaConf
 
 import sbp_launch.conf
 from sbp_core.boxing.step import StepKind
-from sbp_core.calibration import KINDS as MEASURABLE
+from sbp_core.calibration import CALL_KINDS as MEASURABLE
 from sbp_core.calibration import Calibration, MeasuredCase, Measurement
 from sbp_core.errors import ConfigError
 from sbp_core.plugins import merge_settings
 from sbp_launch.calibrate import collectives
 from sbp_launch.calibrate.calls import calls_of, cases_of, make_call
 from sbp_launch.calibrate.collectives import CalibrationShards, RankMeasurer, Stopwatch
-from sbp_launch.calibrate.config import KINDS, CalibrateConfig, CalibrateRun
+from sbp_launch.calibrate.config import CALL_KINDS, CalibrateConfig, CalibrateRun
 from sbp_launch.calibrate.device import measure_rates
-from sbp_launch.calibrate.job import Found, Job, Progress, Rates
+from sbp_launch.calibrate.job import CalibrationResult, Job, Progress, Rates
 from sbp_launch.calibrate.machine import (
     describe_machine,
     free_memory_bytes,
@@ -90,7 +90,7 @@ def measure(job: Job, tell: Callable[[Progress], None] = lambda progress: None) 
 
 
 def test_the_kinds_are_those_that_can_be_fitted() -> None:
-    assert KINDS == MEASURABLE
+    assert CALL_KINDS == MEASURABLE
 
 
 def test_sizes_double_from_the_smallest_to_the_largest() -> None:
@@ -131,7 +131,7 @@ def test_settings_that_cannot_be_meant_are_refused(setting: dict[str, Any], says
 def test_every_kind_is_measured_alone_and_with_all_ranks_at_work() -> None:
     cases = cases_of(CalibrateConfig(ranks=4))
 
-    for kind in KINDS[:-1]:
+    for kind in CALL_KINDS[:-1]:
         assert [(c.group_size, c.concurrent_groups) for c in cases if c.kind == kind] == [
             (2, 1),
             (2, 2),
@@ -145,7 +145,7 @@ def test_one_rank_has_no_calls_to_measure() -> None:
 
 
 @settings(derandomize=True, max_examples=60, deadline=None)
-@given(st.integers(2, 8), st.integers(1, 2**22), st.sampled_from(KINDS))
+@given(st.integers(2, 8), st.integers(1, 2**22), st.sampled_from(CALL_KINDS))
 def test_a_call_moves_what_its_kind_moves_of_the_size_asked_for(
     num_ranks: int, size: int, kind: str
 ) -> None:
@@ -190,13 +190,15 @@ def test_a_job_and_what_was_found_are_read_back(tmp_path: Path) -> None:
         backend="local", kind="transfer", group_size=2, shared_bytes=8, times_s=(0.5, 0.25)
     )
     rates = Rates(flop_per_s={"float32": 1e9}, memory_bytes_per_s=2e9, launch_s=1e-6)
-    found = Found(samples=(sample,), rates=rates, rounds=2, skipped="none", library="2.13")
+    found = CalibrationResult(
+        samples=(sample,), rates=rates, rounds=2, skipped="none", library="2.13"
+    )
 
     job.save(tmp_path)
     found.save(tmp_path)
 
     assert Job.load(tmp_path) == job
-    assert Found.load(tmp_path) == found
+    assert CalibrationResult.load(tmp_path) == found
 
 
 def test_progress_is_told_from_what_a_process_has_to_say() -> None:
@@ -223,7 +225,7 @@ def test_a_rank_without_a_part_has_no_shard_and_does_not_count() -> None:
         shard = CalibrationShards(communicator.rank, torch.device("cpu")).of(call.step)
         assert (shard is None) == (communicator.rank == 2)
         span_s = watch.time(call.step, shard)
-        return span_s, watch.together([span_s])
+        return span_s, watch.durations([span_s])
 
     spans_s, times_s = zip(*on_ranks(3, work), strict=True)
 
@@ -238,7 +240,7 @@ def test_ranks_leave_a_meeting_when_all_have_come() -> None:
         watch = Stopwatch(communicator, 3, torch.device("cpu"), 60)
         time.sleep(0.02 * communicator.rank)
         came_s = time.perf_counter()
-        watch.meet()
+        watch.barrier()
         return came_s, time.perf_counter()
 
     came_s, left_s = zip(*on_ranks(3, work), strict=True)
@@ -294,7 +296,7 @@ def test_sizes_for_which_there_is_no_memory_are_left_out() -> None:
 
 def slow_by(pause_s: float) -> Callable[..., tuple[float, float]]:
     def wait(self: Stopwatch, step: Any, shard: Any, *, first: bool = False) -> tuple[float, float]:
-        self.meet()
+        self.barrier()
         time.sleep(pause_s)
         return 1.0, 1.0 + pause_s
 
@@ -382,7 +384,7 @@ def test_a_cluster_has_the_ranks_and_rates_that_were_found(
 ) -> None:
     run = CalibrateRun(boxing=PluginChoice(name="local"), device="cpu", settings=TINY)
     rates = Rates(flop_per_s={"float32": 1e9}, memory_bytes_per_s=2e9, launch_s=1e-6)
-    found = Found(samples=samples, rates=rates, rounds=2, skipped="", library="2.13")
+    found = CalibrationResult(samples=samples, rates=rates, rounds=2, skipped="", library="2.13")
 
     cluster, held_out = make_cluster(run, found, {})
 

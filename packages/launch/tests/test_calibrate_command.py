@@ -20,7 +20,7 @@ from sbp_core.plugins import PluginRegistry
 from sbp_core.testing.interrupts import hears_ctrl_c
 from sbp_launch.calibrate import config
 from sbp_launch.calibrate.config import KINDS, check_calibrate
-from sbp_launch.calibrate.rank import here
+from sbp_launch.calibrate.rank import indexed_device
 from sbp_launch.calibrate.table import call_table
 from sbp_launch.config import Composed, PluginChoice
 
@@ -58,9 +58,9 @@ def test_a_process_measures_the_gpu_that_its_backend_chose(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
 
-    assert here("cuda") == torch.device("cuda", 3)
-    assert here("cuda:1") == torch.device("cuda", 1)
-    assert here("cpu") == torch.device("cpu")
+    assert indexed_device("cuda") == torch.device("cuda", 3)
+    assert indexed_device("cuda:1") == torch.device("cuda", 1)
+    assert indexed_device("cpu") == torch.device("cpu")
 
 
 def test_a_backend_that_chooses_gpus_itself_is_measured_on_gpus(

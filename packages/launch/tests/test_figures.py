@@ -15,7 +15,7 @@ from sbp_core.memory import predict
 from sbp_core.runtime import StepResult
 from sbp_core.units import format_bytes
 from sbp_launch import trainer
-from sbp_launch.figures import Gauge, Predicted, time_text
+from sbp_launch.figures import Predicted, StepMeter, time_text
 from sbp_launch.program import make_program
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.capture import scalar_values
@@ -51,7 +51,7 @@ def test_memory_is_counted_in_the_first_step_alone_if_at_all(
     program, found = make_program(run_of(run_config())), planned()
     states = program.made.states(program.optimizer)
     scalars = {**scalar_values(program.model, program.optimizer), "seed": 0}
-    gauge = Gauge(found.plan, LocalBackend(), counts_memory=counts_memory)
+    step_meter = StepMeter(found.plan, LocalBackend(), counts_memory=counts_memory)
     runtime = ReferenceRuntime(ReferenceConfig())
     step, watched = ReferenceSession.step, []
 
@@ -61,14 +61,14 @@ def test_memory_is_counted_in_the_first_step_alone_if_at_all(
 
     monkeypatch.setattr(ReferenceSession, "step", noted)
 
-    with runtime.start(found.plan, states, gauge.backend) as session:
+    with runtime.start(found.plan, states, step_meter.backend) as session:
         for index in range(3):
-            gauge.step(session, program.batch(index, 4), {**scalars, "step": index})
+            step_meter.step(session, program.batch(index, 4), {**scalars, "step": index})
 
     peak = max(rank.peak for rank in predict(found.plan).ranks.values())
     held = [f"a rank held at most {format_bytes(peak)} (in step 1)"] if counts_memory else []
     assert watched == [counts_memory, False, False]
-    assert gauge.lines(NOTHING)[1:] == held
+    assert step_meter.lines(NOTHING)[1:] == held
 
 
 class Sending:
@@ -87,13 +87,13 @@ def test_the_bytes_of_a_step_are_the_mean_of_what_boxing_has_counted_meanwhile()
     backend = LocalBackend()
     backend.open([0, 1])
     backend.communicator(1).sent_bytes = 77
-    gauge = Gauge(planned().plan, backend, counts_memory=False)
+    step_meter = StepMeter(planned().plan, backend, counts_memory=False)
     session = Sending(backend)
 
     for _ in range(3):
-        gauge.step(session, {}, {})
+        step_meter.step(session, {}, {})
 
-    line = gauge.lines(replace(NOTHING, sent_bytes=1900))[1]
+    line = step_meter.lines(replace(NOTHING, sent_bytes=1900))[1]
     assert line == "the ranks sent 2000 B in a step; predicted 1900 B"
 
 

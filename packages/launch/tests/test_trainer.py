@@ -178,7 +178,10 @@ def test_floating_batches_come_in_the_dtype_of_the_model(tmp_path, capsys, dtype
     ("settings", "key"),
     [
         ({"regather": ("nosuch.*",)}, "compile.regather"),
-        ({"passes": PassOptions(accumulate_apart=("hea.*",))}, "compile.passes.accumulate_apart"),
+        (
+            {"passes": PassOptions(accumulate_addends=("hea.*",))},
+            "compile.passes.accumulate_addends",
+        ),
     ],
 )
 def test_a_pattern_that_matches_nothing_is_refused(settings, key):

@@ -180,18 +180,21 @@ def _clocks(steps: tuple[object, ...], extra_reader: bool = False) -> LogicalGra
 def test_equal_counters_become_one_clock() -> None:
     tied = verify_graph(tie_step_counters(_clocks((1, 1, 1))))
 
-    assert _texts(tied) == ["clock.add = add(%clock, 1)", "power = pow(0.9, %clock.add)"]
-    (clock,) = tied.inputs
-    assert clock.stands_for == ("w0.step", "w1.step", "w2.step")
-    assert tied.types["clock"] == ScalarType()
-    assert tied.new_states == {"clock": "clock.add"}
+    assert _texts(tied) == [
+        "step_counter.add = add(%step_counter, 1)",
+        "power = pow(0.9, %step_counter.add)",
+    ]
+    (step_counter,) = tied.inputs
+    assert step_counter.stands_for == ("w0.step", "w1.step", "w2.step")
+    assert tied.types["step_counter"] == ScalarType()
+    assert tied.new_states == {"step_counter": "step_counter.add"}
 
 
 def test_a_counter_that_tensors_read_stays_a_tensor() -> None:
     tied = tie_step_counters(_clocks((1, 1), extra_reader=True))
 
     assert "w0.step" in tied.types
-    assert tied.input_kinds["clock"].stands_for == ("w1.step",)
+    assert tied.input_kinds["step_counter"].stands_for == ("w1.step",)
 
 
 def test_counters_that_advance_differently_are_refused() -> None:
@@ -354,7 +357,9 @@ def test_adamw_of_a_captured_step_has_one_clock(gpt_graph: LogicalGraph) -> None
     tied = tie_step_counters(gpt_graph)
 
     parameters = [e.name for e in gpt_graph.inputs if e.kind is InputKind.PARAMETER]
-    assert set(tied.input_kinds["clock"].stands_for) == {f"{name}.step" for name in parameters}
+    assert set(tied.input_kinds["step_counter"].stands_for) == {
+        f"{name}.step" for name in parameters
+    }
     assert not any(name.endswith(".step") for name in tied.types)
 
 
@@ -405,4 +410,4 @@ def test_a_clock_keeps_its_place_in_a_graph_with_a_learning_rate() -> None:
         types={**graph.types, "lr": ScalarType()},
     )
 
-    assert [entry.name for entry in tie_step_counters(graph).inputs] == ["lr", "clock"]
+    assert [entry.name for entry in tie_step_counters(graph).inputs] == ["lr", "step_counter"]

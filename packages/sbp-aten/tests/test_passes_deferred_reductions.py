@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from sbp_aten.pass_options import PassOptions
 from sbp_aten.passes import prepare_step
-from sbp_aten.passes.deferred_reductions import accumulate_apart, defer_reductions, sum_squares
+from sbp_aten.passes.deferred_reductions import accumulate_addends, defer_reductions, sum_squares
 from sbp_core.check import check
 from sbp_core.compile import compile_plan
 from sbp_core.errors import GraphError
@@ -243,7 +243,7 @@ def test_addends_of_a_tied_gradient_are_accumulated_apart() -> None:
 @pytest.mark.parametrize("count", [2, 4])
 def test_a_tied_parameter_sends_its_gradient_to_the_other_stage_once_a_step(count: int) -> None:
     graph = accumulate(_step("tied gpt"), count)
-    changed = accumulate_apart(graph, ["tokens.weight"])
+    changed = accumulate_addends(graph, ["tokens.weight"])
     size = graph.tensor("tokens.weight").size_bytes
 
     before = _assert_trains("tied gpt", graph, _PIPE, {})
@@ -258,7 +258,7 @@ def test_a_tied_parameter_under_pipeline_and_data_parallelism() -> None:
     graph = accumulate(_step("tied gpt"), 4)
 
     before = _assert_trains("tied gpt", graph, mesh, pins)
-    after = _assert_trains("tied gpt", accumulate_apart(graph, ["*"]), mesh, pins)
+    after = _assert_trains("tied gpt", accumulate_addends(graph, ["*"]), mesh, pins)
 
     assert after.boxing_bytes < before.boxing_bytes
 
@@ -266,7 +266,7 @@ def test_a_tied_parameter_under_pipeline_and_data_parallelism() -> None:
 def test_gradients_of_one_addend_stay() -> None:
     graph = accumulate(_step("tied gpt"), 2)
 
-    changed = accumulate_apart(graph, ["blocks.*"])
+    changed = accumulate_addends(graph, ["blocks.*"])
 
     assert [node.name for node in changed.nodes] == [node.name for node in graph.nodes]
 
@@ -274,7 +274,7 @@ def test_gradients_of_one_addend_stay() -> None:
 def test_without_micro_batches_there_is_nothing_to_accumulate_apart() -> None:
     graph = _step("tied gpt")
 
-    assert accumulate_apart(graph, ["*"]).nodes == graph.nodes
+    assert accumulate_addends(graph, ["*"]).nodes == graph.nodes
 
 
 def test_a_pattern_without_parameter_is_refused() -> None:

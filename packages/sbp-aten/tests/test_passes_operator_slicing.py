@@ -24,7 +24,7 @@ from sbp_core.infer import infer_strategy
 from sbp_core.infer.pins import PinValue, activations
 from sbp_core.memory import RankMemory, predict
 from sbp_core.passes import accumulate
-from sbp_core.passes.recomputation import Recompute, recompute
+from sbp_core.passes.recomputation import RecomputeOptions, recompute
 from sbp_core.placement import Placement
 from sbp_core.plugins.kinds import PlanRequest
 from sbp_core.sbp import NdSbp
@@ -237,7 +237,7 @@ def test_sharing_expressions_does_not_undo_slices() -> None:
 def test_slices_may_be_made_again() -> None:
     sliced = slice_operators(_step("wide"), {"blocks.*": Slicing(count=2)})
 
-    changed = verify_graph(recompute(sliced, Recompute(modules=("blocks.*",))))
+    changed = verify_graph(recompute(sliced, RecomputeOptions(modules=("blocks.*",))))
 
     assert any(n.op == "sbp.piece" and "again" in n.tags for n in changed.nodes)
     _assert_same("wide", changed)

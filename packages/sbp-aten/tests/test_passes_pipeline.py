@@ -17,7 +17,7 @@ from sbp_aten.passes import prepare_step
 from sbp_aten.passes.pipeline import chosen_passes
 from sbp_core.errors import ConfigError, GraphError
 from sbp_core.graph import LogicalGraph
-from sbp_core.passes import Recompute
+from sbp_core.passes import RecomputeOptions
 from sbp_core.plugins.settings import merge_settings
 from sbp_core.testing.graphs import mlp
 
@@ -51,7 +51,7 @@ ON: dict[str, object] = {
     "split_batch_norm": True,
     "slices": {"head": Slicing(count=2)},
     "expose_batch_dim": True,
-    "recompute": Recompute(),
+    "recompute": RecomputeOptions(),
     "defer_reductions": True,
 }
 
@@ -61,7 +61,7 @@ def _names(options: PassOptions) -> list[str]:
 
 
 def test_every_pass_has_its_switch() -> None:
-    after_the_accumulation = {"accumulate_apart"}
+    after_the_accumulation = {"accumulate_addends"}
 
     assert {*ON, *after_the_accumulation} == {field.name for field in fields(PassOptions)}
     assert _names(NOTHING) == []

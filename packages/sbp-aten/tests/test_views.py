@@ -7,7 +7,7 @@ import torch
 from sbp_aten.views import VIEWS
 from sbp_core.graph.ir import GraphOutput, InputKind, OutputKind, Rate, Ref
 from sbp_core.passes import unalias_outputs as unalias_outputs
-from sbp_core.signatures.views import seen_inputs
+from sbp_core.signatures.views import aliased_inputs
 from sbp_core.testing.graphs import Builder
 
 #: Of sparse and nested tensors, of other containers, of devices, and of forward-mode gradients.
@@ -60,8 +60,8 @@ def test_states_and_metrics_lie_in_memory_of_their_own() -> None:
     assert set(copies) == {values["u"], values["seen"]}
     assert copies[values["u"]].rate is Rate.MICRO
     assert copies[values["seen"]].rate is Rate.STEP
-    assert list(seen_inputs(graph, "t")) == ["x"]
-    assert not set(seen_inputs(graph, values["u"])) & {"x"}
+    assert list(aliased_inputs(graph, "t")) == ["x"]
+    assert not set(aliased_inputs(graph, values["u"])) & {"x"}
     # A view of a parameter is made in the step and may stay one.
     assert values["row"] == "s"
     assert unalias_outputs(graph) is graph

@@ -16,9 +16,9 @@ from sbp_core.signatures.notation import (
     linear,
     unread,
 )
-from sbp_core.signatures.patterns import each, opaque
+from sbp_core.signatures.patterns import fresh_dims, opaque
 from sbp_core.signatures.pointwise import broadcasting
-from sbp_core.signatures.rule import Rule, RuleSet, resized
+from sbp_core.signatures.rule import Rule, RuleSet, with_local_shape
 
 SBP_API_VERSION = 1
 
@@ -43,19 +43,19 @@ def _pointwise(call: OpCall) -> Notation:
 def _sum(call: OpCall) -> Notation:
     """`d0 d1 => ; linear 0`: what is summed away gives partial sums."""
     return Notation(
-        inputs=(each(len(call.inputs[0].shape)),), outputs=((),), dependences=(linear(0),)
+        inputs=(fresh_dims(len(call.inputs[0].shape)),), outputs=((),), dependences=(linear(0),)
     )
 
 
 def _expand(call: OpCall) -> Notation:
     """`() => d0 d1; linear 0`, of a 0-d tensor."""
-    made = each(len(call.outputs[0].shape))
+    made = fresh_dims(len(call.outputs[0].shape))
     return Notation(inputs=((),), outputs=(made,), dependences=(linear(0),))
 
 
 def _ones(call: OpCall) -> Notation:
     """`=> d0 d1`; what ones are made like is not read: `d0 d1 => d0 d1; unread 0`."""
-    dims = each(len(call.outputs[0].shape))
+    dims = fresh_dims(len(call.outputs[0].shape))
     like = (dims,) * len(call.inputs)
     return Notation(inputs=like, outputs=(dims,), dependences=tuple(map(unread, range(len(like)))))
 
@@ -66,7 +66,7 @@ def _view(call: OpCall) -> Notation:
     same = 0
     while same < min(len(source), len(target)) and source[same] == target[same]:
         same += 1
-    kept = each(same)
+    kept = fresh_dims(same)
     left, right = tuple(labels("x", len(source) - same)), tuple(labels("y", len(target) - same))
     return Notation(
         inputs=((*kept, *((name,) for name in left)),),
@@ -80,13 +80,13 @@ def _view(call: OpCall) -> Notation:
 RULES = {
     "aten._softmax.default": Rule("b d! => b d!"),
     "aten.alias.default": Rule("d0 => d0; linear 0; increasing 0"),
-    "aten.expand.default": Rule(_expand, resized(1)),
+    "aten.expand.default": Rule(_expand, with_local_shape(1)),
     "aten.mm.default": Rule("i k, k j -> i j"),
-    "aten.ones.default": Rule(_ones, resized(0)),
+    "aten.ones.default": Rule(_ones, with_local_shape(0)),
     "aten.ones_like.default": Rule(_ones),
     "aten.sum.default": Rule(_sum),
     "aten.t.default": Rule("i j => j i; linear 0; increasing 0; flop 0"),
-    "aten.view.default": Rule(_view, resized(1)),
+    "aten.view.default": Rule(_view, with_local_shape(1)),
     "aten.whole.default": opaque("it is only for tests"),
 }
 

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sbp_core.calibration import (
-    KINDS,
-    WAYS,
+    CALL_KINDS,
+    HELD_OUT_BY,
     Calibration,
     Curve,
     FitError,
@@ -57,7 +57,7 @@ def made_up(
     draw = random.Random(seed)
     cases = [
         MeasuredCase(kind=kind, group_size=n, concurrent_groups=groups)
-        for kind in KINDS
+        for kind in CALL_KINDS
         for n, groups in ((2, 1), (2, 2), (4, 1))
         if kind != "transfer" or n == 2
     ]
@@ -312,7 +312,7 @@ def test_one_rank_takes_no_time() -> None:
 
 @quick
 @given(
-    st.sampled_from(KINDS[:4]),
+    st.sampled_from(CALL_KINDS[:4]),
     st.integers(2, 16),
     st.integers(1, 4),
     st.lists(st.floats(0, 2e9), min_size=2, max_size=6),
@@ -370,7 +370,7 @@ def test_every_inner_size_every_case_and_every_collective_is_left_out_once() -> 
     errors, held_out = cross_validate(samples)
 
     num_cases = len({one.case for one in samples})
-    left_out = {way: [e.sample for e in held_out if e.way == way] for way in WAYS}
+    left_out = {way: [e.sample for e in held_out if e.way == way] for way in HELD_OUT_BY}
     collectives = [one for one in samples if one.kind != "transfer"]
     assert [(error.way, error.num_samples) for error in errors] == [
         ("size", len(samples) - 2 * num_cases),

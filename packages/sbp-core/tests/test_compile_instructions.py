@@ -2,13 +2,13 @@ from __future__ import annotations
 
 from sbp_core.compile.instructions import named
 from sbp_core.graph.ir import Ref
-from sbp_core.signatures import Draft
+from sbp_core.signatures import LocalProgramBuilder
 
 
 def test_results_of_a_program_bear_the_keys_of_the_node() -> None:
-    draft = Draft()
-    shifted = draft("aten.sub.Tensor", Ref("x"), 3)
-    program = draft.program(draft("aten.relu.default", shifted))
+    builder = LocalProgramBuilder()
+    shifted = builder("aten.sub.Tensor", Ref("x"), 3)
+    program = builder.program(builder("aten.relu.default", shifted))
 
     made = list(named(program, ("y@0",), "layer.relu"))
 
@@ -20,9 +20,9 @@ def test_results_of_a_program_bear_the_keys_of_the_node() -> None:
 
 
 def test_a_shard_that_is_a_result_is_passed_on_under_its_own_key() -> None:
-    draft = Draft()
-    total = draft("aten.sum.default", Ref("x"))
-    program = draft.program(total, Ref("x"), total)
+    builder = LocalProgramBuilder()
+    total = builder("aten.sum.default", Ref("x"))
+    program = builder.program(total, Ref("x"), total)
 
     made = list(named(program, ("sum", "same", "again"), "node"))
 
@@ -34,9 +34,9 @@ def test_a_shard_that_is_a_result_is_passed_on_under_its_own_key() -> None:
 
 
 def test_the_only_call_makes_all_outputs() -> None:
-    draft = Draft()
-    draft.several(2, "aten.aminmax.default", Ref("x"))
-    program = draft.program(Ref("~1"), Ref("~0"))
+    builder = LocalProgramBuilder()
+    builder.several(2, "aten.aminmax.default", Ref("x"))
+    program = builder.program(Ref("~1"), Ref("~0"))
 
     (made,) = named(program, ("high", "low"), "node")
 

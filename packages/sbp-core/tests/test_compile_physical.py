@@ -56,7 +56,7 @@ def test_the_hash_changes_with_every_part_of_the_plan() -> None:
     others += [
         replace(plan, links=plan.links[1:]),
         replace(plan, planner="other"),
-        replace(plan, ties={"clock": ("a",)}),
+        replace(plan, ties={"step_counter": ("a",)}),
     ]
 
     assert len({plan.hash, *(other.hash for other in others)}) == 1 + len(others)

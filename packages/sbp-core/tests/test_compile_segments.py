@@ -187,7 +187,9 @@ def _with_clock() -> LogicalGraph:
     """Return the diamond with an update that is scaled by a count of steps."""
     graph = diamond()
     at = {"phase": Phase.OPTIMIZER, "rate": Rate.STEP}
-    count = Node(name="count", op="host.add", args=(Ref("clock"), 1), outputs=("count",), **at)
+    count = Node(
+        name="count", op="host.add", args=(Ref("step_counter"), 1), outputs=("count",), **at
+    )
     rate = Node(name="rate", op="host.mul", args=(Ref("lr"), Ref("count")), outputs=("rate",), **at)
     *before, update = graph.nodes
     update = replace(update, op="aten.sub.Tensor", kwargs={"alpha": Ref("rate")})
@@ -198,11 +200,17 @@ def _with_clock() -> LogicalGraph:
             *graph.inputs,
             GraphInput(name="lr", kind=InputKind.SCALAR),
             GraphInput(
-                name="clock", kind=InputKind.OPTIMIZER_STATE, stands_for=("w.step", "b.step")
+                name="step_counter", kind=InputKind.OPTIMIZER_STATE, stands_for=("w.step", "b.step")
             ),
         ),
-        outputs=(*graph.outputs, GraphOutput(name="clock", kind=OutputKind.STATE, value="count")),
-        types={**graph.types, **dict.fromkeys(("lr", "clock", "count", "rate"), ScalarType())},
+        outputs=(
+            *graph.outputs,
+            GraphOutput(name="step_counter", kind=OutputKind.STATE, value="count"),
+        ),
+        types={
+            **graph.types,
+            **dict.fromkeys(("lr", "step_counter", "count", "rate"), ScalarType()),
+        },
     )
 
 
@@ -216,10 +224,10 @@ def test_every_rank_computes_the_host_numbers_that_it_needs() -> None:
             "host.mul",
             "aten.sub.Tensor",
         ]
-        assert set(update.reads) == {"clock", "lr", "w"}
-        assert part.by_name["host"].writes == (("clock", "count"),)
-        assert {slot.name for slot in part.slots} == {"x", "w", "lr", "clock"}
-    assert plan.ties == {"clock": ("w.step", "b.step")}
+        assert set(update.reads) == {"step_counter", "lr", "w"}
+        assert part.by_name["host"].writes == (("step_counter", "count"),)
+        assert {slot.name for slot in part.slots} == {"x", "w", "lr", "step_counter"}
+    assert plan.ties == {"step_counter": ("w.step", "b.step")}
 
 
 def test_host_states_advance_on_every_stage() -> None:

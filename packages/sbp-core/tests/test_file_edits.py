@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from test_cluster import measured
 
 from sbp_core.boxing import route
-from sbp_core.calibration import KINDS, Calibration
+from sbp_core.calibration import CALL_KINDS, Calibration
 from sbp_core.check import check
 from sbp_core.cluster import CLUSTER
 from sbp_core.compile import physical
@@ -58,7 +58,7 @@ def use_calibration(value: Any) -> None:
 
 
 def _predict(calibration: Calibration) -> None:
-    for kind in KINDS:
+    for kind in CALL_KINDS:
         for group_size, size_bytes in ((2, 1 << 20), (2 if kind == "transfer" else 8, 1)):
             time_s = calibration.time_s(kind, group_size, 1, size_bytes)
             assert time_s is None or time_s >= 0

@@ -11,7 +11,7 @@ from sbp_core.signatures import (
     Rule,
     RuleRegistry,
     Signature1d,
-    Unknown,
+    UnknownOperator,
     derive,
     enumerate_signatures,
 )
@@ -133,7 +133,9 @@ def test_an_operator_without_rule_is_an_error_that_says_how_to_add_one() -> None
 def test_the_fallback_runs_unknown_operators_whole() -> None:
     unknown = call("mylib.mystery.default", [(4, 5)], [(3,)])
 
-    assert texts(derive(unknown, 2, rules=RuleRegistry(unknown=Unknown.WHOLE))) == ["B -> B"]
+    assert texts(derive(unknown, 2, rules=RuleRegistry(unknown=UnknownOperator.WHOLE))) == [
+        "B -> B"
+    ]
 
 
 @pytest.mark.parametrize("rule", ["t d! => t d!; linear 0", Rule("t d! => t d!; linear 0")])

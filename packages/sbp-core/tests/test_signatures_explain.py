@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from sbp_core.graph.ir import Ref, TensorType
-from sbp_core.signatures import OpCall, RuleRegistry, Unknown
+from sbp_core.signatures import OpCall, RuleRegistry, UnknownOperator
 from sbp_core.signatures.explain import explain_call
 
 
@@ -44,7 +44,7 @@ def test_the_text_is_a_table_with_a_column_for_each_tensor() -> None:
 
 
 def test_an_operator_that_nothing_describes_is_not_explained_by_made_up_labels() -> None:
-    rules = RuleRegistry(unknown=Unknown.WHOLE)
+    rules = RuleRegistry(unknown=UnknownOperator.WHOLE)
     lines = str(
         explain_call(_call("aten.linalg_cholesky.default", (4, 4), (4, 4)), 2, rules=rules)
     ).splitlines()

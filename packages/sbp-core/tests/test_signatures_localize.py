@@ -6,9 +6,9 @@ from sbp_core.graph.ir import Argument, Ref, Symbol, TensorType
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp
 from sbp_core.signatures import (
-    Draft,
     LocalCall,
     LocalProgram,
+    LocalProgramBuilder,
     OpCall,
     Rule,
     RuleRegistry,
@@ -83,10 +83,10 @@ def test_third_parties_say_how_their_arguments_change() -> None:
 
 def test_a_localiser_may_need_several_calls() -> None:
     def centred(call: OpCall, shards: Shards) -> LocalProgram:
-        draft = Draft()
-        shifted = draft("aten.sub.Tensor", call.args[0], shards.inputs[0][0][0])
-        low, high = draft.several(2, "aten.aminmax.default", shifted)
-        return draft.program(draft("aten.add.Tensor", low, high))
+        builder = LocalProgramBuilder()
+        shifted = builder("aten.sub.Tensor", call.args[0], shards.inputs[0][0][0])
+        low, high = builder.several(2, "aten.aminmax.default", shifted)
+        return builder.program(builder("aten.add.Tensor", low, high))
 
     theirs = _call("mylib.centre.default", {"x": (6,)}, ())
     rules = RuleRegistry({"mylib.centre.default": Rule("n! => ()", centred)})

@@ -19,7 +19,7 @@ from sbp_core.infer import infer_strategy
 from sbp_core.passes import allow_unknown
 from sbp_core.placement import Placement
 from sbp_core.plugins.kinds import PlanRequest
-from sbp_core.signatures import OpCall, Unknown, derive
+from sbp_core.signatures import OpCall, UnknownOperator, derive
 from sbp_core.testing.graphs import cluster
 from sbp_torch.capture import capture, initial_states
 from sbp_torch.runtime.configs import ReferenceConfig
@@ -58,7 +58,7 @@ def loss_of(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     return loss
 
 
-def graph_with(unknown: Unknown) -> LogicalGraph:
+def graph_with(unknown: UnknownOperator) -> LogicalGraph:
     captured = capture(Centred().double(), loss_of, BATCH, None)
     return prepare_step(captured, extra=[partial(allow_unknown, unknown=unknown)])
 
@@ -71,7 +71,7 @@ def signatures_of(graph: LogicalGraph) -> list[str]:
 @pytest.mark.usefixtures("operator")
 def test_an_unknown_operator_is_refused_and_the_ways_out_are_named() -> None:
     with pytest.raises(SignatureError, match="nothing says how sbp_test_unknown") as caught:
-        signatures_of(graph_with(Unknown.REFUSE))
+        signatures_of(graph_with(UnknownOperator.REFUSE))
 
     assert "unknown_ops=discover" in caught.value.todo
 
@@ -79,7 +79,7 @@ def test_an_unknown_operator_is_refused_and_the_ways_out_are_named() -> None:
 @pytest.mark.usefixtures("operator")
 def test_an_unknown_operator_may_run_whole(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        graph = graph_with(Unknown.WHOLE)
+        graph = graph_with(UnknownOperator.WHOLE)
 
     assert signatures_of(graph) == ["B -> B"]
     assert f"nothing says how {OP} may be split: it runs whole" in caplog.text
@@ -88,7 +88,7 @@ def test_an_unknown_operator_may_run_whole(caplog: pytest.LogCaptureFixture) -> 
 @pytest.mark.usefixtures("operator")
 def test_an_unknown_operator_may_be_tried_out_and_run_as_found() -> None:
     model = Centred().double()
-    graph = graph_with(Unknown.DISCOVER)
+    graph = graph_with(UnknownOperator.DISCOVER)
     mesh = Placement.grid((3,), ("ranks",))
     request = PlanRequest(graph=graph, mesh=mesh, cluster=cluster(num_devices=3))
     pins = {"batch": "S(0)", "activations": "S(0)"}

@@ -439,8 +439,8 @@ def test_names_of_inputs_of_every_step_are_refused() -> None:
 
     with pytest.raises(CaptureError, match="'seed' is the name of a parameter or buffer"):
         _captured(model)
-    with pytest.raises(CaptureError, match="'clock' is the name of a batch tensor"):
-        _captured(_Model(), batch={**_batches(1)[0], "clock": torch.zeros(1)})
+    with pytest.raises(CaptureError, match="'step_counter' is the name of a batch tensor"):
+        _captured(_Model(), batch={**_batches(1)[0], "step_counter": torch.zeros(1)})
 
 
 def test_refusals_say_what_to_write_instead() -> None:

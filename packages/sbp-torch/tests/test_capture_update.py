@@ -77,7 +77,7 @@ def test_every_fused_update_is_one_node_a_parameter() -> None:
 
     nodes = [n for n in graph.nodes if n.phase is Phase.OPTIMIZER and not n.is_host]
     assert [node.op for node in nodes] == ["sbp.fused_adam.default"] * 5
-    assert [entry.name for entry in graph.inputs if entry.stands_for] == ["clock"]
+    assert [entry.name for entry in graph.inputs if entry.stands_for] == ["step_counter"]
 
 
 def test_fused_kernels_may_be_asked_for() -> None:

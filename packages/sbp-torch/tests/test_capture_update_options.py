@@ -190,9 +190,9 @@ def test_the_count_of_averages_is_a_clock_of_its_own() -> None:
     )
 
     tied = {entry.name: entry.stands_for for entry in graph.inputs if entry.stands_for}
-    assert list(tied) == ["clock", "clock.count"]
-    assert tied["clock.count"] == ("ema.count",)
-    assert "gain.step" in tied["clock"]
+    assert list(tied) == ["step_counter", "step_counter.count"]
+    assert tied["step_counter.count"] == ("ema.count",)
+    assert "gain.step" in tied["step_counter"]
 
 
 def test_settings_of_groups_can_be_scheduled() -> None:

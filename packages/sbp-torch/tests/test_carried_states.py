@@ -345,11 +345,13 @@ def test_a_host_number_cannot_be_carried() -> None:
     b = Builder()
     b.inputs, b.outputs, b.nodes = [*graph.inputs], [*graph.outputs], [*graph.nodes]
     b.types = {**graph.types}
-    b.add_input("clock", InputKind.OPTIMIZER_STATE, ())
-    b.op("tick", "add", (Ref("clock"), 1), ())
+    b.add_input("step_counter", InputKind.OPTIMIZER_STATE, ())
+    b.op("tick", "add", (Ref("step_counter"), 1), ())
     b.nodes[-1] = replace(b.nodes[-1], op="host.add")
-    b.types["clock"] = b.types["tick"] = ScalarType()
-    b.outputs.append(GraphOutput(name="clock", kind=OutputKind.STATE, value="tick"))
+    b.types["step_counter"] = b.types["tick"] = ScalarType()
+    b.outputs.append(GraphOutput(name="step_counter", kind=OutputKind.STATE, value="tick"))
 
-    with pytest.raises(GraphError, match="host number 'clock' is replaced at micro-batch rate"):
+    with pytest.raises(
+        GraphError, match="host number 'step_counter' is replaced at micro-batch rate"
+    ):
         accumulate(b.graph(), 2)

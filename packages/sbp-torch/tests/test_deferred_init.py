@@ -14,7 +14,7 @@ from sbp_core.errors import CaptureError
 from sbp_torch.capture import LossScaling, UpdateOptions, initial_states
 from sbp_torch.capture.step import model_tensors
 from sbp_torch.deferred_init import deferred
-from sbp_torch.optim.together import CombinedOptimizer
+from sbp_torch.optim.combined import CombinedOptimizer
 from sbp_torch.testing.models import PROGRAMS, same_states
 
 SEED = 5

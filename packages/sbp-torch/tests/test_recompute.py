@@ -25,7 +25,7 @@ from sbp_core.infer import infer_strategy
 from sbp_core.infer.pins import PinValue
 from sbp_core.passes import accumulate
 from sbp_core.passes.closure import least_closure
-from sbp_core.passes.recomputation import Recompute, recompute, recompute_report
+from sbp_core.passes.recomputation import RecomputeOptions, recompute, recompute_report
 from sbp_core.passes.saved_activations import saved_bytes, saved_values
 from sbp_core.placement import Placement
 from sbp_core.plugins.kinds import PlanRequest
@@ -51,7 +51,7 @@ from sbp_torch.testing.signatures import check_rule, sample
 
 _SCALARS = {"lr": 1e-2, "seed": 5, "step": 2}
 _NUM_BLOCKS = 6
-_ALL = Recompute(modules=("blocks.*",))
+_ALL = RecomputeOptions(modules=("blocks.*",))
 
 
 class Deep(nn.Module):
@@ -131,9 +131,9 @@ def _run(name: str, graph: LogicalGraph) -> tuple[Tensor, dict[str, object]]:
 
 _HOW = {
     "all blocks": _ALL,
-    "activations only": Recompute(modules=("blocks.*",), keep=("*mm*", "*attention*")),
-    "a budget": Recompute(memory_bytes=80_000),
-    "a small budget over runs": Recompute(memory_bytes=50_000, longest_run=4),
+    "activations only": RecomputeOptions(modules=("blocks.*",), keep=("*mm*", "*attention*")),
+    "a budget": RecomputeOptions(memory_bytes=80_000),
+    "a small budget over runs": RecomputeOptions(memory_bytes=50_000, longest_run=4),
 }
 
 
@@ -153,7 +153,7 @@ def test_a_recomputed_step_is_the_step_itself_bit_for_bit(how: str) -> None:
 def test_dropout_and_batch_norm_are_the_same_when_made_again(name: str) -> None:
     graph = _step(name)
 
-    changed = verify_graph(recompute(graph, Recompute() if name == "marked" else _ALL))
+    changed = verify_graph(recompute(graph, RecomputeOptions() if name == "marked" else _ALL))
 
     assert _again(changed)
     (loss, states), (expected, wanted) = _run(name, changed), _run(name, graph)
@@ -170,11 +170,11 @@ def test_random_numbers_are_drawn_again_from_the_same_place() -> None:
 
 
 def test_what_the_user_marked_is_made_again_call_by_call() -> None:
-    by_mark = recompute(_step("marked"), Recompute())
+    by_mark = recompute(_step("marked"), RecomputeOptions())
     by_name = recompute(_step("noisy"), _ALL)
 
     assert _again(by_mark) == _again(by_name) != []
-    assert _again(recompute(_step("marked"), Recompute(marked=False))) == []
+    assert _again(recompute(_step("marked"), RecomputeOptions(marked=False))) == []
 
 
 def test_of_a_recomputed_block_only_what_comes_into_it_is_kept() -> None:
@@ -250,7 +250,7 @@ def test_sharing_expressions_does_not_undo_a_recomputation() -> None:
 def test_what_is_kept_by_pattern_is_not_made_again() -> None:
     graph = _step("deep")
 
-    changed = recompute(graph, Recompute(modules=("blocks.*",), keep=("*.attention.out",)))
+    changed = recompute(graph, RecomputeOptions(modules=("blocks.*",), keep=("*.attention.out",)))
 
     assert not any(graph.by_name[name].module.endswith(".out") for name in _again(changed))
     assert any(v.startswith("blocks.1.attention.out") for v in saved_values(changed))
@@ -270,7 +270,7 @@ def test_what_draws_from_torchs_own_stream_is_not_drawn_twice() -> None:
     b.outputs.append(GraphOutput(name="w", kind=OutputKind.STATE, value="grad"))
     b.nodes[1] = type(b.nodes[1])(**{**_fields(b.nodes[1]), "tags": ("seeded",)})
 
-    changed = verify_graph(recompute(b.graph(), Recompute(modules=("m",))))
+    changed = verify_graph(recompute(b.graph(), RecomputeOptions(modules=("m",))))
 
     assert _again(changed) == ["m.y"]
 
@@ -281,7 +281,7 @@ def _fields(node: object) -> dict[str, object]:
 
 def test_a_pattern_that_matches_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match="'bloks' of the recomputation matches no") as error:
-        recompute(_step("deep"), Recompute(modules=("bloks",)))
+        recompute(_step("deep"), RecomputeOptions(modules=("bloks",)))
 
     assert "blocks.0" in error.value.accepted
 
@@ -289,7 +289,7 @@ def test_a_pattern_that_matches_nothing_is_refused() -> None:
 @pytest.mark.parametrize("wrong", [{"longest_run": 0}, {"memory_bytes": -1}])
 def test_numbers_out_of_range_are_refused(wrong: Mapping[str, int]) -> None:
     with pytest.raises(SbpValueError, match="longest_run"):
-        Recompute(**wrong)
+        RecomputeOptions(**wrong)
 
 
 # Budgets
@@ -300,11 +300,11 @@ def test_a_budget_is_kept_and_costs_no_more_work_than_it_must() -> None:
     whole = recompute_report(recompute(graph, _ALL))
     work = []
 
-    before = whole.kept_before_bytes
+    before = whole.saved_before_bytes
     for budget in (2 * before, before, *(before * part // 10 for part in (8, 6, 4))):
-        report = recompute_report(recompute(graph, Recompute(memory_bytes=budget)))
+        report = recompute_report(recompute(graph, RecomputeOptions(memory_bytes=budget)))
 
-        assert report.kept_after_bytes + report.largest_again_bytes <= budget
+        assert report.saved_after_bytes + report.largest_recomputed_bytes <= budget
         work.append(report.extra_flop)
     assert work[0] == 0
     assert work == sorted(work)
@@ -314,25 +314,25 @@ def test_a_budget_is_kept_and_costs_no_more_work_than_it_must() -> None:
 
 def test_a_budget_that_nothing_fits_says_what_would() -> None:
     with pytest.raises(ConfigError, match="do not fit in 100 B") as caught:
-        recompute(_step("deep"), Recompute(memory_bytes=100))
+        recompute(_step("deep"), RecomputeOptions(memory_bytes=100))
 
     least = int(caught.value.accepted.split(">= ")[1].split()[0])
-    report = recompute_report(recompute(_step("deep"), Recompute(memory_bytes=least)))
-    assert report.kept_after_bytes + report.largest_again_bytes <= least
+    report = recompute_report(recompute(_step("deep"), RecomputeOptions(memory_bytes=least)))
+    assert report.saved_after_bytes + report.largest_recomputed_bytes <= least
 
 
 def test_blocks_made_again_in_one_go_keep_less() -> None:
     graph = _step("deep")
     short, long = (
-        recompute_report(recompute(graph, Recompute(memory_bytes=200_000, longest_run=n)))
+        recompute_report(recompute(graph, RecomputeOptions(memory_bytes=200_000, longest_run=n)))
         for n in (1, _NUM_BLOCKS)
     )
     assert short.extra_flop == long.extra_flop == 0  # it fits as it is
 
     with pytest.raises(ConfigError) as one:
-        recompute(graph, Recompute(memory_bytes=0))
+        recompute(graph, RecomputeOptions(memory_bytes=0))
     with pytest.raises(ConfigError) as many:
-        recompute(graph, Recompute(memory_bytes=0, longest_run=_NUM_BLOCKS))
+        recompute(graph, RecomputeOptions(memory_bytes=0, longest_run=_NUM_BLOCKS))
 
     least = [int(e.value.accepted.split(">= ")[1].split()[0]) for e in (one, many)]
     assert least[1] <= least[0]
@@ -343,7 +343,7 @@ def test_the_report_says_what_is_kept_and_what_it_costs() -> None:
 
     report = recompute_report(recompute(graph, _ALL))
 
-    assert report.kept_before_bytes == saved_bytes(graph)
+    assert report.saved_before_bytes == saved_bytes(graph)
     assert [module for module, _ in report.modules] == [
         f"blocks.{i}" for i in reversed(range(_NUM_BLOCKS))
     ]

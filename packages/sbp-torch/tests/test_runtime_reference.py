@@ -289,7 +289,9 @@ def test_states_that_do_not_fit_are_refused(
         _start(plan, {**states, "head.weight": torch.zeros(2, 2, dtype=torch.float64)})
     with pytest.raises(SbpValueError, match="no state called 'nobody'"):
         _start(plan, {**states, "nobody": torch.zeros(2)})
-    with pytest.raises(SbpValueError, match="the states tied into 'clock' are not one number"):
+    with pytest.raises(
+        SbpValueError, match="the states tied into 'step_counter' are not one number"
+    ):
         _start(plan, uneven)
     with pytest.raises(SbpValueError, match=r"'head\.weight\.step' is missing"):
         _start(plan, {k: v for k, v in states.items() if k != "head.weight.step"})

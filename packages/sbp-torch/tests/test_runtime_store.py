@@ -158,7 +158,7 @@ def test_a_state_is_let_go_of_before_the_next_is_made() -> None:
                     held_over.append(name)
 
     states = run.states()
-    StateStore(run.plan, [0]).load(Watched(states._tape, states._windows, states._real))
+    StateStore(run.plan, [0]).load(Watched(states._replay.tape, states._windows, states._real))
 
     assert held_over == []
 
@@ -174,7 +174,7 @@ def test_states_of_other_stages_are_not_made() -> None:
                 yield name, value
 
     states = run.states()
-    StateStore(run.plan, [0]).load(Watched(states._tape, states._windows, states._real))
+    StateStore(run.plan, [0]).load(Watched(states._replay.tape, states._windows, states._real))
 
     own = {slot.name for slot in run.plan.by_rank[0].slots}
     parameters = {name for name, _ in run.made.model.named_parameters()}

@@ -175,11 +175,11 @@ def test_one_of_several_results_may_be_all_that_there_is() -> None:
 
 def test_host_numbers_are_computed_in_the_segment() -> None:
     actor = _segment(
-        _call("host.add", Ref("clock"), 1, outputs=("n",)),
+        _call("host.add", Ref("step_counter"), 1, outputs=("n",)),
         _call("host.pow", 0.5, Ref("n"), outputs=("p",)),
         _call("aten.mul.Tensor", Ref("x"), Ref("p"), outputs=("y",)),
         inputs=("x",),
-        reads=("clock",),
+        reads=("step_counter",),
         outputs=("y",),
     )
 

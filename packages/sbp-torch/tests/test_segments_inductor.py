@@ -41,13 +41,13 @@ def tracer(monkeypatch: pytest.MonkeyPatch) -> Tracer:
 
 def optimizer_segment() -> Actor:
     return segment(
-        call("host.add", Ref("clock"), 1, outputs=("n",)),
+        call("host.add", Ref("step_counter"), 1, outputs=("n",)),
         call("host.pow", 0.9, Ref("n"), outputs=("p",)),
         call("aten.mul.Tensor", Ref("x"), Ref("p"), outputs=("a",)),
         call("aten.add.Tensor", Ref("w"), Ref("a"), outputs=("y",), alpha=Ref("lr")),
-        reads=("w", "clock", "lr"),
+        reads=("w", "step_counter", "lr"),
         outputs=(),
-        writes=(("w", "y"), ("clock", "n")),
+        writes=(("w", "y"), ("step_counter", "n")),
     )
 
 

@@ -12,7 +12,7 @@ from sbp_core.errors import SbpValueError  # noqa: E402 - after the check that t
 from sbp_core.graph.ir import Ref, Symbol  # noqa: E402
 from sbp_core.placement import Placement  # noqa: E402
 from sbp_core.sbp import NdSbp  # noqa: E402
-from sbp_core.signatures import Draft, LocalCall  # noqa: E402
+from sbp_core.signatures import LocalCall, LocalProgramBuilder  # noqa: E402
 from sbp_core.signatures.rule import LocalProgram  # noqa: E402
 from sbp_core.strategy import Signature  # noqa: E402
 from sbp_torch.signatures.pieces import (  # noqa: E402
@@ -169,10 +169,10 @@ def test_a_rank_that_makes_too_few_outputs_is_refuted() -> None:
 
 
 def test_a_program_is_run_call_by_call() -> None:
-    draft = Draft()
-    low, high = draft.several(2, "aten.aminmax.default", Ref("x"))
-    wide = draft("aten._to_copy.default", high, dtype=Symbol("dtype", "float64"))
-    program = draft.program(wide, low)
+    builder = LocalProgramBuilder()
+    low, high = builder.several(2, "aten.aminmax.default", Ref("x"))
+    wide = builder("aten._to_copy.default", high, dtype=Symbol("dtype", "float64"))
+    program = builder.program(wide, low)
 
     made = run_program(program, {"x": torch.tensor([1.0, 3.0, 2.0])}, run_op)
 
@@ -193,9 +193,9 @@ def test_a_program_may_give_its_shard_back() -> None:
 def test_a_mean_by_program_is_held_to_the_global_count(count: int) -> None:
     x = sampled(torch.float64, 5)
     call, tensors = call_of("aten.mean.default", (x,), {})
-    draft = Draft()
-    total = draft("aten.sum.default", Ref("input0"))
-    program = draft.program(draft("aten.div.Scalar", total, count))
+    builder = LocalProgramBuilder()
+    total = builder("aten.sum.default", Ref("input0"))
+    program = builder.program(builder("aten.div.Scalar", total, count))
 
     reason = refutation(
         whole_sample(call, tensors, run_op),

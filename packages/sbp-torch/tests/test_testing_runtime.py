@@ -63,7 +63,7 @@ class ChangesStatesOfAFailedStep(ReferenceSession):
         try:
             return super().step(batch, scalars)
         except Exception:
-            self.store.values[0]["clock"] += 1
+            self.store.values[0]["step_counter"] += 1
             raise
 
 

@@ -1,4 +1,4 @@
-"""An actor's post: the actor, its work, and the ends of all registers and links it touches.
+"""An actor's post: the actor, its work, and its ends of all registers and links that it uses.
 
 Everything that a firing needs is looked up once, when the session starts. Decides whether the actor
 may fire; does not fire it.
@@ -20,8 +20,8 @@ from sbp_core.graph import Rate
 from sbp_torch.segments import SegmentMaker
 
 
-class Turn(NamedTuple):
-    """Which firing of an actor in a step: its micro-batch, and whether that is the last one."""
+class Firing(NamedTuple):
+    """One firing of an actor in a step: its micro-batch, and whether that is the last one."""
 
     micro_batch: int
     is_last: bool
@@ -29,11 +29,11 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Post:
-    """Where one actor fires from.
+    """What a worker needs to fire one actor: its function, and the registers around it.
 
     Args:
-        actor: What the plan says of it.
-        work: What it does.
+        actor: The actor of the plan.
+        work: The function that a firing runs.
         inputs: Registers it reads.
         outputs: Registers that every firing fills.
         sums: Registers that only the last micro-batch of a step fills.
@@ -53,24 +53,24 @@ class Post:
         """Return the registers that a firing fills."""
         return self.outputs + self.sums if is_last else self.outputs
 
-    def may_fire(self, turn: Turn) -> bool:
+    def may_fire(self, firing: Firing) -> bool:
         """Whether all data and credits for a firing are there."""
-        return next(self._lacks(turn), None) is None
+        return next(self._missing(firing), None) is None
 
-    def lacks(self, turn: Turn) -> str:
-        """Say what keeps the actor from firing."""
+    def describe_missing(self, firing: Firing) -> str:
+        """Say which data and credits the actor waits for."""
         return "; ".join(
             f"data in register {end.name} from rank {end.producer[0]}"
             if isinstance(end, InRegister)
             else f"credit of {end.name} from {end.slowest()}"
-            for end in self._lacks(turn)
+            for end in self._missing(firing)
         )
 
-    def _lacks(self, turn: Turn) -> Iterator[InRegister | OutRegister]:
+    def _missing(self, firing: Firing) -> Iterator[InRegister | OutRegister]:
         for register in self.inputs:
-            if not register.has_filling(turn.micro_batch):
+            if not register.has_filling(firing.micro_batch):
                 yield register
-        for end in (*self.fills(turn.is_last), *self.sends):
+        for end in (*self.fills(firing.is_last), *self.sends):
             if not end.has_credit:
                 yield end
 
@@ -99,8 +99,8 @@ def make_posts(
     """
     rank, name = thread
     part = plan.by_rank[rank]
-    mine = [actor for actor in part.actors if actor.thread == name]
-    names = {actor.name for actor in mine}
+    thread_actors = [actor for actor in part.actors if actor.thread == name]
+    names = {actor.name for actor in thread_actors}
     sends: dict[str, list[Channel]] = defaultdict(list)
     receives: dict[str, list[Channel]] = defaultdict(list)
     for link in plan.links:
@@ -120,7 +120,7 @@ def make_posts(
                 (link.name, _thread(plan, link.sender)) for link in receives[actor.name]
             ),
         )
-        for actor in mine
+        for actor in thread_actors
     }
 
 
@@ -156,6 +156,6 @@ def _link_ends(plan: PhysicalPlan, links: Iterable[Channel]) -> tuple[OutRegiste
     )
 
 
-def _thread(plan: PhysicalPlan, place: tuple[int, str]) -> ThreadId:
-    rank, actor = place
+def _thread(plan: PhysicalPlan, actor_id: tuple[int, str]) -> ThreadId:
+    rank, actor = actor_id
     return rank, plan.by_rank[rank].by_name[actor].thread

@@ -1,7 +1,7 @@
 """The actor runtime: starts a worker thread for every thread of every local rank, and runs steps.
 
-A step is all or nothing: new states take force when every worker has finished; after a failure or
-an interrupt the states are those from before the step, the workers end, and the session is over.
+A step is all or nothing: new states are committed when every worker has finished; after a failure
+or an interrupt the states are those from before the step, the workers end, and the session is over.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class ActorRuntime(Runtime):
             backend = Fingerprinted(backend)
         backend.open([part.rank for part in plan.ranks])
         try:
-            here = tuple(ranks) if ranks is not None else backend.local_ranks()
-            return ActorSession(plan, states, backend, here, self.config, self.make_segment)
+            local_ranks = tuple(ranks) if ranks is not None else backend.local_ranks()
+            return ActorSession(plan, states, backend, local_ranks, self.config, self.make_segment)
         except BaseException:
             backend.close()
             raise
@@ -86,8 +86,8 @@ class ActorSession(Session):
         self.store.load(states)
         self.reports: SimpleQueue[WorkerReport] = SimpleQueue()
         self.steps_done = 0
-        #: The states that a step began with; those in force, until it is whole.
-        self.before: dict[int, Values] = {}
+        #: The states at the beginning of a step; `store.values` until the step is committed.
+        self.states_before: dict[int, Values] = {}
         self.overwrites = any(a.in_place for rank in ranks for a in plan.by_rank[rank].actors)
         self.failure: RunError | None = None
         self.closed = False
@@ -125,7 +125,7 @@ class ActorSession(Session):
         deadline_s = self.config.first_deadline_s if first else self.config.deadline_s
         for worker in self.workers.values():
             worker.has_overwritten = False
-        self.before = self.store.values
+        self.states_before = self.store.values
         try:
             if first and self.backend.spans_processes:
                 self._agree_on_plan(deadline_s)
@@ -136,21 +136,21 @@ class ActorSession(Session):
                 )
             reports = self._collect()
             failed = [report for report in reports if report.error is not None]
-            results = {} if failed else self._put_in_force(reports)
+            results = {} if failed else self._commit(reports)
         except BoxingError as error:
             failure = RunError(error.what, where=error.where, todo=error.todo)
-            self._end(error, failure)
+            self._abort(error, failure)
             raise failure from error
         except BaseException as error:
             # Such as an interrupt from the keyboard: the workers are in the middle of the step.
-            self._end(error, RunError(f"step {self.steps_done} was interrupted by {error!r}"))
+            self._abort(error, RunError(f"step {self.steps_done} was interrupted by {error!r}"))
             raise
         if failed:
-            raise self._failed(failed)
+            raise self._root_cause(failed)
         return StepResult(outputs=results)
 
-    def _put_in_force(self, reports: Sequence[WorkerReport]) -> dict[str, Tensor]:
-        """Let the new states take force; return the results of the step."""
+    def _commit(self, reports: Sequence[WorkerReport]) -> dict[str, Tensor]:
+        """Commit the new states of all ranks; return the results of the step."""
         results: dict[str, Tensor] = {}
         values = {rank: dict(held) for rank, held in self.store.values.items()}
         for report in reports:
@@ -218,20 +218,22 @@ class ActorSession(Session):
             reports.append(report)
             if report.error is not None and end is None:
                 end = time.monotonic() + GRACE_S
-                self._end(report.error, self._failure(report, self._others(reports)))
+                self._abort(
+                    report.error, self._make_failure(report, self._unreported_threads(reports))
+                )
         return reports
 
-    def _others(self, reports: Sequence[WorkerReport]) -> list[str]:
-        """Say where the threads are that have not reported."""
-        heard = {report.thread for report in reports}
+    def _unreported_threads(self, reports: Sequence[WorkerReport]) -> list[str]:
+        """Describe the threads that have not reported, each with its current actor."""
+        reported = {report.thread for report in reports}
         return [
-            f"rank {rank}, thread {name!r}: at {worker.at!r}"
+            f"rank {rank}, thread {name!r}: at {worker.current_actor!r}"
             for (rank, name), worker in self.workers.items()
-            if (rank, name) not in heard and worker.at
+            if (rank, name) not in reported and worker.current_actor
         ]
 
-    def _end(self, cause: BaseException, failure: RunError) -> None:
-        """End the session: unblock whoever waits for a rank, stop the workers."""
+    def _abort(self, cause: BaseException, failure: RunError) -> None:
+        """Abort the session: unblock calls that wait for a rank, stop the workers."""
         self.failure = failure
         self.backend.fail(cause)
         self._stop_workers()
@@ -240,10 +242,10 @@ class ActorSession(Session):
         for worker in self.workers.values():
             worker.stop()
 
-    def _failed(self, failed: Sequence[WorkerReport]) -> RunError:
-        """Return the error of the step: the first cause that is no consequence of another.
+    def _root_cause(self, failed: Sequence[WorkerReport]) -> RunError:
+        """Return the error of the step: the first failure that is not a consequence of another.
 
-        Whoever waited for a rank fails with a `BoxingError`, be it before or after that rank.
+        A rank that waited for a failed one fails with a `BoxingError`, before or after that rank.
         """
         causes = [
             report
@@ -251,16 +253,18 @@ class ActorSession(Session):
             if not report.stopped and not isinstance(report.error, BoxingError | RunError)
         ]
         if causes and causes[0] is not failed[0]:
-            self.failure = self._failure(causes[0], [])
-        assert self.failure is not None, "the first failure was noted"
-        if self._is_torn() and self.failure.todo != PARTIAL_UPDATE_TODO:
+            self.failure = self._make_failure(causes[0], [])
+        assert self.failure is not None, "the first failure was recorded"
+        if self._is_partially_updated() and self.failure.todo != PARTIAL_UPDATE_TODO:
             # By a rank that went on for a while.
-            torn = RunError(self.failure.what, where=self.failure.where, todo=PARTIAL_UPDATE_TODO)
-            torn.__cause__ = self.failure.__cause__
-            self.failure = torn
+            partial = RunError(
+                self.failure.what, where=self.failure.where, todo=PARTIAL_UPDATE_TODO
+            )
+            partial.__cause__ = self.failure.__cause__
+            self.failure = partial
         return self.failure
 
-    def _failure(self, report: WorkerReport, others: Sequence[str]) -> RunError:
+    def _make_failure(self, report: WorkerReport, others: Sequence[str]) -> RunError:
         """Make the error for one worker's failure."""
         rank, thread = report.thread
         waited = isinstance(report.error, BoxingError | RunError)
@@ -268,7 +272,7 @@ class ActorSession(Session):
             f"rank {rank} failed in actor {report.actor!r}: {report.error}",
             where=(f"thread {thread!r}, step {self.steps_done}", *(others if waited else ())),
             todo=PARTIAL_UPDATE_TODO
-            if self._is_torn()
+            if self._is_partially_updated()
             else "states are those from before the step: state_dict() still gives them",
         )
         error.__cause__ = report.error
@@ -276,9 +280,9 @@ class ActorSession(Session):
 
     # States.
 
-    def _is_torn(self) -> bool:
-        """Whether a step that is not whole has overwritten some states."""
-        is_whole = self.store.values is not self.before
+    def _is_partially_updated(self) -> bool:
+        """Whether a step that did not finish has overwritten some states."""
+        is_whole = self.store.values is not self.states_before
         return not is_whole and any(worker.has_overwritten for worker in self.workers.values())
 
     def _is_writing(self) -> bool:
@@ -294,7 +298,7 @@ class ActorSession(Session):
 
     def state_dict(self) -> dict[str, Tensor]:
         """See `Session.state_dict`."""
-        if self._is_writing() or self._is_torn():
+        if self._is_writing() or self._is_partially_updated():
             raise partially_updated()
         return self.store.whole()
 
@@ -303,7 +307,7 @@ class ActorSession(Session):
         self.store.load(states)
 
     def __exit__(self, *raised: object) -> None:
-        """Close; if an error ends the block, let the ranks of other processes know of it."""
+        """Close; report an error that ends the block to the ranks of other processes."""
         error = raised[1]
         if isinstance(error, BaseException) and not self.closed and self.failure is None:
             self.backend.fail(error)
@@ -326,5 +330,8 @@ class ActorSession(Session):
             worker.os_thread.join(timeout=max(0.0, end - time.monotonic()))
             if worker.os_thread.is_alive():
                 logger.warning(
-                    "rank %s, thread %r is still in %r and is left behind", rank, name, worker.at
+                    "rank %s, thread %r is still in %r and is left behind",
+                    rank,
+                    name,
+                    worker.current_actor,
                 )

@@ -25,7 +25,7 @@ from sbp_actor_runtime.message import (
     Values,
     WorkerReport,
 )
-from sbp_actor_runtime.post import Post, Turn, make_posts
+from sbp_actor_runtime.post import Firing, Post, make_posts
 from sbp_actor_runtime.register import InRegister, OutRegister
 from sbp_core.boxing import Communicator
 from sbp_core.compile import ActorKind, PhysicalPlan
@@ -35,13 +35,13 @@ from sbp_torch.segments import SegmentMaker
 
 logger = logging.getLogger(__name__)
 
-#: A thread waits this many deadlines for another of its process, so that whoever waits for a rank,
-#: and can name it, speaks first.
+#: A thread waits this many deadlines for another of its process, so that a thread that waits for a
+#: rank of another process, and can name it, fails first.
 PATIENCE = 2.0
 
 
 class Stopped(Exception):  # noqa: N818 (no error: another thread's failure ends this one)
-    """The thread was told to stop in the middle of a step."""
+    """The session asked the thread to stop in the middle of a step."""
 
 
 class Worker:
@@ -73,25 +73,25 @@ class Worker:
         self.post, self.report, self.num_threads = post, report, num_threads
         self.inbox: SimpleQueue[Message] = SimpleQueue()
         #: The actor that is firing or about to; for messages about threads that hang.
-        self.at = ""
+        self.current_actor = ""
         self.is_stopping = False
         #: Whether it has overwritten a state in a step that is not yet known to be whole.
         self.has_overwritten = False
         posts = make_posts(plan, thread, communicator, ranks_here, make_segment)
         last = plan.num_micro_batches - 1
-        self.order: list[tuple[Post, Turn]] = [
-            (posts[name], Turn(index, index == last))
+        self.order: list[tuple[Post, Firing]] = [
+            (posts[name], Firing(index, index == last))
             for name, index in plan.by_rank[thread[0]].orders[thread[1]]
         ]
         self.inputs: dict[tuple[str, str], InRegister] = {
             (name, register.name): register
-            for name, place in posts.items()
-            for register in place.inputs
+            for name, actor_post in posts.items()
+            for register in actor_post.inputs
         }
         self.outputs: dict[str, OutRegister] = {
             end.name: end
-            for place in posts.values()
-            for end in (*place.outputs, *place.sums, *place.sends)
+            for actor_post in posts.values()
+            for end in (*actor_post.outputs, *actor_post.sums, *actor_post.sends)
         }
         self.os_thread = threading.Thread(
             target=self._loop, name=f"sbp rank {thread[0]} {thread[1]}", daemon=True
@@ -128,55 +128,59 @@ class Worker:
         try:
             self.has_overwritten = False
             with torch.no_grad(), order.watch(self.id[0]):
-                for place, turn in self.order:
-                    self.at = place.actor.name
-                    self._fire(place, turn, order, report)
-            self.at = ""
+                for actor_post, firing in self.order:
+                    self.current_actor = actor_post.actor.name
+                    self._fire(actor_post, firing, order, report)
+            self.current_actor = ""
         except Stopped as stopped:
-            report.error, report.actor, report.stopped = stopped, self.at, True
+            report.error, report.actor, report.stopped = stopped, self.current_actor, True
         except BaseException as error:
-            logger.debug("rank %s failed in %s", self.id[0], self.at, exc_info=True)
-            report.error, report.actor = error, self.at
+            logger.debug("rank %s failed in %s", self.id[0], self.current_actor, exc_info=True)
+            report.error, report.actor = error, self.current_actor
         return report
 
-    def _fire(self, place: Post, turn: Turn, order: StepOrder, report: WorkerReport) -> None:
+    def _fire(
+        self, actor_post: Post, firing: Firing, order: StepOrder, report: WorkerReport
+    ) -> None:
         if self.is_stopping:
             raise Stopped
-        if not place.may_fire(turn):
-            self._wait(place, turn, order.deadline_s)
-        if place.actor.in_place and place.actor.kind is ActorKind.COMPUTE:
+        if not actor_post.may_fire(firing):
+            self._wait(actor_post, firing, order.deadline_s)
+        if actor_post.actor.in_place and actor_post.actor.kind is ActorKind.COMPUTE:
             self.has_overwritten = True  # by the segment, while it runs
-        made = place.work(turn.micro_batch, self._take(place, turn.micro_batch, order), order)
-        for end in place.sends:
+        made = actor_post.work(
+            firing.micro_batch, self._take(actor_post, firing.micro_batch, order), order
+        )
+        for end in actor_post.sends:
             end.fill()
-        for register in place.fills(turn.is_last):
-            self._fill(register, made, turn)
-        for name, key in place.actor.emits if made else ():
+        for register in actor_post.fills(firing.is_last):
+            self._fill(register, made, firing)
+        for name, key in actor_post.actor.emits if made else ():
             report.results[name] = made[key]
-        for name, key in place.actor.writes if made else ():
-            if name in place.actor.in_place:
+        for name, key in actor_post.actor.writes if made else ():
+            if name in actor_post.actor.in_place:
                 self.has_overwritten = True
                 overwrite(order.states[name], made[key])
             else:
                 report.new_states[name] = made[key]
-        for read in place.inputs:
-            self._send(read.producer, Acknowledge(read.name, place.actor.name))
-        for link, sender in place.receives:
-            self._send(sender, Acknowledge(link, place.actor.name))
+        for read in actor_post.inputs:
+            self._send(read.producer, Acknowledge(read.name, actor_post.actor.name))
+        for link, sender in actor_post.receives:
+            self._send(sender, Acknowledge(link, actor_post.actor.name))
 
-    def _take(self, place: Post, index: int, order: StepOrder) -> Values:
-        """Return what an actor reads: register contents, states, batch parts, scalars."""
+    def _take(self, actor_post: Post, index: int, order: StepOrder) -> Values:
+        """Return what an actor reads, by key: from registers, states, the batch and scalars."""
         values: Values = {}
-        for register in place.inputs:
+        for register in actor_post.inputs:
             values |= register.take(index)
-        for key in place.actor.reads:
+        for key in actor_post.actor.reads:
             if key not in values:  # else it was carried here from the micro-batch before
                 values[key] = order.states[key] if key in order.states else order.fed[index][key]
         return values
 
-    def _fill(self, register: OutRegister, made: Values, turn: Turn) -> None:
+    def _fill(self, register: OutRegister, made: Values, firing: Firing) -> None:
         register.fill()
-        if register.is_carrying and turn.is_last:
+        if register.is_carrying and firing.is_last:
             return  # nobody reads it in this step; the next one begins with it as the state
         values = {key: made[key] for key in register.keys}
         for consumer, thread in register.consumers:
@@ -184,20 +188,20 @@ class Worker:
 
     # Messages.
 
-    def _wait(self, place: Post, turn: Turn, deadline_s: float) -> None:
+    def _wait(self, actor_post: Post, firing: Firing, deadline_s: float) -> None:
         """Handle messages until the actor may fire.
 
         Raises:
             RunError: no message came for `PATIENCE` deadlines; says what was lacking.
-            Stopped: the thread was told to stop.
+            Stopped: the session asked the thread to stop.
         """
-        while not place.may_fire(turn):
+        while not actor_post.may_fire(firing):
             try:
                 message = self.inbox.get(timeout=PATIENCE * deadline_s)
             except Empty:
                 raise RunError(
-                    f"{place.actor.name} has waited {PATIENCE * deadline_s:g} s for "
-                    f"{place.lacks(turn)}",
+                    f"{actor_post.actor.name} has waited {PATIENCE * deadline_s:g} s for "
+                    f"{actor_post.describe_missing(firing)}",
                     where=f"rank {self.id[0]}, thread {self.id[1]}",
                     todo="see which rank stopped; raise runtime.deadline_s if it is only slow",
                 ) from None

@@ -44,10 +44,10 @@ def check(composed: Composed, registry: PluginRegistry) -> RunConfig:
             where=composed.files.get("cluster", ""),
             accepted="a cluster whose config has mesh: tuple[int, ...] and axes: tuple[str, ...]",
         )
-    trainer = _own(composed, "trainer", TrainerConfig)
-    compile_config = _own(composed, "compile", CompileConfig)
+    trainer = _core_config(composed, "trainer", TrainerConfig)
+    compile_config = _core_config(composed, "compile", CompileConfig)
     for name in compile_config.plugins:
-        with _blaming(composed, "compile", f"compile.plugins={name}"):
+        with _naming_overrides(composed, "compile", f"compile.plugins={name}"):
             registry.factory("pass", name)
     return RunConfig(**choices, trainer=trainer, compile=compile_config, mesh=mesh, axes=axes)
 
@@ -67,7 +67,7 @@ def refuse_unknown(composed: Composed, known: Iterable[str]) -> None:
             meant = f"did you mean {near + key.removeprefix(name)!r}?"
             raise ConfigError(
                 f"no group or setting is called {key!r}",
-                where=composed.said(name),
+                where=composed.overrides_of(name),
                 accepted=", ".join(names),
                 todo=meant if near else "choose one of these",
             )
@@ -85,19 +85,19 @@ def choose(composed: Composed, registry: PluginRegistry, group: str) -> tuple[Pl
     if not isinstance(name, str):
         names = ", ".join(registry.names(group))
         raise ConfigError(f"{group}.name is {name!r}", where=file, accepted=names)
-    with _blaming(composed, group, f"{group}.name is {name!r}"):
+    with _naming_overrides(composed, group, f"{group}.name is {name!r}"):
         config = registry.configure(group, name, settings, where=file)
     return PluginChoice(name=name, settings=settings), config
 
 
-def _own(composed: Composed, group: str, config: type[T]) -> T:
+def _core_config(composed: Composed, group: str, config: type[T]) -> T:
     """Return the checked config of a group that names no plugin.
 
     Raises:
         ConfigError: the group is missing, or a setting is not known or refused.
     """
     settings = _settings(composed, group)
-    with _blaming(composed, group):
+    with _naming_overrides(composed, group):
         return merge_settings(config, settings, key=group, where=composed.files.get(group, ""))
 
 
@@ -111,15 +111,15 @@ def _settings(composed: Composed, group: str) -> dict[str, object]:
     if not isinstance(value, Mapping):
         raise ConfigError(
             f"{group} is {value!r}",
-            where=[composed.files.get(group, ""), *composed.said(group)],
+            where=[composed.files.get(group, ""), *composed.overrides_of(group)],
             accepted=f"an option of the group {group!r}: {group}=OPTION",
         )
     return {str(name): setting for name, setting in value.items()}
 
 
 @contextmanager
-def _blaming(composed: Composed, group: str, asked: str = "") -> Iterator[None]:
-    """Add to what is refused in the `with` block what the command line said about it.
+def _naming_overrides(composed: Composed, group: str, asked: str = "") -> Iterator[None]:
+    """Name the overrides that an error in the `with` block is about.
 
     Args:
         composed: The config.
@@ -132,5 +132,5 @@ def _blaming(composed: Composed, group: str, asked: str = "") -> Iterator[None]:
         what, where = error.what, error.where
         if isinstance(error, SbpLookupError):
             what, where = f"{asked}: {what}", (composed.files.get(group, ""), *where)
-        where = (*where, *composed.said(group, what))
+        where = (*where, *composed.overrides_of(group, what))
         raise ConfigError(what, where=where, accepted=error.accepted, todo=error.todo) from error

@@ -146,8 +146,8 @@ class Composed:
     files: Mapping[str, str]
     overrides: tuple[str, ...]
 
-    def said(self, group: str, what: str = "") -> list[str]:
-        """Return where the command line speaks of a group or a setting of the primary config.
+    def overrides_of(self, group: str, what: str = "") -> list[str]:
+        """Return the overrides of a group, or of a setting of the primary config, as error context.
 
         Args:
             group: Its name.

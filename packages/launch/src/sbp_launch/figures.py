@@ -1,4 +1,4 @@
-"""What the steps of a run took, beside what was predicted: time, memory, bytes between ranks."""
+"""Measured and predicted time, memory and bytes sent of the steps of a run."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from sbp_core.units import format_bytes, format_seconds
 from sbp_torch.memory import MemoryMeter
 
 #: Fewest steps of which a time is told: the first one makes what the others find.
-FEWEST_STEPS = 3
+MIN_STEPS = 3
 
 #: Most steps at the beginning whose time does not count: caches fill, memory is touched first.
-MOST_WARM_UP = 10
+MAX_WARM_UP_STEPS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Predicted:
-    """What was predicted of a step; None for what was not.
+    """The predictions for a step; None where there is none.
 
     Args:
         step_s: Its time, in seconds.
@@ -38,8 +38,8 @@ class Predicted:
     sent_bytes: int | None
 
 
-class Gauge:
-    """Runs the steps of a session, and measures them.
+class StepMeter:
+    """Runs the steps of a session and measures time, memory and bytes sent.
 
     Every step is timed, and what boxing has counted is read. What ranks hold is counted in the
     first step only, as watching makes every operator call some 50 µs slower.
@@ -62,35 +62,35 @@ class Gauge:
     ) -> Mapping[str, Tensor]:
         """Run a step and return its outputs; see `Session.step`."""
         is_first = not self.step_s
-        sent = self._sent_so_far()
+        sent = self._total_sent_bytes()
         began = time.perf_counter()
         with self.meter.watching(session) if self.meter and is_first else nullcontext():
             outputs = session.step(batch, scalars).outputs
             # A device may still be at work on it.
             outputs["loss"].item()
         self.step_s.append(time.perf_counter() - began)
-        self.sent_bytes += self._sent_so_far() - sent
+        self.sent_bytes += self._total_sent_bytes() - sent
         return outputs
 
     def lines(self, predicted: Predicted) -> list[str]:
         """Return a line for each figure that was measured, with the prediction behind it."""
         expected = "" if predicted.step_s is None else format_seconds(predicted.step_s)
-        lines = [_beside(time_text(self.step_s), expected)]
+        lines = [_with_prediction(time_text(self.step_s), expected)]
         if self.meter is not None and self.step_s:
             peak = max(self.meter.peak(part.rank) for part in self.plan.ranks)
             expected = "" if predicted.peak_bytes is None else format_bytes(predicted.peak_bytes)
             text = f"a rank held at most {format_bytes(peak)} (in step 1)"
-            lines.append(_beside(text, expected))
+            lines.append(_with_prediction(text, expected))
         # A runtime that moves data by itself leaves the backend closed: nothing is counted.
         if self.sent_bytes:
             sent = format_bytes(self.sent_bytes / len(self.step_s))
             expected = "" if predicted.sent_bytes is None else format_bytes(predicted.sent_bytes)
-            lines.append(_beside(f"the ranks sent {sent} in a step", expected))
+            lines.append(_with_prediction(f"the ranks sent {sent} in a step", expected))
         return lines
 
-    def _sent_so_far(self) -> int:
-        here = self.backend.local_ranks()
-        return sum(self.backend.communicator(rank).sent_bytes for rank in here)
+    def _total_sent_bytes(self) -> int:
+        ranks = self.backend.local_ranks()
+        return sum(self.backend.communicator(rank).sent_bytes for rank in ranks)
 
 
 def time_text(step_s: Sequence[float]) -> str:
@@ -99,12 +99,12 @@ def time_text(step_s: Sequence[float]) -> str:
     Args:
         step_s: The time of each step, in seconds.
     """
-    if len(step_s) < FEWEST_STEPS:
-        return f"too few steps to time one: {len(step_s)} of at least {FEWEST_STEPS}"
-    skipped = min(MOST_WARM_UP, len(step_s) // 2)
+    if len(step_s) < MIN_STEPS:
+        return f"too few steps to time one: {len(step_s)} of at least {MIN_STEPS}"
+    skipped = min(MAX_WARM_UP_STEPS, len(step_s) // 2)
     middle = format_seconds(median(step_s[skipped:]))
     return f"a step took {middle} (median of steps {skipped + 1}-{len(step_s)})"
 
 
-def _beside(measured: str, predicted: str) -> str:
+def _with_prediction(measured: str, predicted: str) -> str:
     return f"{measured}; predicted {predicted}" if predicted else measured

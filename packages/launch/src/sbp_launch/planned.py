@@ -19,7 +19,7 @@ from sbp_core.infer import infer_strategy
 from sbp_core.memory import MemoryReport, check_memory, predict
 from sbp_core.passes import allow_unknown
 from sbp_core.plugins import GraphPass, Planner, PlanRequest
-from sbp_core.signatures import Unknown
+from sbp_core.signatures import UnknownOperator
 from sbp_core.strategy import Strategy
 from sbp_launch.compile_config import CompileConfig
 from sbp_launch.config import RunConfig
@@ -122,7 +122,7 @@ def _extra_passes(run: Run) -> list[GraphPass]:
     """Return the passes of plugins, and what becomes of operators without a rule."""
     config = run.config.compile
     chosen = [cast(GraphPass, run.registry.make("pass", name)) for name in config.plugins]
-    return [*chosen, partial(allow_unknown, unknown=Unknown(config.unknown_ops))]
+    return [*chosen, partial(allow_unknown, unknown=UnknownOperator(config.unknown_ops))]
 
 
 def _compiled(

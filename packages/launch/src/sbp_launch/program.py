@@ -108,9 +108,9 @@ def _check_patterns(config: RunConfig, model: nn.Module) -> None:
         ConfigError: one matches no parameter.
     """
     names = [name for name, _ in model.named_parameters()]
-    apart = config.compile.passes.accumulate_apart
+    apart = config.compile.passes.accumulate_addends
     check_patterns("compile.regather", config.compile.regather, names, "parameter")
-    check_patterns("compile.passes.accumulate_apart", apart, names, "parameter")
+    check_patterns("compile.passes.accumulate_addends", apart, names, "parameter")
 
 
 class EagerReference:

@@ -42,15 +42,15 @@ def start(
 def save_states(run: Run, session: Session) -> dict[str, Tensor]:
     """Write the states as they are and return them."""
     states = session.state_dict()
-    kept = {name: value.contiguous() for name, value in states.items()}
-    save_file(kept, run.folder / "states.safetensors")
+    contiguous = {name: value.contiguous() for name, value in states.items()}
+    save_file(contiguous, run.folder / "states.safetensors")
     return states
 
 
-def save_what_is_left(run: Run, session: Session, error: BaseException) -> None:
+def save_states_after_error(run: Run, session: Session, error: BaseException) -> None:
     """Write the states of a run that ended early, or say why there are none.
 
-    What goes wrong here never takes the place of the error that ended the run.
+    A failure to save never replaces the error that ended the run.
     """
     try:
         save_states(run, session)

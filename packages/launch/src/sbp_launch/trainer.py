@@ -19,7 +19,7 @@ from sbp_core.memory import MemoryReport
 from sbp_core.plugins import MetricSink, PluginRegistry
 from sbp_core.runtime import Session
 from sbp_launch.config import RunConfig
-from sbp_launch.figures import Gauge, Predicted
+from sbp_launch.figures import Predicted, StepMeter
 from sbp_launch.planned import Planned, plan_evaluation, plan_step
 from sbp_launch.program import EagerReference, Program, make_program
 from sbp_launch.progress import StepProgress
@@ -28,7 +28,7 @@ from sbp_launch.rows import plan_text
 from sbp_launch.run import Run, make_console
 from sbp_launch.sampling import printable, sample_text
 from sbp_launch.savings import saving_lines
-from sbp_launch.session import make_backend, save_states, save_what_is_left, start
+from sbp_launch.session import make_backend, save_states, save_states_after_error, start
 from sbp_launch.table import legend, plan_table
 from sbp_torch.capture import scalar_values
 from sbp_torch.kinds import LanguageModel, TextDataset
@@ -112,20 +112,20 @@ def train_states(
     config = run.config
     # Compiled segments call no operators that could be watched.
     eager = config.runtime.settings.get("compile", "eager") == "eager"
-    gauge = Gauge(planned.plan, backend, counts_memory=eager)
+    step_meter = StepMeter(planned.plan, backend, counts_memory=eager)
     with run.stage("making the states and starting the ranks"):
         twin = EagerReference(program, config.trainer) if config.trainer.compare_steps else None
         first = program.made.states(program.optimizer, config.trainer.update)
-        session = start(run, planned.plan, first, gauge.backend)
+        session = start(run, planned.plan, first, step_meter.backend)
     with session:
         try:
-            speed = train_steps(run, program, session, gauge, twin)
+            speed = train_steps(run, program, session, step_meter, twin)
         except BaseException as error:
-            save_what_is_left(run, session, error)
+            save_states_after_error(run, session, error)
             raise
         states = save_states(run, session)
     run.console.print(f"{counted(config.trainer.steps, 'step')}, {speed}")
-    run.say(gauge.lines(predicted_of(planned)))
+    run.say(step_meter.lines(predicted_of(planned)))
     return states, twin
 
 
@@ -142,7 +142,7 @@ def predicted_of(planned: Planned) -> Predicted:
 
 
 def train_steps(
-    run: Run, program: Program, session: Session, gauge: Gauge, twin: EagerReference | None
+    run: Run, program: Program, session: Session, step_meter: StepMeter, twin: EagerReference | None
 ) -> str:
     """Run all steps; return the speed as text.
 
@@ -150,7 +150,7 @@ def train_steps(
         run: The run.
         program: Gives the batches.
         session: Takes the steps.
-        gauge: Measures them.
+        step_meter: Measures them.
         twin: The one-device program, which takes the first steps, too.
     """
     settings = run.config.trainer
@@ -165,7 +165,7 @@ def train_steps(
                 factor = settings.schedule.factor(index, settings.steps)
                 rates = {n: v * factor for n, v in given.items() if n.partition(".")[0] == "lr"}
                 scalars = {**given, **rates, "seed": settings.seed, "step": index}
-                outputs = gauge.step(session, batch, scalars)
+                outputs = step_meter.step(session, batch, scalars)
                 loss = outputs["loss"].item()
                 if twin is not None and index < settings.compare_steps:
                     twin.step(batch, loss, factor)

@@ -14,7 +14,7 @@ from enum import StrEnum
 from typing import Literal
 
 from sbp_core.errors import SbpValueError
-from sbp_core.passes import Recompute
+from sbp_core.passes import RecomputeOptions
 
 __all__ = ["PassOptions"]
 
@@ -139,7 +139,7 @@ class PassOptions:
         recompute: Forward values that are made again; by default those under
             `torch.utils.checkpoint` in the model. None: none.
         defer_reductions: Norms of split tensors are partial numbers, not gathers.
-        accumulate_apart: Patterns of parameters whose gradients are accumulated addend by addend.
+        accumulate_addends: Patterns of parameters whose gradients are accumulated addend by addend.
     """
 
     tie_step_counters: bool = True
@@ -154,6 +154,6 @@ class PassOptions:
     split_batch_norm: bool = True
     slices: Mapping[str, Slicing] | None = None
     expose_batch_dim: bool = True
-    recompute: Recompute | None = field(default_factory=Recompute)
+    recompute: RecomputeOptions | None = field(default_factory=RecomputeOptions)
     defer_reductions: bool = True
-    accumulate_apart: tuple[str, ...] = ()
+    accumulate_addends: tuple[str, ...] = ()

@@ -185,10 +185,10 @@ class Placement:
 
     @classmethod
     def json_form(cls) -> Form:
-        """Return what is written of it: what it is made of."""
+        """Return how it is serialised: by the fields that it was constructed from."""
         return Form(
-            _MadeOf,
-            lambda self: _MadeOf(ranks=self.ranks, axes=self.axes, device=self.device),
+            _PlacementFields,
+            lambda self: _PlacementFields(ranks=self.ranks, axes=self.axes, device=self.device),
             lambda parts: cls(parts.ranks, parts.axes, parts.device),
         )
 
@@ -197,8 +197,8 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _MadeOf:
-    """What files say of a placement."""
+class _PlacementFields:
+    """The serialised fields of a placement."""
 
     ranks: Any
     axes: tuple[str, ...]

@@ -17,10 +17,10 @@ def main(folder: Path) -> None:
     """Do the job in a folder; exit with code 1 and the message if it cannot be done."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     # Here and not above: importing torch takes seconds, in which Ctrl-C may come.
-    from sbp_launch.calibrate.rank import work_in
+    from sbp_launch.calibrate.rank import run_job
 
     try:
-        work_in(folder)
+        run_job(folder)
     except SbpError as error:
         sys.exit(str(error))
 

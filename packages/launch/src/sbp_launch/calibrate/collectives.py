@@ -22,7 +22,7 @@ from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp, local_shape
 from sbp_core.units import format_bytes
 from sbp_launch.calibrate.calls import CalibrationCall, calls_of
-from sbp_launch.calibrate.device import settle
+from sbp_launch.calibrate.device import synchronize
 from sbp_launch.calibrate.job import Job, Progress
 
 #: Seconds that the first call of each kind may take: it connects the ranks.
@@ -38,11 +38,11 @@ _HEAD_START_S = 3e-4
 _FEWEST_ROUNDS = 3
 
 #: Seconds between two lines of progress.
-_NEWS_S = 0.25
+_REPORT_INTERVAL_S = 0.25
 
 
 class Stopwatch:
-    """The times of one rank, and how the ranks agree on them.
+    """Times calls on one rank, and reduces times over all ranks.
 
     Args:
         communicator: Of this rank.
@@ -57,10 +57,10 @@ class Stopwatch:
         self._communicator, self._device, self._deadline_s = communicator, device, deadline_s
         self._everyone = Placement.grid((num_ranks,))
         self._number = 0
-        self._nothing = torch.zeros(0, device=device)
+        self._sent = torch.zeros(0, device=device)
 
-    def meet(self) -> None:
-        """Wait until all ranks have come here; leave at the same time as they, awake."""
+    def barrier(self) -> None:
+        """Wait for all ranks, and return on all of them at the same time."""
         (begin_s,) = self.slowest([time.perf_counter() + _HEAD_START_S])
         while time.perf_counter() < begin_s:
             time.sleep(0)  # lets the other threads of this process, and other processes, run
@@ -83,7 +83,7 @@ class Stopwatch:
 
         A rank that has no part in it says 0 and 0.
         """
-        self.meet()
+        self.barrier()
         start_s = time.perf_counter()
         # The result lives until the clock was read: to free it is not part of the call.
         result = self.call(step, shard, first=first)
@@ -95,10 +95,10 @@ class Stopwatch:
     ) -> torch.Tensor | None:
         """Make one call, and wait for the device; None on a rank that has no part in it."""
         result = self._run(step, shard, _CONNECT_S if first else self._deadline_s)
-        settle(self._device)
+        synchronize(self._device)
         return result
 
-    def together(self, spans_s: Sequence[tuple[float, float]]) -> list[float]:
+    def durations(self, spans_s: Sequence[tuple[float, float]]) -> list[float]:
         """Return the seconds from the last rank's beginning to the last one's end of each call."""
         starts_s = self.slowest([start_s for start_s, _ in spans_s])
         ends_s = self.slowest([end_s for _, end_s in spans_s])
@@ -118,7 +118,7 @@ class Stopwatch:
         if rank in step.source[0]:
             assert shard is not None, "a rank that holds a part has a shard"
             communicator.send(step, shard, tag=tag, deadline_s=deadline_s)
-            result = self._nothing
+            result = self._sent
         if rank in step.target[0]:
             result = communicator.receive(step, shard, tag=tag, deadline_s=deadline_s)
         return result
@@ -130,7 +130,7 @@ class Stopwatch:
 
 
 class CalibrationShards:
-    """The parts that a rank gives: views of one block of memory, which was written to before.
+    """The input shards of a rank: views of one block of memory that is already touched.
 
     Args:
         rank: Whose.
@@ -153,24 +153,24 @@ class CalibrationShards:
 
 
 class RankMeasurer:
-    """The calls of one job, as one rank measures them.
+    """Measures the calls of one job on one rank.
 
     Args:
         job: What to measure.
         watch: The stopwatch of this rank.
         rank: Which.
-        tell: Called with the progress, on every rank.
+        report: Called with the progress, on every rank.
     """
 
     def __init__(
-        self, job: Job, watch: Stopwatch, rank: int, tell: Callable[[Progress], None]
+        self, job: Job, watch: Stopwatch, rank: int, report: Callable[[Progress], None]
     ) -> None:
-        self._job, self._watch, self._tell = job, watch, tell
+        self._job, self._watch, self._report = job, watch, report
         self._shards = CalibrationShards(rank, torch.device(job.device))
         self._calls: list[CalibrationCall] = []
         self._first_s: list[float] = []
         self._times_s: list[list[float]] = []
-        self._told_s = self._began = self._round_s = 0.0
+        self._reported_s = self._began = self._round_s = 0.0
         self.rounds = 0
         self.skipped = ""
 
@@ -214,12 +214,12 @@ class RankMeasurer:
             if size > self._job.max_call_bytes:
                 self.skipped = f"{format_bytes(size)} and more: there is not enough memory"
                 return
-            self._news("warming up", number, len(settings.chosen_sizes))
+            self._report_progress("warming up", number, len(settings.chosen_sizes))
             spans_s = [
                 self._watch.time(call.step, self._shards.of(call.step), first=True)
                 for call in level
             ]
-            took_s = self._watch.together(spans_s)
+            took_s = self._watch.durations(spans_s)
             self._calls += level
             self._first_s += took_s
             (spent_s,) = self._watch.slowest([time.monotonic() - self._began])
@@ -246,13 +246,13 @@ class RankMeasurer:
         spans_s: list[tuple[float, float]] = []
         for done, index in enumerate(order):
             what = f"round {self.rounds + 1} of {self._job.settings.repetitions}"
-            self._news(what, done, len(order), left_s=self._left_s(done / len(order)))
+            self._report_progress(what, done, len(order), left_s=self._left_s(done / len(order)))
             step = self._calls[index].step
             # Once more just before it is timed: so that it finds caches and memory as a call of its
             # own size leaves them, as in the steps of a training, and not as any other does.
             self._watch.call(step, self._shards.of(step))
             spans_s.append(self._watch.time(step, self._shards.of(step)))
-        for index, time_s in zip(order, self._watch.together(spans_s), strict=True):
+        for index, time_s in zip(order, self._watch.durations(spans_s), strict=True):
             self._times_s[index].append(time_s)
 
     def _left_s(self, part: float) -> float:
@@ -263,8 +263,8 @@ class RankMeasurer:
         rounds = [number - self.rounds - part for number in (fewest, settings.repetitions)]
         return min(rounds[1] * self._round_s, max(time_s, rounds[0] * self._round_s))
 
-    def _news(self, what: str, done: int, of: int, left_s: float = 0.0) -> None:
+    def _report_progress(self, what: str, done: int, of: int, left_s: float = 0.0) -> None:
         now = time.monotonic()
-        if now - self._told_s >= _NEWS_S or not done:
-            self._told_s = now
-            self._tell(Progress(what=what, done=done, of=of, left_s=left_s))
+        if now - self._reported_s >= _REPORT_INTERVAL_S or not done:
+            self._reported_s = now
+            self._report(Progress(what=what, done=done, of=of, left_s=left_s))

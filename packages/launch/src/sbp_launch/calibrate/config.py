@@ -147,11 +147,11 @@ def check_calibrate(composed: Composed, registry: PluginRegistry) -> CalibrateRu
     choice, backend = choose(composed, registry, "boxing")
     # A backend that chooses a GPU for each process calls that `auto`.
     device = str(getattr(backend, "device", "cpu"))
-    said = [place for name in known for place in composed.said(name)]
+    overrides = [text for name in known for text in composed.overrides_of(name)]
     return CalibrateRun(
         boxing=choice,
         device="cuda" if device == "auto" else device,
         settings=merge_settings(
-            CalibrateConfig, settings, where=["sbp_launch/conf/calibrate.yaml", *said]
+            CalibrateConfig, settings, where=["sbp_launch/conf/calibrate.yaml", *overrides]
         ),
     )

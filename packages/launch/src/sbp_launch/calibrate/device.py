@@ -24,7 +24,7 @@ _LAUNCHES = 2_000
 _REPETITIONS = 7
 
 
-def settle(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     """Wait until the device has done what it was told."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -85,8 +85,8 @@ def _median_s(device: torch.device, work: Callable[[], object]) -> float:
 
 
 def _once_s(device: torch.device, work: Callable[[], object]) -> float:
-    settle(device)
+    synchronize(device)
     start = time.perf_counter()
     work()
-    settle(device)
+    synchronize(device)
     return time.perf_counter() - start

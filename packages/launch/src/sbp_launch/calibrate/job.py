@@ -1,4 +1,4 @@
-"""What the processes of a calibration are told and what they tell: files, lines of progress."""
+"""Messages between the command and its processes: job file, result file, lines of progress."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sbp_core.serialize import dump, load, parse, read_text
 from sbp_launch.calibrate.config import CalibrateConfig
 from sbp_launch.config import PluginChoice
 
-#: What a line of progress begins with; all others are what the processes have to say.
+#: Prefix of a line of progress; all other lines are output of the processes.
 _MARK = "sbp-calibrate-progress "
 
 _JOB, _FOUND = "job.json", "found.json"
@@ -21,7 +21,7 @@ _JOB, _FOUND = "job.json", "found.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What every process does.
+    """What every process is to measure.
 
     Args:
         boxing: The backend to measure.
@@ -61,12 +61,12 @@ class Rates:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """What was measured.
+class CalibrationResult:
+    """The measurements of all ranks.
 
     Args:
-        rates: Of the slowest rank.
-        samples: The calls.
+        rates: Rates of the slowest rank.
+        samples: The measured calls.
         rounds: Times that all calls were repeated.
         skipped: Sizes that were left out, with the reason; empty if none were.
         library: Version of torch.
@@ -80,20 +80,20 @@ class Found:
 
     def save(self, folder: Path) -> None:
         """Write it where `load` finds it."""
-        (folder / _FOUND).write_text(json.dumps(dump(self, Found)), encoding="utf-8")
+        (folder / _FOUND).write_text(json.dumps(dump(self, CalibrationResult)), encoding="utf-8")
 
     @classmethod
-    def load(cls, folder: Path) -> Found:
+    def load(cls, folder: Path) -> CalibrationResult:
         """Read what `save` wrote."""
-        return load(parse(read_text(folder / _FOUND)), Found, root=_FOUND)
+        return load(parse(read_text(folder / _FOUND)), CalibrationResult, root=_FOUND)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How far the processes are.
+    """The progress of the measurement.
 
     Args:
-        what: What they do now.
+        what: The phase that it is in.
         done: Calls that were made since `what` began.
         of: Calls that it takes.
         left_s: Seconds until all is done, as far as known; 0 if not.
@@ -105,7 +105,7 @@ class Progress:
     left_s: float = 0.0
 
     def to_line(self) -> str:
-        """Return the line that tells it."""
+        """Return it as a line of text."""
         return _MARK + json.dumps(dump(self, Progress))
 
     @classmethod

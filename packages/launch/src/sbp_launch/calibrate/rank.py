@@ -17,10 +17,10 @@ from sbp_core.boxing import BoxingBackend
 from sbp_core.plugins import discover
 from sbp_launch.calibrate.collectives import RankMeasurer, Stopwatch
 from sbp_launch.calibrate.device import measure_rates
-from sbp_launch.calibrate.job import Found, Job, Progress, Rates
+from sbp_launch.calibrate.job import CalibrationResult, Job, Progress, Rates
 
 
-def work_in(folder: Path) -> None:
+def run_job(folder: Path) -> None:
     """Do the job in a folder; the first rank leaves there what was found."""
     job = Job.load(folder)
     ranks = range(job.settings.ranks)
@@ -40,7 +40,7 @@ def work_in(folder: Path) -> None:
 
     try:
         backend.open(ranks)
-        job = replace(job, device=str(here(job.device)))
+        job = replace(job, device=str(indexed_device(job.device)))
         threads = [threading.Thread(target=work, args=(rank,)) for rank in backend.local_ranks()]
         for thread in threads:
             thread.start()
@@ -52,29 +52,29 @@ def work_in(folder: Path) -> None:
         raise errors[0]
 
 
-def here(device: str) -> torch.device:
+def indexed_device(device: str) -> torch.device:
     """Return a device with its number: the GPU that an open backend has chosen for this process."""
     if device == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device(device)
 
 
-def measure(job: Job, backend: BoxingBackend, rank: int) -> Found:
+def measure(job: Job, backend: BoxingBackend, rank: int) -> CalibrationResult:
     """Measure on one rank, together with all others; return what was found."""
     device, settings = torch.device(job.device), job.settings
     watch = Stopwatch(backend.communicator(rank), settings.ranks, device, settings.deadline_s)
 
-    def tell(progress: Progress) -> None:
+    def report(progress: Progress) -> None:
         if rank == 0:
             sys.stdout.write(progress.to_line() + "\n")
             sys.stdout.flush()
 
-    tell(Progress(what="connecting the ranks"))
-    watch.meet()
-    tell(Progress(what="computing and copying"))
-    rates = _slowest(watch, measure_rates(device, watch.meet))
-    measurer = RankMeasurer(job, watch, rank, tell)
-    return Found(
+    report(Progress(what="connecting the ranks"))
+    watch.barrier()
+    report(Progress(what="computing and copying"))
+    rates = _slowest(watch, measure_rates(device, watch.barrier))
+    measurer = RankMeasurer(job, watch, rank, report)
+    return CalibrationResult(
         samples=measurer.run(),
         rates=rates,
         rounds=measurer.rounds,

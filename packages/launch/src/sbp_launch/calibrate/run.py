@@ -23,7 +23,7 @@ from sbp_core.errors import ConfigError
 from sbp_core.plugins import PluginRegistry
 from sbp_core.units import format_seconds
 from sbp_launch.calibrate.config import CalibrateRun
-from sbp_launch.calibrate.job import Found, Job, Progress
+from sbp_launch.calibrate.job import CalibrationResult, Job, Progress
 from sbp_launch.calibrate.machine import (
     describe_machine,
     free_memory_bytes,
@@ -115,7 +115,7 @@ def _kept(run: CalibrateRun) -> Mapping[str, Calibration]:
     return {name: of for name, of in old.calibrations.items() if name != run.boxing.name}
 
 
-def measure(run: CalibrateRun, registry: PluginRegistry, console: Console) -> Found:
+def measure(run: CalibrateRun, registry: PluginRegistry, console: Console) -> CalibrationResult:
     """Start the ranks, and return what they found.
 
     Raises:
@@ -142,7 +142,7 @@ def measure(run: CalibrateRun, registry: PluginRegistry, console: Console) -> Fo
         error = ended.error(quote=False)
         if error is not None:
             raise error
-        return Found.load(folder)
+        return CalibrationResult.load(folder)
 
 
 class _Show:
@@ -195,7 +195,7 @@ class _Show:
 
 
 def make_cluster(
-    run: CalibrateRun, found: Found, kept: Mapping[str, Calibration]
+    run: CalibrateRun, found: CalibrationResult, kept: Mapping[str, Calibration]
 ) -> tuple[Cluster, tuple[HeldOut, ...]]:
     """Return the measured machine, and the predictions behind the errors of its calibration.
 

@@ -12,7 +12,7 @@ from sbp_aten.pass_options import PassOptions
 from sbp_aten.passes.casts import place_casts
 from sbp_aten.passes.class_split import split_classes
 from sbp_aten.passes.constants import fold_constants
-from sbp_aten.passes.deferred_reductions import accumulate_apart, defer_reductions
+from sbp_aten.passes.deferred_reductions import accumulate_addends, defer_reductions
 from sbp_aten.passes.expose_batch_dim import expose_batch_dim
 from sbp_aten.passes.identities import drop_identities
 from sbp_aten.passes.losses import sum_losses
@@ -27,7 +27,7 @@ from sbp_core.passes import accumulate, unalias_outputs
 
 __all__ = [
     "GraphPass",
-    "accumulate_apart",
+    "accumulate_addends",
     "defer_reductions",
     "drop_identities",
     "expose_batch_dim",
@@ -72,9 +72,9 @@ def prepare_step(
         _LOG.debug("pass %s: %d nodes, %+d", name, len(graph.nodes), len(graph.nodes) - before)
     graph = _verified(unalias_outputs(graph), "unalias_outputs")
     graph = _verified(accumulate(graph, num_micro_batches), "accumulate")
-    if not options.accumulate_apart:
+    if not options.accumulate_addends:
         return graph
-    return _verified(accumulate_apart(graph, options.accumulate_apart), "accumulate_apart")
+    return _verified(accumulate_addends(graph, options.accumulate_addends), "accumulate_addends")
 
 
 def _verified(graph: LogicalGraph, name: str) -> LogicalGraph:

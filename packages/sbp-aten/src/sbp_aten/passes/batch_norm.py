@@ -20,7 +20,7 @@ from dataclasses import replace
 from math import prod
 
 from sbp_core.graph import Argument, LogicalGraph, Node, Ref, TensorType, drop_dead
-from sbp_core.passes import Writer
+from sbp_core.passes import GraphWriter
 
 _FORWARD = "aten._native_batch_norm_legit_functional.default"
 _BACKWARD = "aten.native_batch_norm_backward.default"
@@ -37,7 +37,7 @@ def split_batch_norm(graph: LogicalGraph) -> LogicalGraph:
     after:  m = sum(x) / n; v = sum((x - m)^2) / n; y = batch_norm(x, w, b, m, v, fixed)
             db = sum(dy); dw = sum(dy (x - m)) r; dx = w r (dy - db / n - (x - m) r dw / n)
     """
-    writer = Writer(graph)
+    writer = GraphWriter(graph)
     for node in graph.nodes:
         if node.op == _FORWARD and node.args[5] is True and _is_full(graph, node.args[0]):
             _Norm(writer, node, node.args[0]).forward()
@@ -61,7 +61,7 @@ class _Norm:
         data: Its data, (batch, channels, ...).
     """
 
-    def __init__(self, writer: Writer, node: Node, data: Ref) -> None:
+    def __init__(self, writer: GraphWriter, node: Node, data: Ref) -> None:
         self.writer, self.node, self.data = writer, node, data
         self.full = writer.tensor(data.name)
         self.channels = self.full.shape[1]

@@ -20,7 +20,7 @@ from math import prod
 
 from sbp_aten.pass_options import ClassSplit
 from sbp_core.graph import Argument, LogicalGraph, Node, Ref, Symbol, TensorType, drop_dead
-from sbp_core.passes import Writer
+from sbp_core.passes import GraphWriter
 
 _SOFTMAX = "aten._log_softmax.default"
 _SOFTMAX_BACKWARD = "aten._log_softmax_backward_data.default"
@@ -58,7 +58,7 @@ def split_classes(graph: LogicalGraph, how: ClassSplit | None = None) -> Logical
     }
     if not chosen:
         return graph
-    writer = Writer(graph)
+    writer = GraphWriter(graph)
     for node in graph.nodes:
         if node.outputs[0] in chosen:
             _write_forward(writer, graph, node)
@@ -106,7 +106,7 @@ def _is_contiguous(graph: LogicalGraph, value: str) -> bool:
     return node.kind == "clone" and node.kwargs.get("memory_format") == contiguous
 
 
-def _converted(writer: Writer, node: Node, value: Argument, dtype: str) -> Argument:
+def _converted(writer: GraphWriter, node: Node, value: Argument, dtype: str) -> Argument:
     """Return a value in a dtype."""
     kind = writer.tensor(value.name)
     if kind.dtype == dtype:
@@ -116,7 +116,7 @@ def _converted(writer: Writer, node: Node, value: Argument, dtype: str) -> Argum
     return writer.call(node, "aten._to_copy.default", (value,), made, kwargs=kwargs, pointwise=True)
 
 
-def _write_forward(writer: Writer, graph: LogicalGraph, node: Node) -> None:
+def _write_forward(writer: GraphWriter, graph: LogicalGraph, node: Node) -> None:
     """Write `_log_softmax(x, dim, half_to_float)`, whose result is contiguous."""
     made = writer.tensor(node.outputs[0])
     given = writer.tensor(node.args[0].name)
@@ -138,7 +138,7 @@ def _write_forward(writer: Writer, graph: LogicalGraph, node: Node) -> None:
     writer.rename_last(node)
 
 
-def _write_backward(writer: Writer, graph: LogicalGraph, node: Node) -> None:
+def _write_backward(writer: GraphWriter, graph: LogicalGraph, node: Node) -> None:
     """Write `_log_softmax_backward_data(gradient, y, dim, dtype)`."""
     made = writer.tensor(node.outputs[0])
     gradient, y, dim, _ = node.args
@@ -160,7 +160,7 @@ def _write_backward(writer: Writer, graph: LogicalGraph, node: Node) -> None:
     writer.rename_last(node)
 
 
-def _sum_of_rows(writer: Writer, node: Node, loss: Node, row: TensorType, dim: int) -> Ref:
+def _sum_of_rows(writer: GraphWriter, node: Node, loss: Node, row: TensorType, dim: int) -> Ref:
     """Return what each row of the gradient of `nll_loss` sums to: -weight of the target, or 0.
 
     No rank needs classes of another one for it: targets and class weights are whole.

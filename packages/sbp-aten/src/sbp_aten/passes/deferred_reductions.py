@@ -1,15 +1,20 @@
-"""Deferred reductions: partial values flow on as partial sums, and are reduced once and small.
+"""Deferred reductions: values stay partial sums for longer, and are reduced once they are small.
 
 Inference lets partial values pass through whatever is linear and reduces them where that is
 cheapest, so sums of partial sums need no help. Two kinds of programs stand in its way, and are
 rewritten here:
 
-* A Euclidean norm is not linear, and of a split tensor it is no partial value: its argument would
-  have to be reduced and gathered. As the root of a sum of squares it is a partial *number* until
-  the root is taken; and norms of norms, as in clipping by the global norm, are one sum of squares.
+* A Euclidean norm is not linear, so that the norms of shards are no partial values of the norm: its
+  argument would have to be reduced and gathered. As the root of a sum of squares it is a partial
+  *number* until the root is taken; and norms of norms, as in clipping by the global norm, are one
+  sum of squares.
 * The gradient of a parameter that is used in several places is a sum, added up in every
   micro-batch. If the places are on different stages, every micro-batch sends an addend as large as
-  the parameter. Accumulated apart, the addends meet once a step.
+  the parameter. Accumulated one by one, the addends are sent and added once a step:
+
+      micro-batch    1        2        3        step
+      before         a + b    a + b    a + b             an addend crosses stages 3 times
+      after          a, b     a, b     a, b     A + B    A or B crosses once
 
 What is computed is the same up to the order of sums.
 """
@@ -42,7 +47,7 @@ _STACK = "aten.stack.default"
 
 
 def defer_reductions(graph: LogicalGraph, apart: Sequence[str] = ()) -> LogicalGraph:
-    """Keep partial values partial for longer: see `sum_squares` and `accumulate_apart`.
+    """Keep partial values partial for longer: see `sum_squares` and `accumulate_addends`.
 
     before: n = vector_norm(stack([vector_norm(a), vector_norm(b)]))
     after:  n = sqrt(sum(stack([sum(a a), sum(b b)])))
@@ -55,7 +60,7 @@ def defer_reductions(graph: LogicalGraph, apart: Sequence[str] = ()) -> LogicalG
     Raises:
         GraphError: a pattern matches no parameter.
     """
-    return accumulate_apart(sum_squares(graph), apart)
+    return accumulate_addends(sum_squares(graph), apart)
 
 
 def sum_squares(graph: LogicalGraph) -> LogicalGraph:
@@ -200,7 +205,7 @@ class _Squares:
         )
 
 
-def accumulate_apart(graph: LogicalGraph, apart: Sequence[str]) -> LogicalGraph:
+def accumulate_addends(graph: LogicalGraph, apart: Sequence[str]) -> LogicalGraph:
     """Accumulate the addends of some gradients over the micro-batches before they are added.
 
     before: g = add(a, b) [micro]; G = sbp.accumulate(g, 1/M)

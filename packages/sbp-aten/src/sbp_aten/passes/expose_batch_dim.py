@@ -1,17 +1,21 @@
-"""Products that keep the batch apart: where it is not the slowest of several flattened dims.
+"""Matrix products over flattened rows, rewritten so that the batch is a dim of its own.
 
 PyTorch writes a layer over (times, batch, features) as a matrix product over rows (times * batch).
 Sequences whose batch is the second dim are common: `nn.MultiheadAttention` and the recurrent layers
 compute so inside, also with `batch_first`. A split batch is no contiguous part of such rows, so
-that every rank would have to gather all of them. Products of the same numbers over separate dims do
-not bury the batch:
+that every rank would have to gather all of them:
+
+    rows (t b), T = 3, B = 4, batch split over 2 ranks:    t0    t1    t2
+                                                         0011  0011  0011    rank of each row
+
+Products of the same numbers over separate dims leave the batch a dim that can be split:
 
     x (t b) i, w i o -> (t b) o        mm        rows whole
     x t b i,   w i o -> t b o          matmul    S(1), as the batch is split
     g t b o,   x t b i -> o i          tensordot: the gradient of the weight, partial sums
 
-Where the batch is, is followed through the graph from dim 0 of the batch inputs, by the notation of
-each operator. What cannot be followed stays as it is.
+The pass propagates the position of the batch from dim 0 of the batch inputs through the graph, by
+the notation of each operator. A product whose rows have no known batch stays as it is.
 """
 
 from __future__ import annotations
@@ -23,8 +27,8 @@ from typing import NamedTuple
 from sbp_aten.passes.simplify import fold_views
 from sbp_core.errors import SignatureError
 from sbp_core.graph import Argument, InputKind, LogicalGraph, Node, Ref, TensorType, drop_dead
-from sbp_core.passes import Writer
-from sbp_core.signatures import Notation, OpCall, installed
+from sbp_core.passes import GraphWriter
+from sbp_core.signatures import Notation, OpCall, installed_rules
 
 _RESHAPES = ("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default")
 _T = "aten.t.default"
@@ -33,8 +37,8 @@ _ADDMM = "aten.addmm.default"
 _SUM = "aten.sum.dim_IntList"
 
 
-class _Place(NamedTuple):
-    """Where the batch is: within `dim`, whose extent is before * batch * after."""
+class _BatchFactor(NamedTuple):
+    """The batch as a factor of a dim: the extent of `dim` is before * batch * after."""
 
     dim: int
     before: int
@@ -42,136 +46,153 @@ class _Place(NamedTuple):
     after: int
 
     @property
-    def is_buried(self) -> bool:
-        """Whether parts of the batch are no contiguous parts of the dim."""
+    def is_strided(self) -> bool:
+        """Whether a slower factor precedes the batch, so that its parts are not contiguous."""
         return self.before > 1
 
 
 def expose_batch_dim(graph: LogicalGraph) -> LogicalGraph:
-    """Write products over rows in which the batch is buried with the batch as a dim of its own.
+    """Rewrite products over flattened rows so that the batch is a dim of its own.
 
     before: a = view(x, [t * b, i]); y = mm(a, w); z = view(y, [t, b, o])
     after:  z = matmul(x, w)                          x is [t, b, i]
     """
-    places = _places(graph) if any(map(_may_bury, graph.nodes)) else {}
-    if not any(place.is_buried for place in places.values()):
+    factors = _find_batch_factors(graph) if any(map(_is_flattening, graph.nodes)) else {}
+    if not any(factor.is_strided for factor in factors.values()):
         return graph
-    writer = _Writing(graph, places)
+    writer = _ProductRewriter(graph, factors)
     for node in graph.nodes:
-        if not writer.wrote(node):
+        if not writer.rewrite(node):
             writer.out.nodes.append(node)
     nodes, types = tuple(writer.out.nodes), writer.out.types
     return fold_views(drop_dead(graph.with_nodes(nodes, types=types)))
 
 
-def _may_bury(node: Node) -> bool:
+def _is_flattening(node: Node) -> bool:
     return node.op in _RESHAPES and len(node.args[1]) == 2
 
 
-def _places(graph: LogicalGraph) -> dict[str, _Place]:
-    """Return where the batch is in each value in which that is known."""
-    found: dict[str, _Place] = {}
+def _find_batch_factors(graph: LogicalGraph) -> dict[str, _BatchFactor]:
+    """Return the batch factor of each value in which it is known."""
+    found: dict[str, _BatchFactor] = {}
     for entry in graph.inputs:
         if entry.kind is InputKind.BATCH and graph.is_tensor(entry.name):
             shape = graph.tensor(entry.name).shape
             if shape and shape[0] > 1:
-                found[entry.name] = _Place(0, 1, shape[0], 1)
+                found[entry.name] = _BatchFactor(0, 1, shape[0], 1)
     for node in graph.nodes:
         if node.is_host or not any(value in found for value in node.inputs()):
             continue
         if node.op in _RESHAPES:
             source = found[node.args[0].name]
             shapes = (graph.tensor(value).shape for value in (node.args[0].name, node.outputs[0]))
-            moved = _reshaped(source, *shapes)
-            if moved is not None:
-                found[node.outputs[0]] = moved
+            reshaped = _through_reshape(source, *shapes)
+            if reshaped is not None:
+                found[node.outputs[0]] = reshaped
         else:
-            found |= _followed(graph, node, found)
+            found |= _through_operator(graph, node, found)
     return found
 
 
-def _reshaped(place: _Place, before: tuple[int, ...], after: tuple[int, ...]) -> _Place | None:
-    """Return where the batch is after a reshape: elements keep their order."""
-    inner = prod(before[place.dim + 1 :]) * place.after
+def _through_reshape(
+    factor: _BatchFactor, before: tuple[int, ...], after: tuple[int, ...]
+) -> _BatchFactor | None:
+    """Return the batch factor after a reshape; None if the reshape cuts through the batch.
+
+    A reshape keeps elements in order, so the number of elements that one step along the batch skips
+    (`inner`) is the same before and after. The batch is now in the dim whose range of strides holds
+    `inner`:
+
+        dims after:     ... | dim                 | faster dims
+        one step skips:     | behind*extent ...   | behind ... 1     behind <= inner < behind*extent
+    """
+    inner = prod(before[factor.dim + 1 :]) * factor.after
     for dim in range(len(after)):
         behind = prod(after[dim + 1 :])
-        fits = inner % behind == 0 and after[dim] % (place.batch * (inner // behind)) == 0
+        fits = inner % behind == 0 and after[dim] % (factor.batch * (inner // behind)) == 0
         if behind <= inner < behind * after[dim] and fits:
             rest = inner // behind
-            return _Place(dim, after[dim] // (place.batch * rest), place.batch, rest)
+            return _BatchFactor(dim, after[dim] // (factor.batch * rest), factor.batch, rest)
     return None
 
 
-def _followed(
-    graph: LogicalGraph, node: Node, known: dict[str, _Place]
-) -> Iterator[tuple[str, _Place]]:
-    """Yield the outputs that have the label of the batch as a dim, and where."""
+def _through_operator(
+    graph: LogicalGraph, node: Node, known: dict[str, _BatchFactor]
+) -> Iterator[tuple[str, _BatchFactor]]:
+    """Yield each output that has the label of the batch as a dim, with its batch factor."""
     try:
         call = OpCall.of(graph, node)
-        notation: Notation = installed().rule(call).notation(call)
+        notation: Notation = installed_rules().rule(call).notation(call)
     except SignatureError:  # planning says so, with all that can be done about it
         return
     inputs = zip(graph.tensor_inputs(node), notation.inputs, strict=True)
     carried = [(dims[known[name].dim], known[name]) for name, dims in inputs if name in known]
     for value, dims in zip(node.outputs, notation.outputs, strict=True):
-        for labels, place in carried:
+        for labels, factor in carried:
             if len(labels) == 1 and labels in dims and labels[0] not in notation.whole:
-                yield value, place._replace(dim=dims.index(labels))
+                yield value, factor._replace(dim=dims.index(labels))
                 break
 
 
-class _Writing:
-    """The writing of the products of one graph.
+class _ProductRewriter:
+    """Rewrites the products of one graph.
 
     Args:
-        graph: What is rewritten.
-        places: Where the batch is.
+        graph: The graph to rewrite.
+        factors: The batch factor of each value in which it is known.
     """
 
-    def __init__(self, graph: LogicalGraph, places: dict[str, _Place]) -> None:
-        self.graph, self.places = graph, places
-        self.out = Writer(graph)
+    def __init__(self, graph: LogicalGraph, factors: dict[str, _BatchFactor]) -> None:
+        self.graph, self.factors = graph, factors
+        self.out = GraphWriter(graph)
 
-    def wrote(self, node: Node) -> bool:
-        """Write a node in another way, if it is a product or a sum over such rows."""
+    def rewrite(self, node: Node) -> bool:
+        """Write a product or a sum over flattened rows; return whether the node was one."""
         if node.op in (_MM, _ADDMM):
             *bias, left, right = node.args
-            if self._rows(left) is not None:
-                return self._product(node, bias, left, right)
-            return not bias and self._contraction(node, left, right)
-        return node.op == _SUM and self._sum(node)
+            if self._flattened_batch(left) is not None:
+                return self._rewrite_product(node, bias, left, right)
+            return not bias and self._rewrite_contraction(node, left, right)
+        return node.op == _SUM and self._rewrite_sum(node)
 
-    def _rows(self, value: Argument, dim: int = 0) -> _Place | None:
-        """Return where the batch is buried in the rows of a matrix that was reshaped to it."""
-        place = self.places.get(value.name)
-        if place is None or not place.is_buried or place.dim != dim or self._matrix(value) is None:
+    def _flattened_batch(self, value: Argument, dim: int = 0) -> _BatchFactor | None:
+        """Return the batch factor of a matrix's rows; None if its rows are no flattened batch."""
+        factor = self.factors.get(value.name)
+        if (
+            factor is None
+            or not factor.is_strided
+            or factor.dim != dim
+            or self._before_flattening(value) is None
+        ):
             return None
-        return place
+        return factor
 
-    def _matrix(self, value: Argument) -> Ref | None:
-        """Return what a matrix is a reshape of."""
+    def _before_flattening(self, value: Argument) -> Ref | None:
+        """Return the tensor that was reshaped to a matrix; None if there is none."""
         node = self.graph.producers.get(value.name)
         flat = node is not None and node.op in _RESHAPES and len(node.args[1]) == 2
         return node.args[0] if flat and node is not None else None
 
-    def _apart(self, node: Node, value: Ref, place: _Place) -> tuple[Ref, tuple[int, ...]]:
-        """Write a matrix with the dims of its rows apart; also return these."""
-        rows = tuple(part for part in place[1:] if part > 1)
+    def _unflatten(
+        self, node: Node, value: Ref, factor: _BatchFactor
+    ) -> tuple[Ref, tuple[int, ...]]:
+        """Write a matrix with its rows as separate dims; also return the extents of these."""
+        rows = tuple(part for part in factor[1:] if part > 1)
         kind = self.out.tensor(value.name)
         made = TensorType((*rows, kind.shape[1]), kind.dtype)
-        source = self._matrix(value) or value
+        source = self._before_flattening(value) or value
         if self.out.tensor(source.name) == made:
             return source, rows
         return self.out.call(node, "aten.view.default", (source, made.shape), made), rows
 
-    def _product(self, node: Node, bias: list[Argument], left: Ref, right: Ref) -> bool:
-        place = self._rows(left)
+    def _rewrite_product(self, node: Node, bias: list[Argument], left: Ref, right: Ref) -> bool:
+        factor = self._flattened_batch(left)
         kind = self.out.tensor(node.outputs[0])
-        if place is None or node.kwargs:
+        if factor is None or node.kwargs:
             return False
         if bias and self.out.tensor(bias[0].name).shape != kind.shape[1:]:
             return False
-        x, rows = self._apart(node, left, place)
+        x, rows = self._unflatten(node, left, factor)
         made = TensorType((*rows, kind.shape[1]), kind.dtype)
         turned = self.graph.producers.get(right.name)
         if bias and turned is not None and turned.op == _T:
@@ -181,37 +202,43 @@ class _Writing:
             y = self.out.call(node, "aten.matmul.default", (x, right), made)
             if bias:
                 y = self.out.call(node, "aten.add.Tensor", (y, bias[0]), made, pointwise=True)
-        return self._named(node, y)
+        return self._restore(node, y)
 
-    def _contraction(self, node: Node, left: Ref, right: Ref) -> bool:
-        """Write `mm(t(g), x)`, a sum over the rows of both."""
+    def _rewrite_contraction(self, node: Node, left: Ref, right: Ref) -> bool:
+        """Write `mm(t(g), x)`, a sum over the rows of both, as a `tensordot`."""
         turned = self.graph.producers.get(left.name)
         if turned is None or turned.op != _T:
             return False
-        place = self._rows(turned.args[0]) or self._rows(right)
-        if place is None or self._matrix(turned.args[0]) is None or self._matrix(right) is None:
+        factor = self._flattened_batch(turned.args[0]) or self._flattened_batch(right)
+        if (
+            factor is None
+            or self._before_flattening(turned.args[0]) is None
+            or self._before_flattening(right) is None
+        ):
             return False
-        (g, rows), (x, _) = (self._apart(node, side, place) for side in (turned.args[0], right))
+        (g, rows), (x, _) = (
+            self._unflatten(node, side, factor) for side in (turned.args[0], right)
+        )
         dims = tuple(range(len(rows)))
         made = self.out.tensor(node.outputs[0])
-        return self._named(
+        return self._restore(
             node, self.out.call(node, "aten.tensordot.default", (g, x, dims, dims), made)
         )
 
-    def _sum(self, node: Node) -> bool:
+    def _rewrite_sum(self, node: Node) -> bool:
         """Write a sum over the rows: the gradient of a bias."""
         value, dims, *_ = node.args
-        place = self._rows(value)
-        if place is None or tuple(dims) != (0,) or node.kwargs:
+        factor = self._flattened_batch(value)
+        if factor is None or tuple(dims) != (0,) or node.kwargs:
             return False
-        x, rows = self._apart(node, value, place)
+        x, rows = self._unflatten(node, value, factor)
         kind = self.out.tensor(node.outputs[0])
         made = TensorType(kind.shape[-1:], kind.dtype)
         args = (x, tuple(range(len(rows))))
-        return self._named(node, self.out.call(node, _SUM, args, made))
+        return self._restore(node, self.out.call(node, _SUM, args, made))
 
-    def _named(self, node: Node, made: Ref) -> bool:
-        """Give what was written the shape and the name of what the node made."""
+    def _restore(self, node: Node, made: Ref) -> bool:
+        """Give the rewritten result the shape and the name of the node's output."""
         kind = self.out.tensor(node.outputs[0])
         self.out.call(node, "aten.view.default", (made, kind.shape), kind)
         self.out.rename_last(node)

@@ -1,7 +1,7 @@
-"""Operators that give back what they are given, found without a bit of difference.
+"""Removal of operators that return their argument, bit for bit.
 
-What is *not* taken away: `add(x, 0.0)`, which makes 0.0 of -0.0, and what makes an argument dense
-that is not: a later `view` may need it, and sums add in the order in which elements lie.
+*Not* removed: `add(x, 0.0)`, which makes 0.0 of -0.0, and copies that make an argument dense: a
+later `view` may need it, and sums add in the order in which elements lie in memory.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _GAPS = frozenset(
     | {"diagonal", "unfold", "as_strided"}
 )
 
-#: Operators that look at their argument in another way.
-_LOOKS = frozenset({"t", "transpose", "permute", "unsqueeze", "squeeze", "alias", "detach", "view"})
+#: Operators that return a view without gaps.
+_VIEWS = frozenset({"t", "transpose", "permute", "unsqueeze", "squeeze", "alias", "detach", "view"})
 
 _Find = Callable[["_Identities", Node], str | None]
 
 
 def drop_identities(graph: LogicalGraph) -> LogicalGraph:
-    """Take away operators that give back their argument, or what it was made of.
+    """Remove operators that return their argument, or the argument of their argument.
 
     before: a = mul(x, 1); b = _to_copy(a, float32); c = neg(b); d = neg(c); y = relu(d)
     after:  y = relu(x)
@@ -49,7 +49,7 @@ def drop_identities(graph: LogicalGraph) -> LogicalGraph:
 
 
 class _Identities:
-    """The state of one run: what was made so far, and what values are known to be."""
+    """Finds identities in one graph: the nodes so far, by the values that they make."""
 
     def __init__(self, graph: LogicalGraph) -> None:
         self.graph = graph
@@ -58,28 +58,28 @@ class _Identities:
 
     def run(self) -> LogicalGraph:
         names: dict[str, str] = {}
-        kept: list[Node] = []
+        nodes: list[Node] = []
         for old in self.graph.nodes:
             node = rename_uses(old, names)
             find = _FINDERS.get(node.kind) if node.op.startswith("aten.") else None
             same = find(self, node) if find is not None and len(node.outputs) == 1 else None
-            if same is not None and self._may_stand_for(same, node):
+            if same is not None and self._may_replace(same, node):
                 names[node.outputs[0]] = same
                 continue
-            node = self._shortened(node)
-            kept.append(node)
+            node = self._without_widening(node)
+            nodes.append(node)
             self.made |= dict.fromkeys(node.outputs, node)
         outputs = rename_outputs(self.graph.outputs, names)
-        return drop_dead(self.graph.with_nodes(tuple(kept), outputs=outputs))
+        return drop_dead(self.graph.with_nodes(tuple(nodes), outputs=outputs))
 
-    def _may_stand_for(self, same: str, node: Node) -> bool:
-        """Whether a value of equal elements may be used in place of what a node makes."""
+    def _may_replace(self, same: str, node: Node) -> bool:
+        """Whether a value of equal elements may replace the output of a node."""
         if self.types[same] != self.types[node.outputs[0]]:
             return False
-        return node.kind in _LOOKS | _GAPS or not may_have_gaps(self.made, same)
+        return node.kind in _VIEWS | _GAPS or not may_have_gaps(self.made, same)
 
-    def _shortened(self, node: Node) -> Node:
-        """Return a conversion of a conversion to a wider dtype as one conversion."""
+    def _without_widening(self, node: Node) -> Node:
+        """Return a cast of a cast to a wider dtype as one cast."""
         source = self.source(node)
         wide = source is not None and self.widens(source)
         if node.kind != "_to_copy" or not wide or not _only_dtype(node):
@@ -91,7 +91,7 @@ class _Identities:
         return replace(node, args=source.args) if floating else node
 
     def source(self, node: Node) -> Node | None:
-        """Return what made argument 0."""
+        """Return the node that makes argument 0."""
         return self.made.get(node.args[0].name) if _reads(node) else None
 
     def widens(self, node: Node) -> bool:
@@ -106,7 +106,7 @@ class _Identities:
 def may_have_gaps(made: Mapping[str, Node], value: str) -> bool:
     """Whether a value may not be dense, by what it is a look at; `made` has what made values."""
     node = made.get(value)
-    while node is not None and node.kind in _LOOKS:
+    while node is not None and node.kind in _VIEWS:
         node = made.get(node.args[0].name) if _reads(node) else None
     return node is not None and node.kind in _GAPS
 
@@ -132,8 +132,8 @@ def _same_type(_: _Identities, node: Node) -> str | None:
 def _copy(run: _Identities, node: Node) -> str | None:
     """`clone`, `_to_copy`: to the same dtype, or back from a wider one."""
     if node.kind == "clone" and (len(node.args) > 1 or node.kwargs):
-        kept = node.kwargs.get("memory_format")
-        if kept != Symbol("memory_format", "preserve_format") or len(node.kwargs) > 1:
+        nodes = node.kwargs.get("memory_format")
+        if nodes != Symbol("memory_format", "preserve_format") or len(node.kwargs) > 1:
             return None
     elif node.kind == "_to_copy" and not _only_dtype(node):
         return None

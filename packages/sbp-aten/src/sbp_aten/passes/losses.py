@@ -10,7 +10,7 @@ _MEAN, _SUM = 1, 2
 
 
 def sum_losses(graph: LogicalGraph) -> LogicalGraph:
-    """Divide a summed negative log-likelihood by its total weight after the fact.
+    """Write a mean negative log-likelihood as a sum, divided by its total weight.
 
     The backward node already takes the total weight as an argument and stays as it is.
 

@@ -13,12 +13,12 @@ from fnmatch import fnmatchcase
 
 from sbp_aten.pass_options import MixedPrecision
 from sbp_aten.passes.precision_lists import (
+    DTYPE_ARGUMENT,
     FLOAT32_OUTPUTS,
     FULL_POINTWISE,
     LIKE,
     LOW,
     MOVING,
-    TOLD,
 )
 from sbp_core.graph import (
     Argument,
@@ -33,23 +33,28 @@ from sbp_core.graph import (
     map_refs,
     rename_outputs,
 )
-from sbp_core.passes import Writer
+from sbp_core.passes import GraphWriter
 
 _FULL = "float32"
 
 
-class _Way(Enum):
-    """How an operator computes."""
+class _Precision(Enum):
+    """The dtype in which an operator computes.
+
+    LOW: inputs are cast to the low precision. FULL: inputs are cast to float32. AS_GIVEN: as the
+    inputs are. DTYPE_ARGUMENT: the operator takes a `dtype` and casts inside. LIKE: a factory that
+    would take its dtype from a tensor that is now in low precision; its old dtype is written out.
+    """
 
     LOW = auto()
     FULL = auto()
     AS_GIVEN = auto()
-    TOLD = auto()
+    DTYPE_ARGUMENT = auto()
     LIKE = auto()
 
 
 def mixed_precision(graph: LogicalGraph, how: MixedPrecision | None = None) -> LogicalGraph:
-    """Compute products in low precision, and what is delicate in float32, converting between.
+    """Compute products in low precision and numerically sensitive operators in float32.
 
     before: h = mm(x, w); s = _softmax(h)                                       all float32
     after:  xl = _to_copy(x, bfloat16); wl = _to_copy(w, bfloat16); hl = mm(xl, wl)
@@ -62,14 +67,14 @@ def mixed_precision(graph: LogicalGraph, how: MixedPrecision | None = None) -> L
 
 
 class _Lowering:
-    """The state of one run: what is written, and what values were converted to."""
+    """Lowers one graph: the nodes written so far, and the casts among them."""
 
     def __init__(self, graph: LogicalGraph, how: MixedPrecision) -> None:
         self.graph, self.how = graph, how
-        self.writer = Writer(graph)
+        self.writer = GraphWriter(graph)
         self.converted: dict[tuple[str, str], Ref] = {}
         #: Values of low-precision operators that are float32 in any case.
-        self.stays: set[str] = set()
+        self.stays_float32: set[str] = set()
 
     def run(self) -> LogicalGraph:
         for node in self.graph.nodes:
@@ -78,92 +83,101 @@ class _Lowering:
             else:
                 self._write(node)
         outputs = tuple(
-            rename_outputs([out], {out.value: self._full_result(out.value)})[0]
+            rename_outputs([out], {out.value: self._in_original_dtype(out.value)})[0]
             for out in self.graph.outputs
         )
         nodes, types = tuple(self.writer.nodes), self.writer.types
         return drop_dead(self.graph.with_nodes(nodes, outputs=outputs, types=types))
 
-    def _full_result(self, value: str) -> str:
-        """Return a result of the graph in the dtype that it had."""
+    def _in_original_dtype(self, value: str) -> str:
+        """Return an output of the graph, cast back to the dtype that it had."""
         before = self.graph.types[value]
         if before == self.writer.types[value]:
             return value
         assert isinstance(before, TensorType)
-        return self._in(value, before.dtype, self.graph.producers[value]).name
+        return self._cast(value, before.dtype, self.graph.producers[value]).name
 
     def _write(self, node: Node) -> None:
-        way = self._way(node)
-        if way is _Way.LIKE:
+        precision = self._precision(node)
+        if precision is _Precision.LIKE:
             dtype = self.graph.tensor(node.outputs[0]).dtype
             node = replace(node, kwargs={**node.kwargs, "dtype": Symbol("dtype", dtype)})
-        elif way is _Way.TOLD:
+        elif precision is _Precision.DTYPE_ARGUMENT:
             node = replace(node, kwargs={**node.kwargs, "dtype": Symbol("dtype", _FULL)})
-        elif way is not _Way.AS_GIVEN:
-            node = self._with_inputs(node, self.how.dtype if way is _Way.LOW else _FULL)
-        if way in (_Way.LOW, _Way.AS_GIVEN):
+        elif precision is not _Precision.AS_GIVEN:
+            node = self._cast_inputs(node, self.how.dtype if precision is _Precision.LOW else _FULL)
+        if precision in (_Precision.LOW, _Precision.AS_GIVEN):
             self._lower_outputs(node)
         self.writer.nodes.append(node)
 
-    def _way(self, node: Node) -> _Way:
-        """Return how a node computes."""
-        if node.phase is Phase.OPTIMIZER or node.rate is Rate.STEP or self._is_kept(node):
-            return _Way.FULL
+    def _precision(self, node: Node) -> _Precision:
+        """Return the dtype in which a node computes."""
+        if node.phase is Phase.OPTIMIZER or node.rate is Rate.STEP or self._is_excluded(node):
+            return _Precision.FULL
         if node.kind in LOW or (node.kind in self.how.lower and node.kind not in LIKE):
-            return _Way.LOW if self._is_full(node.outputs[0]) else _Way.FULL
-        now = {self.writer.tensor(v).dtype for v in node.inputs() if self._is_full(v)}
+            return _Precision.LOW if self._was_float32(node.outputs[0]) else _Precision.FULL
+        now = {self.writer.tensor(v).dtype for v in node.inputs() if self._was_float32(v)}
         if now != {self.how.dtype}:
-            return _Way.FULL
+            return _Precision.FULL
         if node.kind in LIKE:
-            return _Way.LIKE
-        if node.kind in TOLD and len(node.inputs()) == 1 and self._is_full(node.outputs[0]):
-            return _Way.TOLD
+            return _Precision.LIKE
+        if (
+            node.kind in DTYPE_ARGUMENT
+            and len(node.inputs()) == 1
+            and self._was_float32(node.outputs[0])
+        ):
+            return _Precision.DTYPE_ARGUMENT
         moves = node.kind in MOVING or "pointwise" in node.tags
         given = any(isinstance(part, Symbol) for part in (*node.args, *node.kwargs.values()))
         as_given = moves and node.kind not in FULL_POINTWISE and not self._converts(node)
-        return _Way.AS_GIVEN if as_given and not (given and node.kind != "clone") else _Way.FULL
+        return (
+            _Precision.AS_GIVEN
+            if as_given and not (given and node.kind != "clone")
+            else _Precision.FULL
+        )
 
     def _converts(self, node: Node) -> bool:
         return node.kind == "_to_copy"
 
-    def _is_kept(self, node: Node) -> bool:
+    def _is_excluded(self, node: Node) -> bool:
         return any(
             node.kind == pattern or (node.module and fnmatchcase(node.module, pattern))
             for pattern in self.how.keep
         )
 
-    def _is_full(self, value: str) -> bool:
+    def _was_float32(self, value: str) -> bool:
         """Whether a value was a float32 tensor, and may be in low precision by now."""
         kind = self.graph.types.get(value)
-        stays = value in self.stays
-        return isinstance(kind, TensorType) and kind.dtype == _FULL and not stays
+        stays_float32 = value in self.stays_float32
+        return isinstance(kind, TensorType) and kind.dtype == _FULL and not stays_float32
 
     def _lower_outputs(self, node: Node) -> None:
         for at, value in enumerate(node.outputs):
             if at in FLOAT32_OUTPUTS.get(node.kind, ()):
-                self.stays.add(value)
-            elif self._is_full(value):
+                self.stays_float32.add(value)
+            elif self._was_float32(value):
                 kind = self.graph.tensor(value)
                 self.writer.types[value] = replace(kind, dtype=self.how.dtype)
 
-    def _with_inputs(self, node: Node, dtype: str) -> Node:
-        """Return the node with what was float32 in a dtype."""
+    def _cast_inputs(self, node: Node, dtype: str) -> Node:
+        """Return the node with its float32 inputs cast to a dtype."""
 
         def change(ref: Ref) -> Argument:
-            return self._in(ref.name, dtype, node) if self._is_full(ref.name) else ref
+            return self._cast(ref.name, dtype, node) if self._was_float32(ref.name) else ref
 
         kwargs = {key: map_refs(value, change) for key, value in node.kwargs.items()}
         return replace(node, args=map_refs(node.args, change), kwargs=kwargs)
 
-    def _in(self, value: str, dtype: str, user: Node) -> Ref:
-        """Return a value in a dtype, converted at most once."""
+    def _cast(self, value: str, dtype: str, user: Node) -> Ref:
+        """Return a value in a dtype; all users share one cast."""
         kind = self.writer.tensor(value)
         if kind.dtype == dtype:
             return Ref(value)
         key = (value, dtype)
         if key not in self.converted:
             producer = self.graph.producers.get(value)
-            # What crosses to the rate of steps is converted before it is summed.
+            # A value of every micro-batch that is used once a step is cast in every micro-batch,
+            # before it is accumulated: the sum is taken in the dtype of its user.
             like = user if producer is None or user.rate is producer.rate else producer
             self.converted[key] = self.writer.call(
                 like,

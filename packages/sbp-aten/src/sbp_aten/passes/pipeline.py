@@ -19,7 +19,7 @@ The order, and why it is so:
     defer_reductions    on what is there after all that
     unalias_outputs         always: what leaves as an input is copied, and nobody drops that again
     accumulate          the others need not know of rates
-    accumulate_apart    on the sums over micro-batches, which are there only now
+    accumulate_addends    on the sums over micro-batches, which are there only now
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ MOVING = frozenset(
 )
 
 #: Reductions that can be told to sum in float32 what is not.
-TOLD = frozenset({"sum", "mean"})
+DTYPE_ARGUMENT = frozenset({"sum", "mean"})
 
 #: Factories that read of their argument only what it looks like.
 LIKE = frozenset(

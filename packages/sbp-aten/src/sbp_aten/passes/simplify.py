@@ -14,14 +14,14 @@ _STRIDED, _STRIDED_WRITE = "aten.as_strided.default", "aten.as_strided_scatter.d
 def fold_views(graph: LogicalGraph) -> LogicalGraph:
     """Undo transposes of transposes, and reshape once instead of twice.
 
-    What is written to places of a storage and read from there again, as the gradient of a pooled
-    image that lies channels last, is a reshape, too.
+    A write to strided elements of a storage followed by a read of the same elements is a reshape,
+    too. The gradient of a pooled image in channels-last layout is such a pair.
 
     before: a = t(w); b = t(a); c = view(x, [6]); d = view(c, [2, 3])
     after:  b is w;             d = view(x, [2, 3])
     """
     names: dict[str, str] = {}
-    kept: list[Node] = []
+    nodes: list[Node] = []
     made: dict[str, Node] = {}
     for old in graph.nodes:
         node = rename_uses(old, names)
@@ -40,16 +40,16 @@ def fold_views(graph: LogicalGraph) -> LogicalGraph:
             if graph.types[node.args[0].name] == graph.types[node.outputs[0]]:
                 names[node.outputs[0]] = node.args[0].name
                 continue
-        kept.append(node)
+        nodes.append(node)
         made |= dict.fromkeys(node.outputs, node)
-    return drop_dead(graph.with_nodes(tuple(kept), outputs=rename_outputs(graph.outputs, names)))
+    return drop_dead(graph.with_nodes(tuple(nodes), outputs=rename_outputs(graph.outputs, names)))
 
 
 def _reads_back(node: Node, source: Node) -> bool:
-    """Whether a node reads, in the same order, all that its source wrote, each place once."""
+    """Whether a node reads exactly the elements that its source wrote, in the same order."""
     if node.op != _STRIDED or source.op != _STRIDED_WRITE or node.kwargs or source.kwargs:
         return False
-    read, written = _walk(*node.args[1:]), _walk(*source.args[2:])
+    read, written = _strided_region(*node.args[1:]), _strided_region(*source.args[2:])
     if read is None or read != written:
         return False
     reached = 0
@@ -60,11 +60,11 @@ def _reads_back(node: Node, source: Node) -> bool:
     return True
 
 
-def _walk(
+def _strided_region(
     shape: tuple[int, ...], strides: tuple[int, ...], start: int | None = None
 ) -> tuple[tuple[tuple[int, int], ...], int] | None:
-    """Return (extent, stride) of each dim with more than one element, and the first place."""
-    if start is None:  # then it is that of the argument
+    """Return (extent, stride) of each dim with more than one element, and the first offset."""
+    if start is None:  # the offset of the argument, which is not known here
         return None
     pairs = zip(shape, strides, strict=True)
     return tuple((extent, stride) for extent, stride in pairs if extent != 1), start
@@ -75,7 +75,7 @@ def _takes_tensor(node: Node) -> bool:
 
 
 def share_expressions(graph: LogicalGraph) -> LogicalGraph:
-    """Compute equal expressions of one phase once.
+    """Compute equal expressions of one phase once (common subexpression elimination).
 
     Operators that draw from PyTorch's random streams are never equal; `sbp.random_*` are, if all
     of seed, step, site, and place are. Nodes that carry other marks, such as those of two calls
@@ -86,15 +86,15 @@ def share_expressions(graph: LogicalGraph) -> LogicalGraph:
     """
     names: dict[str, str] = {}
     first: dict[object, Node] = {}
-    kept: list[Node] = []
+    nodes: list[Node] = []
     for old in graph.nodes:
         node = rename_uses(old, names)
-        named = sorted(node.kwargs.items())
-        key = repr((node.op, node.args, named, node.phase, node.rate, node.tags))
-        twin = None if "seeded" in node.tags else first.get(key)
-        if twin is None:
+        kwargs = sorted(node.kwargs.items())
+        key = repr((node.op, node.args, kwargs, node.phase, node.rate, node.tags))
+        equal = None if "seeded" in node.tags else first.get(key)
+        if equal is None:
             first[key] = node
-            kept.append(node)
+            nodes.append(node)
         else:
-            names |= zip(node.outputs, twin.outputs, strict=True)
-    return drop_dead(graph.with_nodes(tuple(kept), outputs=rename_outputs(graph.outputs, names)))
+            names |= zip(node.outputs, equal.outputs, strict=True)
+    return drop_dead(graph.with_nodes(tuple(nodes), outputs=rename_outputs(graph.outputs, names)))

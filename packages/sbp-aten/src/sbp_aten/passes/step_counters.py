@@ -24,17 +24,17 @@ from sbp_core.graph import (
     rename_uses,
 )
 
-CLOCK = "clock"
+STEP_COUNTER = "step_counter"
 
 
 def tie_step_counters(graph: LogicalGraph) -> LogicalGraph:
-    """Replace equal counting states by one host scalar `clock`.
+    """Replace equal counting states by one host scalar `step_counter`.
 
-    States of one key count together; those of further keys have clocks of their own, such as
-    `clock.count`.
+    States of one key count together; those of further keys have counters of their own, such as
+    `step_counter.count`.
 
     before: s1 = add(w1.step, 1); n1 = host.item(s1); s2 = add(w2.step, 1); n2 = host.item(s2)
-    after:  s1 = host.add(clock, 1)                   n1, n2 are s1;  states w1.step, w2.step: s1
+    after:  s1 = host.add(step_counter, 1)            n1, n2 are s1;  states w1.step, w2.step: s1
 
     Raises:
         GraphError: counters of one key advance by different amounts, so that they are not equal.
@@ -44,7 +44,7 @@ def tie_step_counters(graph: LogicalGraph) -> LogicalGraph:
         if node := _counter(graph, entry):
             found[entry.name.rpartition(".")[2]][entry.name] = node
     for index, (key, counters) in enumerate(found.items()):
-        graph = _tied(graph, CLOCK if index == 0 else f"{CLOCK}.{key}", counters)
+        graph = _tied(graph, STEP_COUNTER if index == 0 else f"{STEP_COUNTER}.{key}", counters)
     return graph
 
 
@@ -53,7 +53,7 @@ def _tied(graph: LogicalGraph, name: str, counters: Mapping[str, Node]) -> Logic
     steps = {repr(node.args[1]) for node in counters.values()}
     if len(steps) != 1:
         raise GraphError(
-            f"optimizer clocks advance by different amounts: {', '.join(sorted(steps))}",
+            f"optimizer step counters advance by different amounts: {', '.join(sorted(steps))}",
             accepted="one amount for all parameters",
         )
     kept_node = next(iter(counters.values()))
@@ -66,7 +66,7 @@ def _tied(graph: LogicalGraph, name: str, counters: Mapping[str, Node]) -> Logic
             items[node.name] = list(node.outputs)
             names[node.outputs[0]] = new_value
     gone = {node.name for node in counters.values()} | set(items)
-    clock = GraphInput(name=name, kind=InputKind.OPTIMIZER_STATE, stands_for=tuple(counters))
+    step_counter = GraphInput(name=name, kind=InputKind.OPTIMIZER_STATE, stands_for=tuple(counters))
     add = replace(
         rename_uses(kept_node, names), name=new_value, op="host.add", outputs=(new_value,), tags=()
     )
@@ -74,7 +74,7 @@ def _tied(graph: LogicalGraph, name: str, counters: Mapping[str, Node]) -> Logic
     outputs = [out for out in graph.outputs if out.name not in counters]
     return graph.with_nodes(
         tuple(nodes),
-        inputs=(*(e for e in graph.inputs if e.name not in counters), clock),
+        inputs=(*(e for e in graph.inputs if e.name not in counters), step_counter),
         outputs=(
             *rename_outputs(outputs, names),
             GraphOutput(name=name, kind=OutputKind.STATE, value=new_value),

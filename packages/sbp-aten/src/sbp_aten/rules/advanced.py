@@ -25,18 +25,18 @@ from sbp_core.signatures import (
     Bounds,
     Dim,
     Dims,
-    Draft,
     LocalCall,
     LocalProgram,
+    LocalProgramBuilder,
     Notation,
     OpCall,
     Rule,
     Shards,
     argument,
-    each,
+    fresh_dims,
     increasing,
     linear,
-    unchanged,
+    same_call,
 )
 
 #: Why dims stay whole that a mask reads, and those that it makes.
@@ -138,7 +138,7 @@ class Indexing:
 
     def made(self) -> Dims:
         """Return the dims that the indices make."""
-        return each(self.num_made, "b")
+        return fresh_dims(self.num_made, "b")
 
     def result(self) -> Dims:
         """Return the dims of what is read or written: free ones, with those made among them."""
@@ -148,7 +148,7 @@ class Indexing:
     def of_index(self, index: Index) -> Dims:
         """Return the dims of one index: labels of its own if one of the indices is a mask."""
         if self.masked:
-            return each(len(index.shape), f"t{index.slot}_")
+            return fresh_dims(len(index.shape), f"t{index.slot}_")
         extents = self.extents[self.num_made - len(index.shape) :]
         dims = self.made()[self.num_made - len(index.shape) :]
         return tuple(
@@ -209,28 +209,30 @@ def _index_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
     indexing = Indexing.of(call, 1, 1)
     cut = indexing.cut(shape, bounds)
     if not cut:
-        return unchanged(call)
+        return same_call(call)
     if any(bounds[dim][0] == bounds[dim][1] for index in cut for dim in index.dims):
         return only_zeros(tensor, shards.output_shape())
-    draft = Draft()
+    builder = LocalProgramBuilder()
     local = list(entries)
     outside: list[Ref] = []
     for index in cut:
         (dim,) = index.dims
-        place = wrapped(draft, entries[index.slot], shape[dim])
-        local[index.slot], beyond = readable(draft, place, bounds[dim])
+        place = wrapped(builder, entries[index.slot], shape[dim])
+        local[index.slot], beyond = readable(builder, place, bounds[dim])
         outside.append(beyond)
-    found = draft(call.op, tensor, tuple(local))
+    found = builder(call.op, tensor, tuple(local))
     behind = len(indexing.free) - indexing.at
-    return draft.program(without(draft, found, outside, behind, 0))
+    return builder.program(without(builder, found, outside, behind, 0))
 
 
-def without(draft: Draft, found: Ref, outside: Sequence[Ref], behind: int, fill: object) -> Ref:
+def without(
+    builder: LocalProgramBuilder, found: Ref, outside: Sequence[Ref], behind: int, fill: object
+) -> Ref:
     """Fill what lies outside of a window; `behind`: dims of the result behind those made."""
     for beyond in outside:
         for _ in range(behind):
-            beyond = draft("aten.unsqueeze.default", beyond, -1)
-        found = draft("aten.masked_fill.Scalar", found, beyond, fill)
+            beyond = builder("aten.unsqueeze.default", beyond, -1)
+        found = builder("aten.masked_fill.Scalar", found, beyond, fill)
     return found
 
 
@@ -252,12 +254,12 @@ def _masked_index(call: OpCall) -> Notation:
     )
 
 
-def clamped(draft: Draft, index: Ref, extent: int) -> Ref:
+def clamped(builder: LocalProgramBuilder, index: Ref, extent: int) -> Ref:
     """Return an index as the `_unsafe_masked_*` operators take it: counted from the front.
 
     What lies beyond either end means the last element there.
     """
-    return wrapped(draft, draft("aten.clamp.default", index, -extent, extent - 1), extent)
+    return wrapped(builder, builder("aten.clamp.default", index, -extent, extent - 1), extent)
 
 
 def _masked_index_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
@@ -267,24 +269,24 @@ def _masked_index_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgra
     indexing = Indexing.of(call, 2, 2)
     cut = indexing.cut(shape, bounds)
     if not cut:
-        return unchanged(call)
+        return same_call(call)
     first = all(bounds[dim][0] == 0 < bounds[dim][1] for index in cut for dim in index.dims)
     if any(bounds[dim][0] == bounds[dim][1] for index in cut for dim in index.dims):
         return only_zeros(tensor, shards.output_shape())
-    draft = Draft()
+    builder = LocalProgramBuilder()
     local = list(entries)
     outside: list[Ref] = []
     for index in cut:
         (dim,) = index.dims
-        place = clamped(draft, entries[index.slot], shape[dim])
-        local[index.slot], beyond = readable(draft, place, bounds[dim])
+        place = clamped(builder, entries[index.slot], shape[dim])
+        local[index.slot], beyond = readable(builder, place, bounds[dim])
         outside.append(beyond)
-    found = draft("aten._unsafe_masked_index.default", tensor, mask, tuple(local), 0)
-    found = without(draft, found, outside, len(indexing.free) - indexing.at, 0)
+    found = builder("aten._unsafe_masked_index.default", tensor, mask, tuple(local), 0)
+    found = without(builder, found, outside, len(indexing.free) - indexing.at, 0)
     if first and fill != 0:
-        beside = draft("aten.logical_not.default", mask)
-        found = draft("aten.masked_fill.Scalar", found, beside, fill)
-    return draft.program(found)
+        beside = builder("aten.logical_not.default", mask)
+        found = builder("aten.masked_fill.Scalar", found, beside, fill)
+    return builder.program(found)
 
 
 RULES = {

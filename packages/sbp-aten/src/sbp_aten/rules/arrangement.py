@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable, Sequence
 from sbp_core.graph import Ref
 from sbp_core.signatures import (
     Dim,
-    Draft,
     Localizer,
+    LocalProgramBuilder,
     Notation,
     OpCall,
     Range,
     Rule,
-    each,
+    fresh_dims,
     increasing,
     linear,
 )
@@ -79,7 +79,7 @@ def permuted(
 
     def meaning(call: OpCall) -> Notation:
         shape = call.inputs[0].shape
-        dims = each(len(shape))
+        dims = fresh_dims(len(shape))
         whole = [dims[dim][0] for dim in moved(call, len(shape)) if shape[dim] > 1]
         output = [dims[dim] for dim in order(call, len(shape))]
         return arranged(call, [dims], [output], whole=whole, why=why * bool(whole), copies=copies)
@@ -92,13 +92,15 @@ def in_order(_: OpCall, num_dims: int) -> Sequence[int]:
     return range(num_dims)
 
 
-def fitted(draft: Draft, x: Ref, dim: int, shape: Sequence[int], held: Range, wanted: Range) -> Ref:
+def fitted(
+    builder: LocalProgramBuilder, x: Ref, dim: int, shape: Sequence[int], held: Range, wanted: Range
+) -> Ref:
     """Return the elements in range `wanted` of a dim of which `x` has those in range `held`.
 
     Those that it does not have are zero.
 
     Args:
-        draft: Takes the calls.
+        builder: Takes the calls.
         x: The tensor.
         dim: The dim.
         shape: Of the result.
@@ -108,12 +110,12 @@ def fitted(draft: Draft, x: Ref, dim: int, shape: Sequence[int], held: Range, wa
     if held == wanted:
         return x
     if max(held[0], wanted[0]) >= min(held[1], wanted[1]):
-        return zeros(draft, x, shape)
+        return zeros(builder, x, shape)
     behind = [0, 0] * (len(shape) - 1 - dim)
     pad = (*behind, held[0] - wanted[0], wanted[1] - held[1])
-    return draft("aten.constant_pad_nd.default", x, pad)
+    return builder("aten.constant_pad_nd.default", x, pad)
 
 
-def zeros(draft: Draft, x: Ref, shape: Sequence[int]) -> Ref:
+def zeros(builder: LocalProgramBuilder, x: Ref, shape: Sequence[int]) -> Ref:
     """Return zeros of the dtype of `x`."""
-    return draft("aten.new_zeros.default", x, tuple(shape))
+    return builder("aten.new_zeros.default", x, tuple(shape))

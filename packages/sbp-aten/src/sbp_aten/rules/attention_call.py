@@ -14,8 +14,8 @@ from sbp_core.signatures import Dim, Dims, OpCall, labels
 
 _BATCH = "uvwxyz"
 
-#: Labels that may be split, unless something speaks against it.
-FREE = frozenset(f"{_BATCH}bhgts")
+#: Labels that may be split, unless `AttentionCall.whole` names them.
+SPLITTABLE = frozenset(f"{_BATCH}bhgts")
 
 #: What a tensor is, by the name of the argument; any other is whole (seeds, lengths).
 _ROLES = {
@@ -40,8 +40,8 @@ _RAGGED = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kernel:
-    """One operator.
+class AttentionKernel:
+    """One fused attention operator: its arguments, and what it restricts.
 
     Args:
         arguments: Names of its arguments, in order.
@@ -50,8 +50,8 @@ class Kernel:
         backward: Whether it is a backward operator.
         masks: Whether a causal mask may be given as a mask instead.
         pads: Whether the log-sum-exp is padded to a multiple of 32 queries, and masks are aligned.
-        plain: Whether it is made of products and a softmax, which take empty shards, and values
-            of another head dim than keys.
+        composite: Whether it is composed of products and a softmax, which take empty shards, and
+            values of another head dim than keys.
     """
 
     arguments: str
@@ -60,7 +60,7 @@ class Kernel:
     backward: bool = False
     masks: bool = False
     pads: bool = False
-    plain: bool = False
+    composite: bool = False
 
     def named(self, call: OpCall) -> dict[str, Argument]:
         """Return the arguments of a call by name, in order."""
@@ -71,16 +71,16 @@ class Kernel:
         named = self.named(call)
         return any(named.get(name) is not None for name in _RAGGED)
 
-    def place(self, name: str) -> int:
-        """Return the position of an argument; one behind all if it is given by name only."""
+    def position(self, name: str) -> int:
+        """Return the position of an argument; one past the last if it can be given by name only."""
         listed = self.arguments.split()
         return listed.index(name) if name in listed else len(listed)
 
 
-class Reader:
-    """Reads one call of a kernel."""
+class AttentionCall:
+    """One call of a kernel: its tensors in labels, and the labels that may not be split."""
 
-    def __init__(self, kernel: Kernel, call: OpCall) -> None:
+    def __init__(self, kernel: AttentionKernel, call: OpCall) -> None:
         self.kernel = kernel
         self.call = call
         self.named = kernel.named(call)
@@ -131,34 +131,40 @@ class Reader:
             for index, (role, entry) in enumerate(zip(roles, made, strict=True))
         ]
 
-    def _dims(self, role: str, shape: Sequence[int], own: str) -> Dims:
-        """Return the dims of a tensor; `own` begins the labels of one that is whole."""
+    def _dims(self, role: str, shape: Sequence[int], prefix: str) -> Dims:
+        """Return the dims of a tensor in a role; `prefix` is that of labels of any other tensor."""
         order = self._order
         if role in ("query", "out"):
-            return self._named(order if role == "query" else order.replace("d", "e"), self._heads)
+            return self._dims_of_letters(
+                order if role == "query" else order.replace("d", "e"), self._heads
+            )
         if role in ("key", "value"):
             keys = order.replace("t", "s")
-            return self._named(keys if role == "key" else keys.replace("d", "e"), ("h",))
+            return self._dims_of_letters(keys if role == "key" else keys.replace("d", "e"), ("h",))
         if role == "mask":
             letters = f"{_BATCH}bhts"[-len(shape) :] if shape else ""
             kept = [size == self.sizes[name] for name, size in zip(letters, shape, strict=True)]
-            named = self._named(letters, self._heads)
+            named = self._dims_of_letters(letters, self._heads)
             return tuple(dim if keep else () for dim, keep in zip(named, kept, strict=True))
         if role == "rows":
             fits = tuple(shape[:3]) == tuple(self.sizes[name] for name in "bht")
-            rows = self._named("bht", self._heads) if fits else (("b",), self._heads, (own,))
+            rows = (
+                self._dims_of_letters("bht", self._heads)
+                if fits
+                else (("b",), self._heads, (prefix,))
+            )
             return (*rows, *((),) * (len(shape) - 3))
-        return tuple((name,) for name in labels(own, len(shape)))
+        return tuple((name,) for name in labels(prefix, len(shape)))
 
-    def _named(self, letters: str, heads: Dim) -> Dims:
+    def _dims_of_letters(self, letters: str, heads: Dim) -> Dims:
         return tuple(heads if letter == "h" else (letter,) for letter in letters)
 
     def whole(self) -> Iterator[tuple[str, str]]:
         """Yield labels that may not be split, and why."""
         named, kernel = self.named, self.kernel
-        every = "".join(sorted(FREE))
+        every = "".join(sorted(SPLITTABLE))
         yield "d", "scores are sums over the head dim, before the softmax"
-        if not kernel.plain:
+        if not kernel.composite:
             yield "e", "the kernel takes one head dim for keys and values"
         if named.get("dropout_p", 0.0) != 0:
             yield every, "a shard would drop other elements"

@@ -23,7 +23,7 @@ from sbp_core.signatures import (
     OpCall,
     Rule,
     argument,
-    each,
+    fresh_dims,
     ignored,
     increasing,
     labels,
@@ -59,7 +59,7 @@ def _notation(
         if like:
             tensors.append(tuple((name,) for name in names))
         else:
-            tensors.append((("c",),) if entry.shape == shape[1:2] else each(1, f"t{index}_"))
+            tensors.append((("c",),) if entry.shape == shape[1:2] else fresh_dims(1, f"t{index}_"))
     own = {name for dims in tensors for dim in dims for name in dim} - set(names)
     forward = data == 0
     kept = tensors[len(call.inputs) :]

@@ -25,16 +25,16 @@ from sbp_core.signatures import (
     Rule,
     Shards,
     argument,
-    changed,
     increasing,
     linear,
     unread,
+    with_literals,
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Form:
-    """A convolution in labels: shapes and arguments, whichever operator they are given to.
+class _LabelledConvolution:
+    """A convolution with its dims as labels, of the forward or the backward operator.
 
     Args:
         source, target: Dims of the input and of the output.
@@ -57,7 +57,9 @@ class _Form:
     work_flop: float
 
 
-def _form(call: OpCall, shapes: tuple[tuple[int, ...], ...], first: int) -> _Form:
+def _labelled(
+    call: OpCall, shapes: tuple[tuple[int, ...], ...], first: int
+) -> _LabelledConvolution:
     """Return a convolution in labels.
 
     Args:
@@ -97,7 +99,7 @@ def _form(call: OpCall, shapes: tuple[tuple[int, ...], ...], first: int) -> _For
     channels = (dim("g", "i"), dim("o")) if transposed else (dim("g", "o"), dim("i"))
     in_space = (shape.windows, shape.elements) if transposed else (shape.elements, shape.windows)
     used = {name for name, size in sizes.items() if size != 1}
-    return _Form(
+    return _LabelledConvolution(
         source=(("n",), dim("g", "i"), *in_space[0]),
         target=(("n",), dim("g", "o"), *in_space[1]),
         weight=(*channels, *shape.kernel),
@@ -112,52 +114,63 @@ def _form(call: OpCall, shapes: tuple[tuple[int, ...], ...], first: int) -> _For
 
 def _forward(call: OpCall) -> Notation:
     shapes = call.inputs[0].shape, call.outputs[0].shape, call.inputs[1].shape
-    form = _form(call, shapes, 3)
+    labelled = _labelled(call, shapes, 3)
     with_bias = len(call.inputs) == 3
     return Notation(
-        inputs=(form.source, form.weight, *([form.bias] if with_bias else [])),
-        outputs=(form.target,),
+        inputs=(labelled.source, labelled.weight, *([labelled.bias] if with_bias else [])),
+        outputs=(labelled.target,),
         addends=(0, 0, 1) if with_bias else (0, 0),
         # Each element of the output grows with one element of the bias.
         dependences=(increasing(2),) if with_bias else (),
-        whole=form.whole,
-        nonempty=form.nonempty,
-        sizes=form.sizes,
-        work_flop=form.work_flop,
-        why=form.space.why,
+        whole=labelled.whole,
+        nonempty=labelled.nonempty,
+        sizes=labelled.sizes,
+        work_flop=labelled.work_flop,
+        why=labelled.space.why,
     )
 
 
 def _backward(call: OpCall) -> Notation:
-    """The gradient of the output meets the weights, the input, and (for the bias) nothing."""
+    """Return the notation: each gradient is a product of two of the three tensors, or a sum.
+
+    output                    is computed from
+    gradient of the input     gradient, weights
+    gradient of the weights   gradient, input
+    gradient of the bias      gradient
+    """
     gradient, source, weight = (entry.shape for entry in call.inputs)
-    form = _form(call, (source, gradient, weight), 4)
+    labelled = _labelled(call, (source, gradient, weight), 4)
     wanted = tuple(argument(call, 10, "output_mask"))
-    places = dict(zip([at for at in range(3) if wanted[at]], range(3), strict=False))
-    made = (form.source, form.weight, form.bias)
-    # What each output does not meet: label i is missing in the bias, and in the gradient.
-    labels = {name for tensor in made for dim in tensor for name in dim}
-    meet = {0: form.target + form.weight, 1: form.target + form.source, 2: form.target}
-    apart = [
-        (f"{label}@{place}", "none")
-        for output, place in places.items()
-        for label in sorted(labels - {name for dim in meet[output] for name in dim})
+    positions = dict(zip([at for at in range(3) if wanted[at]], range(3), strict=False))
+    results = (labelled.source, labelled.weight, labelled.bias)
+    # A label that an output lacks is summed over, unless no factor of the output has it: the
+    # gradient of the bias does not depend on the input channels `i`, so it stays whole, not P.
+    labels = {name for tensor in results for dim in tensor for name in dim}
+    factors = {
+        0: labelled.target + labelled.weight,
+        1: labelled.target + labelled.source,
+        2: labelled.target,
+    }
+    independent = [
+        (f"{label}@{at}", "none")
+        for output, at in positions.items()
+        for label in sorted(labels - {name for dim in factors[output] for name in dim})
     ]
     return Notation(
-        inputs=(form.target, form.source, form.weight),
-        outputs=tuple(made[output] for output in places),
-        dependences=(linear(0), *_meetings(places.get(1), places.get(0))),
-        whole=form.whole,
-        nonempty=form.nonempty,
-        sizes=form.sizes,
-        reductions=tuple(apart),
-        work_flop=form.work_flop * (wanted[0] + wanted[1]) + prod(gradient) * wanted[2],
-        why=form.space.why,
+        inputs=(labelled.target, labelled.source, labelled.weight),
+        outputs=tuple(results[output] for output in positions),
+        dependences=(linear(0), *_bilinear(positions.get(1), positions.get(0))),
+        whole=labelled.whole,
+        nonempty=labelled.nonempty,
+        sizes=labelled.sizes,
+        reductions=tuple(independent),
+        work_flop=labelled.work_flop * (wanted[0] + wanted[1]) + prod(gradient) * wanted[2],
+        why=labelled.space.why,
     )
 
 
-def _meetings(of_weight: int | None, of_input: int | None) -> Iterator[Dependence]:
-    """Yield in what the input and the weights count: each in the gradient of the other.
+def _bilinear(of_weight: int | None, of_input: int | None) -> Iterator[Dependence]:
+    """Yield the dependences on input and weights: each is read for the gradient of the other only.
 
     Args:
         of_weight: Which output the gradient of the weights is; None if it is not wanted.
@@ -187,14 +200,14 @@ def _length(bounds: tuple[int, int]) -> int:
 
 
 def _localize(call: OpCall, shards: Shards) -> LocalCall:
-    return changed(call, (8, "groups", _groups(call, shards, first=3)))
+    return with_literals(call, (8, "groups", _groups(call, shards, first=3)))
 
 
 def _localize_backward(call: OpCall, shards: Shards) -> LocalCall:
     groups = (9, "groups", _groups(call, shards, first=4))
     if argument(call, 3, "bias_sizes") is None:
-        return changed(call, groups)
-    return changed(call, groups, (3, "bias_sizes", (_length(shards.inputs[0][1]),)))
+        return with_literals(call, groups)
+    return with_literals(call, groups, (3, "bias_sizes", (_length(shards.inputs[0][1]),)))
 
 
 RULES = {

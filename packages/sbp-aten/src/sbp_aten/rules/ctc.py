@@ -14,15 +14,15 @@ from __future__ import annotations
 from sbp_core.graph import Argument
 from sbp_core.signatures import (
     Dims,
-    Draft,
     LocalCall,
     LocalProgram,
+    LocalProgramBuilder,
     Notation,
     OpCall,
     Rule,
     Shards,
     linear,
-    unchanged,
+    same_call,
 )
 
 _SCORES: Dims = (("t",), ("n",), ("c",))
@@ -68,12 +68,12 @@ def _backward(call: OpCall) -> Notation:
 
 
 def _local_args(
-    draft: Draft, call: OpCall, position: int, samples: tuple[int, int]
+    builder: LocalProgramBuilder, call: OpCall, position: int, samples: tuple[int, int]
 ) -> tuple[Argument, ...]:
     """Return the arguments of a rank: literal lengths of its samples, and their part of a row.
 
     Args:
-        draft: Collects the cut of the row.
+        builder: Collects the cut of the row.
         call: The call.
         position: Where the targets stand; lengths of scores and of targets follow.
         samples: Bounds of the samples that the rank holds.
@@ -87,7 +87,7 @@ def _local_args(
         args[at] = _listed(args[at])[start:stop]
     if len(call.inputs[position].shape) == 1:
         before, behind = sum(lengths[:start]), sum(lengths[:stop])
-        args[position] = draft("aten.slice.Tensor", args[position], 0, before, behind)
+        args[position] = builder("aten.slice.Tensor", args[position], 0, before, behind)
     return tuple(args)
 
 
@@ -98,22 +98,22 @@ def _listed(argument: Argument) -> tuple[Argument, ...]:
 def _localize_forward(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
     whole = shards.inputs[0][1] == (0, call.inputs[0].shape[1])
     if whole and not call.op.endswith(".Tensor"):
-        return unchanged(call)
-    draft = Draft()
-    args = _local_args(draft, call, 1, shards.inputs[0][1])
-    loss, alpha = draft.several(2, call.op, *args, **call.kwargs)
+        return same_call(call)
+    builder = LocalProgramBuilder()
+    args = _local_args(builder, call, 1, shards.inputs[0][1])
+    loss, alpha = builder.several(2, call.op, *args, **call.kwargs)
     shape = shards.output_shape(1)
-    padding = draft("aten.new_full.default", alpha, shape, float("-inf"))
-    wide = draft("aten.cat.default", (alpha, padding), 2)
-    return draft.program(loss, draft("aten.slice.Tensor", wide, 2, 0, shape[2]))
+    padding = builder("aten.new_full.default", alpha, shape, float("-inf"))
+    wide = builder("aten.cat.default", (alpha, padding), 2)
+    return builder.program(loss, builder("aten.slice.Tensor", wide, 2, 0, shape[2]))
 
 
 def _localize_backward(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
     if shards.outputs[0][1] == (0, call.outputs[0].shape[1]):
-        return unchanged(call)
-    draft = Draft()
-    args = _local_args(draft, call, 2, shards.outputs[0][1])
-    return draft.program(draft(call.op, *args, **call.kwargs))
+        return same_call(call)
+    builder = LocalProgramBuilder()
+    args = _local_args(builder, call, 2, shards.outputs[0][1])
+    return builder.program(builder(call.op, *args, **call.kwargs))
 
 
 RULES = {

@@ -13,7 +13,7 @@ from sbp_core.signatures import (
     OpCall,
     Rule,
     argument,
-    each,
+    fresh_dims,
     increasing,
     linear,
     maxima,
@@ -30,7 +30,7 @@ def _picked(*inputs: int) -> Rule:
 
     def meaning(call: OpCall) -> Notation:
         types = (*call.inputs, *call.outputs)
-        dims = [each(len(entry.shape), f"t{index}_") for index, entry in enumerate(types)]
+        dims = [fresh_dims(len(entry.shape), f"t{index}_") for index, entry in enumerate(types)]
         return Notation(
             inputs=tuple(dims[: len(call.inputs)]),
             outputs=tuple(dims[len(call.inputs) :]),
@@ -52,8 +52,8 @@ def _segment_dims(call: OpCall, count: int) -> tuple[Dims, Dims, Dims]:
         call: The call; the last tensor argument holds the lengths or offsets.
         count: Number of dims of the data.
     """
-    batch = each(len(call.inputs[-1].shape) - 1, "b")
-    inner = each(count - len(batch) - 1)
+    batch = fresh_dims(len(call.inputs[-1].shape) - 1, "b")
+    inner = fresh_dims(count - len(batch) - 1)
     lengths = argument(call, len(call.args), "lengths") is not None
     ends: Dims = (*batch, ("s" if lengths else "o",))
     return (*batch, ("n",), *inner), (*batch, ("s",), *inner), ends

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from sbp_core.signatures import (
-    BY_NAME,
-    OTHER_NUMBERS,
+    KEYWORD_ONLY,
+    RANDOM_STAYS_WHOLE,
     Dims,
     Notation,
     OpCall,
     Rule,
     along,
     argument,
-    each,
+    fresh_dims,
     increasing,
     linear,
     tensor_position,
@@ -26,7 +26,7 @@ def _as_real(call: OpCall) -> Notation:
     sides = []
     for entry in (call.inputs[0], call.outputs[0]):
         paired = not entry.dtype.startswith("complex")
-        dims = each(len(entry.shape) - paired)
+        dims = fresh_dims(len(entry.shape) - paired)
         sides.append((*dims, ("pair",)) if paired else dims)
     return Notation(
         inputs=(sides[0],),
@@ -40,12 +40,12 @@ def _as_real(call: OpCall) -> Notation:
 
 def _with_buffer(shape: tuple[int, ...], dims: Dims) -> Dims:
     """Return the dims of the buffer of `log_sigmoid`: those of the data, or of an empty tensor."""
-    return dims if len(shape) == len(dims) and shape != (0,) else each(len(shape), "empty")
+    return dims if len(shape) == len(dims) and shape != (0,) else fresh_dims(len(shape), "empty")
 
 
 def _log_sigmoid(call: OpCall) -> Notation:
     """`d0 d1 => d0 d1, d0 d1`: increasing; on a CPU the second output is exp(-|x|)."""
-    dims = each(len(call.inputs[0].shape))
+    dims = fresh_dims(len(call.inputs[0].shape))
     buffer = _with_buffer(call.outputs[1].shape, dims)
     empty = buffer != dims
     return Notation(
@@ -57,7 +57,7 @@ def _log_sigmoid(call: OpCall) -> Notation:
 
 
 def _log_sigmoid_backward(call: OpCall) -> Notation:
-    dims = each(len(call.outputs[0].shape))
+    dims = fresh_dims(len(call.outputs[0].shape))
     buffer = _with_buffer(call.inputs[2].shape, dims)
     return Notation(
         inputs=(dims, dims, buffer),
@@ -69,7 +69,7 @@ def _log_sigmoid_backward(call: OpCall) -> Notation:
 
 def _rrelu(call: OpCall) -> Notation:
     """Data, noise => result, noise: it draws numbers in training, else it is a leaky relu."""
-    dims = each(len(call.inputs[0].shape))
+    dims = fresh_dims(len(call.inputs[0].shape))
     draws = bool(argument(call, 4, "training", False))
     slopes = (argument(call, 2, "lower", 0.125), argument(call, 3, "upper", 1 / 3))
     passes = (linear(1, outputs=(1,)), increasing(1, outputs=(1,))) if len(call.outputs) > 1 else ()
@@ -79,15 +79,15 @@ def _rrelu(call: OpCall) -> Notation:
         outputs=(dims,) * len(call.outputs),
         dependences=(*grows, *(passes if not draws else ())),
         whole=frozenset(name for (name,) in dims) if draws else frozenset(),
-        why=OTHER_NUMBERS if draws else "",
+        why=RANDOM_STAYS_WHOLE if draws else "",
     )
 
 
 def _is_in(call: OpCall) -> Notation:
     """`d0, t0 => d0; reduce t0 max`: in any part of the tests; if inverted, in no part (min)."""
-    elements = [each(len(entry.shape)) for entry in call.inputs[:-1]]
-    tests = each(len(call.inputs[-1].shape), "t")
-    reduction = "min" if argument(call, BY_NAME, "invert", False) else "max"
+    elements = [fresh_dims(len(entry.shape)) for entry in call.inputs[:-1]]
+    tests = fresh_dims(len(call.inputs[-1].shape), "t")
+    reduction = "min" if argument(call, KEYWORD_ONLY, "invert", False) else "max"
     return Notation(
         inputs=(*elements, tests),
         outputs=(elements[0] if elements else (),),
@@ -102,9 +102,9 @@ def _count_below(call: OpCall) -> Notation:
     """
     bounds = 1 if call.op.startswith("aten.bucketize.Tensor") else 0
     shape = call.inputs[bounds].shape
-    made = each(len(call.outputs[0].shape))
+    made = fresh_dims(len(call.outputs[0].shape))
     inner = (*made[: len(shape) - 1], ("k",))
-    by_order = tensor_position(call, BY_NAME, "sorter") is not None
+    by_order = tensor_position(call, KEYWORD_ONLY, "sorter") is not None
     values = len(call.inputs) - 1 - by_order
     inputs: list[Dims] = [made] * values
     inputs.insert(bounds, inner)

@@ -19,25 +19,25 @@ from sbp_aten.rules.windows import (
     writable,
 )
 from sbp_core.signatures import (
-    Draft,
     LocalCall,
     LocalProgram,
+    LocalProgramBuilder,
     Notation,
     OpCall,
     Rule,
     Shards,
     argument,
-    each,
+    fresh_dims,
     increasing,
     labels,
     linear,
-    unchanged,
+    same_call,
 )
 
 
 def _embedding(call: OpCall) -> Notation:
     """Return `v d, i0 i1 => i0 i1 d; linear 0; increasing 0`."""
-    places = each(len(call.inputs[1].shape), "i")
+    places = fresh_dims(len(call.inputs[1].shape), "i")
     return Notation(
         inputs=((("v",), ("d",)), places),
         outputs=((*places, ("d",)),),
@@ -51,14 +51,14 @@ def _embedding_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
     weight, indices = argument(call, 0, "weight"), argument(call, 1, "indices")
     window = shards.inputs[0][0]
     if not is_cut(window, call.inputs[0].shape[0]):
-        return unchanged(call)
+        return same_call(call)
     if window[0] == window[1]:
         return only_zeros(weight, shards.output_shape())
-    draft = Draft()
-    local, outside = readable(draft, indices, window)
-    rows = draft("aten.embedding.default", weight, local)
-    beside = draft("aten.unsqueeze.default", outside, -1)
-    return draft.program(draft("aten.masked_fill.Scalar", rows, beside, 0))
+    builder = LocalProgramBuilder()
+    local, outside = readable(builder, indices, window)
+    rows = builder("aten.embedding.default", weight, local)
+    beside = builder("aten.unsqueeze.default", outside, -1)
+    return builder.program(builder("aten.masked_fill.Scalar", rows, beside, 0))
 
 
 def _embedding_backward(call: OpCall) -> Notation:
@@ -67,7 +67,7 @@ def _embedding_backward(call: OpCall) -> Notation:
     With `scale_grad_by_freq` the count of a row over all places matters, so they stay whole.
     """
     names = list(labels("i", len(call.inputs[1].shape)))
-    places = each(len(names), "i")
+    places = fresh_dims(len(names), "i")
     counts = bool(argument(call, 4, "scale_grad_by_freq", False))
     return Notation(
         inputs=((*places, ("d",)), places),
@@ -85,34 +85,34 @@ def _embedding_backward_shard(call: OpCall, shards: Shards) -> LocalCall | Local
     (gradient, indices, _, padding, counts), _ = given(call, names)
     window = shards.outputs[0][0]
     if not is_cut(window, call.outputs[0].shape[0]):
-        return unchanged(call)
+        return same_call(call)
     first, last = window
-    draft = Draft()
-    made = draft(
+    builder = LocalProgramBuilder()
+    made = builder(
         "aten.embedding_dense_backward.default",
         gradient,
-        writable(draft, indices, window),
+        writable(builder, indices, window),
         last - first + 1,
         padding - first if first <= padding < last else -1,
         counts,
     )
-    return draft.program(without_spare(draft, made, {0: window}))
+    return builder.program(without_spare(builder, made, {0: window}))
 
 
 def _renorm_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
     """Let places of other windows name a spare row of zeros, whose norm is small enough."""
     window = shards.inputs[0][0]
     if not is_cut(window, call.inputs[0].shape[0]):
-        return unchanged(call)
+        return same_call(call)
     (weight, indices, *norm), _ = given(call, ("self", "indices", "max_norm", "norm_type"))
-    draft = Draft()
-    made = draft(
+    builder = LocalProgramBuilder()
+    made = builder(
         "aten.embedding_renorm.default",
-        with_spare(draft, weight, (0,), 2),
-        writable(draft, indices, window),
+        with_spare(builder, weight, (0,), 2),
+        writable(builder, indices, window),
         *norm,
     )
-    return draft.program(without_spare(draft, made, {0: window}))
+    return builder.program(without_spare(builder, made, {0: window}))
 
 
 def _renorm(call: OpCall) -> Notation:
@@ -120,7 +120,7 @@ def _renorm(call: OpCall) -> Notation:
     names = list(labels("i", len(call.inputs[1].shape)))
     table = (("v",), ("d",))
     return Notation(
-        inputs=(table, each(len(names), "i")),
+        inputs=(table, fresh_dims(len(names), "i")),
         outputs=(table,),
         whole=frozenset(["d", *names]),
         why="a row's norm runs over it, and any place may name the row",

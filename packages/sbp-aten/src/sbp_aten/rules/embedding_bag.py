@@ -20,19 +20,19 @@ from sbp_aten.rules.windows import (
 from sbp_core.graph import Argument, Ref
 from sbp_core.signatures import (
     Dims,
-    Draft,
     LocalCall,
     LocalProgram,
+    LocalProgramBuilder,
     Notation,
     OpCall,
     Range,
     Rule,
     Shards,
     argument,
-    each,
+    fresh_dims,
     ignored,
     linear,
-    unchanged,
+    same_call,
     unread,
 )
 
@@ -105,10 +105,10 @@ def _bag(call: OpCall) -> Notation:
     )
 
 
-def _local_offsets(draft: Draft, offsets: Ref, places: Range) -> Ref:
+def _local_offsets(builder: LocalProgramBuilder, offsets: Ref, places: Range) -> Ref:
     """Return where bags begin in a window of the places."""
-    local = draft("aten.sub.Tensor", offsets, places[0])
-    return draft("aten.clamp.default", local, 0, length(places))
+    local = builder("aten.sub.Tensor", offsets, places[0])
+    return builder("aten.clamp.default", local, 0, length(places))
 
 
 def _local_padding(padding: int, rows: Range) -> int:
@@ -116,13 +116,13 @@ def _local_padding(padding: int, rows: Range) -> int:
     return padding - rows[0] if rows[0] <= padding < rows[1] else -1
 
 
-def _sizes(draft: Draft, offsets: Ref, num_places: int, last: bool) -> Ref:
+def _sizes(builder: LocalProgramBuilder, offsets: Ref, num_places: int, last: bool) -> Ref:
     """Return the number of places of each bag; `last`: offsets say where the last one ends."""
     if not last:
-        end = draft("aten.new_full.default", offsets, (1,), num_places)
-        offsets = draft("aten.cat.default", (offsets, end))
-    begin = draft("aten.slice.Tensor", offsets, 0, 0, -1)
-    return draft("aten.sub.Tensor", draft("aten.slice.Tensor", offsets, 0, 1), begin)
+        end = builder("aten.new_full.default", offsets, (1,), num_places)
+        offsets = builder("aten.cat.default", (offsets, end))
+    begin = builder("aten.slice.Tensor", offsets, 0, 0, -1)
+    return builder("aten.sub.Tensor", builder("aten.slice.Tensor", offsets, 0, 1), begin)
 
 
 def _bag_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
@@ -136,30 +136,30 @@ def _bag_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
     num_rows, num_places = call.inputs[0].shape[0], call.inputs[1].shape[0]
     rows, places = shards.inputs[0][0], shards.inputs[1][0]
     if not is_cut(rows, num_rows) and not is_cut(places, num_places):
-        return unchanged(call)
-    draft = Draft()
-    begins = _local_offsets(draft, offsets, places) if is_cut(places, num_places) else offsets
-    bare = draft("aten.new_zeros.default", weight, (num_rows, 0))
-    _, bag_of, sizes, largest = draft.several(
+        return same_call(call)
+    builder = LocalProgramBuilder()
+    begins = _local_offsets(builder, offsets, places) if is_cut(places, num_places) else offsets
+    bare = builder("aten.new_zeros.default", weight, (num_rows, 0))
+    _, bag_of, sizes, largest = builder.several(
         4, call.op, bare, indices, begins, False, mode, False, None, last, padding
     )
     if rows[0] == rows[1]:
-        made = draft("aten.new_zeros.default", weight, shards.output_shape())
-        return draft.program(made, bag_of, sizes, largest)
+        made = builder("aten.new_zeros.default", weight, shards.output_shape())
+        return builder.program(made, bag_of, sizes, largest)
     if is_cut(rows, num_rows):
-        indices, outside = readable(draft, indices, rows)
+        indices, outside = readable(builder, indices, rows)
         if weights is None:
-            weights = draft("aten.new_ones.default", weight, (length(places),))
-        weights = draft("aten.masked_fill.Scalar", weights, outside, 0)
+            weights = builder("aten.new_ones.default", weight, (length(places),))
+        weights = builder("aten.masked_fill.Scalar", weights, outside, 0)
     local = _local_padding(padding, rows)
-    made, *_ = draft.several(
+    made, *_ = builder.several(
         4, call.op, weight, indices, begins, False, _SUM, False, weights, last, local
     )
     if mode == _MEAN:
-        counts = _sizes(draft, offsets, num_places, last) if is_cut(places, num_places) else sizes
-        counts = draft("aten.clamp.default", counts, 1)
-        made = draft("aten.div.Tensor", made, draft("aten.unsqueeze.default", counts, -1))
-    return draft.program(made, bag_of, sizes, largest)
+        counts = _sizes(builder, offsets, num_places, last) if is_cut(places, num_places) else sizes
+        counts = builder("aten.clamp.default", counts, 1)
+        made = builder("aten.div.Tensor", made, builder("aten.unsqueeze.default", counts, -1))
+    return builder.program(made, bag_of, sizes, largest)
 
 
 def _table_gradient(call: OpCall) -> Notation:
@@ -197,7 +197,7 @@ def _table_gradient(call: OpCall) -> Notation:
     )
     # What is not read may be split for itself, and nothing comes of it.
     given_dims |= {
-        name: each(len(entry.shape), f"{name}_")
+        name: fresh_dims(len(entry.shape), f"{name}_")
         for name, entry in zip(inputs, call.inputs, strict=True)
         if name in unread_names
     }
@@ -228,18 +228,18 @@ def _table_gradient_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProg
     rows, places = shards.outputs[0][0], shards.inputs[1][0]
     if values["padding_idx"] is None:
         values["padding_idx"] = -1
-    draft = Draft()
+    builder = LocalProgramBuilder()
     if is_cut(places, num_places) and "offsets" in names:
-        values["offsets"] = _local_offsets(draft, values["offsets"], places)
+        values["offsets"] = _local_offsets(builder, values["offsets"], places)
     if is_cut(rows, num_rows):
         for name in ("indices", "maximum_indices"):
-            values[name] = writable(draft, values[name], rows)
+            values[name] = writable(builder, values[name], rows)
         values["num_weights"] = length(rows) + 1
         values["padding_idx"] = _local_padding(values["padding_idx"], rows)
-    made = draft(call.op, *values.values())
+    made = builder(call.op, *values.values())
     if is_cut(rows, num_rows):
-        made = without_spare(draft, made, {0: rows})
-    return draft.program(made)
+        made = without_spare(builder, made, {0: rows})
+    return builder.program(made)
 
 
 def _weights_gradient(call: OpCall) -> Notation:
@@ -262,18 +262,18 @@ def _weights_gradient_shard(call: OpCall, shards: Shards) -> LocalCall | LocalPr
     rows, places = shards.inputs[1][0], shards.inputs[2][0]
     cut = is_cut(rows, call.inputs[1].shape[0])
     if not cut and not is_cut(places, call.inputs[2].shape[0]):
-        return unchanged(call)
+        return same_call(call)
     if rows[0] == rows[1]:
         return only_zeros(gradient, shards.output_shape())
-    draft = Draft()
-    begins = _local_offsets(draft, offsets, places)
+    builder = LocalProgramBuilder()
+    begins = _local_offsets(builder, offsets, places)
     local = _local_padding(-1 if padding is None else padding, rows)
     if not cut:
-        made = draft(call.op, gradient, weight, indices, begins, bag_of, mode, local)
-        return draft.program(made)
-    indices, outside = readable(draft, indices, rows)
-    made = draft(call.op, gradient, weight, indices, begins, bag_of, mode, local)
-    return draft.program(draft("aten.masked_fill.Scalar", made, outside, 0))
+        made = builder(call.op, gradient, weight, indices, begins, bag_of, mode, local)
+        return builder.program(made)
+    indices, outside = readable(builder, indices, rows)
+    made = builder(call.op, gradient, weight, indices, begins, bag_of, mode, local)
+    return builder.program(builder("aten.masked_fill.Scalar", made, outside, 0))
 
 
 RULES = {

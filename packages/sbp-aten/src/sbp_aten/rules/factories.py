@@ -10,20 +10,20 @@ from dataclasses import replace
 from sbp_core.graph import Argument, Symbol
 from sbp_core.signatures import (
     Dependence,
-    Draft,
     LocalCall,
     Localizer,
     LocalProgram,
+    LocalProgramBuilder,
     Notation,
     OpCall,
     Rule,
     Shards,
     argument,
-    each,
+    fresh_dims,
     linear,
-    resized,
-    unchanged,
+    same_call,
     unread,
+    with_local_shape,
 )
 
 
@@ -32,10 +32,10 @@ def made(call: OpCall, *dependences: Dependence) -> Notation:
 
     Their labels are x0_0, x0_1, ...; what they index does not matter to the output.
     """
-    inputs = tuple(each(len(entry.shape), f"x{at}_") for at, entry in enumerate(call.inputs))
+    inputs = tuple(fresh_dims(len(entry.shape), f"x{at}_") for at, entry in enumerate(call.inputs))
     return Notation(
         inputs=inputs,
-        outputs=(each(len(call.outputs[0].shape)),),
+        outputs=(fresh_dims(len(call.outputs[0].shape)),),
         dependences=dependences,
         reductions=tuple((name, "none") for dims in inputs for (name,) in dims),
     )
@@ -43,19 +43,19 @@ def made(call: OpCall, *dependences: Dependence) -> Notation:
 
 def _of_size(*dependences: Dependence) -> Rule:
     """Return the rule of `zeros(size, ...)` and alike."""
-    return Rule(lambda call: made(call, *dependences), resized(0))
+    return Rule(lambda call: made(call, *dependences), with_local_shape(0))
 
 
 def _new(*dependences: Dependence) -> Rule:
     """Return the rule of `x.new_ones(size, ...)` and alike, which take only the dtype from `x`."""
-    return Rule(lambda call: made(call, unread(0), *dependences), resized(1))
+    return Rule(lambda call: made(call, unread(0), *dependences), with_local_shape(1))
 
 
 def _like(*dependences: Dependence) -> Rule:
     """Return the rule of `ones_like(x, ...)` and alike: `d0 d1 => d0 d1; unread 0`."""
 
     def meaning(call: OpCall) -> Notation:
-        dims = each(len(call.outputs[0].shape))
+        dims = fresh_dims(len(call.outputs[0].shape))
         return Notation(inputs=(dims,), outputs=(dims,), dependences=(unread(0), *dependences))
 
     return Rule(meaning)
@@ -77,14 +77,14 @@ def _filled(index: int, rule: Rule) -> Rule:
 
 def _cut_out(call: OpCall, shards: Shards) -> LocalProgram:
     """Make all of it, and cut the shard out: `slice(slice(linspace(...), 0, ...), 1, ...)`."""
-    draft = Draft()
-    value = draft(call.op, *call.args, **call.kwargs)
+    builder = LocalProgramBuilder()
+    value = builder(call.op, *call.args, **call.kwargs)
     for dim, ((start, stop), extent) in enumerate(
         zip(shards.outputs[0], call.outputs[0].shape, strict=True)
     ):
         if stop - start != extent:
-            value = draft("aten.slice.Tensor", value, dim, start, stop)
-    return draft.program(value)
+            value = builder("aten.slice.Tensor", value, dim, start, stop)
+    return builder.program(value)
 
 
 #: An operator whose values depend on all sizes, so that every rank makes all of them.
@@ -120,7 +120,7 @@ def _arange_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
     start, end, step = _range(call)
     ((first, last),) = shards.outputs[0]
     if last - first == call.outputs[0].shape[0]:
-        return unchanged(call)
+        return same_call(call)
     if not (isinstance(start, int) and isinstance(end, int) and isinstance(step, int)):
         return _cut_out(call, shards)
     named = {"start", "end", "step"}
@@ -133,17 +133,17 @@ def _arange_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
 
 def _eye_shard(call: OpCall, shards: Shards) -> LocalProgram:
     """Compare the global numbers of rows and columns."""
-    draft = Draft()
+    builder = LocalProgramBuilder()
     place: dict[str, Argument] = {
         key: value for key, value in call.kwargs.items() if key == "device"
     }
     rows, columns = (
-        draft("aten.arange.start_step", start, stop, 1, dtype=Symbol("dtype", "int64"), **place)
+        builder("aten.arange.start_step", start, stop, 1, dtype=Symbol("dtype", "int64"), **place)
         for start, stop in shards.outputs[0]
     )
-    same = draft("aten.eq.Tensor", draft("aten.unsqueeze.default", rows, 1), columns)
+    same = builder("aten.eq.Tensor", builder("aten.unsqueeze.default", rows, 1), columns)
     dtype = Symbol("dtype", call.outputs[0].dtype)
-    return draft.program(draft("aten._to_copy.default", same, dtype=dtype))
+    return builder.program(builder("aten._to_copy.default", same, dtype=dtype))
 
 
 _ARANGE = Rule(made, _arange_shard)

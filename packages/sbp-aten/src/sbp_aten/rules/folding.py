@@ -20,11 +20,11 @@ from sbp_core.signatures import (
     Rule,
     Shards,
     argument,
-    changed,
-    each,
+    fresh_dims,
     increasing,
     linear,
-    resized,
+    with_literals,
+    with_local_shape,
     wrap_dim,
 )
 
@@ -52,7 +52,7 @@ def _columns(call: OpCall, *, fold: bool) -> Notation:
         )
     shape = space(slides)
     windows = tuple(name for dim in shape.windows for name in dim)
-    lead = each(len(image) - 3, "n")
+    lead = fresh_dims(len(image) - 3, "n")
     images: Dims = (*lead, ("c",), *shape.elements)
     columns: Dims = (*lead, ("c", "k"), windows)
     disjoint = all(slide.reach <= slide.stride for slide in slides)
@@ -69,7 +69,7 @@ def _columns(call: OpCall, *, fold: bool) -> Notation:
 
 
 def _localize_fold(call: OpCall, shards: Shards) -> LocalCall:
-    return changed(call, (1, "output_size", shards.output_shape()[-2:]))
+    return with_literals(call, (1, "output_size", shards.output_shape()[-2:]))
 
 
 def _unfold(call: OpCall, *, backward: bool) -> Notation:
@@ -79,7 +79,7 @@ def _unfold(call: OpCall, *, backward: bool) -> Notation:
     first = 2 if backward else 1
     at = wrap_dim(argument(call, first, "dim" if backward else "dimension"), len(whole))
     size, step = argument(call, first + 1, "size"), argument(call, first + 2, "step")
-    before, after = list(each(len(whole))), list(each(len(whole)))
+    before, after = list(fresh_dims(len(whole))), list(fresh_dims(len(whole)))
     slides = [
         Slide(elements=extent, windows=made[at], kernel=size, stride=step)
         for extent in whole[at : at + 1]
@@ -101,7 +101,7 @@ def _unfold(call: OpCall, *, backward: bool) -> Notation:
 def _pixels(call: OpCall, *, shuffle: bool) -> Notation:
     """Blocks of pixels and groups of channels trade places."""
     rank = len(call.inputs[0].shape)
-    lead = each(rank - 3, "n")
+    lead = fresh_dims(rank - 3, "n")
     channels: Dims = (*lead, ("c", "r", "s"), ("h",), ("w",))
     pixels: Dims = (*lead, ("c",), ("h", "r"), ("w", "s"))
     return Notation(
@@ -118,7 +118,7 @@ def _pixels(call: OpCall, *, shuffle: bool) -> Notation:
 def _channel_shuffle(call: OpCall) -> Notation:
     """`(g c) -> (c g)`: shards of channels are none of the result, unless `g` or `c` is 1."""
     shape, groups = call.inputs[0].shape, argument(call, 1, "groups")
-    space_dims = each(len(shape) - 2, "x")
+    space_dims = fresh_dims(len(shape) - 2, "x")
     moves = groups not in (1, shape[1])
     before: Dim = ("g", "c") if moves else ("c",)
     return Notation(
@@ -133,7 +133,7 @@ def _channel_shuffle(call: OpCall) -> Notation:
 def _ungrouped(call: OpCall, shards: Shards) -> LocalCall:
     """Channels are split only where shuffling them changes nothing, as with one group."""
     moved = shards.output_shape()[1] == call.outputs[0].shape[1]
-    return changed(call) if moved else changed(call, (1, "groups", 1))
+    return with_literals(call) if moved else with_literals(call, (1, "groups", 1))
 
 
 RULES = {
@@ -145,7 +145,7 @@ RULES = {
     "aten.pixel_unshuffle.default": Rule(partial(_pixels, shuffle=False)),
     "aten.unfold.default": Rule(partial(_unfold, backward=False)),
     "aten.unfold_backward.default": Rule(
-        partial(_unfold, backward=True), resized(1, "input_sizes")
+        partial(_unfold, backward=True), with_local_shape(1, "input_sizes")
     ),
     "aten.unfold_copy.default": Rule(partial(_unfold, backward=False)),
 }

@@ -1,8 +1,8 @@
 """Operators on lists of tensors: `_foreach_*` and the fused optimizers.
 
-Each place in the lists is an operator call of its own, and knows nothing of the other places: its
-labels are those of the single operator behind `p0_`, `p1_`, ... A signature splits one place, or
-passes partial values at one place or at all.
+Each entry of the lists is an operator call of its own, independent of the other entries: its labels
+are those of the single operator behind a prefix `p0_`, `p1_`, ... A signature splits the tensors of
+one entry, or passes partial values in one entry or in all.
 """
 
 from __future__ import annotations
@@ -21,66 +21,66 @@ from sbp_core.signatures import (
     OpCall,
     Rule,
     argument,
-    each,
+    fresh_dims,
     linear,
-    numbered,
+    tensors_as_refs,
 )
 
-#: What the call at one place means.
+#: What the call of one entry means.
 Meaning = Callable[[OpCall], Notation]
 
 
-def _places(call: OpCall) -> Iterator[tuple[OpCall, tuple[int, ...]]]:
-    """Yield the call at each place, and the positions of its tensors among all.
+def _entries(call: OpCall) -> Iterator[tuple[OpCall, tuple[int, ...]]]:
+    """Yield the call of each entry, and the positions of its tensors among all.
 
     `_foreach_add.List([a, b], [c, d])` is `add.List(a, c)` and `add.List(b, d)`.
     """
-    args, kwargs = numbered(call)
+    args, kwargs = tensors_as_refs(call)
     name, overload = call.op.removeprefix("aten._foreach_").split(".")
     lists = [arg for arg in args if isinstance(arg, tuple)]
     if name == "pow" and overload != "ScalarAndTensor":
         overload = "of_tensor"
-    for place in range(len(lists[0])):
-        own: list[Argument] = [
-            arg[place] if isinstance(arg, tuple) else arg
+    for entry_index in range(len(lists[0])):
+        entry_args: list[Argument] = [
+            arg[entry_index] if isinstance(arg, tuple) else arg
             for arg in args
             if not (isinstance(arg, Ref) and _is_scalars(name, arg))
         ]
-        positions = tuple(int(ref.name) for ref in refs(tuple(own)) if ref.name != "host")
+        positions = tuple(int(ref.name) for ref in refs(tuple(entry_args)) if ref.name != "host")
         yield (
             OpCall(
                 op=f"aten.{name}.{overload.removesuffix('AndTensor')}",
-                args=tuple(own),
+                args=tuple(entry_args),
                 kwargs=kwargs,
                 inputs=tuple(call.inputs[at] for at in positions),
                 tensor_names=tuple(map(str, positions)),
-                outputs=(call.outputs[place],),
+                outputs=(call.outputs[entry_index],),
             ),
             positions,
         )
 
 
 def _is_scalars(name: str, ref: Ref) -> bool:
-    """Return whether an argument is the tensor of one number a place, not a factor or addend."""
+    """Return whether an argument holds one number for each entry, and is no factor or addend."""
     return name.startswith("addc") and ref.name != "host"
 
 
 def _foreach(meaning: Meaning) -> Rule:
-    """Return the rule of an operator that does at each place what `meaning` says."""
+    """Return the rule of an operator that applies `meaning` to each entry."""
 
-    def together(call: OpCall) -> Notation:
+    def jointly(call: OpCall) -> Notation:
         inputs: list[Dims] = [
-            each(len(entry.shape), f"x{at}_") for at, entry in enumerate(call.inputs)
+            fresh_dims(len(entry.shape), f"x{at}_") for at, entry in enumerate(call.inputs)
         ]
         whole = {name for dims in inputs for (name,) in dims}
         outputs: list[Dims] = []
         reductions: list[tuple[str, str]] = []
         nonempty: set[str] = set()
         why = ""
-        places: list[tuple[Notation, tuple[int, ...]]] = []
-        for at, (own, positions) in enumerate(_places(call)):
-            notation = meaning(own)
-            places.append((notation, positions))
+        entries: list[tuple[Notation, tuple[int, ...]]] = []
+        for at, (entry_call, positions) in enumerate(_entries(call)):
+            notation = meaning(entry_call)
+            entries.append((notation, positions))
             for position, dims in zip(positions, notation.inputs, strict=True):
                 inputs[position] = _renamed(dims, at)
             outputs.append(_renamed(notation.outputs[0], at))
@@ -93,40 +93,40 @@ def _foreach(meaning: Meaning) -> Rule:
         return Notation(
             inputs=tuple(inputs),
             outputs=tuple(outputs),
-            dependences=tuple(_dependences(places)),
+            dependences=tuple(_dependences(entries)),
             whole=frozenset(whole & used),
             nonempty=frozenset(nonempty),
             reductions=tuple(reductions),
             why=why,
         )
 
-    return Rule(together)
+    return Rule(jointly)
 
 
-def _renamed(dims: Dims, place: int) -> Dims:
-    return tuple(tuple(f"p{place}_{name}" for name in dim) for dim in dims)
+def _renamed(dims: Dims, entry_index: int) -> Dims:
+    return tuple(tuple(f"p{entry_index}_{name}" for name in dim) for dim in dims)
 
 
-def _dependences(places: Sequence[tuple[Notation, tuple[int, ...]]]) -> Iterator[Dependence]:
-    """Yield what holds at one place, then what holds at all together.
+def _dependences(entries: Sequence[tuple[Notation, tuple[int, ...]]]) -> Iterator[Dependence]:
+    """Yield the dependences of each entry, then those of all entries jointly.
 
-    An argument that all places share is partial for all of them, or for none.
+    An argument that all entries share is partial for all of them, or for none.
     """
-    uses = Counter(position for _, positions in places for position in positions)
-    together: dict[tuple[Effect, tuple[int, ...]], list[int]] = {}
+    uses = Counter(position for _, positions in entries for position in positions)
+    jointly: dict[tuple[Effect, tuple[int, ...]], list[int]] = {}
     counts: Counter[tuple[Effect, tuple[int, ...]]] = Counter()
-    for place, (notation, positions) in enumerate(places):
+    for entry_index, (notation, positions) in enumerate(entries):
         for dependence in notation.dependences:
-            own = tuple(positions[at] for at in dependence.inputs)
+            entry_inputs = tuple(positions[at] for at in dependence.inputs)
             key = (dependence.effect, dependence.inputs)
-            together.setdefault(key, []).extend(own)
+            jointly.setdefault(key, []).extend(entry_inputs)
             counts[key] += 1
-            if all(uses[position] == 1 for position in own):
+            if all(uses[position] == 1 for position in entry_inputs):
                 reads = dependence.effect not in (Effect.UNREAD, Effect.IGNORED)
-                outputs = (place,) if reads else None
-                yield Dependence(effect=dependence.effect, inputs=own, outputs=outputs)
-    for (effect, _), inputs in together.items():
-        if counts[effect, _] == len(places):
+                outputs = (entry_index,) if reads else None
+                yield Dependence(effect=dependence.effect, inputs=entry_inputs, outputs=outputs)
+    for (effect, _), inputs in jointly.items():
+        if counts[effect, _] == len(entries):
             yield Dependence(effect=effect, inputs=tuple(dict.fromkeys(inputs)))
 
 
@@ -134,7 +134,7 @@ def _reduced(how: Callable[[OpCall], str], why: str = "") -> Meaning:
     """Return the meaning of a reduction over all dims: with sum, max or min, or not of parts."""
 
     def meaning(call: OpCall) -> Notation:
-        dims = each(len(call.inputs[0].shape))
+        dims = fresh_dims(len(call.inputs[0].shape))
         names = frozenset(name for (name,) in dims)
         reduction = how(call)
         return Notation(
@@ -177,37 +177,39 @@ def _fused(call: OpCall, *, steps: int | None, sums: bool) -> Notation:
             values of all lists, some of all but this one.
         sums: Whether new values are jointly linear in the old ones and the gradients.
     """
-    args, _ = numbered(call)
+    args, _ = tensors_as_refs(call)
     lists = [[int(ref.name) for ref in arg] for arg in args if isinstance(arg, tuple)]
-    inputs: list[Dims] = [each(len(entry.shape), f"x{at}_") for at, entry in enumerate(call.inputs)]
-    own: list[list[int]] = [[] for _ in lists[0]]
+    inputs: list[Dims] = [
+        fresh_dims(len(entry.shape), f"x{at}_") for at, entry in enumerate(call.inputs)
+    ]
+    by_entry: list[list[int]] = [[] for _ in lists[0]]
     for at, positions in enumerate(lists):
         if at != steps:
-            for place, position in enumerate(positions):
-                inputs[position] = _labelled(call.inputs[position], place)
-                own[place].append(position)
+            for entry_index, position in enumerate(positions):
+                inputs[position] = _labelled(call.inputs[position], entry_index)
+                by_entry[entry_index].append(position)
     all_returned = len(call.outputs) == sum(map(len, lists))
     order = [found for at, found in enumerate(lists) if all_returned or at != steps]
     outputs = [inputs[position] for positions in order for position in positions]
-    made = [place for positions in order for place in range(len(positions))]
+    made = [entry_index for positions in order for entry_index in range(len(positions))]
     labels = {name for dims in inputs for (name,) in dims}
     dependences = [
-        linear(*positions, outputs=tuple(at for at, of in enumerate(made) if of == place))
-        for place, positions in enumerate(own)
+        linear(*positions, outputs=tuple(at for at, of in enumerate(made) if of == entry_index))
+        for entry_index, positions in enumerate(by_entry)
     ]
-    together = linear(*(position for positions in own for position in positions))
+    jointly = linear(*(position for positions in by_entry for position in positions))
     return Notation(
         inputs=tuple(inputs),
         outputs=tuple(outputs),
-        dependences=(*dependences, together) if sums else (),
+        dependences=(*dependences, jointly) if sums else (),
         whole=frozenset(name for name in labels if name.startswith("x")),
         reductions=tuple((name, "none") for name in sorted(labels)),
         why="it is one number for the whole tensor",
     )
 
 
-def _labelled(entry: TensorType, place: int) -> Dims:
-    return _renamed(each(len(entry.shape)), place)
+def _labelled(entry: TensorType, entry_index: int) -> Dims:
+    return _renamed(fresh_dims(len(entry.shape)), entry_index)
 
 
 _ADAM = Rule(lambda call: _fused(call, steps=5, sums=False))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sbp_core.signatures import Notation, OpCall, Rule, each, linear
+from sbp_core.signatures import Notation, OpCall, Rule, fresh_dims, linear
 
 
 def _together(call: OpCall, *, sums: bool) -> Notation:
@@ -12,7 +12,7 @@ def _together(call: OpCall, *, sums: bool) -> Notation:
         call: `sbp.fused_*(p, g, states..., [0-d step])`.
         sums: Whether new values are jointly linear in the old ones and the gradient.
     """
-    dims = each(len(call.inputs[0].shape))
+    dims = fresh_dims(len(call.inputs[0].shape))
     count = len(call.outputs) + 1  # the gradient is not returned
     inputs = tuple(dims if at < count else () for at in range(len(call.inputs)))
     return Notation(

@@ -20,9 +20,9 @@ from sbp_aten.rules.windows import given, is_cut, length, only_zeros
 from sbp_core.graph import ITEMSIZE, Ref
 from sbp_core.signatures import (
     Dims,
-    Draft,
     LocalCall,
     LocalProgram,
+    LocalProgramBuilder,
     Notation,
     OpCall,
     Range,
@@ -30,7 +30,7 @@ from sbp_core.signatures import (
     Shards,
     labels,
     linear,
-    unchanged,
+    same_call,
 )
 
 #: Labels of the operands and of the result, a letter a dim, by the number of dims of the operands.
@@ -45,7 +45,7 @@ _FORMS = {
 _ALIGNMENT_BYTES = 16
 
 
-def _form(call: OpCall) -> tuple[str, str, str]:
+def _operand_labels(call: OpCall) -> tuple[str, str, str]:
     return _FORMS[len(call.inputs[0].shape), len(call.inputs[1].shape)]
 
 
@@ -54,11 +54,11 @@ def _dims(names: str) -> Dims:
 
 
 def _notation(call: OpCall) -> Notation:
-    """Return the notation of a form; see the module docstring."""
-    left, right, made = _form(call)
+    """Return the notation of a product by the ranks of its operands; see the module docstring."""
+    left, right, made = _operand_labels(call)
     extents = dict(zip(left + right, call.inputs[0].shape + call.inputs[1].shape, strict=True))
     if "t" in extents:
-        # Each token meets one expert.
+        # Each token is multiplied by the weights of one expert only.
         extents["e"] = 1
     others = [
         tuple(labels(f"o{at}_", len(entry.shape))) for at, entry in enumerate(call.inputs[2:])
@@ -73,13 +73,13 @@ def _notation(call: OpCall) -> Notation:
     )
 
 
-def _windows(call: OpCall, shards: Shards) -> tuple[dict[str, Range], set[str]]:
+def _label_windows(call: OpCall, shards: Shards) -> tuple[dict[str, Range], set[str]]:
     """Return the window of each label, and the labels that are cut."""
     windows: dict[str, Range] = {}
     cut: set[str] = set()
     types = (*call.inputs[:2], *call.outputs)
     for names, entry, bounds in zip(
-        _form(call), types, (*shards.inputs[:2], *shards.outputs), strict=True
+        _operand_labels(call), types, (*shards.inputs[:2], *shards.outputs), strict=True
     ):
         for name, extent, window in zip(names, entry.shape, bounds, strict=True):
             # What is summed away is cut in both operands.
@@ -89,102 +89,116 @@ def _windows(call: OpCall, shards: Shards) -> tuple[dict[str, Range], set[str]]:
 
 
 def _paddings(call: OpCall, windows: Mapping[str, Range], cut: set[str]) -> dict[str, int]:
-    """Return how many elements labels lack until rows are aligned, for those that lack any.
+    """Return how many elements to append along each label so that rows are aligned.
 
     Shards are cut out of tensors of either order of dims, so what is cut is aligned in any case.
     """
     multiple = max(_ALIGNMENT_BYTES // ITEMSIZE[call.inputs[0].dtype], 1)
-    left, right, _ = _form(call)
+    left, right, _ = _operand_labels(call)
     lacking = {name: -length(windows[name]) % multiple for name in {left[-1], right[-1]} | cut}
     return {name: count for name, count in lacking.items() if count and name != "e"}
 
 
-class _Experts:
-    """Brings the tokens of a window of the experts to the front, and back.
+class _ExpertTokens:
+    """Rotates tokens so that those of a window of the experts come first, and back.
+
+    The kernel takes offsets from token 0 on. Tokens are sorted by expert, so those of a window are
+    contiguous, and a rotation needs no extents that depend on data, as a slice would:
+
+        tokens, by expert         a a b b b c d d      window b, c; offsets 2 5 6 8
+        rotated by offset of a    b b b c d d a a      local offsets 3 4
+        result of the kernel      B B B C x x x x      x: unspecified
+        zeros, rotated back       0 0 B B B C 0 0
 
     Args:
-        draft: Takes the calls.
+        builder: Takes the calls.
         offsets: Where each expert's tokens end; all experts.
         experts: The window.
         num_tokens: Number of tokens, at least one.
     """
 
-    def __init__(self, draft: Draft, offsets: Ref, experts: Range, num_tokens: int) -> None:
-        self._draft = draft
+    def __init__(
+        self, builder: LocalProgramBuilder, offsets: Ref, experts: Range, num_tokens: int
+    ) -> None:
+        self._builder = builder
         self._num_tokens = num_tokens
         self._first: Ref | None = None
-        own = draft("aten.slice.Tensor", offsets, 0, *experts)
+        ends = builder("aten.slice.Tensor", offsets, 0, *experts)
         if experts[0]:
-            self._first = draft("aten.select.int", offsets, 0, experts[0] - 1)
-            own = draft("aten.sub.Tensor", own, self._first)
-        self.offsets = own
-        ones = draft("aten.new_ones.default", offsets, (num_tokens,))
-        counted = draft("aten.cumsum.default", ones, 0)
-        self._place = draft("aten.sub.Tensor", counted, 1)
+            self._first = builder("aten.select.int", offsets, 0, experts[0] - 1)
+            ends = builder("aten.sub.Tensor", ends, self._first)
+        self.offsets = ends
+        ones = builder("aten.new_ones.default", offsets, (num_tokens,))
+        counted = builder("aten.cumsum.default", ones, 0)
+        self._positions = builder("aten.sub.Tensor", counted, 1)
 
     def to_front(self, tensor: Ref, dim: int) -> Ref:
-        """Turn the tokens around so that those of the window come first."""
-        return self._turned(tensor, dim, "aten.add.Tensor")
+        """Rotate the tokens so that those of the window come first."""
+        return self._rotate(tensor, dim, "aten.add.Tensor")
 
-    def back(self, tensor: Ref, dim: int, num_dims: int) -> Ref:
-        """Put zeros for tokens of other experts, and turn the tokens back."""
-        draft = self._draft
-        last = draft("aten.select.int", self.offsets, 0, -1)
-        beyond = draft("aten.ge.Tensor", self._place, last)
+    def to_original_order(self, tensor: Ref, dim: int, num_dims: int) -> Ref:
+        """Set the tokens of other experts to zero, and rotate the tokens back."""
+        builder = self._builder
+        last = builder("aten.select.int", self.offsets, 0, -1)
+        beyond = builder("aten.ge.Tensor", self._positions, last)
         for _ in range(num_dims - 1 - dim):
-            beyond = draft("aten.unsqueeze.default", beyond, -1)
-        tensor = draft("aten.masked_fill.Scalar", tensor, beyond, 0)
-        return self._turned(tensor, dim, "aten.sub.Tensor")
+            beyond = builder("aten.unsqueeze.default", beyond, -1)
+        tensor = builder("aten.masked_fill.Scalar", tensor, beyond, 0)
+        return self._rotate(tensor, dim, "aten.sub.Tensor")
 
-    def _turned(self, tensor: Ref, dim: int, step: str) -> Ref:
+    def _rotate(self, tensor: Ref, dim: int, step: str) -> Ref:
         if self._first is None:
             return tensor
-        place = self._draft(step, self._place, self._first)
-        place = self._draft("aten.remainder.Scalar", place, self._num_tokens)
-        return self._draft("aten.index_select.default", tensor, dim, place)
+        source = self._builder(step, self._positions, self._first)
+        source = self._builder("aten.remainder.Scalar", source, self._num_tokens)
+        return self._builder("aten.index_select.default", tensor, dim, source)
 
 
-def _padded(draft: Draft, tensor: Ref, names: str, paddings: Mapping[str, int]) -> Ref:
-    """Put zeros behind a tensor until its rows are aligned."""
+def _padded(
+    builder: LocalProgramBuilder, tensor: Ref, names: str, paddings: Mapping[str, int]
+) -> Ref:
+    """Append zeros to a tensor until its rows are aligned."""
     amounts = [amount for name in reversed(names) for amount in (0, paddings.get(name, 0))]
     return (
-        draft("aten.constant_pad_nd.default", tensor, tuple(amounts), 0) if any(amounts) else tensor
+        builder("aten.constant_pad_nd.default", tensor, tuple(amounts), 0)
+        if any(amounts)
+        else tensor
     )
 
 
-def _shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
-    """Let offsets count local tokens, bring those of local experts to the front, align rows."""
+def _localize_product(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
+    """Make offsets count local tokens, rotate those of local experts to the front, align rows."""
     (left, right, offsets, *rest), named = given(call, ("self", "mat2", "offs"))
-    forms = _form(call)
-    windows, cut = _windows(call, shards)
+    forms = _operand_labels(call)
+    windows, cut = _label_windows(call, shards)
     if not all(map(length, windows.values())):
         return only_zeros(left, shards.output_shape())
     paddings = _paddings(call, windows, cut)
     if (offsets is None and not paddings) or (not paddings and not cut & {"t", "e"}):
-        return unchanged(call)
-    draft = Draft()
+        return same_call(call)
+    builder = LocalProgramBuilder()
     operands = [left, right]
-    experts: _Experts | None = None
+    experts: _ExpertTokens | None = None
     if offsets is not None and "t" in cut:
-        offsets = _local_offsets(draft, offsets, windows["t"])
+        offsets = _local_offsets(builder, offsets, windows["t"])
     if offsets is not None and "e" in cut:
-        experts = _Experts(draft, offsets, windows["e"], length(windows["t"]))
+        experts = _ExpertTokens(builder, offsets, windows["e"], length(windows["t"]))
         offsets = experts.offsets
         operands = [
             experts.to_front(operand, names.index("t")) if "t" in names else operand
             for operand, names in zip(operands, forms, strict=False)
         ]
     operands = [
-        _padded(draft, operand, names, paddings)
+        _padded(builder, operand, names, paddings)
         for operand, names in zip(operands, forms, strict=False)
     ]
-    made = draft(call.op, *operands, offsets, *rest, **named)
+    made = builder(call.op, *operands, offsets, *rest, **named)
     for dim, name in enumerate(forms[2]):
         if name in paddings:
-            made = draft("aten.slice.Tensor", made, dim, 0, length(windows[name]))
+            made = builder("aten.slice.Tensor", made, dim, 0, length(windows[name]))
     if experts is not None and "t" in forms[2]:
-        made = experts.back(made, forms[2].index("t"), len(forms[2]))
-    return draft.program(made)
+        made = experts.to_original_order(made, forms[2].index("t"), len(forms[2]))
+    return builder.program(made)
 
 
 def _gradients(call: OpCall) -> Notation:
@@ -202,36 +216,41 @@ def _gradients(call: OpCall) -> Notation:
     )
 
 
-def _gradients_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
-    """Let offsets count local tokens, bring those of local experts to the front."""
+def _localize_gradients(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
+    """Make offsets count local tokens, and rotate those of local experts to the front."""
     tokens, weights, offsets, gradient = call.args
     assert isinstance(tokens, Ref) and isinstance(offsets, Ref) and isinstance(gradient, Ref)
-    own, (experts, *_) = shards.inputs[0][0], shards.inputs[1]
-    is_cut_t = is_cut(own, call.inputs[0].shape[0])
+    window, (experts, *_) = shards.inputs[0][0], shards.inputs[1]
+    is_cut_t = is_cut(window, call.inputs[0].shape[0])
     is_cut_e = is_cut(experts, call.inputs[1].shape[0])
     if not is_cut_t and not is_cut_e:
-        return unchanged(call)
-    draft = Draft()
+        return same_call(call)
+    builder = LocalProgramBuilder()
     if is_cut_t:
-        offsets = _local_offsets(draft, offsets, own)
+        offsets = _local_offsets(builder, offsets, window)
     if not is_cut_e:
-        return draft.program(*draft.several(2, call.op, tokens, weights, offsets, gradient))
-    turned = _Experts(draft, offsets, experts, length(own))
-    tokens, gradient = (turned.to_front(each, 0) for each in (tokens, gradient))
-    of_tokens, of_weights = draft.several(2, call.op, tokens, weights, turned.offsets, gradient)
-    return draft.program(turned.back(of_tokens, 0, 2), of_weights)
+        return builder.program(*builder.several(2, call.op, tokens, weights, offsets, gradient))
+    expert_tokens = _ExpertTokens(builder, offsets, experts, length(window))
+    tokens, gradient = (expert_tokens.to_front(operand, 0) for operand in (tokens, gradient))
+    token_gradient, weight_gradient = builder.several(
+        2, call.op, tokens, weights, expert_tokens.offsets, gradient
+    )
+    return builder.program(expert_tokens.to_original_order(token_gradient, 0, 2), weight_gradient)
 
 
-def _local_offsets(draft: Draft, offsets: Ref, tokens: Range) -> Ref:
-    """Count the tokens of a window only."""
-    offsets = draft("aten.sub.Tensor", offsets, tokens[0])
-    return draft("aten.clamp.default", offsets, 0, length(tokens))
+def _local_offsets(builder: LocalProgramBuilder, offsets: Ref, tokens: Range) -> Ref:
+    """Return the offsets of the tokens in a window, counted from its start.
+
+    Clamping gives experts that are all before the window no tokens, and likewise those behind it.
+    """
+    offsets = builder("aten.sub.Tensor", offsets, tokens[0])
+    return builder("aten.clamp.default", offsets, 0, length(tokens))
 
 
 #: Of any operator that takes (operand, operand, offsets) as `_grouped_mm` does.
-PRODUCT = Rule(_notation, _shard)
+PRODUCT = Rule(_notation, _localize_product)
 
 #: Of any operator (tokens, weights, offsets, gradient) -> (of the tokens, of the weights).
-GRADIENTS = Rule(_gradients, _gradients_shard)
+GRADIENTS = Rule(_gradients, _localize_gradients)
 
 RULES = {"aten._grouped_mm.default": PRODUCT}

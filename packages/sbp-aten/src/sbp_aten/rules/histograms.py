@@ -8,7 +8,7 @@ sum of all counts: then the elements are needed whole.
 
 from __future__ import annotations
 
-from sbp_core.signatures import Dims, Notation, OpCall, Rule, each, linear
+from sbp_core.signatures import Dims, Notation, OpCall, Rule, fresh_dims, linear
 
 _RANGE = "the extremes of all elements make the edges of the bins"
 _DENSITY = "a density is divided by the sum of all counts"
@@ -31,12 +31,12 @@ def _notation(call: OpCall, *, ranged: bool, counts: bool, coordinates: bool) ->
         coordinates: Whether the last dim of the elements (`x!`) holds coordinates of one.
     """
     shape = call.inputs[0].shape
-    points = each(len(shape) - coordinates, "n")
+    points = fresh_dims(len(shape) - coordinates, "n")
     elements: Dims = (*points, ("x",)) if coordinates else points
     weighted = call.kwargs.get("weight") is not None
     given = call.inputs[1 : len(call.inputs) - weighted]
-    edges = [each(len(entry.shape), f"e{index}_") for index, entry in enumerate(given)]
-    made = [each(len(entry.shape), f"o{index}_") for index, entry in enumerate(call.outputs)]
+    edges = [fresh_dims(len(entry.shape), f"e{index}_") for index, entry in enumerate(given)]
+    made = [fresh_dims(len(entry.shape), f"o{index}_") for index, entry in enumerate(call.outputs)]
     why = _why(call, ranged=ranged)
     names = [name for (name,) in points]
     own = {name for dims in (*edges, *made) for (name,) in dims} | {"x"} & {*("x" * coordinates)}

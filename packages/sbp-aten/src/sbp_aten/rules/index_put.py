@@ -2,7 +2,15 @@
 
     v0 d1, b0, b0 d1 => v0 d1    x[i] = values; see `advanced` for the dims
 
-A rank that holds a window of a dim that is indexed drops the updates that go elsewhere.
+A rank that holds a window of an indexed dim redirects the updates of other windows to a spare row,
+which it cuts off afterwards. So shapes do not depend on the values of indices:
+
+    x has 6 rows, i = [4, 0, 5], and this rank holds rows 0 to 2:
+
+        row 0 <- i[1]       local index [3, 0, 3]
+        row 1
+        row 2
+        spare <- i[0], i[2]
 """
 
 from __future__ import annotations
@@ -10,7 +18,7 @@ from __future__ import annotations
 from math import prod
 
 from sbp_aten.rules.advanced import DATA, Indexing, clamped, right_aligned
-from sbp_aten.rules.indexing import flat_places
+from sbp_aten.rules.indexing import flat_positions
 from sbp_aten.rules.updates import Updates, combining, replacing
 from sbp_aten.rules.windows import (
     given,
@@ -22,23 +30,23 @@ from sbp_aten.rules.windows import (
 )
 from sbp_core.signatures import (
     Dims,
-    Draft,
     LocalCall,
     LocalProgram,
+    LocalProgramBuilder,
     Notation,
     OpCall,
     Rule,
     Shards,
     argument,
-    each,
-    unchanged,
+    fresh_dims,
+    same_call,
 )
 
 _MASKED = "aten._unsafe_masked_index_put_accumulate.default"
 
 
-def _meeting(call: OpCall, accumulate: bool, over: list[str]) -> Updates:
-    """Return what happens to updates; their values are the last tensor argument."""
+def _updates(call: OpCall, accumulate: bool, over: list[str]) -> Updates:
+    """Return how updates combine with the tensor; their values are the last tensor argument."""
     values = len(call.inputs) - 1
     if accumulate:
         return combining("sum", call.inputs[0], values, over)
@@ -51,15 +59,15 @@ def _put_notation(call: OpCall, indexing: Indexing, accumulate: bool, mask: bool
     result = indexing.result()
     made = [name for (name,) in indexing.made()]
     free = [shape[dim] for dim in indexing.free]
-    wide = (*free[: indexing.at], *_extents(call, indexing), *free[indexing.at :])
-    updates = _meeting(call, accumulate, made)
-    masks = [right_aligned(call.inputs[1].shape, wide, result)] if mask else []
+    broadcast = (*free[: indexing.at], *_extents(call, indexing), *free[indexing.at :])
+    updates = _updates(call, accumulate, made)
+    masks = [right_aligned(call.inputs[1].shape, broadcast, result)] if mask else []
     return Notation(
         inputs=(
             indexing.tensor(),
             *masks,
             *map(indexing.of_index, indexing.indices),
-            right_aligned(values, wide, result),
+            right_aligned(values, broadcast, result),
         ),
         outputs=(indexing.tensor(),),
         dependences=updates.dependences,
@@ -88,14 +96,14 @@ def _fills_mask(call: OpCall, indexing: Indexing) -> Notation:
         for dim in range(len(call.inputs[0].shape))
     )
     free = [call.inputs[0].shape[dim] for dim in indexing.free]
-    wide = (*free[: indexing.at], 1, *free[indexing.at :])
-    kept = right_aligned(values, wide, indexing.result())
-    updates = _meeting(call, bool(argument(call, 3, "accumulate", False)), [])
+    broadcast = (*free[: indexing.at], 1, *free[indexing.at :])
+    aligned = right_aligned(values, broadcast, indexing.result())
+    updates = _updates(call, bool(argument(call, 3, "accumulate", False)), [])
     return Notation(
         inputs=(
             tensor,
             tuple(tensor[dim] for dim in index.dims),
-            tuple(() if dim == ("b0",) else dim for dim in kept),
+            tuple(() if dim == ("b0",) else dim for dim in aligned),
         ),
         outputs=(tensor,),
         dependences=updates.dependences,
@@ -115,8 +123,8 @@ def _masked_put(call: OpCall) -> Notation:
     return _put_notation(call, Indexing.of(call, 2, 2), True, mask=True)
 
 
-def _shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
-    """Let updates that go elsewhere go to a spare row of each dim that is cut and indexed."""
+def _localize(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
+    """Redirect updates of other windows to a spare row of each dim that is cut and indexed."""
     masked = call.op == _MASKED
     names = ("self", "mask", "indices") if masked else ("self", "indices")
     arguments, named = given(call, (*names, "values"))
@@ -124,29 +132,29 @@ def _shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
     shape, bounds = call.inputs[0].shape, shards.inputs[0]
     cut = Indexing.of(call, len(names) - 1, len(names) - 1).cut(shape, bounds)
     if not cut:
-        return unchanged(call)
-    draft = Draft()
+        return same_call(call)
+    builder = LocalProgramBuilder()
     local = list(entries)
     for index in cut:
         (dim,) = index.dims
-        front = (clamped if masked else wrapped)(draft, entries[index.slot], shape[dim])
-        local[index.slot] = writable(draft, front, bounds[dim])
+        front = (clamped if masked else wrapped)(builder, entries[index.slot], shape[dim])
+        local[index.slot] = writable(builder, front, bounds[dim])
     windows = {dim: bounds[dim] for index in cut for dim in index.dims}
-    target = with_spare(draft, target, list(windows), len(shape))
-    made = draft(call.op, target, *between, tuple(local), *arguments[len(names) :], **named)
-    return draft.program(without_spare(draft, made, windows))
+    target = with_spare(builder, target, list(windows), len(shape))
+    made = builder(call.op, target, *between, tuple(local), *arguments[len(names) :], **named)
+    return builder.program(without_spare(builder, made, windows))
 
 
 def _put(call: OpCall) -> Notation:
     """Return `v0 v1, i0, i0 => v0 v1`: the tensor is written to as if it had one dim."""
     index, values = call.inputs[1].shape, call.inputs[2].shape
-    target = each(len(call.inputs[0].shape), "v")
-    places = each(len(index), "i")
+    target = fresh_dims(len(call.inputs[0].shape), "v")
+    places = fresh_dims(len(index), "i")
     same = index == values
-    updates = _meeting(
+    updates = _updates(
         call, bool(argument(call, 3, "accumulate", False)), [name for (name,) in places]
     )
-    others = () if same else each(len(values), "s")
+    others = () if same else fresh_dims(len(values), "s")
     own = () if same else (*places, *others)
     return Notation(
         inputs=(target, places, places if same else others),
@@ -159,25 +167,25 @@ def _put(call: OpCall) -> Notation:
     )
 
 
-def _put_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
-    """Let updates that go elsewhere go to a spare element behind the flattened shard."""
+def _localize_put(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
+    """Redirect updates of other shards to a spare element behind the flattened shard."""
     (target, index, *rest), named = given(call, ("self", "index", "source"))
     shape, bounds = call.inputs[0].shape, shards.inputs[0]
     local = shape_of(bounds)
     if local == shape:
-        return unchanged(call)
-    draft = Draft()
-    place, outside = flat_places(draft, index, shape, bounds)
-    place = draft("aten.masked_fill.Scalar", place, outside, prod(local))
-    flat = draft("aten.reshape.default", target, (prod(local),))
-    flat = draft(call.op, with_spare(draft, flat, (0,), 1), place, *rest, **named)
-    kept = draft("aten.slice.Tensor", flat, 0, 0, prod(local))
-    return draft.program(draft("aten.view.default", kept, local))
+        return same_call(call)
+    builder = LocalProgramBuilder()
+    place, outside = flat_positions(builder, index, shape, bounds)
+    place = builder("aten.masked_fill.Scalar", place, outside, prod(local))
+    flat = builder("aten.reshape.default", target, (prod(local),))
+    flat = builder(call.op, with_spare(builder, flat, (0,), 1), place, *rest, **named)
+    written = builder("aten.slice.Tensor", flat, 0, 0, prod(local))
+    return builder.program(builder("aten.view.default", written, local))
 
 
 RULES = {
-    "aten._unsafe_index_put.default": Rule(_index_put, _shard),
-    _MASKED: Rule(_masked_put, _shard),
-    "aten.index_put.default": Rule(_index_put, _shard),
-    "aten.put.default": Rule(_put, _put_shard),
+    "aten._unsafe_index_put.default": Rule(_index_put, _localize),
+    _MASKED: Rule(_masked_put, _localize),
+    "aten.index_put.default": Rule(_index_put, _localize),
+    "aten.put.default": Rule(_put, _localize_put),
 }

@@ -22,18 +22,18 @@ from sbp_core.graph import Ref
 from sbp_core.signatures import (
     Bounds,
     Dim,
-    Draft,
     LocalCall,
     LocalProgram,
+    LocalProgramBuilder,
     Notation,
     OpCall,
     Rule,
     Shards,
     argument,
-    each,
+    fresh_dims,
     increasing,
     linear,
-    unchanged,
+    same_call,
     wrap_dim,
 )
 
@@ -42,8 +42,8 @@ def _index_select(call: OpCall) -> Notation:
     """Return `a v b, k => a k b` for dim 1."""
     shape, index, made = call.inputs[0].shape, call.inputs[1].shape, call.outputs[0]
     at = wrap_dim(argument(call, 1, "dim"), len(shape))
-    dims = each(len(shape))
-    places = each(len(index), "k")
+    dims = fresh_dims(len(shape))
+    places = fresh_dims(len(index), "k")
     # A tensor without dims is read by an index of one place, which no dim of the result is for.
     stays = () if shape else places
     return Notation(
@@ -63,15 +63,15 @@ def _index_select_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgra
     shape, bounds = call.inputs[0].shape, shards.inputs[0]
     at = wrap_dim(dim, len(shape))
     if not shape or not is_cut(bounds[at], shape[at]):
-        return unchanged(call)
+        return same_call(call)
     if bounds[at][0] == bounds[at][1]:
         return only_zeros(tensor, shards.output_shape())
-    draft = Draft()
-    local, outside = readable(draft, index, bounds[at])
-    rows = draft(call.op, tensor, at, local)
+    builder = LocalProgramBuilder()
+    local, outside = readable(builder, index, bounds[at])
+    rows = builder(call.op, tensor, at, local)
     for _ in shape[at + 1 :]:
-        outside = draft("aten.unsqueeze.default", outside, -1)
-    return draft.program(draft("aten.masked_fill.Scalar", rows, outside, 0))
+        outside = builder("aten.unsqueeze.default", outside, -1)
+    return builder.program(builder("aten.masked_fill.Scalar", rows, outside, 0))
 
 
 def _gather(call: OpCall) -> Notation:
@@ -120,44 +120,44 @@ def _gather_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
     ]
     windowed = bool(shape) and is_cut(bounds[at], shape[at])
     if (not cuts and not windowed) or 0 in places:
-        return unchanged(call)
+        return same_call(call)
     if windowed and bounds[at][0] == bounds[at][1]:
         return only_zeros(tensor, shards.output_shape())
-    draft = Draft()
+    builder = LocalProgramBuilder()
     for other in cuts:
-        tensor = draft("aten.slice.Tensor", tensor, other, *pieces[other])
+        tensor = builder("aten.slice.Tensor", tensor, other, *pieces[other])
     if not windowed:
-        return draft.program(draft(call.op, tensor, at, index, **named))
-    local, outside = readable(draft, index, bounds[at])
-    rows = draft(call.op, tensor, at, local, **named)
-    return draft.program(draft("aten.masked_fill.Scalar", rows, outside, 0))
+        return builder.program(builder(call.op, tensor, at, index, **named))
+    local, outside = readable(builder, index, bounds[at])
+    rows = builder(call.op, tensor, at, local, **named)
+    return builder.program(builder("aten.masked_fill.Scalar", rows, outside, 0))
 
 
-def flat_places(
-    draft: Draft, index: Ref, shape: tuple[int, ...], bounds: Bounds
+def flat_positions(
+    builder: LocalProgramBuilder, index: Ref, shape: tuple[int, ...], bounds: Bounds
 ) -> tuple[Ref, Ref]:
     """Return places in a flattened tensor as places in a flattened shard, and which lie outside.
 
     Args:
-        draft: Takes the calls.
+        builder: Takes the calls.
         index: Places in the flattened tensor, from behind if negative; any shape, integers.
         shape: Shape of the tensor.
         bounds: Bounds of the shard, which is smaller.
     """
-    index = wrapped(draft, index, prod(shape))
+    index = wrapped(builder, index, prod(shape))
     local = shape_of(bounds)
     total: Ref | None = None
     beyond: Ref | None = None
     for dim, window in enumerate(bounds):
-        row = draft("aten.div.Tensor_mode", index, prod(shape[dim + 1 :]), rounding_mode="floor")
-        row = draft("aten.remainder.Scalar", row, shape[dim])
+        row = builder("aten.div.Tensor_mode", index, prod(shape[dim + 1 :]), rounding_mode="floor")
+        row = builder("aten.remainder.Scalar", row, shape[dim])
         if is_cut(window, shape[dim]):
-            row, outside = inside(draft, row, window)
+            row, outside = inside(builder, row, window)
             beyond = (
-                outside if beyond is None else draft("aten.logical_or.default", beyond, outside)
+                outside if beyond is None else builder("aten.logical_or.default", beyond, outside)
             )
-        term = draft("aten.mul.Tensor", row, prod(local[dim + 1 :]))
-        total = term if total is None else draft("aten.add.Tensor", total, term)
+        term = builder("aten.mul.Tensor", row, prod(local[dim + 1 :]))
+        total = term if total is None else builder("aten.add.Tensor", total, term)
     assert total is not None and beyond is not None, "the shard is as large as the tensor"
     return total, beyond
 
@@ -165,8 +165,8 @@ def flat_places(
 def _take(call: OpCall) -> Notation:
     """Return `v0 v1, i0 => i0`: the tensor is read as if it had one dim."""
     shape, made = call.inputs[0].shape, call.outputs[0]
-    places = each(len(made.shape), "i")
-    tensor = each(len(shape), "v")
+    places = fresh_dims(len(made.shape), "i")
+    tensor = fresh_dims(len(shape), "v")
     reduction = lookup_reduction(made)
     return Notation(
         inputs=(tensor, places),
@@ -183,14 +183,14 @@ def _take_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
     shape, bounds = call.inputs[0].shape, shards.inputs[0]
     local = shape_of(bounds)
     if local == shape:
-        return unchanged(call)
+        return same_call(call)
     if 0 in local:
         return only_zeros(tensor, shards.output_shape())
-    draft = Draft()
-    place, outside = flat_places(draft, index, shape, bounds)
-    place = draft("aten.masked_fill.Scalar", place, outside, 0)
-    found = draft("aten.take.default", tensor, place)
-    return draft.program(draft("aten.masked_fill.Scalar", found, outside, 0))
+    builder = LocalProgramBuilder()
+    place, outside = flat_positions(builder, index, shape, bounds)
+    place = builder("aten.masked_fill.Scalar", place, outside, 0)
+    found = builder("aten.take.default", tensor, place)
+    return builder.program(builder("aten.masked_fill.Scalar", found, outside, 0))
 
 
 RULES = {

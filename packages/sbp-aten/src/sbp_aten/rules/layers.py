@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sbp_core.signatures import Notation, OpCall, Rule, argument, of_batch
+from sbp_core.signatures import Notation, OpCall, Rule, argument, batch_notation
 
 _LAYER = "attention mixes the positions, and products the features"
 _CLASSES = "a softmax runs over the classes, and products over the features"
@@ -18,7 +18,7 @@ def _transformer(call: OpCall) -> Notation:
     data = [0] if encoder else [0, 0, 0]
     masked = argument(call, *((18, "mask") if encoder else (9, "mask"))) is not None
     weights = [None] * (len(call.inputs) - len(data))
-    return of_batch(
+    return batch_notation(
         call,
         [*data, *weights, *[0] * len(call.outputs)],
         why="masks of each kind have dims of their own" if masked else _LAYER,
@@ -35,7 +35,7 @@ def _linear_cross_entropy(call: OpCall) -> Notation:
     mean = argument(call, 5, "reduction") == "mean"
     wanted = argument(call, 12, "compute_input_grad")
     rest = [None] * (len(call.inputs) - 3)
-    return of_batch(
+    return batch_notation(
         call,
         [0, None, 0, *rest, None, 0 if wanted else None, None, None],
         why="a mean divides by the targets that count, of all shards" if mean else _CLASSES,
@@ -47,7 +47,7 @@ def _linear_cross_entropy(call: OpCall) -> Notation:
 def _linear_cross_entropy_each(call: OpCall) -> Notation:
     """`n i!, c! i!, n => n`: a loss for each row."""
     rest = [None] * (len(call.inputs) - 3)
-    return of_batch(call, [0, None, 0, *rest, 0], why=_CLASSES, nonempty=True)
+    return batch_notation(call, [0, None, 0, *rest, 0], why=_CLASSES, nonempty=True)
 
 
 _CHUNKED = "torch_nn._linear_cross_entropy_batch_chunked"

@@ -24,7 +24,7 @@ from sbp_core.signatures import (
     increasing,
     labels,
     linear,
-    parsed,
+    parse_notation,
     unread,
 )
 
@@ -124,7 +124,7 @@ def _factorised(text: str, factor: float) -> Rule:
     def meaning(call: OpCall) -> Notation:
         shape = call.inputs[0].shape
         return _stacked(
-            call, parsed(text), work_flop=factor * prod(shape) * min(shape[-2:], default=1)
+            call, parse_notation(text), work_flop=factor * prod(shape) * min(shape[-2:], default=1)
         )
 
     return Rule(meaning)
@@ -135,7 +135,7 @@ def _solution(call: OpCall, position: int, text: str) -> Notation:
 
     A system of n equations and k right-hand sides costs `2 n n k`.
     """
-    one = parsed(text)
+    one = parse_notation(text)
     matrix = call.inputs[1 if position == 0 else 0].shape
     if call.op == "aten._linalg_solve_ex.default" and _is_vector(
         matrix, call.inputs[position].shape
@@ -192,7 +192,7 @@ def _lstsq(call: OpCall) -> Notation:
         "e2!" if rank.shape == (0,) and matrix[:-2] != (0,) else "()",
         "p!" if values.shape != (0,) else "e3!",
     ]
-    one = parsed(f"m! n!, {'m!' if vector else 'm! k'} => {', '.join(parts)}")
+    one = parse_notation(f"m! n!, {'m!' if vector else 'm! k'} => {', '.join(parts)}")
     made = _stacked(
         call,
         one,
@@ -211,7 +211,7 @@ def _lstsq(call: OpCall) -> Notation:
 
 def _pinv(call: OpCall) -> Notation:
     """`i! j!, (), () => j! i!`: tolerances, if given, are one for each matrix."""
-    one = parsed("i! j!" + ", ()" * (len(call.inputs) - 1) + " => j! i!")
+    one = parse_notation("i! j!" + ", ()" * (len(call.inputs) - 1) + " => j! i!")
     shape = call.inputs[0].shape
     return _stacked(call, one, work_flop=21.0 * prod(shape) * min(shape[-2:]))
 
@@ -223,7 +223,7 @@ def _lu_unpack(call: OpCall) -> Notation:
         increasing(0, outputs=(1, 2)) if data else unread(0),
         *(() if pivots else (ignored(1),)),
     ]
-    one = parsed("m! n!, k! => m! m2!, m! k!, k! n!")
+    one = parse_notation("m! n!, k! => m! m2!, m! k!, k! n!")
     return _stacked(call, one, *read, work_flop=0.0, why="triangles of a matrix are cut out")
 
 

@@ -29,11 +29,11 @@ from sbp_core.signatures import (
     argument,
     broadcast_dims,
     broadcast_shape,
-    changed,
-    each,
+    fresh_dims,
     linear,
+    same_call,
     tensor_position,
-    unchanged,
+    with_literals,
 )
 
 #: PyTorch's numbers for `reduction=`.
@@ -74,10 +74,10 @@ class _Family:
     def part(self, call: OpCall, local: int, total: int) -> LocalCall | LocalProgram:
         """Return what a rank runs that holds `local` of `total` samples."""
         if self.reduces(call) != MEAN:
-            return unchanged(call)
+            return same_call(call)
         if self.gradient:
             return part_of_gradient(call, local, total)
-        summed = changed(call, (self.reduction, "reduction", SUM))
+        summed = with_literals(call, (self.reduction, "reduction", SUM))
         return part_of_mean(call, local, total, summed)
 
 
@@ -152,13 +152,13 @@ def _losses(call: OpCall, reduction: int, samples: Dims) -> Dims:
 
 def _multi_margin(call: OpCall, scores: Dims, samples: Dims) -> list[Dims]:
     weight: list[Dims] = [(("c",),)] * (len(call.inputs) - 2)
-    targets = samples or each(len(call.inputs[1].shape), "t")
+    targets = samples or fresh_dims(len(call.inputs[1].shape), "t")
     return [scores, targets, *weight, _losses(call, 5, samples)]
 
 
 def _multi_margin_backward(call: OpCall, scores: Dims, samples: Dims) -> list[Dims]:
     weight: list[Dims] = [(("c",),)] * (len(call.inputs) - 3)
-    targets = samples or each(len(call.inputs[2].shape), "t")
+    targets = samples or fresh_dims(len(call.inputs[2].shape), "t")
     return [_losses(call, 6, samples), scores, targets, *weight, scores]
 
 

@@ -14,11 +14,11 @@ from sbp_core.signatures import (
     argument,
     broadcast_dims,
     decreasing,
-    each,
+    fresh_dims,
     increasing,
     linear,
     maxima,
-    parsed,
+    parse_notation,
     unread,
 )
 
@@ -72,7 +72,7 @@ def _with_bias(text: str, *, empty: bool = True) -> Rule:
     """
 
     def meaning(call: OpCall) -> Notation:
-        product = parsed(text)
+        product = parse_notation(text)
         inputs = (_bias_dims(call, product), *product.inputs)
         why = "" if empty or inputs[0] == product.outputs[0] else _UNBROADCAST
         if "int" in call.inputs[0].dtype and isinstance(call.kwargs.get("beta"), float):
@@ -95,7 +95,7 @@ def _with_bias(text: str, *, empty: bool = True) -> Rule:
 
 def _addmm_activation(call: OpCall) -> Notation:
     """`j, i k!, k! j => i j`."""
-    product = parsed("i k, k j -> i j")
+    product = parse_notation("i k, k j -> i j")
     return Notation(
         inputs=(_bias_dims(call, product), *product.inputs),
         outputs=product.outputs,
@@ -109,7 +109,7 @@ def _int_mm(call: OpCall) -> Notation:
     """Int8 in, int32 out: partial int8 values would wrap, so only the output may be partial."""
     rows, inner = call.inputs[0].shape
     work = 2.0 * rows * inner * call.inputs[1].shape[1]
-    return replace(parsed("i k, k j => i j"), work_flop=work)
+    return replace(parse_notation("i k, k j => i j"), work_flop=work)
 
 
 def _scaled_mm(call: OpCall) -> Notation:
@@ -165,7 +165,7 @@ def _matmul(call: OpCall) -> Notation:
 
 def _linear(call: OpCall) -> Notation:
     """`d0 d1 k, j k + j -> d0 d1 j`."""
-    outer = each(len(call.inputs[0].shape) - 1)
+    outer = fresh_dims(len(call.inputs[0].shape) - 1)
     bias: tuple[Dims, ...] = ((("j",),),) if len(call.inputs) > 2 else ()
     return Notation(
         inputs=((*outer, ("k",)), (("j",), ("k",)), *bias),

@@ -7,7 +7,15 @@ larger than the mean itself, as sums would be. Holds no rules.
 
 from __future__ import annotations
 
-from sbp_core.signatures import Draft, LocalCall, LocalProgram, OpCall, argument, changed, unchanged
+from sbp_core.signatures import (
+    LocalCall,
+    LocalProgram,
+    LocalProgramBuilder,
+    OpCall,
+    argument,
+    same_call,
+    with_literals,
+)
 
 
 def part_of_mean(
@@ -22,12 +30,12 @@ def part_of_mean(
         without: What it runs if it holds none, and a mean would be 0 / 0: the sum.
     """
     if local == total:
-        return unchanged(call)
+        return same_call(call)
     if local == 0:
         return without
-    draft = Draft()
-    mean, *others = draft.several(len(call.outputs), call.op, *call.args, **call.kwargs)
-    return draft.program(draft("aten.mul.Scalar", mean, local / total), *others)
+    builder = LocalProgramBuilder()
+    mean, *others = builder.several(len(call.outputs), call.op, *call.args, **call.kwargs)
+    return builder.program(builder("aten.mul.Scalar", mean, local / total), *others)
 
 
 def part_of_gradient(call: OpCall, local: int, total: int) -> LocalCall | LocalProgram:
@@ -41,8 +49,8 @@ def part_of_gradient(call: OpCall, local: int, total: int) -> LocalCall | LocalP
         total: Number of elements (>= 0) of all ranks.
     """
     if local in (0, total):
-        return unchanged(call)
-    draft = Draft()
-    gradient = draft("aten.mul.Scalar", argument(call, 0, "grad_output"), local / total)
-    own = changed(call, (0, "grad_output", gradient))
-    return draft.program(draft(own.op, *own.args, **own.kwargs))
+        return same_call(call)
+    builder = LocalProgramBuilder()
+    gradient = builder("aten.mul.Scalar", argument(call, 0, "grad_output"), local / total)
+    own = with_literals(call, (0, "grad_output", gradient))
+    return builder.program(builder(own.op, *own.args, **own.kwargs))

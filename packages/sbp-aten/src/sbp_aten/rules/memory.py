@@ -15,32 +15,32 @@ from sbp_aten.rules.reshape import reshaped
 from sbp_core.graph import Ref, Symbol
 from sbp_core.signatures import (
     Dims,
-    Draft,
     LocalCall,
     LocalProgram,
+    LocalProgramBuilder,
     Notation,
     OpCall,
     Rule,
     Shards,
     argument,
-    each,
+    fresh_dims,
     increasing,
     linear,
-    unchanged,
+    same_call,
     unread,
 )
 
 
-def _copied(draft: Draft, call: OpCall) -> Ref:
+def _copied(builder: LocalProgramBuilder, call: OpCall) -> Ref:
     """Return a copy of the first argument that lies contiguously from the begin of its memory."""
     symbol = Symbol("memory_format", "contiguous_format")
-    return draft("aten.clone.default", call.args[0], memory_format=symbol)
+    return builder("aten.clone.default", call.args[0], memory_format=symbol)
 
 
 def _reinterpreted(call: OpCall) -> Notation:
     """`view.dtype`: in the last dim, several small elements make a large one, or the reverse."""
     before, after = call.inputs[0], call.outputs[0]
-    dims = each(len(before.shape))
+    dims = fresh_dims(len(before.shape))
     if before.dtype == after.dtype:
         return arranged(call, [dims], [dims])
     sides = [dims, dims]
@@ -60,9 +60,9 @@ def _reinterpreted(call: OpCall) -> Notation:
 
 def _reinterpret(call: OpCall, _: Shards) -> LocalCall | LocalProgram:
     if call.inputs[0].shape == call.outputs[0].shape:
-        return unchanged(call)
-    draft = Draft()
-    return draft.program(draft(call.op, _copied(draft, call), *call.args[1:], **call.kwargs))
+        return same_call(call)
+    builder = LocalProgramBuilder()
+    return builder.program(builder(call.op, _copied(builder, call), *call.args[1:], **call.kwargs))
 
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -93,9 +93,9 @@ def _strided(call: OpCall) -> Notation:
     if _is_reshape(call):
         return reshaped(call)
     count = _num_batch(call)
-    batch = each(count, "b")
-    left = each(len(call.inputs[0].shape) - count, "x")
-    right = each(len(call.outputs[0].shape) - count, "y")
+    batch = fresh_dims(count, "b")
+    left = fresh_dims(len(call.inputs[0].shape) - count, "x")
+    right = fresh_dims(len(call.outputs[0].shape) - count, "y")
     return arranged(
         call,
         [(*batch, *left)],
@@ -114,8 +114,8 @@ def _stride(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
     own = _strides([stop - start for start, stop in shards.inputs[0]])
     strides = (*own[:count], *argument(call, 2, "stride")[count:])
     offset = argument(call, 3, "storage_offset") or 0
-    draft = Draft()
-    return draft.program(draft(call.op, _copied(draft, call), size, strides, offset))
+    builder = LocalProgramBuilder()
+    return builder.program(builder(call.op, _copied(builder, call), size, strides, offset))
 
 
 def _resized(call: OpCall) -> Notation:
@@ -124,7 +124,7 @@ def _resized(call: OpCall) -> Notation:
     if prod(source) == prod(target):
         found = reshaped(call)
     else:
-        dims = each(len(source), "x"), each(len(target), "y")
+        dims = fresh_dims(len(source), "x"), fresh_dims(len(target), "y")
         whole = [name for side in dims for (name,) in side]
         why = "it addresses memory, of which a shard has another layout"
         found = arranged(call, dims[:1], dims[1:], whole=whole, why=why)

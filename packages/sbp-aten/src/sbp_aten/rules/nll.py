@@ -15,20 +15,20 @@ from sbp_aten.rules.loss import MEAN, NONE, SUM
 from sbp_core.graph import Argument, Ref, Symbol
 from sbp_core.signatures import (
     Dims,
-    Draft,
     LocalCall,
     LocalProgram,
+    LocalProgramBuilder,
     Notation,
     OpCall,
     Rule,
     Shards,
     argument,
     decreasing,
-    each,
+    fresh_dims,
     labels,
     linear,
+    same_call,
     tensor_position,
-    unchanged,
     unread,
 )
 
@@ -45,7 +45,7 @@ def _dims(call: OpCall, scores: int) -> tuple[Dims, Dims, list[Dims]]:
     weighted = tensor_position(call, 2 + scores, "weight") is not None
     weight: list[Dims] = [(("w",),)] if weighted else []
     if num_dims == 1:
-        return (("c",),), each(len(call.inputs[scores + 1].shape), "t"), weight
+        return (("c",),), fresh_dims(len(call.inputs[scores + 1].shape), "t"), weight
     places = tuple((name,) for name in labels("s", num_dims - 2))
     return (("n",), ("c",), *places), (("n",), *places), weight
 
@@ -105,20 +105,20 @@ def _localize_forward(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
     """Sum over the own classes; a mean divides by the weight of all targets."""
     bounds = _classes(call, shards, 0)
     if bounds is None:
-        return unchanged(call)
-    draft = Draft()
+        return same_call(call)
+    builder = LocalProgramBuilder()
     scores, target, weight, reduction, ignored = (
         argument(call, index, name) for index, name in enumerate(_ARGUMENTS)
     )
-    here, weight_here = _here(draft, call, target, weight, ignored, bounds, 0)
+    here, weight_here = _here(builder, call, target, weight, ignored, bounds, 0)
     kind = SUM if reduction == MEAN else reduction
-    loss, own_total = draft.several(2, call.op, scores, here, weight_here, kind, _ELSEWHERE)
+    loss, own_total = builder.several(2, call.op, scores, here, weight_here, kind, _ELSEWHERE)
     if reduction == NONE and _is_batched(call, 0):
-        return draft.program(loss, own_total)
-    total = _total_weight(draft, call, target, weight, ignored)
+        return builder.program(loss, own_total)
+    total = _total_weight(builder, call, target, weight, ignored)
     if reduction == MEAN:
-        loss = draft("aten.div.Tensor", loss, total)
-    return draft.program(loss, total)
+        loss = builder("aten.div.Tensor", loss, total)
+    return builder.program(loss, total)
 
 
 _ARGUMENTS = ("self", "target", "weight", "reduction", "ignore_index")
@@ -127,15 +127,15 @@ _ARGUMENTS = ("self", "target", "weight", "reduction", "ignore_index")
 def _localize_backward(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
     bounds = _classes(call, shards, 1)
     if bounds is None:
-        return unchanged(call)
-    draft = Draft()
+        return same_call(call)
+    builder = LocalProgramBuilder()
     gradient, scores, target, weight, reduction, ignored, total = (
         argument(call, index, name)
         for index, name in enumerate(("grad_output", *_ARGUMENTS, "total_weight"))
     )
-    here, weight_here = _here(draft, call, target, weight, ignored, bounds, 1)
+    here, weight_here = _here(builder, call, target, weight, ignored, bounds, 1)
     args = (gradient, scores, here, weight_here, reduction, _ELSEWHERE, total)
-    return draft.program(draft(call.op, *args))
+    return builder.program(builder(call.op, *args))
 
 
 def _classes(call: OpCall, shards: Shards, scores: int) -> tuple[int, int] | None:
@@ -146,7 +146,7 @@ def _classes(call: OpCall, shards: Shards, scores: int) -> tuple[int, int] | Non
 
 
 def _here(
-    draft: Draft,
+    builder: LocalProgramBuilder,
     call: OpCall,
     target: Argument,
     weight: Argument,
@@ -156,41 +156,41 @@ def _here(
 ) -> tuple[Ref, Argument]:
     """Return targets counted from the first class of the rank, and the weights of its classes."""
     start, stop = bounds
-    wide = _widened(draft, call, target, scores)
-    inside = draft(
+    wide = _widened(builder, call, target, scores)
+    inside = builder(
         "aten.logical_and.default",
-        draft("aten.ge.Scalar", wide, start),
-        draft("aten.lt.Scalar", wide, stop),
+        builder("aten.ge.Scalar", wide, start),
+        builder("aten.lt.Scalar", wide, stop),
     )
     if start <= ignored < stop:
-        wanted = draft("aten.ne.Scalar", wide, ignored)
-        inside = draft("aten.logical_and.default", inside, wanted)
-    shifted = draft("aten.sub.Scalar", wide, start)
-    here = draft("aten.where.ScalarOther", inside, shifted, _ELSEWHERE)
+        wanted = builder("aten.ne.Scalar", wide, ignored)
+        inside = builder("aten.logical_and.default", inside, wanted)
+    shifted = builder("aten.sub.Scalar", wide, start)
+    here = builder("aten.where.ScalarOther", inside, shifted, _ELSEWHERE)
     if weight is None:
         return here, None
-    return here, draft("aten.slice.Tensor", weight, 0, start, stop)
+    return here, builder("aten.slice.Tensor", weight, 0, start, stop)
 
 
-def _widened(draft: Draft, call: OpCall, target: Argument, scores: int) -> Argument:
+def _widened(builder: LocalProgramBuilder, call: OpCall, target: Argument, scores: int) -> Argument:
     """Return targets as int64: what uint8 holds has no room for `_ELSEWHERE`."""
     if call.inputs[scores + 1].dtype == "int64":
         return target
-    return draft("aten._to_copy.default", target, dtype=Symbol("dtype", "int64"))
+    return builder("aten._to_copy.default", target, dtype=Symbol("dtype", "int64"))
 
 
 def _total_weight(
-    draft: Draft, call: OpCall, target: Argument, weight: Argument, ignored: int
+    builder: LocalProgramBuilder, call: OpCall, target: Argument, weight: Argument, ignored: int
 ) -> Ref:
     """Return the weight of all targets, whatever their class."""
-    wide = _widened(draft, call, target, 0)
-    wanted = draft("aten.ne.Scalar", wide, ignored)
+    wide = _widened(builder, call, target, 0)
+    wanted = builder("aten.ne.Scalar", wide, ignored)
     dtype = Symbol("dtype", call.outputs[1].dtype)
     if weight is None:
-        return draft("aten.sum.default", wanted, dtype=dtype)
-    safe = draft("aten.where.ScalarOther", wanted, wide, 0)
-    weights = draft("aten.take.default", weight, safe)
-    return draft("aten.sum.default", draft("aten.where.ScalarOther", wanted, weights, 0.0))
+        return builder("aten.sum.default", wanted, dtype=dtype)
+    safe = builder("aten.where.ScalarOther", wanted, wide, 0)
+    weights = builder("aten.take.default", weight, safe)
+    return builder("aten.sum.default", builder("aten.where.ScalarOther", wanted, weights, 0.0))
 
 
 RULES = {

@@ -22,7 +22,7 @@ from sbp_core.signatures import (
     Shards,
     along,
     argument,
-    each,
+    fresh_dims,
     increasing,
     labels,
     linear,
@@ -72,7 +72,7 @@ def _layer_dims(call: OpCall, data: int, shape: int) -> tuple[Dims, Dims, Dims, 
     """
     num_dims = len(call.inputs[data].shape)
     inner = len(argument(call, shape, "normalized_shape"))
-    dims = each(num_dims)
+    dims = fresh_dims(num_dims)
     outer, normalised = dims[: num_dims - inner], dims[num_dims - inner :]
     ones: tuple[Dim, ...] = ((),) * inner
     return dims, (*outer, *ones), normalised, frozenset(name for (name,) in normalised)
@@ -193,7 +193,7 @@ def _weight_norm_backward(call: OpCall) -> Notation:
 def _scaled(call: OpCall, dim: int, dependences: tuple[Dependence, ...]) -> Notation:
     """Return the notation of an operator on slices along `dim` and one number for each."""
     shape = call.inputs[0].shape
-    dims = each(len(shape))
+    dims = fresh_dims(len(shape))
     at = wrap_dim(dim, len(shape))
     numbers = tuple(names if index == at else () for index, names in enumerate(dims))
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from math import prod
 
 from sbp_core.graph import Ref
-from sbp_core.signatures import Bounds, Draft
+from sbp_core.signatures import Bounds, LocalProgramBuilder
 
 #: For each spatial dim the half-open bounds of the shard, and the extent of the whole.
 Plane = Sequence[tuple[int, int, int]]
@@ -30,11 +30,11 @@ def is_whole(plane: Plane) -> bool:
     return all(start == 0 and stop == extent for start, stop, extent in plane)
 
 
-def moved(draft: Draft, indices: Ref, plane: Plane, into: bool) -> Ref:
+def moved(builder: LocalProgramBuilder, indices: Ref, plane: Plane, into: bool) -> Ref:
     """Add the calls that turn indices into a shard to indices into the plane, or back.
 
     Args:
-        draft: What the calls are added to.
+        builder: What the calls are added to.
         indices: Flat indices (int64).
         plane: For each spatial dim the bounds of the shard and the extent of the whole.
         into: Whether indices into the plane become such into the shard.
@@ -43,12 +43,12 @@ def moved(draft: Draft, indices: Ref, plane: Plane, into: bool) -> Ref:
     after = [stop - start if into else extent for start, stop, extent in plane]
     shift = [-start if into else start for start, _, _ in plane]
     if before[1:] == after[1:]:
-        return draft("aten.add.Scalar", indices, shift[0] * prod(after[1:]))
+        return builder("aten.add.Scalar", indices, shift[0] * prod(after[1:]))
     total: Ref | None = None
     for at in range(len(plane)):
-        place = draft("aten.floor_divide.Scalar", indices, prod(before[at + 1 :]))
-        place = draft("aten.remainder.Scalar", place, before[at])
-        place = draft("aten.add.Scalar", place, shift[at])
-        place = draft("aten.mul.Scalar", place, prod(after[at + 1 :]))
-        total = place if total is None else draft("aten.add.Tensor", total, place)
+        place = builder("aten.floor_divide.Scalar", indices, prod(before[at + 1 :]))
+        place = builder("aten.remainder.Scalar", place, before[at])
+        place = builder("aten.add.Scalar", place, shift[at])
+        place = builder("aten.mul.Scalar", place, prod(after[at + 1 :]))
+        total = place if total is None else builder("aten.add.Tensor", total, place)
     return total or indices

@@ -19,21 +19,21 @@ from sbp_aten.rules.sliding import Slide, space, spread
 from sbp_core.signatures import (
     Dependence,
     Dims,
-    Draft,
     LocalCall,
     Localizer,
     LocalProgram,
+    LocalProgramBuilder,
     Notation,
     OpCall,
     Rule,
     Shards,
     argument,
-    changed,
-    each,
+    fresh_dims,
     increasing,
     linear,
     maxima,
     unread,
+    with_literals,
 )
 
 #: Shapes of elements and of windows -> how the window slides along each spatial dim.
@@ -116,7 +116,7 @@ def _pool(
         steps = list(slides(call, elements[-count:], windows[-count:]))
         shape = space(steps, divisible=average and localize is not None)
         # Batch and channels, or channels alone.
-        lead = each(len(elements) - count, "b")
+        lead = fresh_dims(len(elements) - count, "b")
         drawn: Dims = (() if len(lead) == 1 else lead[0], lead[-1], ("t",))
         dealt = {name for dim in shape.windows for name in dim} if scatters else set()
         rounded = average and call.inputs[0].dtype.startswith(("int", "uint"))
@@ -163,12 +163,12 @@ def _scaled(count: int, *, backward: bool) -> Localizer:
         size = spatial(shards.outputs[0], count)
         local = LocalCall(op=call.op, args=call.args, kwargs=call.kwargs)
         if not backward:
-            local = changed(call, (1, "output_size", size))
+            local = with_literals(call, (1, "output_size", size))
         if ratio == 1.0:
             return local
-        draft = Draft()
-        made = draft(local.op, *local.args, **local.kwargs)
-        return draft.program(draft("aten.mul.Scalar", made, ratio))
+        builder = LocalProgramBuilder()
+        made = builder(local.op, *local.args, **local.kwargs)
+        return builder.program(builder("aten.mul.Scalar", made, ratio))
 
     return localize
 
@@ -178,13 +178,13 @@ def _indexed(count: int, *, sized: bool) -> Localizer:
 
     def localize(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
         size = (1, "output_size", spatial(shards.outputs[0], count))
-        local = changed(call, *([size] if sized else []))
+        local = with_literals(call, *([size] if sized else []))
         held = plane(shards.inputs[0], call.inputs[0].shape, count)
         if is_whole(held):
             return local
-        draft = Draft()
-        values, indices = draft.several(2, local.op, *local.args, **local.kwargs)
-        return draft.program(values, moved(draft, indices, held, into=False))
+        builder = LocalProgramBuilder()
+        values, indices = builder.several(2, local.op, *local.args, **local.kwargs)
+        return builder.program(values, moved(builder, indices, held, into=False))
 
     return localize
 
@@ -199,15 +199,15 @@ def _indexed_backward(count: int, index: int) -> Localizer:
     def localize(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
         windows = plane(shards.inputs[0], call.inputs[0].shape, count)
         if is_whole(windows):
-            return changed(call)
+            return with_literals(call)
         gradient, source = (argument(call, at, name) for at, name in enumerate(_GRADIENT))
         indices = argument(call, index, "indices")
         held = plane(shards.inputs[1], call.inputs[1].shape, count)
         if is_whole(held):
             return LocalCall(op=scatter, args=(gradient, source, indices))
-        draft = Draft()
-        indices = moved(draft, indices, held, into=True)
-        return draft.program(draft(scatter, gradient, source, indices))
+        builder = LocalProgramBuilder()
+        indices = moved(builder, indices, held, into=True)
+        return builder.program(builder(scatter, gradient, source, indices))
 
     return localize
 
@@ -216,7 +216,7 @@ def _dealt(count: int) -> Localizer:
     """Return the localiser of `fractional_max_pool_backward`, told the number of windows."""
 
     def localize(call: OpCall, shards: Shards) -> LocalCall:
-        return changed(call, (3, "output_size", spatial(shards.inputs[0], count)))
+        return with_literals(call, (3, "output_size", spatial(shards.inputs[0], count)))
 
     return localize
 

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from sbp_aten.rules.factories import made
 from sbp_core.signatures import (
-    BY_NAME,
-    OTHER_NUMBERS,
+    KEYWORD_ONLY,
+    RANDOM_STAYS_WHOLE,
     Dependence,
     LocalCall,
     Notation,
@@ -20,7 +20,7 @@ from sbp_core.signatures import (
     Rule,
     Shards,
     argument,
-    each,
+    fresh_dims,
     increasing,
     linear,
     opaque,
@@ -30,7 +30,7 @@ from sbp_core.signatures import (
 
 def _drawn(*dependences: Dependence) -> Rule:
     """Return the rule of an operator that draws numbers: whole, whatever else passes through."""
-    whole = opaque(OTHER_NUMBERS)
+    whole = opaque(RANDOM_STAYS_WHOLE)
     return Rule(lambda call: replace(whole.notation(call), dependences=dependences))
 
 
@@ -46,7 +46,7 @@ def _dropout(call: OpCall) -> Notation:
 
     With p = 1 nothing is drawn either. Of an empty shard the kernel makes a mask of another dtype.
     """
-    dims = each(len(call.outputs[0].shape))
+    dims = fresh_dims(len(call.outputs[0].shape))
     trains = argument(call, 2, "train", True)
     draws = (trains is None or bool(trains)) and argument(call, 1, "p") != 1
     names = frozenset(name for (name,) in dims)
@@ -56,7 +56,7 @@ def _dropout(call: OpCall) -> Notation:
         dependences=(linear(0, outputs=(0,)), increasing(0, outputs=(0,))),
         whole=names if draws else frozenset(),
         nonempty=frozenset() if draws else names,
-        why=OTHER_NUMBERS if draws else "the kernel makes a wrong mask of an empty shard",
+        why=RANDOM_STAYS_WHOLE if draws else "the kernel makes a wrong mask of an empty shard",
     )
 
 
@@ -66,12 +66,12 @@ def _counted_shard(call: OpCall, shards: Shards) -> LocalCall:
     The call itself may draw a part of a larger tensor: `start` and `logical` are given then.
     """
     made_shape = call.outputs[0].shape
-    logical = argument(call, BY_NAME, "logical") or made_shape
-    first = argument(call, BY_NAME, "start") or (0,) * len(made_shape)
+    logical = argument(call, KEYWORD_ONLY, "logical") or made_shape
+    first = argument(call, KEYWORD_ONLY, "start") or (0,) * len(made_shape)
     start = tuple(at + begin for at, (begin, _) in zip(first, shards.outputs[0], strict=True))
     size = shards.output_shape()
     kwargs = dict(call.kwargs)
-    if argument(call, BY_NAME, "per_shard", False):
+    if argument(call, KEYWORD_ONLY, "per_shard", False):
         place = 0
         for extent, begin in zip(logical, start, strict=True):
             place = place * extent + begin

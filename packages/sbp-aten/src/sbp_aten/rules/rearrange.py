@@ -9,15 +9,15 @@ from math import prod
 from sbp_aten.rules.arrangement import arranged, in_order, permuted
 from sbp_core.signatures import (
     Dim,
-    Draft,
     LocalCall,
     LocalProgram,
+    LocalProgramBuilder,
     Notation,
     OpCall,
     Rule,
     Shards,
     argument,
-    each,
+    fresh_dims,
     wrap_dim,
     wrap_dims,
 )
@@ -26,7 +26,7 @@ from sbp_core.signatures import (
 def _cat(call: OpCall) -> Notation:
     """The joined dim is whole, unless one part is all of it."""
     shape = call.outputs[0].shape
-    made = each(len(shape))
+    made = fresh_dims(len(shape))
     dim = wrap_dim(argument(call, 1, "dim", 0), len(shape))
     inputs: list[Sequence[Dim]] = []
     own = {*made[dim]}
@@ -47,7 +47,7 @@ def _cat(call: OpCall) -> Notation:
 
 
 def _stack(call: OpCall) -> Notation:
-    made = each(len(call.outputs[0].shape))
+    made = fresh_dims(len(call.outputs[0].shape))
     dim = wrap_dim(argument(call, 1, "dim", 0), len(made))
     part = (*made[:dim], *made[dim + 1 :])
     why = "each part is one element of it"
@@ -61,9 +61,9 @@ def _chunk_cat(call: OpCall) -> Notation:
     The operator takes no empty parts.
     """
     num_dims = len(call.inputs[0].shape)
-    lead = each(wrap_dim(argument(call, 1, "dim"), num_dims), "b")
+    lead = fresh_dims(wrap_dim(argument(call, 1, "dim"), num_dims), "b")
     inputs = [
-        (*lead, *each(len(entry.shape) - len(lead), f"x{index}_"))
+        (*lead, *fresh_dims(len(entry.shape) - len(lead), f"x{index}_"))
         for index, entry in enumerate(call.inputs)
     ]
     output = (*lead, ("n",), ("m",))
@@ -77,7 +77,7 @@ def _chunk_cat(call: OpCall) -> Notation:
 def _repeat(call: OpCall) -> Notation:
     """`d => r` where a dim repeats: a rank of `r` makes its part out of all of `d`."""
     source, target = call.inputs[0].shape, call.outputs[0].shape
-    made: list[Dim] = list(each(len(target)))
+    made: list[Dim] = list(fresh_dims(len(target)))
     own: list[Dim] = [(f"x{dim}",) for dim in range(len(source))]
     lead = len(target) - len(source)
     for dim, extent in enumerate(source):
@@ -93,7 +93,7 @@ def _repeat(call: OpCall) -> Notation:
 def _repeat_locally(call: OpCall, shards: Shards) -> LocalProgram:
     source, target = call.inputs[0].shape, call.outputs[0].shape
     periods = (*[1] * (len(target) - len(source)), *source)
-    repeats, draft = [], Draft()
+    repeats, builder = [], LocalProgramBuilder()
     cuts: dict[int, tuple[int, int]] = {}
     for dim, (period, (start, stop)) in enumerate(zip(periods, shards.outputs[0], strict=True)):
         if dim >= len(target) - len(source) and period == target[dim]:
@@ -104,10 +104,10 @@ def _repeat_locally(call: OpCall, shards: Shards) -> LocalProgram:
         begin = start - first * period
         if (begin, stop - start) != (0, (last - first) * period):
             cuts[dim] = begin, begin + stop - start
-    made = draft("aten.repeat.default", call.args[0], tuple(repeats))
+    made = builder("aten.repeat.default", call.args[0], tuple(repeats))
     for dim, (start, stop) in cuts.items():
-        made = draft("aten.slice.Tensor", made, dim, start, stop)
-    return draft.program(made)
+        made = builder("aten.slice.Tensor", made, dim, start, stop)
+    return builder.program(made)
 
 
 def _rolled(call: OpCall, num_dims: int) -> dict[int, int]:

@@ -5,7 +5,16 @@ Tensors of data carry the batch, weights do not, and gradients of biases are sum
 
 from __future__ import annotations
 
-from sbp_core.signatures import Notation, OpCall, Rule, argument, batched, linear, of_batch, opaque
+from sbp_core.signatures import (
+    Notation,
+    OpCall,
+    Rule,
+    argument,
+    batch_notation,
+    batched,
+    linear,
+    opaque,
+)
 
 _GATES = "the gates of a step are chunks of one dim, which products mix"
 _CHAIN = f"each step needs the one before, and {_GATES}"
@@ -23,7 +32,7 @@ def _network(call: OpCall) -> Notation:
     states = [1] * num_states
     weights = [None] * (len(call.inputs) - 1 - num_states)
     drops = bool(argument(call, 6, "train")) and argument(call, 5, "dropout") != 0
-    return of_batch(
+    return batch_notation(
         call,
         [data, *states, *weights, data, *states],
         why="a shard would drop other elements" if drops else _CHAIN,
@@ -36,7 +45,7 @@ def _cell(call: OpCall) -> Notation:
     """`lstm_cell` and alike: `b i!, b h!, weights => b h!`."""
     num_states = len(call.outputs)
     weights = [None] * (len(call.inputs) - 1 - num_states)
-    return of_batch(call, [0, *[0] * num_states, *weights, *[0] * num_states], why=_GATES)
+    return batch_notation(call, [0, *[0] * num_states, *weights, *[0] * num_states], why=_GATES)
 
 
 def _lstm_gradient(call: OpCall) -> Notation:

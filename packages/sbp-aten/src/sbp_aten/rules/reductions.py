@@ -17,13 +17,13 @@ from math import inf, prod
 from sbp_aten.rules.means import part_of_mean
 from sbp_core.graph import Symbol
 from sbp_core.signatures import (
-    BY_NAME,
+    KEYWORD_ONLY,
     Dependence,
     Dims,
-    Draft,
     LocalCall,
     Localizer,
     LocalProgram,
+    LocalProgramBuilder,
     Notation,
     OpCall,
     Rule,
@@ -31,13 +31,13 @@ from sbp_core.signatures import (
     argument,
     broadcast_dims,
     broadcast_shape,
-    each,
+    fresh_dims,
     increasing,
     labels,
     linear,
     maxima,
     minima,
-    unchanged,
+    same_call,
     unread,
     wrap_dims,
 )
@@ -165,7 +165,7 @@ def _notation(call: OpCall, dims: tuple[int, ...], way: _Way) -> Notation:
     split = all(way.kinds)
     alike = len(set(way.kinds)) == 1
     return Notation(
-        inputs=(each(len(shape)),),
+        inputs=(fresh_dims(len(shape)),),
         outputs=tuple(outputs),
         dependences=alone or way.dependences,
         whole=frozenset(() if split else over),
@@ -208,7 +208,7 @@ def _mean(index: int, total: str) -> Rule:
         shape, bounds = call.inputs[0].shape, shards.inputs[0]
         dims = _dims(call, index)
         local = prod(bounds[dim][1] - bounds[dim][0] for dim in dims)
-        summed = replace(unchanged(call), op=total)
+        summed = replace(same_call(call), op=total)
         return part_of_mean(call, local, prod(shape[dim] for dim in dims), summed)
 
     return _over(_SUM, index, localize)
@@ -234,7 +234,7 @@ def _distance(call: OpCall) -> Notation:
 
 def _histogram(call: OpCall) -> Notation:
     """`d0 d1 => bins!`: counts of shards add up, if the range does not hang on the elements."""
-    dims: Dims = each(len(call.inputs[0].shape))
+    dims: Dims = fresh_dims(len(call.inputs[0].shape))
     limits = argument(call, 2, "min", 0), argument(call, 3, "max", 0)
     free = limits[0] != limits[1]
     return Notation(
@@ -267,8 +267,8 @@ def _localize_bincount(call: OpCall, shards: Shards) -> LocalCall | LocalProgram
         return LocalCall(op=call.op, args=(items, weights, num_bins))
     # Without items it would make integers whatever the weights are.
     dtype = Symbol("dtype", call.outputs[0].dtype)
-    draft = Draft()
-    return draft.program(draft("aten.new_zeros.default", weights, (num_bins,), dtype=dtype))
+    builder = LocalProgramBuilder()
+    return builder.program(builder("aten.new_zeros.default", weights, (num_bins,), dtype=dtype))
 
 
 RULES = {
@@ -277,7 +277,7 @@ RULES = {
     "aten.all.dims": _over(_ALL),
     "aten.amax.default": _over(_MAX),
     "aten.amin.default": _over(_MIN),
-    "aten.aminmax.default": _over(_MIN_MAX, BY_NAME),
+    "aten.aminmax.default": _over(_MIN_MAX, KEYWORD_ONLY),
     "aten.any.default": _over(_ANY, _NONE),
     "aten.any.dim": _over(_ANY),
     "aten.any.dims": _over(_ANY),

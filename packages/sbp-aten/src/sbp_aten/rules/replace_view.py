@@ -15,17 +15,17 @@ from sbp_aten.rules.windows import given, is_cut, length
 from sbp_core.graph import Ref
 from sbp_core.signatures import (
     Dims,
-    Draft,
     LocalCall,
     LocalProgram,
+    LocalProgramBuilder,
     Notation,
     OpCall,
     Rule,
     Shards,
     argument,
-    each,
+    fresh_dims,
     linear,
-    unchanged,
+    same_call,
     unread,
     wrap_dim,
 )
@@ -35,7 +35,7 @@ _WHY = "the source is shorter than the tensor there"
 
 def _notation(call: OpCall, source: Dims) -> Notation:
     """Return the notation, given the dims of the source; those of its own (`s0`) are whole."""
-    target = each(len(call.inputs[0].shape))
+    target = fresh_dims(len(call.inputs[0].shape))
     own = {name for dim in source for name in dim if name.startswith("s")}
     return Notation(
         inputs=(target, source),
@@ -48,13 +48,13 @@ def _notation(call: OpCall, source: Dims) -> Notation:
 
 def _as_it_is(target: Ref) -> LocalProgram:
     """Return the program of a rank into whose shard nothing is written."""
-    draft = Draft()
-    return draft.program(draft("aten.clone.default", target))
+    builder = LocalProgramBuilder()
+    return builder.program(builder("aten.clone.default", target))
 
 
 def _select(call: OpCall) -> Notation:
     """Return `d0 d1, d1 => d0 d1` for dim 0: the source is one row of it."""
-    dims = each(len(call.inputs[0].shape))
+    dims = fresh_dims(len(call.inputs[0].shape))
     at = wrap_dim(argument(call, 2, "dim"), len(dims))
     return _notation(call, (*dims[:at], *dims[at + 1 :]))
 
@@ -65,7 +65,7 @@ def _select_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
     shape, bounds = call.inputs[0].shape, shards.inputs[0]
     at = wrap_dim(dim, len(shape))
     if not is_cut(bounds[at], shape[at]):
-        return unchanged(call)
+        return same_call(call)
     place = index % shape[at] - bounds[at][0]
     if not 0 <= place < length(bounds[at]):
         return _as_it_is(target)
@@ -84,7 +84,7 @@ def _slice_bounds(call: OpCall) -> tuple[int, int, int]:
 def _slice(call: OpCall) -> Notation:
     """Return `d0 d1, s0! d1 => d0 d1` for dim 0; the source may also be all of the result."""
     shape, source = call.inputs[0].shape, call.inputs[1].shape
-    dims = each(len(shape))
+    dims = fresh_dims(len(shape))
     at, _, _ = _slice_bounds(call)
     if source == shape:
         every = _notation(call, dims)
@@ -99,17 +99,17 @@ def _slice_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
     shape, count = call.inputs[0].shape, call.inputs[1].shape[at]
     window = shards.inputs[0][at]
     if not is_cut(window, shape[at]):
-        return unchanged(call)
+        return same_call(call)
     if count == shape[at]:
         return LocalCall(op=call.op, args=(target, source, at, 0, length(window), 1))
     begin, end = (min(max(-(-(edge - first) // step), 0), count) for edge in window)
     if begin >= end:
         return _as_it_is(target)
-    draft = Draft()
-    part = draft("aten.slice.Tensor", source, at, begin, end)
+    builder = LocalProgramBuilder()
+    part = builder("aten.slice.Tensor", source, at, begin, end)
     start = first + begin * step - window[0]
     stop = start + (end - begin - 1) * step + 1
-    return draft.program(draft(call.op, target, part, at, start, stop, step))
+    return builder.program(builder(call.op, target, part, at, start, stop, step))
 
 
 def _diagonal_dims(call: OpCall) -> tuple[int, int, int]:
@@ -122,7 +122,7 @@ def _diagonal_dims(call: OpCall) -> tuple[int, int, int]:
 def _diagonal(call: OpCall) -> Notation:
     """Return `d0 d1 d2, d0 s => d0 d1 d2` for dims 1 and 2."""
     _, row, column = _diagonal_dims(call)
-    dims = each(len(call.inputs[0].shape))
+    dims = fresh_dims(len(call.inputs[0].shape))
     free = tuple(entry for dim, entry in enumerate(dims) if dim not in (row, column))
     return _notation(call, (*free, ("s",)))
 
@@ -133,21 +133,24 @@ def _diagonal_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
     offset, row, column = _diagonal_dims(call)
     shape, bounds = call.inputs[0].shape, shards.inputs[0]
     if not is_cut(bounds[row], shape[row]) and not is_cut(bounds[column], shape[column]):
-        return unchanged(call)
+        return same_call(call)
     above, left = max(0, -offset), max(0, offset)
     begin = max(bounds[row][0] - above, bounds[column][0] - left, 0)
     end = min(bounds[row][1] - above, bounds[column][1] - left, call.inputs[1].shape[-1])
     if begin >= end:
         return _as_it_is(target)
-    draft = Draft()
-    part = draft("aten.slice.Tensor", source, -1, begin, end)
+    builder = LocalProgramBuilder()
+    part = builder("aten.slice.Tensor", source, -1, begin, end)
     offset += bounds[row][0] - bounds[column][0]
-    return draft.program(draft(call.op, target, part, offset, row, column))
+    return builder.program(builder(call.op, target, part, offset, row, column))
 
 
 def _strided(call: OpCall) -> Notation:
     """Return `d0! d1!, s0! => d0! d1!`."""
-    target, source = each(len(call.inputs[0].shape)), each(len(call.inputs[1].shape), "s")
+    target, source = (
+        fresh_dims(len(call.inputs[0].shape)),
+        fresh_dims(len(call.inputs[1].shape), "s"),
+    )
     return Notation(
         inputs=(target, source),
         outputs=(target,),

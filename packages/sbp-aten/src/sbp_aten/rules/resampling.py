@@ -25,11 +25,11 @@ from sbp_core.signatures import (
     Rule,
     Shards,
     argument,
-    changed,
-    each,
+    fresh_dims,
     increasing,
     linear,
     unread,
+    with_literals,
 )
 
 
@@ -163,7 +163,7 @@ def _meaning(form: _Upsample, call: OpCall) -> Notation:
     dims_in, dims_out, whole, why = _space(form, call, source, target)
     # Where the sizes stay, nothing is interpolated.
     same = dims_in == dims_out and not whole
-    lead = each(len(call.inputs[0].shape) - form.count, "b")
+    lead = fresh_dims(len(call.inputs[0].shape) - form.count, "b")
     sides: list[Dims] = [(*lead, *dims_in), (*lead, *dims_out)]
     if form.backward:
         sides.reverse()
@@ -197,10 +197,10 @@ def _upsample(form: _Upsample) -> Rule:
         if form.backward:
             held = tuple(stop - start for start, stop in shards.inputs[0])
             sizes = (1, "output_size", held[-form.count :]), (2, "input_size", made)
-            return changed(call, *sizes)
+            return with_literals(call, *sizes)
         if argument(call, 1, "output_size") is None:
-            return changed(call)
-        return changed(call, (1, "output_size", made[-form.count :]))
+            return with_literals(call)
+        return with_literals(call, (1, "output_size", made[-form.count :]))
 
     return Rule(lambda call: _meaning(form, call), localize)
 
@@ -230,7 +230,7 @@ def _sampled(count: int, backward: bool) -> Rule:
     n c x!, n y t! => n c y; linear 0          (`x`, `y`: all spatial dims)
     n c y, n c x!, n y t! => n c x!, n y t!; linear 0; linear 1 to 1
     """
-    read, made = each(count, "x"), each(count, "y")
+    read, made = fresh_dims(count, "x"), fresh_dims(count, "y")
     source, target = (("n",), ("c",), *read), (("n",), ("c",), *made)
     grid: Dims = (("n",), *made, ("t",))
     whole = frozenset([*(name for (name,) in read), "t"])
@@ -270,7 +270,7 @@ def _sampled(count: int, backward: bool) -> Rule:
 def _affine_grid(call: OpCall) -> Notation:
     """`n r! t! => n y! r!`: coordinates of all places, mapped by a matrix for each sample."""
     rank = len(call.outputs[0].shape)
-    places = each(rank - 2, "y")
+    places = fresh_dims(rank - 2, "y")
     return Notation(
         inputs=((("n",), ("r",), ("t",)),),
         outputs=((("n",), *places, ("r",)),),
@@ -282,7 +282,7 @@ def _affine_grid(call: OpCall) -> Notation:
 
 def _sized_batch(call: OpCall, shards: Shards) -> LocalCall:
     size = argument(call, 1, "size")
-    return changed(call, (1, "size", (shards.output_shape()[0], *size[1:])))
+    return with_literals(call, (1, "size", (shards.output_shape()[0], *size[1:])))
 
 
 RULES = {

@@ -19,9 +19,9 @@ from sbp_core.signatures import (
     Rule,
     Shards,
     argument,
-    each,
+    fresh_dims,
     labels,
-    resized,
+    with_local_shape,
     wrap_dim,
     wrap_dims,
 )
@@ -133,7 +133,7 @@ def _squeezed(call: OpCall) -> tuple[int, ...]:
 
 def _squeeze(call: OpCall) -> Notation:
     dropped = _squeezed(call)
-    dims: list[Dim] = list(each(len(call.inputs[0].shape)))
+    dims: list[Dim] = list(fresh_dims(len(call.inputs[0].shape)))
     for dim in dropped:
         dims[dim] = ()
     kept = [dims[dim] for dim in range(len(dims)) if dim not in dropped]
@@ -146,35 +146,35 @@ def _squeeze_locally(call: OpCall, _: Shards) -> LocalCall:
 
 
 def _unsqueeze(call: OpCall) -> Notation:
-    dims = each(len(call.inputs[0].shape))
+    dims = fresh_dims(len(call.inputs[0].shape))
     at = wrap_dim(argument(call, 1, "dim"), len(dims) + 1)
     return arranged(call, [dims], [(*dims[:at], (), *dims[at:])])
 
 
 def _expand(call: OpCall) -> Notation:
     source, target = call.inputs[0].shape, call.outputs[0].shape
-    dims = each(len(target))
+    dims = fresh_dims(len(target))
     own = dims[len(target) - len(source) :]
     wide = target[len(target) - len(source) :]
     kept = [dim if old == new else () for dim, old, new in zip(own, source, wide, strict=True)]
     return arranged(call, [kept], [dims])
 
 
-_EXPAND = Rule(_expand, resized(1))
+_EXPAND = Rule(_expand, with_local_shape(1))
 _SQUEEZE = Rule(_squeeze, _squeeze_locally)
 _UNSQUEEZE = Rule(_unsqueeze)
 
 RULES = {
     "aten._reshape_alias.default": _RESHAPE,
     "aten._reshape_alias_copy.default": _RESHAPE,
-    "aten._reshape_copy.default": Rule(reshaped, resized(1)),
-    "aten._unsafe_view.default": Rule(reshaped, resized(1)),
+    "aten._reshape_copy.default": Rule(reshaped, with_local_shape(1)),
+    "aten._unsafe_view.default": Rule(reshaped, with_local_shape(1)),
     "aten.broadcast_to.default": _EXPAND,
     "aten.expand.default": _EXPAND,
     "aten.expand_copy.default": _EXPAND,
     "aten.flatten.using_ints": _RESHAPE,
     "aten.ravel.default": _RESHAPE,
-    "aten.reshape.default": Rule(reshaped, resized(1, "shape")),
+    "aten.reshape.default": Rule(reshaped, with_local_shape(1, "shape")),
     "aten.squeeze.default": _SQUEEZE,
     "aten.squeeze.dim": _SQUEEZE,
     "aten.squeeze.dims": _SQUEEZE,
@@ -184,6 +184,6 @@ RULES = {
     "aten.unflatten.int": _RESHAPE,
     "aten.unsqueeze.default": _UNSQUEEZE,
     "aten.unsqueeze_copy.default": _UNSQUEEZE,
-    "aten.view.default": Rule(reshaped, resized(1)),
-    "aten.view_copy.default": Rule(reshaped, resized(1)),
+    "aten.view.default": Rule(reshaped, with_local_shape(1)),
+    "aten.view_copy.default": Rule(reshaped, with_local_shape(1)),
 }

@@ -14,32 +14,34 @@ from dataclasses import replace
 
 from sbp_core.signatures import (
     Dims,
-    Draft,
     LocalProgram,
+    LocalProgramBuilder,
     Notation,
     OpCall,
     Rule,
     Shards,
-    each,
+    fresh_dims,
+    ordered_after,
     unread,
-    waiting,
 )
 
 
 def _piece(call: OpCall) -> Notation:
     """`(k s!) d1, t0! => k d1; free 1`: equal shards that `count` divides keep their own."""
     _, _, dim, _, count, settled = call.args
-    made = each(len(call.inputs[0].shape))
+    made = fresh_dims(len(call.inputs[0].shape))
     whole: Dims = (*made[:dim], (*made[dim], "s"), *made[dim + 1 :])
-    found = waiting(call, whole, made, *(() if settled else (unread(1),)), whole=frozenset({"s"}))
+    found = ordered_after(
+        call, whole, made, *(() if settled else (unread(1),)), whole=frozenset({"s"})
+    )
     return replace(found, sizes=(("s", count),), why="it is the distance of two elements")
 
 
 def _own_piece(call: OpCall, shards: Shards) -> LocalProgram:
     x, _, dim, index, count, _ = call.args
-    draft = Draft()
+    builder = LocalProgramBuilder()
     stop = shards.inputs[0][dim][1] - shards.inputs[0][dim][0]
-    return draft.program(draft("aten.slice_copy.Tensor", x, dim, index, stop, count))
+    return builder.program(builder("aten.slice_copy.Tensor", x, dim, index, stop, count))
 
 
 RULES = {

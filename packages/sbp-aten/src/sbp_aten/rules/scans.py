@@ -9,14 +9,14 @@ Also those that look for distinct elements, which run whole.
 from __future__ import annotations
 
 from sbp_core.signatures import (
-    BY_NAME,
+    KEYWORD_ONLY,
     Dependence,
     Notation,
     OpCall,
     Rule,
     along,
     argument,
-    each,
+    fresh_dims,
     increasing,
     linear,
     opaque,
@@ -32,7 +32,7 @@ _DISTINCT = "which elements are distinct, and how many, is known when all are co
 
 def _renorm(call: OpCall) -> Notation:
     """Each slice along one dim is scaled to a norm: `d0 d1! => d0 d1!` for `dim=0`."""
-    dims = each(len(call.inputs[0].shape))
+    dims = fresh_dims(len(call.inputs[0].shape))
     at = wrap_dim(argument(call, 2, "dim"), len(dims))
     return Notation(
         inputs=(dims,),
@@ -81,7 +81,7 @@ RULES = {
     "aten.nanmedian.dim": _along(1, why=_RANKED),
     "aten.renorm.default": Rule(_renorm),
     "aten.sort.default": _along(1, default=-1, why=_SORTED),
-    "aten.sort.stable": _along(BY_NAME, default=-1, why=_SORTED),
+    "aten.sort.stable": _along(KEYWORD_ONLY, default=-1, why=_SORTED),
     "aten.topk.default": _along(2, default=-1, why=_RANKED),
     "aten.unique_consecutive.default": opaque(_DISTINCT),
     "aten.unique_dim.default": opaque(_DISTINCT),

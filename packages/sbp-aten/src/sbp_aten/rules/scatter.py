@@ -23,16 +23,16 @@ from sbp_aten.rules.windows import (
 from sbp_core.graph import Ref
 from sbp_core.signatures import (
     Dims,
-    Draft,
     LocalCall,
     Localizer,
     LocalProgram,
+    LocalProgramBuilder,
     Notation,
     OpCall,
     Rule,
     Shards,
     argument,
-    unchanged,
+    same_call,
     wrap_dim,
 )
 
@@ -113,7 +113,9 @@ def _meaning(
     return meaning
 
 
-def _trimmed(draft: Draft, entry: Ref, call: OpCall, shards: Shards, tensor: int) -> Ref:
+def _trimmed(
+    builder: LocalProgramBuilder, entry: Ref, call: OpCall, shards: Shards, tensor: int
+) -> Ref:
     """Cut index or values to what the shard is for, where they do not share its extent.
 
     Beside `dim` they go along with the tensor; along it, the values go along with the index.
@@ -126,7 +128,7 @@ def _trimmed(draft: Draft, entry: Ref, call: OpCall, shards: Shards, tensor: int
         wide, window = call.inputs[leader].shape[dim], shards.inputs[leader][dim]
         if extent != wide and is_cut(window, wide):
             first, last = (min(bound, extent) for bound in window)
-            entry = draft("aten.slice.Tensor", entry, dim, first, last)
+            entry = builder("aten.slice.Tensor", entry, dim, first, last)
     return entry
 
 
@@ -144,21 +146,21 @@ def _shard(values_name: str, *, rows: bool, wraps: bool = False) -> Localizer:
         (target, _, index, values, *rest), named = given(call, names)
         shape, at = call.inputs[0].shape, _at(call)
         if not shape or 0 in call.inputs[1].shape:
-            return unchanged(call)
-        draft = Draft()
+            return same_call(call)
+        builder = LocalProgramBuilder()
         if not rows:
-            index = _trimmed(draft, index, call, shards, 1)
+            index = _trimmed(builder, index, call, shards, 1)
             if len(call.inputs) > 2:
-                values = _trimmed(draft, values, call, shards, 2)
+                values = _trimmed(builder, values, call, shards, 2)
         window = shards.inputs[0][at]
         if not is_cut(window, shape[at]):
-            return draft.program(draft(call.op, target, at, index, values, *rest, **named))
+            return builder.program(builder(call.op, target, at, index, values, *rest, **named))
         if wraps:
-            index = wrapped(draft, index, shape[at])
-        index = writable(draft, index, window)
-        target = with_spare(draft, target, (at,), len(shape))
-        made = draft(call.op, target, at, index, values, *rest, **named)
-        return draft.program(without_spare(draft, made, {at: window}))
+            index = wrapped(builder, index, shape[at])
+        index = writable(builder, index, window)
+        target = with_spare(builder, target, (at,), len(shape))
+        made = builder(call.op, target, at, index, values, *rest, **named)
+        return builder.program(without_spare(builder, made, {at: window}))
 
     return localize
 

@@ -18,17 +18,17 @@ from sbp_aten.rules.arrangement import arranged, fitted, zeros
 from sbp_core.graph import Ref
 from sbp_core.signatures import (
     Dims,
-    Draft,
     LocalCall,
     LocalProgram,
+    LocalProgramBuilder,
     Notation,
     OpCall,
     Range,
     Rule,
     Shards,
     argument,
-    each,
-    unchanged,
+    fresh_dims,
+    same_call,
     wrap_dim,
 )
 
@@ -58,7 +58,7 @@ class _Cut:
 
     def dims(self, shape: Sequence[int], index: int) -> tuple[Dims, Dims]:
         """Return the dims of the whole, and those of one piece."""
-        whole, piece, extent = each(len(shape)), self.pieces[index], shape[self.dim]
+        whole, piece, extent = fresh_dims(len(shape)), self.pieces[index], shape[self.dim]
         before, after = whole[: self.dim], whole[self.dim + 1 :]
         if self.drops:
             return whole, (*before, *after)
@@ -138,23 +138,23 @@ def _selecting(read: _Read) -> Rule:
     def localize(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
         shape, held = call.inputs[0].shape, shards.inputs[0]
         cut = read(call, shape)
-        bounds, (x, *_), draft = held[cut.dim], call.args, Draft()
+        bounds, (x, *_), builder = held[cut.dim], call.args, LocalProgramBuilder()
         if bounds == (0, shape[cut.dim]):
-            return unchanged(call)
+            return same_call(call)
 
         def taken(index: int, piece: _Piece) -> Ref:
             first, last = piece.within(bounds)
             start, made = piece.start + piece.step * first - bounds[0], shards.output_shape(index)
             if first == last:
-                return zeros(draft, x, made)
+                return zeros(builder, x, made)
             if cut.drops:
-                return draft("aten.select.int", x, cut.dim, start)
+                return builder("aten.select.int", x, cut.dim, start)
             end = start + piece.step * (last - first - 1) + 1
-            part = draft("aten.slice.Tensor", x, cut.dim, start, end, piece.step)
+            part = builder("aten.slice.Tensor", x, cut.dim, start, end, piece.step)
             wanted = shards.outputs[index][cut.dim]
-            return fitted(draft, part, cut.dim, made, (first, last), wanted)
+            return fitted(builder, part, cut.dim, made, (first, last), wanted)
 
-        return draft.program(*(taken(index, piece) for index, piece in enumerate(cut.pieces)))
+        return builder.program(*(taken(index, piece) for index, piece in enumerate(cut.pieces)))
 
     return Rule(meaning, localize)
 
@@ -176,17 +176,17 @@ def _placing(read: _Read) -> Rule:
         cut = read(call, shape)
         (piece,), bounds, (gradient, *_) = cut.pieces, shards.outputs[0][cut.dim], call.args
         first, last = piece.within(bounds)
-        start, draft = piece.start + piece.step * first - bounds[0], Draft()
+        start, builder = piece.start + piece.step * first - bounds[0], LocalProgramBuilder()
         if first == last:
-            return draft.program(zeros(draft, gradient, size))
+            return builder.program(zeros(builder, gradient, size))
         if cut.drops:
             op = "aten.select_backward.default"
-            return draft.program(draft(op, gradient, size, cut.dim, start))
+            return builder.program(builder(op, gradient, size, cut.dim, start))
         want = (*size[: cut.dim], last - first, *size[cut.dim + 1 :])
         held = shards.inputs[0][cut.dim]
-        part = fitted(draft, gradient, cut.dim, want, held, (first, last))
+        part = fitted(builder, gradient, cut.dim, want, held, (first, last))
         end, op = start + piece.step * (last - first - 1) + 1, "aten.slice_backward.default"
-        return draft.program(draft(op, part, size, cut.dim, start, end, piece.step))
+        return builder.program(builder(op, part, size, cut.dim, start, end, piece.step))
 
     return Rule(meaning, localize)
 

@@ -14,16 +14,16 @@ from sbp_core.signatures import (
     Bounds,
     Dim,
     Dims,
-    Draft,
     LocalCall,
     LocalProgram,
+    LocalProgramBuilder,
     Notation,
     OpCall,
     Range,
     Rule,
     Shards,
     argument,
-    each,
+    fresh_dims,
     increasing,
     linear,
     unread,
@@ -53,7 +53,7 @@ def _labels(shape: Sequence[int], length: int, where: tuple[int, int, int]) -> t
     with columns; any other has a label of its own.
     """
     offset, row, column = where
-    dims = each(len(shape))
+    dims = fresh_dims(len(shape))
     diagonal: Dim = ("k",)
     if offset >= 0 and length == shape[row]:
         diagonal = dims[row]
@@ -89,13 +89,13 @@ def _extracting(read: _Read) -> Rule:
     def localize(call: OpCall, shards: Shards) -> LocalProgram:
         matrix, shape = shards.inputs[0], shards.output_shape()
         where = offset, row, column = read(call, len(matrix))
-        held, draft, (x, *_) = _held(matrix, where), Draft(), call.args
+        held, builder, (x, *_) = _held(matrix, where), LocalProgramBuilder(), call.args
         if held[0] >= held[1]:
-            return draft.program(zeros(draft, x, shape))
+            return builder.program(zeros(builder, x, shape))
         shifted = offset + matrix[row][0] - matrix[column][0]
-        found = draft("aten.diagonal.default", x, shifted, row, column)
+        found = builder("aten.diagonal.default", x, shifted, row, column)
         wanted = shards.outputs[0][-1]
-        return draft.program(fitted(draft, found, len(shape) - 1, shape, held, wanted))
+        return builder.program(fitted(builder, found, len(shape) - 1, shape, held, wanted))
 
     return Rule(meaning, localize)
 
@@ -112,22 +112,22 @@ def _embedding(read: _Read) -> Rule:
     def localize(call: OpCall, shards: Shards) -> LocalProgram:
         matrix, diagonal = shards.outputs[0], shards.inputs[0]
         where = offset, row, column = read(call, len(matrix))
-        wanted, draft, (x, *_) = _held(matrix, where), Draft(), call.args
+        wanted, builder, (x, *_) = _held(matrix, where), LocalProgramBuilder(), call.args
         if wanted[0] >= wanted[1]:
-            return draft.program(zeros(draft, x, shards.output_shape()))
+            return builder.program(zeros(builder, x, shards.output_shape()))
         shape = [stop - start for start, stop in (*diagonal[:-1], wanted)]
-        part = fitted(draft, x, len(shape) - 1, shape, diagonal[-1], wanted)
+        part = fitted(builder, x, len(shape) - 1, shape, diagonal[-1], wanted)
         shifted = offset + matrix[row][0] - matrix[column][0]
         made = shards.output_shape()
-        return draft.program(
-            draft("aten.diagonal_backward.default", part, made, shifted, row, column)
+        return builder.program(
+            builder("aten.diagonal_backward.default", part, made, shifted, row, column)
         )
 
     return Rule(meaning, localize)
 
 
 def _triangle(call: OpCall) -> Notation:
-    dims = each(len(call.inputs[0].shape))
+    dims = fresh_dims(len(call.inputs[0].shape))
     found = arranged(call, [dims], [dims], copies=True)
     rows, columns = call.inputs[0].shape[-2:]
     offset = argument(call, 1, "diagonal", 0)
@@ -144,7 +144,7 @@ def _cut_triangle(call: OpCall, shards: Shards) -> LocalCall:
 def _trace(call: OpCall) -> Notation:
     length = min(call.inputs[0].shape)
     return Notation(
-        inputs=(each(2),),
+        inputs=(fresh_dims(2),),
         outputs=((),),
         dependences=(linear(0), increasing(0)) if length == 1 else (linear(0),),
         work_flop=float(length),
@@ -153,9 +153,9 @@ def _trace(call: OpCall) -> Notation:
 
 def _sum_diagonal(call: OpCall, shards: Shards) -> LocalProgram:
     rows, columns = shards.inputs[0]
-    draft = Draft()
-    held = draft("aten.diagonal.default", call.args[0], rows[0] - columns[0], 0, 1)
-    return draft.program(draft("aten.sum.default", held))
+    builder = LocalProgramBuilder()
+    held = builder("aten.diagonal.default", call.args[0], rows[0] - columns[0], 0, 1)
+    return builder.program(builder("aten.sum.default", held))
 
 
 RULES = {

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from sbp_core.graph import Argument, Ref, TensorType
-from sbp_core.signatures import Bounds, Draft, LocalProgram, OpCall, Range, argument
+from sbp_core.signatures import Bounds, LocalProgram, LocalProgramBuilder, OpCall, Range, argument
 
 
 def is_cut(window: Range, extent: int) -> bool:
@@ -33,49 +33,51 @@ def lookup_reduction(entry: TensorType) -> str:
     return "max" if entry.dtype == "bool" else "sum"
 
 
-def wrapped(draft: Draft, index: Ref, extent: int) -> Ref:
+def wrapped(builder: LocalProgramBuilder, index: Ref, extent: int) -> Ref:
     """Return an index that may count from behind, counted from the front."""
-    return draft("aten.remainder.Scalar", index, extent)
+    return builder("aten.remainder.Scalar", index, extent)
 
 
-def inside(draft: Draft, index: Ref, window: Range) -> tuple[Ref, Ref]:
+def inside(builder: LocalProgramBuilder, index: Ref, window: Range) -> tuple[Ref, Ref]:
     """Return an index counted from the window's first row, and where it points outside of it."""
-    local = draft("aten.sub.Tensor", index, window[0]) if window[0] else index
-    before = draft("aten.lt.Scalar", local, 0)
-    behind = draft("aten.ge.Scalar", local, length(window))
-    return local, draft("aten.logical_or.default", before, behind)
+    local = builder("aten.sub.Tensor", index, window[0]) if window[0] else index
+    before = builder("aten.lt.Scalar", local, 0)
+    behind = builder("aten.ge.Scalar", local, length(window))
+    return local, builder("aten.logical_or.default", before, behind)
 
 
-def readable(draft: Draft, index: Ref, window: Range) -> tuple[Ref, Ref]:
+def readable(builder: LocalProgramBuilder, index: Ref, window: Range) -> tuple[Ref, Ref]:
     """Return an index into the window, 0 where it points outside, and where it does."""
-    local, outside = inside(draft, index, window)
-    return draft("aten.masked_fill.Scalar", local, outside, 0), outside
+    local, outside = inside(builder, index, window)
+    return builder("aten.masked_fill.Scalar", local, outside, 0), outside
 
 
-def writable(draft: Draft, index: Ref, window: Range) -> Ref:
+def writable(builder: LocalProgramBuilder, index: Ref, window: Range) -> Ref:
     """Return an index into the window; where it points outside, to the spare row behind it."""
-    local, outside = inside(draft, index, window)
-    return draft("aten.masked_fill.Scalar", local, outside, length(window))
+    local, outside = inside(builder, index, window)
+    return builder("aten.masked_fill.Scalar", local, outside, length(window))
 
 
 def only_zeros(like: Ref, shape: Sequence[int]) -> LocalProgram:
     """Return the program of a rank that holds no row to read from."""
-    draft = Draft()
-    return draft.program(draft("aten.new_zeros.default", like, tuple(shape)))
+    builder = LocalProgramBuilder()
+    return builder.program(builder("aten.new_zeros.default", like, tuple(shape)))
 
 
-def with_spare(draft: Draft, tensor: Ref, dims: Sequence[int], num_dims: int) -> Ref:
+def with_spare(
+    builder: LocalProgramBuilder, tensor: Ref, dims: Sequence[int], num_dims: int
+) -> Ref:
     """Return a tensor with a row of zeros more behind each of some dims."""
     padding = [0] * (2 * num_dims)
     for dim in dims:
         padding[2 * (num_dims - 1 - dim) + 1] = 1
-    return draft("aten.constant_pad_nd.default", tensor, tuple(padding), 0)
+    return builder("aten.constant_pad_nd.default", tensor, tuple(padding), 0)
 
 
-def without_spare(draft: Draft, tensor: Ref, windows: Mapping[int, Range]) -> Ref:
+def without_spare(builder: LocalProgramBuilder, tensor: Ref, windows: Mapping[int, Range]) -> Ref:
     """Cut the spare row off each dim that has one."""
     for dim, window in windows.items():
-        tensor = draft("aten.slice.Tensor", tensor, dim, 0, length(window))
+        tensor = builder("aten.slice.Tensor", tensor, dim, 0, length(window))
     return tensor
 
 

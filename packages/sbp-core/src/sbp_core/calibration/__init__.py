@@ -10,22 +10,22 @@ Stability: provisional.
 """
 
 from sbp_core.calibration.curve import Curve
-from sbp_core.calibration.held_out import WAYS, FitError, HeldOut
+from sbp_core.calibration.held_out import HELD_OUT_BY, FitError, HeldOut
 from sbp_core.calibration.model import Calibration
-from sbp_core.calibration.sample import KINDS, MeasuredCase, Measurement
-from sbp_core.calibration.structure import Structure
+from sbp_core.calibration.sample import CALL_KINDS, MeasuredCase, Measurement
+from sbp_core.calibration.structure import TransportModel
 from sbp_core.calibration.validate import calibrate, cross_validate
 
 __all__ = [
-    "KINDS",
-    "WAYS",
+    "CALL_KINDS",
+    "HELD_OUT_BY",
     "Calibration",
     "Curve",
     "FitError",
     "HeldOut",
     "MeasuredCase",
     "Measurement",
-    "Structure",
+    "TransportModel",
     "calibrate",
     "cross_validate",
 ]

@@ -9,19 +9,19 @@ from statistics import median
 from sbp_core.calibration.sample import Measurement
 from sbp_core.units import format_bytes, format_seconds
 
-#: Ways to leave samples out; see `validate`.
-WAYS = ("size", "group", "collective")
+#: What the samples of one cross-validation fold share; see `validate`.
+HELD_OUT_BY = ("size", "group", "collective")
 
-#: An error from which on it is not told in percent.
+#: The least error that is printed as a factor, not in percent.
 _MANY = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOut:
-    """One sample that was left out of a fit, and what that fit says of it.
+    """One sample that was left out of a fit, and the time that the fit predicts for it.
 
     Args:
-        way: How it was left out, one of `WAYS`.
+        way: How it was left out, one of `HELD_OUT_BY`.
         sample: The measurement.
         predicted_s: Prediction by the fit that did not see it, in seconds.
     """
@@ -47,10 +47,10 @@ class HeldOut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FitError:
-    """How far predictions are off samples that the fit did not see.
+    """The errors of a fit on samples that it did not see.
 
     Args:
-        way: How they were left out, one of `WAYS`.
+        way: How they were left out, one of `HELD_OUT_BY`.
         num_samples: How many there were, >= 1.
         median: Of |predicted - measured| / measured.
         p90: 90th percentile of the same.

@@ -10,7 +10,7 @@ from itertools import accumulate
 from sbp_core.calibration.curve import Curve, fit_curve, through
 from sbp_core.calibration.held_out import FitError
 from sbp_core.calibration.sample import MeasuredCase, Measurement
-from sbp_core.calibration.structure import Structure
+from sbp_core.calibration.structure import TransportModel
 from sbp_core.errors import SbpValueError
 
 #: Kind, group size, groups at once, nodes.
@@ -41,7 +41,7 @@ class Calibration:
     errors: tuple[FitError, ...] = ()
     #: The structural model of groups within a node (False), and of those on several (True); made
     #: when it is needed, as most plans only need the curves. None without samples of such groups.
-    _structures: dict[bool, Structure | None] = field(
+    _structures: dict[bool, TransportModel | None] = field(
         init=False, repr=False, compare=False, default_factory=dict
     )
     #: Curves and origins of the calls that were asked for so far.
@@ -138,8 +138,8 @@ class Calibration:
         like = f"{case.kind} in other groups" if structure.knows(case.kind) else "other kinds"
         return curve, f"derived from {like}"
 
-    def _structure(self, several_nodes: bool) -> Structure | None:
+    def _structure(self, several_nodes: bool) -> TransportModel | None:
         if several_nodes not in self._structures:
             samples = [of for of in self.samples if (of.num_nodes > 1) == several_nodes]
-            self._structures[several_nodes] = Structure(samples) if samples else None
+            self._structures[several_nodes] = TransportModel(samples) if samples else None
         return self._structures[several_nodes]

@@ -8,7 +8,7 @@ from statistics import median
 from sbp_core.errors import SbpValueError, unknown_name
 
 #: Kinds of steps that can be measured: the values of `boxing.StepKind`, less the local one.
-KINDS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "transfer")
+CALL_KINDS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "transfer")
 
 #: What nobody has measured more or less of; within, no fit overflows.
 _MOST_RANKS = 2**24
@@ -18,10 +18,10 @@ _LEAST_S, _MOST_S = 1e-12, 1e9
 
 @dataclass(frozen=True, slots=True, order=True, kw_only=True)
 class MeasuredCase:
-    """A kind of call, of any size.
+    """A kind of call with its groups, but without its size in bytes.
 
     Args:
-        kind: One of `KINDS`.
+        kind: One of `CALL_KINDS`.
         group_size: n, ranks of one group, >= 2; 2 for a transfer.
         num_nodes: Nodes that one group spans.
         concurrent_groups: Groups (messages, for a transfer) of this kind at work at the same time.
@@ -33,8 +33,8 @@ class MeasuredCase:
     concurrent_groups: int = 1
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise unknown_name("kind of step that can be measured", str(self.kind), KINDS)
+        if self.kind not in CALL_KINDS:
+            raise unknown_name("kind of step that can be measured", str(self.kind), CALL_KINDS)
         transfer = self.kind == "transfer"
         if not 2 <= self.group_size <= (2 if transfer else _MOST_RANKS):
             raise SbpValueError(
@@ -65,7 +65,7 @@ class Measurement:
 
     Args:
         backend: Name of the transport, such as `torch`.
-        kind: One of `KINDS`.
+        kind: One of `CALL_KINDS`.
         group_size: n, ranks of one group, >= 2; 2 for a transfer.
         num_nodes: Nodes that one group spans.
         concurrent_groups: Groups at work at the same time. For a transfer: messages under way at

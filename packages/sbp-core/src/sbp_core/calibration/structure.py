@@ -122,8 +122,8 @@ class AlgorithmFamily:
         return max(1.0, _size(case, shared_bytes, self.by_sent))
 
 
-class Structure:
-    """Predicts the time of any call on a transport; fitted to at least one sample."""
+class TransportModel:
+    """Predicts the time of any call on a transport, fitted to at least one sample."""
 
     def __init__(self, samples: Sequence[Measurement]) -> None:
         families: dict[bool, list[Measurement]] = defaultdict(list)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from sbp_core.calibration.held_out import WAYS, FitError, HeldOut
+from sbp_core.calibration.held_out import HELD_OUT_BY, FitError, HeldOut
 from sbp_core.calibration.model import Calibration
 from sbp_core.calibration.sample import Measurement
 from sbp_core.errors import SbpValueError
@@ -31,13 +31,13 @@ def calibrate(samples: Iterable[Measurement]) -> Calibration:
 
 
 def cross_validate(
-    samples: Iterable[Measurement], ways: Sequence[str] = WAYS
+    samples: Iterable[Measurement], ways: Sequence[str] = HELD_OUT_BY
 ) -> tuple[tuple[FitError, ...], tuple[HeldOut, ...]]:
     """Return the errors of each way that the samples allow, and every prediction behind them.
 
     Args:
         samples: Of one backend.
-        ways: Some of `WAYS`.
+        ways: Some of `HELD_OUT_BY`.
 
     Raises:
         SbpValueError: no such way.
@@ -46,8 +46,10 @@ def cross_validate(
     errors: list[FitError] = []
     everything: list[HeldOut] = []
     for way in ways:
-        if way not in WAYS:
-            raise SbpValueError(f"no way to leave samples out is {way!r}", accepted=", ".join(WAYS))
+        if way not in HELD_OUT_BY:
+            raise SbpValueError(
+                f"no way to leave samples out is {way!r}", accepted=", ".join(HELD_OUT_BY)
+            )
         held_out = [entry for left in _folds(given, way) for entry in _predict(given, left, way)]
         if held_out:
             errors.append(FitError.of(way, held_out))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from sbp_core.errors import PlanError
 from sbp_core.graph.ir import LogicalGraph, Node
 from sbp_core.sbp import check_sbp
-from sbp_core.signatures.arguments import identity
+from sbp_core.signatures.arguments import call_key
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.check import check_signature
 from sbp_core.strategy import Assignment, Strategy
@@ -33,7 +33,7 @@ def check_strategy(graph: LogicalGraph, strategy: Strategy) -> None:
             mesh = strategy.stages[found.stage]
             call = OpCall.of(graph, node)
             # Repeated layers make the same calls.
-            what = (identity(call), found)
+            what = (call_key(call), found)
             if what not in checked:
                 check_signature(call, found.signature, mesh)
                 checked.add(what)

@@ -68,7 +68,7 @@ class _Lowering:
             raise PlanError(
                 "a host number is read from a tensor in the middle of the step",
                 where=node.where(),
-                accepted="host numbers that come from scalars and clocks",
+                accepted="host numbers that come from scalars and step counters",
                 todo="keep such optimizers' step counters as plain counters",
             )
         self._add(

@@ -202,7 +202,7 @@ class RankPlan:
 class PhysicalPlan:
     """What all ranks do in a step, and what it was compiled from.
 
-    `ties` says for a host state, such as a clock, which states of the model it stands for.
+    `ties` says for a host state, such as a step counter, which states of the model it stands for.
     """
 
     graph_hash: str

@@ -227,7 +227,7 @@ class _Actors:
         )
 
     def _host_states(self) -> Iterable[Actor]:
-        """Yield the actor for the new values of host states, such as clocks, if there are any."""
+        """Yield the actor, if any, for the new values of host states, such as step counters."""
         program = self.program
         new_states = program.lowered.new_states
         writes = tuple((n, key) for n, key in new_states.items() if key in program.host_makers)

@@ -38,7 +38,14 @@ from sbp_core.graph.ir import InputKind, Node, Rate, TensorType
 from sbp_core.infer.minsum import Factor, Table, minimise
 from sbp_core.infer.pins import Pin, Pins
 from sbp_core.infer.prices import AxisPrices
-from sbp_core.infer.work import Decision, OptionTable, StepWork, shard_shape, smaller, whole
+from sbp_core.infer.work import (
+    Decision,
+    OptionTable,
+    StepWork,
+    replicated,
+    shard_shape,
+    smaller_shape,
+)
 from sbp_core.sbp import B, Broadcast, Partial, Sbp, Split
 from sbp_core.signatures.signature import Signature1d
 
@@ -58,7 +65,7 @@ Masks = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _End:
+class _ConversionEnd:
     """One end of conversions: what a tensor is made as, or asked for as.
 
     Args:
@@ -136,13 +143,15 @@ class AxisProblem:
         return len(self.sizes) - 1
 
     def _add_storage(self) -> None:
-        ordered = sorted(self.work.inputs, key=lambda entry: entry.name in self.work.leader)
+        ordered = sorted(
+            self.work.inputs, key=lambda entry: entry.name in self.work.parameter_of_state
+        )
         for entry in ordered:
             pin = self.pins.storage.get((entry.name, self.axis))
-            leader = self.work.leader.get(entry.name)
-            if pin is None and leader is not None:
-                self.storage_variable[entry.name] = self.storage_variable[leader]
-                self.storage_entries[entry.name] = self.storage_entries[leader]
+            parameter = self.work.parameter_of_state.get(entry.name)
+            if pin is None and parameter is not None:
+                self.storage_variable[entry.name] = self.storage_variable[parameter]
+                self.storage_entries[entry.name] = self.storage_entries[parameter]
                 continue
             if pin is not None:
                 entries: tuple[Sbp, ...] = (pin.entry,)
@@ -151,7 +160,9 @@ class AxisProblem:
             else:
                 entries = (B, *self._splits(entry.name))
             self.storage_entries[entry.name] = entries
-            self.storage_variable[entry.name] = self._variable([_tie(e) for e in entries])
+            self.storage_variable[entry.name] = self._variable(
+                [_entry_tie_break(e) for e in entries]
+            )
 
     def _splits(self, name: str) -> list[Sbp]:
         """Return the splits that leave no rank of this axis without elements."""
@@ -166,11 +177,14 @@ class AxisProblem:
         for node in self.work.nodes:
             options = table.options(node, self.decision.nodes.get(node.name, ()))
             kept = self._unpinned(node, options.parts)
-            times = self.work.times(node.rate)
+            times = self.work.executions(node.rate)
             passes_on = node.name in self.work.views_of_gradients
             self.parts[node.name] = tuple(options.parts[at] for at in kept)
             self.node_variable[node.name] = self._variable(
-                [times * options.seconds[at] + _ties(passes_on, options.parts[at]) for at in kept]
+                [
+                    times * options.seconds[at] + _signature_tie_break(passes_on, options.parts[at])
+                    for at in kept
+                ]
             )
 
     def _unpinned(self, node: Node, parts: Sequence[Signature1d]) -> list[int]:
@@ -203,33 +217,33 @@ class AxisProblem:
 
     # Ends of conversions
 
-    def _source(self, value: str) -> _End:
+    def _source(self, value: str) -> _ConversionEnd:
         work = self.work
         node = work.graph.producers.get(value)
         if node is None:
             return self._storage_end(value)
         at = node.outputs.index(value)
-        return _End(
+        return _ConversionEnd(
             variable=self.node_variable[node.name],
             entries=tuple(part.outputs[at] for part in self.parts[node.name]),
             stage=work.stages.nodes[node.name],
             before=self.decision.value(work.graph, value) if self.axis else (),
         )
 
-    def _storage_end(self, name: str) -> _End:
-        return _End(
+    def _storage_end(self, name: str) -> _ConversionEnd:
+        return _ConversionEnd(
             variable=self.storage_variable[name],
             entries=self.storage_entries[name],
             stage=self.work.stages.inputs[name],
             before=self.decision.storage.get(name, ()),
         )
 
-    def _argument_ends(self, node: Node, value: str) -> list[_End]:
+    def _argument_ends(self, node: Node, value: str) -> list[_ConversionEnd]:
         names = self.work.calls[node.name].tensor_names
         before = self.decision.nodes.get(node.name, ())
         again = is_gathered_on_use(self.work.graph, value)
         return [
-            _End(
+            _ConversionEnd(
                 variable=self.node_variable[node.name],
                 entries=tuple(part.inputs[at] for part in self.parts[node.name]),
                 stage=self.work.stages.nodes[node.name],
@@ -242,37 +256,39 @@ class AxisProblem:
             if name == value
         ]
 
-    def _targets(self, value: str, source: _End) -> list[_End]:
+    def _targets(self, value: str, source: _ConversionEnd) -> list[_ConversionEnd]:
         ends = [
             end
             for user in self.work.graph.users[value]
             if not user.is_host
             for end in self._argument_ends(user, value)
         ]
-        ends += [self._storage_end(state) for state in self.work.results.get(value, ())]
-        if value in self.work.reported:
+        ends += [self._storage_end(state) for state in self.work.states_by_value.get(value, ())]
+        if value in self.work.reported_values:
             whole_before = (B,) * self.axis
-            ends.append(_End(variable=-1, entries=(B,), stage=source.stage, before=whole_before))
+            ends.append(
+                _ConversionEnd(variable=-1, entries=(B,), stage=source.stage, before=whole_before)
+            )
         return ends
 
     # Conversions
 
     def _add_conversions(self, value: str) -> None:
         source = self._source(value)
-        groups: dict[tuple[int, tuple[Sbp, ...], str, bool], list[_End]] = {}
+        groups: dict[tuple[int, tuple[Sbp, ...], str, bool], list[_ConversionEnd]] = {}
         for end in self._targets(value, source):
             key = (end.stage, end.before, end.phase, end.as_stored)
             groups.setdefault(key, []).append(end)
         for ends in groups.values():
             self._add_group(value, source, ends)
 
-    def _add_group(self, value: str, source: _End, ends: list[_End]) -> None:
+    def _add_group(self, value: str, source: _ConversionEnd, ends: list[_ConversionEnd]) -> None:
         """Add the cost of boxing one value to what its users on one stage ask for.
 
         A set of targets is a bit mask; `costs[state of the source, mask]` prices all sets.
         """
         targets = tuple(dict.fromkeys(entry for end in ends for entry in end.entries))
-        costs = self._costs_of_sets(value, source, ends[0], targets)
+        costs = self._target_set_costs(value, source, ends[0], targets)
         if not costs.any():
             return
         own: Masks = np.zeros(self.sizes[source.variable], dtype=np.int64)
@@ -308,25 +324,25 @@ class AxisProblem:
             self.factors.append(Factor((between, variable), np.where(missing, FORBIDDEN_S, 0.0)))
         return {between: domain}
 
-    def _costs_of_sets(
+    def _target_set_costs(
         self,
         value: str,
-        source: _End,
-        end: _End,
+        source: _ConversionEnd,
+        end: _ConversionEnd,
         targets: tuple[Sbp, ...],
     ) -> Table:
-        tensor, slices = self._whole(value)
+        tensor, slices = self._unsliced(value)
         stage, before = end.stage, end.before
-        times = self.work.times(end.rate or self.work.graph.rate_of(value))
+        times = self.work.executions(end.rate or self.work.graph.rate_of(value))
         made = (source.entries, source.stage, source.before)
         key = (tensor, slices, times, *made, stage, before, targets, end.as_stored)
         if key not in self._costs:
-            single = times / slices * self._costs_of_each(tensor, source, end, targets)
+            single = times / slices * self._target_costs(tensor, source, end, targets)
             bits = np.arange(1 << len(targets))[:, None] >> np.arange(len(targets)) & 1
             self._costs[key] = single @ bits.T.astype(np.float64)
         return self._costs[key]
 
-    def _whole(self, value: str) -> tuple[TensorType, int]:
+    def _unsliced(self, value: str) -> tuple[TensorType, int]:
         """Return the tensor that a value is a slice of, and of how many; else itself and 1."""
         tensor, node = self.work.graph.tensor(value), self.work.graph.producers.get(value)
         slices = 1 if node is None else node.num_slices
@@ -334,16 +350,16 @@ class AxisProblem:
             return tensor, 1
         return replace(tensor, shape=(*tensor.shape[:-1], tensor.shape[-1] * slices)), slices
 
-    def _costs_of_each(
+    def _target_costs(
         self,
         tensor: TensorType,
-        source: _End,
-        end: _End,
+        source: _ConversionEnd,
+        end: _ConversionEnd,
         targets: tuple[Sbp, ...],
     ) -> Table:
         """Return the cost of each target (columns) from each state of the source (rows)."""
         mesh_shape, stage, before = self.work.mesh_shape, end.stage, end.before
-        shape = smaller(
+        shape = smaller_shape(
             shard_shape(tensor, source.before, mesh_shape), shard_shape(tensor, before, mesh_shape)
         )
         rows: dict[Sbp, list[float]] = {}
@@ -374,12 +390,12 @@ class AxisProblem:
             for value in dict.fromkeys(self.work.calls[node.name].tensor_names):
                 source = self._source(value)
                 for end in self._argument_ends(node, value):
-                    cost += self._from_present(value, source, end)
+                    cost += self._current_choice(value, source, end)
             self.start[variable] = int(cost.argmin())
 
-    def _from_present(self, value: str, source: _End, end: _End) -> Table:
+    def _current_choice(self, value: str, source: _ConversionEnd, end: _ConversionEnd) -> Table:
         targets = tuple(dict.fromkeys(end.entries))
-        costs = self._costs_of_sets(value, source, end, targets)
+        costs = self._target_set_costs(value, source, end, targets)
         masks = [1 << targets.index(entry) for entry in end.entries]
         found: Table = costs[self.start[source.variable], masks]
         return found
@@ -393,14 +409,14 @@ def decide_axis(work: StepWork, decision: Decision, axis: int, pins: Pins) -> bo
     if work.mesh_shape[axis] > 1:
         return AxisProblem(work, decision, axis, pins).solve()
     for node in work.nodes:
-        part = whole(work.calls[node.name])
+        part = replicated(work.calls[node.name])
         decision.nodes[node.name] = (*decision.nodes.get(node.name, ()), part)
     for entry in work.inputs:
         decision.storage[entry.name] = (*decision.storage.get(entry.name, ()), B)
     return True
 
 
-def _ties(passes_on: bool, part: Signature1d) -> float:
+def _signature_tie_break(passes_on: bool, part: Signature1d) -> float:
     """Return the tie-break of a signature; views of gradients pass partial values on.
 
     What only the optimizer reduces can then travel together (`compile.buckets`).
@@ -410,11 +426,13 @@ def _ties(passes_on: bool, part: Signature1d) -> float:
     """
     entries = (*part.inputs, *part.outputs)
     if not passes_on:
-        return sum(map(_tie, entries))
-    return sum(0.0 if isinstance(e, Partial) else _TIE_S_PER_RANK + _tie(e) for e in entries)
+        return sum(map(_entry_tie_break, entries))
+    return sum(
+        0.0 if isinstance(e, Partial) else _TIE_S_PER_RANK + _entry_tie_break(e) for e in entries
+    )
 
 
-def _tie(entry: Sbp) -> float:
+def _entry_tie_break(entry: Sbp) -> float:
     """Return the tie-break of one entry: B before low dims before partial values."""
     if isinstance(entry, Broadcast):
         return 0.0

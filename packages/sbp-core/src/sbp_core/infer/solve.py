@@ -21,7 +21,7 @@ from sbp_core.infer.stages import StagePatterns, assign_stages
 from sbp_core.infer.work import Decision, StepWork
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp
-from sbp_core.signatures.axes import clash
+from sbp_core.signatures.axes import conflict
 from sbp_core.strategy import Assignment, Storage, Strategy
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def _check_placements(placements: Sequence[Placement]) -> None:
 
 def _check_legal(work: StepWork, decision: Decision) -> None:
     for node in work.nodes:
-        reason = clash(decision.nodes[node.name], work.mesh_shape)
+        reason = conflict(decision.nodes[node.name], work.mesh_shape)
         if reason:
             raise SignatureError(
                 f"{decision.signature(node.name)} is not legal: {reason}", where=node.where()

@@ -25,7 +25,7 @@ from sbp_core.graph.ir import (
 from sbp_core.infer.stages import StageMap
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, Sbp, local_shape
-from sbp_core.signatures.arguments import identity
+from sbp_core.signatures.arguments import call_key
 from sbp_core.signatures.axes import combine, continuations
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.derive import work_flop
@@ -67,7 +67,7 @@ class StepWork:
     @cached_property
     def kinds(self) -> Mapping[str, str]:
         """A text for each node, equal for nodes whose calls mean the same."""
-        return {name: identity(call) for name, call in self.calls.items()}
+        return {name: call_key(call) for name, call in self.calls.items()}
 
     def is_view(self, node: Node) -> bool:
         """Return whether a node only looks at its argument in another way."""
@@ -98,12 +98,12 @@ class StepWork:
         """Names of the mesh axes of every stage."""
         return self.placements[0].axes
 
-    def times(self, rate: Rate) -> int:
+    def executions(self, rate: Rate) -> int:
         """Return how often a step does something of that rate."""
         return self.graph.num_micro_batches if rate is Rate.MICRO else 1
 
     @cached_property
-    def results(self) -> Mapping[str, tuple[str, ...]]:
+    def states_by_value(self) -> Mapping[str, tuple[str, ...]]:
         """For each value that is the new value of tensor states: those states."""
         found: dict[str, list[str]] = {}
         for state, value in self.graph.new_states.items():
@@ -112,7 +112,7 @@ class StepWork:
         return {value: tuple(states) for value, states in found.items()}
 
     @cached_property
-    def reported(self) -> frozenset[str]:
+    def reported_values(self) -> frozenset[str]:
         """The tensors that the user sees whole: loss and metrics."""
         return frozenset(
             out.value
@@ -121,7 +121,7 @@ class StepWork:
         )
 
     @cached_property
-    def leader(self) -> Mapping[str, str]:
+    def parameter_of_state(self) -> Mapping[str, str]:
         """For each optimizer state of the shape of its parameter: the parameter."""
         return {
             entry.name: entry.of
@@ -200,12 +200,12 @@ def shard_shape(
     return local_shape(tensor.shape, NdSbp(*sbp), mesh_shape[:num_axes], (0,) * num_axes)
 
 
-def smaller(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...]:
+def smaller_shape(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape with fewer elements."""
     return second if prod(second) < prod(first) else first
 
 
-def whole(call: OpCall) -> Signature1d:
+def replicated(call: OpCall) -> Signature1d:
     """Return the signature that splits nothing."""
     return Signature1d(
         inputs=(B,) * len(call.inputs), outputs=(B,) * len(call.outputs), origin="all B"

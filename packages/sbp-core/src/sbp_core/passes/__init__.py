@@ -17,16 +17,16 @@ from sbp_core.exports import lazy
 
 if TYPE_CHECKING:
     from sbp_core.passes.accumulation import accumulate
-    from sbp_core.passes.options import Recompute
+    from sbp_core.passes.options import RecomputeOptions
     from sbp_core.passes.output_aliases import unalias_outputs
     from sbp_core.passes.recomputation import RecomputeReport, recompute, recompute_report
     from sbp_core.passes.unknown_operators import allow_unknown
-    from sbp_core.passes.writer import Writer
+    from sbp_core.passes.writer import GraphWriter
 
 __all__ = [
-    "Recompute",
+    "GraphWriter",
+    "RecomputeOptions",
     "RecomputeReport",
-    "Writer",
     "accumulate",
     "allow_unknown",
     "recompute",
@@ -37,9 +37,9 @@ __all__ = [
 __getattr__, __dir__ = lazy(
     __name__,
     {
-        "Recompute": "options",
+        "RecomputeOptions": "options",
         "RecomputeReport": "recomputation",
-        "Writer": "writer",
+        "GraphWriter": "writer",
         "accumulate": "accumulation",
         "allow_unknown": "unknown_operators",
         "recompute": "recomputation",

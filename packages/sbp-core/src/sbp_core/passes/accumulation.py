@@ -67,26 +67,28 @@ def accumulate(graph: LogicalGraph, num_micro_batches: int) -> LogicalGraph:
     _check_written_once(graph, micro, num_micro_batches)
     carried = _carried(graph, micro)
     used = [v for node in graph.nodes if node.rate is Rate.STEP for v in node.inputs()]
-    kept = [out.value for out in graph.outputs if _is_kept(graph, out)]
-    crossing = dict.fromkeys(value for value in (*used, *kept) if value in micro)
+    optimizer_states = [out.value for out in graph.outputs if _is_optimizer_state(graph, out)]
+    crossing = dict.fromkeys(value for value in (*used, *optimizer_states) if value in micro)
     reported = [out.value for out in graph.outputs if out.kind is not OutputKind.STATE]
-    arriving = _arriving(graph, carried)
-    leaving = dict.fromkeys(value for value in reported if value in micro or value in arriving)
+    varying = _varying_inputs(graph, carried)
+    reported_values = dict.fromkeys(
+        value for value in reported if value in micro or value in varying
+    )
     names = {v: f"{v}.last" if v in carried else f"{v}.mean" for v in crossing}
     scales = {v: None if v in carried else _mean(graph, v, num_micro_batches) for v in crossing}
     sums = [_sum_node(graph, value, names[value], scales[value]) for value in crossing]
-    results = {v: f"{v}.{_verb(graph, v)}" for v in leaving}
-    for value in leaving:
+    results = {v: f"{v}.{_combination(graph, v)}" for v in reported_values}
+    for value in reported_values:
         if names.get(value) != results[value]:
-            verb = _verb(graph, value)
-            how: float | str = 1 if verb == "sum" else verb
-            if verb == "mean":
+            combination = _combination(graph, value)
+            how: float | str = 1 if combination == "sum" else combination
+            if combination == "mean":
                 how = _mean(graph, value, num_micro_batches)
             sums.append(_sum_node(graph, value, results[value], how))
-    first = [node for node in graph.nodes if node.rate is Rate.MICRO]
-    last = [rename_uses(node, names) for node in graph.nodes if node.rate is Rate.STEP]
+    micro_nodes = [node for node in graph.nodes if node.rate is Rate.MICRO]
+    step_nodes = [rename_uses(node, names) for node in graph.nodes if node.rate is Rate.STEP]
     return graph.with_nodes(
-        (*first, *sums, *last),
+        (*micro_nodes, *sums, *step_nodes),
         outputs=tuple(_output(graph, out, names, results) for out in graph.outputs),
         types={**graph.types, **_types(graph, names), **_types(graph, results)},
         num_micro_batches=num_micro_batches,
@@ -97,20 +99,20 @@ def _output(
     graph: LogicalGraph, out: GraphOutput, names: Mapping[str, str], results: Mapping[str, str]
 ) -> GraphOutput:
     """Return an output of the micro-batches as one of the step."""
-    if _is_kept(graph, out):
+    if _is_optimizer_state(graph, out):
         return rename_outputs([out], names)[0]
     return out if out.kind is OutputKind.STATE else rename_outputs([out], results)[0]
 
 
-def _is_kept(graph: LogicalGraph, out: GraphOutput) -> bool:
-    """Whether an output is a tensor that the optimizer keeps for the next step."""
+def _is_optimizer_state(graph: LogicalGraph, out: GraphOutput) -> bool:
+    """Whether an output is the new value of an optimizer state that is a tensor."""
     if out.kind is not OutputKind.STATE or not graph.is_tensor(out.value):
         return False
     return graph.input_kinds[out.name].kind is InputKind.OPTIMIZER_STATE
 
 
-def _arriving(graph: LogicalGraph, carried: Iterable[str]) -> set[str]:
-    """Return the inputs that are others in each micro-batch: of batches, and carried states."""
+def _varying_inputs(graph: LogicalGraph, carried: Iterable[str]) -> set[str]:
+    """Return the inputs that differ between micro-batches: batch tensors and carried states."""
     replaced = {out.name for out in graph.outputs if out.value in set(carried)}
     return {
         entry.name
@@ -131,11 +133,11 @@ def _carried(graph: LogicalGraph, micro: Iterable[str]) -> set[str]:
                 accepted="host numbers that the optimizer replaces once a step",
                 todo="keep it as a tensor, or train with one micro-batch",
             )
-    return {out.value for out in found if not _is_kept(graph, out)}
+    return {out.value for out in found if not _is_optimizer_state(graph, out)}
 
 
 def _check_draws(graph: LogicalGraph, num_micro_batches: int) -> None:
-    """Refuse random numbers of the optimizer: they are counted micro-batch by micro-batch."""
+    """Refuse random numbers of the optimizer: their counter advances once a micro-batch."""
     for node in graph.nodes:
         if node.rate is not Rate.STEP:
             continue
@@ -162,13 +164,13 @@ def _check_written_once(graph: LogicalGraph, micro: Iterable[str], num_micro_bat
             continue
         if any(user.rate is Rate.STEP for user in graph.users[out.name]):
             continue
-        sources = _sources(graph, out.value, lambda node: node.rate is Rate.STEP)
+        sources = _boundary_inputs(graph, out.value, lambda node: node.rate is Rate.STEP)
         for value in sorted(sources & made):
             node = graph.producers[value]
             same = graph.types[value] == graph.types[out.name]
             if node.phase is not Phase.FORWARD or not same:
                 continue
-            if out.name in _sources(graph, value, lambda node: node.rate is Rate.MICRO):
+            if out.name in _boundary_inputs(graph, value, lambda node: node.rate is Rate.MICRO):
                 raise GraphError(
                     f"{out.name!r} is changed in forward, once for each of {num_micro_batches} "
                     "micro-batches, and by the optimizer",
@@ -178,8 +180,8 @@ def _check_written_once(graph: LogicalGraph, micro: Iterable[str], num_micro_bat
                 )
 
 
-def _sources(graph: LogicalGraph, value: str, within: Callable[[Node], bool]) -> set[str]:
-    """Return what a value is made of, back to the first values that are made elsewhere."""
+def _boundary_inputs(graph: LogicalGraph, value: str, within: Callable[[Node], bool]) -> set[str]:
+    """Return the values from outside of a part of the graph that a value depends on."""
     found: set[str] = set()
     seen, left = {value}, [value]
     while left:
@@ -195,8 +197,8 @@ def _sources(graph: LogicalGraph, value: str, within: Callable[[Node], bool]) ->
     return found
 
 
-def _verb(graph: LogicalGraph, value: str) -> str:
-    """Return how a result of the micro-batches becomes that of the step.
+def _combination(graph: LogicalGraph, value: str) -> str:
+    """Return how the results of micro-batches are combined to that of the step.
 
     `mean`, `sum`, `maximum` or `minimum`.
     """

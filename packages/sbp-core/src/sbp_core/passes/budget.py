@@ -1,29 +1,28 @@
-"""Which forward values to keep and which to make again, within a budget of bytes, at least work.
+"""Which forward values to save and which to recompute, within a budget of bytes, at least work.
 
 The forward phase is a chain of *blocks* (`blocks.0`, `blocks.1`, ...). Chosen are, for each block
-or run of up to `longest_run` blocks, the operators n that are made again and the values v that are
-kept.
+or run of up to `longest_run` blocks, the operators n to recompute and the values v to save.
 
 Variables of a run
-    a_v   v is there in the backward phase, kept or made again          0 or 1
-    r_n   n is made again                                               0 or 1
+    a_v   v is available in the backward phase, saved or recomputed      0 or 1
+    r_n   n is recomputed                                                0 or 1
 Objective
     minimise  sum_n flop(n) r_n + lambda sum_v bytes(v) (a_v - r_n(v)),     n(v) makes v
 Constraints
     a_v = 1          for what backward nodes of the run use             `_problem`: required
     r_n <= a_v       for the arguments v of n                           `_solve`: asks
-    r_n <= a_v       for the results v of n: what is made again is not kept
-What comes from another run can only be kept; graph inputs, and what three or more blocks read
-(masks, rotary tables), are there anyway.
+    r_n <= a_v       for the results v of n: a recomputed value is not saved
+Values of another run can only be saved; graph inputs, and what three or more blocks read
+(masks, rotary tables), are available anyway.
 
 All constraints say that one thing asks for another, so this is the least closure of `closure`: a
 minimum cut, exact for each lambda. The lambdas at which the answer changes give the lower convex
-hull of (bytes kept, work) of a run: its options. Over the chain dynamic programming chooses one
+hull of (bytes saved, work) of a run: its options. Over the chain dynamic programming chooses one
 option for each run, exactly, bytes being counted in units of which the budget has at most 4096:
 
-    minimise  sum_runs work   subject to   sum_runs kept + max_runs made again <= budget
+    minimise  sum_runs work   subject to   sum_runs saved + max_runs recomputed <= budget
 
-since while one run's backward nodes run, what it made again for them lives beside what is kept.
+since the values recomputed for one run's backward nodes are alive together with all saved ones.
 Blocks that are alike are solved once. Of non-hull options nothing is tried.
 
 Source: Jain et al., "Checkmate", MLSys 2020, for the problem; Beaumont et al., "Optimal
@@ -55,11 +54,11 @@ _MAX_OPTIONS = 12
 #: Units of bytes that a budget is counted in, at most.
 _MAX_UNITS = 4096
 
-#: Limits that are tried for what is made again at once, at most.
+#: Limits that are tried for recomputed bytes alive at once, at most.
 _MAX_LIMITS = 24
 
-#: Blocks that read a value from elsewhere, from which on it counts as kept anyway.
-_MANY = 3
+#: Blocks that read a value from elsewhere, from which on it counts as saved anyway.
+_SHARED_FROM = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +67,7 @@ class _Problem:
 
     Args:
         flop: Work of each node; 0 if it is a view.
-        repeatable: Whether it may be made again.
+        recomputable: Whether it may be recomputed.
         takes: The values that each node takes.
         size: Bytes of each value; 0 if it is there anyway.
         maker: The node that makes each value; -1 if another run does.
@@ -76,7 +75,7 @@ class _Problem:
     """
 
     flop: tuple[int, ...]
-    repeatable: tuple[bool, ...]
+    recomputable: tuple[bool, ...]
     takes: tuple[tuple[int, ...], ...]
     size: tuple[int, ...]
     maker: tuple[int, ...]
@@ -85,10 +84,10 @@ class _Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Option:
-    """One way for a run: bytes kept, bytes made again at once, work, and the nodes made again."""
+    """One option of a run: bytes saved, most bytes recomputed at once, work, recomputed nodes."""
 
-    kept: int
-    again: int
+    saved_bytes: int
+    recomputed_bytes: int
     flop: int
     nodes: frozenset[int]
 
@@ -105,13 +104,13 @@ class _Choice:
 def choose_regions(
     graph: LogicalGraph, memory_bytes: int, fixed: Collection[str], longest_run: int
 ) -> list[Region]:
-    """Return what to make again so that the activations fit; see the module's docstring.
+    """Return the regions to recompute so that activations fit; see the module's docstring.
 
     Args:
         graph: A training step.
         memory_bytes: The budget.
-        fixed: Forward nodes that are not made again.
-        longest_run: Most blocks that are made again in one go.
+        fixed: Forward nodes that are not recomputed.
+        longest_run: Most consecutive blocks that are recomputed together.
 
     Raises:
         ConfigError: no choice keeps to the budget; says what the least is.
@@ -124,20 +123,23 @@ def choose_regions(
         for stop in range(start + 1, min(start + longest_run, len(blocks)) + 1)
         for option in table.options(start, stop)
     ]
-    limits = sorted({choice.option.again for choice in choices})
+    limits = sorted({choice.option.recomputed_bytes for choice in choices})
     if len(limits) > _MAX_LIMITS:
         step = (len(limits) - 1) / (_MAX_LIMITS - 1)
         limits = [limits[round(index * step)] for index in range(_MAX_LIMITS)]
     found: tuple[int, list[_Choice]] | None = None
     for limit in limits:
-        allowed = [choice for choice in choices if choice.option.again <= limit]
+        allowed = [choice for choice in choices if choice.option.recomputed_bytes <= limit]
         chosen = _cheapest(len(blocks), allowed, memory_bytes - table.common_bytes - limit)
         if chosen is not None:
             work = sum(choice.option.flop for choice in chosen)
             found = min(found or (work, chosen), (work, chosen), key=lambda entry: entry[0])
     if found is None:
         least = min(
-            limit + _least_kept(len(blocks), [c for c in choices if c.option.again <= limit])
+            limit
+            + _least_saved_bytes(
+                len(blocks), [c for c in choices if c.option.recomputed_bytes <= limit]
+            )
             for limit in limits
         )
         raise ConfigError(
@@ -171,7 +173,7 @@ class _Table:
         self.graph, self.blocks, self.fixed = graph, blocks, fixed
         self.block = {node.name: at for at, run in enumerate(blocks) for node in run}
         self.uses = list(self._uses())
-        self.common = frozenset(self._common())
+        self.common = frozenset(self._values_anyway())
         self.common_bytes = sum_bytes(graph, self.common)
         self.flop = {
             node.name: 0 if is_view(graph, node) else max(1, round(call_flop(graph, node)))
@@ -189,13 +191,13 @@ class _Table:
         return found if stop == start + 1 else found[-1:]
 
     def region(self, choice: _Choice) -> Region:
-        """Return what a choice makes again."""
+        """Return the nodes that a choice recomputes."""
         nodes = self._nodes(choice.start, choice.stop)
         first, last = block_of(nodes[0].module), block_of(nodes[-1].module)
         return Region(
             name=f"{first}-{last}#{choice.start}",
             members=frozenset(node.name for node in nodes),
-            again=frozenset(nodes[index].name for index in choice.option.nodes),
+            recomputable=frozenset(nodes[index].name for index in choice.option.nodes),
         )
 
     def _nodes(self, start: int, stop: int) -> list[Node]:
@@ -213,11 +215,11 @@ class _Table:
                 own = self.block[producer.name]
                 users = self.graph.users[value]
                 leaves = any(self.block.get(user.name, own) != own for user in users)
-                # As in `again`: what others use as well belongs to the user's own block.
+                # As in `recomputed_bytes`: what others use as well belongs to the user's own block.
                 owner = self.block.get(node.forward, -1 if leaves else own) if leaves else own
                 yield (owner if node.phase is Phase.BACKWARD else -1), value
 
-    def _common(self) -> Iterator[str]:
+    def _values_anyway(self) -> Iterator[str]:
         """Yield the values that are there anyway."""
         results = {out.value for out in self.graph.outputs}
         yield from (value for block, value in self.uses if block < 0 or value in results)
@@ -225,7 +227,7 @@ class _Table:
             producer = self.graph.producers.get(value)
             if producer is not None and producer.name in self.block:
                 readers = {self.block[user.name] for user in users if user.name in self.block}
-                if len(readers - {self.block[producer.name]}) >= _MANY:
+                if len(readers - {self.block[producer.name]}) >= _SHARED_FROM:
                     yield value
 
     def _problem(self, start: int, stop: int) -> _Problem:
@@ -247,7 +249,7 @@ class _Table:
         makers = [graph.producers[value] for value in numbers]
         return _Problem(
             flop=tuple(self.flop[node.name] for node in nodes),
-            repeatable=tuple(node.name not in self.fixed for node in nodes),
+            recomputable=tuple(node.name not in self.fixed for node in nodes),
             takes=tuple(takes),
             size=tuple(0 if v in self.common else graph.tensor(v).size_bytes for v in numbers),
             maker=tuple(place.get(maker.name, -1) for maker in makers),
@@ -256,30 +258,30 @@ class _Table:
 
 
 def _hull(problem: _Problem) -> list[_Option]:
-    """Return the options on the lower convex hull, from least work to least bytes kept."""
+    """Return the options on the lower convex hull, from least work to least bytes saved."""
     bytes_all, flop_all = sum(problem.size), sum(problem.flop)
     # One unit of work outweighs all bytes; then one byte all work.
     ends = [_solve(problem, 1, bytes_all + 1), _solve(problem, flop_all + 1, 1)]
-    found = {(end.flop, end.kept): end for end in ends}
+    found = {(end.flop, end.saved_bytes): end for end in ends}
     todo = [(ends[0], ends[1])]
     while todo and len(found) < _MAX_OPTIONS:
         dear, cheap = todo.pop(0)
-        work, size = cheap.flop - dear.flop, dear.kept - cheap.kept
+        work, size = cheap.flop - dear.flop, dear.saved_bytes - cheap.saved_bytes
         if work <= 0 or size <= 0:
             continue
         between = _solve(problem, work, size)
-        if (between.flop, between.kept) not in found:
-            found[between.flop, between.kept] = between
+        if (between.flop, between.saved_bytes) not in found:
+            found[between.flop, between.saved_bytes] = between
             todo += [(dear, between), (between, cheap)]
     return sorted(found.values(), key=lambda option: option.flop)
 
 
 def _solve(problem: _Problem, numerator: int, denominator: int) -> _Option:
-    """Return the best option where a byte kept costs numerator / denominator of work."""
+    """Return the best option where a saved byte costs numerator / denominator of work."""
     weights = {("v", at): numerator * size for at, size in enumerate(problem.size)}
     asks: dict[tuple[str, int], list[tuple[str, int]]] = {}
     for at, flop in enumerate(problem.flop):
-        if problem.repeatable[at]:
+        if problem.recomputable[at]:
             weights["n", at] = denominator * flop
             asks["n", at] = [("v", value) for value in problem.takes[at]]
     for value, maker in enumerate(problem.maker):
@@ -290,15 +292,15 @@ def _solve(problem: _Problem, numerator: int, denominator: int) -> _Option:
     nodes = frozenset(at for kind, at in taken if kind == "n")
     made = {at for at, maker in enumerate(problem.maker) if maker in nodes}
     return _Option(
-        kept=sum(problem.size[at] for kind, at in taken if kind == "v" and at not in made),
-        again=_alive_at_once(problem, nodes),
+        saved_bytes=sum(problem.size[at] for kind, at in taken if kind == "v" and at not in made),
+        recomputed_bytes=_peak_recomputed_bytes(problem, nodes),
         flop=sum(problem.flop[at] for at in nodes),
         nodes=nodes,
     )
 
 
-def _alive_at_once(problem: _Problem, nodes: Collection[int]) -> int:
-    """Return the most bytes of what is made again that are alive at once.
+def _peak_recomputed_bytes(problem: _Problem, nodes: Collection[int]) -> int:
+    """Return the most recomputed bytes that are alive at once.
 
     What backward nodes use lives on; what only helps to make it dies after its last use.
     """
@@ -338,18 +340,18 @@ def _cheapest(count: int, choices: Sequence[_Choice], budget: int) -> list[_Choi
     """Return choices that cover all blocks, keep at most `budget` bytes, and take least work."""
     if budget < 0:
         return None
-    unit = gcd(*(choice.option.kept for choice in choices)) or 1
+    unit = gcd(*(choice.option.saved_bytes for choice in choices)) or 1
     unit = max(unit, -(-budget // _MAX_UNITS))
     units = budget // unit
     best: list[NDArray[np.float64]] = [np.full(units + 1, np.inf) for _ in range(count + 1)]
     best[0][:] = 0
     last = [np.full(units + 1, -1) for _ in range(count + 1)]
     for index, choice in sorted(enumerate(choices), key=lambda entry: entry[1].start):
-        kept = -(-choice.option.kept // unit)
-        if kept > units:
+        saved_bytes = -(-choice.option.saved_bytes // unit)
+        if saved_bytes > units:
             continue
-        work = best[choice.start][: units + 1 - kept] + choice.option.flop
-        target, mark = best[choice.stop][kept:], last[choice.stop][kept:]
+        work = best[choice.start][: units + 1 - saved_bytes] + choice.option.flop
+        target, mark = best[choice.stop][saved_bytes:], last[choice.stop][saved_bytes:]
         better = work < target
         target[better], mark[better] = work[better], index
     if not np.isfinite(best[count][units]):
@@ -359,16 +361,16 @@ def _cheapest(count: int, choices: Sequence[_Choice], budget: int) -> list[_Choi
     while count:
         choice = choices[int(last[count][left])]
         chosen.append(choice)
-        left -= -(-choice.option.kept // unit)
+        left -= -(-choice.option.saved_bytes // unit)
         count = choice.start
     return chosen[::-1]
 
 
-def _least_kept(count: int, choices: Sequence[_Choice]) -> int:
+def _least_saved_bytes(count: int, choices: Sequence[_Choice]) -> int:
     """Return the fewest bytes that choices which cover all blocks keep."""
     least: dict[int, int] = {0: 0}
     for choice in sorted(choices, key=lambda entry: entry.start):
         if choice.start in least:
-            kept = least[choice.start] + choice.option.kept
-            least[choice.stop] = min(kept, least.get(choice.stop, kept))
+            saved_bytes = least[choice.start] + choice.option.saved_bytes
+            least[choice.stop] = min(saved_bytes, least.get(choice.stop, saved_bytes))
     return least.get(count, 1 << 62)

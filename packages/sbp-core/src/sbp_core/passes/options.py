@@ -8,22 +8,23 @@ from sbp_core.errors import SbpValueError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recompute:
-    """Which activations are recomputed in the backward phase instead of being kept.
+class RecomputeOptions:
+    """Which forward values the backward phase recomputes instead of reading saved ones.
 
     Args:
         modules: Patterns of module paths, `blocks.*`: of each call of an outermost matching module
-            only what comes into it is kept.
-        marked: Whether calls under `torch.utils.checkpoint` are made again.
-        keep: Patterns of nodes and of module paths (`*.attention.out`) whose values are kept all
-            the same: operators that are dear, or whose results are boxed, which would be boxed
-            again.
+            only the inputs are saved.
+        marked: Whether calls under `torch.utils.checkpoint` are recomputed.
+        keep: Patterns of nodes and of module paths (`*.attention.out`) whose values are saved in
+            any case: expensive operators, or operators whose results are boxed, as recomputing
+            them would repeat the boxing.
         memory_bytes: The most bytes of activations alive at once in the backward phase: those that
-            are kept, and the most that is made again for one region. Of one micro-batch, of whole
-            logical tensors. What is made again is chosen so that it takes the least work. None: no
+            are saved, and the most that is recomputed for one region. Of one micro-batch, of whole
+            logical tensors. The values to recompute are chosen for the least work. None: no
             budget.
-        longest_run: With a budget, most blocks that are made again in one go, of which only what
-            comes into the first is kept. 1 where stages may be cut between any two blocks.
+        longest_run: With a budget, the most consecutive blocks that are recomputed together, of
+            which only the inputs of the first are saved. 1 where stages may be cut between any two
+            blocks.
 
     Raises:
         SbpValueError: a number is out of range.

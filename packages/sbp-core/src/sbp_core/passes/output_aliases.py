@@ -1,4 +1,4 @@
-"""Let what leaves the step lie in memory of its own."""
+"""Copies of outputs that would alias an input or the caller's batch."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from sbp_core.graph.ir import (
     Rate,
     Ref,
 )
-from sbp_core.signatures.views import seen_inputs
+from sbp_core.signatures.views import aliased_inputs
 
 _FROM_CALLER = (InputKind.BATCH, InputKind.RNG)
 
 
 def unalias_outputs(graph: LogicalGraph) -> LogicalGraph:
-    """Copy what would leave as an input itself, or in the memory of the caller's batch.
+    """Copy outputs that are an input themselves, or that alias the caller's batch.
 
-    A caller may fill the batch anew for the next step, and a state that looks at it would change.
+    A caller may overwrite the batch for the next step, which would change a state that views it.
     A parameter that is reported is copied by what updates it, with the value from before.
 
     before: outputs last = view(%x), seen = %scale
@@ -35,41 +35,41 @@ def unalias_outputs(graph: LogicalGraph) -> LogicalGraph:
     outputs: list[GraphOutput] = []
     for out in graph.outputs:
         if graph.is_tensor(out.value) and _needs_copy(graph, out):
-            when = _when(graph, out)
-            if (out.value, *when) not in made:
+            rate_and_phase = _rate_and_phase(graph, out)
+            if (out.value, *rate_and_phase) not in made:
                 name = f"{out.value}.own"
                 while name in known:
                     name += "'"
                 known.add(name)
                 types[name] = graph.types[out.value]
-                made[(out.value, *when)] = _copy(graph, out.value, name, *when)
-            out = replace(out, value=made[(out.value, *when)].outputs[0])
+                made[(out.value, *rate_and_phase)] = _copy(graph, out.value, name, *rate_and_phase)
+            out = replace(out, value=made[(out.value, *rate_and_phase)].outputs[0])
         outputs.append(out)
     if not made:
         return graph
-    behind: dict[str, list[Node]] = defaultdict(list)
-    early: list[Node] = []
-    late: list[Node] = []
+    after: dict[str, list[Node]] = defaultdict(list)
+    first: list[Node] = []
+    last: list[Node] = []
     for (value, rate, _), node in made.items():
         producer = graph.producers.get(value)
         if producer is not None:
-            behind[producer.name].append(node)
+            after[producer.name].append(node)
         else:
-            (early if rate is Rate.MICRO else late).append(node)
-    nodes = (part for node in graph.nodes for part in (node, *behind[node.name]))
-    return graph.with_nodes((*early, *nodes, *late), outputs=tuple(outputs), types=types)
+            (first if rate is Rate.MICRO else last).append(node)
+    nodes = (part for node in graph.nodes for part in (node, *after[node.name]))
+    return graph.with_nodes((*first, *nodes, *last), outputs=tuple(outputs), types=types)
 
 
 def _needs_copy(graph: LogicalGraph, out: GraphOutput) -> bool:
     if out.value not in graph.producers:
         return out.name != out.value or out.kind is not OutputKind.STATE
     return any(
-        graph.input_kinds[name].kind in _FROM_CALLER for name in seen_inputs(graph, out.value)
+        graph.input_kinds[name].kind in _FROM_CALLER for name in aliased_inputs(graph, out.value)
     )
 
 
-def _when(graph: LogicalGraph, out: GraphOutput) -> tuple[Rate, Phase]:
-    """Return when a copy is made: with its source; of a state that the update moves, once."""
+def _rate_and_phase(graph: LogicalGraph, out: GraphOutput) -> tuple[Rate, Phase]:
+    """Return rate and phase of a copy: those of its source; once a step for an updated state."""
     producer = graph.producers.get(out.value)
     if producer is not None:
         return producer.rate, producer.phase

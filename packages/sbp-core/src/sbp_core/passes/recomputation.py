@@ -1,10 +1,10 @@
-"""Recomputation: forward values are made again in the backward phase instead of being kept.
+"""Recomputation (activation checkpointing): recompute forward values instead of saving them.
 
-What may be made again is said in one of three ways, which add up: modules by pattern, calls under
+Regions to recompute are given in three ways, which combine: modules by pattern, calls under
 `torch.utils.checkpoint` in the user's model, or a budget, within which `budget` chooses. Operators
 that draw from PyTorch's own random streams are never run twice; `sbp.random_*` are, since they draw
 the same numbers again. States that the forward phase replaces, such as batch-norm statistics, are
-replaced once: what is made again of them nobody takes.
+replaced once: the recomputed values of them are unused.
 
 Source: Chen, Xu, Zhang, Guestrin, "Training deep nets with sublinear memory cost", 2016.
 """
@@ -21,7 +21,7 @@ from sbp_core.graph.blocks import block_of
 from sbp_core.graph.ir import LogicalGraph, Node, Phase
 from sbp_core.graph.rewrite import rename_uses
 from sbp_core.passes.budget import choose_regions
-from sbp_core.passes.options import Recompute
+from sbp_core.passes.options import RecomputeOptions
 from sbp_core.passes.rematerialize import REMATERIALIZED, Region, rematerialize
 from sbp_core.passes.saved_activations import (
     base_of,
@@ -38,11 +38,11 @@ MARK = "recompute"
 
 
 #: Operators that write statistics into their arguments although their schemas do not say so.
-_WRITES_UNSEEN = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"})
+_UNDECLARED_MUTATION = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"})
 
 
-def recompute(graph: LogicalGraph, how: Recompute) -> LogicalGraph:
-    """Make forward values again where backward nodes use them, instead of keeping them.
+def recompute(graph: LogicalGraph, how: RecomputeOptions) -> LogicalGraph:
+    """Recompute forward values where backward nodes use them, instead of saving them.
 
     before: h = mm(x, w); a = gelu(h); ...   dh = gelu_backward(da, h)
     after:  h = mm(x, w); a = gelu(h); ...   x.after = sbp.after(x, da)
@@ -58,33 +58,34 @@ def recompute(graph: LogicalGraph, how: Recompute) -> LogicalGraph:
     regions += _marked_regions(graph, how, {name for r in regions for name in r.members})
     graph = rematerialize(graph, regions)
     if how.memory_bytes is not None:
-        fixed = {n.name for n in graph.nodes if is_forward(n) and not _may_repeat(n, how)}
-        fixed |= {name for region in regions for name in region.again}
+        fixed = {n.name for n in graph.nodes if is_forward(n) and not _is_recomputable(n, how)}
+        fixed |= {name for region in regions for name in region.recomputable}
         chosen = choose_regions(graph, int(how.memory_bytes), fixed, how.longest_run)
         graph = rematerialize(graph, chosen)
     return graph
 
 
-def _may_repeat(node: Node, how: Recompute) -> bool:
-    """Whether a node may be made again: it draws and writes nothing, and no pattern keeps it."""
+def _is_recomputable(node: Node, how: RecomputeOptions) -> bool:
+    """Whether a node may be recomputed: it is deterministic, pure, and excluded by no pattern."""
     named = any(
-        fnmatchcase(node.name, pattern) or _within(pattern, node.module) for pattern in how.keep
+        fnmatchcase(node.name, pattern) or _matching_module(pattern, node.module)
+        for pattern in how.keep
     )
-    return not named and "seeded" not in node.tags and node.kind not in _WRITES_UNSEEN
+    return not named and "seeded" not in node.tags and node.kind not in _UNDECLARED_MUTATION
 
 
-def _within(pattern: str, module: str) -> str:
+def _matching_module(pattern: str, module: str) -> str:
     """Return the outermost module around a node that a pattern matches; empty if none does."""
     parts = module.split(".")
     around = (".".join(parts[: count + 1]) for count in range(len(parts)))
     return next((path for path in around if path and fnmatchcase(path, pattern)), "")
 
 
-def _check_patterns(graph: LogicalGraph, how: Recompute) -> None:
+def _check_patterns(graph: LogicalGraph, how: RecomputeOptions) -> None:
     nodes = [node for node in graph.nodes if is_forward(node)]
     for pattern in (*how.modules, *how.keep):
         names_node = pattern in how.keep and any(fnmatchcase(n.name, pattern) for n in nodes)
-        if not names_node and not any(_within(pattern, node.module) for node in nodes):
+        if not names_node and not any(_matching_module(pattern, node.module) for node in nodes):
             modules = sorted({node.module for node in nodes if node.module})
             raise ConfigError(
                 f"the pattern {pattern!r} of the recomputation matches no module",
@@ -93,17 +94,21 @@ def _check_patterns(graph: LogicalGraph, how: Recompute) -> None:
             )
 
 
-def _matching_regions(graph: LogicalGraph, how: Recompute) -> Iterator[Region]:
+def _matching_regions(graph: LogicalGraph, how: RecomputeOptions) -> Iterator[Region]:
     """Yield a region for each call of an outermost module that a pattern matches."""
 
     def matched(node: Node) -> str:
-        found = [path for pattern in how.modules if (path := _within(pattern, node.module))]
+        found = [
+            path for pattern in how.modules if (path := _matching_module(pattern, node.module))
+        ]
         return min(found, key=len, default="")
 
     yield from _runs(graph, how, matched)
 
 
-def _marked_regions(graph: LogicalGraph, how: Recompute, others: Iterable[str]) -> Iterator[Region]:
+def _marked_regions(
+    graph: LogicalGraph, how: RecomputeOptions, others: Iterable[str]
+) -> Iterator[Region]:
     """Yield a region for each call under `torch.utils.checkpoint`."""
     seen = set(others)
 
@@ -115,7 +120,9 @@ def _marked_regions(graph: LogicalGraph, how: Recompute, others: Iterable[str]) 
         yield from _runs(graph, how, mark)
 
 
-def _runs(graph: LogicalGraph, how: Recompute, key: Callable[[Node], str]) -> Iterator[Region]:
+def _runs(
+    graph: LogicalGraph, how: RecomputeOptions, key: Callable[[Node], str]
+) -> Iterator[Region]:
     """Yield a region for each run of forward nodes with one key, but for the empty one."""
     nodes = [node for node in graph.nodes if is_forward(node)]
     count = 0
@@ -126,7 +133,9 @@ def _runs(graph: LogicalGraph, how: Recompute, key: Callable[[Node], str]) -> It
             yield Region(
                 name=f"{name}#{count}",
                 members=frozenset(node.name for node in members),
-                again=frozenset(node.name for node in members if _may_repeat(node, how)),
+                recomputable=frozenset(
+                    node.name for node in members if _is_recomputable(node, how)
+                ),
             )
 
 
@@ -135,63 +144,63 @@ class RecomputeReport:
     """What a recomputation does to one micro-batch, in whole logical tensors.
 
     Args:
-        kept_before_bytes, kept_after_bytes: Activations kept from forward to backward.
-        largest_again_bytes: The most of what is made again that is alive at once.
+        saved_before_bytes, saved_after_bytes: Activations saved from forward to backward.
+        largest_recomputed_bytes: The most recomputed bytes alive at once.
         extra_flop: Work that is done twice.
         step_flop: Work of forward and backward before.
-        modules: Modules of which something is made again, with the number of operators.
+        modules: Modules with recomputed operators, and how many.
     """
 
-    kept_before_bytes: int
-    kept_after_bytes: int
-    largest_again_bytes: int
+    saved_before_bytes: int
+    saved_after_bytes: int
+    largest_recomputed_bytes: int
     extra_flop: float
     step_flop: float
     modules: Sequence[tuple[str, int]]
 
     def __str__(self) -> str:
-        before, after = format_bytes(self.kept_before_bytes), format_bytes(self.kept_after_bytes)
-        again = format_bytes(self.largest_again_bytes)
+        before, after = format_bytes(self.saved_before_bytes), format_bytes(self.saved_after_bytes)
+        recomputed = format_bytes(self.largest_recomputed_bytes)
         share = self.extra_flop / self.step_flop if self.step_flop else 0.0
         named = ", ".join(f"{module or '(root)'} ({count} ops)" for module, count in self.modules)
         return (
-            f"keeps {after} instead of {before} of activations, makes up to {again} again at a "
-            f"time, {share:.1%} more work: {named}"
+            f"keeps {after} instead of {before} of activations, makes up to {recomputed} again at "
+            f"a time, {share:.1%} more work: {named}"
         )
 
 
 def recompute_report(graph: LogicalGraph) -> RecomputeReport:
     """Compare a graph with what it was before `recompute`."""
-    before = _without_again(graph)
+    before = _without_recomputation(graph)
     work = [n for n in before.nodes if is_forward(n) or n.phase is Phase.BACKWARD]
     copies = [n for n in graph.nodes if REMATERIALIZED in n.tags and n.op != "sbp.after"]
     modules: dict[str, list[Node]] = {}
     for node in copies:
         modules.setdefault(block_of(node.module), []).append(node)
     return RecomputeReport(
-        kept_before_bytes=saved_bytes(before),
-        kept_after_bytes=saved_bytes(graph),
-        largest_again_bytes=_alive_at_once(graph),
+        saved_before_bytes=saved_bytes(before),
+        saved_after_bytes=saved_bytes(graph),
+        largest_recomputed_bytes=_peak_recomputed_bytes(graph),
         extra_flop=sum(call_flop(graph, node) for node in copies),
         step_flop=sum(call_flop(before, node) for node in work if not node.is_host),
         modules=tuple((module, len(nodes)) for module, nodes in modules.items()),
     )
 
 
-def _without_again(graph: LogicalGraph) -> LogicalGraph:
-    """Return the graph with every value that is made again replaced by the kept one."""
+def _without_recomputation(graph: LogicalGraph) -> LogicalGraph:
+    """Return the graph with every recomputed value replaced by the saved one."""
     names: dict[str, str] = {}
     for node in graph.nodes:
         if REMATERIALIZED in node.tags:
             waits = node.op == "sbp.after"
-            kept = node.inputs()[:1] if waits else graph.by_name[node.forward].outputs
-            names |= zip(node.outputs, kept, strict=True)
+            saved = node.inputs()[:1] if waits else graph.by_name[node.forward].outputs
+            names |= zip(node.outputs, saved, strict=True)
     nodes = (node for node in graph.nodes if REMATERIALIZED not in node.tags)
     return graph.with_nodes(tuple(rename_uses(node, names) for node in nodes))
 
 
-def _alive_at_once(graph: LogicalGraph) -> int:
-    """Return the most bytes of values made again that are alive at once, in graph order."""
+def _peak_recomputed_bytes(graph: LogicalGraph) -> int:
+    """Return the most bytes of recomputed values alive at once, in graph order."""
     made = {
         node.name: made_bytes(graph, node) for node in graph.nodes if REMATERIALIZED in node.tags
     }

@@ -1,12 +1,17 @@
-"""Make forward values again in the backward phase: the rewriting that `recompute` decides on.
+"""Rematerialisation: rewrite a graph so that the backward phase recomputes forward values.
 
-A *region* is a run of forward nodes, a block of the model. What its backward nodes use of it is
-computed again, right before the first of them, from what was kept: the values that come into the
-region, and those of its nodes that are not made again. So no two regions' values live together.
+A *region* is a run of forward nodes, a block of the model. The values of it that its backward nodes
+use are recomputed right before the first of them, from saved values: the inputs of the region, and
+the values of its nodes that are not recomputed. So the recomputed values of two regions are never
+alive together:
 
-The nodes made again wait for the gradient that comes into their region: their arguments pass
-through `sbp.after(x, gradient)`, which is x and no copy, and gives no backward schedule a chance to
-run them early.
+    forward     region 1     region 2
+    saved       x0           x1                    inputs of the regions
+    backward                 recompute 2, backward 2    recompute 1, backward 1
+
+Recomputed nodes wait for the gradient of their region's output: their arguments pass through
+`sbp.after(x, gradient)`, which is x without a copy, so that no schedule can run them early, when
+their results would only take memory.
 """
 
 from __future__ import annotations
@@ -18,7 +23,7 @@ from sbp_core.graph.ir import InputKind, LogicalGraph, Node, Phase, Ref, ValueTy
 from sbp_core.graph.rewrite import drop_dead, rename_uses
 from sbp_core.passes.saved_activations import call_flop, is_forward
 
-#: Tag of nodes that make forward values again.
+#: Tag of nodes that recompute forward values.
 REMATERIALIZED = "again"
 
 
@@ -29,87 +34,90 @@ class Region:
     Args:
         name: What reports call it.
         members: All its nodes.
-        again: Those whose values may be made again.
+        recomputable: Those whose values may be recomputed.
     """
 
     name: str
     members: frozenset[str]
-    again: frozenset[str]
+    recomputable: frozenset[str]
 
 
 def rematerialize(graph: LogicalGraph, regions: Sequence[Region]) -> LogicalGraph:
-    """Compute what backward nodes use of some regions again, in the backward phase.
+    """Recompute the values of some regions that backward nodes use, in the backward phase.
 
     before: h = mm(x, w); a = gelu(h); ...   dh = gelu_backward(da, h)
     after:  h = mm(x, w); a = gelu(h); ...   x.after = sbp.after(x, da)
             h.again = mm(x.after, w); dh = gelu_backward(da, h.again)
     """
-    made = _Rewriting(graph, _Plan(graph, regions)).run()
+    made = _Rewriting(graph, _ReplacedUses(graph, regions)).run()
     return drop_dead(made)
 
 
-class _Plan:
-    """Which uses of which values are served by values made again."""
+class _ReplacedUses:
+    """Which uses of forward values are replaced by recomputed ones, and what has to be saved."""
 
     def __init__(self, graph: LogicalGraph, regions: Sequence[Region]) -> None:
         self.graph = graph
-        self.place = {node.name: index for index, node in enumerate(graph.nodes)}
-        self.region_of = {name: region for region in regions for name in region.again}
-        self.kept = {out.value for out in graph.outputs}
-        # The last region first: what it reads of those before it is kept for it.
+        self.position = {node.name: index for index, node in enumerate(graph.nodes)}
+        self.region_of = {name: region for region in regions for name in region.recomputable}
+        self.saved = {out.value for out in graph.outputs}
+        # The last region first: values of earlier regions that it reads are saved for it, and the
+        # earlier regions then need not recompute them.
         self.regions = sorted(
-            (region for region in regions if region.again),
-            key=lambda region: -min(self.place[name] for name in region.members),
+            (region for region in regions if region.recomputable),
+            key=lambda region: -min(self.position[name] for name in region.members),
         )
         self.uses = {region.name: list(self._backward_uses(region)) for region in self.regions}
-        self._keep_what_is_read()
+        self._save_external_reads()
 
     def region(self, value: str) -> Region | None:
-        """Return the region that makes a value again, if any."""
+        """Return the region that may recompute a value, if any."""
         node = self.graph.producers.get(value)
         return None if node is None else self.region_of.get(node.name)
 
-    def is_again(self, value: str, user: Node) -> bool:
-        """Return whether a backward node uses a value as made again."""
+    def uses_recomputed(self, value: str, user: Node) -> bool:
+        """Return whether a backward node uses the recomputed value in place of a saved one."""
         region = self.region(value)
-        if region is None or value in self.kept:
+        if region is None or value in self.saved:
             return False
-        return user.forward in region.members or not self._leaves(region, value)
+        return user.forward in region.members or not self._is_used_outside(region, value)
 
-    def _leaves(self, region: Region, value: str) -> bool:
+    def _is_used_outside(self, region: Region, value: str) -> bool:
         """Return whether forward nodes outside the region use a value."""
         users = self.graph.users[value]
         return any(is_forward(user) and user.name not in region.members for user in users)
 
     def _backward_uses(self, region: Region) -> Iterator[tuple[Node, str]]:
-        for name in region.again:
+        for name in region.recomputable:
             for value in self.graph.by_name[name].outputs:
                 for user in self.graph.users[value]:
                     if not is_forward(user):
                         yield user, value
 
-    def _keep_what_is_read(self) -> None:
+    def _save_external_reads(self) -> None:
         for region in self.regions:
             for user, value in self.uses[region.name]:
                 if user.phase is not Phase.BACKWARD or (
-                    user.forward not in region.members and self._leaves(region, value)
+                    user.forward not in region.members and self._is_used_outside(region, value)
                 ):
-                    self.kept.add(value)
-        grown = True
-        while grown:  # a second round only where regions read each other
-            grown = False
+                    self.saved.add(value)
+        changed = True
+        while changed:  # until nothing changes: regions may read each other
+            changed = False
             for region in self.regions:
-                read = set(self._read_from_outside(region)) - self.kept
-                self.kept |= read
-                grown = grown or any(self.region(value) for value in read)
+                read = set(self._external_reads(region)) - self.saved
+                self.saved |= read
+                changed = changed or any(self.region(value) for value in read)
 
-    def _read_from_outside(self, region: Region) -> Iterator[str]:
-        """Yield the values that making a region again takes from elsewhere."""
-        todo = [value for user, value in self.uses[region.name] if self.is_again(value, user)]
+    def _external_reads(self, region: Region) -> Iterator[str]:
+        """Yield the values outside of a region that its recomputation reads."""
+        todo = [
+            value for user, value in self.uses[region.name] if self.uses_recomputed(value, user)
+        ]
         seen: set[str] = set()
         while todo:
             value = todo.pop()
-            if value in self.kept or self.region(value) is not region:
+            if value in self.saved or self.region(value) is not region:
                 yield value
                 continue
             node = self.graph.producers[value]
@@ -121,7 +129,7 @@ class _Plan:
 class _Rewriting:
     """The state of one rewriting."""
 
-    def __init__(self, graph: LogicalGraph, plan: _Plan) -> None:
+    def __init__(self, graph: LogicalGraph, plan: _ReplacedUses) -> None:
         self.graph, self.plan = graph, plan
         self.nodes: list[Node] = []
         self.types: dict[str, ValueType] = dict(graph.types)
@@ -136,35 +144,35 @@ class _Rewriting:
             if node.phase is not Phase.BACKWARD:
                 self.nodes.append(node)
                 continue
-            used = [v for v in dict.fromkeys(node.inputs()) if self.plan.is_again(v, node)]
+            used = [v for v in dict.fromkeys(node.inputs()) if self.plan.uses_recomputed(v, node)]
             missing = [value for value in used if value not in self.names]
             if missing:
-                self._make(missing, index)
+                self._recompute(missing, index)
             self.nodes.append(rename_uses(node, {value: self.names[value] for value in used}))
             self.backward_made.update(node.outputs)
         return self.graph.with_nodes(tuple(self.nodes), types=self.types)
 
-    def _make(self, values: Iterable[str], index: int) -> None:
-        """Add the nodes that make some values again, before the node of that index."""
+    def _recompute(self, values: Iterable[str], index: int) -> None:
+        """Add the nodes that recompute some values, before the node of that index."""
         needed: dict[str, Region] = {}
         todo = list(values)
         while todo:
             value = todo.pop()
             region = self.plan.region(value)
-            if value in self.plan.kept or region is None or value in self.names:
+            if value in self.plan.saved or region is None or value in self.names:
                 continue
             node = self.graph.producers[value]
             if node.name not in needed:
                 needed[node.name] = region
                 todo += self.graph.tensor_inputs(node)
-        for name in sorted(needed, key=self.plan.place.__getitem__):
+        for name in sorted(needed, key=self.plan.position.__getitem__):
             self._copy(self.graph.by_name[name], needed[name], index)
 
     def _copy(self, node: Node, region: Region, index: int) -> None:
         names = {value: self.names[value] for value in node.inputs() if value in self.names}
         waits = any(value in names for value in self.graph.tensor_inputs(node))
         for value in dict.fromkeys(self.graph.tensor_inputs(node)):
-            if value not in names and self._is_kept(value):
+            if value not in names and self._is_saved(value):
                 names[value] = self._gate(value, node, region, index)
                 waits = True
         if not waits and call_flop(self.graph, node):  # of parameters only, such as a cast
@@ -194,13 +202,13 @@ class _Rewriting:
             )
         )
 
-    def _is_kept(self, value: str) -> bool:
+    def _is_saved(self, value: str) -> bool:
         """Whether a value was made by the forward phase, or is of the batch."""
         entry = self.graph.input_kinds.get(value)
         return entry is None or entry.kind is InputKind.BATCH
 
     def _gate(self, value: str, user: Node, region: Region, index: int) -> str:
-        """Return the value as it is once the region's gradient has come."""
+        """Return the value behind an `sbp.after` of the region's gradient."""
         if (region.name, value) in self.gates:
             return self.gates[region.name, value]
         gradient = self._gradient(region, index)

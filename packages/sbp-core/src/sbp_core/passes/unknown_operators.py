@@ -8,35 +8,35 @@ from dataclasses import replace
 from sbp_core.errors import SignatureError
 from sbp_core.graph.ir import LogicalGraph, Node
 from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.registry import Unknown, installed
+from sbp_core.signatures.registry import UnknownOperator, installed_rules
 
 _LOG = logging.getLogger(__name__)
 
 
-def allow_unknown(graph: LogicalGraph, unknown: Unknown) -> LogicalGraph:
+def allow_unknown(graph: LogicalGraph, unknown: UnknownOperator) -> LogicalGraph:
     """Tag the operators without a rule, so that they run whole, or are tried out.
 
     before: y = mylib.smooth(x)                    nothing says how it may be split
     after:  y = mylib.smooth(x)   unknown:whole    runs whole on every rank
 
-    Each of them is named in a warning. With `Unknown.REFUSE` the graph stays as it is, and planning
-    refuses the first of them.
+    Each of them is named in a warning. With `UnknownOperator.REFUSE` the graph stays as it is, and
+    planning refuses the first of them.
     """
-    if unknown is Unknown.REFUSE:
+    if unknown is UnknownOperator.REFUSE:
         return graph
     named: set[str] = set()
     nodes = tuple(_tagged(graph, node, unknown, named) for node in graph.nodes)
     for op in sorted(named):
-        how = "runs whole" if unknown is Unknown.WHOLE else "is tried out, and run as found"
+        how = "runs whole" if unknown is UnknownOperator.WHOLE else "is tried out, and run as found"
         _LOG.warning("nothing says how %s may be split: it %s", op, how)
     return graph.with_nodes(nodes)
 
 
-def _tagged(graph: LogicalGraph, node: Node, unknown: Unknown, named: set[str]) -> Node:
+def _tagged(graph: LogicalGraph, node: Node, unknown: UnknownOperator, named: set[str]) -> Node:
     if node.is_host:
         return node
     try:
-        installed().rule(OpCall.of(graph, node))
+        installed_rules().rule(OpCall.of(graph, node))
     except SignatureError:
         named.add(node.op)
         return replace(node, tags=(*node.tags, unknown.tag))

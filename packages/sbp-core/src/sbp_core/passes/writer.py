@@ -1,4 +1,4 @@
-"""Writing several nodes in place of one: a pass asks a `Writer` for what a call makes."""
+"""Writing several nodes in place of one: a pass asks a `GraphWriter` for what a call makes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 from sbp_core.graph.ir import Argument, LogicalGraph, Node, Ref, TensorType, ValueType
 
 
-class Writer:
+class GraphWriter:
     """Collects the nodes of a rewritten graph, and the types of what they make.
 
     Args:

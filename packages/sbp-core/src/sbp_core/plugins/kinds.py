@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """What a planner is asked.
+    """The input of a planner: a graph, a mesh, a cluster and the pins of the user.
 
     Args:
         graph: The training step at micro-batch size, with accumulation made explicit.

@@ -31,16 +31,16 @@ class MisfitError(Exception):
 
     @classmethod
     def found(cls, value: object, accepted: str, todo: str = "") -> MisfitError:
-        """Return that of a value that is something else than what is accepted."""
+        """Return the error for a value of another kind than what is accepted."""
         return cls(f" is {shown(value)}", accepted, todo)
 
     @classmethod
     def refused(cls, error: SbpError) -> MisfitError:
-        """Return that of a value that its class refused."""
+        """Return the error for a value that its class refused."""
         return cls(f": {error.what}", error.accepted, error.todo, error.where)
 
-    def told(self, root: str) -> str:
-        """Return what is wrong, with the place; `root` names the whole."""
+    def message(self, root: str) -> str:
+        """Return the message with the path of the part; `root` names the whole document."""
         place = ""
         for part in reversed(self.path):
             named = isinstance(part, str) and part.isidentifier()

@@ -75,7 +75,7 @@ def load(
         found: T = _codec(cast("Any", kind)).load(value)
     except MisfitError as misfit:
         raise error(
-            misfit.told(root),
+            misfit.message(root),
             where=(where, *misfit.where),
             accepted=misfit.accepted,
             todo=misfit.todo or todo,

@@ -12,7 +12,7 @@ from sbp_core.graph.ir import Argument, Ref, map_refs
 from sbp_core.signatures.call import OpCall
 
 #: Position of an argument that can be given by name only.
-BY_NAME = 1 << 16
+KEYWORD_ONLY = 1 << 16
 
 
 def argument(call: OpCall, index: int, name: str, default: Argument = None) -> Any:
@@ -22,8 +22,8 @@ def argument(call: OpCall, index: int, name: str, default: Argument = None) -> A
     return call.kwargs.get(name, default)
 
 
-def numbered(call: OpCall) -> tuple[tuple[Argument, ...], dict[str, Argument]]:
-    """Return (args, kwargs) with each tensor as `Ref` of its position among the tensor arguments.
+def tensors_as_refs(call: OpCall) -> tuple[tuple[Argument, ...], dict[str, Argument]]:
+    """Return (args, kwargs) with each tensor replaced by a `Ref` to its position among tensors.
 
     Host scalars become `Ref("host")`. So calls that differ in the names of values only are equal.
     """
@@ -40,20 +40,20 @@ def numbered(call: OpCall) -> tuple[tuple[Argument, ...], dict[str, Argument]]:
 
 def tensor_position(call: OpCall, index: int, name: str) -> int | None:
     """Return the position among the tensor arguments of one argument; None if it is no tensor."""
-    args, kwargs = numbered(call)
+    args, kwargs = tensors_as_refs(call)
     value = args[index] if index < len(args) else kwargs.get(name)
     return int(value.name) if isinstance(value, Ref) and value.name != "host" else None
 
 
-def identity(call: OpCall) -> str:
-    """Return a text that is equal for calls that mean the same: op, literals, shapes, tags."""
-    args, kwargs = numbered(call)
+def call_key(call: OpCall) -> str:
+    """Return a cache key: a text of op, literals, shapes and tags, without names of values."""
+    args, kwargs = tensors_as_refs(call)
     types = ",".join(f"{entry.dtype}{entry.shape}" for entry in (*call.inputs, *call.outputs))
     return f"{call.op}{args!r}{sorted(kwargs.items())!r}{types}/{len(call.inputs)}{call.tags}"
 
 
 def wrap_dim(dim: int, num_dims: int) -> int:
-    """Return a dim counted from the front; a tensor without dims counts as one with one."""
+    """Return a dim >= 0 for one that may be negative; 0-d tensors count as having one dim."""
     return dim % max(num_dims, 1)
 
 

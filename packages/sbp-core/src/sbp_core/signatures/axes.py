@@ -1,4 +1,4 @@
-"""Signatures on meshes of several axes: those of each axis, and what they ask of each other.
+"""Signatures on meshes of several axes: combinations of one signature for each axis.
 
 Axes combine freely, but for what `Requirement`s say of axes that split one label; and once earlier
 axes have split the slower labels of a dim down to one element, a later axis may split the next
@@ -26,10 +26,10 @@ def enumerate_signatures(
     Raises:
         SignatureError: the operator has no rule, or the rule does not fit the shapes.
     """
-    yield from (combine(parts) for parts in _continued(call, (), mesh_shape, rules))
+    yield from (combine(parts) for parts in _extend(call, (), mesh_shape, rules))
 
 
-def _continued(
+def _extend(
     call: OpCall,
     before: tuple[Signature1d, ...],
     mesh_shape: Sequence[int],
@@ -39,7 +39,7 @@ def _continued(
         yield before
         return
     for part in continuations(call, before, mesh_shape[: len(before) + 1], rules=rules):
-        yield from _continued(call, (*before, part), mesh_shape, rules)
+        yield from _extend(call, (*before, part), mesh_shape, rules)
 
 
 def continuations(
@@ -62,7 +62,7 @@ def continuations(
     """
     found = derivation(call, rules)
     candidates = (*derive(call, mesh_shape[-1], rules=rules), *(found.behind if before else ()))
-    return tuple(part for part in candidates if not clash((*before, part), mesh_shape))
+    return tuple(part for part in candidates if not conflict((*before, part), mesh_shape))
 
 
 def combine(parts: Sequence[Signature1d]) -> Signature:
@@ -73,8 +73,15 @@ def combine(parts: Sequence[Signature1d]) -> Signature:
     )
 
 
-def clash(parts: Sequence[Signature1d], mesh_shape: Sequence[int]) -> str:
-    """Return why signatures, each legal on its axis, are not legal together; empty if they are."""
+def conflict(parts: Sequence[Signature1d], mesh_shape: Sequence[int]) -> str:
+    """Return why signatures, each legal on its axis, are not legal together; empty if they are.
+
+    A dim (a b) with a = 2 on a mesh of 2 x 3: axis 0 splits a, and axis 1 may then split b, because
+    each shard of axis 0 holds one element of a, so that the shards of b in it are contiguous:
+
+        a0b0 a0b1 a0b2 | a1b0 a1b1 a1b2        axis 0
+        a0b0|a0b1|a0b2 | a1b0|a1b1|a1b2        axis 1
+    """
     for axis, part in enumerate(parts):
         for requirement in part.requires:
             sizes = [
@@ -92,10 +99,10 @@ def clash(parts: Sequence[Signature1d], mesh_shape: Sequence[int]) -> str:
                     f"{part.origin} needs the mesh axes before it to split label {label} into "
                     f"{extent} parts, not {prod(split)}"
                 )
-    return _mixture(parts)
+    return _mixed_partial(parts)
 
 
-def _mixture(parts: Sequence[Signature1d]) -> str:
+def _mixed_partial(parts: Sequence[Signature1d]) -> str:
     """Return which tensor would be partial under two reductions at once; empty if none would.
 
     A sum of maxima is no maximum of sums: what such a tensor means would hang on the order.

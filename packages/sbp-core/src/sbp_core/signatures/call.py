@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpCall:
-    """One operator call: the operator, its arguments, and the types of its tensors.
+    """One call of an operator: its name, its arguments and the types of its tensors.
 
     Args:
         op: `aten.mm.default`.

@@ -13,7 +13,7 @@ from sbp_core.boxing.routes import Route
 from sbp_core.errors import SbpValueError, SignatureError
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, Partial, Sbp, Split, check_sbp
-from sbp_core.signatures.axes import clash
+from sbp_core.signatures.axes import conflict
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.derive import derivation, derive
 from sbp_core.signatures.registry import RuleRegistry
@@ -47,7 +47,7 @@ def check_signature(
         if found is None:
             raise _refusal(call, signature, mesh, axis, rules)
         parts.append(found)
-    together = clash(parts, mesh.mesh_shape)
+    together = conflict(parts, mesh.mesh_shape)
     if together:
         raise SignatureError(
             f"{call.op} cannot run as {signature} on a mesh of shape {mesh.mesh_shape}: {together}",

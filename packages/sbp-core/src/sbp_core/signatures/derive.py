@@ -1,8 +1,14 @@
 """The derivation: all signatures of a call, from the notation of its operator.
 
 For one mesh axis they follow from the labels (split one of them), from linearity and monotony
-(partial in, partial out), and there is always "all B". Rejected candidates are kept with their
+(partial in, partial out), and there is always "all B". Rejected candidates are recorded with their
 reasons, for error messages. How several axes combine is `signatures.axes`.
+
+    i k, k j -> i j     split i:  S(0) B    -> S(0)    `i` leads a dim of input 0 and of the output
+                        split j:  B    S(1) -> S(1)
+                        split k:  S(1) S(0) -> P       `k` is missing in the output: a sum over it
+                        linear 0: P    B    -> P       and likewise linear 1
+                                  B    B    -> B
 """
 
 from __future__ import annotations
@@ -16,15 +22,15 @@ from math import prod
 from sbp_core.errors import SignatureError
 from sbp_core.graph.ir import TensorType, refs
 from sbp_core.sbp import B, Partial, S, Sbp, Split
-from sbp_core.signatures.arguments import identity
+from sbp_core.signatures.arguments import call_key
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.notation import Dependence, Effect, Notation
-from sbp_core.signatures.registry import RuleRegistry, installed
+from sbp_core.signatures.registry import RuleRegistry, installed_rules
 from sbp_core.signatures.rule import Rule
 from sbp_core.signatures.signature import Requirement, Signature1d
 
 #: For each effect: which partial values of the inputs give which of the outputs.
-_PASSES = {
+_PARTIALS = {
     Effect.LINEAR: (("sum", "sum"),),
     Effect.INCREASING: (("max", "max"), ("min", "min")),
     Effect.DECREASING: (("max", "min"), ("min", "max")),
@@ -68,8 +74,8 @@ class Derivation:
 
 
 @dataclass(frozen=True, slots=True)
-class _Key:
-    """A call as a key of caches: equal for calls that mean the same."""
+class _CallKey:
+    """A call as a key of caches: equal for calls that mean the same; values have other names."""
 
     text: str
     call: OpCall = field(compare=False)
@@ -81,11 +87,11 @@ def derivation(call: OpCall, rules: RuleRegistry | None = None) -> Derivation:
     Raises:
         SignatureError: the operator has no rule, or the rule does not fit the shapes.
     """
-    return _derivation(_Key(identity(call), call), rules or installed())
+    return _derivation(_CallKey(call_key(call), call), rules or installed_rules())
 
 
 @lru_cache(maxsize=65536)
-def _derivation(key: _Key, rules: RuleRegistry) -> Derivation:
+def _derivation(key: _CallKey, rules: RuleRegistry) -> Derivation:
     call = key.call
     notation = _notation(rules.rule(call), call)
     found = _Candidates(call, notation)
@@ -93,11 +99,11 @@ def _derivation(key: _Key, rules: RuleRegistry) -> Derivation:
         found.split(label)
     if notation.addends is not None:
         for factors in product(*_factors(notation).values()):
-            found.depend(Dependence(effect=Effect.LINEAR, inputs=tuple(sorted(factors))))
+            found.add_dependence(Dependence(effect=Effect.LINEAR, inputs=tuple(sorted(factors))))
     for dependence in notation.dependences:
-        found.depend(dependence)
+        found.add_dependence(dependence)
     found.add([B] * len(call.inputs), [B] * len(call.outputs), "all B")
-    found.loosen()
+    found.split_free_arguments()
     for signature in rules.discovered(call):
         found.legal.setdefault((signature.inputs, signature.outputs), signature)
     return Derivation(
@@ -134,11 +140,11 @@ def derive(
     Raises:
         SignatureError: the operator has no rule, or the rule does not fit the shapes.
     """
-    return _derive(_Key(identity(call), call), axis_size, rules or installed())
+    return _derive(_CallKey(call_key(call), call), axis_size, rules or installed_rules())
 
 
 @lru_cache(maxsize=65536)
-def _derive(key: _Key, axis_size: int, rules: RuleRegistry) -> tuple[Signature1d, ...]:
+def _derive(key: _CallKey, axis_size: int, rules: RuleRegistry) -> tuple[Signature1d, ...]:
     return tuple(
         signature
         for signature in _derivation(key, rules).legal
@@ -239,8 +245,8 @@ def _origin(dependence: Dependence) -> str:
     return f"{how} {many} {listed}{gives}"
 
 
-def _unreducible(entry: TensorType, reduction: str) -> str:
-    """Return why values of a dtype have no such reduction; empty if they have."""
+def _why_irreducible(entry: TensorType, reduction: str) -> str:
+    """Return why values of a dtype have no such reduction; empty if they have one."""
     if reduction == "sum" and entry.dtype == "bool":
         return "a bool output cannot be summed"
     if reduction in ("max", "min") and entry.dtype.startswith("complex"):
@@ -268,7 +274,7 @@ class _Candidates:
         reason: str = "",
         label: str = "",
     ) -> None:
-        """Keep a candidate: as legal, or as rejected if there is a reason."""
+        """Record a candidate: as legal, or as rejected if there is a reason."""
         key = (tuple(inputs), tuple(outputs))
         if reason:
             self.rejected.append(Rejected(inputs=key[0], outputs=key[1], reason=reason))
@@ -291,14 +297,15 @@ class _Candidates:
             for index, (entry, dims) in enumerate(zip(types, tensors, strict=True)):
                 dim = next((at for at, names in enumerate(dims) if label in names), None)
                 if dim is not None:
-                    before = self._slower(label, dims[dim])
-                    # What is left to split once earlier axes have split these to one element each.
+                    before = self._slower_labels(label, dims[dim])
+                    # (a b) is split along its slowest label first: `b` only once earlier axes have
+                    # split `a` down to one element each; then the dim has extent / a to split.
                     parts = prod(self.sizes.get(name, 1) for name in before)
                     extents[entry.shape[dim] // max(parts, 1)] = None
                     slower |= dict.fromkeys(before, dim)
                     entries[side].append(S(dim))
-                elif side == 1 and self._contracted(label):
-                    reduced, illegal = self._reduced(label, index, entry)
+                elif side == 1 and self._is_in_inputs(label):
+                    reduced, illegal = self._entry_without(label, index, entry)
                     entries[side].append(reduced)
                     reason = reason or illegal
                 else:
@@ -307,7 +314,7 @@ class _Candidates:
             why = f": {notation.why}" if notation.why else ""
             reason = f"{self.call.op} needs that dim whole{why}"
         requires = self._requirements(label, tuple(extents))
-        for inputs in self._beside(label, entries[0]):
+        for inputs in self._input_variants(label, entries[0]):
             self._add_split(label, (inputs, entries[1]), requires, slower, reason)
 
     def _add_split(
@@ -318,7 +325,10 @@ class _Candidates:
         slower: Mapping[str, int],
         reason: str,
     ) -> None:
-        """Keep a split; one of a label behind slower ones is for later mesh axes only."""
+        """Record a split; one of a label behind slower ones is for later mesh axes only.
+
+        On a first axis, shards of `b` in a dim (a b) would not be contiguous.
+        """
         origin = f"split of label {label}"
         if slower and not reason:
             reason = f"only the slowest factor of dim {min(slower.values())} may be split"
@@ -336,42 +346,49 @@ class _Candidates:
                 )
         self.add(*entries, origin, requires, reason, label)
 
-    def _reduced(self, label: str, output: int, entry: TensorType) -> tuple[Sbp, str]:
-        """Return what an output without `label` is when it is split, and why not, if so."""
+    def _entry_without(self, label: str, output: int, entry: TensorType) -> tuple[Sbp, str]:
+        """Return the entry of an output that lacks the split label, and a reason if illegal."""
         reduction = self.notation.reduction(label, output)
         if reduction == "none":
             return B, ""
-        return Partial(reduction), _unreducible(entry, reduction)
+        return Partial(reduction), _why_irreducible(entry, reduction)
 
     def _requirements(self, label: str, extents: tuple[int, ...]) -> tuple[Requirement, ...]:
         found = []
         size = self.sizes.get(label)
         if len(extents) > 1 or size not in (None, *extents):
-            # Ranks that share the label evenly share every dim that it leads.
+            # Dims of different extents that one label leads (`b` in `(b a)` and in `b`) are cut at
+            # the same places only if every rank has equally many elements of the label.
             shared = extents if size is None else (size,)
             found.append(Requirement(label=label, extents=shared, even=True))
         if label in self.notation.nonempty:
             found.append(Requirement(label=label, extents=extents, even=False))
         return tuple(found)
 
-    def _slower(self, label: str, names: tuple[str, ...]) -> list[str]:
+    def _slower_labels(self, label: str, names: tuple[str, ...]) -> list[str]:
         """Return the labels of a dim that come before `label` and have more than one element."""
         return [name for name in names[: names.index(label)] if self.sizes.get(name) != 1]
 
-    def _contracted(self, label: str) -> bool:
+    def _is_in_inputs(self, label: str) -> bool:
         return any(label in names for dims in self.notation.inputs for names in dims)
 
-    def _beside(self, label: str, inputs: list[Sbp]) -> Iterator[list[Sbp]]:
-        """Yield the inputs; where `label` is summed, addends without it have to be partial.
+    def _input_variants(self, label: str, inputs: list[Sbp]) -> Iterator[list[Sbp]]:
+        """Yield the inputs of a split; where `label` is summed, addends without it must be partial.
 
-        What is not read may as well be partial; what is ignored, whole or partial.
+        In `i k, k j + i j` split along k, each rank would add all of the bias to its partial
+        product, and the sum of ranks would hold it as often as there are ranks. So the bias must
+        be partial as well. Of a product without the label one factor is: which one is free.
+
+        Arguments that are not read may as well be partial; ignored ones, whole or partial.
         """
         notation = self.notation
-        yield from self._unused(inputs)
-        once = [index for name, index in notation.beside if name == label]
-        if once:
+        yield from self._unread_variants(inputs)
+        counted_once = [index for name, index in notation.beside if name == label]
+        if counted_once:
             kind = notation.reduction(label, 0)
-            yield [Partial(kind) if at in once else entry for at, entry in enumerate(inputs)]
+            yield [
+                Partial(kind) if at in counted_once else entry for at, entry in enumerate(inputs)
+            ]
             if kind == "sum":
                 return
         output = [name for dims in notation.outputs for names in dims for name in names]
@@ -386,8 +403,8 @@ class _Candidates:
         for chosen in product(*without):
             yield [Partial() if index in chosen else entry for index, entry in enumerate(inputs)]
 
-    def _unused(self, inputs: list[Sbp]) -> Iterator[list[Sbp]]:
-        """Yield the inputs with what is never read cut in other ways."""
+    def _unread_variants(self, inputs: list[Sbp]) -> Iterator[list[Sbp]]:
+        """Yield the inputs with other entries for arguments whose elements are never read."""
         found = {
             index: dependence.effect
             for dependence in self.notation.dependences
@@ -402,11 +419,11 @@ class _Candidates:
         read = any(isinstance(cut, Split) for at, cut in enumerate(inputs) if at not in free)
         others: list[Sbp] = [B, Partial()] if free and read else []
         for other in others:
-            if other == B or not any(_unreducible(self.call.inputs[at], "sum") for at in free):
+            if other == B or not any(_why_irreducible(self.call.inputs[at], "sum") for at in free):
                 yield [other if at in free else entry for at, entry in enumerate(inputs)]
 
-    def depend(self, dependence: Dependence) -> None:
-        """Pass partial values of the arguments of one dependence to the outputs."""
+    def add_dependence(self, dependence: Dependence) -> None:
+        """Add the candidates in which partial arguments of a dependence give partial outputs."""
         call = self.call
         reached = dependence.outputs
         if dependence.effect in (Effect.UNREAD, Effect.IGNORED):
@@ -415,11 +432,11 @@ class _Candidates:
             reached = tuple(range(len(call.outputs)))
         pairs = [
             (before, after)
-            for before, after in _PASSES[dependence.effect]
-            if not any(_unreducible(call.inputs[index], before) for index in dependence.inputs)
-            and not any(_unreducible(call.outputs[index], after) for index in reached)
+            for before, after in _PARTIALS[dependence.effect]
+            if not any(_why_irreducible(call.inputs[index], before) for index in dependence.inputs)
+            and not any(_why_irreducible(call.outputs[index], after) for index in reached)
         ]
-        if dependence.effect is Effect.LINEAR and self._rounds(dependence.inputs, reached):
+        if dependence.effect is Effect.LINEAR and self._is_inexact(dependence.inputs, reached):
             return
         origin = _origin(dependence)
         for before, after in pairs:
@@ -437,8 +454,8 @@ class _Candidates:
                     inputs[index] = S(dim)
                     self.add(inputs, [B] * len(call.outputs), origin)
 
-    def loosen(self) -> None:
-        """Let arguments that are free be split in every way beside each candidate."""
+    def split_free_arguments(self) -> None:
+        """Add to each candidate those with free arguments split in every way."""
         for dependence in self.notation.dependences:
             for index in dependence.inputs if dependence.effect is Effect.FREE else ():
                 splits = [S(dim) for dim in range(len(self.call.inputs[index].shape))]
@@ -448,10 +465,10 @@ class _Candidates:
                         made = replace(signature, inputs=inputs)
                         self.legal.setdefault((inputs, signature.outputs), made)
 
-    def _rounds(self, inputs: Sequence[int], outputs: Sequence[int]) -> bool:
-        """Return whether integers come out of reals, or others out of narrow ones that wrap.
+    def _is_inexact(self, inputs: Sequence[int], outputs: Sequence[int]) -> bool:
+        """Return whether a linear operator is not linear on its dtypes.
 
-        Then a linear operator is not linear on its dtypes.
+        So it is where reals are rounded to integers, or narrow integers that may wrap are widened.
         """
         before = {self.call.inputs[index].dtype for index in inputs}
         after = {self.call.outputs[index].dtype for index in outputs}

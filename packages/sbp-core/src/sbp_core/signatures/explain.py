@@ -18,7 +18,7 @@ from sbp_core.signatures.derive import derivation, derive, work_flop
 from sbp_core.signatures.library import call_library
 from sbp_core.signatures.notation import Dims, Notation
 from sbp_core.signatures.opaque import OPAQUE
-from sbp_core.signatures.registry import RuleRegistry, installed
+from sbp_core.signatures.registry import RuleRegistry, installed_rules
 from sbp_core.signatures.signature import Signature1d
 from sbp_core.units import format_flop
 
@@ -58,17 +58,17 @@ class Explanation:
 
     def rows(self) -> tuple[Row, ...]:
         """Return the legal signatures with where each comes from."""
-        return tuple((part.inputs, part.outputs, self.because(part)) for part in self.legal)
+        return tuple((part.inputs, part.outputs, self.origin_of(part)) for part in self.legal)
 
-    def because(self, part: Signature1d) -> str:
+    def origin_of(self, part: Signature1d) -> str:
         """Return where a signature comes from, in words."""
         if not part.label:
             return part.origin
-        kept = [part.label in _names(dims) for dims in self.notation.outputs]
+        present = [part.label in _names(dims) for dims in self.notation.outputs]
         reductions = {
             self.notation.reduction(part.label, index)
-            for index, kept in enumerate(kept)
-            if not kept
+            for index, present in enumerate(present)
+            if not present
         } - {"none"}
         if reductions and any(part.label in _names(dims) for dims in self.notation.inputs):
             parts = " or ".join({"sum": "sums"}.get(name, f"{name}ima") for name in reductions)
@@ -96,7 +96,7 @@ class Explanation:
             yield "\nlegal on an axis behind others:"
             yield from self._table(
                 [
-                    (part.inputs, part.outputs, f"{part.origin}, once {_follows(part)}")
+                    (part.inputs, part.outputs, f"{part.origin}, once {_prerequisite(part)}")
                     for part in self.behind
                 ],
                 "because",
@@ -114,7 +114,7 @@ class Explanation:
         widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
         if sum(widths) + 2 * len(widths) > _WIDTH - _REASON_WIDTH:
             for (inputs, outputs, _), why in zip(rows, reasons, strict=True):
-                text = f"{_listed(inputs)} -> {_listed(outputs)}"
+                text = f"{_entries_text(inputs)} -> {_entries_text(outputs)}"
                 yield from _wrapped("  ", text, 4)
                 yield from _wrapped("      ", f"{reason}: {why}", 8)
             return
@@ -149,7 +149,7 @@ def explain_call(call: OpCall, axis_size: int, *, rules: RuleRegistry | None = N
     Raises:
         SignatureError: the operator has no rule, or the rule does not fit the shapes.
     """
-    rules = rules or installed()
+    rules = rules or installed_rules()
     found = derivation(call, rules)
     legal = derive(call, axis_size, rules=rules)
     refused: list[Row] = [
@@ -172,7 +172,7 @@ def explain_call(call: OpCall, axis_size: int, *, rules: RuleRegistry | None = N
     )
 
 
-def _listed(entries: Sequence[Sbp]) -> str:
+def _entries_text(entries: Sequence[Sbp]) -> str:
     return ", ".join(str(NdSbp(entry)) for entry in entries)
 
 
@@ -196,7 +196,7 @@ def _dims_text(dims: Dims) -> str:
     return str(Notation(inputs=(dims,), outputs=())).split(" =>")[0]
 
 
-def _follows(part: Signature1d) -> str:
+def _prerequisite(part: Signature1d) -> str:
     return " and ".join(
         f"earlier axes split label {label} into {extent} parts" for label, extent in part.follows
     )

@@ -12,7 +12,7 @@ from sbp_core.graph.ir import TensorType
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp, local_bounds
 from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.registry import RuleRegistry, installed
+from sbp_core.signatures.registry import RuleRegistry, installed_rules
 from sbp_core.signatures.rule import Bounds, LocalCall, LocalProgram, Shards
 from sbp_core.strategy import Signature
 
@@ -38,7 +38,7 @@ def localize(
         SbpValueError: the signature does not fit the shapes and the mesh, or the rank is not there.
         SignatureError: the operator has no rule.
     """
-    localizer = (rules or installed()).rule(call).localize
+    localizer = (rules or installed_rules()).rule(call).localize
     if localizer is None:
         return LocalProgram(calls=(LocalCall(op=call.op, args=call.args, kwargs=call.kwargs),))
     coordinate = mesh.coordinate(rank)

@@ -73,7 +73,7 @@ LABEL_REDUCTIONS = (*REDUCTIONS, "none")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dependence:
-    """One statement about a set of arguments.
+    """One statement on how outputs depend on a set of arguments, such as linearly.
 
     Args:
         effect: What is stated.
@@ -128,7 +128,7 @@ def unread(argument: int) -> Dependence:
 
 
 def ignored(argument: int) -> Dependence:
-    """Return the statement that the argument is not looked at."""
+    """Return the statement that the argument has no influence: any entry of it is legal."""
     return Dependence(effect=Effect.IGNORED, inputs=(argument,))
 
 

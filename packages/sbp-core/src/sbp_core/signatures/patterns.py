@@ -15,7 +15,7 @@ from sbp_core.signatures.notation import Dependence, Dim, Dims, Notation
 from sbp_core.signatures.rule import LocalCall, Localizer, Rule
 
 
-def each(count: int, prefix: str = "d") -> Dims:
+def fresh_dims(count: int, prefix: str = "d") -> Dims:
     """Return `count` dims, one label of its own each: `d0`, `d1`, ..."""
     return tuple((name,) for name in labels(prefix, count))
 
@@ -34,7 +34,7 @@ def opaque(why: str, *, work_flop: Callable[[OpCall], float] | None = None) -> R
 
     def meaning(call: OpCall) -> Notation:
         types = (*call.inputs, *call.outputs)
-        dims = [each(len(entry.shape), f"t{index}_") for index, entry in enumerate(types)]
+        dims = [fresh_dims(len(entry.shape), f"t{index}_") for index, entry in enumerate(types)]
         return Notation(
             inputs=tuple(dims[: len(call.inputs)]),
             outputs=tuple(dims[len(call.inputs) :]),
@@ -138,7 +138,7 @@ def batched(
                 (names[offset + at],) if extent == wide[offset + at] else ()
                 for at, extent in enumerate(batch)
             ]
-            rest = each(len(entry.shape) - len(batch), f"t{index}_")
+            rest = fresh_dims(len(entry.shape) - len(batch), f"t{index}_")
             own |= {label for dim in rest for label in dim}
             tensors.append((*outer, *rest))
         return Notation(
@@ -153,7 +153,7 @@ def batched(
     return Rule(meaning)
 
 
-def of_batch(
+def batch_notation(
     call: OpCall,
     dims: Sequence[int | None],
     *dependences: Dependence,
@@ -161,19 +161,19 @@ def of_batch(
     free: bool = True,
     nonempty: bool = False,
 ) -> Notation:
-    """Return the notation in which some tensors have a batch dim `b`, and all else is whole.
+    """Return the notation of an operator of which only the batch dim `b` may be split.
 
     Args:
         call: The call.
         dims: The batch dim of each tensor, inputs before outputs; None if it has none.
         *dependences: In what the operator is linear or monotone.
-        why: Why the others are whole.
+        why: Why the other dims may not be split.
         free: Whether the batch may be split.
         nonempty: Whether it may not have empty shards.
     """
     tensors: list[Dims] = []
     for index, (entry, batch) in enumerate(zip((*call.inputs, *call.outputs), dims, strict=True)):
-        own = each(len(entry.shape), f"t{index}_")
+        own = fresh_dims(len(entry.shape), f"t{index}_")
         tensors.append(tuple(("b",) if at == batch else dim for at, dim in enumerate(own)))
     every = frozenset(name for tensor in tensors for dim in tensor for name in dim)
     return Notation(
@@ -186,13 +186,13 @@ def of_batch(
     )
 
 
-def unchanged(call: OpCall) -> LocalCall:
-    """Return the call as it is: for localisers."""
+def same_call(call: OpCall) -> LocalCall:
+    """Localise a call whose arguments are the same on every shard: run it as it is."""
     return LocalCall(op=call.op, args=call.args, kwargs=call.kwargs)
 
 
-def changed(call: OpCall, *changes: tuple[int, str, Argument]) -> LocalCall:
-    """Return a call with other literals: for localisers.
+def with_literals(call: OpCall, *changes: tuple[int, str, Argument]) -> LocalCall:
+    """Localise a call by replacing some of its literal arguments.
 
     Args:
         call: The call.

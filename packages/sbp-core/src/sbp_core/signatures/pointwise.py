@@ -13,8 +13,8 @@ from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.notation import Dependence, Dims, Notation
 from sbp_core.signatures.rule import Rule
 
-#: Why an operator that draws random numbers stays whole.
-OTHER_NUMBERS = "a shard would draw other random numbers; those of sbp.random_* may be split"
+#: The reason for which operators that draw from PyTorch's random streams are not split.
+RANDOM_STAYS_WHOLE = "a shard would draw other random numbers; those of sbp.random_* may be split"
 
 
 def broadcast_dims(shape: Sequence[int], target: Sequence[int]) -> Dims:
@@ -41,7 +41,7 @@ def broadcasting(call: OpCall, *dependences: Dependence) -> Notation:
         outputs=tuple(broadcast_dims(entry.shape, target) for entry in call.outputs),
         dependences=() if random else dependences,
         whole=frozenset(labels("d", len(target))) if random else frozenset(),
-        why=OTHER_NUMBERS if random else "",
+        why=RANDOM_STAYS_WHOLE if random else "",
     )
 
 

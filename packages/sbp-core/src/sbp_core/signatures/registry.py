@@ -24,8 +24,8 @@ from sbp_core.signatures.sbp_ops import RULES, VIEWS
 from sbp_core.signatures.signature import Signature1d
 
 
-class Unknown(StrEnum):
-    """What becomes of an operator without a rule: an error, all B, or what execution finds."""
+class UnknownOperator(StrEnum):
+    """How an operator without a rule is treated: refused, all B, or as execution finds."""
 
     REFUSE = "refuse"
     WHOLE = "whole"
@@ -56,13 +56,13 @@ class RuleRegistry:
         self,
         extra: Mapping[str, RuleLike] | None = None,
         *,
-        unknown: Unknown = Unknown.REFUSE,
+        unknown: UnknownOperator = UnknownOperator.REFUSE,
         plugins: Callable[[], PluginRegistry] | None = None,
     ) -> None:
         self._rules: dict[str, Rule] = dict(RULES)
         for op, rule in (extra or {}).items():
             self._rules[op] = _as_rule(rule)
-        self._unknown = Unknown(unknown)
+        self._unknown = UnknownOperator(unknown)
         self._plugins = plugins or discover
         self._offered: PluginRegistry | None = None
         self._sets: dict[str, RuleSet] = {}
@@ -71,7 +71,9 @@ class RuleRegistry:
     def ops(self) -> tuple[str, ...]:
         """The operators that have a rule of their own, sorted; not those of single plugin rules."""
         sets = [name for name in self._names() if "." not in name]
-        return tuple(sorted({*self._rules, *(op for name in sets for op in self._set(name).rules)}))
+        return tuple(
+            sorted({*self._rules, *(op for name in sets for op in self._rule_set(name).rules)})
+        )
 
     def is_view(self, op: str) -> bool:
         """Whether results of an operator may lie in the memory of its arguments.
@@ -80,7 +82,7 @@ class RuleRegistry:
             op: Operator and overload, `aten.view.default`; the overload does not matter.
         """
         namespace, kind = (*op.split("."), "")[:2]
-        return op in VIEWS or kind in self._set(namespace).views
+        return op in VIEWS or kind in self._rule_set(namespace).views
 
     def rule(self, call: OpCall) -> Rule:
         """Return the rule of a call.
@@ -92,14 +94,14 @@ class RuleRegistry:
         found = self._rules.get(call.op)
         if found is not None:
             return found
-        namespace = self._set(call.op.partition(".")[0])
+        namespace = self._rule_set(call.op.partition(".")[0])
         if call.op in namespace.rules:
             return namespace.rules[call.op]
         if "pointwise" in call.tags:
             return namespace.pointwise or POINTWISE
         if call.op in self._names():
             return self._of_plugin(call.op)
-        if self._fate(call) is not Unknown.REFUSE:
+        if self._unknown_policy(call) is not UnknownOperator.REFUSE:
             return OPAQUE
         raise self._no_rule(call)
 
@@ -109,13 +111,16 @@ class RuleRegistry:
         Raises:
             SbpError: no tensor library is installed that could execute it.
         """
-        if self._fate(call) is not Unknown.DISCOVER or self.rule(call) is not OPAQUE:
+        if (
+            self._unknown_policy(call) is not UnknownOperator.DISCOVER
+            or self.rule(call) is not OPAQUE
+        ):
             return ()
         return call_library().discover(call)
 
-    def _fate(self, call: OpCall) -> Unknown:
+    def _unknown_policy(self, call: OpCall) -> UnknownOperator:
         """Return what becomes of a call if its operator has no rule."""
-        return next((kind for kind in Unknown if kind.tag in call.tags), self._unknown)
+        return next((kind for kind in UnknownOperator if kind.tag in call.tags), self._unknown)
 
     def _names(self) -> tuple[str, ...]:
         """Return the operators and namespaces that plugins have rules for."""
@@ -123,30 +128,34 @@ class RuleRegistry:
             self._offered = self._plugins()
         return self._offered.names("signature")
 
-    def _set(self, namespace: str) -> RuleSet:
+    def _rule_set(self, namespace: str) -> RuleSet:
         """Return the rule set of a namespace; an empty one if there is none."""
         if namespace not in self._sets:
-            made = self._made(namespace) if namespace in self._names() else RuleSet(rules={})
+            made = (
+                self._make_plugin_rule(namespace)
+                if namespace in self._names()
+                else RuleSet(rules={})
+            )
             if not isinstance(made, RuleSet):
-                raise self._no_rule_at_all(namespace, made, "a RuleSet")
+                raise self._wrong_type(namespace, made, "a RuleSet")
             self._sets[namespace] = made
         return self._sets[namespace]
 
     def _of_plugin(self, op: str) -> Rule:
         """Return the rule that a plugin registers for an operator, and keep it."""
-        made = self._made(op)
+        made = self._make_plugin_rule(op)
         if not isinstance(made, Rule | str) and not callable(made):
-            raise self._no_rule_at_all(
+            raise self._wrong_type(
                 op, made, "a Rule, a notation such as 'i k, k j -> i j', or call -> Notation"
             )
         self._rules[op] = _as_rule(made)
         return self._rules[op]
 
-    def _made(self, name: str) -> object:
+    def _make_plugin_rule(self, name: str) -> object:
         assert self._offered is not None, "its names were asked for"
         return self._offered.make("signature", name)
 
-    def _no_rule_at_all(self, name: str, made: object, accepted: str) -> SignatureError:
+    def _wrong_type(self, name: str, made: object, accepted: str) -> SignatureError:
         assert self._offered is not None, "its names were asked for"
         return SignatureError(
             f"the plugin rule for {name} is a {type(made).__name__}",
@@ -170,7 +179,8 @@ class RuleRegistry:
             todo=f"register a rule for {call.op!r}, such as one line of notation, through the hook "
             "sbp_signatures of a plugin; or let it run whole on every rank with "
             "compile.unknown_ops=whole, or be tried out with compile.unknown_ops=discover "
-            "(in Python: the pass allow_unknown, or rules=RuleRegistry(unknown=Unknown.WHOLE))",
+            "(in Python: the pass allow_unknown, or "
+            "rules=RuleRegistry(unknown=UnknownOperator.WHOLE))",
         )
 
 
@@ -179,6 +189,6 @@ def _as_rule(rule: RuleLike) -> Rule:
 
 
 @cache
-def installed() -> RuleRegistry:
-    """Return the registry that everything goes by unless told otherwise: ours, and plugins'."""
+def installed_rules() -> RuleRegistry:
+    """Return the default registry: the rules of the core and of all installed plugins."""
     return RuleRegistry()

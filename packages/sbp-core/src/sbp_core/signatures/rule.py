@@ -52,12 +52,12 @@ class LocalProgram:
     results: tuple[Ref, ...] = ()
 
 
-class Draft:
-    """Collects the calls of a `LocalProgram`: each adds one and gives a `Ref` to what it makes.
+class LocalProgramBuilder:
+    """Builds a `LocalProgram` call by call; each call returns a `Ref` to its result.
 
-    draft = Draft()
-    total = draft("aten.sum.dim_IntList", x, (0,))
-    return draft.program(draft("aten.div.Scalar", total, 12))
+    builder = LocalProgramBuilder()
+    total = builder("aten.sum.dim_IntList", x, (0,))
+    return builder.program(builder("aten.div.Scalar", total, 12))
     """
 
     def __init__(self) -> None:
@@ -94,13 +94,13 @@ class Shards:
         return tuple(stop - start for start, stop in self.outputs[index])
 
 
-#: From a call and the shards of a rank to what the rank executes: a program, or one call.
+#: Returns what one rank runs for a call; a single call stands for a program of one call.
 Localizer = Callable[[OpCall, Shards], LocalCall | LocalProgram]
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A rule for one operator.
+    """The meaning of one operator, and how its calls run on a shard.
 
     Args:
         meaning: The notation: as text if it is always the same, else a function of the call.
@@ -112,7 +112,7 @@ class Rule:
 
     def notation(self, call: OpCall) -> Notation:
         """Return what this call means."""
-        return parsed(self.meaning) if isinstance(self.meaning, str) else self.meaning(call)
+        return parse_notation(self.meaning) if isinstance(self.meaning, str) else self.meaning(call)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,13 +133,13 @@ class RuleSet:
 
 
 @cache
-def parsed(text: str) -> Notation:
-    """Return `Notation.parse(text)`, read once."""
+def parse_notation(text: str) -> Notation:
+    """Return `Notation.parse(text)`, cached."""
     return Notation.parse(text)
 
 
-def resized(index: int, name: str = "size") -> Localizer:
-    """Return the localiser for an op that is told the shape of its output in an argument."""
+def with_local_shape(index: int, name: str = "size") -> Localizer:
+    """Return the localiser of an operator one of whose arguments is the shape of its output."""
 
     def localize(call: OpCall, shards: Shards) -> LocalCall:
         args, kwargs = call.args, dict(call.kwargs)

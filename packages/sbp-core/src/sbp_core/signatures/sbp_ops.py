@@ -1,10 +1,10 @@
-"""The operators of graphs that are our own: how micro-batches accumulate, and who waits for whom.
+"""The rules of our own operators that order a graph: accumulation and ordering tokens.
 
     sbp.accumulate(x, how)    over the micro-batches: the sum of how·x; the "maximum", the
                               "minimum"; the last one if None
     sbp.after(x, token)       x itself, but not before the token is made
 
-A token is not looked at, so it may lie as it likes.
+No element of a token is read, so any sharding of it is legal.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from sbp_core.signatures.notation import (
     linear,
     unread,
 )
-from sbp_core.signatures.patterns import each
+from sbp_core.signatures.patterns import fresh_dims
 from sbp_core.signatures.pointwise import broadcasting
 from sbp_core.signatures.rule import LocalCall, Rule, Shards
 
 
-def waiting(
+def ordered_after(
     call: OpCall, dims: Dims, made: Dims, *more: Dependence, whole: frozenset[str] = frozenset()
 ) -> Notation:
-    """Return the notation of an operator on a tensor and a token, linear in the former.
+    """Return the notation of an operator that runs after a token is made, linear in its tensor.
 
     Args:
         call: The tensor is its first tensor argument, the token its second.
@@ -39,7 +39,7 @@ def waiting(
         *more: In what else it is linear or monotone.
         whole: Labels that may not be split.
     """
-    own = each(len(call.inputs[1].shape), "t")
+    own = fresh_dims(len(call.inputs[1].shape), "t")
     return Notation(
         inputs=(dims, own),
         outputs=(made,),
@@ -51,8 +51,8 @@ def waiting(
 
 def _after(call: OpCall) -> Notation:
     """`d0 d1, t0! => d0 d1; free 1; unread 1`."""
-    dims = each(len(call.inputs[0].shape))
-    return replace(waiting(call, dims, dims, unread(1)), work_flop=0.0)
+    dims = fresh_dims(len(call.inputs[0].shape))
+    return replace(ordered_after(call, dims, dims, unread(1)), work_flop=0.0)
 
 
 def _only_first(call: OpCall, _: Shards) -> LocalCall:

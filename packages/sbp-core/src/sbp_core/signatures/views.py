@@ -1,26 +1,26 @@
-"""Which values may lie in the memory of others: whatever asks so, asks here."""
+"""Which operators may return views, and which graph inputs a value may alias."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from sbp_core.graph.ir import LogicalGraph
-from sbp_core.signatures.registry import installed
+from sbp_core.signatures.registry import installed_rules
 
 
 def is_view(op: str) -> bool:
-    """Whether results of an operator may lie in the memory of its arguments.
+    """Whether results of an operator may alias its arguments.
 
     Such operators cost no memory and next to no time.
 
     Args:
         op: Operator and overload, `aten.view.default`.
     """
-    return installed().is_view(op)
+    return installed_rules().is_view(op)
 
 
-def seen_inputs(graph: LogicalGraph, value: str) -> Iterator[str]:
-    """Yield the graph inputs that a value is, or may lie in the memory of."""
+def aliased_inputs(graph: LogicalGraph, value: str) -> Iterator[str]:
+    """Yield the graph inputs that a value is, or may alias."""
     todo, met = [value], {value}
     while todo:
         one = todo.pop()

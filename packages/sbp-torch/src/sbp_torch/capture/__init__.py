@@ -47,7 +47,7 @@ def capture(
     """Capture one whole step as one functional ATen graph: forward, loss, backward, update.
 
     The graph computes what eager PyTorch computes, bit for bit. Nothing is run and nothing changes
-    on `model` or `optimizer`. Random ops are restated by counting (see `capture.randomness`): the
+    on `model` or `optimizer`. Random ops become counter-based ones (see `capture.randomness`): the
     graph then has the scalar inputs `seed` and `draw`, and `counted_random` makes eager PyTorch
     draw the same numbers.
 
@@ -71,7 +71,7 @@ def capture(
     updating = Update(model, optimizer, update) if optimizer is not None else None
 
     def trace(
-        *, as_compiling: bool, settled: TrainingStep | None = None
+        *, as_compiling: bool, previous: TrainingStep | None = None
     ) -> tuple[TrainingStep, TracedStep]:
         step = TrainingStep(
             model,
@@ -81,29 +81,30 @@ def capture(
             autocast=autocast,
             per_shard_random=per_shard_random,
             as_compiling=as_compiling,
-            settled=settled,
+            previous=previous,
         )
         return step, trace_step(step)
 
-    def trace_settled(*, as_compiling: bool) -> LogicalGraph:
+    def trace_until_stable(*, as_compiling: bool) -> LogicalGraph:
         step, traced = trace(as_compiling=as_compiling)
-        if step.left:
-            # A forward that sets attributes once and for all does the same in its second step.
+        if step.side_effects:
+            # A side effect that happens once, such as a cache that is filled, is harmless: the
+            # second step has no further ones, and computes what the first one does.
             try:
-                again, second = trace(as_compiling=as_compiling, settled=step)
+                second_step, second = trace(as_compiling=as_compiling, previous=step)
             except CaptureError:
-                raise step.left[0].refusal() from None
-            if again.left or second.form != traced.form:
-                raise step.left[0].refusal()
+                raise step.side_effects[0].refusal() from None
+            if second_step.side_effects or second.form != traced.form:
+                raise step.side_effects[0].refusal()
         return to_logical(traced, name)
 
     try:
-        return trace_settled(as_compiling=False)
+        return trace_until_stable(as_compiling=False)
     except TraceError as stopped:
         # Some models look at values (of masks, mostly), but not while they are being compiled. What
         # stops them then is what has to be changed.
         try:
-            return trace_settled(as_compiling=True)
+            return trace_until_stable(as_compiling=True)
         except TraceError:
             raise
         except CaptureError:
@@ -122,7 +123,14 @@ def initial_states(
     found = model_tensors(model)
     if optimizer is not None:
         found |= Update(model, optimizer, update).values()
-    return {name: tensor.detach().clone() for name, tensor in found.items()}
+    return {name: _copied(tensor.detach()) for name, tensor in found.items()}
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    # A state that is one number, expanded, would keep its strides of 0 in a plain clone.
+    if tensor.dim() and not any(tensor.stride()):
+        return tensor.clone(memory_format=torch.contiguous_format)
+    return tensor.clone()
 
 
 def scalar_values(

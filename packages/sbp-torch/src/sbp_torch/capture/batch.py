@@ -131,10 +131,10 @@ def _rebuilt(value: Any, prefix: str, tensors: Mapping[str, Tensor]) -> Any:
         _rebuilt(part, f"{prefix}.{name}" if prefix else name, tensors) for name, part in children
     ]
     if isinstance(value, MutableMapping):
-        twin = copy.copy(value)
+        rebuilt = copy.copy(value)
         for key, part in zip(value, parts, strict=True):
-            twin[key] = part
-        return twin
+            rebuilt[key] = part
+        return rebuilt
     if isinstance(value, Mapping):
         return dict(zip(value, parts, strict=True))
     if isinstance(value, tuple) and hasattr(value, "_fields"):

@@ -1,8 +1,14 @@
-"""Whether what we made of a user's optimizer does what the optimizer does: a few steps of both.
+"""Differential validation of user's optimizers: a few steps of eager PyTorch beside our function.
 
 Whose code we do not know may keep what we would not see, or begin otherwise than its first step
-shows. So it steps on small stand-ins, as eager PyTorch would run it, beside our function of its
-states; any difference is refused before anything starts.
+shows. So before anything starts, two clones of it take the same steps, over equal stand-ins, with
+equal gradients and learning rates; any difference is refused:
+
+    step              0    1    2    3    4    5
+    eager clone       x    x    x    x    x    x       as PyTorch runs it
+    traced clone      x    x    x    x    x    x       as a function of its states
+    of one that has stepped, from copies of the eager clone's states after step 1:
+    traced clone                x    x    x    x
 """
 
 from __future__ import annotations
@@ -18,35 +24,37 @@ from sbp_core.errors import CaptureError
 from sbp_torch.capture.optimizer_clones import (
     PLAIN,
     SMALL,
+    attributes_of,
     check_states,
+    clone_over,
     is_known,
-    over,
-    own_attributes,
     plain_step,
     small_shape,
     snapshot,
 )
 from sbp_torch.capture.optimizer_states import failed_step
 from sbp_torch.capture.parameter_group import ParameterGroup
-from sbp_torch.capture.user_optimizer import OwnCode, in_place
+from sbp_torch.capture.user_optimizer import TracedOptimizer, in_place_only
 from sbp_torch.update_options import UpdateOptions
 
-#: Extent of the dims of stand-ins, at most: more than what first states were told from.
+#: Extent of the dims of stand-ins, at most: more than what initial states were told from.
 _EXTENT = SMALL + 2
 
 #: What the learning rate is multiplied by, step by step.
 _RATES = (1.0, 0.5, 2.0, 1.0, 0.25, 1.0)
 
-#: Steps that an optimizer takes before, if the user's has stepped.
-_BEFORE = 2
+#: Eager steps that are taken before the traced clone begins, if the user's optimizer has stepped.
+_WARM_UP = 2
 
-#: Largest difference, in units in the last place of the largest number: both do the same, but ours
-#: counts in float64.
+#: Largest difference, in units in the last place of the largest number: both do the same, but the
+#: traced clone counts steps in float64.
 _ULPS = 256.0
 
 
-def rehearse(optimizer: torch.optim.Optimizer) -> None:
-    """Step an optimizer of the user's own code beside our function of its states.
+def check_against_eager(optimizer: torch.optim.Optimizer) -> None:
+    """Check that our function of an optimizer's states does what the optimizer does, eagerly.
+
+    Optimizers of `torch.optim` and of `sbp_torch.optim` are known to, and are not run.
 
     Args:
         optimizer: Over parameters that may lie on the `meta` device; stays as it is.
@@ -60,143 +68,144 @@ def rehearse(optimizer: torch.optim.Optimizer) -> None:
     stepped = [bool(optimizer.state.get(parameter)) for parameter in trained]
     with torch.random.fork_rng(devices=()), torch.no_grad():
         if not all(stepped):
-            _Rehearsal(optimizer, before=0).run()
+            _Comparison(optimizer, warm_up=0).run()
         if any(stepped):
-            _Rehearsal(optimizer, before=_BEFORE).run()
+            _Comparison(optimizer, warm_up=_WARM_UP).run()
 
 
 @dataclass(frozen=True, slots=True)
-class _Cast:
+class _SmallClone:
     """An optimizer over small stand-ins, by name."""
 
     optimizer: torch.optim.Optimizer
     members: dict[str, Tensor]
 
 
-def _cast(optimizer: torch.optim.Optimizer) -> _Cast:
-    """Return a twin over one stand-in for each shape, dtype and group; always the same numbers."""
-    source = torch.Generator().manual_seed(0)
+def _small_clone(optimizer: torch.optim.Optimizer) -> _SmallClone:
+    """Return a clone over one stand-in for each shape, dtype and group; always the same numbers."""
+    random = torch.Generator().manual_seed(0)
     members: dict[str, Tensor] = {}
 
-    def swapped(parameters: list[Tensor]) -> list[Tensor]:
+    def stand_ins(parameters: list[Tensor]) -> list[Tensor]:
         found: dict[object, Tensor] = {}
         for parameter in parameters:
             shape = small_shape(parameter.shape, _EXTENT)
             kind = (shape, parameter.dtype, parameter.requires_grad)
             if kind not in found:
-                values = torch.randn(shape, generator=source).to(parameter.dtype)
+                values = torch.randn(shape, generator=random).to(parameter.dtype)
                 found[kind] = members[f"p{len(members)}"] = values.requires_grad_(kind[2])
         return list(found.values())
 
-    twin = over(optimizer, swapped)
-    for group in twin.param_groups:
+    clone = clone_over(optimizer, stand_ins)
+    for group in clone.param_groups:
         group |= {key: value for key, value in PLAIN.items() if key in group}
-    return _Cast(twin, members)
+    return _SmallClone(clone, members)
 
 
-class _Rehearsal:
-    """Both on stage.
+class _Comparison:
+    """The steps of an eager and a traced clone, side by side.
 
     Args:
         optimizer: The user's.
-        before: Steps that it has taken when ours begins.
+        warm_up: Steps that the eager clone has taken when the traced one begins.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, before: int) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, warm_up: int) -> None:
         self.name = type(optimizer).__name__
-        self.theirs, self.ours = _cast(optimizer), _cast(optimizer)
-        self.source = torch.Generator().manual_seed(1)
-        self.before = before
+        self.eager, self.traced = _small_clone(optimizer), _small_clone(optimizer)
+        self.random = torch.Generator().manual_seed(1)
+        self.warm_up = warm_up
         self.rates = [
             {"lr": group["lr"]} if group.get("lr") is not None else {}
-            for group in self.theirs.optimizer.param_groups
+            for group in self.eager.optimizer.param_groups
         ]
 
     def run(self) -> None:
-        for index in range(self.before):
-            self._step_theirs(index, self._gradients())
-        groups = self._groups()
-        code = OwnCode(self.ours.optimizer, groups)
-        held = dict(self.ours.members)
+        for index in range(self.warm_up):
+            self._step_eager(index, self._gradients())
+        groups = self._traced_groups()
+        traced = TracedOptimizer(self.traced.optimizer, groups)
+        parameters = dict(self.traced.members)
         states = {
             f"{name}.{key}": value.clone()
             for group in groups
             for name, own in group.states.items()
             for key, value in own.items()
         }
-        for index in range(self.before, len(_RATES)):
+        for index in range(self.warm_up, len(_RATES)):
             grads = self._gradients()
-            self._step_theirs(index, grads)
+            self._step_eager(index, grads)
             scalars = {
                 name: torch.tensor(value * _RATES[index], dtype=torch.float64)
                 for group in groups
                 for name, value in group.scalar_values().items()
             }
             torch.manual_seed(index)
-            code.step(held, {name: grad.clone() for name, grad in grads.items()}, states, scalars)
-            self._compare(index, held, states)
+            copies = {name: grad.clone() for name, grad in grads.items()}
+            traced.step(parameters, copies, states, scalars)
+            self._compare(index, parameters, states)
 
-    def _groups(self) -> list[ParameterGroup]:
-        """Return our groups, over copies of what theirs are now."""
-        ours, theirs = self.ours, self.theirs
-        names = {id(p): name for name, p in ours.members.items()}
-        for name, member in theirs.members.items():
-            own = ours.members[name]
+    def _traced_groups(self) -> list[ParameterGroup]:
+        """Return the traced clone's groups, over copies of what the eager clone holds now."""
+        eager, traced = self.eager, self.traced
+        names = {id(p): name for name, p in traced.members.items()}
+        for name, member in eager.members.items():
+            own = traced.members[name]
             own.copy_(member)
-            if member in theirs.optimizer.state:
-                ours.optimizer.state[own] = {
+            if member in eager.optimizer.state:
+                traced.optimizer.state[own] = {
                     key: value.clone() if isinstance(value, Tensor) else value
-                    for key, value in theirs.optimizer.state[member].items()
+                    for key, value in eager.optimizer.state[member].items()
                 }
         return [
             ParameterGroup(
-                ours.optimizer,
+                traced.optimizer,
                 index,
                 {names[id(p)]: p for p in group["params"]},
                 f".{index}",
                 UpdateOptions(),
             )
-            for index, group in enumerate(ours.optimizer.param_groups)
+            for index, group in enumerate(traced.optimizer.param_groups)
         ]
 
     def _gradients(self) -> dict[str, Tensor]:
         return {
-            name: torch.randn(member.shape, generator=self.source).to(member.dtype)
-            for name, member in self.theirs.members.items()
+            name: torch.randn(member.shape, generator=self.random).to(member.dtype)
+            for name, member in self.eager.members.items()
             if member.requires_grad
         }
 
-    def _step_theirs(self, index: int, grads: Mapping[str, Tensor]) -> None:
-        optimizer, members = self.theirs.optimizer, self.theirs.members
+    def _step_eager(self, index: int, grads: Mapping[str, Tensor]) -> None:
+        optimizer, members = self.eager.optimizer, self.eager.members
         for name, member in members.items():
             member.grad = grads[name].clone() if name in grads else None
         for group, rates in zip(optimizer.param_groups, self.rates, strict=True):
             group |= {key: value * _RATES[index] for key, value in rates.items()}
-        before = self._beside_states()
+        before = self._not_states()
         torch.manual_seed(index)
-        with in_place(self.name, list(members.values())):
+        with in_place_only(self.name, list(members.values())):
             try:
                 plain_step(optimizer)(optimizer)
             except Exception as error:
                 raise failed_step(optimizer, next(iter(members.values())), error) from error
         check_states(optimizer)
-        self._check_beside(before)
+        self._check_unchanged(before)
 
-    def _beside_states(self) -> dict[str, Any]:
+    def _not_states(self) -> dict[str, Any]:
         """Return what a step must not change, by what it is called."""
-        optimizer = self.theirs.optimizer
+        optimizer = self.eager.optimizer
         found = {
             f"{self.name}.{name}": snapshot(value)
-            for name, value in own_attributes(optimizer).items()
+            for name, value in attributes_of(optimizer).items()
         }
         for index, group in enumerate(optimizer.param_groups):
             for key, value in group.items():
-                kept = [id(p) for p in value] if key == "params" else snapshot(value)
-                found[f"the setting {key!r} of group {index} of {self.name}"] = kept
+                now = [id(p) for p in value] if key == "params" else snapshot(value)
+                found[f"the setting {key!r} of group {index} of {self.name}"] = now
         return found
 
-    def _check_beside(self, before: Mapping[str, Any]) -> None:
-        after = self._beside_states()
+    def _check_unchanged(self, before: Mapping[str, Any]) -> None:
+        after = self._not_states()
         for what in before.keys() | after.keys():
             if what in before and what in after and before[what] == after[what]:
                 continue
@@ -207,18 +216,18 @@ class _Rehearsal:
             )
 
     def _compare(
-        self, index: int, held: Mapping[str, Tensor], states: Mapping[str, Tensor]
+        self, index: int, parameters: Mapping[str, Tensor], states: Mapping[str, Tensor]
     ) -> None:
-        for name, member in self.theirs.members.items():
+        for name, member in self.eager.members.items():
             shape = tuple(member.shape)
-            for what, theirs, ours in self._pairs(name, held, states):
-                apart = _apart(theirs, ours)
-                if not apart:
+            for what, eager, traced in self._pairs(name, parameters, states):
+                difference = _difference(eager, traced)
+                if not difference:
                     continue
                 raise CaptureError(
-                    f"{self.name} cannot be captured: after {index - self.before + 1} steps {what} "
-                    f"of shape {shape} {apart}, told from its first step"
-                    + (" now" if self.before else ""),
+                    f"{self.name} cannot be captured: after {index - self.warm_up + 1} steps "
+                    f"{what} of shape {shape} {difference}, told from its first step"
+                    + (" now" if self.warm_up else ""),
                     where=f"group {self._group_of(member)} of the optimizer",
                     accepted="a first step that makes states as later steps would find them, and "
                     "is then like any other",
@@ -227,29 +236,29 @@ class _Rehearsal:
                 )
 
     def _pairs(
-        self, name: str, held: Mapping[str, Tensor], states: Mapping[str, Tensor]
+        self, name: str, parameters: Mapping[str, Tensor], states: Mapping[str, Tensor]
     ) -> Iterator[tuple[str, Any, Any]]:
-        """Return what is to be equal: what it is, theirs, and ours."""
-        member = self.theirs.members[name]
-        kept = self.theirs.optimizer.state.get(member, {}) if member.requires_grad else {}
-        for key, value in kept.items():
-            ours = states.get(f"{name}.{key}")
-            if isinstance(value, Tensor) or ours is not None:
-                yield f"the state {key!r} of a parameter", value, ours
-        yield "a parameter", member, held[name]
+        """Yield what is to be equal: what it is, of the eager clone, of the traced one."""
+        member = self.eager.members[name]
+        own = self.eager.optimizer.state.get(member, {}) if member.requires_grad else {}
+        for key, value in own.items():
+            traced = states.get(f"{name}.{key}")
+            if isinstance(value, Tensor) or traced is not None:
+                yield f"the state {key!r} of a parameter", value, traced
+        yield "a parameter", member, parameters[name]
 
     def _group_of(self, member: Tensor) -> int:
-        groups = self.theirs.optimizer.param_groups
+        groups = self.eager.optimizer.param_groups
         return next(
             at for at, group in enumerate(groups) if any(p is member for p in group["params"])
         )
 
 
-def _apart(theirs: Any, ours: Any) -> str:
+def _difference(eager: Any, traced: Any) -> str:
     """Return how two values differ, beyond rounding; or nothing."""
-    if ours is None:
+    if traced is None:
         return "is missing"
-    left, right = torch.as_tensor(theirs).detach(), torch.as_tensor(ours).detach()
+    left, right = torch.as_tensor(eager).detach(), torch.as_tensor(traced).detach()
     if left.shape != right.shape:
         return f"has shape {tuple(right.shape)} instead of {tuple(left.shape)}"
     if not left.numel() or left.equal(right):

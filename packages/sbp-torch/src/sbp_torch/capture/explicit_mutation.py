@@ -3,7 +3,7 @@
 before: y, m, r = native_batch_norm(x, w, b, mean, var, training)      writes mean and var
 after:  y, m, r, mean', var' = _native_batch_norm_legit_functional(..); mean.copy_(mean'); ...
 
-Said aloud, the writes are seen by what makes the trace functional.
+Functionalisation of the trace goes by schemas, so that it sees only the explicit writes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _aten = torch.ops.aten
 
 
 def make_mutations_explicit(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call an operator, with its hidden writes as `copy_`; None if it hides nothing.
+    """Call an operator, with its hidden writes as `copy_`; None if its schema names all writes.
 
     Args:
         func: An `OpOverload`.

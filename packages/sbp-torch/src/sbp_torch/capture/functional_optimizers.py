@@ -1,8 +1,9 @@
-"""Updates of `torch.optim` that cannot be traced as they stand, said without control flow.
+"""Functional forms of those updates of `torch.optim` that cannot be traced as they stand.
 
 They branch on the number of the step, or read numbers from tensors in the middle of it. Here such
-branches are arithmetic on numbers, and norms are roots of sums. The number of the step, and all
-that follows from it, are host numbers; where a step may be skipped, 0-d float64 tensors.
+branches are arithmetic on numbers, and norms are roots of sums, so that one trace holds for every
+step. The number of the step, and all that follows from it, are host numbers; where a step may be
+skipped, 0-d float64 tensors.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ States = Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateResult:
-    """A parameter after its update, and those of its states that the update replaces."""
+    """A parameter after its update, and those of its states that the update changes."""
 
     parameter: Tensor
     states: dict[str, Tensor]
 
 
-#: Moves a parameter: (settings of its group, parameter, gradient, states, number of this step).
+#: Updates a parameter: (settings of its group, parameter, gradient, states, number of this step).
 UpdateFunction = Callable[[Settings, Tensor, Tensor, States, Number], UpdateResult]
 
 
@@ -42,7 +43,7 @@ def decays(amount: Number) -> bool:
     return isinstance(amount, torch.SymFloat | Tensor) or bool(amount != 0)
 
 
-def _smaller(left: Number, right: Number) -> Number:
+def _minimum(left: Number, right: Number) -> Number:
     if isinstance(right, Tensor):
         return right.minimum(torch.zeros_like(right) + left)
     return torch.sym_min(left, right)  # type: ignore[no-untyped-call] # torch leaves it untyped
@@ -58,7 +59,8 @@ def _exceeds(value: Number, bound: float) -> Number:
     """Return 1 if a value is above a bound, else 0; a host number cannot be compared in a trace."""
     if isinstance(value, Tensor):
         return (value > bound).to(value.dtype)
-    return _at_least(_smaller(1.0, (value - bound) * 1e300), 0.0)
+    # A ramp so steep that it is a step: it is between 0 and 1 only within 1e-300 of the bound.
+    return _at_least(_minimum(1.0, (value - bound) * 1e300), 0.0)
 
 
 def _ascending(settings: Settings, gradient: Tensor) -> Tensor:
@@ -81,7 +83,7 @@ def sgd(settings: Settings, p: Tensor, g: Tensor, states: States, step: Number) 
     Source: torch 2.13, torch/optim/sgd.py, `_single_tensor_sgd`.
     """
     p, g = _decayed(settings, p, _ascending(settings, g))
-    first = 0.0 ** (step - 1.0)  # 1, then 0
+    first = 0.0 ** (step - 1.0)  # 0 ** 0 is 1 in the first step; later powers of 0 are 0
     part = first + (1.0 - first) * (1.0 - settings["dampening"])
     velocity = states["momentum_buffer"] * settings["momentum"] + g * part
     g = g.add(velocity, alpha=settings["momentum"]) if settings["nesterov"] else velocity
@@ -165,7 +167,7 @@ def adafactor(
     share = step ** settings["beta2_decay"]
     root = p.numel() ** 0.5
     size = (total_norm([p], 2.0).double() / root).clamp(min=least)
-    alpha = size * _smaller(settings["lr"], 1 / step**0.5)
+    alpha = size * _minimum(settings["lr"], 1 / step**0.5)
     if decays(settings["weight_decay"]):
         p = p * (1 - settings["lr"] * settings["weight_decay"])
     new: dict[str, Tensor] = {}
@@ -242,8 +244,8 @@ def fused_adagrad(
     return UpdateResult(parameter=first, states={"sum": total})
 
 
-#: Optimizers that never run as they stand.
-ALWAYS: Mapping[type, UpdateFunction] = {
+#: Optimizers of which no setting can be traced as it stands.
+UNTRACEABLE: Mapping[type, UpdateFunction] = {
     torch.optim.Adafactor: adafactor,
     torch.optim.NAdam: nadam,
     torch.optim.RAdam: radam,
@@ -258,22 +260,22 @@ FUSED: Mapping[type, UpdateFunction] = {
 }
 
 
-def move_of(
+def functional_update(
     optimizer: torch.optim.Optimizer,
     settings: Settings,
     *,
     fused: bool,
-    skips: bool,
+    may_skip: bool,
     stepped: bool,
 ) -> UpdateFunction | None:
-    """Return how a parameter moves; None: by the optimizer's own code.
+    """Return the functional form of an optimizer's update; None if its own code is traced.
 
     Args:
         optimizer: Any.
         settings: Of the group.
         fused: Take PyTorch's fused kernel if there is one.
-        skips: Whether the number of the step is a tensor, because steps may be skipped.
-        stepped: Whether the parameter has been moved before.
+        may_skip: Whether steps may be skipped, so that the number of the step is a tensor.
+        stepped: Whether the parameter has been updated before.
     """
     kind = kind_of(optimizer)
     dampened = kind is torch.optim.SGD and settings["momentum"] and settings["dampening"]
@@ -281,11 +283,11 @@ def move_of(
         return sgd
     if fused and kind in FUSED:
         return FUSED[kind]
-    if kind is torch.optim.Adagrad and skips:
+    if kind is torch.optim.Adagrad and may_skip:
         return adagrad
-    return ALWAYS.get(kind)
+    return UNTRACEABLE.get(kind)
 
 
-def counts_for_first_step(move: UpdateFunction | None) -> bool:
-    """Whether an update needs a number of the step that the optimizer does not keep."""
-    return move is sgd
+def needs_step_counter(update: UpdateFunction | None) -> bool:
+    """Whether an update needs the number of the step, which its optimizer does not count."""
+    return update is sgd

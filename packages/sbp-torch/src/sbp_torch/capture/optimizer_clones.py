@@ -1,6 +1,6 @@
-"""Optimizers like the user's over other parameters, and whose code it is that moves them.
+"""Clones of the user's optimizer over other parameters, and which optimizers may be cloned.
 
-A twin has the settings and attributes of an optimizer, and parameters and states of its own: small
+A clone has the settings and attributes of an optimizer, and parameters and states of its own: small
 stand-ins, or the tensors that are traced.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from sbp_core.errors import CaptureError
 from sbp_torch._torch_optim_compat import replaced_step, step_hooks
-from sbp_torch.optim.together import CombinedOptimizer
+from sbp_torch.optim.combined import CombinedOptimizer
 
 #: Settings of groups that choose between implementations of one update: we take the plain one.
 PLAIN = {"foreach": False, "fused": False, "capturable": False, "differentiable": False}
@@ -28,7 +28,7 @@ SMALL = 3
 Step = Callable[[torch.optim.Optimizer], Any]
 
 #: What a subclass may define and still step as its parent does.
-_BESIDE = frozenset(
+_HARMLESS = frozenset(
     ("__annotations__", "__doc__", "__firstlineno__", "__init__", "__module__", "__qualname__")
 ) | frozenset(("__repr__", "__static_attributes__", "load_state_dict", "state_dict", "zero_grad"))
 
@@ -36,8 +36,8 @@ _BESIDE = frozenset(
 _WRAPPERS = "torch/optim/optimizer.py"
 _CONTEXTS = "torch/utils/_contextlib.py"
 
-#: How deep we look into what an optimizer holds.
-_DEEP = 6
+#: How deep we look into the attributes of an optimizer.
+_DEPTH = 6
 
 
 def small_shape(shape: Sequence[int], most: int = SMALL) -> tuple[int, ...]:
@@ -66,9 +66,9 @@ def _steps_as_parent(kind: type[torch.optim.Optimizer]) -> bool:
         return False
     if not issubclass(parent, torch.optim.Optimizer):
         return False
-    if _peeled(kind.step, _WRAPPERS) is not _peeled(parent.step, _WRAPPERS):
+    if _unwrapped(kind.step, _WRAPPERS) is not _unwrapped(parent.step, _WRAPPERS):
         return False
-    own = vars(kind).keys() - _BESIDE - {"step"}
+    own = vars(kind).keys() - _HARMLESS - {"step"}
     return not any(hasattr(parent, name) for name in own)
 
 
@@ -78,11 +78,11 @@ def plain_step(optimizer: torch.optim.Optimizer) -> Step:
     Users' own decorators stay.
     """
     if is_known(optimizer):
-        return _peeled(kind_of(optimizer).step, _WRAPPERS, _CONTEXTS)
-    return _peeled(type(optimizer).step, _WRAPPERS)
+        return _unwrapped(kind_of(optimizer).step, _WRAPPERS, _CONTEXTS)
+    return _unwrapped(type(optimizer).step, _WRAPPERS)
 
 
-def _peeled(step: Any, *files: str) -> Step:
+def _unwrapped(step: Any, *files: str) -> Step:
     """Return what is within the wrappers that code of some files has put around a step."""
     while hasattr(step, "__wrapped__"):
         code = getattr(step, "__code__", None)
@@ -92,55 +92,63 @@ def _peeled(step: Any, *files: str) -> Step:
     return step  # type: ignore[no-any-return] # of any type, until here
 
 
-def twin_of(optimizer: torch.optim.Optimizer, *, apart: bool = False) -> torch.optim.Optimizer:
+def clone_of(
+    optimizer: torch.optim.Optimizer, *, own_attributes: bool = False
+) -> torch.optim.Optimizer:
     """Return an optimizer of the same settings and attributes, without parameters and states.
 
     Args:
         optimizer: Any; stays as it is.
-        apart: Copy the attributes, too, so that steps of the twin do not change them.
+        own_attributes: Copy the attributes, too, so that steps of the clone do not change them.
     """
     kind = type(optimizer)
-    twin = kind.__new__(kind)
-    twin.__dict__.update(vars(optimizer))
-    twin.__dict__.pop("step", None)  # what a scheduler has wrapped
-    if apart:
-        for name, value in own_attributes(optimizer).items():
-            setattr(twin, name, _copied(value))
-    twin.state = defaultdict(dict)
-    twin.param_groups = []
-    return twin
+    clone = kind.__new__(kind)
+    clone.__dict__.update(vars(optimizer))
+    clone.__dict__.pop("step", None)  # what a scheduler has wrapped
+    if own_attributes:
+        for name, value in attributes_of(optimizer).items():
+            setattr(clone, name, _deep_copy(value))
+    clone.state = defaultdict(dict)
+    clone.param_groups = []
+    return clone
 
 
-def over(
-    optimizer: torch.optim.Optimizer, swapped: Callable[[list[Tensor]], list[Any]]
+def clone_over(
+    optimizer: torch.optim.Optimizer, parameters_for: Callable[[list[Tensor]], list[Any]]
 ) -> torch.optim.Optimizer:
-    """Return an optimizer of the same settings over other parameters, that has not stepped."""
-    twin = twin_of(optimizer, apart=not isinstance(optimizer, CombinedOptimizer))
-    if isinstance(optimizer, CombinedOptimizer) and isinstance(twin, CombinedOptimizer):
-        twin.optimizers = tuple(over(one, swapped) for one in optimizer.optimizers)
-        twin.param_groups = [group for one in twin.optimizers for group in one.param_groups]
-        return twin
+    """Return an optimizer of the same settings over other parameters, that has not stepped.
+
+    Args:
+        optimizer: Any; stays as it is.
+        parameters_for: From the parameters of a group to those of the clone's group.
+    """
+    clone = clone_of(optimizer, own_attributes=not isinstance(optimizer, CombinedOptimizer))
+    if isinstance(optimizer, CombinedOptimizer) and isinstance(clone, CombinedOptimizer):
+        clone.optimizers = tuple(clone_over(one, parameters_for) for one in optimizer.optimizers)
+        clone.param_groups = [group for one in clone.optimizers for group in one.param_groups]
+        return clone
     for group in optimizer.param_groups:
-        twin.param_groups.append({**settings_of(group), "params": swapped(group["params"])})
-    return twin
+        own = parameters_for(group["params"])
+        clone.param_groups.append({**settings_of(group), "params": own})
+    return clone
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of the settings of a group, without parameters."""
-    return {key: _copied(value) for key, value in group.items() if key != "params"}
+    return {key: _deep_copy(value) for key, value in group.items() if key != "params"}
 
 
-def own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return the attributes that an optimizer has beside those of every optimizer."""
     return {
         name: value
         for name, value in vars(optimizer).items()
-        if not name.startswith("_optimizer_") and name not in _EVERY
+        if not name.startswith("_optimizer_") and name not in _COMMON_ATTRIBUTES
     }
 
 
 #: Attributes of every optimizer, or set by schedulers; `defaults` counts as its own.
-_EVERY = frozenset(
+_COMMON_ATTRIBUTES = frozenset(
     (
         "_opt_called",
         "_step_count",
@@ -153,14 +161,14 @@ _EVERY = frozenset(
 )
 
 
-def _copied(value: Any) -> Any:
+def _deep_copy(value: Any) -> Any:
     try:
         return copy.deepcopy(value)
     except Exception:  # a handle of something outside, which nobody can copy
         return value
 
 
-def check_own_code(optimizer: torch.optim.Optimizer) -> None:
+def check_capturable(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer whose steps do more than its `step`, on its groups and their states.
 
     Raises:
@@ -182,16 +190,16 @@ def check_own_code(optimizer: torch.optim.Optimizer) -> None:
         )
     if isinstance(optimizer, CombinedOptimizer) and kind_of(optimizer) is not CombinedOptimizer:
         raise CaptureError(
-            f"{name} steps otherwise than Together, which it is made of",
-            accepted="Together, whose optimizers step as they are",
+            f"{name} steps otherwise than CombinedOptimizer, which it is made of",
+            accepted="CombinedOptimizer, whose optimizers step as they are",
             todo="make it an optimizer of its own, over all parameters",
         )
     if is_known(optimizer):
         return
     check_states(optimizer)
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for attribute, value in own_attributes(optimizer).items():
-        if what := _reference(value, held, _DEEP):
+    parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for attribute, value in attributes_of(optimizer).items():
+        if what := _reference(value, parameters, _DEPTH):
             raise CaptureError(
                 f"{name}.{attribute} holds {what}",
                 accepted="parameters in param_groups, and numbers and constants in attributes",
@@ -206,9 +214,9 @@ def check_states(optimizer: torch.optim.Optimizer) -> None:
     Raises:
         CaptureError: so it does.
     """
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for key in optimizer.state:
-        if id(key) not in held:
+        if id(key) not in parameters:
             raise CaptureError(
                 f"{type(optimizer).__name__} keeps a state under {key!r}, which is no parameter of "
                 "its groups",
@@ -217,13 +225,13 @@ def check_states(optimizer: torch.optim.Optimizer) -> None:
             )
 
 
-def _reference(value: Any, parameters: set[int], deep: int) -> str:
-    """Return what moves on its own in what an optimizer holds; or nothing."""
+def _reference(value: Any, parameters: set[int], depth: int) -> str:
+    """Return what in an attribute has a life of its own: a parameter, an optimizer, a module."""
     if isinstance(value, Tensor):
         return "a parameter" if id(value) in parameters else ""
     if isinstance(value, torch.optim.Optimizer | nn.Module):
         return f"{type(value).__name__}, which has parameters"
-    if deep == 0 or isinstance(value, str | bytes | int | float | type):
+    if depth == 0 or isinstance(value, str | bytes | int | float | type):
         return ""
     if isinstance(value, dict):
         parts = [*value.keys(), *value.values()]
@@ -233,23 +241,23 @@ def _reference(value: Any, parameters: set[int], deep: int) -> str:
         return ""
     else:
         parts = list(getattr(value, "__dict__", {}).values())
-    return next((what for part in parts if (what := _reference(part, parameters, deep - 1))), "")
+    return next((what for part in parts if (what := _reference(part, parameters, depth - 1))), "")
 
 
-def snapshot(value: Any, deep: int = _DEEP) -> Any:
+def snapshot(value: Any, depth: int = _DEPTH) -> Any:
     """Return what can be compared later to see whether something was changed in between."""
     if isinstance(value, Tensor):
-        kept = value.detach()
-        return (id(value), kept.dtype, kept.shape, [] if kept.is_meta else kept.tolist())
-    if deep == 0 or isinstance(value, str | bytes | int | float | complex | type) or value is None:
+        plain = value.detach()
+        return (id(value), plain.dtype, plain.shape, [] if plain.is_meta else plain.tolist())
+    if depth == 0 or isinstance(value, str | bytes | int | float | complex | type) or value is None:
         return value
     if isinstance(value, dict):
-        return {key: snapshot(part, deep - 1) for key, part in value.items()}
+        return {key: snapshot(part, depth - 1) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [snapshot(part, deep - 1) for part in value]
+        return [snapshot(part, depth - 1) for part in value]
     if isinstance(value, set | frozenset):
         return set(value)
     if inspect.ismodule(value) or callable(value):
         return id(value)
     parts = getattr(value, "__dict__", {})
-    return (id(value), {key: snapshot(part, deep - 1) for key, part in parts.items()})
+    return (id(value), {key: snapshot(part, depth - 1) for key, part in parts.items()})

@@ -1,8 +1,16 @@
 """The states of an optimizer before its first step, without taking one on the model.
 
-Optimizers make their states in their first step, by `state[key] = value`. We let them take that
-step on stand-ins: small ones that show which number a state is filled with, and one without data
-that shows its shape. `differential_validation` checks that it does.
+Optimizers make their states in their first step, by `state[key] = value`. So they take that step on
+small stand-ins of a parameter, in two sizes and with different numbers, and a recorder notes what
+each key is first set to:
+
+    stand-in (3, 3), numbers a     exp_avg: zeros (3, 3)   slow: a            step: 0
+    stand-in (4, 4), numbers b     exp_avg: zeros (4, 4)   slow: b            step: 0
+    the parameter's shape, meta    exp_avg: (768, 768)     slow: (768, 768)   step: ()
+    what follows                   filled with 0           a copy of p        filled with 0
+
+What goes by neither rule is made by a step on the parameter's own values. The rules are told from a
+first step; whether they tell the truth is for `differential_validation` to find out.
 """
 
 from __future__ import annotations
@@ -20,12 +28,12 @@ from sbp_torch._torch_optim_compat import constructed_states
 from sbp_torch.capture.optimizer_clones import (
     PLAIN,
     SMALL,
+    clone_of,
     is_known,
     kind_of,
     plain_step,
     settings_of,
     small_shape,
-    twin_of,
 )
 from sbp_torch.capture.sources import user_frame
 
@@ -38,16 +46,20 @@ Number = int | float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FirstState:
+class InitialStates:
     """What an optimizer keeps for one parameter before its first step.
 
     Args:
-        tensors: By key.
+        tensors: By key. One that is filled with one number is that number, expanded, and takes no
+            memory; it lies on the CPU if the parameter is on the `meta` device.
+        copies: Keys of the tensors that are copies of the parameter, in a dtype of their own; only
+            of a parameter on the `meta` device, of which nobody knows the values.
         numbers: Python numbers by key: the first value, and what each step adds to it.
     """
 
     tensors: Mapping[str, Tensor]
-    numbers: Mapping[str, tuple[Number, Number]]
+    copies: frozenset[str] = frozenset()
+    numbers: Mapping[str, tuple[Number, Number]] = field(default_factory=dict)
 
 
 class _Recorder(dict[str, Any]):
@@ -61,6 +73,8 @@ class _Recorder(dict[str, Any]):
         if key not in self.first:
             self.first[key] = value.clone() if isinstance(value, Tensor) else value
         super().__setitem__(key, value)
+
+    # The methods of `dict` would not call `__setitem__`.
 
     def setdefault(self, key: str, default: Any = None) -> Any:
         if key not in self:
@@ -90,22 +104,22 @@ class _Trial:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Common:
-    """What the states of all parameters of one shape and dtype begin with.
+class _Rules:
+    """How the states of all parameters of one shape and dtype begin.
 
     Args:
-        fills: The number that each tensor is filled with, by key.
+        fills: The number that each tensor is filled with, by key; None for a copy of the parameter.
         shapes: Tensors without data, by key, or with data if the optimizer looks at it.
-        numbers: As in `FirstState`.
+        numbers: As in `InitialStates`.
     """
 
-    fills: Mapping[str, Number]
+    fills: Mapping[str, Number | None]
     shapes: Mapping[str, Tensor]
     numbers: Mapping[str, tuple[Number, Number]]
 
 
-class FirstStates:
-    """The states of parameters that an optimizer has not moved yet.
+class InitialStateProbe:
+    """Finds the states of parameters that an optimizer has not updated yet.
 
     Args:
         optimizer: Any `torch.optim.Optimizer`.
@@ -115,9 +129,9 @@ class FirstStates:
     def __init__(self, optimizer: torch.optim.Optimizer, index: int) -> None:
         self.optimizer, self.index = optimizer, index
         self.group = optimizer.param_groups[index]
-        self._known: dict[object, _Common | None] = {}
+        self._known: dict[object, _Rules | None] = {}
 
-    def of(self, parameter: Tensor) -> FirstState:
+    def of(self, parameter: Tensor) -> InitialStates:
         """Return the states of a parameter.
 
         Args:
@@ -127,52 +141,57 @@ class FirstStates:
             CaptureError: the states depend on the first gradient, or are no tensors and counters;
                 or a step on a stand-in fails.
         """
+        device = torch.device("cpu") if parameter.is_meta else parameter.device
         if kind_of(self.optimizer) is torch.optim.SGD:
-            zero = torch.zeros_like(parameter, requires_grad=False)
-            return FirstState(
-                tensors={_VELOCITY: zero} if self.group["momentum"] else {}, numbers={}
-            )
+            if not self.group["momentum"]:
+                return InitialStates(tensors={})
+            zero = torch.zeros((), dtype=parameter.dtype, device=device)
+            return InitialStates(tensors={_VELOCITY: zero.expand(parameter.shape)})
         looks = (tuple(parameter.shape), parameter.dtype, parameter.device)
         if looks not in self._known:
-            self._known[looks] = self._common(parameter)
-        common = self._known[looks]
-        if common is None:  # such as a copy of the parameter: only its own value tells
+            self._known[looks] = self._rules(parameter)
+        rules = self._known[looks]
+        copies = () if rules is None else [key for key, fill in rules.fills.items() if fill is None]
+        if rules is None or (copies and not parameter.is_meta):
+            # Only the parameter's own values tell. What looks like a copy on stand-ins might be
+            # clipped on larger numbers, so that where there are values, they are asked.
             tried = self._trial(parameter, 0.5)
-            return FirstState(tensors=tried.tensors, numbers=self._counters(tried))
-        tensors = {
-            key: torch.full(
-                common.shapes[key].shape,
-                fill,
-                dtype=common.shapes[key].dtype,
-                device="cpu" if common.shapes[key].device.type == "cpu" else parameter.device,
-            )
-            for key, fill in common.fills.items()
-        }
-        return FirstState(tensors=tensors, numbers=common.numbers)
+            return InitialStates(tensors=tried.tensors, numbers=self._counters(tried))
+        tensors: dict[str, Tensor] = {}
+        for key, fill in rules.fills.items():
+            like = rules.shapes[key]
+            if fill is None:
+                tensors[key] = parameter.detach().to(like.dtype, copy=True)
+                continue
+            # Counters of steps stay on the host, wherever the parameter is.
+            where = torch.device("cpu") if like.device.type == "cpu" else device
+            tensors[key] = torch.full((), fill, dtype=like.dtype, device=where).expand(like.shape)
+        return InitialStates(tensors=tensors, copies=frozenset(copies), numbers=rules.numbers)
 
     def numbers_of(self, parameter: Tensor) -> Mapping[str, tuple[Number, Number]]:
         """Return the Python numbers of a parameter, whatever its tensors begin with."""
         return self._counters(self._trial(_stand_in(parameter), 0.5))
 
-    def _common(self, parameter: Tensor) -> _Common | None:
-        """Return what is common to all parameters like this one; None if nothing is."""
-        small = _stand_in(parameter)
-        tried = self._trial(small, 0.5)
+    def _rules(self, parameter: Tensor) -> _Rules | None:
+        """Return the rules for all parameters like this one; None if there are none."""
+        small, other = _stand_in(parameter), _stand_in(parameter, SMALL + 1) + 0.25
+        tried, second = self._trial(small, 0.5), self._trial(other, 0.5)
         self._check_gradient_free(tried, self._trial(small, -2.0))
-        other = self._trial(_stand_in(parameter, SMALL + 1) + 0.25, 0.5)
         shapes = self._shapes(parameter)
-        if not tried.first.keys() == other.first.keys() == shapes.keys():
+        if not tried.first.keys() == second.first.keys() == shapes.keys():
             return None  # which states there are goes by the shape
-        fills: dict[str, Number] = {}
+        fills: dict[str, Number | None] = {}
         for key, value in tried.tensors.items():
-            if self._is_velocity(key):
+            one, moved = value.flatten()[:1], second.first[key]
+            if self._is_velocity(key) or not (value.numel() or shapes[key].numel()):
                 fills[key] = 0.0
-                continue
-            one, moved = value.flatten()[:1], other.first[key]
-            if not value.numel() or not (value == one).all() or not (moved == one).all():
+            elif value.numel() and (value == one).all() and (moved == one).all():
+                fills[key] = one.item()
+            elif _is_copy(value, small) and _is_copy(moved, other):
+                fills[key] = None
+            else:
                 return None
-            fills[key] = one.item()
-        return _Common(fills=fills, shapes=shapes, numbers=self._counters(tried))
+        return _Rules(fills=fills, shapes=shapes, numbers=self._counters(tried))
 
     def _shapes(self, parameter: Tensor) -> Mapping[str, Any]:
         meta = torch.empty_like(parameter, device="meta")
@@ -196,40 +215,40 @@ class FirstStates:
             raise failed_step(self.optimizer, value, error) from error
 
     def _stepped(self, value: Tensor, gradient: float) -> _Trial:
-        twin = twin_of(self.optimizer, apart=True)
+        clone = clone_of(self.optimizer, own_attributes=True)
         recorder = _Recorder()
         stand_in = value.detach().clone().requires_grad_()
-        twin.state[stand_in] = recorder
+        clone.state[stand_in] = recorder
         members = [stand_in]
         for index, group in enumerate(self.optimizer.param_groups):
             plain = {key: value for key, value in PLAIN.items() if key in group}
             if index == self.index:
                 recorder.update(constructed_states(self.optimizer, group, stand_in.detach()))
-                twin.param_groups.append({**settings_of(group), **plain, "params": [stand_in]})
+                clone.param_groups.append({**settings_of(group), **plain, "params": [stand_in]})
             elif not is_known(self.optimizer):  # its code may look at all groups
                 others = [_stand_in(p).to(value.device) for p in group["params"][:1]]
                 members += [other.requires_grad_() for other in others]
-                twin.param_groups.append({**settings_of(group), **plain, "params": others})
+                clone.param_groups.append({**settings_of(group), **plain, "params": others})
         step, after = plain_step(self.optimizer), defaultdict[str, list[Any]](list)
         with torch.no_grad(), torch.random.fork_rng(devices=()):
             for _ in range(_STEPS):
                 for member in members:
                     member.grad = torch.full_like(member, gradient)
-                step(twin)
-                for key, kept in twin.state[stand_in].items():
-                    if not isinstance(kept, Tensor):
-                        after[key].append(kept)
+                step(clone)
+                for key, state in clone.state[stand_in].items():
+                    if not isinstance(state, Tensor):
+                        after[key].append(state)
         return _Trial(first=recorder.first, after=after)
 
     def _is_velocity(self, key: str) -> bool:
         """Whether a state is the velocity of SGD: made of the first gradient, as if from zero."""
         return key == _VELOCITY and isinstance(self.optimizer, torch.optim.SGD)
 
-    def _check_gradient_free(self, left: _Trial, right: _Trial) -> None:
-        for key, value in left.first.items():
+    def _check_gradient_free(self, tried: _Trial, other_gradient: _Trial) -> None:
+        for key, value in tried.first.items():
             if self._is_velocity(key):
                 continue
-            other = right.first.get(key)
+            other = other_gradient.first.get(key)
             if isinstance(value, Tensor) and isinstance(other, Tensor):
                 same = torch.equal(value, other)
             else:
@@ -292,3 +311,7 @@ def _stand_in(parameter: Tensor, most: int = SMALL) -> Tensor:
         return torch.zeros(parameter.shape, dtype=parameter.dtype)
     period = torch.linspace(-1.0, 1.0, 7, dtype=parameter.dtype)
     return period.repeat(shape.numel() // 7 + 1)[: shape.numel()].reshape(shape)
+
+
+def _is_copy(state: Tensor, parameter: Tensor) -> bool:
+    return state.shape == parameter.shape and torch.equal(state, parameter.to(state.dtype))

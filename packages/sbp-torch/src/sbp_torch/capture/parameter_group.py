@@ -1,7 +1,7 @@
-"""One parameter group of an optimizer: its states, its scalar inputs, and how its parameters move.
+"""One parameter group of an optimizer: its states, its scalar inputs, how its parameters change.
 
-The user's own code is run where it can be traced (see `user_optimizer`); the optimizers that
-cannot be are written as functions (see `functional_optimizers`).
+The optimizer's own code is run where it can be traced (`user_optimizer`), and a functional form of
+it elsewhere (`functional_optimizers`).
 """
 
 from __future__ import annotations
@@ -13,14 +13,22 @@ import torch
 from torch import Tensor
 
 from sbp_core.errors import CaptureError
-from sbp_torch.capture.functional_optimizers import UpdateFunction, counts_for_first_step, move_of
+from sbp_torch.capture.functional_optimizers import (
+    UpdateFunction,
+    functional_update,
+    needs_step_counter,
+)
 from sbp_torch.capture.optimizer_clones import PLAIN
-from sbp_torch.capture.optimizer_states import FirstStates, Number
+from sbp_torch.capture.optimizer_states import InitialStateProbe, Number
 from sbp_torch.update_options import SETTINGS, UpdateOptions
 
 
 class _Scheduled(torch.SymFloat):
-    """A setting that is a scalar input. Optimizers may ask whether it is zero: it may be not."""
+    """A setting that is a scalar input.
+
+    Optimizers ask whether it is zero, to leave work out. No trace can tell, so that the answer is
+    that it is not: the work on zero is then done, and comes to the same.
+    """
 
     def __ne__(self, other: object) -> bool:
         return True if other == 0 else bool(super().__ne__(other))
@@ -72,45 +80,46 @@ class ParameterGroup:
         options: UpdateOptions,
     ) -> None:
         self.optimizer, self.settings = optimizer, dict(optimizer.param_groups[index])
-        #: All parameters, and those that are trained.
-        self.held = list(parameters)
+        self.all_names = list(parameters)
+        #: Those that are trained.
         self.parameters = {name: p for name, p in parameters.items() if p.requires_grad}
-        self.skips = options.loss_scaling is not None
+        self.may_skip = options.loss_scaling is not None
         #: Names of scalar inputs by setting.
         self.scalars = scalar_names(self.settings, suffix, options)
-        self._first_states = FirstStates(optimizer, index)
+        self._probe = InitialStateProbe(optimizer, index)
         #: Python numbers among the states: what they are, and what every step adds to them.
         self.numbers: dict[str, dict[str, tuple[Number, Number]]] = {}
+        #: States, by parameter, that begin as copies of it; of those on the `meta` device.
+        self.copies: dict[str, frozenset[str]] = {}
         #: States by parameter and key.
         self.states = {name: self._tensors(name, p) for name, p in self.parameters.items()}
-        #: How parameters move that the optimizer's own code does not.
-        self.moves: dict[str, UpdateFunction] = {}
+        #: What updates the parameters that the optimizer's own code does not.
+        self.functional: dict[str, UpdateFunction] = {}
         fused = options.fused if options.fused is not None else bool(self.settings.get("fused"))
         for name, parameter in self.parameters.items():
             stepped = bool(optimizer.state.get(parameter))
-            move = move_of(
-                optimizer,
-                self.settings,
-                fused=fused,
-                skips=self.skips,
-                stepped=stepped,
+            update = functional_update(
+                optimizer, self.settings, fused=fused, may_skip=self.may_skip, stepped=stepped
             )
-            if move is not None:
-                self.moves[name] = move
-            if counts_for_first_step(move):
+            if update is not None:
+                self.functional[name] = update
+            if needs_step_counter(update):
                 self.states[name]["step"] = torch.zeros(())
         self._check_skips()
 
     def _tensors(self, name: str, parameter: Tensor) -> dict[str, Tensor]:
         """Return the states of a parameter: those it has, else those before the first step."""
         made = self.optimizer.state.get(parameter) or {}
+        if any(isinstance(value, Tensor) and value.is_meta for value in made.values()):
+            made = {}  # made with the optimizer, of a parameter without values: they have none
         tensors = {key: value for key, value in made.items() if isinstance(value, Tensor)}
         if not made or len(tensors) < len(made):
             if made:  # it has stepped: only the amounts are unknown
-                counted = self._first_states.numbers_of(parameter)
+                counted = self._probe.numbers_of(parameter)
             else:
-                first = self._first_states.of(parameter)
-                tensors, counted = dict(first.tensors), first.numbers
+                initial = self._probe.of(parameter)
+                tensors, counted = dict(initial.tensors), initial.numbers
+                self.copies[name] = initial.copies
             numbers = {k: (made.get(k, start), by) for k, (start, by) in counted.items()}
             self.numbers[name] = numbers
             for key, (number, by) in numbers.items():
@@ -119,10 +128,10 @@ class ParameterGroup:
         return dict(sorted(tensors.items()))
 
     def _check_skips(self) -> None:
-        own = [name for name in self.parameters if name not in self.moves]
-        counts = any("step" in self.states[name] for name in own)
+        traced = [name for name in self.parameters if name not in self.functional]
+        counts = any("step" in self.states[name] for name in traced)
         counts = counts or any(by for of in self.numbers.values() for _, by in of.values())
-        if self.skips and counts and "capturable" not in self.settings:
+        if self.may_skip and counts and "capturable" not in self.settings:
             raise CaptureError(
                 f"{type(self.optimizer).__name__} reads the number of the step on the host, where "
                 "nobody knows whether an overflow skips it",
@@ -142,26 +151,26 @@ class ParameterGroup:
             **self._inputs(scalars),
         }
 
-    def move(
+    def update(
         self,
-        held: MutableMapping[str, Tensor],
+        parameters: MutableMapping[str, Tensor],
         grads: Mapping[str, Tensor],
         states: MutableMapping[str, Tensor],
         scalars: Mapping[str, Tensor],
     ) -> None:
-        """Move the parameters of `moves` that have a gradient. See `Update.__call__`."""
-        settings = self.plain(scalars) if self.moves else {}
-        for name, move in self.moves.items():
+        """Update the parameters of `functional` that have a gradient. See `Update.__call__`."""
+        settings = self.plain(scalars) if self.functional else {}
+        for name, update in self.functional.items():
             if name not in grads:
                 continue
             own = {key: states[f"{name}.{key}"] for key in self.states[name]}
             step: Any = None
             if "step" in own:
                 states[f"{name}.step"] = own["step"] = own["step"] + 1
-                step = own["step"].double() if self.skips else own["step"].item()
-            moved = move(settings, held[name], grads[name], own, step)
-            held[name] = moved.parameter.to(held[name].dtype)
-            for key, value in moved.states.items():
+                step = own["step"].double() if self.may_skip else own["step"].item()
+            result = update(settings, parameters[name], grads[name], own, step)
+            parameters[name] = result.parameter.to(parameters[name].dtype)
+            for key, value in result.states.items():
                 states[f"{name}.{key}"] = value.to(own[key].dtype)
 
     def _inputs(self, scalars: Mapping[str, Tensor]) -> dict[str, Any]:

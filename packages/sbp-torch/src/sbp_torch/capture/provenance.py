@@ -108,7 +108,7 @@ class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch leaves 
 
     @contextmanager
     def _checkpointed(self) -> Iterator[None]:
-        """Mark ops as what the user wants to be computed again in the backward phase."""
+        """Mark ops as what the user wants to be rematerialised in the backward phase."""
         if self.checkpoint:  # one within another: the outer one decides
             yield
             return

@@ -1,4 +1,4 @@
-"""Random ops of PyTorch, restated by counting: the same numbers on one device and on any mesh.
+"""Counter-based random ops in place of PyTorch's: the same numbers on one device and on any mesh.
 
 before: mask = bernoulli_(empty_like(x), 0.9)              draws from a stream that every op shares
 after:  mask = sbp.random_bernoulli(size, seed, draw, 3)   the number of an element follows from the
@@ -21,12 +21,12 @@ from torch import Tensor
 from sbp_torch._torch_compat import TorchDispatchMode, checkpoints_inlined
 from sbp_torch.ops import random as _  # noqa: F401 - registers sbp.random_*
 
-#: Restates one op: (draws, its arguments by position, by name) -> its results.
-_Restated = Callable[["Draws", Sequence[Any], Mapping[str, Any]], Any]
+#: The counter-based form of one op: (draws, its arguments by position, by name) -> its results.
+_CounterBased = Callable[["Draws", Sequence[Any], Mapping[str, Any]], Any]
 
 
 class Draws:
-    """Numbers the random ops of one step and restates them.
+    """Numbers the random ops of one step, and calls their counter-based forms.
 
     Args:
         seed: Of the program.
@@ -40,11 +40,11 @@ class Draws:
         self.num_sites = 0
 
     def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Call an op, restated if it draws random numbers."""
-        restated = _RESTATED.get(func)
-        if restated is None or (kwargs.get("generator") is not None):
+        """Call an op; one that draws random numbers is replaced by its counter-based form."""
+        counter_based = _COUNTER_BASED.get(func)
+        if counter_based is None or (kwargs.get("generator") is not None):
             return func(*args, **kwargs)
-        return restated(self, args, kwargs)
+        return counter_based(self, args, kwargs)
 
     def make(self, kind: str, size: Sequence[int], like: Mapping[str, Any], **own: Any) -> Tensor:
         """Return fresh numbers.
@@ -65,7 +65,7 @@ class Draws:
 
 
 class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch leaves it untyped
-    """Restates the random ops of an eager program."""
+    """Replaces the random ops of an eager program by their counter-based forms."""
 
     def __init__(self, draws: Draws) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # torch leaves it untyped
@@ -79,8 +79,8 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch lea
 def counted_random(seed: int, draw: int) -> Iterator[None]:
     """Let an eager step draw the numbers that a captured one draws.
 
-    What `torch.utils.checkpoint` would compute again in the backward phase is kept instead, as it
-    would draw other numbers the second time.
+    What `torch.utils.checkpoint` would rematerialise in the backward phase is saved instead, since
+    rematerialisation would draw other numbers.
 
     Args:
         seed: What the plan is run with.
@@ -149,31 +149,31 @@ def _multinomial(draws: Draws, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     return torch.topk(p / _exponential(draws, p, 1.0), count, dim=-1).indices
 
 
-def _factory(kind: str, first: int, *names: str) -> _Restated:
-    """Restate a factory whose size is argument `first`, after the numbers called `names`."""
+def _factory(kind: str, first: int, *names: str) -> _CounterBased:
+    """Return the form of a factory whose size is argument `first`, after those called `names`."""
 
-    def restated(draws: Draws, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    def counter_based(draws: Draws, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
         default = torch.int64 if kind == "integers" else torch.get_default_dtype()
         like = {"dtype": kwargs.get("dtype") or default, "device": kwargs.get("device")}
         return draws.make(kind, args[first], like, **dict(zip(names, args, strict=False)))
 
-    return restated
+    return counter_based
 
 
-def _shaped(kind: str, *names: str) -> _Restated:
-    """Restate an op that makes numbers in the shape of its first argument."""
+def _shaped(kind: str, *names: str) -> _CounterBased:
+    """Return the form of an op that makes numbers in the shape of its first argument."""
 
-    def restated(draws: Draws, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    def counter_based(draws: Draws, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
         own = dict(zip(names, args[1:], strict=False))
         return draws.make(kind, args[0].shape, _like(args[0], kwargs), **own)
 
-    return restated
+    return counter_based
 
 
-def _filling(kind: str, **defaults: float) -> _Restated:
-    """Restate an op that fills its first argument."""
+def _filling(kind: str, **defaults: float) -> _CounterBased:
+    """Return the form of an op that fills its first argument."""
 
-    def restated(draws: Draws, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    def counter_based(draws: Draws, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
         own = {
             name: _given(args, kwargs, at, given, default)
             for at, (name, given, default) in enumerate(
@@ -183,7 +183,7 @@ def _filling(kind: str, **defaults: float) -> _Restated:
         filled: Tensor = args[0].copy_(draws.make(kind, args[0].shape, _like(args[0], {}), **own))
         return filled
 
-    return restated
+    return counter_based
 
 
 #: The bounds of `uniform_` by the names of ours.
@@ -199,7 +199,7 @@ def _random_to(draws: Draws, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 _aten = torch.ops.aten
 
-_RESTATED: dict[Any, _Restated] = {
+_COUNTER_BASED: dict[Any, _CounterBased] = {
     _aten.native_dropout.default: _dropout,
     _aten.bernoulli_.float: lambda d, a, k: a[0].copy_(
         _bernoulli(d, a[0], _given(a, k, 1, "p", 0.5), {})

@@ -1,8 +1,8 @@
-"""What a forward leaves behind beside its states: found by comparing, and set back.
+"""Side effects of a forward, beside changes of states: found by comparing attributes, and undone.
 
 A graph remembers nothing but its states. So a number that a module counts up, a tensor that it
 keeps in a list, or a draw from Python's own generator would be lost, and the graph would do the
-first step again and again. Compared are the attributes of all modules, lists, mappings, sets and
+first step for ever. Compared are the attributes of all modules, lists, mappings, sets and
 NumPy arrays in them, and the generators of Python, NumPy and PyTorch; other objects are not looked
 into.
 """
@@ -170,9 +170,11 @@ class Snapshot:
             return list(old) == list(new) and all(self._is_same(old[k], new[k]) for k in old)
         return len(old) == len(new) and all(map(self._is_same, old, new))
 
-    def with_real_tensors(self, left: Iterable[Tensor]) -> list[Tensor]:
+    def with_real_tensors(self, traced: Iterable[Tensor]) -> list[Tensor]:
         """Put real tensors, of zeros, in the places of some, and return them in order."""
-        made = {id(old): torch.zeros(old.shape, dtype=old.dtype, device=old.device) for old in left}
+        made = {
+            id(old): torch.zeros(old.shape, dtype=old.dtype, device=old.device) for old in traced
+        }
 
         def real(value: Any) -> Any:
             return made.get(id(value), value)

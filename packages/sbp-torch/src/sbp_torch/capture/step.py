@@ -38,8 +38,8 @@ Loss = Callable[[nn.Module, Any], Any]
 #: Scalar inputs that random ops count with.
 SEED, DRAW = "seed", "draw"
 
-#: What passes call the counts of steps that they tie together.
-_CLOCK = "clock"
+#: What passes call the step counters of all parameters, tied together.
+_STEP_COUNTER = "step_counter"
 
 #: What `torch.autocast` converts to.
 _AUTOCAST = ("bfloat16", "float16")
@@ -86,8 +86,8 @@ class TrainingStep:
         autocast: dtype name for `torch.autocast` around the forward phase; empty for none.
         per_shard_random: See `Draws`.
         as_compiling: Tell the model that it is being compiled, while its forward runs.
-        settled: Step that has been traced, whose forward left something on its modules: so they
-            are while this forward runs; None for as they are now.
+        previous: A traced step whose forward had side effects: this forward begins with the
+            attributes that it left behind; None to begin with the attributes as they are now.
     """
 
     def __init__(
@@ -100,12 +100,12 @@ class TrainingStep:
         autocast: str = "",
         per_shard_random: bool = False,
         as_compiling: bool = False,
-        settled: TrainingStep | None = None,
+        previous: TrainingStep | None = None,
     ) -> None:
         self.model, self.loss, self.batch, self.update = model, loss, batch, update
         self.autocast, self.as_compiling = autocast, as_compiling
-        self.settled = settled.after if settled is not None else None
-        self.settled_tensors = settled.kept if settled is not None else []
+        self.attributes_before = previous.attributes_after if previous is not None else None
+        self.constants_before = previous.side_effect_constants if previous is not None else []
         self.tensors = model_tensors(model)
         self.moving = [
             name
@@ -118,11 +118,11 @@ class TrainingStep:
         self.notes = Notes(Draws(per_shard=per_shard_random))
         #: Names and kinds of the outputs before the states, known after the first call.
         self.reported: list[tuple[str, OutputKind]] = []
-        #: What the forward left on its modules, and all attributes then, with real tensors in the
-        #: place of those that it left; after the first call.
-        self.left: list[Change] = []
-        self.after: Snapshot | None = None
-        self.kept: list[Tensor] = []
+        #: The side effects of the forward, known after the first call; the attributes of all
+        #: modules then; and the real tensors that stand in those for the tensors of the trace.
+        self.side_effects: list[Change] = []
+        self.attributes_after: Snapshot | None = None
+        self.side_effect_constants: list[Tensor] = []
         #: States that the forward replaced by a tensor that still has a graph behind it.
         self.differentiable: list[str] = []
         self._check_names()
@@ -147,13 +147,14 @@ class TrainingStep:
             )
 
     def _check_names(self) -> None:
-        taken = {*self.tensors, *self.updates, *self.scalars, SEED, DRAW, _CLOCK}
+        reserved = (*self.scalars, SEED, DRAW, _STEP_COUNTER)
+        taken = {*self.tensors, *self.updates, *reserved}
         for name in self.tensors:
-            if name in (*self.scalars, SEED, DRAW, _CLOCK):
+            if name in reserved:
                 raise CaptureError(
                     f"{name!r} is the name of a parameter or buffer, and of an input of every "
                     "captured step",
-                    accepted=f"other names than {', '.join((*self.scalars, SEED, DRAW, _CLOCK))}",
+                    accepted=f"other names than {', '.join(reserved)}",
                     todo=f"rename it, or put it into a module of its own ('scale.{name}')",
                 )
         for name in self.flat_batch:
@@ -182,7 +183,7 @@ class TrainingStep:
     ) -> tuple[list[Tensor], ...]:
         """Return (losses and metrics, new parameters and buffers, new states of the update, ...).
 
-        The last list holds the tensors that the forward left on its modules.
+        The last list holds the tensors that side effects of the forward stored on its modules.
         """
         held = dict(zip(self.tensors, tensors, strict=True))
         own = dict(zip(self.updates, states, strict=True))
@@ -193,7 +194,7 @@ class TrainingStep:
                 loss, metrics, replaced = self._forward(held | leaves, batch)
                 held |= replaced
                 metrics = _as_they_are(metrics, held.values())
-                extras = [tensor.detach() for tensor in self._left_tensors()]
+                extras = [tensor.detach() for tensor in self._side_effect_tensors()]
                 if self.update is None:
                     return self._report(loss, metrics), [], [], extras
                 grads = self._backward(self.update.scale(loss, own), leaves)
@@ -201,8 +202,8 @@ class TrainingStep:
                 metrics = _joined(metrics, self.update(held, grads, own, rates) or {})
         return self._report(loss, metrics), list(held.values()), list(own.values()), extras
 
-    def _left_tensors(self) -> list[Tensor]:
-        found = [tensor for change in self.left for tensor in change.tensors]
+    def _side_effect_tensors(self) -> list[Tensor]:
+        found = [tensor for change in self.side_effects for tensor in change.tensors]
         return list({id(tensor): tensor for tensor in found}.values())
 
     def _leaf(self, name: str, tensor: Tensor) -> Tensor:
@@ -229,8 +230,8 @@ class TrainingStep:
         now = dict(tensors)
         before, generators = Snapshot(self.model), Generators()
         try:
-            if self.settled is not None:
-                self.settled.restore()
+            if self.attributes_before is not None:
+                self.attributes_before.restore()
             with (
                 self.notes.follow(self.model),
                 reparametrized(self.model, now),
@@ -242,15 +243,17 @@ class TrainingStep:
                 loss, metrics = split_losses(self.loss(self.model, given))
             generators.check()
             stand_ins = {id(tensor): self.tensors[name] for name, tensor in tensors.items()}
-            self.left = (self.settled or before).changes(stand_ins)
-            if self.left:
-                self.after = Snapshot(self.model)
+            self.side_effects = (self.attributes_before or before).changes(stand_ins)
+            if self.side_effects:
+                self.attributes_after = Snapshot(self.model)
                 with without_modes():
-                    self.kept = self.after.with_real_tensors(self._left_tensors())
+                    self.side_effect_constants = self.attributes_after.with_real_tensors(
+                        self._side_effect_tensors()
+                    )
         finally:
             before.restore()
             generators.restore()
-        for change in self.left:
+        for change in self.side_effects:
             if change.registered:
                 raise change.refusal()
         replaced = replaced_states(self.tensors, tensors, now, storages)

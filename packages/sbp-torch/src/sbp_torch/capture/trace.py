@@ -59,9 +59,16 @@ def trace_step(step: TrainingStep) -> TracedStep:
                 )
         return mode.from_tensor(tensor.detach(), static_shapes=True)
 
+    def fake_state(tensor: Tensor) -> Tensor:
+        if tensor.dim() and not any(tensor.stride()):
+            # One number, expanded, as states begin: the step sees a tensor that it can write to.
+            with mode:
+                return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        return fake(tensor)
+
     arguments = (
         [fake(tensor) for tensor in step.tensors.values()],
-        [fake(tensor) for tensor in step.updates.values()],
+        [fake_state(tensor) for tensor in step.updates.values()],
         [fake(tensor) for tensor in step.flat_batch.values()],
         [fake(torch.zeros((), dtype=torch.float64)) for _ in step.scalars],
     )
@@ -76,10 +83,12 @@ def trace_step(step: TrainingStep) -> TracedStep:
     inputs = step.inputs()
     states = [(entry.name, OutputKind.STATE) for entry in inputs if entry.kind.is_state]
     outputs = (*step.reported, *(states if step.update is not None else ()))
-    kept = _take_out_what_is_left(module, step, len(outputs))
-    form = _form(module, {node: at for at, node in enumerate(kept)}) if step.left else ()
-    if step.settled is not None:
-        form = _form(module, _made_of(module, step.settled_tensors))
+    removed = _remove_side_effect_outputs(module, step, len(outputs))
+    form: tuple[Any, ...] = ()
+    if step.side_effects:
+        form = _form(module, {node: at for at, node in enumerate(removed)})
+    if step.attributes_before is not None:
+        form = _form(module, _constants_among(module, step.constants_before))
     module.graph.eliminate_dead_code()
     _check_states(module, step, inputs, outputs, held)
     return TracedStep(
@@ -92,10 +101,10 @@ def trace_step(step: TrainingStep) -> TracedStep:
     )
 
 
-def _take_out_what_is_left(
+def _remove_side_effect_outputs(
     module: fx.GraphModule, step: TrainingStep, num_outputs: int
 ) -> list[object]:
-    """Drop the outputs that the forward left on its modules, and return them.
+    """Drop the outputs that side effects stored on modules, and return their nodes.
 
     Those that follow from nothing that changes are constants: the program makes them in its first
     step and keeps them, the graph makes them in each.
@@ -105,14 +114,14 @@ def _take_out_what_is_left(
     """
     result = next(node for node in module.graph.nodes if node.op == "output")
     flat = _leaves(result.args[0])
-    kept = flat[num_outputs:]
-    if not all(map(_is_constant, kept)):
-        raise next(change for change in step.left if change.tensors).refusal()
+    removed = flat[num_outputs:]
+    if not all(map(_is_constant, removed)):
+        raise next(change for change in step.side_effects if change.tensors).refusal()
     result.args = (tuple(flat[:num_outputs]),)
-    return kept
+    return removed
 
 
-def _made_of(module: fx.GraphModule, tensors: Sequence[Tensor]) -> dict[object, int]:
+def _constants_among(module: fx.GraphModule, tensors: Sequence[Tensor]) -> dict[object, int]:
     """Return the nodes that stand for some constants, and the number of the constant."""
     numbers = {storage_key(tensor): at for at, tensor in enumerate(tensors)}
     found = {
@@ -123,13 +132,13 @@ def _made_of(module: fx.GraphModule, tensors: Sequence[Tensor]) -> dict[object, 
     return {node: at for node, at in found.items() if at is not None}
 
 
-def _form(module: fx.GraphModule, kept: Mapping[object, int]) -> tuple[Any, ...]:
+def _form(module: fx.GraphModule, numbered: Mapping[object, int]) -> tuple[Any, ...]:
     """Return what a graph computes of its placeholders and of some of its nodes, which it numbers.
 
     Two graphs of one form compute the same if those nodes hold the same.
     """
     result = next(node for node in module.graph.nodes if node.op == "output")
-    names: dict[object, Any] = {node: ("kept", at) for node, at in kept.items()}
+    names: dict[object, Any] = {node: ("numbered", at) for node, at in numbered.items()}
     needed, waiting = set[object](), [result]
     while waiting:
         node = waiting.pop()

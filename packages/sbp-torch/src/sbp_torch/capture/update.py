@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from sbp_core.errors import CaptureError
 from sbp_core.graph import GraphInput, InputKind
-from sbp_torch.capture.differential_validation import rehearse
+from sbp_torch.capture.differential_validation import check_against_eager
 from sbp_torch.capture.gradients import (
     clip_by_norm,
     clip_by_value,
@@ -20,11 +20,11 @@ from sbp_torch.capture.gradients import (
     total_norm,
     unscaled,
 )
-from sbp_torch.capture.optimizer_clones import check_own_code
+from sbp_torch.capture.optimizer_clones import check_capturable
 from sbp_torch.capture.parameter_group import ParameterGroup
 from sbp_torch.capture.sources import definition
-from sbp_torch.capture.user_optimizer import OwnCode
-from sbp_torch.optim.together import members
+from sbp_torch.capture.user_optimizer import TracedOptimizer
+from sbp_torch.optim.combined import members
 from sbp_torch.update_options import SETTINGS, LossScaling, UpdateOptions
 
 __all__ = ["LossScaling", "Update", "UpdateOptions"]
@@ -40,7 +40,7 @@ class Update:
     """What an optimizer does with gradients, as a function of its states.
 
     Args:
-        model: Whose parameters move.
+        model: Whose parameters are updated.
         optimizer: Over `model.parameters()`; it may have stepped before.
         options: What else happens once a step.
 
@@ -102,6 +102,20 @@ class Update:
         }
         return own | self._shared()
 
+    def copies(self) -> set[str]:
+        """Return the states that begin as copies of their parameter, of which there are no values.
+
+        That is of parameters on the `meta` device, in the dtype that the state has.
+        """
+        own = {
+            f"{name}.{key}"
+            for group in self._groups
+            for name, keys in group.copies.items()
+            for key in keys
+        }
+        averages = (name for name in self._averaged if self._parameters[name].is_meta)
+        return own | {f"{name}.{AVERAGE}" for name in averages}
+
     def _shared(self) -> dict[str, Tensor]:
         """Return the states that belong to no parameter."""
         found: dict[str, Tensor] = {}
@@ -111,6 +125,8 @@ class Update:
         if self._averaged:
             found[AVERAGED] = torch.zeros((), dtype=torch.float32)
         device = next(iter(self._parameters.values())).device
+        if device.type == "meta":  # of a deferred model, for which these have values already
+            return found
         return {name: value.to(device) for name, value in found.items()}
 
     def scale(self, loss: Tensor, states: Mapping[str, Tensor]) -> Tensor:
@@ -124,16 +140,16 @@ class Update:
 
     def __call__(
         self,
-        held: MutableMapping[str, Tensor],
+        parameters: MutableMapping[str, Tensor],
         grads: Mapping[str, Tensor | None],
         states: MutableMapping[str, Tensor],
         scalars: Mapping[str, Tensor],
     ) -> dict[str, Tensor]:
-        """Move parameters and states: in place, or by others put into the mappings.
+        """Update parameters and states: in place, or by new ones put into the mappings.
 
         Args:
-            held: Every parameter by name; those with gradients are changed.
-            grads: The gradient of each parameter that moves; None if the loss does not use it.
+            parameters: Every parameter by name; those with gradients are changed.
+            grads: The gradient of each trained parameter; None if the loss does not use it.
             states: Every state of `inputs` by name; changed.
             scalars: Every scalar of `scalars` by name: 0-d float64 tensors.
 
@@ -149,25 +165,25 @@ class Update:
             overflow = is_overflow(found)
             metrics["skipped"] = overflow.float()
         found = self._clip(found, metrics)
-        moving = [] if overflow is None else self._moving()
-        before = {name: held[name].clone() for name in moving}
+        updated = [] if overflow is None else self._updated()
+        before = {name: parameters[name].clone() for name in updated}
         if overflow is not None:
             before |= {name: value.clone() for name, value in states.items()}
         for one in self._optimizers:
-            one.step(held, found, states, scalars)
+            one.step(parameters, found, states, scalars)
         if self._averaged:
-            self._average(held, states, scalars[DECAY])
+            self._average(parameters, states, scalars[DECAY])
         if overflow is not None:
-            _undo(held, moving, before, overflow)
+            # The step is taken anyhow: a graph has no branches. What was before is then chosen.
+            _undo(parameters, updated, before, overflow)
             _undo(states, states.keys() - {SCALE, GROWTH}, before, overflow)
             self._rescale(states, overflow)
             metrics["loss_scale"] = states[SCALE]
         return metrics
 
-    def _moving(self) -> list[str]:
+    def _updated(self) -> list[str]:
         """Return the parameters that a step may change."""
-        moved = (name for one in self._optimizers for name in one.may_move())
-        return sorted(dict.fromkeys(moved))
+        return sorted({name for one in self._optimizers for name in one.updated()})
 
     def _clip(self, grads: dict[str, Tensor], metrics: dict[str, Tensor]) -> dict[str, Tensor]:
         options = self.options
@@ -180,7 +196,7 @@ class Update:
         return grads
 
     def _average(
-        self, held: Mapping[str, Tensor], states: MutableMapping[str, Tensor], decay: Tensor
+        self, parameters: Mapping[str, Tensor], states: MutableMapping[str, Tensor], decay: Tensor
     ) -> None:
         """Move each average towards its parameter; the first time, all the way.
 
@@ -195,21 +211,21 @@ class Update:
         for name in self._averaged:
             key = f"{name}.{AVERAGE}"
             if isinstance(share, Tensor):
-                share = share.to(held[name].dtype)
-            states[key] = states[key].lerp(held[name], share)
+                share = share.to(parameters[name].dtype)
+            states[key] = states[key].lerp(parameters[name], share)
 
     def _rescale(self, states: MutableMapping[str, Tensor], overflow: Tensor) -> None:
-        """Move the scale as `GradScaler.update` does."""
+        """Update the scale as `GradScaler.update` does."""
         scaling = self.options.loss_scaling
         assert scaling is not None, "there is a scale"
-        scale, run = states[SCALE], states[GROWTH] + 1
-        grows = run == scaling.growth_interval
+        scale, good_steps = states[SCALE], states[GROWTH] + 1
+        grows = good_steps == scaling.growth_interval
         grown = scale * scaling.growth_factor
         grown = torch.where(grown < float("inf"), grown, scale)
-        kept = torch.where(grows, grown, scale)
-        states[SCALE] = torch.where(overflow, scale * scaling.backoff_factor, kept)
-        reset = torch.zeros_like(run)
-        states[GROWTH] = torch.where(overflow.logical_or(grows), reset, run)
+        without_overflow = torch.where(grows, grown, scale)
+        states[SCALE] = torch.where(overflow, scale * scaling.backoff_factor, without_overflow)
+        reset = torch.zeros_like(good_steps)
+        states[GROWTH] = torch.where(overflow.logical_or(grows), reset, good_steps)
 
 
 def _undo(
@@ -224,13 +240,13 @@ def _undo(
 
 def _optimizers(
     parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, options: UpdateOptions
-) -> list[OwnCode]:
+) -> list[TracedOptimizer]:
     """Return each optimizer that one consists of, as a function of its states."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     count, number = len(optimizer.param_groups), 0
-    found: list[OwnCode] = []
+    found: list[TracedOptimizer] = []
     for member in (optimizer, *members(optimizer)):
-        check_own_code(member)
+        check_capturable(member)
     for member in members(optimizer):
         groups: list[ParameterGroup] = []
         for index, settings in enumerate(member.param_groups):
@@ -243,8 +259,8 @@ def _optimizers(
             suffix = "" if count == 1 else f".{number}"
             groups.append(ParameterGroup(member, index, own, suffix, options))
             number += 1
-        rehearse(member)
-        found.append(OwnCode(member, groups))
+        check_against_eager(member)
+        found.append(TracedOptimizer(member, groups))
     return found
 
 

@@ -1,4 +1,4 @@
-"""Steps of an optimizer by its own code, on a twin that holds the tensors of the trace.
+"""The user's optimizer, traced: its own `step` runs on a clone that has the tensors of the trace.
 
 All groups step at once, so that code may look at all of them. Its choice of implementation
 (`foreach`, `capturable`) is set to the plain one.
@@ -18,7 +18,7 @@ from torch import Tensor
 from sbp_core.errors import CaptureError, SbpError
 from sbp_torch._torch_compat import compiling, storage_key
 from sbp_torch._torch_optim_compat import unprofiled
-from sbp_torch.capture.optimizer_clones import is_known, kind_of, plain_step, twin_of
+from sbp_torch.capture.optimizer_clones import clone_of, is_known, kind_of, plain_step
 from sbp_torch.capture.parameter_group import ParameterGroup
 from sbp_torch.capture.sources import user_frame
 
@@ -26,8 +26,8 @@ from sbp_torch.capture.sources import user_frame
 _TENSOR_STEPS = (torch.optim.ASGD, torch.optim.Rprop)
 
 
-class OwnCode:
-    """The groups of an optimizer, moved by its own code.
+class TracedOptimizer:
+    """One optimizer as a function of its states, by its own code where that can be traced.
 
     Args:
         optimizer: Any.
@@ -37,50 +37,50 @@ class OwnCode:
     def __init__(self, optimizer: torch.optim.Optimizer, groups: Sequence[ParameterGroup]) -> None:
         self.optimizer, self.groups = optimizer, groups
         self.name = type(optimizer).__name__
-        #: Names of the parameters that the optimizer sees, group by group. Known code leaves those
-        #: alone that have no gradient; whose code we do not know may look at them.
+        #: Names of the parameters that the optimizer's code sees, group by group. Known code leaves
+        #: frozen parameters alone; whose code we do not know may look at them.
         self.seen = [
-            [name for name in group.parameters if name not in group.moves]
+            [name for name in group.parameters if name not in group.functional]
             if is_known(optimizer)
-            else group.held
+            else group.all_names
             for group in groups
         ]
         self.tensor_steps = kind_of(optimizer) in _TENSOR_STEPS
-        self.tensor_steps |= any(group.skips for group in groups)
+        self.tensor_steps |= any(group.may_skip for group in groups)
 
-    def may_move(self) -> list[str]:
+    def updated(self) -> list[str]:
         """Return the names of the parameters that a step may change."""
-        moved = (name for group in self.groups for name in group.moves)
-        return [*moved, *(name for names in self.seen for name in names)]
+        functional = (name for group in self.groups for name in group.functional)
+        return [*functional, *(name for names in self.seen for name in names)]
 
     def step(
         self,
-        held: MutableMapping[str, Tensor],
+        parameters: MutableMapping[str, Tensor],
         grads: Mapping[str, Tensor],
         states: MutableMapping[str, Tensor],
         scalars: Mapping[str, Tensor],
     ) -> None:
-        """Move the parameters of all groups, and their states. See `Update.__call__`."""
+        """Update the parameters of all groups, and their states. See `Update.__call__`."""
         for group in self.groups:
-            group.move(held, grads, states, scalars)
+            group.update(parameters, grads, states, scalars)
         if not any(self.seen):
             return
-        twin = twin_of(self.optimizer)
+        clone = clone_of(self.optimizer)
         for group, names in zip(self.groups, self.seen, strict=True):
             settings = group.plain(scalars)
             if self.tensor_steps and "capturable" in settings:
                 settings |= {"capturable": True}
             for name in names:
-                held[name].grad = grads.get(name)
+                parameters[name].grad = grads.get(name)
                 if name in group.parameters:
-                    twin.state[held[name]] = self._states(group, name, states)
-            twin.param_groups.append({**settings, "params": [held[name] for name in names]})
-        members = [held[name] for names in self.seen for name in names]
-        with in_place(self.name, members):
-            self._run(twin)
+                    clone.state[parameters[name]] = self._states(group, name, states)
+            clone.param_groups.append({**settings, "params": [parameters[name] for name in names]})
+        members = [parameters[name] for names in self.seen for name in names]
+        with in_place_only(self.name, members):
+            self._run(clone)
         for group, names in zip(self.groups, self.seen, strict=True):
             for name in (name for name in names if name in group.parameters):
-                self._keep(group, name, twin.state.get(held[name], {}), states)
+                self._store(group, name, clone.state.get(parameters[name], {}), states)
 
     def _states(
         self, group: ParameterGroup, name: str, states: MutableMapping[str, Tensor]
@@ -92,18 +92,19 @@ class OwnCode:
         for key, (number, by) in group.numbers.get(name, {}).items():
             own[key] = number
             if by:
+                # The graph counts; the optimizer's code sees the number before it adds to it.
                 count = states[f"{name}.{key}"] = states[f"{name}.{key}"] + by
                 own[key] = count.item() - by
         return own
 
-    def _keep(
+    def _store(
         self,
         group: ParameterGroup,
         name: str,
         made: Mapping[str, Any],
         states: MutableMapping[str, Tensor],
     ) -> None:
-        """Put what the optimizer has made of a parameter's states where they are kept."""
+        """Store what a step has made of a parameter's states."""
         for key, value in made.items():
             full = f"{name}.{key}"
             if key in group.numbers.get(name, {}):
@@ -116,11 +117,11 @@ class OwnCode:
                 )
             states[full] = value.to(states[full].dtype)
 
-    def _run(self, twin: torch.optim.Optimizer) -> None:
+    def _run(self, clone: torch.optim.Optimizer) -> None:
         hint = compiling() if self.tensor_steps else nullcontext()
         try:
             with hint, unprofiled(), _symbolic_math():
-                plain_step(self.optimizer)(twin)
+                plain_step(self.optimizer)(clone)
         except SbpError:
             raise
         except Exception as error:
@@ -138,7 +139,7 @@ class OwnCode:
 
 
 @contextmanager
-def in_place(name: str, members: Sequence[Tensor]) -> Iterator[None]:
+def in_place_only(name: str, members: Sequence[Tensor]) -> Iterator[None]:
     """Refuse an optimizer that puts other tensors into its parameters: no graph would see it.
 
     Args:
@@ -148,10 +149,10 @@ def in_place(name: str, members: Sequence[Tensor]) -> Iterator[None]:
     Raises:
         CaptureError: a parameter lies in other memory afterwards.
     """
-    places = [storage_key(member) for member in members]
+    storages = [storage_key(member) for member in members]
     yield
-    for member, place in zip(members, places, strict=True):
-        if storage_key(member) != place:
+    for member, storage in zip(members, storages, strict=True):
+        if storage_key(member) != storage:
             raise CaptureError(
                 f"{name} puts another tensor into a parameter of shape {tuple(member.shape)}",
                 accepted="changes in place",
@@ -164,7 +165,7 @@ def _symbolic_math() -> Iterator[None]:
     """Let `math.sqrt` and `math.pow` take the host numbers of a trace."""
     before = {name: getattr(math, name) for name in _MATH}
     for name, symbolic in _MATH.items():
-        setattr(math, name, _either(before[name], symbolic))
+        setattr(math, name, _symbolic_or_plain(before[name], symbolic))
     try:
         yield
     finally:
@@ -176,9 +177,11 @@ def _symbolic_math() -> Iterator[None]:
 _MATH: Mapping[str, Callable[..., Any]] = {"sqrt": torch.sym_sqrt, "pow": operator.pow}
 
 
-def _either(own: Callable[..., Any], symbolic: Callable[..., Any]) -> Callable[..., Any]:
+def _symbolic_or_plain(
+    plain: Callable[..., Any], symbolic: Callable[..., Any]
+) -> Callable[..., Any]:
     def function(*args: Any) -> Any:
         traced = any(isinstance(value, torch.SymFloat | torch.SymInt) for value in args)
-        return (symbolic if traced else own)(*args)
+        return (symbolic if traced else plain)(*args)
 
     return function

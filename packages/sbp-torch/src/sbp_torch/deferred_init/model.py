@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, ItemsView, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,13 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from sbp_torch.capture.initial_values import first_values
+from sbp_core.errors import CaptureError
 from sbp_torch.capture.step import model_tensors
-from sbp_torch.deferred_init.families import families, remembered
+from sbp_torch.capture.update import Update, UpdateOptions
 from sbp_torch.deferred_init.record import ConstructorRecorder
 from sbp_torch.deferred_init.replay import Replay
 from sbp_torch.deferred_init.tape import Tape, Window
-from sbp_torch.update_options import UpdateOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,13 +28,13 @@ class DeferredModel:
             `whole_model()` instead, and load what was trained into that.
         seed: Of PyTorch's default generator before the constructor ran.
         build: The constructor.
-        recording: What it did.
+        recorder: What it did.
     """
 
     model: nn.Module
     seed: int
     build: Callable[[], nn.Module]
-    recording: ConstructorRecorder
+    recorder: ConstructorRecorder
 
     def states(
         self,
@@ -53,18 +53,26 @@ class DeferredModel:
         Raises:
             CaptureError: the states of the optimizer before its first step are unknown.
         """
-        tape = self.recording.tape
-        found = model_tensors(self.model)
-        real = {name: tensor.detach() for name, tensor in found.items() if not tensor.is_meta}
-        windows = {name: tape.window(tensor) for name, tensor in found.items() if tensor.is_meta}
+        tape, found = self.recorder.tape, model_tensors(self.model)
+        values = {name: tensor.detach() for name, tensor in found.items()}
         if optimizer is not None:
-            for name, first in first_values(self.model, optimizer, update).items():
-                if first.value is not None:
-                    real[name] = first.value
-                    continue
-                with self.recording.running():
-                    copied = found[first.of].detach().to(first.dtype)
-                windows[name] = tape.window(copied)
+            updating = Update(self.model, optimizer, update)
+            states, copies = updating.values(), updating.copies()
+            for entry in updating.inputs():
+                value = states[entry.name].detach()
+                if value.is_meta and entry.name not in copies:
+                    raise CaptureError(
+                        f"the state {entry.name!r} of {type(optimizer).__name__} starts with "
+                        "values of its own",
+                        accepted="one number for all elements, or a copy of the parameter",
+                        todo="build the model with deferred(..., whole=True)",
+                    )
+                if value.is_meta:
+                    with self.recorder.running():
+                        value = found[entry.of or ""].detach().to(value.dtype)
+                values[entry.name] = value
+        windows = {name: tape.window(value) for name, value in values.items() if value.is_meta}
+        real = {name: value for name, value in values.items() if not value.is_meta}
         return DeferredStates(tape, windows, real)
 
     def whole_model(self) -> nn.Module:
@@ -75,11 +83,12 @@ class DeferredModel:
 
 
 class DeferredStates(Mapping[str, Tensor]):
-    """States by name, made when they are asked for; nothing is kept.
+    """States by name, made when they are asked for; none is stored.
 
     Go through `items()` or `each()`, and let go of a tensor before you take the next: that draws
-    every random number once, and holds one state at a time. `states[name]` makes one state; out of
-    the order of iteration it may have to draw all numbers again. Tensors are not to be changed.
+    most random numbers once, and needs the memory of one state at a time. `states[name]` makes one
+    state; the first time it also draws the numbers of all that were drawn before. Tensors are not
+    to be changed.
 
     Args:
         tape: What makes them.
@@ -90,9 +99,20 @@ class DeferredStates(Mapping[str, Tensor]):
     def __init__(
         self, tape: Tape, windows: Mapping[str, Window], real: Mapping[str, Tensor]
     ) -> None:
-        self._tape, self._windows, self._real = tape, windows, real
-        self._order = [name for family in families(tape, windows) for name in family.states]
+        self._windows, self._real = windows, real
         self._replay = Replay(tape)
+        # States of one storage are made together; storages in the order of their last draws, since
+        # the generator goes one way: what others draw in between is then known, or thrown away.
+        together: dict[int, list[str]] = defaultdict(list)
+        for name, window in windows.items():
+            together[window.storage].append(name)
+        last_draw = {
+            storage: max(self._replay.draws(windows[names[0]]), default=-1)
+            for storage, names in together.items()
+        }
+        self._groups = [
+            together[storage] for storage in sorted(together, key=last_draw.__getitem__)
+        ]
 
     def __getitem__(self, name: str) -> Tensor:
         if name in self._real:
@@ -101,7 +121,8 @@ class DeferredStates(Mapping[str, Tensor]):
 
     def __iter__(self) -> Iterator[str]:
         yield from self._real
-        yield from self._order
+        for names in self._groups:
+            yield from names
 
     def __len__(self) -> int:
         return len(self._real) + len(self._windows)
@@ -122,11 +143,13 @@ class DeferredStates(Mapping[str, Tensor]):
         for name, value in self._real.items():
             if name in names:
                 yield name, value
-        wanted = {name: window for name, window in self._windows.items() if name in names}
-        made = families(self._tape, wanted)
-        replay = Replay(self._tape, remembered(self._tape, made))
-        for family in made:
-            yield from replay.family(family)
+        for group in self._groups:
+            wanted = [name for name in group if name in names]
+            if not wanted:
+                continue
+            made = self._replay.values([self._windows[name] for name in wanted])
+            for name in wanted:  # each is handed over, so that the last frees their storage
+                yield name, made.pop(0)
 
 
 class _Items(ItemsView[str, Tensor]):
@@ -151,28 +174,28 @@ def deferred(build: Callable[[], nn.Module], seed: int, *, whole: bool = False) 
     Raises:
         CaptureError: the constructor does what cannot be deferred; says at which line.
     """
-    recording = ConstructorRecorder(seed)
+    recorder = ConstructorRecorder(seed)
     if whole:
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(seed)
             model = build()
     else:
-        with recording.running():
+        with recorder.running():
             model = build()
-        _make_unregistered(model, recording)
-    return DeferredModel(model=model, seed=seed, build=build, recording=recording)
+        _give_values_to_unregistered(model, recorder)
+    return DeferredModel(model=model, seed=seed, build=build, recorder=recorder)
 
 
-def _make_unregistered(model: nn.Module, recording: ConstructorRecorder) -> None:
+def _give_values_to_unregistered(model: nn.Module, recorder: ConstructorRecorder) -> None:
     """Give values to tensors that modules hold in lists and mappings: those are no states."""
-    tape = recording.tape
+    tape = recorder.tape
     states = {tape.window(t).storage for t in model_tensors(model).values() if t.is_meta}
 
     def real(value: Any) -> Any:
         deferred = isinstance(value, Tensor) and value.is_meta
         if not deferred or tape.window(value).storage in states:
             return value
-        return recording.values(value)
+        return recorder.values(value)
 
     for module in model.modules():
         for key, value in vars(module).items():

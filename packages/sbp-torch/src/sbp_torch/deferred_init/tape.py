@@ -3,9 +3,10 @@
 A tensor is a window on a storage, so views need no entry: whoever uses one names storage, size,
 stride and offset. An entry is an operator that makes storages or writes to them.
 
-    w = torch.empty(2, 3)        entry 0  empty      makes 0
-    w.uniform_(-1, 1)            entry 1  uniform_   covers 0   event 0
-    w[0].mul_(2)                 entry 2  mul_       writes 0, reads 0
+    w = torch.empty(2, 3)        no entry: nobody relies on its values
+    w.uniform_(-1, 1)            entry 0  uniform_   covers 0            event 0
+    w[0].mul_(2)                 entry 1  mul_       writes 0, reads 0
+    b = w.sum(1)                 entry 2  sum        makes 1, reads 0
 
 Events are what happens to PyTorch's default generator, in order: a draw, or a state that the
 constructor set. Position `n` is the moment before event `n`.
@@ -13,8 +14,10 @@ constructor set. Position `n` is the moment before event `n`.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 from typing import Any
 
 import torch
@@ -47,7 +50,7 @@ class Window:
         return torch.Size(self.size).numel()
 
     def on(self, storage: torch.UntypedStorage) -> Tensor:
-        """Return the tensor, on a storage that holds its values."""
+        """Return the tensor, on a storage that has its values."""
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
         return empty.set_(storage, self.offset, self.size, self.stride)
 
@@ -85,11 +88,6 @@ class TapeEntry:
     generator: Tensor | None = None
 
     @property
-    def is_blind(self) -> bool:
-        """Whether a draw moves the generator alike whatever values its arguments hold."""
-        return not self.reads
-
-    @property
     def touches(self) -> frozenset[int]:
         """All storages of the entry."""
         return self.reads | self.writes
@@ -119,11 +117,11 @@ class Tape:
     events: list[Event] = field(default_factory=list)
     #: By number: the bytes of each storage.
     sizes: list[int] = field(default_factory=list)
-    #: By number: storages that hold values from outside of the tape.
+    #: By number: storages that have values from outside of the tape.
     constants: dict[int, torch.UntypedStorage] = field(default_factory=dict)
-    #: Numbers of the storages that an entry writes to.
-    written: set[int] = field(default_factory=set)
-    #: Numbers by key; the storages without data are kept, so that no key is given out twice.
+    #: By number of a storage: the entries that write to it, in order.
+    writers: dict[int, list[int]] = field(default_factory=dict)
+    #: Numbers by key; the storages without data live as long, so that no key is given out twice.
     _numbers: dict[int, tuple[int, torch.UntypedStorage]] = field(default_factory=dict)
 
     def append(self, entry: TapeEntry) -> None:
@@ -131,12 +129,9 @@ class Tape:
         if entry.event is not None:
             assert entry.event == len(self.events), "a draw is the next event"
             self.events.append(len(self.entries))
-        self.written |= entry.writes
+        for storage in entry.writes:
+            self.writers.setdefault(storage, []).append(len(self.entries))
         self.entries.append(entry)
-
-    def knows(self, tensor: Tensor) -> bool:
-        """Whether the storage of a tensor is on the tape."""
-        return storage_key(tensor) in self._numbers
 
     def window(self, tensor: Tensor) -> Window:
         """Return a tensor without data as a window; its storage gets a number if it has none."""
@@ -162,17 +157,33 @@ class Tape:
         )
 
     def needed(self, storages: Collection[int], end: int | None = None) -> list[int]:
-        """Return the entries before `end` on which the values of storages depend, in order."""
-        live, found = set(storages), []
-        for number in reversed(range(len(self.entries) if end is None else end)):
+        """Return the entries before `end` on which the values of storages depend, in order.
+
+        Goes back from entry to entry with the storages that are live, which means whose values are
+        still to be explained, as a compiler looks for dead code: a write to a live one is needed,
+        what it reads is live before it, and what it covers is not.
+        """
+        live, found = set(storages), list[int]()
+        # The last write to each live storage, latest first: other entries are not looked at.
+        waiting = [-number for storage in live for number in self._last_write(storage, end)]
+        heapify(waiting)
+        while waiting:
+            number = -heappop(waiting)
             entry = self.entries[number]
-            if not entry.writes.isdisjoint(live):
-                found.append(number)
-                live -= entry.covers
-                live |= entry.reads
-                if not live:
-                    break
+            if found[-1:] == [number]:  # it writes to two that are live
+                continue
+            found.append(number)
+            live = (live - entry.covers) | entry.reads
+            for storage in entry.touches & live:
+                for earlier in self._last_write(storage, number):
+                    heappush(waiting, -earlier)
         return found[::-1]
+
+    def _last_write(self, storage: int, end: int | None) -> list[int]:
+        """Return the last entry before `end` that writes to a storage, if there is one."""
+        writers = self.writers.get(storage, [])
+        at = len(writers) if end is None else bisect_left(writers, end)
+        return writers[at - 1 : at] if at else []
 
 
 def _is_dense(window: Window) -> bool:

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from sbp_core.errors import SbpLookupError, SbpValueError, unknown_name
 from sbp_torch.capture.step import model_tensors
-from sbp_torch.optim.together import CombinedOptimizer
+from sbp_torch.optim.combined import CombinedOptimizer
 
 
 def to_model_state(states: Mapping[str, Tensor], model: nn.Module) -> dict[str, Any]:

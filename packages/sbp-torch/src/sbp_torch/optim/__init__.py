@@ -6,10 +6,10 @@ so that parts of a parameter need one number from one another, not their element
 Stability: stable.
 """
 
+from sbp_torch.optim.combined import CombinedOptimizer
 from sbp_torch.optim.lamb import Lamb
 from sbp_torch.optim.lars import Lars
 from sbp_torch.optim.lion import Lion
 from sbp_torch.optim.schedule import TorchSchedule
-from sbp_torch.optim.together import CombinedOptimizer
 
 __all__ = ["CombinedOptimizer", "Lamb", "Lars", "Lion", "TorchSchedule"]

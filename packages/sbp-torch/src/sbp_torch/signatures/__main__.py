@@ -26,10 +26,10 @@ from sbp_core.sbp import NdSbp
 from sbp_core.signatures import (
     Explanation,
     RuleRegistry,
-    Unknown,
+    UnknownOperator,
     enumerate_signatures,
     explain_call,
-    installed,
+    installed_rules,
 )
 
 _EPILOG = """
@@ -160,7 +160,9 @@ def _run(options: argparse.Namespace) -> int:
     args, kwargs = _arguments(options.op, options.arguments)
     call = abstract_call(options.op, args, kwargs)
     rules = (
-        RuleRegistry(plugins=plugins, unknown=Unknown.DISCOVER) if options.discover else installed()
+        RuleRegistry(plugins=plugins, unknown=UnknownOperator.DISCOVER)
+        if options.discover
+        else installed_rules()
     )
     if options.mesh:
         found = enumerate_signatures(call, _mesh_shape(options.mesh), rules=rules)
@@ -183,7 +185,7 @@ def _run(options: argparse.Namespace) -> int:
 def _print_operators(options: argparse.Namespace) -> int:
     wanted = options.op or ""
     single = [name for name in plugins().names("signature") if "." in name]
-    names = sorted({*installed().ops, *single})
+    names = sorted({*installed_rules().ops, *single})
     listed = [op for op in names if wanted in op]
     if not listed:
         near = get_close_matches(wanted, {name.split(".")[1] for name in names}, n=3, cutoff=0.5)
@@ -373,7 +375,7 @@ def _operator(op: str) -> Any:
         near = [name for packet in packets for name in _overloads(*packet)]
         if not near and parts:
             words = {*dir(torch), *dir(torch.Tensor), *dir(torch.nn.functional)}
-            words |= {name.split(".")[1] for name in installed().ops}
+            words |= {name.split(".")[1] for name in installed_rules().ops}
             close = get_close_matches(max(parts, key=len), words, n=5, cutoff=0.6)
             near = [name for word in close for name in _overloads("aten", word)[:1]]
         todo = f"did you mean {' or '.join(map(repr, near[:3]))}?" if near else ""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from sbp_core.sbp import parse_sbp
-from sbp_core.signatures import OpCall, Requirement, Signature1d, identity
+from sbp_core.signatures import OpCall, Requirement, Signature1d, call_key
 
 #: Raised whenever what a file means, or what discovery tries, changes.
 FORMAT = 1
@@ -129,7 +129,7 @@ class CacheEntry:
         cls, folder: Path, call: OpCall, *, schema: str, torch: str, axis_size: int, budget: int
     ) -> CacheEntry:
         """Return the entry of a call; its outputs need not be known."""
-        text = identity(replace(call, outputs=()))
+        text = call_key(replace(call, outputs=()))
         key = f"format {FORMAT}, torch {torch}, axis {axis_size}, {schema}: {text}"
         return cls(folder=folder, key=key, budget=budget)
 

@@ -229,7 +229,7 @@ def eager_step(program: Program, model: nn.Module, optimizer: Optimizer, batch: 
 
 
 def graph_states(graph: LogicalGraph, states: Mapping[str, Tensor]) -> dict[str, Tensor | float]:
-    """Return the states of a graph, with those that a clock stands for replaced by it."""
+    """Return the states of a graph, with those that a step counter stands for replaced by it."""
     found: dict[str, Tensor | float] = {}
     for entry in graph.inputs:
         if entry.kind.is_state:
