@@ -9,6 +9,7 @@ from actor_plans import DATA, PIPELINE, THREADS
 from sbp_actor_runtime import session as session_module
 from sbp_actor_runtime.configs import ActorConfig
 from sbp_actor_runtime.session import ActorRuntime
+from sbp_core.compile import Compute
 from sbp_core.errors import ConfigError
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.segments import inductor
@@ -37,7 +38,7 @@ def test_ranks_in_equal_positions_compile_once(monkeypatch: pytest.MonkeyPatch) 
     maker = InductorSegments(compiler=lambda module, inputs: module)
     monkeypatch.setattr(session_module, "segment_maker", lambda *_, **__: maker)
     step, plan = CASES["data parallel"].step, compile_case("data parallel")
-    segments = {a.name for part in plan.ranks for a in part.actors if a.instructions}
+    segments = {a.name for part in plan.ranks for a in part.actors if isinstance(a, Compute)}
 
     runtime = ActorRuntime(ActorConfig(compile="inductor"))
     with runtime.start(plan, step.states, LocalBackend()) as session:

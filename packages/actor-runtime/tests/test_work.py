@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from sbp_actor_runtime.message import StepOrder
 from sbp_actor_runtime.work import work_of
 from sbp_core.boxing.backend import Communicator
 from sbp_core.boxing.step import Step
-from sbp_core.compile.physical import Actor, ActorKind
+from sbp_core.compile.physical import Accumulate, Actor, Collective, Receive, Send
 from sbp_torch.testing.cases import compile_case
 
 
@@ -44,11 +44,14 @@ def order(index: int = 0) -> StepOrder:
     return StepOrder(index, {}, [], 7.0)
 
 
-def actor_of(name: str, rank: int, kind: ActorKind) -> Actor:
-    return next(a for a in compile_case(name).by_rank[rank].actors if a.kind is kind)
+_Kind = TypeVar("_Kind", bound=Actor)
 
 
-def tags_of(kind: ActorKind, rank: int, values: dict[str, Any]) -> list[str]:
+def actor_of(name: str, rank: int, kind: type[_Kind]) -> _Kind:
+    return next(a for a in compile_case(name).by_rank[rank].actors if isinstance(a, kind))
+
+
+def tags_of(kind: type[Send | Receive], rank: int, values: dict[str, Any]) -> list[str]:
     actor, recorder = actor_of(PIPELINE, rank, kind), Recorder(rank)
     work = work_of(actor, compile_case(PIPELINE), recorder)
     for step in (0, 1):
@@ -58,20 +61,20 @@ def tags_of(kind: ActorKind, rank: int, values: dict[str, Any]) -> list[str]:
 
 
 def test_every_firing_has_a_tag_of_its_own() -> None:
-    tags = tags_of(ActorKind.SEND, 0, {"x": torch.zeros(1)})
+    tags = tags_of(Send, 0, {"x": torch.zeros(1)})
 
     assert len(set(tags)) == 6
 
 
 def test_sender_and_receiver_call_a_firing_the_same() -> None:
-    sent = tags_of(ActorKind.SEND, 0, {"x": torch.zeros(1)})
-    received = tags_of(ActorKind.RECEIVE, 2, {})
+    sent = tags_of(Send, 0, {"x": torch.zeros(1)})
+    received = tags_of(Receive, 2, {})
 
     assert sent == received
 
 
 def test_a_collective_hands_on_the_deadline_and_names_what_it_makes() -> None:
-    actor, recorder = actor_of(DATA, 1, ActorKind.COLLECTIVE), Recorder(1)
+    actor, recorder = actor_of(DATA, 1, Collective), Recorder(1)
 
     made = work_of(actor, compile_case(DATA), recorder)(0, {"x": torch.zeros(1)}, order())
 
@@ -83,7 +86,7 @@ def test_a_collective_hands_on_the_deadline_and_names_what_it_makes() -> None:
 
 def test_an_accumulation_gives_the_scaled_sum_with_the_last_micro_batch() -> None:
     plan = compile_case("accumulation")
-    actor = actor_of("accumulation", 0, ActorKind.ACCUMULATE)
+    actor = actor_of("accumulation", 0, Accumulate)
     work = work_of(actor, plan, Recorder(0))
     _, total, scale = actor.accumulates[0]
 
@@ -98,7 +101,7 @@ def test_an_accumulation_gives_the_scaled_sum_with_the_last_micro_batch() -> Non
 
 def test_an_accumulation_begins_anew_after_a_step_that_was_broken_off() -> None:
     plan = compile_case("accumulation")
-    actor = actor_of("accumulation", 0, ActorKind.ACCUMULATE)
+    actor = actor_of("accumulation", 0, Accumulate)
     work = work_of(actor, plan, Recorder(0))
     parts = [part for part, _, _ in actor.accumulates]
     _, total, scale = actor.accumulates[0]

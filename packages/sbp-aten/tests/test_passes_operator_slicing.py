@@ -16,7 +16,7 @@ from sbp_aten.passes import prepare_step, share_expressions
 from sbp_aten.passes.operator_slicing import slice_operators
 from sbp_core.check import check
 from sbp_core.compile import CompileOptions, compile_plan
-from sbp_core.compile.physical import ActorKind, PhysicalPlan
+from sbp_core.compile.physical import Collective, PhysicalPlan
 from sbp_core.errors import ConfigError, SbpValueError
 from sbp_core.graph import LogicalGraph, verify_graph
 from sbp_core.graph.ir import Phase, TensorType
@@ -292,7 +292,7 @@ def _measured(
     plan = compile_plan(graph, strategy, options)
     kinds: dict[str, int] = {"all-gather": 0, "reduce-scatter": 0}
     for actor in plan.ranks[0].actors:
-        if actor.kind is ActorKind.COLLECTIVE:
+        if isinstance(actor, Collective):
             step = plan.steps[actor.step]
             whole = TensorType(step.shape, step.dtype).size_bytes
             kinds[step.kind.value] = max(kinds.get(step.kind.value, 0), whole)
@@ -338,7 +338,7 @@ def test_slices_move_the_bytes_of_the_whole_and_need_less_memory(num_ranks: int)
     moved = sum(
         found.plan.steps[actor.step].size_bytes
         for actor in found.plan.ranks[0].actors
-        if actor.kind is ActorKind.COLLECTIVE
+        if isinstance(actor, Collective)
         and (".weight" in actor.name or ".grad.mm_1" in actor.name)
         and actor.name.startswith("blocks.")
     )

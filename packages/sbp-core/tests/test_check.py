@@ -9,7 +9,7 @@ from sbp_core import check as check_module
 from sbp_core.boxing import StepKind
 from sbp_core.check import check
 from sbp_core.compile import CompileOptions, compile_plan
-from sbp_core.compile.physical import ActorKind, PhysicalPlan, RankPlan
+from sbp_core.compile.physical import Collective, PhysicalPlan, RankPlan, Receive
 from sbp_core.errors import PlanError
 from sbp_core.graph.ir import Rate
 from sbp_core.placement import Placement
@@ -178,7 +178,7 @@ def _changed_actor(plan: PhysicalPlan, rank: int, name: str, **fields: object) -
 
 
 def _collectives(plan: PhysicalPlan) -> list[str]:
-    return [a.name for a in plan.by_rank[1].actors if a.kind is ActorKind.COLLECTIVE]
+    return [a.name for a in plan.by_rank[1].actors if isinstance(a, Collective)]
 
 
 def _with_a_partner_of_another_step() -> PhysicalPlan:
@@ -198,7 +198,7 @@ def _with_a_transfer_as_collective() -> PhysicalPlan:
 
 def _with_a_receiver_at_another_rate() -> PhysicalPlan:
     plan = _pipeline()
-    (name,) = (a.name for a in plan.by_rank[1].actors if a.kind is ActorKind.RECEIVE)
+    (name,) = (a.name for a in plan.by_rank[1].actors if isinstance(a, Receive))
     return _changed_actor(plan, 1, name, rate=Rate.STEP)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from sbp_core.compile import CompileOptions
 from sbp_core.compile.order import order_firings
-from sbp_core.compile.physical import ActorKind, PhysicalPlan
+from sbp_core.compile.physical import Collective, PhysicalPlan
 from sbp_core.errors import PlanError
 from sbp_core.placement import Placement
 from sbp_core.testing.plans import data_parallel_plan, pipeline_plan
@@ -69,7 +69,7 @@ def test_collectives_come_in_one_order_on_all_ranks_of_a_group(
 
     orders: dict[tuple[int, ...], set[tuple[tuple[str, int], ...]]] = {}
     for part in plan.ranks:
-        collectives = {a.name: a for a in part.actors if a.kind is ActorKind.COLLECTIVE}
+        collectives = {a.name: a for a in part.actors if isinstance(a, Collective)}
         found: dict[tuple[int, ...], list[tuple[str, int]]] = {}
         for order in part.orders.values():
             for name, index in order:

@@ -6,7 +6,16 @@ from typing import Any
 
 import pytest
 
-from sbp_core.compile.physical import LOCAL_BOX, Actor, ActorKind, Instruction, PhysicalPlan
+from sbp_core.compile.physical import (
+    LOCAL_BOX,
+    Accumulate,
+    Actor,
+    Compute,
+    Instruction,
+    PhysicalPlan,
+    Receive,
+    Send,
+)
 from sbp_core.compile.plan_spec import verify_plan
 from sbp_core.errors import PlanError
 from sbp_core.graph.ir import Ref
@@ -35,19 +44,19 @@ def _twice(parts: tuple[Any, ...]) -> tuple[Any, ...]:
     return (*parts, parts[0])
 
 
-def _with_actor(kind: ActorKind, **changes: object) -> PhysicalPlan:
+def _with_actor(kind: type[Actor], **changes: object) -> PhysicalPlan:
     """Return the plan with the first actor of a kind on rank 0 changed."""
 
     def change(actors: tuple[Actor, ...]) -> tuple[Actor, ...]:
-        index = next(i for i, actor in enumerate(actors) if actor.kind is kind)
+        index = next(i for i, actor in enumerate(actors) if isinstance(actor, kind))
         return (*actors[:index], replace(actors[index], **changes), *actors[index + 1 :])
 
     return _with_rank(actors=change)
 
 
 def _with_instruction(instruction: Instruction) -> PhysicalPlan:
-    actor = next(a for a in _plan().ranks[0].actors if a.kind is ActorKind.COMPUTE)
-    return _with_actor(ActorKind.COMPUTE, instructions=(*actor.instructions, instruction))
+    actor = next(a for a in _plan().ranks[0].actors if isinstance(a, Compute))
+    return _with_actor(Compute, instructions=(*actor.instructions, instruction))
 
 
 def _box(*args: object) -> PhysicalPlan:
@@ -92,6 +101,11 @@ PAIR = Placement([0, 1], ("data",))
         (lambda: _with_rank(actors=_first(outputs=("ghost",))), "it hands on 'ghost'"),
         (lambda: _with_rank(actors=_first(emits=(("loss", "ghost"),))), "it hands on 'ghost'"),
         (lambda: _with_rank(actors=_first(writes=(("w", "ghost"),))), "it hands on 'ghost'"),
+        (lambda: _with_actor(Send, inputs=("a", "b")), r"boxes \['a', 'b'\]"),
+        (lambda: _with_actor(Send, inputs=(), reads=()), r"boxes \[\]"),
+        (lambda: _with_actor(Receive, outputs=("ghost",)), "it hands on 'ghost'"),
+        (lambda: _with_actor(Accumulate, inputs=(), reads=()), "it sums '.*', which is not there"),
+        (lambda: _with_actor(Accumulate, emits=(("loss", "ghost"),)), "it hands on 'ghost'"),
         (lambda: _box(Ref("x"), 99), "local_box of .*99"),
         (lambda: _box(Ref("x"), True), "local_box of .*True"),
         (lambda: _box(0, 0), r"local_box of \(0, 0\)"),

@@ -3,7 +3,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sbp_core.compile import CompileOptions, compile_plan
-from sbp_core.compile.physical import LOCAL_BOX, ActorKind, PhysicalPlan, Register
+from sbp_core.compile.physical import (
+    LOCAL_BOX,
+    Accumulate,
+    Collective,
+    PhysicalPlan,
+    Receive,
+    Register,
+    Send,
+)
 from sbp_core.graph import LogicalGraph
 from sbp_core.graph.ir import (
     GraphInput,
@@ -61,7 +69,7 @@ def test_a_boxing_step_cuts_a_segment_in_two() -> None:
     actors = plan.by_rank[1].by_name
     assert [entry.node for entry in actors["forward.0.0"].instructions][-1] == "y"
     assert [entry.node for entry in actors["forward.0.1"].instructions] == ["a", "b", "c", "loss"]
-    assert actors["y@0(B)"].kind is ActorKind.COLLECTIVE
+    assert isinstance(actors["y@0(B)"], Collective)
     assert actors["y@0(B)"].inputs == ("y",)
     assert plan.steps[actors["y@0(B)"].step].shape == (4, 4)
 
@@ -141,9 +149,9 @@ def test_a_transfer_is_a_send_a_receive_and_a_link_for_each_pair() -> None:
     assert pairs == {(0, 2), (0, 3), (1, 2), (1, 3)}
     assert {k.quota for k in sends} == {2}
     for rank in (0, 1):
-        assert plan.by_rank[rank].by_name[sends[0].sender[1]].kind is ActorKind.SEND
+        assert isinstance(plan.by_rank[rank].by_name[sends[0].sender[1]], Send)
     for rank in (2, 3):
-        assert plan.by_rank[rank].by_name[sends[0].receiver[1]].kind is ActorKind.RECEIVE
+        assert isinstance(plan.by_rank[rank].by_name[sends[0].receiver[1]], Receive)
 
 
 def test_a_rank_holds_the_states_of_its_stage_only() -> None:
@@ -166,7 +174,7 @@ def test_slots_have_the_shape_of_the_shard() -> None:
 def test_a_loss_does_not_wait_for_gradients_of_its_level() -> None:
     plan = pipeline_plan(4, (4, 4))
 
-    sums = [a for a in plan.by_rank[1].actors if a.kind is ActorKind.ACCUMULATE]
+    sums = [a for a in plan.by_rank[1].actors if isinstance(a, Accumulate)]
     by_phase = {actor.phase: actor.inputs for actor in sums}
     assert by_phase == {Phase.FORWARD: ("sum",), Phase.BACKWARD: ("layers.1.grad.mm",)}
 

@@ -13,7 +13,7 @@ from sbp_aten.passes import prepare_step
 from sbp_core.check import check
 from sbp_core.compile import CompileOptions, compile_plan
 from sbp_core.compile.physical import (
-    ActorKind,
+    Collective,
     PhysicalPlan,
     RankPlan,
     Register,
@@ -335,7 +335,7 @@ def test_a_boxed_statistic_is_carried_by_the_collective_that_makes_it() -> None:
     wanted, state = run_graph(graph, state, [{"x": x} for x in batch.split(4)], {})
 
     writer = plan.by_rank[0].by_name[_carrying(plan).producer]
-    assert writer.kind is ActorKind.COLLECTIVE
+    assert isinstance(writer, Collective)
     assert torch.equal(found.loss, wanted["loss"])
     assert torch.equal(session.state_dict()["mean"], state["mean"])
 

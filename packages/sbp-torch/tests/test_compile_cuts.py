@@ -9,7 +9,7 @@ import torch
 from sbp_core.check import check
 from sbp_core.compile import CompileOptions, compile_plan
 from sbp_core.compile.cuts import _pieces
-from sbp_core.compile.physical import ActorKind, PhysicalPlan
+from sbp_core.compile.physical import Collective, PhysicalPlan
 from sbp_core.errors import SbpValueError
 from sbp_core.graph import LogicalGraph
 from sbp_core.infer import infer_strategy
@@ -142,7 +142,7 @@ def _gathers_before(plan: PhysicalPlan, segment: str) -> int:
     tokens = {r.consumers[0]: r.producer for r in part.registers if not r.keys}
     line = [n for n in _order(plan, "compute") if n.startswith(("forward", "backward"))]
     done = set(line[: line.index(segment)])
-    gathers = [a.name for a in part.actors if a.kind is ActorKind.COLLECTIVE and a.reads]
+    gathers = [a.name for a in part.actors if isinstance(a, Collective) and a.reads]
     return sum(name not in tokens or tokens[name] in done for name in gathers)
 
 

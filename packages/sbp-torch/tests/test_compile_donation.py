@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sbp_core.compile import CompileOptions, compile_plan
+from sbp_core.compile import Collective, CompileOptions, Compute, compile_plan
 from sbp_core.compile.physical import Instruction, PhysicalPlan, from_json, to_json
 from sbp_core.errors import RunError
 from sbp_core.graph import LogicalGraph
@@ -86,6 +86,31 @@ def test_states_that_boxing_looks_at_are_not_overwritten() -> None:
     assert not taken & {"layers.0.weight", "layers.1.weight"}
 
 
+@pytest.mark.parametrize("boxing_thread", [False, True])
+def test_a_new_state_that_boxing_makes_is_copied_after_its_firing(boxing_thread: bool) -> None:
+    # Such an actor was once said to read the old state too, and refused to box two shards.
+    graph, states = mlp(), _states(mlp())
+    pins = {"batch": "S(0)", "parameters": "B", "updates": "S(0)", "optimizer_states": "S(0)"}
+    request = PlanRequest(graph=graph, mesh=LINE, cluster=cluster(), pins={})
+    strategy = infer_strategy(request, planner="test", pins=pins)
+    options = CompileOptions(boxing_thread=boxing_thread, bucket_bytes=0)
+    usual, taken = (
+        compile_plan(graph, strategy, replace(options, in_place_states=in_place))
+        for in_place in (False, True)
+    )
+    boxed = [a for a in taken.ranks[0].actors if isinstance(a, Collective) and a.in_place]
+
+    found, wanted = (ReferenceSession(plan, states, ReferenceConfig()) for plan in (taken, usual))
+    for seed in range(2):
+        batch = {"x": torch.rand(8, 4, generator=torch.Generator().manual_seed(seed))}
+        found.step(batch, {})
+        wanted.step(batch, {})
+
+    assert bool(boxed) != boxing_thread  # on a thread of its own, the forward phase may still read
+    new, expected = found.state_dict(), wanted.state_dict()
+    assert all(torch.equal(new[name], expected[name]) for name in expected)
+
+
 def _crossed(view: bool) -> LogicalGraph:
     """Return v and w that trade places; a transposed `w` becomes `v` if `view`."""
     b = Builder()
@@ -145,7 +170,7 @@ def test_a_step_that_fails_after_the_first_overwritten_state_tears_them() -> Non
 
 def test_a_step_that_fails_before_leaves_them_whole() -> None:
     plan = data_parallel_plan(_IN_PLACE)
-    first = next(a.name for a in plan.ranks[0].actors if a.instructions)
+    first = next(a.name for a in plan.ranks[0].actors if isinstance(a, Compute))
     session = ReferenceSession(_failing(plan, 0, first), _states(mlp()), ReferenceConfig())
 
     with pytest.raises(RunError) as caught:

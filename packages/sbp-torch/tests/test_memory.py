@@ -10,7 +10,7 @@ import torch
 from sbp_aten.passes import prepare_step
 from sbp_core.compile import CompileOptions, compile_plan
 from sbp_core.compile.liveness import dying_keys
-from sbp_core.compile.physical import Actor, ActorKind, Instruction, PhysicalPlan
+from sbp_core.compile.physical import Compute, Instruction, PhysicalPlan
 from sbp_core.errors import PlanError
 from sbp_core.graph import LogicalGraph
 from sbp_core.graph.ir import GraphOutput, InputKind, OutputKind, Phase, Rate, Ref
@@ -304,9 +304,8 @@ def test_the_meter_counts_what_another_rank_made_by_what_is_seen_of_it() -> None
 
 
 def test_values_die_after_their_last_use_unless_they_leave() -> None:
-    actor = Actor(
+    actor = Compute(
         name="forward.0.0",
-        kind=ActorKind.COMPUTE,
         stage=0,
         phase=Phase.FORWARD,
         rate=Rate.MICRO,

@@ -7,7 +7,7 @@ import pytest
 from sbp_core.boxing.memory import step_memory_bytes
 from sbp_core.boxing.slices import bounds_of, itemsize, volume
 from sbp_core.boxing.step import StepKind
-from sbp_core.compile.physical import ActorKind
+from sbp_core.compile.physical import Boxing, Collective, Receive, Send
 from sbp_core.memory import Kind, predict
 from sbp_core.memory.communication_buffers import buffer_bytes
 from sbp_torch.testing.cases import CASES, compile_case
@@ -19,9 +19,9 @@ def test_buffers_and_shards_are_what_a_collective_holds(name: str) -> None:
 
     for part in plan.ranks:
         found = buffer_bytes(plan, part.rank)
-        assert found.keys() == {a.name for a in part.actors if a.step >= 0}
+        assert found.keys() == {a.name for a in part.actors if isinstance(a, Boxing)}
         for actor in part.actors:
-            if actor.kind is not ActorKind.COLLECTIVE:
+            if not isinstance(actor, Collective):
                 continue
             step = plan.steps[actor.step]
             source, target = (
@@ -41,8 +41,8 @@ def test_what_is_packed_for_others_is_what_they_receive(name: str) -> None:
 
     for part in plan.ranks:
         buffers = buffer_bytes(plan, part.rank)
-        sent += sum(buffers[a.name] for a in part.actors if a.kind is ActorKind.SEND)
-        received += sum(buffers[a.name] for a in part.actors if a.kind is ActorKind.RECEIVE)
+        sent += sum(buffers[a.name] for a in part.actors if isinstance(a, Send))
+        received += sum(buffers[a.name] for a in part.actors if isinstance(a, Receive))
 
     assert sent == received
     assert (sent > 0) == (len(plan.stages) > 1)

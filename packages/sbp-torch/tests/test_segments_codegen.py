@@ -10,7 +10,7 @@ import torch
 
 from sbp_aten.passes import prepare_step
 from sbp_core.compile import compile_plan
-from sbp_core.compile.physical import Actor, ActorKind, Instruction
+from sbp_core.compile.physical import Actor, Compute, Instruction
 from sbp_core.errors import SbpError
 from sbp_core.graph import LogicalGraph
 from sbp_core.graph.ir import Phase, Rate, Ref, Symbol
@@ -20,7 +20,6 @@ from sbp_core.plugins.kinds import PlanRequest
 from sbp_core.testing.graphs import cluster
 from sbp_core.testing.plans import diamond, strategy_of
 from sbp_torch.capture import initial_states
-from sbp_torch.runtime import reference
 from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.reference import ReferenceSession
 from sbp_torch.segments.codegen import keys_out, segment_function, segment_source
@@ -28,9 +27,8 @@ from sbp_torch.testing.models import Program, same_states
 
 
 def _segment(*instructions: Instruction, **fields: Any) -> Actor:
-    return Actor(
+    return Compute(
         name="forward.0.0",
-        kind=ActorKind.COMPUTE,
         stage=0,
         phase=Phase.FORWARD,
         rate=Rate.MICRO,
@@ -214,7 +212,7 @@ def test_a_failing_line_is_shown_in_the_traceback() -> None:
 
 
 def test_generated_code_agrees_with_the_interpreter_bit_for_bit(
-    gpt: Program, gpt_graph: LogicalGraph, monkeypatch: pytest.MonkeyPatch
+    gpt: Program, gpt_graph: LogicalGraph
 ) -> None:
     graph = prepare_step(gpt_graph, 2)
     mesh = Placement.grid((2, 2), ("pipe", "data"))
@@ -225,13 +223,13 @@ def test_generated_code_agrees_with_the_interpreter_bit_for_bit(
     interpreted = ReferenceSession(plan, states, ReferenceConfig())
     expected = interpreted.step(batch, {"lr": 1e-2}).loss
 
-    def generated(_: object, rank: int, actor: Actor, taken: dict[str, Any]) -> dict[str, Any]:
-        function = segment_function(actor, rank, plan.steps)
-        values = [taken[key] for key in (*actor.inputs, *actor.reads)]
-        return dict(zip(keys_out(actor), function(*values), strict=True))
-
-    monkeypatch.setattr(reference._Replay, "_compute", generated)
     session = ReferenceSession(plan, states, ReferenceConfig())
+    session.segments = {
+        (part.rank, actor.name): segment_function(actor, part.rank, plan.steps, owns=True)
+        for part in plan.ranks
+        for actor in part.actors
+        if isinstance(actor, Compute)
+    }
     loss = session.step(batch, {"lr": 1e-2}).loss
 
     assert torch.equal(loss, expected)

@@ -8,6 +8,7 @@ import torch
 from test_segments_split import call, segment
 from torch import Tensor
 
+from sbp_core.compile import Compute
 from sbp_core.errors import ConfigError, RunError
 from sbp_core.graph.ir import Ref
 from sbp_torch.runtime.configs import ReferenceConfig
@@ -221,7 +222,7 @@ def test_a_plan_of_recorded_segments_trains_as_the_eager_one(case: str) -> None:
         (part.rank, actor.name): make(actor, part.rank, plan.steps)
         for part in plan.ranks
         for actor in part.actors
-        if actor.instructions
+        if isinstance(actor, Compute)
     }
 
     for batch in (*step.batches, *step.batches):

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from sbp_core.compile.physical import Actor, ActorKind, Instruction
+from sbp_core.compile.physical import Actor, Compute, Instruction
 from sbp_core.graph.ir import Argument, Phase, Rate, Ref, Symbol
 from sbp_torch.segments.split import SplitSegment, split_segment, tensor_keys
 
@@ -13,8 +13,8 @@ def call(op: str, *args: Argument, outputs: tuple[str, ...], **kwargs: Argument)
 
 def segment(*calls: Instruction, **given: tuple[object, ...]) -> Actor:
     values = {"inputs": ("x",), "reads": (), "outputs": ("y",)} | given
-    return Actor(
-        name="forward.0.0", kind=ActorKind.COMPUTE, stage=0, phase=Phase.FORWARD, rate=Rate.MICRO,
+    return Compute(
+        name="forward.0.0", stage=0, phase=Phase.FORWARD, rate=Rate.MICRO,
         thread="compute", instructions=calls, **values,
     )  # fmt: skip
 

@@ -15,7 +15,7 @@ from sbp_actor_runtime.message import ThreadId
 from sbp_actor_runtime.register import InRegister, OutRegister
 from sbp_actor_runtime.work import Work, work_of
 from sbp_core.boxing import Communicator
-from sbp_core.compile import Actor, Channel, PhysicalPlan, RankPlan
+from sbp_core.compile import Actor, ActorId, Channel, PhysicalPlan, RankPlan
 from sbp_core.graph import Rate
 from sbp_torch.segments import SegmentMaker
 
@@ -156,6 +156,6 @@ def _link_ends(plan: PhysicalPlan, links: Iterable[Channel]) -> tuple[OutRegiste
     )
 
 
-def _thread(plan: PhysicalPlan, actor_id: tuple[int, str]) -> ThreadId:
-    rank, actor = actor_id
-    return rank, plan.by_rank[rank].by_name[actor].thread
+def _thread(plan: PhysicalPlan, actor_id: ActorId) -> ThreadId:
+    rank, name = actor_id
+    return rank, plan.by_rank[rank].by_name[name].thread

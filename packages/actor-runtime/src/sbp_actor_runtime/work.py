@@ -10,7 +10,17 @@ from functools import partial
 
 from sbp_actor_runtime.message import StepOrder, Values
 from sbp_core.boxing import Communicator
-from sbp_core.compile import Actor, ActorKind, PhysicalPlan, keys_out
+from sbp_core.compile import (
+    Accumulate,
+    Actor,
+    Boxing,
+    Collective,
+    Compute,
+    PhysicalPlan,
+    Receive,
+    Send,
+    keys_out,
+)
 from sbp_torch.runtime import Accumulation
 from sbp_torch.segments import SegmentMaker, segment_function
 
@@ -32,19 +42,19 @@ def work_of(
         communicator: Of its rank.
         make_segment: Makes the functions of segments; None for generated Python.
     """
-    if actor.kind is ActorKind.COMPUTE:
+    if isinstance(actor, Compute):
         return _segment(actor, plan, communicator.rank, make_segment)
-    if actor.kind is ActorKind.ACCUMULATE:
+    if isinstance(actor, Accumulate):
         return _accumulation(actor, plan)
-    if actor.kind is ActorKind.SEND:
+    if isinstance(actor, Send):
         return _send(actor, plan, communicator)
-    if actor.kind is ActorKind.RECEIVE:
+    if isinstance(actor, Receive):
         return _receive(actor, plan, communicator)
     return _collective(actor, plan, communicator)
 
 
 def _segment(
-    actor: Actor, plan: PhysicalPlan, rank: int, make_segment: SegmentMaker | None
+    actor: Compute, plan: PhysicalPlan, rank: int, make_segment: SegmentMaker | None
 ) -> Work:
     make = make_segment or partial(segment_function, owns=True)
     function = make(actor, rank, plan.steps)
@@ -58,7 +68,7 @@ def _segment(
     return run
 
 
-def _accumulation(actor: Actor, plan: PhysicalPlan) -> Work:
+def _accumulation(actor: Accumulate, plan: PhysicalPlan) -> Work:
     sums = Accumulation(actor, plan.num_micro_batches)
 
     def run(index: int, values: Values, order: StepOrder) -> Values:
@@ -67,13 +77,13 @@ def _accumulation(actor: Actor, plan: PhysicalPlan) -> Work:
     return run
 
 
-def _tag(actor: Actor) -> Callable[[int, StepOrder], str]:
+def _tag(actor: Boxing) -> Callable[[int, StepOrder], str]:
     """Return how a firing is called, equally on every rank that takes part."""
     name = actor.name.removeprefix("send ").removeprefix("receive ")
     return lambda index, order: f"{name}, micro-batch {index} of step {order.index}"
 
 
-def _send(actor: Actor, plan: PhysicalPlan, communicator: Communicator) -> Work:
+def _send(actor: Send, plan: PhysicalPlan, communicator: Communicator) -> Work:
     step, tag = plan.steps[actor.step], _tag(actor)
 
     def run(index: int, values: Values, order: StepOrder) -> Values:
@@ -84,7 +94,7 @@ def _send(actor: Actor, plan: PhysicalPlan, communicator: Communicator) -> Work:
     return run
 
 
-def _receive(actor: Actor, plan: PhysicalPlan, communicator: Communicator) -> Work:
+def _receive(actor: Receive, plan: PhysicalPlan, communicator: Communicator) -> Work:
     step, tag = plan.steps[actor.step], _tag(actor)
 
     def run(index: int, values: Values, order: StepOrder) -> Values:
@@ -95,7 +105,7 @@ def _receive(actor: Actor, plan: PhysicalPlan, communicator: Communicator) -> Wo
     return run
 
 
-def _collective(actor: Actor, plan: PhysicalPlan, communicator: Communicator) -> Work:
+def _collective(actor: Collective, plan: PhysicalPlan, communicator: Communicator) -> Work:
     step, tag = plan.steps[actor.step], _tag(actor)
 
     def run(index: int, values: Values, order: StepOrder) -> Values:

@@ -28,7 +28,7 @@ from sbp_actor_runtime.message import (
 from sbp_actor_runtime.post import Firing, Post, make_posts
 from sbp_actor_runtime.register import InRegister, OutRegister
 from sbp_core.boxing import Communicator
-from sbp_core.compile import ActorKind, PhysicalPlan
+from sbp_core.compile import Compute, PhysicalPlan
 from sbp_core.errors import RunError
 from sbp_torch.runtime import overwrite
 from sbp_torch.segments import SegmentMaker
@@ -85,13 +85,13 @@ class Worker:
         ]
         self.inputs: dict[tuple[str, str], InRegister] = {
             (name, register.name): register
-            for name, actor_post in posts.items()
-            for register in actor_post.inputs
+            for name, post in posts.items()
+            for register in post.inputs
         }
         self.outputs: dict[str, OutRegister] = {
             end.name: end
-            for actor_post in posts.values()
-            for end in (*actor_post.outputs, *actor_post.sums, *actor_post.sends)
+            for post in posts.values()
+            for end in (*post.outputs, *post.sums, *post.sends)
         }
         self.os_thread = threading.Thread(
             target=self._loop, name=f"sbp rank {thread[0]} {thread[1]}", daemon=True
@@ -128,9 +128,9 @@ class Worker:
         try:
             self.has_overwritten = False
             with torch.no_grad(), order.watch(self.id[0]):
-                for actor_post, firing in self.order:
-                    self.current_actor = actor_post.actor.name
-                    self._fire(actor_post, firing, order, report)
+                for post, firing in self.order:
+                    self.current_actor = post.actor.name
+                    self._fire(post, firing, order, report)
             self.current_actor = ""
         except Stopped as stopped:
             report.error, report.actor, report.stopped = stopped, self.current_actor, True
@@ -139,41 +139,37 @@ class Worker:
             report.error, report.actor = error, self.current_actor
         return report
 
-    def _fire(
-        self, actor_post: Post, firing: Firing, order: StepOrder, report: WorkerReport
-    ) -> None:
+    def _fire(self, post: Post, firing: Firing, order: StepOrder, report: WorkerReport) -> None:
         if self.is_stopping:
             raise Stopped
-        if not actor_post.may_fire(firing):
-            self._wait(actor_post, firing, order.deadline_s)
-        if actor_post.actor.in_place and actor_post.actor.kind is ActorKind.COMPUTE:
+        if not post.may_fire(firing):
+            self._wait(post, firing, order.deadline_s)
+        if post.actor.in_place and isinstance(post.actor, Compute):
             self.has_overwritten = True  # by the segment, while it runs
-        made = actor_post.work(
-            firing.micro_batch, self._take(actor_post, firing.micro_batch, order), order
-        )
-        for end in actor_post.sends:
+        made = post.work(firing.micro_batch, self._take(post, firing.micro_batch, order), order)
+        for end in post.sends:
             end.fill()
-        for register in actor_post.fills(firing.is_last):
+        for register in post.fills(firing.is_last):
             self._fill(register, made, firing)
-        for name, key in actor_post.actor.emits if made else ():
+        for name, key in post.actor.emits if made else ():
             report.results[name] = made[key]
-        for name, key in actor_post.actor.writes if made else ():
-            if name in actor_post.actor.in_place:
+        for name, key in post.actor.writes if made else ():
+            if name in post.actor.in_place:
                 self.has_overwritten = True
                 overwrite(order.states[name], made[key])
             else:
                 report.new_states[name] = made[key]
-        for read in actor_post.inputs:
-            self._send(read.producer, Acknowledge(read.name, actor_post.actor.name))
-        for link, sender in actor_post.receives:
-            self._send(sender, Acknowledge(link, actor_post.actor.name))
+        for read in post.inputs:
+            self._send(read.producer, Acknowledge(read.name, post.actor.name))
+        for link, sender in post.receives:
+            self._send(sender, Acknowledge(link, post.actor.name))
 
-    def _take(self, actor_post: Post, index: int, order: StepOrder) -> Values:
+    def _take(self, post: Post, index: int, order: StepOrder) -> Values:
         """Return what an actor reads, by key: from registers, states, the batch and scalars."""
         values: Values = {}
-        for register in actor_post.inputs:
+        for register in post.inputs:
             values |= register.take(index)
-        for key in actor_post.actor.reads:
+        for key in post.actor.reads:
             if key not in values:  # else it was carried here from the micro-batch before
                 values[key] = order.states[key] if key in order.states else order.fed[index][key]
         return values
@@ -188,20 +184,20 @@ class Worker:
 
     # Messages.
 
-    def _wait(self, actor_post: Post, firing: Firing, deadline_s: float) -> None:
+    def _wait(self, post: Post, firing: Firing, deadline_s: float) -> None:
         """Handle messages until the actor may fire.
 
         Raises:
             RunError: no message came for `PATIENCE` deadlines; says what was lacking.
             Stopped: the session asked the thread to stop.
         """
-        while not actor_post.may_fire(firing):
+        while not post.may_fire(firing):
             try:
                 message = self.inbox.get(timeout=PATIENCE * deadline_s)
             except Empty:
                 raise RunError(
-                    f"{actor_post.actor.name} has waited {PATIENCE * deadline_s:g} s for "
-                    f"{actor_post.describe_missing(firing)}",
+                    f"{post.actor.name} has waited {PATIENCE * deadline_s:g} s for "
+                    f"{post.describe_missing(firing)}",
                     where=f"rank {self.id[0]}, thread {self.id[1]}",
                     todo="see which rank stopped; raise runtime.deadline_s if it is only slow",
                 ) from None

@@ -33,7 +33,7 @@ _LOOK_S, _POLL_S = 0.2, 0.01
 
 
 class JobExit:
-    """Watches over the end of this process, from the moment that others count on it.
+    """Ends the whole MPI job if this process ends while other ranks count on it.
 
     The main thread has to live for as long as the backend is open: a process whose main thread has
     raised, but which other threads keep alive, ends the job as well.

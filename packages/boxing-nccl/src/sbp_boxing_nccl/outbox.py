@@ -32,7 +32,7 @@ class MpiMessage:
 
 
 class MpiOutbox:
-    """The messages of one process.
+    """The messages that this process has sent, until they are received.
 
     Args:
         fail: Called with a `BoxingError` when a message was not received within its deadline.

@@ -34,7 +34,7 @@ class TorchMessage:
 
 
 class TorchOutbox:
-    """The messages of one process.
+    """The messages that this process has sent, until they are received.
 
     Args:
         fail: Called with a `BoxingError` when a message was not received within its deadline.

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from sbp_core.check import CheckReport
-from sbp_core.compile import PhysicalPlan
+from sbp_core.compile import Boxing, PhysicalPlan
 from sbp_core.memory import MemoryReport
 from sbp_core.placement import Placement
 from sbp_core.strategy import Strategy
@@ -57,8 +57,7 @@ def summary(
     actors = sum(len(part.actors) for part in plan.ranks)
     kinds = Counter(
         plan.steps[index].kind.value
-        for index in {a.step for p in plan.ranks for a in p.actors}
-        if index >= 0
+        for index in {a.step for p in plan.ranks for a in p.actors if isinstance(a, Boxing)}
     )
     if len(plan.stages) > 1:
         meshes = "; ".join(map(_stage_text, plan.stages))

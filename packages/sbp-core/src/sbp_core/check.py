@@ -17,7 +17,19 @@ from dataclasses import dataclass
 
 from sbp_core.boxing.step import StepKind
 from sbp_core.compile.liveness import keys_out
-from sbp_core.compile.physical import Actor, ActorId, ActorKind, PhysicalPlan, RankPlan, Register
+from sbp_core.compile.physical import (
+    Accumulate,
+    Actor,
+    ActorId,
+    Boxing,
+    Collective,
+    Compute,
+    PhysicalPlan,
+    RankPlan,
+    Receive,
+    Register,
+    Send,
+)
 from sbp_core.compile.plan_spec import verify_plan
 from sbp_core.compile.token_game import TokenGame
 from sbp_core.errors import PlanError
@@ -90,7 +102,7 @@ def _check_actor(plan: PhysicalPlan, part: RankPlan, slots: set[str], actor: Act
                 where=where,
                 accepted="one register for each input, a slot for each state, batch part or scalar",
             )
-    if actor.kind in (ActorKind.COMPUTE, ActorKind.ACCUMULATE):
+    if not isinstance(actor, Boxing):
         return
     if actor.step not in range(len(plan.steps)):
         raise PlanError(
@@ -107,32 +119,29 @@ def _check_actor(plan: PhysicalPlan, part: RankPlan, slots: set[str], actor: Act
         )
 
 
-def _missing_partners(plan: PhysicalPlan, rank: int, actor: Actor) -> list[int]:
+def _missing_partners(plan: PhysicalPlan, rank: int, actor: Boxing) -> list[int]:
     """Return the ranks on which no actor does the other part of a boxing actor's step.
 
     Only actors of the same step and rate count: others would move something else, or not as often.
     """
 
-    def does(actor_id: ActorId, kind: ActorKind) -> bool:
+    def does(actor_id: ActorId, kind: type[Boxing]) -> bool:
         there = plan.by_rank.get(actor_id[0])
         found = None if there is None else there.by_name.get(actor_id[1])
-        return found is not None and (found.kind, found.step, found.rate) == (
-            kind,
-            actor.step,
-            actor.rate,
-        )
+        return isinstance(found, kind) and (found.step, found.rate) == (actor.step, actor.rate)
 
     step = plan.steps[actor.step]
-    if (actor.kind is ActorKind.COLLECTIVE) == (step.kind is StepKind.TRANSFER):
+    if isinstance(actor, Collective) == (step.kind is StepKind.TRANSFER):
         return [rank]
-    if actor.kind is ActorKind.COLLECTIVE:
-        return [r for r in step.group(rank) if not does((r, actor.name), ActorKind.COLLECTIVE)]
-    if actor.kind is ActorKind.SEND:
+    if isinstance(actor, Collective):
+        return [r for r in step.group(rank) if not does((r, actor.name), Collective)]
+    kind: type[Boxing]
+    if isinstance(actor, Send):
         ends = [link.receiver for link in plan.links if link.sender == (rank, actor.name)]
-        wanted, kind = step.target[0].rank_list, ActorKind.RECEIVE
+        wanted, kind = step.target[0].rank_list, Receive
     else:
         ends = [link.sender for link in plan.links if link.receiver == (rank, actor.name)]
-        wanted, kind = step.source[0].rank_list, ActorKind.SEND
+        wanted, kind = step.source[0].rank_list, Send
     there = {actor_id[0] for actor_id in ends if does(actor_id, kind)}
     return [r for r in wanted if r not in there]
 
@@ -152,10 +161,9 @@ def _check_register(plan: PhysicalPlan, part: RankPlan, register: Register) -> N
     if lacking:
         raise PlanError(f"{register.producer!r} does not make {sorted(lacking)}", where=where)
     producer = part.by_name[register.producer]
-    fills = Rate.STEP if producer.kind is ActorKind.ACCUMULATE else producer.rate
-    if register.rate is not fills and plan.num_micro_batches > 1:
+    if register.rate is not producer.fill_rate and plan.num_micro_batches > 1:
         raise PlanError(
-            f"{register.producer!r} fills at rate {fills.value!r}, the register at rate "
+            f"{producer.name!r} fills at rate {producer.fill_rate.value!r}, the register at rate "
             f"{register.rate.value!r}",
             where=where,
             accepted="the producer's rate; 'step' for the sums of an accumulation",
@@ -217,25 +225,29 @@ class _Tokens(Domain[None]):
         self.num_firings = 0
         self.occupancy: dict[tuple[int, str], int] = {}
 
-    def compute(self, firing: Firing, taken: Values[None]) -> Values[None]:
+    def compute(self, firing: Firing[Compute], taken: Values[None]) -> Values[None]:
         """See `Domain.compute`."""
         return dict.fromkeys(keys_out(firing.actor))
 
     def collective(
-        self, firings: Sequence[Firing], shards: Mapping[int, None]
+        self, firings: Sequence[Firing[Collective]], shards: Mapping[int, None]
     ) -> Mapping[int, None]:
         """See `Domain.collective`."""
         return shards
 
-    def receive(self, firing: Firing, shards: Mapping[int, None]) -> None:
+    def receive(self, firing: Firing[Receive], shards: Mapping[int, None]) -> None:
         """See `Domain.receive`."""
 
     def add(
-        self, firing: Firing, term: tuple[str, str, float | str | None], total: None, part: None
+        self,
+        firing: Firing[Accumulate],
+        term: tuple[str, str, float | str | None],
+        total: None,
+        part: None,
     ) -> None:
         """See `Domain.add`."""
 
-    def fired(self, firing: Firing, game: TokenGame) -> None:
+    def fired(self, firing: Firing[Actor], game: TokenGame) -> None:
         """Count the fillings of what an actor fills; nobody else can have made them more."""
         self.num_firings += 1
         for register in game.plan.by_rank[firing.rank].outputs_of[firing.actor.name]:

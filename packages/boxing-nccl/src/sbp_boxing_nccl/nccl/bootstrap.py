@@ -1,6 +1,6 @@
-"""How ranks connect over NCCL, each wait with a limit.
+"""How ranks connect over NCCL: every wait has a limit, which NCCL's own have not.
 
-NCCL itself has no limits here: `ncclCommInitRank` waits for all ranks for ever. So the ranks first
+`ncclCommInitRank` waits for all ranks for ever. So the ranks first
 tell each other that they are there; the first of them makes the unique id and sends it, or the
 error why it could not; when all have it, each connects in a thread that may be left behind.
 """
@@ -21,7 +21,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1e-4, 0.01
 
 
 class Bootstrap:
-    """Connects the ranks of groups.
+    """Connects the ranks of a group over NCCL, in bounded time.
 
     Args:
         store: Of this rank.

@@ -52,7 +52,7 @@ def pair_name(sender: int, receiver: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NcclMessage:
-    """One message that was posted.
+    """One message that this rank has posted, for a receiver that has not asked for it yet.
 
     Args:
         call: That posted it.
@@ -190,7 +190,7 @@ class SendQueue:
 
 @dataclass(slots=True, kw_only=True)
 class _Sender:
-    """What one rank offers.
+    """What one sender has offered to this rank, and what of it was asked for.
 
     Args:
         channel: From it to this one.

@@ -39,7 +39,7 @@ def _nothing() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NcclWorld:
-    """This process among all.
+    """Which rank this process is, of how many, and the control store by which it reaches them.
 
     Args:
         rank: Rank of this process.

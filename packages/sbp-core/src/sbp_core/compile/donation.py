@@ -19,10 +19,11 @@ from sbp_core.compile.physical import (
     LOCAL_BOX,
     OVERWRITE,
     Actor,
-    ActorKind,
+    Compute,
     Instruction,
     PhysicalPlan,
     RankPlan,
+    Send,
 )
 from sbp_core.graph.ir import Rate, Ref, refs
 from sbp_core.signatures.views import is_view
@@ -42,26 +43,28 @@ def donate_states(plan: PhysicalPlan) -> PhysicalPlan:
 
 
 def _of_rank(plan: PhysicalPlan, part: RankPlan) -> RankPlan:
-    place = {
+    last_firing = {
         name: (thread, number)
         for thread, order in part.orders.items()
-        for number, (name, _) in enumerate(order)  # the last firing of each actor counts
+        for number, (name, _) in enumerate(order)
     }
     tensors = {slot.name: slot for slot in part.slots if slot.sbp is not None}
     views = _views(part, set(tensors))
-    actors = []
+    actors: list[Actor] = []
     for actor in part.actors:
         states = [name for name, _ in actor.writes if name in tensors]
         taken: tuple[str, ...] = ()
         if actor.rate is Rate.STEP:
-            taken = tuple(s for s in states if _is_free(part, actor, s, views, place))
-        if taken:
+            taken = tuple(s for s in states if _is_free(part, actor, s, views, last_firing))
+        if isinstance(actor, Compute) and taken:
             actor = _overwriting(replace(actor, in_place=taken), views)
+        elif not isinstance(actor, Send) and taken:
+            actor = replace(actor, in_place=taken)
         actors.append(actor)
     return replace(part, actors=tuple(actors))
 
 
-def _overwriting(actor: Actor, views: Mapping[str, set[str]]) -> Actor:
+def _overwriting(actor: Compute, views: Mapping[str, set[str]]) -> Compute:
     """Return a segment that writes its states itself, each after the last look at its memory."""
     made = {key: at for at, entry in enumerate(actor.instructions) for key in entry.outputs}
     behind: dict[int, list[Instruction]] = defaultdict(list)
@@ -102,7 +105,7 @@ def _views(part: RankPlan, states: set[str]) -> dict[str, set[str]]:
     while changed:
         changed = False
         for actor in part.actors:
-            for entry in actor.instructions:
+            for entry in actor.instructions if isinstance(actor, Compute) else ():
                 if entry.op != LOCAL_BOX and not is_view(entry.op):
                     continue
                 seen = {s for ref in refs(entry.args) for s in found.get(ref.name, ())}
@@ -118,19 +121,19 @@ def _is_free(
     writer: Actor,
     state: str,
     views: Mapping[str, set[str]],
-    place: Mapping[str, tuple[str, int]],
+    last_firing: Mapping[str, tuple[str, int]],
 ) -> bool:
     """Whether nobody looks at the memory of a state once its writer has fired."""
 
     def looks(keys: Sequence[str]) -> bool:
         return any(state in views.get(key, ()) for key in keys)
 
-    thread, when = place[writer.name]
+    thread, when = last_firing[writer.name]
     for actor in part.actors:
         if looks([key for _, key in (*actor.emits, *actor.writes)]):
             return False
         if looks((*actor.inputs, *actor.reads)):
-            its_thread, its_time = place[actor.name]
-            if actor.kind is not ActorKind.COMPUTE or its_thread != thread or its_time > when:
+            its_thread, its_time = last_firing[actor.name]
+            if not isinstance(actor, Compute) or its_thread != thread or its_time > when:
                 return False
     return True

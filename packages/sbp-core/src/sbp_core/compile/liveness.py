@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sbp_core.compile.physical import Actor, Instruction
+from sbp_core.compile.physical import Actor, Compute, Instruction
 from sbp_core.graph.ir import refs
 
 
@@ -18,7 +18,7 @@ def keys_in(entry: Instruction) -> tuple[str, ...]:
     return tuple(dict.fromkeys(ref.name for ref in found))
 
 
-def dying_keys(actor: Actor) -> tuple[tuple[str, ...], ...]:
+def dying_keys(actor: Compute) -> tuple[tuple[str, ...], ...]:
     """Return for each instruction of a segment the keys that nobody uses after it.
 
     Results that nobody uses die with the instruction that makes them.

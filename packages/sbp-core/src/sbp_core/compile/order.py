@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 
-from sbp_core.compile.physical import ActorId, ActorKind, PhysicalPlan
+from sbp_core.compile.physical import ActorId, PhysicalPlan, Send
 from sbp_core.compile.token_game import TokenGame
 from sbp_core.errors import PlanError
 from sbp_core.graph.ir import PHASE_ORDER
@@ -47,7 +47,7 @@ class _Scheduler:
             for index, actor in enumerate(part.actors):
                 actor_id = (part.rank, actor.name)
                 self.pending[(part.rank, actor.thread)].add(actor_id)
-                sends = actor.kind is ActorKind.SEND
+                sends = isinstance(actor, Send)
                 self.rank_of[actor_id] = (-1 if sends else PHASE_ORDER[actor.phase], index)
         self.free.update(self.pending)
         for actor_ids in self.pending.values():

@@ -14,9 +14,8 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 from sbp_core.boxing.step import Step
 from sbp_core.graph.ir import Argument, InputKind, Phase, Rate, TensorType
@@ -34,16 +33,6 @@ OVERWRITE = "aten.copy_.default"
 ActorId = tuple[int, str]
 
 
-class ActorKind(StrEnum):
-    """The work that an actor owns."""
-
-    COMPUTE = "compute"
-    COLLECTIVE = "collective"
-    SEND = "send"
-    RECEIVE = "receive"
-    ACCUMULATE = "accumulate"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instruction:
     """One operator call of a compute segment, on local tensors; `Ref`s name keys or inputs."""
@@ -56,52 +45,147 @@ class Instruction:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Actor:
-    """One kind of work on one thread of one rank.
+class _Actor:
+    """What every kind of actor has.
 
     Args:
         name: Unique on its rank; a collective has the same name on every rank of its group.
-        kind: Which work.
         stage: The stage it belongs to.
         phase, rate: When it fires: for each micro-batch, or once a step.
         thread: Name of its thread on this rank.
         inputs: Keys it takes from registers.
         reads: Graph inputs it reads: states, batch tensors, scalars.
-        outputs: Keys it puts into registers.
-        instructions: Of a compute segment, in order.
-        step: Of a boxing actor, index into `plan.steps`; else -1.
-        makes: Of a collective or receive, the key it makes, taken by an actor of this rank or not.
-        accumulates: Of an accumulation: (part, sum, how) for each value. How is the factor of the
-            parts in their sum; "maximum" or "minimum"; or None for the last micro-batch's part.
-        emits: (result name, key): losses and metrics that leave here.
-        writes: (state, key): new values of states, in force from the next step on; of an actor that
-            fires for each micro-batch, that of the last one.
-        in_place: States among `writes` whose new value is copied into the memory of the old one:
-            by an instruction of a segment, else after the firing.
         weight_s: Rough time of one firing, for ordering only.
     """
 
     name: str
-    kind: ActorKind
     stage: int
     phase: Phase
     rate: Rate
     thread: str
     inputs: tuple[str, ...] = ()
     reads: tuple[str, ...] = ()
-    outputs: tuple[str, ...] = ()
-    instructions: tuple[Instruction, ...] = ()
-    step: int = -1
-    makes: str = ""
-    accumulates: tuple[tuple[str, str, float | str | None], ...] = ()
-    emits: tuple[tuple[str, str], ...] = ()
-    writes: tuple[tuple[str, str], ...] = ()
-    in_place: tuple[str, ...] = ()
     weight_s: float = 0.0
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Keys it puts into registers."""
+        return ()
+
+    @property
+    def emits(self) -> tuple[tuple[str, str], ...]:
+        """Losses and metrics that leave here, with their keys."""
+        return ()
+
+    @property
+    def writes(self) -> tuple[tuple[str, str], ...]:
+        """States whose new values leave here, with their keys."""
+        return ()
+
+    @property
+    def in_place(self) -> tuple[str, ...]:
+        """States among `writes` that are overwritten."""
+        return ()
+
+    @property
+    def fill_rate(self) -> Rate:
+        """How often it fills its registers."""
+        return self.rate
 
     def num_firings(self, num_micro_batches: int) -> int:
         """Return how often it fires in one step."""
         return num_micro_batches if self.rate is Rate.MICRO else 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Maker(_Actor):
+    """An actor that makes values.
+
+    Args:
+        outputs: Keys it puts into registers.
+        emits: (result name, key): losses and metrics that leave here.
+        writes: (state, key): new values of states, in force from the next step on; of an actor that
+            fires for each micro-batch, that of the last one.
+        in_place: States among `writes` whose new value is copied into the memory of the old one:
+            by an instruction of a segment, else after the firing.
+    """
+
+    outputs: tuple[str, ...] = ()
+    emits: tuple[tuple[str, str], ...] = ()
+    writes: tuple[tuple[str, str], ...] = ()
+    in_place: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compute(_Maker):
+    """A compute segment: operator calls on one rank, with no boxing between ranks in between.
+
+    Args:
+        instructions: In order.
+    """
+
+    instructions: tuple[Instruction, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective(_Maker):
+    """A rank's part in a boxing step of one mesh, which fires on all ranks of its group at once.
+
+    Args:
+        step: Index into `plan.steps`.
+        makes: The key of its result, whether or not an actor of this rank takes it.
+    """
+
+    step: int
+    makes: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Send(_Actor):
+    """The sending end of a transfer: puts a shard onto the channels to its receivers.
+
+    Args:
+        step: Index into `plan.steps`.
+    """
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Receive(_Maker):
+    """The receiving end of a transfer: makes its part of what the senders sent.
+
+    Args:
+        step: Index into `plan.steps`.
+        makes: The key of its result, whether or not an actor of this rank takes it.
+    """
+
+    step: int
+    makes: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accumulate(_Maker):
+    """Sums over the micro-batches of a step, handed over by the firing of the last one.
+
+    Args:
+        accumulates: (part, sum, how) for each value. How is the factor of the parts in their sum;
+            "maximum" or "minimum"; or None for the last micro-batch's part.
+    """
+
+    accumulates: tuple[tuple[str, str, float | str | None], ...]
+
+    @property
+    def fill_rate(self) -> Rate:
+        """How often it fills its registers."""
+        return Rate.STEP
+
+
+#: One kind of work on one thread of one rank.
+Actor: TypeAlias = Compute | Collective | Send | Receive | Accumulate
+
+#: An actor that takes part in a boxing step.
+Boxing: TypeAlias = Collective | Send | Receive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,7 +316,7 @@ class PhysicalPlan:
             actor.step: actor.num_firings(self.num_micro_batches)
             for part in self.ranks
             for actor in part.actors
-            if actor.kind in (ActorKind.COLLECTIVE, ActorKind.RECEIVE)
+            if isinstance(actor, Collective | Receive)
         }
         return sum(self.steps[index].size_bytes * count for index, count in moves.items())
 

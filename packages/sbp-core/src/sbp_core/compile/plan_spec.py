@@ -10,13 +10,17 @@ from collections import Counter
 from collections.abc import Iterable
 
 from sbp_core.boxing.step import Step
+from sbp_core.compile.liveness import keys_out
 from sbp_core.compile.physical import (
     LOCAL_BOX,
+    Accumulate,
     Actor,
-    ActorKind,
     Channel,
+    Compute,
     PhysicalPlan,
     RankPlan,
+    Receive,
+    Send,
     StateSlot,
 )
 from sbp_core.errors import PlanError, SbpValueError
@@ -33,6 +37,8 @@ def verify_plan(plan: PhysicalPlan) -> PhysicalPlan:
     3. A slot is on a stage of its rank and holds the part of its tensor that its nd-SBP says.
     4. Stages and boxing steps that actors name are there, and no size is negative.
     5. A compute segment uses what it takes and what it has made; what leaves it was taken or made.
+       A boxing actor takes one shard, an accumulation the parts that it sums; they make what they
+       say, and nothing else leaves them.
     6. Links lead from an actor that sends to one that receives.
 
     Raises:
@@ -117,8 +123,25 @@ def _stage(plan: PhysicalPlan, stage: int, where: str) -> Placement:
 
 def _check_actor(plan: PhysicalPlan, actor: Actor, where: str) -> None:
     _stage(plan, actor.stage, where)
-    if actor.kind is not ActorKind.COMPUTE:
-        return
+    taken = {*actor.inputs, *actor.reads}
+    if isinstance(actor, Compute):
+        known = _check_segment(plan, actor, where)
+    elif isinstance(actor, Accumulate):
+        parts = {part for part, _, _ in actor.accumulates}
+        if not parts <= taken:
+            raise _unknown(parts - taken, "it sums", where)
+        known = {total for _, total, _ in actor.accumulates}
+    else:
+        if len(taken) > 1 or (not taken and not isinstance(actor, Receive)):
+            raise PlanError(f"boxes {sorted(taken)}", where=where, accepted="one shard")
+        known = set() if isinstance(actor, Send) else {actor.makes}
+    leaving = set(keys_out(actor))
+    if not leaving <= known:
+        raise _unknown(leaving - known, "it hands on", where)
+
+
+def _check_segment(plan: PhysicalPlan, actor: Compute, where: str) -> set[str]:
+    """Return all keys that are there when a segment ends."""
     known = {*actor.inputs, *actor.reads}
     for instruction in actor.instructions:
         used = {ref.name for ref in refs((instruction.args, tuple(instruction.kwargs.values())))}
@@ -127,9 +150,7 @@ def _check_actor(plan: PhysicalPlan, actor: Actor, where: str) -> None:
         if instruction.op == LOCAL_BOX:
             _check_local_box(plan, instruction.args, where)
         known.update(instruction.outputs)
-    leaving = {*actor.outputs, *(key for _, key in (*actor.emits, *actor.writes))}
-    if not leaving <= known:
-        raise _unknown(leaving - known, "it hands on", where)
+    return known
 
 
 def _unknown(names: set[str], what: str, where: str) -> PlanError:
@@ -151,12 +172,12 @@ def _check_local_box(plan: PhysicalPlan, args: tuple[object, ...], where: str) -
 
 
 def _check_link(plan: PhysicalPlan, link: Channel) -> None:
-    for (rank, name), kind in ((link.sender, ActorKind.SEND), (link.receiver, ActorKind.RECEIVE)):
+    for (rank, name), kind in ((link.sender, Send), (link.receiver, Receive)):
         part = plan.by_rank.get(rank)
         actor = None if part is None else part.by_name.get(name)
-        if actor is None or actor.kind is not kind:
+        if not isinstance(actor, kind):
             raise PlanError(
-                f"rank {rank} has no {kind.value} {name!r}",
+                f"rank {rank} has no {kind.__name__.lower()} {name!r}",
                 where=f"link {link.name!r}",
                 accepted="an actor that sends and one that receives",
             )

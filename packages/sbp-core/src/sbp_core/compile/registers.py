@@ -6,7 +6,15 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from sbp_core.compile.levels import is_gathered_on_use
-from sbp_core.compile.physical import Actor, ActorKind, Channel, RankPlan, Register
+from sbp_core.compile.physical import (
+    Actor,
+    Channel,
+    Collective,
+    Compute,
+    RankPlan,
+    Register,
+    Send,
+)
 from sbp_core.compile.program import Program
 from sbp_core.graph.ir import Phase, Rate
 
@@ -22,15 +30,14 @@ def registers(program: Program, actors: Sequence[Actor]) -> Iterable[Register]:
         for key in actor.outputs:
             if consumers[key]:
                 shared[tuple(user.name for user in consumers[key])].append(key)
-        rate = Rate.STEP if actor.kind is ActorKind.ACCUMULATE else actor.rate
         for index, (names, keys) in enumerate(shared.items()):
             yield Register(
                 name=f"{actor.name}#{index}",
                 producer=actor.name,
                 consumers=names,
                 keys=tuple(keys),
-                rate=rate,
-                quota=_quota(program, actor, consumers[keys[0]], rate),
+                rate=actor.fill_rate,
+                quota=_quota(program, actor, consumers[keys[0]], actor.fill_rate),
             )
         yield from _carrying(program, actor, actors)
 
@@ -107,9 +114,9 @@ def prefetch_registers(
         for key in actor.inputs:
             users[key].append(actor)
     lines: dict[int, list[str]] = defaultdict(list)
-    boxing = {actor.thread for actor in actors if actor.kind is ActorKind.COLLECTIVE}
+    boxing = {actor.thread for actor in actors if isinstance(actor, Collective)}
     for actor in actors:
-        computes = actor.kind is ActorKind.COMPUTE and actor.thread not in boxing
+        computes = isinstance(actor, Compute) and actor.thread not in boxing
         if computes and actor.rate is Rate.MICRO:
             lines[actor.stage].append(actor.name)
     for actor in actors:
@@ -136,7 +143,7 @@ def _segments_behind(actor: Actor, users: Mapping[str, Sequence[Actor]]) -> Iter
     """Yield the compute actors that take what an actor makes, also through boxing actors."""
     for key in actor.outputs:
         for user in users.get(key, ()):
-            if user.kind is ActorKind.COMPUTE:
+            if isinstance(user, Compute):
                 yield user.name
             else:
                 yield from _segments_behind(user, users)
@@ -146,7 +153,7 @@ def links(program: Program, ranks: Sequence[RankPlan]) -> Iterable[Channel]:
     """Yield the links between senders and receivers of all transfers."""
     for part in ranks:
         for actor in part.actors:
-            if actor.kind is not ActorKind.SEND:
+            if not isinstance(actor, Send):
                 continue
             receive = actor.name.replace("send ", "receive ", 1)
             for rank in program.steps[actor.step].target[0].rank_list:

@@ -15,7 +15,17 @@ from sbp_core.cluster import Cluster
 from sbp_core.compile.cuts import cut
 from sbp_core.compile.instructions import Instructions, host_instruction
 from sbp_core.compile.items import Item, ItemKind, Lowered
-from sbp_core.compile.physical import Actor, ActorKind, PhysicalPlan, RankPlan
+from sbp_core.compile.physical import (
+    Accumulate,
+    Actor,
+    Boxing,
+    Collective,
+    Compute,
+    PhysicalPlan,
+    RankPlan,
+    Receive,
+    Send,
+)
 from sbp_core.compile.program import ROUGH_BYTES_PER_S, ROUGH_LAUNCH_S, Program
 from sbp_core.compile.registers import carried_readers, links, prefetch_registers, registers
 from sbp_core.errors import SbpValueError
@@ -102,6 +112,19 @@ def _rank_plan(
     )
 
 
+class _Common(TypedDict):
+    """Fields that every kind of boxing actor has."""
+
+    name: str
+    stage: int
+    phase: Phase
+    rate: Rate
+    thread: str
+    inputs: tuple[str, ...]
+    reads: tuple[str, ...]
+    weight_s: float
+
+
 class _Leaving(TypedDict):
     """Fields of an actor that say what leaves the graph there."""
 
@@ -156,41 +179,39 @@ class _Actors:
             return self._accumulation(name, items)
         return self._segment(name, items)
 
-    def _boxing_actor(self, name: str, item: Item) -> Actor:
-        assert item.step is not None
+    def _boxing_actor(self, name: str, item: Item) -> Boxing:
+        step = item.step
+        assert step is not None
         receives = name.startswith("receive ")
-        kind = ActorKind.COLLECTIVE
-        if item.kind is ItemKind.TRANSFER:
-            kind = ActorKind.RECEIVE if receives else ActorKind.SEND
-        takes = kind is not ActorKind.RECEIVE or self.rank in item.step.source[0]
-        bytes_each = item.step.size_bytes / max(1, item.step.target[0].size)
-        made = () if kind is ActorKind.SEND else item.outputs
-        return Actor(
-            name=name,
-            kind=kind,
-            stage=item.target_stage if receives else item.stage,
-            phase=item.phase,
-            rate=item.rate,
-            thread=self.boxing_thread,
-            inputs=tuple(k for k in item.inputs if takes and k not in self.program.inputs),
-            reads=tuple(k for k in item.inputs if takes and k in self.program.inputs),
-            outputs=made,
-            step=self.program.step_index[item.name],
-            makes=made[0] if made else "",
-            weight_s=20 * ROUGH_LAUNCH_S + bytes_each / ROUGH_BYTES_PER_S,
-            **self._leaving(made),
-        )
+        takes = not receives or self.rank in step.source[0]
+        bytes_each = step.size_bytes / max(1, step.target[0].size)
+        common: _Common = {
+            "name": name,
+            "stage": item.target_stage if receives else item.stage,
+            "phase": item.phase,
+            "rate": item.rate,
+            "thread": self.boxing_thread,
+            "inputs": tuple(k for k in item.inputs if takes and k not in self.program.inputs),
+            "reads": tuple(k for k in item.inputs if takes and k in self.program.inputs),
+            "weight_s": 20 * ROUGH_LAUNCH_S + bytes_each / ROUGH_BYTES_PER_S,
+        }
+        index = self.program.step_index[item.name]
+        if item.kind is ItemKind.TRANSFER and not receives:
+            return Send(step=index, **common)
+        kind = Receive if receives else Collective
+        (made,) = item.outputs
+        leaving = self._leaving(item.outputs)
+        return kind(step=index, makes=made, outputs=item.outputs, **leaving, **common)
 
-    def _accumulation(self, name: str, items: Sequence[Item]) -> Actor:
+    def _accumulation(self, name: str, items: Sequence[Item]) -> Accumulate:
         sums = []
         for item in items:
             assert item.node is not None
             sums.append((item.inputs[0], item.outputs[0], item.node.args[1]))
         outputs = tuple(total for _, total, _ in sums)
         size = sum(self.program.bytes_of(key) for key in outputs)
-        return Actor(
+        return Accumulate(
             name=name,
-            kind=ActorKind.ACCUMULATE,
             stage=items[0].stage,
             phase=items[0].phase,
             rate=Rate.MICRO,
@@ -202,15 +223,14 @@ class _Actors:
             **self._leaving(outputs),
         )
 
-    def _segment(self, name: str, items: Sequence[Item]) -> Actor:
+    def _segment(self, name: str, items: Sequence[Item]) -> Compute:
         program = self.program
         hosts = program.needed_hosts(key for item in items for key in item.inputs)
         made = {key for item in (*hosts, *items) for key in item.outputs}
         used = dict.fromkeys(key for item in (*hosts, *items) for key in item.inputs)
         outputs = tuple(key for item in items for key in item.outputs)
-        return Actor(
+        return Compute(
             name=name,
-            kind=ActorKind.COMPUTE,
             stage=items[0].stage,
             phase=items[0].phase,
             rate=items[0].rate,
@@ -226,7 +246,7 @@ class _Actors:
             **self._leaving(outputs),
         )
 
-    def _host_states(self) -> Iterable[Actor]:
+    def _host_states(self) -> Iterable[Compute]:
         """Yield the actor, if any, for the new values of host states, such as step counters."""
         program = self.program
         new_states = program.lowered.new_states
@@ -236,9 +256,8 @@ class _Actors:
         hosts = program.needed_hosts(key for _, key in writes)
         made = {key for item in hosts for key in item.outputs}
         used = dict.fromkeys(key for item in hosts for key in item.inputs)
-        yield Actor(
+        yield Compute(
             name="host",
-            kind=ActorKind.COMPUTE,
             stage=min(self.stages),
             phase=Phase.OPTIMIZER,
             rate=Rate.STEP,
@@ -255,8 +274,8 @@ class _Actors:
         finished = []
         for actor in actors:
             carried = {k for s, k in actor.writes if carried_readers(self.program, s, actors)}
-            outputs = (key for key in actor.outputs if key in taken or key in carried)
-            finished.append(replace(actor, outputs=tuple(outputs)))
+            outputs = tuple(key for key in actor.outputs if key in taken or key in carried)
+            finished.append(actor if isinstance(actor, Send) else replace(actor, outputs=outputs))
         return finished
 
     def _leaving(self, keys: Sequence[str]) -> _Leaving:

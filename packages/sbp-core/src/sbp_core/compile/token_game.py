@@ -21,7 +21,14 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from sbp_core.compile.physical import Actor, ActorId, ActorKind, Channel, PhysicalPlan, Register
+from sbp_core.compile.physical import (
+    Actor,
+    ActorId,
+    Channel,
+    Collective,
+    PhysicalPlan,
+    Register,
+)
 from sbp_core.graph.ir import Rate
 
 
@@ -137,6 +144,6 @@ class TokenGame:
 
     def _find_partners(self, actor_id: ActorId) -> tuple[ActorId, ...]:
         found = self.actor(actor_id)
-        if found.kind is not ActorKind.COLLECTIVE:
+        if not isinstance(found, Collective):
             return (actor_id,)
         return tuple((rank, found.name) for rank in self.plan.steps[found.step].group(actor_id[0]))

@@ -5,10 +5,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, TypeGuard, TypeVar
 
 from sbp_core.compile.liveness import dying_keys
-from sbp_core.compile.physical import Actor, ActorId, Instruction
+from sbp_core.compile.physical import (
+    Accumulate,
+    Actor,
+    ActorId,
+    Collective,
+    Compute,
+    Instruction,
+    Receive,
+    Send,
+)
 from sbp_core.compile.token_game import TokenGame
 
 V = TypeVar("V")
@@ -17,8 +26,12 @@ V = TypeVar("V")
 Values = dict[str, V]
 
 
+#: A kind of actor.
+A_co = TypeVar("A_co", bound=Actor, covariant=True)
+
+
 @dataclass(frozen=True, slots=True)
-class Firing:
+class Firing(Generic[A_co]):
     """One firing of an actor.
 
     Args:
@@ -28,13 +41,18 @@ class Firing:
     """
 
     rank: int
-    actor: Actor
+    actor: A_co
     index: int
 
     @property
     def id(self) -> ActorId:
         """Name the actor among those of all ranks."""
         return self.rank, self.actor.name
+
+
+def fires(firing: Firing[Actor], kind: type[A_co]) -> TypeGuard[Firing[A_co]]:
+    """Whether a firing is of an actor of a kind."""
+    return isinstance(firing.actor, kind)
 
 
 class Domain(ABC, Generic[V]):
@@ -52,7 +70,7 @@ class Domain(ABC, Generic[V]):
     # The work of firings.
 
     @abstractmethod
-    def compute(self, firing: Firing, taken: Values[V]) -> Values[V]:
+    def compute(self, firing: Firing[Compute], taken: Values[V]) -> Values[V]:
         """Return what a compute segment makes, by key: at least what leaves it.
 
         Args:
@@ -61,7 +79,9 @@ class Domain(ABC, Generic[V]):
         """
 
     @abstractmethod
-    def collective(self, firings: Sequence[Firing], shards: Mapping[int, V]) -> Mapping[int, V]:
+    def collective(
+        self, firings: Sequence[Firing[Collective]], shards: Mapping[int, V]
+    ) -> Mapping[int, V]:
         """Return each rank's part of what a collective makes.
 
         Args:
@@ -69,16 +89,20 @@ class Domain(ABC, Generic[V]):
             shards: What each rank has before.
         """
 
-    def send(self, firing: Firing, shard: V) -> None:
+    def send(self, firing: Firing[Send], shard: V) -> None:
         """Do what a sender does; the interpreter puts the shard onto the channels."""
 
     @abstractmethod
-    def receive(self, firing: Firing, shards: Mapping[int, V]) -> V:
+    def receive(self, firing: Firing[Receive], shards: Mapping[int, V]) -> V:
         """Return a receiver's part, made of what each sender sent, by rank."""
 
     @abstractmethod
     def add(
-        self, firing: Firing, term: tuple[str, str, float | str | None], total: V | None, part: V
+        self,
+        firing: Firing[Accumulate],
+        term: tuple[str, str, float | str | None],
+        total: V | None,
+        part: V,
     ) -> V:
         """Return the sum of a step so far, with the part of one more micro-batch.
 
@@ -100,13 +124,13 @@ class Domain(ABC, Generic[V]):
     def drop(self, rank: int, value: V) -> None:
         """Note that somebody who held or kept a value does so no longer."""
 
-    def emit(self, firing: Firing, result: str, value: V) -> None:
+    def emit(self, firing: Firing[Actor], result: str, value: V) -> None:
         """Note a loss or metric; of an actor that fires several times, the last one counts."""
 
-    def write(self, firing: Firing, state: str, value: V) -> None:
+    def write(self, firing: Firing[Actor], state: str, value: V) -> None:
         """Note the new value of a state; of an actor that fires several times, the last counts."""
 
-    def fired(self, firing: Firing, game: TokenGame) -> None:
+    def fired(self, firing: Firing[Actor], game: TokenGame) -> None:
         """Note that a firing is over, and how the counts are after it."""
 
 
@@ -117,7 +141,9 @@ class InstructionDomain(Domain[V]):
         self._dying: dict[ActorId, tuple[tuple[str, ...], ...]] = {}
 
     @abstractmethod
-    def call(self, firing: Firing, instruction: Instruction, values: Values[V]) -> Sequence[V]:
+    def call(
+        self, firing: Firing[Compute], instruction: Instruction, values: Values[V]
+    ) -> Sequence[V]:
         """Return what an instruction makes, in the order of its outputs.
 
         Args:
@@ -126,7 +152,7 @@ class InstructionDomain(Domain[V]):
             values: What is there, by key.
         """
 
-    def compute(self, firing: Firing, taken: Values[V]) -> Values[V]:
+    def compute(self, firing: Firing[Compute], taken: Values[V]) -> Values[V]:
         """Execute the instructions; each value dies after its last use, those taken too.
 
         No name of this frame may stand for a value while an instruction runs: a tensor would live

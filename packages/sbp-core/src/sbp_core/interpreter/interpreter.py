@@ -17,9 +17,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic
 
-from sbp_core.compile.physical import ActorId, ActorKind, PhysicalPlan, Register
+from sbp_core.compile.physical import (
+    Accumulate,
+    Actor,
+    ActorId,
+    Collective,
+    Compute,
+    PhysicalPlan,
+    Receive,
+    Register,
+    Send,
+)
 from sbp_core.compile.token_game import TokenGame
-from sbp_core.interpreter.domain import Domain, Firing, V, Values
+from sbp_core.interpreter.domain import Domain, Firing, V, Values, fires
 from sbp_core.interpreter.firings import Firings
 
 
@@ -65,7 +75,7 @@ class Interpreter(Generic[V]):
         self.plan, self.domain, self.states, self.fed = plan, domain, states, fed
         self.game = TokenGame(plan)
         self.firings = Firings(plan, self.game)
-        self.at: Firing | None = None
+        self.at: Firing[Actor] | None = None
         #: By rank, register and consumer, so that each takes them in turn.
         self._fillings: dict[tuple[int, str, str], deque[_Filling[V]]] = defaultdict(deque)
         self._in_transit: dict[str, deque[_Message[V]]] = defaultdict(deque)
@@ -83,14 +93,15 @@ class Interpreter(Generic[V]):
 
     def _fire(self, actor_id: ActorId) -> None:
         """Fire an actor; a collective on all ranks of its group at once."""
-        firings = [
+        firings: list[Firing[Actor]] = [
             Firing(rank, self.game.actor((rank, name)), self.game.start((rank, name)))
             for rank, name in self.game.partners(actor_id)
         ]
         self.at = firings[0]
         taken = [self._take(firing) for firing in firings]
-        if firings[0].actor.kind is ActorKind.COLLECTIVE:
-            made = self._collective(firings, taken)
+        collective = [firing for firing in firings if fires(firing, Collective)]
+        if collective:
+            made = self._collective(collective, taken)
         else:
             made = [self._work(firings[0], taken[0])]
         for firing, values in zip(firings, made, strict=True):
@@ -102,7 +113,7 @@ class Interpreter(Generic[V]):
 
     # Taking and putting.
 
-    def _take(self, firing: Firing) -> Values[V]:
+    def _take(self, firing: Firing[Actor]) -> Values[V]:
         """Return what an actor reads: contents of registers, states, parts of the batch, scalars.
 
         Each value is held once, for the firing.
@@ -127,7 +138,7 @@ class Interpreter(Generic[V]):
                 domain.hold(rank, values[key])
         return values
 
-    def _put(self, firing: Firing, made: Values[V]) -> None:
+    def _put(self, firing: Firing[Actor], made: Values[V]) -> None:
         """Fill registers, hand over results and new states, drop what was made."""
         rank, actor, domain = firing.rank, firing.actor, self.domain
         is_last = firing.index == actor.num_firings(self.plan.num_micro_batches) - 1
@@ -151,20 +162,20 @@ class Interpreter(Generic[V]):
 
     # The work of a firing. What is made is held once; what was taken is dropped.
 
-    def _work(self, firing: Firing, taken: Values[V]) -> Values[V] | None:
+    def _work(self, firing: Firing[Actor], taken: Values[V]) -> Values[V] | None:
         """Return what an actor makes by itself, None of an accumulation that is not through."""
-        actor = firing.actor
-        if actor.kind is ActorKind.COMPUTE:
+        if fires(firing, Compute):
             return self.domain.compute(firing, taken)
-        if actor.kind is ActorKind.ACCUMULATE:
+        if fires(firing, Accumulate):
             return self._accumulate(firing, taken)
-        if actor.kind is ActorKind.SEND:
+        if fires(firing, Send):
             self._send(firing, taken)
             return {}
-        return {actor.makes: self._receive(firing, taken)}
+        assert fires(firing, Receive), "a collective fires on all ranks of its group at once"
+        return {firing.actor.makes: self._receive(firing, taken)}
 
     def _collective(
-        self, firings: Sequence[Firing], taken: Sequence[Values[V]]
+        self, firings: Sequence[Firing[Collective]], taken: Sequence[Values[V]]
     ) -> list[Values[V] | None]:
         shards = {firing.rank: _only(values) for firing, values in zip(firings, taken, strict=True)}
         parts = self.domain.collective(firings, shards)
@@ -175,7 +186,7 @@ class Interpreter(Generic[V]):
             made.append({firing.actor.makes: parts[firing.rank]})
         return made
 
-    def _send(self, firing: Firing, taken: Values[V]) -> None:
+    def _send(self, firing: Firing[Send], taken: Values[V]) -> None:
         """Put a shard onto the channels to all receivers."""
         self.domain.send(firing, _only(taken))
         channels = self.game.sends[firing.id]
@@ -186,7 +197,7 @@ class Interpreter(Generic[V]):
                 self._in_transit[channel.name].append(message)
         self._drop(firing.rank, taken)
 
-    def _receive(self, firing: Firing, taken: Values[V]) -> V:
+    def _receive(self, firing: Firing[Receive], taken: Values[V]) -> V:
         """Take the messages of all senders; its own shard comes by a channel, too."""
         messages = [
             self._in_transit[channel.name].popleft() for channel in self.game.receives[firing.id]
@@ -200,7 +211,7 @@ class Interpreter(Generic[V]):
         self._drop(firing.rank, taken)
         return part
 
-    def _accumulate(self, firing: Firing, taken: Values[V]) -> Values[V] | None:
+    def _accumulate(self, firing: Firing[Accumulate], taken: Values[V]) -> Values[V] | None:
         """Add a micro-batch to the sums; hand them over in the last one.
 
         No name of this frame may stand for a part while the next one is added: see

@@ -11,7 +11,7 @@ from __future__ import annotations
 from sbp_core.boxing.memory import step_memory_bytes
 from sbp_core.boxing.slices import bounds_of, itemsize, transfer_pieces, volume
 from sbp_core.boxing.step import Step
-from sbp_core.compile.physical import ActorKind, PhysicalPlan
+from sbp_core.compile.physical import Boxing, Collective, PhysicalPlan, Send
 
 
 def buffer_bytes(plan: PhysicalPlan, rank: int) -> dict[str, int]:
@@ -22,15 +22,15 @@ def buffer_bytes(plan: PhysicalPlan, rank: int) -> dict[str, int]:
     found: dict[str, int] = {}
     collective: dict[int, dict[int, int]] = {}
     for actor in plan.by_rank[rank].actors:
-        if actor.step < 0:
+        if not isinstance(actor, Boxing):
             continue
         step = plan.steps[actor.step]
-        if actor.kind is ActorKind.COLLECTIVE:
+        if isinstance(actor, Collective):
             if actor.step not in collective:
                 collective[actor.step] = _beside_shards(step)
             found[actor.name] = collective[actor.step][rank]
         else:
-            found[actor.name] = _packed(step, rank, sends=actor.kind is ActorKind.SEND)
+            found[actor.name] = _packed(step, rank, sends=isinstance(actor, Send))
     return found
 
 

@@ -17,7 +17,16 @@ from collections.abc import Mapping
 from enum import StrEnum
 
 from sbp_core.compile.liveness import keys_in
-from sbp_core.compile.physical import Actor, ActorKind, PhysicalPlan, RankPlan
+from sbp_core.compile.physical import (
+    Accumulate,
+    Actor,
+    Boxing,
+    Collective,
+    Compute,
+    PhysicalPlan,
+    RankPlan,
+    Receive,
+)
 from sbp_core.graph.ir import InputKind, Phase
 from sbp_core.signatures.views import is_view
 
@@ -41,8 +50,6 @@ _OF_INPUT: Mapping[InputKind, Kind] = {
     InputKind.BUFFER: Kind.BUFFERS,
     InputKind.OPTIMIZER_STATE: Kind.STATES,
 }
-
-_BOXING = (ActorKind.COLLECTIVE, ActorKind.SEND, ActorKind.RECEIVE)
 
 #: Operators whose result is a copy of their argument, or of a slice, cast or put together.
 _COPIES = ("_to_copy", "clone", "cat", "slice_copy", "stack")
@@ -96,12 +103,12 @@ def _gathered(plan: PhysicalPlan, part: RankPlan) -> set[str]:
     }
     boxed: set[str] = set()
     for actor in _in_dataflow_order(part):
-        if actor.kind in _BOXING and actor.makes:
+        if isinstance(actor, Collective | Receive):
             source = {*actor.inputs, *actor.reads}
             if source & own or (not source and actor.makes.split("@", 1)[0] in own):
                 boxed.add(actor.makes)
                 own.add(actor.makes)
-        for entry in actor.instructions:
+        for entry in actor.instructions if isinstance(actor, Compute) else ():
             sources = set(keys_in(entry))
             if _is_same(entry.op) and sources and sources <= own:
                 own.update(entry.outputs)
@@ -125,19 +132,19 @@ def _gradients(part: RankPlan) -> set[str]:
         maker = makers.get(key)
         if key in found or maker is None or maker.phase is Phase.FORWARD:
             continue
-        if maker.phase is Phase.OPTIMIZER and maker.kind not in _BOXING:
+        if maker.phase is Phase.OPTIMIZER and not isinstance(maker, Boxing):
             continue
         found.add(key)
-        if maker.kind in _BOXING:
+        if isinstance(maker, Boxing):
             todo.extend(maker.inputs)
-        elif maker.kind is ActorKind.COMPUTE:
+        elif isinstance(maker, Compute):
             todo.extend(_cast_from(maker, key))
-        elif maker.kind is ActorKind.ACCUMULATE:
+        elif isinstance(maker, Accumulate):
             todo.extend(source for source, total, _ in maker.accumulates if total == key)
     return found
 
 
-def _cast_from(actor: Actor, key: str) -> set[str]:
+def _cast_from(actor: Compute, key: str) -> set[str]:
     """Return what a segment takes that a key is nothing but a look at, a cast or a bucket of."""
     makers = {out: entry for entry in actor.instructions for out in entry.outputs}
     todo, found = [key], set()

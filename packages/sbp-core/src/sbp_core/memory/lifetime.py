@@ -26,7 +26,18 @@ from typing import Protocol
 from sbp_core.boxing.slices import bounds_of, collective_pieces, transfer_pieces
 from sbp_core.boxing.step import Step, StepKind
 from sbp_core.compile.liveness import keys_in
-from sbp_core.compile.physical import ActorId, Instruction, PhysicalPlan, RankPlan
+from sbp_core.compile.physical import (
+    Accumulate,
+    Actor,
+    ActorId,
+    Collective,
+    Compute,
+    Instruction,
+    PhysicalPlan,
+    RankPlan,
+    Receive,
+    Send,
+)
 from sbp_core.errors import PlanError
 from sbp_core.graph.ir import InputKind, Ref
 from sbp_core.interpreter import Firing, InstructionDomain, Interpreter
@@ -121,7 +132,7 @@ class _Rank:
     emits: Values = field(default_factory=dict)
     ticks: list[tuple[str, int, str]] = field(default_factory=list)
 
-    def tick(self, firing: Firing, node: str) -> None:
+    def tick(self, firing: Firing[Actor], node: str) -> None:
         """Go on to an instruction or boxing step."""
         self.ledger.tick()
         self.ticks.append((firing.actor.name, firing.index, node))
@@ -218,12 +229,12 @@ class _Storages(InstructionDomain[Value]):
         """See `Domain.drop`."""
         self.ranks[rank].ledger.drop(value)
 
-    def emit(self, firing: Firing, result: str, value: Value) -> None:
+    def emit(self, firing: Firing[Actor], result: str, value: Value) -> None:
         """See `Domain.emit`."""
         rank = self.ranks[firing.rank]
         rank.put(rank.emits, result, value)
 
-    def write(self, firing: Firing, state: str, value: Value) -> None:
+    def write(self, firing: Firing[Actor], state: str, value: Value) -> None:
         """See `Domain.write`: what is copied over the old value dies like any other value."""
         if state not in firing.actor.in_place:
             rank = self.ranks[firing.rank]
@@ -233,9 +244,12 @@ class _Storages(InstructionDomain[Value]):
 
     def duration(self, actor_id: ActorId) -> float:
         """Return for how many instructions a firing keeps its thread busy."""
-        return 1 + len(self.ranks[actor_id[0]].part.by_name[actor_id[1]].instructions)
+        actor = self.ranks[actor_id[0]].part.by_name[actor_id[1]]
+        return 1 + len(actor.instructions) if isinstance(actor, Compute) else 1
 
-    def call(self, firing: Firing, instruction: Instruction, values: Values) -> tuple[Value, ...]:
+    def call(
+        self, firing: Firing[Compute], instruction: Instruction, values: Values
+    ) -> tuple[Value, ...]:
         """Return the results of an instruction, in storages of its arguments or new ones."""
         rank = self.ranks[firing.rank]
         rank.tick(firing, instruction.node)
@@ -269,7 +283,7 @@ class _Storages(InstructionDomain[Value]):
 
     def add(
         self,
-        firing: Firing,
+        firing: Firing[Accumulate],
         term: tuple[str, str, float | str | None],
         total: Value | None,
         part: Value,
@@ -297,27 +311,24 @@ class _Storages(InstructionDomain[Value]):
         return total
 
     def collective(
-        self, firings: Sequence[Firing], shards: Mapping[int, Value]
+        self, firings: Sequence[Firing[Collective]], shards: Mapping[int, Value]
     ) -> dict[int, Value]:
         """See `Domain.collective`."""
         return {firing.rank: self._boxed(firing, shards[firing.rank]) for firing in firings}
 
-    def send(self, firing: Firing, shard: Value) -> None:
+    def send(self, firing: Firing[Send], shard: Value) -> None:
         """See `Domain.send`."""
         assert isinstance(shard, StorageView), "boxing moves tensors"
         self.ranks[firing.rank].tick(firing, firing.actor.name)
 
-    def receive(self, firing: Firing, shards: Mapping[int, Value]) -> Value:
+    def receive(self, firing: Firing[Receive], shards: Mapping[int, Value]) -> Value:
         """See `Domain.receive`."""
         return self._boxed(firing, shards.get(firing.rank))
 
-    def _boxed(self, firing: Firing, own: Value | None) -> Value:
+    def _boxed(self, firing: Firing[Collective | Receive], own: Value | None) -> Value:
         """Return the part that a boxing step gives a rank: its own shard, or a new storage."""
-        rank, actor, step = (
-            self.ranks[firing.rank],
-            firing.actor,
-            self.plan.steps[firing.actor.step],
-        )
+        rank, actor = self.ranks[firing.rank], firing.actor
+        step = self.plan.steps[actor.step]
         rank.tick(firing, actor.name)
         bounds = bounds_of(step.shape, *step.target)[firing.rank]
         shape = tuple(stop - start for start, stop in bounds)

@@ -31,7 +31,7 @@ _KEPT_BYTES = 256 * 1024 * 1024
 
 
 class _Block:
-    """A piece of memory, told from others by what it is and not by what it holds."""
+    """A piece of memory; compared by identity, not by content."""
 
     __slots__ = ("memory",)
 

@@ -91,7 +91,7 @@ class _Job:
 
 
 class SharedStep:
-    """What a collective comes to: blocks that any thread may do, and what is there after them.
+    """A collective, cut into blocks that any thread may do, and the results that they make.
 
     Args:
         results: By rank, its part under the step's target once all blocks are done.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from sbp_core.compile import Actor
+from sbp_core.compile import Accumulate
 
 #: How extremes of micro-batches become that of the step. Of booleans they are "any" and "all".
 EXTREMES: Mapping[str, Callable[..., Tensor]] = {
@@ -40,7 +40,7 @@ class Accumulation:
         num_micro_batches: Of a step.
     """
 
-    def __init__(self, actor: Actor, num_micro_batches: int) -> None:
+    def __init__(self, actor: Accumulate, num_micro_batches: int) -> None:
         parts = [part for part, _, _ in actor.accumulates]
         self.parts = [
             (part, total, how, part not in parts[turn + 1 :])

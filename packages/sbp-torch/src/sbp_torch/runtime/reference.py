@@ -16,7 +16,18 @@ import torch
 from torch import Tensor
 
 from sbp_core.boxing import BoxingBackend
-from sbp_core.compile import LOCAL_BOX, ActorId, ActorKind, Instruction, PhysicalPlan, keys_out
+from sbp_core.compile import (
+    LOCAL_BOX,
+    Accumulate,
+    Actor,
+    ActorId,
+    Collective,
+    Compute,
+    Instruction,
+    PhysicalPlan,
+    Receive,
+    keys_out,
+)
 from sbp_core.errors import RunError
 from sbp_core.interpreter import Firing, InstructionDomain, Interpreter
 from sbp_core.runtime import Number, Runtime, Session, StepResult, Watch
@@ -71,7 +82,7 @@ class ReferenceSession(Session):
                 (part.rank, actor.name): make(actor, part.rank, plan.steps)
                 for part in plan.ranks
                 for actor in part.actors
-                if actor.kind is ActorKind.COMPUTE
+                if isinstance(actor, Compute)
             }
         self.store = StateStore(plan, [part.rank for part in plan.ranks])
         self.store.load(states)
@@ -177,7 +188,7 @@ class _Tensors(InstructionDomain[Value]):
         self.new_states: dict[int, Values] = defaultdict(dict)
         self.has_overwritten = False
 
-    def compute(self, firing: Firing, taken: Values) -> Values:
+    def compute(self, firing: Firing[Compute], taken: Values) -> Values:
         """See `Domain.compute`."""
         actor = firing.actor
         # Segments overwrite states while they run.
@@ -188,7 +199,9 @@ class _Tensors(InstructionDomain[Value]):
             given = [taken.pop(key) for key in (*actor.inputs, *actor.reads)]
             return dict(zip(keys_out(actor), self.segments[firing.id](given), strict=True))
 
-    def call(self, firing: Firing, instruction: Instruction, values: Values) -> Sequence[Any]:
+    def call(
+        self, firing: Firing[Compute], instruction: Instruction, values: Values
+    ) -> Sequence[Any]:
         """See `InstructionDomain.call`."""
         if instruction.op == LOCAL_BOX:
             source, index = instruction.args
@@ -199,14 +212,14 @@ class _Tensors(InstructionDomain[Value]):
         return results_of(operator_of(instruction.op)(*args, **kwargs))
 
     def collective(
-        self, firings: Sequence[Firing], shards: Mapping[int, Value]
+        self, firings: Sequence[Firing[Collective]], shards: Mapping[int, Value]
     ) -> dict[int, Value]:
         """See `Domain.collective`."""
         step = self.plan.steps[firings[0].actor.step]
         made = apply_step(step, {rank: _tensor(shard) for rank, shard in shards.items()})
         return {firing.rank: self._own(firing.rank, made) for firing in firings}
 
-    def receive(self, firing: Firing, shards: Mapping[int, Value]) -> Tensor:
+    def receive(self, firing: Firing[Receive], shards: Mapping[int, Value]) -> Tensor:
         """See `Domain.receive`."""
         step = self.plan.steps[firing.actor.step]
         made = apply_step(step, {rank: _tensor(shard) for rank, shard in shards.items()})
@@ -219,7 +232,7 @@ class _Tensors(InstructionDomain[Value]):
 
     def add(
         self,
-        firing: Firing,
+        firing: Firing[Accumulate],
         term: tuple[str, str, float | str | None],
         total: Value | None,
         part: Value,
@@ -228,11 +241,11 @@ class _Tensors(InstructionDomain[Value]):
         with self.watch(firing.rank):
             return joined(None if total is None else _tensor(total), _tensor(part), term[2])
 
-    def emit(self, firing: Firing, result: str, value: Value) -> None:
+    def emit(self, firing: Firing[Actor], result: str, value: Value) -> None:
         """See `Domain.emit`; every rank has the same."""
         self.results[result] = _tensor(value)
 
-    def write(self, firing: Firing, state: str, value: Value) -> None:
+    def write(self, firing: Firing[Actor], state: str, value: Value) -> None:
         """See `Domain.write`."""
         if state in firing.actor.in_place:
             self.has_overwritten = True

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from sbp_core.boxing import Step
-from sbp_core.compile import LOCAL_BOX, Actor, Instruction, dying_keys, keys_out
+from sbp_core.compile import LOCAL_BOX, Compute, Instruction, dying_keys, keys_out
 from sbp_core.errors import SbpTypeError, SbpValueError
 from sbp_core.graph import Argument, Ref, Symbol
 from sbp_torch.boxing.execute import local_step
@@ -28,7 +28,7 @@ Segment = Callable[..., tuple[Any, ...]]
 
 
 def segment_function(
-    actor: Actor, rank: int, steps: Sequence[Step], *, owns: bool = False
+    actor: Compute, rank: int, steps: Sequence[Step], *, owns: bool = False
 ) -> Segment:
     """Return the function of a compute actor.
 
@@ -59,7 +59,7 @@ def _local_box(rank: int, steps: Sequence[Step]) -> Callable[[torch.Tensor, int]
     return run
 
 
-def segment_source(actor: Actor, *, owns: bool = False) -> tuple[str, dict[str, str]]:
+def segment_source(actor: Compute, *, owns: bool = False) -> tuple[str, dict[str, str]]:
     """Return the source of a segment's function, and the name used in it for each operator."""
     writer = _Writer(actor)
     return writer.write(owns), writer.operators
@@ -68,7 +68,7 @@ def segment_source(actor: Actor, *, owns: bool = False) -> tuple[str, dict[str, 
 class _Writer:
     """The state of writing one function."""
 
-    def __init__(self, actor: Actor) -> None:
+    def __init__(self, actor: Compute) -> None:
         self.actor = actor
         self.names: dict[str, str] = {}
         self.operators: dict[str, str] = {}

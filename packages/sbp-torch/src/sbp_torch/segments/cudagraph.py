@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from sbp_core.boxing import Step
-from sbp_core.compile import Actor
+from sbp_core.compile import Compute
 from sbp_core.errors import ConfigError, RunError, words_of
 from sbp_torch.segments.codegen import segment_function
 from sbp_torch.segments.split import SplitSegment, split_segment, tensor_keys
@@ -130,7 +130,7 @@ class GraphSegments:
                 accepted="compile=eager, compile=inductor",
             )
 
-    def __call__(self, actor: Actor, rank: int, steps: Sequence[Step], /) -> _Segment:
+    def __call__(self, actor: Compute, rank: int, steps: Sequence[Step], /) -> _Segment:
         """See `SegmentMaker`."""
         return _Segment(self.device, actor, rank, steps)
 
@@ -138,7 +138,9 @@ class GraphSegments:
 class _Segment:
     """The function of one segment on one rank."""
 
-    def __init__(self, device: GraphDevice, actor: Actor, rank: int, steps: Sequence[Step]) -> None:
+    def __init__(
+        self, device: GraphDevice, actor: Compute, rank: int, steps: Sequence[Step]
+    ) -> None:
         self._device = device
         self._parts = (actor, rank, steps)
         self._eager = segment_function(actor, rank, steps, owns=True)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from sbp_core.boxing import Step
-from sbp_core.compile import Actor
+from sbp_core.compile import Compute
 from sbp_core.errors import ConfigError, RunError, words_of
 from sbp_torch._torch_compat import compile_graph, cpp_compiler_problem, fake_mode, trace_graph
 from sbp_torch.segments.split import SplitSegment, split_segment, tensor_keys
@@ -65,7 +65,7 @@ class InductorSegments:
         self._done: dict[Any, Compiled] = {}
         self._one_at_a_time = threading.Lock()
 
-    def __call__(self, actor: Actor, rank: int, steps: Sequence[Step], /) -> _Segment:
+    def __call__(self, actor: Compute, rank: int, steps: Sequence[Step], /) -> _Segment:
         """See `SegmentMaker`; it is compiled when it is called first."""
         return _Segment(self, actor, rank, steps)
 
@@ -105,7 +105,7 @@ class _Segment:
     """The function of one segment on one rank."""
 
     def __init__(
-        self, maker: InductorSegments, actor: Actor, rank: int, steps: Sequence[Step]
+        self, maker: InductorSegments, actor: Compute, rank: int, steps: Sequence[Step]
     ) -> None:
         self._maker = maker
         self._parts = (actor, rank, steps)

@@ -20,7 +20,15 @@ from typing import Any
 from torch import Tensor
 
 from sbp_core.boxing import Step
-from sbp_core.compile import LOCAL_BOX, OVERWRITE, Actor, Instruction, dying_keys, keys_in, keys_out
+from sbp_core.compile import (
+    LOCAL_BOX,
+    OVERWRITE,
+    Compute,
+    Instruction,
+    dying_keys,
+    keys_in,
+    keys_out,
+)
 from sbp_core.graph import Ref, map_refs
 from sbp_torch.boxing.execute import local_step
 from sbp_torch.ops.operators import bind, operator_of, results_of
@@ -39,7 +47,7 @@ class SplitSegment:
         after: Instructions that Python executes last: states are overwritten.
     """
 
-    actor: Actor
+    actor: Compute
     rank: int
     steps: Sequence[Step]
     before: tuple[Instruction, ...]
@@ -128,7 +136,7 @@ class SplitSegment:
 
 
 def split_segment(
-    actor: Actor, rank: int, steps: Sequence[Step], tensors: frozenset[str]
+    actor: Compute, rank: int, steps: Sequence[Step], tensors: frozenset[str]
 ) -> SplitSegment:
     """Split a segment.
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sbp_core.check import check
-from sbp_core.compile import ActorKind, CompileOptions, Instruction, PhysicalPlan, compile_plan
+from sbp_core.compile import CompileOptions, Compute, Instruction, PhysicalPlan, compile_plan
 from sbp_core.graph import InputKind, Phase, Ref
 from sbp_core.infer import PinValue, infer_strategy
 from sbp_core.placement import Placement
@@ -193,7 +193,7 @@ def plan_with(plan: PhysicalPlan, rank: int, op: str) -> tuple[PhysicalPlan, str
     chosen = next(
         actor
         for actor in part.actors
-        if actor.kind is ActorKind.COMPUTE and actor.phase is Phase.BACKWARD and actor.inputs
+        if isinstance(actor, Compute) and actor.phase is Phase.BACKWARD and actor.inputs
     )
     key = next(
         ref.name

@@ -44,7 +44,7 @@ _LISTEN_S = 1.2
 
 
 class FailureDetector:
-    """What one process sees of the others.
+    """Finds out, for one process, which of the others have failed, and says why.
 
     Args:
         store: Of this rank.

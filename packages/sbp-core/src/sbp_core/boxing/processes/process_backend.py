@@ -44,7 +44,7 @@ def check_ranks(
 
 
 class ProcessBackend(BoxingBackend):
-    """Boxing among processes.
+    """A boxing backend with one rank in each process.
 
     A step that fails breaks the backend: the calls that wait, here and on other ranks, and those
     that come raise `BoxingError`.

@@ -24,7 +24,7 @@ from sbp_core.boxing.routing.sizes import Factors, Sizes
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """One end of a transfer.
+    """The source or the target of a transfer, in codes.
 
     Args:
         mesh_shape: Of the mesh.

@@ -1,4 +1,4 @@
-"""What a route depends on: the problem that is left when everything else is taken away.
+"""What a route depends on: a conversion without all that makes no difference to its route.
 
 Ranks become positions in meshes, `max` the first of max and min that appears, and the states to
 visit a few entries an axis. Where all splits of all dims are even, extents do not matter, dims are
@@ -32,7 +32,7 @@ _MOST_SLICES = 3_000_000
 
 @dataclass(frozen=True, slots=True)
 class RoutingProblem:
-    """A conversion, in names of its own.
+    """What the route of a conversion depends on; conversions with equal problems share a route.
 
     Args:
         meshes: The source placement, and the target placement if it is another one.
@@ -56,7 +56,7 @@ class RoutingProblem:
 
 @dataclass(frozen=True, slots=True)
 class Naming:
-    """The way back from a problem to the conversion.
+    """How the codes and sizes of a problem translate back to those of the conversion.
 
     Args:
         codes: The conversion's code of each code of the problem.

@@ -34,7 +34,7 @@ _EFFORT = np.array([1 if kind is StepKind.LOCAL else 100 for kind in KINDS], dty
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Edge:
-    """One step of a path.
+    """One step of a path, between two states that are given by their numbers.
 
     Args:
         kind: Of the step.

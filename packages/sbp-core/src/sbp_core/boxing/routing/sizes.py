@@ -1,4 +1,4 @@
-"""How the router counts: the elements of shards, and of what ranks have in two states.
+"""How the router counts: elements of shards, and of slices that ranks have in both of two states.
 
 Where every split of every dim is even, a count holds for all such tensors: then dims have as small
 an extent as can be and the whole tensor is `whole` elements (`Sizes`).

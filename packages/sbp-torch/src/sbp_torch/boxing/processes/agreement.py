@@ -1,4 +1,4 @@
-"""Do all ranks mean the same thing? Compare a short text, such as the hash of a plan, over them.
+"""Whether all ranks mean the same: compares a short text, such as the hash of a plan, over them.
 
 Uses nothing but a communicator's own all-gather, so that it works over every backend.
 """

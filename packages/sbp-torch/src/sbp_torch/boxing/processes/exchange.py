@@ -48,7 +48,7 @@ _REDUCES = (StepKind.ALL_REDUCE, StepKind.REDUCE_SCATTER)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Role:
-    """One rank's part in a collective, worked out once: small messages take less time than that.
+    """One rank's part in a collective: kept, as to work it out takes longer than a small message.
 
     Args:
         step: Which.
@@ -161,6 +161,9 @@ class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
         arriving: dict[int, torch.Tensor] = {}
         landed: set[int] = set()  # the senders whose message is received into the result
         for sender, pieces in by_sender.items():
+            # A message that is one piece of the first term is received straight into the result, if
+            # its place there is one piece of memory: nothing is added up before it. All others wait
+            # in memory of their own, until they are placed or added in the order of the terms.
             where = span(shape, pieces[0].target)
             if len(pieces) == 1 and pieces[0].term == mine[0].term and where is not None:
                 arriving[sender] = result.view(-1)[slice(*where)]
@@ -258,6 +261,8 @@ class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
             reduction=reduction_of(step) if step.kind in _REDUCES else "",
             known=None if step.kind is StepKind.ALL_REDUCE else manifest_of(step, self.rank),
         )
+        # The role holds the step, see `collective`; forgetting all roles lets go of all steps at
+        # once.
         if len(self._roles) >= _REMEMBERED:
             self._roles.clear()  # programs that make new steps all the time shall not fill memory
         self._roles[id(step)] = role

@@ -96,6 +96,10 @@ class PackedBuffers:
         whole: bool = False,
     ) -> None:
         self._step, self._manifest, self._shard = step, manifest, shard
+        # The own chunk is left out of both buffers where the others then still lie together:
+        #
+        #     shard of rank 0    | own  | to 1 | to 2 |     sent: the last two chunks, a view
+        #     shard of rank 1    | to 0 | own  | to 2 |     the own chunk stays in both
         apart, place = manifest.apart and not (with_own or whole), manifest.place
         self._keeps_own = apart or whole
         self._awaits_own = apart
@@ -110,6 +114,7 @@ class PackedBuffers:
             self.sent = pack(
                 shard, [piece for at, piece in outgoing if piece and not (apart and at == place)]
             )
+        # Of a reduce-scatter the result is made last: it may be the memory of what was received.
         self._result: torch.Tensor | None = None
         if step.kind is not StepKind.REDUCE_SCATTER:
             self._result = torch.empty(manifest.shape, dtype=shard.dtype, device=device)
