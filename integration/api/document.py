@@ -45,7 +45,7 @@ def sbp_config_folders():  # with planner/mine.yaml: `name: mine`, and the setti
 A test module of yours subclasses the suite of the kind, and supplies the methods that it asks for:
 
 ```python
-from sbp_torch.testing.planner import PlannerConformance
+from sbp_core.testing.planner import PlannerConformance
 
 
 class TestMine(PlannerConformance):

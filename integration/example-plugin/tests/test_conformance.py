@@ -10,10 +10,10 @@ from sbp_example_plugin.model import build as build_model
 from sbp_example_plugin.planner import build as build_planner
 from sbp_example_plugin.plugin import ModelConfig, PlannerConfig
 from sbp_torch.testing.model import ModelConformance
-from sbp_torch.testing.planner import PlannerConformance
+from sbp_torch.testing.planner import PlannerRunConformance
 
 
-class TestPlanner(PlannerConformance):
+class TestPlanner(PlannerRunConformance):
     def make_planner(self) -> Planner:
         return build_planner(PlannerConfig())
 

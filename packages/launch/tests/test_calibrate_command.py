@@ -19,7 +19,7 @@ from sbp_core.cluster import Cluster
 from sbp_core.plugins import PluginRegistry
 from sbp_core.testing.interrupts import hears_ctrl_c
 from sbp_launch.calibrate import config
-from sbp_launch.calibrate.config import KINDS, check_calibrate
+from sbp_launch.calibrate.config import CALL_KINDS, check_calibrate
 from sbp_launch.calibrate.rank import indexed_device
 from sbp_launch.calibrate.table import call_table
 from sbp_launch.config import Composed, PluginChoice
@@ -157,7 +157,7 @@ def test_the_table_fits_into_80_columns() -> None:
             shared_bytes=size,
             times_s=(1.234e-4 + size / 0.8123e9,),
         )
-        for kind in KINDS
+        for kind in CALL_KINDS
         for size in (1024, 268_435_456)
     ]
     console = Console(width=80, record=True, file=StringIO())

@@ -197,19 +197,19 @@ def test_the_nearest_pattern_is_named():
         check_patterns("x", ["hea.*"], ["embed.weight", "head.weight"], "parameter")
 
 
-def _twin_of(pairs):
+def _reference_with(pairs):
     run = run_config()
-    twin = EagerReference(make_program(run_of(run)), run.trainer)
-    twin.found, twin.losses = map(list, zip(*pairs, strict=True))
-    return twin.verdict()
+    reference = EagerReference(make_program(run_of(run)), run.trainer)
+    reference.found, reference.losses = map(list, zip(*pairs, strict=True))
+    return reference.verdict()
 
 
 def test_the_verdict_names_the_step_whose_loss_is_no_number():
     nan = float("nan")
 
-    later = _twin_of([(2.0, 2.5), (nan, 2.0), (1.0, 1.0)])
-    at_once = _twin_of([(1.0, nan), (1.0, 1.0)])
-    never = _twin_of([(2.0, 2.5), (1.0, 1.0)])
+    later = _reference_with([(2.0, 2.5), (nan, 2.0), (1.0, 1.0)])
+    at_once = _reference_with([(1.0, nan), (1.0, 1.0)])
+    never = _reference_with([(2.0, 2.5), (1.0, 1.0)])
 
     assert later.startswith("largest deviation of the loss from one device over the first 1 step: ")
     assert "5.00e-01 (2.00e-01 relative)\nfrom step 2 on nothing can be compared" in later

@@ -17,7 +17,7 @@ from sbp_planner.configs import ManualConfig, OsdpConfig
 from sbp_planner.manual import build as build_manual
 from sbp_planner.osdp import build as build_osdp
 from sbp_torch.capture import capture, initial_states
-from sbp_torch.testing.planner import PlannerConformance
+from sbp_torch.testing.planner import PlannerRunConformance
 from sbp_torch.testing.programs import OneDeviceStep
 
 
@@ -92,7 +92,7 @@ def transformer_step(num_micro_batches: int) -> OneDeviceStep:
     )
 
 
-class TransformerSuite(PlannerConformance):
+class TransformerSuite(PlannerRunConformance):
     def make_step(self, num_micro_batches: int) -> OneDeviceStep:
         return transformer_step(num_micro_batches)
 

@@ -18,7 +18,7 @@ from sbp_core.signatures.notation import (
 )
 from sbp_core.signatures.patterns import fresh_dims, opaque
 from sbp_core.signatures.pointwise import broadcasting
-from sbp_core.signatures.rule import Rule, RuleSet, with_local_shape
+from sbp_core.signatures.rule import OperatorTraits, Rule, RuleSet, with_local_shape
 
 SBP_API_VERSION = 1
 
@@ -98,4 +98,10 @@ def sbp_signatures() -> Mapping[str, Factory]:
 
 def build(config: EmptyConfig) -> RuleSet:
     views = frozenset({"alias", "expand", "t", "view"})
-    return RuleSet(rules=RULES, pointwise=Rule(_pointwise), views=views)
+    traits = OperatorTraits(
+        views=views,
+        copies=frozenset({"clone"}),
+        extremes={"amax": "maximum"},
+        on_shards={"aten.view.default": "aten.reshape.default"},
+    )
+    return RuleSet(rules=RULES, pointwise=Rule(_pointwise), traits=traits)

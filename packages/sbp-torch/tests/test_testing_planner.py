@@ -13,7 +13,7 @@ from sbp_core.infer import infer_strategy
 from sbp_core.plugins.kinds import Planner, PlanRequest
 from sbp_core.sbp import B, NdSbp
 from sbp_core.strategy import Signature, Storage, Strategy
-from sbp_torch.testing.planner import PlannerConformance
+from sbp_torch.testing.planner import PlannerRunConformance
 
 MESHES = (((1,), ("data",)), ((3,), ("data",)), ((2, 2), ("pipe", "data")))
 
@@ -25,7 +25,7 @@ class Infers:
         return infer_strategy(request, planner="infers", pins={"batch": "S(0)"})
 
 
-class TestInference(PlannerConformance):
+class TestInference(PlannerRunConformance):
     meshes = MESHES
 
     def make_planner(self) -> Planner:
@@ -89,42 +89,46 @@ class NeverTheSame(Infers):
         return replace(super().plan(request), report={"seed": next(self.numbers)})
 
 
-Test = Callable[[PlannerConformance], None]
+Test = Callable[[PlannerRunConformance], None]
 
 BROKEN: list[tuple[Callable[[], Planner], Test, type[Exception]]] = [
     (
         ForgetsAnOp,
-        PlannerConformance.test_every_op_and_state_has_a_legal_assignment,
+        PlannerRunConformance.test_every_op_and_state_has_a_legal_assignment,
         AssertionError,
     ),
-    (ForgetsAnOp, PlannerConformance.test_every_strategy_runs_as_one_device_does, PlanError),
+    (ForgetsAnOp, PlannerRunConformance.test_every_strategy_runs_as_one_device_does, PlanError),
     (
         CutsWhatCannotBeCut,
-        PlannerConformance.test_every_op_and_state_has_a_legal_assignment,
+        PlannerRunConformance.test_every_op_and_state_has_a_legal_assignment,
         SbpError,
     ),
     (
         IgnoresConstraints,
-        PlannerConformance.test_a_constraint_of_the_user_is_kept,
+        PlannerRunConformance.test_a_constraint_of_the_user_is_kept,
         AssertionError,
     ),
-    (CannotBeWritten, PlannerConformance.test_strategies_survive_their_file_format, TypeError),
-    (CannotBeCompiled, PlannerConformance.test_every_strategy_runs_as_one_device_does, PlanError),
+    (CannotBeWritten, PlannerRunConformance.test_strategies_survive_their_file_format, TypeError),
     (
         CannotBeCompiled,
-        PlannerConformance.test_every_op_and_state_has_a_legal_assignment,
+        PlannerRunConformance.test_every_strategy_runs_as_one_device_does,
+        PlanError,
+    ),
+    (
+        CannotBeCompiled,
+        PlannerRunConformance.test_every_op_and_state_has_a_legal_assignment,
         AssertionError,
     ),
     (
         GoesBeyondTheEnd,
-        PlannerConformance.test_planning_again_gives_the_same_strategy,
+        PlannerRunConformance.test_planning_again_gives_the_same_strategy,
         AssertionError,
     ),
 ]
 
 
-def suite_of(make: Callable[[], Planner]) -> PlannerConformance:
-    class Suite(PlannerConformance):
+def suite_of(make: Callable[[], Planner]) -> PlannerRunConformance:
+    class Suite(PlannerRunConformance):
         meshes = MESHES[1:2]
         micro_batches = (1,)
 

@@ -64,15 +64,15 @@ def train(config: RunConfig, registry: PluginRegistry, folder: Path) -> None:
     show_plan(run, planned)
 
     try:
-        states, twin = train_states(run, program, planned, backend)
+        states, reference = train_states(run, program, planned, backend)
         if config.trainer.eval_batches:
             with run.stage("evaluating"):
                 loss = evaluate(run, program, planned, states)
             batches = counted(config.trainer.eval_batches, "batch", "es")
             run.say([f"held-out loss: {loss:.4f} ({batches})"])
         show_sample(run, program, states)
-        if twin is not None and twin.losses:
-            run.console.print(twin.verdict())
+        if reference is not None and reference.losses:
+            run.console.print(reference.verdict())
     finally:
         run.console.print(f"run folder: {folder}", highlight=False, soft_wrap=True)
 
@@ -114,19 +114,21 @@ def train_states(
     eager = config.runtime.settings.get("compile", "eager") == "eager"
     step_meter = StepMeter(planned.plan, backend, counts_memory=eager)
     with run.stage("making the states and starting the ranks"):
-        twin = EagerReference(program, config.trainer) if config.trainer.compare_steps else None
+        reference = (
+            EagerReference(program, config.trainer) if config.trainer.compare_steps else None
+        )
         first = program.made.states(program.optimizer, config.trainer.update)
         session = start(run, planned.plan, first, step_meter.backend)
     with session:
         try:
-            speed = train_steps(run, program, session, step_meter, twin)
+            speed = train_steps(run, program, session, step_meter, reference)
         except BaseException as error:
             save_states_after_error(run, session, error)
             raise
         states = save_states(run, session)
     run.console.print(f"{counted(config.trainer.steps, 'step')}, {speed}")
     run.say(step_meter.lines(predicted_of(planned)))
-    return states, twin
+    return states, reference
 
 
 def predicted_of(planned: Planned) -> Predicted:
@@ -142,7 +144,11 @@ def predicted_of(planned: Planned) -> Predicted:
 
 
 def train_steps(
-    run: Run, program: Program, session: Session, step_meter: StepMeter, twin: EagerReference | None
+    run: Run,
+    program: Program,
+    session: Session,
+    step_meter: StepMeter,
+    reference: EagerReference | None,
 ) -> str:
     """Run all steps; return the speed as text.
 
@@ -151,7 +157,7 @@ def train_steps(
         program: Gives the batches.
         session: Takes the steps.
         step_meter: Measures them.
-        twin: The one-device program, which takes the first steps, too.
+        reference: The one-device program, which takes the first steps, too.
     """
     settings = run.config.trainer
     given = scalar_values(program.model, program.optimizer, settings.update)
@@ -167,8 +173,8 @@ def train_steps(
                 scalars = {**given, **rates, "seed": settings.seed, "step": index}
                 outputs = step_meter.step(session, batch, scalars)
                 loss = outputs["loss"].item()
-                if twin is not None and index < settings.compare_steps:
-                    twin.step(batch, loss, factor)
+                if reference is not None and index < settings.compare_steps:
+                    reference.step(batch, loss, factor)
                 count = next(iter(batch.values())).numel() if is_text else settings.batch_size
                 progress.advance(index + 1, loss, count)
                 metrics = {name: value.item() for name, value in outputs.items() if not value.dim()}

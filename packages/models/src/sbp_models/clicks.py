@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from sbp_models.configs import ClicksConfig
-from sbp_models.counted import (
+from sbp_models.counter_based_random import (
     SPLITS,
     check_batch,
     key_of,

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from sbp_models.configs import ImagesConfig
-from sbp_models.counted import (
+from sbp_models.counter_based_random import (
     SPLITS,
     below,
     check_batch,

@@ -29,7 +29,14 @@ import torch
 from sbp_core.errors import ConfigError
 from sbp_core.units import format_bytes
 from sbp_models.configs import StdlibConfig, TextConfig, TextTask
-from sbp_models.counted import below, check_batch, hashes, key_of, members, sample_numbers
+from sbp_models.counter_based_random import (
+    below,
+    check_batch,
+    hashes,
+    key_of,
+    members,
+    sample_numbers,
+)
 
 logger = logging.getLogger(__name__)
 

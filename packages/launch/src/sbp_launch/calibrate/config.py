@@ -12,8 +12,8 @@ from sbp_core.plugins import PluginRegistry, merge_settings
 from sbp_launch.check import choose, refuse_unknown
 from sbp_launch.config import Composed, PluginChoice
 
-#: Kinds of steps that are measured, as `sbp_core.calibration.KINDS` lists them.
-KINDS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "transfer")
+#: Kinds of steps that are measured, as `sbp_core.calibration.CALL_KINDS` lists them.
+CALL_KINDS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "transfer")
 
 #: Ranks for each core of the machine, at most; beyond, starting them takes for ever.
 _RANKS_PER_CORE = 16
@@ -30,7 +30,7 @@ class CalibrateConfig:
         out: Cluster file to write.
         name: How reports call the machine.
         keep: Whether calibrations of other backends that `out` already holds stay in it.
-        kinds: Kinds of steps to measure, of `KINDS`.
+        kinds: Kinds of steps to measure, of `CALL_KINDS`.
         min_bytes: Smallest message, in bytes, >= 1; each size is twice the one before.
         max_bytes: Largest message, in bytes.
         sizes: Sizes of messages in bytes, in place of `min_bytes` and `max_bytes`.
@@ -45,7 +45,7 @@ class CalibrateConfig:
     out: str = "cluster.json"
     name: str = "measured"
     keep: bool = False
-    kinds: tuple[str, ...] = KINDS
+    kinds: tuple[str, ...] = CALL_KINDS
     min_bytes: int = 1024
     max_bytes: int = 256 * 2**20
     sizes: tuple[int, ...] = ()
@@ -68,10 +68,10 @@ class CalibrateConfig:
                 accepted=f"1 .. {most}: {_RANKS_PER_CORE} for each core",
             )
         if not self.kinds:
-            raise ConfigError("kinds=[] leaves nothing to measure", accepted=", ".join(KINDS))
-        unknown = [kind for kind in self.kinds if kind not in KINDS]
+            raise ConfigError("kinds=[] leaves nothing to measure", accepted=", ".join(CALL_KINDS))
+        unknown = [kind for kind in self.kinds if kind not in CALL_KINDS]
         if unknown:
-            raise ConfigError(f"kinds names {unknown[0]!r}", accepted=", ".join(KINDS))
+            raise ConfigError(f"kinds names {unknown[0]!r}", accepted=", ".join(CALL_KINDS))
         if any(size < 1 for size in self.sizes):
             raise ConfigError(f"sizes={list(self.sizes)}", accepted="bytes >= 1")
         if not self.sizes and self.max_bytes < self.min_bytes:

@@ -66,7 +66,7 @@ from sbp_aten.rules import (
     triangular,
     views,
 )
-from sbp_aten.views import VIEWS
+from sbp_aten.traits import TRAITS
 from sbp_core.plugins import EmptyConfig
 from sbp_core.signatures import Rule, RuleSet
 
@@ -133,4 +133,4 @@ GROUPED_MM_GRADIENTS: Rule = grouped.GRADIENTS
 
 def build(config: EmptyConfig) -> RuleSet:
     """Return the rule set. Kind `signature`, names `aten`, `sbp` and `torch_nn`."""
-    return RuleSet(rules=RULES, pointwise=pointwise.POINTWISE, views=VIEWS)
+    return RuleSet(rules=RULES, pointwise=pointwise.POINTWISE, traits=TRAITS)

@@ -31,6 +31,7 @@ from sbp_core.compile.levels import is_gathered_on_use, with_levels
 from sbp_core.compile.physical import Instruction
 from sbp_core.graph.blocks import block_of
 from sbp_core.graph.ir import LogicalGraph, Phase, Rate, Ref, Symbol, TensorType
+from sbp_core.graph.primitives import CAT, CLONE, PERMUTE, RESHAPE, SPLIT_WITH_SIZES, VIEW
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, Partial, S, Sbp, local_shape
 
@@ -405,14 +406,12 @@ def pack_instructions(item: Item) -> Iterator[Instruction]:
             yield from _rows_first(item.name, key, value, before, dim, rows)
         parts.append(f"{flat}.{index}")
         row = (_num_rows(step), -1) if scatters else (-1,)
-        yield _call(item.name, "aten.reshape.default", (Ref(value), row), parts[-1])
+        yield _call(item.name, RESHAPE, (Ref(value), row), parts[-1])
     joined = f"{flat}.joined"
-    yield _call(
-        item.name, "aten.cat.default", (tuple(map(Ref, parts)), 1 if scatters else 0), joined
-    )
+    yield _call(item.name, CAT, (tuple(map(Ref, parts)), 1 if scatters else 0), joined)
     others = _others(item.packed[0].source[0], item.packed[0].axes)
     shape = (*(1 for _ in others), -1)
-    yield _call(item.name, "aten.reshape.default", (Ref(joined), shape), flat)
+    yield _call(item.name, RESHAPE, (Ref(joined), shape), flat)
 
 
 def _rows_first(
@@ -421,8 +420,8 @@ def _rows_first(
     """Yield how one dim is cut into rows, which come first: (a, rows b, c) -> (rows, a, b, c)."""
     cut = (*shape[:dim], rows, shape[dim] // rows, *shape[dim + 1 :])
     order = (dim, *range(dim), *range(dim + 1, len(cut)))
-    yield _call(node, "aten.reshape.default", (Ref(key), cut), f"{made}.cut")
-    yield _call(node, "aten.permute.default", (Ref(f"{made}.cut"), order), made)
+    yield _call(node, RESHAPE, (Ref(key), cut), f"{made}.cut")
+    yield _call(node, PERMUTE, (Ref(f"{made}.cut"), order), made)
 
 
 def unpack_instructions(item: Item) -> Iterator[Instruction]:
@@ -433,12 +432,10 @@ def unpack_instructions(item: Item) -> Iterator[Instruction]:
     shapes = [_shapes(step) for step in item.packed]
     sizes = tuple(prod(before if gathers else after) for before, after in shapes)
     table = f"{item.name}.table"
-    yield _call(
-        item.name, "aten.view.default", (Ref(flat), (rows, -1) if gathers else (-1,)), table
-    )
+    yield _call(item.name, VIEW, (Ref(flat), (rows, -1) if gathers else (-1,)), table)
     parts = tuple(f"{item.name}.{index}" for index in range(len(sizes)))
     yield Instruction(
-        op="aten.split_with_sizes.default",
+        op=SPLIT_WITH_SIZES,
         args=(Ref(table), sizes, 1 if gathers else 0),
         outputs=parts,
         node=item.name,
@@ -447,23 +444,23 @@ def unpack_instructions(item: Item) -> Iterator[Instruction]:
         parts, item.outputs, item.packed, shapes, strict=True
     ):
         if not gathers:
-            yield _call(item.name, "aten.view.default", (Ref(part), after), key)
+            yield _call(item.name, VIEW, (Ref(part), after), key)
             continue
         dim = _split_dim(step)
         assert dim is not None, "only such steps are packed"
         cut = (rows, *before)
         order = (*range(1, dim + 1), 0, *range(dim + 1, len(cut)))
-        yield _call(item.name, "aten.view.default", (Ref(part), cut), f"{part}.rows")
-        yield _call(item.name, "aten.permute.default", (Ref(f"{part}.rows"), order), f"{part}.back")
+        yield _call(item.name, VIEW, (Ref(part), cut), f"{part}.rows")
+        yield _call(item.name, PERMUTE, (Ref(f"{part}.rows"), order), f"{part}.back")
         # A copy in any case: a view would keep the whole buffer alive.
         yield Instruction(
-            op="aten.clone.default",
+            op=CLONE,
             args=(Ref(f"{part}.back"),),
             kwargs={"memory_format": Symbol("memory_format", "contiguous_format")},
             outputs=(f"{part}.own",),
             node=item.name,
         )
-        yield _call(item.name, "aten.view.default", (Ref(f"{part}.own"), after), key)
+        yield _call(item.name, VIEW, (Ref(f"{part}.own"), after), key)
 
 
 def _call(node: str, op: str, args: tuple[object, ...], made: str) -> Instruction:

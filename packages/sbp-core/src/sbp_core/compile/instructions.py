@@ -18,15 +18,11 @@ from sbp_core.compile.items import Item, ItemKind
 from sbp_core.compile.physical import LOCAL_BOX, Instruction
 from sbp_core.compile.program import Program
 from sbp_core.graph.ir import Argument, Node, Ref, map_refs
+from sbp_core.graph.primitives import ALIAS
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.localize import localize
 from sbp_core.signatures.rule import LocalProgram
-
-_RENAMED = {
-    # A part need not be contiguous where the logical tensor is, so views must be able to copy.
-    "aten.view.default": "aten.reshape.default",
-    "aten._unsafe_view.default": "aten.reshape.default",
-}
+from sbp_core.signatures.views import traits_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +132,7 @@ def named(
         kwargs = {key: map_refs(part, renamed) for key, part in call.kwargs.items()}
         own.update(call.outputs)
         yield Instruction(
-            op=_RENAMED.get(call.op, call.op),
+            op=traits_of(call.op).on_shards.get(call.op, call.op),
             args=args,
             kwargs=kwargs,
             outputs=tuple(renamed(Ref(name)).name for name in call.outputs) or tuple(outputs),
@@ -146,7 +142,7 @@ def named(
         if ref.name not in own or keys[ref.name] != key:
             # An output that is a shard itself, or the same value as another output.
             args = (renamed(ref),)
-            yield Instruction(op="aten.alias.default", args=args, outputs=(key,), node=node)
+            yield Instruction(op=ALIAS, args=args, outputs=(key,), node=node)
 
 
 def host_instruction(item: Item) -> Instruction:

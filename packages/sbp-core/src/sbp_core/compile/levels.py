@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from sbp_core.compile.items import Item, ItemKind
-from sbp_core.graph.ir import InputKind, LogicalGraph, Phase
-from sbp_core.signatures.views import is_view
+from sbp_core.graph.ir import InputKind, LogicalGraph, Node, Phase
+from sbp_core.signatures.views import is_view, traits_of
 
 
 def with_levels(graph: LogicalGraph, items: Iterable[Item]) -> list[Item]:
@@ -54,16 +54,15 @@ def is_gathered_on_use(graph: LogicalGraph, value: str) -> bool:
     they are gathered, no phase keeps the whole for another.
     """
     node = graph.producers.get(value)
-    if node is not None and node.op == "aten._to_copy.default":
+    if node is not None and node.kind in traits_of(node.op).casts:
         value = node.args[0].name
     entry = graph.input_kinds.get(value)
     return entry is not None and entry.kind is InputKind.PARAMETER
 
 
-_FACTORIES = frozenset(
-    {"arange", "ones_like", "zeros_like", "full", "full_like", "ones", "zeros"}
-    | {"random_bernoulli", "random_integers", "random_normal", "random_uniform"}
-)
+def _is_light(node: Node) -> bool:
+    """Whether a node only looks at its argument, or needs none."""
+    return is_view(node.op) or node.kind in traits_of(node.op).factories
 
 
 def sink(items: Sequence[Item]) -> list[Item]:
@@ -78,9 +77,7 @@ def sink(items: Sequence[Item]) -> list[Item]:
     users: dict[str, list[Item]] = {}
     sunk: list[Item] = []
     for item in reversed(items):
-        light = item.phase is Phase.OPTIMIZER or (
-            item.node is not None and (is_view(item.node.op) or item.node.kind in _FACTORIES)
-        )
+        light = item.phase is Phase.OPTIMIZER or (item.node is not None and _is_light(item.node))
         if item.kind is ItemKind.OP and light:
             found = [user for key in item.outputs for user in users.get(key, ())]
             same = [

@@ -28,7 +28,7 @@ from sbp_core.compile.physical import (
     Receive,
 )
 from sbp_core.graph.ir import InputKind, Phase
-from sbp_core.signatures.views import is_view
+from sbp_core.signatures.views import is_view, traits_of
 
 
 class Kind(StrEnum):
@@ -51,13 +51,11 @@ _OF_INPUT: Mapping[InputKind, Kind] = {
     InputKind.OPTIMIZER_STATE: Kind.STATES,
 }
 
-#: Operators whose result is a copy of their argument, or of a slice, cast or put together.
-_COPIES = ("_to_copy", "clone", "cat", "slice_copy", "stack")
-
 
 def _is_same(op: str) -> bool:
     """Whether a result is the argument, looked at, cast or put together."""
-    return is_view(op) or op.split(".")[1] in _COPIES
+    kind, traits = op.split(".")[1], traits_of(op)
+    return is_view(op) or kind in traits.copies or kind in traits.joins
 
 
 def kind_of_slot(kind: str) -> Kind:

@@ -40,6 +40,7 @@ from sbp_core.compile.physical import (
 )
 from sbp_core.errors import PlanError
 from sbp_core.graph.ir import InputKind, Ref
+from sbp_core.graph.primitives import CLONE, MULTIPLY
 from sbp_core.interpreter import Firing, InstructionDomain, Interpreter
 from sbp_core.memory.kinds import (
     kind_of_slot,
@@ -297,7 +298,7 @@ class _Storages(InstructionDomain[Value]):
         if total is not None and is_extreme:
             return total
         scaled = Instruction(
-            op="aten.clone.default" if is_extreme else "aten.mul.Tensor",
+            op=CLONE if is_extreme else MULTIPLY,
             args=(Ref(source),) if is_extreme else (Ref(source), how),
             outputs=(key,),
             node=key,

@@ -18,26 +18,13 @@ from sbp_core.graph.ir import (
     TensorType,
 )
 from sbp_core.graph.rewrite import rename_outputs, rename_uses
-from sbp_core.signatures.views import is_view
+from sbp_core.signatures.views import is_view, traits_of
 
 #: How the names of dtypes begin that hold means of their values.
 _AVERAGED = ("float", "bfloat", "complex")
 
 #: Dtypes of counts: the count of a step is the sum over its micro-batches.
 _COUNTED = ("int", "uint", "bool")
-
-#: Operators whose result has the elements of their argument, in memory of its own.
-_COPIES = ("_to_copy", "clone")
-
-#: Operators that reduce to the largest or smallest of their elements, and which.
-_EXTREMES = {
-    "all": "minimum",
-    "amax": "maximum",
-    "amin": "minimum",
-    "any": "maximum",
-    "max": "maximum",
-    "min": "minimum",
-}
 
 
 def accumulate(graph: LogicalGraph, num_micro_batches: int) -> LogicalGraph:
@@ -216,7 +203,7 @@ def _extreme(graph: LogicalGraph, value: str) -> str:
     The order of numbers outlives conversions, but not those to booleans.
     """
     node = graph.producers.get(value)
-    while node is not None and (is_view(node.op) or node.kind in _COPIES):
+    while node is not None and (is_view(node.op) or node.kind in traits_of(node.op).copies):
         before, after = graph.tensor_inputs(node)[0], graph.tensor(value)
         if after.dtype == "bool" and graph.tensor(before).dtype != "bool":
             return ""
@@ -225,7 +212,7 @@ def _extreme(graph: LogicalGraph, value: str) -> str:
     one = node is not None and graph.is_tensor(value) and not graph.tensor(value).shape
     if node is None or not one or len(graph.tensor_inputs(node)) != 1 or value != node.outputs[0]:
         return ""
-    return _EXTREMES.get(node.kind, "")
+    return traits_of(node.op).extremes.get(node.kind, "")
 
 
 def _mean(graph: LogicalGraph, value: str, num_micro_batches: int) -> float:

@@ -15,6 +15,7 @@ from sbp_core.graph.ir import (
     Rate,
     Ref,
 )
+from sbp_core.graph.primitives import CLONE
 from sbp_core.signatures.views import aliased_inputs
 
 _FROM_CALLER = (InputKind.BATCH, InputKind.RNG)
@@ -85,7 +86,7 @@ def _copy(graph: LogicalGraph, value: str, name: str, rate: Rate, phase: Phase) 
     producer = graph.producers.get(value)
     blank = Node(
         name=name,
-        op="aten.clone.default",
+        op=CLONE,
         args=(Ref(value),),
         outputs=(name,),
         phase=phase,

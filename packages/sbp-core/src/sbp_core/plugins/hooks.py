@@ -119,7 +119,7 @@ class HookSpecs(Protocol):
     def sbp_planners(self) -> Mapping[str, Factory]:
         """Planners: `sbp_core.plugins.Planner`.
 
-        Suite: `sbp_torch.testing.planner.PlannerConformance`.
+        Suite: `sbp_core.testing.planner.PlannerConformance`.
         """
 
     @hookspec

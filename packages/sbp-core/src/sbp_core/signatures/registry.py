@@ -19,7 +19,7 @@ from sbp_core.signatures.library import call_library
 from sbp_core.signatures.notation import Notation
 from sbp_core.signatures.opaque import OPAQUE
 from sbp_core.signatures.pointwise import POINTWISE
-from sbp_core.signatures.rule import Rule, RuleSet
+from sbp_core.signatures.rule import OperatorTraits, Rule, RuleSet
 from sbp_core.signatures.sbp_ops import RULES, VIEWS
 from sbp_core.signatures.signature import Signature1d
 
@@ -81,8 +81,12 @@ class RuleRegistry:
         Args:
             op: Operator and overload, `aten.view.default`; the overload does not matter.
         """
-        namespace, kind = (*op.split("."), "")[:2]
-        return op in VIEWS or kind in self._rule_set(namespace).views
+        kind = (*op.split("."), "")[1]
+        return op in VIEWS or kind in self.traits(op).views
+
+    def traits(self, op: str) -> OperatorTraits:
+        """Return what passes may ask about the operators of an operator's namespace."""
+        return self._rule_set(op.partition(".")[0]).traits
 
     def rule(self, call: OpCall) -> Rule:
         """Return the rule of a call.
@@ -168,8 +172,8 @@ class RuleRegistry:
         # Of the sets that have been asked for; a broken one of another plugin is not its business.
         known = [*self._rules, *(op for found in self._sets.values() for op in found.rules)]
         near = get_close_matches(call.op, known, n=3, cutoff=0.6)
-        if not call.op.startswith("aten."):
-            # Then endings such as `.default` are alike and mean nothing: go by the name alone.
+        if not self._rule_set(call.op.partition(".")[0]).rules:
+            # Nobody describes the namespace: an ending such as `.default` makes no names alike.
             name = call.op.split(".")[-2:-1]
             near = [op for op in near if op.split(".")[-2:-1] == name]
         return SignatureError(

@@ -116,6 +116,33 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorTraits:
+    """What passes ask about the operators of a namespace beside their rules.
+
+    Operators are named by their kind: `view` of `aten.view.default`.
+
+    Args:
+        views: Whose results may lie in the memory of their arguments.
+        casts: Whose result is the argument in another dtype, in memory of its own.
+        copies: Whose result has the elements of the argument, in memory of its own; casts, too.
+        joins: Whose result is put together of the arguments, or cut out of one, in memory of its
+            own.
+        factories: Whose result is made of numbers alone, whatever tensors it is made like.
+        extremes: Which reduce to the largest or smallest of the elements; `maximum` or `minimum`.
+        on_shards: By operator and overload, what is called on a shard instead: a shard need not be
+            contiguous where the whole tensor is, so that a view must be able to copy.
+    """
+
+    views: frozenset[str] = frozenset()
+    casts: frozenset[str] = frozenset()
+    copies: frozenset[str] = frozenset()
+    joins: frozenset[str] = frozenset()
+    factories: frozenset[str] = frozenset()
+    extremes: Mapping[str, str] = field(default_factory=dict)
+    on_shards: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RuleSet:
     """The rules of a namespace of operators, such as `aten`.
 
@@ -123,13 +150,12 @@ class RuleSet:
         rules: By operator and overload, `aten.mm.default`; may hold operators of other namespaces.
         pointwise: The rule of an operator of the namespace that is tagged as pointwise and has none
             of its own; None: one that knows nothing but that.
-        views: Kinds of operators (`view` of `aten.view.default`) whose results may lie in the
-            memory of their arguments.
+        traits: What passes ask about the operators beside their rules.
     """
 
     rules: Mapping[str, Rule]
     pointwise: Rule | None = None
-    views: frozenset[str] = frozenset()
+    traits: OperatorTraits = OperatorTraits()
 
 
 @cache

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from sbp_core.graph.primitives import ALIAS
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.notation import (
     Dependence,
@@ -56,7 +57,7 @@ def _after(call: OpCall) -> Notation:
 
 
 def _only_first(call: OpCall, _: Shards) -> LocalCall:
-    return LocalCall(op="aten.alias.default", args=call.args[:1])
+    return LocalCall(op=ALIAS, args=call.args[:1])
 
 
 def _accumulate(call: OpCall) -> Notation:

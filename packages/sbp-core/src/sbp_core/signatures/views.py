@@ -1,4 +1,4 @@
-"""Which operators may return views, and which graph inputs a value may alias."""
+"""What passes ask about operators: which may return views, what else the rules say of them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from sbp_core.graph.ir import LogicalGraph
 from sbp_core.signatures.registry import installed_rules
+from sbp_core.signatures.rule import OperatorTraits
 
 
 def is_view(op: str) -> bool:
@@ -17,6 +18,15 @@ def is_view(op: str) -> bool:
         op: Operator and overload, `aten.view.default`.
     """
     return installed_rules().is_view(op)
+
+
+def traits_of(op: str) -> OperatorTraits:
+    """Return what the installed rules say of the operators in an operator's namespace.
+
+    Args:
+        op: Operator and overload, `aten.view.default`.
+    """
+    return installed_rules().traits(op)
 
 
 def aliased_inputs(graph: LogicalGraph, value: str) -> Iterator[str]:

@@ -4,6 +4,7 @@
 |---|---|---|
 | cluster | `cluster.ClusterConformance` | `make_factory` |
 | logger | `logger.MetricSinkConformance` | `make_factory`, `read` |
+| planner | `planner.PlannerConformance` | `make_planner` |
 
 The suites of the other kinds are in `sbp_torch.testing`. `graphs` and `plans` make graphs, machines
 and plans by hand; `edits` makes random edits of files; `holdings`, `interrupts` and `marks` are

@@ -1,6 +1,6 @@
-"""Notes beside every traced op: its phase, module path, source line, forward op, and marks.
+"""The provenance of every traced op: its phase, module path, source line, forward op, checkpoint.
 
-A dispatch mode that is active while the user's step is traced. FX keeps the notes on its nodes.
+`Notes` is a dispatch mode, active while the user's step is traced. FX keeps its notes on the nodes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""What a forward does to its states other than writing to them: it assigns, or shares memory."""
+"""States that a forward binds to other tensors, and states that share memory: which may do so.
+
+A buffer may be assigned a detached tensor of its form, which then is its new value. Parameters stay
+the tensors that they are.
+"""
 
 from __future__ import annotations
 

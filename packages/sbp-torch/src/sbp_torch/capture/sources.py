@@ -1,4 +1,4 @@
-"""Which line of the user's code something comes from. Knows where torch and this package lie."""
+"""Which line of the user's code something comes from, past the frames of torch and this package."""
 
 from __future__ import annotations
 

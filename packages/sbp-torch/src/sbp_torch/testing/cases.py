@@ -1,6 +1,7 @@
-"""Ways of running the step of a small MLP: plans to compile, and what they must come to.
+"""The cases of the suite of runtimes: strategies for the step of a small MLP, and their results.
 
-Holds the cases and how their results are compared; `testing.runtime` holds the suite.
+A case is compiled and run; its losses and shards are compared with those of one device.
+`testing.runtime` holds the suite.
 
 Stability: internal.
 """

@@ -1,4 +1,7 @@
-"""Small one-device programs for the tests of capture, compilation and runtimes.
+"""Small models with loss, batches and optimizer, for our own tests of capture and runtimes.
+
+`PROGRAMS` lists them; `eager_step` and `eager_states` train them without any of our code. What the
+conformance suites plan and run is in `testing.programs`.
 
 Stability: internal.
 """

@@ -1,23 +1,20 @@
-"""The conformance suite of planners: subclass `PlannerConformance` and supply one method.
+"""The conformance suite of planners, with a run of what was planned: supply one method.
 
-    class TestMyPlanner(PlannerConformance):
+    class TestMyPlanner(PlannerRunConformance):
         meshes = (((4,), ("data",)), ((2, 2), ("data", "tensor")))
 
         def make_planner(self):
             return build(MyConfig())
 
-Every strategy must cover the graph, be legal op by op, be the same when asked for again, survive
-its file format, compile, pass the check, and run (under the reference runtime) to the losses and
-shards of one device. A planner that plans only some programs overrides `make_step`.
+Beside what `sbp_core.testing.planner` asks, every strategy must run (under the reference runtime)
+to the losses and shards of one device. A planner that plans only some programs overrides
+`make_step`.
 
 Stability: stable.
 """
 
 from __future__ import annotations
 
-import json
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
 from functools import cache
 
 from torch import Tensor
@@ -25,13 +22,8 @@ from torch import Tensor
 from sbp_core.check import check
 from sbp_core.cluster import Cluster
 from sbp_core.compile import compile_plan
-from sbp_core.graph import InputKind, graph_hash
-from sbp_core.infer import PinValue
-from sbp_core.placement import Placement
-from sbp_core.plugins import Planner, PlanRequest
-from sbp_core.sbp import B, check_sbp
-from sbp_core.signatures import OpCall, check_signature
-from sbp_core.strategy import Strategy
+from sbp_core.graph import LogicalGraph
+from sbp_core.testing.planner import PlannerConformance
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.reference import ReferenceRuntime
@@ -44,155 +36,47 @@ from sbp_torch.testing.programs import (
     small_cluster,
 )
 
-__all__ = ["PlannerConformance"]
+__all__ = ["PlannerRunConformance"]
 
 Number = float | int
 
-#: Mesh shape and axes.
-Mesh = tuple[tuple[int, ...], tuple[str, ...]]
 
-
-class PlannerConformance(ABC):
-    """What every planner must do. See the module's docstring for how to use it."""
-
-    #: Meshes of ranks 0, 1, 2, ... to plan for.
-    meshes: tuple[Mesh, ...] = (
-        ((1,), ("data",)),
-        ((2,), ("data",)),
-        ((2, 2), ("data", "tensor")),
-    )
-
-    #: Micro-batches of one step to plan for.
-    micro_batches: tuple[int, ...] = (1, 2)
-
-    #: A constraint of the user that the planner has to keep: the stored SBP of all batch inputs.
-    batch_pin: str = "B"
+class PlannerRunConformance(PlannerConformance):
+    """What every planner must do, tried out. See the module's docstring for how to use it."""
 
     #: Largest deviation from one device, relative above 1.
     tolerance: float = 1e-9
-
-    @abstractmethod
-    def make_planner(self) -> Planner:
-        """Return the planner; called for every plan."""
 
     def make_step(self, num_micro_batches: int) -> OneDeviceStep:
         """Return the training step to plan and run; equal on every call."""
         return capture_tiny(num_micro_batches)
 
+    def make_graph(self, num_micro_batches: int) -> LogicalGraph:
+        """Return the graph of the step."""
+        return self.make_step(num_micro_batches).graph
+
     def make_cluster(self, num_devices: int) -> Cluster:
         """Return the machine to plan for."""
         return small_cluster(num_devices)
 
-    def plan(
-        self, mesh: Mesh, num_micro_batches: int, pins: Mapping[str, PinValue] | None = None
-    ) -> Strategy:
-        """Ask for one plan."""
-        placement = Placement.grid(*mesh)
-        request = PlanRequest(
-            graph=self.make_step(num_micro_batches).graph,
-            mesh=placement,
-            cluster=self.make_cluster(placement.size),
-            pins=pins or {},
-            progress=_check_progress,
-        )
-        return self.make_planner().plan(request)
-
-    def plans(self) -> Iterator[tuple[str, OneDeviceStep, Strategy]]:
-        """Yield what is planned for, the step and its strategy, for all meshes."""
-        for mesh in self.meshes:
-            for count in self.micro_batches:
-                what = f"mesh {mesh[0]} {mesh[1]}, {count} micro-batches"
-                yield what, self.make_step(count), _planned(type(self), mesh, count)
-
-    def test_every_op_and_state_has_a_legal_assignment(self) -> None:
-        """All nodes and tensor inputs, no others, on the ranks of the mesh."""
-        for mesh in self.meshes:
-            for count in self.micro_batches:
-                strategy = _planned(type(self), mesh, count)
-                check_legal(self.make_step(count), strategy)
-                assert set(strategy.ranks) <= set(Placement.grid(*mesh).rank_list)
-
-    def test_planning_again_gives_the_same_strategy(self) -> None:
-        """The same request, a new planner."""
-        for mesh in self.meshes:
-            count = self.micro_batches[-1]
-            again = self.plan(mesh, count)
-            assert again == _planned(type(self), mesh, count), f"another strategy for {mesh}"
-
-    def test_strategies_survive_their_file_format(self) -> None:
-        """Through JSON and back: equal, report included."""
-        for what, _, strategy in self.plans():
-            text = json.dumps(strategy.to_json(), allow_nan=False)
-            again = Strategy.from_json(json.loads(text))
-            assert again.to_json() == strategy.to_json(), f"{what}: JSON changes the strategy"
-            assert (again.nodes, again.storage) == (strategy.nodes, strategy.storage), what
-
     def test_every_strategy_runs_as_one_device_does(self) -> None:
         """Compiles, passes the check, and gives one device's losses and shards."""
-        for what, step, strategy in self.plans():
-            plan = compile_plan(step.graph, strategy)
+        for what, graph, strategy in self.plans():
+            step = self.make_step(graph.num_micro_batches)
+            plan = compile_plan(graph, strategy)
             check(plan)
             runtime = ReferenceRuntime(ReferenceConfig())
             with runtime.start(plan, step.states, LocalBackend()) as session:
                 losses = run_steps(session, step)
                 shards = shards_of(session, plan)
-            wanted, states = self._one_device(step.graph.num_micro_batches)
+            wanted, states = _one_device_run(type(self), graph.num_micro_batches)
             for index, loss in enumerate(losses):
                 assert_near(f"{what}: loss {index}", loss, wanted[index], self.tolerance)
             check_shards(plan, shards, states, self.tolerance)
 
-    def _one_device(self, count: int) -> tuple[list[Tensor], dict[str, Tensor | Number]]:
-        return _one_device_run(type(self), count)
-
-    def test_a_constraint_of_the_user_is_kept(self) -> None:
-        """The batch inputs are stored as the user pinned them."""
-        mesh, count = self.meshes[-1], self.micro_batches[0]
-        strategy = self.plan(mesh, count, {"batch": self.batch_pin})
-        step = self.make_step(count)
-        check_legal(step, strategy)
-        for entry in step.graph.inputs:
-            if entry.kind is InputKind.BATCH and self.batch_pin == "B":
-                found = strategy.storage[entry.name].sbp
-                assert all(part == B for part in found), f"{entry.name} is stored as {found}"
-
-
-@cache
-def _planned(suite: type[PlannerConformance], mesh: Mesh, num_micro_batches: int) -> Strategy:
-    """Plan once for all tests of a suite."""
-    return suite().plan(mesh, num_micro_batches)
-
 
 @cache
 def _one_device_run(
-    suite: type[PlannerConformance], count: int
+    suite: type[PlannerRunConformance], count: int
 ) -> tuple[list[Tensor], dict[str, Tensor | Number]]:
     return one_device_run(suite().make_step(count))
-
-
-def _check_progress(what: str, fraction: float) -> None:
-    assert what, "progress on nothing"
-    assert 0.0 <= fraction <= 1.0, f"{what}: fraction {fraction}"
-
-
-def check_legal(step: OneDeviceStep, strategy: Strategy) -> None:
-    """Check that a strategy covers exactly a graph and is legal op by op.
-
-    Raises:
-        AssertionError: something is missing, or there is too much.
-        SignatureError: an op is cut as no signature allows.
-    """
-    graph = step.graph
-    assert strategy.graph_hash == graph_hash(graph), "planned for another graph"
-    assert strategy.num_micro_batches == graph.num_micro_batches
-    ops = {node.name for node in graph.nodes if not node.is_host}
-    assert set(strategy.nodes) == ops, f"nodes: {set(strategy.nodes) ^ ops}"
-    inputs = {entry.name for entry in graph.inputs if graph.is_tensor(entry.name)}
-    assert set(strategy.storage) == inputs, f"inputs: {set(strategy.storage) ^ inputs}"
-    for node in graph.nodes:
-        if not node.is_host:
-            assigned = strategy.nodes[node.name]
-            call = OpCall.of(graph, node)
-            check_signature(call, assigned.signature, strategy.stages[assigned.stage])
-    for name, storage in strategy.storage.items():
-        mesh_shape = strategy.stages[storage.stage].mesh_shape
-        check_sbp(graph.tensor(name).shape, storage.sbp, mesh_shape)

@@ -1,4 +1,4 @@
-"""Small one-device programs that the suites plan and run, and what one device makes of them.
+"""The training step that the conformance suites plan and run, and what one device makes of it.
 
 `capture_tiny` gives a whole training step of an MLP; `one_device_run` the losses and states that
 every plan of a step must come to.

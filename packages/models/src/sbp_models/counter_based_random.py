@@ -1,6 +1,6 @@
-"""Pseudo-random numbers by counting: number `n` of a key is a pure function of both.
+"""Counter-based pseudo-random numbers: number `n` of a key is a pure function of both.
 
-So that a sample can be made without making those before it, and is the same whatever the batch.
+A data set can so make a sample without making those before it, the same whatever the batch.
 """
 
 from __future__ import annotations

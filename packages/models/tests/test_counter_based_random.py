@@ -3,7 +3,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sbp_models.counted import below, hashes, key_of, members, normal, sample_numbers, uniform
+from sbp_models.counter_based_random import (
+    below,
+    hashes,
+    key_of,
+    members,
+    normal,
+    sample_numbers,
+    uniform,
+)
 
 COUNTS = np.arange(20000, dtype=np.uint64)
 

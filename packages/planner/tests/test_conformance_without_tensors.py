@@ -1,0 +1,44 @@
+"""Planners plan a stored step of a GPT and an MLP; nothing is run, so that no torch is needed."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+
+import plan_requests
+import yaml
+
+from sbp_core.graph import LogicalGraph
+from sbp_core.plugins import Planner, merge_settings
+from sbp_core.testing.planner import PlannerConformance
+from sbp_planner.configs import ManualConfig, OsdpConfig
+from sbp_planner.manual import build as build_manual
+from sbp_planner.osdp import build as build_osdp
+
+
+class GptSuite(PlannerConformance):
+    micro_batches = (2,)
+
+    def make_graph(self, num_micro_batches: int) -> LogicalGraph:
+        assert num_micro_batches == 2, "as the step was stored"
+        return plan_requests.gpt_step()
+
+
+class TestDataTensor(GptSuite):
+    meshes = (((2, 2), ("data", "tensor")),)
+
+    def make_planner(self) -> Planner:
+        text = files("sbp_planner.conf").joinpath("planner", "manual", "data_tensor.yaml")
+        option = yaml.safe_load(text.read_text("utf-8"))
+        assert option.pop("name") == "manual"
+        return build_manual(merge_settings(ManualConfig, option))
+
+
+class TestOsdp(PlannerConformance):
+    meshes = (((1,), ("data",)), ((3,), ("data",)))
+
+    def make_planner(self) -> Planner:
+        return build_osdp(OsdpConfig())
+
+
+class TestOsdpOfAGpt(TestOsdp, GptSuite):
+    meshes = (((3,), ("data",)),)
