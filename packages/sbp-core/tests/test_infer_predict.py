@@ -1,6 +1,7 @@
 import pytest
 
-from sbp_core.infer import conversions, infer_strategy
+from sbp_core.compile import CompileOptions, compile_plan
+from sbp_core.infer import conversions, infer_strategy, predict, step_time_s
 from sbp_core.infer.predict import predict_stages
 from sbp_core.placement import Placement
 from sbp_core.plugins.kinds import PlanRequest
@@ -101,3 +102,49 @@ def test_activations_are_what_the_backward_pass_uses():
 
     # relu's output and the loss; x is stored anyway, relu's input is not needed again.
     assert strategy.report["predicted_by_stage"][0]["activations_bytes"] == 4 * (16 * 8 + 1)
+
+
+@pytest.mark.parametrize("bucket_bytes", [None, 0])
+@pytest.mark.parametrize("num_micro_batches", [1, 3])
+@pytest.mark.parametrize("parameters", ["B", "S(0)"])
+def test_the_prediction_is_the_time_of_the_compiled_plan(
+    parameters, num_micro_batches, bucket_bytes
+):
+    graph = mlp((4, 8, 4), num_micro_batches=num_micro_batches)
+    machine = cluster(launch_s=1e-6)
+    strategy = plan(graph, pins={"batch": "S(0)", "parameters": parameters})
+    options = CompileOptions(cluster=machine, bucket_bytes=bucket_bytes)
+
+    found = predict(graph, strategy, machine, options)["predicted_step_s"]
+
+    assert found == pytest.approx(step_time_s(compile_plan(graph, strategy, options)), rel=1e-12)
+
+
+def test_what_travels_in_one_bucket_is_priced_as_one_call():
+    graph, machine = mlp((4, 8, 4)), cluster(latency_s=1e-3)
+    pins = {"batch": "S(0)", "activations": "S(0)", "parameters": "B", "gradients": "B"}
+    strategy = plan(graph, pins=pins)
+    apart, together = (
+        predict(graph, strategy, machine, CompileOptions(bucket_bytes=size))["predicted_step_s"]
+        for size in (0, 1 << 20)
+    )
+
+    # Of two all-reduces of gradients, one is left.
+    assert apart - together == pytest.approx(1e-3, rel=0.05)
+
+
+def test_a_pipeline_of_more_micro_batches_in_flight_waits_less():
+    graph = mlp((4, 8, 64), batch=64, num_micro_batches=5)
+    machine = cluster(launch_s=1e-6)
+    one, two = (
+        step_time_s(
+            compile_plan(
+                graph,
+                plan(graph, (2,), ("pipe",), in_flight=quotas),
+                CompileOptions(cluster=machine),
+            )
+        )
+        for quotas in ((1, 1), (2, 1))
+    )
+
+    assert two < one

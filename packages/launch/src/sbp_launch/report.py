@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from sbp_core.check import CheckReport
 from sbp_core.compile import Boxing, PhysicalPlan
+from sbp_core.infer import step_time_s
 from sbp_core.memory import MemoryReport
 from sbp_core.placement import Placement
 from sbp_core.strategy import Strategy
@@ -73,10 +74,8 @@ def summary(
         f"{counted(plan.num_micro_batches, 'micro-batch', 'es')}",
         f"boxing in a step: {steps}; {format_bytes(plan.boxing_bytes)} between ranks",
         f"{actors} actors, {checked.num_firings} firings a step; proved live and bounded",
+        f"predicted time of a step: {format_seconds(step_time_s(plan))}",
     ]
-    predicted = strategy.report.get("predicted_step_s")
-    if predicted is not None:
-        lines.append(f"predicted time of a step: {format_seconds(predicted)}")
     return [*lines, *strategy.report.get("explanation", ())]
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from sbp_core import strategy_yaml
 from sbp_core.boxing import BoxingBackend
 from sbp_core.compile import to_json as plan_to_json
+from sbp_core.infer import step_time_s
 from sbp_core.memory import MemoryReport
 from sbp_core.plugins import MetricSink, PluginRegistry
 from sbp_core.runtime import Session
@@ -137,7 +138,7 @@ def predicted_of(planned: Planned) -> Predicted:
     if isinstance(planned.memory, MemoryReport):
         peak = max(rank.peak for rank in planned.memory.ranks.values())
     return Predicted(
-        step_s=planned.strategy.report.get("predicted_step_s"),
+        step_s=step_time_s(planned.plan),
         peak_bytes=peak,
         sent_bytes=planned.plan.boxing_bytes,
     )

@@ -51,7 +51,10 @@ class FilePlanner:
         # Nothing can be predicted of a strategy that is not legal.
         check_strategy(request.graph, strategy)
         explanation = [f"as {path} says, made by planner {read.planner}"]
-        report = {**predict(request.graph, strategy, request.cluster), "explanation": explanation}
+        report = {
+            **predict(request.graph, strategy, request.cluster, request.options),
+            "explanation": explanation,
+        }
         return replace(strategy, report=report)
 
     def _check(self, read: Strategy, request: PlanRequest) -> None:

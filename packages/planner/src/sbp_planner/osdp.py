@@ -156,7 +156,8 @@ class _Search:
         ends = self.strategy((False,) * num), self.strategy((True,) * num)
         chosen = {name for name, yes in zip(self.names, choice, strict=True) if yes}
         found = mixed(self.request.graph, *ends, chosen=chosen)
-        report = predict_step(self.request.graph, found, self.request.cluster)
+        request = self.request
+        report = predict_step(request.graph, found, request.cluster, request.options)
         return replace(found, report={**found.report, **report})
 
     def step_s(self, choice: Choice) -> float:

@@ -131,6 +131,26 @@ class Cluster:
         nodes = {rank // self.devices_per_node for rank in ranks}
         return self.intra_node if len(nodes) <= 1 else self.inter_node
 
+    @classmethod
+    def nominal(cls, num_devices: int) -> Cluster:
+        """Return a machine of round numbers, for what is planned for no machine in particular.
+
+        Args:
+            num_devices: Of one node.
+        """
+        return cls(
+            name="nominal",
+            num_devices=num_devices,
+            devices_per_node=num_devices,
+            device=Device(
+                memory_bytes=1 << 40,
+                flop_per_s={"float32": 1e11},
+                memory_bytes_per_s=1e10,
+                launch_s=5e-6,
+            ),
+            intra_node=Link(latency_s=1e-4, bytes_per_s=1e10),
+        )
+
     def save(self, path: Path) -> None:
         """Write a cluster file: one line a sample and a curve, so that people read and edit it."""
         CLUSTER.write(self, path)

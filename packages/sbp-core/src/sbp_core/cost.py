@@ -109,6 +109,17 @@ def boxing_step_time_s(step: Step, cluster: Cluster) -> float:
     return moved.time_s + device.launch_s + written / device.memory_bytes_per_s
 
 
+def copy_time_s(num_bytes: int, num_calls: int, device: Device) -> float:
+    """Return the time of copies, in seconds.
+
+    Args:
+        num_bytes: Read and written, in all.
+        num_calls: Operators that copy.
+        device: What runs them.
+    """
+    return num_calls * device.launch_s + num_bytes / device.memory_bytes_per_s
+
+
 def is_view(call: OpCall, flop: float) -> bool:
     """Return whether a call only looks at its argument in another way: no work, by tag or rule."""
     return "view" in call.tags or flop == 0

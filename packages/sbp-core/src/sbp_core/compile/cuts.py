@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby, pairwise
 
+from sbp_core.cluster import Cluster
 from sbp_core.compile.items import Item, ItemKind, Lowered
 from sbp_core.compile.program import Program
 from sbp_core.graph.ir import LogicalGraph, Phase, Rate
@@ -30,20 +31,27 @@ _PASSING = (ItemKind.PACK, ItemKind.ACCUMULATE, ItemKind.LOCAL)
 _NEVER = 1 << 60
 
 
-def cut(graph: LogicalGraph, strategy: Strategy, lowered: Lowered, piece_s: float) -> Lowered:
+def cut(
+    graph: LogicalGraph,
+    strategy: Strategy,
+    lowered: Lowered,
+    piece_s: float,
+    cluster: Cluster | None = None,
+) -> Lowered:
     """Return the items with segments cut into pieces.
 
     Args:
         graph: What was lowered.
         strategy: How.
         lowered: With levels.
-        piece_s: Rough least time of a piece, in seconds.
+        piece_s: Least time of a piece, in seconds.
+        cluster: The machine that says how long items take; a nominal one if None.
     """
     items = lowered.items
     exits = _exits(graph, items)
     if not exits:
         return lowered
-    program = Program(graph, strategy, lowered)
+    program = Program(graph, strategy, lowered, cluster)
     segments: dict[object, list[Item]] = defaultdict(list)
     for item in items:
         if item.is_inside:
@@ -57,7 +65,7 @@ def cut(graph: LogicalGraph, strategy: Strategy, lowered: Lowered, piece_s: floa
         ordered = sorted(members, key=lambda item: turns[item.name])
         # Packing alone takes no time, but lets boxing begin.
         is_packing = first.rate is Rate.STEP and first.phase is not Phase.OPTIMIZER
-        weights = [program.weight_s(item) for item in ordered]
+        weights = [program.time_s(item) for item in ordered]
         numbers = _pieces([turns[i.name] for i in ordered], weights, 0.0 if is_packing else piece_s)
         order |= dict(zip((item.name for item in members), ordered, strict=True))
         pieces |= dict(zip((item.name for item in ordered), numbers, strict=True))

@@ -31,7 +31,7 @@ def order_firings(plan: PhysicalPlan) -> PhysicalPlan:
 
 
 class _Scheduler:
-    """An event simulation with rough times; only the order that it finds is kept."""
+    """An event simulation with predicted times; only the order that it finds is kept."""
 
     def __init__(self, plan: PhysicalPlan) -> None:
         self.plan = plan
@@ -117,7 +117,7 @@ class _Scheduler:
             if self.game.is_done(actor_id):
                 self.pending[thread].discard(actor_id)
         self.sequence += 1
-        end = self.now + max(self.game.actor(actor_id).weight_s for actor_id in partners)
+        end = self.now + max(self.game.actor(actor_id).time_s for actor_id in partners)
         heapq.heappush(self.running, (end, self.sequence, partners))
 
     def _finish(self, actor_ids: tuple[ActorId, ...]) -> None:

@@ -56,7 +56,7 @@ class _Actor:
         thread: Name of its thread on this rank.
         inputs: Keys it takes from registers.
         reads: Graph inputs it reads: states, batch tensors, scalars.
-        weight_s: Rough time of one firing, for ordering only.
+        time_s: Predicted time of one firing, in seconds, by `sbp_core.cost`.
     """
 
     name: str
@@ -66,7 +66,7 @@ class _Actor:
     thread: str
     inputs: tuple[str, ...] = ()
     reads: tuple[str, ...] = ()
-    weight_s: float = 0.0
+    time_s: float = 0.0
 
     @property
     def outputs(self) -> tuple[str, ...]:

@@ -5,26 +5,37 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
-from sbp_core.boxing import Step
+from sbp_core.boxing import Step, StepKind
+from sbp_core.cluster import Cluster
 from sbp_core.compile.items import Item, ItemKind, Lowered
 from sbp_core.compile.physical import StateSlot
+from sbp_core.cost import boxing_step_time_s, copy_time_s, op_time_s
 from sbp_core.graph.ir import LogicalGraph, Node, TensorType
 from sbp_core.sbp import local_shape
+from sbp_core.signatures.arguments import call_key
 from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.derive import work_flop
 from sbp_core.strategy import Strategy
-
-#: Rates that only order firings against each other; predictions come from planners.
-ROUGH_FLOP_PER_S = 1e11
-ROUGH_BYTES_PER_S = 1e10
-ROUGH_LAUNCH_S = 5e-6
 
 
 class Program:
-    """A lowered graph under a strategy."""
+    """A lowered graph under a strategy.
 
-    def __init__(self, graph: LogicalGraph, strategy: Strategy, lowered: Lowered) -> None:
+    Args:
+        graph: What was lowered.
+        strategy: How.
+        lowered: The items.
+        cluster: The machine that says how long they take; a nominal one if None.
+    """
+
+    def __init__(
+        self,
+        graph: LogicalGraph,
+        strategy: Strategy,
+        lowered: Lowered,
+        cluster: Cluster | None = None,
+    ) -> None:
         self.graph, self.strategy, self.lowered = graph, strategy, lowered
+        self.cluster = cluster or Cluster.nominal(1 + strategy.ranks[-1])
         self.steps: tuple[Step, ...] = tuple(i.step for i in lowered.items if i.step is not None)
         numbered = (item.name for item in lowered.items if item.step is not None)
         self.step_index = {name: index for index, name in enumerate(numbered)}
@@ -33,7 +44,8 @@ class Program:
         self.inputs = {entry.name for entry in graph.inputs}
         self._new_states = _by_value(lowered.new_states)
         self._calls: dict[str, OpCall] = {}
-        self._weights_s: dict[str, float] = {}
+        self._times_s: dict[str, float] = {}
+        self._op_times_s: dict[object, float] = {}
         #: By what determines it: keys of one type that lie alike are of one size.
         self._sizes: dict[object, int] = {}
 
@@ -76,19 +88,35 @@ class Program:
         found = {entry for key in keys for entry in self._new_states.get(key, ())}
         return tuple((state, key) for _, state, key in sorted(found))
 
-    def weight_s(self, item: Item) -> float:
-        """Return the rough time of one item, for ordering only; the same for all ranks."""
-        if item.name not in self._weights_s:
-            self._weights_s[item.name] = self._weight_s(item)
-        return self._weights_s[item.name]
+    def time_s(self, item: Item) -> float:
+        """Return the time of one item on the rank with the largest shard, by `sbp_core.cost`.
 
-    def _weight_s(self, item: Item) -> float:
-        size = sum(self.bytes_of(k) for k in (*item.inputs, *item.outputs))
-        if item.node is None:
-            return ROUGH_LAUNCH_S
-        flop = work_flop(self.call(item.node))
-        share = self.strategy.stages[item.stage].size
-        return ROUGH_LAUNCH_S + max(flop / share / ROUGH_FLOP_PER_S, size / ROUGH_BYTES_PER_S)
+        Packing copies what it packs; unpacking does where its results are no views.
+        """
+        if item.name not in self._times_s:
+            self._times_s[item.name] = self._time_s(item)
+        return self._times_s[item.name]
+
+    def _time_s(self, item: Item) -> float:
+        if item.step is not None:
+            return boxing_step_time_s(item.step, self.cluster)
+        if item.kind in (ItemKind.PACK, ItemKind.UNPACK):
+            gathers = item.packed[0].kind is StepKind.ALL_GATHER
+            if item.kind is ItemKind.UNPACK and not gathers:
+                return 0.0  # views
+            num_bytes = sum(self.bytes_of(key) for key in (*item.inputs, *item.outputs))
+            num_calls = 1 if item.kind is ItemKind.PACK else len(item.outputs)
+            return copy_time_s(num_bytes, num_calls, self.cluster.device)
+        if item.node is None or item.kind is ItemKind.HOST:
+            return 0.0
+        signature = self.strategy.nodes[item.node.name].signature
+        stage = self.strategy.stages[item.stage]
+        # Repeated layers differ in names only.
+        key = (call_key(self.call(item.node)), signature, stage.mesh_shape)
+        if key not in self._op_times_s:
+            call = self.call(item.node)
+            self._op_times_s[key] = op_time_s(call, signature, stage, self.cluster)
+        return self._op_times_s[key]
 
     def slots(self, rank: int) -> Iterable[StateSlot]:
         """Yield what a rank holds of the graph's inputs."""

@@ -26,7 +26,7 @@ from sbp_core.compile.physical import (
     Receive,
     Send,
 )
-from sbp_core.compile.program import ROUGH_BYTES_PER_S, ROUGH_LAUNCH_S, Program
+from sbp_core.compile.program import Program
 from sbp_core.compile.registers import carried_readers, links, prefetch_registers, registers
 from sbp_core.errors import SbpValueError
 from sbp_core.graph.ir import PHASE_ORDER, LogicalGraph, Phase, Rate
@@ -44,8 +44,8 @@ class CompileOptions:
         bucket_bytes: Most bytes of a flat buffer in which small gradients, or parameters of a
             block, travel together; 0 for none, None for what the price of the step on `cluster`
             suggests.
-        cluster: The machine; rough numbers are taken without.
-        piece_s: With a boxing thread, rough least time of the pieces that a segment is cut into,
+        cluster: The machine, which says how long firings take; a nominal one without.
+        piece_s: With a boxing thread, least time of the pieces that a segment is cut into,
             so that boxing begins as soon as its input is made; in seconds, `inf` for no cuts.
         prefetch: With a boxing thread, how many segments ahead of its user a parameter may be
             gathered; 0 gathers it when the segment before its user is through.
@@ -77,8 +77,8 @@ def form_plan(
 ) -> PhysicalPlan:
     """Return the plan of all ranks, with registers and quotas but without firing orders."""
     if options.boxing_thread:
-        lowered = cut(graph, strategy, lowered, options.piece_s)
-    program = Program(graph, strategy, lowered)
+        lowered = cut(graph, strategy, lowered, options.piece_s, options.cluster)
+    program = Program(graph, strategy, lowered, options.cluster)
     boxing_thread = BOXING_THREAD if options.boxing_thread else COMPUTE_THREAD
     made = Instructions(program)
     ranks = tuple(
@@ -122,7 +122,7 @@ class _Common(TypedDict):
     thread: str
     inputs: tuple[str, ...]
     reads: tuple[str, ...]
-    weight_s: float
+    time_s: float
 
 
 class _Leaving(TypedDict):
@@ -183,8 +183,8 @@ class _Actors:
         step = item.step
         assert step is not None
         receives = name.startswith("receive ")
+        is_send = item.kind is ItemKind.TRANSFER and not receives
         takes = not receives or self.rank in step.source[0]
-        bytes_each = step.size_bytes / max(1, step.target[0].size)
         common: _Common = {
             "name": name,
             "stage": item.target_stage if receives else item.stage,
@@ -193,10 +193,11 @@ class _Actors:
             "thread": self.boxing_thread,
             "inputs": tuple(k for k in item.inputs if takes and k not in self.program.inputs),
             "reads": tuple(k for k in item.inputs if takes and k in self.program.inputs),
-            "weight_s": 20 * ROUGH_LAUNCH_S + bytes_each / ROUGH_BYTES_PER_S,
+            # Who sends hands over and goes on.
+            "time_s": 0.0 if is_send else self.program.time_s(item),
         }
         index = self.program.step_index[item.name]
-        if item.kind is ItemKind.TRANSFER and not receives:
+        if is_send:
             return Send(step=index, **common)
         kind = Receive if receives else Collective
         (made,) = item.outputs
@@ -209,7 +210,6 @@ class _Actors:
             assert item.node is not None
             sums.append((item.inputs[0], item.outputs[0], item.node.args[1]))
         outputs = tuple(total for _, total, _ in sums)
-        size = sum(self.program.bytes_of(key) for key in outputs)
         return Accumulate(
             name=name,
             stage=items[0].stage,
@@ -219,7 +219,7 @@ class _Actors:
             inputs=tuple(dict.fromkeys(part for part, _, _ in sums)),
             outputs=outputs,
             accumulates=tuple(sums),
-            weight_s=ROUGH_LAUNCH_S * len(sums) + 3 * size / ROUGH_BYTES_PER_S,
+            time_s=sum(map(self.program.time_s, items)),
             **self._leaving(outputs),
         )
 
@@ -242,7 +242,7 @@ class _Actors:
                 *map(host_instruction, hosts),
                 *(part for item in items for part in self.instructions.of(self.rank, item)),
             ),
-            weight_s=sum(map(program.weight_s, items)),
+            time_s=sum(map(program.time_s, items)),
             **self._leaving(outputs),
         )
 
@@ -265,7 +265,6 @@ class _Actors:
             reads=tuple(key for key in used if key not in made),
             instructions=tuple(map(host_instruction, hosts)),
             writes=writes,
-            weight_s=ROUGH_LAUNCH_S,
         )
 
     def _finish_outputs(self, actors: Sequence[Actor]) -> list[Actor]:

@@ -8,7 +8,7 @@ Stability: provisional.
 """
 
 from sbp_core.infer.pins import PinValue
-from sbp_core.infer.predict import Conversion, conversions, predict
+from sbp_core.infer.predict import Conversion, conversions, predict, step_time_s
 from sbp_core.infer.solve import (
     PIPE_AXIS,
     infer_strategy,
@@ -27,4 +27,5 @@ __all__ = [
     "one_forward_one_backward",
     "predict",
     "stage_placements",
+    "step_time_s",
 ]

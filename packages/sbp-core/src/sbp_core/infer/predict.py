@@ -3,8 +3,9 @@
     step time    sum_i m_i + (M - 1) max_i m_i + max_i s_i                              [s]
 
 with M micro-batches, m_i the time of stage i for one micro-batch (forward and backward) and s_i
-what it does once a step; the time of a stage is that of its ops and of the routes that end on it,
-one after the other (no overlap). With one stage this is M m + s.
+what it does once a step; the time of a stage is that of its ops and of the boxing that ends on it,
+in buckets as the compiler makes them, one after the other (no overlap). With one stage this is
+M m + s, and what `step_time_s` says of the compiled plan; that knows overlap and pipelines, too.
 
     memory of a rank of stage i    states + updates + gathered + gradients + q_i activations
                                    + working set                                        [B]
@@ -29,11 +30,17 @@ from typing import Any
 
 from sbp_core.boxing.step import Step
 from sbp_core.cluster import Cluster
+from sbp_core.compile.buckets import bucket
 from sbp_core.compile.items import Item
 from sbp_core.compile.levels import is_gathered_on_use
 from sbp_core.compile.lower import lower
-from sbp_core.cost import boxing_step_time_s, is_view, local_bytes, op_time_s
+from sbp_core.compile.physical import ActorId, PhysicalPlan
+from sbp_core.compile.program import Program
+from sbp_core.compile.segments import CompileOptions
+from sbp_core.compile.token_game import TokenGame
+from sbp_core.cost import is_view, local_bytes
 from sbp_core.graph.ir import LogicalGraph, Node, OutputKind, Phase, Rate
+from sbp_core.interpreter.firings import Firings
 from sbp_core.sbp import B, NdSbp
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.derive import work_flop
@@ -75,6 +82,18 @@ class StagePrediction:
     gradients_bytes: int = 0
     activations_bytes: int = 0
     working_bytes: int = 0
+
+    def add_time(self, item: Item, seconds: float) -> None:
+        """Add the time of one item."""
+        is_micro, is_compute = item.rate is Rate.MICRO, item.node is not None
+        if is_micro and is_compute:
+            self.micro_compute_s += seconds
+        elif is_micro:
+            self.micro_boxing_s += seconds
+        elif is_compute:
+            self.step_compute_s += seconds
+        else:
+            self.step_boxing_s += seconds
 
     @property
     def micro_s(self) -> float:
@@ -139,13 +158,19 @@ def conversions(graph: LogicalGraph, strategy: Strategy) -> Iterator[Conversion]
 
 
 def predict_stages(
-    graph: LogicalGraph, strategy: Strategy, cluster: Cluster
+    graph: LogicalGraph,
+    strategy: Strategy,
+    cluster: Cluster,
+    options: CompileOptions | None = None,
 ) -> tuple[tuple[StagePrediction, ...], int]:
-    """Return what each stage does, and the bytes that a step moves between ranks."""
+    """Return what each stage does, and the bytes that a step moves between ranks.
+
+    Times are those of what the compiler makes of it: small tensors are boxed in buckets.
+    """
     stages = tuple(StagePrediction() for _ in strategy.stages)
     for node in graph.nodes:
         if not node.is_host:
-            _add_op(graph, strategy, cluster, node, stages)
+            _add_op(graph, strategy, node, stages)
     for name, storage in strategy.storage.items():
         if graph.input_kinds[name].kind.is_state:
             mesh_shape = strategy.stages[storage.stage].mesh_shape
@@ -162,25 +187,24 @@ def predict_stages(
         if item.step is not None:
             is_kept = not used_backward.isdisjoint(item.outputs)
             value = lowered.held[item.outputs[0]].value
-            moved += _add_boxing(graph, cluster, item, item.step, value, stages, is_kept=is_kept)
+            moved += _add_boxing(graph, item, item.step, value, stages, is_kept=is_kept)
+    bucket_bytes = None if options is None else options.bucket_bytes
+    bucketed = bucket(graph, lowered, bucket_bytes, cluster)
+    program = Program(graph, strategy, bucketed, cluster)
+    for item in bucketed.items:
+        stages[item.target_stage].add_time(item, program.time_s(item))
     return stages, moved
 
 
 def _add_op(
     graph: LogicalGraph,
     strategy: Strategy,
-    cluster: Cluster,
     node: Node,
     stages: tuple[StagePrediction, ...],
 ) -> None:
     found = strategy.nodes[node.name]
     stage, mesh = stages[found.stage], strategy.stages[found.stage]
     call = OpCall.of(graph, node)
-    seconds = op_time_s(call, found.signature, mesh, cluster)
-    if node.rate is Rate.MICRO:
-        stage.micro_compute_s += seconds
-    else:
-        stage.step_compute_s += seconds
     made = sum(
         local_bytes(tensor, sbp, mesh.mesh_shape)
         for tensor, sbp in zip(call.outputs, found.signature.outputs, strict=True)
@@ -221,7 +245,6 @@ def _base(graph: LogicalGraph, value: str) -> str:
 
 def _add_boxing(
     graph: LogicalGraph,
-    cluster: Cluster,
     item: Item,
     step: Step,
     value: str,
@@ -233,14 +256,13 @@ def _add_boxing(
 
     Args:
         graph: The graph.
-        cluster: Links and rates.
         item: The item.
         step: Its step.
         value: What it boxes.
         stages: What to add it to.
         is_kept: Whether the backward phase uses what it makes.
     """
-    stage, seconds = stages[item.target_stage], boxing_step_time_s(step, cluster)
+    stage = stages[item.target_stage]
     size = local_bytes(graph.tensor(value), step.target[1], step.target[0].mesh_shape)
     producer = graph.producers.get(value)
     is_state = producer is None and graph.input_kinds[value].kind.is_state
@@ -248,21 +270,53 @@ def _add_boxing(
         stage.gathered_bytes = max(stage.gathered_bytes, size)
     elif producer is not None and producer.phase is Phase.FORWARD and is_kept:
         stage.activations_bytes += size
-    if item.rate is Rate.MICRO:
-        stage.micro_boxing_s += seconds
-        return step.size_bytes * graph.num_micro_batches
-    stage.step_boxing_s += seconds
-    return step.size_bytes
+    return step.size_bytes * (graph.num_micro_batches if item.rate is Rate.MICRO else 1)
 
 
-def predict(graph: LogicalGraph, strategy: Strategy, cluster: Cluster) -> Mapping[str, Any]:
+def step_time_s(plan: PhysicalPlan) -> float:
+    """Return the time of a step of a compiled plan, in seconds.
+
+    Firings take as long as the plan says and go in its orders, so boxing on a thread of its own
+    overlaps, and a pipeline has the bubbles that its quotas leave.
+
+    Args:
+        plan: With firing orders that `sbp_core.check` accepts.
+    """
+    game = TokenGame(plan)
+    firings = Firings(plan, game)
+
+    def fire(actor_id: ActorId) -> None:
+        for partner in game.partners(actor_id):
+            game.start(partner)
+            game.finish(partner)
+            firings.advance(partner)
+
+    def duration(actor_id: ActorId) -> float:
+        return max(game.actor(partner).time_s for partner in game.partners(actor_id))
+
+    firings.run(fire, duration)
+    return firings.now
+
+
+def predict(
+    graph: LogicalGraph,
+    strategy: Strategy,
+    cluster: Cluster,
+    options: CompileOptions | None = None,
+) -> Mapping[str, Any]:
     """Return the prediction as plain values, for `Strategy.report`.
+
+    Args:
+        graph: The step.
+        strategy: How it is done.
+        cluster: Rates and links.
+        options: How it will be compiled; the compiler's defaults if None.
 
     Returns:
         `predicted_step_s`, `predicted_boxing_bytes` (all ranks), `predicted_memory_bytes_per_rank`
         (the fullest rank), and `predicted_by_stage` with the parts of each.
     """
-    stages, moved = predict_stages(graph, strategy, cluster)
+    stages, moved = predict_stages(graph, strategy, cluster, options)
     micro = [stage.micro_s for stage in stages]
     step_s = sum(micro) + (graph.num_micro_batches - 1) * max(micro)
     step_s += max(stage.step_s for stage in stages)

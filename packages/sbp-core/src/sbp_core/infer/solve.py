@@ -83,7 +83,10 @@ def infer_strategy(
     quotas = in_flight or one_forward_one_backward(len(placements), graph.num_micro_batches)
     strategy = replace(_strategy(work, decision, planner, quotas), regather=request.regather)
     progress("predicting", (1 + len(work.axes)) / (2 + len(work.axes)))
-    found = {**predict(graph, strategy, request.cluster), "optimal_by_axis": optimal}
+    found = {
+        **predict(graph, strategy, request.cluster, request.options),
+        "optimal_by_axis": optimal,
+    }
     progress("planned", 1.0)
     return replace(strategy, report={**found, **(report or {})})
 
