@@ -311,7 +311,8 @@ def test_a_sliced_parameter_is_gathered_and_reduced_part_by_part(
 ) -> None:
     graph = _step("wide", 64)
     whole = graph.tensor("blocks.0.0.weight").size_bytes
-    wire = {_measured(graph, num_ranks).plan.boxing_bytes}
+    unsliced = _measured(graph, num_ranks)
+    wire = {unsliced.plan.boxing_bytes}
     peaks = []
 
     for count in (2, 4, 8):
@@ -322,7 +323,10 @@ def test_a_sliced_parameter_is_gathered_and_reduced_part_by_part(
         wire.add(found.plan.boxing_bytes)
         peaks.append(found.memory.peak)
     assert len(wire) == 1
-    assert peaks == sorted(peaks, reverse=True)
+    # Exactly counted, 4 slices of a contraction need more than 2, though less than none.
+    assert max(peaks) < unsliced.memory.peak
+    if along is SliceAlong.OUTPUT:
+        assert peaks == sorted(peaks, reverse=True)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])

@@ -18,6 +18,7 @@ from sbp_core.infer import infer_strategy
 from sbp_core.memory import Kind, check_memory, predict
 from sbp_core.memory.kinds import module_of_node, module_of_slot
 from sbp_core.memory.lifetime import lifetimes
+from sbp_core.passes import accumulate
 from sbp_core.placement import Placement
 from sbp_core.plugins.kinds import PlanRequest
 from sbp_core.testing.graphs import Builder, chain, mlp
@@ -133,6 +134,45 @@ def test_what_is_on_its_way_counts_for_the_sender() -> None:
     assert [channel.quota for channel in channels] == [4]
     assert len(sent) == 4
     assert max(b.start for b in sent) < min(b.end for b in sent)
+
+
+def test_a_sender_may_be_ahead_of_its_receivers_by_all_that_is_in_flight() -> None:
+    # A session held more than predicted where a receiver took what was sent later than predicted.
+    graph = accumulate(chain(), 3)
+    stages = (Placement([0], ["rank"]), Placement([1], ["rank"]))
+    later = {"act.relu": 1, "sum": 1, "sum.mean": 1}
+    strategy = strategy_of(graph, stages, node_stages=later, in_flight=(3, 3))
+    plan = compile_plan(graph, strategy)
+
+    buffers = lifetimes(plan, Layouts(plan.steps))[0].buffers
+
+    sent = [b for b in buffers if b.name == "lin.mm"]
+    assert len(sent) == 3
+    assert max(b.start for b in sent) <= min(b.end for b in sent)
+
+
+def test_a_piece_of_its_own_shard_keeps_the_storage_of_all_of_it() -> None:
+    # Rank 0 holds both rows of what it makes, and rank 1 no column; afterwards each has a row.
+    b = Builder()
+    b.add_input("x", InputKind.BATCH, (2, 1))
+    b.add_input("w", InputKind.PARAMETER, (2, 1))
+    b.op("loss", "sum.default", (Ref("x"),), ())
+    b.op("n", "sub.Tensor", (Ref("w"), Ref("w")), (2, 1), phase=Phase.OPTIMIZER, pointwise=True)
+    b.outputs.append(GraphOutput(name="loss", kind=OutputKind.LOSS, value="loss"))
+    b.outputs.append(GraphOutput(name="w", kind=OutputKind.STATE, value="n"))
+    graph = b.graph()
+    signatures = {"n": "S(1) | S(1) -> S(1)"}
+    plan = compile_plan(graph, strategy_of(graph, signatures=signatures, storage={"w": "S(0)"}))
+    meter = MemoryMeter(plan)
+
+    states = {"w": torch.ones(2, 1)}
+    runtime = ReferenceRuntime(ReferenceConfig())
+    with runtime.start(plan, states, LocalBackend()) as session, meter.watching(session):
+        session.step({"x": torch.ones(2, 1)}, {})
+        held = {rank: meter.alive(rank) for rank in (0, 1)}
+
+    assert {rank: memory.resting for rank, memory in predict(plan).ranks.items()} == held
+    assert held == {0: 8, 1: 4}
 
 
 def test_what_the_backward_phase_needs_outlives_the_forward_phase() -> None:

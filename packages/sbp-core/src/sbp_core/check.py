@@ -272,24 +272,11 @@ def _cycle(replay: Interpreter[None]) -> list[str]:
     while thread not in lines:
         actor_id = firings.head(thread)
         assert actor_id is not None, "a finished thread keeps nobody waiting"
-        reason, on = _wait(replay, actor_id)
+        reason, on = firings.blocker(actor_id)
         lines[thread] = f"rank {actor_id[0]}, thread {thread[1]}: {actor_id[1]} {reason}"
         thread = firings.thread(on)
     start = list(lines).index(thread)
     return list(lines.values())[start:]
-
-
-def _wait(replay: Interpreter[None], actor_id: ActorId) -> tuple[str, ActorId]:
-    """Say why an actor at the head of its thread cannot fire, and who could change that."""
-    game, firings = replay.game, replay.firings
-    for partner in game.partners(actor_id):
-        wait = next(game.waits(partner), None)
-        if wait is not None and partner == actor_id:
-            return wait.reason, wait.on
-        if firings.head(firings.thread(partner)) != partner:
-            return f"waits for rank {partner[0]} to arrive", partner
-    partner = next(p for p in game.partners(actor_id) if not game.is_ready(p))
-    return f"waits for rank {partner[0]}", partner
 
 
 make_callable(__name__)

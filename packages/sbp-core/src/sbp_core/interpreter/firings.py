@@ -76,6 +76,49 @@ class Firings:
             changed = {near for partner in partners for near in self.game.neighbours(partner)}
             free = sorted(set(map(self.thread, changed)))
 
+    def run_ahead(self, rank: int, fire: Callable[[ActorId], None]) -> bool:
+        """Fire a rank as far ahead of the others as can be: they fire only what it waits for.
+
+            rank 0   f0 f1 | send f2 waits for credit         | send f2 ...
+            rank 1         | receive f0, and nothing else     |
+
+        Args:
+            rank: The rank.
+            fire: As in `run`.
+
+        Returns:
+            Whether its threads came to their end.
+        """
+        threads = [thread for thread in self._orders if thread[0] == rank]
+        while heads := [head for thread in threads if (head := self.head(thread)) is not None]:
+            needed = next(filter(self._can_fire, heads), None) or self._needed(heads[0])
+            if needed is None:
+                return False
+            fire(needed)
+        return True
+
+    def _needed(self, actor_id: ActorId) -> ActorId | None:
+        """Follow waiting threads to an actor that can fire; None if they wait for each other."""
+        seen: set[ActorId] = set()
+        while not self._can_fire(actor_id):
+            head = self.head(self.thread(self.blocker(actor_id)[1]))
+            if head is None or head in seen:
+                return None
+            seen.add(head)
+            actor_id = head
+        return actor_id
+
+    def blocker(self, actor_id: ActorId) -> tuple[str, ActorId]:
+        """Say why an actor at the head of its thread cannot fire, and who could change that."""
+        for partner in self.game.partners(actor_id):
+            wait = next(self.game.waits(partner), None)
+            if wait is not None and partner == actor_id:
+                return wait.reason, wait.on
+            if self.head(self.thread(partner)) != partner:
+                return f"waits for rank {partner[0]} to arrive", partner
+        partner = next(p for p in self.game.partners(actor_id) if not self.game.is_ready(p))
+        return f"waits for rank {partner[0]}", partner
+
     def head(self, thread: ThreadId) -> ActorId | None:
         """Return what a thread fires next; None at the end of the step."""
         done, order = self._done[thread], self._orders[thread]

@@ -91,6 +91,10 @@ class Interpreter(Generic[V]):
         """Replay the step; return whether all threads came to their end."""
         return self.firings.run(self._fire, self.domain.duration)
 
+    def run_ahead(self, rank: int) -> bool:
+        """Replay one rank, and of others what it waits for; return whether it came to its end."""
+        return self.firings.run_ahead(rank, self._fire)
+
     def _fire(self, actor_id: ActorId) -> None:
         """Fire an actor; a collective on all ranks of its group at once."""
         firings: list[Firing[Actor]] = [

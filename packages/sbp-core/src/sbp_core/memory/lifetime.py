@@ -13,14 +13,16 @@ tensors:
   values that are copied over the old ones (`Actor.in_place`) die like any other value.
 
 Time is counted in ticks: one for each instruction or boxing step of a rank. Between threads it is
-one of the possible interleavings, in which every instruction takes equally long: when a receiver
-takes what was sent, and so how long a sender holds it, is a matter of time in a run, too.
+one of the possible interleavings, in which every instruction takes equally long. When a receiver
+takes what was sent is a matter of time in a run, so a rank that sends is replayed once more, as far
+ahead of its receivers as can be; what needs more memory counts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Protocol
 
 from sbp_core.boxing.slices import bounds_of, collective_pieces, transfer_pieces
@@ -103,18 +105,49 @@ def lifetimes(plan: PhysicalPlan, layouts: CallLayouts) -> dict[int, RankLifetim
     """
     first = _replayed(plan, layouts, {})
     # New states may lie otherwise than the first ones, such as column by column.
-    changed = first.moved_states()
-    return (_replayed(plan, layouts, changed) if changed else first).found()
+    moved = first.moved_states()
+    found = (_replayed(plan, layouts, moved) if moved else first).found()
+    for sender in {channel.sender[0] for channel in plan.links}:
+        # How long it holds what it sent is a matter of time: longest if it is ahead of all others.
+        ahead = _replayed(plan, layouts, moved, ahead=sender).found()[sender]
+        found[sender] = max(found[sender], ahead, key=peak_bytes)
+    return found
+
+
+def peak_bytes(found: RankLifetimes) -> int:
+    """Return the most bytes alive at once."""
+    return max(alive_bytes(found.buffers, len(found.ticks)))
+
+
+def alive_bytes(buffers: Iterable[Buffer], num_ticks: int) -> list[int]:
+    """Return the bytes alive at each tick."""
+    change = [0] * (num_ticks + 1)
+    for buffer in buffers:
+        change[buffer.start] += buffer.size_bytes
+        change[buffer.end + 1] -= buffer.size_bytes
+    return list(accumulate(change[:num_ticks]))
 
 
 def _replayed(
-    plan: PhysicalPlan, layouts: CallLayouts, moved: Mapping[tuple[int, str], StorageView]
+    plan: PhysicalPlan,
+    layouts: CallLayouts,
+    moved: Mapping[tuple[int, str], StorageView],
+    ahead: int | None = None,
 ) -> _Storages:
-    """Return the storages of a step whose first states lie as `moved` says, else contiguously."""
+    """Return the storages of a step.
+
+    Args:
+        plan: What is replayed.
+        layouts: Says how results lie.
+        moved: How the first states lie that do not lie contiguously.
+        ahead: The rank that is as far ahead of all others as can be, which is all that counts then;
+            None for ranks of which every instruction takes equally long.
+    """
     domain = _Storages(plan, layouts, moved)
     states = {name: rank.states for name, rank in domain.ranks.items()}
     fed = {name: rank.fed for name, rank in domain.ranks.items()}
-    if not Interpreter(plan, domain, states, fed).run():
+    replay = Interpreter(plan, domain, states, fed)
+    if not (replay.run() if ahead is None else replay.run_ahead(ahead)):
         raise PlanError("the firing orders come to a stand", todo="check the plan first")
     for rank in domain.ranks.values():
         rank.ledger.finish()
@@ -334,8 +367,9 @@ class _Storages(InstructionDomain[Value]):
         bounds = bounds_of(step.shape, *step.target)[firing.rank]
         shape = tuple(stop - start for start, stop in bounds)
         lies = contiguous(shape, step.dtype)
-        if isinstance(own, StorageView) and _keeps(step, firing.rank, own.lies, lies):
-            made = own
+        kept = _own_part(step, firing.rank, own.lies) if isinstance(own, StorageView) else None
+        if isinstance(own, StorageView) and kept is not None and kept.shape == shape:
+            made = replace(own, lies=kept)
         else:
             module = module_of_node(actor.makes.split("@", 1)[0])
             made = rank.ledger.new(actor.makes, lies, lies.size_bytes, module=module)
@@ -343,15 +377,25 @@ class _Storages(InstructionDomain[Value]):
         return made
 
 
-def _keeps(step: Step, rank: int, own: Strided, wanted: Strided) -> bool:
-    """Whether a rank's part after the step is the very shard that it had before."""
-    if not own.is_contiguous or own.shape != wanted.shape:
-        return False
+def _own_part(step: Step, rank: int, own: Strided) -> Strided | None:
+    """Return how a rank's part after the step lies in its own shard, if it is a piece of that.
+
+    It then keeps the whole storage: backends copy no single piece that is contiguous.
+    """
+    if step.kind is StepKind.ALL_REDUCE:
+        return own if own.is_contiguous and len(step.group(rank)) == 1 else None
     if step.kind is StepKind.TRANSFER:
         pieces = transfer_pieces(step)
-    elif step.kind is StepKind.ALL_REDUCE:
-        return len(step.group(rank)) == 1
     else:
         pieces = collective_pieces(step, step.group(rank))
     mine = [piece for piece in pieces if piece.receiver == rank]
-    return len(mine) == 1 and mine[0].sender == rank and mine[0].size_bytes == wanted.size_bytes
+    if len(mine) != 1 or mine[0].sender != rank:
+        return None
+    cuts = mine[0].source_slices
+    part = Strided(
+        shape=tuple(cut.stop - cut.start for cut in cuts),
+        strides=own.strides,
+        offset=own.offset + sum(c.start * s for c, s in zip(cuts, own.strides, strict=True)),
+        dtype=own.dtype,
+    )
+    return part if part.is_contiguous else None

@@ -7,14 +7,14 @@ rank  peak      parameters  states    activations  temporaries  at
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from sbp_core.errors import PlanError
 from sbp_core.memory.kinds import Kind
 from sbp_core.memory.ledger import Buffer
-from sbp_core.memory.lifetime import RankLifetimes
+from sbp_core.memory.lifetime import RankLifetimes, alive_bytes
 from sbp_core.units import format_bytes
 
 _TOP_MODULES = 5
@@ -162,19 +162,6 @@ def _with_buffers(lifetimes: RankLifetimes, sizes: Mapping[str, int]) -> RankLif
         if (size := sizes.get(actor, 0))
     ]
     return replace(lifetimes, buffers=(*lifetimes.buffers, *added))
-
-
-def alive_bytes(buffers: Iterable[Buffer], num_ticks: int) -> list[int]:
-    """Return the bytes alive at each tick."""
-    change = [0] * (num_ticks + 1)
-    for buffer in buffers:
-        change[buffer.start] += buffer.size_bytes
-        change[buffer.end + 1] -= buffer.size_bytes
-    total, alive = 0, []
-    for delta in change[:num_ticks]:
-        total += delta
-        alive.append(total)
-    return alive
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
