@@ -173,18 +173,28 @@ def cluster(num_devices: int) -> Cluster:
     )
 
 
-def compiled(name: str, layout: Layout, dtype_name: str) -> PhysicalPlan:
-    """Capture, plan, compile and check a cell."""
+def compiled(
+    name: str, layout: Layout, dtype_name: str, machine: Cluster | None = None
+) -> PhysicalPlan:
+    """Capture, plan, compile and check a cell.
+
+    Args:
+        name: Of the program.
+        layout: How it runs.
+        dtype_name: Of `TOLERANCES`.
+        machine: What it is planned and compiled for; without it, planned for a declared machine
+            and compiled for a nominal one.
+    """
     program = PROGRAMS[name]
     graph = prepared(name, layout, dtype_name)
     mesh = Placement.grid(layout.mesh, layout.axes)
     strategy = infer_strategy(
-        PlanRequest(graph=graph, mesh=mesh, cluster=cluster(mesh.size)),
+        PlanRequest(graph=graph, mesh=mesh, cluster=machine or cluster(mesh.size)),
         planner="manual",
         pins=layout.pins(program),
         stage_patterns=program.stages if "pipe" in layout.axes else (),
     )
-    plan = compile_plan(graph, strategy, CompileOptions())
+    plan = compile_plan(graph, strategy, CompileOptions(cluster=machine))
     check(plan)
     return plan
 
