@@ -21,9 +21,10 @@ from actor_plans import (
 from sbp_actor_runtime.configs import ActorConfig
 from sbp_actor_runtime.session import build
 from sbp_core.compile.donation import donate_states
-from sbp_core.compile.physical import OVERWRITE, Actor, Compute, Instruction, PhysicalPlan
+from sbp_core.compile.physical import Actor, Compute, Instruction, PhysicalPlan
 from sbp_core.errors import RunError
 from sbp_core.graph.ir import Ref
+from sbp_core.graph.primitives import OVERWRITE
 from sbp_core.memory import predict
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.memory.meter import MemoryMeter

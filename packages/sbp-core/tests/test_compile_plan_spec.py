@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from sbp_core.compile.physical import (
-    LOCAL_BOX,
     Accumulate,
     Actor,
     Compute,
@@ -19,6 +18,7 @@ from sbp_core.compile.physical import (
 from sbp_core.compile.plan_spec import verify_plan
 from sbp_core.errors import PlanError
 from sbp_core.graph.ir import Ref
+from sbp_core.graph.primitives import LOCAL_BOX
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, S
 from sbp_core.testing.plans import data_parallel_plan, pipeline_plan

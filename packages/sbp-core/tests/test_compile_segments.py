@@ -4,7 +4,6 @@ from dataclasses import replace
 
 from sbp_core.compile import CompileOptions, compile_plan
 from sbp_core.compile.physical import (
-    LOCAL_BOX,
     Accumulate,
     Collective,
     PhysicalPlan,
@@ -24,6 +23,7 @@ from sbp_core.graph.ir import (
     Ref,
     ScalarType,
 )
+from sbp_core.graph.primitives import LOCAL_BOX
 from sbp_core.passes import accumulate
 from sbp_core.placement import Placement
 from sbp_core.testing.graphs import Builder, chain, mlp

@@ -190,13 +190,16 @@ def test_shards_that_are_cast_before_they_are_gathered_travel_together_too() -> 
     graph = _graph(PassOptions(mixed_precision=MixedPrecision(dtype="bfloat16")), program=wide)
     strategy = _strategy(graph)
 
-    packs = _packs(graph, strategy)
+    lowered = bucket(graph, lower(graph, strategy), _LARGE)
 
-    first = next(
-        item for item in packs if len(item.inputs) > 1 and item.packed[0].dtype != "float32"
-    )
-    assert {step.dtype for step in first.packed} == {"bfloat16"}
-    _check_order(graph, bucket(graph, lower(graph, strategy), _LARGE).items)
+    packed = [
+        [graph.tensor(lowered.held[key].value).dtype for key in item.inputs]
+        for item in lowered.items
+        if item.is_apart
+    ]
+    first = next(dtypes for dtypes in packed if len(dtypes) > 1 and dtypes[0] != "float32")
+    assert set(first) == {"bfloat16"}
+    _check_order(graph, lowered.items)
     alone, together = (
         compile_plan(graph, strategy, CompileOptions(bucket_bytes=size)) for size in (0, _LARGE)
     )

@@ -7,9 +7,10 @@ import torch
 
 from sbp_core.boxing import StepKind
 from sbp_core.boxing.step import Step
-from sbp_core.compile.physical import LOCAL_BOX, Instruction
+from sbp_core.compile.physical import Instruction
 from sbp_core.errors import PlanError
 from sbp_core.graph.ir import Ref, Symbol
+from sbp_core.graph.primitives import LOCAL_BOX
 from sbp_core.memory.storage_view import ResultLayout, StorageView, Strided, contiguous
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, S

@@ -84,6 +84,11 @@ class _Folding:
         self.made: dict[str, Node] = {}
 
     def run(self) -> LogicalGraph:
+        # Nodes come in topological order, so one pass sees each argument as it was folded before:
+        #
+        #     number    a host scalar that is known: its node goes, users take the number
+        #     known     a tensor that is known, as an array; in the graph a `full`, if it can be one
+        #     names     a value that is another one: users take that one
         leaving = {out.value for out in self.graph.outputs}
         names: dict[str, str] = {}
         kept: list[Node] = []
@@ -91,6 +96,7 @@ class _Folding:
             node = self._with_numbers(rename_uses(old, names))
             if node.is_host:
                 number = _host_number(node)
+                # An output must be made by a node.
                 if number is not None and node.outputs[0] not in leaving:
                     self.numbers[node.outputs[0]] = number
                     continue
@@ -121,6 +127,7 @@ class _Folding:
             return node
         self.known[node.outputs[0]] = found
         number = found.number
+        # A device that is not known here cannot be written into a `full`.
         stays = node.op in _FACTORIES or node.kind == "expand" or found.device == _ELSEWHERE
         if stays or number is None:
             return node
@@ -155,6 +162,7 @@ class _Folding:
             device = device or self.known[widest].device
         else:
             return None
+        # Whatever NumPy does otherwise than PyTorch in its types leaves the node as it is.
         if array is None or array.shape != kind.shape or array.dtype.name != kind.dtype:
             return None
         return _Known(array, device)
@@ -164,12 +172,17 @@ class _Folding:
         function = _FUNCTIONS.get(node.kind)
         if function is None or not node.op.startswith("aten.") or "out" in node.kwargs:
             return None
+        # Such as `alpha` of an addition, or a rounding mode: it would change the result.
         if set(node.kwargs) - _ALLOWED.get(node.kind, frozenset()):
             return None
         args = map_arguments(node.args, lambda ref: self.known[ref.name])
         held = [part.array for part in args if isinstance(part, _Known)]
         if len(held) != len(node.inputs()):
             return None
+        # Zero strides are one element that is seen everywhere:
+        #
+        #     full([4096, 4096], 2.0)    array of 16.7 million elements, strides (0, 0), 8 bytes
+        #     mul(that, 3.0)             computed on one element, and seen as (4096, 4096) again
         uniform = all(not any(array.strides) and array.size for array in held)
         if not uniform and max((array.size for array in held), default=0) > _MOST_ELEMENTS:
             return None
@@ -187,6 +200,7 @@ class _Folding:
 
         And of `where`, the branch that is always taken.
         """
+        # where(True, a, b), mul(a, ones) and and(a, True) are all a, if `a` has the same type.
         tensors = [part.name for part in node.args if isinstance(part, Ref)]
         if len(tensors) != len(node.args) or node.kwargs or len(node.outputs) != 1:
             return None
@@ -199,6 +213,7 @@ class _Folding:
         elif node.op in _AND:
             choices = [tensors[1 - at] for at in (0, 1) if numbers[at] is True]
         for value in choices:
+            # Users may go by how a value lies in memory: a new one has no gaps, this may have.
             gaps = may_have_gaps(self.made, value)
             if self.graph.types[value] == self.graph.types[made] and not gaps:
                 return value
@@ -290,6 +305,7 @@ _Function = Callable[..., _Array | None]
 
 
 def _reshaped(kind: TensorType, array: _Array, *_: Argument) -> _Array:
+    # An array of zero strides would be copied in full by `reshape`.
     if not any(array.strides) and array.size:
         return np.broadcast_to(array[(0,) * array.ndim], kind.shape)
     return array.reshape(kind.shape)
@@ -322,6 +338,7 @@ def _pointwise(function: np.ufunc) -> _Function:
     """
 
     def compute(kind: TensorType, *args: Any) -> _Array | None:
+        # NumPy and PyTorch promote types each by its own rules, so nothing is left to promotion.
         dtype = np.dtype(kind.dtype)
         if len(args) != function.nin or any(
             isinstance(part, np.generic | np.ndarray) and part.dtype != dtype for part in args
@@ -337,6 +354,7 @@ def _comparison(function: np.ufunc) -> _Function:
     """Return an operator that compares integers."""
 
     def compute(_: TensorType, *args: Any) -> _Array | None:
+        # Floats of two types would be compared after a promotion.
         integers = all(np.asarray(part).dtype.kind in "bi" for part in args)
         if len(args) != function.nin or not integers:
             return None

@@ -228,6 +228,8 @@ def transfer_bytes(step: Step) -> int:
                 if rank in wanted and homes[rank] == tiles.homes[term, tile, wanted[rank]]:
                     elements -= overlap(tile, wanted[rank])
         return elements * itemsize(step.dtype)
+    # A rank that is in both meshes holds its tile of one source partial, its own. A receiver that
+    # reduces that one need not be sent what lies both in its tile and in its box.
     own = {rank: _index(before, at, axes) for rank, at in before.coordinates()}
     for rank, terms in _terms(step).items():
         elements += len(terms) * volume(wanted[rank])
@@ -282,6 +284,8 @@ def collective_pieces(step: Step, group: tuple[int, ...]) -> tuple[Piece, ...]:
     """
     held = bounds_of(step.shape, *step.source)
     wanted = bounds_of(step.shape, *step.target)
+    # Every sender of a reduce-scatter holds an addend of the same slice; of the others, each holds
+    # a slice of its own, and the receiver puts them side by side.
     reduces, size = step.kind is StepKind.REDUCE_SCATTER, itemsize(step.dtype)
     return tuple(
         Piece(
@@ -306,6 +310,8 @@ def collective_bytes(step: Step) -> int:
     for group in step.source[0].groups(*step.axes):
         others = len(group) - 1
         if step.kind is StepKind.ALL_REDUCE:
+            # As a ring: of n parts of the tensor, n - 1 pass each rank on their way to the sum, and
+            # n - 1 sums on their way back to everybody.
             elements += 2 * others * volume(held[group[0]])
         elif step.kind is StepKind.REDUCE_SCATTER:
             elements += others * volume(held[group[0]])
@@ -331,6 +337,7 @@ def sent_bytes(step: Step, rank: int) -> int:
     group = step.group(rank)
     if step.kind is StepKind.ALL_REDUCE:
         total = volume(bounds_of(step.shape, *step.source)[rank])
+        # Parts of the flat tensor, as even as can be: the first ones may be larger by one.
         start, stop = split_bounds(total, len(group), group.index(rank))
         elements = (total - (stop - start)) + (len(group) - 1) * (stop - start)
         return elements * itemsize(step.dtype)
@@ -375,6 +382,7 @@ def is_realisable(step: Step) -> bool:
     """
     held = bounds_of(step.shape, *step.source)
     wanted = bounds_of(step.shape, *step.target)
+    # From S to P: each rank puts its slice among zeros, so that the sum over ranks is the tensor.
     pads = step.kind is StepKind.LOCAL and isinstance(step.source[1][step.axes[0]], Split)
     for group in step.source[0].groups(*step.axes):
         covered = _cover([held[rank] for rank in group])
@@ -433,6 +441,8 @@ def uniform_bytes(step: Step) -> int | None:
         parts.append(prod(step.shape) // prod(pieces))
     before, after = parts
     num_ranks, n = placement.size, prod(placement.mesh_shape[axis] for axis in step.axes)
+    # Of all ranks together. An all-to-all sends all but the part that is the rank's own; each rank
+    # of an all-gather lacks `after - before` of what it ends with.
     elements = {
         StepKind.ALL_REDUCE: num_ranks // n * 2 * (n - 1) * before,
         StepKind.REDUCE_SCATTER: num_ranks // n * (n - 1) * before,

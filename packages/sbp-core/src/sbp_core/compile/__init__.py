@@ -1,7 +1,7 @@
 """Compile: graph and strategy -> `PhysicalPlan`.
 
-In order: `lower` (with `legality`, `items`), `buckets`, `segments` (with `levels`, `program`,
-`cuts`, `instructions`, `registers`), `order` (with `token_game`), `donation`.
+In order: `lower` (with `legality`, `items`), `buckets` (with `packing`), `segments` (with `levels`,
+`program`, `cuts`, `instructions`, `registers`), `order` (with `token_game`), `donation`.
 
 before: a graph of ops on logical tensors, and a signature for each
 after:  for each rank, actors with registers, quotas, threads and a fixed firing order
@@ -18,8 +18,6 @@ from sbp_core.compile.liveness import dying_keys, keys_in, keys_out
 from sbp_core.compile.lower import lower
 from sbp_core.compile.order import order_firings
 from sbp_core.compile.physical import (
-    LOCAL_BOX,
-    OVERWRITE,
     Accumulate,
     Actor,
     ActorId,
@@ -38,6 +36,7 @@ from sbp_core.compile.physical import (
 from sbp_core.compile.segments import CompileOptions, form_plan
 from sbp_core.compile.token_game import TokenGame
 from sbp_core.graph.ir import LogicalGraph
+from sbp_core.graph.primitives import LOCAL_BOX, OVERWRITE
 from sbp_core.strategy import Strategy
 
 __all__ = [

@@ -62,6 +62,8 @@ def cut(
     for members in segments.values():
         first = members[0]
         turns = arrivals if first.phase is Phase.OPTIMIZER else departures
+        # What makes a value never has a later turn than what uses it, and sorting keeps the order
+        # of equals: so no use comes before what it uses.
         ordered = sorted(members, key=lambda item: turns[item.name])
         # Packing alone takes no time, but lets boxing begin.
         is_packing = first.rate is Rate.STEP and first.phase is not Phase.OPTIMIZER
@@ -71,6 +73,7 @@ def cut(
         pieces |= dict(zip((item.name for item in ordered), numbers, strict=True))
     makers = {key: item for item in items for key in item.outputs}
     for item in items:
+        # An accumulation is no part of a segment, but counts with the piece that makes its addend.
         if item.kind is ItemKind.ACCUMULATE and item.inputs[0] in makers:
             pieces[item.name] = pieces.get(makers[item.inputs[0]].name, 0)
     placed = (order.get(item.name, item) for item in items)
@@ -86,6 +89,8 @@ def _exits(graph: LogicalGraph, items: Sequence[Item]) -> dict[str, int]:
     """Return the turn of each boxing item: what others wait for first, then as inputs are made."""
     made: dict[str, int] = {}
     for place, item in enumerate(items):
+        # What only hands a value on is ready when the value is: where compute made it counts, as
+        # lowering lists boxing where it is first asked for, which may be long after.
         passes = item.leaves or item.kind in _PASSING
         when = max((made.get(key, 0) for key in item.inputs), default=0) if passes else place
         made |= dict.fromkeys(item.outputs, when)
@@ -93,6 +98,8 @@ def _exits(graph: LogicalGraph, items: Sequence[Item]) -> dict[str, int]:
     for place, item in enumerate(items):
         if item.leaves:
             asking = graph.by_name.get(item.asked_by)
+            # Of two steps that could begin, other ranks wait for the one that the forward or
+            # backward phase asks for.
             is_late = asking is None or asking.phase is Phase.OPTIMIZER
             ready = max((made.get(key, 0) for key in item.inputs), default=0)
             found.append((is_late, ready, place, item.name))
@@ -103,6 +110,10 @@ def _departures(items: Sequence[Item], exits: Mapping[str, int]) -> dict[str, in
     """Return the first boxing that needs an item, through its own segment; `_NEVER` if none."""
     users: dict[str, list[Item]] = defaultdict(list)
     found: dict[str, int] = {}
+    # Backwards: of what an item is used for, the step that begins first.
+    #
+    #     dy --- dx --- send dx         turn 0     departures: dx 0, dw 1, dy min(0, 1) = 0
+    #        \-- dw --- all-reduce dw   turn 1     order: dy dx | dw
     for item in reversed(items):
         turns = [_NEVER]
         for key in item.outputs:
@@ -150,6 +161,7 @@ def _pieces(turns: Sequence[int], weights_s: Sequence[float], piece_s: float) ->
         numbers += [number] * (end - start)
         run_s = sum(weights_s[start:end])
         own_s, left_s = own_s + run_s, left_s - run_s
+        # Both sides must be worth a switch, so the last piece is never a short rest.
         if own_s >= piece_s and left_s >= piece_s:
             number, own_s = number + 1, 0.0
     return numbers

@@ -16,8 +16,6 @@ from dataclasses import replace
 
 from sbp_core.compile.liveness import keys_in
 from sbp_core.compile.physical import (
-    LOCAL_BOX,
-    OVERWRITE,
     Actor,
     Compute,
     Instruction,
@@ -26,6 +24,7 @@ from sbp_core.compile.physical import (
     Send,
 )
 from sbp_core.graph.ir import Rate, Ref, refs
+from sbp_core.graph.primitives import LOCAL_BOX, OVERWRITE
 from sbp_core.signatures.views import is_view
 
 
@@ -43,6 +42,7 @@ def donate_states(plan: PhysicalPlan) -> PhysicalPlan:
 
 
 def _of_rank(plan: PhysicalPlan, part: RankPlan) -> RankPlan:
+    # An order lists every firing, so the last one of each actor is what remains.
     last_firing = {
         name: (thread, number)
         for thread, order in part.orders.items()
@@ -54,6 +54,7 @@ def _of_rank(plan: PhysicalPlan, part: RankPlan) -> RankPlan:
     for actor in part.actors:
         states = [name for name, _ in actor.writes if name in tensors]
         taken: tuple[str, ...] = ()
+        # What is written for each micro-batch goes on to the next through a register instead.
         if actor.rate is Rate.STEP:
             taken = tuple(s for s in states if _is_free(part, actor, s, views, last_firing))
         if isinstance(actor, Compute) and taken:
@@ -66,6 +67,13 @@ def _of_rank(plan: PhysicalPlan, part: RankPlan) -> RankPlan:
 
 def _overwriting(actor: Compute, views: Mapping[str, set[str]]) -> Compute:
     """Return a segment that writes its states itself, each after the last look at its memory."""
+    # A new value goes over the old one as soon as both hold: it is made, and nothing of the segment
+    # looks at the old one any more.
+    #
+    #     0  t = view(w)
+    #     1  a = addcdiv(w, ..)    <- a is made here
+    #     2  n = norm(t)           <- the last look at the memory of w
+    #     -  w <- a                after instruction 2; a dies here, not at the end of the step
     made = {key: at for at, entry in enumerate(actor.instructions) for key in entry.outputs}
     behind: dict[int, list[Instruction]] = defaultdict(list)
     writes = []
@@ -86,10 +94,12 @@ def _overwriting(actor: Compute, views: Mapping[str, set[str]]) -> Compute:
                     node=actor.instructions[made[key]].node,
                 )
             )
+            # What leaves the segment as the state's new value is the old memory, written anew.
             key = done
         writes.append((state, key))
     return replace(
         actor,
+        # To be written, the old value must be at hand, even if no instruction computes with it.
         reads=tuple(dict.fromkeys((*actor.reads, *actor.in_place))),
         writes=tuple(writes),
         instructions=tuple(
@@ -103,9 +113,11 @@ def _views(part: RankPlan, states: set[str]) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {name: {name} for name in states}
     changed = True
     while changed:
+        # Until nothing changes: a view may go to an actor that is listed before its maker.
         changed = False
         for actor in part.actors:
             for entry in actor.instructions if isinstance(actor, Compute) else ():
+                # A local step may slice, which only looks.
                 if entry.op != LOCAL_BOX and not is_view(entry.op):
                     continue
                 seen = {s for ref in refs(entry.args) for s in found.get(ref.name, ())}
@@ -130,10 +142,13 @@ def _is_free(
 
     thread, when = last_firing[writer.name]
     for actor in part.actors:
+        # It would change under a result that is read after the step, or under another state.
         if looks([key for _, key in (*actor.emits, *actor.writes)]):
             return False
         if looks((*actor.inputs, *actor.reads)):
             its_thread, its_time = last_firing[actor.name]
+            # A message may still be on its way out when the actor that sent it has fired; and the
+            # firings of other threads have no fixed time.
             if not isinstance(actor, Compute) or its_thread != thread or its_time > when:
                 return False
     return True

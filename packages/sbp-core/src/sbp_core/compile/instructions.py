@@ -13,12 +13,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from sbp_core.compile.buckets import pack_instructions, unpack_instructions
 from sbp_core.compile.items import Item, ItemKind
-from sbp_core.compile.physical import LOCAL_BOX, Instruction
+from sbp_core.compile.packing import pack_instructions, unpack_instructions
+from sbp_core.compile.physical import Instruction
 from sbp_core.compile.program import Program
 from sbp_core.graph.ir import Argument, Node, Ref, map_refs
-from sbp_core.graph.primitives import ALIAS
+from sbp_core.graph.primitives import ALIAS, LOCAL_BOX
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.localize import localize
 from sbp_core.signatures.rule import LocalProgram
@@ -41,6 +41,12 @@ class Instructions:
     """What the segments of all ranks execute."""
 
     def __init__(self, program: Program) -> None:
+        # From items to instructions, in steps of which each is done once for what is equal:
+        #
+        #     item -> pattern           calls that differ in names only are one kind
+        #     (kind, rank) -> program   localised: with the sizes of one rank's shards
+        #     program -> itself         ranks with equal shards share one object, by its text
+        #     (item, program) -> instructions, with the item's own keys
         self._program = program
         self._kinds: dict[object, int] = {}
         self._patterns: dict[str, _Pattern] = {}
@@ -61,6 +67,7 @@ class Instructions:
         local = self._local.get((pattern.kind, rank))
         if local is None:
             local = self._localized(pattern, rank, item, item.node)
+        # `_distinct` keeps every program alive, so no id is given twice.
         key = (item.name, id(local))
         if key not in self._made:
             made = named(local, item.outputs, item.node.name, pattern.keys)
@@ -72,12 +79,15 @@ class Instructions:
         if item.kind is ItemKind.LOCAL:
             args = (Ref(item.inputs[0]), self._program.step_index[item.name])
             yield Instruction(op=LOCAL_BOX, args=args, outputs=item.outputs, node=item.name)
-        elif item.kind is ItemKind.PACK:
-            yield from pack_instructions(item)
+            return
+        assert item.packed is not None, "a pack and an unpack have a layout"
+        if item.kind is ItemKind.PACK:
+            yield from pack_instructions(item.name, item.inputs, item.outputs[0], item.packed)
         else:
-            yield from unpack_instructions(item)
+            yield from unpack_instructions(item.name, item.inputs[0], item.outputs, item.packed)
 
     def _pattern(self, item: Item, node: Node) -> _Pattern:
+        # mm(a, b) and mm(c, d) become mm(0, 1), one kind; mm(a, a) becomes mm(0, 0), another.
         numbers = {key: str(at) for at, key in enumerate(dict.fromkeys(item.inputs))}
         numbered = _with_keys(node, [numbers[key] for key in item.inputs])
         call = replace(
@@ -120,6 +130,8 @@ def named(
     """
     pairs = list(zip(local.results, outputs, strict=bool(local.results)))
     keys = {ref.name: key for ref, key in pairs}
+    # A name that the program makes is a local one, which the node's name makes unique; any other is
+    # an argument. Results take the keys of the node's outputs.
     own: set[str] = set()
 
     def renamed(ref: Ref) -> Ref:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from sbp_core.boxing import Step
+from sbp_core.compile.packing import PackedLayout
 from sbp_core.graph.ir import Node, Phase, Rate, TensorType
 from sbp_core.sbp import NdSbp
 
@@ -45,8 +46,8 @@ class Item:
     """One op, host op, accumulation, boxing step, or packing for one.
 
     `level` is set by `levels.with_levels`. `asked_by` is the node that a boxing step was first
-    inserted for; empty if it is for a graph output. `packed` has, of a pack or unpack, the steps of
-    the values in the flat buffer; see `buckets`. `is_apart` is set of a pack that is no part of a
+    inserted for; empty if it is for a graph output. `packed` says, of a pack or unpack, how the
+    values lie in the flat buffer; see `packing`. `is_apart` is set of a pack that is no part of a
     segment, as boxing may begin it. `piece` numbers the parts that a segment is cut into; see
     `cuts`.
     """
@@ -63,7 +64,7 @@ class Item:
     node: Node | None = None
     step: Step | None = None
     asked_by: str = ""
-    packed: tuple[Step, ...] = ()
+    packed: PackedLayout | None = None
     is_apart: bool = False
     piece: int = 0
 

@@ -27,6 +27,10 @@ def with_levels(graph: LogicalGraph, items: Iterable[Item]) -> list[Item]:
     made_on: dict[str, int] = {}
     front: dict[tuple[int, Phase], int] = {}
     found = []
+    # Levels of x -> all-reduce -> y, where z needs no boxing:
+    #
+    #     level 0   x = mm(..)   z = relu(..)   all-reduce(x)       one segment: x, z
+    #     level 1   y = add(x@(B), z)                               the next one
     for item in items:
         # Stages on the same ranks hand values over without a boxing step; that too ends a segment.
         level = max(
@@ -41,6 +45,7 @@ def with_levels(graph: LogicalGraph, items: Iterable[Item]) -> list[Item]:
             level = max(level, front.get((item.stage, item.phase), 0))
         for key in item.outputs:
             levels[key] = level + item.leaves
+            # A transfer has arrived on its stage, and a host number is there on every rank.
             if not item.leaves and item.kind is not ItemKind.HOST:
                 made_on[key] = item.stage
         found.append(replace(item, level=level))
@@ -76,10 +81,13 @@ def sink(items: Sequence[Item]) -> list[Item]:
     """
     users: dict[str, list[Item]] = {}
     sunk: list[Item] = []
+    # Backwards, so that users have sunk before what they use: a chain of views sinks as a whole.
     for item in reversed(items):
         light = item.phase is Phase.OPTIMIZER or (item.node is not None and _is_light(item.node))
         if item.kind is ItemKind.OP and light:
             found = [user for key in item.outputs for user in users.get(key, ())]
+            # A later phase has segments of its own, whose levels say nothing about this one's; and
+            # what another stage takes must be ready a level before.
             same = [
                 user.level - (user.stage != item.stage)
                 for user in found

@@ -24,6 +24,7 @@ from sbp_core.graph.ir import (
     Phase,
     Rate,
 )
+from sbp_core.graph.primitives import ACCUMULATE
 from sbp_core.sbp import B, NdSbp
 from sbp_core.strategy import Strategy
 
@@ -95,7 +96,7 @@ class _Lowering:
         )
         for value, sbp in zip(node.outputs, assigned.signature.outputs, strict=True):
             self.out.held[value] = Held(value, assigned.stage, sbp)
-        kind = ItemKind.ACCUMULATE if node.op == "sbp.accumulate" else ItemKind.OP
+        kind = ItemKind.ACCUMULATE if node.op == ACCUMULATE else ItemKind.OP
         self._add(
             node.name,
             kind,

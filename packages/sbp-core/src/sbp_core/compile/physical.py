@@ -19,16 +19,9 @@ from typing import Any, TypeAlias
 
 from sbp_core.boxing.step import Step
 from sbp_core.graph.ir import Argument, InputKind, Phase, Rate, TensorType
-from sbp_core.graph.primitives import COPY_INTO
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp
 from sbp_core.serialize import Document
-
-#: Instruction that runs a local boxing step: arguments are (value, index into `plan.steps`).
-LOCAL_BOX = "sbp.local_box"
-
-#: Instruction that copies the new value of a state over the old one: arguments are (state, value).
-OVERWRITE = COPY_INTO
 
 #: An actor among those of all ranks: its rank, and its name there.
 ActorId = tuple[int, str]

@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from sbp_core.boxing.step import Step
 from sbp_core.compile.liveness import keys_out
 from sbp_core.compile.physical import (
-    LOCAL_BOX,
     Accumulate,
     Actor,
     Channel,
@@ -25,6 +24,7 @@ from sbp_core.compile.physical import (
 )
 from sbp_core.errors import PlanError, SbpValueError
 from sbp_core.graph.ir import ITEMSIZE, Ref, refs
+from sbp_core.graph.primitives import LOCAL_BOX
 from sbp_core.placement import Placement
 from sbp_core.sbp import check_sbp, local_shape
 

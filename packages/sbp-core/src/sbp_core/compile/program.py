@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
-from sbp_core.boxing import Step, StepKind
+from sbp_core.boxing import Step
 from sbp_core.cluster import Cluster
 from sbp_core.compile.items import Item, ItemKind, Lowered
 from sbp_core.compile.physical import StateSlot
@@ -100,9 +100,8 @@ class Program:
     def _time_s(self, item: Item) -> float:
         if item.step is not None:
             return boxing_step_time_s(item.step, self.cluster)
-        if item.kind in (ItemKind.PACK, ItemKind.UNPACK):
-            gathers = item.packed[0].kind is StepKind.ALL_GATHER
-            if item.kind is ItemKind.UNPACK and not gathers:
+        if item.packed is not None:
+            if item.kind is ItemKind.UNPACK and not item.packed.gathers:
                 return 0.0  # views
             num_bytes = sum(self.bytes_of(key) for key in (*item.inputs, *item.outputs))
             num_calls = 1 if item.kind is ItemKind.PACK else len(item.outputs)

@@ -30,6 +30,11 @@ def registers(program: Program, actors: Sequence[Actor]) -> Iterable[Register]:
         for key in actor.outputs:
             if consumers[key]:
                 shared[tuple(user.name for user in consumers[key])].append(key)
+        # A filling is freed as a whole, when the last consumer has taken it. So only keys that go
+        # to the same consumers share a register:
+        #
+        #     a, b -> x         #0 (a, b) to x
+        #     c -> x, y         #1 (c) to x, y
         for index, (names, keys) in enumerate(shared.items()):
             yield Register(
                 name=f"{actor.name}#{index}",
@@ -77,6 +82,7 @@ def carried_readers(program: Program, state: str, actors: Sequence[Actor]) -> li
 
 def _lag(program: Program, users: Sequence[Actor]) -> int:
     """Return how many micro-batches the slowest reader may be behind the forward phase."""
+    # The backward phase reads the state as its own micro-batch's forward phase found it.
     late = [user.stage for user in users if user.phase is not Phase.FORWARD]
     return max((program.strategy.in_flight[stage] for stage in late), default=1)
 
@@ -89,11 +95,16 @@ def _quota(program: Program, producer: Actor, users: Sequence[Actor], rate: Rate
     """
     if rate is Rate.STEP:
         return 1
+    # Stage 0 of two, four micro-batches, forward 1 to 4 and backward a to d:
+    #
+    #     in flight 2 (1F1B)     1 2 . a 3 b 4 c . d        activations of two at a time
+    #     in flight 4 (GPipe)    1 2 3 4 . . a b c d        activations of all four
     crosses = producer.phase is Phase.FORWARD and any(
         user.phase is not Phase.FORWARD for user in users
     )
     if crosses:
         return program.strategy.in_flight[producer.stage]
+    # On one thread a second filling would gain nothing: no two actors fire at once.
     between_threads = any(user.thread != producer.thread for user in users)
     return min(2, program.strategy.num_micro_batches) if between_threads else 1
 
@@ -114,6 +125,7 @@ def prefetch_registers(
         for key in actor.inputs:
             users[key].append(actor)
     lines: dict[int, list[str]] = defaultdict(list)
+    # Where boxing has no thread of its own, the order of firings gathers nothing early.
     boxing = {actor.thread for actor in actors if isinstance(actor, Collective)}
     for actor in actors:
         computes = isinstance(actor, Compute) and actor.thread not in boxing
@@ -128,6 +140,8 @@ def prefetch_registers(
         place = {name: number for number, name in enumerate(line)}
         first = min((place[n] for n in _segments_behind(actor, users) if n in place), default=0)
         if first > prefetch:
+            # Its token says that the segment has fired. There are as many as micro-batches, so that
+            # the register never holds the segment back.
             before = line[first - 1 - prefetch]
             yield Register(
                 name=f"{before}>{actor.name}",
@@ -155,6 +169,7 @@ def links(program: Program, ranks: Sequence[RankPlan]) -> Iterable[Channel]:
         for actor in part.actors:
             if not isinstance(actor, Send):
                 continue
+            # The two ends of a transfer are named alike but for the first word (`segments`).
             receive = actor.name.replace("send ", "receive ", 1)
             for rank in program.steps[actor.step].target[0].rank_list:
                 yield Channel(

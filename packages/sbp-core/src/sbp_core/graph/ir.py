@@ -15,6 +15,7 @@ from math import prod
 from typing import Annotated, Any
 
 from sbp_core.errors import GraphError, SbpValueError
+from sbp_core.graph.primitives import ACCUMULATE
 from sbp_core.serialize import Form
 
 #: Bytes of one element, by dtype name.
@@ -348,7 +349,7 @@ class LogicalGraph:
             kind = self.input_kinds[value].kind
             changes = kind in (InputKind.BATCH, InputKind.RNG)
             return Rate.MICRO if changes else Rate.STEP
-        return Rate.STEP if node.op == "sbp.accumulate" else node.rate
+        return Rate.STEP if node.op == ACCUMULATE else node.rate
 
     def with_nodes(self, nodes: tuple[Node, ...], **changes: Any) -> LogicalGraph:
         """Return a copy with other nodes (and other fields), dropping types nobody has."""

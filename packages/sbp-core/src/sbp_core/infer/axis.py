@@ -35,6 +35,7 @@ from numpy.typing import NDArray
 from sbp_core.compile.levels import is_gathered_on_use
 from sbp_core.errors import PlanError
 from sbp_core.graph.ir import InputKind, Node, Rate, TensorType
+from sbp_core.graph.primitives import PIECE
 from sbp_core.infer.minsum import Factor, Table, minimise
 from sbp_core.infer.pins import Pin, Pins
 from sbp_core.infer.prices import AxisPrices
@@ -143,6 +144,7 @@ class AxisProblem:
         return len(self.sizes) - 1
 
     def _add_storage(self) -> None:
+        # Parameters first: a state without a pin takes the variable of its parameter.
         ordered = sorted(
             self.work.inputs, key=lambda entry: entry.name in self.work.parameter_of_state
         )
@@ -156,6 +158,7 @@ class AxisProblem:
             if pin is not None:
                 entries: tuple[Sbp, ...] = (pin.entry,)
             elif entry.kind is InputKind.RNG:
+                # The state of a generator is no tensor of elements: half of it draws nothing.
                 entries = (B,)
             else:
                 entries = (B, *self._splits(entry.name))
@@ -195,11 +198,14 @@ class AxisProblem:
             if value in self.use
         ]
         kept = list(range(len(parts)))
+        # Firm pins first. A pin that is not firm then chooses among what they leave, and gives way
+        # where they leave nothing that it fits.
         for at, value, pin in sorted(pinned, key=lambda entry: not entry[2].firm):
             fits = [index for index in kept if parts[index].inputs[at] == pin.entry]
             if not fits and pin.firm:
                 raise self._untakable(node, value, pin, {parts[index].inputs[at] for index in kept})
             kept = fits or kept
+        # What a view of a pinned value must be is pinned for its users too.
         if len(kept) == 1 and pinned and self.work.is_view(node) and pinned[0][2].firm:
             for value, entry in zip(node.outputs, parts[kept[0]].outputs, strict=True):
                 self.use.setdefault(value, replace(pinned[0][2], entry=entry))
@@ -250,7 +256,7 @@ class AxisProblem:
                 before=tuple(part.inputs[at] for part in before),
                 phase=node.phase.value if again else "",
                 rate=node.rate if again else None,
-                as_stored=node.op == "sbp.piece" and value in self.storage_variable,
+                as_stored=node.op == PIECE and value in self.storage_variable,
             )
             for at, name in enumerate(names)
             if name == value
@@ -287,10 +293,19 @@ class AxisProblem:
 
         A set of targets is a bit mask; `costs[state of the source, mask]` prices all sets.
         """
+        # One factor over the variable that makes the value, s, and those of its users, u and v:
+        #
+        #     mm (s) ---- x ---- relu (u)       table[s, u, v] = costs[s, mask(u) | mask(v)]
+        #                  \---- mul (v)
+        #
+        #     u asks for S(0), v for B          mask 0b01 | 0b10: two conversions
+        #     u and v both ask for S(0)         mask 0b01 | 0b01: one, which they share
         targets = tuple(dict.fromkeys(entry for end in ends for entry in end.entries))
         costs = self._target_set_costs(value, source, ends[0], targets)
         if not costs.any():
             return
+        # What is asked for by the source's own variable (the storage that an input shares with a
+        # state), or by none (an output): it has no dim of its own in the table.
         own: Masks = np.zeros(self.sizes[source.variable], dtype=np.int64)
         asked: dict[int, Masks] = {}
         for end in ends:
@@ -302,19 +317,28 @@ class AxisProblem:
         entries = prod(self.sizes[v] for v in (source.variable, *asked))
         if len(asked) > _MAX_DIRECT_USERS or entries > _MAX_DIRECT_ENTRIES:
             asked = self._through_target_variable(asked)
+        # An outer "or": dim i of `together` has the states of the i-th user, its entries are sets.
         together = np.zeros((), dtype=np.int64)
         for masks in asked.values():
             together = np.bitwise_or.outer(together, masks)
+        # The source's states come first, beside which `own` and `costs` are broadcast.
         states = np.arange(len(own)).reshape(-1, *(1,) * together.ndim)
         table = costs[states, own.reshape(states.shape) | together]
         self.factors.append(Factor((source.variable, *asked), table))
 
     def _through_target_variable(self, asked: dict[int, Masks]) -> dict[int, Masks]:
         """Put one variable, the set of targets, between a value and its many users."""
+        # A table over n users would have a dim for each. Instead a variable t, the set of targets
+        # that are made, stands between, and n tables of two dims say which sets do for a user:
+        #
+        #     s -- costs[s, t] -- t -- u1, t -- u2, t -- u3 ..     forbidden where u asks beyond t
+        #
+        # More targets cost no less, so the best t has what is asked for, and no more.
         sets = {0}
         for masks in asked.values():
             sets = {a | int(mask) for a in sets for mask in masks}
         domain = np.array(sorted(sets), dtype=np.int64)
+        # The set of the first assignment: what the users' first states ask for together.
         present = 0
         for variable, masks in asked.items():
             present |= int(masks[self.start[variable]])
@@ -335,9 +359,11 @@ class AxisProblem:
         stage, before = end.stage, end.before
         times = self.work.executions(end.rate or self.work.graph.rate_of(value))
         made = (source.entries, source.stage, source.before)
+        # Repeated layers ask the same, under other names.
         key = (tensor, slices, times, *made, stage, before, targets, end.as_stored)
         if key not in self._costs:
             single = times / slices * self._target_costs(tensor, source, end, targets)
+            # Row m has the targets of mask m, so the product sums the conversions of each set.
             bits = np.arange(1 << len(targets))[:, None] >> np.arange(len(targets)) & 1
             self._costs[key] = single @ bits.T.astype(np.float64)
         return self._costs[key]
@@ -362,6 +388,7 @@ class AxisProblem:
         shape = smaller_shape(
             shard_shape(tensor, source.before, mesh_shape), shard_shape(tensor, before, mesh_shape)
         )
+        # By SBP, as many signatures of a node differ in its arguments only and make the same.
         rows: dict[Sbp, list[float]] = {}
         for entry in source.entries:
             if entry not in rows:
@@ -386,6 +413,7 @@ class AxisProblem:
         """Let each node in turn take the option that is cheapest after those before it."""
         for node in self.work.nodes:
             variable = self.node_variable[node.name]
+            # Later nodes are not looked at: they follow this one, as minimising goes on from here.
             cost = self.unary[variable].copy()
             for value in dict.fromkeys(self.work.calls[node.name].tensor_names):
                 source = self._source(value)

@@ -35,6 +35,7 @@ from typing import TypeGuard
 
 from sbp_core.errors import ConfigError, SbpError
 from sbp_core.graph.ir import InputKind, LogicalGraph, Phase, TensorType
+from sbp_core.graph.primitives import ACCUMULATE, PIECE
 from sbp_core.sbp import Partial, Sbp, Split, parse_sbp
 
 #: What a pin says of the tensors of a pattern: an SBP, or one for each mesh axis by name.
@@ -299,7 +300,7 @@ def activations(graph: LogicalGraph) -> list[str]:
     found: list[str] = []
     for node in graph.nodes:
         # What a slice of a parameter waits for is not in it.
-        read = node.inputs()[:1] if node.op == "sbp.piece" else node.inputs()
+        read = node.inputs()[:1] if node.op == PIECE else node.inputs()
         if node.phase is not Phase.FORWARD or not dependent.intersection(read):
             continue
         dependent.update(node.outputs)
@@ -336,10 +337,7 @@ def micro_gradients(graph: LogicalGraph) -> list[str]:
     """Return the tensors that are accumulated over micro-batches to the `gradients`."""
     makers = (graph.producers[value] for value in gradients(graph))
     return [
-        value
-        for node in makers
-        if node.op == "sbp.accumulate"
-        for value in graph.tensor_inputs(node)
+        value for node in makers if node.op == ACCUMULATE for value in graph.tensor_inputs(node)
     ]
 
 

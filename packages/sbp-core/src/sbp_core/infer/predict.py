@@ -40,6 +40,7 @@ from sbp_core.compile.segments import CompileOptions
 from sbp_core.compile.token_game import TokenGame
 from sbp_core.cost import is_view, local_bytes
 from sbp_core.graph.ir import LogicalGraph, Node, OutputKind, Phase, Rate
+from sbp_core.graph.primitives import ACCUMULATE
 from sbp_core.interpreter.firings import Firings
 from sbp_core.sbp import B, NdSbp
 from sbp_core.signatures.call import OpCall
@@ -214,7 +215,7 @@ def _add_op(
         for tensor, sbp in zip(call.inputs, found.signature.inputs, strict=True)
     )
     stage.working_bytes = max(stage.working_bytes, made + read)
-    if node.op == "sbp.accumulate":
+    if node.op == ACCUMULATE:
         stage.gradients_bytes += made
 
 

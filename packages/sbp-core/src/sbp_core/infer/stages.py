@@ -19,6 +19,7 @@ from itertools import groupby
 from sbp_core.errors import ConfigError, PlanError
 from sbp_core.graph.blocks import block_of
 from sbp_core.graph.ir import InputKind, LogicalGraph, Node, Phase
+from sbp_core.graph.primitives import ACCUMULATE
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.derive import work_flop
 
@@ -229,7 +230,7 @@ def _add_backward_stages(graph: LogicalGraph, stages: dict[str, int]) -> None:
         modules.setdefault(node.module, set()).add(stages[node.name])
     for node in _tensor_nodes(graph, Phase.BACKWARD):
         of_module = modules.get(node.module, set())
-        if node.op == "sbp.accumulate":
+        if node.op == ACCUMULATE:
             stages[node.name] = _largest_input(graph, node, stages)
         elif node.forward in stages:
             stages[node.name] = stages[node.forward]

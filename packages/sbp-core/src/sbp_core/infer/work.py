@@ -22,6 +22,7 @@ from sbp_core.graph.ir import (
     Rate,
     TensorType,
 )
+from sbp_core.graph.primitives import ACCUMULATE
 from sbp_core.infer.stages import StageMap
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, Sbp, local_shape
@@ -81,7 +82,7 @@ class StepWork:
         for node in reversed(self.nodes):
             users = [user for value in node.outputs for user in self.graph.users[value]]
             ends_there = all(
-                user.phase is Phase.OPTIMIZER or user.op == "sbp.accumulate" or user.name in found
+                user.phase is Phase.OPTIMIZER or user.op == ACCUMULATE or user.name in found
                 for user in users
             )
             if users and ends_there and node.phase is Phase.BACKWARD and self.is_view(node):

@@ -121,6 +121,11 @@ def peak_bytes(found: RankLifetimes) -> int:
 
 def alive_bytes(buffers: Iterable[Buffer], num_ticks: int) -> list[int]:
     """Return the bytes alive at each tick."""
+    # Prefix sums of what begins at a tick, less what ended at the one before:
+    #
+    #     ticks         0   1   2   3      a: 8 bytes, ticks 0 to 1; b: 4 bytes, ticks 1 to 2
+    #     change       +8  +4  -8  -4
+    #     alive         8  12   4   0
     change = [0] * (num_ticks + 1)
     for buffer in buffers:
         change[buffer.start] += buffer.size_bytes
@@ -173,6 +178,7 @@ class _Rank:
 
     def put(self, where: Values, name: str, value: Value) -> None:
         """Put a value in place of the one before."""
+        # Before the old value is dropped, which may be in the same storage.
         self.ledger.hold(value)
         if name in where:
             self.ledger.drop(where[name])
@@ -199,11 +205,14 @@ class _Storages(InstructionDomain[Value]):
         shared: dict[int, StorageView] = {}
         for slot in part.slots:
             kind = InputKind(slot.kind)
+            # A state is there once, a part of the batch for each micro-batch.
             homes = [rank.states] if kind.is_state else rank.fed
             for home in homes:
                 if slot.sbp is None:
+                    # A host number: what it is does not matter, as no layout depends on it.
                     home[slot.name] = 1 if slot.dtype.startswith(("int", "bool")) else 1.0
                     continue
+                # In the step that is replayed a second time, states are as the first one left them.
                 lies = contiguous(slot.local_shape, slot.dtype)
                 view = moved.get((part.rank, slot.name), StorageView(lies, -1, lies.size_bytes))
                 if view.storage in shared:
@@ -290,6 +299,8 @@ class _Storages(InstructionDomain[Value]):
         return self._made(rank, instruction, values)
 
     def _made(self, rank: _Rank, entry: Instruction, values: Values) -> tuple[Value, ...]:
+        # Three kinds of results: a number of the host, a look at an argument's storage, and a new
+        # storage, of which several results may have a part each (`fresh` numbers them).
         found = self.layouts.call(entry, rank.part.rank, values.__getitem__)
         given = keys_in(entry)
         fresh: dict[int, StorageView] = {}
@@ -325,6 +336,7 @@ class _Storages(InstructionDomain[Value]):
         """See `Domain.add`: the first part is scaled or copied, later ones are added in place."""
         (source, key, how), rank = term, self.ranks[firing.rank]
         rank.tick(firing, key)
+        # How parts become one: None hands the last one on, a text is max or min, a number scales.
         if how is None:
             return part
         is_extreme = isinstance(how, str)
@@ -367,6 +379,7 @@ class _Storages(InstructionDomain[Value]):
         bounds = bounds_of(step.shape, *step.target)[firing.rank]
         shape = tuple(stop - start for start, stop in bounds)
         lies = contiguous(shape, step.dtype)
+        # As backends have it: if all that a rank wants is a piece of what it has, that is a view.
         kept = _own_part(step, firing.rank, own.lies) if isinstance(own, StorageView) else None
         if isinstance(own, StorageView) and kept is not None and kept.shape == shape:
             made = replace(own, lies=kept)
@@ -382,6 +395,7 @@ def _own_part(step: Step, rank: int, own: Strided) -> Strided | None:
 
     It then keeps the whole storage: backends copy no single piece that is contiguous.
     """
+    # A group of one has nothing to add to.
     if step.kind is StepKind.ALL_REDUCE:
         return own if own.is_contiguous and len(step.group(rank)) == 1 else None
     if step.kind is StepKind.TRANSFER:
@@ -389,6 +403,7 @@ def _own_part(step: Step, rank: int, own: Strided) -> Strided | None:
     else:
         pieces = collective_pieces(step, step.group(rank))
     mine = [piece for piece in pieces if piece.receiver == rank]
+    # Several pieces are put together in a new storage, and what comes from others is one anyhow.
     if len(mine) != 1 or mine[0].sender != rank:
         return None
     cuts = mine[0].source_slices

@@ -17,6 +17,7 @@ from sbp_core.graph.ir import (
     Ref,
     TensorType,
 )
+from sbp_core.graph.primitives import ACCUMULATE
 from sbp_core.graph.rewrite import rename_outputs, rename_uses
 from sbp_core.signatures.views import is_view, traits_of
 
@@ -234,12 +235,12 @@ def _mean(graph: LogicalGraph, value: str, num_micro_batches: int) -> float:
 
 def _sum_node(graph: LogicalGraph, value: str, name: str, how: float | str | None) -> Node:
     # A batch tensor that is reported has no producer.
-    source = Node(name=name, op="sbp.accumulate", args=(), outputs=(name,))
+    source = Node(name=name, op=ACCUMULATE, args=(), outputs=(name,))
     producer = graph.producers.get(value, source)
     return replace(
         producer,
         name=name,
-        op="sbp.accumulate",
+        op=ACCUMULATE,
         args=(Ref(value), how),
         kwargs={},
         outputs=(name,),

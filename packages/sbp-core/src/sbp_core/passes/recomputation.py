@@ -19,6 +19,7 @@ from itertools import groupby
 from sbp_core.errors import ConfigError
 from sbp_core.graph.blocks import block_of
 from sbp_core.graph.ir import LogicalGraph, Node, Phase
+from sbp_core.graph.primitives import AFTER
 from sbp_core.graph.rewrite import rename_uses
 from sbp_core.passes.budget import choose_regions
 from sbp_core.passes.options import RecomputeOptions
@@ -173,7 +174,7 @@ def recompute_report(graph: LogicalGraph) -> RecomputeReport:
     """Compare a graph with what it was before `recompute`."""
     before = _without_recomputation(graph)
     work = [n for n in before.nodes if is_forward(n) or n.phase is Phase.BACKWARD]
-    copies = [n for n in graph.nodes if REMATERIALIZED in n.tags and n.op != "sbp.after"]
+    copies = [n for n in graph.nodes if REMATERIALIZED in n.tags and n.op != AFTER]
     modules: dict[str, list[Node]] = {}
     for node in copies:
         modules.setdefault(block_of(node.module), []).append(node)
@@ -192,7 +193,7 @@ def _without_recomputation(graph: LogicalGraph) -> LogicalGraph:
     names: dict[str, str] = {}
     for node in graph.nodes:
         if REMATERIALIZED in node.tags:
-            waits = node.op == "sbp.after"
+            waits = node.op == AFTER
             saved = node.inputs()[:1] if waits else graph.by_name[node.forward].outputs
             names |= zip(node.outputs, saved, strict=True)
     nodes = (node for node in graph.nodes if REMATERIALIZED not in node.tags)

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from sbp_core.graph.ir import InputKind, LogicalGraph, Node, Phase, Ref, ValueType
+from sbp_core.graph.primitives import AFTER
 from sbp_core.graph.rewrite import drop_dead, rename_uses
 from sbp_core.passes.saved_activations import call_flop, is_forward
 
@@ -220,7 +221,7 @@ class _Rewriting:
         self.nodes.append(
             Node(
                 name=name,
-                op="sbp.after",
+                op=AFTER,
                 args=(Ref(value), Ref(gradient)),
                 outputs=(name,),
                 phase=Phase.BACKWARD,

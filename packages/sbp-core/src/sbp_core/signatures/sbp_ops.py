@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from sbp_core.graph.primitives import ALIAS
+from sbp_core.graph.primitives import ACCUMULATE, AFTER, ALIAS
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.notation import (
     Dependence,
@@ -66,9 +66,9 @@ def _accumulate(call: OpCall) -> Notation:
 
 
 RULES: Mapping[str, Rule] = {
-    "sbp.accumulate": Rule(_accumulate),
-    "sbp.after": Rule(_after, _only_first),
+    ACCUMULATE: Rule(_accumulate),
+    AFTER: Rule(_after, _only_first),
 }
 
 #: Those whose result lies in the memory of their argument.
-VIEWS = frozenset({"sbp.after"})
+VIEWS = frozenset({AFTER})
