@@ -58,7 +58,7 @@ def test_latencies_may_be_zero_but_not_negative(name: str) -> None:
 
 
 def test_the_cluster_is_one_node_with_the_declared_rates() -> None:
-    config = LocalConfig(float32_flop_per_s=3e9, memory_bytes=1000, link_latency_s=1.5)
+    config = LocalConfig(cores=4, float32_flop_per_s=3e9, memory_bytes=1000, link_latency_s=1.5)
 
     cluster = build_local(config)(4)
 
@@ -66,3 +66,20 @@ def test_the_cluster_is_one_node_with_the_declared_rates() -> None:
     assert cluster.device.flop_per_s["float32"] == 3e9
     assert cluster.device.memory_bytes == 1000
     assert cluster.link([0, 3]).latency_s == 1.5
+
+
+def test_ranks_share_the_cores_and_wait_for_one_interpreter() -> None:
+    config = LocalConfig(cores=2, float32_flop_per_s=3e9, memory_bytes_per_s=8e9, launch_s=1e-6)
+    make = build_local(config)
+
+    many, few = make(8).device, make(2).device
+
+    assert (many.flop_per_s["float32"], many.memory_bytes_per_s) == (3e9 / 4, 2e9)
+    assert (few.flop_per_s["float32"], few.memory_bytes_per_s) == (3e9, 8e9)
+    assert (many.launch_s, few.launch_s) == (8e-6, 2e-6)
+
+
+def test_there_is_at_least_one_core() -> None:
+    assert build_local(LocalConfig())(1).device.flop_per_s["float32"] == 100e9
+    with pytest.raises(ConfigError, match="cores=0"):
+        LocalConfig(cores=0)

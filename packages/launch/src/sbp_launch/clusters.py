@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, fields
 from math import inf, prod
 
@@ -12,19 +13,22 @@ from sbp_core.plugins import ClusterFactory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalConfig:
-    """A mesh of ranks, each one CPU core, all in one process.
+    """A mesh of ranks, all in one process, whose cores they share.
 
-    The rates are declared, not measured: the order of magnitude of one core of a server.
+    The rates are declared, not measured: the order of magnitude of one core of a server. Where
+    there are more ranks than cores, each gets its share of them. And Python starts the operators of
+    all threads one after the other, so each rank also waits while those of the others start.
 
     Args:
         mesh: Ranks along each axis, >= 1.
         axes: Distinct name of each axis.
         world_size: Ranks in all; None takes what the mesh has.
-        float32_flop_per_s: Rate of a float32 matrix multiplication, in flop/s.
-        float64_flop_per_s: Rate of a float64 matrix multiplication, in flop/s.
+        cores: Cores that the ranks share; None takes all that this process may use.
+        float32_flop_per_s: Rate of a float32 matrix multiplication on one core, in flop/s.
+        float64_flop_per_s: Rate of a float64 matrix multiplication on one core, in flop/s.
         memory_bytes: Memory of one rank that a plan may use, in bytes.
-        memory_bytes_per_s: Memory bandwidth of one rank, in bytes/s.
-        launch_s: Time to start one operator, in seconds.
+        memory_bytes_per_s: Memory bandwidth of one core, in bytes/s.
+        launch_s: Time to start one operator of one rank, in seconds.
         link_latency_s: Latency of a message between two ranks, in seconds.
         link_bytes_per_s: Bandwidth between two ranks, in bytes/s.
     """
@@ -32,6 +36,7 @@ class LocalConfig:
     mesh: tuple[int, ...] = (2, 2)
     axes: tuple[str, ...] = ("data", "tensor")
     world_size: int | None = None
+    cores: int | None = None
     float32_flop_per_s: float = 100e9
     float64_flop_per_s: float = 50e9
     memory_bytes: int = 4 * 2**30
@@ -42,6 +47,10 @@ class LocalConfig:
 
     def __post_init__(self) -> None:
         check_mesh(self.mesh, self.axes, self.world_size)
+        if self.cores is not None and self.cores < 1:
+            raise ConfigError(
+                f"cores={self.cores}", accepted="1 or more, or null for all that there are"
+            )
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name in ("launch_s", "link_latency_s"):
@@ -78,21 +87,30 @@ def check_mesh(mesh: tuple[int, ...], axes: tuple[str, ...], world_size: int | N
         )
 
 
+def usable_cores() -> int:
+    """Return how many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def build_local(config: LocalConfig) -> ClusterFactory:
     """Return a maker of the declared cluster: one node that holds all ranks."""
-    device = Device(
-        kind="cpu",
-        memory_bytes=config.memory_bytes,
-        flop_per_s={
-            "float32": config.float32_flop_per_s,
-            "float64": config.float64_flop_per_s,
-        },
-        memory_bytes_per_s=config.memory_bytes_per_s,
-        launch_s=config.launch_s,
-    )
+    cores = config.cores or usable_cores()
     link = Link(latency_s=config.link_latency_s, bytes_per_s=config.link_bytes_per_s)
 
     def make(num_devices: int) -> Cluster:
+        share = min(1.0, cores / num_devices)
+        device = Device(
+            kind="cpu",
+            memory_bytes=config.memory_bytes,
+            flop_per_s={
+                "float32": share * config.float32_flop_per_s,
+                "float64": share * config.float64_flop_per_s,
+            },
+            memory_bytes_per_s=share * config.memory_bytes_per_s,
+            launch_s=num_devices * config.launch_s,
+        )
         return Cluster(
             name="local",
             num_devices=num_devices,

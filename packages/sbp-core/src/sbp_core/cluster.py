@@ -75,7 +75,8 @@ class Cluster:
         machine: What was measured, in words, such as its processor and the versions used.
         num_devices: Ranks 0 .. num_devices - 1; consecutive ranks share a node.
         devices_per_node: Ranks of one node.
-        device: What one rank computes with.
+        device: What one rank computes with while all others of its node do, too: ranks that share
+            cores, memory bandwidth or an interpreter get their share here.
         intra_node: Link between two ranks of one node.
         inter_node: Link between two ranks of different nodes.
         intra_node_shared: Whether all messages inside a node that are under way at the same time
