@@ -58,6 +58,16 @@ All hooks but the last return name -> `Factory`. Tutorials:
 [boxing backends](boxing.md).
 """
 
+_CLASSES = """\
+What these classes have, and those that their methods return; you write all that is not said to
+have a default. A `Protocol` need not be subclassed, an `ABC` must be. The name of a plugin of kind
+`signature` is the operator (`build` returns a `Rule`) or the namespace (`build` returns a
+`RuleSet`). A setting that is wrong raises `sbp_core.errors.ConfigError` in the `__post_init__` of
+its config. A plugin whose `SBP_API_VERSION` is newer than that of sbp-core is set aside and named.
+Passes run in the order in which `compile.plugins` names them, on the graph of one micro-batch.
+
+```text"""
+
 _ROOMS = """## How to read the rest
 
 A *room* is a module or package that declares `__all__`. Other packages, and programs and plugins of
@@ -66,13 +76,16 @@ reaches behind one.
 
 | stability | promise |
 |---|---|
-| stable | for users and plugin authors; what breaks them comes with a version that says so |
+| stable | for users and plugin authors; only a major version breaks them (below 1.0, a minor one) |
 | provisional | for the same people, in a form still to be found: a minor version may change it |
 | internal | for sbp's own packages; may change in any version |
 """
 
 #: The order in which packages stand: each builds on those before it.
 _ORDER = ("sbp_core", "sbp_aten", "sbp_torch")
+
+#: Columns of a line of code on the page.
+_WIDTH = 100
 
 #: The dotted names in a docstring of a hook, and its line about the suite.
 _NAME = re.compile(r"`(\w+(?:\.\w+)*\.[A-Z]\w*)`")
@@ -91,7 +104,7 @@ def file(packages: Packages) -> Path:
 
 
 def _contracts(packages: Packages) -> Iterator[str]:
-    """Yield the table of a plugin author: each kind, its hook, what `build` returns, the suite."""
+    """Yield what a plugin author writes: a table of the kinds, and the classes that it names."""
     hooks = packages.modules["sbp_core.plugins.hooks"]
     kinds = ast.literal_eval(_value(hooks.definitions["KINDS"]))
     specs = hooks.definitions["HookSpecs"]
@@ -101,38 +114,72 @@ def _contracts(packages: Packages) -> Iterator[str]:
         for node in specs.body
         if isinstance(node, ast.FunctionDef)
     }
-    yield "| kind | hook | `build(config)` returns | which has | suite: to supply |"
-    yield "|---|---|---|---|---|"
+    yield "| kind | hook | `build(config)` returns | suite: to supply |"
+    yield "|---|---|---|---|"
     for kind, hook in kinds.items():
-        text = texts[hook]
-        suite = _SUITE.search(text)
-        yield (
-            f"| {kind} | `{hook}` | {first_line(text)} | {_methods(packages, first_line(text))} "
-            f"| {_suite(packages, suite[1]) if suite else ''} |"
-        )
+        suite = _SUITE.search(texts[hook])
+        supplied = _suite(packages, suite[1]) if suite else "none yet"
+        yield f"| {kind} | `{hook}` | {first_line(texts[hook])} | {supplied} |"
     others = [name for name in texts if name not in kinds.values()]
     for name in others:
-        yield f"| | `{name}` | {first_line(texts[name])} | | |"
-    yield ""
+        yield f"| | `{name}` | {first_line(texts[name])} | |"
+    yield f"\n{_CLASSES}"
+    seen: set[str] = set()
+    for kind, hook in kinds.items():
+        yield f"# kind {kind}"
+        yield from (*_stubs(packages, first_line(texts[hook]), seen), "")
+    yield "```\n"
 
 
-def _methods(packages: Packages, text: str) -> str:
-    """Return the methods that the classes have which a text names: those of a plugin to write."""
-    found = []
-    for name in _NAME.findall(text):
-        if name.partition(".")[0] not in packages.names:
+def _stubs(packages: Packages, text: str, seen: set[str]) -> Iterator[str]:
+    """Yield the classes that a text names, and those to be written that their methods return.
+
+    Args:
+        packages: Where they are defined.
+        text: Names them by their rooms.
+        seen: Those that have been yielded; grows.
+    """
+    names = [name for name in _NAME.findall(text) if name.partition(".")[0] in packages.names]
+    todo = [(_offered(packages, name), name.rpartition(".")) for name in names]
+    while todo:
+        node, (where, _, name) = todo.pop(0)
+        if not isinstance(node, ast.ClassDef) or name in seen:
             continue
-        node = _offered(packages, name)
-        if isinstance(node, ast.ClassDef) and _is_abstract(node):
-            methods = [one for one in node.body if isinstance(one, ast.FunctionDef)]
-            found += [_to_write(one) for one in methods if _is_to_write(node, one)]
-    return ", ".join(found)
+        seen.add(name)
+        found = packages.definition(where, name)
+        assert found is not None, "its definition has just been found"
+        yield f"class {name}({', '.join(map(ast.unparse, node.bases))}):".replace("()", "")
+        for one in node.body:
+            if isinstance(one, ast.AnnAssign):
+                yield f"    {ast.unparse(one)}"
+            elif isinstance(one, ast.FunctionDef) and _is_abstract(node) and _is_method(one):
+                yield _stub(one, is_default=not _is_to_write(node, one))
+                todo += _returned(packages, found[0], one)
 
 
-def _to_write(method: ast.FunctionDef) -> str:
-    parameters = _parameters(method)
-    is_call = method.name == "__call__"
-    return f"called with `{parameters}`" if is_call else f"`{method.name}({parameters})`"
+def _is_method(node: ast.FunctionDef) -> bool:
+    """Whether plugin authors know a method: a public one, or the call of the object."""
+    return node.name == "__call__" or not node.name.startswith("_")
+
+
+def _stub(method: ast.FunctionDef, *, is_default: bool) -> str:
+    returned = f" -> {ast.unparse(method.returns)}" if method.returns else ""
+    comment = "  # has a default" if is_default else ""
+    arguments = ast.unparse(method.args)
+    line = f"    def {method.name}({arguments}){returned}: ...{comment}"
+    if len(line) <= _WIDTH:
+        return line
+    return f"    def {method.name}(\n        {arguments}\n    ){returned}: ...{comment}"
+
+
+def _returned(
+    packages: Packages, module: Module, method: ast.FunctionDef
+) -> Iterator[tuple[ast.stmt, tuple[str, str, str]]]:
+    """Yield the classes that a plugin author has to write, too: those that a method returns."""
+    for node in ast.walk(method.returns) if method.returns else ():
+        found = packages.definition(module.name, node.id) if isinstance(node, ast.Name) else None
+        if found is not None and isinstance(found[1], ast.ClassDef) and _is_abstract(found[1]):
+            yield found[1], (found[0].name, ".", found[1].name)
 
 
 def _suite(packages: Packages, name: str) -> str:

@@ -20,7 +20,7 @@ from sbp_core.cluster import Cluster, Device, Link
 from sbp_core.compile import CompileOptions, PhysicalPlan, compile_plan
 from sbp_core.graph import LogicalGraph
 from sbp_core.infer import infer_strategy
-from sbp_core.memory import predict
+from sbp_core.memory import predict_memory
 from sbp_core.passes import RecomputeOptions
 from sbp_core.placement import Placement
 from sbp_core.plugins import PlanRequest, discover
@@ -241,7 +241,10 @@ def _attempt(cell: dict[str, str], layout: Layout, num_steps: int) -> Outcome:
         state_error=state_error,
         predicted_bytes=plan.boxing_bytes * num_steps,
         counted_bytes=sent,
-        peaks={rank: (entry.peak, meter.peak(rank)) for rank, entry in predict(plan).ranks.items()},
+        peaks={
+            rank: (entry.peak, meter.peak(rank))
+            for rank, entry in predict_memory(plan).ranks.items()
+        },
         compile_s=compile_s,
         run_s=run_s,
     )

@@ -37,9 +37,9 @@ from sbp_torch.signatures import (
     OpSample,
     call_of,
     discover,
+    program_of_call,
     refutation,
     run_op,
-    unchanged,
     verify,
     whole_sample,
 )
@@ -425,7 +425,7 @@ def accident(redraws: Sequence[OpSample], entry: Signature1d, size: int) -> str:
 
 def _program(sample: OpSample, rank: int) -> LocalProgram:
     """Return what every rank runs where the arguments do not change on a shard."""
-    return unchanged(sample.call)
+    return program_of_call(sample.call)
 
 
 def _rejection(derived: Derivation, entry: Signature1d) -> str:

@@ -220,8 +220,24 @@ __all__ = ["Planner", "PlannerConformance"]
 class Planner(Protocol):
     """Plans."""
 
-    def plan(self, request):
+    quick: bool = True
+
+    def plan(self, request: int) -> Plan:
         """Return a plan."""
+
+
+class Plan(ABC):
+    """What a planner returns."""
+
+    @abstractmethod
+    def cost(self) -> float:
+        """Return what it costs."""
+
+    def describe(self):
+        """Return nothing."""
+
+    def _hidden(self):
+        """Return nothing."""
 
 
 class PlannerConformance(ABC):
@@ -271,9 +287,24 @@ def test_the_page_says_what_a_plugin_author_writes_and_which_suite_tests_it(
     lines = document(Packages.below(with_hooks)).splitlines()
 
     assert (
-        "| planner | `mine_planners` | Planners: `mine.planner.Planner`. | `plan(request)` "
+        "| planner | `mine_planners` | Planners: `mine.planner.Planner`. "
         "| `mine.planner.PlannerConformance`: `make_planner` |"
     ) in lines
+
+
+def test_the_page_has_the_methods_of_what_a_plugin_supplies_and_of_what_they_return(
+    with_hooks: Path,
+) -> None:
+    page = document(Packages.below(with_hooks))
+
+    assert page.partition("```text\n# kind planner\n")[2].partition("\n\n")[0].splitlines() == [
+        "class Planner(Protocol):",
+        "    quick: bool = True",
+        "    def plan(self, request: int) -> Plan: ...",
+        "class Plan(ABC):",
+        "    def cost(self) -> float: ...",
+        "    def describe(self): ...  # has a default",
+    ]
 
 
 @pytest.mark.parametrize("name", ["Planner", "PlannerConformance"])

@@ -25,7 +25,7 @@ from sbp_core.compile.physical import Actor, Compute, Instruction, PhysicalPlan
 from sbp_core.errors import RunError
 from sbp_core.graph.ir import Ref
 from sbp_core.graph.primitives import OVERWRITE
-from sbp_core.memory import predict
+from sbp_core.memory import predict_memory
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.memory.meter import MemoryMeter
 from sbp_torch.testing.cases import compile_case
@@ -178,7 +178,7 @@ def test_the_peak_is_as_predicted_and_lower() -> None:
             meter.restart()
             session.step(batch, step.scalars)
 
-    usual = predict(compile_case("data parallel"))
-    for rank, memory in predict(plan).ranks.items():
+    usual = predict_memory(compile_case("data parallel"))
+    for rank, memory in predict_memory(plan).ranks.items():
         assert meter.peak(rank) == memory.peak
         assert memory.peak < usual.ranks[rank].peak

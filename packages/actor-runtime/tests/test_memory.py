@@ -13,7 +13,7 @@ from torch import Tensor
 from sbp_actor_runtime.configs import ActorConfig
 from sbp_actor_runtime.session import ActorSession, build
 from sbp_core.boxing.backend import BoxingBackend
-from sbp_core.memory import predict
+from sbp_core.memory import predict_memory
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.memory.meter import MemoryMeter
 from sbp_torch.testing.cases import CASES, compile_case, run_steps
@@ -45,7 +45,9 @@ def test_the_peak_is_as_predicted(name: str) -> None:
             session.step(batch, step.scalars)
 
     found = {rank: meter.peak(rank) for rank in session.store.values}
-    assert found == {r: memory.peak for r, memory in predict(compile_case(name)).ranks.items()}
+    assert found == {
+        r: memory.peak for r, memory in predict_memory(compile_case(name)).ranks.items()
+    }
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -58,7 +60,7 @@ def test_the_peak_of_a_pipeline_is_near_the_prediction(name: str) -> None:
             session.step(batch, step.scalars)
 
     # What waits for a receiver depends on who comes first; in so small a step it is much of it all.
-    for rank, memory in predict(compile_case(name)).ranks.items():
+    for rank, memory in predict_memory(compile_case(name)).ranks.items():
         assert 0.85 < meter.peak(rank) / memory.peak < 1.15
 
 

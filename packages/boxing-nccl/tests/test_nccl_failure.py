@@ -65,7 +65,7 @@ def test_a_run_that_ends_well_destroys_its_channels_and_aborts_none() -> None:
         assert [channel.num_destroys for channel in device.channels] == [1, 1, 1]
 
 
-def test_an_abort_that_hangs_is_left_behind(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_abort_that_hangs_is_abandoned(caplog: pytest.LogCaptureFixture) -> None:
     ranks = Ranks(2, abort_timeout_s=0.3)
 
     def job(rank: int, backend: NcclBackend) -> Any:

@@ -95,7 +95,7 @@ class TestLars(OptimizerConformance):
 
 
 class TestAdafactor(OptimizerConformance):
-    exactness = 1e-12
+    eager_tolerance = 1e-12
 
     def make_factory(self) -> OptimizerFactory:
         return optimizers.build_adafactor(optimizers.AdafactorConfig())
@@ -120,7 +120,7 @@ class TestPlainSgd(OptimizerConformance):
 
 
 class TestDampenedSgd(OptimizerConformance):
-    exactness = 1e-12
+    eager_tolerance = 1e-12
 
     def make_factory(self) -> OptimizerFactory:
         return optimizers.build_sgd(optimizers.SgdConfig(dampening=0.3))

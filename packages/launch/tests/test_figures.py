@@ -11,7 +11,7 @@ import torch
 from trainable import planned, registry, run_config, run_of
 
 from sbp_core.boxing.backend import BoxingBackend
-from sbp_core.memory import predict
+from sbp_core.memory import predict_memory
 from sbp_core.runtime import StepResult
 from sbp_core.units import format_bytes
 from sbp_launch import trainer
@@ -65,7 +65,7 @@ def test_memory_is_counted_in_the_first_step_alone_if_at_all(
         for index in range(3):
             step_meter.step(session, program.batch(index, 4), {**scalars, "step": index})
 
-    peak = max(rank.peak for rank in predict(found.plan).ranks.values())
+    peak = max(rank.peak for rank in predict_memory(found.plan).ranks.values())
     held = [f"a rank held at most {format_bytes(peak)} (in step 1)"] if counts_memory else []
     assert watched == [counts_memory, False, False]
     assert step_meter.lines(NOTHING)[1:] == held

@@ -2,8 +2,8 @@ import re
 
 from trainable import planned, row
 
-from sbp_core.memory import predict
-from sbp_core.memory.kinds import Kind
+from sbp_core.memory import predict_memory
+from sbp_core.memory.kinds import MemoryKind
 from sbp_core.units import format_bytes
 from sbp_launch.report import counted, memory_lines, summary
 
@@ -40,12 +40,12 @@ def test_the_memory_of_a_rank_is_one_figure_and_what_it_consists_of():
     lines = "".join(memory_lines(found.plan, found.memory))
 
     total, parts = re.fullmatch(r"memory of a rank at its peak: (.*)  = (.*)", lines).groups()
-    peak = max(predict(found.plan).ranks.values(), key=lambda rank: rank.peak)
+    peak = max(predict_memory(found.plan).ranks.values(), key=lambda rank: rank.peak)
     assert total == format_bytes(peak.peak)
     large = [kind for kind, size in peak.kinds.items() if size >= peak.peak / 100]
     assert parts.count(" + ") == len(large) - 1 + (len(large) < len(peak.kinds))
     assert parts.endswith(" other") == (len(large) < len(peak.kinds))
-    assert f"{format_bytes(peak.kinds[Kind.PARAMETERS])} parameters" in parts
+    assert f"{format_bytes(peak.kinds[MemoryKind.PARAMETERS])} parameters" in parts
 
 
 def test_memory_that_is_not_known_is_said_to_be_unchecked():

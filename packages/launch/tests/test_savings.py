@@ -12,7 +12,7 @@ import pytest
 from trainable import registry, run_config, run_of
 
 from sbp_core.errors import ConfigError
-from sbp_core.memory import predict
+from sbp_core.memory import predict_memory
 from sbp_core.passes.recomputation import recompute_report
 from sbp_core.plugins import merge_settings
 from sbp_launch import trainer
@@ -84,7 +84,9 @@ def found(name: str, ranks: int = 4) -> Found:
             session.step(batch, {**scalars, "seed": 0, "step": index})
     return Found(
         planned=planned,
-        predicted={rank: memory.peak for rank, memory in predict(planned.plan).ranks.items()},
+        predicted={
+            rank: memory.peak for rank, memory in predict_memory(planned.plan).ranks.items()
+        },
         measured={part.rank: meter.peak(part.rank) for part in planned.plan.ranks},
     )
 

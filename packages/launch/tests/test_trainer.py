@@ -9,7 +9,7 @@ from trainable import Bigram, registry, run_config, run_of
 
 from sbp_aten.pass_options import MixedPrecision, PassOptions
 from sbp_core.errors import ConfigError
-from sbp_core.memory import predict
+from sbp_core.memory import predict_memory
 from sbp_launch import planned, trainer
 from sbp_launch.config import PluginChoice
 from sbp_launch.optimizers import optimizer_over
@@ -237,7 +237,7 @@ def test_a_plan_says_what_it_needs():
 
     found = planned.plan_step(run, make_program(run))
 
-    assert found.memory == predict(found.plan)
+    assert found.memory == predict_memory(found.plan)
 
 
 def test_evaluation_has_the_passes_of_training_and_leaves_the_model_as_it_was(tmp_path):

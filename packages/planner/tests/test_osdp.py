@@ -10,8 +10,8 @@ from sbp_core.compile import CompileOptions, compile_plan
 from sbp_core.cost import boxing_time_s
 from sbp_core.errors import ConfigError, PlanError, SbpLookupError
 from sbp_core.graph.ir import Phase
-from sbp_core.infer import predict as predict_step
-from sbp_core.memory import predict
+from sbp_core.infer import predict_cost
+from sbp_core.memory import predict_memory
 from sbp_core.placement import Placement
 from sbp_core.plugins import PlanRequest
 from sbp_core.sbp import B, NdSbp, S
@@ -174,7 +174,7 @@ def test_the_limit_is_compared_with_the_exact_memory_of_the_plan_that_will_run(b
     found = strategy.report["osdp"]
     compiled = compile_plan(asked.graph, strategy, asked.options)
     assert found["memory_is_exact"]
-    assert found["chosen"]["plan_memory_bytes_per_rank"] == predict(compiled).peak <= limit
+    assert found["chosen"]["plan_memory_bytes_per_rank"] == predict_memory(compiled).peak <= limit
 
 
 def measured(asked, sharded_names):
@@ -182,8 +182,8 @@ def measured(asked, sharded_names):
     ends = (osdp.infer(asked, "data", sharded=kind) for kind in (False, True))
     strategy = osdp.mixed(asked.graph, *ends, chosen=sharded_names)
     compiled = compile_plan(asked.graph, strategy, CompileOptions(cluster=asked.cluster))
-    seconds = predict_step(asked.graph, strategy, asked.cluster)["predicted_step_s"]
-    return predict(compiled).peak, seconds
+    seconds = predict_cost(asked.graph, strategy, asked.cluster)["predicted_step_s"]
+    return predict_memory(compiled).peak, seconds
 
 
 def test_no_change_of_one_parameter_fits_and_is_faster(bounds):
@@ -217,7 +217,7 @@ def test_without_a_tensor_library_memory_is_a_bound_and_is_called_so(monkeypatch
     def none(plan):
         raise SbpLookupError("none is installed")
 
-    monkeypatch.setattr(osdp, "predict", none)
+    monkeypatch.setattr(osdp, "predict_memory", none)
 
     strategy = build(OsdpConfig()).plan(slow_request())
 

@@ -22,7 +22,7 @@ from sbp_core.graph import LogicalGraph, verify_graph
 from sbp_core.graph.ir import Phase, TensorType
 from sbp_core.infer import infer_strategy
 from sbp_core.infer.pins import PinValue, activations
-from sbp_core.memory import RankMemory, predict
+from sbp_core.memory import RankMemory, predict_memory
 from sbp_core.passes import accumulate
 from sbp_core.passes.recomputation import RecomputeOptions, recompute
 from sbp_core.placement import Placement
@@ -298,7 +298,7 @@ def _measured(
             kinds[step.kind.value] = max(kinds.get(step.kind.value, 0), whole)
     return _Measured(
         plan=plan,
-        memory=predict(plan).ranks[0],
+        memory=predict_memory(plan).ranks[0],
         gathered_bytes=kinds["all-gather"],
         reduced_bytes=kinds["reduce-scatter"],
     )

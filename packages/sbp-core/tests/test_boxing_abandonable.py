@@ -1,4 +1,4 @@
-"""A call that may be left behind: what it returns, and what becomes of it once nobody waits."""
+"""A call that may be abandoned: what it returns, and what becomes of it once nobody waits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_it_returns_what_the_function_returns_or_raises_what_it_raises() -> None
         run_abandonable(fail, thread_name="x", check=no_check, look_s=0.01)
 
 
-def test_a_call_whose_check_fails_is_left_behind_and_its_result_discarded() -> None:
+def test_a_call_whose_check_fails_is_abandoned_and_its_result_discarded() -> None:
     goes_on, discarded = threading.Event(), threading.Event()
     results: list[str] = []
 
@@ -47,7 +47,7 @@ def test_a_call_whose_check_fails_is_left_behind_and_its_result_discarded() -> N
     assert results == ["channel"]
 
 
-def test_a_call_that_takes_too_long_is_left_behind() -> None:
+def test_a_call_that_takes_too_long_is_abandoned() -> None:
     goes_on = threading.Event()
     start = time.monotonic()
 

@@ -1,7 +1,7 @@
 import pytest
 
 from sbp_core.compile import CompileOptions, compile_plan
-from sbp_core.infer import conversions, infer_strategy, predict, step_time_s
+from sbp_core.infer import conversions, infer_strategy, predict_cost, step_time_s
 from sbp_core.infer.predict import predict_stages
 from sbp_core.placement import Placement
 from sbp_core.plugins.kinds import PlanRequest
@@ -115,7 +115,7 @@ def test_the_prediction_is_the_time_of_the_compiled_plan(
     strategy = plan(graph, pins={"batch": "S(0)", "parameters": parameters})
     options = CompileOptions(cluster=machine, bucket_bytes=bucket_bytes)
 
-    found = predict(graph, strategy, machine, options)["predicted_step_s"]
+    found = predict_cost(graph, strategy, machine, options)["predicted_step_s"]
 
     assert found == pytest.approx(step_time_s(compile_plan(graph, strategy, options)), rel=1e-12)
 
@@ -125,7 +125,9 @@ def test_what_travels_in_one_bucket_is_priced_as_one_call():
     pins = {"batch": "S(0)", "activations": "S(0)", "parameters": "B", "gradients": "B"}
     strategy = plan(graph, pins=pins)
     apart, together = (
-        predict(graph, strategy, machine, CompileOptions(bucket_bytes=size))["predicted_step_s"]
+        predict_cost(graph, strategy, machine, CompileOptions(bucket_bytes=size))[
+            "predicted_step_s"
+        ]
         for size in (0, 1 << 20)
     )
 

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sbp_core.errors import ConfigError, PlanError
-from sbp_core.infer import conversions, infer_strategy, predict, stage_placements
+from sbp_core.infer import conversions, infer_strategy, predict_cost, stage_placements
 from sbp_core.placement import Placement
 from sbp_core.plugins.kinds import PlanRequest
 from sbp_core.sbp import B, NdSbp, S, all_entries
@@ -255,7 +255,7 @@ def exhaustive(graph, mesh, machine):
                 },
                 in_flight=(1,),
             )
-            best = min(best, predict(graph, strategy, machine)["predicted_step_s"])
+            best = min(best, predict_cost(graph, strategy, machine)["predicted_step_s"])
     return best
 
 

@@ -1,4 +1,4 @@
-"""Parcels: what ranks send each other makes the shards that the step itself makes."""
+"""Packed buffers: what ranks send each other makes the shards that the step itself makes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def exchange(step: Step, rank: int, shards: dict[int, torch.Tensor]) -> torch.Te
 
 @settings(derandomize=True, max_examples=150, deadline=None)
 @given(shape=SHAPES, sources=RANKS, targets=RANKS, before=SBPS, after=SBPS)
-def test_parcels_make_the_shards_that_the_step_itself_makes(
+def test_packed_buffers_make_the_shards_that_the_step_itself_makes(
     shape: tuple[int, int], sources: list[int], targets: list[int], before: Sbp, after: Sbp
 ) -> None:
     source = (Placement(sources, ("x",)), NdSbp(before))
@@ -56,13 +56,13 @@ def test_parcels_make_the_shards_that_the_step_itself_makes(
         shards = expected
 
 
-def test_no_pieces_make_an_empty_parcel_of_the_shard_s_dtype() -> None:
+def test_no_pieces_make_an_empty_packed_buffer_of_the_shard_s_dtype() -> None:
     buffer = pack(torch.ones(2, 3, dtype=torch.int16), [])
 
     assert buffer.shape == (0,) and buffer.dtype == torch.int16
 
 
-def test_a_parcel_of_one_column_is_contiguous() -> None:
+def test_a_packed_buffer_of_one_column_is_contiguous() -> None:
     mesh = Placement([0, 1], ("x",))
     ends = (mesh, NdSbp(S(0))), (mesh, NdSbp(S(1)))
     (step,) = route((4, 2), "float32", *ends).steps

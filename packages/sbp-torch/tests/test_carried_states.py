@@ -24,7 +24,7 @@ from sbp_core.errors import GraphError, PlanError
 from sbp_core.graph import LogicalGraph, verify_graph
 from sbp_core.graph.ir import GraphOutput, InputKind, OutputKind, Phase, Ref, ScalarType
 from sbp_core.infer import infer_strategy
-from sbp_core.memory import Kind, predict
+from sbp_core.memory import MemoryKind, predict_memory
 from sbp_core.passes import accumulate
 from sbp_core.placement import Placement
 from sbp_core.plugins.kinds import PlanRequest
@@ -276,9 +276,9 @@ def test_the_new_state_is_counted_once_beside_the_old_one() -> None:
     graph = accumulate(b.graph(), 3)
     plan = compile_plan(graph, strategy_of(graph, (one,)))
 
-    memory = predict(plan).ranks[0]
+    memory = predict_memory(plan).ranks[0]
     # The state, what a micro-batch has written, and what the next one is writing.
-    assert memory.peak - memory.kinds[Kind.BATCH] == 3 * 4 * 2 * 4
+    assert memory.peak - memory.kinds[MemoryKind.BATCH] == 3 * 4 * 2 * 4
 
 
 def test_a_state_that_nobody_reads_needs_no_register() -> None:

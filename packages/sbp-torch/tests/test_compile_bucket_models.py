@@ -22,7 +22,7 @@ from sbp_core.graph import LogicalGraph, verify_graph
 from sbp_core.graph.blocks import block_of
 from sbp_core.graph.ir import GraphOutput, InputKind, OutputKind, Phase, Ref
 from sbp_core.infer import infer_strategy
-from sbp_core.memory.kinds import Kind, kinds_of_keys
+from sbp_core.memory.kinds import MemoryKind, kinds_of_keys
 from sbp_core.memory.lifetime import lifetimes
 from sbp_core.passes import accumulate
 from sbp_core.placement import Placement
@@ -247,7 +247,7 @@ def test_what_is_taken_out_of_a_gathered_buffer_counts_as_gathered() -> None:
         for key in entry.outputs
         if "@" in key and graph.input_kinds.get(key.split("@")[0])
     ]
-    assert taken and all(kinds[key] is Kind.GATHERED for key in taken)
+    assert taken and all(kinds[key] is MemoryKind.GATHERED for key in taken)
 
 
 def test_a_rank_never_holds_the_gathered_parameters_of_two_blocks() -> None:
@@ -260,7 +260,7 @@ def test_a_rank_never_holds_the_gathered_parameters_of_two_blocks() -> None:
     plan = compile_plan(graph, strategy, CompileOptions(bucket_bytes=_LARGE))
 
     found = lifetimes(plan, Layouts(plan.steps))[0]
-    buffers = [buffer for buffer in found.buffers if buffer.kind is Kind.GATHERED]
+    buffers = [buffer for buffer in found.buffers if buffer.kind is MemoryKind.GATHERED]
     alive = [
         sum(buffer.size_bytes for buffer in buffers if buffer.start <= at <= buffer.end)
         for at in range(len(found.ticks))

@@ -11,7 +11,7 @@ from sbp_core.errors import RunError
 from sbp_core.graph import LogicalGraph
 from sbp_core.graph.ir import GraphOutput, InputKind, OutputKind, Phase, Ref
 from sbp_core.infer import infer_strategy
-from sbp_core.memory import Kind, lifetimes, predict
+from sbp_core.memory import MemoryKind, lifetimes, predict_memory
 from sbp_core.plugins.kinds import PlanRequest
 from sbp_core.testing.graphs import Builder, cluster, mlp
 from sbp_core.testing.plans import LINE, data_parallel_plan, strategy_of
@@ -59,11 +59,13 @@ def test_no_second_copy_is_predicted() -> None:
     def copies(plan: PhysicalPlan) -> int:
         found = lifetimes(plan, Layouts(plan.steps))[0]
         new = [b for b in found.buffers if b.start and b.end == len(found.ticks) - 1]
-        return sum(b.size_bytes for b in new if b.kind in (Kind.PARAMETERS, Kind.STATES))
+        return sum(
+            b.size_bytes for b in new if b.kind in (MemoryKind.PARAMETERS, MemoryKind.STATES)
+        )
 
-    resting = predict(usual).ranks[0].resting
+    resting = predict_memory(usual).ranks[0].resting
     assert (copies(usual), copies(taken)) == (resting, 0)
-    assert predict(taken).peak <= predict(usual).peak
+    assert predict_memory(taken).peak <= predict_memory(usual).peak
 
 
 def test_the_plan_says_so_in_its_file() -> None:

@@ -48,11 +48,11 @@ def test_placements_come_back_as_they_went(sbp: NdSbp) -> None:
     assert from_placements(to_placements(sbp)) == sbp
 
 
-class Strided(Shard):
+class StridedLayout(Shard):
     """Stands for the shards of torch that mean something else."""
 
 
-@pytest.mark.parametrize("entry", [Partial("avg"), Partial("product"), Shard(-1), Strided(0)])
+@pytest.mark.parametrize("entry", [Partial("avg"), Partial("product"), Shard(-1), StridedLayout(0)])
 def test_a_placement_without_counterpart_is_refused(entry: Any) -> None:
     with pytest.raises(SbpValueError, match="on mesh axis 1 has no counterpart here"):
         from_placements([Replicate(), entry])

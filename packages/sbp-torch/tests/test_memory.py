@@ -15,7 +15,7 @@ from sbp_core.errors import PlanError
 from sbp_core.graph import LogicalGraph
 from sbp_core.graph.ir import GraphOutput, InputKind, OutputKind, Phase, Rate, Ref
 from sbp_core.infer import infer_strategy
-from sbp_core.memory import Kind, check_memory, predict
+from sbp_core.memory import MemoryKind, check_memory, predict_memory
 from sbp_core.memory.kinds import module_of_node, module_of_slot
 from sbp_core.memory.lifetime import lifetimes
 from sbp_core.passes import accumulate
@@ -78,7 +78,7 @@ def _measured(plan: PhysicalPlan, gpt: Program, way: str) -> dict[int, tuple[int
 @pytest.mark.parametrize("way", _WAYS)
 def test_the_peak_of_a_gpt_is_as_predicted(gpt: Program, gpt_graph: LogicalGraph, way: str) -> None:
     plan = _gpt_plan(gpt_graph, way)
-    found = predict(plan)
+    found = predict_memory(plan)
 
     measured = _measured(plan, gpt, way)
 
@@ -90,7 +90,7 @@ def test_the_peak_of_a_gpt_is_as_predicted(gpt: Program, gpt_graph: LogicalGraph
 
 
 def test_a_plan_that_does_not_fit_is_refused() -> None:
-    found = predict(data_parallel_plan())
+    found = predict_memory(data_parallel_plan())
 
     check_memory(found, found.peak)
     with pytest.raises(PlanError, match=r"rank 0 would need .* of it for states"):
@@ -98,14 +98,16 @@ def test_a_plan_that_does_not_fit_is_refused() -> None:
 
 
 def test_more_micro_batches_in_flight_need_more_memory() -> None:
-    gpipe, alternating = (predict(pipeline_plan(4, quotas)).ranks[0] for quotas in ((4, 4), (2, 1)))
+    gpipe, alternating = (
+        predict_memory(pipeline_plan(4, quotas)).ranks[0] for quotas in ((4, 4), (2, 1))
+    )
 
     assert gpipe.peak > alternating.peak
     assert gpipe.resting == alternating.resting
 
 
 def test_memory_is_that_of_states_of_the_batch_and_of_what_lives_at_once() -> None:
-    memory = predict(compile_plan(chain(), strategy_of(chain(), (_ONE,)))).ranks[0]
+    memory = predict_memory(compile_plan(chain(), strategy_of(chain(), (_ONE,)))).ranks[0]
 
     assert memory.resting == 4 * 4 * 4
     # The batch, mm and relu are 8 x 4 each; mm is dead when the sum is made.
@@ -171,7 +173,7 @@ def test_a_piece_of_its_own_shard_keeps_the_storage_of_all_of_it() -> None:
         session.step({"x": torch.ones(2, 1)}, {})
         held = {rank: meter.alive(rank) for rank in (0, 1)}
 
-    assert {rank: memory.resting for rank, memory in predict(plan).ranks.items()} == held
+    assert {rank: memory.resting for rank, memory in predict_memory(plan).ranks.items()} == held
     assert held == {0: 8, 1: 4}
 
 
@@ -210,7 +212,7 @@ def test_new_states_count_as_the_shard_that_they_are_of() -> None:
 
     found = lifetimes(plan, Layouts(plan.steps))[0].buffers
 
-    sizes = [b.size_bytes for b in found if b.kind is Kind.PARAMETERS]
+    sizes = [b.size_bytes for b in found if b.kind is MemoryKind.PARAMETERS]
     assert sizes == [2 * 4 * 4] * 2
 
 
@@ -225,31 +227,36 @@ def test_the_compiled_plan_needs_no_more_than_its_planner_predicted(
     pins = {"batch": "S(0)", "parameters": sharding}
     strategy = infer_strategy(request, planner="test", pins=pins)
 
-    found = predict(compile_plan(graph, strategy))
+    found = predict_memory(compile_plan(graph, strategy))
 
     assert found.peak <= strategy.report["predicted_memory_bytes_per_rank"]
 
 
 def test_states_of_zero_are_divided_among_the_ranks(gpt_graph: LogicalGraph) -> None:
-    whole = predict(_gpt_plan(gpt_graph, "one")).ranks[0]
-    parts = predict(_gpt_plan(gpt_graph, "zero")).ranks
+    whole = predict_memory(_gpt_plan(gpt_graph, "one")).ranks[0]
+    parts = predict_memory(_gpt_plan(gpt_graph, "zero")).ranks
 
     assert sum(rank.resting for rank in parts.values()) == whole.resting
     assert all(rank.resting < 0.6 * whole.resting for rank in parts.values())
 
 
 def test_kinds_and_modules_add_up_to_the_peak(gpt_graph: LogicalGraph) -> None:
-    for memory in predict(_gpt_plan(gpt_graph, "data")).ranks.values():
+    for memory in predict_memory(_gpt_plan(gpt_graph, "data")).ranks.values():
         assert sum(memory.kinds.values()) == memory.peak == sum(memory.modules.values())
-        assert memory.kinds[Kind.PARAMETERS] > 0
-        assert memory.kinds[Kind.STATES] > 0
+        assert memory.kinds[MemoryKind.PARAMETERS] > 0
+        assert memory.kinds[MemoryKind.STATES] > 0
 
 
 def test_gradients_and_gathered_parameters_are_told_from_activations() -> None:
     plan = compile_case("sharded states")
     kinds = {b.kind for b in lifetimes(plan, Layouts(plan.steps))[0].buffers}
 
-    assert {Kind.GRADIENTS, Kind.GATHERED, Kind.ACTIVATIONS, Kind.TEMPORARIES} <= kinds
+    assert {
+        MemoryKind.GRADIENTS,
+        MemoryKind.GATHERED,
+        MemoryKind.ACTIVATIONS,
+        MemoryKind.TEMPORARIES,
+    } <= kinds
 
 
 def test_old_states_live_beside_the_new_ones_to_the_end() -> None:
@@ -257,8 +264,8 @@ def test_old_states_live_beside_the_new_ones_to_the_end() -> None:
     found = lifetimes(plan, Layouts(plan.steps))[0]
     last = len(found.ticks) - 1
 
-    old = [b for b in found.buffers if b.kind is Kind.PARAMETERS and not b.start]
-    new = [b for b in found.buffers if b.kind is Kind.PARAMETERS and b.start]
+    old = [b for b in found.buffers if b.kind is MemoryKind.PARAMETERS and not b.start]
+    new = [b for b in found.buffers if b.kind is MemoryKind.PARAMETERS and b.start]
     assert len(old) == len(new) > 0
     assert all(buffer.end == last for buffer in (*old, *new))
 
@@ -289,7 +296,7 @@ def test_a_segment_that_makes_nothing_still_lets_the_next_gather_begin() -> None
 
 
 def test_the_table_names_every_rank_its_peak_and_the_largest_modules() -> None:
-    found = predict(compile_case("tensor parallel"))
+    found = predict_memory(compile_case("tensor parallel"))
 
     lines = found.lines()
 

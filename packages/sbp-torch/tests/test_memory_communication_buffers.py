@@ -8,7 +8,7 @@ from sbp_core.boxing.memory import step_memory_bytes
 from sbp_core.boxing.slices import bounds_of, itemsize, volume
 from sbp_core.boxing.step import StepKind
 from sbp_core.compile.physical import Boxing, Collective, Receive, Send
-from sbp_core.memory import Kind, predict
+from sbp_core.memory import MemoryKind, predict_memory
 from sbp_core.memory.communication_buffers import buffer_bytes
 from sbp_torch.testing.cases import CASES, compile_case
 
@@ -51,10 +51,10 @@ def test_what_is_packed_for_others_is_what_they_receive(name: str) -> None:
 def test_processes_hold_buffers_at_their_peak_and_threads_do_not() -> None:
     plan = compile_case("sharded states")
 
-    threads, processes = predict(plan), predict(plan, processes=True)
+    threads, processes = predict_memory(plan), predict_memory(plan, processes=True)
 
-    assert not any(Kind.COMMUNICATION in rank.kinds for rank in threads.ranks.values())
-    assert any(rank.kinds.get(Kind.COMMUNICATION, 0) for rank in processes.ranks.values())
+    assert not any(MemoryKind.COMMUNICATION in rank.kinds for rank in threads.ranks.values())
+    assert any(rank.kinds.get(MemoryKind.COMMUNICATION, 0) for rank in processes.ranks.values())
     for rank, memory in processes.ranks.items():
         most = max(buffer_bytes(plan, rank).values())
         assert threads.ranks[rank].peak <= memory.peak <= threads.ranks[rank].peak + most

@@ -11,7 +11,7 @@ from sbp_core.compile.physical import Instruction
 from sbp_core.errors import PlanError
 from sbp_core.graph.ir import Ref, Symbol
 from sbp_core.graph.primitives import LOCAL_BOX
-from sbp_core.memory.storage_view import ResultLayout, StorageView, Strided, contiguous
+from sbp_core.memory.storage_view import ResultLayout, StorageView, StridedLayout, contiguous
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, S
 from sbp_torch.memory.layout import Layouts
@@ -39,25 +39,25 @@ def test_a_product_lies_in_a_new_storage_of_its_bytes() -> None:
 
     made = _one(entry, x=_placed(0, 8, 4), w=_placed(1, 4, 6))
 
-    assert made == ResultLayout(Strided((8, 6), (6, 1), 0, "float32"), -1, 0, 8 * 6 * 4)
+    assert made == ResultLayout(StridedLayout((8, 6), (6, 1), 0, "float32"), -1, 0, 8 * 6 * 4)
 
 
 def test_a_view_lies_in_the_storage_of_its_argument() -> None:
     made = _one(_call("aten.t.default", Ref("w")), w=_placed(7, 4, 6))
 
     assert (made.source, made.fresh, made.storage_bytes) == (0, -1, 96)
-    assert made.lies == Strided((6, 4), (1, 6), 0, "float32")
+    assert made.layout == StridedLayout((6, 4), (1, 6), 0, "float32")
 
 
 def test_a_slice_says_where_it_begins() -> None:
     made = _one(_call("aten.slice.Tensor", Ref("w"), 0, 1, 3), w=_placed(0, 4, 6))
 
-    assert made.lies == Strided((2, 6), (6, 1), 6, "float32")
+    assert made.layout == StridedLayout((2, 6), (6, 1), 6, "float32")
 
 
 def test_a_reshape_copies_only_what_it_cannot_look_at() -> None:
     entry = _call("aten.reshape.default", Ref("x"), (24,))
-    turned = StorageView(Strided((6, 4), (1, 6), 0, "float32"), 0, 96)
+    turned = StorageView(StridedLayout((6, 4), (1, 6), 0, "float32"), 0, 96)
 
     assert _one(entry, x=_placed(0, 6, 4)).source == 0
     assert _one(entry, x=turned).source == -1
@@ -91,7 +91,7 @@ def test_numbers_of_another_type_are_another_call() -> None:
     whole = _placed(0, 3, dtype="int64")
 
     dtypes = [
-        made.lies.dtype
+        made.layout.dtype
         for number in (1, 1.0)
         for made in layouts.call(
             _call("aten.mul.Tensor", Ref("x"), number), 0, {"x": whole}.__getitem__
@@ -115,7 +115,7 @@ def test_arguments_that_share_a_storage_are_not_those_that_do_not() -> None:
 def test_the_layout_is_that_of_real_tensors() -> None:
     torch.manual_seed(0)
     x = torch.randn(2, 3, 4).transpose(1, 2)
-    placed = StorageView(Strided(tuple(x.shape), x.stride(), 0, "float32"), 0, 96)
+    placed = StorageView(StridedLayout(tuple(x.shape), x.stride(), 0, "float32"), 0, 96)
     whole = Symbol("memory_format", "contiguous_format")
     calls = [
         _call("aten.exp.default", Ref("x")),
@@ -130,7 +130,9 @@ def test_the_layout_is_that_of_real_tensors() -> None:
         real = operator_of(entry.op)(*bind(entry.args, {"x": x}.__getitem__), **kwargs)
         made = _one(entry, x=placed)
 
-        assert (made.lies.shape, made.lies.strides) == (tuple(real.shape), real.stride()), entry.op
+        assert (made.layout.shape, made.layout.strides) == (tuple(real.shape), real.stride()), (
+            entry.op
+        )
         assert made.storage_bytes == real.untyped_storage().nbytes(), entry.op
 
 
@@ -149,7 +151,7 @@ def test_a_local_boxing_step_is_laid_out_for_its_rank() -> None:
     entry = _call(LOCAL_BOX, Ref("x"), 0)
 
     shapes = [
-        made.lies.shape
+        made.layout.shape
         for rank in (0, 1)
         for made in layouts.call(entry, rank, {"x": _placed(0, 5, 2)}.__getitem__)
         if isinstance(made, ResultLayout)

@@ -22,7 +22,7 @@ from sbp_core.graph import LogicalGraph, verify_graph
 from sbp_core.graph.ir import GraphOutput, InputKind, OutputKind, Phase, Ref
 from sbp_core.infer import infer_strategy
 from sbp_core.infer.pins import PinValue
-from sbp_core.memory import Kind, RankMemory, predict
+from sbp_core.memory import MemoryKind, RankMemory, predict_memory
 from sbp_core.passes import accumulate
 from sbp_core.passes.closure import least_closure
 from sbp_core.passes.recomputation import RecomputeOptions, recompute, recompute_report
@@ -407,7 +407,7 @@ _CASES = {
 
 def _activation_bytes(memory: RankMemory) -> int:
     """Return what is alive at the peak beside the states and the batch."""
-    return memory.peak - memory.resting - memory.kinds.get(Kind.BATCH, 0)
+    return memory.peak - memory.resting - memory.kinds.get(MemoryKind.BATCH, 0)
 
 
 @pytest.mark.parametrize("case", _CASES)
@@ -427,7 +427,7 @@ def test_plans_of_a_recomputed_step_need_less_memory_and_train_the_same(case: st
         {name: value[16 * m : 16 * (m + 1)] for name, value in batch.items()} for m in range(count)
     ]
 
-    before, after = (predict(plan).ranks for plan in plans)
+    before, after = (predict_memory(plan).ranks for plan in plans)
     session = ReferenceRuntime(ReferenceConfig()).start(plans[1], states, None)
     loss = session.step(batch, _SCALARS).loss
 

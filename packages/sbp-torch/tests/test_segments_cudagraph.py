@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_segments_split import call, segment
+from test_segments_host_parts import call, segment
 from torch import Tensor
 
 from sbp_core.compile import Compute

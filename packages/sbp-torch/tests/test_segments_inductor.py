@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_segments_split import MIXED, call, segment
+from test_segments_host_parts import MIXED, call, segment
 from torch import Tensor, fx
 
 from sbp_core.compile.physical import Actor, Compute

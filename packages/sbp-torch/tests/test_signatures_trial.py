@@ -25,9 +25,9 @@ from sbp_torch.signatures.pieces import (  # noqa: E402
 )
 from sbp_torch.signatures.torch_call import (  # noqa: E402
     call_of,
+    program_of_call,
     run_op,
     run_program,
-    unchanged,
 )
 from sbp_torch.signatures.trial import refutation, whole_sample  # noqa: E402
 
@@ -63,7 +63,7 @@ def refuted(op: str, inputs: str, outputs: str, *args: Any, execute: Any = run_o
         tuple(map(NdSbp.parse, inputs.split("|"))), tuple(map(NdSbp.parse, outputs.split("|")))
     )
     mesh = Placement.grid((2,) * len(signature.inputs[0]))
-    return refutation(sample, signature, mesh, execute, lambda _rank: unchanged(call))
+    return refutation(sample, signature, mesh, execute, lambda _rank: program_of_call(call))
 
 
 @pytest.mark.parametrize("pattern", Pattern)

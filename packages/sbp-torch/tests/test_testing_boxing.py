@@ -23,9 +23,9 @@ from sbp_torch.testing.boxing import (
     FAMILIES,
     BoxingCase,
     BoxingConformance,
+    CaseCount,
     Job,
     Program,
-    Tally,
     gather,
     logical_tensor,
     make_trials,
@@ -404,7 +404,7 @@ def test_cases_are_counted_by_backend_and_ranks(caplog: pytest.LogCaptureFixture
 
 def test_the_summary_adds_up_families() -> None:
     tallies = [
-        Tally(backend=backend, num_ranks=num_ranks, family="f", num_cases=count, time_s=1.5)
+        CaseCount(backend=backend, num_ranks=num_ranks, family="f", num_cases=count, time_s=1.5)
         for backend, num_ranks, count in [("a", 2, 10), ("a", 2, 5), ("a", 4, 7), ("b", 2, 1)]
     ]
 

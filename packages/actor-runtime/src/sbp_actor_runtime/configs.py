@@ -13,7 +13,8 @@ class ActorConfig:
     """Settings of the actor runtime.
 
     Args:
-        threads_per_rank: Threads that one operator may use (intra-op), >= 1.
+        threads_per_rank: Intra-op threads: those that one operator may use, >= 1; not threads of
+            actors.
         first_deadline_s: Seconds that an actor may wait for others in the first step, > 0.
         deadline_s: The same for every later step.
         debug_fingerprints: Whether ranks compare what they are about to do before every boxing step

@@ -1,6 +1,7 @@
-"""The config of one run as values: `RunConfig`, `TrainerConfig`, a `PluginChoice` for each group.
+"""The config of one run as values, before it is checked (`Composed`) and after (`RunConfig`).
 
-Knows nothing of Hydra: `check` makes these from what Hydra composed.
+A `RunConfig` has a `TrainerConfig` and a `PluginChoice` for each group; an `App` is a command that
+takes one. Knows nothing of Hydra: `check` makes these from what Hydra composed.
 """
 
 from __future__ import annotations

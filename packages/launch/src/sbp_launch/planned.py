@@ -16,7 +16,7 @@ from sbp_core.compile import CompileOptions, PhysicalPlan, compile_plan
 from sbp_core.errors import PlanError
 from sbp_core.graph import InputKind, LogicalGraph, Phase
 from sbp_core.infer import infer_strategy
-from sbp_core.memory import MemoryReport, check_memory, predict
+from sbp_core.memory import MemoryReport, check_memory, predict_memory
 from sbp_core.passes import allow_unknown
 from sbp_core.plugins import GraphPass, Planner, PlanRequest
 from sbp_core.signatures import UnknownOperator
@@ -89,7 +89,7 @@ def _with_memory(planned: Planned, program: Program) -> Planned:
         PlanError: a rank would not fit its memory.
     """
     try:
-        memory = predict(planned.plan)
+        memory = predict_memory(planned.plan)
     except PlanError as error:
         return replace(planned, memory=error.what)
     check_memory(memory, program.cluster.device.memory_bytes)

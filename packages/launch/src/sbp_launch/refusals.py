@@ -1,4 +1,4 @@
-"""Why Hydra refused a command line, in the words of the house: key, file, nearest valid name."""
+"""Why Hydra refused a command line, in the form of our errors: key, file, nearest valid name."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from sbp_core import strategy_yaml
 from sbp_core.compile import check_strategy
 from sbp_core.errors import ConfigError, SbpError
 from sbp_core.graph import LogicalGraph, TensorType, graph_hash
-from sbp_core.infer import predict, stage_placements
+from sbp_core.infer import predict_cost, stage_placements
 from sbp_core.plugins import PlanRequest
 from sbp_core.strategy import Strategy
 from sbp_planner.configs import FileConfig
@@ -52,7 +52,7 @@ class FilePlanner:
         check_strategy(request.graph, strategy)
         explanation = [f"as {path} says, made by planner {read.planner}"]
         report = {
-            **predict(request.graph, strategy, request.cluster, request.options),
+            **predict_cost(request.graph, strategy, request.cluster, request.options),
             "explanation": explanation,
         }
         return replace(strategy, report=report)

@@ -2,7 +2,7 @@
 
     choose      sharded, a subset of the parameters
     minimise    predicted time of a step, of the compiled plan                              [s]
-    such that   exact memory of the compiled plan (`sbp_core.memory.predict`) <= limit      [B]
+    such that   exact memory of the compiled plan (`sbp_core.memory.predict_memory`) <= limit [B]
 
 Two strategies are inferred from pins on parameters, states, gradients and updates, with the batch
 split: everything replicated, everything sharded. Another choice takes what is decided on each
@@ -25,7 +25,7 @@ equal layers, are taken to change the time alike, but are tried one by one for m
 differ in several parameters at once may be better.
 
 Where no tensor library is installed, or it does not know how a result lies, memory is the bound of
-`sbp_core.infer.predict` in place of the exact number; the report says so.
+`sbp_core.infer.predict_cost` in place of the exact number; the report says so.
 
 Source: Jiang et al., "OSDP: Optimal Sharded Data Parallel for Distributed Deep Learning", IJCAI
 2023, section 3.
@@ -41,9 +41,8 @@ from typing import Any
 from sbp_core.compile import CompileOptions, compile_plan
 from sbp_core.errors import ConfigError, PlanError, SbpLookupError
 from sbp_core.graph import LogicalGraph
-from sbp_core.infer import PinValue, infer_strategy
-from sbp_core.infer import predict as predict_step
-from sbp_core.memory import predict
+from sbp_core.infer import PinValue, infer_strategy, predict_cost
+from sbp_core.memory import predict_memory
 from sbp_core.placement import Placement
 from sbp_core.plugins import PlanRequest
 from sbp_core.strategy import Strategy
@@ -157,7 +156,7 @@ class _Search:
         chosen = {name for name, yes in zip(self.names, choice, strict=True) if yes}
         found = mixed(self.request.graph, *ends, chosen=chosen)
         request = self.request
-        report = predict_step(request.graph, found, request.cluster, request.options)
+        report = predict_cost(request.graph, found, request.cluster, request.options)
         return replace(found, report={**found.report, **report})
 
     def step_s(self, choice: Choice) -> float:
@@ -171,7 +170,7 @@ class _Search:
             options = self.request.options or CompileOptions(cluster=self.request.cluster)
             plan = compile_plan(self.request.graph, self.strategy(choice), options)
             try:
-                self._memory[choice] = predict(plan).peak
+                self._memory[choice] = predict_memory(plan).peak
             except (SbpLookupError, PlanError):
                 self.is_exact = False
                 bound = self.strategy(choice).report["predicted_memory_bytes_per_rank"]

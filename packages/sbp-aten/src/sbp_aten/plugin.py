@@ -1,4 +1,4 @@
-"""What sbp-aten offers through the door that every plugin uses: the rules of ATen's operators."""
+"""The hooks of sbp-aten: the rules of ATen's operators."""
 
 from __future__ import annotations
 

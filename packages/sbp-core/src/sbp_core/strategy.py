@@ -26,7 +26,7 @@ from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp
 from sbp_core.serialize import Document, Form
 
-__all__ = ["Signature", "Strategy"]
+__all__ = ["Assignment", "Signature", "Storage", "Strategy"]
 
 
 @dataclass(frozen=True, slots=True)

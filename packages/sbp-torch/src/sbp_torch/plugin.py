@@ -1,4 +1,4 @@
-"""What sbp-torch offers through the door that every plugin uses."""
+"""The hooks of sbp-torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Placement of dtype casts: next to their source, once for all users, after gradient sums.
+"""Placement of dtype casts: next to their source, once for all users; float32 sums of gradients.
 
 A cast is pointwise, so it may run on shards: what is sent afterwards has two bytes an element
 instead of four. The planner finds that only if the cast reads the parameter itself, not a view of
@@ -7,6 +7,9 @@ it, and if one cast serves all users:
     captured    w --t--> a --cast--> b1      views come before casts, and each user has a cast of
                          a --cast--> b2      its own: w is gathered in float32
     placed      w --cast--> c --t--> b       the shard of w is cast, c is gathered in bfloat16
+
+Casts of gradients to float32 move into the product that makes them, if asked for, so that partial
+sums are added in float32.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ from sbp_core.graph import (
 )
 from sbp_core.passes import GraphWriter
 
-#: Views of all elements of their only tensor argument.
+#: Views of all elements of their only tensor argument. They are fewer than those that may alias
+#: (`OperatorTraits.views`): a cast moved before a `slice` would convert elements that nobody reads.
 _VIEWS = frozenset(
     {"view", "_unsafe_view", "reshape", "t", "transpose", "permute", "unsqueeze", "squeeze"}
     | {"expand", "alias", "detach"}
@@ -67,8 +71,8 @@ class _NarrowedValue:
 class _CastPlacer:
     """Places the casts of one graph."""
 
-    def __init__(self, graph: LogicalGraph, once: bool) -> None:
-        self.graph, self.once = graph, once
+    def __init__(self, graph: LogicalGraph, shared_by_phases: bool) -> None:
+        self.graph, self.shared_by_phases = graph, shared_by_phases
         self.writer = GraphWriter(graph)
         self.made: dict[str, Node] = {}
         self.converted: dict[object, str] = {}
@@ -105,7 +109,11 @@ class _CastPlacer:
         found: dict[str, str] = {}
         for value in node.inputs():
             narrow = self.of_parameters.get(value)
-            if narrow is not None and not self.once and self.made[value].phase is not node.phase:
+            if (
+                narrow is not None
+                and not self.shared_by_phases
+                and self.made[value].phase is not node.phase
+            ):
                 found[value] = self._materialize(narrow, node)
         return found
 
@@ -125,7 +133,7 @@ class _CastPlacer:
 
     def _key(self, narrow: _NarrowedValue, user: Node) -> object:
         """Return the key under which users share one cast."""
-        per_phase = not self.once and self._is_parameter(narrow.source)
+        per_phase = not self.shared_by_phases and self._is_parameter(narrow.source)
         return narrow.source, narrow.dtype, user.rate, user.phase if per_phase else ""
 
     def _is_shared(self, narrow: _NarrowedValue, user: Node) -> bool:

@@ -36,7 +36,7 @@ from sbp_core.signatures import (
     fresh_dims,
     increasing,
     linear,
-    same_call,
+    run_as_is,
 )
 
 #: Why dims stay whole that a mask reads, and those that it makes.
@@ -209,7 +209,7 @@ def _index_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
     indexing = Indexing.of(call, 1, 1)
     cut = indexing.cut(shape, bounds)
     if not cut:
-        return same_call(call)
+        return run_as_is(call)
     if any(bounds[dim][0] == bounds[dim][1] for index in cut for dim in index.dims):
         return only_zeros(tensor, shards.output_shape())
     builder = LocalProgramBuilder()
@@ -269,7 +269,7 @@ def _masked_index_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgra
     indexing = Indexing.of(call, 2, 2)
     cut = indexing.cut(shape, bounds)
     if not cut:
-        return same_call(call)
+        return run_as_is(call)
     first = all(bounds[dim][0] == 0 < bounds[dim][1] for index in cut for dim in index.dims)
     if any(bounds[dim][0] == bounds[dim][1] for index in cut for dim in index.dims):
         return only_zeros(tensor, shards.output_shape())

@@ -29,7 +29,7 @@ from sbp_core.signatures import (
     Shards,
     linear,
     opaque,
-    same_call,
+    run_as_is,
     with_literals,
 )
 
@@ -106,7 +106,7 @@ def _localize_causal_mask(
         shards.inputs[key][-2],
     )
     if not kernel.named(call).get("is_causal") or query_start == key_start == 0:
-        return same_call(call)
+        return run_as_is(call)
     builder = LocalProgramBuilder()
     dtype = Symbol("dtype", call.inputs[query].dtype)
     hidden = builder(

@@ -22,7 +22,7 @@ from sbp_core.signatures import (
     Rule,
     Shards,
     linear,
-    same_call,
+    run_as_is,
 )
 
 _SCORES: Dims = (("t",), ("n",), ("c",))
@@ -98,7 +98,7 @@ def _listed(argument: Argument) -> tuple[Argument, ...]:
 def _localize_forward(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
     whole = shards.inputs[0][1] == (0, call.inputs[0].shape[1])
     if whole and not call.op.endswith(".Tensor"):
-        return same_call(call)
+        return run_as_is(call)
     builder = LocalProgramBuilder()
     args = _local_args(builder, call, 1, shards.inputs[0][1])
     loss, alpha = builder.several(2, call.op, *args, **call.kwargs)
@@ -110,7 +110,7 @@ def _localize_forward(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
 
 def _localize_backward(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
     if shards.outputs[0][1] == (0, call.outputs[0].shape[1]):
-        return same_call(call)
+        return run_as_is(call)
     builder = LocalProgramBuilder()
     args = _local_args(builder, call, 2, shards.outputs[0][1])
     return builder.program(builder(call.op, *args, **call.kwargs))

@@ -31,7 +31,7 @@ from sbp_core.signatures import (
     increasing,
     labels,
     linear,
-    same_call,
+    run_as_is,
 )
 
 
@@ -51,7 +51,7 @@ def _embedding_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
     weight, indices = argument(call, 0, "weight"), argument(call, 1, "indices")
     window = shards.inputs[0][0]
     if not is_cut(window, call.inputs[0].shape[0]):
-        return same_call(call)
+        return run_as_is(call)
     if window[0] == window[1]:
         return only_zeros(weight, shards.output_shape())
     builder = LocalProgramBuilder()
@@ -85,7 +85,7 @@ def _embedding_backward_shard(call: OpCall, shards: Shards) -> LocalCall | Local
     (gradient, indices, _, padding, counts), _ = given(call, names)
     window = shards.outputs[0][0]
     if not is_cut(window, call.outputs[0].shape[0]):
-        return same_call(call)
+        return run_as_is(call)
     first, last = window
     builder = LocalProgramBuilder()
     made = builder(
@@ -103,7 +103,7 @@ def _renorm_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
     """Let places of other windows name a spare row of zeros, whose norm is small enough."""
     window = shards.inputs[0][0]
     if not is_cut(window, call.inputs[0].shape[0]):
-        return same_call(call)
+        return run_as_is(call)
     (weight, indices, *norm), _ = given(call, ("self", "indices", "max_norm", "norm_type"))
     builder = LocalProgramBuilder()
     made = builder(

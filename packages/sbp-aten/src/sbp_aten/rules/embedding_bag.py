@@ -32,7 +32,7 @@ from sbp_core.signatures import (
     fresh_dims,
     ignored,
     linear,
-    same_call,
+    run_as_is,
     unread,
 )
 
@@ -136,7 +136,7 @@ def _bag_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
     num_rows, num_places = call.inputs[0].shape[0], call.inputs[1].shape[0]
     rows, places = shards.inputs[0][0], shards.inputs[1][0]
     if not is_cut(rows, num_rows) and not is_cut(places, num_places):
-        return same_call(call)
+        return run_as_is(call)
     builder = LocalProgramBuilder()
     begins = _local_offsets(builder, offsets, places) if is_cut(places, num_places) else offsets
     bare = builder("aten.new_zeros.default", weight, (num_rows, 0))
@@ -262,7 +262,7 @@ def _weights_gradient_shard(call: OpCall, shards: Shards) -> LocalCall | LocalPr
     rows, places = shards.inputs[1][0], shards.inputs[2][0]
     cut = is_cut(rows, call.inputs[1].shape[0])
     if not cut and not is_cut(places, call.inputs[2].shape[0]):
-        return same_call(call)
+        return run_as_is(call)
     if rows[0] == rows[1]:
         return only_zeros(gradient, shards.output_shape())
     builder = LocalProgramBuilder()

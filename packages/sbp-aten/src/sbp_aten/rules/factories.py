@@ -21,7 +21,7 @@ from sbp_core.signatures import (
     argument,
     fresh_dims,
     linear,
-    same_call,
+    run_as_is,
     unread,
     with_local_shape,
 )
@@ -120,7 +120,7 @@ def _arange_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
     start, end, step = _range(call)
     ((first, last),) = shards.outputs[0]
     if last - first == call.outputs[0].shape[0]:
-        return same_call(call)
+        return run_as_is(call)
     if not (isinstance(start, int) and isinstance(end, int) and isinstance(step, int)):
         return _cut_out(call, shards)
     named = {"start", "end", "step"}

@@ -30,7 +30,7 @@ from sbp_core.signatures import (
     Shards,
     labels,
     linear,
-    same_call,
+    run_as_is,
 )
 
 #: Labels of the operands and of the result, a letter a dim, by the number of dims of the operands.
@@ -175,7 +175,7 @@ def _localize_product(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
         return only_zeros(left, shards.output_shape())
     paddings = _paddings(call, windows, cut)
     if (offsets is None and not paddings) or (not paddings and not cut & {"t", "e"}):
-        return same_call(call)
+        return run_as_is(call)
     builder = LocalProgramBuilder()
     operands = [left, right]
     experts: _ExpertTokens | None = None
@@ -224,7 +224,7 @@ def _localize_gradients(call: OpCall, shards: Shards) -> LocalCall | LocalProgra
     is_cut_t = is_cut(window, call.inputs[0].shape[0])
     is_cut_e = is_cut(experts, call.inputs[1].shape[0])
     if not is_cut_t and not is_cut_e:
-        return same_call(call)
+        return run_as_is(call)
     builder = LocalProgramBuilder()
     if is_cut_t:
         offsets = _local_offsets(builder, offsets, window)

@@ -39,7 +39,7 @@ from sbp_core.signatures import (
     Shards,
     argument,
     fresh_dims,
-    same_call,
+    run_as_is,
 )
 
 _MASKED = "aten._unsafe_masked_index_put_accumulate.default"
@@ -132,7 +132,7 @@ def _localize(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
     shape, bounds = call.inputs[0].shape, shards.inputs[0]
     cut = Indexing.of(call, len(names) - 1, len(names) - 1).cut(shape, bounds)
     if not cut:
-        return same_call(call)
+        return run_as_is(call)
     builder = LocalProgramBuilder()
     local = list(entries)
     for index in cut:
@@ -173,7 +173,7 @@ def _localize_put(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
     shape, bounds = call.inputs[0].shape, shards.inputs[0]
     local = shape_of(bounds)
     if local == shape:
-        return same_call(call)
+        return run_as_is(call)
     builder = LocalProgramBuilder()
     place, outside = flat_positions(builder, index, shape, bounds)
     place = builder("aten.masked_fill.Scalar", place, outside, prod(local))

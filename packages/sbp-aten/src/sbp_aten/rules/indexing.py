@@ -33,7 +33,7 @@ from sbp_core.signatures import (
     fresh_dims,
     increasing,
     linear,
-    same_call,
+    run_as_is,
     wrap_dim,
 )
 
@@ -63,7 +63,7 @@ def _index_select_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgra
     shape, bounds = call.inputs[0].shape, shards.inputs[0]
     at = wrap_dim(dim, len(shape))
     if not shape or not is_cut(bounds[at], shape[at]):
-        return same_call(call)
+        return run_as_is(call)
     if bounds[at][0] == bounds[at][1]:
         return only_zeros(tensor, shards.output_shape())
     builder = LocalProgramBuilder()
@@ -120,7 +120,7 @@ def _gather_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
     ]
     windowed = bool(shape) and is_cut(bounds[at], shape[at])
     if (not cuts and not windowed) or 0 in places:
-        return same_call(call)
+        return run_as_is(call)
     if windowed and bounds[at][0] == bounds[at][1]:
         return only_zeros(tensor, shards.output_shape())
     builder = LocalProgramBuilder()
@@ -183,7 +183,7 @@ def _take_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
     shape, bounds = call.inputs[0].shape, shards.inputs[0]
     local = shape_of(bounds)
     if local == shape:
-        return same_call(call)
+        return run_as_is(call)
     if 0 in local:
         return only_zeros(tensor, shards.output_shape())
     builder = LocalProgramBuilder()

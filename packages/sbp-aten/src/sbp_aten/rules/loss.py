@@ -31,7 +31,7 @@ from sbp_core.signatures import (
     broadcast_shape,
     fresh_dims,
     linear,
-    same_call,
+    run_as_is,
     tensor_position,
     with_literals,
 )
@@ -74,7 +74,7 @@ class _Family:
     def part(self, call: OpCall, local: int, total: int) -> LocalCall | LocalProgram:
         """Return what a rank runs that holds `local` of `total` samples."""
         if self.reduces(call) != MEAN:
-            return same_call(call)
+            return run_as_is(call)
         if self.gradient:
             return part_of_gradient(call, local, total)
         summed = with_literals(call, (self.reduction, "reduction", SUM))

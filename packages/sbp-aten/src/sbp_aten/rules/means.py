@@ -13,7 +13,7 @@ from sbp_core.signatures import (
     LocalProgramBuilder,
     OpCall,
     argument,
-    same_call,
+    run_as_is,
     with_literals,
 )
 
@@ -30,7 +30,7 @@ def part_of_mean(
         without: What it runs if it holds none, and a mean would be 0 / 0: the sum.
     """
     if local == total:
-        return same_call(call)
+        return run_as_is(call)
     if local == 0:
         return without
     builder = LocalProgramBuilder()
@@ -49,7 +49,7 @@ def part_of_gradient(call: OpCall, local: int, total: int) -> LocalCall | LocalP
         total: Number of elements (>= 0) of all ranks.
     """
     if local in (0, total):
-        return same_call(call)
+        return run_as_is(call)
     builder = LocalProgramBuilder()
     gradient = builder("aten.mul.Scalar", argument(call, 0, "grad_output"), local / total)
     own = with_literals(call, (0, "grad_output", gradient))

@@ -26,7 +26,7 @@ from sbp_core.signatures import (
     fresh_dims,
     increasing,
     linear,
-    same_call,
+    run_as_is,
     unread,
 )
 
@@ -60,7 +60,7 @@ def _reinterpreted(call: OpCall) -> Notation:
 
 def _reinterpret(call: OpCall, _: Shards) -> LocalCall | LocalProgram:
     if call.inputs[0].shape == call.outputs[0].shape:
-        return same_call(call)
+        return run_as_is(call)
     builder = LocalProgramBuilder()
     return builder.program(builder(call.op, _copied(builder, call), *call.args[1:], **call.kwargs))
 

@@ -27,7 +27,7 @@ from sbp_core.signatures import (
     fresh_dims,
     labels,
     linear,
-    same_call,
+    run_as_is,
     tensor_position,
     unread,
 )
@@ -105,7 +105,7 @@ def _localize_forward(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
     """Sum over the own classes; a mean divides by the weight of all targets."""
     bounds = _classes(call, shards, 0)
     if bounds is None:
-        return same_call(call)
+        return run_as_is(call)
     builder = LocalProgramBuilder()
     scores, target, weight, reduction, ignored = (
         argument(call, index, name) for index, name in enumerate(_ARGUMENTS)
@@ -127,7 +127,7 @@ _ARGUMENTS = ("self", "target", "weight", "reduction", "ignore_index")
 def _localize_backward(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
     bounds = _classes(call, shards, 1)
     if bounds is None:
-        return same_call(call)
+        return run_as_is(call)
     builder = LocalProgramBuilder()
     gradient, scores, target, weight, reduction, ignored, total = (
         argument(call, index, name)

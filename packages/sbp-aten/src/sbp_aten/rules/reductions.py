@@ -37,7 +37,7 @@ from sbp_core.signatures import (
     linear,
     maxima,
     minima,
-    same_call,
+    run_as_is,
     unread,
     wrap_dims,
 )
@@ -208,7 +208,7 @@ def _mean(index: int, total: str) -> Rule:
         shape, bounds = call.inputs[0].shape, shards.inputs[0]
         dims = _dims(call, index)
         local = prod(bounds[dim][1] - bounds[dim][0] for dim in dims)
-        summed = replace(same_call(call), op=total)
+        summed = replace(run_as_is(call), op=total)
         return part_of_mean(call, local, prod(shape[dim] for dim in dims), summed)
 
     return _over(_SUM, index, localize)

@@ -25,7 +25,7 @@ from sbp_core.signatures import (
     argument,
     fresh_dims,
     linear,
-    same_call,
+    run_as_is,
     unread,
     wrap_dim,
 )
@@ -65,7 +65,7 @@ def _select_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
     shape, bounds = call.inputs[0].shape, shards.inputs[0]
     at = wrap_dim(dim, len(shape))
     if not is_cut(bounds[at], shape[at]):
-        return same_call(call)
+        return run_as_is(call)
     place = index % shape[at] - bounds[at][0]
     if not 0 <= place < length(bounds[at]):
         return _as_it_is(target)
@@ -99,7 +99,7 @@ def _slice_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
     shape, count = call.inputs[0].shape, call.inputs[1].shape[at]
     window = shards.inputs[0][at]
     if not is_cut(window, shape[at]):
-        return same_call(call)
+        return run_as_is(call)
     if count == shape[at]:
         return LocalCall(op=call.op, args=(target, source, at, 0, length(window), 1))
     begin, end = (min(max(-(-(edge - first) // step), 0), count) for edge in window)
@@ -133,7 +133,7 @@ def _diagonal_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
     offset, row, column = _diagonal_dims(call)
     shape, bounds = call.inputs[0].shape, shards.inputs[0]
     if not is_cut(bounds[row], shape[row]) and not is_cut(bounds[column], shape[column]):
-        return same_call(call)
+        return run_as_is(call)
     above, left = max(0, -offset), max(0, offset)
     begin = max(bounds[row][0] - above, bounds[column][0] - left, 0)
     end = min(bounds[row][1] - above, bounds[column][1] - left, call.inputs[1].shape[-1])

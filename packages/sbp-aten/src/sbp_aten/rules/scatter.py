@@ -32,7 +32,7 @@ from sbp_core.signatures import (
     Rule,
     Shards,
     argument,
-    same_call,
+    run_as_is,
     wrap_dim,
 )
 
@@ -146,7 +146,7 @@ def _shard(values_name: str, *, rows: bool, wraps: bool = False) -> Localizer:
         (target, _, index, values, *rest), named = given(call, names)
         shape, at = call.inputs[0].shape, _at(call)
         if not shape or 0 in call.inputs[1].shape:
-            return same_call(call)
+            return run_as_is(call)
         builder = LocalProgramBuilder()
         if not rows:
             index = _trimmed(builder, index, call, shards, 1)

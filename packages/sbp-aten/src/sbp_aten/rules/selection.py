@@ -28,7 +28,7 @@ from sbp_core.signatures import (
     Shards,
     argument,
     fresh_dims,
-    same_call,
+    run_as_is,
     wrap_dim,
 )
 
@@ -140,7 +140,7 @@ def _selecting(read: _Read) -> Rule:
         cut = read(call, shape)
         bounds, (x, *_), builder = held[cut.dim], call.args, LocalProgramBuilder()
         if bounds == (0, shape[cut.dim]):
-            return same_call(call)
+            return run_as_is(call)
 
         def taken(index: int, piece: _Piece) -> Ref:
             first, last = piece.within(bounds)

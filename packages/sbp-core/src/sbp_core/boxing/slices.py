@@ -240,7 +240,7 @@ def transfer_bytes(step: Step) -> int:
 
 @lru_cache(maxsize=_CACHED)
 def transfer_pieces(step: Step) -> tuple[Piece, ...]:
-    """Return the pieces of a `TRANSFER`, ordered by receiver, term and sender's slice.
+    """Return the pieces of a `TRANSFER`, by receiver, addend (`term`) and sender's slice.
 
     Of several copies of a slice, a receiver takes its own if it has one; else receivers take turns
     among the copies. Empty pieces are left out; pieces that stay on their rank are listed. Where
@@ -359,7 +359,7 @@ def _sent_in_transfer(step: Step) -> Mapping[int, int]:
 
 
 def local_transition(step: Step, rank: int) -> tuple[Bounds, Bounds]:
-    """Return the common slice of a local step, counted in the shard before and in the one after."""
+    """Return the slice that a rank has before and after a local step, as bounds in both shards."""
     held = bounds_of(step.shape, *step.source)[rank]
     wanted = bounds_of(step.shape, *step.target)[rank]
     common = intersection(held, wanted)
@@ -367,7 +367,7 @@ def local_transition(step: Step, rank: int) -> tuple[Bounds, Bounds]:
 
 
 def is_realisable(step: Step) -> bool:
-    """Say whether the groups of the step's mesh axis can make its target among themselves.
+    """Say whether ranks find all they need inside their group of the step's mesh axis.
 
     Mesh axes apply in order, so a change on an outer axis also moves the slices of inner axes that
     split the same dim; then what a rank needs may lie outside its group. An all-gather on the outer

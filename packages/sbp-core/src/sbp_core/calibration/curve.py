@@ -1,4 +1,4 @@
-"""Time over bytes of one kind of call: a latency and a few segments, each with its own rate.
+"""Time over bytes of one kind of call: a latency and a few pieces, each with its time per byte.
 
     time = α + Σ β_j · (bytes of the call between knot j and knot j + 1)
 

@@ -2,13 +2,13 @@
 
 In the order in which they are used: `stages` (where each node runs), `pins` (what is decided),
 `work` (what is to be decided), `axis` (one mesh axis as a min-sum problem), `minsum` (solves it),
-`predict` (what the result costs).
+`predict_cost` (what the result costs).
 
 Stability: provisional.
 """
 
 from sbp_core.infer.pins import PinValue
-from sbp_core.infer.predict import Conversion, conversions, predict, step_time_s
+from sbp_core.infer.predict import Conversion, conversions, predict_cost, step_time_s
 from sbp_core.infer.solve import (
     PIPE_AXIS,
     infer_strategy,
@@ -25,7 +25,7 @@ __all__ = [
     "conversions",
     "infer_strategy",
     "one_forward_one_backward",
-    "predict",
+    "predict_cost",
     "stage_placements",
     "step_time_s",
 ]

@@ -19,9 +19,11 @@ splits the last dim of whatever tensor it is; `free` takes earlier pins back.
 
 Pinning an input says how it is *stored*. Pinning a value, or an input with `use:` before the
 pattern, says how it is *used*: whatever its producer makes, or however it is stored, it is boxed to
-that SBP once, and every op that uses it takes it so, also where it looks at it through a view. The
-words are wishes where they cannot hold (a state without dims, an op that cannot take a split
-sample); all other pins are demands. Decides nothing that is not pinned.
+that SBP once, and every op that uses it takes it so, also where it looks at it through a view.
+
+The words (`batch`, `gradients`, ...) are dropped where a tensor cannot hold them (a state without
+dims, an op that cannot take a split sample); any other pin that cannot hold is an error. Decides
+nothing that is not pinned.
 """
 
 from __future__ import annotations
@@ -299,7 +301,7 @@ def activations(graph: LogicalGraph) -> list[str]:
     dependent = set(batch)
     found: list[str] = []
     for node in graph.nodes:
-        # What a slice of a parameter waits for is not in it.
+        # The second input of `sbp.piece` only orders it: the result does not depend on it.
         read = node.inputs()[:1] if node.op == PIECE else node.inputs()
         if node.phase is not Phase.FORWARD or not dependent.intersection(read):
             continue

@@ -299,13 +299,13 @@ def step_time_s(plan: PhysicalPlan) -> float:
     return firings.now
 
 
-def predict(
+def predict_cost(
     graph: LogicalGraph,
     strategy: Strategy,
     cluster: Cluster,
     options: CompileOptions | None = None,
 ) -> Mapping[str, Any]:
-    """Return the prediction as plain values, for `Strategy.report`.
+    """Predict time, bytes sent and memory of a step under a strategy, as plain values.
 
     Args:
         graph: The step.

@@ -16,7 +16,7 @@ from sbp_core.errors import ConfigError, SignatureError
 from sbp_core.graph.serialize import graph_hash
 from sbp_core.infer.axis import decide_axis
 from sbp_core.infer.pins import PinValue, resolve_pins
-from sbp_core.infer.predict import predict
+from sbp_core.infer.predict import predict_cost
 from sbp_core.infer.stages import StagePatterns, assign_stages
 from sbp_core.infer.work import Decision, StepWork
 from sbp_core.placement import Placement
@@ -54,8 +54,8 @@ def infer_strategy(
         report: Added to the report.
 
     Returns:
-        The strategy. Its report holds what `predict` returns and, under `optimal_by_axis`, whether
-        the choice on each mesh axis is proved to be the best.
+        The strategy. Its report holds what `predict_cost` returns and, under `optimal_by_axis`,
+        whether the choice on each mesh axis is proved to be the best.
 
     Raises:
         ConfigError: a pin or stage pattern cannot be meant.
@@ -84,7 +84,7 @@ def infer_strategy(
     strategy = replace(_strategy(work, decision, planner, quotas), regather=request.regather)
     progress("predicting", (1 + len(work.axes)) / (2 + len(work.axes)))
     found = {
-        **predict(graph, strategy, request.cluster, request.options),
+        **predict_cost(graph, strategy, request.cluster, request.options),
         "optimal_by_axis": optimal,
     }
     progress("planned", 1.0)

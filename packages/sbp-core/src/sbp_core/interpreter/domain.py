@@ -1,4 +1,8 @@
-"""What a value is, and what firings make of values: the part of a replay that is not the same."""
+"""The abstract domain of the interpreter: what a value is, and what an actor of each kind makes.
+
+A value is a token, a storage or a tensor: the checker, the prediction of memory and the reference
+runtime replay the same steps, and differ in their domains only.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +54,7 @@ class Firing(Generic[A_co]):
         return self.rank, self.actor.name
 
 
-def fires(firing: Firing[Actor], kind: type[A_co]) -> TypeGuard[Firing[A_co]]:
+def is_firing_of(firing: Firing[Actor], kind: type[A_co]) -> TypeGuard[Firing[A_co]]:
     """Whether a firing is of an actor of a kind."""
     return isinstance(firing.actor, kind)
 

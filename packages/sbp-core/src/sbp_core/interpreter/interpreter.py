@@ -29,7 +29,7 @@ from sbp_core.compile.physical import (
     Send,
 )
 from sbp_core.compile.token_game import TokenGame
-from sbp_core.interpreter.domain import Domain, Firing, V, Values, fires
+from sbp_core.interpreter.domain import Domain, Firing, V, Values, is_firing_of
 from sbp_core.interpreter.firings import Firings
 
 
@@ -103,7 +103,7 @@ class Interpreter(Generic[V]):
         ]
         self.at = firings[0]
         taken = [self._take(firing) for firing in firings]
-        collective = [firing for firing in firings if fires(firing, Collective)]
+        collective = [firing for firing in firings if is_firing_of(firing, Collective)]
         if collective:
             made = self._collective(collective, taken)
         else:
@@ -168,14 +168,14 @@ class Interpreter(Generic[V]):
 
     def _work(self, firing: Firing[Actor], taken: Values[V]) -> Values[V] | None:
         """Return what an actor makes by itself, None of an accumulation that is not through."""
-        if fires(firing, Compute):
+        if is_firing_of(firing, Compute):
             return self.domain.compute(firing, taken)
-        if fires(firing, Accumulate):
+        if is_firing_of(firing, Accumulate):
             return self._accumulate(firing, taken)
-        if fires(firing, Send):
+        if is_firing_of(firing, Send):
             self._send(firing, taken)
             return {}
-        assert fires(firing, Receive), "a collective fires on all ranks of its group at once"
+        assert is_firing_of(firing, Receive), "a collective fires on all ranks of its group at once"
         return {firing.actor.makes: self._receive(firing, taken)}
 
     def _collective(

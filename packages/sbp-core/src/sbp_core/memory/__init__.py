@@ -10,26 +10,32 @@ Stability: provisional.
 from __future__ import annotations
 
 from sbp_core.memory.communication_buffers import buffer_bytes
-from sbp_core.memory.kinds import Kind
+from sbp_core.memory.kinds import MemoryKind
 from sbp_core.memory.lifetime import CallLayouts, LayoutLibrary, lifetimes
-from sbp_core.memory.prediction import predict
+from sbp_core.memory.prediction import predict_memory
 from sbp_core.memory.report import MemoryReport, RankMemory, check_memory, report
-from sbp_core.memory.storage_view import Number, ResultLayout, StorageView, Strided, contiguous
+from sbp_core.memory.storage_view import (
+    Number,
+    ResultLayout,
+    StorageView,
+    StridedLayout,
+    contiguous,
+)
 
 __all__ = [
     "CallLayouts",
-    "Kind",
     "LayoutLibrary",
+    "MemoryKind",
     "MemoryReport",
     "Number",
     "RankMemory",
     "ResultLayout",
     "StorageView",
-    "Strided",
+    "StridedLayout",
     "buffer_bytes",
     "check_memory",
     "contiguous",
     "lifetimes",
-    "predict",
+    "predict_memory",
     "report",
 ]

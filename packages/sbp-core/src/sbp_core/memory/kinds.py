@@ -31,7 +31,7 @@ from sbp_core.graph.ir import InputKind, Phase
 from sbp_core.signatures.views import is_view, traits_of
 
 
-class Kind(StrEnum):
+class MemoryKind(StrEnum):
     """What memory is used for: parameters, states, activations and so on."""
 
     PARAMETERS = "parameters"
@@ -45,10 +45,10 @@ class Kind(StrEnum):
     TEMPORARIES = "temporaries"
 
 
-_OF_INPUT: Mapping[InputKind, Kind] = {
-    InputKind.PARAMETER: Kind.PARAMETERS,
-    InputKind.BUFFER: Kind.BUFFERS,
-    InputKind.OPTIMIZER_STATE: Kind.STATES,
+_OF_INPUT: Mapping[InputKind, MemoryKind] = {
+    InputKind.PARAMETER: MemoryKind.PARAMETERS,
+    InputKind.BUFFER: MemoryKind.BUFFERS,
+    InputKind.OPTIMIZER_STATE: MemoryKind.STATES,
 }
 
 
@@ -58,9 +58,9 @@ def _is_same(op: str) -> bool:
     return is_view(op) or kind in traits.copies or kind in traits.joins
 
 
-def kind_of_slot(kind: str) -> Kind:
+def kind_of_slot(kind: str) -> MemoryKind:
     """Return the kind of a graph input, by its `InputKind` value."""
-    return _OF_INPUT.get(InputKind(kind), Kind.BATCH)
+    return _OF_INPUT.get(InputKind(kind), MemoryKind.BATCH)
 
 
 def module_of_slot(name: str, kind: str) -> str:
@@ -80,10 +80,10 @@ def module_of_node(name: str) -> str:
     return path.removesuffix(".grad")
 
 
-def kinds_of_keys(plan: PhysicalPlan, part: RankPlan) -> dict[str, Kind]:
+def kinds_of_keys(plan: PhysicalPlan, part: RankPlan) -> dict[str, MemoryKind]:
     """Return the kinds of the keys of a rank for which it is not a matter of lifetime."""
-    kinds = dict.fromkeys(_gathered(plan, part), Kind.GATHERED)
-    kinds |= dict.fromkeys(_gradients(part), Kind.GRADIENTS)
+    kinds = dict.fromkeys(_gathered(plan, part), MemoryKind.GATHERED)
+    kinds |= dict.fromkeys(_gradients(part), MemoryKind.GRADIENTS)
     slots = {slot.name: slot.kind for slot in part.slots}
     for actor in part.actors:
         for state, key in actor.writes:

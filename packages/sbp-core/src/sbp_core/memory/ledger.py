@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from sbp_core.memory.kinds import Kind
-from sbp_core.memory.storage_view import StorageView, Strided
+from sbp_core.memory.kinds import MemoryKind
+from sbp_core.memory.storage_view import StorageView, StridedLayout
 
 
 @dataclass(slots=True)
@@ -25,7 +25,7 @@ class Buffer:
     module: str
     size_bytes: int
     start: int
-    kind: Kind
+    kind: MemoryKind
     end: int = -1
 
 
@@ -33,10 +33,11 @@ class Ledger:
     """Who holds which storage of a rank. Time goes on by `tick`.
 
     Args:
-        kinds: Of the keys for which it is no matter of lifetime.
+        kinds: Kinds that are known from the key alone. Of other keys, the lifetime decides between
+            temporaries and activations.
     """
 
-    def __init__(self, kinds: Mapping[str, Kind]) -> None:
+    def __init__(self, kinds: Mapping[str, MemoryKind]) -> None:
         self.kinds = kinds
         self.now = 0
         self.buffers: list[Buffer] = []
@@ -50,17 +51,19 @@ class Ledger:
     def new(
         self,
         name: str,
-        lies: Strided,
+        layout: StridedLayout,
         size_bytes: int,
         *,
-        kind: Kind | None = None,
+        kind: MemoryKind | None = None,
         module: str = "",
     ) -> StorageView:
         """Make a storage, held by nobody yet, and return the tensor that lies in it."""
-        self.buffers.append(Buffer(name, module, size_bytes, self.now, kind or Kind.TEMPORARIES))
+        self.buffers.append(
+            Buffer(name, module, size_bytes, self.now, kind or MemoryKind.TEMPORARIES)
+        )
         self._holders.append(0)
         self._settled.append(kind is not None)
-        return StorageView(lies, len(self.buffers) - 1, size_bytes)
+        return StorageView(layout, len(self.buffers) - 1, size_bytes)
 
     def name(self, key: str, value: object) -> None:
         """Note what a storage is for, if a key that lies in it says so."""
@@ -82,13 +85,17 @@ class Ledger:
                 self.buffers[value.storage].end = self.now
 
     def finish(self) -> None:
-        """End what is still held, and call what crossed no firing a temporary."""
+        """End what is still held.
+
+        What has crossed no firing has stayed a temporary. A storage of the batch is named when it
+        is made (`new`, `name`), so one that is not settled cannot be of it: our own bug.
+        """
         for index, buffer in enumerate(self.buffers):
             if buffer.end < 0:
                 buffer.end = self.now
-            assert self._settled[index] or buffer.kind is not Kind.BATCH, buffer.name
+            assert self._settled[index] or buffer.kind is not MemoryKind.BATCH, buffer.name
 
     def crosses(self, value: object) -> None:
         """Note that a value goes from one firing to another."""
         if isinstance(value, StorageView) and not self._settled[value.storage]:
-            self.buffers[value.storage].kind = Kind.ACTIVATIONS
+            self.buffers[value.storage].kind = MemoryKind.ACTIVATIONS

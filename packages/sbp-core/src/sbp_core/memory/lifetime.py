@@ -51,19 +51,25 @@ from sbp_core.memory.kinds import (
     module_of_slot,
 )
 from sbp_core.memory.ledger import Buffer, Ledger
-from sbp_core.memory.storage_view import Number, ResultLayout, StorageView, Strided, contiguous
+from sbp_core.memory.storage_view import (
+    Number,
+    ResultLayout,
+    StorageView,
+    StridedLayout,
+    contiguous,
+)
 
 Value = StorageView | Number
 Values = dict[str, Value]
 
 
 class CallLayouts(Protocol):
-    """Knows how the results of instructions lie: `memory.layout.Layouts`."""
+    """Lays out the results of instructions in memory; `sbp_torch.memory.Layouts` is PyTorch's."""
 
     def call(
         self, entry: Instruction, rank: int, read: Callable[[str], Value]
     ) -> tuple[ResultLayout | Number, ...]:
-        """Return how each output lies."""
+        """Return the layout of each output."""
 
 
 class LayoutLibrary(Protocol):
@@ -213,14 +219,14 @@ class _Storages(InstructionDomain[Value]):
                     home[slot.name] = 1 if slot.dtype.startswith(("int", "bool")) else 1.0
                     continue
                 # In the step that is replayed a second time, states are as the first one left them.
-                lies = contiguous(slot.local_shape, slot.dtype)
-                view = moved.get((part.rank, slot.name), StorageView(lies, -1, lies.size_bytes))
+                layout = contiguous(slot.local_shape, slot.dtype)
+                view = moved.get((part.rank, slot.name), StorageView(layout, -1, layout.size_bytes))
                 if view.storage in shared:
-                    home[slot.name] = replace(shared[view.storage], lies=view.lies)
+                    home[slot.name] = replace(shared[view.storage], layout=view.layout)
                 else:
                     made = home[slot.name] = ledger.new(
                         slot.name,
-                        view.lies,
+                        view.layout,
                         view.storage_bytes,
                         kind=kind_of_slot(slot.kind),
                         module=module_of_slot(slot.name, slot.kind),
@@ -253,7 +259,7 @@ class _Storages(InstructionDomain[Value]):
             for state, value in rank.writes.items()
             if isinstance(value, StorageView)
             and isinstance(old := rank.states[state], StorageView)
-            and (value.lies, value.storage_bytes) != (old.lies, old.storage_bytes)
+            and (value.layout, value.storage_bytes) != (old.layout, old.storage_bytes)
         }
 
     # Holders.
@@ -312,16 +318,16 @@ class _Storages(InstructionDomain[Value]):
             if made.source >= 0:
                 source = values[given[made.source]]
                 assert isinstance(source, StorageView), "a view looks at a tensor"
-                results.append(StorageView(made.lies, source.storage, source.storage_bytes))
+                results.append(StorageView(made.layout, source.storage, source.storage_bytes))
                 continue
             if made.fresh not in fresh:
                 fresh[made.fresh] = rank.ledger.new(
                     entry.outputs[len(results)],
-                    made.lies,
+                    made.layout,
                     made.storage_bytes,
                     module=module_of_node(entry.node),
                 )
-            results.append(StorageView(made.lies, fresh[made.fresh].storage, made.storage_bytes))
+            results.append(StorageView(made.layout, fresh[made.fresh].storage, made.storage_bytes))
         for key, value in zip(entry.outputs, results, strict=True):
             rank.ledger.name(key, value)
         return tuple(results)
@@ -378,19 +384,19 @@ class _Storages(InstructionDomain[Value]):
         rank.tick(firing, actor.name)
         bounds = bounds_of(step.shape, *step.target)[firing.rank]
         shape = tuple(stop - start for start, stop in bounds)
-        lies = contiguous(shape, step.dtype)
+        layout = contiguous(shape, step.dtype)
         # As backends have it: if all that a rank wants is a piece of what it has, that is a view.
-        kept = _own_part(step, firing.rank, own.lies) if isinstance(own, StorageView) else None
+        kept = _own_part(step, firing.rank, own.layout) if isinstance(own, StorageView) else None
         if isinstance(own, StorageView) and kept is not None and kept.shape == shape:
-            made = replace(own, lies=kept)
+            made = replace(own, layout=kept)
         else:
             module = module_of_node(actor.makes.split("@", 1)[0])
-            made = rank.ledger.new(actor.makes, lies, lies.size_bytes, module=module)
+            made = rank.ledger.new(actor.makes, layout, layout.size_bytes, module=module)
         rank.ledger.name(actor.makes, made)
         return made
 
 
-def _own_part(step: Step, rank: int, own: Strided) -> Strided | None:
+def _own_part(step: Step, rank: int, own: StridedLayout) -> StridedLayout | None:
     """Return how a rank's part after the step lies in its own shard, if it is a piece of that.
 
     It then keeps the whole storage: backends copy no single piece that is contiguous.
@@ -407,7 +413,7 @@ def _own_part(step: Step, rank: int, own: Strided) -> Strided | None:
     if len(mine) != 1 or mine[0].sender != rank:
         return None
     cuts = mine[0].source_slices
-    part = Strided(
+    part = StridedLayout(
         shape=tuple(cut.stop - cut.start for cut in cuts),
         strides=own.strides,
         offset=own.offset + sum(c.start * s for c, s in zip(cuts, own.strides, strict=True)),

@@ -11,7 +11,7 @@ from sbp_core.memory.report import MemoryReport, report
 from sbp_core.plugins.tensor_library import tensor_library
 
 
-def predict(
+def predict_memory(
     plan: PhysicalPlan, *, processes: bool = False, layouts: CallLayouts | None = None
 ) -> MemoryReport:
     """Return the exact memory of every rank of a plan: peaks, by kind and by module.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sbp_core.errors import PlanError
-from sbp_core.memory.kinds import Kind
+from sbp_core.memory.kinds import MemoryKind
 from sbp_core.memory.ledger import Buffer
 from sbp_core.memory.lifetime import RankLifetimes, alive_bytes
 from sbp_core.units import format_bytes
@@ -36,7 +36,7 @@ class RankMemory:
     rank: int
     peak: int
     resting: int
-    kinds: Mapping[Kind, int]
+    kinds: Mapping[MemoryKind, int]
     modules: Mapping[str, int]
     actor: str
     firing: int
@@ -56,7 +56,7 @@ class MemoryReport:
 
     def lines(self) -> list[str]:
         """Return a table of kinds at each rank's peak, and the modules that hold most there."""
-        kinds = [kind for kind in Kind if any(kind in r.kinds for r in self.ranks.values())]
+        kinds = [kind for kind in MemoryKind if any(kind in r.kinds for r in self.ranks.values())]
         rows = [["rank", "peak", *(kind.value for kind in kinds), "at"]]
         for rank in self.ranks.values():
             sizes = (format_bytes(rank.kinds.get(kind, 0)) for kind in kinds)
@@ -134,19 +134,19 @@ def rank_memory(lifetimes: RankLifetimes, buffers: Mapping[str, int] | None = No
         lifetimes = _with_buffers(lifetimes, buffers)
     alive = alive_bytes(lifetimes.buffers, len(lifetimes.ticks))
     tick = max(range(len(alive)), key=alive.__getitem__)
-    kinds: Counter[Kind] = Counter()
+    kinds: Counter[MemoryKind] = Counter()
     modules: Counter[str] = Counter()
     for buffer in lifetimes.buffers:
         if buffer.start <= tick <= buffer.end:
             kinds[buffer.kind] += buffer.size_bytes
             modules[buffer.module] += buffer.size_bytes
     actor, firing, node = lifetimes.ticks[tick]
-    rests = (Kind.PARAMETERS, Kind.STATES, Kind.BUFFERS)
+    rests = (MemoryKind.PARAMETERS, MemoryKind.STATES, MemoryKind.BUFFERS)
     return RankMemory(
         rank=lifetimes.rank,
         peak=alive[tick],
         resting=sum(b.size_bytes for b in lifetimes.buffers if not b.start and b.kind in rests),
-        kinds={kind: kinds[kind] for kind in Kind if kinds[kind]},
+        kinds={kind: kinds[kind] for kind in MemoryKind if kinds[kind]},
         modules={name: size for name, size in modules.items() if size},
         actor=actor,
         firing=firing,
@@ -157,7 +157,7 @@ def rank_memory(lifetimes: RankLifetimes, buffers: Mapping[str, int] | None = No
 def _with_buffers(lifetimes: RankLifetimes, sizes: Mapping[str, int]) -> RankLifetimes:
     """Add a buffer for each firing of a boxing actor."""
     added = [
-        Buffer(f"buffers of {actor}", "", size, tick, Kind.COMMUNICATION, tick)
+        Buffer(f"buffers of {actor}", "", size, tick, MemoryKind.COMMUNICATION, tick)
         for tick, (actor, _, _) in enumerate(lifetimes.ticks)
         if (size := sizes.get(actor, 0))
     ]

@@ -12,7 +12,7 @@ Number = float | int
 
 
 @dataclass(frozen=True, slots=True)
-class Strided:
+class StridedLayout:
     """Shape, strides and offset (all in elements) and dtype name of a tensor in its storage."""
 
     shape: tuple[int, ...]
@@ -40,7 +40,7 @@ class Strided:
 class StorageView:
     """A tensor in one of a rank's storages, which are numbered."""
 
-    lies: Strided
+    layout: StridedLayout
     storage: int
     storage_bytes: int
 
@@ -50,14 +50,14 @@ class ResultLayout:
     """How one result of an instruction lies in memory, and on whose storage.
 
     Args:
-        lies: How, in its storage.
+        layout: How, in its storage.
         source: Which argument's storage it lies in, counted over distinct argument names; -1 if in
             a new one.
         fresh: Which of the instruction's new storages; -1 if in none.
         storage_bytes: Of that storage.
     """
 
-    lies: Strided
+    layout: StridedLayout
     source: int
     fresh: int
     storage_bytes: int
@@ -71,6 +71,6 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(strides)
 
 
-def contiguous(shape: tuple[int, ...], dtype: str) -> Strided:
+def contiguous(shape: tuple[int, ...], dtype: str) -> StridedLayout:
     """Return how a contiguous tensor lies at the start of its storage."""
-    return Strided(shape, contiguous_strides(shape), 0, dtype)
+    return StridedLayout(shape, contiguous_strides(shape), 0, dtype)

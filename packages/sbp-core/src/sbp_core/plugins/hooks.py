@@ -131,7 +131,7 @@ class HookSpecs(Protocol):
 
     @hookspec
     def sbp_loggers(self) -> Mapping[str, Factory]:
-        """Metric sinks: `sbp_core.plugins.MetricSinkFactory`.
+        """Metric sinks (loggers): `sbp_core.plugins.MetricSinkFactory`.
 
         Suite: `sbp_core.testing.logger.MetricSinkConformance`.
         """
@@ -145,14 +145,14 @@ class HookSpecs(Protocol):
 
     @hookspec
     def sbp_signatures(self) -> Mapping[str, Factory]:
-        """Rules by operator (`lib.op.default`), or a `sbp_core.signatures.RuleSet` by namespace.
+        """`sbp_core.signatures.Rule` of `lib.op.default`; `sbp_core.signatures.RuleSet` of `lib`.
 
         Suite: `sbp_torch.testing.signatures.check_rule`.
         """
 
     @hookspec
     def sbp_tensor_libraries(self) -> Mapping[str, Factory]:
-        """Libraries: both `sbp_core.signatures.CallLibrary` and `sbp_core.memory.LayoutLibrary`."""
+        """A `sbp_core.signatures.CallLibrary` that is also a `sbp_core.memory.LayoutLibrary`."""
 
     @hookspec
     def sbp_config_folders(self) -> Sequence[str]:

@@ -34,7 +34,7 @@ class StepResult:
         return self.outputs["loss"]
 
 
-#: Called with a rank, returns the context in which that rank's work of a step is done.
+#: Returns, for a rank, a context manager around that rank's work of a step, such as a profiler.
 Watch = Callable[[int], AbstractContextManager[object]]
 
 

@@ -50,7 +50,7 @@ from sbp_core.signatures.patterns import (
     broadcast_shape,
     fresh_dims,
     opaque,
-    same_call,
+    run_as_is,
     with_literals,
 )
 from sbp_core.signatures.pointwise import RANDOM_STAYS_WHOLE, broadcast_dims, broadcasting
@@ -128,7 +128,7 @@ __all__ = [
     "opaque",
     "ordered_after",
     "parse_notation",
-    "same_call",
+    "run_as_is",
     "signatures",
     "tensor_position",
     "tensors_as_refs",

@@ -54,7 +54,7 @@ _TOKEN = re.compile(r"\(([^()]*)\)|(\S+)")
 
 
 class Effect(StrEnum):
-    """How outputs depend on a set of arguments while the other arguments are fixed."""
+    """How outputs depend on some arguments while the others are fixed: linear, increasing, ..."""
 
     LINEAR = "linear"
     INCREASING = "increasing"
@@ -73,7 +73,7 @@ LABEL_REDUCTIONS = (*REDUCTIONS, "none")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dependence:
-    """One statement on how outputs depend on a set of arguments, such as linearly.
+    """One statement: on which arguments outputs depend in which way (`Effect`).
 
     Args:
         effect: What is stated.

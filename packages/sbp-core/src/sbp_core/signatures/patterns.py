@@ -186,7 +186,7 @@ def batch_notation(
     )
 
 
-def same_call(call: OpCall) -> LocalCall:
+def run_as_is(call: OpCall) -> LocalCall:
     """Localise a call whose arguments are the same on every shard: run it as it is."""
     return LocalCall(op=call.op, args=call.args, kwargs=call.kwargs)
 

@@ -31,7 +31,7 @@ from sbp_core.signatures.rule import LocalCall, Rule, Shards
 def ordered_after(
     call: OpCall, dims: Dims, made: Dims, *more: Dependence, whole: frozenset[str] = frozenset()
 ) -> Notation:
-    """Return the notation of an operator that runs after a token is made, linear in its tensor.
+    """Return the notation of an operator that waits for an ordering token, linear in its tensor.
 
     Args:
         call: The tensor is its first tensor argument, the token its second.

@@ -1,4 +1,4 @@
-"""What passes ask about operators: which may return views, what else the rules say of them."""
+"""Queries of passes about operators: which may return views, and other traits of theirs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def is_view(op: str) -> bool:
 
 
 def traits_of(op: str) -> OperatorTraits:
-    """Return what the installed rules say of the operators in an operator's namespace.
+    """Return the traits of the namespace that an operator is in, as the installed rules have them.
 
     Args:
         op: Operator and overload, `aten.view.default`.

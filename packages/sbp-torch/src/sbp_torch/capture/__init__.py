@@ -1,4 +1,4 @@
-"""Capture: an ordinary PyTorch training step -> `LogicalGraph`. The only room that knows FX.
+"""Capture: an ordinary PyTorch training step -> `LogicalGraph`.
 
 Stability: provisional.
 """

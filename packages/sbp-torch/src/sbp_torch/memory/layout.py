@@ -21,7 +21,7 @@ from sbp_core.boxing import Step
 from sbp_core.compile import LOCAL_BOX, Instruction
 from sbp_core.errors import PlanError
 from sbp_core.graph import Argument, Ref, Symbol, map_refs, refs
-from sbp_core.memory import Number, ResultLayout, StorageView, Strided
+from sbp_core.memory import Number, ResultLayout, StorageView, StridedLayout
 from sbp_torch._torch_compat import fake_mode, storage_key
 from sbp_torch.boxing.execute import local_step, torch_dtype
 from sbp_torch.ops.operators import bind, operator_of, results_of
@@ -120,7 +120,7 @@ def _frozen(
     if isinstance(argument, Ref):
         value = given[argument.name]
         if isinstance(value, StorageView):
-            return value.lies, storages[value.storage]
+            return value.layout, storages[value.storage]
         return "host", type(value)
     if isinstance(argument, tuple | list):
         return tuple(_frozen(part, given, storages) for part in argument)
@@ -137,14 +137,14 @@ def _fakes(given: dict[str, StorageView | Number]) -> dict[str, Tensor | Number]
         if not isinstance(value, StorageView):
             made[name] = value
             continue
-        dtype = torch_dtype(value.lies.dtype)
+        dtype = torch_dtype(value.layout.dtype)
         base = bases.get(value.storage)
         if base is None:
             count = value.storage_bytes // torch.empty((), dtype=dtype).element_size()
             base = bases[value.storage] = torch.empty(count, dtype=dtype)
         elif base.dtype != dtype:
             base = base.view(dtype)
-        made[name] = base.as_strided(value.lies.shape, value.lies.strides, value.lies.offset)
+        made[name] = base.as_strided(value.layout.shape, value.layout.strides, value.layout.offset)
     return made
 
 
@@ -170,7 +170,7 @@ def _described(
         index = fresh.setdefault(storage, len(fresh)) if source < 0 else -1
         found.append(
             ResultLayout(
-                lies=Strided(
+                layout=StridedLayout(
                     shape=tuple(value.shape),
                     strides=value.stride(),
                     offset=int(value.storage_offset()),

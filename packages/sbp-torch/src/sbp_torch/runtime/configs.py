@@ -18,11 +18,11 @@ class ReferenceConfig:
     """Settings of the reference runtime.
 
     Args:
-        threads_per_rank: Threads that one operator may use (intra-op), >= 1. Runs agree bit for
-            bit only under the same number.
+        threads_per_rank: Intra-op threads: those that one operator may use, >= 1; not threads
+            of actors. Runs agree bit for bit only under the same number.
         compile: How segments are executed: `eager`, one operator after the other; `inductor`,
-            compiled on their first firing; `cudagraph`, recorded on theirs. The last two round
-            otherwise, or need a GPU.
+            compiled on their first firing; `cudagraph`, recorded on theirs. `inductor` may
+            round differently; `cudagraph` needs a GPU.
         compile_fallback: With `inductor`, run what cannot be compiled as `eager` does.
     """
 

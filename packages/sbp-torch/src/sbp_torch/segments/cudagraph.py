@@ -14,8 +14,8 @@ are recorded anew.
 
 A number that changes from step to step cannot be recorded, so segments whose operators take one
 (the optimizer's, mostly) run operator by operator; so do those that read a number from a tensor.
-Draws of random numbers are made before a segment (`segments.split`). Everything that touches the
-device is behind `GraphDevice`, so that the rest is tested without one.
+Draws of random numbers are made before a segment (`segments.host_parts`). Everything that touches
+the device is behind `GraphDevice`, so that the rest is tested without one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from sbp_core.boxing import Step
 from sbp_core.compile import Compute
 from sbp_core.errors import ConfigError, RunError, words_of
 from sbp_torch.segments.codegen import segment_function
-from sbp_torch.segments.split import SplitSegment, split_segment, tensor_keys
+from sbp_torch.segments.host_parts import SegmentParts, part_segment, tensor_keys
 
 logger = logging.getLogger(__name__)
 
@@ -144,21 +144,21 @@ class _Segment:
         self._device = device
         self._parts = (actor, rank, steps)
         self._eager = segment_function(actor, rank, steps, owns=True)
-        self._split: SplitSegment | None = None
+        self._segment: SegmentParts | None = None
         self._stays_eager = False
         self._tapes: dict[Any, _Tape] = {}
 
     def __call__(self, values: list[Any], /) -> tuple[Any, ...]:
         """See `OwningSegment`."""
-        if self._split is None:
+        if self._segment is None:
             actor = self._parts[0]
             tensors = tensor_keys((*actor.inputs, *actor.reads), values)
-            self._split = split_segment(*self._parts, tensors)
+            self._segment = part_segment(*self._parts, tensors)
             elsewhere = [
                 value for value in values
                 if isinstance(value, Tensor) and value.device.type != self._device.kind
             ]  # fmt: skip
-            obstacle = _obstacle(self._split, tensors)
+            obstacle = _obstacle(self._segment, tensors)
             if elsewhere:
                 obstacle = f"it takes a tensor on device {elsewhere[0].device}"
             self._stays_eager = bool(obstacle)
@@ -166,33 +166,35 @@ class _Segment:
                 logger.info("segment %s is not recorded: %s", actor.name, obstacle)
         if self._stays_eager:
             return self._eager(values)
-        split = self._split
-        held = dict(zip(split.taken, values, strict=True))
+        segment = self._segment
+        held = dict(zip(segment.segment_inputs, values, strict=True))
         values.clear()
-        split.run_before(held)
-        given: list[Tensor] = [held[key] for key in split.used]
+        segment.run_before(held)
+        given: list[Tensor] = [held[key] for key in segment.tensor_inputs]
         kinds = tuple((value.shape, value.stride(), value.dtype, value.device) for value in given)
-        tape = self._tapes.setdefault(kinds, _Tape(self._device, split))
-        return split.results(held, tape.run(given))
+        tape = self._tapes.setdefault(kinds, _Tape(self._device, segment))
+        return segment.results(held, tape.run(given))
 
 
-def _obstacle(split: SplitSegment, tensors: frozenset[str]) -> str:
+def _obstacle(segment: SegmentParts, tensors: frozenset[str]) -> str:
     """Return why a segment cannot be recorded; empty if it can."""
-    if not split.tensor:
+    if not segment.tensor:
         return "it holds no operator on tensors"
-    drawn = {key for entry in split.before if entry.op.startswith("sbp.") for key in entry.outputs}
-    numbers = [key for key in split.used if key not in tensors | drawn]
+    drawn = {
+        key for entry in segment.before if entry.op.startswith("sbp.") for key in entry.outputs
+    }
+    numbers = [key for key in segment.tensor_inputs if key not in tensors | drawn]
     if numbers:
         return f"its operators take the number {numbers[0]!r}"
-    reading = next((entry for entry in split.tensor if entry.op.startswith("host.")), None)
+    reading = next((entry for entry in segment.tensor if entry.op.startswith("host.")), None)
     return f"it computes the number {reading.outputs[0]!r}" if reading is not None else ""
 
 
 class _Tape:
     """The recording of a segment for inputs of some shapes and strides."""
 
-    def __init__(self, device: GraphDevice, split: SplitSegment) -> None:
-        self._device, self._split = device, split
+    def __init__(self, device: GraphDevice, segment: SegmentParts) -> None:
+        self._device, self._segment = device, segment
         self._firings = 0
         self._inputs: list[Tensor] = []
         self._outputs: list[Tensor] = []
@@ -206,7 +208,7 @@ class _Tape:
         """
         self._firings += 1
         if self._firings <= WARM_UP:
-            return self._device.aside(lambda: self._split.run_tensor(given))
+            return self._device.aside(lambda: self._segment.run_tensor(given))
         if self._recording is None:
             self._record(given)
         for static, value in zip(self._inputs, given, strict=True):
@@ -222,12 +224,12 @@ class _Tape:
             static.copy_(value)
         try:
             self._recording, self._outputs = self._device.record(
-                self._split.rank, lambda: self._split.run_tensor(self._inputs)
+                self._segment.rank, lambda: self._segment.run_tensor(self._inputs)
             )
         except Exception as error:
             raise RunError(
-                f"segment {self._split.actor.name!r} cannot be recorded as a CUDA graph: "
+                f"segment {self._segment.actor.name!r} cannot be recorded as a CUDA graph: "
                 f"{words_of(error)}",
-                where=f"rank {self._split.rank}",
+                where=f"rank {self._segment.rank}",
                 todo="compile=eager or compile=inductor",
             ) from error

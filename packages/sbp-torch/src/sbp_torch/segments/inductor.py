@@ -1,9 +1,9 @@
 """Segments compiled by Inductor: `compile=inductor`.
 
-The tensor part of a segment (`segments.split`) is traced once to an FX graph, on the shapes and
-strides that come in its first firing, and handed to Inductor; numbers that change from step to step
-come as 0-d tensors, so that no step compiles anew. Segments that compute the same on equal shapes,
-such as the layers of a model and the ranks of a mesh, are compiled once in a session.
+The tensor part of a segment (`segments.host_parts`) is traced once to an FX graph, on the shapes
+and strides that come in its first firing, and handed to Inductor; numbers that change from step to
+step come as 0-d tensors, so that no step compiles anew. Segments that compute the same on equal
+shapes, such as the layers of a model and the ranks of a mesh, are compiled once in a session.
 
 Inductor fuses, and so rounds differently; it allocates for itself, so that the peak of a segment is
 its own affair. Compiling happens in the first step, one segment at a time, and may take minutes:
@@ -26,7 +26,7 @@ from sbp_core.boxing import Step
 from sbp_core.compile import Compute
 from sbp_core.errors import ConfigError, RunError, words_of
 from sbp_torch._torch_compat import compile_graph, cpp_compiler_problem, fake_mode, trace_graph
-from sbp_torch.segments.split import SplitSegment, split_segment, tensor_keys
+from sbp_torch.segments.host_parts import SegmentParts, part_segment, tensor_keys
 
 logger = logging.getLogger(__name__)
 
@@ -69,35 +69,35 @@ class InductorSegments:
         """See `SegmentMaker`; it is compiled when it is called first."""
         return _Segment(self, actor, rank, steps)
 
-    def compiled(self, split: SplitSegment, given: Sequence[Tensor], kinds: Any) -> Compiled:
+    def compiled(self, segment: SegmentParts, given: Sequence[Tensor], kinds: Any) -> Compiled:
         """Return the compiled tensor part of a segment, from an equal one if there is one.
 
         Raises:
             RunError: it cannot be compiled.
         """
-        key = (split.identity, kinds)
+        key = (segment.identity, kinds)
         with self._one_at_a_time:
             if key not in self._done:
-                self._done[key] = self._compile(split, given, kinds)
+                self._done[key] = self._compile(segment, given, kinds)
             return self._done[key]
 
-    def _compile(self, split: SplitSegment, given: Sequence[Tensor], kinds: Any) -> Compiled:
+    def _compile(self, segment: SegmentParts, given: Sequence[Tensor], kinds: Any) -> Compiled:
         began = time.perf_counter()
         try:
-            made = self.compiler(_traced(split, given, kinds), given)
+            made = self.compiler(_traced(segment, given, kinds), given)
         except Exception as error:
-            what = f"Inductor cannot compile segment {split.actor.name!r}: {_first_words(error)}"
+            what = f"Inductor cannot compile segment {segment.actor.name!r}: {_first_words(error)}"
             if not self.fallback:
                 raise RunError(
                     what,
-                    where=f"rank {split.rank}, {len(split.tensor)} operators of "
-                    f"{split.tensor[0].node!r} to {split.tensor[-1].node!r}",
+                    where=f"rank {segment.rank}, {len(segment.tensor)} operators of "
+                    f"{segment.tensor[0].node!r} to {segment.tensor[-1].node!r}",
                     todo="compile=eager, or compile_fallback=true to run such segments so",
                 ) from error
             warnings.warn(f"{what}; it runs operator by operator", stacklevel=2)
-            return _uncompiled(split, kinds)
+            return _uncompiled(segment, kinds)
         self.num_compiled += 1
-        logger.info("compiled %s in %.1f s", split.actor.name, time.perf_counter() - began)
+        logger.info("compiled %s in %.1f s", segment.actor.name, time.perf_counter() - began)
         return made
 
 
@@ -109,30 +109,30 @@ class _Segment:
     ) -> None:
         self._maker = maker
         self._parts = (actor, rank, steps)
-        self._split: SplitSegment | None = None
+        self._segment: SegmentParts | None = None
         #: What was compiled, by shapes and strides.
         self._compiled: dict[Any, Compiled] = {}
 
     def __call__(self, values: list[Any], /) -> tuple[Any, ...]:
         """See `OwningSegment`."""
-        if self._split is None:
+        if self._segment is None:
             actor = self._parts[0]
             tensors = tensor_keys((*actor.inputs, *actor.reads), values)
-            self._split = split_segment(*self._parts, tensors)
-        split = self._split
-        held = dict(zip(split.taken, values, strict=True))
+            self._segment = part_segment(*self._parts, tensors)
+        segment = self._segment
+        held = dict(zip(segment.segment_inputs, values, strict=True))
         values.clear()
-        split.run_before(held)
-        if not split.tensor:
-            return split.results(held, ())
-        given = [held[key] for key in split.used]
+        segment.run_before(held)
+        if not segment.tensor:
+            return segment.results(held, ())
+        given = [held[key] for key in segment.tensor_inputs]
         kinds = tuple(map(_kind, given))
         given = [value if isinstance(value, Tensor) else _as_tensor(value) for value in given]
         compiled = self._compiled.get(kinds)
         if compiled is None:
-            compiled = self._compiled[kinds] = self._maker.compiled(split, given, kinds)
+            compiled = self._compiled[kinds] = self._maker.compiled(segment, given, kinds)
         made = compiled(*given)
-        return split.results(held, made)
+        return segment.results(held, made)
 
 
 def _kind(value: Any) -> Any:
@@ -146,12 +146,12 @@ def _as_tensor(value: Any) -> Tensor:
     return torch.tensor(value, dtype=_DTYPES.get(type(value)))
 
 
-def _traced(split: SplitSegment, given: Sequence[Tensor], kinds: Any) -> torch.fx.GraphModule:
+def _traced(segment: SegmentParts, given: Sequence[Tensor], kinds: Any) -> torch.fx.GraphModule:
     """Trace the tensor part on fake tensors; numbers are read from theirs."""
     mode = fake_mode()
 
     def run(*tensors: Tensor) -> list[Tensor]:
-        return split.run_tensor(_with_numbers(tensors, kinds))
+        return segment.run_tensor(_with_numbers(tensors, kinds))
 
     fakes = [mode.from_tensor(tensor.detach(), static_shapes=True) for tensor in given]
     return trace_graph(run, mode, fakes)
@@ -164,8 +164,8 @@ def _with_numbers(tensors: Sequence[Tensor], kinds: Any) -> list[Any]:
     ]
 
 
-def _uncompiled(split: SplitSegment, kinds: Any) -> Compiled:
-    return lambda *given: split.run_tensor(_with_numbers(given, kinds))
+def _uncompiled(segment: SegmentParts, kinds: Any) -> Compiled:
+    return lambda *given: segment.run_tensor(_with_numbers(given, kinds))
 
 
 def _first_words(error: BaseException) -> str:

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
         call_of,
         describe,
         overload,
+        program_of_call,
         run_op,
         tensors_of,
-        unchanged,
     )
     from sbp_torch.signatures.trial import OpSample, refutation, whole_sample
     from sbp_torch.signatures.verification import verify
@@ -34,11 +34,11 @@ __all__ = [
     "describe",
     "discover",
     "overload",
+    "program_of_call",
     "refutation",
     "run_isolated",
     "run_op",
     "tensors_of",
-    "unchanged",
     "verify",
     "whole_sample",
 ]
@@ -56,7 +56,7 @@ __getattr__, __dir__ = lazy(
         "run_isolated": "isolate",
         "run_op": "torch_call",
         "tensors_of": "torch_call",
-        "unchanged": "torch_call",
+        "program_of_call": "torch_call",
         "verify": "verification",
         "whole_sample": "trial",
     },

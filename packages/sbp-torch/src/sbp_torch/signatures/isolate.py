@@ -42,7 +42,7 @@ _GRACE_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Completed(Generic[T]):
-    """The trial returned."""
+    """The trial ran to its end, and returned a value."""
 
     value: T
 

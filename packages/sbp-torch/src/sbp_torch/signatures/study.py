@@ -18,7 +18,7 @@ from sbp_core.signatures import OpCall, Requirement, Signature1d, combine
 from sbp_torch.signatures.candidates import Inputs
 from sbp_torch.signatures.isolate import Completed, run_isolated
 from sbp_torch.signatures.pieces import Pattern, difference, partial_kinds, reduce
-from sbp_torch.signatures.torch_call import Execute, type_of, unchanged
+from sbp_torch.signatures.torch_call import Execute, program_of_call, type_of
 from sbp_torch.signatures.trial import SEED, OpSample, refutation, run_ranks, whole_sample
 
 #: Draws of a candidate: how partial pieces are made, and which draw of the data (0: as given).
@@ -150,7 +150,7 @@ class Study:
                 [NdSbp(entry) for entry in inputs],
                 mesh,
                 self._execute,
-                lambda _rank: unchanged(self.call),
+                lambda _rank: program_of_call(self.call),
                 pattern,
                 random,
             )
@@ -215,7 +215,7 @@ class Study:
                 combine([part]),
                 Placement.grid((axis_size,)),
                 self._execute,
-                lambda _rank: unchanged(self.call),
+                lambda _rank: program_of_call(self.call),
             )
             for draw in (0, *sorted(self._redrawn)[:1])
         )

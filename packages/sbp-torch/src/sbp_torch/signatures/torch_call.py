@@ -211,8 +211,8 @@ def run_program(
     return tuple(known[ref.name] for ref in program.results) if program.results else made
 
 
-def unchanged(call: OpCall) -> LocalProgram:
-    """Return the program that is the call itself."""
+def program_of_call(call: OpCall) -> LocalProgram:
+    """Return the program of one call: the call itself, with its own arguments."""
     return LocalProgram(calls=(LocalCall(op=call.op, args=call.args, kwargs=call.kwargs),))
 
 

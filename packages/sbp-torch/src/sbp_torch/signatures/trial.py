@@ -24,7 +24,7 @@ from sbp_torch.signatures.pieces import (
     reduce,
     tolerance,
 )
-from sbp_torch.signatures.torch_call import Execute, run_program, type_of, unchanged
+from sbp_torch.signatures.torch_call import Execute, program_of_call, run_program, type_of
 
 #: What each rank executes.
 ProgramOf = Callable[[int], LocalProgram]
@@ -94,7 +94,9 @@ def whole_sample(
     """Run a call on given tensors, which are not changed, and return it with its outputs."""
     copies = [entry.detach().clone() for entry in inputs]
     set_seed(seed, inputs)
-    made = run_program(unchanged(call), dict(zip(call.tensor_names, copies, strict=True)), execute)
+    made = run_program(
+        program_of_call(call), dict(zip(call.tensor_names, copies, strict=True)), execute
+    )
     return OpSample(call=call, inputs=tuple(inputs), outputs=made)
 
 

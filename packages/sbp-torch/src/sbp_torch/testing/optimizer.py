@@ -41,12 +41,12 @@ from sbp_torch.testing.programs import (
     tiny_loss,
 )
 
-__all__ = ["RATES", "OptimizerConformance"]
+__all__ = ["LR_FACTORS", "OptimizerConformance"]
 
 Number = float | int
 
 #: Factor of the learning rates in each step: a schedule.
-RATES = (1.0, 0.5, 2.0, 0.25, 1.5, 1.0, 0.1)
+LR_FACTORS = (1.0, 0.5, 2.0, 0.25, 1.5, 1.0, 0.1)
 
 _BATCH_SIZE = 6
 
@@ -58,7 +58,7 @@ class OptimizerConformance(ABC):
     tolerance: float = 1e-9
 
     #: Largest deviation of the captured update from the eager one; 0: none, in any bit.
-    exactness: float = 0.0
+    eager_tolerance: float = 0.0
 
     @abstractmethod
     def make_factory(self) -> OptimizerFactory:
@@ -74,7 +74,7 @@ class OptimizerConformance(ABC):
     def rates(self) -> list[dict[str, float]]:
         """Return the learning rates of all groups by name, step by step."""
         first = scalar_values(*self.make())
-        return [{name: rate * factor for name, rate in first.items()} for factor in RATES]
+        return [{name: rate * factor for name, rate in first.items()} for factor in LR_FACTORS]
 
     def eager_run(self) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Return losses and parameters of the eager program."""
@@ -116,8 +116,8 @@ class OptimizerConformance(ABC):
         made: dict[str, object] = {f"the loss of step {at}": loss for at, loss in enumerate(found)}
         for name, value in (wanted | parameters).items():
             one = made[name] if name in made else states[name]
-            if self.exactness:
-                assert_near(name, one, value, self.exactness)
+            if self.eager_tolerance:
+                assert_near(name, one, value, self.eager_tolerance)
             else:
                 assert_equal(name, one, value)
 

@@ -59,6 +59,6 @@ def one_process(num_ranks: int, command: Sequence[str]) -> tuple[LaunchSpec, ...
 
 
 def thread_share(num_processes: int) -> dict[str, str]:
-    """Return the variables that share the cores of this machine among equal processes."""
+    """Return the environment variables that share this machine's cores among equal processes."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {"OMP_NUM_THREADS": str(max(1, (cores or 1) // num_processes))}

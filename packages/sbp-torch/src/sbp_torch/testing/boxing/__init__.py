@@ -56,19 +56,19 @@ Stability: stable.
 
 from sbp_torch.testing.boxing.cases import BoxingCase, State
 from sbp_torch.testing.boxing.convert import (
-    Answer,
-    Trial,
+    BoxingTrial,
+    TrialResult,
+    find_problems,
     make_trials,
-    problems,
     run_route,
     run_trials,
 )
 from sbp_torch.testing.boxing.families import FAMILIES, quick_cases, sample
 from sbp_torch.testing.boxing.suite import (
     BoxingConformance,
+    CaseCount,
     Job,
     Program,
-    Tally,
     use_communicator,
 )
 from sbp_torch.testing.boxing.values import (
@@ -81,18 +81,18 @@ from sbp_torch.testing.boxing.values import (
 
 __all__ = [
     "FAMILIES",
-    "Answer",
     "BoxingCase",
     "BoxingConformance",
+    "BoxingTrial",
+    "CaseCount",
     "Job",
     "Program",
     "State",
-    "Tally",
-    "Trial",
+    "TrialResult",
+    "find_problems",
     "gather",
     "logical_tensor",
     "make_trials",
-    "problems",
     "quick_cases",
     "run_route",
     "run_trials",

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
+class BoxingTrial:
     """One case and the manner in which it is run.
 
     Args:
@@ -52,7 +52,7 @@ class Trial:
 
 
 @dataclass(slots=True, kw_only=True)
-class Answer:
+class TrialResult:
     """What one rank has to say about one trial.
 
     Args:
@@ -66,10 +66,10 @@ class Answer:
     values: list[Any] | None = None
 
 
-def make_trials(cases: Sequence[BoxingCase]) -> tuple[Trial, ...]:
-    """Return the cases with their routes; as the package says in which manner each is run."""
+def make_trials(cases: Sequence[BoxingCase]) -> tuple[BoxingTrial, ...]:
+    """Return the cases with their routes, and in which manner each is run."""
     return tuple(
-        Trial(
+        BoxingTrial(
             case=case,
             route=case.route,
             donate=number % 2 == 1,
@@ -84,17 +84,17 @@ def run_trials(
     rank: int,
     communicator: Communicator,
     *,
-    trials: tuple[Trial, ...],
+    trials: tuple[BoxingTrial, ...],
     deadline_s: float,
     device: str = "cpu",
-) -> list[Answer]:
+) -> list[TrialResult]:
     """Convert every case in order, as one rank: the program that the suite gives to `run_ranks`.
 
     Ends early if a step raises: nothing can be said of a backend that is broken.
     """
-    answers: list[Answer] = []
+    answers: list[TrialResult] = []
     for number, trial in enumerate(trials):
-        answer = Answer()
+        answer = TrialResult()
         answers.append(answer)
         shard = source_shard(trial.case, rank)
         if shard is not None:
@@ -127,7 +127,7 @@ def _laid_out(shard: torch.Tensor, strided: bool) -> torch.Tensor:
     return torch.stack((shard, shard), -1)[..., 0] if strided else shard
 
 
-def _judge(rank: int, case: BoxingCase, result: torch.Tensor | None, answer: Answer) -> None:
+def _judge(rank: int, case: BoxingCase, result: torch.Tensor | None, answer: TrialResult) -> None:
     """Compare what a rank ends with; put down what is wrong, or the values to judge together."""
     placement, sbp = case.target
     if rank not in placement:
@@ -206,7 +206,9 @@ def run_route(
     return shard if rank in route.target[0] else None
 
 
-def problems(trials: Sequence[Trial], answers: Sequence[Sequence[Answer]]) -> list[str]:
+def find_problems(
+    trials: Sequence[BoxingTrial], answers: Sequence[Sequence[TrialResult]]
+) -> list[str]:
     """Return what is wrong, each with its case.
 
     Args:
@@ -228,7 +230,7 @@ def problems(trials: Sequence[Trial], answers: Sequence[Sequence[Answer]]) -> li
     return found
 
 
-def _wrong_bytes(trial: Trial, answers: Sequence[Answer]) -> list[str]:
+def _wrong_bytes(trial: BoxingTrial, answers: Sequence[TrialResult]) -> list[str]:
     """Compare the bytes counted with those predicted, step by step."""
     return [
         f"step {number}: {sent} bytes sent, {step.size_bytes} predicted"
@@ -237,7 +239,7 @@ def _wrong_bytes(trial: Trial, answers: Sequence[Answer]) -> list[str]:
     ]
 
 
-def _wrong_whole(trial: Trial, answers: Sequence[Answer]) -> list[str]:
+def _wrong_whole(trial: BoxingTrial, answers: Sequence[TrialResult]) -> list[str]:
     """Put partial values together and compare what they come to."""
     case = trial.case
     placement, sbp = case.target

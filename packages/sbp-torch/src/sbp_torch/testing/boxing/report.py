@@ -9,7 +9,7 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
-from sbp_torch.testing.boxing.suite import Tally
+from sbp_torch.testing.boxing.suite import CaseCount
 
 _LOGGER = "sbp_torch.testing.boxing"
 
@@ -19,12 +19,12 @@ class CountCases(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
-        self.tallies: list[Tally] = []
+        self.tallies: list[CaseCount] = []
 
     def emit(self, record: logging.LogRecord) -> None:
         """See `logging.Handler.emit`."""
         tally = getattr(record, "tally", None)
-        if isinstance(tally, Tally):
+        if isinstance(tally, CaseCount):
             self.tallies.append(tally)
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
@@ -35,7 +35,7 @@ class CountCases(logging.Handler):
                 terminalreporter.write_line(line)
 
 
-def summary(tallies: Iterable[Tally]) -> list[str]:
+def summary(tallies: Iterable[CaseCount]) -> list[str]:
     """Return one line by backend and number of ranks, and one for all."""
     cases: dict[tuple[str, int], int] = {}
     times_s: dict[tuple[str, int], float] = {}

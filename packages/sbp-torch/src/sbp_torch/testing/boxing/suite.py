@@ -16,7 +16,7 @@ from sbp_core.testing.holdings import grown
 from sbp_core.testing.marks import exhaustive
 from sbp_torch.testing.boxing import failures, mismatches
 from sbp_torch.testing.boxing.cases import BoxingCase
-from sbp_torch.testing.boxing.convert import make_trials, problems, run_trials
+from sbp_torch.testing.boxing.convert import find_problems, make_trials, run_trials
 from sbp_torch.testing.boxing.families import FAMILIES, quick_cases
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ _logger = logging.getLogger("sbp_torch.testing.boxing")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tally:
-    """How many cases were run at once.
+class CaseCount:
+    """How many cases of one family a suite has run, and how long that took.
 
     Args:
         backend: Name of the suite that ran them.
@@ -100,7 +100,7 @@ class BoxingConformance(ABC):
         """Run `job(rank, backend)` likewise; the tests that need it are skipped if this does."""
         raise SkipTest("the suite has no run_backends, so nothing can be closed or fail here")
 
-    def convert(self, num_ranks: int, cases: Sequence[BoxingCase], what: str) -> Tally:
+    def convert(self, num_ranks: int, cases: Sequence[BoxingCase], what: str) -> CaseCount:
         """Run cases on `num_ranks` ranks, check every rank's shards and bytes, and log the number.
 
         Raises:
@@ -114,8 +114,8 @@ class BoxingConformance(ABC):
             )
             answers = self.run_ranks(num_ranks, program)
             assert len(answers) == num_ranks, "run_ranks returns one result for each rank"
-            found += problems(trials, answers)
-        tally = Tally(
+            found += find_problems(trials, answers)
+        tally = CaseCount(
             backend=self.name or type(self).__name__,
             num_ranks=num_ranks,
             family=what,

@@ -1,9 +1,13 @@
-"""What compilers take over of a segment: its tensor part, with numbers and draws made before it.
+"""A segment in three parts: host arithmetic and random draws, tensors, overwriting of states.
+
+The tensor part is what Inductor compiles or a CUDA graph records; Python executes what comes before
+and after it.
 
 before: instructions  p = pow(0.9, n);  u = random_uniform([4], seed, n, 7);  y = mul(x, p);
                       z = add(y, u)                      inputs x; reads n, seed
 after:  before        p = pow(0.9, n);  u = random_uniform([4], seed, n, 7)      by Python
         tensor part   y = mul(x, p);  z = add(y, u)      of the tensors x, u and the number p
+        after         (states that are overwritten in place; none here)          by Python
 
 Host arithmetic follows Python's doubles, so Python does it; and a number that changes with each
 step must not be compiled into code. Random operators that look at no tensor are calls that nothing
@@ -35,8 +39,8 @@ from sbp_torch.ops.operators import bind, operator_of, results_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class SplitSegment:
-    """A segment of one rank in two parts.
+class SegmentParts:
+    """A segment of one rank in three parts.
 
     Args:
         actor: A compute actor.
@@ -55,19 +59,19 @@ class SplitSegment:
     after: tuple[Instruction, ...] = ()
 
     @cached_property
-    def taken(self) -> tuple[str, ...]:
+    def segment_inputs(self) -> tuple[str, ...]:
         """Keys that the segment takes, in the order of its arguments."""
         return (*self.actor.inputs, *self.actor.reads)
 
     @cached_property
-    def used(self) -> tuple[str, ...]:
+    def tensor_inputs(self) -> tuple[str, ...]:
         """Keys that the tensor part takes: of the segment, or made before."""
         own = {key for entry in self.tensor for key in entry.outputs}
         keys = (key for entry in self.tensor for key in keys_in(entry) if key not in own)
         return tuple(dict.fromkeys(keys))
 
     @cached_property
-    def made(self) -> tuple[str, ...]:
+    def tensor_outputs(self) -> tuple[str, ...]:
         """Keys that the tensor part makes for what leaves the segment, or for what comes after."""
         own = {key for entry in self.tensor for key in entry.outputs}
         late = (key for entry in self.after for key in keys_in(entry))
@@ -82,17 +86,17 @@ class SplitSegment:
         """Execute the tensor part, one operator at a time.
 
         Args:
-            given: The values of `used`.
+            given: The values of `tensor_inputs`.
 
         Returns:
-            The values of `made`.
+            The values of `tensor_outputs`.
         """
-        values = dict(zip(self.used, given, strict=True))
+        values = dict(zip(self.tensor_inputs, given, strict=True))
         for entry, dying in zip(self.tensor, self._dying, strict=True):
             self._execute(entry, values)
             for key in dying:
                 values.pop(key, None)
-        return [values[key] for key in self.made]
+        return [values[key] for key in self.tensor_outputs]
 
     @cached_property
     def _dying(self) -> tuple[tuple[str, ...], ...]:
@@ -115,7 +119,7 @@ class SplitSegment:
     @cached_property
     def identity(self) -> tuple[Any, ...]:
         """What the tensor part computes, without names: equal for layers and ranks alike."""
-        numbers = {key: index for index, key in enumerate(self.used)}
+        numbers = {key: index for index, key in enumerate(self.tensor_inputs)}
         lines = []
         for entry in self.tensor:
             arguments = (entry.args, tuple(entry.kwargs.values()))
@@ -125,19 +129,19 @@ class SplitSegment:
                 numbers[key] = len(numbers)
             out = tuple(numbers[key] for key in entry.outputs)
             lines.append((entry.op, tuple(entry.kwargs), text, local, out))
-        return (tuple(lines), tuple(numbers[key] for key in self.made))
+        return (tuple(lines), tuple(numbers[key] for key in self.tensor_outputs))
 
     def results(self, values: Mapping[str, Any], made: Sequence[Any]) -> tuple[Any, ...]:
         """Return what the segment returns, in the order of `keys_out`."""
-        own = {**values, **dict(zip(self.made, made, strict=True))}
+        own = {**values, **dict(zip(self.tensor_outputs, made, strict=True))}
         for entry in self.after:
             self._execute(entry, own)
         return tuple(own[key] for key in keys_out(self.actor))
 
 
-def split_segment(
+def part_segment(
     actor: Compute, rank: int, steps: Sequence[Step], tensors: frozenset[str]
-) -> SplitSegment:
+) -> SegmentParts:
     """Split a segment.
 
     Args:
@@ -162,7 +166,7 @@ def split_segment(
         known.update(entry.outputs)
         if is_host:
             numbers.update(entry.outputs)
-    return SplitSegment(
+    return SegmentParts(
         actor=actor,
         rank=rank,
         steps=steps,

@@ -4,7 +4,7 @@ import torch
 
 from sbp_core.compile.physical import Actor, Compute, Instruction
 from sbp_core.graph.ir import Argument, Phase, Rate, Ref, Symbol
-from sbp_torch.segments.split import SplitSegment, split_segment, tensor_keys
+from sbp_torch.segments.host_parts import SegmentParts, part_segment, tensor_keys
 
 
 def call(op: str, *args: Argument, outputs: tuple[str, ...], **kwargs: Argument) -> Instruction:
@@ -30,8 +30,8 @@ MIXED = segment(
 )
 
 
-def split(actor: Actor, *tensors: str, rank: int = 0) -> SplitSegment:
-    return split_segment(actor, rank, (), frozenset(tensors))
+def split(actor: Actor, *tensors: str, rank: int = 0) -> SegmentParts:
+    return part_segment(actor, rank, (), frozenset(tensors))
 
 
 def test_numbers_and_draws_are_made_before_the_tensor_part() -> None:
@@ -39,7 +39,7 @@ def test_numbers_and_draws_are_made_before_the_tensor_part() -> None:
 
     assert [entry.outputs for entry in made.before] == [("m",), ("u",)]
     assert [entry.outputs for entry in made.tensor] == [("a",), ("y",)]
-    assert (made.used, made.made) == (("x", "m", "u"), ("y",))
+    assert (made.tensor_inputs, made.tensor_outputs) == (("x", "m", "u"), ("y",))
 
 
 def test_the_parts_together_make_what_the_segment_makes() -> None:
@@ -47,7 +47,7 @@ def test_the_parts_together_make_what_the_segment_makes() -> None:
     values = {"x": torch.ones(2), "n": 4, "seed": 9}
 
     made.run_before(values)
-    own = made.run_tensor([values[key] for key in made.used])
+    own = made.run_tensor([values[key] for key in made.tensor_inputs])
     y, n = made.results(values, own)
 
     draw = torch.ops.sbp.random_uniform([2], 9, 3, 0)
