@@ -11,7 +11,7 @@ from sbp_core.cost import boxing_time_s
 from sbp_core.errors import ConfigError, PlanError, SbpLookupError
 from sbp_core.graph.ir import Phase
 from sbp_core.infer import predict_cost
-from sbp_core.memory import predict_memory
+from sbp_core.memory import call_layouts, predict_memory
 from sbp_core.placement import Placement
 from sbp_core.plugins import PlanRequest
 from sbp_core.sbp import B, NdSbp, S
@@ -177,23 +177,34 @@ def test_the_limit_is_compared_with_the_exact_memory_of_the_plan_that_will_run(b
     assert found["chosen"]["plan_memory_bytes_per_rank"] == predict_memory(compiled).peak <= limit
 
 
-def measured(asked, sharded_names):
-    """The exact memory and the predicted time of a choice."""
-    ends = (osdp.infer(asked, "data", sharded=kind) for kind in (False, True))
+@cache
+def known_layouts():
+    return call_layouts()
+
+
+@cache
+def ends_of(names):
+    """The strategies that shard none and all of the parameters `names`, the shardable ones."""
+    return [osdp.infer(slow_request(), "data", sharded=kind) for kind in (False, True)]
+
+
+def measured(sharded_names):
+    """The exact memory and the predicted time of a choice, on slow links."""
+    asked = slow_request()
+    ends = ends_of(osdp.shardable(asked.graph))
     strategy = osdp.mixed(asked.graph, *ends, chosen=sharded_names)
     compiled = compile_plan(asked.graph, strategy, CompileOptions(cluster=asked.cluster))
     seconds = predict_cost(asked.graph, strategy, asked.cluster)["predicted_step_s"]
-    return predict_memory(compiled).peak, seconds
+    return predict_memory(compiled, layouts=known_layouts()).peak, seconds
 
 
 def test_no_change_of_one_parameter_fits_and_is_faster(bounds):
     limit = sum(bounds) / 2
-    asked = slow_request()
     found = plan(limit).report["osdp"]
     sharded = {name for name, mode in found["modes"].items() if mode == "ZDP"}
 
     for name in found["modes"]:
-        size, seconds = measured(asked, sharded ^ {name})
+        size, seconds = measured(sharded ^ {name})
         assert size > limit or seconds >= found["chosen"]["predicted_step_s"] * (1 - 1e-9), name
 
 
@@ -204,7 +215,7 @@ def test_no_choice_at_all_is_faster_where_few_parameters_can_be_chosen(bounds, m
     asked = slow_request()
     limit = bounds[1] - 9000
     choices = [{names[at] for at in range(3) if bits >> at & 1} for bits in range(8)]
-    found = [measured(asked, chosen) for chosen in choices]
+    found = [measured(chosen) for chosen in choices]
     best = min(seconds for size, seconds in found if size <= limit)
 
     found = build(OsdpConfig(memory_bytes=limit)).plan(asked).report["osdp"]
@@ -214,10 +225,10 @@ def test_no_choice_at_all_is_faster_where_few_parameters_can_be_chosen(bounds, m
 
 
 def test_without_a_tensor_library_memory_is_a_bound_and_is_called_so(monkeypatch):
-    def none(plan):
+    def none():
         raise SbpLookupError("none is installed")
 
-    monkeypatch.setattr(osdp, "predict_memory", none)
+    monkeypatch.setattr(osdp, "call_layouts", none)
 
     strategy = build(OsdpConfig()).plan(slow_request())
 

@@ -259,7 +259,7 @@ def test_a_rank_never_holds_the_gathered_parameters_of_two_blocks() -> None:
 
     plan = compile_plan(graph, strategy, CompileOptions(bucket_bytes=_LARGE))
 
-    found = lifetimes(plan, Layouts(plan.steps))[0]
+    found = lifetimes(plan, Layouts())[0]
     buffers = [buffer for buffer in found.buffers if buffer.kind is MemoryKind.GATHERED]
     alive = [
         sum(buffer.size_bytes for buffer in buffers if buffer.start <= at <= buffer.end)

@@ -57,7 +57,7 @@ def test_no_second_copy_is_predicted() -> None:
     usual, taken = (data_parallel_plan(options) for options in (None, _IN_PLACE))
 
     def copies(plan: PhysicalPlan) -> int:
-        found = lifetimes(plan, Layouts(plan.steps))[0]
+        found = lifetimes(plan, Layouts())[0]
         new = [b for b in found.buffers if b.start and b.end == len(found.ticks) - 1]
         return sum(
             b.size_bytes for b in new if b.kind in (MemoryKind.PARAMETERS, MemoryKind.STATES)

@@ -118,7 +118,7 @@ def test_what_a_collective_takes_lives_beside_what_it_makes() -> None:
     graph, matrix = diamond(), 4 * 4 * 4
     plan = compile_plan(graph, strategy_of(graph, signatures={"y": "S(1) | S(0) -> P"}))
 
-    buffers = {b.name: b for b in lifetimes(plan, Layouts(plan.steps))[0].buffers}
+    buffers = {b.name: b for b in lifetimes(plan, Layouts())[0].buffers}
     partial, reduced = buffers["y"], buffers["y@0(B)"]
 
     assert partial.size_bytes == reduced.size_bytes == matrix
@@ -130,7 +130,7 @@ def test_what_is_on_its_way_counts_for_the_sender() -> None:
     plan = pipeline_plan(4, (4, 4))
     channels = [channel for channel in plan.links if channel.sender[0] == 0]
 
-    buffers = lifetimes(plan, Layouts(plan.steps))[0].buffers
+    buffers = lifetimes(plan, Layouts())[0].buffers
     sent = [b for b in buffers if b.name == "layers.0.relu"]
 
     assert [channel.quota for channel in channels] == [4]
@@ -146,7 +146,7 @@ def test_a_sender_may_be_ahead_of_its_receivers_by_all_that_is_in_flight() -> No
     strategy = strategy_of(graph, stages, node_stages=later, in_flight=(3, 3))
     plan = compile_plan(graph, strategy)
 
-    buffers = lifetimes(plan, Layouts(plan.steps))[0].buffers
+    buffers = lifetimes(plan, Layouts())[0].buffers
 
     sent = [b for b in buffers if b.name == "lin.mm"]
     assert len(sent) == 3
@@ -181,7 +181,7 @@ def test_what_the_backward_phase_needs_outlives_the_forward_phase() -> None:
     graph = diamond()
     plan = compile_plan(graph, strategy_of(graph, (_ONE,)))
 
-    found = lifetimes(plan, Layouts(plan.steps))[0]
+    found = lifetimes(plan, Layouts())[0]
 
     ends = {b.name: found.ticks[b.end][0] for b in found.buffers}
     assert (ends["y"], ends["a"], ends["b"]) == ("backward.0.0", "forward.0.0", "forward.0.0")
@@ -198,7 +198,7 @@ def test_what_a_view_looks_at_lives_as_long_as_the_view() -> None:
     graph = b.graph()
     plan = compile_plan(graph, strategy_of(graph, (_ONE,)))
 
-    found = lifetimes(plan, Layouts(plan.steps))[0]
+    found = lifetimes(plan, Layouts())[0]
 
     buffers = {b.name: b for b in found.buffers}
     assert "t" not in buffers
@@ -210,7 +210,7 @@ def test_new_states_count_as_the_shard_that_they_are_of() -> None:
     signatures = {"new": "S(0) | S(0) -> S(0)"}
     plan = compile_plan(graph, strategy_of(graph, signatures=signatures, storage={"w": "S(0)"}))
 
-    found = lifetimes(plan, Layouts(plan.steps))[0].buffers
+    found = lifetimes(plan, Layouts())[0].buffers
 
     sizes = [b.size_bytes for b in found if b.kind is MemoryKind.PARAMETERS]
     assert sizes == [2 * 4 * 4] * 2
@@ -249,7 +249,7 @@ def test_kinds_and_modules_add_up_to_the_peak(gpt_graph: LogicalGraph) -> None:
 
 def test_gradients_and_gathered_parameters_are_told_from_activations() -> None:
     plan = compile_case("sharded states")
-    kinds = {b.kind for b in lifetimes(plan, Layouts(plan.steps))[0].buffers}
+    kinds = {b.kind for b in lifetimes(plan, Layouts())[0].buffers}
 
     assert {
         MemoryKind.GRADIENTS,
@@ -261,7 +261,7 @@ def test_gradients_and_gathered_parameters_are_told_from_activations() -> None:
 
 def test_old_states_live_beside_the_new_ones_to_the_end() -> None:
     plan = compile_case("one rank")
-    found = lifetimes(plan, Layouts(plan.steps))[0]
+    found = lifetimes(plan, Layouts())[0]
     last = len(found.ticks) - 1
 
     old = [b for b in found.buffers if b.kind is MemoryKind.PARAMETERS and not b.start]
@@ -287,7 +287,7 @@ def test_a_segment_that_makes_nothing_still_lets_the_next_gather_begin() -> None
     tokens = [r for r in plan.ranks[0].registers if not r.keys and r.producer in silent]
     assert [register.consumers for register in tokens] == [("last.w@0(B)!forward",)]
 
-    found = lifetimes(plan, Layouts(plan.steps))[0]
+    found = lifetimes(plan, Layouts())[0]
 
     nodes = [node for _, _, node in found.ticks]
     assert nodes.index("unused") < nodes.index("last.w@0(B)!forward") < nodes.index("last")

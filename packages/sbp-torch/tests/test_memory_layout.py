@@ -29,7 +29,7 @@ def _call(op: str, *args: object, outputs: int = 1, **kwargs: object) -> Instruc
 
 
 def _one(entry: Instruction, **values: StorageView | float) -> ResultLayout:
-    (made,) = Layouts(()).call(entry, 0, values.__getitem__)
+    (made,) = Layouts().call(entry, 0, values.__getitem__)
     assert isinstance(made, ResultLayout)
     return made
 
@@ -66,7 +66,7 @@ def test_a_reshape_copies_only_what_it_cannot_look_at() -> None:
 def test_results_of_one_operator_have_storages_of_their_own() -> None:
     entry = _call("aten.native_layer_norm.default", Ref("x"), (4,), None, None, 1e-5, outputs=3)
 
-    found = Layouts(()).call(entry, 0, {"x": _placed(0, 8, 4)}.__getitem__)
+    found = Layouts().call(entry, 0, {"x": _placed(0, 8, 4)}.__getitem__)
 
     assert [
         (made.fresh, made.storage_bytes) for made in found if isinstance(made, ResultLayout)
@@ -78,7 +78,7 @@ def test_results_of_one_operator_have_storages_of_their_own() -> None:
 
 
 def test_equal_calls_are_made_once_whatever_their_keys_are_called() -> None:
-    layouts = Layouts(())
+    layouts = Layouts()
 
     for rank, key in enumerate("abc"):
         layouts.call(_call("aten.neg.default", Ref(key)), rank, {key: _placed(rank, 3)}.get)  # type: ignore[arg-type]
@@ -87,7 +87,7 @@ def test_equal_calls_are_made_once_whatever_their_keys_are_called() -> None:
 
 
 def test_numbers_of_another_type_are_another_call() -> None:
-    layouts = Layouts(())
+    layouts = Layouts()
     whole = _placed(0, 3, dtype="int64")
 
     dtypes = [
@@ -103,7 +103,7 @@ def test_numbers_of_another_type_are_another_call() -> None:
 
 
 def test_arguments_that_share_a_storage_are_not_those_that_do_not() -> None:
-    layouts = Layouts(())
+    layouts = Layouts()
     entry = _call("aten.add.Tensor", Ref("x"), Ref("z"))
 
     layouts.call(entry, 0, {"x": _placed(0, 3), "z": _placed(0, 3)}.__getitem__)
@@ -147,13 +147,13 @@ def test_a_local_boxing_step_is_laid_out_for_its_rank() -> None:
         axes=(0,),
         size_bytes=0,
     )
-    layouts = Layouts((step,))
+    layouts = Layouts()
     entry = _call(LOCAL_BOX, Ref("x"), 0)
 
     shapes = [
         made.layout.shape
         for rank in (0, 1)
-        for made in layouts.call(entry, rank, {"x": _placed(0, 5, 2)}.__getitem__)
+        for made in layouts.call(entry, rank, {"x": _placed(0, 5, 2)}.__getitem__, (step,))
         if isinstance(made, ResultLayout)
     ]
 
@@ -163,7 +163,7 @@ def test_a_local_boxing_step_is_laid_out_for_its_rank() -> None:
 def test_host_numbers_stay_numbers() -> None:
     entry = _call("host.truediv", Ref("a"), Ref("b"))
 
-    found = Layouts(()).call(entry, 0, {"a": 1.0, "b": 0.0}.__getitem__)
+    found = Layouts().call(entry, 0, {"a": 1.0, "b": 0.0}.__getitem__)
 
     assert all(isinstance(value, float) for value in found)
 
@@ -172,4 +172,42 @@ def test_an_operator_that_cannot_run_on_fake_tensors_is_named() -> None:
     entry = _call("aten.mm.default", Ref("x"), Ref("x"))
 
     with pytest.raises(PlanError, match=r"aten\.mm\.default"):
-        Layouts(()).call(entry, 0, {"x": _placed(0, 2, 3)}.__getitem__)
+        Layouts().call(entry, 0, {"x": _placed(0, 2, 3)}.__getitem__)
+
+
+def test_calls_are_alike_wherever_in_a_packed_buffer_their_arguments_lie() -> None:
+    layouts = Layouts()
+    entry = _call("aten.t.default", Ref("w"))
+
+    found = [
+        layouts.call(
+            entry,
+            0,
+            {"w": StorageView(StridedLayout((4, 6), (6, 1), at, "float32"), 3, size)}.get,  # type: ignore[arg-type]
+        )
+        for at, size in ((0, 96), (10, 400), (76, 400))
+    ]
+
+    assert layouts.num_calls == 1
+    assert [made for (made,) in found] == [
+        ResultLayout(StridedLayout((6, 4), (1, 6), at, "float32"), 0, -1, size)
+        for at, size in ((0, 96), (10, 400), (76, 400))
+    ]
+
+
+def test_a_view_of_another_dtype_begins_where_its_argument_does() -> None:
+    lies = StridedLayout((4,), (1,), 6, "float32")
+    entry = _call("aten.view.dtype", Ref("x"), Symbol("dtype", "float16"))
+
+    made = _one(entry, x=StorageView(lies, 0, 400))
+
+    assert made.layout == StridedLayout((8,), (1,), 12, "float16")
+
+
+def test_a_stride_by_hand_counts_from_the_start_of_the_storage() -> None:
+    lies = StridedLayout((4,), (1,), 6, "float32")
+    entry = _call("aten.as_strided.default", Ref("x"), (2,), (1,), 3)
+
+    made = _one(entry, x=StorageView(lies, 0, 400))
+
+    assert made.layout == StridedLayout((2,), (1,), 3, "float32")

@@ -42,7 +42,7 @@ from sbp_core.compile import CompileOptions, compile_plan
 from sbp_core.errors import ConfigError, PlanError, SbpLookupError
 from sbp_core.graph import LogicalGraph
 from sbp_core.infer import PinValue, infer_strategy, predict_cost
-from sbp_core.memory import predict_memory
+from sbp_core.memory import CallLayouts, call_layouts, predict_memory
 from sbp_core.placement import Placement
 from sbp_core.plugins import PlanRequest
 from sbp_core.strategy import Strategy
@@ -136,6 +136,8 @@ class _Search:
     #: The fastest choice so far that fits; among equals the one with the least memory.
     best: Choice | None = None
     is_exact: bool = True
+    #: What is known of how results lie, of all plans so far.
+    layouts: CallLayouts | None = None
     _strategies: dict[Choice, Strategy] = field(default_factory=dict)
     _memory: dict[Choice, int] = field(default_factory=dict)
 
@@ -170,7 +172,8 @@ class _Search:
             options = self.request.options or CompileOptions(cluster=self.request.cluster)
             plan = compile_plan(self.request.graph, self.strategy(choice), options)
             try:
-                self._memory[choice] = predict_memory(plan).peak
+                self.layouts = self.layouts or call_layouts()
+                self._memory[choice] = predict_memory(plan, layouts=self.layouts).peak
             except (SbpLookupError, PlanError):
                 self.is_exact = False
                 bound = self.strategy(choice).report["predicted_memory_bytes_per_rank"]

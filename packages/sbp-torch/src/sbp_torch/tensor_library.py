@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sbp_core.boxing import Step
 from sbp_core.plugins import EmptyConfig
 from sbp_core.signatures import OpCall, Signature1d
 from sbp_torch.memory.layout import Layouts
@@ -24,9 +23,9 @@ class TorchLibrary:
         """See `CallLibrary.discover`."""
         return discover_call(call).signatures
 
-    def call_layouts(self, steps: Sequence[Step]) -> Layouts:
+    def call_layouts(self) -> Layouts:
         """See `LayoutLibrary.call_layouts`."""
-        return Layouts(steps)
+        return Layouts()
 
 
 def build(config: EmptyConfig) -> TorchLibrary:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from sbp_core.memory.communication_buffers import buffer_bytes
 from sbp_core.memory.kinds import MemoryKind
 from sbp_core.memory.lifetime import CallLayouts, LayoutLibrary, lifetimes
-from sbp_core.memory.prediction import predict_memory
+from sbp_core.memory.prediction import call_layouts, predict_memory
 from sbp_core.memory.report import MemoryReport, RankMemory, check_memory, report
 from sbp_core.memory.storage_view import (
     Number,
@@ -33,6 +33,7 @@ __all__ = [
     "StorageView",
     "StridedLayout",
     "buffer_bytes",
+    "call_layouts",
     "check_memory",
     "contiguous",
     "lifetimes",

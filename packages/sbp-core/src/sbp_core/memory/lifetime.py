@@ -64,23 +64,30 @@ Values = dict[str, Value]
 
 
 class CallLayouts(Protocol):
-    """Lays out the results of instructions in memory; `sbp_torch.memory.Layouts` is PyTorch's."""
+    """Knows how the results of instructions lie, of any plan: `memory.layout.Layouts`."""
 
     def call(
-        self, entry: Instruction, rank: int, read: Callable[[str], Value]
+        self,
+        entry: Instruction,
+        rank: int,
+        read: Callable[[str], Value],
+        steps: Sequence[Step] = (),
     ) -> tuple[ResultLayout | Number, ...]:
-        """Return the layout of each output."""
+        """Return how each output lies.
+
+        Args:
+            entry: The instruction.
+            rank: Who executes it.
+            read: How the value of a key lies.
+            steps: The boxing steps of the plan, which `sbp.local_box` names by index.
+        """
 
 
 class LayoutLibrary(Protocol):
     """Of a plugin of kind `tensor_library`: knows how results of operators lie in memory."""
 
-    def call_layouts(self, steps: Sequence[Step]) -> CallLayouts:
-        """Return what knows the layouts of one plan.
-
-        Args:
-            steps: Its boxing steps, which instructions name by index.
-        """
+    def call_layouts(self) -> CallLayouts:
+        """Return what learns the layouts of calls, and remembers them from plan to plan."""
         ...
 
 
@@ -307,7 +314,7 @@ class _Storages(InstructionDomain[Value]):
     def _made(self, rank: _Rank, entry: Instruction, values: Values) -> tuple[Value, ...]:
         # Three kinds of results: a number of the host, a look at an argument's storage, and a new
         # storage, of which several results may have a part each (`fresh` numbers them).
-        found = self.layouts.call(entry, rank.part.rank, values.__getitem__)
+        found = self.layouts.call(entry, rank.part.rank, values.__getitem__, self.plan.steps)
         given = keys_in(entry)
         fresh: dict[int, StorageView] = {}
         results: list[Value] = []

@@ -11,6 +11,17 @@ from sbp_core.memory.report import MemoryReport, report
 from sbp_core.plugins.tensor_library import tensor_library
 
 
+def call_layouts() -> CallLayouts:
+    """Return what learns from the installed tensor library how the results of calls lie.
+
+    It remembers what it learned: whoever predicts several similar plans passes one to them all.
+
+    Raises:
+        SbpLookupError: no tensor library is installed.
+    """
+    return cast(LayoutLibrary, tensor_library()).call_layouts()
+
+
 def predict_memory(
     plan: PhysicalPlan, *, processes: bool = False, layouts: CallLayouts | None = None
 ) -> MemoryReport:
@@ -24,13 +35,13 @@ def predict_memory(
         processes: Whether every rank is a process of its own, so that what its transport packs and
             receives counts too, among the communication buffers: no longer exact, as it takes
             less where pieces lie well. Otherwise ranks are threads, which hand over what they have.
-        layouts: Says how results lie in memory; what the installed tensor library says, if omitted.
+        layouts: Says how results lie in memory, as `call_layouts` does, which is learned anew if
+            omitted.
 
     Raises:
         PlanError: the layout of a result is not known, so that its memory is not.
         SbpLookupError: `layouts` is omitted and no tensor library is installed.
     """
-    known = layouts or cast(LayoutLibrary, tensor_library()).call_layouts(plan.steps)
-    found = lifetimes(plan, known)
+    found = lifetimes(plan, layouts or call_layouts())
     buffers = {rank: buffer_bytes(plan, rank) for rank in found} if processes else None
     return report(found, buffers)

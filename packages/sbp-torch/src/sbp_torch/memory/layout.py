@@ -1,8 +1,8 @@
 """How the tensors that instructions make lie in memory: storages, strides, bytes.
 
 An instruction is called once on fake tensors (without data) for each way its arguments can lie;
-repeated layers and the ranks of a mesh, whose calls are alike, share the answer. So the exact
-layout of a step of 10,000 nodes on four ranks costs as much as that of one layer.
+repeated layers, the ranks of a mesh and similar plans, whose calls are alike, share the answer. So
+the exact layout of a step of 10,000 nodes on four ranks costs as much as that of one layer.
 
     mm(%x, %w)    x: float32[8, 4] in storage 0, w: float32[4, 6] in storage 1
                   -> float32[8, 6], strides (6, 1), in a new storage of 192 bytes
@@ -11,7 +11,8 @@ layout of a step of 10,000 nodes on four ranks costs as much as that of one laye
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 from sbp_core.boxing import Step
 from sbp_core.compile import LOCAL_BOX, Instruction
 from sbp_core.errors import PlanError
-from sbp_core.graph import Argument, Ref, Symbol, map_refs, refs
+from sbp_core.graph import ITEMSIZE, Argument, Ref, Symbol, map_refs, refs
 from sbp_core.memory import Number, ResultLayout, StorageView, StridedLayout
 from sbp_torch._torch_compat import fake_mode, storage_key
 from sbp_torch.boxing.execute import local_step, torch_dtype
@@ -31,14 +32,9 @@ _ANY_NUMBER = 0.5
 
 
 class Layouts:
-    """How the results of the calls of a plan lie in memory, by the layouts of their arguments.
+    """How the results of calls lie in memory, by the layouts of their arguments."""
 
-    Args:
-        steps: The boxing steps that `sbp.local_box` instructions name by index.
-    """
-
-    def __init__(self, steps: Sequence[Step]) -> None:
-        self.steps = steps
+    def __init__(self) -> None:
         self._mode = fake_mode()
         self._known: dict[tuple[Any, ...], tuple[ResultLayout | Number, ...]] = {}
 
@@ -48,7 +44,11 @@ class Layouts:
         return len(self._known)
 
     def call(
-        self, entry: Instruction, rank: int, read: Callable[[str], StorageView | Number]
+        self,
+        entry: Instruction,
+        rank: int,
+        read: Callable[[str], StorageView | Number],
+        steps: Sequence[Step] = (),
     ) -> tuple[ResultLayout | Number, ...]:
         """Return how each output of an instruction lies, in order.
 
@@ -56,6 +56,7 @@ class Layouts:
             entry: The instruction.
             rank: Who executes it.
             read: How the value of a key lies; host numbers are returned as they are.
+            steps: The boxing steps of the plan, which `sbp.local_box` names by index.
 
         Raises:
             PlanError: the operator cannot be called on fake tensors.
@@ -64,30 +65,38 @@ class Layouts:
         given = {name: read(name) for name in names}
         if entry.op.startswith("host."):
             return (_host_number(entry, given),)
-        sizes: dict[int, int] = {}
-        for value in given.values():
-            if isinstance(value, StorageView):
-                sizes[value.storage] = value.storage_bytes
+        origins: dict[int, _Origin] = {}
+        if "as_strided" not in entry.op:  # which counts from the start of the storage
+            given, origins = _moved_to_start(given)
+        sizes = {
+            value.storage: value.storage_bytes
+            for value in given.values()
+            if isinstance(value, StorageView)
+        }
         storages = {storage: index for index, storage in enumerate(sizes)}
-        key = (
-            entry.op,
-            rank if entry.op == LOCAL_BOX else -1,
-            _frozen((entry.args, tuple(entry.kwargs.items())), given, storages),
-            tuple(sizes.values()),
-        )
+        if entry.op == LOCAL_BOX:
+            source, index = entry.args
+            what: object = (rank, steps[index], _frozen(source, given, storages))
+        else:
+            what = _frozen((entry.args, tuple(entry.kwargs.items())), given, storages)
+        key = (entry.op, what, tuple(sizes.values()))
         known = self._known.get(key)
         if known is None:
-            known = self._known[key] = self._learn(entry, rank, given)
-        return known
+            known = self._known[key] = self._learn(entry, rank, given, steps)
+        return _moved_back(known, given, origins) if origins else known
 
     def _learn(
-        self, entry: Instruction, rank: int, given: dict[str, StorageView | Number]
+        self,
+        entry: Instruction,
+        rank: int,
+        given: dict[str, StorageView | Number],
+        steps: Sequence[Step],
     ) -> tuple[ResultLayout | Number, ...]:
         """Call the operator on fake tensors that lie as the arguments do."""
         with torch.no_grad(), self._mode:
             arguments = _fakes(given)
             try:
-                made = self._run(entry, rank, arguments)
+                made = _run(entry, rank, arguments, steps)
             except Exception as error:
                 raise PlanError(
                     f"the memory of {entry.op} is not known: {error}",
@@ -97,17 +106,94 @@ class Layouts:
                 ) from error
             return _described(made, given, arguments)
 
-    def _run(
-        self, entry: Instruction, rank: int, arguments: dict[str, Tensor | Number]
-    ) -> tuple[Any, ...]:
-        if entry.op == LOCAL_BOX:
-            source, index = entry.args
-            value = arguments[source.name]
-            assert isinstance(value, Tensor), "boxing moves tensors"
-            return (local_step(self.steps[index], rank, value),)
-        args = bind(entry.args, arguments.__getitem__)
-        kwargs = {key: bind(part, arguments.__getitem__) for key, part in entry.kwargs.items()}
-        return results_of(operator_of(entry.op)(*args, **kwargs))
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Origin:
+    """Where in a storage the arguments of a call begin, and how large it is; in bytes."""
+
+    offset_bytes: int
+    storage_bytes: int
+
+
+_Given = dict[str, StorageView | Number]
+
+
+def _moved_to_start(given: _Given) -> tuple[_Given, dict[int, _Origin]]:
+    """Return arguments in storages that hold nothing else, and where they really begin.
+
+    So calls are alike wherever in a packed buffer their arguments lie:
+
+        storage     ..........[--- x ---]......      offset 10, 26 elements
+        moved                 [--- x ---]            offset 0, 9 elements
+    """
+    views: dict[int, list[StorageView]] = {}
+    for value in given.values():
+        if isinstance(value, StorageView):
+            views.setdefault(value.storage, []).append(value)
+    origins: dict[int, _Origin] = {}
+    spans: dict[int, tuple[int, int]] = {}
+    for storage, found in views.items():
+        if len({view.layout.dtype for view in found}) > 1:
+            continue  # offsets count elements
+        first, size = found[0], ITEMSIZE[found[0].layout.dtype]
+        begin = min(view.layout.offset for view in found)
+        span_bytes = (max(_end(view.layout) for view in found) - begin) * size
+        if begin or span_bytes != first.storage_bytes:
+            spans[storage] = begin, span_bytes
+            origins[storage] = _Origin(offset_bytes=begin * size, storage_bytes=first.storage_bytes)
+    if not spans:
+        return given, origins
+    moved: _Given = {}
+    for name, value in given.items():
+        if isinstance(value, StorageView) and value.storage in spans:
+            begin, span_bytes = spans[value.storage]
+            lies = replace(value.layout, offset=value.layout.offset - begin)
+            value = StorageView(lies, value.storage, span_bytes)
+        moved[name] = value
+    return moved, origins
+
+
+def _end(lies: StridedLayout) -> int:
+    """Return the offset behind the last element."""
+    if 0 in lies.shape:
+        return lies.offset
+    steps = zip(lies.shape, lies.strides, strict=True)
+    return lies.offset + sum((extent - 1) * stride for extent, stride in steps) + 1
+
+
+def _moved_back(
+    known: tuple[ResultLayout | Number, ...], given: _Given, origins: Mapping[int, _Origin]
+) -> tuple[ResultLayout | Number, ...]:
+    """Return results, of which those that look at moved arguments lie where these really do."""
+    values = tuple(given.values())
+    found: list[ResultLayout | Number] = []
+    for made in known:
+        if isinstance(made, ResultLayout) and made.source >= 0:
+            source = values[made.source]
+            assert isinstance(source, StorageView), "a view looks at a tensor"
+            origin = origins.get(source.storage)
+            if origin is not None:
+                offset = made.layout.offset + origin.offset_bytes // ITEMSIZE[made.layout.dtype]
+                lies = replace(made.layout, offset=offset)
+                made = replace(made, layout=lies, storage_bytes=origin.storage_bytes)
+        found.append(made)
+    return tuple(found)
+
+
+def _run(
+    entry: Instruction,
+    rank: int,
+    arguments: dict[str, Tensor | Number],
+    steps: Sequence[Step],
+) -> tuple[Any, ...]:
+    if entry.op == LOCAL_BOX:
+        source, index = entry.args
+        value = arguments[source.name]
+        assert isinstance(value, Tensor), "boxing moves tensors"
+        return (local_step(steps[index], rank, value),)
+    args = bind(entry.args, arguments.__getitem__)
+    kwargs = {key: bind(part, arguments.__getitem__) for key, part in entry.kwargs.items()}
+    return results_of(operator_of(entry.op)(*args, **kwargs))
 
 
 def _frozen(
