@@ -68,9 +68,15 @@ def test_it_trains_and_says_how_far_it_is_from_one_device(tmp_path: Path, way: s
     assert "step 4/4" in done.stdout
     assert re.search(r"a step took .* \(median of steps 3-4\); predicted ", done.stdout)
     # What is predicted of memory and bytes is what is measured, to the last digit that is printed.
-    pairs = re.findall(r"(?:held at most|sent) (\S+ \S+).*; predicted (.*)", done.stdout)
-    assert len(pairs) == (1 if way == "lock-step" else 2)
-    assert [one for one in pairs if one[0] != one[1]] == []
+    # Only what a stage that runs ahead holds depends on the timing, and the most is predicted.
+    found = re.findall(r"(held at most|sent) (\S+) (\S+).*; predicted (\S+) (\S+)", done.stdout)
+    assert [of for of, *_ in found] == ["held at most", "sent"][: 1 if way == "lock-step" else 2]
+    for of, measured, unit, predicted, predicted_unit in found:
+        assert unit == predicted_unit
+        if way == "pipeline" and of == "held at most":
+            assert 0.95 * float(predicted) < float(measured) <= float(predicted)
+        else:
+            assert measured == predicted
     assert re.search(r"held-out loss: \d\.\d+", done.stdout)
     assert "a sample of text" in done.stdout
     deviation = re.search(r"first 3 steps: \S+ \((\S+) relative\)", done.stdout)
