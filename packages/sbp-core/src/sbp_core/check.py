@@ -72,6 +72,8 @@ def check(plan: PhysicalPlan) -> CheckReport:
             _check_actor(plan, part, slots, actor)
         for register in part.registers:
             _check_register(plan, part, register)
+    # Every register is filled and read equally often by now. So if all firings of the orders
+    # happen, the step ends with the data and credits that it began with: one step stands for all.
     _check_orders(plan)
     tokens = _Tokens()
     states = {part.rank: dict.fromkeys(slot.name for slot in part.slots) for part in plan.ranks}
@@ -131,6 +133,7 @@ def _missing_partners(plan: PhysicalPlan, rank: int, actor: Boxing) -> list[int]
         return isinstance(found, kind) and (found.step, found.rate) == (actor.step, actor.rate)
 
     step = plan.steps[actor.step]
+    # A collective must not name a transfer, nor one end of a transfer anything else.
     if isinstance(actor, Collective) == (step.kind is StepKind.TRANSFER):
         return [rank]
     if isinstance(actor, Collective):
@@ -161,6 +164,7 @@ def _check_register(plan: PhysicalPlan, part: RankPlan, register: Register) -> N
     if lacking:
         raise PlanError(f"{register.producer!r} does not make {sorted(lacking)}", where=where)
     producer = part.by_name[register.producer]
+    # With one micro-batch the two rates are the same number of fillings.
     if register.rate is not producer.fill_rate and plan.num_micro_batches > 1:
         raise PlanError(
             f"{producer.name!r} fills at rate {producer.fill_rate.value!r}, the register at rate "
@@ -176,6 +180,7 @@ def _check_register(plan: PhysicalPlan, part: RankPlan, register: Register) -> N
             raise PlanError(
                 f"filled {fillings} times a step, read {reads} by {name!r}", where=where
             )
+        # Readers of a carried state know it by the state's name, not by the key of its new value.
         taken = register.carries or register.keys
         unread = set(taken).difference(part.by_name[name].inputs, part.by_name[name].reads)
         if unread:
@@ -250,6 +255,8 @@ class _Tokens(Domain[None]):
     def fired(self, firing: Firing[Actor], game: TokenGame) -> None:
         """Count the fillings of what an actor fills; nobody else can have made them more."""
         self.num_firings += 1
+        # The token game refuses to start without credit, so an overflow is an error of the game
+        # itself. That it is looked for here makes the proof independent of it.
         for register in game.plan.by_rank[firing.rank].outputs_of[firing.actor.name]:
             live, key = game.live(firing.rank, register), (firing.rank, register.name)
             if live > register.quota:
@@ -270,6 +277,9 @@ def _cycle(replay: Interpreter[None]) -> list[str]:
     thread = next(firings.waiting())
     lines: dict[tuple[int, str], str] = {}
     while thread not in lines:
+        # Each waiting thread waits for one actor, that is for one thread. There are finitely many,
+        # so the walk comes back to one of them: from there on it is the cycle, before it only the
+        # way to it.
         actor_id = firings.head(thread)
         assert actor_id is not None, "a finished thread keeps nobody waiting"
         reason, on = firings.blocker(actor_id)

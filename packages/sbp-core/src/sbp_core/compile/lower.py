@@ -49,6 +49,7 @@ class _Lowering:
         self.graph, self.strategy = graph, strategy
         self.out = Lowered()
         self.phases: dict[str, Phase] = {}
+        # By value, stage, nd-SBP and `_again`: the key of what is boxed so already.
         self.boxed: dict[tuple[str, int, NdSbp, str], str] = {}
         for name, storage in strategy.storage.items():
             self.out.held[name] = Held(name, storage.stage, storage.sbp)
@@ -85,6 +86,8 @@ class _Lowering:
 
     def _op(self, node: Node) -> None:
         assigned = self.strategy.nodes[node.name]
+        # Boxed first, as their items must stand before the node's. Host numbers among the inputs
+        # keep their names, so the two kinds are merged in the order of the arguments.
         tensors = iter(
             self._box(value, assigned.stage, sbp, node.phase, node.rate, node.name)
             for value, sbp in zip(
@@ -126,6 +129,7 @@ class _Lowering:
             self.out.new_states[name] = key
         else:
             stage = self.out.held[value].stage
+            # Losses and metrics leave whole, on the stage that makes them.
             whole = NdSbp(*[B] * self.strategy.stages[stage].num_axes)
             self.out.results[name] = self._box(value, stage, whole, phase, rate)
 
@@ -141,6 +145,11 @@ class _Lowering:
         phase, rate = self._boxing_time(value, phase, rate)
         source = (self.strategy.stages[held.stage], held.sbp)
         target = (self.strategy.stages[stage], sbp)
+        # Each step of the route is shared for itself, so routes that begin alike share their
+        # beginning:
+        #
+        #     x to (B, B), by way of (B, S0)    x -> x@0(B, S0) -> x@0(B, B)
+        #     x to (B, S0)                      x -> x@0(B, S0)               no step of its own
         key, here = value, held.stage
         for step in route(kind.shape, kind.dtype, source, target).steps:
             # A transfer may also lead from one nd-SBP to another on the stage where the value is.
@@ -153,6 +162,8 @@ class _Lowering:
                 key, here = found, there
                 continue
             made = f"{value}@{there}({step.target[1]})" + (f"!{again}" if again else "")
+            # The name is taken where the step is there already, but for a later phase. The new step
+            # is the earlier one and takes its place in `boxed`: from here on it serves both phases.
             while made in self.out.held:
                 made = f"{made}'"
             self.out.held[made] = Held(value, there, step.target[1])
@@ -176,6 +187,9 @@ class _Lowering:
     def _again(self, value: str, phase: Phase, rate: Rate) -> str:
         """Return for what a value is boxed apart from its other users; empty if for none."""
         if is_gathered_on_use(self.graph, value):
+            # Regathered: a copy for the forward phase and one for the backward phase, neither of
+            # which lives in between. The optimizer never waits for, or keeps alive, the copy of
+            # another phase.
             shared = phase is not Phase.OPTIMIZER and not self.strategy.is_regathered(value)
             return "" if shared else phase.value
         entry = self.graph.input_kinds.get(value)
@@ -186,6 +200,9 @@ class _Lowering:
 
     def _boxing_time(self, value: str, phase: Phase, rate: Rate) -> tuple[Phase, Rate]:
         """Return when a value is boxed: with its users, but gradients as soon as they are made."""
+        # A gradient that the optimizer asks for would be boxed in its phase, when all gradients are
+        # there. Boxed in the backward phase, it can overlap with the rest of that, and the
+        # unreduced copy is freed sooner. Of several micro-batches the sum is boxed, once a step.
         producer = self.graph.producers.get(value)
         is_gradient = producer is not None and producer.phase is Phase.BACKWARD
         if is_gradient and phase is Phase.OPTIMIZER and self.graph.rate_of(value) is Rate.MICRO:

@@ -66,6 +66,8 @@ class _Scheduler:
                 )
             self.now, _, actor_ids = heapq.heappop(self.running)
             self._finish(actor_ids)
+            # All that ends at this time, before anything starts: else the first of equals would let
+            # its neighbours go ahead of others with a better priority.
             while self.running and self.running[0][0] <= self.now:
                 self._finish(heapq.heappop(self.running)[2])
         return replace(
@@ -84,19 +86,31 @@ class _Scheduler:
         )
 
     def _priority(self, actor_id: ActorId) -> tuple[int, int, int]:
+        # Forward goes first whenever it has credit. With few credits it runs out of them, and
+        # backward firings, which give them back, come in between:
+        #
+        #     quota 4 (GPipe)    f0 f1 f2 f3 b0 b1 b2 b3
+        #     quota 2 (1F1B)     f0 f1 b0 f2 b1 f3 b2 b3      f2 lacks credit until b0 is through
         phase, index = self.rank_of[actor_id]
         return phase, self.game.started[actor_id], index
 
     def _start_what_can(self) -> None:
         for thread in sorted(self.free):
+            # A collective of a thread before took it.
             if thread not in self.free:
                 continue
             for actor_id in sorted(self.ready[thread], key=self._priority):
+                # A collective starts only when every thread of its group is free and has it ready,
+                # and then takes them all at once. So it comes in the same place between other
+                # collectives on all ranks of the group; if each rank chose for itself, two ranks
+                # could begin two collectives crosswise, and wait for each other for ever.
                 partners = self.game.partners(actor_id)
                 threads = [self._thread(partner) for partner in partners]
                 are_ready = all(p in self.ready[t] for p, t in zip(partners, threads, strict=True))
                 if are_ready and all(t in self.free for t in threads):
                     self._start(partners, threads)
+                    # The thread is busy now. A start makes nobody ready, so one pass over the
+                    # threads is enough.
                     break
 
     def _look_at(self, actor_ids: Iterable[ActorId]) -> None:

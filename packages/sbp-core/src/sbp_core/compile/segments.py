@@ -77,6 +77,7 @@ def form_plan(
 ) -> PhysicalPlan:
     """Return the plan of all ranks, with registers and quotas but without firing orders."""
     if options.boxing_thread:
+        # Only with a thread for boxing: on one thread an earlier begin would overlap nothing.
         lowered = cut(graph, strategy, lowered, options.piece_s, options.cluster)
     program = Program(graph, strategy, lowered, options.cluster)
     boxing_thread = BOXING_THREAD if options.boxing_thread else COMPUTE_THREAD
@@ -144,6 +145,12 @@ class _Actors:
 
     def make(self) -> list[Actor]:
         """Return the actors, in the order in which they should go when several could fire."""
+        # The name is the group: items that give the same name become one actor. Names are made of
+        # the item alone, never of the rank, so that partners find each other by name on all ranks:
+        #
+        #     forward.0.2          a segment: phase, stage, level     backward.0.3.1   its piece 1
+        #     backward.0.1.step    what follows an accumulation       accumulate.backward.0.1
+        #     send x@1(B)          the two ends of a transfer         receive x@1(B)
         groups: dict[str, list[Item]] = defaultdict(list)
         for item in self.program.lowered.items:
             for name in self._names(item):
@@ -184,6 +191,7 @@ class _Actors:
         assert step is not None
         receives = name.startswith("receive ")
         is_send = item.kind is ItemKind.TRANSFER and not receives
+        # A receiver that is also a source has a shard of its own, which it takes like a sender.
         takes = not receives or self.rank in step.source[0]
         common: _Common = {
             "name": name,
@@ -225,6 +233,8 @@ class _Actors:
 
     def _segment(self, name: str, items: Sequence[Item]) -> Compute:
         program = self.program
+        # Host numbers do not travel in registers: each segment computes those that it needs anew,
+        # from scalars and step counters, which every rank has.
         hosts = program.needed_hosts(key for item in items for key in item.inputs)
         made = {key for item in (*hosts, *items) for key in item.outputs}
         used = dict.fromkeys(key for item in (*hosts, *items) for key in item.inputs)
@@ -269,6 +279,9 @@ class _Actors:
 
     def _finish_outputs(self, actors: Sequence[Actor]) -> list[Actor]:
         """Keep among each actor's outputs only what another actor takes."""
+        # Who takes a key is known only when all actors are made. What nobody takes, such as a loss
+        # or a new state, leaves by `emits` and `writes`; in a register it would only live longer. A
+        # new state that later micro-batches of the step read is kept for them (`carries`).
         taken = {key for actor in actors for key in actor.inputs}
         finished = []
         for actor in actors:

@@ -40,6 +40,10 @@ class Wait:
     on: ActorId
 
 
+# The plan is a marked graph: each register has one producer, and each consumer a count of its own.
+# So nothing that another actor does takes data or credit away from one that is ready. It stays
+# ready until it starts; this is why any order of firings leads to the same end (Kahn), and why
+# schedulers need to look only at the `neighbours` of what has finished.
 class TokenGame:
     """The marking of a plan within one step. A firing starts (takes) and finishes (gives)."""
 
@@ -68,9 +72,12 @@ class TokenGame:
 
     def filled(self, rank: int, register: Register) -> int:
         """Return how often a register has been filled."""
+        # With carried states the count is one ahead to the end: the last filling is what the next
+        # step begins with, so a step ends in the marking that it began with.
         producer = (rank, register.producer)
         count = self.finished[producer] + bool(register.carries)
         if register.rate is Rate.STEP and self.actor(producer).rate is Rate.MICRO:
+            # A sum is full when the last micro-batch is in it.
             return count // self.plan.num_micro_batches
         return count
 
@@ -85,6 +92,8 @@ class TokenGame:
         part = self.plan.by_rank[rank]
         index = self.started[actor_id]
         for register in part.inputs_of[name]:
+            # Data. The n-th firing (from 0) reads the n-th filling: whoever reads a register reads
+            # each of its fillings, in order. Fillings count from the end of a firing.
             if self.filled(rank, register) <= index:
                 reason = f"waits for data in register {register.name}"
                 yield Wait(reason, (rank, register.producer))
@@ -94,6 +103,9 @@ class TokenGame:
         for register in part.outputs_of[name]:
             if not self._fills(actor_id, register):
                 continue
+            # Credit. Room is taken from the start of a firing, so it is counted by `started`, and
+            # given back at the end of the reader's. All consumers must have read a filling before
+            # its place is free. A register of rate step is filled once: nothing was there before.
             fillings = index + bool(register.carries) if register.rate is Rate.MICRO else 0
             for consumer in register.consumers:
                 if fillings - self.finished[(rank, consumer)] >= register.quota:

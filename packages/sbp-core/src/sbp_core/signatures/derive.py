@@ -94,15 +94,21 @@ def derivation(call: OpCall, rules: RuleRegistry | None = None) -> Derivation:
 def _derivation(key: _CallKey, rules: RuleRegistry) -> Derivation:
     call = key.call
     notation = _notation(rules.rule(call), call)
+    # Of a signature that follows in several ways the first origin is kept, so the most telling ways
+    # come first: a split of a label before linearity, what the notation says before what was only
+    # found by execution.
     found = _Candidates(call, notation)
     for label in notation.labels:
         found.split(label)
     if notation.addends is not None:
+        # A sum of products is jointly linear in one factor of each addend: `j + i k, k j -> i j` in
+        # (j, i k) and in (j, k j), but not in the bias alone, which every rank would add.
         for factors in product(*_factors(notation).values()):
             found.add_dependence(Dependence(effect=Effect.LINEAR, inputs=tuple(sorted(factors))))
     for dependence in notation.dependences:
         found.add_dependence(dependence)
     found.add([B] * len(call.inputs), [B] * len(call.outputs), "all B")
+    # After all others: it varies each candidate that there is by now.
     found.split_free_arguments()
     for signature in rules.discovered(call):
         found.legal.setdefault((signature.inputs, signature.outputs), signature)
@@ -187,11 +193,17 @@ def label_sizes(call: OpCall, notation: Notation) -> dict[str, int]:
     """
     _check_fit(len(call.inputs) == len(notation.inputs), call, notation)
     _check_fit(len(call.outputs) == len(notation.outputs), call, notation)
+    # A dim of which all labels but one are known gives that one, and a label may be known from
+    # another tensor only. So rounds go on until one finds nothing new:
+    #
+    #     (b t) d, b -> ..  of shapes (12, 8), (3,)    round 1: d = 8, b = 3    round 2: t = 12 / 3
     pairs = list(_dims(call, notation))
     sizes = dict(notation.sizes)
     while True:
         found: dict[str, int] = {}
         for names, extent in pairs:
+            # With a known label of extent 0 the dim is empty whatever the others are: it says
+            # nothing of them.
             known = prod(sizes.get(name, 1) for name in names)
             unknown = [name for name in names if name not in sizes]
             fits = known == 0 or extent % known == 0 if unknown else known == extent
@@ -287,6 +299,8 @@ class _Candidates:
     def split(self, label: str) -> None:
         """Split one label: S where it leads a dim, B or partial where it is missing."""
         notation = self.notation
+        # `extents`: how many elements there are to cut in each dim that has the label. `slower`:
+        # the labels that must be split down before this one, and the dim where they stand.
         extents: dict[int, None] = {}
         slower: dict[str, int] = {}
         reason = ""
@@ -305,6 +319,9 @@ class _Candidates:
                     slower |= dict.fromkeys(before, dim)
                     entries[side].append(S(dim))
                 elif side == 1 and self._is_in_inputs(label):
+                    # The label is reduced away here. An output without a label that no input has,
+                    # such as the other output of a factory, does not depend on it, and is whole
+                    # (`B` below).
                     reduced, illegal = self._entry_without(label, index, entry)
                     entries[side].append(reduced)
                     reason = reason or illegal
@@ -330,8 +347,12 @@ class _Candidates:
         On a first axis, shards of `b` in a dim (a b) would not be contiguous.
         """
         origin = f"split of label {label}"
+        # Both records are made: `behind` for axes after others that have split the slower labels,
+        # and the rejection for messages about a first axis.
         if slower and not reason:
             reason = f"only the slowest factor of dim {min(slower.values())} may be split"
+            # Whether earlier axes have split a label down to one element is a question of its
+            # extent.
             if all(name in self.sizes for name in slower):
                 follows = tuple((name, self.sizes[name]) for name in slower)
                 self.behind.append(
@@ -385,6 +406,8 @@ class _Candidates:
         yield from self._unread_variants(inputs)
         counted_once = [index for name, index in notation.beside if name == label]
         if counted_once:
+            # An argument that is met once, such as the tensor that `scatter_add` adds to. Under a
+            # sum it must be partial; a maximum may meet a whole one on every rank: max(x, x) = x.
             kind = notation.reduction(label, 0)
             yield [
                 Partial(kind) if at in counted_once else entry for at, entry in enumerate(inputs)
@@ -395,6 +418,7 @@ class _Candidates:
         if notation.addends is None or label in output:
             yield inputs
             return
+        # Addends that lack the label: in each, one factor is made partial, in every way.
         without = [
             factors
             for factors in _factors(notation).values()
@@ -411,6 +435,9 @@ class _Candidates:
             if dependence.effect in (Effect.UNREAD, Effect.IGNORED)
             for index in dependence.inputs
         }
+        # Local shapes follow from what is split. So an argument whose shape is read keeps its
+        # split; one that the label does not split has its full shape either way. An ignored one may
+        # lose its split, too, if another argument still says how large the shard is (`read`).
         free = {
             index
             for index, effect in found.items()
@@ -436,6 +463,8 @@ class _Candidates:
             if not any(_why_irreducible(call.inputs[index], before) for index in dependence.inputs)
             and not any(_why_irreducible(call.outputs[index], after) for index in reached)
         ]
+        # Split labels need no such test: sums over parts of exact values are what the operator
+        # itself forms. Here parts of one value pass through, and f(a) + f(b) must be f(a + b).
         if dependence.effect is Effect.LINEAR and self._is_inexact(dependence.inputs, reached):
             return
         origin = _origin(dependence)
@@ -459,6 +488,7 @@ class _Candidates:
         for dependence in self.notation.dependences:
             for index in dependence.inputs if dependence.effect is Effect.FREE else ():
                 splits = [S(dim) for dim in range(len(self.call.inputs[index].shape))]
+                # A copy of the values: what is added here is not split by this argument again.
                 for signature, split in product(tuple(self.legal.values()), splits):
                     inputs = (*signature.inputs[:index], split, *signature.inputs[index + 1 :])
                     if signature.inputs[index] == B:

@@ -231,6 +231,7 @@ class Notation:
     def reduction(self, label: str, output: int) -> str:
         """Return how `label` is reduced away for one output."""
         table = dict(self.reductions)
+        # What is said of one output goes before what is said of all.
         return table.get(f"{label}@{output}") or table.get(label) or "sum"
 
     @classmethod
@@ -241,11 +242,15 @@ class Notation:
             SbpValueError: the text is no notation.
         """
         formula, *clauses = text.split(";")
+        # `->` promises a sum of products, from which linearity follows; of `=>` only the labels and
+        # the clauses are known.
         arrow = "=>" if "=>" in formula else "->"
         sides = formula.split(arrow)
         if len(sides) != 2:
             raise _unreadable(text, f"one arrow in {formula.strip()!r}")
         reader = _Reader(text)
+        # A ` + ` between tensors parts addends. In `h+`, a mark, there is no space before it.
+        # Without arguments there are no addends: `-> i j` is the empty sum.
         addends = re.split(r"(?:^|\s)\+(?:\s|$)", sides[0]) if sides[0].strip() else []
         if arrow == "=>" and len(addends) > 1:
             raise _unreadable(text, "'->' for a sum of products")
@@ -271,6 +276,7 @@ class Notation:
 
     def __str__(self) -> str:
         left: list[str] = []
+        # Addends are runs of arguments, so `+` stands where the number changes.
         for index, dims in enumerate(self.inputs):
             if index:
                 same = self.addends is None or self.addends[index] == self.addends[index - 1]
