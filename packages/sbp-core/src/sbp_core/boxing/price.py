@@ -87,6 +87,7 @@ def step_time(step: Step, cluster: Cluster) -> StepTime:
         if measured is not None:
             return measured
     links = LinkRates.of(cluster)
+    # The fastest algorithm of the slowest group: tuples of times compare by their first entry.
     slowest = max((timed_algorithms(step.kind, group, size, links) for group, size in calls))
     best, *others = slowest
     reason = "the only way"
@@ -105,6 +106,7 @@ def _calibrated(
         time_s = calibration.time_s(
             step.kind.value, group.size, group.neighbours, size, num_nodes=group.num_nodes
         )
+        # A mixture of measured and modelled groups would compare unlike numbers.
         if time_s is None:
             return None
         if slowest is None or time_s > slowest[0]:
@@ -129,6 +131,10 @@ def _calls(step: Step, devices_per_node: int) -> tuple[tuple[RankGroup, int], ..
     groups = step.source[0].groups(*step.axes)
     if len(groups[0]) < 2:
         return ()
+    # How many groups of the step have a rank on a node: so many share its links at once.
+    #
+    #     mesh 2 x 4, nodes of 4    step on axis 0: groups {0 4} {1 5} {2 6} {3 7}, 4 on a node
+    #                               step on axis 1: groups {0 1 2 3} {4 5 6 7}, 1 on a node
     on_node = Counter(
         node for ranks in groups for node in {rank // devices_per_node for rank in ranks}
     )
@@ -136,6 +142,8 @@ def _calls(step: Step, devices_per_node: int) -> tuple[tuple[RankGroup, int], ..
     found: dict[tuple[RankGroup, int], None] = {}
     for ranks, size in zip(groups, sizes, strict=True):
         at = [rank // devices_per_node for rank in ranks]
+        # Nodes are numbered by appearance: what a group takes depends on which of its ranks are
+        # together, not on which nodes they are on. So groups that lie alike are priced once.
         numbers = {node: number for number, node in enumerate(dict.fromkeys(at))}
         group = RankGroup(
             nodes=tuple(numbers[node] for node in at),
@@ -151,6 +159,8 @@ def _sizes(step: Step, groups: tuple[tuple[int, ...], ...]) -> list[int]:
     placement, sbp = step.source if held_first else step.target
     size = itemsize(step.dtype)
     sums = step.kind is StepKind.ALL_TO_ALL
+    # Every rank of every group has as much as rank 0: no need to look at each, of which there may
+    # be thousands.
     if uniform_bytes(step) is not None:
         first = local_bounds(step.shape, sbp, placement.mesh_shape, (0,) * placement.num_axes)
         shared = volume(first) * size * (len(groups[0]) if sums else 1)
@@ -228,6 +238,8 @@ def _loads(near: Ints, far: Ints, node: Ints) -> tuple[Ints, Ints, Ints]:
         far: Bytes of those to or from other nodes.
         node: The node of each rank.
     """
+    # By rank: near messages, near bytes, far messages, far bytes. By node the sums of these, and
+    # behind them how many of its ranks have near messages, and far ones.
     columns = [of for way in (near, far) for of in ((way > 0).sum(axis=1), way.sum(axis=1))]
     by_rank = np.stack(columns, axis=1)
     _, number = np.unique(node, return_inverse=True)
@@ -258,6 +270,9 @@ def _transfer_time(step: Step, cluster: Cluster) -> StepTime:
             )
     links = LinkRates.of(cluster)
     near, far = links.intra, links.inter
+    # A rank works off its messages one after the other, near and far through one port; a link that
+    # ranks of a node share carries their bytes together, but their latencies overlap. Sending and
+    # receiving do not disturb each other, so each direction is a load of its own.
     port_s = max(
         load.near * near.latency_s
         + load.near_bytes / near.bytes_per_s

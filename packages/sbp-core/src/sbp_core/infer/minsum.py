@@ -85,6 +85,13 @@ def minimise(
         The best values found. A cost of `inf` means that nothing is allowed (if exact), or that
         nothing allowed was found.
     """
+    # A round holds variables at the values of the best solution so far, which it can therefore find
+    # again: no round is worse. It prefers to hold those that were held least often, so that what
+    # one round could not move, another can:
+    #
+    #     chain-like graph    nothing is held                       round 1 is exact
+    #     dense graph         round 1 holds {a, b} as they are      the rest is optimal for that
+    #                         round 2 holds {c, d} instead          a and b may move now
     best = Solution(values=tuple(start), cost=total(factors, start), exact=False)
     times_held = [0] * len(sizes)
     idle = 0
@@ -101,6 +108,7 @@ def minimise(
         idle = 0 if cost < best.cost else idle + 1
         if cost < best.cost:
             best = Solution(values=values, cost=cost, exact=False)
+        # One round without gain may have held the wrong variables; after two it is given up.
         if idle == 2:
             break
     return best
@@ -131,9 +139,13 @@ class _Shared:
             order: Their variables, all of them.
         """
         place = {variable: at for at, variable in enumerate(order)}
+        # Names of variables do not matter, only which axis of which table is which place of
+        # `order`. Equal tables are one object (`interned`; minima and slices of equal tables are,
+        # too), so ids tell what is equal, and layer after layer finds the minimum of the first.
         key = tuple((id(f.table), tuple(place[v] for v in f.variables)) for f in factors)
         found = self._minima.get(key)
         if found is None:
+            # The variable that is taken away is the last axis; broadcasting makes the sum.
             table = reduce(np.add, (_align(factor, order) for factor in factors))
             choice = table.argmin(axis=-1)
             least = np.take_along_axis(table, choice[..., None], axis=-1)[..., 0]
@@ -167,6 +179,8 @@ class _Elimination:
         self.times_held = times_held
         self.max_entries = max_entries
         self.held: dict[int, int] = {}
+        # A bucket has the factors that mention a variable; a factor is in the bucket of each of its
+        # variables, under one number, so that it can be taken out of all of them.
         self.buckets: list[dict[int, Factor]] = [{} for _ in sizes]
         self.made: list[tuple[int, tuple[int, ...], Choice]] = []
         self.num_factors = 0
@@ -187,6 +201,9 @@ class _Elimination:
         return prod([self.sizes[v] for v in self._neighbours(variable)])
 
     def run(self) -> tuple[int, ...]:
+        # The variable whose table would be smallest goes first (the min-weight order of
+        # elimination). Costs change as neighbours go, and heaps cannot update: stale entries are
+        # skipped.
         present = [self._entries(v) for v in range(len(self.sizes))]
         queue = [(entries, v) for v, entries in enumerate(present)]
         heapq.heapify(queue)
@@ -197,6 +214,9 @@ class _Elimination:
             if variable in done or entries != present[variable]:
                 continue
             if entries > self.max_entries:
+                # Even the smallest table is too large. A neighbour is held, which takes an axis
+                # from it, and the variable is tried again. Its entry has left the queue: 0 is never
+                # its count, so that it is queued anew below even if its count is what it was.
                 touched = self._hold(variable)
                 present[variable] = 0
                 done.update(self.held)
@@ -249,6 +269,8 @@ class _Elimination:
         return touched
 
     def _read_back(self) -> tuple[int, ...]:
+        # Backwards: where a variable's minimum is depends on variables that were eliminated after
+        # it (`rest`), or held, and these are known by then.
         values = list(self.present)
         for variable, value in self.held.items():
             values[variable] = value

@@ -122,12 +122,15 @@ def resolve_pins(graph: LogicalGraph, axes: Sequence[str], *layers: Mapping[str,
         for pattern, value in layer.items():
             text = f"{pattern}: {_text(value)}"
             entries = _entries(value, axes, text)
+            # Words mean many tensors at once, some of which may not be able to hold the pin: those
+            # are passed over. Who names a tensor or a module means it.
             bare = pattern.removeprefix(USE)
             firm = bare not in INPUT_WORDS and bare not in VALUE_WORDS
             for name in names.match(bare, text):
                 stored = name in names.inputs and bare == pattern
                 shape = graph.tensor(name).shape
                 for axis, written in entries.items():
+                    # Takes earlier pins back; a later pin may hold again.
                     if isinstance(written, _Free):
                         (storage if stored else use).pop((name, axis), None)
                         continue
@@ -135,6 +138,8 @@ def resolve_pins(graph: LogicalGraph, axes: Sequence[str], *layers: Mapping[str,
                     if _can_hold(entry, len(shape), stored):
                         pin = Pin(entry=entry, text=text, firm=firm)
                         (storage if stored else use)[name, axis] = pin
+                    # `P` that is to be stored is refused of words, too: no tensor of the word
+                    # could.
                     elif firm or isinstance(entry, Partial):
                         raise _cannot_hold(text, name, shape, stored)
     return Pins(storage=storage, use=use)
@@ -238,6 +243,8 @@ class _Names:
             return [name for name, found in self.inputs.items() if found is kind]
         if pattern in VALUE_WORDS:
             return _VALUES[pattern](self.graph)
+        # The first kind of name that matches anything is meant: `blocks.0.*` means parameters of
+        # the module, where it has some, and not the values inside it as well.
         inputs = _matching(self.inputs, pattern)
         if inputs:
             return inputs

@@ -123,6 +123,8 @@ def source_of(graph: LogicalGraph, strategy: Strategy, value: str) -> StagedSbp:
 
 def conversions(graph: LogicalGraph, strategy: Strategy) -> Iterator[Conversion]:
     """Yield every boxing that a strategy asks for, each distinct target once."""
+    # A value is taken in three ways: by ops, as the new value of a state, which goes to where that
+    # is stored, and as a loss or metric, which leaves whole. Equal targets are one boxing.
     states: dict[str, list[str]] = {}
     reported: set[str] = set()
     for out in graph.outputs:
@@ -141,6 +143,7 @@ def conversions(graph: LogicalGraph, strategy: Strategy) -> Iterator[Conversion]
             found = strategy.nodes[user.name]
             names = graph.tensor_inputs(user)
             for name, sbp in zip(names, found.signature.inputs, strict=True):
+                # An op may take a value twice, and each time otherwise.
                 if name == value and user not in targets.setdefault((found.stage, sbp), []):
                     targets[found.stage, sbp].append(user)
         for state in states.get(value, ()):
@@ -180,7 +183,11 @@ def predict_stages(
             stages[storage.stage].updates_bytes += size if name in graph.new_states else 0
     _add_activations(graph, strategy, stages)
     moved = 0
+    # Lowered twice over: bytes and memory belong to logical values, which the items of plain
+    # lowering still have; times are those of flat buffers, whose items name no value.
     lowered = lower(graph, strategy)
+    # What is boxed of a forward value is an activation of its own only if the backward phase takes
+    # it so: else it is freed in the forward phase.
     used_backward = {
         key for item in lowered.items if item.phase is Phase.BACKWARD for key in item.inputs
     }
@@ -267,6 +274,9 @@ def _add_boxing(
     size = local_bytes(graph.tensor(value), step.target[1], step.target[0].mesh_shape)
     producer = graph.producers.get(value)
     is_state = producer is None and graph.input_kinds[value].kind.is_state
+    # A gathered parameter is held while it is used, one at a time, so the largest counts; a boxed
+    # activation waits for the backward phase beside all others, so they add up. A local step of a
+    # state (`size_bytes` 0) gives a part of what is there.
     if (is_state or is_gathered_on_use(graph, value)) and step.size_bytes:
         stage.gathered_bytes = max(stage.gathered_bytes, size)
     elif producer is not None and producer.phase is Phase.FORWARD and is_kept:
@@ -287,11 +297,15 @@ def step_time_s(plan: PhysicalPlan) -> float:
     firings = Firings(plan, game)
 
     def fire(actor_id: ActorId) -> None:
+        # Started and finished at once, when the firing ends: until then its threads are busy, so
+        # nobody could have used what a start takes. Partners are all noted, or a thread would wait
+        # for a collective that is over.
         for partner in game.partners(actor_id):
             game.start(partner)
             game.finish(partner)
             firings.advance(partner)
 
+    # The slowest partner: a collective is over on all ranks of its group at once.
     def duration(actor_id: ActorId) -> float:
         return max(game.actor(partner).time_s for partner in game.partners(actor_id))
 
@@ -319,6 +333,8 @@ def predict_cost(
     """
     stages, moved = predict_stages(graph, strategy, cluster, options)
     micro = [stage.micro_s for stage in stages]
+    # The first micro-batch goes through all stages; each further one comes out as much later as the
+    # slowest stage takes. See the module's docstring.
     step_s = sum(micro) + (graph.num_micro_batches - 1) * max(micro)
     step_s += max(stage.step_s for stage in stages)
     memory = [

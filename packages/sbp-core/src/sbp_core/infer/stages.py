@@ -50,16 +50,14 @@ def assign_stages(graph: LogicalGraph, num_stages: int, patterns: StagePatterns 
     """
     if num_stages == 1 and not patterns:
         return _all_on_one_stage(graph)
+    # In the order in which one follows from the other: forward nodes, backward nodes from these,
+    # inputs from their users, optimizer nodes from the states that they update.
     chosen = _matched(graph, num_stages, patterns) if patterns else split_evenly(graph, num_stages)
     nodes = _forward_stages(graph, chosen)
     _check_forward(graph, nodes)
     _add_backward_stages(graph, nodes)
     inputs = _input_stages(graph, nodes)
     _add_optimizer_stages(graph, nodes, inputs)
-    for state, value in graph.new_states.items():
-        if state in inputs and value in graph.producers:
-            producer = graph.producers[value]
-            inputs.setdefault(state, nodes.get(producer.name, 0))
     return StageMap(nodes=nodes, inputs=inputs)
 
 
@@ -118,6 +116,8 @@ def _covers(pattern: str, module: str) -> bool:
 def _moving(graph: LogicalGraph) -> set[str]:
     """Return the forward nodes that depend on a batch input."""
     values = {entry.name for entry in graph.inputs if entry.kind is InputKind.BATCH}
+    # Constants and views of parameters do not move: they have no place of their own in the chain,
+    # and are left out where it is cut.
     found: set[str] = set()
     for node in _tensor_nodes(graph, Phase.FORWARD):
         if values.intersection(node.inputs()):
@@ -172,6 +172,12 @@ def balanced_cuts(work: Sequence[float], num_parts: int) -> list[int]:
     sums = [0.0]
     for entry in work:
         sums.append(sums[-1] + entry)
+    # best[part, stop] says of the first `stop` entries in `part` parts: (largest sum, sum of
+    # squares, cuts). Tuples compare entry by entry, which is the order of preference. The last part
+    # goes from `cut` to `stop`:
+    #
+    #     [ part - 1 parts ......... | last part ]
+    #     0                         cut          stop
     best = {(1, stop): (sums[stop], sums[stop] ** 2, [0][:0]) for stop in range(1, len(sums))}
     for part in range(2, num_parts + 1):
         for stop in range(part, len(sums)):
@@ -199,6 +205,8 @@ def _forward_stages(graph: LogicalGraph, chosen: Mapping[str, int]) -> dict[str,
             stages[node.name] = chosen[node.name]
         elif before:
             stages[node.name] = max(before)
+    # What is left reads graph inputs only. From the back, so that chains of such nodes follow their
+    # last user. The earliest of several users: values cannot go back to an earlier stage.
     for node in reversed(forward):
         if node.name not in stages:
             users = [user for value in node.outputs for user in graph.users[value]]
@@ -257,6 +265,7 @@ def _input_stages(graph: LogicalGraph, stages: Mapping[str, int]) -> dict[str, i
             continue
         found = [stages[user.name] for user in graph.users[entry.name] if user.name in stages]
         inputs[entry.name] = min(found, default=0)
+    # Optimizer states second: they live with their parameter, whose place must be known.
     for entry in graph.inputs:
         if entry.kind is InputKind.OPTIMIZER_STATE and graph.is_tensor(entry.name):
             inputs[entry.name] = inputs.get(entry.of, 0)
@@ -275,6 +284,8 @@ def _add_optimizer_stages(
     for node in _tensor_nodes(graph, Phase.OPTIMIZER):
         states = [inputs[value] for value in graph.tensor_inputs(node) if value in inputs]
         if states:
+            # It reads the state that it updates; gradients are boxed to it, not the other way
+            # round.
             stages[node.name] = states[0]
         elif node.module in of_module:
             stages[node.name] = of_module[node.module]

@@ -180,11 +180,14 @@ class _CollectiveTable:
         """Return what steps of one kind move and hold."""
         u, v = self.layout.form[us], self.layout.form[vs]
         before, after, kept = self.volumes[:, u], self.volumes[:, v], self.kept[:, u, v]
+        # All steps of the kind at once: by rank (rows) and step (columns).
         held = held_at_once(kind, before, after, before - kept, after - kept).max(axis=0)
         if kind is StepKind.LOCAL:
             return 0, held
         if kind not in (StepKind.ALL_REDUCE, StepKind.REDUCE_SCATTER):
             return (after - kept).sum(axis=0), held
+        # A group of n ranks that have S each moves (n - 1) S to reduce and scatter, and as much
+        # again to gather. The sum over all ranks is n S for each group.
         times = 2 if kind is StepKind.ALL_REDUCE else 1
         sizes = numbers(self.layout.mesh_shape).max(axis=1)[axes] + 1
         return (sizes - 1) * (times * before.sum(axis=0) // sizes), held

@@ -182,6 +182,7 @@ class Layout:
             masks: Ints = (chosen * bits).sum(axis=1)
             return masks
 
+        # Bit a of splits[state, dim] says that axis a splits the dim.
         splits = np.stack([mask(codes == dim) for dim in range(num_dims)], axis=1)
         # Of one form are states with the same splits. Numbered by their codes as digits, in which
         # `B` and all partials are the digit 0.

@@ -89,6 +89,9 @@ def pose_problem(
     codes = [tuple(map(encode, sbp)) for _, sbp in ends]
     parts = lcm(*(placement.size for placement, _ in ends))
     even = bool(shape) and all(extent and extent % parts == 0 for extent in shape)
+    # The first choice of states that is small enough: from all that could be of use to those that
+    # the two ends name. A large search may so miss a cheaper detour; `B` and both ends are
+    # among the entries of every choice.
     dims, entries = next(
         choice
         for choice in _choices(shape, codes, parts if even else 0, source[0] == target[0])
@@ -149,6 +152,8 @@ def _choices(
     # All even dims that no end splits are alike; a state has room for one on each axis.
     most = [*appear, *spare[: max(map(len, codes))]] if parts else list(range(len(shape)))
     yield most, [((*most, BROADCAST, *partial),) * len(both) for both in codes]
+    # Fewer: of the dims that neither end splits only the largest, and partials on an axis only if
+    # an end has them there.
     likely = sorted(spare, key=lambda dim: -shape[dim])[:1]
     few = [*appear, *likely] if parts else sorted([*appear, *likely])
     own = [[{code} for code in both] for both in codes]
@@ -161,6 +166,8 @@ def _choices(
             for both in own
         ],
     )
+    # Fewer still: on each axis what the ends have there, and `B`; with a spare dim to split,
+    # without.
     for spares in (likely, []):
         yield (
             few,

@@ -47,12 +47,16 @@ class Sizes:
         for factor in factors[1:]:
             product = product * factor
         if self.whole:
+            # Shares such as 1/3 are not exact as floats; `whole` is chosen so that the result is an
+            # integer, which rounding finds again.
             product = np.rint(product * self.whole)
         return product.astype(np.int64, copy=False)
 
 
 def shard_volumes(layout: Layout, sizes: Sizes) -> Ints:
     """Return the elements of each rank's shard: shape (ranks, forms)."""
+    # A shard is a box: its volume is the product of its lengths in each dim, and a length depends
+    # on which axes split that dim only. So a table of lengths for each dim is enough for all forms.
     factors = []
     for dim, extent in enumerate(sizes.extents):
         start, stop = intervals(extent, layout.mesh_shape)

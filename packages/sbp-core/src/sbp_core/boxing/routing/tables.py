@@ -116,6 +116,8 @@ class Tables:
         """Return what the least step between each two states moves, row by column."""
         if self.target is None or self.across is None:
             return self.source.least[np.ix_(states, states)]
+        # States are ascending, so those of the source placement are in front: the four parts of the
+        # table are blocks.
         split = int(np.searchsorted(states, self.num_source))
         here, there = states[:split], states[split:] - self.num_source
         least = np.full((len(states), len(states)), NEVER, dtype=np.int64)
@@ -197,6 +199,7 @@ class Tables:
         (source, u), (target, v) = self._at(before), self._at(after)
         here, there = self.shared
         if not self.crosses(before, after):
+            # Within one placement every rank is on both sides, at the same place.
             here = there = np.arange(prod(source.mesh_shape))
         sends = messages(
             self.sizes,
@@ -282,6 +285,7 @@ def _tables(source: Mesh, target: Mesh | None, shared: Shared, sizes: Sizes) -> 
     second = _placement_tables(target, sizes)
     ends = (first.layout, second.layout)
     crossing = transfers(*ends, sizes, shared, overlaps(*ends, sizes, at))
+    # Spelled out once: every search over two placements adds it to all distances.
     across = crossing.moved(*(np.arange(len(end)) for end in ends))
     return Tables(sizes, first, second, crossing, across, at)
 
@@ -320,6 +324,7 @@ def _make_placement_tables(mesh: Mesh, sizes: Sizes) -> PlacementTables:
     every = np.arange(len(layout))
     # A transfer can do anything, but collectives that reduce move less: they add up on the way.
     least = direct.moved(every, every)
+    # Number 0 is no step; see `Collectives`.
     at = steps.number.nonzero()
     least[at] = np.minimum(least[at], steps.elements[steps.number[at]])
     return PlacementTables(layout, steps, direct, least)

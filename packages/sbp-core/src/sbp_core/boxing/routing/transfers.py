@@ -46,6 +46,8 @@ class Transfers:
         return self._between(self.memory, us, vs)
 
     def _between(self, table: Ints, us: Ints, vs: Ints) -> Ints:
+        # The table has one row and column a class; numpy spreads it over the states that are asked
+        # for.
         found = table.take(self.before[us], axis=0).take(self.after[vs], axis=1)
         legal = self.legal.take(us, axis=0).take(vs, axis=1)
         np.copyto(found, NEVER, where=~legal)
@@ -56,6 +58,8 @@ def can_transfer(source: Layout, target: Layout) -> Bools:
     """Say which states one `TRANSFER` leads between; see `slices.can_transfer`."""
     kinds = np.arange(8)  # few: looked up for all states
     before, after = kinds[:, None], kinds
+    # The rules of `slices.can_transfer` on masks of reductions: no partials before, and any after;
+    # or partials of one kind before, and after none or of that kind only.
     single = (before & (before - 1)) == 0
     legal = (before == 0) | (single & ((after == 0) | (after == before)))
     every: Bools = legal.take(source.kinds, axis=0).take(target.kinds, axis=1)
@@ -76,10 +80,18 @@ def transfers(
     """
     here, there = positions(shared)
     held, wanted = shard_volumes(source, sizes), shard_volumes(target, sizes)
+    # What a transfer moves depends on slices and on which axes are partial. The table is made for
+    # one state of each class, which is many times smaller than one for all pairs of states.
     us, before = _classes(source.form, source.partial)
     # In order of `sums`: so many have none, and come first.
     vs, after = _classes(target.sums, target.form, np.where(target.sums > 0, 0, target.partial))
     known = int((target.sums[vs] == 0).sum())
+    # What moves is a product, of how large slices are and how many times each is wanted:
+    #
+    #     comes    for each target rank   its shard, once for each term of it that it has to add
+    #     stays    for each common rank   what it has of that already
+    #
+    # so all is counted by forms of slices (`kept`) times shares of terms (`takes`, `needs`).
     takes, needs, row, column = _shares(source, us, target, vs, shared)
     wants, elsewhere = wanted[:, target.form[vs]], np.delete(np.arange(len(wanted)), there)
     elements, memory = np.empty((2, len(us), len(vs)), dtype=np.int64)
@@ -95,11 +107,15 @@ def transfers(
         moved = comes.sum(axis=0) - stayed
         for uncertain in (comes, stays):  # where addends go is left to the exact count
             uncertain[..., known:] = 0
+        # From here on `comes` is all that a target rank holds but what it may have had before:
+        # terms as they arrive, and the shard that they become.
         comes += wants
         holds = held[:, forms]
         full = comes[there, None] - stays
         full += holds[here, :, None]
         # The fullest of the senders holds no less than they do on average.
+        # `held_at_once` counts what is packed to send, too. By rank that is not known here, but all
+        # of it together is `moved`.
         total = moved + comes[there].sum(axis=0) + holds.sum(axis=0)[:, None]
         total[:, :known] -= stayed[:, :known]
         if not len(elsewhere):
