@@ -57,6 +57,8 @@ class Firings:
         Returns:
             Whether all threads came to their end.
         """
+        # An event queue: firings that have begun, by when they end. Equal ends go by rank and name,
+        # so a replay is the same in every process.
         begun: list[tuple[float, ActorId]] = []
         busy: set[ThreadId] = set()
         free = list(self._orders)
@@ -64,6 +66,8 @@ class Firings:
             for thread in free:
                 actor_id = self.head(thread)
                 if thread not in busy and actor_id is not None and self._can_fire(actor_id):
+                    # The partners' threads are at this collective, too (`_can_fire`), and must not
+                    # begin it a second time.
                     busy.update(map(self.thread, self.game.partners(actor_id)))
                     heappush(begun, (self.now + duration(actor_id), actor_id))
             if not begun:
@@ -91,6 +95,8 @@ class Firings:
         """
         threads = [thread for thread in self._orders if thread[0] == rank]
         while heads := [head for thread in threads if (head := self.head(thread)) is not None]:
+            # Its own threads as long as any can go on; else what the first of them waits for, and
+            # no more than that of other ranks.
             needed = next(filter(self._can_fire, heads), None) or self._needed(heads[0])
             if needed is None:
                 return False

@@ -102,6 +102,7 @@ class Interpreter(Generic[V]):
             for rank, name in self.game.partners(actor_id)
         ]
         self.at = firings[0]
+        # All take before any of them works: a collective needs the shards of the whole group.
         taken = [self._take(firing) for firing in firings]
         collective = [firing for firing in firings if is_firing_of(firing, Collective)]
         if collective:
@@ -111,6 +112,7 @@ class Interpreter(Generic[V]):
         for firing, values in zip(firings, made, strict=True):
             if values is not None:
                 self._put(firing, values)
+            # Counts follow values: credits go back when what was taken is gone.
             self.game.finish(firing.id)
             self.firings.advance(firing.id)
             self.domain.fired(firing, self.game)
@@ -129,6 +131,7 @@ class Interpreter(Generic[V]):
             # Carried states come under their own names, as in the first micro-batch.
             names = register.carries or register.keys
             values |= zip(names, filling.values.values(), strict=True)
+            # Held before the register lets go: a value whose last holder goes is freed.
             for value in filling.values.values():
                 domain.hold(rank, value)
             filling.takers -= 1
@@ -150,6 +153,8 @@ class Interpreter(Generic[V]):
             # What is carried beyond the step is the state that the next step begins with.
             if not (register.carries and is_last):
                 self._fill(rank, register, {key: made[key] for key in register.keys})
+        # Registers first, then results and states; what is made is let go last, so that it has a
+        # holder all along if anybody keeps it.
         for result, key in actor.emits:
             domain.emit(firing, result, made[key])
         for state, key in actor.writes:
@@ -185,6 +190,7 @@ class Interpreter(Generic[V]):
         parts = self.domain.collective(firings, shards)
         made: list[Values[V] | None] = []
         for firing, values in zip(firings, taken, strict=True):
+            # The new part is held before the old shard is let go: it may be the same value.
             self.domain.hold(firing.rank, parts[firing.rank])
             self._drop(firing.rank, values)
             made.append({firing.actor.makes: parts[firing.rank]})
@@ -195,6 +201,7 @@ class Interpreter(Generic[V]):
         self.domain.send(firing, _only(taken))
         channels = self.game.sends[firing.id]
         if channels:
+            # One message on all channels, held by the sender's rank until the last receiver has it.
             message = _Message(firing.rank, _only(taken), len(channels))
             self.domain.keep(firing.rank, message.shard)
             for channel in channels:

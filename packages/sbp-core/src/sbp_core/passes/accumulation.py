@@ -54,6 +54,12 @@ def accumulate(graph: LogicalGraph, num_micro_batches: int) -> LogicalGraph:
     _check_draws(graph, num_micro_batches)
     _check_written_once(graph, micro, num_micro_batches)
     carried = _carried(graph, micro)
+    # What crosses from one rate to the other, and as what:
+    #
+    #     used by the optimizer        its mean over micro-batches          g -> g.mean
+    #     a carried state, used so     that of the last micro-batch         m -> m.last
+    #     new value of optimizer state the mean, as it writes once a step
+    #     a loss or metric             mean, sum, maximum or minimum        n -> n.sum
     used = [v for node in graph.nodes if node.rate is Rate.STEP for v in node.inputs()]
     optimizer_states = [out.value for out in graph.outputs if _is_optimizer_state(graph, out)]
     crossing = dict.fromkeys(value for value in (*used, *optimizer_states) if value in micro)
@@ -67,12 +73,14 @@ def accumulate(graph: LogicalGraph, num_micro_batches: int) -> LogicalGraph:
     sums = [_sum_node(graph, value, names[value], scales[value]) for value in crossing]
     results = {v: f"{v}.{_combination(graph, v)}" for v in reported_values}
     for value in reported_values:
+        # Not a second time if the optimizer uses the same mean that is reported.
         if names.get(value) != results[value]:
             combination = _combination(graph, value)
             how: float | str = 1 if combination == "sum" else combination
             if combination == "mean":
                 how = _mean(graph, value, num_micro_batches)
             sums.append(_sum_node(graph, value, results[value], how))
+    # In topological order: nothing of rate micro reads a sum, or what is made once a step.
     micro_nodes = [node for node in graph.nodes if node.rate is Rate.MICRO]
     step_nodes = [rename_uses(node, names) for node in graph.nodes if node.rate is Rate.STEP]
     return graph.with_nodes(
@@ -150,6 +158,7 @@ def _check_written_once(graph: LogicalGraph, micro: Iterable[str], num_micro_bat
         entry = graph.input_kinds.get(out.name) if out.kind is OutputKind.STATE else None
         if entry is None or entry.kind is not InputKind.PARAMETER or out.value in made:
             continue
+        # The optimizer reads the parameter itself, so what forward made of it is no start value.
         if any(user.rate is Rate.STEP for user in graph.users[out.name]):
             continue
         sources = _boundary_inputs(graph, out.value, lambda node: node.rate is Rate.STEP)
@@ -204,6 +213,7 @@ def _extreme(graph: LogicalGraph, value: str) -> str:
     The order of numbers outlives conversions, but not those to booleans.
     """
     node = graph.producers.get(value)
+    # Back through views and copies to the reduction.
     while node is not None and (is_view(node.op) or node.kind in traits_of(node.op).copies):
         before, after = graph.tensor_inputs(node)[0], graph.tensor(value)
         if after.dtype == "bool" and graph.tensor(before).dtype != "bool":

@@ -123,6 +123,10 @@ def choose_regions(
         for stop in range(start + 1, min(start + longest_run, len(blocks)) + 1)
         for option in table.options(start, stop)
     ]
+    # The maximum over runs does not add up along the chain, so it is tried out: under each limit of
+    # it the rest of the budget is for saved values, which do add up.
+    #
+    #     budget  =  there anyway  +  limit >= recomputed for any one run  +  saved for all runs
     limits = sorted({choice.option.recomputed_bytes for choice in choices})
     if len(limits) > _MAX_LIMITS:
         step = (len(limits) - 1) / (_MAX_LIMITS - 1)
@@ -188,6 +192,8 @@ class _Table:
         if problem not in self.found:
             self.found[problem] = tuple(_hull(problem))
         found = self.found[problem]
+        # Several blocks together are there to save less than they can one by one. One option of
+        # each such run keeps the choices few.
         return found if stop == start + 1 else found[-1:]
 
     def region(self, choice: _Choice) -> Region:
@@ -237,6 +243,8 @@ class _Table:
         def number(value: str) -> int:
             return numbers.setdefault(value, len(numbers))
 
+        # Values, like nodes, are numbered in order of appearance: repeated blocks become equal
+        # problems.
         free = {entry.name for entry in graph.inputs} | self.common
         takes = []
         for node in nodes:
@@ -263,6 +271,16 @@ def _hull(problem: _Problem) -> list[_Option]:
     # One unit of work outweighs all bytes; then one byte all work.
     ends = [_solve(problem, 1, bytes_all + 1), _solve(problem, flop_all + 1, 1)]
     found = {(end.flop, end.saved_bytes): end for end in ends}
+    # Between two options, ask for the best at the slope of the line through them. It is below the
+    # line, and the search goes on at both sides of it; or nothing is, and the line is on the hull.
+    #
+    #     work
+    #       |  cheap
+    #       |     .  .
+    #       |   between   .
+    #       |       .        .
+    #       |              .    dear
+    #       +------------------------- bytes saved
     todo = [(ends[0], ends[1])]
     while todo and len(found) < _MAX_OPTIONS:
         dear, cheap = todo.pop(0)
@@ -278,6 +296,9 @@ def _hull(problem: _Problem) -> list[_Option]:
 
 def _solve(problem: _Problem, numerator: int, denominator: int) -> _Option:
     """Return the best option where a saved byte costs numerator / denominator of work."""
+    # The objective, times the denominator so that all numbers are whole: a_v costs bytes(v), and
+    # r_n costs its work less the bytes of its results, which are then available but not saved. What
+    # a variable asks for is on the right of `<=` in the constraints.
     weights = {("v", at): numerator * size for at, size in enumerate(problem.size)}
     asks: dict[tuple[str, int], list[tuple[str, int]]] = {}
     for at, flop in enumerate(problem.flop):
@@ -304,6 +325,8 @@ def _peak_recomputed_bytes(problem: _Problem, nodes: Collection[int]) -> int:
 
     What backward nodes use lives on; what only helps to make it dies after its last use.
     """
+    # By storage, as views (nodes without work) keep alive what they view: `base` is the value whose
+    # storage another one is in, `last` the last node that reads a storage.
     base: dict[int, int] = {}
     last: dict[int, int] = {}
     made: dict[int, list[int]] = {}
@@ -340,17 +363,22 @@ def _cheapest(count: int, choices: Sequence[_Choice], budget: int) -> list[_Choi
     """Return choices that cover all blocks, keep at most `budget` bytes, and take least work."""
     if budget < 0:
         return None
+    # best[stop][b]: the least work for the blocks before `stop` with at most b units saved. Bytes
+    # are rounded up to units, so that what is found keeps to the budget.
     unit = gcd(*(choice.option.saved_bytes for choice in choices)) or 1
     unit = max(unit, -(-budget // _MAX_UNITS))
     units = budget // unit
     best: list[NDArray[np.float64]] = [np.full(units + 1, np.inf) for _ in range(count + 1)]
     best[0][:] = 0
     last = [np.full(units + 1, -1) for _ in range(count + 1)]
+    # In order of where runs begin: best[start] is final when the first choice from there is looked
+    # at.
     for index, choice in sorted(enumerate(choices), key=lambda entry: entry[1].start):
         saved_bytes = -(-choice.option.saved_bytes // unit)
         if saved_bytes > units:
             continue
         work = best[choice.start][: units + 1 - saved_bytes] + choice.option.flop
+        # Slices are views, so the tables are written through them.
         target, mark = best[choice.stop][saved_bytes:], last[choice.stop][saved_bytes:]
         better = work < target
         target[better], mark[better] = work[better], index

@@ -81,6 +81,9 @@ class _ReplacedUses:
         region = self.region(value)
         if region is None or value in self.saved:
             return False
+        # A backward node out there goes with forward nodes that use the value as well: then it
+        # needs the value before the region's own backward nodes do, and the value is saved for all
+        # (`_save_external_reads`). Or it goes with none, and counts as one of the region's.
         return user.forward in region.members or not self._is_used_outside(region, value)
 
     def _is_used_outside(self, region: Region, value: str) -> bool:
@@ -96,6 +99,8 @@ class _ReplacedUses:
                         yield user, value
 
     def _save_external_reads(self) -> None:
+        # Saved after all: what is used outside of the backward phase, as by the optimizer, and what
+        # backward nodes need that belong to other forward nodes which use it.
         for region in self.regions:
             for user, value in self.uses[region.name]:
                 if user.phase is not Phase.BACKWARD or (
@@ -118,6 +123,7 @@ class _ReplacedUses:
         seen: set[str] = set()
         while todo:
             value = todo.pop()
+            # Here recomputing begins: no further back.
             if value in self.saved or self.region(value) is not region:
                 yield value
                 continue
@@ -170,6 +176,9 @@ class _Rewriting:
             self._copy(self.graph.by_name[name], needed[name], index)
 
     def _copy(self, node: Node, region: Region, index: int) -> None:
+        # What the copy reads: copies of recomputed arguments, which wait themselves; saved values
+        # and parts of the batch behind `sbp.after`; parameters as they are, but the first of them
+        # behind `sbp.after` where nothing else would make the copy wait.
         names = {value: self.names[value] for value in node.inputs() if value in self.names}
         waits = any(value in names for value in self.graph.tensor_inputs(node))
         for value in dict.fromkeys(self.graph.tensor_inputs(node)):
@@ -240,6 +249,7 @@ class _Rewriting:
         """
         for node in self.graph.nodes[index:]:
             if node.phase is Phase.BACKWARD and node.forward in region.members:
+                # Only a value that stands before this place: the graph stays in topological order.
                 made = [v for v in self.graph.tensor_inputs(node) if v in self.backward_made]
                 if made:
                     self.gradients[region.name] = made[0]

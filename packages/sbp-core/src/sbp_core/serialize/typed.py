@@ -87,6 +87,8 @@ def load(
 def _codec(kind: Any) -> Codec:
     """Return how values of a type are written and read."""
     origin, args = get_origin(kind), get_args(kind)
+    # The order matters: a type that says its own form is written so even if it is a dataclass, and
+    # an enum even if it is a text.
     form = _form(kind)
     if form is not None:
         return _formed(kind, form)
@@ -133,6 +135,8 @@ def _formed(kind: Any, form: Form) -> Codec:
 
 def _union(args: tuple[Any, ...]) -> Codec:
     """Return the codec of `X | Y`; of JSON that several could have written the first one reads."""
+    # Dataclasses are all mappings in JSON. One needs no tag; several get one, and are one member
+    # then. Those with a form of their own are told apart by that.
     classes: list[Any] = [kind for kind in args if is_dataclass(kind) and _form(kind) is None]
     members = [_codec(kind) for kind in args if len(classes) < 2 or kind not in classes]
     if len(classes) > 1:
@@ -144,6 +148,7 @@ def _union(args: tuple[Any, ...]) -> Codec:
 
     def load(value: Any) -> Any:
         for member in members:
+            # The exact type, as `isinstance` has it that True is an int.
             if type(value) in member.json or member.json == (object,):
                 return member.load(value)
         raise MisfitError.found(value, accepted)
@@ -207,6 +212,7 @@ def _long_tuple(part: Codec) -> Codec:
     def load(value: Any) -> Any:
         if not isinstance(value, list):
             raise MisfitError.found(value, "a list")
+        # What `at` does for one entry, without a call for each: lists are long.
         found: list[Any] = []
         try:
             for entry in value:
@@ -242,6 +248,7 @@ def _pairs(pair: Codec) -> Codec:
         return entries.dump(value.items())
 
     def load(value: Any) -> Any:
+        # A dict would silently keep one of two equal keys.
         pairs = entries.load(value)
         found = dict(pairs)
         if len(found) < len(pairs):
@@ -285,6 +292,7 @@ def _fields(cls: type) -> Codec:
         found = {}
         for name, dump_part, default in dumps:
             part = getattr(value, name)
+            # Defaults are left out, so that documents show what was chosen.
             if default is MISSING or part != default:
                 found[name] = dump_part(part)
         return found
@@ -321,6 +329,8 @@ def _annotation(cls: type, field: Field[Any]) -> Any:
     if not isinstance(field.type, str):
         return field.type
     owner = next(base for base in cls.__mro__ if field.name in get_annotations(base))
+    # An annotation is a text under `from __future__ import annotations`, in the names of the module
+    # of the class that declares it, which may be a base class elsewhere.
     return eval(field.type, vars(sys.modules[owner.__module__]))
 
 
