@@ -127,6 +127,7 @@ class _Squares:
 
     def _rewrite(self, node: Node, norm: _Norm) -> None:
         made = self.graph.tensor(norm.made)
+        # Squares of narrow floats overflow or vanish long before the norm does.
         wide = replace(made, dtype="float32") if made.dtype in _NARROW else made
         squared = self._squares_of_norms(node, norm, wide) or self._squared(node, norm, wide)
         total = f"{norm.made}.squares"
@@ -191,6 +192,7 @@ class _Squares:
         kwargs: dict[str, Argument] | None = None,
     ) -> None:
         self.types[name] = kind
+        # Where the node stands stays true of what replaces it; what its operator does does not.
         marks = tuple(tag for tag in node.tags if tag.split(":")[0] in ("recompute", "again"))
         self.nodes.append(
             replace(
@@ -257,6 +259,8 @@ def _accumulations(graph: LogicalGraph, parameter: str) -> Iterator[Node]:
         if node is None or value in seen:
             continue
         seen.add(value)
+        # Back from the new value, through the optimizer, to the sum over micro-batches. Only values
+        # of the parameter's shape can be its gradient; factors of clipping, say, are numbers.
         if node.op == "sbp.accumulate":
             if graph.tensor(value).shape == shape:
                 yield node
@@ -269,6 +273,8 @@ def _addends(graph: LogicalGraph, value: str) -> tuple[str, ...]:
     node = graph.producers.get(value)
     if node is None or node.op != "aten.add.Tensor" or node.kwargs or len(node.args) != 2:
         return ()
+    # A scaled or a broadcast addend is none that could be accumulated in place of the sum. The sum
+    # must have no other reader, as it is no longer made in each micro-batch.
     kinds = {str(graph.types.get(getattr(ref, "name", ""))) for ref in node.args}
     once = len(graph.users[value]) == 1 and node.phase is Phase.BACKWARD
     if not once or kinds != {str(graph.types[value])}:
@@ -279,6 +285,8 @@ def _addends(graph: LogicalGraph, value: str) -> tuple[str, ...]:
 def _apart(graph: LogicalGraph, node: Node) -> tuple[list[Node], list[Node]]:
     """Return the accumulations of the addends of what a node accumulates, and their sum."""
     value, scale = node.args[0].name, node.args[1]
+    # The accumulations stay of rate micro, each on the stage where its addend is made (`module`,
+    # `forward`); only the additions move to the step.
     parts = [
         replace(
             node,

@@ -196,6 +196,8 @@ class _Slicer:
             return
         left, right, _ = _CONTRACTIONS[node.op]
         is_left = use.position == left
+        # Which dim of the parameter is which: as left factor (i k) its rows make outputs, as right
+        # factor (k j) its columns do. Counted from the back, as a batch may stand in front.
         output, summed = (-2, -1) if is_left else (-1, -2)
         along = self._along(factor.shape[output], factor.shape[summed])
         if along is SliceAlong.OUTPUT or node.op not in _SUMMABLE:
@@ -207,6 +209,7 @@ class _Slicer:
     def _along(self, output: int, summed: int) -> SliceAlong:
         """Return along what to slice: the other way if only that one can be cut equally."""
         extents = {SliceAlong.OUTPUT: output, SliceAlong.CONTRACTION: summed}
+        # If both fit, or neither, what was asked for; `_check` then refuses what does not fit.
         fit = [along for along, extent in extents.items() if extent % self.how.count == 0]
         return fit[0] if len(fit) == 1 else self.how.along
 
@@ -217,6 +220,7 @@ class _Slicer:
             return
         left, right, _ = _CONTRACTIONS[node.op]
         rows = self.graph.tensor(node.outputs[0]).shape[-2]
+        # Of dW = x' dy, rows take parts of x' (left) and columns parts of dy (right).
         if rows % self.how.count == 0:
             self._by_outputs(node, left, -2, -2, (), settled=True)
         else:
@@ -238,6 +242,10 @@ class _Slicer:
         self._check(node, whole.shape[dim])
         out = output_dim % len(made.shape)
         part = replace(made, shape=_cut(made.shape, out, count))
+        # The first part waits for the data of the operator, each other one for the part before. So
+        # no part is gathered early, and not two at once:
+        #
+        #     x ----> piece 0 -> y/0 ----> piece 1 -> y/1 ----> ...    -> stack, view
         token = self._data(node, position)
         added = _CONTRACTIONS.get(node.op, (0, 0, -1))[2]
         parts: list[str] = []
@@ -248,6 +256,12 @@ class _Slicer:
                 args[added] = self._added(node, node.args[added], output_dim, index)
             token = self._add(node, f"{name}/{index}", node.op, tuple(args), part)
             parts.append(token)
+        # Part j are the elements j, j + count, ...: stacked behind the dim, not one after the
+        # other.
+        #
+        #     y/0 = a c e, y/1 = b d f   ->   stack   a b   ->   view   a b c d e f
+        #                                             c d
+        #                                             e f
         shape = (*part.shape[: out + 1], count, *part.shape[out + 1 :])
         stacked = self._add(
             node, f"{name}/parts", "aten.stack.default",
@@ -261,6 +275,8 @@ class _Slicer:
         name, added = node.outputs[0], _CONTRACTIONS[node.op][2]
         made, data = self.graph.tensor(name), self.graph.tensor(node.args[other].name)
         dim = dims[1] % len(data.shape)
+        # Each part adds its product to the sum so far, which is the bias at first: no more than one
+        # sum is alive. The last one makes the operator's own output.
         total: Argument = node.args[added] if added >= 0 else None
         token = node.args[other].name
         adding = _ADDING[len(made.shape)]
@@ -293,6 +309,9 @@ class _Slicer:
         """Add one part of an argument: of the parameter, then seen through its views and casts."""
         value = chain[0].args[0].name if chain else node.args[position].name
         at = dim % len(self.graph.tensor(node.args[position].name).shape)
+        # The dim that is sliced, followed back from the operator to the parameter, which is where
+        # parts are taken: w -> t -> mm sliced by columns takes rows of w. Then views and casts see
+        # a part each.
         for view in reversed(chain):
             at = _before(view, at, len(self.graph.tensor(view.outputs[0]).shape))
         kind = self.graph.tensor(value)
@@ -315,6 +334,7 @@ class _Slicer:
     def _added(self, node: Node, added: Argument, output_dim: int, index: int) -> Argument:
         """Return the part of what is added to a product that goes with a part of the output."""
         kind = self.graph.tensor(added.name)
+        # Broadcast along the dim: every part takes all of it.
         if len(kind.shape) < -output_dim or kind.shape[output_dim] == 1:
             return added
         at, count = output_dim % len(kind.shape), self.how.count

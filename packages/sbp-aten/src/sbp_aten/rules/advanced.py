@@ -107,6 +107,10 @@ class Indexing:
             )
             dim += count
         free += range(dim, len(call.inputs[0].shape))
+        # NumPy's rule. `at` counts free dims in front of what the indices make:
+        #
+        #     x[:, i, j]    adjacent     d0 b0       at 1
+        #     x[i, :, j]    not so       b0 d1       at 0: in front of everything
         slots = [index.slot for index in found]
         adjacent = slots == list(range(slots[0], slots[-1] + 1))
         at = sum(dim < found[0].dims[0] for dim in free) if adjacent and found[0].dims else 0
@@ -151,6 +155,7 @@ class Indexing:
             return fresh_dims(len(index.shape), f"t{index.slot}_")
         extents = self.extents[self.num_made - len(index.shape) :]
         dims = self.made()[self.num_made - len(index.shape) :]
+        # What is broadcast along a dim has one element there: label-free, so it is not split.
         return tuple(
             () if here == 1 != wide else dim
             for dim, here, wide in zip(dims, index.shape, extents, strict=True)
@@ -270,6 +275,8 @@ def _masked_index_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgra
     cut = indexing.cut(shape, bounds)
     if not cut:
         return run_as_is(call)
+    # Ranks add up what they find, so the number that stands where the mask does not hold must come
+    # from one rank only: that of the first window. The others fill zeros.
     first = all(bounds[dim][0] == 0 < bounds[dim][1] for index in cut for dim in index.dims)
     if any(bounds[dim][0] == bounds[dim][1] for index in cut for dim in index.dims):
         return only_zeros(tensor, shards.output_shape())

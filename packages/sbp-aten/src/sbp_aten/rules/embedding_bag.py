@@ -139,10 +139,12 @@ def _bag_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
         return run_as_is(call)
     builder = LocalProgramBuilder()
     begins = _local_offsets(builder, offsets, places) if is_cut(places, num_places) else offsets
+    # All rows, but no columns: the kernel counts with the indices as they are, at hardly any cost.
     bare = builder("aten.new_zeros.default", weight, (num_rows, 0))
     _, bag_of, sizes, largest = builder.several(
         4, call.op, bare, indices, begins, False, mode, False, None, last, padding
     )
+    # No rows: there is none that indices of other ranks' rows could be moved to.
     if rows[0] == rows[1]:
         made = builder("aten.new_zeros.default", weight, shards.output_shape())
         return builder.program(made, bag_of, sizes, largest)
@@ -152,6 +154,8 @@ def _bag_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
             weights = builder("aten.new_ones.default", weight, (length(places),))
         weights = builder("aten.masked_fill.Scalar", weights, outside, 0)
     local = _local_padding(padding, rows)
+    # Means are taken as sums here, and divided by the sizes of whole bags below: the means of parts
+    # would not add up.
     made, *_ = builder.several(
         4, call.op, weight, indices, begins, False, _SUM, False, weights, last, local
     )
@@ -190,6 +194,7 @@ def _table_gradient(call: OpCall) -> Notation:
     scaled = counts and not largest
     whole = {"o", "m", "t", *("n" if largest else "b"), *("nv" if scaled else "")}
     weighted = len(call.inputs) > len(inputs) - 1 and inputs[-1] == "per_sample_weights"
+    # What the kernel does not look at in this mode.
     unread_names = (
         *(("offsets",) if told else ()),
         *unused,
@@ -234,6 +239,7 @@ def _table_gradient_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProg
     if is_cut(rows, num_rows):
         for name in ("indices", "maximum_indices"):
             values[name] = writable(builder, values[name], rows)
+        # One row more than the window has takes what belongs to other ranks' rows, and is cut off.
         values["num_weights"] = length(rows) + 1
         values["padding_idx"] = _local_padding(values["padding_idx"], rows)
     made = builder(call.op, *values.values())

@@ -55,6 +55,7 @@ def _monotone(call: OpCall) -> tuple[Dependence, ...]:
     beta = _beta(call)
     if not isinstance(beta, int | float):
         return ()
+    # No case for 0: the bias is not read then, see `_with_bias`.
     return (increasing(0) if beta > 0 else decreasing(0),)
 
 
@@ -74,11 +75,14 @@ def _with_bias(text: str, *, empty: bool = True) -> Rule:
     def meaning(call: OpCall) -> Notation:
         product = parse_notation(text)
         inputs = (_bias_dims(call, product), *product.inputs)
+        # A rank with an empty shard calls the kernel on it, which must then do what it always does.
         why = "" if empty or inputs[0] == product.outputs[0] else _UNBROADCAST
         if "int" in call.inputs[0].dtype and isinstance(call.kwargs.get("beta"), float):
             why = _REAL_BETA
         if why:
             product = replace(product, nonempty=frozenset(product.labels), why=why)
+        # An unread bias may be anything, also nan: it is no addend. So the sum of products has to
+        # be stated by hand, without the bias.
         if _beta(call) == 0:
             return Notation(
                 inputs=inputs,
@@ -126,6 +130,8 @@ def _scaled_mm(call: OpCall) -> Notation:
         dims: Dims = tuple(
             () if size == 1 else (f"t{index}_{at}",) for at, size in enumerate(shape)
         )
+        # One scale a row (or column), which is cut with it. Anything else, but one number for all,
+        # is of blocks.
         if prod(shape) != 1 and prod(shape) == extent and shape[aligned] == extent:
             dims = tuple((label,) if at == aligned else () for at in range(len(shape)))
         own |= {name for dim in dims for name in dim if name not in "ij"}
@@ -156,6 +162,7 @@ def _matmul(call: OpCall) -> Notation:
         first = longest - len(batch)
         outer = ((f"b{first + at}",) if size != 1 else () for at, size in enumerate(batch))
         dims.append((*outer, *((name,) for name in inner)))
+    # A dim of one element that is broadcast in both has no label; it stays so in the output.
     known = {name for tensor in dims for dim in tensor for name in dim}
     made = [f"b{at}" for at in range(longest)]
     made += [name for name, shape in (("i", left), ("j", right)) if len(shape) > 1]

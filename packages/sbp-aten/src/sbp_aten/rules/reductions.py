@@ -161,7 +161,11 @@ def _notation(call: OpCall, dims: tuple[int, ...], way: _Way) -> Notation:
         )
         for entry in call.outputs
     ]
+    # Over dims of one element the reduction changes nothing (but perhaps the dtype).
     alone = way.alone if all(shape[dim] == 1 for dim in dims) else ()
+    # Each output must be a reduction of partial values, or a split of `over` has no meaning for it.
+    # A sum is what a label is reduced with unless something else is said, per output if they
+    # differ.
     split = all(way.kinds)
     alike = len(set(way.kinds)) == 1
     return Notation(
@@ -263,6 +267,7 @@ def _localize_bincount(call: OpCall, shards: Shards) -> LocalCall | LocalProgram
     items, weights = call.args[0], argument(call, 1, "weights")
     ((start, stop),) = shards.inputs[0]
     (num_bins,) = call.outputs[0].shape
+    # `minlength` is as many bins as the whole call makes.
     if start < stop or weights is None:
         return LocalCall(op=call.op, args=(items, weights, num_bins))
     # Without items it would make integers whatever the weights are.
