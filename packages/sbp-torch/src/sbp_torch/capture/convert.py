@@ -161,6 +161,9 @@ class _Conversion:
         return tuple(found)
 
     def _call(self, node: fx.Node) -> None:
+        # Three targets make no node: the parts of a tuple, a host number that is read from what is
+        # one already, and the copy that PyTorch makes of a constant, as constants are made where
+        # they are used.
         if node.target is operator.getitem:
             whole, index = node.args
             assert isinstance(whole, fx.Node) and isinstance(index, int), "an op's result is taken"
@@ -190,6 +193,8 @@ class _Conversion:
             args = self._count(args)
         if "checkpoint" in note:
             tags = (*tags, "recompute", f"recompute:{note['checkpoint']}")
+        # In this order: outputs are named after the node, links need the outputs, and a backward
+        # node that has no module of its own stands where its forward node does.
         name = self._name(op, phase, note, args)
         outputs = self._add_outputs(node, name)
         forward = self._forward(note, phase, args)
@@ -213,6 +218,7 @@ class _Conversion:
             tags=tags,
         )
         if phase is Phase.FORWARD and "id" in note:
+            # One call of the program may be traced to several nodes: the first stands for it.
             self.forward_names.setdefault(note["id"], name)
             self.places[name] = {"module": made.module, "source": made.source}
         self.nodes.append(made)
@@ -263,6 +269,8 @@ class _Conversion:
     def _name(self, op: str, phase: Phase, note: Mapping[str, Any], args: Argument) -> str:
         kind = op.split(".")[1]
         if phase is Phase.OPTIMIZER:
+            # A node of the update belongs to the parameter of its first argument that belongs to
+            # one; results inherit the owner, so `w.update.mul_1` says of which parameter it is.
             owner = next((o for ref in _refs(args) if (o := self.owners.get(ref.name))), "")
             base = (
                 f"{owner}.update.{kind}" if owner and not op.startswith("host") else f"step.{kind}"

@@ -67,6 +67,8 @@ def check_against_eager(optimizer: torch.optim.Optimizer) -> None:
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     stepped = [bool(optimizer.state.get(parameter)) for parameter in trained]
     with torch.random.fork_rng(devices=()), torch.no_grad():
+        # Parameters that have no states yet go through a first step, others do not: where there are
+        # both, both cases are tried.
         if not all(stepped):
             _Comparison(optimizer, warm_up=0).run()
         if any(stepped):
@@ -90,6 +92,8 @@ def _small_clone(optimizer: torch.optim.Optimizer) -> _SmallClone:
         found: dict[object, Tensor] = {}
         for parameter in parameters:
             shape = small_shape(parameter.shape, _EXTENT)
+            # Optimizers look at shapes, dtypes and groups: one stand-in of each kind is enough, of
+            # a model of any size. Both clones draw from a generator of the same seed.
             kind = (shape, parameter.dtype, parameter.requires_grad)
             if kind not in found:
                 values = torch.randn(shape, generator=random).to(parameter.dtype)
@@ -140,7 +144,9 @@ class _Comparison:
                 for group in groups
                 for name, value in group.scalar_values().items()
             }
+            # The same numbers for both, should a step draw some.
             torch.manual_seed(index)
+            # A step may write to gradients, and those of the eager clone are its own copies, too.
             copies = {name: grad.clone() for name, grad in grads.items()}
             traced.step(parameters, copies, states, scalars)
             self._compare(index, parameters, states)
@@ -179,6 +185,7 @@ class _Comparison:
         optimizer, members = self.eager.optimizer, self.eager.members
         for name, member in members.items():
             member.grad = grads[name].clone() if name in grads else None
+        # Changing rates tell an optimizer that reads its setting from one that froze it at first.
         for group, rates in zip(optimizer.param_groups, self.rates, strict=True):
             group |= {key: value * _RATES[index] for key, value in rates.items()}
         before = self._not_states()
@@ -266,6 +273,7 @@ def _difference(eager: Any, traced: Any) -> str:
     dtype = left.dtype if left.is_floating_point() or left.is_complex() else torch.float64
     wide = torch.complex128 if left.is_complex() else torch.float64
     left, right = left.to(wide), right.to(wide)
+    # Relative to the largest number, not to each: sums that cancel may lose all their digits.
     most = left.abs()[left.isfinite()].amax() if left.isfinite().any() else left.abs().new_zeros(())
     tolerance = _ULPS * torch.finfo(dtype).eps * float(most)
     if torch.allclose(left, right, rtol=0.0, atol=tolerance, equal_nan=True):

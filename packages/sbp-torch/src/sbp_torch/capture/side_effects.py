@@ -104,6 +104,8 @@ class Snapshot:
                 self._hold(value, number, key)
 
     def _hold(self, value: Any, number: int, way: str) -> None:
+        # Once each: containers may hold each other, and themselves. `_held` keeps the container
+        # alive, so that its id stays its own.
         if id(value) in self._held or type(value) in _PLAIN or isinstance(value, Tensor):
             return
         content = _content(value)
@@ -157,9 +159,12 @@ class Snapshot:
         if type(before) is not type(after):
             return False
         if isinstance(before, _PLAIN):
+            # By text: nan is nan, and 0.0 is not -0.0.
             return repr(before) == repr(after)
+        # Another tensor, even of equal numbers: which the graph would not carry to the next step.
         if isinstance(before, Tensor):
             return False
+        # What it held at the snapshot: a container that was replaced may have been changed as well.
         old = self._held[id(before)][1] if id(before) in self._held else _content(before)
         new = _content(after)
         if old is None or new is None or isinstance(old, bytes):
@@ -194,6 +199,8 @@ class Snapshot:
             now = vars(module)
             for key in [key for key in now if key not in own]:
                 del now[key]
+            # Attributes first, then what lies in them: a list that was replaced is back, and is
+            # refilled.
             now.update(own)
         for value, content, _, _ in self._held.values():
             _refill(value, content)
@@ -245,6 +252,7 @@ def _refill(value: Any, content: Any) -> None:
         return
     now = _content(value)
     if isinstance(value, MutableMapping):
+        # Left alone if nothing changed: a class of the user's may do more than hold what it gets.
         alike = list(now) == list(content) and all(now[key] is content[key] for key in content)
         if not alike:
             value.clear()

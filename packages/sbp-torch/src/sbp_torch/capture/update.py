@@ -161,6 +161,8 @@ class Update:
         metrics: dict[str, Tensor] = {}
         overflow = None
         if self.options.loss_scaling is not None:
+            # In the order of PyTorch's loop: unscale, look for overflows, clip, step, average. The
+            # norm that is clipped and reported is that of unscaled gradients.
             found = unscaled(found, states[SCALE])
             overflow = is_overflow(found)
             metrics["skipped"] = overflow.float()
@@ -176,6 +178,7 @@ class Update:
         if overflow is not None:
             # The step is taken anyhow: a graph has no branches. What was before is then chosen.
             _undo(parameters, updated, before, overflow)
+            # The scaler's own states are the ones that an overflow does change.
             _undo(states, states.keys() - {SCALE, GROWTH}, before, overflow)
             self._rescale(states, overflow)
             metrics["loss_scale"] = states[SCALE]
@@ -203,6 +206,9 @@ class Update:
         Source: torch 2.13, torch/optim/swa_utils.py, `AveragedModel.update_parameters`.
         """
         states[AVERAGED] = count = states[AVERAGED] + 1
+        # The share of the first average is 1, of later ones 1 - decay; 0 ** 0 is 1. Without a
+        # scaler the count is a plain counter, and all this host arithmetic. With one, a step that
+        # is undone does not count: the count depends on a tensor, and so does the share.
         if self.options.loss_scaling is None:
             first = 0.0 ** (count.item() - 1.0)
         else:
@@ -221,6 +227,7 @@ class Update:
         scale, good_steps = states[SCALE], states[GROWTH] + 1
         grows = good_steps == scaling.growth_interval
         grown = scale * scaling.growth_factor
+        # As PyTorch does: a scale that would become infinite stays what it was.
         grown = torch.where(grown < float("inf"), grown, scale)
         without_overflow = torch.where(grows, grown, scale)
         states[SCALE] = torch.where(overflow, scale * scaling.backoff_factor, without_overflow)
@@ -245,6 +252,8 @@ def _optimizers(
     names = {id(parameter): name for name, parameter in parameters.items()}
     count, number = len(optimizer.param_groups), 0
     found: list[TracedOptimizer] = []
+    # All are asked first, also the one that others are combined in: to compare with eager steps
+    # below takes much longer than to refuse.
     for member in (optimizer, *members(optimizer)):
         check_capturable(member)
     for member in members(optimizer):

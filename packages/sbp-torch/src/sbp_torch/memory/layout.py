@@ -79,6 +79,8 @@ class Layouts:
             what: object = (rank, steps[index], _frozen(source, given, storages))
         else:
             what = _frozen((entry.args, tuple(entry.kwargs.items())), given, storages)
+        # All that a layout may depend on, and nothing that names the call: arguments by how they
+        # lie, and by which of them share a storage.
         key = (entry.op, what, tuple(sizes.values()))
         known = self._known.get(key)
         if known is None:
@@ -123,8 +125,8 @@ def _moved_to_start(given: _Given) -> tuple[_Given, dict[int, _Origin]]:
 
     So calls are alike wherever in a packed buffer their arguments lie:
 
-        storage     ..........[--- x ---]......      offset 10, 26 elements
-        moved                 [--- x ---]            offset 0, 9 elements
+        storage     ..........[--- x ---]......      offset 10, 27 elements
+        moved                 [--- x ---]            offset 0, 11 elements
     """
     views: dict[int, list[StorageView]] = {}
     for value in given.values():
@@ -217,6 +219,8 @@ def _frozen(
 
 def _fakes(given: dict[str, StorageView | Number]) -> dict[str, Tensor | Number]:
     """Make fake tensors, those of one storage sharing one."""
+    # Whether a result looks at an argument is told by its storage, so arguments in one storage must
+    # be views of one fake tensor; in any dtype, such as a complex tensor beside its real view.
     bases: dict[int, Tensor] = {}
     made: dict[str, Tensor | Number] = {}
     for name, value in given.items():
@@ -243,6 +247,7 @@ def _described(
     storages: dict[int, str] = {}
     for name, value in arguments.items():
         if isinstance(value, Tensor):
+            # The first argument in a storage stands for it.
             storages.setdefault(storage_key(value), name)
     positions = {name: index for index, name in enumerate(given)}
     fresh: dict[int, int] = {}

@@ -47,6 +47,7 @@ def segment_function(
         namespace[name] = _local_box(rank, steps) if op == LOCAL_BOX else operator_of(op)
     file = f"<segment {actor.name} of rank {rank}>"
     exec(compile(source, file, "exec"), namespace)
+    # Tracebacks and debuggers then show the line of the generated function.
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     made: Segment = namespace["segment"]
     return made
@@ -80,6 +81,8 @@ class _Writer:
         if owns:
             lines = ["def segment(taken):"]
             if self.names:
+                # The caller's list is emptied, so that these names are the only holders: `del`
+                # frees.
                 lines.append(f"    {', '.join(self.names.values())}, = taken; taken.clear()")
         for entry, dying in zip(self.actor.instructions, dying_keys(self.actor), strict=True):
             lines.append(f"    {self._call(entry)}  # {_comment(entry.node)}")
@@ -96,6 +99,7 @@ class _Writer:
         for key in entry.outputs:
             self.names[key] = f"v{len(self.names)}"
         call = f"{name}({', '.join(arguments)})"
+        # Most operators; `results_of`, which looks at what came, would cost more than the line.
         if entry.op == LOCAL_BOX or makes_one_tensor(entry.op):
             return f"{self.names[entry.outputs[0]]} = {call}"
         targets = "".join(f"{self.names[key]}, " for key in entry.outputs)
@@ -104,6 +108,7 @@ class _Writer:
     def _operator(self, op: str) -> str:
         """Return the name of an operator in the source; `a_b.c` and `a.b_c` get two."""
         if op not in self.operators:
+            # Plans are read from files, and this becomes source: what is no name is not written.
             if not all(map(str.isidentifier, op.split("."))) or "." not in op:
                 raise SbpValueError(
                     f"{op!r} is no name of an operator",
@@ -127,6 +132,7 @@ class _Writer:
         if isinstance(argument, tuple):
             return f"[{', '.join(map(self._text, argument))}]"
         if isinstance(argument, float) and not math.isfinite(argument):
+            # `repr` of these is a bare name, which the source does not know.
             return f"float({str(argument)!r})"
         if argument is None or isinstance(argument, bool | int | float | str):
             return repr(argument)

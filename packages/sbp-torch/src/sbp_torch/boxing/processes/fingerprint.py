@@ -133,6 +133,8 @@ class FingerprintedCommunicator(Communicator):
         ranks = step.group(self.rank)
         if step.kind in (StepKind.TRANSFER, StepKind.LOCAL):
             raise BoxingError(f"a {step.kind.value} step is no collective", where=str(step))
+        # The count tells two equal steps apart: else a rank that left one out would be noticed
+        # late, or never.
         count = self._count(ranks)
         mine = _fingerprint(step, tag, f"call {count} of the group")
         texts = gather_texts(
@@ -146,6 +148,7 @@ class FingerprintedCommunicator(Communicator):
         )
         other = next((rank for rank, text in texts.items() if text != texts[self.rank]), None)
         if other is not None:
+            # Every rank of the group sees all texts, so every one raises, and none is left to wait.
             raise self._mismatch({rank: _shown(text) for rank, text in texts.items()})
         result: torch.Tensor = self._communicator.collective(
             step, shard, tag=tag, deadline_s=round(call.left_s, 3), donate=donate
@@ -157,6 +160,8 @@ class FingerprintedCommunicator(Communicator):
         """Send each receiver a fingerprint, and then its message; waits for nobody."""
         text = _fingerprint(step, tag, "")
         values = text_tensor(text, _WIDTH_BYTES, shard.device)
+        # First the fingerprint, then the message: to send waits for nobody, so a receiver that
+        # means another step learns of it before it takes the data.
         for receiver in _others(step, sender=self.rank):
             number = self._count(receiver)
             self._communicator.send(
@@ -200,6 +205,9 @@ class FingerprintedCommunicator(Communicator):
                     if not log.unclaimed[key]:
                         del log.unclaimed[key]
                     return found
+                # Fingerprints of one sender come in a row, each with its number in the tag: only
+                # one thread may take the next one, and it may be for another. The others wait for
+                # what it finds, outside of the lock, which it does not hold while it receives.
                 number, log.is_read = log.count, True
             try:
                 text = self._receive_fingerprint(sender, number, log, mine, call)
@@ -273,6 +281,7 @@ def _fingerprint(step: Step, tag: str, count: str) -> str:
     shown = f"{tag!r}, {step} of {step.dtype}{list(step.shape)}" + (f", {count}" if count else "")
     digest = blake2b(whole.encode(), digest_size=_DIGEST_CHARACTERS // 2).hexdigest()
     text = f"{digest}{_key(tag)}{shown}"
+    # Cut to the width: only what a reader sees of it is lost. Both digests stand in front.
     return text.encode()[:_WIDTH_BYTES].decode("utf-8", "ignore")
 
 
