@@ -102,6 +102,8 @@ class OsdpPlanner:
         )
         if request.progress:
             request.progress("choosing what to shard", 0.5)
+        # What the guide led to, and both ends, are looked at in any case: so the result is no worse
+        # than either end that fits.
         _follow(search, items)
         for choice in ends:
             search.fits(choice)
@@ -151,6 +153,8 @@ class _Search:
         return self._strategies[choice]
 
     def _made(self, choice: Choice) -> Strategy:
+        # All alike: an end, inferred. Everything else is mixed of the two ends, without inference,
+        # so that a choice costs little more than its compilation.
         if len(set(choice)) < 2:
             return infer(self.request, self.axis, sharded=any(choice))
         num = len(choice)
@@ -172,6 +176,7 @@ class _Search:
             options = self.request.options or CompileOptions(cluster=self.request.cluster)
             plan = compile_plan(self.request.graph, self.strategy(choice), options)
             try:
+                # Shared by all plans: most of their calls are alike.
                 self.layouts = self.layouts or call_layouts()
                 self._memory[choice] = predict_memory(plan, layouts=self.layouts).peak
             except (SbpLookupError, PlanError):
@@ -205,6 +210,7 @@ def _follow(search: _Search, items: Items) -> None:
     for _ in range(MAX_TRIES):
         choice = _choice(asked)
         if search.fits(choice):
+            # The fastest choice of the guide fits: there is nothing to look for.
             if asked == most:
                 return
             below = asked.memory_bytes
@@ -212,6 +218,8 @@ def _follow(search: _Search, items: Items) -> None:
             above = asked.memory_bytes
         # What the compiled plan holds beside what the guide counts changes little.
         wanted = asked.memory_bytes + search.limit_bytes - search.memory(choice)
+        # The guide's limit is corrected by how far the plan is from its own, and kept between what
+        # is known to fit and what is known not to; where the correction leads out of that, halve.
         if not below <= wanted < above:
             wanted = (below + above) / 2
         found = choose(items, wanted)
@@ -242,6 +250,7 @@ def _improved_alike(
     for index in alike:
         if best[index] is is_sharded:
             changed = (*best[:index], not is_sharded, *best[index + 1 :])
+            # The time is known without a compiled plan, so it is asked first.
             if search.step_s(changed) >= search.step_s(best) * (1 - _TIE):
                 break  # so it is for the others
             if search.fits(changed):

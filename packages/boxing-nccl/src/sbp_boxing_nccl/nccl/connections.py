@@ -103,6 +103,7 @@ class NcclConnections(Connections):
             receiver: Rank that it goes to.
             values: Shape (elements,), contiguous, on the device; nobody else uses them.
         """
+        # One queue a receiver, as messages to one must not wait for another that is far behind.
         queue = self._send_queues.get(receiver)
         if queue is None:
             queue = self._send_queues[receiver] = SendQueue(
@@ -126,6 +127,8 @@ class NcclConnections(Connections):
         """
         with self.guard(call):
             for sender, work in self._inbox.collect(call, arriving).items():
+                # Running ahead the host goes on, and the GPU waits in its stream; then nobody but
+                # the thread of deadlines notices if a message does not come.
                 if self.runs_ahead:
                     self._leave_alone(call, work, sender)
                 elif not self._wait(call, work, call.left_s):
@@ -142,6 +145,8 @@ class NcclConnections(Connections):
         with self.guard(call):
             if not entry.caller_waits:
                 work.event.hold_back()
+            # First a short wait. If that is not enough, say that this rank is here, so that the
+            # others can tell who is missing; then wait for the rest of the time.
             elif not self._wait(call, work, min(PATIENCE_S, call.left_s / 2)):
                 entry.report_once()
                 if not self._wait(call, work, call.left_s):
@@ -178,6 +183,7 @@ class NcclConnections(Connections):
             nonlocal checked_s
             if work.is_done():
                 return True
+            # To ask the GPU is cheap, to ask the store whether another rank has failed is not.
             if time.monotonic() - checked_s > _CHECK_S:
                 checked_s = time.monotonic()
                 self._check(call)
@@ -195,6 +201,8 @@ class NcclConnections(Connections):
         return self._connect(call, pair_name(sender, receiver), (sender, receiver))
 
     def _connect(self, call: CollectiveCall, name: str, ranks: tuple[int, ...]) -> NcclChannel:
+        # Connected without the lock, as that may take long. If everything broke meanwhile,
+        # `_let_go` has not seen this channel: it is aborted here.
         channel = self._bootstrap.connect(call, name, ranks)
         with self._lock:
             self._channels[name] = channel
@@ -246,6 +254,9 @@ class NcclConnections(Connections):
 
     def _release(self) -> None:
         """See `Connections._release`; waits a while for messages, and for ranks on their way."""
+        # The order of leaving: own messages first; then say so, and wait until all others have done
+        # the same, as a communicator must not be destroyed while a peer still uses it; only then
+        # let go. If anything is amiss, abort: to destroy would wait for peers that may not come.
         flushed = self._failure is None and self._flush()
         self.control_store.deregister()
         well = flushed and self._await_others()

@@ -126,6 +126,9 @@ class SendQueue:
         self._thread.join(limit_s)
 
     def _run(self) -> None:
+        # Connected with the first message, whose call says how long that may take. The receiver
+        # does so when it first collects from this rank, maybe much later: hence a thread, and not
+        # the poster.
         message = self._posted.get()
         if message is None:
             return
@@ -135,6 +138,7 @@ class SendQueue:
             self._offer(message)
             while self._offer_all():
                 self._await_go(channel)
+        # No caller waits for this thread, so an error must break everything to be seen.
         except BoxingError as error:
             self._fail(error)
         except RuntimeError as error:
@@ -144,6 +148,8 @@ class SendQueue:
         """Offer what was posted; wait for something if nothing is on offer. False at the end."""
         while True:
             try:
+                # With something on offer, the thread has a go to look for; with nothing, it may
+                # sleep.
                 message = self._posted.get(block=not self._offered)
             except queue.Empty:
                 return True
@@ -160,12 +166,14 @@ class SendQueue:
     def _await_go(self, channel: NcclChannel) -> None:
         """Look for the receiver's next go, for as long as nothing more is posted, and follow it."""
         go: list[str] = []
+        # The receiver may ask for any of them; the first deadline to pass is that of one of them.
         most_urgent = min((m.call for m in self._offered.values()), key=lambda call: call.end_s)
 
         def over() -> bool:
             text = self._store.take(f"{self._name}/go/{self._num_sent}")
             go.extend([] if text is None else [text])
             self._check(most_urgent)
+            # What is posted meanwhile must be offered: it may be what the receiver waits for.
             return bool(go) or not self._posted.empty()
 
         in_time = wait_until(
@@ -182,6 +190,7 @@ class SendQueue:
     def _send(self, channel: NcclChannel, message: NcclMessage) -> None:
         values = message.values
         with self._deadlines.launching(message.call, lambda: [self._receiver]) as entry:
+            # The values may still be computed on another stream.
             channel.wait_for(message.ready)
             channel.send(values.data_ptr(), values.nbytes, "uint8", _RECEIVER)
             entry.work = NcclWork(event=channel.record(), channel=channel, tensors=(values,))
@@ -246,6 +255,8 @@ class Inbox:
         Raises:
             BoxingError: a sender did not send in time; names it.
         """
+        # All senders are waited for together, then connected one after the other: to connect keeps
+        # the thread inside NCCL until the other end is there, too.
         new = [sender for sender in arriving if sender not in self._senders]
         self._gather(call, {pair_name(s, self._rank): (s, self._rank) for s in new})
         for sender in new:
@@ -255,6 +266,8 @@ class Inbox:
 
         def over() -> bool:
             self._check(call)
+            # Those that are there are started at once; the others are looked for again, until the
+            # deadline.
             offered = [sender for sender in wanted if self._has(sender, call.tag)]
             works.update(self._start(call, {sender: wanted.pop(sender) for sender in offered}))
             return not wanted
@@ -268,6 +281,8 @@ class Inbox:
     def _has(self, sender: int, tag: str) -> bool:
         """Say whether a sender offers a message for a tag, as far as its offers have come."""
         source, name = self._senders[sender], pair_name(sender, self._rank)
+        # Offers are numbered, and read once, in order; those for other tags are kept for later
+        # calls.
         while tag not in source.offers:
             offer = self._store.take(f"{name}/offer/{source.num_offers}")
             if offer is None:
@@ -298,6 +313,9 @@ class Inbox:
             source.num_goes += 1
         channels = {sender: self._senders[sender].channel for sender in arriving}
         with self._deadlines.launching(call, lambda: list(arriving)):
+            # The tensors may still be in use on torch's stream; and grouped, so that NCCL starts
+            # all receives as one: one after the other, the first could wait for a sender that waits
+            # for the second.
             ready = self._device.record()
             with self._device.grouped():
                 for sender, values in arriving.items():
