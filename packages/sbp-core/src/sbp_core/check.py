@@ -255,8 +255,8 @@ class _Tokens(Domain[None]):
     def fired(self, firing: Firing[Actor], game: TokenGame) -> None:
         """Count the fillings of what an actor fills; nobody else can have made them more."""
         self.num_firings += 1
-        # The token game refuses to start without credit, so an overflow is an error of the game
-        # itself. That it is looked for here makes the proof independent of it.
+        # `TokenGame.waits` lets nobody start without credit. That the count is looked at here, too,
+        # makes the bound a result of the replay, and no assumption.
         for register in game.plan.by_rank[firing.rank].outputs_of[firing.actor.name]:
             live, key = game.live(firing.rank, register), (firing.rank, register.name)
             if live > register.quota:

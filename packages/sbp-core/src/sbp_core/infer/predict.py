@@ -262,13 +262,7 @@ def _add_boxing(
 ) -> int:
     """Add one boxing step of the plan; return the bytes that it moves in a step.
 
-    Args:
-        graph: The graph.
-        item: The item.
-        step: Its step.
-        value: What it boxes.
-        stages: What to add it to.
-        is_kept: Whether the backward phase uses what it makes.
+    `value` is what it boxes; `is_kept` says whether the backward phase uses what it makes.
     """
     stage = stages[item.target_stage]
     size = local_bytes(graph.tensor(value), step.target[1], step.target[0].mesh_shape)

@@ -178,7 +178,7 @@ def balanced_cuts(work: Sequence[float], num_parts: int) -> list[int]:
     #
     #     [ part - 1 parts ......... | last part ]
     #     0                         cut          stop
-    best = {(1, stop): (sums[stop], sums[stop] ** 2, [0][:0]) for stop in range(1, len(sums))}
+    best = {(1, stop): (sums[stop], sums[stop] ** 2, list[int]()) for stop in range(1, len(sums))}
     for part in range(2, num_parts + 1):
         for stop in range(part, len(sums)):
             best[part, stop] = min(

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -35,7 +35,7 @@ from sbp_core.boxing.routing.sizes import (
 from sbp_core.boxing.routing.transfers import Transfers, transfers
 from sbp_core.boxing.step import StepKind
 
-_FunctionT = TypeVar("_FunctionT", bound=Callable[..., object])
+_MadeT = TypeVar("_MadeT")
 
 #: The codes that each axis of a mesh may have.
 Entries = tuple[tuple[int, ...], ...]
@@ -43,10 +43,10 @@ Entries = tuple[tuple[int, ...], ...]
 #: A mesh: its shape, and the entries of its axes.
 Mesh = tuple[tuple[int, ...], Entries]
 
-#: Up to so many states tables take up to 0.1 MB, up to 1 MB, or else up to 10 MB: as many of them
-#: are kept. Tensors of uneven extents have tables of their own, of which a model needs many.
-_SMALL, _MEDIUM = 40, 216
-_SMALL_KEPT, _MEDIUM_KEPT, _LARGE_KEPT = 1024, 128, 24
+#: Most states of a table, and how many tables of that size are kept: they take up to 0.1 MB, up to
+#: 1 MB, or up to 10 MB each. Tensors of uneven extents have tables of their own, of which a model
+#: needs many.
+_KEPT = ((40, 1024), (216, 128), (None, 24))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -243,46 +243,19 @@ def tables(source: Mesh, target: Mesh | None, shared: Shared, sizes: Sizes) -> T
         sizes: Of the tensor.
     """
     num_states = max(_num_states(mesh) for mesh in (source, target) if mesh is not None)
-    return _kept(num_states, _small_tables, _medium_tables, _large_tables)(
-        source, target, shared, sizes
-    )
+    return _TABLES.of_size(num_states)(source, target, shared, sizes)
 
 
 def _num_states(mesh: Mesh) -> int:
     return prod(map(len, mesh[1]))
 
 
-def _kept(num_states: int, small: _FunctionT, medium: _FunctionT, large: _FunctionT) -> _FunctionT:
-    """Return the one of three that is for tables of a number of states."""
-    if num_states <= _SMALL:
-        return small
-    return medium if num_states <= _MEDIUM else large
-
-
-# A cache for each size of tables: with one for all, few large tables would drive out many small
-# ones, or many large ones fill the memory.
-
-
-@lru_cache(maxsize=_SMALL_KEPT)
-def _small_tables(source: Mesh, target: Mesh | None, shared: Shared, sizes: Sizes) -> Tables:
-    return _tables(source, target, shared, sizes)
-
-
-@lru_cache(maxsize=_MEDIUM_KEPT)
-def _medium_tables(source: Mesh, target: Mesh | None, shared: Shared, sizes: Sizes) -> Tables:
-    return _tables(source, target, shared, sizes)
-
-
-@lru_cache(maxsize=_LARGE_KEPT)
-def _large_tables(source: Mesh, target: Mesh | None, shared: Shared, sizes: Sizes) -> Tables:
-    return _tables(source, target, shared, sizes)
-
-
 def _tables(source: Mesh, target: Mesh | None, shared: Shared, sizes: Sizes) -> Tables:
-    first, at = _placement_tables(source, sizes), positions(shared)
+    first = _PLACEMENT_TABLES.of_size(_num_states(source))(source, sizes)
+    at = positions(shared)
     if target is None:
         return Tables(sizes, first, None, None, None, at)
-    second = _placement_tables(target, sizes)
+    second = _PLACEMENT_TABLES.of_size(_num_states(target))(target, sizes)
     ends = (first.layout, second.layout)
     crossing = transfers(*ends, sizes, shared, overlaps(*ends, sizes, at))
     # Spelled out once: every search over two placements adds it to all distances.
@@ -291,30 +264,6 @@ def _tables(source: Mesh, target: Mesh | None, shared: Shared, sizes: Sizes) -> 
 
 
 def _placement_tables(mesh: Mesh, sizes: Sizes) -> PlacementTables:
-    return _kept(
-        _num_states(mesh),
-        _small_placement_tables,
-        _medium_placement_tables,
-        _large_placement_tables,
-    )(mesh, sizes)
-
-
-@lru_cache(maxsize=_SMALL_KEPT)
-def _small_placement_tables(mesh: Mesh, sizes: Sizes) -> PlacementTables:
-    return _make_placement_tables(mesh, sizes)
-
-
-@lru_cache(maxsize=_MEDIUM_KEPT)
-def _medium_placement_tables(mesh: Mesh, sizes: Sizes) -> PlacementTables:
-    return _make_placement_tables(mesh, sizes)
-
-
-@lru_cache(maxsize=_LARGE_KEPT)
-def _large_placement_tables(mesh: Mesh, sizes: Sizes) -> PlacementTables:
-    return _make_placement_tables(mesh, sizes)
-
-
-def _make_placement_tables(mesh: Mesh, sizes: Sizes) -> PlacementTables:
     mesh_shape, entries = mesh
     layout = Layout.of(mesh_shape, entries, len(sizes.extents))
     shared = tuple((rank, rank) for rank in range(prod(mesh_shape)))
@@ -330,11 +279,31 @@ def _make_placement_tables(mesh: Mesh, sizes: Sizes) -> PlacementTables:
     return PlacementTables(layout, steps, direct, least)
 
 
+class _CacheBySize(Generic[_MadeT]):
+    """What a function has made, kept by size.
+
+    With one cache for all, few large tables would drive out many small ones, or many large ones
+    fill the memory.
+    """
+
+    def __init__(self, make: Callable[..., _MadeT]) -> None:
+        self._caches = [(most, lru_cache(maxsize=kept)(make)) for most, kept in _KEPT]
+
+    def of_size(self, num_states: int) -> Callable[..., _MadeT]:
+        return next(cache for most, cache in self._caches if most is None or num_states <= most)
+
+    def clear(self) -> None:
+        for _, cache in self._caches:
+            cache.cache_clear()
+
+
+_TABLES = _CacheBySize(_tables)
+_PLACEMENT_TABLES = _CacheBySize(_placement_tables)
+
+
 def clear_tables() -> None:
     """Forget all tables, and what is known of meshes; for measuring."""
-    for made in (_small_tables, _medium_tables, _large_tables):
-        made.cache_clear()
-    for kept in (_small_placement_tables, _medium_placement_tables, _large_placement_tables):
-        kept.cache_clear()
+    _TABLES.clear()
+    _PLACEMENT_TABLES.clear()
     for known in (covers, intervals, numbers):
         known.cache_clear()
