@@ -376,6 +376,9 @@ def mixed(
     # What a node is decided for: the parameters whose gradients or updates it makes, if need be
     # through others that are decided one way or the other, too.
     decided_for: dict[str, set[str]] = {}
+    # Backwards, as what a node serves is what its users serve. A node is taken from the sharded
+    # strategy only if it serves nothing but sharded parameters: one that serves both kinds, such as
+    # the norm of all gradients, stays as the replicated strategy has it.
     for node in reversed(graph.nodes):
         if node.name not in nodes or nodes[node.name] == sharded.nodes[node.name]:
             continue

@@ -137,6 +137,7 @@ class _Squares:
             dims = norm.dims or tuple(range(len(self._type(squared).shape)))
             args = (Ref(squared), dims, norm.keeps)
             self._add(node, total, "aten.sum.dim_IntList", args, wide)
+        # The norm keeps its name, so that whoever used it need not be rewritten.
         self.squares[norm.made] = total
         if wide == made:
             self._add(node, norm.made, "aten.sqrt.default", (Ref(total),), made, pointwise=True)
@@ -151,6 +152,10 @@ class _Squares:
         stack = self.graph.producers.get(norm.x)
         if stack is None or stack.op != _STACK or norm.dims is not None:
             return ""
+        # (sqrt a)^2 + (sqrt b)^2 = a + b: the squares that the inner norms were roots of are
+        # stacked in their place. The inner roots lose their last user, and `drop_dead` takes them
+        # away. Norms that are no such roots, or roots in another dtype, are squared like any
+        # tensor.
         parts = [self.squares.get(ref.name) for ref in stack.args[0]]
         kinds = {self._type(part).dtype for part in parts if part is not None}
         if None in parts or kinds != {wide.dtype}:

@@ -94,6 +94,8 @@ class Indexing:
                 dim += 1
                 continue
             given_type = call.inputs[tensor + len(found)]
+            # A mask is indexed by all its dims at once; `uint8` is how masks were written before
+            # `bool`.
             mask = given_type.dtype in ("bool", "uint8")
             count = len(given_type.shape) if mask else 1
             found.append(
@@ -129,6 +131,7 @@ class Indexing:
     @property
     def extents(self) -> tuple[int, ...]:
         """Extents of the dims that the indices make, if none is a mask."""
+        # Broadcast: aligned at the last dim, an extent of 1 gives way to any other.
         shapes = [(1,) * (self.num_made - len(index.shape)) + index.shape for index in self.indices]
         return tuple(
             next((extent for extent in column if extent != 1), 1)
@@ -225,6 +228,8 @@ def _index_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
         place = wrapped(builder, entries[index.slot], shape[dim])
         local[index.slot], beyond = readable(builder, place, bounds[dim])
         outside.append(beyond)
+    # Every place is read, those outside of the window at element 0 of it, and overwritten with
+    # zeros: shapes stay static, and the sum over the ranks has each element once.
     found = builder(call.op, tensor, tuple(local))
     behind = len(indexing.free) - indexing.at
     return builder.program(without(builder, found, outside, behind, 0))
@@ -234,6 +239,7 @@ def without(
     builder: LocalProgramBuilder, found: Ref, outside: Sequence[Ref], behind: int, fill: object
 ) -> Ref:
     """Fill what lies outside of a window; `behind`: dims of the result behind those made."""
+    # `beyond` has the dims that the indices make; it is aligned with them by new dims behind.
     for beyond in outside:
         for _ in range(behind):
             beyond = builder("aten.unsqueeze.default", beyond, -1)

@@ -85,6 +85,8 @@ def _bag(call: OpCall) -> Notation:
     told = call.outputs[1].shape == call.inputs[1].shape
     whole = {"o", "b", "c", "m", "t"}
     why = _BAGS
+    # The labels, beside `v` and `n`: `b` bags, `o` offsets, `c`, `m`, `t` outputs or arguments of
+    # an extent of their own, which nothing else is cut with.
     if mode == _MAX:
         whole, why = whole | {"v", "n"}, _MAXIMA
     elif mode == _MEAN and padded:
@@ -107,6 +109,8 @@ def _bag(call: OpCall) -> Notation:
 
 def _local_offsets(builder: LocalProgramBuilder, offsets: Ref, places: Range) -> Ref:
     """Return where bags begin in a window of the places."""
+    # Bags 0 .. 3 begin at 0, 4, 4, 9 of 10 places; a rank with places 4 .. 8 finds them at 0, 0, 0,
+    # 4 of its 4: the first and the last have nothing there, the third has all of it.
     local = builder("aten.sub.Tensor", offsets, places[0])
     return builder("aten.clamp.default", local, 0, length(places))
 
@@ -148,6 +152,7 @@ def _bag_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
     if rows[0] == rows[1]:
         made = builder("aten.new_zeros.default", weight, shards.output_shape())
         return builder.program(made, bag_of, sizes, largest)
+    # An index outside of the window reads row 0 of it, with weight 0.
     if is_cut(rows, num_rows):
         indices, outside = readable(builder, indices, rows)
         if weights is None:

@@ -249,6 +249,7 @@ class _Names:
         if inputs:
             return inputs
         modules = _matching(self.modules, pattern)
+        # A module is no tensor: what is pinned is what leaves it.
         values = [value for module in modules for value in module_outputs(self.graph, module)]
         values = values or _matching(self.values, pattern)
         if not values:

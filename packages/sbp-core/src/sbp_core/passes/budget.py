@@ -126,7 +126,7 @@ def choose_regions(
     # The maximum over runs does not add up along the chain, so it is tried out: under each limit of
     # it the rest of the budget is for saved values, which do add up.
     #
-    #     budget  =  there anyway  +  limit >= recomputed for any one run  +  saved for all runs
+    #     there anyway + limit + sum of saved <= budget        recomputed for each run <= limit
     limits = sorted({choice.option.recomputed_bytes for choice in choices})
     if len(limits) > _MAX_LIMITS:
         step = (len(limits) - 1) / (_MAX_LIMITS - 1)

@@ -61,6 +61,7 @@ class _ReplacedUses:
         self.graph = graph
         self.position = {node.name: index for index, node in enumerate(graph.nodes)}
         self.region_of = {name: region for region in regions for name in region.recomputable}
+        # Results of the forward phase, such as new buffers, are there anyway.
         self.saved = {out.value for out in graph.outputs}
         # The last region first: values of earlier regions that it reads are saved for it, and the
         # earlier regions then need not recompute them.
@@ -81,9 +82,9 @@ class _ReplacedUses:
         region = self.region(value)
         if region is None or value in self.saved:
             return False
-        # A backward node out there goes with forward nodes that use the value as well: then it
-        # needs the value before the region's own backward nodes do, and the value is saved for all
-        # (`_save_external_reads`). Or it goes with none, and counts as one of the region's.
+        # Backward nodes of no region in particular, such as sums of gradients, are taken to be this
+        # region's if no forward node outside uses the value. If one does, its backward nodes need
+        # the value before this region is recomputed: `_save_external_reads` saves it for all.
         return user.forward in region.members or not self._is_used_outside(region, value)
 
     def _is_used_outside(self, region: Region, value: str) -> bool:
@@ -151,6 +152,7 @@ class _Rewriting:
             if node.phase is not Phase.BACKWARD:
                 self.nodes.append(node)
                 continue
+            # Recomputed at the first use, so as late as can be; later uses share the copy.
             used = [v for v in dict.fromkeys(node.inputs()) if self.plan.uses_recomputed(v, node)]
             missing = [value for value in used if value not in self.names]
             if missing:

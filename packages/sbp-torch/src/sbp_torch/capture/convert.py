@@ -123,6 +123,7 @@ class _Conversion:
         self.types[entry.name] = ScalarType() if scalar else _tensor_type(value)
         self.values[node] = Ref(entry.name)
         self.owners[entry.name] = entry.of or entry.name
+        # Nodes must not get the names of inputs.
         self.taken[entry.name] += 1
 
     def _constant(self, node: fx.Node) -> None:
@@ -156,6 +157,7 @@ class _Conversion:
         found = []
         for part, (name, kind) in zip(flat, self.step.outputs, strict=True):
             value = self.values[part].name
+            # A state that comes out as it went in is not replaced.
             if kind is not OutputKind.STATE or value != name:
                 found.append(GraphOutput(name=name, kind=kind, value=value))
         return tuple(found)
@@ -231,6 +233,9 @@ class _Conversion:
         """
         if phase is not Phase.BACKWARD:
             return ""
+        # `forward` of a note numbers the ops of the call that is differentiated, in order. Some of
+        # them left no node in the graph: the first that did is taken, and without any, what the
+        # node's arguments belong to.
         found = (self.forward_names.get(number) for number in note.get("forward", ()))
         inherited = (self._link(ref.name) for ref in _refs(args))
         return next((name for name in (*found, *inherited) if name), "")

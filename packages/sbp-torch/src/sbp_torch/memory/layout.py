@@ -140,6 +140,7 @@ def _moved_to_start(given: _Given) -> tuple[_Given, dict[int, _Origin]]:
         first, size = found[0], ITEMSIZE[found[0].layout.dtype]
         begin = min(view.layout.offset for view in found)
         span_bytes = (max(_end(view.layout) for view in found) - begin) * size
+        # Else the arguments fill their storage already, as most do, and nothing moves.
         if begin or span_bytes != first.storage_bytes:
             spans[storage] = begin, span_bytes
             origins[storage] = _Origin(offset_bytes=begin * size, storage_bytes=first.storage_bytes)
@@ -249,6 +250,7 @@ def _described(
         if isinstance(value, Tensor):
             # The first argument in a storage stands for it.
             storages.setdefault(storage_key(value), name)
+    # By position, not by name: the answer is kept for other calls.
     positions = {name: index for index, name in enumerate(given)}
     fresh: dict[int, int] = {}
     found: list[ResultLayout | Number] = []
