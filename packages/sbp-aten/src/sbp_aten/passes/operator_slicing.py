@@ -313,7 +313,7 @@ class _Slicer:
         # parts are taken: w -> t -> mm sliced by columns takes rows of w. Then views and casts see
         # a part each.
         for view in reversed(chain):
-            at = _before(view, at, len(self.graph.tensor(view.outputs[0]).shape))
+            at = _order(view, len(self.graph.tensor(view.outputs[0]).shape))[at]
         kind = self.graph.tensor(value)
         count = self.how.count
         base = value if chain or value == self.name else f"{node.outputs[0]}/taken"
@@ -324,7 +324,7 @@ class _Slicer:
         )  # fmt: skip
         for view in chain:
             before, after = (self.graph.tensor(v) for v in (view.args[0].name, view.outputs[0]))
-            at = _after(view, at, len(before.shape))
+            at = _order(view, len(before.shape)).index(at)
             made = self._add(
                 node, f"{view.outputs[0]}/{index}", view.op, (Ref(made), *view.args[1:]),
                 replace(after, shape=_cut(after.shape, at, count)), view,
@@ -428,13 +428,3 @@ def _order(view: Node, num_dims: int) -> list[int]:
     elif view.op == "aten.permute.default":
         order = [dim % num_dims for dim in view.args[1]]
     return order
-
-
-def _before(view: Node, dim: int, num_dims: int) -> int:
-    """Return the dim of the argument that a dim of a view is."""
-    return _order(view, num_dims)[dim]
-
-
-def _after(view: Node, dim: int, num_dims: int) -> int:
-    """Return the dim of a view that a dim of its argument becomes."""
-    return _order(view, num_dims).index(dim)

@@ -101,8 +101,9 @@ class TokenGame:
             if self.finished[link.sender] <= index:
                 yield Wait(f"waits for data on link {link.name}", link.sender)
         for register in part.outputs_of[name]:
-            if not self._fills(actor_id, register):
-                continue
+            is_sum = register.rate is Rate.STEP and self.actor(actor_id).rate is Rate.MICRO
+            if is_sum and index != self.plan.num_micro_batches - 1:
+                continue  # the last firing fills it
             # Credit. Room is taken from the start of a firing, so it is counted by `started`, and
             # given back at the end of the reader's. All consumers must have read a filling before
             # its place is free. A register of rate step is filled once: nothing was there before.
@@ -115,12 +116,6 @@ class TokenGame:
             if index - self.finished[link.receiver] >= link.quota:
                 reason = f"waits for credit of link {link.name} ({link.quota})"
                 yield Wait(reason, link.receiver)
-
-    def _fills(self, actor_id: ActorId, register: Register) -> bool:
-        """Whether the next firing fills a register: sums are filled by the last one only."""
-        if register.rate is Rate.MICRO or self.actor(actor_id).rate is Rate.STEP:
-            return True
-        return self.started[actor_id] == self.plan.num_micro_batches - 1
 
     def is_ready(self, actor_id: ActorId) -> bool:
         """Whether an actor has all data and credits for its next firing."""
@@ -151,11 +146,10 @@ class TokenGame:
         """Return the actors that fire together: a collective on its group, else the actor alone."""
         known = self._partners.get(actor_id)
         if known is None:
-            known = self._partners[actor_id] = self._find_partners(actor_id)
+            found, rank = self.actor(actor_id), actor_id[0]
+            known = (actor_id,)
+            if isinstance(found, Collective):
+                group = self.plan.steps[found.step].group(rank)
+                known = tuple((other, found.name) for other in group)
+            self._partners[actor_id] = known
         return known
-
-    def _find_partners(self, actor_id: ActorId) -> tuple[ActorId, ...]:
-        found = self.actor(actor_id)
-        if not isinstance(found, Collective):
-            return (actor_id,)
-        return tuple((rank, found.name) for rank in self.plan.steps[found.step].group(actor_id[0]))

@@ -49,7 +49,10 @@ def assign_stages(graph: LogicalGraph, num_stages: int, patterns: StagePatterns 
         PlanError: an edge leads to an earlier stage.
     """
     if num_stages == 1 and not patterns:
-        return _all_on_one_stage(graph)
+        return StageMap(
+            nodes={node.name: 0 for node in graph.nodes if not node.is_host},
+            inputs={entry.name: 0 for entry in graph.inputs if graph.is_tensor(entry.name)},
+        )
     # In the order in which one follows from the other: forward nodes, backward nodes from these,
     # inputs from their users, optimizer nodes from the states that they update.
     chosen = _matched(graph, num_stages, patterns) if patterns else split_evenly(graph, num_stages)
@@ -63,17 +66,6 @@ def assign_stages(graph: LogicalGraph, num_stages: int, patterns: StagePatterns 
 
 def _tensor_nodes(graph: LogicalGraph, *phases: Phase) -> list[Node]:
     return [node for node in graph.nodes if not node.is_host and node.phase in phases]
-
-
-def _tensor_input_names(graph: LogicalGraph) -> list[str]:
-    return [entry.name for entry in graph.inputs if graph.is_tensor(entry.name)]
-
-
-def _all_on_one_stage(graph: LogicalGraph) -> StageMap:
-    return StageMap(
-        nodes={node.name: 0 for node in graph.nodes if not node.is_host},
-        inputs=dict.fromkeys(_tensor_input_names(graph), 0),
-    )
 
 
 def _matched(graph: LogicalGraph, num_stages: int, patterns: StagePatterns) -> dict[str, int]:

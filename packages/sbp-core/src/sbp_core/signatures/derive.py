@@ -304,6 +304,7 @@ class _Candidates:
         extents: dict[int, None] = {}
         slower: dict[str, int] = {}
         reason = ""
+        is_read = any(label in names for dims in notation.inputs for names in dims)
         entries: list[list[Sbp]] = [[], []]
         for side, (types, tensors) in enumerate(
             ((self.call.inputs, notation.inputs), (self.call.outputs, notation.outputs))
@@ -311,20 +312,24 @@ class _Candidates:
             for index, (entry, dims) in enumerate(zip(types, tensors, strict=True)):
                 dim = next((at for at, names in enumerate(dims) if label in names), None)
                 if dim is not None:
-                    before = self._slower_labels(label, dims[dim])
+                    ahead = dims[dim][: dims[dim].index(label)]
+                    before = [name for name in ahead if self.sizes.get(name) != 1]
                     # (a b) is split along its slowest label first: `b` only once earlier axes have
                     # split `a` down to one element each; then the dim has extent / a to split.
                     parts = prod(self.sizes.get(name, 1) for name in before)
                     extents[entry.shape[dim] // max(parts, 1)] = None
                     slower |= dict.fromkeys(before, dim)
                     entries[side].append(S(dim))
-                elif side == 1 and self._is_in_inputs(label):
+                elif side == 1 and is_read:
                     # The label is reduced away here. An output without a label that no input has,
                     # such as the other output of a factory, does not depend on it, and is whole
                     # (`B` below).
-                    reduced, illegal = self._entry_without(label, index, entry)
-                    entries[side].append(reduced)
-                    reason = reason or illegal
+                    reduction = notation.reduction(label, index)
+                    if reduction == "none":
+                        entries[side].append(B)
+                    else:
+                        entries[side].append(Partial(reduction))
+                        reason = reason or _why_irreducible(entry, reduction)
                 else:
                     entries[side].append(B)
         if label in notation.whole:
@@ -367,13 +372,6 @@ class _Candidates:
                 )
         self.add(*entries, origin, requires, reason, label)
 
-    def _entry_without(self, label: str, output: int, entry: TensorType) -> tuple[Sbp, str]:
-        """Return the entry of an output that lacks the split label, and a reason if illegal."""
-        reduction = self.notation.reduction(label, output)
-        if reduction == "none":
-            return B, ""
-        return Partial(reduction), _why_irreducible(entry, reduction)
-
     def _requirements(self, label: str, extents: tuple[int, ...]) -> tuple[Requirement, ...]:
         found = []
         size = self.sizes.get(label)
@@ -385,13 +383,6 @@ class _Candidates:
         if label in self.notation.nonempty:
             found.append(Requirement(label=label, extents=extents, even=False))
         return tuple(found)
-
-    def _slower_labels(self, label: str, names: tuple[str, ...]) -> list[str]:
-        """Return the labels of a dim that come before `label` and have more than one element."""
-        return [name for name in names[: names.index(label)] if self.sizes.get(name) != 1]
-
-    def _is_in_inputs(self, label: str) -> bool:
-        return any(label in names for dims in self.notation.inputs for names in dims)
 
     def _input_variants(self, label: str, inputs: list[Sbp]) -> Iterator[list[Sbp]]:
         """Yield the inputs of a split; where `label` is summed, addends without it must be partial.
