@@ -166,7 +166,8 @@ class SendQueue:
     def _await_go(self, channel: NcclChannel) -> None:
         """Look for the receiver's next go, for as long as nothing more is posted, and follow it."""
         go: list[str] = []
-        # The receiver may ask for any of them; the first deadline to pass is that of one of them.
+        # The receiver may ask for any of them, so the wait is as long as the most urgent one
+        # allows.
         most_urgent = min((m.call for m in self._offered.values()), key=lambda call: call.end_s)
 
         def over() -> bool:

@@ -87,8 +87,7 @@ def load(
 def _codec(kind: Any) -> Codec:
     """Return how values of a type are written and read."""
     origin, args = get_origin(kind), get_args(kind)
-    # The order matters: a type that says its own form is written so even if it is a dataclass, and
-    # an enum even if it is a text.
+    # First, so that a type that says its own form is written so even if it is a dataclass.
     form = _form(kind)
     if form is not None:
         return _formed(kind, form)

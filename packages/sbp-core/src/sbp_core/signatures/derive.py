@@ -102,7 +102,7 @@ def _derivation(key: _CallKey, rules: RuleRegistry) -> Derivation:
         found.split(label)
     if notation.addends is not None:
         # A sum of products is jointly linear in one factor of each addend: `j + i k, k j -> i j` in
-        # (j, i k) and in (j, k j), but not in the bias alone, which every rank would add.
+        # (j, i k) and in (j, k j). It is not in j alone: every rank would add the whole product.
         for factors in product(*_factors(notation).values()):
             found.add_dependence(Dependence(effect=Effect.LINEAR, inputs=tuple(sorted(factors))))
     for dependence in notation.dependences:

@@ -161,7 +161,7 @@ class Snapshot:
         if isinstance(before, _PLAIN):
             # By text: nan is nan, and 0.0 is not -0.0.
             return repr(before) == repr(after)
-        # Another tensor, even of equal numbers: which the graph would not carry to the next step.
+        # A tensor that was not there before, even of equal numbers: the graph would not keep it.
         if isinstance(before, Tensor):
             return False
         # What it held at the snapshot: a container that was replaced may have been changed as well.
