@@ -20,105 +20,28 @@ Stability: internal.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
 from types import ModuleType
 
-from sbp_aten.rules import (
-    advanced,
-    attention,
-    batch_norm,
-    convolution,
-    ctc,
-    data_dependent,
-    distance,
-    elementwise,
-    embedding,
-    embedding_bag,
-    factories,
-    fft,
-    folding,
-    foreach,
-    fused,
-    grouped,
-    histograms,
-    index_put,
-    indexing,
-    layers,
-    linalg,
-    loss,
-    matmul,
-    memory,
-    nll,
-    normalisation,
-    padding,
-    pointwise,
-    pooling,
-    random,
-    rearrange,
-    recurrent,
-    reductions,
-    replace_view,
-    resampling,
-    reshape,
-    sbp_ops,
-    scans,
-    scatter,
-    selection,
-    triangular,
-    views,
-)
+from sbp_aten.rules import grouped, pointwise
 from sbp_aten.traits import TRAITS
 from sbp_core.plugins import EmptyConfig
 from sbp_core.signatures import Rule, RuleSet
 
 __all__ = ["FAMILIES", "GROUPED_MM", "GROUPED_MM_GRADIENTS", "RULES"]
 
+_FAMILIES = (
+    "advanced", "attention", "batch_norm", "convolution", "ctc", "data_dependent", "distance",
+    "elementwise", "embedding", "embedding_bag", "factories", "fft", "folding", "foreach",
+    "fused", "grouped", "histograms", "index_put", "indexing", "layers", "linalg", "loss",
+    "matmul", "memory", "nll", "normalisation", "padding", "pointwise", "pooling", "random",
+    "rearrange", "recurrent", "reductions", "replace_view", "resampling", "reshape", "sbp_ops",
+    "scans", "scatter", "selection", "triangular", "views",
+)  # fmt: skip
+
 #: Name -> module of the rules of a family, whose docstring says what they have in common.
 FAMILIES: Mapping[str, ModuleType] = {
-    family.__name__.rpartition(".")[2]: family
-    for family in (
-        advanced,
-        attention,
-        batch_norm,
-        convolution,
-        ctc,
-        data_dependent,
-        distance,
-        elementwise,
-        embedding,
-        embedding_bag,
-        factories,
-        fft,
-        folding,
-        foreach,
-        fused,
-        grouped,
-        histograms,
-        index_put,
-        indexing,
-        layers,
-        linalg,
-        loss,
-        matmul,
-        memory,
-        nll,
-        normalisation,
-        padding,
-        pointwise,
-        pooling,
-        random,
-        rearrange,
-        recurrent,
-        reductions,
-        replace_view,
-        resampling,
-        reshape,
-        sbp_ops,
-        scans,
-        scatter,
-        selection,
-        triangular,
-        views,
-    )
+    name: import_module(f"{__name__}.{name}") for name in _FAMILIES
 }
 
 #: Operator name -> rule. Operators that ATen tags as pointwise need none.
