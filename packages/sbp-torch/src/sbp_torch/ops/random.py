@@ -20,6 +20,7 @@ Importing this module registers the operators with PyTorch, which is the only wa
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -44,9 +45,6 @@ _WHERE = (
     "SymInt[] size, int seed, int step, int site, *, SymInt[]? start=None, "
     "SymInt[]? logical=None, bool per_shard=False, int stream=0, "
 )
-
-#: Fills a tensor from a generator.
-_Fill = Callable[..., Tensor]
 
 
 def draw_of(scalars: Mapping[str, float | int], num_micro_batches: int, index: int) -> int:
@@ -75,36 +73,21 @@ def _generator(source: Source, stream: int, device: torch.device) -> torch.Gener
     return torch.Generator(device).manual_seed(int(mixed[0]) << 31 ^ int(mixed[1]))
 
 
-def _made(
-    place: tuple[Sequence[int], Sequence[int] | None, Sequence[int] | None, int | None],
-    source: Source,
-    convert: Convert,
-    fill: _Fill,
-    wide: int,
-    dtype: torch.dtype,
-    device: torch.device | None,
-) -> Tensor:
-    """Return random numbers: counted, or of a generator of their own if a stream is given.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Distribution:
+    """A distribution with its parameters: how its numbers are drawn.
 
-    Raises:
-        SbpValueError: step or site is out of range, or the shard lies outside its tensor.
+    Args:
+        convert: Makes the numbers of counted words.
+        fill: Fills a tensor with numbers, in place, from a generator.
+        width: How many numbers a block of words gives: 4, or 2.
+        dtype: Of the numbers.
     """
-    size, start, logical, stream = place
-    shard = Shard(
-        size=tuple(size),
-        start=(0,) * len(size) if start is None else tuple(start),
-        logical=tuple(size if logical is None else logical),
-    )
-    if not (source.fits and shard.fits):
-        raise SbpValueError(
-            f"random numbers of {source} for {shard}",
-            accepted="step and site in [0, 2^32); a shard within its logical tensor",
-        )
-    device = torch.device("cpu" if device is None else device)
-    if stream is None or device.type == "meta":
-        return draw(shard, source, convert, width=wide, dtype=dtype, device=device)
-    made = torch.empty(shard.size, dtype=dtype, device=device)
-    return fill(made, generator=_generator(source, stream, device))
+
+    convert: Convert
+    fill: Callable[[Tensor, torch.Generator], Tensor]
+    width: int
+    dtype: torch.dtype
 
 
 def _real(dtype: torch.dtype | None) -> torch.dtype:
@@ -121,37 +104,8 @@ def _real(dtype: torch.dtype | None) -> torch.dtype:
     return dtype
 
 
-def random_uniform(
-    size: Sequence[int],
-    seed: int,
-    step: int,
-    site: int,
-    *,
-    start: Sequence[int] | None = None,
-    logical: Sequence[int] | None = None,
-    per_shard: bool = False,
-    stream: int = 0,
-    low: float = 0.0,
-    high: float = 1.0,
-    dtype: torch.dtype | None = None,
-    device: torch.device | None = None,
-) -> Tensor:
-    """Draw uniform numbers from [low, high); rounding may reach `high` if it is not 1.
-
-    Args:
-        size: Shape of what is drawn.
-        seed: Of the program.
-        step: In [0, 2^32).
-        site: In [0, 2^32).
-        start: Where it begins in the logical tensor; None: at its beginning.
-        logical: Shape of the logical tensor; None: that of what is drawn.
-        per_shard: Draw from a generator of its own.
-        stream: Which one.
-        low: The lower bound.
-        high: The upper bound.
-        dtype: A real one; None: float32.
-        device: None: the CPU.
-    """
+def _uniform(dtype: torch.dtype | None, *, low: float = 0.0, high: float = 1.0) -> _Distribution:
+    """Return how to draw uniformly from [low, high); rounding may reach `high` if it is not 1."""
     kind = _real(dtype)
 
     def convert(words: tuple[Tensor, ...]) -> Tensor:
@@ -161,27 +115,11 @@ def random_uniform(
     def fill(made: Tensor, generator: torch.Generator) -> Tensor:
         return made.uniform_(low, high, generator=generator)
 
-    place = (size, start, logical, stream if per_shard else None)
-    source = Source(seed=seed, step=step, site=site)
-    return _made(place, source, convert, fill, width(kind), kind, device)
+    return _Distribution(convert=convert, fill=fill, width=width(kind), dtype=kind)
 
 
-def random_normal(
-    size: Sequence[int],
-    seed: int,
-    step: int,
-    site: int,
-    *,
-    start: Sequence[int] | None = None,
-    logical: Sequence[int] | None = None,
-    per_shard: bool = False,
-    stream: int = 0,
-    mean: float = 0.0,
-    std: float = 1.0,
-    dtype: torch.dtype | None = None,
-    device: torch.device | None = None,
-) -> Tensor:
-    """Draw normal numbers of a mean and a standard deviation (>= 0); see `random_uniform`."""
+def _normal(dtype: torch.dtype | None, *, mean: float = 0.0, std: float = 1.0) -> _Distribution:
+    """Return how to draw normal numbers of a mean and a standard deviation (>= 0)."""
     kind = _real(dtype)
 
     def convert(words: tuple[Tensor, ...]) -> Tensor:
@@ -190,28 +128,11 @@ def random_normal(
     def fill(made: Tensor, generator: torch.Generator) -> Tensor:
         return made.normal_(mean, std, generator=generator)
 
-    place = (size, start, logical, stream if per_shard else None)
-    source = Source(seed=seed, step=step, site=site)
-    return _made(place, source, convert, fill, width(kind), kind, device)
+    return _Distribution(convert=convert, fill=fill, width=width(kind), dtype=kind)
 
 
-def random_bernoulli(
-    size: Sequence[int],
-    seed: int,
-    step: int,
-    site: int,
-    *,
-    start: Sequence[int] | None = None,
-    logical: Sequence[int] | None = None,
-    per_shard: bool = False,
-    stream: int = 0,
-    p: float = 0.5,
-    dtype: torch.dtype | None = None,
-    device: torch.device | None = None,
-) -> Tensor:
-    """Draw True (or 1) with probability `p` in [0, 1], to 2^-32; None as dtype means bool.
-
-    See `random_uniform` for the other arguments.
+def _bernoulli(dtype: torch.dtype | None, *, p: float = 0.5) -> _Distribution:
+    """Return how to draw True (or 1) with probability `p` in [0, 1], to 2^-32.
 
     Raises:
         SbpValueError: `p` is no probability.
@@ -226,29 +147,11 @@ def random_bernoulli(
     def fill(made: Tensor, generator: torch.Generator) -> Tensor:
         return made.bernoulli_(p, generator=generator)
 
-    place = (size, start, logical, stream if per_shard else None)
-    source = Source(seed=seed, step=step, site=site)
-    return _made(place, source, convert, fill, 4, dtype or torch.bool, device)
+    return _Distribution(convert=convert, fill=fill, width=4, dtype=dtype or torch.bool)
 
 
-def random_integers(
-    size: Sequence[int],
-    seed: int,
-    step: int,
-    site: int,
-    *,
-    start: Sequence[int] | None = None,
-    logical: Sequence[int] | None = None,
-    per_shard: bool = False,
-    stream: int = 0,
-    low: int = 0,
-    high: int = 2,
-    dtype: torch.dtype | None = None,
-    device: torch.device | None = None,
-) -> Tensor:
-    """Draw integers from [low, high), 2^31 of them at the most; None as dtype means int64.
-
-    See `random_uniform` for the other arguments.
+def _integers(dtype: torch.dtype | None, *, low: int = 0, high: int = 2) -> _Distribution:
+    """Return how to draw integers from [low, high), 2^31 of them at the most.
 
     Raises:
         SbpValueError: there are none, or too many.
@@ -263,9 +166,68 @@ def random_integers(
     def fill(made: Tensor, generator: torch.Generator) -> Tensor:
         return made.random_(low, high, generator=generator)
 
-    place = (size, start, logical, stream if per_shard else None)
+    return _Distribution(convert=convert, fill=fill, width=4, dtype=dtype or torch.int64)
+
+
+def _draw(
+    size: Sequence[int],
+    seed: int,
+    step: int,
+    site: int,
+    *,
+    distribution_of: Callable[..., _Distribution],
+    start: Sequence[int] | None = None,
+    logical: Sequence[int] | None = None,
+    per_shard: bool = False,
+    stream: int = 0,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    **parameters: float,
+) -> Tensor:
+    """Draw random numbers: what all operators here do.
+
+    Args:
+        size: Shape of what is drawn.
+        seed: Of the program.
+        step: In [0, 2^32).
+        site: In [0, 2^32).
+        distribution_of: Makes the distribution of a dtype and the parameters.
+        start: Where it begins in the logical tensor; None: at its beginning.
+        logical: Shape of the logical tensor; None: that of what is drawn.
+        per_shard: Draw from a generator of its own.
+        stream: Which one.
+        dtype: None: float32 for real numbers, bool for Bernoulli's, int64 for integers.
+        device: None: the CPU.
+        parameters: Of the distribution, such as `low` and `high`.
+
+    Raises:
+        SbpValueError: step, site, dtype or a parameter is out of range, or the shard lies outside
+            its tensor.
+    """
+    distribution = distribution_of(dtype, **parameters)
     source = Source(seed=seed, step=step, site=site)
-    return _made(place, source, convert, fill, 4, dtype or torch.int64, device)
+    shard = Shard(
+        size=tuple(size),
+        start=(0,) * len(size) if start is None else tuple(start),
+        logical=tuple(size if logical is None else logical),
+    )
+    if not (source.fits and shard.fits):
+        raise SbpValueError(
+            f"random numbers of {source} for {shard}",
+            accepted="step and site in [0, 2^32); a shard within its logical tensor",
+        )
+    device = torch.device("cpu" if device is None else device)
+    if not per_shard or device.type == "meta":
+        return draw(
+            shard,
+            source,
+            distribution.convert,
+            width=distribution.width,
+            dtype=distribution.dtype,
+            device=device,
+        )
+    made = torch.empty(shard.size, dtype=distribution.dtype, device=device)
+    return distribution.fill(made, _generator(source, stream, device))
 
 
 def _shape_only(size: Sequence[int], *_: Any, kind: torch.dtype, **given: Any) -> Tensor:
@@ -274,13 +236,16 @@ def _shape_only(size: Sequence[int], *_: Any, kind: torch.dtype, **given: Any) -
     return torch.empty(size, dtype=dtype, device=given.get("device") or "cpu")
 
 
-def _register(name: str, function: Callable[..., Tensor], own: str, kind: torch.dtype) -> None:
-    schema = f"({_WHERE}{own}, ScalarType? dtype=None, Device? device=None) -> Tensor"
+def _register(
+    name: str, distribution_of: Callable[..., _Distribution], parameters: str, kind: torch.dtype
+) -> None:
+    schema = f"({_WHERE}{parameters}, ScalarType? dtype=None, Device? device=None) -> Tensor"
+    function = partial(_draw, distribution_of=distribution_of)
     made = torch.library.custom_op(f"sbp::{name}", function, mutates_args=(), schema=schema)
     made.register_fake(partial(_shape_only, kind=kind))
 
 
-_register("random_uniform", random_uniform, "float low=0., float high=1.", torch.float32)
-_register("random_normal", random_normal, "float mean=0., float std=1.", torch.float32)
-_register("random_bernoulli", random_bernoulli, "float p=0.5", torch.bool)
-_register("random_integers", random_integers, "int low=0, int high=2", torch.int64)
+_register("random_uniform", _uniform, "float low=0., float high=1.", torch.float32)
+_register("random_normal", _normal, "float mean=0., float std=1.", torch.float32)
+_register("random_bernoulli", _bernoulli, "float p=0.5", torch.bool)
+_register("random_integers", _integers, "int low=0, int high=2", torch.int64)
