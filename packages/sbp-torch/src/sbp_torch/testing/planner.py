@@ -19,7 +19,6 @@ from functools import cache
 
 from torch import Tensor
 
-from sbp_core.check import check
 from sbp_core.cluster import Cluster
 from sbp_core.compile import compile_plan
 from sbp_core.graph import LogicalGraph
@@ -60,11 +59,10 @@ class PlannerRunConformance(PlannerConformance):
         return small_cluster(num_devices)
 
     def test_every_strategy_runs_as_one_device_does(self) -> None:
-        """Compiles, passes the check, and gives one device's losses and shards."""
+        """To the losses and shards of one device; another test checks the plan itself."""
         for what, graph, strategy in self.plans():
             step = self.make_step(graph.num_micro_batches)
             plan = compile_plan(graph, strategy)
-            check(plan)
             runtime = ReferenceRuntime(ReferenceConfig())
             with runtime.start(plan, step.states, LocalBackend()) as session:
                 losses = run_steps(session, step)
