@@ -5,32 +5,15 @@ from dataclasses import replace
 import pytest
 
 from sbp_core.errors import SignatureError
-from sbp_core.graph.ir import Ref, TensorType
+from sbp_core.graph.ir import Ref
 from sbp_core.placement import Placement
-from sbp_core.sbp import NdSbp
-from sbp_core.signatures import OpCall, check_signature
-from sbp_core.strategy import Signature
+from sbp_core.signatures import check_signature
+from sbp_core.testing.calls import call, signature
 
 MESH = Placement([[0, 1, 2], [3, 4, 5]], axes=("dp", "tp"))
 
 
-def signature(inputs: list[str], outputs: list[str]) -> Signature:
-    return Signature(tuple(map(NdSbp.parse, inputs)), tuple(map(NdSbp.parse, outputs)))
-
-
-def _call(op: str, inputs: dict[str, tuple[int, ...]], output: tuple[int, ...]) -> OpCall:
-    return OpCall(
-        op=op,
-        args=tuple(map(Ref, inputs)),
-        inputs=tuple(TensorType(shape, "float32") for shape in inputs.values()),
-        tensor_names=tuple(inputs),
-        outputs=(TensorType(output, "float32"),),
-        tags=("pointwise",) if op == "aten.gelu.default" else (),
-        where=("models/llama.py:57, op aten",),
-    )
-
-
-VIEW = _call("aten.view.default", {"mlp.w1": (4096, 11008)}, (4096, 32, 344))
+VIEW = call("aten.view.default", {"mlp.w1": (4096, 11008)}, [(4096, 32, 344)])
 
 
 def test_an_illegal_signature_names_tensor_axis_place_and_way_out() -> None:
@@ -42,7 +25,7 @@ def test_an_illegal_signature_names_tensor_axis_place_and_way_out() -> None:
     assert str(caught.value).splitlines() == [
         "cannot split dim 1 of 'mlp.w1' (shape (4096, 11008)) for aten.view.default to "
         "(4096, 32, 344) on mesh axis 'tp' of size 3",
-        "  in models/llama.py:57, op aten",
+        "  in model.py:7",
         "  accepted here: S(0) -> S(0) (split of label g0); B -> B (all B); P -> P (linear in "
         "argument 0)",
         "  not here: S(1) -> S(1): needs 32 to be divisible by 3; "
@@ -53,14 +36,14 @@ def test_an_illegal_signature_names_tensor_axis_place_and_way_out() -> None:
 
 
 def test_a_split_of_what_an_operator_needs_whole_says_so() -> None:
-    rows = replace(_call("aten.cumsum.default", {"x": (9, 6)}, (9, 6)), args=(Ref("x"), 0))
+    rows = replace(call("aten.cumsum.default", {"x": (9, 6)}, [(9, 6)]), args=(Ref("x"), 0))
 
     with pytest.raises(SignatureError, match=r"needs that dim whole"):
         check_signature(rows, signature(["S(0), B"], ["S(0), B"]), MESH)
 
 
 def test_axes_that_are_legal_alone_may_be_refused_together() -> None:
-    heads = _call("aten.view.default", {"x": (8, 24)}, (8, 6, 4))
+    heads = call("aten.view.default", {"x": (8, 24)}, [(8, 6, 4)])
     mesh = Placement.grid((2, 2), axes=("a", "b"))
 
     check_signature(heads, signature(["S(1), S(0)"], ["S(1), S(0)"]), mesh)

@@ -6,41 +6,16 @@ import sys
 import pytest
 import torch
 
-from sbp_core.graph.ir import Argument, Ref, Symbol, TensorType
+from sbp_core.graph.ir import Ref, Symbol, TensorType
 from sbp_core.signatures import (
     OpCall,
-    Signature1d,
     derive,
     enumerate_signatures,
     signatures,
     work_flop,
 )
 from sbp_core.signatures.arguments import call_key
-
-
-def call(
-    op: str,
-    inputs: list[tuple[int, ...]],
-    outputs: list[tuple[int, ...]],
-    *rest: Argument,
-    dtype: str = "float32",
-    tags: tuple[str, ...] = (),
-) -> OpCall:
-    names = tuple(f"x{index}" for index in range(len(inputs)))
-    return OpCall(
-        op=op,
-        args=(*map(Ref, names), *rest),
-        inputs=tuple(TensorType(shape, dtype) for shape in inputs),
-        tensor_names=names,
-        outputs=tuple(TensorType(shape, dtype) for shape in outputs),
-        tags=tags,
-        where=("model.py:7",),
-    )
-
-
-def texts(found: tuple[Signature1d, ...]) -> list[str]:
-    return [str(signature) for signature in found]
-
+from sbp_core.testing.calls import call, texts
 
 MATMUL = call("aten.mm.default", [(4, 6), (6, 8)], [(4, 8)])
 

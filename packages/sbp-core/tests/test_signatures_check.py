@@ -5,33 +5,15 @@ import pickle
 import pytest
 
 from sbp_core.errors import SbpValueError, SignatureError
-from sbp_core.graph.ir import Ref, TensorType
 from sbp_core.placement import Placement
-from sbp_core.sbp import NdSbp
-from sbp_core.signatures import OpCall, check_signature
-from sbp_core.strategy import Signature
+from sbp_core.signatures import check_signature
+from sbp_core.testing.calls import call, signature
 
 MESH = Placement([[0, 1, 2], [3, 4, 5]], axes=("dp", "tp"))
 
 
-def signature(inputs: list[str], outputs: list[str]) -> Signature:
-    return Signature(tuple(map(NdSbp.parse, inputs)), tuple(map(NdSbp.parse, outputs)))
-
-
-def _call(op: str, inputs: dict[str, tuple[int, ...]], output: tuple[int, ...]) -> OpCall:
-    return OpCall(
-        op=op,
-        args=tuple(map(Ref, inputs)),
-        inputs=tuple(TensorType(shape, "float32") for shape in inputs.values()),
-        tensor_names=tuple(inputs),
-        outputs=(TensorType(output, "float32"),),
-        tags=("pointwise",) if op == "aten.gelu.default" else (),
-        where=("models/llama.py:57, op aten",),
-    )
-
-
-MATMUL = _call("aten.mm.default", {"x": (4, 6), "w": (6, 8)}, (4, 8))
-GELU = _call("aten.gelu.default", {"h": (4, 6)}, (4, 6))
+MATMUL = call("aten.mm.default", {"x": (4, 6), "w": (6, 8)}, [(4, 8)])
+GELU = call("aten.gelu.default", {"h": (4, 6)}, [(4, 6)], tags=["pointwise"])
 
 
 def test_a_legal_signature_passes() -> None:

@@ -3,44 +3,19 @@ from __future__ import annotations
 import pytest
 
 from sbp_core.errors import SignatureError
-from sbp_core.graph.ir import Argument, LogicalGraph, Node, Ref, TensorType
+from sbp_core.graph.ir import LogicalGraph, Node, Ref, TensorType
 from sbp_core.sbp import NdSbp
 from sbp_core.signatures import (
     Notation,
     OpCall,
     Rule,
     RuleRegistry,
-    Signature1d,
     UnknownOperator,
     derive,
     enumerate_signatures,
 )
 from sbp_core.strategy import Signature
-
-
-def call(
-    op: str,
-    inputs: list[tuple[int, ...]],
-    outputs: list[tuple[int, ...]],
-    *rest: Argument,
-    dtype: str = "float32",
-    tags: tuple[str, ...] = (),
-) -> OpCall:
-    names = tuple(f"x{index}" for index in range(len(inputs)))
-    return OpCall(
-        op=op,
-        args=(*map(Ref, names), *rest),
-        inputs=tuple(TensorType(shape, dtype) for shape in inputs),
-        tensor_names=names,
-        outputs=tuple(TensorType(shape, dtype) for shape in outputs),
-        tags=tags,
-        where=("model.py:7",),
-    )
-
-
-def texts(found: tuple[Signature1d, ...]) -> list[str]:
-    return [str(signature) for signature in found]
-
+from sbp_core.testing.calls import call, texts
 
 MATMUL = call("aten.mm.default", [(4, 6), (6, 8)], [(4, 8)])
 

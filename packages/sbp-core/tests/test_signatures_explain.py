@@ -1,25 +1,12 @@
 from __future__ import annotations
 
-from sbp_core.graph.ir import Ref, TensorType
-from sbp_core.signatures import OpCall, RuleRegistry, UnknownOperator
+from sbp_core.signatures import RuleRegistry, UnknownOperator
 from sbp_core.signatures.explain import explain_call
-
-
-def _call(op: str, *shapes: tuple[int, int]) -> OpCall:
-    """Return a call on the matrices but the last, which is what it makes."""
-    types = tuple(TensorType(shape, "float32") for shape in shapes)
-    names = tuple(f"x{index}" for index in range(len(shapes) - 1))
-    return OpCall(
-        op=op,
-        args=tuple(map(Ref, names)),
-        inputs=types[:-1],
-        tensor_names=names,
-        outputs=types[-1:],
-    )
+from sbp_core.testing.calls import call
 
 
 def test_every_signature_says_where_it_comes_from() -> None:
-    rows = explain_call(_call("aten.mm.default", (4, 6), (6, 8), (4, 8)), 2).rows()
+    rows = explain_call(call("aten.mm.default", [(4, 6), (6, 8)], [(4, 8)]), 2).rows()
 
     because = {str(inputs): why for inputs, _, why in rows}
     assert because["(S(0), B)"] == "split of label i"
@@ -32,7 +19,7 @@ def test_every_signature_says_where_it_comes_from() -> None:
 
 def test_the_text_is_a_table_with_a_column_for_each_tensor() -> None:
     lines = str(
-        explain_call(_call("aten.mm.default", (4096, 1024), (1024, 4096), (4096, 4096)), 2)
+        explain_call(call("aten.mm.default", [(4096, 1024), (1024, 4096)], [(4096, 4096)]), 2)
     ).splitlines()
 
     assert lines[0] == "aten.mm.default    i k, k j -> i j"
@@ -46,7 +33,7 @@ def test_the_text_is_a_table_with_a_column_for_each_tensor() -> None:
 def test_an_operator_that_nothing_describes_is_not_explained_by_made_up_labels() -> None:
     rules = RuleRegistry(unknown=UnknownOperator.WHOLE)
     lines = str(
-        explain_call(_call("aten.linalg_cholesky.default", (4, 4), (4, 4)), 2, rules=rules)
+        explain_call(call("aten.linalg_cholesky.default", [(4, 4)], [(4, 4)]), 2, rules=rules)
     ).splitlines()
 
     assert lines[0].startswith("aten.linalg_cholesky.default    has no rule")

@@ -2,9 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from sbp_core.graph.ir import Argument, Ref, Symbol, TensorType
+from sbp_core.graph.ir import Ref
 from sbp_core.placement import Placement
-from sbp_core.sbp import NdSbp
 from sbp_core.signatures import (
     LocalCall,
     LocalProgram,
@@ -16,25 +15,9 @@ from sbp_core.signatures import (
     localize,
 )
 from sbp_core.strategy import Signature
+from sbp_core.testing.calls import call, signature
 
 MESH = Placement.grid((2, 2), axes=("a", "b"))
-
-
-def _call(
-    op: str, inputs: dict[str, tuple[int, ...]], output: tuple[int, ...], *rest: Argument
-) -> OpCall:
-    return OpCall(
-        op=op,
-        args=(*map(Ref, inputs), *rest),
-        kwargs={"dtype": Symbol("dtype", "float32")} if not inputs else {},
-        inputs=tuple(TensorType(shape, "float32") for shape in inputs.values()),
-        tensor_names=tuple(inputs),
-        outputs=(TensorType(output, "float32"),),
-    )
-
-
-def signature(inputs: list[str], outputs: list[str]) -> Signature:
-    return Signature(tuple(map(NdSbp.parse, inputs)), tuple(map(NdSbp.parse, outputs)))
 
 
 def _local(call: OpCall, cut: Signature, rank: int, rules: RuleRegistry | None = None) -> LocalCall:
@@ -44,7 +27,7 @@ def _local(call: OpCall, cut: Signature, rank: int, rules: RuleRegistry | None =
 
 
 def test_most_calls_run_unchanged() -> None:
-    mm = _call("aten.mm.default", {"x": (4, 6), "w": (6, 8)}, (4, 8))
+    mm = call("aten.mm.default", {"x": (4, 6), "w": (6, 8)}, [(4, 8)])
 
     local = _local(mm, signature(["S(0), B", "B, S(1)"], ["S(0), S(1)"]), 3)
 
@@ -53,7 +36,7 @@ def test_most_calls_run_unchanged() -> None:
 
 @pytest.mark.parametrize(("rank", "size"), [(0, (2, 2, 8)), (3, (2, 2, 8))])
 def test_a_view_gets_the_sizes_of_its_shard(rank: int, size: tuple[int, ...]) -> None:
-    heads = _call("aten.view.default", {"x": (4, 32)}, (4, 4, 8), (4, 4, -1))
+    heads = call("aten.view.default", {"x": (4, 32)}, [(4, 4, 8)], (4, 4, -1))
 
     local = _local(heads, signature(["S(0), S(1)"], ["S(0), S(1)"]), rank)
 
@@ -61,7 +44,7 @@ def test_a_view_gets_the_sizes_of_its_shard(rank: int, size: tuple[int, ...]) ->
 
 
 def test_uneven_shards_get_their_own_sizes() -> None:
-    ones = _call("aten.ones.default", {}, (5,), (5,))
+    ones = call("aten.ones.default", {}, [(5,)], (5,))
 
     local = [_local(ones, signature([], ["S(0), S(0)"]), rank) for rank in range(4)]
 
@@ -73,7 +56,7 @@ def test_third_parties_say_how_their_arguments_change() -> None:
     def half(call: OpCall, shards: Shards) -> LocalCall:
         return LocalCall(op=call.op, args=(*call.args[:1], *shards.output_shape()))
 
-    theirs = _call("mylib.pad.default", {"x": (6,)}, (6,), 6)
+    theirs = call("mylib.pad.default", {"x": (6,)}, [(6,)], 6)
     rules = RuleRegistry({"mylib.pad.default": Rule("n => n", half)})
 
     local = _local(theirs, signature(["S(0), B"], ["S(0), B"]), 0, rules)
@@ -88,7 +71,7 @@ def test_a_localiser_may_need_several_calls() -> None:
         low, high = builder.several(2, "aten.aminmax.default", shifted)
         return builder.program(builder("aten.add.Tensor", low, high))
 
-    theirs = _call("mylib.centre.default", {"x": (6,)}, ())
+    theirs = call("mylib.centre.default", {"x": (6,)}, [()])
     rules = RuleRegistry({"mylib.centre.default": Rule("n! => ()", centred)})
 
     program = localize(theirs, signature(["B, B"], ["B, B"]), MESH, 0, rules=rules)

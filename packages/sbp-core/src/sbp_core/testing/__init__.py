@@ -6,9 +6,9 @@
 | logger | `logger.MetricSinkConformance` | `make_factory`, `read` |
 | planner | `planner.PlannerConformance` | `make_planner` |
 
-The suites of the other kinds are in `sbp_torch.testing`. `graphs` and `plans` make graphs, machines
-and plans by hand; `edits` makes random edits of files; `holdings`, `interrupts` and `marks` are
-about the process that runs the tests.
+The suites of the other kinds are in `sbp_torch.testing`. `calls`, `graphs` and `plans` make calls,
+signatures, graphs, machines and plans by hand; `edits` makes random edits of files; `holdings`,
+`interrupts` and `marks` are about the process that runs the tests.
 
 Subclass a suite in a test module under a name that begins with `Test`; pytest finds its tests. The
 modules import no pytest, and nothing is imported here.
