@@ -7,7 +7,8 @@
 Two strategies are inferred from pins on parameters, states, gradients and updates, with the batch
 split: everything replicated, everything sharded. Another choice takes what is decided on each
 parameter, and on what its gradient and update alone depend on, from one of them. Its time is that
-of the one cost model, which every prediction of a plan comes from.
+of a replay of the compiled plan (`sbp_core.infer.step_time_s`), so boxing that overlaps with
+compute costs only what it delays.
 
 Neither is a sum over parameters, so the search goes in two parts:
 
@@ -38,10 +39,10 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any
 
-from sbp_core.compile import CompileOptions, compile_plan
+from sbp_core.compile import CompileOptions, PhysicalPlan, compile_plan
 from sbp_core.errors import ConfigError, PlanError, SbpLookupError
 from sbp_core.graph import LogicalGraph
-from sbp_core.infer import PinValue, infer_strategy, predict_cost
+from sbp_core.infer import PinValue, infer_strategy, predict_cost, step_time_s
 from sbp_core.memory import CallLayouts, call_layouts, predict_memory
 from sbp_core.placement import Placement
 from sbp_core.plugins import PlanRequest
@@ -118,7 +119,11 @@ class OsdpPlanner:
             )
         best = _improved(search, search.best, items)
         strategy = search.strategy(best)
-        report = {"osdp": _report(search, best), "explanation": _explanation(search, best)}
+        report = {
+            **predict_cost(request.graph, strategy, request.cluster, request.options),
+            "osdp": _report(search, best),
+            "explanation": _explanation(search, best),
+        }
         return replace(strategy, report={**strategy.report, **report})
 
 
@@ -141,7 +146,10 @@ class _Search:
     #: What is known of how results lie, of all plans so far.
     layouts: CallLayouts | None = None
     _strategies: dict[Choice, Strategy] = field(default_factory=dict)
+    _step_s: dict[Choice, float] = field(default_factory=dict)
     _memory: dict[Choice, int] = field(default_factory=dict)
+    #: The choice that was compiled last, and its plan: plans are too large to keep them all.
+    _compiled: tuple[Choice, PhysicalPlan] | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -160,29 +168,36 @@ class _Search:
         num = len(choice)
         ends = self.strategy((False,) * num), self.strategy((True,) * num)
         chosen = {name for name, yes in zip(self.names, choice, strict=True) if yes}
-        found = mixed(self.request.graph, *ends, chosen=chosen)
-        request = self.request
-        report = predict_cost(request.graph, found, request.cluster, request.options)
-        return replace(found, report={**found.report, **report})
+        return mixed(self.request.graph, *ends, chosen=chosen)
+
+    def plan(self, choice: Choice) -> PhysicalPlan:
+        """Return the compiled plan of a choice."""
+        if self._compiled is None or self._compiled[0] != choice:
+            options = self.request.options or CompileOptions(cluster=self.request.cluster)
+            plan = compile_plan(self.request.graph, self.strategy(choice), options)
+            self._compiled = choice, plan
+        return self._compiled[1]
 
     def step_s(self, choice: Choice) -> float:
-        """Return the predicted time of a step."""
-        found: float = self.strategy(choice).report["predicted_step_s"]
-        return found
+        """Return the predicted time of a step of the compiled plan."""
+        if choice not in self._step_s:
+            self._step_s[choice] = step_time_s(self.plan(choice))
+        return self._step_s[choice]
 
     def memory(self, choice: Choice) -> int:
         """Return what the fullest rank holds at its peak, of the compiled plan, in bytes."""
         if choice not in self._memory:
-            options = self.request.options or CompileOptions(cluster=self.request.cluster)
-            plan = compile_plan(self.request.graph, self.strategy(choice), options)
+            plan, request = self.plan(choice), self.request
             try:
                 # Shared by all plans: most of their calls are alike.
                 self.layouts = self.layouts or call_layouts()
                 self._memory[choice] = predict_memory(plan, layouts=self.layouts).peak
             except (SbpLookupError, PlanError):
                 self.is_exact = False
-                bound = self.strategy(choice).report["predicted_memory_bytes_per_rank"]
-                self._memory[choice] = bound
+                found = predict_cost(
+                    request.graph, self.strategy(choice), request.cluster, request.options
+                )
+                self._memory[choice] = found["predicted_memory_bytes_per_rank"]
         return self._memory[choice]
 
     def fits(self, choice: Choice) -> bool:
@@ -195,7 +210,7 @@ class _Search:
     @property
     def num_compiled(self) -> int:
         """How many choices were compiled."""
-        return len(self._memory)
+        return len({*self._step_s, *self._memory})
 
     def _rank(self, choice: Choice) -> tuple[float, int]:
         return self.step_s(choice), self.memory(choice)
@@ -283,7 +298,7 @@ def _report(search: _Search, best: Choice) -> dict[str, Any]:
         },
         **{
             name: {
-                "predicted_step_s": search.step_s(choice),
+                "plan_step_s": search.step_s(choice),
                 "plan_memory_bytes_per_rank": search.memory(choice),
                 "num_sharded": sum(choice),
                 "fits": search.memory(choice) <= search.limit_bytes,
