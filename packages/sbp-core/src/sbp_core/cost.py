@@ -120,8 +120,8 @@ def copy_time_s(num_bytes: int, num_calls: int, device: Device) -> float:
     return num_calls * device.launch_s + num_bytes / device.memory_bytes_per_s
 
 
-def is_view(call: OpCall, flop: float) -> bool:
-    """Return whether a call only looks at its argument in another way: no work, by tag or rule."""
+def is_free(call: OpCall, flop: float) -> bool:
+    """Return whether a call takes no time: its tag calls it a view, or its rule says no work."""
     return "view" in call.tags or flop == 0
 
 
@@ -155,7 +155,7 @@ def grid_time_s(
         device: What runs it.
         flop: Work of the whole call, `work_flop(call)`.
     """
-    if is_view(call, flop):
+    if is_free(call, flop):
         return 0.0
     held: dict[object, int] = {}
     for name, tensor, sbp in zip(call.tensor_names, call.inputs, signature.inputs, strict=True):

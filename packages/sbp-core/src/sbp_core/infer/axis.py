@@ -206,7 +206,7 @@ class AxisProblem:
                 raise self._untakable(node, value, pin, {parts[index].inputs[at] for index in kept})
             kept = fits or kept
         # What a view of a pinned value must be is pinned for its users too.
-        if len(kept) == 1 and pinned and self.work.is_view(node) and pinned[0][2].firm:
+        if len(kept) == 1 and pinned and self.work.is_free(node) and pinned[0][2].firm:
             for value, entry in zip(node.outputs, parts[kept[0]].outputs, strict=True):
                 self.use.setdefault(value, replace(pinned[0][2], entry=entry))
         return kept

@@ -38,7 +38,7 @@ from sbp_core.compile.physical import ActorId, PhysicalPlan
 from sbp_core.compile.program import Program
 from sbp_core.compile.segments import CompileOptions
 from sbp_core.compile.token_game import TokenGame
-from sbp_core.cost import is_view, local_bytes
+from sbp_core.cost import is_free, local_bytes
 from sbp_core.graph.ir import LogicalGraph, Node, OutputKind, Phase, Rate
 from sbp_core.graph.primitives import ACCUMULATE
 from sbp_core.interpreter.firings import Firings
@@ -245,7 +245,7 @@ def _add_activations(
 def _base(graph: LogicalGraph, value: str) -> str:
     while (node := graph.producers.get(value)) is not None:
         call = OpCall.of(graph, node)
-        if not call.inputs or not is_view(call, work_flop(call)):
+        if not call.inputs or not is_free(call, work_flop(call)):
             break
         value = call.tensor_names[0]
     return value

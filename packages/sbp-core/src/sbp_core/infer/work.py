@@ -11,7 +11,7 @@ from functools import cached_property
 from math import prod
 
 from sbp_core.cluster import Cluster
-from sbp_core.cost import grid_time_s, is_view
+from sbp_core.cost import grid_time_s, is_free
 from sbp_core.graph.ir import (
     GraphInput,
     InputKind,
@@ -70,10 +70,10 @@ class StepWork:
         """A text for each node, equal for nodes whose calls mean the same."""
         return {name: call_key(call) for name, call in self.calls.items()}
 
-    def is_view(self, node: Node) -> bool:
-        """Return whether a node only looks at its argument in another way."""
+    def is_free(self, node: Node) -> bool:
+        """Return whether a node takes no time, as views do."""
         call = self.calls[node.name]
-        return is_view(call, work_flop(call))
+        return is_free(call, work_flop(call))
 
     @cached_property
     def views_of_gradients(self) -> frozenset[str]:
@@ -85,7 +85,7 @@ class StepWork:
                 user.phase is Phase.OPTIMIZER or user.op == ACCUMULATE or user.name in found
                 for user in users
             )
-            if users and ends_there and node.phase is Phase.BACKWARD and self.is_view(node):
+            if users and ends_there and node.phase is Phase.BACKWARD and self.is_free(node):
                 found.add(node.name)
         return frozenset(found)
 

@@ -45,7 +45,7 @@ from sbp_core.graph.blocks import block_of
 from sbp_core.graph.ir import LogicalGraph, Node, Phase
 from sbp_core.passes.closure import least_closure
 from sbp_core.passes.rematerialize import Region
-from sbp_core.passes.saved_activations import call_flop, is_forward, is_view, sum_bytes
+from sbp_core.passes.saved_activations import call_flop, does_no_work, is_forward, sum_bytes
 from sbp_core.units import format_bytes
 
 #: Options of one run, at most.
@@ -180,7 +180,7 @@ class _Table:
         self.common = frozenset(self._values_anyway())
         self.common_bytes = sum_bytes(graph, self.common)
         self.flop = {
-            node.name: 0 if is_view(graph, node) else max(1, round(call_flop(graph, node)))
+            node.name: 0 if does_no_work(graph, node) else max(1, round(call_flop(graph, node)))
             for run in blocks
             for node in run
         }

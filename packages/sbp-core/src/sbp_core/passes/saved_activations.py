@@ -27,15 +27,15 @@ def call_flop(graph: LogicalGraph, node: Node) -> float:
         return float(sum(kind.size_bytes // ITEMSIZE[kind.dtype] for kind in made))
 
 
-def is_view(graph: LogicalGraph, node: Node) -> bool:
-    """Whether a node only looks at its argument in another way."""
+def does_no_work(graph: LogicalGraph, node: Node) -> bool:
+    """Whether a node takes no arithmetic, as views of its argument do."""
     return bool(graph.tensor_inputs(node)) and call_flop(graph, node) == 0
 
 
 def base_of(graph: LogicalGraph, value: str) -> str:
     """Return the value whose memory a value is in: what it views, if it is a view."""
     node = graph.producers.get(value)
-    while node is not None and is_view(graph, node):
+    while node is not None and does_no_work(graph, node):
         value = graph.tensor_inputs(node)[0]
         node = graph.producers.get(value)
     return value
@@ -65,4 +65,4 @@ def sum_bytes(graph: LogicalGraph, values: Iterable[str]) -> int:
 
 def made_bytes(graph: LogicalGraph, node: Node) -> int:
     """Return the bytes that a node makes: none if it is a view."""
-    return 0 if is_view(graph, node) else sum_bytes(graph, node.outputs)
+    return 0 if does_no_work(graph, node) else sum_bytes(graph, node.outputs)
