@@ -116,8 +116,10 @@ def _step(name: str, size: int = 4) -> LogicalGraph:
     return prepare_step(graph, options=PassOptions(recompute=None, defer_reductions=False))
 
 
-def _again(graph: LogicalGraph) -> list[str]:
-    return [node.forward for node in graph.nodes if "again" in node.tags and node.op != "sbp.after"]
+def _recomputed(graph: LogicalGraph) -> list[str]:
+    return [
+        node.forward for node in graph.nodes if "recomputed" in node.tags and node.op != "sbp.after"
+    ]
 
 
 def _run(name: str, graph: LogicalGraph) -> tuple[Tensor, dict[str, object]]:
@@ -155,7 +157,7 @@ def test_dropout_and_batch_norm_are_the_same_when_made_again(name: str) -> None:
 
     changed = verify_graph(recompute(graph, RecomputeOptions() if name == "marked" else _ALL))
 
-    assert _again(changed)
+    assert _recomputed(changed)
     (loss, states), (expected, wanted) = _run(name, changed), _run(name, graph)
     assert torch.equal(loss, expected)
     assert same_states(states, wanted)
@@ -173,8 +175,8 @@ def test_what_the_user_marked_is_made_again_call_by_call() -> None:
     by_mark = recompute(_step("marked"), RecomputeOptions())
     by_name = recompute(_step("noisy"), _ALL)
 
-    assert _again(by_mark) == _again(by_name) != []
-    assert _again(recompute(_step("marked"), RecomputeOptions(marked=False))) == []
+    assert _recomputed(by_mark) == _recomputed(by_name) != []
+    assert _recomputed(recompute(_step("marked"), RecomputeOptions(marked=False))) == []
 
 
 def test_of_a_recomputed_block_only_what_comes_into_it_is_kept() -> None:
@@ -201,7 +203,7 @@ def test_what_others_use_of_a_block_in_their_backward_is_kept_for_them() -> None
     last = norm.args[0].name
     assert graph.producers[last].module == "blocks.1"
     assert last in saved_values(changed)
-    assert last not in _again(changed)
+    assert last not in _recomputed(changed)
 
 
 def test_a_block_is_made_again_after_the_backward_of_the_block_behind_it() -> None:
@@ -215,18 +217,18 @@ def test_a_block_is_made_again_after_the_backward_of_the_block_behind_it() -> No
             for node in changed.nodes
             if node.phase is Phase.BACKWARD and node.module.startswith(f"blocks.{index}")
         ]
-        first = min(place[node.name] for node in inside if "again" in node.tags)
+        first = min(place[node.name] for node in inside if "recomputed" in node.tags)
         # Behind it: no backward node of the block that uses what is made again comes earlier.
         assert all(
             place[node.name] > first
             for node in inside
-            if any(value.endswith(".again") for value in node.inputs())
+            if any(value.endswith(".recomputed") for value in node.inputs())
         )
         spans.append(first)
     assert spans == sorted(spans, reverse=True)
     for index in range(_NUM_BLOCKS - 1):
         behind = [n for n in changed.nodes if n.module.startswith(f"blocks.{index + 1}.")]
-        used = [n for n in behind if any(value.endswith(".again") for value in n.inputs())]
+        used = [n for n in behind if any(value.endswith(".recomputed") for value in n.inputs())]
         assert max(place[n.name] for n in used) < spans[index]
 
 
@@ -238,13 +240,13 @@ def test_what_is_made_again_waits_for_the_gradient_of_its_block() -> None:
     for node in gates:
         token = changed.producers[node.args[1].name]
         assert token.phase is Phase.BACKWARD
-        assert "again" not in token.tags
+        assert "recomputed" not in token.tags
 
 
 def test_sharing_expressions_does_not_undo_a_recomputation() -> None:
     changed = recompute(_step("deep"), _ALL)
 
-    assert _again(share_expressions(fold_views(changed))) == _again(changed)
+    assert _recomputed(share_expressions(fold_views(changed))) == _recomputed(changed)
 
 
 def test_what_is_kept_by_pattern_is_not_made_again() -> None:
@@ -252,7 +254,7 @@ def test_what_is_kept_by_pattern_is_not_made_again() -> None:
 
     changed = recompute(graph, RecomputeOptions(modules=("blocks.*",), keep=("*.attention.out",)))
 
-    assert not any(graph.by_name[name].module.endswith(".out") for name in _again(changed))
+    assert not any(graph.by_name[name].module.endswith(".out") for name in _recomputed(changed))
     assert any(v.startswith("blocks.1.attention.out") for v in saved_values(changed))
 
 
@@ -272,7 +274,7 @@ def test_what_draws_from_torchs_own_stream_is_not_drawn_twice() -> None:
 
     changed = verify_graph(recompute(b.graph(), RecomputeOptions(modules=("m",))))
 
-    assert _again(changed) == ["m.y"]
+    assert _recomputed(changed) == ["m.y"]
 
 
 def _fields(node: object) -> dict[str, object]:

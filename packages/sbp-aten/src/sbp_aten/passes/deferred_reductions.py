@@ -198,7 +198,7 @@ class _Squares:
     ) -> None:
         self.types[name] = kind
         # Where the node stands stays true of what replaces it; what its operator does does not.
-        marks = tuple(tag for tag in node.tags if tag.split(":")[0] in ("recompute", "again"))
+        marks = tuple(tag for tag in node.tags if tag.split(":")[0] in ("recompute", "recomputed"))
         self.nodes.append(
             replace(
                 node,

@@ -47,7 +47,7 @@ def recompute(graph: LogicalGraph, how: RecomputeOptions) -> LogicalGraph:
 
     before: h = mm(x, w); a = gelu(h); ...   dh = gelu_backward(da, h)
     after:  h = mm(x, w); a = gelu(h); ...   x.after = sbp.after(x, da)
-            h.again = mm(x.after, w); dh = gelu_backward(da, h.again)
+            h.recomputed = mm(x.after, w); dh = gelu_backward(da, h.recomputed)
 
     Runs on a captured step, before the accumulation over micro-batches or after it.
 

@@ -25,7 +25,7 @@ from sbp_core.graph.rewrite import drop_dead, rename_uses
 from sbp_core.passes.saved_activations import call_flop, is_forward
 
 #: Tag of nodes that recompute forward values.
-REMATERIALIZED = "again"
+REMATERIALIZED = "recomputed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ def rematerialize(graph: LogicalGraph, regions: Sequence[Region]) -> LogicalGrap
 
     before: h = mm(x, w); a = gelu(h); ...   dh = gelu_backward(da, h)
     after:  h = mm(x, w); a = gelu(h); ...   x.after = sbp.after(x, da)
-            h.again = mm(x.after, w); dh = gelu_backward(da, h.again)
+            h.recomputed = mm(x.after, w); dh = gelu_backward(da, h.recomputed)
     """
     made = _Rewriting(graph, _ReplacedUses(graph, regions)).run()
     return drop_dead(made)
