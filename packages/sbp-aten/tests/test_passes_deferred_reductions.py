@@ -13,7 +13,7 @@ from sbp_aten.pass_options import PassOptions
 from sbp_aten.passes import prepare_step
 from sbp_aten.passes.deferred_reductions import accumulate_addends, defer_reductions, sum_squares
 from sbp_core.check import check
-from sbp_core.compile import Boxing, compile_plan
+from sbp_core.compile import BoxingActor, compile_plan
 from sbp_core.errors import GraphError
 from sbp_core.graph import LogicalGraph, verify_graph
 from sbp_core.graph.ir import GraphOutput, InputKind, OutputKind, Phase, Rate, Ref, TensorType
@@ -167,7 +167,7 @@ def test_clipping_by_the_global_norm_moves_numbers_instead_of_gradients(num_rank
     in_update = [
         after.steps[actor.step].size_bytes
         for actor in after.ranks[0].actors
-        if isinstance(actor, Boxing) and actor.phase is Phase.OPTIMIZER
+        if isinstance(actor, BoxingActor) and actor.phase is Phase.OPTIMIZER
     ]
     assert sum(in_update) <= 64 * num_ranks
 

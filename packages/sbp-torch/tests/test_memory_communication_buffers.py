@@ -7,7 +7,7 @@ import pytest
 from sbp_core.boxing.memory import step_memory_bytes
 from sbp_core.boxing.slices import bounds_of, itemsize, volume
 from sbp_core.boxing.step import StepKind
-from sbp_core.compile.physical import Boxing, Collective, Receive, Send
+from sbp_core.compile.physical import BoxingActor, Collective, Receive, Send
 from sbp_core.memory import MemoryKind, predict_memory
 from sbp_core.memory.communication_buffers import buffer_bytes
 from sbp_torch.testing.cases import CASES, compile_case
@@ -19,7 +19,7 @@ def test_buffers_and_shards_are_what_a_collective_holds(name: str) -> None:
 
     for part in plan.ranks:
         found = buffer_bytes(plan, part.rank)
-        assert found.keys() == {a.name for a in part.actors if isinstance(a, Boxing)}
+        assert found.keys() == {a.name for a in part.actors if isinstance(a, BoxingActor)}
         for actor in part.actors:
             if not isinstance(actor, Collective):
                 continue

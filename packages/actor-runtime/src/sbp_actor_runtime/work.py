@@ -13,7 +13,7 @@ from sbp_core.boxing import Communicator
 from sbp_core.compile import (
     Accumulate,
     Actor,
-    Boxing,
+    BoxingActor,
     Collective,
     Compute,
     PhysicalPlan,
@@ -77,7 +77,7 @@ def _accumulation(actor: Accumulate, plan: PhysicalPlan) -> Work:
     return run
 
 
-def _tag(actor: Boxing) -> Callable[[int, StepOrder], str]:
+def _tag(actor: BoxingActor) -> Callable[[int, StepOrder], str]:
     """Return how a firing is called, equally on every rank that takes part."""
     name = actor.name.removeprefix("send ").removeprefix("receive ")
     return lambda index, order: f"{name}, micro-batch {index} of step {order.index}"

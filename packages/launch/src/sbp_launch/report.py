@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from sbp_core.check import CheckReport
-from sbp_core.compile import Boxing, PhysicalPlan
+from sbp_core.compile import BoxingActor, PhysicalPlan
 from sbp_core.infer import step_time_s
 from sbp_core.memory import MemoryReport
 from sbp_core.placement import Placement
@@ -58,7 +58,7 @@ def summary(
     actors = sum(len(part.actors) for part in plan.ranks)
     kinds = Counter(
         plan.steps[index].kind.value
-        for index in {a.step for p in plan.ranks for a in p.actors if isinstance(a, Boxing)}
+        for index in {a.step for p in plan.ranks for a in p.actors if isinstance(a, BoxingActor)}
     )
     if len(plan.stages) > 1:
         meshes = "; ".join(map(_stage_text, plan.stages))

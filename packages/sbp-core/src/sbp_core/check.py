@@ -21,7 +21,7 @@ from sbp_core.compile.physical import (
     Accumulate,
     Actor,
     ActorId,
-    Boxing,
+    BoxingActor,
     Collective,
     Compute,
     PhysicalPlan,
@@ -104,7 +104,7 @@ def _check_actor(plan: PhysicalPlan, part: RankPlan, slots: set[str], actor: Act
                 where=where,
                 accepted="one register for each input, a slot for each state, batch part or scalar",
             )
-    if not isinstance(actor, Boxing):
+    if not isinstance(actor, BoxingActor):
         return
     if actor.step not in range(len(plan.steps)):
         raise PlanError(
@@ -121,13 +121,13 @@ def _check_actor(plan: PhysicalPlan, part: RankPlan, slots: set[str], actor: Act
         )
 
 
-def _missing_partners(plan: PhysicalPlan, rank: int, actor: Boxing) -> list[int]:
+def _missing_partners(plan: PhysicalPlan, rank: int, actor: BoxingActor) -> list[int]:
     """Return the ranks on which no actor does the other part of a boxing actor's step.
 
     Only actors of the same step and rate count: others would move something else, or not as often.
     """
 
-    def does(actor_id: ActorId, kind: type[Boxing]) -> bool:
+    def does(actor_id: ActorId, kind: type[BoxingActor]) -> bool:
         there = plan.by_rank.get(actor_id[0])
         found = None if there is None else there.by_name.get(actor_id[1])
         return isinstance(found, kind) and (found.step, found.rate) == (actor.step, actor.rate)
@@ -138,7 +138,7 @@ def _missing_partners(plan: PhysicalPlan, rank: int, actor: Boxing) -> list[int]
         return [rank]
     if isinstance(actor, Collective):
         return [r for r in step.group(rank) if not does((r, actor.name), Collective)]
-    kind: type[Boxing]
+    kind: type[BoxingActor]
     if isinstance(actor, Send):
         ends = [link.receiver for link in plan.links if link.sender == (rank, actor.name)]
         wanted, kind = step.target[0].rank_list, Receive

@@ -179,7 +179,7 @@ class Accumulate(_Maker):
 Actor: TypeAlias = Compute | Collective | Send | Receive | Accumulate
 
 #: An actor that takes part in a boxing step.
-Boxing: TypeAlias = Collective | Send | Receive
+BoxingActor: TypeAlias = Collective | Send | Receive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

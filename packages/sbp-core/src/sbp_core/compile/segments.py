@@ -18,7 +18,7 @@ from sbp_core.compile.items import Item, ItemKind, Lowered
 from sbp_core.compile.physical import (
     Accumulate,
     Actor,
-    Boxing,
+    BoxingActor,
     Collective,
     Compute,
     PhysicalPlan,
@@ -186,7 +186,7 @@ class _Actors:
             return self._accumulation(name, items)
         return self._segment(name, items)
 
-    def _boxing_actor(self, name: str, item: Item) -> Boxing:
+    def _boxing_actor(self, name: str, item: Item) -> BoxingActor:
         step = item.step
         assert step is not None
         receives = name.startswith("receive ")

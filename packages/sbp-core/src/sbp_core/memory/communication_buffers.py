@@ -11,7 +11,7 @@ from __future__ import annotations
 from sbp_core.boxing.memory import step_memory_bytes
 from sbp_core.boxing.slices import bounds_of, itemsize, transfer_pieces, volume
 from sbp_core.boxing.step import Step
-from sbp_core.compile.physical import Boxing, Collective, PhysicalPlan, Send
+from sbp_core.compile.physical import BoxingActor, Collective, PhysicalPlan, Send
 
 
 def buffer_bytes(plan: PhysicalPlan, rank: int) -> dict[str, int]:
@@ -22,7 +22,7 @@ def buffer_bytes(plan: PhysicalPlan, rank: int) -> dict[str, int]:
     found: dict[str, int] = {}
     collective: dict[int, dict[int, int]] = {}
     for actor in plan.by_rank[rank].actors:
-        if not isinstance(actor, Boxing):
+        if not isinstance(actor, BoxingActor):
             continue
         step = plan.steps[actor.step]
         if isinstance(actor, Collective):

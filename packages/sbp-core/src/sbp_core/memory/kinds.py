@@ -20,7 +20,7 @@ from sbp_core.compile.liveness import keys_in
 from sbp_core.compile.physical import (
     Accumulate,
     Actor,
-    Boxing,
+    BoxingActor,
     Collective,
     Compute,
     PhysicalPlan,
@@ -130,10 +130,10 @@ def _gradients(part: RankPlan) -> set[str]:
         maker = makers.get(key)
         if key in found or maker is None or maker.phase is Phase.FORWARD:
             continue
-        if maker.phase is Phase.OPTIMIZER and not isinstance(maker, Boxing):
+        if maker.phase is Phase.OPTIMIZER and not isinstance(maker, BoxingActor):
             continue
         found.add(key)
-        if isinstance(maker, Boxing):
+        if isinstance(maker, BoxingActor):
             todo.extend(maker.inputs)
         elif isinstance(maker, Compute):
             todo.extend(_cast_from(maker, key))
