@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sbp_boxing_nccl import mpiexec_specs
-from sbp_core.boxing import BoxingBackend, Step, route
+from sbp_core.boxing import BoxingBackend, BoxingStep, route
 from sbp_core.errors import BoxingError
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp
@@ -130,7 +130,7 @@ class Case:
     """One collective: the step, and the same by hand."""
 
     name: str
-    step: Step
+    step: BoxingStep
     shard_shape: tuple[int, ...]
     by_hand: Callable[[ByHand, Tensor], Tensor]
     donate: bool = False
@@ -213,7 +213,7 @@ def cases(shard_bytes: int) -> list[Case]:
     return found
 
 
-def only_step(shape: tuple[int, ...], source: str, target: str) -> Step:
+def only_step(shape: tuple[int, ...], source: str, target: str) -> BoxingStep:
     mesh = Placement(list(range(NUM_RANKS)), ("x",))
     ends = (mesh, NdSbp.parse(source)), (mesh, NdSbp.parse(target))
     (step,) = route(shape, "float32", *ends).steps

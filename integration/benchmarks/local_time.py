@@ -23,7 +23,7 @@ from threading import Barrier
 
 import torch
 
-from sbp_core.boxing import Step, StepKind, bounds_of, route, volume
+from sbp_core.boxing import BoxingStep, StepKind, bounds_of, route, volume
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, P, S, Sbp
 from sbp_core.units import format_bytes, format_seconds
@@ -46,14 +46,14 @@ CHANGES: tuple[tuple[str, Sbp, Sbp], ...] = (
 Work = Callable[[int], object]
 
 
-def make_step(size_bytes: int, num_ranks: int, before: Sbp, after: Sbp) -> Step:
+def make_step(size_bytes: int, num_ranks: int, before: Sbp, after: Sbp) -> BoxingStep:
     """The collective on a float32 tensor of a size, in bytes."""
     mesh, shape = Placement.grid((num_ranks,), ("x",)), (ROWS, size_bytes // 4 // ROWS)
     (step,) = route(shape, "float32", (mesh, NdSbp(before)), (mesh, NdSbp(after))).steps
     return step
 
 
-def touched_bytes(step: Step) -> int:
+def touched_bytes(step: BoxingStep) -> int:
     """Bytes that a collective among threads must read and write."""
     read = sum(map(volume, bounds_of(step.shape, *step.source).values()))
     shared = step.kind in (StepKind.ALL_REDUCE, StepKind.ALL_GATHER)
@@ -63,7 +63,7 @@ def touched_bytes(step: Step) -> int:
     return 4 * (read + written)
 
 
-def collective(step: Step, donate: bool, ends: list[LocalBackend], number: list[int]) -> Work:
+def collective(step: BoxingStep, donate: bool, ends: list[LocalBackend], number: list[int]) -> Work:
     """One call of a collective on each rank; results are dropped at once."""
     parts = {
         rank: part.clone()
@@ -104,7 +104,7 @@ def timed(threads: ThreadPoolExecutor, num_ranks: int, work: Work, *, meets: boo
     return max(stop for _, stop in spans) - (max(starts) if meets else min(starts))
 
 
-def compare(name: str, step: Step, donate: bool, rounds: int) -> None:
+def compare(name: str, step: BoxingStep, donate: bool, rounds: int) -> None:
     """Time one collective against memcpy, and print a line."""
     num_ranks, size_bytes = step.source[0].size, touched_bytes(step)
     backend, number = LocalBackend(), [0]

@@ -25,7 +25,14 @@ import sys
 import time
 from itertools import permutations
 
-from sbp_core.boxing import Step, StepKind, clear_routes, collective_bytes, is_realisable, route
+from sbp_core.boxing import (
+    BoxingStep,
+    StepKind,
+    clear_routes,
+    collective_bytes,
+    is_realisable,
+    route,
+)
 from sbp_core.cluster import Cluster, Device, Link
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, Broadcast, NdSbp, P, Partial, Sbp, all_nd_sbps
@@ -106,7 +113,7 @@ def single_step(
         return None
     else:
         kind = StepKind.ALL_GATHER if isinstance(entry, Broadcast) else StepKind.ALL_TO_ALL
-    step = Step(
+    step = BoxingStep(
         kind=kind,
         shape=shape,
         dtype=DTYPE,

@@ -12,7 +12,7 @@ from torch import Tensor
 from sbp_actor_runtime.message import StepOrder
 from sbp_actor_runtime.work import work_of
 from sbp_core.boxing.backend import Communicator
-from sbp_core.boxing.step import Step
+from sbp_core.boxing.step import BoxingStep
 from sbp_core.compile.physical import Accumulate, Actor, Collective, Receive, Send
 from sbp_torch.testing.cases import compile_case
 
@@ -29,14 +29,16 @@ class Recorder(Communicator):
         return torch.tensor(len(self.calls))
 
     def collective(
-        self, step: Step, shard: Tensor, *, tag: str, deadline_s: float, donate: bool = False
+        self, step: BoxingStep, shard: Tensor, *, tag: str, deadline_s: float, donate: bool = False
     ) -> Tensor:
         return self._write("collective", tag, deadline_s)
 
-    def send(self, step: Step, shard: Tensor, *, tag: str, deadline_s: float) -> None:
+    def send(self, step: BoxingStep, shard: Tensor, *, tag: str, deadline_s: float) -> None:
         self._write("send", tag, deadline_s)
 
-    def receive(self, step: Step, shard: Tensor | None, *, tag: str, deadline_s: float) -> Tensor:
+    def receive(
+        self, step: BoxingStep, shard: Tensor | None, *, tag: str, deadline_s: float
+    ) -> Tensor:
         return self._write("receive", tag, deadline_s)
 
 

@@ -17,7 +17,7 @@ from mpi_rank import write
 from sbp_boxing_nccl.backend import MpiBackend
 from sbp_boxing_nccl.configs import MpiBoxingConfig
 from sbp_core.boxing.router import route
-from sbp_core.boxing.step import Step
+from sbp_core.boxing.step import BoxingStep
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, P, Sbp
 
@@ -67,7 +67,7 @@ def fall(how: str, backend: MpiBackend) -> None:
     time.sleep(120)  # until it is killed
 
 
-def one_step(before: Sbp, after: Sbp, sources: list[int], targets: list[int]) -> Step:
+def one_step(before: Sbp, after: Sbp, sources: list[int], targets: list[int]) -> BoxingStep:
     source, target = Placement(sources, ("x",)), Placement(targets, ("x",))
     (step,) = route((4, 2), "float32", (source, NdSbp(before)), (target, NdSbp(after))).steps
     return step

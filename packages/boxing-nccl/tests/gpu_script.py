@@ -12,7 +12,7 @@ from sbp_boxing_nccl.nccl.cupy_device import load_device
 from sbp_boxing_nccl.nccl.group import launch
 from sbp_core.boxing.processes import KeyValueControlStore
 from sbp_core.boxing.processes.call import CollectiveCall
-from sbp_core.boxing.step import Step, StepKind
+from sbp_core.boxing.step import BoxingStep, StepKind
 from sbp_core.errors import BoxingError
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, P
@@ -29,7 +29,7 @@ def alone() -> None:
     ghost.join("0-1/id", [0, 1])
     bootstrap = Bootstrap(store, load_device(0, 0), lambda call: None)
     mesh = Placement([0, 1], ("x",))
-    step = Step(
+    step = BoxingStep(
         kind=StepKind.ALL_REDUCE,
         shape=(4,),
         dtype="float32",

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from sbp_core.boxing.slices import collective_bytes, transfer_bytes
-from sbp_core.boxing.step import Step, StepKind
+from sbp_core.boxing.step import BoxingStep, StepKind
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp, Sbp
 from sbp_torch.boxing.execute import apply_step, shard
@@ -19,10 +19,10 @@ def collective(
     after: Sbp,
     shape: tuple[int, ...] = (4, 2),
     dtype: str = "float32",
-) -> Step:
+) -> BoxingStep:
     """A collective of ranks 0 .. n-1."""
     mesh = Placement(list(range(num_ranks)), ("x",))
-    step = Step(
+    step = BoxingStep(
         kind=kind,
         shape=shape,
         dtype=dtype,
@@ -41,9 +41,9 @@ def transfer(
     after: Sbp,
     shape: tuple[int, ...] = (4, 2),
     dtype: str = "float32",
-) -> Step:
+) -> BoxingStep:
     """A transfer from some ranks to others."""
-    step = Step(
+    step = BoxingStep(
         kind=StepKind.TRANSFER,
         shape=shape,
         dtype=dtype,
@@ -55,7 +55,7 @@ def transfer(
     return replace(step, size_bytes=transfer_bytes(step))
 
 
-def parts(step: Step, tensor: torch.Tensor) -> dict[int, torch.Tensor]:
+def parts(step: BoxingStep, tensor: torch.Tensor) -> dict[int, torch.Tensor]:
     """What each rank holds of a tensor before a step; every partial is the whole tensor."""
     placement, sbp = step.source
     if sbp.has_partial:
@@ -63,6 +63,6 @@ def parts(step: Step, tensor: torch.Tensor) -> dict[int, torch.Tensor]:
     return shard(tensor, placement, sbp)
 
 
-def expected(step: Step, given: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+def expected(step: BoxingStep, given: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
     """What each rank holds after a step."""
     return apply_step(step, given)

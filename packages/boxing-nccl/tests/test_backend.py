@@ -9,7 +9,7 @@ from steps import collective
 from sbp_boxing_nccl.backend import MpiBackend
 from sbp_boxing_nccl.configs import MpiBoxingConfig
 from sbp_core.boxing.router import route
-from sbp_core.boxing.step import Step, StepKind
+from sbp_core.boxing.step import BoxingStep, StepKind
 from sbp_core.errors import BoxingError
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, P, S, Sbp, Split
@@ -24,7 +24,7 @@ def one_step(
     targets: list[int],
     shape: tuple[int, ...] = (4, 2),
     dtype: str = "float32",
-) -> Step:
+) -> BoxingStep:
     """The only step that takes a tensor from one to the other."""
     source, target = Placement(sources, ("x",)), Placement(targets, ("x",))
     (step,) = route(shape, dtype, (source, NdSbp(before)), (target, NdSbp(after))).steps

@@ -10,11 +10,11 @@ from steps import collective, expected, parts, transfer
 from thread_ranks import Ranks
 
 from sbp_boxing_nccl.nccl.backend import NcclBackend
-from sbp_core.boxing.step import Step, StepKind
+from sbp_core.boxing.step import BoxingStep, StepKind
 from sbp_core.sbp import B, P, S
 
 
-def run(step: Step, num_ranks: int, *, lag_s: float = 0.0, **config: Any) -> list[list[Call]]:
+def run(step: BoxingStep, num_ranks: int, *, lag_s: float = 0.0, **config: Any) -> list[list[Call]]:
     """Run a step, check every rank's result, and return what each rank called."""
     ranks = Ranks(num_ranks, **config)
     for device in ranks.devices:
@@ -169,7 +169,7 @@ def test_a_rank_that_keeps_its_part_receives_nothing() -> None:
         transfer([0], [1], B, B),
     ],
 )
-def test_results_are_right_when_the_host_runs_ahead(step: Step) -> None:
+def test_results_are_right_when_the_host_runs_ahead(step: BoxingStep) -> None:
     calls = run(step, 2, run_ahead=True, lag_s=0.05)
 
     assert all(calls)

@@ -12,11 +12,11 @@ from test_nccl_bootstrap import told
 from thread_ranks import Ranks
 
 from sbp_boxing_nccl.nccl.backend import NcclBackend
-from sbp_core.boxing.step import Step, StepKind
+from sbp_core.boxing.step import BoxingStep, StepKind
 from sbp_core.sbp import B, P
 
 
-def summed(num_ranks: int) -> Step:
+def summed(num_ranks: int) -> BoxingStep:
     return collective(StepKind.ALL_REDUCE, num_ranks, P, B)
 
 

@@ -10,7 +10,7 @@ from steps import collective, expected, parts, transfer
 from sbp_boxing_nccl.backend import MpiBackend
 from sbp_boxing_nccl.configs import NcclBoxingConfig
 from sbp_boxing_nccl.nccl.backend import NcclBackend
-from sbp_core.boxing.step import Step, StepKind
+from sbp_core.boxing.step import BoxingStep, StepKind
 from sbp_core.errors import BoxingError
 from sbp_core.sbp import B, P, S
 
@@ -25,7 +25,7 @@ STEPS = (
 )
 
 
-def given_parts(step: Step) -> dict[int, torch.Tensor]:
+def given_parts(step: BoxingStep) -> dict[int, torch.Tensor]:
     values = torch.arange(torch.Size(step.shape).numel()).reshape(step.shape)
     return parts(step, values.to(getattr(torch, step.dtype)))
 

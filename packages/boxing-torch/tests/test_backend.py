@@ -16,14 +16,14 @@ from sbp_boxing_torch.backend import TorchBackend
 from sbp_boxing_torch.configs import TorchBoxingConfig
 from sbp_boxing_torch.rendezvous import TorchWorld
 from sbp_core.boxing.router import route
-from sbp_core.boxing.step import Step, StepKind
+from sbp_core.boxing.step import BoxingStep, StepKind
 from sbp_core.errors import BoxingError
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, P, Sbp
 from sbp_core.testing.holdings import grown, holdings
 
 
-def one_step(before: Sbp, after: Sbp, sources: list[int], targets: list[int]) -> Step:
+def one_step(before: Sbp, after: Sbp, sources: list[int], targets: list[int]) -> BoxingStep:
     """The only step that takes float32 (4, 2) from one to the other."""
     source, target = Placement(sources, ("x",)), Placement(targets, ("x",))
     (step,) = route((4, 2), "float32", (source, NdSbp(before)), (target, NdSbp(after))).steps
@@ -49,7 +49,7 @@ def test_a_world_of_one_rank_needs_nobody() -> None:
     backend = TorchBackend(TorchBoxingConfig(), world=TorchWorld(rank=0, size=1, store=store))
     backend.open([0])
     mesh = Placement([0], ("x",))
-    step = Step(
+    step = BoxingStep(
         kind=StepKind.ALL_REDUCE,
         shape=(4, 2),
         dtype="float32",

@@ -17,7 +17,7 @@ from sbp_boxing_torch import group as group_limits
 from sbp_boxing_torch._torch_compat import all_gather_parts, gloo_group, reduce_scatter_parts
 from sbp_boxing_torch.backend import TorchBackend
 from sbp_core.boxing.slices import collective_bytes, sent_bytes
-from sbp_core.boxing.step import Step, StepKind
+from sbp_core.boxing.step import BoxingStep, StepKind
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp, local_shape
 from sbp_torch.boxing.execute import apply_step
@@ -36,14 +36,14 @@ KINDS = {
 
 def one(
     name: str, shape: tuple[int, ...], mesh: Placement, axes: tuple[int, ...], dtype: str
-) -> Step:
+) -> BoxingStep:
     """The step of a kind on some axes of a mesh, with B on the others."""
     kind, before, after = KINDS[name]
     source, target = (
         ", ".join(entry if axis in axes else "B" for axis in range(mesh.num_axes))
         for entry in (before, after)
     )
-    step = Step(
+    step = BoxingStep(
         kind=kind,
         shape=shape,
         dtype=dtype,
@@ -56,7 +56,7 @@ def one(
     return step
 
 
-def values(step: Step, rank: int) -> torch.Tensor:
+def values(step: BoxingStep, rank: int) -> torch.Tensor:
     """The shard of one rank: small integers, whose sums are exact in any order."""
     mesh, sbp = step.source
     shape = local_shape(step.shape, sbp, mesh.mesh_shape, mesh.coordinate(rank))
@@ -65,7 +65,7 @@ def values(step: Step, rank: int) -> torch.Tensor:
     return numbers.to(getattr(torch, step.dtype))
 
 
-def run_all(rank: int, backend: TorchBackend, steps: list[Step], donate: bool) -> list[str]:
+def run_all(rank: int, backend: TorchBackend, steps: list[BoxingStep], donate: bool) -> list[str]:
     """Return what is wrong after each step, if anything."""
     communicator, wrong = backend.communicator(rank), []
     for number, step in enumerate(steps):
@@ -83,7 +83,7 @@ def run_all(rank: int, backend: TorchBackend, steps: list[Step], donate: bool) -
     return wrong
 
 
-def check(pool: RankPool, num_ranks: int, steps: list[Step], donate: bool = False) -> None:
+def check(pool: RankPool, num_ranks: int, steps: list[BoxingStep], donate: bool = False) -> None:
     job = partial(run_all, steps=steps, donate=donate)
     assert [text for wrong in pool.run(num_ranks, job) for text in wrong] == []
 

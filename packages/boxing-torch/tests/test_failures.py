@@ -19,14 +19,14 @@ from falling_ranks import Fall, bring_down
 from sbp_boxing_torch.backend import TorchBackend
 from sbp_boxing_torch.connections import CLOSE_TIMEOUT_S
 from sbp_core.boxing.router import route
-from sbp_core.boxing.step import Step
+from sbp_core.boxing.step import BoxingStep
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, P, Sbp
 
 DEADLINE_S = 2.0
 
 
-def one_step(before: Sbp, after: Sbp, sources: list[int], targets: list[int]) -> Step:
+def one_step(before: Sbp, after: Sbp, sources: list[int], targets: list[int]) -> BoxingStep:
     source, target = Placement(sources, ("x",)), Placement(targets, ("x",))
     (step,) = route((4, 2), "float32", (source, NdSbp(before)), (target, NdSbp(after))).steps
     return step

@@ -12,7 +12,7 @@ from torch.distributed import HashStore
 from sbp_boxing_torch.backend import TorchBackend
 from sbp_boxing_torch.configs import TorchBoxingConfig
 from sbp_boxing_torch.rendezvous import TorchWorld
-from sbp_core.boxing import Step, StepKind
+from sbp_core.boxing import BoxingStep, StepKind
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, P
 from sbp_torch.testing.boxing import BoxingConformance, Job, Program, use_communicator
@@ -27,7 +27,7 @@ pytestmark = [
 
 def test_a_group_of_one_rank_reduces_over_nccl() -> None:
     mesh = Placement([0], device="cuda")
-    step = Step(
+    step = BoxingStep(
         kind=StepKind.ALL_REDUCE,
         shape=(4,),
         dtype="float32",

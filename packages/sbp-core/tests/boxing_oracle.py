@@ -1,7 +1,8 @@
 """The oracle of the router: every sequence of single steps, tried.
 
 Lists every step between any two states with the definitions of `boxing.slices` and
-`boxing.memory`, one `Step` at a time, and composes them by min-plus products of the whole matrix.
+`boxing.memory`, one `BoxingStep` at a time, and composes them by min-plus products of the whole
+matrix.
 Slow, and without any of the router's shortcuts: nothing is renamed, pruned or bounded.
 """
 
@@ -15,7 +16,7 @@ from itertools import combinations, product
 import numpy as np
 import numpy.typing as npt
 
-from sbp_core.boxing import Route, Step, StepKind
+from sbp_core.boxing import BoxingStep, Route, StepKind
 from sbp_core.boxing.memory import step_memory_bytes
 from sbp_core.boxing.slices import can_transfer, collective_bytes, is_realisable, transfer_bytes
 from sbp_core.placement import Placement
@@ -32,18 +33,18 @@ _SCALE = 1 << 20
 _EFFORT = {StepKind.LOCAL: 1, StepKind.TRANSFER: 10_000}
 
 
-def effort(steps: Sequence[Step]) -> int:
+def effort(steps: Sequence[BoxingStep]) -> int:
     """Return the effort of some steps."""
     return sum(_EFFORT.get(step.kind, 100) for step in steps)
 
 
 def single_steps(
     shape: tuple[int, ...], dtype: str, source: State, target: State
-) -> Iterator[Step]:
+) -> Iterator[BoxingStep]:
     """Yield every single step from one state to another, with its bytes."""
 
-    def step(kind: StepKind, axes: tuple[int, ...]) -> Step:
-        return Step(
+    def step(kind: StepKind, axes: tuple[int, ...]) -> BoxingStep:
+        return BoxingStep(
             kind=kind,
             shape=shape,
             dtype=dtype,
@@ -166,7 +167,7 @@ def price(found: Route) -> tuple[int, int, int]:
 
 
 @lru_cache(maxsize=200_000)
-def _memory_bytes(step: Step) -> int:
+def _memory_bytes(step: BoxingStep) -> int:
     return max(step_memory_bytes(step).values())
 
 

@@ -6,14 +6,14 @@ import time
 
 import pytest
 
-from sbp_core.boxing import Step, route
+from sbp_core.boxing import BoxingStep, route
 from sbp_core.boxing.processes.call import CollectiveCall, group_name, tag_number, wait_until
 from sbp_core.errors import BoxingError
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, P
 
 
-def reduce_step() -> Step:
+def reduce_step() -> BoxingStep:
     mesh = Placement([0, 1], ("x",))
     (step,) = route((4, 2), "float32", (mesh, NdSbp(P)), (mesh, NdSbp(B))).steps
     return step

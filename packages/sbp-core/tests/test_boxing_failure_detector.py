@@ -22,7 +22,7 @@ from sbp_core.boxing.processes.failure_detector import FailureDetector, awaited
 from sbp_core.boxing.processes.membership import Member
 from sbp_core.boxing.processes.pending_calls import PendingCalls
 from sbp_core.boxing.router import route
-from sbp_core.boxing.step import Step
+from sbp_core.boxing.step import BoxingStep
 from sbp_core.errors import BoxingError
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, P, Sbp
@@ -32,7 +32,7 @@ ME = Member.of_this_process(0)
 ENDED = replace(ME, rank=1, started=ME.started - 1)
 
 
-def only_step(before: Sbp, after: Sbp, sources: list[int], targets: list[int]) -> Step:
+def only_step(before: Sbp, after: Sbp, sources: list[int], targets: list[int]) -> BoxingStep:
     source, target = Placement(sources, ("x",)), Placement(targets, ("x",))
     (step,) = route((4, 2), "float32", (source, NdSbp(before)), (target, NdSbp(after))).steps
     return step

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sbp_core.boxing import Step, StepKind, route
+from sbp_core.boxing import BoxingStep, StepKind, route
 from sbp_core.boxing.memory import step_memory_bytes
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp
@@ -47,7 +47,7 @@ def test_a_transfer_packs_a_copy_for_each_receiver() -> None:
 
 def test_every_term_of_a_transfer_is_there_before_it_is_reduced() -> None:
     pair = Placement([0, 1])
-    step = Step(
+    step = BoxingStep(
         kind=StepKind.TRANSFER,
         shape=(16, 16),
         dtype="float32",

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from sbp_core.boxing import Step, StepKind
+from sbp_core.boxing import BoxingStep, StepKind
 from sbp_core.boxing.price import transfer_messages
 from sbp_core.boxing.slices import can_transfer, transfer_pieces
 from sbp_core.placement import Placement
@@ -40,7 +40,7 @@ def test_messages_are_the_sums_of_the_pieces_between_two_ranks(
         if can_transfer(source, target)
     ]
     for source, target in pairs[:: max(1, len(pairs) // 150)]:
-        step = Step(
+        step = BoxingStep(
             kind=StepKind.TRANSFER,
             shape=shape,
             dtype="float32",
@@ -67,7 +67,7 @@ def test_messages_are_the_sums_of_the_pieces_between_two_ranks(
 
 
 def test_a_scalar_is_sent_whole() -> None:
-    step = Step(
+    step = BoxingStep(
         kind=StepKind.TRANSFER,
         shape=(),
         dtype="float64",

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from sbp_core.boxing import Step, StepKind, route
+from sbp_core.boxing import BoxingStep, StepKind, route
 from sbp_core.boxing.price import (
     step_time,
     step_time_s,
@@ -51,8 +51,8 @@ def one_step(
     axes: tuple[int, ...] = (0,),
     after: Placement | None = None,
     shape: tuple[int, ...] = SHAPE,
-) -> Step:
-    made = Step(
+) -> BoxingStep:
+    made = BoxingStep(
         kind=kind,
         shape=shape,
         dtype="float32",
@@ -65,7 +65,7 @@ def one_step(
     return replace(made, size_bytes=counts(made))
 
 
-def copies(senders: list[int], receivers: list[int]) -> Step:
+def copies(senders: list[int], receivers: list[int]) -> BoxingStep:
     """Return the transfer of whole copies."""
     before, after = Placement(senders), Placement(receivers)
     return one_step(StepKind.TRANSFER, before, "B", "B", after=after)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from sbp_core.boxing import Route, Step, StepKind, routes
+from sbp_core.boxing import BoxingStep, Route, StepKind, routes
 from sbp_core.boxing.memory import step_memory_bytes
 from sbp_core.boxing.routes import held_bytes, sent_by_rank
 from sbp_core.boxing.slices import collective_bytes, sent_bytes, transfer_bytes
@@ -35,8 +35,8 @@ def step_of(
     shape: tuple[int, ...] = (400, 100),
     before: Placement = MESH,
     after: Placement | None = None,
-) -> Step:
-    made = Step(
+) -> BoxingStep:
+    made = BoxingStep(
         kind=kind,
         shape=shape,
         dtype="float32",
@@ -49,7 +49,7 @@ def step_of(
     return replace(made, size_bytes=counts(made))
 
 
-def route_of(*steps: Step) -> Route:
+def route_of(*steps: BoxingStep) -> Route:
     first, last = steps[0], steps[-1]
     return Route(
         shape=first.shape,
@@ -134,7 +134,7 @@ def test_many_ranks_that_send_differently_are_told_by_the_least_and_the_most() -
     ],
     ids=str,
 )
-def test_short_cuts_tell_what_a_look_at_every_rank_tells(one: Step) -> None:
+def test_short_cuts_tell_what_a_look_at_every_rank_tells(one: BoxingStep) -> None:
     sizes = {sent_bytes(one, rank) for rank in MESH.rank_list}
 
     assert held_bytes(one) == max(step_memory_bytes(one).values())

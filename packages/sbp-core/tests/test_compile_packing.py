@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from sbp_core.boxing import Step, StepKind
+from sbp_core.boxing import BoxingStep, StepKind
 from sbp_core.compile import Instruction
 from sbp_core.compile.packing import PackedLayout, PackedPart, flat_step, pack_instructions
 from sbp_core.graph.ir import map_refs
@@ -17,8 +17,8 @@ _PAIR = Placement.grid((2,), ("data",))
 
 def _step(
     kind: StepKind, shape: tuple[int, ...], source: Sbp, target: Sbp, mesh: Placement = _PAIR
-) -> Step:
-    return Step(
+) -> BoxingStep:
+    return BoxingStep(
         kind=kind,
         shape=shape,
         dtype="float32",

@@ -12,7 +12,7 @@ import pytest
 import torch
 from no_control_store import NoControlStore
 
-from sbp_core.boxing import Step, StepKind, route
+from sbp_core.boxing import BoxingStep, StepKind, route
 from sbp_core.boxing.processes.call import CollectiveCall
 from sbp_core.boxing.processes.connections import Connections
 from sbp_core.boxing.processes.process_backend import ProcessBackend
@@ -82,14 +82,14 @@ class TableBackend(ProcessBackend):
         return communicator._connections, communicator
 
 
-def only_step(source: str, target: str, sources: list[int], targets: list[int]) -> Step:
+def only_step(source: str, target: str, sources: list[int], targets: list[int]) -> BoxingStep:
     before, after = Placement(sources, ("x",)), Placement(targets, ("x",))
     ends = (before, NdSbp.parse(source)), (after, NdSbp.parse(target))
     (step,) = route((5, 3), "float32", *ends).steps
     return step
 
 
-def shards_of(step: Step) -> dict[int, torch.Tensor]:
+def shards_of(step: BoxingStep) -> dict[int, torch.Tensor]:
     return shard(torch.arange(15.0).reshape(5, 3), *step.source)
 
 
@@ -139,7 +139,7 @@ def test_messages_make_the_shards_that_a_transfer_makes(source: str, target: str
 
 def test_a_group_of_one_rank_keeps_its_shard() -> None:
     mesh = Placement([4], ("x",))
-    step = Step(
+    step = BoxingStep(
         kind=StepKind.ALL_REDUCE,
         shape=(2,),
         dtype="float32",

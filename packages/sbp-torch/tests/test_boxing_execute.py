@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from sbp_core.boxing import Step, StepKind, route
+from sbp_core.boxing import BoxingStep, StepKind, route
 from sbp_core.boxing.slices import transfer_pieces
 from sbp_core.errors import BoxingError, SbpTypeError, SbpValueError
 from sbp_core.placement import Placement
@@ -32,7 +32,7 @@ def only_step(
     shape: tuple[int, ...] = (6, 3),
     dtype: str = "float32",
     mesh: Placement = LINE,
-) -> Step:
+) -> BoxingStep:
     ends = (mesh, NdSbp.parse(source)), (mesh, NdSbp.parse(target))
     (step,) = route(shape, dtype, *ends).steps
     return step
@@ -212,7 +212,7 @@ def test_terms_that_come_in_pieces_are_reduced_where_they_belong(
 ) -> None:
     source = (MESH, NdSbp.parse(f"P({reduction}), S(0)"))
     target = (Placement([4, 5], ("x",)), NdSbp(B))
-    step = Step(
+    step = BoxingStep(
         kind=StepKind.TRANSFER,
         shape=(5, 2),
         dtype="float32",

@@ -12,7 +12,7 @@ import torch
 from sbp_core.boxing.backend import BoxingBackend, Communicator
 from sbp_core.boxing.router import route
 from sbp_core.boxing.slices import sent_bytes
-from sbp_core.boxing.step import Step
+from sbp_core.boxing.step import BoxingStep
 from sbp_core.errors import BoxingError
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, P, S, Sbp
@@ -30,7 +30,7 @@ def only_step(
     targets: list[int],
     shape: tuple[int, ...] = (4, 2),
     dtype: str = "float32",
-) -> Step:
+) -> BoxingStep:
     source, target = Placement(sources, ("x",)), Placement(targets, ("x",))
     (step,) = route(shape, dtype, (source, NdSbp(before)), (target, NdSbp(after))).steps
     return step

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from sbp_core.boxing import Step, route, slices
+from sbp_core.boxing import BoxingStep, route, slices
 from sbp_core.errors import BoxingError
 from sbp_core.placement import Placement
 from sbp_core.plugins.hooks import EmptyConfig
@@ -41,7 +41,7 @@ def opened(num_ranks: int) -> LocalBackend:
 
 def only_step(
     source: str, target: str, num_ranks: int = 2, shape: tuple[int, ...] = (4, 2)
-) -> Step:
+) -> BoxingStep:
     mesh = Placement.grid((num_ranks,), ("x",))
     (step,) = route(
         shape, "float32", (mesh, NdSbp.parse(source)), (mesh, NdSbp.parse(target))
@@ -49,7 +49,7 @@ def only_step(
     return step
 
 
-def transfer(sources: Sequence[int], targets: Sequence[int]) -> Step:
+def transfer(sources: Sequence[int], targets: Sequence[int]) -> BoxingStep:
     before, after = Placement(list(sources), ("x",)), Placement(list(targets), ("x",))
     (step,) = route((4, 2), "float32", (before, NdSbp(S(0))), (after, NdSbp(S(0)))).steps
     return step
@@ -122,7 +122,7 @@ HANDED_OVER: dict[tuple[str, str], tuple[int, int, int]] = {
 }
 
 
-def handed_over(step: Step, num_ranks: int = 3) -> list[int]:
+def handed_over(step: BoxingStep, num_ranks: int = 3) -> list[int]:
     """The bytes that each rank counts when a step is run on ones."""
     backend, shards = opened(num_ranks), shard(torch.ones(step.shape), *step.source)
     run_threads(
@@ -258,7 +258,7 @@ def test_a_shard_of_the_wrong_shape_fails_the_step_on_every_rank() -> None:
         assert "rank 1 gives a shard of shape (4, 3)" in str(error)
 
 
-def large_sum(num_ranks: int) -> tuple[Step, torch.Tensor]:
+def large_sum(num_ranks: int) -> tuple[BoxingStep, torch.Tensor]:
     mesh = Placement.grid((num_ranks,), ("x",))
     source, target = (mesh, NdSbp(P)), (mesh, NdSbp(B))
     (step,) = route((1500, 1000), "float32", source, target).steps

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sbp_core.boxing.processes.manifest import manifest_of, span
 from sbp_core.boxing.slices import Bounds, collective_bytes
-from sbp_core.boxing.step import Step, StepKind
+from sbp_core.boxing.step import BoxingStep, StepKind
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp
 
@@ -50,8 +50,8 @@ def step(
     shape: tuple[int, ...],
     mesh: Placement = LINE,
     axes: tuple[int, ...] = (0,),
-) -> Step:
-    made = Step(
+) -> BoxingStep:
+    made = BoxingStep(
         kind=kind,
         shape=shape,
         dtype="float32",
@@ -77,7 +77,9 @@ def step(
         (step(StepKind.ALL_TO_ALL, "S(0)", "S(1)", (3, 3, 5)), True, True),
     ],
 )
-def test_what_lies_in_order_in_memory_is_known(made: Step, packed: bool, unpacked: bool) -> None:
+def test_what_lies_in_order_in_memory_is_known(
+    made: BoxingStep, packed: bool, unpacked: bool
+) -> None:
     for rank in LINE.rank_list:
         known = manifest_of(made, rank)
 

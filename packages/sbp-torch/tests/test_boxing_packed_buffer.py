@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sbp_core.boxing.processes.manifest import manifest_of
 from sbp_core.boxing.router import route
 from sbp_core.boxing.slices import collective_pieces, is_realisable, transfer_pieces
-from sbp_core.boxing.step import Step, StepKind
+from sbp_core.boxing.step import BoxingStep, StepKind
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, P, S, Sbp, all_entries
 from sbp_torch.boxing.execute import apply_step, combine, shard
@@ -22,7 +22,7 @@ SHAPES = st.tuples(st.integers(0, 7), st.integers(1, 5))
 RANKS = st.lists(st.integers(0, 4), min_size=1, max_size=4, unique=True)
 
 
-def exchange(step: Step, rank: int, shards: dict[int, torch.Tensor]) -> torch.Tensor:
+def exchange(step: BoxingStep, rank: int, shards: dict[int, torch.Tensor]) -> torch.Tensor:
     """Make the shard of one receiver from buffers, as a transport would."""
     every = (
         transfer_pieces(step)
@@ -73,7 +73,7 @@ def test_a_packed_buffer_of_one_column_is_contiguous() -> None:
     assert buffer.is_contiguous() and buffer.tolist() == [1.0, 3.0]
 
 
-def collectives(mesh: Placement, shape: tuple[int, ...]) -> st.SearchStrategy[Step]:
+def collectives(mesh: Placement, shape: tuple[int, ...]) -> st.SearchStrategy[BoxingStep]:
     """Any all-gather, reduce-scatter or all-to-all on one or several axes of a mesh."""
     entries = st.sampled_from([*all_entries(len(shape), ("sum", "max"))])
     axes = st.lists(
@@ -83,7 +83,7 @@ def collectives(mesh: Placement, shape: tuple[int, ...]) -> st.SearchStrategy[St
     splits, partials = st.sampled_from([S(0), S(1)]), st.sampled_from([P, P("max")])
 
     @st.composite
-    def steps(draw: st.DrawFn) -> Step:
+    def steps(draw: st.DrawFn) -> BoxingStep:
         kind, changed = draw(kinds), sorted(draw(axes))
         before = [draw(entries) for _ in range(mesh.num_axes)]
         after = list(before)
@@ -91,7 +91,7 @@ def collectives(mesh: Placement, shape: tuple[int, ...]) -> st.SearchStrategy[St
         for axis in changed:
             before[axis] = reduction if kind is StepKind.REDUCE_SCATTER else draw(splits)
             after[axis] = B if kind is StepKind.ALL_GATHER else draw(splits)
-        return Step(
+        return BoxingStep(
             kind=kind,
             shape=shape,
             dtype="int64",
@@ -105,7 +105,7 @@ def collectives(mesh: Placement, shape: tuple[int, ...]) -> st.SearchStrategy[St
 
 
 @st.composite
-def collective_cases(draw: st.DrawFn) -> Step:
+def collective_cases(draw: st.DrawFn) -> BoxingStep:
     """A collective of even, uneven or too short parts, on one to three axes."""
     mesh = Placement.grid(draw(st.sampled_from([(2,), (3,), (4,), (2, 2), (2, 3), (2, 2, 2)])))
     sizes = st.integers(0, 9) | st.sampled_from([1, 8, 12])
@@ -113,7 +113,7 @@ def collective_cases(draw: st.DrawFn) -> Step:
     return draw(collectives(mesh, shape))
 
 
-def carry(step: Step, rank: int, buffers: dict[int, PackedBuffers]) -> None:
+def carry(step: BoxingStep, rank: int, buffers: dict[int, PackedBuffers]) -> None:
     """Move the chunks for one rank, as a transport would."""
     group = step.group(rank)
     place = group.index(rank)
@@ -127,7 +127,7 @@ def carry(step: Step, rank: int, buffers: dict[int, PackedBuffers]) -> None:
 @settings(derandomize=True, max_examples=400, deadline=None)
 @given(collective_cases(), st.booleans(), st.booleans())
 def test_what_is_not_packed_makes_the_same_shards_as_what_is(
-    step: Step, with_own: bool, contiguous: bool
+    step: BoxingStep, with_own: bool, contiguous: bool
 ) -> None:
     placement, sbp = step.source
     logical = torch.arange(1, prod(step.shape) + 1).reshape(step.shape)
@@ -170,7 +170,7 @@ def test_what_is_not_packed_makes_the_same_shards_as_what_is(
 def test_whole_shards_land_where_they_belong(rows: int, columns: int, dim: int, size: int) -> None:
     mesh = Placement.grid((size,))
     logical = torch.arange(rows * columns).reshape(rows, columns)
-    step = Step(
+    step = BoxingStep(
         kind=StepKind.ALL_GATHER,
         shape=(rows, columns),
         dtype="int64",

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sbp_core.boxing import Route, Step, StepKind, route
+from sbp_core.boxing import BoxingStep, Route, StepKind, route
 from sbp_core.boxing.price import step_time_s, transfer_messages
 from sbp_core.boxing.slices import (
     collective_bytes,
@@ -217,4 +217,4 @@ def test_routes_survive_pickling_and_print_a_line_a_step(case: BoxingCase) -> No
     assert restored == found
     assert hash(restored) == hash(found)
     assert len(str(found).splitlines()) == 1 + len(found.steps)
-    assert all(isinstance(step, Step) for step in restored.steps)
+    assert all(isinstance(step, BoxingStep) for step in restored.steps)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sbp_core.boxing.router import route
-from sbp_core.boxing.step import Step
+from sbp_core.boxing.step import BoxingStep
 from sbp_core.errors import BoxingError
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp
@@ -20,14 +20,14 @@ from sbp_torch.boxing.share import SharedStep, share_out
 EVEN, UNEVEN = (512, 768), (509, 771)
 
 
-def one_step(source: str, target: str, shape: tuple[int, ...], num_ranks: int = 3) -> Step:
+def one_step(source: str, target: str, shape: tuple[int, ...], num_ranks: int = 3) -> BoxingStep:
     mesh = Placement.grid((num_ranks,), ("x",))
     before, after = (mesh, NdSbp.parse(source)), (mesh, NdSbp.parse(target))
     (step,) = route(shape, "float32", before, after).steps
     return step
 
 
-def random_shards(step: Step) -> dict[int, torch.Tensor]:
+def random_shards(step: BoxingStep) -> dict[int, torch.Tensor]:
     parts = shard(torch.zeros(step.shape), *step.source)
     torch.manual_seed(0)
     return {rank: torch.randn(part.shape) for rank, part in parts.items()}

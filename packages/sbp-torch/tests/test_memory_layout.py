@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sbp_core.boxing import StepKind
-from sbp_core.boxing.step import Step
+from sbp_core.boxing.step import BoxingStep
 from sbp_core.compile.physical import Instruction
 from sbp_core.errors import PlanError
 from sbp_core.graph.ir import Ref, Symbol
@@ -138,7 +138,7 @@ def test_the_layout_is_that_of_real_tensors() -> None:
 
 def test_a_local_boxing_step_is_laid_out_for_its_rank() -> None:
     mesh = Placement.grid((2,), ("data",))
-    step = Step(
+    step = BoxingStep(
         kind=StepKind.LOCAL,
         shape=(5, 2),
         dtype="float32",

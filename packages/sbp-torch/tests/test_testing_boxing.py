@@ -14,7 +14,7 @@ from unittest import SkipTest
 import pytest
 import torch
 
-from sbp_core.boxing.step import Step, StepKind
+from sbp_core.boxing.step import BoxingStep, StepKind
 from sbp_core.errors import BoxingError
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, P, S
@@ -64,21 +64,21 @@ class Suite(BoxingConformance):
 
 
 class CountsTooLittle(LocalCommunicator):
-    def collective(self, step: Step, shard: torch.Tensor, **rest: Any) -> torch.Tensor:
+    def collective(self, step: BoxingStep, shard: torch.Tensor, **rest: Any) -> torch.Tensor:
         result = super().collective(step, shard, **rest)
         self.sent_bytes -= int(self.sent_bytes > 0 and step.kind is StepKind.ALL_TO_ALL)
         return result
 
 
 class SendsUncounted(LocalCommunicator):
-    def send(self, step: Step, shard: torch.Tensor, **rest: Any) -> None:
+    def send(self, step: BoxingStep, shard: torch.Tensor, **rest: Any) -> None:
         before = self.sent_bytes
         super().send(step, shard, **rest)
         self.sent_bytes = before
 
 
 class IsWrongOnOneRank(LocalCommunicator):
-    def collective(self, step: Step, shard: torch.Tensor, **rest: Any) -> torch.Tensor:
+    def collective(self, step: BoxingStep, shard: torch.Tensor, **rest: Any) -> torch.Tensor:
         result = super().collective(step, shard, **rest)
         if self.rank == 2 and result.dtype == torch.float64 and result.numel():
             result = result.clone()
@@ -87,7 +87,7 @@ class IsWrongOnOneRank(LocalCommunicator):
 
 
 class SwapsTwoRanks(LocalCommunicator):
-    def collective(self, step: Step, shard: torch.Tensor, **rest: Any) -> torch.Tensor:
+    def collective(self, step: BoxingStep, shard: torch.Tensor, **rest: Any) -> torch.Tensor:
         group, last = step.group(self.rank), step.target[1][-1]
         if step.kind is StepKind.REDUCE_SCATTER and len(group) == 2 and last == S(0):
             shard = shard.roll(shard.shape[0] // 2, 0)
@@ -95,7 +95,7 @@ class SwapsTwoRanks(LocalCommunicator):
 
 
 class SpoilsItsInput(LocalCommunicator):
-    def collective(self, step: Step, shard: torch.Tensor, **rest: Any) -> torch.Tensor:
+    def collective(self, step: BoxingStep, shard: torch.Tensor, **rest: Any) -> torch.Tensor:
         result = super().collective(step, shard, **rest).clone()
         if not rest.get("donate") and self.rank == 1:
             shard.detach().zero_()
@@ -103,50 +103,50 @@ class SpoilsItsInput(LocalCommunicator):
 
 
 class SpoilsWhatItSends(LocalCommunicator):
-    def send(self, step: Step, shard: torch.Tensor, **rest: Any) -> None:
+    def send(self, step: BoxingStep, shard: torch.Tensor, **rest: Any) -> None:
         super().send(step, shard.clone(), **rest)
         shard.detach().zero_()
 
 
 class MovesInHalfPrecision(LocalCommunicator):
-    def collective(self, step: Step, shard: torch.Tensor, **rest: Any) -> torch.Tensor:
+    def collective(self, step: BoxingStep, shard: torch.Tensor, **rest: Any) -> torch.Tensor:
         result = super().collective(step, shard, **rest)
         return result.bfloat16().to(result.dtype) if result.dtype == torch.float32 else result
 
 
 class MovesInSinglePrecision(LocalCommunicator):
-    def receive(self, step: Step, shard: torch.Tensor | None, **rest: Any) -> torch.Tensor:
+    def receive(self, step: BoxingStep, shard: torch.Tensor | None, **rest: Any) -> torch.Tensor:
         result = super().receive(step, shard, **rest)
         return result.float().to(result.dtype) if result.dtype == torch.float64 else result
 
 
 class WidensHalfPrecision(LocalCommunicator):
-    def collective(self, step: Step, shard: torch.Tensor, **rest: Any) -> torch.Tensor:
+    def collective(self, step: BoxingStep, shard: torch.Tensor, **rest: Any) -> torch.Tensor:
         result = super().collective(step, shard, **rest)
         return result.float() if result.dtype == torch.bfloat16 else result
 
 
 class ReadsPastGaps(LocalCommunicator):
-    def collective(self, step: Step, shard: torch.Tensor, **rest: Any) -> torch.Tensor:
+    def collective(self, step: BoxingStep, shard: torch.Tensor, **rest: Any) -> torch.Tensor:
         packed = shard.as_strided(shard.shape, torch.empty(shard.shape).stride())
         return super().collective(step, packed, **rest)
 
 
 class KnowsOneMeshAxis(LocalCommunicator):
-    def collective(self, step: Step, shard: torch.Tensor, **rest: Any) -> torch.Tensor:
+    def collective(self, step: BoxingStep, shard: torch.Tensor, **rest: Any) -> torch.Tensor:
         if len(step.axes) > 1:
             raise BoxingError("several mesh axes at once")
         return super().collective(step, shard, **rest)
 
 
 class IsWrongForLargeTensors(LocalCommunicator):
-    def collective(self, step: Step, shard: torch.Tensor, **rest: Any) -> torch.Tensor:
+    def collective(self, step: BoxingStep, shard: torch.Tensor, **rest: Any) -> torch.Tensor:
         result = super().collective(step, shard, **rest)
         return result if result.numel() < 10_000 else torch.zeros_like(result)
 
 
 class BlamesAnother(LocalCommunicator):
-    def collective(self, step: Step, shard: torch.Tensor, **rest: Any) -> torch.Tensor:
+    def collective(self, step: BoxingStep, shard: torch.Tensor, **rest: Any) -> torch.Tensor:
         try:
             return super().collective(step, shard, **rest)
         except BoxingError as error:
@@ -154,20 +154,20 @@ class BlamesAnother(LocalCommunicator):
 
 
 class WaitsTooLong(LocalCommunicator):
-    def receive(self, step: Step, shard: torch.Tensor | None, **rest: Any) -> torch.Tensor:
+    def receive(self, step: BoxingStep, shard: torch.Tensor | None, **rest: Any) -> torch.Tensor:
         return super().receive(step, shard, **{**rest, "deadline_s": 3.0})
 
 
 class ForgetsTags(LocalCommunicator):
-    def send(self, step: Step, shard: torch.Tensor, **rest: Any) -> None:
+    def send(self, step: BoxingStep, shard: torch.Tensor, **rest: Any) -> None:
         super().send(step, shard, **{**rest, "tag": "any"})
 
-    def receive(self, step: Step, shard: torch.Tensor | None, **rest: Any) -> torch.Tensor:
+    def receive(self, step: BoxingStep, shard: torch.Tensor | None, **rest: Any) -> torch.Tensor:
         return super().receive(step, shard, **{**rest, "tag": "any"})
 
 
 class TakesAnyShard(LocalCommunicator):
-    def collective(self, step: Step, shard: torch.Tensor, **rest: Any) -> torch.Tensor:
+    def collective(self, step: BoxingStep, shard: torch.Tensor, **rest: Any) -> torch.Tensor:
         return super().collective(step, shard.reshape(4, 2), **rest)
 
 
@@ -282,7 +282,7 @@ def test_the_unbroken_backend_passes_what_the_broken_ones_fail() -> None:
 
 def test_a_program_that_raises_is_no_pass() -> None:
     class Raises(LocalCommunicator):
-        def collective(self, step: Step, shard: torch.Tensor, **rest: Any) -> torch.Tensor:
+        def collective(self, step: BoxingStep, shard: torch.Tensor, **rest: Any) -> torch.Tensor:
             raise ValueError("not a boxing error")
 
     with pytest.raises(ValueError, match="not a boxing error"):

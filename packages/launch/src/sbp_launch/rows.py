@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from sbp_core.boxing import Step, StepKind
+from sbp_core.boxing import BoxingStep, StepKind
 from sbp_core.compile import lower
 from sbp_core.graph import LogicalGraph, Rate
 from sbp_core.placement import Placement
@@ -38,8 +38,8 @@ def plan_rows(graph: LogicalGraph, strategy: Strategy) -> Iterator[Row]:
     Its boxing is that of its inputs, and behind "then" what its result needs as a new state, a loss
     or a metric.
     """
-    before: dict[str, list[Step]] = defaultdict(list)
-    after: dict[str, list[Step]] = defaultdict(list)
+    before: dict[str, list[BoxingStep]] = defaultdict(list)
+    after: dict[str, list[BoxingStep]] = defaultdict(list)
     moved: Counter[str] = Counter()
     lowered = lower(graph, strategy)
     for item in lowered.items:
@@ -90,7 +90,7 @@ def _owner(name: str) -> str:
     return name.split(".update.")[0] if ".update." in name else ""
 
 
-def _step_text(step: Step) -> str:
+def _step_text(step: BoxingStep) -> str:
     if step.kind is StepKind.TRANSFER:
         return f"transfer to {ranks_text(step.target[0])}"
     axes = ", ".join(step.source[0].axes[axis] for axis in step.axes)

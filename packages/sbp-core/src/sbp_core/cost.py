@@ -26,7 +26,7 @@ from math import prod
 
 from sbp_core.boxing.price import step_time
 from sbp_core.boxing.routes import Route
-from sbp_core.boxing.step import Step
+from sbp_core.boxing.step import BoxingStep
 from sbp_core.cluster import Cluster, Device
 from sbp_core.graph.ir import ITEMSIZE, TensorType
 from sbp_core.placement import Placement
@@ -92,7 +92,7 @@ def boxing_time_s(route: Route, cluster: Cluster) -> float:
     return sum(boxing_step_time_s(step, cluster) for step in route.steps)
 
 
-def boxing_step_time_s(step: Step, cluster: Cluster) -> float:
+def boxing_step_time_s(step: BoxingStep, cluster: Cluster) -> float:
     """Return the time of one boxing step, in seconds: to move, to start, and to write its result.
 
     Args:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import isqrt, prod
 
-from sbp_core.boxing import Step, route
+from sbp_core.boxing import BoxingStep, route
 from sbp_core.calibration import MeasuredCase
 from sbp_core.errors import BoxingError
 from sbp_core.placement import Placement
@@ -34,7 +34,7 @@ class CalibrationCall:
 
     case: MeasuredCase
     shared_bytes: int
-    step: Step
+    step: BoxingStep
 
 
 def cases_of(config: CalibrateConfig) -> tuple[MeasuredCase, ...]:
@@ -118,7 +118,7 @@ def _only_step(
     shape: tuple[int, ...],
     source: tuple[Placement, NdSbp],
     target: tuple[Placement, NdSbp],
-) -> Step:
+) -> BoxingStep:
     steps = route(shape, DTYPE, source, target).steps
     if [step.kind.value for step in steps] != [case.kind]:
         raise BoxingError(

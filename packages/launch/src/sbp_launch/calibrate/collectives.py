@@ -16,7 +16,7 @@ from math import prod
 
 import torch
 
-from sbp_core.boxing import Communicator, Step, StepKind, route
+from sbp_core.boxing import BoxingStep, Communicator, StepKind, route
 from sbp_core.calibration import Measurement
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp, local_shape
@@ -77,7 +77,7 @@ class Stopwatch:
         return largest
 
     def time(
-        self, step: Step, shard: torch.Tensor | None, *, first: bool = False
+        self, step: BoxingStep, shard: torch.Tensor | None, *, first: bool = False
     ) -> tuple[float, float]:
         """Return when one call began and ended on this rank, in seconds of the machine's clock.
 
@@ -91,7 +91,7 @@ class Stopwatch:
         return (start_s, end_s) if result is not None else (0.0, 0.0)
 
     def call(
-        self, step: Step, shard: torch.Tensor | None, *, first: bool = False
+        self, step: BoxingStep, shard: torch.Tensor | None, *, first: bool = False
     ) -> torch.Tensor | None:
         """Make one call, and wait for the device; None on a rank that has no part in it."""
         result = self._run(step, shard, _CONNECT_S if first else self._deadline_s)
@@ -105,7 +105,7 @@ class Stopwatch:
         return [end_s - start_s for start_s, end_s in zip(starts_s, ends_s, strict=True)]
 
     def _run(
-        self, step: Step, shard: torch.Tensor | None, deadline_s: float
+        self, step: BoxingStep, shard: torch.Tensor | None, deadline_s: float
     ) -> torch.Tensor | None:
         rank, communicator = self._communicator.rank, self._communicator
         self._number += 1
@@ -123,7 +123,7 @@ class Stopwatch:
             result = communicator.receive(step, shard, tag=tag, deadline_s=deadline_s)
         return result
 
-    def _reduction(self, shape: tuple[int, ...], dtype: str, how: str) -> Step:
+    def _reduction(self, shape: tuple[int, ...], dtype: str, how: str) -> BoxingStep:
         source = (self._everyone, NdSbp.parse(f"P({how})"))
         target = (self._everyone, NdSbp.parse("B"))
         return route(shape, dtype, source, target).steps[0]
@@ -141,7 +141,7 @@ class CalibrationShards:
         self._rank, self._device = rank, device
         self._block = torch.ones(0, device=device)
 
-    def of(self, step: Step) -> torch.Tensor | None:
+    def of(self, step: BoxingStep) -> torch.Tensor | None:
         """Return the part of a step, float32, contiguous; None if the rank holds none."""
         mesh, sbp = step.source
         if self._rank not in mesh:

@@ -36,15 +36,15 @@ if TYPE_CHECKING:
         transfer_pieces,
         volume,
     )
-    from sbp_core.boxing.step import Step, StepKind
+    from sbp_core.boxing.step import BoxingStep, StepKind
 
 __all__ = [
     "Bounds",
     "BoxingBackend",
+    "BoxingStep",
     "Communicator",
     "Piece",
     "Route",
-    "Step",
     "StepKind",
     "bounds_of",
     "can_transfer",
@@ -71,7 +71,7 @@ __getattr__, __dir__ = lazy(
         "Communicator": "backend",
         "Piece": "slices",
         "Route": "routes",
-        "Step": "step",
+        "BoxingStep": "step",
         "StepKind": "step",
         "bounds_of": "slices",
         "can_transfer": "slices",

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from sbp_core.boxing.supervision.launch_spec import LaunchSpec, one_process
 
 if TYPE_CHECKING:
-    from sbp_core.boxing.step import Step
+    from sbp_core.boxing.step import BoxingStep
     from sbp_core.tensor import Tensor
 
 
@@ -35,14 +35,14 @@ class Communicator(ABC):
     rank: int
 
     #: Bytes this rank has sent to other ranks so far: counted from the sizes of what the transport
-    #: is handed, to be compared with `Step.size_bytes`; a collective counts as its definition says,
-    #: whatever the transport does inside (`boxing.processes.traffic`).
+    #: is handed, to be compared with `BoxingStep.size_bytes`; a collective counts as its
+    #: definition says, whatever the transport does inside (`boxing.processes.traffic`).
     sent_bytes: int
 
     @abstractmethod
     def collective(
         self,
-        step: Step,
+        step: BoxingStep,
         shard: Tensor,
         *,
         tag: str,
@@ -64,11 +64,13 @@ class Communicator(ABC):
         """
 
     @abstractmethod
-    def send(self, step: Step, shard: Tensor, *, tag: str, deadline_s: float) -> None:
+    def send(self, step: BoxingStep, shard: Tensor, *, tag: str, deadline_s: float) -> None:
         """Send this rank's pieces of a `TRANSFER`; does not wait for the receivers."""
 
     @abstractmethod
-    def receive(self, step: Step, shard: Tensor | None, *, tag: str, deadline_s: float) -> Tensor:
+    def receive(
+        self, step: BoxingStep, shard: Tensor | None, *, tag: str, deadline_s: float
+    ) -> Tensor:
         """Receive and put together this rank's part of a `TRANSFER`.
 
         Args:

@@ -34,7 +34,7 @@ from sbp_core.boxing.slices import (
     transfer_pieces,
     volume,
 )
-from sbp_core.boxing.step import Step, StepKind
+from sbp_core.boxing.step import BoxingStep, StepKind
 
 Amount = TypeVar("Amount", int, npt.NDArray[np.int64])
 
@@ -64,7 +64,7 @@ def held_at_once(
     return shards
 
 
-def step_memory_bytes(step: Step) -> dict[int, int]:
+def step_memory_bytes(step: BoxingStep) -> dict[int, int]:
     """Return what each rank holds at most while a step runs, in bytes, shards included."""
     size = itemsize(step.dtype)
     held, wanted = bounds_of(step.shape, *step.source), bounds_of(step.shape, *step.target)

@@ -36,7 +36,7 @@ from sbp_core.boxing.slices import (
     uniform_bytes,
     volume,
 )
-from sbp_core.boxing.step import Step, StepKind
+from sbp_core.boxing.step import BoxingStep, StepKind
 from sbp_core.sbp import local_bounds
 from sbp_core.units import format_seconds
 
@@ -60,19 +60,19 @@ class StepTime:
         is_whole_call: Whether starting the call and writing its result are in the time.
     """
 
-    step: Step
+    step: BoxingStep
     time_s: float
     algorithm: str
     reason: str
     is_whole_call: bool = False
 
 
-def step_time_s(step: Step, cluster: Cluster) -> float:
+def step_time_s(step: BoxingStep, cluster: Cluster) -> float:
     """Return the time of one step in seconds; see the module."""
     return step_time(step, cluster).time_s
 
 
-def step_time(step: Step, cluster: Cluster) -> StepTime:
+def step_time(step: BoxingStep, cluster: Cluster) -> StepTime:
     """Return the time of one step, with its algorithm and the reason for it."""
     if step.kind is StepKind.LOCAL:
         return StepTime(step=step, time_s=0.0, algorithm="-", reason="moves nothing")
@@ -98,7 +98,7 @@ def step_time(step: Step, cluster: Cluster) -> StepTime:
 
 
 def _calibrated(
-    step: Step, calls: tuple[tuple[RankGroup, int], ...], calibration: Calibration
+    step: BoxingStep, calls: tuple[tuple[RankGroup, int], ...], calibration: Calibration
 ) -> StepTime | None:
     """Return what a calibration says of a collective; None if it does not know such calls."""
     slowest: tuple[float, RankGroup] | None = None
@@ -126,7 +126,7 @@ def _calibrated(
 
 
 @lru_cache(maxsize=_CACHED)
-def _calls(step: Step, devices_per_node: int) -> tuple[tuple[RankGroup, int], ...]:
+def _calls(step: BoxingStep, devices_per_node: int) -> tuple[tuple[RankGroup, int], ...]:
     """Return the distinct (group, S) of a collective; groups of one rank are left out."""
     groups = step.source[0].groups(*step.axes)
     if len(groups[0]) < 2:
@@ -153,7 +153,7 @@ def _calls(step: Step, devices_per_node: int) -> tuple[tuple[RankGroup, int], ..
     return tuple(found)
 
 
-def _sizes(step: Step, groups: tuple[tuple[int, ...], ...]) -> list[int]:
+def _sizes(step: BoxingStep, groups: tuple[tuple[int, ...], ...]) -> list[int]:
     """Return S of each group, in bytes."""
     held_first = step.kind is not StepKind.ALL_GATHER
     placement, sbp = step.source if held_first else step.target
@@ -172,7 +172,7 @@ def _sizes(step: Step, groups: tuple[tuple[int, ...], ...]) -> list[int]:
     ]
 
 
-def transfer_messages(step: Step) -> Ints:
+def transfer_messages(step: BoxingStep) -> Ints:
     """Return the bytes of the message from each rank to each other one in a `TRANSFER`.
 
     Returns:
@@ -213,7 +213,7 @@ class _Traffic(NamedTuple):
 
 
 @lru_cache(maxsize=_CACHED)
-def _traffic(step: Step, devices_per_node: int) -> _Traffic:
+def _traffic(step: BoxingStep, devices_per_node: int) -> _Traffic:
     sizes = transfer_messages(step)
     there, here = (
         np.array(placement.rank_list) // devices_per_node
@@ -253,7 +253,7 @@ def _distinct(*loads: Ints) -> tuple[_Load, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def _transfer_time(step: Step, cluster: Cluster) -> StepTime:
+def _transfer_time(step: BoxingStep, cluster: Cluster) -> StepTime:
     traffic = _traffic(step, cluster.devices_per_node)
     if not traffic.ports:
         return StepTime(step=step, time_s=0.0, algorithm="-", reason="moves nothing")

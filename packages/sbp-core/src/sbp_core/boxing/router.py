@@ -1,8 +1,8 @@
 """The router: the one routine that finds how a tensor gets from one (placement, nd-SBP) to another.
 
 Shortest path over the nd-SBPs of the source placement and those of the target placement. An edge is
-one `Step`: a collective on one mesh axis or on several merged ones, a local step on one axis, or a
-`TRANSFER`, which does anything at once, point to point. Routes are compared by
+one `BoxingStep`: a collective on one mesh axis or on several merged ones, a local step on one axis,
+or a `TRANSFER`, which does anything at once, point to point. Routes are compared by
 
 1. exact bytes over all ranks;
 2. transient memory (`boxing.memory`);
@@ -24,7 +24,7 @@ from sbp_core.boxing.routing.problem import Codes, RoutingProblem, State, pose_p
 from sbp_core.boxing.routing.search import Edge, shortest_path
 from sbp_core.boxing.routing.tables import clear_tables, tables
 from sbp_core.boxing.slices import itemsize
-from sbp_core.boxing.step import Step
+from sbp_core.boxing.step import BoxingStep
 from sbp_core.errors import SbpValueError
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp, Partial, check_sbp
@@ -67,22 +67,24 @@ def _route(shape: tuple[int, ...], dtype: str, source: State, target: State) -> 
     for placement, sbp in (source, target):
         check_sbp(shape, sbp, placement.mesh_shape)
         _check_dtype(dtype, sbp)
-    steps: tuple[Step, ...] = ()
+    steps: tuple[BoxingStep, ...] = ()
     if source != target:
         steps = _steps(shape, dtype, source, target)
     return Route(shape=shape, dtype=dtype, source=source, target=target, steps=steps)
 
 
-def _steps(shape: tuple[int, ...], dtype: str, source: State, target: State) -> tuple[Step, ...]:
+def _steps(
+    shape: tuple[int, ...], dtype: str, source: State, target: State
+) -> tuple[BoxingStep, ...]:
     """Return the steps of the best path between two different states."""
     problem, naming = pose_problem(shape, source, target)
-    steps: list[Step] = []
+    steps: list[BoxingStep] = []
     state = source
     for edge, codes in _solve(problem):
         placement = target[0] if edge.crosses else state[0]
         after = (placement, naming.sbp(codes))
         steps.append(
-            Step(
+            BoxingStep(
                 kind=edge.kind,
                 shape=shape,
                 dtype=dtype,

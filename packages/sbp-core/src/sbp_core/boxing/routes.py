@@ -12,7 +12,7 @@ from math import prod
 from sbp_core.boxing.memory import held_at_once, step_memory_bytes
 from sbp_core.boxing.price import StepTime, step_time, step_time_s
 from sbp_core.boxing.slices import itemsize, sent_bytes, uniform_bytes, volume
-from sbp_core.boxing.step import Step, StepKind
+from sbp_core.boxing.step import BoxingStep, StepKind
 from sbp_core.cluster import Cluster
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp, local_bounds
@@ -30,7 +30,7 @@ class Route:
     dtype: str
     source: tuple[Placement, NdSbp]
     target: tuple[Placement, NdSbp]
-    steps: tuple[Step, ...]
+    steps: tuple[BoxingStep, ...]
 
     @property
     def bytes(self) -> int:
@@ -88,7 +88,7 @@ class Route:
         return "\n".join([*lines, *(f"  {step}" for step in self.steps)])
 
 
-def sent_by_rank(step: Step) -> str:
+def sent_by_rank(step: BoxingStep) -> str:
     """Return the bytes that each rank sends, in one phrase.
 
     `1.5 MB` if all ranks send the same; a list if they are few; else the least and the most.
@@ -107,7 +107,7 @@ def sent_by_rank(step: Step) -> str:
     return f"{format_bytes(min(sizes.values()))} to {format_bytes(max(sizes.values()))}"
 
 
-def _is_even(step: Step) -> bool:
+def _is_even(step: BoxingStep) -> bool:
     """Say, without a look at every rank, whether all are known to send the same."""
     if step.kind is StepKind.TRANSFER or uniform_bytes(step) is None:
         return False
@@ -116,7 +116,7 @@ def _is_even(step: Step) -> bool:
     return step.size_bytes % (2 * len(step.source[0].rank_list) * n) == 0
 
 
-def held_bytes(step: Step) -> int:
+def held_bytes(step: BoxingStep) -> int:
     """Return the most that any rank holds of the tensor while the step runs, in bytes."""
     if step.kind is StepKind.TRANSFER or uniform_bytes(step) is None:
         return max(step_memory_bytes(step).values())
@@ -145,7 +145,7 @@ def _time_cells(times: Sequence[StepTime]) -> list[list[str]]:
     return rows
 
 
-def _where(step: Step) -> str:
+def _where(step: BoxingStep) -> str:
     """Return the mesh axes of a collective, or the ranks of a transfer."""
     (before, _), (after, _) = step.source, step.target
     if step.kind is not StepKind.TRANSFER:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
-from sbp_core.boxing.step import Step, StepKind
+from sbp_core.boxing.step import BoxingStep, StepKind
 from sbp_core.errors import SbpValueError
 from sbp_core.graph.ir import ITEMSIZE
 from sbp_core.placement import Placement
@@ -148,7 +148,7 @@ class _Tiles:
     homes: Mapping[tuple[int, Bounds, Bounds], int]
 
     @classmethod
-    def of(cls, step: Step) -> _Tiles:
+    def of(cls, step: BoxingStep) -> _Tiles:
         """Sort the source ranks by what they hold."""
         (before, source), (after, target) = step.source, step.target
         held, wanted = bounds_of(step.shape, before, source), bounds_of(step.shape, after, target)
@@ -176,7 +176,7 @@ class _Tiles:
         return cls(holders, homes)
 
 
-def _terms(step: Step) -> Mapping[int, tuple[int, ...]]:
+def _terms(step: BoxingStep) -> Mapping[int, tuple[int, ...]]:
     """Return, for each receiver of a `TRANSFER` to no `P(sum)`, the partials that it reduces whole.
 
     A target without `P` reduces all of them. A target that is `P(max)` or `P(min)` shares them out:
@@ -206,7 +206,7 @@ def can_transfer(source: NdSbp, target: NdSbp) -> bool:
     return not before or (len(before) == 1 and (not after or after == before))
 
 
-def transfer_bytes(step: Step) -> int:
+def transfer_bytes(step: BoxingStep) -> int:
     """Return the bytes that a `TRANSFER` moves between ranks, without listing its pieces.
 
     A receiver needs each of its terms once, less what it holds of that term itself.
@@ -239,7 +239,7 @@ def transfer_bytes(step: Step) -> int:
 
 
 @lru_cache(maxsize=_CACHED)
-def transfer_pieces(step: Step) -> tuple[Piece, ...]:
+def transfer_pieces(step: BoxingStep) -> tuple[Piece, ...]:
     """Return the pieces of a `TRANSFER`, by receiver, addend (`term`) and sender's slice.
 
     Of several copies of a slice, a receiver takes its own if it has one; else receivers take turns
@@ -276,7 +276,7 @@ def transfer_pieces(step: Step) -> tuple[Piece, ...]:
 
 
 @lru_cache(maxsize=_CACHED)
-def collective_pieces(step: Step, group: tuple[int, ...]) -> tuple[Piece, ...]:
+def collective_pieces(step: BoxingStep, group: tuple[int, ...]) -> tuple[Piece, ...]:
     """Return the pieces of an all-gather, all-to-all or reduce-scatter in one group.
 
     Ordered by receiver, term and sender. In a reduce-scatter the terms are the senders, in mesh
@@ -302,7 +302,7 @@ def collective_pieces(step: Step, group: tuple[int, ...]) -> tuple[Piece, ...]:
     )
 
 
-def collective_bytes(step: Step) -> int:
+def collective_bytes(step: BoxingStep) -> int:
     """Return the bytes that a collective or local step moves between ranks."""
     held = bounds_of(step.shape, *step.source)
     wanted = bounds_of(step.shape, *step.target)
@@ -323,7 +323,7 @@ def collective_bytes(step: Step) -> int:
 
 
 @lru_cache(maxsize=4 * _CACHED)
-def sent_bytes(step: Step, rank: int) -> int:
+def sent_bytes(step: BoxingStep, rank: int) -> int:
     """Return the bytes that one rank is to send; over all ranks they add up to `size_bytes`.
 
     What it does send is counted by backends (`processes.traffic`), to which this is not known. An
@@ -349,7 +349,7 @@ def sent_bytes(step: Step, rank: int) -> int:
 
 
 @lru_cache(maxsize=_CACHED)
-def _sent_in_transfer(step: Step) -> Mapping[int, int]:
+def _sent_in_transfer(step: BoxingStep) -> Mapping[int, int]:
     """Return what each rank sends in a `TRANSFER`; those that send nothing are left out."""
     sent: dict[int, int] = {}
     for piece in transfer_pieces(step):
@@ -358,7 +358,7 @@ def _sent_in_transfer(step: Step) -> Mapping[int, int]:
     return sent
 
 
-def local_transition(step: Step, rank: int) -> tuple[Bounds, Bounds]:
+def local_transition(step: BoxingStep, rank: int) -> tuple[Bounds, Bounds]:
     """Return the slice that a rank has before and after a local step, as bounds in both shards."""
     held = bounds_of(step.shape, *step.source)[rank]
     wanted = bounds_of(step.shape, *step.target)[rank]
@@ -366,7 +366,7 @@ def local_transition(step: Step, rank: int) -> tuple[Bounds, Bounds]:
     return _relative(common, held), _relative(common, wanted)
 
 
-def is_realisable(step: Step) -> bool:
+def is_realisable(step: BoxingStep) -> bool:
     """Say whether ranks find all they need inside their group of the step's mesh axis.
 
     Mesh axes apply in order, so a change on an outer axis also moves the slices of inner axes that
@@ -410,7 +410,7 @@ def _cover(tiles: Sequence[Bounds]) -> Sequence[Bounds]:
     return [hull] if sum(map(volume, distinct)) == volume(hull) else distinct
 
 
-def uniform_bytes(step: Step) -> int | None:
+def uniform_bytes(step: BoxingStep) -> int | None:
     """Return what `collective_bytes` returns, at once, where every group moves alike.
 
     That is: every split is even, and the step changes only the innermost splits of a dim. Such a

@@ -35,7 +35,7 @@ class StepKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class BoxingStep:
     """One step of a route: a collective, a transfer, or what a rank does by itself.
 
     Args:
@@ -83,7 +83,12 @@ class Step:
 
 
 def missing_ranks(
-    step: Step, tag: str, missing: Iterable[int], deadline_s: float, *, rank: int | None = None
+    step: BoxingStep,
+    tag: str,
+    missing: Iterable[int],
+    deadline_s: float,
+    *,
+    rank: int | None = None,
 ) -> BoxingError:
     """Make the error for a step that some ranks did not come to, worded alike by every backend.
 

@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from sbp_core.boxing import Step, StepKind
+from sbp_core.boxing import BoxingStep, StepKind
 from sbp_core.boxing.price import step_time_s
 from sbp_core.boxing.slices import itemsize, uniform_bytes
 from sbp_core.cluster import Cluster
@@ -244,7 +244,7 @@ def _users(items: Iterable[Item]) -> dict[str, list[Item]]:
     return users
 
 
-def _priced_bytes(step: Step, cluster: Cluster | None) -> int:
+def _priced_bytes(step: BoxingStep, cluster: Cluster | None) -> int:
     """Return the least bytes of a buffer of which latency takes only a small part of the time."""
     if cluster is None:
         return _ROUGH_BUCKET_BYTES

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from sbp_core.boxing import Step
+from sbp_core.boxing import BoxingStep
 from sbp_core.compile.packing import PackedLayout
 from sbp_core.graph.ir import Node, Phase, Rate, TensorType
 from sbp_core.sbp import NdSbp
@@ -62,7 +62,7 @@ class Item:
     rate: Rate
     level: int = 0
     node: Node | None = None
-    step: Step | None = None
+    step: BoxingStep | None = None
     asked_by: str = ""
     packed: PackedLayout | None = None
     is_apart: bool = False

@@ -10,7 +10,7 @@ that no gathered copy lives longer than its use.
 
 from __future__ import annotations
 
-from sbp_core.boxing import Step, StepKind, route
+from sbp_core.boxing import BoxingStep, StepKind, route
 from sbp_core.compile.items import Held, Item, ItemKind, Lowered
 from sbp_core.compile.legality import check_strategy
 from sbp_core.compile.levels import is_gathered_on_use, with_levels
@@ -221,7 +221,7 @@ class _Lowering:
         rate: Rate,
         target_stage: int | None = None,
         node: Node | None = None,
-        step: Step | None = None,
+        step: BoxingStep | None = None,
         asked_by: str = "",
     ) -> None:
         if kind not in (ItemKind.OP, ItemKind.HOST):

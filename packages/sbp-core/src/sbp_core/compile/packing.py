@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from sbp_core.boxing import Step, StepKind
+from sbp_core.boxing import BoxingStep, StepKind
 from sbp_core.boxing.slices import bounds_of, collective_bytes
 from sbp_core.compile.physical import Instruction
 from sbp_core.graph.ir import Ref, Symbol
@@ -38,7 +38,7 @@ class PackedPart:
     dim: int
 
     @classmethod
-    def of(cls, step: Step) -> PackedPart | None:
+    def of(cls, step: BoxingStep) -> PackedPart | None:
         """Return how the value of a step lies; None if it is no row for each rank.
 
         Args:
@@ -77,7 +77,7 @@ class PackedLayout:
     parts: tuple[PackedPart, ...]
 
     @classmethod
-    def of(cls, like: Step, parts: Sequence[PackedPart]) -> PackedLayout:
+    def of(cls, like: BoxingStep, parts: Sequence[PackedPart]) -> PackedLayout:
         """Return the layout of values whose steps are of the kind, mesh and axes of `like`."""
         return cls(
             kind=like.kind,
@@ -104,7 +104,7 @@ def flat_step(
     dtype: str,
     num_elements: int,
     like: NdSbp | None = None,
-) -> Step:
+) -> BoxingStep:
     """Return the step of a flat buffer.
 
     Its last dim holds the elements; each other mesh axis has a dim of its own that it splits, as
@@ -132,7 +132,7 @@ def flat_step(
         split[axis] = S(len(others))
     before = split if kind is StepKind.ALL_GATHER else partial
     after = split if kind is StepKind.REDUCE_SCATTER else whole
-    step = Step(
+    step = BoxingStep(
         kind=kind,
         shape=shape,
         dtype=dtype,
@@ -149,12 +149,12 @@ def _outer_axes(mesh: Placement, axes: tuple[int, ...]) -> list[int]:
     return [a for a, extent in enumerate(mesh.mesh_shape) if a not in axes and extent > 1]
 
 
-def _num_rows(step: Step) -> int:
+def _num_rows(step: BoxingStep) -> int:
     """Return the number of ranks in a group of a step."""
     return prod(step.source[0].mesh_shape[axis] for axis in step.axes)
 
 
-def _split_dim(step: Step, before: Sequence[int], after: Sequence[int]) -> int | None:
+def _split_dim(step: BoxingStep, before: Sequence[int], after: Sequence[int]) -> int | None:
     """Return the dim that a reduce-scatter cuts or an all-gather joins, 0 for an all-reduce.
 
     None if it is not one dim, in as many equal parts as there are ranks, in their order.

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeAlias
 
-from sbp_core.boxing.step import Step
+from sbp_core.boxing.step import BoxingStep
 from sbp_core.graph.ir import Argument, InputKind, Phase, Rate, TensorType
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp
@@ -288,7 +288,7 @@ class PhysicalPlan:
     num_micro_batches: int
     ties: Mapping[str, tuple[str, ...]]
     stages: tuple[Placement, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[BoxingStep, ...]
     links: tuple[Channel, ...]
     ranks: tuple[RankPlan, ...]
 

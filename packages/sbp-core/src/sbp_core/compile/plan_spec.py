@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from sbp_core.boxing.step import Step
+from sbp_core.boxing.step import BoxingStep
 from sbp_core.compile.liveness import keys_out
 from sbp_core.compile.physical import (
     Accumulate,
@@ -78,7 +78,7 @@ def _check_tensor(shape: tuple[int, ...], dtype: str, where: str) -> None:
         )
 
 
-def _check_step(step: Step, where: str) -> None:
+def _check_step(step: BoxingStep, where: str) -> None:
     _check_tensor(step.shape, step.dtype, where)
     for placement, sbp in (step.source, step.target):
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
-from sbp_core.boxing import Step
+from sbp_core.boxing import BoxingStep
 from sbp_core.cluster import Cluster
 from sbp_core.compile.items import Item, ItemKind, Lowered
 from sbp_core.compile.physical import StateSlot
@@ -36,7 +36,9 @@ class Program:
     ) -> None:
         self.graph, self.strategy, self.lowered = graph, strategy, lowered
         self.cluster = cluster or Cluster.nominal(1 + strategy.ranks[-1])
-        self.steps: tuple[Step, ...] = tuple(i.step for i in lowered.items if i.step is not None)
+        self.steps: tuple[BoxingStep, ...] = tuple(
+            i.step for i in lowered.items if i.step is not None
+        )
         numbered = (item.name for item in lowered.items if item.step is not None)
         self.step_index = {name: index for index, name in enumerate(numbered)}
         self.hosts = [item for item in lowered.items if item.kind is ItemKind.HOST]

@@ -28,7 +28,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sbp_core.boxing.step import Step
+from sbp_core.boxing.step import BoxingStep
 from sbp_core.cluster import Cluster
 from sbp_core.compile.buckets import bucket
 from sbp_core.compile.items import Item
@@ -254,7 +254,7 @@ def _base(graph: LogicalGraph, value: str) -> str:
 def _add_boxing(
     graph: LogicalGraph,
     item: Item,
-    step: Step,
+    step: BoxingStep,
     value: str,
     stages: tuple[StagePrediction, ...],
     *,

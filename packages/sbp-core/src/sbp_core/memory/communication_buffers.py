@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from sbp_core.boxing.memory import step_memory_bytes
 from sbp_core.boxing.slices import bounds_of, itemsize, transfer_pieces, volume
-from sbp_core.boxing.step import Step
+from sbp_core.boxing.step import BoxingStep
 from sbp_core.compile.physical import BoxingActor, Collective, PhysicalPlan, Send
 
 
@@ -34,7 +34,7 @@ def buffer_bytes(plan: PhysicalPlan, rank: int) -> dict[str, int]:
     return found
 
 
-def _beside_shards(step: Step) -> dict[int, int]:
+def _beside_shards(step: BoxingStep) -> dict[int, int]:
     """Return by rank what a collective holds beside the shards from before and after."""
     shards = [bounds_of(step.shape, *side) for side in (step.source, step.target)]
     size = itemsize(step.dtype)
@@ -44,7 +44,7 @@ def _beside_shards(step: Step) -> dict[int, int]:
     }
 
 
-def _packed(step: Step, rank: int, *, sends: bool) -> int:
+def _packed(step: BoxingStep, rank: int, *, sends: bool) -> int:
     """Return what one end of a transfer packs for other ranks, or receives from them."""
     return sum(
         piece.size_bytes

@@ -26,7 +26,7 @@ from itertools import accumulate
 from typing import Protocol
 
 from sbp_core.boxing.slices import bounds_of, collective_pieces, transfer_pieces
-from sbp_core.boxing.step import Step, StepKind
+from sbp_core.boxing.step import BoxingStep, StepKind
 from sbp_core.compile.liveness import keys_in
 from sbp_core.compile.physical import (
     Accumulate,
@@ -71,7 +71,7 @@ class CallLayouts(Protocol):
         entry: Instruction,
         rank: int,
         read: Callable[[str], Value],
-        steps: Sequence[Step] = (),
+        steps: Sequence[BoxingStep] = (),
     ) -> tuple[ResultLayout | Number, ...]:
         """Return how each output lies.
 
@@ -403,7 +403,7 @@ class _Storages(InstructionDomain[Value]):
         return made
 
 
-def _own_part(step: Step, rank: int, own: StridedLayout) -> StridedLayout | None:
+def _own_part(step: BoxingStep, rank: int, own: StridedLayout) -> StridedLayout | None:
     """Return how a rank's part after the step lies in its own shard, if it is a piece of that.
 
     It then keeps the whole storage: backends copy no single piece that is contiguous.

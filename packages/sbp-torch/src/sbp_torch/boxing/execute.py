@@ -25,8 +25,8 @@ import torch
 
 from sbp_core.boxing import (
     Bounds,
+    BoxingStep,
     Piece,
-    Step,
     StepKind,
     bounds_of,
     collective_pieces,
@@ -57,7 +57,7 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def apply_step(step: Step, shards: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+def apply_step(step: BoxingStep, shards: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
     """Run a step for all ranks of one or more of its groups.
 
     Args:
@@ -85,7 +85,7 @@ def apply_step(step: Step, shards: Mapping[int, torch.Tensor]) -> dict[int, torc
     return {rank: results[rank] for rank in shards}
 
 
-def check_shard(step: Step, rank: int, shard: torch.Tensor) -> None:
+def check_shard(step: BoxingStep, rank: int, shard: torch.Tensor) -> None:
     """Check one rank's shard before a step.
 
     Raises:
@@ -113,7 +113,7 @@ def detached(shard: torch.Tensor) -> torch.Tensor:
 
 
 def _present(
-    step: Step, ranks: Iterable[int], shards: Mapping[int, torch.Tensor]
+    step: BoxingStep, ranks: Iterable[int], shards: Mapping[int, torch.Tensor]
 ) -> list[torch.Tensor]:
     ranks = tuple(ranks)
     absent = [rank for rank in ranks if rank not in shards]
@@ -128,7 +128,7 @@ def _present(
 
 
 def _collective(
-    step: Step, group: tuple[int, ...], shards: Mapping[int, torch.Tensor]
+    step: BoxingStep, group: tuple[int, ...], shards: Mapping[int, torch.Tensor]
 ) -> dict[int, torch.Tensor]:
     parts = _present(step, group, shards)
     if step.kind is StepKind.ALL_REDUCE:
@@ -145,7 +145,7 @@ def _collective(
     }
 
 
-def _transfer(step: Step, shards: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+def _transfer(step: BoxingStep, shards: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
     parts = _present(step, step.source[0].rank_list, shards)
     pieces = transfer_pieces(step)
     results: dict[int, torch.Tensor] = {}
@@ -167,7 +167,7 @@ def _taken(
 
 
 def combine(
-    step: Step,
+    step: BoxingStep,
     rank: int,
     pieces: Sequence[tuple[Piece, torch.Tensor]],
     *,
@@ -236,7 +236,7 @@ def _reduction(entry: object) -> str:
     return entry.reduction
 
 
-def reduction_of(step: Step) -> str:
+def reduction_of(step: BoxingStep) -> str:
     """Return the reduction of a step that makes values of partial ones: `sum`, `max` or `min`.
 
     Args:
@@ -267,7 +267,7 @@ def reduce_in_order(
     return total
 
 
-def local_step(step: Step, rank: int, shard: torch.Tensor) -> torch.Tensor:
+def local_step(step: BoxingStep, rank: int, shard: torch.Tensor) -> torch.Tensor:
     """Run a local step on one rank: slice, pad with zeros, or keep.
 
     Args:

@@ -26,7 +26,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sbp_core.boxing import BoxingBackend, Communicator, Piece, Step, StepKind, transfer_pieces
+from sbp_core.boxing import (
+    BoxingBackend,
+    BoxingStep,
+    Communicator,
+    Piece,
+    StepKind,
+    transfer_pieces,
+)
 from sbp_core.boxing.processes import CollectiveCall
 from sbp_core.errors import BoxingError, words_of
 from sbp_torch.boxing.buffer_pool import BufferPool
@@ -50,7 +57,7 @@ class _Rendezvous:
     what nobody writes any more: `work` once it is there, and `error` once the rendezvous is over.
     """
 
-    def __init__(self, step: Step, lock: threading.Lock) -> None:
+    def __init__(self, step: BoxingStep, lock: threading.Lock) -> None:
         self.step = step
         self.changed = threading.Condition(lock)
         self.shards: dict[int, torch.Tensor] = {}
@@ -323,7 +330,7 @@ class LocalCommunicator(Communicator):
 
     def collective(
         self,
-        step: Step,
+        step: BoxingStep,
         shard: torch.Tensor,
         *,
         tag: str,
@@ -339,7 +346,7 @@ class LocalCommunicator(Communicator):
         self.sent_bytes += sent_bytes
         return result
 
-    def send(self, step: Step, shard: torch.Tensor, *, tag: str, deadline_s: float) -> None:
+    def send(self, step: BoxingStep, shard: torch.Tensor, *, tag: str, deadline_s: float) -> None:
         """Put this rank's pieces into the mailboxes of the receivers; never waits."""
         self._check_rank(step, self.rank in step.source[0])
         check_shard(step, self.rank, shard)
@@ -356,7 +363,7 @@ class LocalCommunicator(Communicator):
         self.sent_bytes += sent_bytes
 
     def receive(
-        self, step: Step, shard: torch.Tensor | None, *, tag: str, deadline_s: float
+        self, step: BoxingStep, shard: torch.Tensor | None, *, tag: str, deadline_s: float
     ) -> torch.Tensor:
         """Wait for the pieces of all senders and put them together."""
         self._check_rank(step, self.rank in step.target[0])
@@ -383,7 +390,7 @@ class LocalCommunicator(Communicator):
             device=None if shard is None else shard.device,
         )
 
-    def _check_rank(self, step: Step, takes_part: bool) -> None:
+    def _check_rank(self, step: BoxingStep, takes_part: bool) -> None:
         if not takes_part:
             raise BoxingError(f"rank {self.rank} has no part in this step", where=str(step))
 
@@ -395,7 +402,7 @@ def _num_cores() -> int:
     return os.cpu_count() or 1
 
 
-def _as_boxing_error(step: Step, error: BaseException) -> BoxingError:
+def _as_boxing_error(step: BoxingStep, error: BaseException) -> BoxingError:
     """Return the error for all ranks of a step when one of them could not do its share."""
     if isinstance(error, BoxingError):
         return error

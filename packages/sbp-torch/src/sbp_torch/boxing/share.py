@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from sbp_core.boxing import Piece, Step, StepKind, bounds_of, collective_pieces
+from sbp_core.boxing import BoxingStep, Piece, StepKind, bounds_of, collective_pieces
 from sbp_core.boxing.processes import TrafficCounter
 from sbp_torch.boxing.buffer_pool import BufferPool
 from sbp_torch.boxing.execute import check_shard, combine, reduce_in_order, reduction_of
@@ -127,7 +127,7 @@ class SharedStep:
 
 
 def share_out(
-    step: Step,
+    step: BoxingStep,
     group: Sequence[int],
     shards: Mapping[int, torch.Tensor],
     donated: Sequence[int],
@@ -166,7 +166,7 @@ def share_out(
 
 
 def _one_sum(
-    step: Step,
+    step: BoxingStep,
     group: Sequence[int],
     shards: Mapping[int, torch.Tensor],
     donated: Sequence[int],
@@ -188,7 +188,7 @@ def _one_sum(
 
 
 def _put_together(
-    step: Step,
+    step: BoxingStep,
     group: Sequence[int],
     shards: Mapping[int, torch.Tensor],
     pool: BufferPool | None,

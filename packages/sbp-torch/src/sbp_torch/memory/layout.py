@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sbp_core.boxing import Step
+from sbp_core.boxing import BoxingStep
 from sbp_core.compile import LOCAL_BOX, Instruction
 from sbp_core.errors import PlanError
 from sbp_core.graph import ITEMSIZE, Argument, Ref, Symbol, map_refs, refs
@@ -48,7 +48,7 @@ class Layouts:
         entry: Instruction,
         rank: int,
         read: Callable[[str], StorageView | Number],
-        steps: Sequence[Step] = (),
+        steps: Sequence[BoxingStep] = (),
     ) -> tuple[ResultLayout | Number, ...]:
         """Return how each output of an instruction lies, in order.
 
@@ -92,7 +92,7 @@ class Layouts:
         entry: Instruction,
         rank: int,
         given: dict[str, StorageView | Number],
-        steps: Sequence[Step],
+        steps: Sequence[BoxingStep],
     ) -> tuple[ResultLayout | Number, ...]:
         """Call the operator on fake tensors that lie as the arguments do."""
         with torch.no_grad(), self._mode:
@@ -187,7 +187,7 @@ def _run(
     entry: Instruction,
     rank: int,
     arguments: dict[str, Tensor | Number],
-    steps: Sequence[Step],
+    steps: Sequence[BoxingStep],
 ) -> tuple[Any, ...]:
     if entry.op == LOCAL_BOX:
         source, index = entry.args

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from sbp_core.boxing import BoxingBackend, Communicator, Step
+from sbp_core.boxing import BoxingBackend, BoxingStep, Communicator
 from sbp_core.compile import PhysicalPlan
 from sbp_core.graph import InputKind
 from sbp_core.memory import contiguous
@@ -241,7 +241,7 @@ class _MeteredCommunicator(Communicator):
         return self.inner.sent_bytes
 
     def collective(
-        self, step: Step, shard: Tensor, *, tag: str, deadline_s: float, donate: bool = False
+        self, step: BoxingStep, shard: Tensor, *, tag: str, deadline_s: float, donate: bool = False
     ) -> Tensor:
         with self._within():
             made: Tensor = self.inner.collective(
@@ -249,10 +249,12 @@ class _MeteredCommunicator(Communicator):
             )
         return made.detach()
 
-    def send(self, step: Step, shard: Tensor, *, tag: str, deadline_s: float) -> None:
+    def send(self, step: BoxingStep, shard: Tensor, *, tag: str, deadline_s: float) -> None:
         self.inner.send(step, shard, tag=tag, deadline_s=deadline_s)
 
-    def receive(self, step: Step, shard: Tensor | None, *, tag: str, deadline_s: float) -> Tensor:
+    def receive(
+        self, step: BoxingStep, shard: Tensor | None, *, tag: str, deadline_s: float
+    ) -> Tensor:
         with self._within():
             made: Tensor = self.inner.receive(step, shard, tag=tag, deadline_s=deadline_s)
         return made.detach()

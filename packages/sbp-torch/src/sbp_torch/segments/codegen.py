@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from sbp_core.boxing import Step
+from sbp_core.boxing import BoxingStep
 from sbp_core.compile import LOCAL_BOX, Compute, Instruction, dying_keys, keys_out
 from sbp_core.errors import SbpTypeError, SbpValueError
 from sbp_core.graph import Argument, Ref, Symbol
@@ -28,7 +28,7 @@ Segment = Callable[..., tuple[Any, ...]]
 
 
 def segment_function(
-    actor: Compute, rank: int, steps: Sequence[Step], *, owns: bool = False
+    actor: Compute, rank: int, steps: Sequence[BoxingStep], *, owns: bool = False
 ) -> Segment:
     """Return the function of a compute actor.
 
@@ -53,7 +53,9 @@ def segment_function(
     return made
 
 
-def _local_box(rank: int, steps: Sequence[Step]) -> Callable[[torch.Tensor, int], torch.Tensor]:
+def _local_box(
+    rank: int, steps: Sequence[BoxingStep]
+) -> Callable[[torch.Tensor, int], torch.Tensor]:
     def run(value: torch.Tensor, index: int) -> torch.Tensor:
         return local_step(steps[index], rank, value)
 

@@ -27,7 +27,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from sbp_core.boxing import Step
+from sbp_core.boxing import BoxingStep
 from sbp_core.compile import Compute
 from sbp_core.errors import ConfigError, RunError, words_of
 from sbp_torch.segments.codegen import segment_function
@@ -130,7 +130,7 @@ class GraphSegments:
                 accepted="compile=eager, compile=inductor",
             )
 
-    def __call__(self, actor: Compute, rank: int, steps: Sequence[Step], /) -> _Segment:
+    def __call__(self, actor: Compute, rank: int, steps: Sequence[BoxingStep], /) -> _Segment:
         """See `SegmentMaker`."""
         return _Segment(self.device, actor, rank, steps)
 
@@ -139,7 +139,7 @@ class _Segment:
     """The function of one segment on one rank."""
 
     def __init__(
-        self, device: GraphDevice, actor: Compute, rank: int, steps: Sequence[Step]
+        self, device: GraphDevice, actor: Compute, rank: int, steps: Sequence[BoxingStep]
     ) -> None:
         self._device = device
         self._parts = (actor, rank, steps)

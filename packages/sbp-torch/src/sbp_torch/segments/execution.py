@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from sbp_core.boxing import Step
+from sbp_core.boxing import BoxingStep
 from sbp_core.compile import Compute
 from sbp_torch.segments.codegen import segment_function
 from sbp_torch.segments.configs import Execution
@@ -29,7 +29,7 @@ class OwningSegment(Protocol):
 class SegmentMaker(Protocol):
     """Makes the function of a segment; called once for each, before the first step."""
 
-    def __call__(self, actor: Compute, rank: int, steps: Sequence[Step], /) -> OwningSegment:
+    def __call__(self, actor: Compute, rank: int, steps: Sequence[BoxingStep], /) -> OwningSegment:
         """Return the function of a compute actor on one rank; `steps` are those of the plan."""
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sbp_core.boxing import Step
+from sbp_core.boxing import BoxingStep
 from sbp_core.compile import (
     LOCAL_BOX,
     OVERWRITE,
@@ -53,7 +53,7 @@ class SegmentParts:
 
     actor: Compute
     rank: int
-    steps: Sequence[Step]
+    steps: Sequence[BoxingStep]
     before: tuple[Instruction, ...]
     tensor: tuple[Instruction, ...]
     after: tuple[Instruction, ...] = ()
@@ -140,7 +140,7 @@ class SegmentParts:
 
 
 def part_segment(
-    actor: Compute, rank: int, steps: Sequence[Step], tensors: frozenset[str]
+    actor: Compute, rank: int, steps: Sequence[BoxingStep], tensors: frozenset[str]
 ) -> SegmentParts:
     """Split a segment.
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sbp_core.boxing import Step
+from sbp_core.boxing import BoxingStep
 from sbp_core.compile import Compute
 from sbp_core.errors import ConfigError, RunError, words_of
 from sbp_torch._torch_compat import compile_graph, cpp_compiler_problem, fake_mode, trace_graph
@@ -65,7 +65,7 @@ class InductorSegments:
         self._done: dict[Any, Compiled] = {}
         self._one_at_a_time = threading.Lock()
 
-    def __call__(self, actor: Compute, rank: int, steps: Sequence[Step], /) -> _Segment:
+    def __call__(self, actor: Compute, rank: int, steps: Sequence[BoxingStep], /) -> _Segment:
         """See `SegmentMaker`; it is compiled when it is called first."""
         return _Segment(self, actor, rank, steps)
 
@@ -105,7 +105,7 @@ class _Segment:
     """The function of one segment on one rank."""
 
     def __init__(
-        self, maker: InductorSegments, actor: Compute, rank: int, steps: Sequence[Step]
+        self, maker: InductorSegments, actor: Compute, rank: int, steps: Sequence[BoxingStep]
     ) -> None:
         self._maker = maker
         self._parts = (actor, rank, steps)

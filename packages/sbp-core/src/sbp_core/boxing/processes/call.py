@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from sbp_core.boxing.step import Step, missing_ranks
+from sbp_core.boxing.step import BoxingStep, missing_ranks
 from sbp_core.errors import BoxingError
 
 #: Ranks -> what is known about each of them, one a line.
@@ -43,7 +43,7 @@ class CollectiveCall:
         describe_ranks: Asked about the ranks that an error names.
     """
 
-    step: Step
+    step: BoxingStep
     tag: str
     rank: int
     deadline_s: float
@@ -53,7 +53,7 @@ class CollectiveCall:
     @classmethod
     def begin(
         cls,
-        step: Step,
+        step: BoxingStep,
         tag: str,
         rank: int,
         deadline_s: float,

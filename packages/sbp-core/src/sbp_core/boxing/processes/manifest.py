@@ -18,7 +18,7 @@ from functools import lru_cache
 from math import prod
 
 from sbp_core.boxing.slices import Bounds, Piece, bounds_of, collective_pieces, volume
-from sbp_core.boxing.step import Step, StepKind
+from sbp_core.boxing.step import BoxingStep, StepKind
 
 _CACHED = 4096
 
@@ -67,7 +67,7 @@ class Manifest:
 
 
 @lru_cache(maxsize=_CACHED)
-def manifest_of(step: Step, rank: int) -> Manifest:
+def manifest_of(step: BoxingStep, rank: int) -> Manifest:
     """Return what a rank sends and receives in a step.
 
     Args:

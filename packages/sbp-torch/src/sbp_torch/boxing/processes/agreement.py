@@ -10,7 +10,7 @@ from hashlib import blake2b
 
 import torch
 
-from sbp_core.boxing import Communicator, Step, StepKind
+from sbp_core.boxing import BoxingStep, Communicator, StepKind
 from sbp_core.errors import BoxingError
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, S
@@ -102,7 +102,7 @@ def gather_texts(
     if len(ranks) == 1:
         return {ranks[0]: text}
     mesh = Placement(list(ranks), ("rank",))
-    step = Step(
+    step = BoxingStep(
         kind=StepKind.ALL_GATHER,
         shape=(width_bytes * len(ranks),),
         dtype="uint8",

@@ -26,7 +26,15 @@ from typing import Generic, TypeVar
 
 import torch
 
-from sbp_core.boxing import Communicator, Piece, Step, StepKind, bounds_of, transfer_pieces, volume
+from sbp_core.boxing import (
+    BoxingStep,
+    Communicator,
+    Piece,
+    StepKind,
+    bounds_of,
+    transfer_pieces,
+    volume,
+)
 from sbp_core.boxing.processes import (
     CollectiveCall,
     Connections,
@@ -58,7 +66,7 @@ class Role:
         known: What it sends and receives; None for an all-reduce.
     """
 
-    step: Step
+    step: BoxingStep
     ranks: tuple[int, ...]
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -98,7 +106,7 @@ class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
 
     def collective(
         self,
-        step: Step,
+        step: BoxingStep,
         shard: torch.Tensor,
         *,
         tag: str,
@@ -118,7 +126,7 @@ class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
         with self._connections.pending(call):
             return self._collective(call, role.ranks, shard, donate)
 
-    def send(self, step: Step, shard: torch.Tensor, *, tag: str, deadline_s: float) -> None:
+    def send(self, step: BoxingStep, shard: torch.Tensor, *, tag: str, deadline_s: float) -> None:
         """See `Communicator.send`."""
         call = self._begin(step, tag, deadline_s)
         check_shard(step, self.rank, shard)
@@ -134,7 +142,7 @@ class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
             self.sent_bytes += values.nbytes
 
     def receive(
-        self, step: Step, shard: torch.Tensor | None, *, tag: str, deadline_s: float
+        self, step: BoxingStep, shard: torch.Tensor | None, *, tag: str, deadline_s: float
     ) -> torch.Tensor:
         """See `Communicator.receive`."""
         call = self._begin(step, tag, deadline_s)
@@ -238,7 +246,7 @@ class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
         # the messages that it counts would be lost.
         self.sent_bytes += sent_bytes
 
-    def _begin(self, step: Step, tag: str, deadline_s: float) -> CollectiveCall:
+    def _begin(self, step: BoxingStep, tag: str, deadline_s: float) -> CollectiveCall:
         """Make the call of a step, if the connections can be used."""
         connections = self._connections
         call = CollectiveCall.begin(step, tag, self.rank, deadline_s, connections.describe_ranks)
@@ -249,7 +257,7 @@ class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
         """Return the part of this rank in a collective that is under way."""
         return self._roles[id(call.step)]
 
-    def _new_role(self, step: Step, shard: torch.Tensor) -> Role:
+    def _new_role(self, step: BoxingStep, shard: torch.Tensor) -> Role:
         """Work out the part of this rank in a collective, to which it brings a shard."""
         check_shard(step, self.rank, shard)
         ranks = step.group(self.rank)
@@ -284,7 +292,7 @@ class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
             self._exchange_buffers(call, ranks, buffers)
         return buffers.result()
 
-    def _shape_after(self, step: Step) -> tuple[int, ...]:
+    def _shape_after(self, step: BoxingStep) -> tuple[int, ...]:
         """Return the local shape of this rank under the step's target."""
         bounds = bounds_of(step.shape, *step.target)[self.rank]
         return tuple(stop - start for start, stop in bounds)

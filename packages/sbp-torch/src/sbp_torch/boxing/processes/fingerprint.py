@@ -20,7 +20,14 @@ from hashlib import blake2b
 
 import torch
 
-from sbp_core.boxing import BoxingBackend, Communicator, Step, StepKind, sent_bytes, transfer_pieces
+from sbp_core.boxing import (
+    BoxingBackend,
+    BoxingStep,
+    Communicator,
+    StepKind,
+    sent_bytes,
+    transfer_pieces,
+)
 from sbp_core.boxing.processes import CollectiveCall
 from sbp_core.boxing.supervision import LaunchSpec
 from sbp_core.errors import BoxingError
@@ -121,7 +128,7 @@ class FingerprintedCommunicator(Communicator):
 
     def collective(
         self,
-        step: Step,
+        step: BoxingStep,
         shard: torch.Tensor,
         *,
         tag: str,
@@ -156,7 +163,7 @@ class FingerprintedCommunicator(Communicator):
         self._note_sent(step)
         return result
 
-    def send(self, step: Step, shard: torch.Tensor, *, tag: str, deadline_s: float) -> None:
+    def send(self, step: BoxingStep, shard: torch.Tensor, *, tag: str, deadline_s: float) -> None:
         """Send each receiver a fingerprint, and then its message; waits for nobody."""
         text = _fingerprint(step, tag, "")
         values = text_tensor(text, _WIDTH_BYTES, shard.device)
@@ -174,7 +181,7 @@ class FingerprintedCommunicator(Communicator):
         self._note_sent(step)
 
     def receive(
-        self, step: Step, shard: torch.Tensor | None, *, tag: str, deadline_s: float
+        self, step: BoxingStep, shard: torch.Tensor | None, *, tag: str, deadline_s: float
     ) -> torch.Tensor:
         """Compare the step with what every sender says of its message; then receive it."""
         call = CollectiveCall.begin(step, tag, self.rank, deadline_s)
@@ -266,12 +273,12 @@ class FingerprintedCommunicator(Communicator):
             self._counts[key] += 1
             return self._counts[key] - 1
 
-    def _note_sent(self, step: Step) -> None:
+    def _note_sent(self, step: BoxingStep) -> None:
         with self._lock:
             self.sent_bytes += sent_bytes(step, self.rank)
 
 
-def _fingerprint(step: Step, tag: str, count: str) -> str:
+def _fingerprint(step: BoxingStep, tag: str, count: str) -> str:
     """Return a text that two ranks have in common if they mean the same step."""
     (before, source), (after, target) = step.source, step.target
     whole = (
@@ -299,7 +306,9 @@ def _key(tag: str) -> str:
     return blake2b(tag.encode(), digest_size=_DIGEST_CHARACTERS // 2).hexdigest()
 
 
-def _others(step: Step, *, sender: int | None = None, receiver: int | None = None) -> list[int]:
+def _others(
+    step: BoxingStep, *, sender: int | None = None, receiver: int | None = None
+) -> list[int]:
     """Return who receives from a sender, or who sends to a receiver; ascending."""
     if sender is not None:
         found = {piece.receiver for piece in transfer_pieces(step) if piece.sender == sender}
@@ -308,9 +317,9 @@ def _others(step: Step, *, sender: int | None = None, receiver: int | None = Non
     return sorted(found - {receiver})
 
 
-def _fingerprint_step(sender: int, receiver: int) -> Step:
+def _fingerprint_step(sender: int, receiver: int) -> BoxingStep:
     """Return the step that takes one fingerprint from one rank to another."""
-    return Step(
+    return BoxingStep(
         kind=StepKind.TRANSFER,
         shape=(_WIDTH_BYTES,),
         dtype="uint8",

@@ -11,7 +11,7 @@ from math import prod
 
 import torch
 
-from sbp_core.boxing import Piece, Step, StepKind, itemsize, volume
+from sbp_core.boxing import BoxingStep, Piece, StepKind, itemsize, volume
 from sbp_core.boxing.processes import Manifest
 from sbp_torch.boxing.execute import fill, reduce_in_order, reduction_of
 
@@ -56,7 +56,7 @@ def unpack(
     return values
 
 
-def num_elements(step: Step, pieces: Sequence[Piece]) -> int:
+def num_elements(step: BoxingStep, pieces: Sequence[Piece]) -> int:
     """Return the number of elements of some pieces of a step."""
     return sum(piece.size_bytes for piece in pieces) // itemsize(step.dtype)
 
@@ -87,7 +87,7 @@ class PackedBuffers:
 
     def __init__(
         self,
-        step: Step,
+        step: BoxingStep,
         manifest: Manifest,
         shard: torch.Tensor,
         *,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from sbp_core.boxing import Route, Step, StepKind, collective_bytes, route, transfer_bytes
+from sbp_core.boxing import BoxingStep, Route, StepKind, collective_bytes, route, transfer_bytes
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp
 
@@ -51,9 +51,9 @@ class BoxingCase:
         return f"{self.dtype}{list(self.shape)}, {places}:\n{self.route}"
 
 
-def hand_made_step(case: BoxingCase, kind: StepKind) -> Step:
+def hand_made_step(case: BoxingCase, kind: StepKind) -> BoxingStep:
     """Return the one step of a kind that takes a case from its source to its target."""
-    step = Step(
+    step = BoxingStep(
         kind=kind,
         shape=case.shape,
         dtype=case.dtype,

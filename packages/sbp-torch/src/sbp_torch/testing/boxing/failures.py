@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sbp_core.boxing import Step, bounds_of, route
+from sbp_core.boxing import BoxingStep, bounds_of, route
 from sbp_core.errors import BoxingError
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, P, S, Sbp
@@ -34,19 +34,19 @@ REASON = "loss is not a number"
 Told = tuple[str, float]
 
 
-def one_step(before: Sbp, after: Sbp, sources: list[int], targets: list[int]) -> Step:
+def one_step(before: Sbp, after: Sbp, sources: list[int], targets: list[int]) -> BoxingStep:
     """Return the only step that takes a float32 tensor from one 1-D placement to the other."""
     source, target = Placement(sources, ("x",)), Placement(targets, ("x",))
     (step,) = route(SHAPE, "float32", (source, NdSbp(before)), (target, NdSbp(after))).steps
     return step
 
 
-def sum_over(*ranks: int) -> Step:
+def sum_over(*ranks: int) -> BoxingStep:
     """Return the all-reduce among some ranks."""
     return one_step(P, B, list(ranks), list(ranks))
 
 
-def message(sender: int, receiver: int) -> Step:
+def message(sender: int, receiver: int) -> BoxingStep:
     """Return the step that sends a whole tensor from one rank to another."""
     return one_step(B, B, [sender], [receiver])
 

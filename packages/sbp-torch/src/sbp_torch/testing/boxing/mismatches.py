@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sbp_core.boxing import Step, route
+from sbp_core.boxing import BoxingStep, route
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp
 from sbp_torch.boxing.processes.agreement import agree
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 MISMATCHES = {"tag": "'loss'", "dtype": "float64[4, 2]", "kind": "all-gather"}
 
 
-def _converted(before: str, after: str, dtype: str) -> Step:
+def _converted(before: str, after: str, dtype: str) -> BoxingStep:
     """Return the only step that converts a tensor on ranks 0 and 1."""
     mesh = Placement([0, 1], ("x",))
     ends = (mesh, NdSbp.parse(before)), (mesh, NdSbp.parse(after))
