@@ -22,7 +22,7 @@ from sbp_launch.calibrate import config
 from sbp_launch.calibrate.config import CALL_KINDS, check_calibrate
 from sbp_launch.calibrate.rank import indexed_device
 from sbp_launch.calibrate.table import call_table
-from sbp_launch.config import Composed, PluginChoice
+from sbp_launch.config import ComposedConfig, PluginChoice
 
 
 def calibrate(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -68,7 +68,7 @@ def test_a_backend_that_chooses_gpus_itself_is_measured_on_gpus(
 ) -> None:
     chosen = PluginChoice(name="theirs"), SimpleNamespace(device="auto")
     monkeypatch.setattr(config, "choose", lambda *arguments: chosen)
-    composed = Composed(values={"boxing": {}, "ranks": 3}, files={}, overrides=())
+    composed = ComposedConfig(values={"boxing": {}, "ranks": 3}, files={}, overrides=())
 
     run = check_calibrate(composed, PluginRegistry())
 

@@ -12,7 +12,7 @@ from sbp_core.plugins import PluginSource, discover
 from sbp_launch.catalog import make_catalog
 from sbp_launch.check import check
 from sbp_launch.compose import MOST_JOBS_CHECKED, compose, sweep_jobs
-from sbp_launch.config import App
+from sbp_launch.config import Application
 
 LAUNCH_ONLY = discover(
     [PluginSource(name="launch", value="sbp_launch.plugin", distribution="sbp-launch")]
@@ -76,7 +76,7 @@ def composed(
     *overrides: str, config_name: str = "config", config_dir: Path | None = None
 ) -> DictConfig:
     catalog = make_catalog(LAUNCH_ONLY, str(config_dir) if config_dir else None)
-    app = App(name="x", about="", config_name=config_name, check=check, task=print)
+    app = Application(name="x", about="", config_name=config_name, check=check, task=print)
     return compose(catalog, app, overrides)
 
 

@@ -23,7 +23,7 @@ from sbp_core.plugins import (
 )
 from sbp_launch.check import check
 from sbp_launch.compile_config import CompileConfig
-from sbp_launch.config import PLUGIN_GROUPS, Composed, TrainerConfig
+from sbp_launch.config import PLUGIN_GROUPS, ComposedConfig, TrainerConfig
 
 CONF = Path(sbp_launch.__file__).parent / "conf"
 LAUNCH_ONLY = discover(
@@ -99,7 +99,7 @@ def test_a_batch_is_accepted_exactly_if_its_parts_are_equal(batch: int, parts: i
 
 
 def test_a_group_without_a_plugin_name_is_refused_with_its_file() -> None:
-    composed = Composed(
+    composed = ComposedConfig(
         values={"model": {"width": 3}},
         files={"model": "there/model/odd.yaml"},
         overrides=(),
@@ -130,4 +130,4 @@ def test_a_cluster_whose_config_has_no_mesh_is_refused() -> None:
     values = {group: {"name": "x"} for group in PLUGIN_GROUPS}
 
     with pytest.raises(ConfigError, match="the cluster's config has no mesh and axes"):
-        check(Composed(values=values, files={}, overrides=()), registry)
+        check(ComposedConfig(values=values, files={}, overrides=()), registry)

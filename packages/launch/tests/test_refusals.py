@@ -10,7 +10,7 @@ from sbp_core.plugins import PluginSource, discover
 from sbp_launch.catalog import make_catalog
 from sbp_launch.check import check
 from sbp_launch.compose import compose
-from sbp_launch.config import App, key_of
+from sbp_launch.config import Application, key_of
 from sbp_launch.refusals import HOMES
 
 LAUNCH_ONLY = discover(
@@ -18,7 +18,7 @@ LAUNCH_ONLY = discover(
 )
 
 CATALOG = make_catalog(LAUNCH_ONLY)
-APP = App(name="x", about="", config_name="config", check=check, task=print)
+APP = Application(name="x", about="", config_name="config", check=check, task=print)
 
 
 @pytest.mark.parametrize(

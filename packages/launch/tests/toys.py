@@ -101,7 +101,7 @@ CHILD = """
 import json, sys
 from sbp_launch.app import run
 from sbp_launch.check import check
-from sbp_launch.config import App
+from sbp_launch.config import Application
 
 def task(config, registry, run_folder):
     if {warn!r}:
@@ -121,9 +121,10 @@ def task(config, registry, run_folder):
 
 code = 0
 try:
-    code = run(
-        App(name="sbp-toy", about="be a toy", config_name={config!r}, check=check, task=task)
+    app = Application(
+        name="sbp-toy", about="be a toy", config_name={config!r}, check=check, task=task
     )
+    code = run(app)
 except SystemExit as exit:
     code = exit.code or 0
 sys.stdout.flush()

@@ -26,7 +26,7 @@ from sbp_core.errors import ConfigError, SbpError
 from sbp_core.plugins import discover
 from sbp_launch.catalog import PRIMARY, Catalog, make_catalog
 from sbp_launch.compose import VERSION_BASE, compose, read, searching, sweep_jobs
-from sbp_launch.config import App, ConfigT
+from sbp_launch.config import Application, ConfigT
 from sbp_launch.help import render_help
 from sbp_launch.refusals import as_hydra_says
 
@@ -34,7 +34,7 @@ from sbp_launch.refusals import as_hydra_says
 BAD_CONFIG, FAILED, INTERRUPTED = 2, 1, 130
 
 
-def run(app: App[ConfigT]) -> int:
+def run(app: Application[ConfigT]) -> int:
     """Run a command on `sys.argv`.
 
     Returns:
@@ -53,12 +53,12 @@ def run(app: App[ConfigT]) -> int:
         return INTERRUPTED
 
 
-def _report(app: App[Any], error: SbpError) -> int:
+def _report(app: Application[Any], error: SbpError) -> int:
     sys.stderr.write(f"{app.name}: {error}\n")
     return BAD_CONFIG if isinstance(error, ConfigError) else FAILED
 
 
-def _run(app: App[ConfigT]) -> int:
+def _run(app: Application[ConfigT]) -> int:
     sys.argv[1:] = flags_first(sys.argv[1:])
     parser = get_args_parser()
     options = parser.parse_args()
@@ -91,7 +91,7 @@ def flags_first(arguments: Sequence[str]) -> list[str]:
     return [text for text in arguments if text not in overrides] + overrides
 
 
-def _check_jobs(app: App[Any], catalog: Catalog, options: Namespace) -> None:
+def _check_jobs(app: Application[Any], catalog: Catalog, options: Namespace) -> None:
     """Check every job that the command line asks for; one that is only shown must just compose.
 
     Raises:
@@ -107,7 +107,7 @@ def _check_jobs(app: App[Any], catalog: Catalog, options: Namespace) -> None:
             app.check(read(config, catalog), catalog.registry)
 
 
-def _job(app: App[ConfigT], catalog: Catalog) -> Callable[[DictConfig], None]:
+def _job(app: Application[ConfigT], catalog: Catalog) -> Callable[[DictConfig], None]:
     """Return what Hydra calls for each job."""
 
     def job(config: DictConfig) -> None:

@@ -15,7 +15,7 @@ from sbp_launch.compile_config import CompileConfig
 from sbp_launch.config import (
     GROUPS,
     PLUGIN_GROUPS,
-    Composed,
+    ComposedConfig,
     PluginChoice,
     RunConfig,
     TrainerConfig,
@@ -25,7 +25,7 @@ from sbp_launch.config import (
 T = TypeVar("T")
 
 
-def check(composed: Composed, registry: PluginRegistry) -> RunConfig:
+def check(composed: ComposedConfig, registry: PluginRegistry) -> RunConfig:
     """Return the run that a composed config describes.
 
     Raises:
@@ -52,7 +52,7 @@ def check(composed: Composed, registry: PluginRegistry) -> RunConfig:
     return RunConfig(**choices, trainer=trainer, compile=compile_config, mesh=mesh, axes=axes)
 
 
-def refuse_unknown(composed: Composed, known: Iterable[str]) -> None:
+def refuse_unknown(composed: ComposedConfig, known: Iterable[str]) -> None:
     """Check that a config has no groups and settings of its own but those that are known.
 
     Raises:
@@ -73,7 +73,9 @@ def refuse_unknown(composed: Composed, known: Iterable[str]) -> None:
             )
 
 
-def choose(composed: Composed, registry: PluginRegistry, group: str) -> tuple[PluginChoice, object]:
+def choose(
+    composed: ComposedConfig, registry: PluginRegistry, group: str
+) -> tuple[PluginChoice, object]:
     """Return the plugin that a group names, and its checked config.
 
     Raises:
@@ -90,7 +92,7 @@ def choose(composed: Composed, registry: PluginRegistry, group: str) -> tuple[Pl
     return PluginChoice(name=name, settings=settings), config
 
 
-def _core_config(composed: Composed, group: str, config: type[T]) -> T:
+def _core_config(composed: ComposedConfig, group: str, config: type[T]) -> T:
     """Return the checked config of a group that names no plugin.
 
     Raises:
@@ -101,7 +103,7 @@ def _core_config(composed: Composed, group: str, config: type[T]) -> T:
         return merge_settings(config, settings, key=group, where=composed.files.get(group, ""))
 
 
-def _settings(composed: Composed, group: str) -> dict[str, object]:
+def _settings(composed: ComposedConfig, group: str) -> dict[str, object]:
     """Return the settings of a group.
 
     Raises:
@@ -118,7 +120,7 @@ def _settings(composed: Composed, group: str) -> dict[str, object]:
 
 
 @contextmanager
-def _naming_overrides(composed: Composed, group: str, asked: str = "") -> Iterator[None]:
+def _naming_overrides(composed: ComposedConfig, group: str, asked: str = "") -> Iterator[None]:
     """Name the overrides that an error in the `with` block is about.
 
     Args:

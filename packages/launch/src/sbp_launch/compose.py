@@ -23,7 +23,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from sbp_core.errors import ConfigError
 from sbp_core.plugins import ConfigFolder
 from sbp_launch.catalog import PRIMARY, Catalog
-from sbp_launch.config import GROUPS, App, Composed, key_of
+from sbp_launch.config import GROUPS, Application, ComposedConfig, key_of
 from sbp_launch.refusals import (
     as_hydra_says,
     forced,
@@ -67,7 +67,7 @@ def searching(folders: Sequence[ConfigFolder]) -> Iterator[None]:
         _FOLDERS.reset(token)
 
 
-def compose(catalog: Catalog, app: App[Any], overrides: Sequence[str]) -> DictConfig:
+def compose(catalog: Catalog, app: Application[Any], overrides: Sequence[str]) -> DictConfig:
     """Compose a config, Hydra's own node included.
 
     Args:
@@ -100,7 +100,7 @@ def _compose(catalog: Catalog, config_name: str, overrides: Sequence[str]) -> Di
 
 
 def _explain(
-    error: Exception, catalog: Catalog, app: App[Any], overrides: Sequence[str]
+    error: Exception, catalog: Catalog, app: Application[Any], overrides: Sequence[str]
 ) -> ConfigError:
     """Return what is wrong with overrides that Hydra refused.
 
@@ -126,7 +126,7 @@ def _explain(
     return not_in_the_file(error, composed)
 
 
-def read(config: DictConfig, catalog: Catalog) -> Composed:
+def read(config: DictConfig, catalog: Catalog) -> ComposedConfig:
     """Return a composed config, Hydra's own node included, as plain values.
 
     Raises:
@@ -145,7 +145,7 @@ def read(config: DictConfig, catalog: Catalog) -> Composed:
                     todo="uninstall one of them, or ask its author for another name",
                 )
     names = [name for name in map(str, config) if name != "hydra"]
-    return Composed(
+    return ComposedConfig(
         values={name: _plain(config, name, files.get(name, "")) for name in names},
         files=files,
         overrides=tuple(map(str, config.hydra.overrides.task)),

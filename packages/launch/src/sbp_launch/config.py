@@ -1,7 +1,7 @@
-"""The config of one run as values, before it is checked (`Composed`) and after (`RunConfig`).
+"""The config of one run as values, before it is checked (`ComposedConfig`) and after (`RunConfig`).
 
-A `RunConfig` has a `TrainerConfig` and a `PluginChoice` for each group; an `App` is a command that
-takes one. Knows nothing of Hydra: `check` makes these from what Hydra composed.
+A `RunConfig` has a `TrainerConfig` and a `PluginChoice` for each group; an `Application` is a
+command that takes one. Knows nothing of Hydra: `check` makes these from what Hydra composed.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class RunConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Composed:
+class ComposedConfig:
     """A composed config as plain values, not yet checked.
 
     Args:
@@ -174,7 +174,7 @@ ConfigT = TypeVar("ConfigT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class App(Generic[ConfigT]):
+class Application(Generic[ConfigT]):
     """One command.
 
     Args:
@@ -189,6 +189,6 @@ class App(Generic[ConfigT]):
     name: str
     about: str
     config_name: str
-    check: Callable[[Composed, PluginRegistry], ConfigT]
+    check: Callable[[ComposedConfig, PluginRegistry], ConfigT]
     task: Callable[[ConfigT, PluginRegistry, Path], None]
     groups: tuple[str, ...] = ()

@@ -13,10 +13,12 @@ from omegaconf import OmegaConf
 
 from sbp_core.plugins import PluginRegistry
 from sbp_launch.catalog import Catalog
-from sbp_launch.config import GROUPS, PLUGIN_GROUPS, App, Composed
+from sbp_launch.config import GROUPS, PLUGIN_GROUPS, Application, ComposedConfig
 
 
-def render_help(app: App[Any], composed: Composed, catalog: Catalog, parser: ArgumentParser) -> str:
+def render_help(
+    app: Application[Any], composed: ComposedConfig, catalog: Catalog, parser: ArgumentParser
+) -> str:
     """Return the help of an app.
 
     Args:

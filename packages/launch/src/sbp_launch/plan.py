@@ -8,7 +8,7 @@ from pathlib import Path
 from sbp_core.plugins import PluginRegistry
 from sbp_launch.app import run
 from sbp_launch.check import check
-from sbp_launch.config import App, RunConfig
+from sbp_launch.config import Application, RunConfig
 
 
 def _plan(config: RunConfig, registry: PluginRegistry, run_folder: Path) -> None:
@@ -20,7 +20,7 @@ def _plan(config: RunConfig, registry: PluginRegistry, run_folder: Path) -> None
 
 def main() -> None:
     """Run `sbp-plan` and exit with its code."""
-    app = App(
+    app = Application(
         name="sbp-plan",
         about="plan a training step on many ranks, and print the plan without training",
         config_name="plan",

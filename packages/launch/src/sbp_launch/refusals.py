@@ -10,7 +10,7 @@ from hydra.errors import HydraException, OverrideParseException
 
 from sbp_core.errors import ConfigError, nearest
 from sbp_launch.catalog import Catalog
-from sbp_launch.config import Composed, key_of
+from sbp_launch.config import ComposedConfig, key_of
 
 #: Distributions of the house that bring options of a group, beside sbp-torch and sbp-launch.
 HOMES: Mapping[str, tuple[str, ...]] = {
@@ -111,7 +111,7 @@ def forced(text: str, groups: Collection[str], error: Exception) -> str:
     return f"++{text.lstrip('+')}"
 
 
-def not_in_the_file(error: Exception, composed: Composed) -> ConfigError:
+def not_in_the_file(error: Exception, composed: ComposedConfig) -> ConfigError:
     """Say that a setting is known, but not in the file, so that Hydra wants a `+` before it."""
     for text in composed.overrides:
         key = key_of(text)

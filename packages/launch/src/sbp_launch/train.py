@@ -8,7 +8,7 @@ from pathlib import Path
 from sbp_core.plugins import PluginRegistry
 from sbp_launch.app import run
 from sbp_launch.check import check
-from sbp_launch.config import App, RunConfig
+from sbp_launch.config import Application, RunConfig
 
 
 def _train(config: RunConfig, registry: PluginRegistry, run_folder: Path) -> None:
@@ -20,7 +20,7 @@ def _train(config: RunConfig, registry: PluginRegistry, run_folder: Path) -> Non
 
 def main() -> None:
     """Run `sbp-train` and exit with its code."""
-    app = App(
+    app = Application(
         name="sbp-train",
         about="train a model on many ranks as if on one device",
         config_name="config",

@@ -8,7 +8,7 @@ from pathlib import Path
 from sbp_core.plugins import PluginRegistry
 from sbp_launch.app import run
 from sbp_launch.calibrate.config import CalibrateRun, check_calibrate
-from sbp_launch.config import App
+from sbp_launch.config import Application
 
 
 def _calibrate(config: CalibrateRun, registry: PluginRegistry, run_folder: Path) -> None:
@@ -20,7 +20,7 @@ def _calibrate(config: CalibrateRun, registry: PluginRegistry, run_folder: Path)
 
 def main() -> None:
     """Run `sbp-calibrate` and exit with its code."""
-    app = App(
+    app = Application(
         name="sbp-calibrate",
         about="measure this machine through a boxing backend, and write a cluster file",
         config_name="calibrate",

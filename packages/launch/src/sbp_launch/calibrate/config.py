@@ -10,7 +10,7 @@ from pathlib import Path
 from sbp_core.errors import ConfigError
 from sbp_core.plugins import PluginRegistry, merge_settings
 from sbp_launch.check import choose, refuse_unknown
-from sbp_launch.config import Composed, PluginChoice
+from sbp_launch.config import ComposedConfig, PluginChoice
 
 #: Kinds of steps that are measured, as `sbp_core.calibration.CALL_KINDS` lists them.
 CALL_KINDS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "transfer")
@@ -135,7 +135,7 @@ class CalibrateRun:
     settings: CalibrateConfig
 
 
-def check_calibrate(composed: Composed, registry: PluginRegistry) -> CalibrateRun:
+def check_calibrate(composed: ComposedConfig, registry: PluginRegistry) -> CalibrateRun:
     """Return the calibration that a composed config describes.
 
     Raises:
