@@ -2,8 +2,7 @@
 
 Lists every step between any two states with the definitions of `boxing.slices` and
 `boxing.memory`, one `BoxingStep` at a time, and composes them by min-plus products of the whole
-matrix.
-Slow, and without any of the router's shortcuts: nothing is renamed, pruned or bounded.
+matrix. Slow, and without any of the router's shortcuts: nothing is renamed, pruned or bounded.
 """
 
 from __future__ import annotations
