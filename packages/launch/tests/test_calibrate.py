@@ -21,7 +21,9 @@ import sbp_launch.conf
 from sbp_core.boxing.step import StepKind
 from sbp_core.calibration import CALL_KINDS as MEASURABLE
 from sbp_core.calibration import Calibration, MeasuredCase, Measurement
+from sbp_core.cluster import Cluster
 from sbp_core.errors import ConfigError
+from sbp_core.infer import step_time_s
 from sbp_core.plugins import merge_settings
 from sbp_launch.calibrate import collectives
 from sbp_launch.calibrate.calls import calls_of, cases_of, make_call
@@ -35,8 +37,11 @@ from sbp_launch.calibrate.machine import (
     total_memory_bytes,
 )
 from sbp_launch.calibrate.run import link_of, make_cluster
+from sbp_launch.calibrate.steps import make_plans, measure_steps, with_launches
 from sbp_launch.config import PluginChoice
 from sbp_torch.boxing.local import LocalBackend
+from sbp_torch.runtime.configs import ReferenceConfig
+from sbp_torch.runtime.reference import ReferenceRuntime
 
 CONF = Path(sbp_launch.conf.__file__).parent / "calibrate.yaml"
 
@@ -46,6 +51,7 @@ TINY = CalibrateConfig(ranks=2, sizes=(1024, 4096, 16_384), repetitions=2, time_
 def job_of(config: CalibrateConfig, max_call_bytes: int = 2**40) -> Job:
     return Job(
         boxing=PluginChoice(name="local"),
+        runtime=PluginChoice(name="reference"),
         device="cpu",
         settings=config,
         max_call_bytes=max_call_bytes,
@@ -382,7 +388,12 @@ def test_the_link_is_what_one_message_takes_and_shared_if_more_take_longer(share
 def test_a_cluster_has_the_ranks_and_rates_that_were_found(
     samples: tuple[Measurement, ...],
 ) -> None:
-    run = CalibrateRun(boxing=PluginChoice(name="local"), device="cpu", settings=TINY)
+    run = CalibrateRun(
+        boxing=PluginChoice(name="local"),
+        runtime=PluginChoice(name="reference"),
+        device="cpu",
+        settings=TINY,
+    )
     rates = Rates(flop_per_s={"float32": 1e9}, memory_bytes_per_s=2e9, launch_s=1e-6)
     found = CalibrationResult(samples=samples, rates=rates, rounds=2, skipped="", library="2.13")
 
@@ -392,3 +403,39 @@ def test_a_cluster_has_the_ranks_and_rates_that_were_found(
     assert cluster.device.flop_per_s == {"float32": 1e9}
     assert set(cluster.calibrations) == ({"local"} if samples else set())
     assert bool(held_out) == bool(samples)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_launches_are_those_that_explain_the_measured_steps(num_ranks: int) -> None:
+    cluster = Cluster.nominal(num_ranks)
+    boxing_launch_s = 7e-5 if num_ranks > 1 else 0.0
+    true = replace(
+        cluster,
+        device=replace(cluster.device, launch_s=3e-6, boxing_launch_s=boxing_launch_s),
+    )
+    step_s = {name: step_time_s(plan) for name, (plan,) in make_plans(num_ranks, [true]).items()}
+
+    found = with_launches(cluster, step_s)
+
+    assert set(step_s) == ({"apart", "together"} if num_ranks > 1 else {"apart"})
+    assert found.device.launch_s == pytest.approx(3e-6, rel=1e-6)
+    assert found.device.boxing_launch_s == pytest.approx(boxing_launch_s, rel=1e-6)
+    assert with_launches(cluster, {}) == cluster
+
+
+def test_steps_that_are_faster_than_their_calls_leave_no_time_for_launches() -> None:
+    found = with_launches(Cluster.nominal(2), {"apart": 1e-9, "together": 1e-9})
+
+    assert (found.device.launch_s, found.device.boxing_launch_s) == (0.0, 0.0)
+
+
+def test_both_plans_are_timed_and_the_backend_stays_open() -> None:
+    backend = LocalBackend()
+    backend.open([0, 1])
+
+    found = measure_steps(backend, ReferenceRuntime(ReferenceConfig()), 2)
+
+    assert list(found) == ["apart", "together"]
+    assert min(found.values()) > 0
+    assert backend.local_ranks() == (0, 1)
+    backend.close()

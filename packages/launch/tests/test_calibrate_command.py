@@ -27,7 +27,14 @@ from sbp_launch.config import ComposedConfig, PluginChoice
 
 def calibrate(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "sbp_launch.calibrate.app", "boxing=local", *arguments],
+        [
+            sys.executable,
+            "-m",
+            "sbp_launch.calibrate.app",
+            "boxing=local",
+            "runtime=reference",
+            *arguments,
+        ],
         cwd=folder,
         capture_output=True,
         text=True,
@@ -77,7 +84,14 @@ def test_a_backend_that_chooses_gpus_itself_is_measured_on_gpus(
 
 @hears_ctrl_c()
 def test_ctrl_c_ends_it_without_a_word_of_the_ranks(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "sbp_launch.calibrate.app", "boxing=local", "sizes=[1024]"]
+    command = [
+        sys.executable,
+        "-m",
+        "sbp_launch.calibrate.app",
+        "boxing=local",
+        "runtime=reference",
+        "sizes=[1024]",
+    ]
     run = subprocess.Popen(
         command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -138,11 +152,12 @@ def test_a_wrong_setting_of_the_command_has_exit_code_2(
     assert "Traceback" not in done.stderr
 
 
-def test_help_shows_the_backends_and_no_other_groups(tmp_path: Path) -> None:
+def test_help_shows_the_backends_and_runtimes_and_no_other_groups(tmp_path: Path) -> None:
     done = calibrate(tmp_path, "--help")
 
     assert done.returncode == 0
     assert "  boxing\n    * local" in done.stdout
+    assert "  runtime\n" in done.stdout
     assert "optimizer" not in done.stdout
     assert "# seconds to measure;" in done.stdout
 

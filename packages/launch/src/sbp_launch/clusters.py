@@ -16,8 +16,9 @@ class LocalConfig:
     """A mesh of ranks, all in one process, whose cores they share.
 
     The rates are declared, not measured: the order of magnitude of one core of a server. Where
-    there are more ranks than cores, each gets its share of them. And Python starts the operators of
-    all threads one after the other, so each rank also waits while those of the others start.
+    there are more ranks than cores, each gets its share of them. And Python starts what all threads
+    do one after the other, so each rank also waits while operators and boxing steps of the others
+    start.
 
     Args:
         mesh: Ranks along each axis, >= 1.
@@ -29,6 +30,7 @@ class LocalConfig:
         memory_bytes: Memory of one rank that a plan may use, in bytes.
         memory_bytes_per_s: Memory bandwidth of one core, in bytes/s.
         launch_s: Time to start one operator of one rank, in seconds.
+        boxing_launch_s: Time to start one boxing step on one rank, beside its messages, in seconds.
         link_latency_s: Latency of a message between two ranks, in seconds.
         link_bytes_per_s: Bandwidth between two ranks, in bytes/s.
     """
@@ -41,7 +43,8 @@ class LocalConfig:
     float64_flop_per_s: float = 50e9
     memory_bytes: int = 4 * 2**30
     memory_bytes_per_s: float = 10e9
-    launch_s: float = 5e-6
+    launch_s: float = 6e-6
+    boxing_launch_s: float = 1.5e-4
     link_latency_s: float = 2e-5
     link_bytes_per_s: float = 5e9
 
@@ -53,7 +56,7 @@ class LocalConfig:
             )
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name in ("launch_s", "link_latency_s"):
+            if field.name in ("launch_s", "boxing_launch_s", "link_latency_s"):
                 if not 0 <= value < inf:
                     raise ConfigError(f"{field.name}={value!r}", accepted="seconds >= 0")
             elif field.name.endswith(("bytes", "per_s")) and not 0 < value < inf:
@@ -110,6 +113,7 @@ def build_local(config: LocalConfig) -> ClusterFactory:
             },
             memory_bytes_per_s=share * config.memory_bytes_per_s,
             launch_s=num_devices * config.launch_s,
+            boxing_launch_s=num_devices * config.boxing_launch_s,
         )
         return Cluster(
             name="local",

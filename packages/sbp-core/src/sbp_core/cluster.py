@@ -33,6 +33,8 @@ class Device:
         flop_per_s: Matrix-multiplication rate by dtype name.
         memory_bytes_per_s: Memory bandwidth.
         launch_s: Time to start one operator.
+        boxing_launch_s: Time that a runtime takes to start one boxing step, beside what its
+            transport takes: an actor fires, and so do those of the segments that it parts.
     """
 
     kind: str = "cpu"
@@ -40,14 +42,17 @@ class Device:
     flop_per_s: Mapping[str, float]
     memory_bytes_per_s: float
     launch_s: float = 0.0
+    boxing_launch_s: float = 0.0
 
     def __post_init__(self) -> None:
         rates = [self.memory_bytes, self.memory_bytes_per_s, *self.flop_per_s.values()]
         # NaN is neither above nor below.
-        if not self.flop_per_s or not all(rate > 0 for rate in rates) or not self.launch_s >= 0:
+        is_fast = bool(self.flop_per_s) and all(rate > 0 for rate in rates)
+        if not is_fast or not (self.launch_s >= 0 and self.boxing_launch_s >= 0):
             raise SbpValueError(
                 f"a device needs positive memory and rates, not {self}",
-                accepted="memory_bytes, flop_per_s by dtype and memory_bytes_per_s above 0",
+                accepted="memory_bytes, flop_per_s by dtype and memory_bytes_per_s above 0; "
+                "launch_s and boxing_launch_s from 0 on",
             )
 
 

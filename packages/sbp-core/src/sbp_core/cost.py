@@ -1,7 +1,7 @@
 """The cost model of planners: the time of one operator, and of one boxing, on the fullest rank.
 
     operator = max(local flop / rate, local bytes / bandwidth) + launch                  [s]
-    boxing   = sum over steps of: link + launch + target bytes / bandwidth               [s]
+    boxing   = sum over steps of: link + launches + target bytes / bandwidth             [s]
 
 * local flop: `work_flop` of the call times the fraction of it that one rank does. A mesh axis on
   which any tensor of the call is split divides the work by ceil(n / p) / n, n being the extent of
@@ -10,11 +10,13 @@
 * rate: `Device.flop_per_s` of the dtype of the first floating tensor, in flop/s. A dtype that the
   device does not list is given the slowest listed rate.
 * local bytes: every distinct tensor argument and every output once, as the rank holds them.
-* launch: `Device.launch_s`, once for a call.
+* launch: `Device.launch_s`, once for a call; launches of a boxing step: that, and
+  `Device.boxing_launch_s`, unless it is a local step, which is an operator like others.
 
 A view moves and computes nothing: 0. The time that a step spends on links is `boxing.price`; the
 rest of a boxing is handling its steps and writing their results, so that a slice is not free
-either. Where a calibration measured whole calls of the transport, that rest is in it already.
+either. Where a calibration measured whole calls of the transport, that rest is in it already, but
+for what the runtime does around a call.
 
 Stability: provisional.
 """
@@ -26,7 +28,7 @@ from math import prod
 
 from sbp_core.boxing.price import step_time
 from sbp_core.boxing.routes import Route
-from sbp_core.boxing.step import BoxingStep
+from sbp_core.boxing.step import BoxingStep, StepKind
 from sbp_core.cluster import Cluster, Device
 from sbp_core.graph.ir import ITEMSIZE, TensorType
 from sbp_core.placement import Placement
@@ -97,16 +99,16 @@ def boxing_step_time_s(step: BoxingStep, cluster: Cluster) -> float:
 
     Args:
         step: What is done.
-        cluster: Links, rates and calibrations. A calibration measured whole calls, so nothing is
-            added to what it says.
+        cluster: Links, rates and calibrations. A calibration measured whole calls, so only what
+            the runtime does around a call is added to what it says.
     """
-    moved = step_time(step, cluster)
+    device, moved = cluster.device, step_time(step, cluster)
+    time_s = moved.time_s + (device.boxing_launch_s if step.kind is not StepKind.LOCAL else 0.0)
     if moved.is_whole_call:
-        return moved.time_s
+        return time_s
     placement, sbp = step.target
     written = local_bytes(TensorType(step.shape, step.dtype), sbp, placement.mesh_shape)
-    device = cluster.device
-    return moved.time_s + device.launch_s + written / device.memory_bytes_per_s
+    return time_s + device.launch_s + written / device.memory_bytes_per_s
 
 
 def copy_time_s(num_bytes: int, num_calls: int, device: Device) -> float:

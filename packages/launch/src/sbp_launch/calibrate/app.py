@@ -7,7 +7,7 @@ from pathlib import Path
 
 from sbp_core.plugins import PluginRegistry
 from sbp_launch.app import run
-from sbp_launch.calibrate.config import CalibrateRun, check_calibrate
+from sbp_launch.calibrate.config import GROUPS, CalibrateRun, check_calibrate
 from sbp_launch.config import Application
 
 
@@ -26,7 +26,7 @@ def main() -> None:
         config_name="calibrate",
         check=check_calibrate,
         task=_calibrate,
-        groups=("boxing",),
+        groups=GROUPS,
     )
     sys.exit(run(app))
 

@@ -15,6 +15,9 @@ from sbp_launch.config import ComposedConfig, PluginChoice
 #: Kinds of steps that are measured, as `sbp_core.calibration.CALL_KINDS` lists them.
 CALL_KINDS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "transfer")
 
+#: The config groups of `sbp-calibrate`.
+GROUPS = ("boxing", "runtime")
+
 #: Ranks for each core of the machine, at most; beyond, starting them takes for ever.
 _RANKS_PER_CORE = 16
 
@@ -126,11 +129,13 @@ class CalibrateRun:
 
     Args:
         boxing: The backend that is measured.
+        runtime: What runs the steps that say how long launches take.
         device: Where its tensors live, such as `cpu` or `cuda`: each process finds out which GPU.
         settings: What to measure.
     """
 
     boxing: PluginChoice
+    runtime: PluginChoice
     device: str
     settings: CalibrateConfig
 
@@ -142,14 +147,16 @@ def check_calibrate(composed: ComposedConfig, registry: PluginRegistry) -> Calib
         ConfigError: the backend or a setting is unknown, missing or refused.
     """
     known = [field.name for field in fields(CalibrateConfig)]
-    refuse_unknown(composed, ["boxing", *known])
-    settings = {name: value for name, value in composed.values.items() if name != "boxing"}
+    refuse_unknown(composed, [*GROUPS, *known])
+    settings = {name: value for name, value in composed.values.items() if name not in GROUPS}
     choice, backend = choose(composed, registry, "boxing")
+    runtime, _ = choose(composed, registry, "runtime")
     # A backend that chooses a GPU for each process calls that `auto`.
     device = str(getattr(backend, "device", "cpu"))
     overrides = [text for name in known for text in composed.overrides_of(name)]
     return CalibrateRun(
         boxing=choice,
+        runtime=runtime,
         device="cuda" if device == "auto" else device,
         settings=merge_settings(
             CalibrateConfig, settings, where=["sbp_launch/conf/calibrate.yaml", *overrides]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from sbp_core.calibration import Measurement
@@ -25,12 +25,14 @@ class Job:
 
     Args:
         boxing: The backend to measure.
+        runtime: The runtime whose launches are measured.
         device: Where its tensors live.
         settings: What to measure.
         max_call_bytes: Largest S for which a rank has the memory.
     """
 
     boxing: PluginChoice
+    runtime: PluginChoice
     device: str
     settings: CalibrateConfig
     max_call_bytes: int
@@ -70,6 +72,7 @@ class CalibrationResult:
         rounds: Times that all calls were repeated.
         skipped: Sizes that were left out, with the reason; empty if none were.
         library: Version of torch.
+        step_s: Seconds that a step of each plan of `steps` takes; empty if none was run.
     """
 
     rates: Rates
@@ -77,6 +80,7 @@ class CalibrationResult:
     rounds: int
     skipped: str
     library: str
+    step_s: Mapping[str, float] = field(default_factory=dict)
 
     def save(self, folder: Path) -> None:
         """Write it where `load` finds it."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -15,9 +16,11 @@ import torch
 
 from sbp_core.boxing import BoxingBackend
 from sbp_core.plugins import discover
+from sbp_core.runtime import Runtime
 from sbp_launch.calibrate.collectives import RankMeasurer, Stopwatch
 from sbp_launch.calibrate.device import measure_rates
 from sbp_launch.calibrate.job import CalibrationResult, Job, Progress, Rates
+from sbp_launch.calibrate.steps import measure_steps
 
 
 def run_job(folder: Path) -> None:
@@ -26,14 +29,13 @@ def run_job(folder: Path) -> None:
     ranks = range(job.settings.ranks)
     backend = cast(BoxingBackend, discover().make("boxing", job.boxing.name, job.boxing.settings))
     errors: list[Exception] = []
+    found: dict[int, CalibrationResult] = {}
 
     def work(rank: int) -> None:
         try:
             if torch.device(job.device).type == "cuda":
                 torch.cuda.set_device(job.device)  # each thread has its own
-            found = measure(job, backend, rank)
-            if rank == 0:
-                found.save(folder)
+            found[rank] = measure(job, backend, rank)
         except Exception as error:
             errors.append(error)
             backend.fail(error)
@@ -46,10 +48,25 @@ def run_job(folder: Path) -> None:
             thread.start()
         for thread in threads:
             thread.join()
+        if errors:
+            raise errors[0]
+        # Sessions of runtimes have not run on GPUs yet: there, launches are those of a loop.
+        step_s = _measure_steps(job, backend, 0 in found) if job.device == "cpu" else {}
     finally:
         backend.close()
-    if errors:
-        raise errors[0]
+    if 0 in found:
+        replace(found[0], step_s=step_s).save(folder)
+
+
+def _measure_steps(job: Job, backend: BoxingBackend, reports: bool) -> Mapping[str, float]:
+    if reports:
+        _print(Progress(what="training a small model"))
+    runtime = cast(Runtime, discover().make("runtime", job.runtime.name, job.runtime.settings))
+    try:
+        return measure_steps(backend, runtime, job.settings.ranks)
+    except Exception as error:
+        backend.fail(error)
+        raise
 
 
 def indexed_device(device: str) -> torch.device:
@@ -66,8 +83,7 @@ def measure(job: Job, backend: BoxingBackend, rank: int) -> CalibrationResult:
 
     def report(progress: Progress) -> None:
         if rank == 0:
-            sys.stdout.write(progress.to_line() + "\n")
-            sys.stdout.flush()
+            _print(progress)
 
     report(Progress(what="connecting the ranks"))
     watch.barrier()
@@ -81,6 +97,11 @@ def measure(job: Job, backend: BoxingBackend, rank: int) -> CalibrationResult:
         skipped=measurer.skipped,
         library=torch.__version__,
     )
+
+
+def _print(progress: Progress) -> None:
+    sys.stdout.write(progress.to_line() + "\n")
+    sys.stdout.flush()
 
 
 def _slowest(watch: Stopwatch, rates: Rates) -> Rates:

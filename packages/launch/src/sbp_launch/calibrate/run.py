@@ -29,6 +29,7 @@ from sbp_launch.calibrate.machine import (
     free_memory_bytes,
     total_memory_bytes,
 )
+from sbp_launch.calibrate.steps import with_launches
 from sbp_launch.calibrate.table import call_table, error_lines, rate_lines
 
 #: Copies of a message that a rank and its transport hold, at most, while it is under way.
@@ -128,6 +129,7 @@ def measure(run: CalibrateRun, registry: PluginRegistry, console: Console) -> Ca
         folder = Path(name)
         job = Job(
             boxing=run.boxing,
+            runtime=run.runtime,
             device=run.device,
             settings=settings,
             max_call_bytes=limit if run.device == "cpu" else settings.chosen_sizes[-1],
@@ -232,7 +234,7 @@ def make_cluster(
         backend=name if name in calibrations else "",
         machine=describe_machine(found.library),
     )
-    return cluster, held_out
+    return with_launches(cluster, found.step_s), held_out
 
 
 def link_of(calibration: Calibration, num_ranks: int) -> tuple[Link, bool]:

@@ -38,8 +38,11 @@ def rate_lines(cluster: Cluster) -> Iterator[str]:
     yield f"matrix multiplication of one rank, in GFLOP/s: {rates}"
     yield (
         f"memory of one rank: {device.memory_bytes_per_s / 1e9:.3g} GB/s, "
-        f"{format_bytes(device.memory_bytes)}; starting an operator: "
-        f"{format_seconds(device.launch_s)}"
+        f"{format_bytes(device.memory_bytes)}"
+    )
+    yield (
+        f"starting an operator: {format_seconds(device.launch_s)}; "
+        f"a boxing step, beside its call: {format_seconds(device.boxing_launch_s)}"
     )
 
 

@@ -1,0 +1,159 @@
+"""How long a runtime takes to start operators and boxing steps: from steps of a small model.
+
+A tight loop starts an operator in a third of the time that it takes in a training step, where
+thousands of different ones follow each other and threads of one process wait for its interpreter.
+So two plans of one small model are run and timed as training would run them:
+
+    apart       every rank computes the whole step: operators, no boxing
+    together    data parallel, a collective for each gradient: the same operators, and boxing
+
+The cost model is linear in `Device.launch_s` and `Device.boxing_launch_s`, so the two times give
+both. Tensors are so small that computing and copying hardly count.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+
+from sbp_aten.passes import prepare_step
+from sbp_core.boxing import BoxingBackend, Communicator
+from sbp_core.cluster import Cluster
+from sbp_core.compile import CompileOptions, PhysicalPlan, compile_plan
+from sbp_core.infer import infer_strategy, step_time_s
+from sbp_core.placement import Placement
+from sbp_core.plugins import PlanRequest
+from sbp_core.runtime import Runtime
+from sbp_torch.capture import capture, initial_states
+
+#: Plan -> SBP of everything that the step has, from the batch to the updates.
+_BATCH_SBP = {"apart": "B", "together": "S(0)"}
+
+_WIDTH, _SAMPLES, _LAYERS = 32, 2, 4
+_WARM_UP_STEPS, _STEPS = 3, 30
+
+
+def _model() -> tuple[nn.Module, torch.optim.Optimizer]:
+    layer = nn.TransformerEncoderLayer(
+        _WIDTH, nhead=2, dim_feedforward=2 * _WIDTH, dropout=0.0, batch_first=True, norm_first=True
+    )
+    model = nn.TransformerEncoder(layer, _LAYERS, enable_nested_tensor=False)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def _loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    return nn.functional.mse_loss(model(batch["inputs"]), batch["targets"])
+
+
+def _batch(num_ranks: int) -> dict[str, Tensor]:
+    shape = (_SAMPLES * num_ranks, 8, _WIDTH)
+    return {"inputs": torch.ones(shape), "targets": torch.zeros(shape)}
+
+
+def make_plans(num_ranks: int, clusters: Sequence[Cluster]) -> Mapping[str, list[PhysicalPlan]]:
+    """Return the plans, each compiled for every cluster; one rank has no boxing to run.
+
+    Args:
+        num_ranks: Of the plans.
+        clusters: The machines that say what actors take.
+    """
+    model, optimizer = _model()
+    graph = prepare_step(capture(model, _loss, _batch(num_ranks), optimizer), 1)
+    mesh = Placement.grid((num_ranks,), ("data",))
+    machine = Cluster.nominal(num_ranks)  # the same strategies, whatever the clusters say
+    plans: dict[str, list[PhysicalPlan]] = {}
+    for name, batch in _BATCH_SBP.items():
+        if name == "together" and num_ranks == 1:
+            continue
+        pins = dict.fromkeys(("batch", "use:batch", "activations"), batch)
+        pins |= dict.fromkeys(("parameters", "optimizer_states", "gradients", "updates"), "B")
+        request = PlanRequest(graph=graph, mesh=mesh, cluster=machine)
+        strategy = infer_strategy(request, planner="calibrate", pins=pins)
+        plans[name] = [
+            compile_plan(graph, strategy, CompileOptions(cluster=cluster, bucket_bytes=0))
+            for cluster in clusters
+        ]
+    return plans
+
+
+def measure_steps(backend: BoxingBackend, runtime: Runtime, num_ranks: int) -> Mapping[str, float]:
+    """Return the median time of a step of each plan, in seconds, on the ranks of this process.
+
+    Args:
+        backend: Open on all ranks; stays open.
+        runtime: Runs the plans.
+        num_ranks: Of the run.
+    """
+    found: dict[str, float] = {}
+    for name, (plan,) in make_plans(num_ranks, [Cluster.nominal(num_ranks)]).items():
+        times_s: list[float] = []
+        states = initial_states(*_model())
+        with runtime.start(plan, states, _Open(backend)) as session:
+            for index in range(_WARM_UP_STEPS + _STEPS):
+                began = time.perf_counter()
+                result = session.step(_batch(num_ranks), {"lr": 1e-3, "seed": 0, "step": index})
+                result.loss.item()
+                times_s.append(time.perf_counter() - began)
+        found[name] = median(times_s[_WARM_UP_STEPS:])
+    return found
+
+
+def with_launches(cluster: Cluster, step_s: Mapping[str, float]) -> Cluster:
+    """Return a cluster with the times of launches that explain the measured steps.
+
+    Args:
+        cluster: With measured rates and calls.
+        step_s: Of `measure_steps`; empty leaves the cluster as it is.
+    """
+    if not step_s:
+        return cluster
+    num_ranks = cluster.num_devices
+    none, operators, boxing = (
+        _launching(cluster, launch_s, boxing_launch_s)
+        for launch_s, boxing_launch_s in ((0.0, 0.0), (1.0, 0.0), (0.0, 1.0))
+    )
+    plans = make_plans(num_ranks, (none, operators, boxing))
+    rest_s, operators_s, _ = map(step_time_s, plans["apart"])
+    launch_s = max(0.0, (step_s["apart"] - rest_s) / (operators_s - rest_s))
+    if "together" not in step_s:
+        return _launching(cluster, launch_s, 0.0)
+    # Boxing is what `together` takes longer than its operators explain.
+    rest_s, operators_s, boxing_s = map(step_time_s, plans["together"])
+    left_s = step_s["together"] - rest_s - launch_s * (operators_s - rest_s)
+    return _launching(cluster, launch_s, max(0.0, left_s / (boxing_s - rest_s)))
+
+
+def _launching(cluster: Cluster, launch_s: float, boxing_launch_s: float) -> Cluster:
+    device = replace(cluster.device, launch_s=launch_s, boxing_launch_s=boxing_launch_s)
+    return replace(cluster, device=device)
+
+
+class _Open(BoxingBackend):
+    """A backend that is open already and stays open: a session neither opens nor closes it."""
+
+    def __init__(self, backend: BoxingBackend) -> None:
+        self._backend = backend
+        self.spans_processes = backend.spans_processes
+
+    def open(self, ranks: Sequence[int]) -> None:
+        """Do nothing."""
+
+    def local_ranks(self) -> tuple[int, ...]:
+        """See `BoxingBackend.local_ranks`."""
+        return self._backend.local_ranks()
+
+    def communicator(self, rank: int) -> Communicator:
+        """See `BoxingBackend.communicator`."""
+        return self._backend.communicator(rank)
+
+    def fail(self, error: BaseException) -> None:
+        """See `BoxingBackend.fail`."""
+        self._backend.fail(error)
+
+    def close(self) -> None:
+        """Do nothing."""
