@@ -43,7 +43,7 @@ class LocalConfig:
     float64_flop_per_s: float = 50e9
     memory_bytes: int = 4 * 2**30
     memory_bytes_per_s: float = 10e9
-    launch_s: float = 6e-6
+    launch_s: float = 7e-6
     boxing_launch_s: float = 1.5e-4
     link_latency_s: float = 2e-5
     link_bytes_per_s: float = 5e9

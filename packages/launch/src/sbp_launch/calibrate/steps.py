@@ -4,8 +4,9 @@ A tight loop starts an operator in a third of the time that it takes in a traini
 thousands of different ones follow each other and threads of one process wait for its interpreter.
 So two plans of one small model are run and timed as training would run them:
 
-    apart       every rank computes the whole step: operators, no boxing
-    together    data parallel, a collective for each gradient: the same operators, and boxing
+    apart       every rank computes the step of a small batch: operators, no boxing
+    together    data parallel, of such a batch on every rank: the same operators on tensors of the
+                same size, and a collective for each gradient
 
 The cost model is linear in `Device.launch_s` and `Device.boxing_launch_s`, so the two times give
 both. Tensors are so small that computing and copying hardly count.
@@ -31,7 +32,7 @@ from sbp_core.plugins import PlanRequest
 from sbp_core.runtime import Runtime
 from sbp_torch.capture import capture, initial_states
 
-#: Plan -> SBP of everything that the step has, from the batch to the updates.
+#: Plan -> SBP of batch and activations; what concerns parameters is whole.
 _BATCH_SBP = {"apart": "B", "together": "S(0)"}
 
 _WIDTH, _SAMPLES, _LAYERS = 32, 2, 4
@@ -50,8 +51,8 @@ def _loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     return nn.functional.mse_loss(model(batch["inputs"]), batch["targets"])
 
 
-def _batch(num_ranks: int) -> dict[str, Tensor]:
-    shape = (_SAMPLES * num_ranks, 8, _WIDTH)
+def _batch(name: str, num_ranks: int) -> dict[str, Tensor]:
+    shape = (_SAMPLES if name == "apart" else _SAMPLES * num_ranks, 8, _WIDTH)
     return {"inputs": torch.ones(shape), "targets": torch.zeros(shape)}
 
 
@@ -63,13 +64,13 @@ def make_plans(num_ranks: int, clusters: Sequence[Cluster]) -> Mapping[str, list
         clusters: The machines that say what actors take.
     """
     model, optimizer = _model()
-    graph = prepare_step(capture(model, _loss, _batch(num_ranks), optimizer), 1)
     mesh = Placement.grid((num_ranks,), ("data",))
     machine = Cluster.nominal(num_ranks)  # the same strategies, whatever the clusters say
     plans: dict[str, list[PhysicalPlan]] = {}
     for name, batch in _BATCH_SBP.items():
         if name == "together" and num_ranks == 1:
             continue
+        graph = prepare_step(capture(model, _loss, _batch(name, num_ranks), optimizer))
         pins = dict.fromkeys(("batch", "use:batch", "activations"), batch)
         pins |= dict.fromkeys(("parameters", "optimizer_states", "gradients", "updates"), "B")
         request = PlanRequest(graph=graph, mesh=mesh, cluster=machine)
@@ -92,11 +93,11 @@ def measure_steps(backend: BoxingBackend, runtime: Runtime, num_ranks: int) -> M
     found: dict[str, float] = {}
     for name, (plan,) in make_plans(num_ranks, [Cluster.nominal(num_ranks)]).items():
         times_s: list[float] = []
-        states = initial_states(*_model())
+        states, batch = initial_states(*_model()), _batch(name, num_ranks)
         with runtime.start(plan, states, _Open(backend)) as session:
             for index in range(_WARM_UP_STEPS + _STEPS):
                 began = time.perf_counter()
-                result = session.step(_batch(num_ranks), {"lr": 1e-3, "seed": 0, "step": index})
+                result = session.step(batch, {"lr": 1e-3, "seed": 0, "step": index})
                 result.loss.item()
                 times_s.append(time.perf_counter() - began)
         found[name] = median(times_s[_WARM_UP_STEPS:])

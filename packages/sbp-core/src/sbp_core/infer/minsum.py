@@ -79,7 +79,8 @@ def minimise(
         factors: The cost tables.
         start: A value of each variable, best one that the tables allow.
         max_entries: Largest table that may be made; beyond it variables are held.
-        max_rounds: Rounds of at most this number, while some variables must be held.
+        max_rounds: Rounds, at most, while some variables must be held; two in a row without gain
+            end them, too.
 
     Returns:
         The best values found. A cost of `inf` means that nothing is allowed (if exact), or that

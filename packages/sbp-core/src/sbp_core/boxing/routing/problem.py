@@ -15,6 +15,7 @@ from math import lcm, prod
 from sbp_core.boxing.routing.layout import BROADCAST, MAX, MIN, SUM, decode, encode
 from sbp_core.boxing.routing.sizes import Shared, Sizes, shared_places
 from sbp_core.boxing.routing.tables import Mesh
+from sbp_core.errors import SbpValueError
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp
 
@@ -80,7 +81,11 @@ class Naming:
 def pose_problem(
     shape: Sequence[int], source: State, target: State
 ) -> tuple[RoutingProblem, Naming]:
-    """Return the problem of a conversion, and what its names mean."""
+    """Return the problem of a conversion, and what its names mean.
+
+    Raises:
+        SbpValueError: even the fewest states that a route may pass through are too many to search.
+    """
     # If both placements' sizes divide every extent, every split of every dim is even, whatever
     # route is taken. Then lengths are fractions of the tensor, and one problem stands for all such
     # tensors: extents become `parts`, elements are counted for a tensor of (source size * target
@@ -92,11 +97,20 @@ def pose_problem(
     # The first choice of states that is small enough: from all that could be of use to those that
     # the two ends name. A large search may so miss a cheaper detour; `B` and both ends are
     # among the entries of every choice.
-    dims, entries = next(
+    fitting = (
         choice
         for choice in _choices(shape, codes, parts if even else 0, source[0] == target[0])
         if all(_fits(one, end[0]) for one, end in zip(choice[1], ends, strict=True))
     )
+    found = next(fitting, None)
+    if found is None:
+        raise SbpValueError(
+            f"a route from {source[1]} on a mesh of {list(source[0].mesh_shape)} to {target[1]} on "
+            f"{list(target[0].mesh_shape)} has too many states on its way to be searched",
+            accepted="conversions that change fewer mesh axes at once",
+            todo="box to an SBP between the two first, or take a mesh of fewer axes",
+        )
+    dims, entries = found
     names = {dim: number for number, dim in enumerate(dims)} | {BROADCAST: BROADCAST, SUM: SUM}
     # max and min behave alike: a conversion with min in place of max has the same routes.
     first = next((code for both in codes for code in both if code in (MAX, MIN)), MAX)
