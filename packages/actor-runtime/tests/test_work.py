@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+from threading import Lock
 from typing import Any, TypeVar
 
 import pytest
@@ -9,8 +11,9 @@ import torch
 from actor_plans import DATA, PIPELINE, training_step
 from torch import Tensor
 
-from sbp_actor_runtime.message import StepOrder
-from sbp_actor_runtime.work import work_of
+from sbp_actor_runtime import work as work_module
+from sbp_actor_runtime.message import StepOrder, Values
+from sbp_actor_runtime.work import SHORT_S, in_turn, work_of
 from sbp_core.boxing.backend import Communicator
 from sbp_core.boxing.step import BoxingStep
 from sbp_core.compile.physical import Accumulate, Actor, Collective, Receive, Send
@@ -55,7 +58,7 @@ def actor_of(name: str, rank: int, kind: type[_Kind]) -> _Kind:
 
 def tags_of(kind: type[Send | Receive], rank: int, values: dict[str, Any]) -> list[str]:
     actor, recorder = actor_of(PIPELINE, rank, kind), Recorder(rank)
-    work = work_of(actor, compile_case(PIPELINE), recorder)
+    work = work_of(actor, compile_case(PIPELINE), recorder, Lock())
     for step in (0, 1):
         for index in (0, 1, 2):
             work(index, values, order(step))
@@ -78,7 +81,7 @@ def test_sender_and_receiver_call_a_firing_the_same() -> None:
 def test_a_collective_hands_on_the_deadline_and_names_what_it_makes() -> None:
     actor, recorder = actor_of(DATA, 1, Collective), Recorder(1)
 
-    made = work_of(actor, compile_case(DATA), recorder)(0, {"x": torch.zeros(1)}, order())
+    made = work_of(actor, compile_case(DATA), recorder, Lock())(0, {"x": torch.zeros(1)}, order())
 
     assert made == {actor.makes: torch.tensor(1)}
     ((kind, tag, deadline_s),) = recorder.calls
@@ -89,7 +92,7 @@ def test_a_collective_hands_on_the_deadline_and_names_what_it_makes() -> None:
 def test_an_accumulation_gives_the_scaled_sum_with_the_last_micro_batch() -> None:
     plan = compile_case("accumulation")
     actor = actor_of("accumulation", 0, Accumulate)
-    work = work_of(actor, plan, Recorder(0))
+    work = work_of(actor, plan, Recorder(0), Lock())
     _, total, scale = actor.accumulates[0]
 
     made = [
@@ -104,7 +107,7 @@ def test_an_accumulation_gives_the_scaled_sum_with_the_last_micro_batch() -> Non
 def test_an_accumulation_begins_anew_after_a_step_that_was_broken_off() -> None:
     plan = compile_case("accumulation")
     actor = actor_of("accumulation", 0, Accumulate)
-    work = work_of(actor, plan, Recorder(0))
+    work = work_of(actor, plan, Recorder(0), Lock())
     parts = [part for part, _, _ in actor.accumulates]
     _, total, scale = actor.accumulates[0]
     work(0, {part: torch.tensor(1.0) for part in parts}, order())
@@ -120,7 +123,54 @@ def test_a_segment_computes_from_states_batch_and_scalars() -> None:
     actor = next(a for a in plan.by_rank[0].actors if "features" in a.reads)
     values = {**step.states, **step.batches[0], **step.scalars}
 
-    made = work_of(actor, plan, Recorder(0))(0, {key: values[key] for key in actor.reads}, order())
+    made = work_of(actor, plan, Recorder(0), Lock())(
+        0, {key: values[key] for key in actor.reads}, order()
+    )
 
     assert set(made) >= set(actor.outputs)
     assert all(isinstance(made[key], Tensor) for key in actor.outputs)
+
+
+@pytest.mark.parametrize(("operator_s", "alone"), [(0.5 * SHORT_S, 5), (2 * SHORT_S, 3)])
+def test_a_segment_waits_for_its_turn_while_its_operators_are_short(
+    monkeypatch: pytest.MonkeyPatch, operator_s: float, alone: int
+) -> None:
+    num_operators, turn, ran_alone = 10, Lock(), 0
+    # The clock is read before and after each segment; the first one, which warms up, takes longer.
+    spent_s = [1.0, 0.0, *[operator_s * num_operators, 0.0] * 9]
+    clock = accumulate(spent_s, initial=0.0)
+    monkeypatch.setattr(work_module.time, "perf_counter", lambda: next(clock))
+
+    def run(index: int, values: Values, order: StepOrder) -> Values:
+        nonlocal ran_alone
+        ran_alone += turn.locked()
+        return values
+
+    work = in_turn(run, num_operators, turn)
+    for step in range(5):
+        assert work(0, {"x": step}, order(step)) == {"x": step}
+
+    assert ran_alone == alone
+    assert not turn.locked()
+
+
+def test_a_segment_that_fails_gives_its_turn_back() -> None:
+    turn = Lock()
+
+    def run(index: int, values: Values, order: StepOrder) -> Values:
+        raise RuntimeError("no memory")
+
+    with pytest.raises(RuntimeError, match="no memory"):
+        in_turn(run, 1, turn)(0, {}, order())
+
+    assert not turn.locked()
+
+
+def test_a_segment_does_not_wait_for_one_that_hangs() -> None:
+    turn = Lock()
+
+    with turn:
+        assert in_turn(lambda index, values, order: values, 1, turn)(0, {"x": 1}, order()) == {
+            "x": 1
+        }
+        assert turn.locked()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from queue import Empty, SimpleQueue
 
@@ -46,6 +47,7 @@ class Alone:
             lambda thread, message: self.sent.put((thread, message)),
             self.reports.put,
             1,
+            threading.Lock(),
         )
         if starts:
             self.worker.os_thread.start()

@@ -6,6 +6,7 @@ may fire; does not fire it.
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -80,6 +81,7 @@ def make_posts(
     thread: ThreadId,
     communicator: Communicator,
     ranks_here: Collection[int],
+    turn: threading.Lock,
     make_segment: SegmentMaker | None = None,
 ) -> dict[str, Post]:
     """Return the post of every actor of one thread, by name.
@@ -92,6 +94,7 @@ def make_posts(
         thread: The thread.
         communicator: Of its rank.
         ranks_here: Ranks of this process.
+        turn: See `work_of`.
         make_segment: Makes the functions of segments; None for generated Python.
 
     Raises:
@@ -111,7 +114,7 @@ def make_posts(
     return {
         actor.name: Post(
             actor=actor,
-            work=work_of(actor, plan, communicator, make_segment),
+            work=work_of(actor, plan, communicator, turn, make_segment),
             inputs=_inputs(part, actor),
             outputs=_outputs(part, actor, sums=False),
             sums=_outputs(part, actor, sums=True),

@@ -91,6 +91,7 @@ class ActorSession(Session):
         self.overwrites = any(a.in_place for rank in ranks for a in plan.by_rank[rank].actors)
         self.failure: RunError | None = None
         self.closed = False
+        turn = threading.Lock()
         self.workers: dict[ThreadId, Worker] = {
             (rank, name): Worker(
                 plan,
@@ -100,6 +101,7 @@ class ActorSession(Session):
                 self._post,
                 self.reports.put,
                 config.threads_per_rank,
+                turn,
                 make_segment,
             )
             for rank in ranks

@@ -5,8 +5,11 @@ Knows no registers and no threads: values in, values out.
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from functools import partial
+from math import inf
 
 from sbp_actor_runtime.message import StepOrder, Values
 from sbp_core.boxing import Communicator
@@ -27,11 +30,22 @@ from sbp_torch.segments import SegmentMaker, segment_function
 #: (index of the micro-batch, values taken, order of the step) -> values made.
 Work = Callable[[int, Values, StepOrder], Values]
 
+#: Operators that take less on average are short, in seconds: waking another thread at each of them
+#: costs more than a second core gains.
+SHORT_S = 3e-5
+
+#: The steps after which a segment is known to be short or not; the first one also warms up.
+_TRIAL_STEPS = 3
+
+#: Seconds that a segment waits for its turn; then it runs beside the others.
+_LONGEST_WAIT_S = 0.05
+
 
 def work_of(
     actor: Actor,
     plan: PhysicalPlan,
     communicator: Communicator,
+    turn: threading.Lock,
     make_segment: SegmentMaker | None = None,
 ) -> Work:
     """Return what an actor of the communicator's rank does in a firing.
@@ -40,10 +54,12 @@ def work_of(
         actor: The actor.
         plan: That it is in.
         communicator: Of its rank.
+        turn: Held by the segment of short operators that runs; all ranks of a session share it.
         make_segment: Makes the functions of segments; None for generated Python.
     """
     if isinstance(actor, Compute):
-        return _segment(actor, plan, communicator.rank, make_segment)
+        run = _segment(actor, plan, communicator.rank, make_segment)
+        return in_turn(run, len(actor.instructions), turn)
     if isinstance(actor, Accumulate):
         return _accumulation(actor, plan)
     if isinstance(actor, Send):
@@ -66,6 +82,46 @@ def _segment(
         return dict(zip(made, function([values.pop(key) for key in taken]), strict=True))
 
     return run
+
+
+def in_turn(run: Work, num_operators: int, turn: threading.Lock) -> Work:
+    """Return the work of a segment that waits for its turn while its operators are short.
+
+    An operator lets go of Python's interpreter while it computes, and takes it again. Where that is
+    a matter of microseconds, threads that compute at the same time pass the interpreter to and fro,
+    and wake each other each time, which takes longer than the operators.
+
+        both at once   a1 | wake | b1 | wake | a2 | wake | b2 ...
+        in turn        a1 a2 a3 ... | wake | b1 b2 b3 ...
+
+    A segment never waits for another rank while it runs, so turns come round.
+
+    Args:
+        run: Runs the segment.
+        num_operators: Of the segment.
+        turn: Held while a segment runs in turn.
+    """
+    fastest_s, is_short = inf, True
+
+    def run_in_turn(index: int, values: Values, order: StepOrder) -> Values:
+        nonlocal fastest_s, is_short
+        if not is_short:
+            return run(index, values, order)
+        # Whoever holds it longer may hang: the others go on, and name it when they wait for it.
+        is_alone = turn.acquire(timeout=_LONGEST_WAIT_S)
+        try:
+            began = time.perf_counter()
+            made = run(index, values, order)
+            if is_alone:
+                fastest_s = min(fastest_s, time.perf_counter() - began)
+        finally:
+            if is_alone:
+                turn.release()
+        if order.index + 1 == _TRIAL_STEPS:
+            is_short = fastest_s < SHORT_S * num_operators
+        return made
+
+    return run_in_turn
 
 
 def _accumulation(actor: Accumulate, plan: PhysicalPlan) -> Work:

@@ -55,6 +55,7 @@ class Worker:
         post: Puts a message into the inbox of another thread.
         report: Hands the session the report of a step.
         num_threads: Threads that one operator may use.
+        turn: See `work_of`.
         make_segment: Makes the functions of segments; None for generated Python.
     """
 
@@ -67,6 +68,7 @@ class Worker:
         post: Callable[[ThreadId, Message], None],
         report: Callable[[WorkerReport], None],
         num_threads: int,
+        turn: threading.Lock,
         make_segment: SegmentMaker | None = None,
     ) -> None:
         self.id = thread
@@ -77,7 +79,7 @@ class Worker:
         self.is_stopping = False
         #: Whether it has overwritten a state in a step that is not yet known to be whole.
         self.has_overwritten = False
-        posts = make_posts(plan, thread, communicator, ranks_here, make_segment)
+        posts = make_posts(plan, thread, communicator, ranks_here, turn, make_segment)
         last = plan.num_micro_batches - 1
         self.order: list[tuple[Post, Firing]] = [
             (posts[name], Firing(index, index == last))
