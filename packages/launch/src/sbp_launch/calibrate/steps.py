@@ -1,12 +1,15 @@
 """How long a runtime takes to start operators and boxing steps: from steps of a small model.
 
 A tight loop starts an operator in a third of the time that it takes in a training step, where
-thousands of different ones follow each other and threads of one process wait for its interpreter.
-So two plans of one small model are run and timed as training would run them:
+thousands of different ones follow each other and threads of one process wait for its interpreter;
+and a collective that ranks call at one moment is over sooner than one between two segments, which
+they reach and leave one after the other. So two plans of one small model are run and timed as
+training would run them:
 
     apart       every rank computes the step of a small batch: operators, no boxing
-    together    data parallel, of such a batch on every rank: the same operators on tensors of the
-                same size, and a collective for each gradient
+    together    every rank has such a batch, and a slice of each parameter: the same operators, and
+                between them an all-gather for each use of a parameter and a reduce-scatter of its
+                gradient
 
 The cost model is linear in `Device.launch_s` and `Device.boxing_launch_s`, so the two times give
 both. Tensors are so small that computing and copying hardly count.
@@ -32,10 +35,10 @@ from sbp_core.plugins import PlanRequest
 from sbp_core.runtime import Runtime
 from sbp_torch.capture import capture, initial_states
 
-#: Plan -> SBP of batch and activations; what concerns parameters is whole.
-_BATCH_SBP = {"apart": "B", "together": "S(0)"}
+#: Plan -> SBP of batch and activations, and of parameters, their states, gradients and updates.
+_PLANS = {"apart": ("B", "B"), "together": ("S(0)", "S(0)")}
 
-_WIDTH, _SAMPLES, _LAYERS = 32, 2, 4
+_WIDTH, _TOKENS, _SAMPLES, _LAYERS = 64, 16, 2, 4
 _WARM_UP_STEPS, _STEPS = 3, 30
 
 
@@ -52,7 +55,7 @@ def _loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def _batch(name: str, num_ranks: int) -> dict[str, Tensor]:
-    shape = (_SAMPLES if name == "apart" else _SAMPLES * num_ranks, 8, _WIDTH)
+    shape = (_SAMPLES if name == "apart" else _SAMPLES * num_ranks, _TOKENS, _WIDTH)
     return {"inputs": torch.ones(shape), "targets": torch.zeros(shape)}
 
 
@@ -67,12 +70,13 @@ def make_plans(num_ranks: int, clusters: Sequence[Cluster]) -> Mapping[str, list
     mesh = Placement.grid((num_ranks,), ("data",))
     machine = Cluster.nominal(num_ranks)  # the same strategies, whatever the clusters say
     plans: dict[str, list[PhysicalPlan]] = {}
-    for name, batch in _BATCH_SBP.items():
+    for name, (batch, states) in _PLANS.items():
         if name == "together" and num_ranks == 1:
             continue
         graph = prepare_step(capture(model, _loss, _batch(name, num_ranks), optimizer))
         pins = dict.fromkeys(("batch", "use:batch", "activations"), batch)
-        pins |= dict.fromkeys(("parameters", "optimizer_states", "gradients", "updates"), "B")
+        pins |= dict.fromkeys(("parameters", "optimizer_states", "gradients", "updates"), states)
+        pins["use:parameters"] = "B"
         request = PlanRequest(graph=graph, mesh=mesh, cluster=machine)
         strategy = infer_strategy(request, planner="calibrate", pins=pins)
         plans[name] = [
