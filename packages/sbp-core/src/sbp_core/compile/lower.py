@@ -49,7 +49,7 @@ class _Lowering:
         self.graph, self.strategy = graph, strategy
         self.out = Lowered()
         self.phases: dict[str, Phase] = {}
-        # By value, stage, nd-SBP and `_again`: the key of what is boxed so already.
+        # By value, stage, nd-SBP and `_apart_for`: the key of what is boxed so already.
         self.boxed: dict[tuple[str, int, NdSbp, str], str] = {}
         for name, storage in strategy.storage.items():
             self.out.held[name] = Held(name, storage.stage, storage.sbp)
@@ -141,7 +141,7 @@ class _Lowering:
         if held.stage == stage and held.sbp == sbp:
             return value
         kind = self.graph.tensor(value)
-        again = self._again(value, phase, rate)
+        apart_for = self._apart_for(value, phase, rate)
         phase, rate = self._boxing_time(value, phase, rate)
         source = (self.strategy.stages[held.stage], held.sbp)
         target = (self.strategy.stages[stage], sbp)
@@ -155,13 +155,13 @@ class _Lowering:
             # A transfer may also lead from one nd-SBP to another on the stage where the value is.
             arrives = step.kind is StepKind.TRANSFER and step.target[0] == target[0]
             there = stage if arrives else here
-            memo = (value, there, step.target[1], again)
+            memo = (value, there, step.target[1], apart_for)
             found = self.boxed.get(memo)
             # What a later phase was the first to ask for comes too late for a node before it.
             if found and (not asked_by or PHASE_ORDER[self.phases[found]] <= PHASE_ORDER[phase]):
                 key, here = found, there
                 continue
-            made = f"{value}@{there}({step.target[1]})" + (f"!{again}" if again else "")
+            made = f"{value}@{there}({step.target[1]})" + (f"!{apart_for}" if apart_for else "")
             # The name is taken where the step is there already, but for a later phase. The new step
             # is the earlier one and takes its place in `boxed`: from here on it serves both phases.
             while made in self.out.held:
@@ -184,7 +184,7 @@ class _Lowering:
             key, here = made, there
         return key
 
-    def _again(self, value: str, phase: Phase, rate: Rate) -> str:
+    def _apart_for(self, value: str, phase: Phase, rate: Rate) -> str:
         """Return for what a value is boxed apart from its other users; empty if for none."""
         if is_gathered_on_use(self.graph, value):
             # Regathered: a copy for the forward phase and one for the backward phase, neither of
