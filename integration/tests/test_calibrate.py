@@ -40,6 +40,7 @@ def test_a_plan_is_priced_with_what_was_measured_through_torch(tmp_path: Path) -
     assert cluster.calibration is not None
     assert cluster.calibration.backend == "torch"
     assert len(cluster.calibration.samples) == 18
+    assert cluster.device.boxing_launch_s > 0
     assert "predicted time of a step" in said
 
 

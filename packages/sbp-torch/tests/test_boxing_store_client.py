@@ -213,6 +213,29 @@ def test_a_rank_that_comes_again_does_not_stay_in_a_store_that_ends(num_looks: i
     assert store_rendezvous.count_opening(store, "x", 1) == 1
 
 
+def test_a_rank_whose_connection_breaks_while_it_is_made_connects_again() -> None:
+    answers: Any = iter([RuntimeError("failed to recv, got 0 bytes"), Counters({})])
+
+    def connect() -> Any:
+        answer = next(answers)
+        if isinstance(answer, RuntimeError):
+            raise answer
+        return answer
+
+    assert isinstance(store_rendezvous.connect_current_store(connect, "x", 1, 10.0), Counters)
+
+
+def test_rank_0_does_not_wait_where_it_cannot_host() -> None:
+    def connect() -> Any:
+        raise RuntimeError("address already in use")
+
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="in use"):
+        store_rendezvous.connect_current_store(connect, "x", 0, 10.0)
+
+    assert time.monotonic() - began < 5.0
+
+
 def test_a_rank_that_comes_again_stays_where_rank_0_comes_back_to() -> None:
     store = Counters({"x/opened/0": 1, "x/opened/1": 1})
     timer = threading.Timer(0.2, store_rendezvous.count_opening, (store, "x", 0))

@@ -34,11 +34,11 @@ Work = Callable[[int, Values, StepOrder], Values]
 #: costs more than a second core gains.
 SHORT_S = 3e-5
 
-#: The steps after which a segment is known to be short or not; the first one also warms up.
-_TRIAL_STEPS = 3
+#: The runs after which a segment is known to be short or not; the first one also warms up.
+_TRIALS = 3
 
 #: Seconds that a segment waits for its turn; then it runs beside the others.
-_LONGEST_WAIT_S = 0.05
+_LONGEST_WAIT_S = 0.1
 
 
 def work_of(
@@ -59,7 +59,8 @@ def work_of(
     """
     if isinstance(actor, Compute):
         run = _segment(actor, plan, communicator.rank, make_segment)
-        return in_turn(run, len(actor.instructions), turn)
+        # What Inductor fuses and CUDA replays starts few operators.
+        return run if make_segment else in_turn(run, _num_operators(actor), turn)
     if isinstance(actor, Accumulate):
         return _accumulation(actor, plan)
     if isinstance(actor, Send):
@@ -94,34 +95,36 @@ def in_turn(run: Work, num_operators: int, turn: threading.Lock) -> Work:
         both at once   a1 | wake | b1 | wake | a2 | wake | b2 ...
         in turn        a1 a2 a3 ... | wake | b1 b2 b3 ...
 
-    A segment never waits for another rank while it runs, so turns come round.
-
     Args:
         run: Runs the segment.
         num_operators: Of the segment.
         turn: Held while a segment runs in turn.
     """
-    fastest_s, is_short = inf, True
+    fastest_s, num_trials = inf, 0
 
     def run_in_turn(index: int, values: Values, order: StepOrder) -> Values:
-        nonlocal fastest_s, is_short
-        if not is_short:
+        nonlocal fastest_s, num_trials
+        if num_trials >= _TRIALS and fastest_s >= SHORT_S * num_operators:
             return run(index, values, order)
-        # Whoever holds it longer may hang: the others go on, and name it when they wait for it.
-        is_alone = turn.acquire(timeout=_LONGEST_WAIT_S)
+        # Whoever holds it longer may hang, or wait for another rank: the others go on then, and
+        # their deadlines tell who hangs.
+        if not turn.acquire(timeout=_LONGEST_WAIT_S):
+            return run(index, values, order)
         try:
             began = time.perf_counter()
             made = run(index, values, order)
-            if is_alone:
-                fastest_s = min(fastest_s, time.perf_counter() - began)
+            fastest_s = min(fastest_s, time.perf_counter() - began)
+            num_trials += 1
         finally:
-            if is_alone:
-                turn.release()
-        if order.index + 1 == _TRIAL_STEPS:
-            is_short = fastest_s < SHORT_S * num_operators
+            turn.release()
         return made
 
     return run_in_turn
+
+
+def _num_operators(actor: Compute) -> int:
+    """Return how many operators of PyTorch a segment starts; arithmetic of the host is none."""
+    return sum(not entry.op.startswith("host.") for entry in actor.instructions)
 
 
 def _accumulation(actor: Accumulate, plan: PhysicalPlan) -> Work:

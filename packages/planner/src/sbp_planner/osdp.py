@@ -22,8 +22,8 @@ Neither is a sum over parameters, so the search goes in two parts:
 What is guaranteed: the plan fits; it is the fastest of all that were looked at, and so no slower
 than replicating everything or sharding everything, where they fit; and no change of a single
 parameter both fits and is faster. Parameters that the guide cannot tell apart, such as those of
-equal layers, are taken to change the time alike, but are tried one by one for memory. Choices that
-differ in several parameters at once may be better.
+equal layers, are taken to change the time alike (with a thread for boxing they nearly do), but are
+tried one by one for memory. Choices that differ in several parameters at once may be better.
 
 Where no tensor library is installed, or it does not know how a result lies, memory is the bound of
 `sbp_core.infer.predict_cost` in place of the exact number; the report says so.
@@ -265,9 +265,10 @@ def _improved_alike(
     for index in alike:
         if best[index] is is_sharded:
             changed = (*best[:index], not is_sharded, *best[index + 1 :])
-            # The time is known without a compiled plan, so it is asked first.
+            # Alike parameters change the time of one thread alike. With a thread for boxing they
+            # nearly do; asking for each would compile a plan for each.
             if search.step_s(changed) >= search.step_s(best) * (1 - _TIE):
-                break  # so it is for the others
+                break
             if search.fits(changed):
                 best = changed
     return best

@@ -28,6 +28,9 @@ def run_job(folder: Path) -> None:
     job = Job.load(folder)
     ranks = range(job.settings.ranks)
     backend = cast(BoxingBackend, discover().make("boxing", job.boxing.name, job.boxing.settings))
+    runtime = None
+    if job.device == "cpu":  # no session has run on a GPU yet: there, launches are those of a loop
+        runtime = cast(Runtime, discover().make("runtime", job.runtime.name, job.runtime.settings))
     errors: list[Exception] = []
     found: dict[int, CalibrationResult] = {}
 
@@ -50,23 +53,18 @@ def run_job(folder: Path) -> None:
             thread.join()
         if errors:
             raise errors[0]
-        # Sessions of runtimes have not run on GPUs yet: there, launches are those of a loop.
-        step_s = _measure_steps(job, backend, 0 in found) if job.device == "cpu" else {}
+        step_s: Mapping[str, float] = {}
+        if runtime is not None:
+            if 0 in found:
+                _print(Progress(what="training a small model"))
+            step_s = measure_steps(backend, runtime, job.settings.ranks)
+    except BaseException as error:
+        backend.fail(error)
+        raise
     finally:
         backend.close()
     if 0 in found:
         replace(found[0], step_s=step_s).save(folder)
-
-
-def _measure_steps(job: Job, backend: BoxingBackend, reports: bool) -> Mapping[str, float]:
-    if reports:
-        _print(Progress(what="training a small model"))
-    runtime = cast(Runtime, discover().make("runtime", job.runtime.name, job.runtime.settings))
-    try:
-        return measure_steps(backend, runtime, job.settings.ranks)
-    except Exception as error:
-        backend.fail(error)
-        raise
 
 
 def indexed_device(device: str) -> torch.device:

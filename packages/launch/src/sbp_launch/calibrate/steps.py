@@ -43,6 +43,7 @@ _WARM_UP_STEPS, _STEPS = 3, 30
 
 
 def _model() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(
         _WIDTH, nhead=2, dim_feedforward=2 * _WIDTH, dropout=0.0, batch_first=True, norm_first=True
     )
@@ -89,6 +90,8 @@ def make_plans(num_ranks: int, clusters: Sequence[Cluster]) -> Mapping[str, list
 def measure_steps(backend: BoxingBackend, runtime: Runtime, num_ranks: int) -> Mapping[str, float]:
     """Return the median time of a step of each plan, in seconds, on the ranks of this process.
 
+    Nothing is returned where the runtime, such as `reference`, moves data without the backend.
+
     Args:
         backend: Open on all ranks; stays open.
         runtime: Runs the plans.
@@ -96,6 +99,7 @@ def measure_steps(backend: BoxingBackend, runtime: Runtime, num_ranks: int) -> M
     """
     found: dict[str, float] = {}
     for name, (plan,) in make_plans(num_ranks, [Cluster.nominal(num_ranks)]).items():
+        sent_before = _sent_bytes(backend)
         times_s: list[float] = []
         states, batch = initial_states(*_model()), _batch(name, num_ranks)
         with runtime.start(plan, states, _Open(backend)) as session:
@@ -104,15 +108,21 @@ def measure_steps(backend: BoxingBackend, runtime: Runtime, num_ranks: int) -> M
                 result = session.step(batch, {"lr": 1e-3, "seed": 0, "step": index})
                 result.loss.item()
                 times_s.append(time.perf_counter() - began)
+        if plan.boxing_bytes and _sent_bytes(backend) == sent_before:
+            return {}
         found[name] = median(times_s[_WARM_UP_STEPS:])
     return found
+
+
+def _sent_bytes(backend: BoxingBackend) -> int:
+    return sum(backend.communicator(rank).sent_bytes for rank in backend.local_ranks())
 
 
 def with_launches(cluster: Cluster, step_s: Mapping[str, float]) -> Cluster:
     """Return a cluster with the times of launches that explain the measured steps.
 
     Args:
-        cluster: With measured rates and calls.
+        cluster: With measured rates and calls, and the `launch_s` of a loop, which a step exceeds.
         step_s: Of `measure_steps`; empty leaves the cluster as it is.
     """
     if not step_s:
@@ -124,7 +134,7 @@ def with_launches(cluster: Cluster, step_s: Mapping[str, float]) -> Cluster:
     )
     plans = make_plans(num_ranks, (none, operators, boxing))
     rest_s, operators_s, _ = map(step_time_s, plans["apart"])
-    launch_s = max(0.0, (step_s["apart"] - rest_s) / (operators_s - rest_s))
+    launch_s = max(cluster.device.launch_s, (step_s["apart"] - rest_s) / (operators_s - rest_s))
     if "together" not in step_s:
         return _launching(cluster, launch_s, 0.0)
     # Boxing is what `together` takes longer than its operators explain.

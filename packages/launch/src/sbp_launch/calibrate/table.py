@@ -40,10 +40,9 @@ def rate_lines(cluster: Cluster) -> Iterator[str]:
         f"memory of one rank: {device.memory_bytes_per_s / 1e9:.3g} GB/s, "
         f"{format_bytes(device.memory_bytes)}"
     )
-    yield (
-        f"starting an operator: {format_seconds(device.launch_s)}; "
-        f"a boxing step, beside its call: {format_seconds(device.boxing_launch_s)}"
-    )
+    beside_s = device.boxing_launch_s
+    boxing = f"; a boxing step, beside its call: {format_seconds(beside_s)}" if beside_s else ""
+    yield f"starting an operator: {format_seconds(device.launch_s)}{boxing}"
 
 
 def call_table(calibration: Calibration, held_out: Sequence[HeldOut]) -> Table:

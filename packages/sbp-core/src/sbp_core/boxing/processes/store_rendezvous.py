@@ -61,16 +61,20 @@ def connect_current_store(
     """
     end = time.monotonic() + limit_s
     while True:
-        store = connect()
+        is_connected = False
         try:
+            store = connect()
+            is_connected = True
             num_before = store.add(_counter(name, rank), 0)
             while rank and 0 < num_before >= store.add(_counter(name, 0), 0):
                 if time.monotonic() >= end:
                     break
                 time.sleep(_PAUSE_S)
             return store
-        except RuntimeError:  # it was the old one, and has just ended
-            if time.monotonic() >= end:
+        except RuntimeError:
+            # It was the old one, and has just ended: this process was connected, or about to be.
+            # Rank 0 may be the host; where it cannot connect, waiting does not help.
+            if (rank == 0 and not is_connected) or time.monotonic() >= end:
                 raise
             time.sleep(_PAUSE_S)
 
