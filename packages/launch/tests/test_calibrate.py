@@ -37,7 +37,7 @@ from sbp_launch.calibrate.machine import (
     total_memory_bytes,
 )
 from sbp_launch.calibrate.run import link_of, make_cluster
-from sbp_launch.calibrate.steps import make_plans, measure_steps, with_launches
+from sbp_launch.calibrate.steps import launches, make_plans, measure_steps
 from sbp_launch.config import PluginChoice
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.runtime.configs import ReferenceConfig
@@ -416,21 +416,19 @@ def test_launches_are_those_that_explain_the_measured_steps(num_ranks: int) -> N
     )
     step_s = {name: step_time_s(plan) for name, (plan,) in make_plans(num_ranks, [true]).items()}
 
-    found = with_launches(cluster, step_s)
+    launch_s, found_boxing_launch_s = launches(cluster, step_s)
 
     assert set(step_s) == ({"apart", "together"} if num_ranks > 1 else {"apart"})
-    assert found.device.launch_s == pytest.approx(3e-6, rel=1e-6)
-    assert found.device.boxing_launch_s == pytest.approx(boxing_launch_s, rel=1e-6)
-    assert with_launches(cluster, {}) == cluster
+    assert launch_s == pytest.approx(3e-6, rel=1e-6)
+    assert found_boxing_launch_s == pytest.approx(boxing_launch_s, rel=1e-6)
 
 
 def test_steps_that_are_faster_than_their_calls_leave_the_launches_of_a_loop() -> None:
     cluster = Cluster.nominal(2)
 
-    found = with_launches(cluster, {"apart": 1e-9, "together": 1e-9})
+    found = launches(cluster, {"apart": 1e-9, "together": 1e-9})
 
-    assert found.device.launch_s == cluster.device.launch_s
-    assert found.device.boxing_launch_s == 0.0
+    assert found == (cluster.device.launch_s, 0.0)
 
 
 def test_steps_of_a_runtime_that_moves_data_itself_say_nothing_of_the_backend() -> None:

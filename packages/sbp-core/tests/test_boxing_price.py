@@ -266,6 +266,8 @@ def test_what_a_calibration_measured_is_not_counted_twice() -> None:
     measured_s = step_time_s(REDUCE_PAIR, measured)
     declared_s = step_time_s(REDUCE_PAIR, declared)
     assert boxing_step_time_s(REDUCE_PAIR, measured) == measured_s
+    started = replace(measured, device=replace(measured.device, boxing_launch_s=3.0))
+    assert boxing_step_time_s(REDUCE_PAIR, started) == pytest.approx(measured_s + 3.0)
     assert boxing_step_time_s(REDUCE_PAIR, declared) == pytest.approx(declared_s + 7.0 + SIZE)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,3 +122,26 @@ def test_a_calibration_under_another_name_is_refused() -> None:
 
     with pytest.raises(SbpValueError, match="by the name of their backend"):
         Cluster(**(fields | {"calibrations": {"mpi": cluster.calibrations["torch"]}}))
+
+
+def test_a_backend_brings_the_launches_that_were_measured_beside_it() -> None:
+    desk = measured()
+    mpi = calibrate([replace(s, backend="mpi") for s in desk.calibrations["torch"].samples])
+    mpi = replace(mpi, launch_s=3e-6, boxing_launch_s=4e-5)
+    both = replace(desk, calibrations={**desk.calibrations, "mpi": mpi})
+
+    by_mpi, by_torch = both.priced_by("mpi"), both.priced_by("torch")
+
+    assert (by_mpi.device.launch_s, by_mpi.device.boxing_launch_s) == (3e-6, 4e-5)
+    assert by_mpi.calibration is mpi
+    assert by_torch.device == desk.device  # no step was measured beside torch
+
+
+@pytest.mark.parametrize("wrong", [-1.0, float("inf"), float("nan")])
+def test_launches_are_times(wrong: float) -> None:
+    desk = measured()
+
+    with pytest.raises(SbpValueError, match="seconds >= 0"):
+        replace(desk.calibrations["torch"], boxing_launch_s=wrong)
+    with pytest.raises(SbpValueError, match="boxing_launch_s from 0 on"):
+        replace(desk.device, boxing_launch_s=-1.0)

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from sbp_core.boxing.router import route
@@ -119,6 +121,18 @@ def test_boxing_is_the_route_its_handling_and_its_result():
     time = boxing_time_s(found, machine)
 
     assert time == pytest.approx(found.time_s(machine) + 1e-3 + 256 / 1e10)
+
+
+def test_a_runtime_starts_what_moves_data_but_no_slice():
+    fast = cluster()
+    slow = replace(fast, device=replace(fast.device, boxing_launch_s=1e-3))
+    whole, split = (MESH, NdSbp.parse("B")), (MESH, NdSbp.parse("S(0)"))
+
+    gathered = route((8, 8), "float32", split, whole)
+    sliced = route((8, 8), "float32", whole, split)
+
+    assert boxing_time_s(gathered, slow) == pytest.approx(boxing_time_s(gathered, fast) + 1e-3)
+    assert boxing_time_s(sliced, slow) == boxing_time_s(sliced, fast) > 0
 
 
 def test_a_route_without_steps_takes_no_time():

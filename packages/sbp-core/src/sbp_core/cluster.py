@@ -12,7 +12,7 @@ Stability: stable.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from sbp_core.calibration import Calibration
@@ -127,6 +127,20 @@ class Cluster:
         if self.backend:
             return self.calibrations.get(self.backend)
         return next(iter(self.calibrations.values())) if len(self.calibrations) == 1 else None
+
+    def priced_by(self, backend: str) -> Cluster:
+        """Return the machine with the times of one backend: its calls, and launches beside them.
+
+        Args:
+            backend: One of `calibrations`.
+        """
+        of = self.calibrations[backend]
+        device = self.device
+        if of.launch_s is not None:
+            device = replace(device, launch_s=of.launch_s)
+        if of.boxing_launch_s is not None:
+            device = replace(device, boxing_launch_s=of.boxing_launch_s)
+        return replace(self, backend=backend, device=device)
 
     def node(self, rank: int) -> int:
         """Return the number of the node that a rank is on."""

@@ -29,7 +29,7 @@ from sbp_launch.calibrate.machine import (
     free_memory_bytes,
     total_memory_bytes,
 )
-from sbp_launch.calibrate.steps import with_launches
+from sbp_launch.calibrate.steps import launches
 from sbp_launch.calibrate.table import call_table, error_lines, rate_lines
 
 #: Copies of a message that a rank and its transport hold, at most, while it is under way.
@@ -234,7 +234,15 @@ def make_cluster(
         backend=name if name in calibrations else "",
         machine=describe_machine(found.library),
     )
-    return with_launches(cluster, found.step_s), held_out
+    if not found.step_s:
+        return cluster, held_out
+    launch_s, boxing_launch_s = launches(cluster, found.step_s)
+    if name not in calibrations:  # one rank calls nobody
+        return replace(cluster, device=replace(cluster.device, launch_s=launch_s)), held_out
+    calibrations[name] = replace(
+        calibrations[name], launch_s=launch_s, boxing_launch_s=boxing_launch_s
+    )
+    return replace(cluster, calibrations=calibrations).priced_by(name), held_out
 
 
 def link_of(calibration: Calibration, num_ranks: int) -> tuple[Link, bool]:

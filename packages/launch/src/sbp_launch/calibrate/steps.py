@@ -1,10 +1,9 @@
 """How long a runtime takes to start operators and boxing steps: from steps of a small model.
 
-A tight loop starts an operator in a third of the time that it takes in a training step, where
-thousands of different ones follow each other and threads of one process wait for its interpreter;
-and a collective that ranks call at one moment is over sooner than one between two segments, which
-they reach and leave one after the other. So two plans of one small model are run and timed as
-training would run them:
+A tight loop starts an operator in far less time than a training step does, where many different
+ones follow each other and threads of one process wait for its interpreter; and a collective that
+ranks call at one moment is over sooner than one between two segments, which they reach and leave
+one after the other. So two plans of one small model are run and timed as training would run them:
 
     apart       every rank computes the step of a small batch: operators, no boxing
     together    every rank has such a batch, and a slice of each parameter: the same operators, and
@@ -12,7 +11,7 @@ training would run them:
                 gradient
 
 The cost model is linear in `Device.launch_s` and `Device.boxing_launch_s`, so the two times give
-both. Tensors are so small that computing and copying hardly count.
+both, less what the model says of computing, copying and calls, which small tensors keep short.
 """
 
 from __future__ import annotations
@@ -118,34 +117,26 @@ def _sent_bytes(backend: BoxingBackend) -> int:
     return sum(backend.communicator(rank).sent_bytes for rank in backend.local_ranks())
 
 
-def with_launches(cluster: Cluster, step_s: Mapping[str, float]) -> Cluster:
-    """Return a cluster with the times of launches that explain the measured steps.
+def launches(cluster: Cluster, step_s: Mapping[str, float]) -> tuple[float, float]:
+    """Return `launch_s` and `boxing_launch_s`, in seconds, that explain the measured steps.
 
     Args:
         cluster: With measured rates and calls, and the `launch_s` of a loop, which a step exceeds.
-        step_s: Of `measure_steps`; empty leaves the cluster as it is.
+        step_s: Of `measure_steps`, not empty.
     """
-    if not step_s:
-        return cluster
-    num_ranks = cluster.num_devices
     none, operators, boxing = (
-        _launching(cluster, launch_s, boxing_launch_s)
-        for launch_s, boxing_launch_s in ((0.0, 0.0), (1.0, 0.0), (0.0, 1.0))
+        replace(cluster, device=replace(cluster.device, launch_s=one, boxing_launch_s=other))
+        for one, other in ((0.0, 0.0), (1.0, 0.0), (0.0, 1.0))
     )
-    plans = make_plans(num_ranks, (none, operators, boxing))
+    plans = make_plans(cluster.num_devices, (none, operators, boxing))
     rest_s, operators_s, _ = map(step_time_s, plans["apart"])
     launch_s = max(cluster.device.launch_s, (step_s["apart"] - rest_s) / (operators_s - rest_s))
     if "together" not in step_s:
-        return _launching(cluster, launch_s, 0.0)
+        return launch_s, 0.0
     # Boxing is what `together` takes longer than its operators explain.
     rest_s, operators_s, boxing_s = map(step_time_s, plans["together"])
     left_s = step_s["together"] - rest_s - launch_s * (operators_s - rest_s)
-    return _launching(cluster, launch_s, max(0.0, left_s / (boxing_s - rest_s)))
-
-
-def _launching(cluster: Cluster, launch_s: float, boxing_launch_s: float) -> Cluster:
-    device = replace(cluster.device, launch_s=launch_s, boxing_launch_s=boxing_launch_s)
-    return replace(cluster, device=device)
+    return launch_s, max(0.0, left_s / (boxing_s - rest_s))
 
 
 class _Open(BoxingBackend):

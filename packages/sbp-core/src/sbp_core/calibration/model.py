@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
+from math import inf
 
 from sbp_core.calibration.curve import Curve, fit_curve, through
 from sbp_core.calibration.held_out import FitError
@@ -32,6 +33,8 @@ class Calibration:
         samples: The raw measurements, all of this backend.
         curves: The fitted curve of each case that was measured in two sizes or more.
         errors: How far such a fit is off samples that it did not see, as `cross_validate` found.
+        launch_s, boxing_launch_s: What `Device` calls so, in seconds, in steps that box through
+            this backend; None if no step was measured.
     """
 
     backend: str
@@ -39,6 +42,8 @@ class Calibration:
     samples: tuple[Measurement, ...] = field(repr=False)
     curves: Mapping[MeasuredCase, Curve] = field(repr=False)
     errors: tuple[FitError, ...] = ()
+    launch_s: float | None = None
+    boxing_launch_s: float | None = None
     #: The structural model of groups within a node (False), and of those on several (True); made
     #: when it is needed, as most plans only need the curves. None without samples of such groups.
     _structures: dict[bool, TransportModel | None] = field(
@@ -50,6 +55,9 @@ class Calibration:
     )
 
     def __post_init__(self) -> None:
+        launches = (self.launch_s, self.boxing_launch_s)
+        if not all(time_s is None or 0 <= time_s < inf for time_s in launches):
+            raise SbpValueError(f"launches of {launches}", accepted="seconds >= 0, or none")
         if not self.samples or {sample.backend for sample in self.samples} != {self.backend}:
             names = sorted({sample.backend for sample in self.samples})
             raise SbpValueError(
