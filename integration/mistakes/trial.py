@@ -1,0 +1,67 @@
+"""Make one mistake, and judge its answer."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from mistakes.table import Mistake
+
+#: Says at exit whether PyTorch was imported: what can be seen without it is to be seen at once.
+_PROGRAM = """\
+import atexit, runpy, sys
+atexit.register(lambda: sys.stderr.write("torch imported\\n" * ("torch" in sys.modules)))
+sys.argv = sys.argv[1:]
+runpy.run_module(sys.argv[0], run_name="__main__")
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What a mistake was answered with.
+
+    Args:
+        text: What was printed, standard output before standard error.
+        code: Exit code.
+        seconds: How long it took.
+        faults: What is wrong with it; empty if nothing is.
+    """
+
+    text: str
+    code: int
+    seconds: float
+    faults: tuple[str, ...]
+
+
+def make(mistake: Mistake, folder: Path) -> Answer:
+    """Type a mistake in a prepared folder."""
+    environment = dict(os.environ)
+    if mistake.plugins:
+        paths = [str(folder / mistake.plugins), environment.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    began = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-c", _PROGRAM, *mistake.command],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    seconds = time.perf_counter() - began
+    imported = done.stderr.endswith("torch imported\n")
+    text = done.stdout + done.stderr.removesuffix("torch imported\n")
+    faults = []
+    if done.returncode != mistake.code:
+        faults.append(f"exit code {done.returncode}, not {mistake.code}")
+    if "Traceback (most recent call last)" in text:
+        faults.append("a traceback")
+    faults += [f"does not say {word!r}" for word in mistake.says if word not in text]
+    if imported and not mistake.imports_torch:
+        faults.append("PyTorch was imported first")
+    return Answer(text=text, code=done.returncode, seconds=seconds, faults=tuple(faults))

@@ -1,0 +1,26 @@
+"""Ordinary mistakes are answered with the key or the file, and with what to do; exit code 2."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mistakes.files import prepare
+from mistakes.table import MISTAKES
+from mistakes.trial import make
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with everything that can be mistaken."""
+    made = tmp_path_factory.mktemp("mistakes")
+    prepare(made)
+    return made
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_answered_with_what_to_do(name: str, folder: Path) -> None:
+    answer = make(MISTAKES[name], folder)
+
+    assert not answer.faults, f"{answer.faults}\n{answer.text}"
