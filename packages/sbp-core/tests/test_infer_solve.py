@@ -1,3 +1,4 @@
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -273,3 +274,12 @@ def test_no_strategy_of_a_small_graph_is_faster(batch, width, speed, launch_s):
     found = infer(graph, (2,), machine=machine).report["predicted_step_s"]
 
     assert found == pytest.approx(exhaustive(graph, mesh, machine), rel=1e-9)
+
+
+def test_a_mesh_of_more_ranks_than_the_cluster_has_devices_is_refused():
+    machine = replace(cluster(), num_devices=2)
+
+    with pytest.raises(ConfigError, match=r"has rank 3: .* has 2 devices"):
+        infer(chain(), (4,), machine=machine)
+    with pytest.raises(ConfigError, match="has rank 3"):
+        infer(chain(), (2,), machine=machine, stages=(Placement([2, 3], ["data"]),))

@@ -101,7 +101,7 @@ def test_a_value_of_the_annotated_type_is_taken(
     ("name", "value", "key"),
     [
         ("count", "3", "c.count"),
-        ("count", 3.0, "c.count"),
+        ("count", 3.5, "c.count"),
         ("count", True, "c.count"),
         ("count", None, "c.count"),
         ("rate", "fast", "c.rate"),
@@ -194,3 +194,42 @@ def test_every_config_is_rebuilt_from_its_own_plain_values(chosen: dict[str, obj
 def test_no_name_but_a_field_is_ever_taken(name: str) -> None:
     with pytest.raises(ConfigError, match="no setting is called"):
         merge_settings(Inner, {"size": 1, name: 1})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    count: int = 1
+    memory_bytes: int = 1
+    budget_bytes: float | None = None
+
+
+@given(st.integers(-(10**15), 10**15))
+def test_a_whole_number_is_an_integer_however_it_is_written(number):
+    assert merge_settings(Sizes, {"count": float(number)}) == Sizes(count=number)
+
+
+@given(st.floats())
+def test_a_float_that_is_no_whole_number_is_no_integer(number):
+    if not number.is_integer():
+        with pytest.raises(ConfigError, match=r"count is .* \(float\)"):
+            merge_settings(Sizes, {"count": number})
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("90MB", 90_000_000), ("4GiB", 4 * 2**30), ("1.5 kB", 1500), ("7 B", 7), ("2TiB", 2 * 2**40)],
+)
+def test_sizes_may_have_units(text, size):
+    found = merge_settings(Sizes, {"memory_bytes": text, "budget_bytes": text})
+
+    assert found == Sizes(memory_bytes=size, budget_bytes=size)
+    with pytest.raises(ConfigError, match="count is"):
+        merge_settings(Sizes, {"count": text})
+
+
+@pytest.mark.parametrize("text", ["90", "90 MBit", "iB", "-1MB", "MB", "1e3MB", "", 1.5])
+def test_other_texts_are_no_sizes_and_the_refusal_shows_one(text):
+    with pytest.raises(ConfigError, match="memory_bytes is") as refused:
+        merge_settings(Sizes, {"memory_bytes": text})
+
+    assert refused.value.accepted == "an integer, or text with a unit, such as 90MB or 4GiB"

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from sbp_core.calibration import Calibration
 from sbp_core.errors import ConfigError, SbpValueError
-from sbp_core.placement import MOST_RANKS
+from sbp_core.placement import MOST_RANKS, Placement
 from sbp_core.serialize import Document
 
 __all__ = ["Cluster", "Device", "Link"]
@@ -150,6 +150,21 @@ class Cluster:
         """Return the slowest link that a message among `ranks` may take."""
         nodes = {rank // self.devices_per_node for rank in ranks}
         return self.intra_node if len(nodes) <= 1 else self.inter_node
+
+    def check_ranks(self, mesh: Placement) -> None:
+        """Check that all ranks of a mesh are devices of the cluster.
+
+        Raises:
+            ConfigError: one is not.
+        """
+        if (last := max(mesh.rank_list)) >= self.num_devices:
+            last_device = self.num_devices - 1
+            raise ConfigError(
+                f"the mesh has rank {last}: {mesh}; the cluster {self.name!r} has "
+                f"{self.num_devices} device{'s' * (self.num_devices > 1)}",
+                accepted=f"ranks 0 to {last_device}" if last_device else "rank 0",
+                todo="make the mesh smaller, or plan for a cluster with a device for each rank",
+            )
 
     @classmethod
     def nominal(cls, num_devices: int) -> Cluster:

@@ -1,11 +1,15 @@
-"""Numbers for people to read; inside, everything is in SI base units.
+"""Numbers for people to read and write; inside, everything is in SI base units.
 
 Stability: stable.
 """
 
 from __future__ import annotations
 
-__all__ = ["format_bytes", "format_seconds"]
+import re
+
+__all__ = ["format_bytes", "format_seconds", "parse_bytes"]
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMGTP]?)(i?)B")
 
 
 def format_bytes(size_bytes: float) -> str:
@@ -18,6 +22,19 @@ def format_bytes(size_bytes: float) -> str:
             break
         size, unit = size / 1000, larger
     return f"{size:.1f} {unit}"
+
+
+def parse_bytes(text: str) -> int | None:
+    """Return the bytes that a text with a unit says: `90MB`, `1.5 GiB`; None if it says none.
+
+    >>> parse_bytes("90 MB"), parse_bytes("4GiB"), parse_bytes("4")
+    (90000000, 4294967296, None)
+    """
+    found = _SIZE.fullmatch(text.strip())
+    if found is None or (found[3] and not found[2]):
+        return None
+    factor: int = (1024 if found[3] else 1000) ** " KMGTP".index(found[2].upper() or " ")
+    return round(float(found[1]) * factor)
 
 
 def format_seconds(seconds: float) -> str:

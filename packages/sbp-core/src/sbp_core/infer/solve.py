@@ -25,6 +25,7 @@ from sbp_core.signatures.axes import conflict
 from sbp_core.strategy import Assignment, Storage, Strategy
 
 if TYPE_CHECKING:
+    from sbp_core.cluster import Cluster
     from sbp_core.plugins.kinds import PlanRequest
 
 #: The mesh axis whose positions are pipeline stages.
@@ -64,7 +65,7 @@ def infer_strategy(
     """
     graph = request.graph
     placements = stages or stage_placements(request.mesh)
-    _check_placements(placements)
+    _check_placements(placements, request.cluster)
     progress = request.progress or (lambda what, fraction: None)
     progress("assigning stages", 0.0)
     work = StepWork(
@@ -107,9 +108,10 @@ def one_forward_one_backward(num_stages: int, num_micro_batches: int) -> tuple[i
     return tuple(min(num_stages - stage, num_micro_batches) for stage in range(num_stages))
 
 
-def _check_placements(placements: Sequence[Placement]) -> None:
+def _check_placements(placements: Sequence[Placement], cluster: Cluster) -> None:
     first = placements[0]
     for placement in placements:
+        cluster.check_ranks(placement)
         if (placement.axes, placement.mesh_shape) != (first.axes, first.mesh_shape):
             raise ConfigError(
                 f"stages on unequal meshes: {dict(zip(first.axes, first.mesh_shape, strict=True))} "

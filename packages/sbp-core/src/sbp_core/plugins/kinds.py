@@ -35,6 +35,9 @@ class PlanRequest:
         progress: Called with (what, fraction done in [0, 1]).
         options: How the plan will be compiled; the compiler's defaults for the cluster if None.
         regather: Of the strategies that are made; see `Strategy`.
+
+    Raises:
+        ConfigError: the mesh has ranks that the cluster does not have.
     """
 
     graph: LogicalGraph
@@ -44,6 +47,9 @@ class PlanRequest:
     progress: Callable[[str, float], None] | None = None
     options: CompileOptions | None = None
     regather: tuple[str, ...] = ("*",)
+
+    def __post_init__(self) -> None:
+        self.cluster.check_ranks(self.mesh)
 
 
 class Planner(Protocol):

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from sbp_core.errors import ConfigError, SbpError, nearest
+from sbp_core.units import parse_bytes
 
 T = TypeVar("T")
 
@@ -113,6 +114,9 @@ def _convert(value: object, hint: Any, key: str, where: Where) -> object:
     origin, args = get_origin(hint) or hint, get_args(hint)
     if hint is Any:
         return value
+    if hint in (int, float) and isinstance(value, str) and key.endswith("bytes"):
+        size = parse_bytes(value)
+        value = value if size is None else size
     if origin in _UNIONS:
         real = [choice for choice in args if choice is not types.NoneType]
         if value is not None and len(real) == 1:
@@ -151,11 +155,17 @@ def _convert(value: object, hint: Any, key: str, where: Where) -> object:
         return hint(value)
     elif hint is float and type(value) is int:
         return float(value)
+    # `90e6` is a float to YAML, and a whole number to who writes it.
+    elif hint is int and type(value) is float and value.is_integer():
+        return int(value)
     # True is an int to Python, but nobody who writes `steps: true` means 1.
     elif isinstance(value, hint) and not (isinstance(value, bool) and hint is int):
         return value
+    accepted = _describe(hint)
+    if key.endswith("bytes") and hint in (int, float):
+        accepted += ", or text with a unit, such as 90MB or 4GiB"
     raise ConfigError(
-        f"{key} is {value!r} ({type(value).__name__})", where=where, accepted=_describe(hint)
+        f"{key} is {value!r} ({type(value).__name__})", where=where, accepted=accepted
     )
 
 
