@@ -200,3 +200,21 @@ def test_a_preset_refuses_a_mesh_without_the_axis_it_is_about(preset, axes, lack
 
     with pytest.raises(ConfigError, match=f"no axis '{lacks}'"):
         planner.plan(request((2,), axes))
+
+
+@pytest.mark.parametrize(
+    "pins",
+    [
+        {"batch": {"data": "S(9)"}},
+        {"nothing.*": "B"},
+        {"batch": {"dta": "S(0)"}},
+        {"blocks.0.mlp.up.weight": "S(2)"},
+        {"blocks.0.mlp.up.addmm": "P(max)"},
+    ],
+)
+def test_a_pin_that_cannot_hold_is_a_wrong_setting(pins):
+    with pytest.raises(ConfigError, match=r"^planner\.pins: the pin '") as refused:
+        preset("custom", pins=pins).plan(request((2,), ("data",)))
+
+    assert refused.value.accepted
+    assert refused.value.todo

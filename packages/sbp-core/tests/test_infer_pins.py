@@ -1,4 +1,6 @@
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sbp_core.errors import ConfigError
 from sbp_core.graph.ir import InputKind, Ref
@@ -151,3 +153,66 @@ def test_a_wrong_number_of_entries_is_refused():
 def test_text_that_is_no_sbp_is_refused_with_the_pin():
     with pytest.raises(ConfigError, match=r"the pin 'x: \{data: T\(0\)\}' cannot be read"):
         resolve_pins(mlp(), AXES, {"x": {"data": "T(0)"}})
+
+
+@pytest.mark.parametrize(
+    ("word", "dims", "accepted"),
+    [
+        ("batch", "2", "B, S(0), S(1)"),
+        ("use:batch", "2", "B, S(0), S(1)"),
+        ("gradients", "2", "B, S(0), S(1)"),
+        ("activations", "2", "B, S(0), S(1)"),
+    ],
+)
+@pytest.mark.parametrize("entry", ["S(9)", "S(2)", "S(-3)"])
+def test_a_word_that_no_tensor_can_hold_is_refused_with_the_dims_that_they_have(
+    word, dims, accepted, entry
+):
+    with pytest.raises(ConfigError, match=f"holds for no tensor .* they have {dims} dims") as no:
+        resolve_pins(mlp(), AXES, {word: {"data": entry}})
+
+    assert no.value.accepted == accepted
+
+
+@given(st.lists(st.integers(0, 3), max_size=4), st.integers(-4, 4))
+def test_a_word_holds_wherever_it_can_and_is_refused_where_none_with_dims_can(ranks, dim):
+    b = Builder()
+    for index, rank in enumerate(ranks):
+        b.add_input(f"w{index}", InputKind.PARAMETER, (4,) * rank)
+    b.add_input("x", InputKind.BATCH, (4,))
+    b.op("relu", "relu.default", (Ref("x"),), (4,), pointwise=True)
+    graph = b.graph()
+    holding = [i for i, rank in enumerate(ranks) if -rank <= dim < rank]
+
+    if any(ranks) and not holding:
+        with pytest.raises(ConfigError, match="holds for no tensor"):
+            resolve_pins(graph, ("data",), {"parameters": f"S({dim})"})
+    else:
+        found = storage(graph, {"parameters": f"S({dim})"}, axes=("data",))
+        assert found == {(f"w{i}", 0): S(dim % ranks[i]) for i in holding}
+
+
+def test_a_word_that_means_no_tensor_says_nothing():
+    assert not storage(mlp(), {"micro_gradients": "S(9)"})
+
+
+@pytest.mark.parametrize("value", [3, None, ["S(0)"], {"data": 3}, {"data": None}, {}])
+def test_what_is_no_text_is_refused(value):
+    with pytest.raises(ConfigError, match="pin") as refused:
+        resolve_pins(mlp(), AXES, {"x": value})
+
+    assert "S(0)" in refused.value.accepted or "S(dim)" in refused.value.accepted
+
+
+def test_a_mistyped_axis_is_answered_with_the_nearest():
+    with pytest.raises(ConfigError) as refused:
+        resolve_pins(mlp(), AXES, {"x": {"tensr": "B"}})
+
+    assert refused.value.todo == "did you mean 'tensor'?"
+
+
+def test_nothing_is_split_over_the_stages_of_a_pipeline():
+    with pytest.raises(ConfigError, match="pipeline stages") as refused:
+        resolve_pins(mlp(), AXES, {"x": {"pipe": "S(0)"}})
+
+    assert "stage_patterns" in refused.value.todo

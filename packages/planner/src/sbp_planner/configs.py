@@ -33,12 +33,30 @@ class ManualConfig:
     def __post_init__(self) -> None:
         if self.schedule not in ("1f1b", "gpipe"):
             raise ConfigError(f"schedule={self.schedule!r}", accepted="1f1b, gpipe")
+        if self.pins:
+            _check_pins(self.pins)
         for stage, patterns in enumerate(self.stage_patterns):
             if not patterns or not all(patterns):
                 raise ConfigError(
                     f"stage_patterns[{stage}]={patterns!r} names no module",
                     accepted="a list of patterns for each stage, such as [embed, blocks.0]",
                 )
+
+
+def _check_pins(pins: Mapping[str, str | Mapping[str, str]]) -> None:
+    """Check that pins can be read.
+
+    Raises:
+        ConfigError: one cannot.
+    """
+    # Here and not above: hook modules are imported for every command, and this one takes a while.
+    from sbp_core.infer import check_pin
+
+    for pattern, value in pins.items():
+        try:
+            check_pin(pattern, value)
+        except ConfigError as error:
+            raise ConfigError(f"pins: {error.what}", accepted=error.accepted) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

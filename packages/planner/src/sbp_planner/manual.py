@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sbp_core.errors import ConfigError
-from sbp_core.infer import infer_strategy, one_forward_one_backward, stage_placements
+from sbp_core.errors import ConfigError, PlanError
+from sbp_core.infer import PINS, infer_strategy, one_forward_one_backward, stage_placements
 from sbp_core.plugins import PlanRequest
 from sbp_core.strategy import Strategy
 from sbp_planner.configs import ManualConfig
@@ -24,9 +24,9 @@ class ManualPlanner:
         """Return the cheapest strategy that keeps the pins.
 
         Raises:
-            ConfigError: a pin or a stage pattern cannot be meant, or the mesh lacks an axis that
-                the preset needs.
-            PlanError: nothing fulfils the pins or the stages.
+            ConfigError: a pin or a stage pattern cannot be meant, nothing fulfils the pins, or the
+                mesh lacks an axis that the preset needs.
+            PlanError: nothing fulfils the stages.
         """
         for axis in self.config.needs_axes:
             if axis not in request.mesh.axes:
@@ -37,14 +37,25 @@ class ManualPlanner:
                     todo=f"set cluster.mesh and cluster.axes, such as cluster.axes=[{axis}]",
                 )
         num_stages = len(stage_placements(request.mesh))
-        return infer_strategy(
-            request,
-            planner="manual",
-            pins=self.config.pins,
-            stage_patterns=self.config.stage_patterns,
-            in_flight=in_flight(self.config.schedule, num_stages, request.graph.num_micro_batches),
-            report={"schedule": self.config.schedule} if num_stages > 1 else {},
-        )
+        quotas = in_flight(self.config.schedule, num_stages, request.graph.num_micro_batches)
+        try:
+            return infer_strategy(
+                request,
+                planner="manual",
+                pins=self.config.pins,
+                stage_patterns=self.config.stage_patterns,
+                in_flight=quotas,
+                report={"schedule": self.config.schedule} if num_stages > 1 else {},
+            )
+        except (ConfigError, PlanError) as error:
+            if PINS not in error.where:
+                raise
+            raise ConfigError(
+                f"planner.pins: {error.what}",
+                where=[place for place in error.where if place != PINS],
+                accepted=error.accepted,
+                todo=error.todo,
+            ) from error
 
 
 def in_flight(schedule: str, num_stages: int, num_micro_batches: int) -> tuple[int, ...]:

@@ -7,21 +7,18 @@ In the order in which they are used: `stages` (where each node runs), `pins` (wh
 Stability: provisional.
 """
 
-from sbp_core.infer.pins import PinValue
+from sbp_core.infer.pins import PINS, PIPE_AXIS, PinValue, check_pin
 from sbp_core.infer.predict import Conversion, conversions, predict_cost, step_time_s
-from sbp_core.infer.solve import (
-    PIPE_AXIS,
-    infer_strategy,
-    one_forward_one_backward,
-    stage_placements,
-)
+from sbp_core.infer.solve import infer_strategy, one_forward_one_backward, stage_placements
 from sbp_core.infer.stages import StagePatterns
 
 __all__ = [
+    "PINS",
     "PIPE_AXIS",
     "Conversion",
     "PinValue",
     "StagePatterns",
+    "check_pin",
     "conversions",
     "infer_strategy",
     "one_forward_one_backward",

@@ -37,7 +37,7 @@ from sbp_core.errors import PlanError
 from sbp_core.graph.ir import InputKind, Node, Rate, TensorType
 from sbp_core.graph.primitives import PIECE
 from sbp_core.infer.minsum import Factor, Table, minimise
-from sbp_core.infer.pins import Pin, Pins
+from sbp_core.infer.pins import PINS, Pin, Pins
 from sbp_core.infer.prices import AxisPrices
 from sbp_core.infer.work import (
     Decision,
@@ -122,6 +122,7 @@ class AxisProblem:
         if found.cost >= FORBIDDEN_S:
             raise PlanError(
                 f"no plan on mesh axis {self.work.axes[self.axis]!r} fulfils the pins",
+                where=PINS,
                 todo="remove a pin of this axis",
             )
         for node in self.work.nodes:
@@ -216,7 +217,7 @@ class AxisProblem:
         return PlanError(
             f"the pin '{pin.text}' asks that {value!r} is used as {pin.entry!r} on mesh axis "
             f"{axis!r}, which {node.op} cannot take",
-            where=node.where(),
+            where=(*node.where(), PINS),
             accepted=", ".join(sorted(map(repr, possible))),
             todo="pin what is accepted, or pin another value on the way",
         )

@@ -1,8 +1,8 @@
 """Pins: which tensors the user (or a planner) has decided, resolved to one entry for each axis.
 
-A pin is a pattern and a value; later pins override earlier ones, mesh axis by mesh axis.
+A pin is a pattern and a value; later pins override earlier ones, mesh axis by mesh axis. What
+patterns and values mean is explained in `docs/pins.md`, with examples. In short:
 
-A pattern is one of
 * `batch`, `parameters`, `optimizer_states`: all graph inputs of that kind;
 * `activations`: every floating forward value whose dim 0 is the sample (it depends on a batch
   input and has the extent of the batch's dim 0);
@@ -22,8 +22,8 @@ pattern, says how it is *used*: whatever its producer makes, or however it is st
 that SBP once, and every op that uses it takes it so, also where it looks at it through a view.
 
 The words (`batch`, `gradients`, ...) are dropped where a tensor cannot hold them (a state without
-dims, an op that cannot take a split sample); any other pin that cannot hold is an error. Decides
-nothing that is not pinned.
+dims, an op that cannot take a split sample), unless that is so of every tensor with dims that a
+word means; any other pin that cannot hold is an error. Decides nothing that is not pinned.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TypeGuard
 
-from sbp_core.errors import ConfigError, SbpError
+from sbp_core.errors import ConfigError, SbpError, SbpValueError, nearest
 from sbp_core.graph.ir import InputKind, LogicalGraph, Phase, TensorType
 from sbp_core.graph.primitives import ACCUMULATE, PIECE
 from sbp_core.sbp import Partial, Sbp, Split, parse_sbp
@@ -52,6 +52,12 @@ INPUT_WORDS = {
 #: Words that stand for values of a kind.
 VALUE_WORDS = ("activations", "micro_gradients", "gradients", "updates")
 OTHER_AXES = "*"
+
+#: The mesh axis whose positions are pipeline stages; nothing is split over it.
+PIPE_AXIS = "pipe"
+
+#: Where errors say that a pin is, for planners to name the setting that it comes from.
+PINS = "pins"
 
 #: Before a pattern of inputs: how they are used, not how they are stored.
 USE = "use:"
@@ -126,7 +132,10 @@ def resolve_pins(graph: LogicalGraph, axes: Sequence[str], *layers: Mapping[str,
             # are passed over. Who names a tensor or a module means it.
             bare = pattern.removeprefix(USE)
             firm = bare not in INPUT_WORDS and bare not in VALUE_WORDS
-            for name in names.match(bare, text):
+            matched = names.match(bare, text)
+            if not firm:
+                _check_some_hold(graph, matched, entries, bare, text)
+            for name in matched:
                 stored = name in names.inputs and bare == pattern
                 shape = graph.tensor(name).shape
                 for axis, written in entries.items():
@@ -145,53 +154,116 @@ def resolve_pins(graph: LogicalGraph, axes: Sequence[str], *layers: Mapping[str,
     return Pins(storage=storage, use=use)
 
 
+def _check_some_hold(
+    graph: LogicalGraph, names: Sequence[str], entries: Mapping[int, _Entry], word: str, text: str
+) -> None:
+    """Check that a word splits a dim that one of its tensors has, if any of them has dims.
+
+    Raises:
+        ConfigError: the pin would say nothing about any tensor.
+    """
+    dims = {len(graph.tensor(name).shape) for name in names} - {0}
+    for written in entries.values():
+        if isinstance(written, _Free) or not dims:
+            continue
+        most = max(dims)
+        entry = _entry_of(written, most)
+        if entry is None or (isinstance(entry, Split) and entry.dim >= most):
+            counts = ", ".join(map(str, sorted(dims)))
+            raise ConfigError(
+                f"the pin '{text}' holds for no tensor of {word!r}: they have {counts} dims",
+                where=PINS,
+                accepted=", ".join(["B", *(f"S({dim})" for dim in range(most))]),
+                todo="pin a dim that the tensors have; the first dim is S(0)",
+            )
+
+
 def _text(value: PinValue) -> str:
     if isinstance(value, str):
         return value
+    if not isinstance(value, Mapping):
+        raise ConfigError(
+            f"a pin has the value {value!r}",
+            where=PINS,
+            accepted="'S(0)', 'S(0), B' with one entry for each mesh axis, or {axis: 'S(0)'}",
+        )
     return "{" + ", ".join(f"{axis}: {entry}" for axis, entry in value.items()) + "}"
+
+
+def check_pin(pattern: str, value: PinValue) -> None:
+    """Check that a pin can be read, whatever graph and mesh it is for.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    _read(value, f"{pattern}: {_text(value)}")
+
+
+def _read(value: PinValue, text: str) -> list[_Entry] | dict[str, _Entry]:
+    """Return the entries of all axes in order, one for all of them, or those by axis."""
+    try:
+        if isinstance(value, str):
+            return [_parse_entry(part) for part in value.strip().strip("[]").split(",")]
+        entries = {axis: _parse_entry(entry) for axis, entry in value.items()}
+    except SbpError as error:
+        raise ConfigError(
+            f"the pin '{text}' cannot be read: {error.what}",
+            where=PINS,
+            accepted=f"{error.accepted}; S(-1) for the last dim; free",
+        ) from error
+    if not entries:
+        raise ConfigError(
+            f"the pin '{text}' names no mesh axis", where=PINS, accepted="{axis: 'S(0)'}, or 'S(0)'"
+        )
+    return entries
 
 
 def _entries(value: PinValue, axes: Sequence[str], text: str) -> dict[int, _Entry]:
     """Return the pinned entry of each mesh axis that the pin speaks of."""
-    try:
-        if isinstance(value, str):
-            parts = [_parse_entry(part) for part in value.strip().strip("[]").split(",")]
-            if len(parts) == 1:
-                parts = parts * len(axes)
-            if len(parts) != len(axes):
-                raise ConfigError(
-                    f"the pin '{text}' has {len(parts)} entries for a mesh of {len(axes)} axes",
-                    accepted=f"one entry for all axes, or one for each of {', '.join(axes)}",
-                )
-            return dict(enumerate(parts))
-        found = {
-            axes.index(_known_axis(name, axes, text)): _parse_entry(entry)
-            for name, entry in value.items()
-            if name != OTHER_AXES
-        }
-        if OTHER_AXES in value:
-            other = _parse_entry(value[OTHER_AXES])
-            found = {axis: found.get(axis, other) for axis in range(len(axes))}
-        return found
-    except ConfigError:
-        raise
-    except SbpError as error:
-        raise ConfigError(
-            f"the pin '{text}' cannot be read: {error.what}", accepted=error.accepted
-        ) from error
+    parts = _read(value, text)
+    if isinstance(parts, list):
+        if len(parts) == 1:
+            parts = parts * len(axes)
+        if len(parts) != len(axes):
+            raise ConfigError(
+                f"the pin '{text}' has {len(parts)} entries for a mesh of {len(axes)} axes",
+                where=PINS,
+                accepted=f"one entry for all axes, or one for each of {', '.join(axes)}",
+            )
+        return dict(enumerate(parts))
+    found = {
+        axes.index(_known_axis(name, axes, text)): entry
+        for name, entry in parts.items()
+        if name != OTHER_AXES
+    }
+    if OTHER_AXES in parts:
+        found = {axis: found.get(axis, parts[OTHER_AXES]) for axis in range(len(axes))}
+    return found
 
 
 def _known_axis(name: str, axes: Sequence[str], text: str) -> str:
     if name in axes:
         return name
+    if name == PIPE_AXIS:
+        raise ConfigError(
+            f"the pin '{text}' names the mesh axis {name!r}, whose positions are pipeline stages",
+            where=PINS,
+            accepted=f"{', '.join(axes)}, or {OTHER_AXES!r} for all of these",
+            todo="say with planner.stage_patterns which modules a stage has",
+        )
     raise ConfigError(
         f"the pin '{text}' names the mesh axis {name!r}, which this mesh does not have",
+        where=PINS,
         accepted=f"{', '.join(axes)}, or {OTHER_AXES!r} for every axis not named",
-        todo="give the mesh that axis (cluster.mesh), or pin an axis that it has",
+        todo=f"did you mean {near!r}?"
+        if (near := nearest(name, axes))
+        else "give the mesh that axis (cluster.mesh), or pin an axis that it has",
     )
 
 
-def _parse_entry(text: str) -> _Entry:
+def _parse_entry(text: object) -> _Entry:
+    if not isinstance(text, str):
+        raise SbpValueError(f"{text!r} is no SBP value", accepted="S(dim), B, P, free")
     if text.strip() == "free":
         return _Free()
     found = _FROM_BACK.fullmatch(text.strip())
@@ -218,6 +290,7 @@ def _cannot_hold(text: str, name: str, shape: tuple[int, ...], stored: bool) -> 
     splits = [f"S({dim})" for dim in range(len(shape))]
     return ConfigError(
         f"the pin '{text}' cannot hold for {name!r} of shape {shape}",
+        where=PINS,
         accepted=", ".join(["B", *splits, *([] if stored else ["P"])]),
         todo="pin a dim that the tensor has; nothing is stored as P",
     )
@@ -261,6 +334,7 @@ class _Names:
         near = difflib.get_close_matches(pattern.strip("*."), known, n=4, cutoff=0.3)
         return ConfigError(
             f"the pin '{text}' matches no tensor and no module of {self.graph.name!r}",
+            where=PINS,
             accepted="a pattern of parameters, states, batch inputs, modules or values; "
             + ", ".join([*INPUT_WORDS, *VALUE_WORDS]),
             todo=f"the nearest names are {', '.join(near)}" if near else "list the graph's names",

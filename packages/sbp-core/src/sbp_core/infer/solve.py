@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from sbp_core.errors import ConfigError, SignatureError
 from sbp_core.graph.serialize import graph_hash
 from sbp_core.infer.axis import decide_axis
-from sbp_core.infer.pins import PinValue, resolve_pins
+from sbp_core.infer.pins import PIPE_AXIS, PinValue, resolve_pins
 from sbp_core.infer.predict import predict_cost
 from sbp_core.infer.stages import StagePatterns, assign_stages
 from sbp_core.infer.work import Decision, StepWork
@@ -27,9 +27,6 @@ from sbp_core.strategy import Assignment, Storage, Strategy
 if TYPE_CHECKING:
     from sbp_core.cluster import Cluster
     from sbp_core.plugins.kinds import PlanRequest
-
-#: The mesh axis whose positions are pipeline stages.
-PIPE_AXIS = "pipe"
 
 
 def infer_strategy(
