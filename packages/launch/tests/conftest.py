@@ -31,6 +31,7 @@ def app(toys: Path, tmp_path: Path) -> Callable[..., Outcome]:
         fail: bool = False,
         warn: bool = False,
         defaults: bool = False,
+        build: str = "",
         beside: Path | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> Outcome:
@@ -45,7 +46,7 @@ def app(toys: Path, tmp_path: Path) -> Callable[..., Outcome]:
             [
                 sys.executable,
                 "-c",
-                CHILD.format(config=config, fail=fail, warn=warn),
+                CHILD.format(config=config, fail=fail, warn=warn, build=build),
                 *(() if defaults else toys_missing),
                 *arguments,
             ],

@@ -24,6 +24,11 @@ CLUSTER = "sbp_launch/conf/cluster/local.yaml"
     [
         (["trainer.stepz=5"], ["trainer.stepz", TRAINER, "did you mean 'trainer.steps'"]),
         (["+trainer.stepz=5"], ["trainer.stepz", TRAINER, "did you mean 'trainer.steps'"]),
+        (["steps=5"], ["'steps'", "did you mean trainer.steps=5?"]),
+        (["trainer.lr=1"], ["'trainer.lr'", TRAINER, "did you mean optimizer.lr=1?"]),
+        (["model.seed=1"], ["'model.seed'", "did you mean trainer.seed=1?"]),
+        (["trainer.steps=5", "trainer.steps=7"], ["trainer.steps=5 and trainer.steps=7"]),
+        (["-m", "logger=csv,jsonl", "logger=none"], ["logger=csv,jsonl and logger=none"]),
         (["trainr.steps=5"], ["trainr.steps", "did you mean 'trainer.steps'"]),
         (["plannr=toy"], ["plannr", "did you mean 'planner'"]),
         (["+foo=1"], ["'foo'", "optimizer, planner"]),
@@ -73,7 +78,10 @@ CLUSTER = "sbp_launch/conf/cluster/local.yaml"
             ["+optimizer.groups={*.bias: {weight_decay: -1.0}}"],
             ["optimizer.groups.*.bias: weight_decay=-1.0 is out of range"],
         ),
-        (["trainer.dtype=float16"], ["trainer.dtype", "float32, float64", TRAINER]),
+        (
+            ["trainer.dtype=float16"],
+            ["trainer.dtype", "float32, float64", TRAINER, "compile.autocast=bfloat16"],
+        ),
         (["trainer.steps.x=1"], ["trainer.steps.x", TRAINER]),
         (["optimizer.lr=-1"], ["optimizer.lr=-1", "sbp_launch/conf/optimizer/adamw.yaml"]),
         (["~logger"], ["logger"]),
@@ -301,14 +309,51 @@ def sbp_config_folders():
     assert other.code == 0
 
 
-def test_a_broken_plugin_stops_nobody_who_does_not_ask_for_it(app: App, tmp_path: Path) -> None:
-    plugin = "raise OSError('the library is too old')\n"
-    write_distribution(tmp_path / "site", "sbp-broken", "broken_package", plugin, {})
+@pytest.mark.parametrize(
+    ("plugin", "why"),
+    [
+        ("x = 1\nraise OSError('it is too old')\n", "OSError: it is too old"),
+        ("import no_such_module\n", "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("SBP_API_VERSION = 99\n", "it is written for API version 99"),
+        ("def f(:\n", "SyntaxError: invalid syntax"),
+    ],
+)
+def test_a_broken_plugin_is_named_first_and_stops_nobody_who_does_not_ask_for_it(
+    app: App, tmp_path: Path, plugin: str, why: str
+) -> None:
+    options = {"planner/toyy": "name: toyy\n"}
+    write_distribution(tmp_path / "site", "sbp-broken", "broken_package", plugin, options)
 
     fine = app(beside=tmp_path / "site")
-    asked = app("planner=broken_one_zzz", beside=tmp_path / "site")
+    asked = app("planner=toyy", beside=tmp_path / "site")
+    perhaps = app("planner=zzz", beside=tmp_path / "site")
 
     assert fine.code == 0, fine.err
-    assert asked.code == 2
-    assert "sbp-broken" in asked.err
-    assert "the library is too old" in asked.err
+    warning = [line for line in fine.err.splitlines() if "warning" in line]
+    assert len(warning) == 1
+    assert warning[0].startswith("sbp-toy: warning: a plugin is left out: sbp-broken (sbp-broken)")
+    assert (asked.code, perhaps.code) == (2, 2)
+    by = "the plugin sbp-broken 1.0 that"
+    assert asked.err.startswith(f"sbp-toy: planner=toyy: {by} brings it cannot be used: ")
+    assert why in asked.err.splitlines()[0]
+    assert perhaps.err.startswith(f"sbp-toy: planner=zzz: {by} may bring it cannot be used: ")
+
+
+def test_a_plugin_that_raises_is_named_with_its_own_line_and_without_our_stack(
+    app: App, tmp_path: Path
+) -> None:
+    text = "\n\ndef build(config):\n    return {}['missing']\n"
+    (tmp_path / "no_such_module.py").write_text(text, encoding="utf-8")
+
+    told = app(build="planner", beside=tmp_path)
+    whole = app(build="planner", beside=tmp_path, environment={"HYDRA_FULL_ERROR": "1"})
+
+    assert (told.code, whole.code) == (1, 1)
+    file = tmp_path / "no_such_module.py"
+    assert told.err.strip().splitlines() == [
+        "sbp-toy: planner 'toy' of sbp-toys 1.0 raised KeyError: 'missing'",
+        f"  in {file}:4, in build: return {{}}['missing']",
+        "  to mend it: mend the plugin, or what it was given; HYDRA_FULL_ERROR=1 shows the whole "
+        "traceback",
+    ]
+    assert "Traceback" in whole.err

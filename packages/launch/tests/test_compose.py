@@ -11,7 +11,7 @@ from sbp_core.errors import ConfigError
 from sbp_core.plugins import PluginSource, discover
 from sbp_launch.catalog import make_catalog
 from sbp_launch.check import check
-from sbp_launch.compose import MOST_JOBS_CHECKED, compose, sweep_jobs
+from sbp_launch.compose import MOST_JOBS_CHECKED, compose, refuse_conflicts, sweep_jobs
 from sbp_launch.config import Application
 
 LAUNCH_ONLY = discover(
@@ -117,3 +117,25 @@ def test_deleting_what_is_not_there_is_answered_with_the_nearest_name(tmp_path: 
         composed("~loggr", config_name="own", config_dir=tmp_path)
 
     assert caught.value.todo == "did you mean 'logger'?"
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("trainer.steps=5", "trainer.steps=7"),
+        ("planner=osdp", "planner=infer"),
+        ("+planner.pins={}", "planner.pins={a: B}"),
+        ("hydra.run.dir=a", "hydra.run.dir=b"),
+        ("trainer.steps=1,2", "trainer.steps=3"),
+    ],
+)
+def test_a_key_that_is_set_twice_is_refused_with_both(first: str, second: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        refuse_conflicts([first, "model=gpt", second])
+
+    assert first in caught.value.what
+    assert second in caught.value.what
+
+
+def test_the_same_twice_is_no_conflict_and_neither_is_a_part_of_a_mapping() -> None:
+    refuse_conflicts(["steps=5", "steps=5", "~logger", "logger=csv", "a={b: 1}", "a.b=2"])

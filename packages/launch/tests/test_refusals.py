@@ -11,7 +11,7 @@ from sbp_launch.catalog import make_catalog
 from sbp_launch.check import check
 from sbp_launch.compose import compose
 from sbp_launch.config import Application, key_of
-from sbp_launch.refusals import HOMES
+from sbp_launch.refusals import HOMES, OTHER_OPTIONS, nearest_option
 
 LAUNCH_ONLY = discover(
     [PluginSource(name="launch", value="sbp_launch.plugin", distribution="sbp-launch")]
@@ -96,3 +96,40 @@ def test_an_option_is_described_by_the_comment_that_its_file_begins_with() -> No
     headline = CATALOG.headline("optimizer/adamw")
 
     assert headline == "Adam with decoupled weight decay"
+
+
+PLANNERS = ["infer", "manual/data_parallel", "manual/tensor_parallel", "manual/zero", "osdp"]
+
+
+@pytest.mark.parametrize(
+    ("option", "meant"),
+    [
+        ("tensor_parallel", "manual/tensor_parallel"),
+        ("tensorparallel", "manual/tensor_parallel"),
+        ("manual/tensor_paralel", "manual/tensor_parallel"),
+        ("zero", "manual/zero"),
+        ("zero3", "manual/zero"),
+        ("FSDP", "manual/zero"),
+        ("ddp", "manual/data_parallel"),
+        ("manual/osdp", "osdp"),
+        ("mine", ""),
+    ],
+)
+def test_an_option_is_found_by_its_own_name_and_by_that_of_others(option: str, meant: str) -> None:
+    assert nearest_option("planner", option, PLANNERS) == meant
+
+
+def test_what_others_call_our_options_leads_to_options_that_exist() -> None:
+    catalog = make_catalog(discover())
+    names = {
+        group: [one.rpartition("/")[2] for one in catalog.options(group)]
+        for group in catalog.groups()
+    }
+
+    lost = [
+        asked
+        for asked, name in OTHER_OPTIONS.items()
+        if (group := asked.partition("=")[0]) in names and name not in names[group]
+    ]
+
+    assert lost in ([], ["planner=auto"])

@@ -98,7 +98,7 @@ class Outcome:
 
 # Runs an app, and reports on the last line of stderr what only the process itself knows.
 CHILD = """
-import json, sys
+import json, sys, traceback
 from sbp_launch.app import run
 from sbp_launch.check import check
 from sbp_launch.config import Application
@@ -108,6 +108,8 @@ def task(config, registry, run_folder):
         import logging
         logging.getLogger("a.library").info("it is busy")
         logging.getLogger("a.library").warning("it is odd")
+    if {build!r}:
+        registry.make({build!r}, getattr(config, {build!r}).name)
     if {fail!r}:
         from sbp_core.errors import PlanError
         raise PlanError("it does not fit", where="rank 3")
@@ -127,6 +129,9 @@ try:
     code = run(app)
 except SystemExit as exit:
     code = exit.code or 0
+except Exception:
+    traceback.print_exc()
+    code = 1
 sys.stdout.flush()
 sys.stderr.write("\\n" + json.dumps([code, "torch" in sys.modules]))
 """

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sbp_core.errors import ConfigError, SbpError, SbpLookupError
+from sbp_core.errors import ConfigError, PluginError, SbpError, SbpLookupError
 from sbp_core.plugins import Factory, PluginEntry, PluginRegistry, Problem
 
 
@@ -71,6 +71,57 @@ def test_an_unknown_name_mentions_plugins_that_could_not_be_read() -> None:
 
     with pytest.raises(SbpLookupError, match=r"their-dist.*cannot be imported: x"):
         registry("x:y", problem).factory("planner", "theirs")
+
+
+def broken(module: str, what: str = "is too old") -> Problem:
+    return Problem(
+        plugin="p", distributions=("their-dist",), what=what, version="3.1", module=module
+    )
+
+
+def test_a_broken_plugin_that_may_bring_a_name_is_named_first() -> None:
+    with pytest.raises(SbpLookupError) as caught:
+        registry("x:y", broken("nowhere.plugin")).factory("planner", "zzz")
+
+    assert caught.value.what == (
+        "planner=zzz: the plugin 'p' of their-dist 3.1 that may bring it cannot be used: "
+        "it is too old"
+    )
+    assert caught.value.todo == "mend that plugin, or choose one of these"
+
+
+def test_a_slip_of_the_pen_is_no_broken_plugin() -> None:
+    with pytest.raises(SbpLookupError) as caught:
+        registry("x:y", broken("nowhere.plugin")).factory("planner", "mien")
+
+    assert caught.value.todo == "did you mean 'mine'?"
+    assert caught.value.where == ("a plugin with a problem: p (their-dist): is too old",)
+
+
+def test_a_plugin_that_has_the_option_file_surely_brings_the_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "with_option" / "conf" / "planner").mkdir(parents=True)
+    (tmp_path / "with_option" / "__init__.py").write_text("raise OSError", encoding="utf-8")
+    (tmp_path / "with_option" / "conf" / "planner" / "mien.yaml").write_text("", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    others = broken("nowhere.plugin"), broken("with_option.plugin", "raises OSError")
+
+    with pytest.raises(SbpLookupError, match="that brings it cannot be used: raises OSError"):
+        registry("x:y", *others).factory("planner", "mien")
+
+
+def test_a_target_that_makes_nothing_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "makes_nothing.py").write_text("def build(config): ...", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    with pytest.raises(PluginError) as caught:
+        registry("makes_nothing:build").make("planner", "mine")
+
+    assert caught.value.what == "planner 'mine' of some-dist 1.0 returned None, not a planner"
+    assert caught.value.where == ("makes_nothing:build",)
 
 
 def test_an_unknown_kind_gets_the_list_of_kinds() -> None:

@@ -11,7 +11,7 @@ import os
 import re
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,22 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 from sbp_core.errors import ConfigError, SbpError
-from sbp_core.plugins import discover
+from sbp_core.plugins import PluginEntry, PluginRegistry, blame, discover
 from sbp_launch.catalog import PRIMARY, Catalog, make_catalog
-from sbp_launch.compose import VERSION_BASE, compose, read, searching, sweep_jobs
-from sbp_launch.config import Application, ConfigT
+from sbp_launch.compose import (
+    VERSION_BASE,
+    compose,
+    read,
+    refuse_conflicts,
+    searching,
+    sweep_jobs,
+)
+from sbp_launch.config import Application, ComposedConfig, ConfigT
 from sbp_launch.help import render_help
 from sbp_launch.refusals import as_hydra_says
+
+#: Hydra's variable: with the value 1, errors keep their whole traceback.
+FULL_ERROR = "HYDRA_FULL_ERROR"
 
 #: Exit codes: a setting is wrong; a run failed; the user pressed Ctrl-C.
 BAD_CONFIG, FAILED, INTERRUPTED = 2, 1, 130
@@ -78,6 +88,8 @@ def _run(app: Application[ConfigT]) -> int:
             sys.stdout.write(render_help(app, read(config, catalog), catalog, parser))
             return 0
         _check_jobs(app, catalog, options)
+    for problem in registry.problems:
+        sys.stderr.write(f"{app.name}: warning: a plugin is left out: {problem}\n")
     with searching(registry.config_folders()):
         hydra.main(
             config_path=PRIMARY.path, config_name=app.config_name, version_base=VERSION_BASE
@@ -98,6 +110,7 @@ def _check_jobs(app: Application[Any], catalog: Catalog, options: Namespace) -> 
         ConfigError: something is wrong with one of them.
     """
     overrides = list(options.overrides)
+    refuse_conflicts(overrides)
     sweep = options.multirun or "hydra.mode=MULTIRUN" in overrides
     jobs = sweep_jobs(overrides) if sweep else [tuple(overrides)]
     for job in jobs:
@@ -112,12 +125,33 @@ def _job(app: Application[ConfigT], catalog: Catalog) -> Callable[[DictConfig], 
 
     def job(config: DictConfig) -> None:
         # Hydra prints a traceback for what a job raises; what a user can mend needs none.
+        whole = OmegaConf.merge({"hydra": HydraConfig.get()}, config)
+        assert isinstance(whole, DictConfig), "a config and Hydra's node are mappings"
+        composed = None
         try:
-            whole = OmegaConf.merge({"hydra": HydraConfig.get()}, config)
-            assert isinstance(whole, DictConfig), "a config and Hydra's node are mappings"
-            checked = app.check(read(whole, catalog), catalog.registry)
+            composed = read(whole, catalog)
+            checked = app.check(composed, catalog.registry)
             app.task(checked, catalog.registry, Path(HydraConfig.get().runtime.output_dir))
         except SbpError as error:
             raise SystemExit(_report(app, error)) from error
+        except Exception as error:
+            told = composed and blame(error, in_use(composed, catalog.registry))
+            if not told or os.environ.get(FULL_ERROR) == "1":
+                raise
+            raise SystemExit(_report(app, told)) from error
 
     return job
+
+
+def in_use(composed: ComposedConfig, registry: PluginRegistry) -> list[PluginEntry]:
+    """Return the plugins whose code a run may call: those it names, passes and signatures."""
+    named = {
+        (group, value.get("name"))
+        for group, value in composed.values.items()
+        if isinstance(value, Mapping)
+    }
+    return [
+        entry
+        for entry in registry.entries
+        if (entry.kind, entry.name) in named or entry.kind in ("pass", "signature")
+    ]

@@ -5,6 +5,7 @@ Builds nothing; the plugins' own config dataclasses say what is legal.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TypeVar
@@ -21,6 +22,7 @@ from sbp_launch.config import (
     TrainerConfig,
     key_of,
 )
+from sbp_launch.known_keys import OTHER_NAMES, known_settings, meant
 
 T = TypeVar("T")
 
@@ -32,7 +34,7 @@ def check(composed: ComposedConfig, registry: PluginRegistry) -> RunConfig:
         ConfigError: a group, a plugin or a setting is unknown, missing or refused; names the key,
             its file and what the command line said about it.
     """
-    refuse_unknown(composed, GROUPS)
+    refuse_unknown(composed, GROUPS, registry)
     choices: dict[str, PluginChoice] = {}
     configs: dict[str, object] = {}
     for group in PLUGIN_GROUPS:
@@ -44,32 +46,41 @@ def check(composed: ComposedConfig, registry: PluginRegistry) -> RunConfig:
             where=composed.files.get("cluster", ""),
             accepted="a cluster whose config has mesh: tuple[int, ...] and axes: tuple[str, ...]",
         )
-    trainer = _core_config(composed, "trainer", TrainerConfig)
-    compile_config = _core_config(composed, "compile", CompileConfig)
+    with _seeking_elsewhere(composed, registry):
+        trainer = _core_config(composed, "trainer", TrainerConfig)
+        compile_config = _core_config(composed, "compile", CompileConfig)
     for name in compile_config.plugins:
         with _naming_overrides(composed, "compile", f"compile.plugins={name}"):
             registry.factory("pass", name)
     return RunConfig(**choices, trainer=trainer, compile=compile_config, mesh=mesh, axes=axes)
 
 
-def refuse_unknown(composed: ComposedConfig, known: Iterable[str]) -> None:
+def refuse_unknown(
+    composed: ComposedConfig, known: Iterable[str], registry: PluginRegistry
+) -> None:
     """Check that a config has no groups and settings of its own but those that are known.
 
     Raises:
-        ConfigError: it has; says which is nearest.
+        ConfigError: it has; says which is nearest, of all settings.
     """
     names = sorted(known)
     for name in composed.values:
         if name not in names:
-            keys = (key_of(text) for text in composed.overrides)
-            key = next((key for key in keys if key.startswith(name)), name)
+            said = (text for text in composed.overrides if key_of(text).split(".")[0] == name)
+            text = next(said, name)
+            key, value = key_of(text), text.partition("=")[2]
             near = nearest(name, names)
-            meant = f"did you mean {near + key.removeprefix(name)!r}?"
+            todo = f"did you mean {near + key.removeprefix(name)!r}?" if near else ""
+            if not near or "." not in key:
+                # What is like a name of this app is rarely a setting of another option.
+                settings = known_settings(composed, registry)
+                like = [one for one in settings if not (near and one.options)]
+                todo = meant(key, like, value) or todo
             raise ConfigError(
                 f"no group or setting is called {key!r}",
                 where=composed.overrides_of(name),
                 accepted=", ".join(names),
-                todo=meant if near else "choose one of these",
+                todo=todo or "choose one of these",
             )
 
 
@@ -87,7 +98,10 @@ def choose(
     if not isinstance(name, str):
         names = ", ".join(registry.names(group))
         raise ConfigError(f"{group}.name is {name!r}", where=file, accepted=names)
-    with _naming_overrides(composed, group, f"{group}.name is {name!r}"):
+    with (
+        _naming_overrides(composed, group, f"{group}.name is {name!r}"),
+        _seeking_elsewhere(composed, registry),
+    ):
         config = registry.configure(group, name, settings, where=file)
     return PluginChoice(name=name, settings=settings), config
 
@@ -136,3 +150,27 @@ def _naming_overrides(composed: ComposedConfig, group: str, asked: str = "") -> 
             what, where = f"{asked}: {what}", (composed.files.get(group, ""), *where)
         where = (*where, *composed.overrides_of(group, what))
         raise ConfigError(what, where=where, accepted=error.accepted, todo=error.todo) from error
+
+
+@contextmanager
+def _seeking_elsewhere(composed: ComposedConfig, registry: PluginRegistry) -> Iterator[None]:
+    """Say which group, or which other option, takes a setting that is unknown where it stands."""
+    try:
+        yield
+    except ConfigError as error:
+        unknown = re.match(r"no setting is called '([\w.]+)'", error.what)
+        if unknown is None:
+            raise
+        settings = known_settings(composed, registry)
+        leaf = unknown[1].rpartition(".")[2]
+        same = [one for one in settings if one.leaf == leaf and one.key == unknown[1]] or [
+            one for one in settings if one.leaf == leaf and not one.options
+        ]
+        if not same and leaf not in OTHER_NAMES:
+            raise
+        said = [text for text in composed.overrides if key_of(text) == unknown[1]]
+        value = said[0].partition("=")[2] if said else ""
+        todo = meant(unknown[1], same or settings, value) or error.todo
+        raise ConfigError(
+            error.what, where=error.where, accepted=error.accepted, todo=todo
+        ) from error

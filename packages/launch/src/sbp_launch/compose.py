@@ -126,6 +126,27 @@ def _explain(
     return not_in_the_file(error, composed)
 
 
+def refuse_conflicts(overrides: Sequence[str]) -> None:
+    """Check that no key is set twice, to different values: Hydra would take the last in silence.
+
+    Raises:
+        ConfigError: one is; names both overrides.
+    """
+    seen: dict[str, str] = {}
+    for text in overrides:
+        if text.startswith("~") or "=" not in text:
+            continue
+        key = option_of(text) if "/" in key_of(text) else key_of(text)
+        first = seen.setdefault(key, text)
+        if first.partition("=")[2] != text.partition("=")[2]:
+            raise ConfigError(
+                f"{key} is set twice: {first} and {text}",
+                where="the command line",
+                accepted="one value; several with -m: " + f"{key}=A,B",
+                todo=f"leave out {first} or {text}",
+            )
+
+
 def read(config: DictConfig, catalog: Catalog) -> ComposedConfig:
     """Return a composed config, Hydra's own node included, as plain values.
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Generic, Literal, TypeVar
 
 from sbp_core.errors import ConfigError
-from sbp_core.plugins import PluginRegistry
+from sbp_core.plugins import INSTEAD, PluginRegistry
 from sbp_launch.compile_config import CompileConfig
 from sbp_launch.schedules import ScheduleConfig
 from sbp_torch.update_options import UpdateOptions
@@ -65,7 +65,12 @@ class TrainerConfig:
     eval_batches: int = 4
     sample_tokens: int = 200
     log_every: int = 10
-    dtype: Literal["float32", "float64"] = "float32"
+    dtype: Literal["float32", "float64"] = field(
+        default="float32",
+        metadata={
+            INSTEAD: "for mixed precision, parameters stay float32: compile.autocast=bfloat16"
+        },
+    )
     plan_rows: int = 12
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     update: UpdateOptions = field(default_factory=lambda: UpdateOptions(fused=True))

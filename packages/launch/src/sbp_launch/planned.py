@@ -75,7 +75,10 @@ def plan_step(run: Run, program: Program) -> Planned:
             options=_compile_options(config, program),
             regather=config.compile.regather,
         )
-        strategy = _regathering(planner.plan(request), config)
+        found = planner.plan(request)
+        if not isinstance(found, Strategy):
+            raise run.entry("planner").returned(found, "a Strategy", by="plan")
+        strategy = _regathering(found, config)
     with run.stage("compiling and checking the plan"):
         planned = _compiled(config, program, graph, strategy)
     with run.stage("predicting its memory"):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from sbp_core.cluster import Cluster
 from sbp_core.placement import Placement
-from sbp_core.plugins import ClusterFactory
+from sbp_core.plugins import ClusterFactory, PluginEntry
 from sbp_launch.config import RunConfig, TrainerConfig
 from sbp_launch.optimizers import optimizer_over
 from sbp_launch.patterns import check_patterns
@@ -59,12 +59,19 @@ class Program:
     make_optimizer: OptimizerFactory
     optimizer: torch.optim.Optimizer
     data: Dataset
+    data_plugin: PluginEntry
     mesh: Placement
     cluster: Cluster
 
     def batch(self, index: int, batch_size: int, split: str = "train") -> dict[str, Tensor]:
-        """Return a batch of the data set, its floating parts in the dtype of the model."""
+        """Return a batch of the data set, its floating parts in the dtype of the model.
+
+        Raises:
+            PluginError: the data set returns something else.
+        """
         found = self.data.batch(index, batch_size, split)
+        if not (isinstance(found, Mapping) and all(map(torch.is_tensor, found.values()))):
+            raise self.data_plugin.returned(found, "a mapping name -> tensor", by="batch")
         return {
             name: value.to(self.dtype) if value.is_floating_point() else value
             for name, value in found.items()
@@ -76,17 +83,23 @@ def make_program(run: Run) -> Program:
 
     Raises:
         ConfigError: a plugin refuses its settings, or a pattern of names matches nothing.
+        PluginError: a plugin returns what it may not.
     """
     config = run.config
     dtype: torch.dtype = getattr(torch, config.trainer.dtype)
 
     def build() -> nn.Module:
-        model: nn.Module = run.make("model")
+        model = run.make("model")
+        if not isinstance(model, nn.Module):
+            raise run.entry("model").returned(model, "an nn.Module")
         return model.to(dtype).train()
 
     made = deferred(build, config.trainer.seed)
     _check_patterns(config, made.model)
     make_optimizer: OptimizerFactory = run.make("optimizer")
+    optimizer = optimizer_over(make_optimizer, made.model)
+    if optimizer is None:
+        raise run.entry("optimizer").returned(None, "an optimizer", by="__call__")
     mesh = Placement.grid(config.mesh, config.axes)
     make_cluster: ClusterFactory = run.make("cluster")
     return Program(
@@ -94,8 +107,9 @@ def make_program(run: Run) -> Program:
         made=made,
         model=made.model,
         make_optimizer=make_optimizer,
-        optimizer=optimizer_over(make_optimizer, made.model),
+        optimizer=optimizer,
         data=run.make("data"),
+        data_plugin=run.entry("data"),
         mesh=mesh,
         cluster=make_cluster(mesh.size),
     )

@@ -21,6 +21,25 @@ HOMES: Mapping[str, tuple[str, ...]] = {
     "boxing": ("sbp-boxing-torch", "sbp-boxing-nccl"),
 }
 
+#: What others call our options.
+OTHER_OPTIONS: Mapping[str, str] = {
+    "boxing=gloo": "torch",
+    "cluster=cpu": "local",
+    "data=file": "text",
+    "optimizer=adam_w": "adamw",
+    "planner=auto": "infer",
+    "planner=ddp": "data_parallel",
+    "planner=deepspeed": "zero",
+    "planner=dp": "data_parallel",
+    "planner=fsdp": "zero",
+    "planner=fsdp2": "zero",
+    "planner=gpipe": "pipeline",
+    "planner=megatron": "tensor_parallel",
+    "planner=pp": "pipeline",
+    "planner=tp": "tensor_parallel",
+    "planner=zero3": "zero",
+}
+
 #: Lines of Hydra's messages that only repeat the override, or lead elsewhere.
 _NO_NEWS = ("Error parsing override", "See http")
 
@@ -72,7 +91,16 @@ def missing_option(
     group, _, option = config.partition("/")
     options = catalog.options(group)
     said = [text for text in overrides if option_of(text) == config]
-    near = nearest(option, options)
+    asked = said[0] if said else f"{group}={option}"
+    place = f"the command line: {asked}" if said else file
+    accepted = ", ".join(options) or f"none: no installed package brings a {group}"
+    near = nearest_option(group, option, options)
+    suspect, certain = catalog.registry.suspect(config)
+    # With a near match it is a slip of the pen; without one, a broken plugin may bring it.
+    if suspect is not None and (certain or not near):
+        todo = "mend that plugin, or choose one of these"
+        what = suspect.denies(asked, certain=certain)
+        return ConfigError(what, where=place, accepted=accepted, todo=todo)
     brought = {entry.distribution for entry in catalog.registry.entries}
     homes = [home for home in HOMES.get(group, ()) if home not in brought]
     if near:
@@ -82,17 +110,22 @@ def missing_option(
         todo = f"pip install {' '.join(homes)}, which {brings} options of the group {group!r}"
     else:
         todo = f"choose one of these, or install a package that brings {group}={option}"
-    # With a near match it is a slip of the pen; without one, a broken plugin may bring it.
-    broken = () if near else catalog.registry.problems
-    return ConfigError(
-        f"{said[0] if said else f'{group}={option}'}: no such option of the group {group!r}",
-        where=[
-            f"the command line: {said[0]}" if said else file,
-            *(f"a plugin with a problem: {problem}" for problem in broken),
-        ],
-        accepted=", ".join(options) or f"none: no installed package brings a {group}",
-        todo=todo,
-    )
+    what = f"{asked}: no such option of the group {group!r}"
+    return ConfigError(what, where=place, accepted=accepted, todo=todo)
+
+
+def nearest_option(group: str, option: str, options: Sequence[str]) -> str:
+    """Return the option that was meant, or `""`.
+
+    >>> nearest_option("planner", "zero3", ["manual/zero", "osdp"])
+    'manual/zero'
+    >>> nearest_option("planner", "tensor_paralel", ["manual/tensor_parallel", "osdp"])
+    'manual/tensor_parallel'
+    """
+    name = option.rpartition("/")[2]
+    by_name = {one.rpartition("/")[2]: one for one in reversed(options)}
+    ours = OTHER_OPTIONS.get(f"{group}={name.lower()}", name)
+    return by_name.get(ours) or nearest(option, options) or by_name.get(nearest(name, by_name), "")
 
 
 def forced(text: str, groups: Collection[str], error: Exception) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
-from sbp_core.plugins import PluginRegistry
+from sbp_core.plugins import PluginEntry, PluginRegistry
 from sbp_launch.config import RunConfig
 from sbp_launch.progress import timed
 
@@ -41,6 +41,10 @@ class Run:
         """Return what the plugin makes that a group of the config names: see `plugins.kinds`."""
         choice = getattr(self.config, kind)
         return self.registry.make(kind, choice.name, choice.settings)
+
+    def entry(self, kind: str) -> PluginEntry:
+        """Return the plugin that a group of the config names."""
+        return self.registry.entry(kind, getattr(self.config, kind).name)
 
     def stage(self, what: str) -> AbstractContextManager[None]:
         """Print what the run is at, and the seconds of the `with` block behind it."""

@@ -17,6 +17,7 @@ __all__ = [
     "ConfigError",
     "GraphError",
     "PlanError",
+    "PluginError",
     "RunError",
     "SbpError",
     "SbpLookupError",
@@ -116,14 +117,27 @@ class BoxingError(SbpError, RuntimeError):
     """A boxing step that could not complete."""
 
 
+class PluginError(SbpError, RuntimeError):
+    """Code of a plugin that failed, or returned what it may not."""
+
+
 class RunError(SbpError, RuntimeError):
     """A run that stopped: which rank, which actor, and why."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return the known name most like `name`, or `""` if none is near."""
-    near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
-    return near[0] if near else ""
+    """Return the known name most like `name`, or `""` if none is near.
+
+    Few slips of the pen change the first letter: such a name must be nearer.
+
+    >>> nearest("gtp", ["gpt", "llama"]), nearest("mine", ["infer", "osdp"])
+    ('gpt', '')
+    """
+    for near in difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.6):
+        likeness = difflib.SequenceMatcher(None, name, near).ratio()
+        if likeness >= 0.75 or near[:1].lower() == name[:1].lower():
+            return near
+    return ""
 
 
 def unknown_name(

@@ -147,7 +147,7 @@ def check_calibrate(composed: ComposedConfig, registry: PluginRegistry) -> Calib
         ConfigError: the backend or a setting is unknown, missing or refused.
     """
     known = [field.name for field in fields(CalibrateConfig)]
-    refuse_unknown(composed, [*GROUPS, *known])
+    refuse_unknown(composed, [*GROUPS, *known], registry)
     settings = {name: value for name, value in composed.values.items() if name not in GROUPS}
     choice, backend = choose(composed, registry, "boxing")
     runtime, _ = choose(composed, registry, "runtime")

@@ -7,6 +7,7 @@ an app says `discover().make(kind, name, settings)`. What an object of each kind
 Stability: stable.
 """
 
+from sbp_core.plugins.blame import blame
 from sbp_core.plugins.discovery import PluginSource, discover
 from sbp_core.plugins.hooks import API_VERSION, KINDS, EmptyConfig, Factory, hookimpl
 from sbp_core.plugins.kinds import (
@@ -18,10 +19,11 @@ from sbp_core.plugins.kinds import (
     PlanRequest,
 )
 from sbp_core.plugins.registry import ConfigFolder, PluginEntry, PluginRegistry, Problem
-from sbp_core.plugins.settings import merge_settings, unknown_key
+from sbp_core.plugins.settings import INSTEAD, merge_settings, unknown_key
 
 __all__ = [
     "API_VERSION",
+    "INSTEAD",
     "KINDS",
     "ClusterFactory",
     "ConfigFolder",
@@ -36,6 +38,7 @@ __all__ = [
     "PluginRegistry",
     "PluginSource",
     "Problem",
+    "blame",
     "discover",
     "hookimpl",
     "merge_settings",

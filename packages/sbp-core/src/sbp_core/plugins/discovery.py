@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 import pluggy
 
 from sbp_core.errors import SbpError, nearest
+from sbp_core.plugins.blame import place, reason
 from sbp_core.plugins.hooks import API_VERSION, KINDS, PROJECT, Factory, HookSpecs
 from sbp_core.plugins.registry import (
     BROKEN,
@@ -104,7 +105,13 @@ def discover(
         for kind, name, factory in plugin.offers
     ]
     problems = [
-        Problem(plugin=plugin.source.name, distributions=(plugin.source.distribution,), what=fault)
+        Problem(
+            plugin=plugin.source.name,
+            distributions=(plugin.source.distribution,),
+            what=fault,
+            version=plugin.source.version,
+            module=plugin.source.value.partition(":")[0],
+        )
         for plugin in found
         for fault in plugin.faults
     ]
@@ -175,8 +182,8 @@ def _read(source: PluginSource) -> _Found:
     try:
         manager.register(plugin, source.name)
     except Exception as error:  # a hook with arguments, or whatever its attributes raise
-        reason = f"its hooks are refused: {_reason(error)}"
-        return _Found(source=source, api_version=version, faults=(reason,), set_aside=True)
+        fault = f"its hooks are refused: {reason(error)}"
+        return _Found(source=source, api_version=version, faults=(fault,), set_aside=True)
     faults = _misspelt_hooks(plugin)
     offers: list[tuple[str, str, Factory]] = []
     for kind, hook in KINDS.items():
@@ -194,14 +201,9 @@ def _read(source: PluginSource) -> _Found:
     )
 
 
-def _reason(error: BaseException) -> str:
-    """Return an exception in one line."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
 def _import_fault(source: PluginSource, error: BaseException) -> str:
-    return f"{source.value} cannot be imported: {_reason(error)}"
+    where = place(error, source.value.partition(".")[0])
+    return f"{source.value} cannot be imported: {reason(error)}{f' ({where})' if where else ''}"
 
 
 def _version_fault(version: object) -> str:
@@ -257,7 +259,7 @@ def _call(manager: pluggy.PluginManager, hook: str, faults: list[str]) -> list[o
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        faults.append(f"{hook} raises {_reason(error)}")
+        faults.append(f"{hook} raises {reason(error)}")
         return []
 
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import importlib.util
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import cast
 
-from sbp_core.errors import SbpError, SbpLookupError, unknown_name
+from sbp_core.errors import PluginError, SbpError, SbpLookupError, unknown_name
 from sbp_core.plugins.hooks import KINDS, Factory
 from sbp_core.plugins.settings import merge_settings
 
@@ -32,14 +34,42 @@ class Problem:
         plugin: Name of its entry point.
         distributions: The distributions to blame, one or two.
         what: What is wrong, in one line.
+        version: Version of the distribution, if it is one.
+        module: Hook module of the plugin; empty if it is about several.
     """
 
     plugin: str
     distributions: tuple[str, ...]
     what: str
+    version: str = ""
+    module: str = ""
 
     def __str__(self) -> str:
         return f"{self.plugin} ({' and '.join(self.distributions)}): {self.what}"
+
+    def brings(self, option: str) -> bool:
+        """Return whether the plugin's package has an option file, such as `planner/mine`."""
+        try:
+            spec = importlib.util.find_spec(self.module.partition(".")[0])
+        except (ImportError, ValueError):
+            return False
+        folders = (spec.submodule_search_locations or ()) if spec else ()
+        return any(
+            path.is_file() for one in folders for path in Path(one).glob(f"**/{option}.yaml")
+        )
+
+    def denies(self, asked: str, *, certain: bool) -> str:
+        """Return why what is asked for cannot be had: plugin, distribution and error.
+
+        Args:
+            asked: `planner=mine`.
+            certain: Whether the plugin is known to bring it.
+        """
+        by = " ".join(filter(None, (" and ".join(self.distributions), self.version)))
+        named = "" if self.plugin in self.distributions else f"{self.plugin!r} of "
+        what = f"it {self.what}" if self.what.startswith(("is ", "states ")) else self.what
+        brings = "brings" if certain else "may bring"
+        return f"{asked}: the plugin {named}{by} that {brings} it cannot be used: {what}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +95,23 @@ class PluginEntry:
     health: str = OK
     summary: str = ""
     factory: Factory | None = None
+
+    def returned(self, found: object, accepted: str, by: str = "") -> PluginError:
+        """Make the error for a plugin that returns what it may not.
+
+        Args:
+            found: What it returned.
+            accepted: What it has to return.
+            by: Name of its method; the function that builds it if empty.
+        """
+        assert self.factory is not None, "a plugin that is called has a factory"
+        return PluginError(
+            f"{self.kind} {self.name!r} of {self.distribution} {self.version} returned "
+            f"{'None' if found is None else type(found).__name__}, not {accepted}",
+            where=f"{self.factory.build}{f', method {by}' if by else ''}",
+            accepted=accepted,
+            todo="mend the plugin",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,13 +215,27 @@ class PluginRegistry:
             SbpLookupError: see `entry`.
             ConfigError: see `settings.merge_settings`.
             SbpError: the target cannot be imported; names the distribution and what to install.
+            PluginError: the target returns None.
         """
         entry = self.entry(kind, name)
         config = self.configure(kind, name, settings or {}, where=where)
         try:
-            return _target(entry)(config)
+            made = _target(entry)(config)
         except ImportError as error:
             raise _not_importable(entry, error) from error
+        if made is None:
+            raise entry.returned(None, f"a {kind}")
+        return made
+
+    def suspect(self, option: str) -> tuple[Problem | None, bool]:
+        """Return the broken plugin that may bring an option, and whether it surely does.
+
+        Args:
+            option: Kind and name, or group and option: `planner/mine`.
+        """
+        broken = [problem for problem in self.problems if problem.module]
+        sure = next((problem for problem in broken if problem.brings(option)), None)
+        return sure or next(iter(broken), None), sure is not None
 
     def _of_kind(self, kind: str) -> list[PluginEntry]:
         if kind not in KINDS:
@@ -183,15 +244,15 @@ class PluginRegistry:
 
     def _unknown(self, kind: str, name: str) -> SbpLookupError:
         error = unknown_name(kind, name, self.names(kind))
-        if not self.problems:
-            return error
-        # The name may belong to a plugin that could not be read, so its reason belongs here.
-        broken = tuple(f"a plugin with a problem: {problem}" for problem in self.problems)
+        suspect, certain = self.suspect(f"{kind}/{name}")
+        if suspect is None or not (certain or error.todo.startswith("choose")):
+            broken = [f"a plugin with a problem: {problem}" for problem in self.problems]
+            where = (*error.where, *broken)
+            return SbpLookupError(error.what, where=where, accepted=error.accepted, todo=error.todo)
         return SbpLookupError(
-            error.what,
-            where=(*error.where, *broken),
+            suspect.denies(f"{kind}={name}", certain=certain),
             accepted=error.accepted,
-            todo=f"{error.todo}; or mend the plugin above, if it is the one that brings it",
+            todo="mend that plugin, or choose one of these",
         )
 
 

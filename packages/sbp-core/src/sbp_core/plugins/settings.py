@@ -22,6 +22,9 @@ T = TypeVar("T")
 
 Where = str | Sequence[str]
 
+#: Key of a field's metadata: what to do in place of a value that the field does not take.
+INSTEAD = "instead"
+
 _UNIONS = (Union, types.UnionType)
 _SEQUENCES = (tuple, list, Sequence)
 _MAPPINGS = (dict, Mapping)
@@ -59,7 +62,7 @@ def merge_settings(
 
     Raises:
         ConfigError: a key is unknown or missing, a value has the wrong type or is refused. Names
-            the key and the nearest valid name.
+            the key and the nearest valid name, or what the field's metadata say under `INSTEAD`.
     """
     assert is_dataclass(config), f"{config!r} is no dataclass"
     known = {field.name: field for field in fields(config) if field.init}
@@ -71,10 +74,15 @@ def merge_settings(
         if required and name not in settings:
             raise ConfigError(f"{_join(key, name)} is not set", where=where, accepted="a value")
     hints = _type_hints(config)
-    values = {
-        name: _convert(value, hints[name], _join(key, name), where)
-        for name, value in settings.items()
-    }
+    values = {}
+    for name, value in settings.items():
+        try:
+            values[name] = _convert(value, hints[name], _join(key, name), where)
+        except ConfigError as error:
+            todo = known[name].metadata.get(INSTEAD, error.todo)
+            raise ConfigError(
+                error.what, where=error.where, accepted=error.accepted, todo=todo
+            ) from error
     try:
         return cast("T", config(**values))
     except (SbpError, ValueError, TypeError) as error:
@@ -182,6 +190,8 @@ def _choose(value: object, choices: Sequence[Any], key: str, where: Where) -> ob
             return choice
     names = [str(choice.value if isinstance(choice, Enum) else choice) for choice in choices]
     near = nearest(str(value), names)
+    if re.sub(r"\d", "", str(value)) == re.sub(r"\d", "", near):
+        near = ""  # another number is another thing: float16 is no slip of the pen for float64
     raise ConfigError(
         f"{key} is {value!r}",
         where=where,
