@@ -1,6 +1,8 @@
 import re
+from dataclasses import replace
 
-from trainable import planned, row
+from test_rows import found_plan, plan_of
+from trainable import run_config
 
 from sbp_core.memory import predict_memory
 from sbp_core.memory.kinds import MemoryKind
@@ -8,34 +10,48 @@ from sbp_core.units import format_bytes
 from sbp_launch.report import counted, memory_lines, summary
 
 
+def lines_of(found, strategy=None):
+    return summary(found.plan, strategy or found.strategy, found.module_rows, found.num_steps)
+
+
 def test_the_summary_says_what_was_proved_and_why_it_was_chosen():
-    found = planned()
-    report = {**found.strategy.report, "explanation": ["because"]}
-    strategy = type(found.strategy)(
-        **{field: getattr(found.strategy, field) for field in found.strategy.__slots__}
-        | {"report": report}
-    )
+    found = found_plan("replicated")
+    strategy = replace(found.strategy, report={**found.strategy.report, "explanation": ["because"]})
 
-    lines = summary(found.plan, strategy, found.checked, found.rows)
+    lines = lines_of(found, strategy)
 
-    assert lines[0] == "planner even: 2 ranks, 1 stage (data 2), 1 micro-batch"
-    assert any("proved live and bounded" in line for line in lines)
+    assert lines[0] == "planner even: 2 ranks, 1 micro-batch"
+    assert any("cannot deadlock" in line for line in lines)
     assert lines[-1] == "because"
 
 
-def test_the_summary_says_how_many_steps_of_the_table_travel_together():
-    found = planned()
-    rows = [row("a", moved=8)] * 1000
+def test_the_summary_says_what_a_rank_sends_and_how_many_tensors_travel_together():
+    found = found_plan("replicated")
+    more = dict.fromkeys(found.num_steps, 1000)
 
-    merged = summary(found.plan, found.strategy, found.checked, rows)
-    alone = summary(found.plan, found.strategy, found.checked, found.rows[:1])
+    lines = lines_of(found)
+    merged = summary(found.plan, found.strategy, found.module_rows, more)
 
-    assert any(", merged from 1000; " in line for line in merged)
-    assert not any("merged" in line for line in alone)
+    assert "boxing in a step: a rank sends 448 B, the 2 ranks together 896 B" in lines
+    assert any("1000 all-reduces that travel as 1 (small ones together)" in line for line in merged)
+
+
+def test_boxing_is_counted_once_for_each_micro_batch():
+    text = " ".join(lines_of(found_plan("pipeline")))
+
+    assert "8 transfers" in text  # 2 steps, 4 micro-batches
+
+
+def test_a_plan_that_sends_nothing_says_so():
+    found = found_plan("replicated")
+    alone = plan_of(run_config((1,)))
+
+    assert "boxing: nothing is sent between ranks" in lines_of(alone)
+    assert not any("pipeline" in line for line in lines_of(found))
 
 
 def test_the_memory_of_a_rank_is_one_figure_and_what_it_consists_of():
-    found = planned()
+    found = found_plan("replicated")
 
     lines = "".join(memory_lines(found.plan, found.memory))
 
@@ -49,7 +65,7 @@ def test_the_memory_of_a_rank_is_one_figure_and_what_it_consists_of():
 
 
 def test_memory_that_is_not_known_is_said_to_be_unchecked():
-    found = planned()
+    found = found_plan("replicated")
 
     (line,) = memory_lines(found.plan, "it is too odd")
 

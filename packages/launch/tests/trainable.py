@@ -10,16 +10,18 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sbp_core import infer_strategy
-from sbp_core.graph.ir import LogicalGraph, Node, OutputKind, Ref
+from sbp_core.boxing import StepKind
+from sbp_core.graph.ir import LogicalGraph, Node, OutputKind, Phase, Ref
 from sbp_core.plugins import Factory, PluginRegistry, discover, hookimpl
 from sbp_core.plugins.discovery import PluginSource
 from sbp_core.plugins.kinds import GraphPass, PlanRequest
 from sbp_core.strategy import Strategy
 from sbp_launch.compile_config import CompileConfig
 from sbp_launch.config import PluginChoice, RunConfig, TrainerConfig
+from sbp_launch.moves import When
 from sbp_launch.planned import Planned, plan_step
 from sbp_launch.program import make_program
-from sbp_launch.rows import Row
+from sbp_launch.rows import ModuleMove, ModuleRow
 from sbp_launch.run import Run
 
 SBP_API_VERSION = 1
@@ -101,6 +103,17 @@ class Planner:
         return infer_strategy(request, planner="even", pins=pins)
 
 
+class Megatron:
+    """Splits the first matrix of each block by columns and the second by rows."""
+
+    def plan(self, request: PlanRequest) -> Strategy:
+        pins = {"batch": "B", "use:batch": "B", "parameters": "B", "optimizer_states": "B"}
+        for use in ("", "use:"):
+            pins |= {f"{use}blocks.*.0.weight*": "S(0)", f"{use}blocks.*.2.weight*": "S(1)"}
+            pins |= {f"{use}blocks.*.0.bias*": "S(0)"}
+        return infer_strategy(request, planner="megatron", pins=pins | {"blocks.*.1.*": "S(1)"})
+
+
 class Sharding:
     """Splits the batch and all states over the ranks."""
 
@@ -124,6 +137,10 @@ def make_rows(config: object) -> Rows:
 
 def make_sharding(config: object) -> Sharding:
     return Sharding()
+
+
+def make_megatron(config: object) -> Megatron:
+    return Megatron()
 
 
 def make_data(config: object) -> Counting:
@@ -186,6 +203,7 @@ def sbp_planners() -> Mapping[str, Factory]:
     return {
         "even": Factory(build="trainable:make_planner"),
         "sharding": Factory(build="trainable:make_sharding"),
+        "megatron": Factory(build="trainable:make_megatron"),
     }
 
 
@@ -239,16 +257,22 @@ def planned(**trainer: object) -> Planned:
     return plan_step(run, make_program(run))
 
 
-def row(module: str, kind: str = "mm", moved: int = 0, phase: str = "forward") -> Row:
+def row(module: str, *, moved: int = 0, stage: int = 0, **fields: object) -> ModuleRow:
     """Return a row of the plan's table, with boxing if something is moved."""
-    return Row(
-        phase=phase,
-        stage=0,
+    move = ModuleMove(
+        when=When.AFTER,
+        phase=Phase.FORWARD,
+        what="output",
+        kind=StepKind.ALL_REDUCE,
+        how="over data: P -> B",
+        sent_bytes=2 * moved,
+        num_ranks=2,
+    )
+    known: dict[str, object] = {"parameters": (("weight", "(B)"),), "output": "(S(0))"}
+    return ModuleRow(
+        stage=stage,
         module=module,
-        kind=kind,
-        inputs="(B) (B)",
-        outputs="(B)",
-        boxing="all-reduce (data)" if moved else "",
-        moved_bytes=moved,
-        num_steps=int(moved > 0),
+        is_parent=not module,
+        moves=(move,) if moved else (),
+        **{**known, **fields},
     )

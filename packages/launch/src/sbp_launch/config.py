@@ -71,7 +71,7 @@ class TrainerConfig:
             INSTEAD: "for mixed precision, parameters stay float32: compile.autocast=bfloat16"
         },
     )
-    plan_rows: int = 12
+    plan_rows: int = 30
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     update: UpdateOptions = field(default_factory=lambda: UpdateOptions(fused=True))
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -11,10 +12,11 @@ from typing import cast
 from torch import nn
 
 from sbp_aten.passes import prepare_step
+from sbp_core.boxing import StepKind
 from sbp_core.check import CheckReport, check
-from sbp_core.compile import CompileOptions, PhysicalPlan, compile_plan
+from sbp_core.compile import CompileOptions, Lowered, PhysicalPlan, compile_plan, lower
 from sbp_core.errors import PlanError
-from sbp_core.graph import InputKind, LogicalGraph, Phase
+from sbp_core.graph import InputKind, LogicalGraph, Phase, Rate
 from sbp_core.infer import infer_strategy
 from sbp_core.memory import MemoryReport, check_memory, predict_memory
 from sbp_core.passes import allow_unknown
@@ -25,7 +27,7 @@ from sbp_launch.compile_config import CompileConfig
 from sbp_launch.config import RunConfig
 from sbp_launch.patterns import check_patterns
 from sbp_launch.program import Program, model_loss
-from sbp_launch.rows import Row, plan_rows
+from sbp_launch.rows import ModuleRow, OpRow, module_rows, op_rows
 from sbp_launch.run import Run
 from sbp_torch.capture import capture
 
@@ -44,9 +46,29 @@ class Planned:
     memory: MemoryReport | str = ""
 
     @cached_property
-    def rows(self) -> tuple[Row, ...]:
-        """The rows of the plan's table."""
-        return tuple(plan_rows(self.graph, self.strategy))
+    def lowered(self) -> Lowered:
+        """The ops with their boxing, before small tensors are merged to travel together."""
+        return lower(self.graph, self.strategy)
+
+    @property
+    def num_steps(self) -> Mapping[StepKind, int]:
+        """Boxing steps of each kind between ranks in a training step, before some are merged."""
+        found: Counter[StepKind] = Counter()
+        for item in self.lowered.items:
+            if item.step is not None and item.step.kind is not StepKind.LOCAL:
+                is_micro = item.rate is Rate.MICRO
+                found[item.step.kind] += self.graph.num_micro_batches if is_micro else 1
+        return found
+
+    @cached_property
+    def module_rows(self) -> tuple[ModuleRow, ...]:
+        """The rows of the printed plan."""
+        return module_rows(self.graph, self.strategy, self.lowered)
+
+    @cached_property
+    def op_rows(self) -> tuple[OpRow, ...]:
+        """The rows of `plan.txt`."""
+        return tuple(op_rows(self.graph, self.strategy, self.lowered))
 
 
 def plan_step(run: Run, program: Program) -> Planned:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from sbp_core.check import CheckReport
+from sbp_core.boxing import StepKind
 from sbp_core.compile import BoxingActor, PhysicalPlan
 from sbp_core.infer import step_time_s
 from sbp_core.memory import MemoryReport
-from sbp_core.placement import Placement
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_bytes, format_seconds
-from sbp_launch.rows import Row, ranks_text
+from sbp_launch.pipeline import pipeline_lines
+from sbp_launch.rows import ModuleRow
 
 #: Parts of a rank's memory below this share of its peak are summed up.
 _LEAST_SHARE = 0.01
@@ -48,42 +48,53 @@ def counted(number: int, word: str, plural: str = "s") -> str:
 
 
 def summary(
-    plan: PhysicalPlan, strategy: Strategy, checked: CheckReport, rows: Sequence[Row]
+    plan: PhysicalPlan,
+    strategy: Strategy,
+    rows: Sequence[ModuleRow],
+    num_steps: Mapping[StepKind, int],
 ) -> list[str]:
     """Return the lines under the table: what the plan is and moves, and the planner's why.
 
-    The latter is `explanation` of the strategy's report: a list of lines. The plan may have fewer
-    boxing steps than its rows, as small gradients travel together.
+    The latter is `explanation` of the strategy's report: a list of lines.
+
+    Args:
+        plan: Checked.
+        strategy: What it was compiled from.
+        rows: Those of the table.
+        num_steps: Boxing steps of each kind between ranks, before small tensors are merged.
     """
-    actors = sum(len(part.actors) for part in plan.ranks)
-    kinds = Counter(
-        plan.steps[index].kind.value
-        for index in {a.step for p in plan.ranks for a in p.actors if isinstance(a, BoxingActor)}
-    )
-    if len(plan.stages) > 1:
-        meshes = "; ".join(map(_stage_text, plan.stages))
-    else:
-        meshes = _mesh_text(plan.stages[0])
-    steps = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())) or "none"
-    unmerged = sum(row.num_steps for row in rows)
-    if unmerged > kinds.total():
-        steps += f", merged from {unmerged}"
-    lines = [
+    return [
         f"planner {strategy.planner}: {counted(len(plan.ranks), 'rank')}, "
-        f"{counted(len(plan.stages), 'stage')} ({meshes}), "
         f"{counted(plan.num_micro_batches, 'micro-batch', 'es')}",
-        f"boxing in a step: {steps}; {format_bytes(plan.boxing_bytes)} between ranks",
-        f"{actors} actors, {checked.num_firings} firings a step; proved live and bounded",
+        *pipeline_lines(plan, strategy, rows),
+        *_boxing_lines(plan, num_steps),
+        "checked: a replay of the step proves that it cannot deadlock and that buffers are bounded",
         f"predicted time of a step: {format_seconds(step_time_s(plan))}",
+        *strategy.report.get("explanation", ()),
     ]
-    return [*lines, *strategy.report.get("explanation", ())]
 
 
-def _stage_text(placement: Placement) -> str:
-    mesh = f": {_mesh_text(placement)}" if placement.size > 1 else ""
-    return ranks_text(placement) + mesh
-
-
-def _mesh_text(placement: Placement) -> str:
-    pairs = zip(placement.axes, placement.mesh_shape, strict=True)
-    return " x ".join(f"{axis} {size}" for axis, size in pairs)
+def _boxing_lines(plan: PhysicalPlan, num_steps: Mapping[StepKind, int]) -> list[str]:
+    """Return how much a step sends, and in how many collectives and transfers."""
+    firings = {
+        actor.step: actor.num_firings(plan.num_micro_batches)
+        for part in plan.ranks
+        for actor in part.actors
+        if isinstance(actor, BoxingActor)
+    }
+    sent: Counter[StepKind] = Counter()
+    for index, count in firings.items():
+        sent[plan.steps[index].kind] += count
+    if not sent:
+        return ["boxing: nothing is sent between ranks"]
+    texts = []
+    for kind in sorted(sent):
+        asked = max(num_steps.get(kind, 0), sent[kind])
+        merged = f" that travel as {sent[kind]} (small ones together)" if asked > sent[kind] else ""
+        texts.append(counted(asked, kind.value) + merged)
+    count, total = len(plan.ranks), plan.boxing_bytes
+    return [
+        f"boxing in a step: a rank sends {format_bytes(total / count)}, "
+        f"the {count} ranks together {format_bytes(total)}",
+        f"  {', '.join(texts)}",
+    ]

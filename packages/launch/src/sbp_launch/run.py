@@ -8,6 +8,7 @@ Each stage of `trainer` takes it, and what the stages before have made.
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -51,9 +52,19 @@ class Run:
         return timed(self.console, what)
 
     def say(self, lines: Iterable[str]) -> None:
-        """Print lines as they are."""
+        """Print lines as they are; what does not fit goes on below, indented."""
         for line in lines:
-            self.console.print(line, highlight=False)
+            indent = " " * (len(line) - len(line.lstrip()))
+            parts = textwrap.wrap(
+                line.strip(),
+                self.console.width,
+                initial_indent=indent,
+                subsequent_indent=f"{indent}  ",
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+            for part in parts:
+                self.console.print(part, highlight=False, markup=False, soft_wrap=True)
 
 
 def make_console() -> Console:

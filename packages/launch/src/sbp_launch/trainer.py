@@ -88,16 +88,18 @@ def save_plan(run: Run, planned: Planned) -> None:
         (run.folder / "memory.txt").write_text(text, encoding="utf-8")
     text = json.dumps(plan_to_json(planned.plan))
     (run.folder / "plan.json").write_text(text, encoding="utf-8")
-    (run.folder / "plan.txt").write_text(plan_text(planned.rows), encoding="utf-8")
+    (run.folder / "plan.txt").write_text(plan_text(planned.op_rows), encoding="utf-8")
 
 
 def show_plan(run: Run, planned: Planned, todo: str = _ALL_ROWS) -> None:
     """Print the plan's table and its summary; `todo` says how to see the rest."""
     max_rows = run.config.trainer.plan_rows
     if max_rows:
-        run.console.print(plan_table(planned.rows, max_rows, run.console.width, todo))
-        run.say([legend(planned.strategy)])
-    run.say(summary(planned.plan, planned.strategy, planned.checked, planned.rows))
+        rows, stages = planned.module_rows, planned.strategy.stages
+        run.console.print(plan_table(rows, stages, max_rows, run.console.width, todo))
+        mesh = dict(zip(run.config.axes, run.config.mesh, strict=True))
+        run.say(legend(rows, mesh, stages))
+    run.say(summary(planned.plan, planned.strategy, planned.module_rows, planned.num_steps))
     run.say(saving_lines(planned.graph, planned.strategy))
     run.say(memory_lines(planned.plan, planned.memory))
 

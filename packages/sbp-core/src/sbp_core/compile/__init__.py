@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from sbp_core.compile.buckets import bucket
 from sbp_core.compile.donation import donate_states
+from sbp_core.compile.items import Lowered
 from sbp_core.compile.legality import check_strategy
 from sbp_core.compile.liveness import dying_keys, keys_in, keys_out
 from sbp_core.compile.lower import lower
@@ -51,6 +52,7 @@ __all__ = [
     "CompileOptions",
     "Compute",
     "Instruction",
+    "Lowered",
     "PhysicalPlan",
     "RankPlan",
     "Receive",

@@ -1,0 +1,262 @@
+"""Which boxing belongs to which module, and whether it happens before or after it.
+
+The compiler boxes a value for the op that asks for it first, which is often a view. What a reader
+wants to know is which module's tensor travels:
+
+    mlp.down:  addmm -> (S(0), P)   view   | all-reduce |   add of the residual stream
+               after the forward of mlp.down: its output is summed
+
+    norm (gradient whole)  <- | all-gather | <-  mm of head's backward, S(1)
+               before the backward of norm: the gradient of its output is gathered
+
+Views belong to what they view. Sums of parts belong to the module that made the parts, everything
+else to the module that needs it so; where only one of the two is a module without children, to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from sbp_core.boxing import BoxingStep, StepKind
+from sbp_core.compile import Lowered
+from sbp_core.graph import (
+    GraphInput,
+    InputKind,
+    LogicalGraph,
+    Node,
+    OutputKind,
+    Phase,
+    Rate,
+)
+from sbp_core.placement import Placement
+from sbp_core.sbp import Partial
+from sbp_core.signatures import is_view
+
+
+class When(StrEnum):
+    """When a module's tensor travels: around its forward, its backward or its update."""
+
+    BEFORE = "before"
+    WITHIN = "within"
+    AFTER = "after"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """One boxing step between ranks, and the module that it belongs to.
+
+    Args:
+        stage: Whose ranks send.
+        module: Path of the module; empty for the model itself.
+        when, phase: Before, within or after the forward, backward or update of the module.
+        what: What of the module travels: `parameter`, `output gradient`, ...
+        kind: The collective, or a transfer.
+        how: What is done, with axes and change: `over tensor: P -> B`.
+        value: The value that travels.
+        sent_bytes: What all ranks together send in a training step.
+        num_ranks: Ranks that share in sending.
+        target: SBP that it leads to.
+    """
+
+    stage: int
+    module: str
+    when: When
+    phase: Phase
+    what: str
+    kind: StepKind
+    how: str
+    value: str
+    sent_bytes: int
+    num_ranks: int
+    target: str
+
+
+def moves(graph: LogicalGraph, lowered: Lowered) -> Iterator[Move]:
+    """Yield every boxing step between ranks, in the order in which they are inserted.
+
+    Args:
+        graph: What was planned.
+        lowered: What `lower` made of it and its strategy.
+    """
+    owners = _Owners(graph)
+    outputs = {key: name for name, key in (lowered.new_states | lowered.results).items()}
+    for item in lowered.items:
+        step = item.step
+        if step is None or step.kind is StepKind.LOCAL:
+            continue
+        value = lowered.held[item.outputs[0]].value
+        repeats = graph.num_micro_batches if item.rate is Rate.MICRO else 1
+        if item.asked_by:
+            sums = any(
+                isinstance(old, Partial) and not isinstance(new, Partial)
+                for old, new in zip(step.source[1], step.target[1], strict=False)
+            )
+            leaves_stage = item.stage != item.target_stage
+            taker = graph.by_name[item.asked_by]
+            module, when, phase, what = owners.of(value, taker, sums=sums, leaves=leaves_stage)
+        else:
+            name = outputs.get(item.outputs[0], value)
+            module, when, phase, what = owners.of_output(value, name)
+        yield Move(
+            stage=item.stage,
+            module=module,
+            when=when,
+            phase=phase,
+            what=what,
+            kind=step.kind,
+            how=_how(step, item.target_stage if item.target_stage != item.stage else None),
+            value=value,
+            sent_bytes=repeats * step.size_bytes,
+            num_ranks=step.source[0].size,
+            target=str(step.target[1]),
+        )
+
+
+class _Owners:
+    """Which module a value belongs to, on its way from one op to another."""
+
+    def __init__(self, graph: LogicalGraph) -> None:
+        self.graph = graph
+        paths = {node.module for node in graph.nodes}
+        # Of `blocks.0.up` also `blocks.0` and `blocks` have children, and so has the model.
+        self.parents = {""} | {
+            ".".join(parts[:end])
+            for parts in (path.split(".") for path in paths)
+            for end in range(1, len(parts))
+        }
+
+    def of(
+        self, value: str, taker: Node, *, sums: bool, leaves: bool
+    ) -> tuple[str, When, Phase, str]:
+        """Return module, when, phase and what of a value that is boxed for a node.
+
+        Args:
+            value: What is boxed.
+            taker: The node that asked for it first.
+            sums: Whether parts of a sum are added up.
+            leaves: Whether it goes to another stage.
+        """
+        maker, entry = self._maker(value)
+        if entry is not None:
+            return self._of_input(entry, taker, leaves=leaves)
+        assert maker is not None, "a value is an input or made by a node"
+        if taker.phase is Phase.OPTIMIZER:
+            if maker.phase is Phase.OPTIMIZER:
+                return updated_module(taker), When.WITHIN, Phase.OPTIMIZER, "value"
+            return maker.module, When.BEFORE, Phase.OPTIMIZER, "gradient"
+        taker = self._taker(taker)
+        is_saved = maker.phase is not taker.phase
+        if leaves:
+            what = "output" if maker.phase is Phase.FORWARD else "input gradient"
+            return maker.module, When.AFTER, maker.phase, what
+        if is_saved:
+            return taker.module, When.BEFORE, taker.phase, "saved activation"
+        is_forward = maker.phase is Phase.FORWARD
+        if maker.module == taker.module:
+            # The sum of a gradient's parts may meet that of a residual connection in an addition
+            # that counts as the module's, and the sum of losses their number in a division.
+            if not sums or self._goes_on(taker):
+                return maker.module, When.WITHIN, maker.phase, "intermediate"
+            belongs_to_maker = True
+        else:
+            inner = [node.module not in self.parents for node in (maker, taker)]
+            belongs_to_maker = inner[0] if inner[0] != inner[1] else sums
+        if belongs_to_maker:
+            what = "output" if is_forward else "input gradient"
+            return maker.module, When.AFTER, maker.phase, what
+        what = "input" if is_forward else "output gradient"
+        return taker.module, When.BEFORE, maker.phase, what
+
+    def of_output(self, value: str, name: str) -> tuple[str, When, Phase, str]:
+        """Return the same of a value that is boxed as the loss, a metric or a new state."""
+        producer = self.graph.producers[value]
+        kinds = {out.name: out.kind for out in self.graph.outputs}
+        if kinds.get(name) is not OutputKind.STATE:
+            return producer.module, When.AFTER, producer.phase, name
+        entry = self.graph.input_kinds[name]
+        kind = entry.kind.value.replace("_", " ")
+        return owner_of(entry), When.AFTER, producer.phase, f"new {kind}"
+
+    def _of_input(
+        self, entry: GraphInput, taker: Node, *, leaves: bool
+    ) -> tuple[str, When, Phase, str]:
+        if entry.kind is InputKind.BATCH:
+            return self._taker(taker).module, When.BEFORE, taker.phase, entry.name
+        what = entry.kind.value.replace("_", " ")
+        # What goes to another stage is sent by the stage that stores it.
+        if leaves or taker.phase is Phase.OPTIMIZER:
+            return owner_of(entry), When.BEFORE, taker.phase, what
+        return self._taker(taker).module, When.BEFORE, taker.phase, what
+
+    def _maker(self, value: str) -> tuple[Node | None, GraphInput | None]:
+        """Return the node that makes what a value views, or the graph input that it is."""
+        while (node := self.graph.producers.get(value)) is not None:
+            tensors = self.graph.tensor_inputs(node)
+            if not is_view(node.op) or not tensors:
+                return node, None
+            before = self.graph.producers.get(tensors[0])
+            # A backward view of what the forward phase made is the backward phase's.
+            if before is not None and before.phase is not node.phase:
+                return node, None
+            value = tensors[0]
+        return None, self.graph.input_kinds[value]
+
+    def _goes_on(self, node: Node) -> bool:
+        """Whether a node's module computes with its result in the same phase."""
+        users = (self._taker(user) for value in node.outputs for user in self.graph.users[value])
+        return any((user.module, user.phase) == (node.module, node.phase) for user in users)
+
+    def _taker(self, node: Node) -> Node:
+        """Return the first node of its phase that computes with what a node only views."""
+        while is_view(node.op):
+            users = (user for value in node.outputs for user in self.graph.users[value])
+            after = next((user for user in users if user.phase is node.phase), None)
+            if after is None:
+                return node
+            node = after
+        return node
+
+
+def owner_of(entry: GraphInput) -> str:
+    """Return the module that a state belongs to; an optimizer state, to that of its parameter."""
+    return (entry.of or entry.name).rpartition(".")[0]
+
+
+def updated_module(node: Node) -> str:
+    """Return the module whose parameter a node of the update belongs to."""
+    parameter, is_update, _ = node.name.partition(".update.")
+    return parameter.rpartition(".")[0] if is_update else node.module
+
+
+def _how(step: BoxingStep, target_stage: int | None) -> str:
+    """Return axes and change of a step: `over data, tensor: P -> S(0)`."""
+    if target_stage is not None:
+        return f"to stage {target_stage} ({ranks_text(step.target[0])})"
+    before, after = step.source[1], step.target[1]
+    axes = step.axes or tuple(
+        axis for axis, pair in enumerate(zip(before, after, strict=True)) if pair[0] != pair[1]
+    )
+    names = ", ".join(step.source[0].axes[axis] for axis in axes)
+    change = [", ".join(dict.fromkeys(str(sbp[axis]) for axis in axes)) for sbp in (before, after)]
+    return f"over {names}: {change[0]} -> {change[1]}"
+
+
+def ranks_text(placement: Placement) -> str:
+    """Return the ranks of a placement: `ranks 0-3`."""
+    ranks = placement.rank_list
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {number_ranges(sorted(ranks))}"
+
+
+def number_ranges(numbers: list[int]) -> str:
+    """Return ascending numbers as text: `0-3,8`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
