@@ -24,6 +24,7 @@ A plugin is a distribution with an entry point of group `sbp`, which names a mod
 my-package = "my_package.plugin"
 ```
 
+<!-- not run: it imports a package of yours -->
 ```python
 # my_package/plugin.py is read at each start, so it imports nothing heavy.
 from my_package.settings import MineConfig  # a frozen dataclass, which checks itself

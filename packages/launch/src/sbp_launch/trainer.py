@@ -58,7 +58,8 @@ def train(config: RunConfig, registry: PluginRegistry, folder: Path) -> None:
     program = make_program(run)
     num_parameters = sum(parameter.numel() for parameter in program.model.parameters())
     run.console.print(
-        f"{config.model.name}: {num_parameters:,} parameters; data: {program.data.describe()}"
+        f"{config.model.name}: {num_parameters:,} parameters; data: {program.data.describe()}",
+        soft_wrap=True,
     )
     planned = plan_step(run, program)
     save_plan(run, planned)

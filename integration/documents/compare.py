@@ -1,0 +1,47 @@
+"""Whether an output has the lines that a page shows of it, figures aside.
+
+A page may leave lines out, anywhere; a line `...` says so. What it shows must be there, in that
+order. A figure is a number with its unit; the dims of `S(0)` and the digits of a name such as
+`float32` are none. Spaces count as one, since columns are as wide as their figures.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+
+_UNIT = r"(?: ?(?:[kMGTPE]?(?:B|FLOP)|[kMG]i?B|bytes|(?:[mµun]?s|min)(?:/step)?)\b)?"
+_NUMBER = re.compile(rf"(?<![\w.])(?<!S\()[-+]?\d[\d,]*(?:\.\d+)*(?:e[-+]?\d+)?%?{_UNIT}(?![\w(])")
+
+
+def masked(line: str) -> str:
+    """Return a line with `#` for its figures, and single spaces.
+
+    >>> masked("blocks.* x4   (S(0), B)   4.2 MB")
+    'blocks.* x4 (S(0), B) #'
+    """
+    return " ".join(_NUMBER.sub("#", line).split())
+
+
+def missing(shown: Sequence[str], output: Sequence[str]) -> tuple[int, str] | None:
+    """Return the first shown line that the output lacks, by its index, and what is nearest to it.
+
+    Lines are searched in the order in which they are shown; None if all are there.
+    """
+    left = [masked(line) for line in output]
+    begin = 0
+    for index, line in enumerate(shown):
+        wanted = masked(line)
+        if wanted in ("", "..."):
+            continue
+        try:
+            begin += left[begin:].index(wanted) + 1
+        except ValueError:
+            return index, _nearest(wanted, left, output)
+    return None
+
+
+def _nearest(wanted: str, lines: Sequence[str], output: Sequence[str]) -> str:
+    near = difflib.get_close_matches(wanted, lines, n=1, cutoff=0.3)
+    return output[lines.index(near[0])] if near else ""
