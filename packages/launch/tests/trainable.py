@@ -27,6 +27,17 @@ from sbp_launch.run import Run
 SBP_API_VERSION = 1
 
 
+class FakeClock:
+    """A clock that goes on by a second whenever somebody looks, and when told so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
 class Bigram(nn.Module):
     """Predicts a token from the one before."""
 

@@ -36,6 +36,7 @@ from sbp_launch.compose import (
 from sbp_launch.config import Application, ComposedConfig, ConfigT
 from sbp_launch.help import render_help
 from sbp_launch.refusals import as_hydra_says
+from sbp_launch.run_folder import check_unused, make_folder, take_folder
 
 #: Hydra's variable: with the value 1, errors keep their whole traceback.
 FULL_ERROR = "HYDRA_FULL_ERROR"
@@ -48,7 +49,8 @@ def run(app: Application[ConfigT]) -> int:
     """Run a command on `sys.argv`.
 
     Returns:
-        Exit code: 0, or 2 for a wrong setting, 1 for a run that failed, 130 after Ctrl-C.
+        Exit code: 0, or 2 for a wrong setting, 1 for a run that failed, 130 after Ctrl-C. After
+        SIGTERM or SIGHUP it raises `SystemExit` with 143 or 129.
     """
     try:
         return _run(app)
@@ -87,7 +89,7 @@ def _run(app: Application[ConfigT]) -> int:
             config = compose(catalog, app, options.overrides)
             sys.stdout.write(render_help(app, read(config, catalog), catalog, parser))
             return 0
-        _check_jobs(app, catalog, options)
+        sys.argv += _check_jobs(app, catalog, options)
     for problem in registry.problems:
         sys.stderr.write(f"{app.name}: warning: a plugin is left out: {problem}\n")
     with searching(registry.config_folders()):
@@ -103,21 +105,50 @@ def flags_first(arguments: Sequence[str]) -> list[str]:
     return [text for text in arguments if text not in overrides] + overrides
 
 
-def _check_jobs(app: Application[Any], catalog: Catalog, options: Namespace) -> None:
+def _check_jobs(app: Application[Any], catalog: Catalog, options: Namespace) -> list[str]:
     """Check every job that the command line asks for; one that is only shown must just compose.
 
+    Returns:
+        Overrides to add: the folder that was made for the run.
+
     Raises:
-        ConfigError: something is wrong with one of them.
+        ConfigError: something is wrong with one of them, or with their folder.
     """
     overrides = list(options.overrides)
     refuse_conflicts(overrides)
     sweep = options.multirun or "hydra.mode=MULTIRUN" in overrides
     jobs = sweep_jobs(overrides) if sweep else [tuple(overrides)]
+    config = checked = None
     for job in jobs:
         single = [text for text in job if not text.startswith("hydra.mode=")]
         config = compose(catalog, app, single)
         if not options.cfg and not options.info:
-            app.check(read(config, catalog), catalog.registry)
+            checked = app.check(read(config, catalog), catalog.registry)
+    if config is None or checked is None or app.may_overwrite is None:
+        return []
+    # The jobs of a sweep have folders of their own in it.
+    overwrite = sweep or app.may_overwrite(checked)
+    return _take_folder(config, "sweep" if sweep else "run", overwrite=overwrite)
+
+
+def _take_folder(config: DictConfig, mode: str, *, overwrite: bool) -> list[str]:
+    """Make the folder of a run or a sweep, and return the override that names it.
+
+    A folder that is named for the time is made anew, as others may start in the same second.
+
+    Args:
+        config: Composed, with Hydra's own node.
+        mode: `run` or `sweep`.
+        overwrite: Whether it may hold an earlier run.
+    """
+    node = config.hydra[mode]
+    wanted = Path(str(node.dir))
+    named = OmegaConf.to_container(node, resolve=False)
+    if "${now" not in str(named["dir"] if isinstance(named, dict) else ""):
+        take_folder(wanted, overwrite=overwrite)
+        return []
+    quoted = str(make_folder(wanted)).replace("'", "\\'")
+    return [f"hydra.{mode}.dir='{quoted}'"]
 
 
 def _job(app: Application[ConfigT], catalog: Catalog) -> Callable[[DictConfig], None]:
@@ -131,7 +162,10 @@ def _job(app: Application[ConfigT], catalog: Catalog) -> Callable[[DictConfig], 
         try:
             composed = read(whole, catalog)
             checked = app.check(composed, catalog.registry)
-            app.task(checked, catalog.registry, Path(HydraConfig.get().runtime.output_dir))
+            folder = Path(HydraConfig.get().runtime.output_dir)
+            if app.may_overwrite is not None:  # again: of a sweep, each job has its own folder
+                check_unused(folder, overwrite=app.may_overwrite(checked))
+            app.task(checked, catalog.registry, folder)
         except SbpError as error:
             raise SystemExit(_report(app, error)) from error
         except Exception as error:

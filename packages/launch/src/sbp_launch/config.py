@@ -53,6 +53,8 @@ class TrainerConfig:
             for every step.
         dtype: Floating type of parameters and activations.
         plan_rows: Most rows of the printed plan; 0 for no plan.
+        on_nan: What to do if the loss is infinite or no number: `stop`, or `warn` and go on.
+        overwrite: Whether a run may replace the files of an earlier one in its folder.
         schedule: How the learning rate goes.
         update: Clipping, averages and scaling beside the optimizer.
     """
@@ -72,6 +74,8 @@ class TrainerConfig:
         },
     )
     plan_rows: int = 30
+    on_nan: Literal["stop", "warn"] = "stop"
+    overwrite: bool = False
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     update: UpdateOptions = field(default_factory=lambda: UpdateOptions(fused=True))
 
@@ -189,6 +193,8 @@ class Application(Generic[ConfigT]):
         check: Makes its checked config of what Hydra composed; raises `ConfigError`.
         task: What it does with that, the plugins and the run folder; called inside a Hydra job.
         groups: The config groups that it has; empty for all.
+        may_overwrite: Whether, by its config, it may use a folder that holds an earlier run; None
+            for a command that leaves no run folder.
     """
 
     name: str
@@ -197,3 +203,4 @@ class Application(Generic[ConfigT]):
     check: Callable[[ComposedConfig, PluginRegistry], ConfigT]
     task: Callable[[ConfigT, PluginRegistry, Path], None]
     groups: tuple[str, ...] = ()
+    may_overwrite: Callable[[ConfigT], bool] | None = None

@@ -14,13 +14,8 @@ from sbp_core.boxing import BoxingBackend
 from sbp_core.compile import PhysicalPlan
 from sbp_core.runtime import Number, Session
 from sbp_core.units import format_bytes, format_seconds
+from sbp_launch.speed import MIN_STEPS, warm_up_steps
 from sbp_torch.memory import MemoryMeter
-
-#: Fewest steps of which a time is told: the first one makes what the others find.
-MIN_STEPS = 3
-
-#: Most steps at the beginning whose time does not count: caches fill, memory is touched first.
-MAX_WARM_UP_STEPS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +96,7 @@ def time_text(step_s: Sequence[float]) -> str:
     """
     if len(step_s) < MIN_STEPS:
         return f"too few steps to time one: {len(step_s)} of at least {MIN_STEPS}"
-    skipped = min(MAX_WARM_UP_STEPS, len(step_s) // 2)
+    skipped = warm_up_steps(len(step_s))
     middle = format_seconds(median(step_s[skipped:]))
     return f"a step took {middle} (median of steps {skipped + 1}-{len(step_s)})"
 

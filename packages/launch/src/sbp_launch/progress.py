@@ -15,8 +15,9 @@ from rich.progress import (
     TaskProgressColumn,
     TextColumn,
     TimeElapsedColumn,
-    TimeRemainingColumn,
 )
+
+from sbp_launch.speed import Speed
 
 
 @contextmanager
@@ -33,15 +34,14 @@ def timed(console: Console, what: str) -> Iterator[None]:
 
 
 class StepProgress:
-    """Progress over a number of steps, with loss and speed.
+    """Progress over a number of steps, with loss, speed and time left.
 
-    On a terminal a bar that is redrawn; elsewhere a line every `log_every` steps.
+    On a terminal a bar that is redrawn; elsewhere a line every `log_every` steps, for the first
+    step and for the last.
     """
 
-    def __init__(self, console: Console, steps: int, log_every: int, unit: str) -> None:
-        self.console, self.steps, self.log_every, self.unit = console, steps, log_every, unit
-        self.started = time.perf_counter()
-        self.units = 0
+    def __init__(self, console: Console, steps: int, log_every: int, speed: Speed) -> None:
+        self.console, self.steps, self.log_every, self.speed = console, steps, log_every, speed
         self.bar: Progress | None = None
         if console.is_terminal:
             self.bar = Progress(
@@ -51,8 +51,6 @@ class StepProgress:
                 TaskProgressColumn(),
                 TextColumn("{task.fields[news]}"),
                 TimeElapsedColumn(),
-                TextColumn("left"),
-                TimeRemainingColumn(),
                 console=console,
             )
             self.task = self.bar.add_task("training", total=steps, news="")
@@ -60,7 +58,6 @@ class StepProgress:
     def __enter__(self) -> StepProgress:
         if self.bar is not None:
             self.bar.start()
-        self.started = time.perf_counter()
         return self
 
     def __exit__(
@@ -72,17 +69,12 @@ class StepProgress:
         if self.bar is not None:
             self.bar.stop()
 
-    def rate(self) -> float:
-        """Return units (tokens or samples) a second since the start."""
-        return self.units / max(1e-9, time.perf_counter() - self.started)
-
-    def advance(self, step: int, loss: float, units: int) -> None:
-        """Report one finished step (counted from 1)."""
-        self.units += units
-        news = f"loss {loss:.4f}  {self.rate():,.0f} {self.unit}/s"
+    def advance(self, step: int, loss: float) -> None:
+        """Report one finished step (counted from 1), which `speed` has timed."""
+        news = f"loss {loss:.4f}  {self.speed.text()}"
+        if step > 1:  # of the first step nothing follows for the others
+            news += f"  {self.speed.left_s(self.steps - step):.0f} s left"
         if self.bar is not None:
             self.bar.update(self.task, completed=step, news=news)
         elif step % self.log_every == 0 or step in (1, self.steps):
-            spent = time.perf_counter() - self.started
-            left = spent / step * (self.steps - step)
-            self.console.print(f"step {step}/{self.steps}  {news}  {left:.0f} s left")
+            self.console.print(f"step {step}/{self.steps}  {news}")

@@ -18,6 +18,16 @@ from sbp_launch.rows import ModuleRow
 _LEAST_SHARE = 0.01
 
 
+def crowding(num_ranks: int, cores: int) -> list[str]:
+    """Return a warning if ranks have to share cores."""
+    if num_ranks <= cores:
+        return []
+    return [
+        f"warning: {num_ranks} ranks share {counted(cores, 'core')} and take turns: a step takes "
+        f"about {num_ranks / cores:.3g} times as long as with a core for each rank"
+    ]
+
+
 def memory_lines(plan: PhysicalPlan, memory: MemoryReport | str) -> list[str]:
     """Return for each stage what the rank holds at its peak that needs most.
 

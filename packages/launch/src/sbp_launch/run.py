@@ -66,6 +66,11 @@ class Run:
             for part in parts:
                 self.console.print(part, highlight=False, markup=False, soft_wrap=True)
 
+    def warn(self, text: str) -> None:
+        """Print a warning, if there is one."""
+        if text:
+            self.console.print(f"warning: {text}", highlight=False)
+
 
 def make_console() -> Console:
     """Return the console of a run; lines for files and pipes have 100 characters."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from sbp_core.errors import SbpValueError
 from sbp_torch.kinds import LanguageModel, TextDataset
 
 
@@ -34,6 +35,9 @@ def sample_text(
         prompt: Not empty.
         num_tokens: Tokens to draw.
         seed: Of the draws.
+
+    Raises:
+        SbpValueError: the model gives scores that are infinite or no numbers.
     """
     generator = torch.Generator().manual_seed(seed)
     tokens = list(data.encode(prompt))
@@ -41,6 +45,8 @@ def sample_text(
         for _ in range(num_tokens):
             seen = torch.tensor([tokens[-model.context :]])
             logits = model.logits(seen)[0, -1].float()
+            if not logits.isfinite().all():
+                raise SbpValueError("the scores of the model are infinite or no numbers")
             chances = torch.softmax(logits / 0.8, dim=-1)
             tokens.append(int(torch.multinomial(chances, 1, generator=generator)))
     return data.decode(tokens)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from safetensors.torch import save_file
 from torch import Tensor
 
 from sbp_core.boxing import BoxingBackend
 from sbp_core.compile import PhysicalPlan
-from sbp_core.errors import ConfigError, SbpError
+from sbp_core.errors import ConfigError
 from sbp_core.runtime import Runtime, Session
+from sbp_launch.finite_loss import NotFiniteError
 from sbp_launch.run import Run
+from sbp_launch.states_file import NOT_FINITE_STATES, STATES, write_states
+from sbp_launch.stopping import Terminated
 
 
 def make_backend(run: Run) -> BoxingBackend:
@@ -39,23 +41,32 @@ def start(
     return runtime.start(plan, states, backend)
 
 
-def save_states(run: Run, session: Session) -> dict[str, Tensor]:
-    """Write the states as they are and return them."""
+def save_states(run: Run, session: Session, name: str = STATES) -> dict[str, Tensor]:
+    """Write the states as they are into the run folder and return them.
+
+    Raises:
+        RunError: they cannot be written; nothing has been replaced.
+    """
     states = session.state_dict()
-    contiguous = {name: value.contiguous() for name, value in states.items()}
-    save_file(contiguous, run.folder / "states.safetensors")
+    write_states(run.folder / name, states)
     return states
 
 
 def save_states_after_error(run: Run, session: Session, error: BaseException) -> None:
     """Write the states of a run that ended early, or say why there are none.
 
-    A failure to save never replaces the error that ended the run.
+    A failure to save never replaces the error that ended the run, nor does Ctrl-C, which abandons
+    it. States after a loss that is no number are kept under another name.
     """
+    name = NOT_FINITE_STATES if isinstance(error, NotFiniteError) else STATES
+    ended = f"stopped by {error}" if isinstance(error, Terminated) else "stopped early"
     try:
-        save_states(run, session)
-    except (SbpError, OSError) as other:
+        save_states(run, session, name)
+    except KeyboardInterrupt:
+        error.add_note("the states were not saved: abandoned by Ctrl-C")
+        run.say([f"{ended}; the states are not saved: abandoned by Ctrl-C"])
+    except Exception as other:
         error.add_note(f"the states were not saved: {other}")
-        run.say([f"stopped early; the states are not saved: {other}"])
+        run.say([f"{ended}; the states are not saved: {other}"])
     else:
-        run.say(["stopped early; the states so far are in states.safetensors"])
+        run.say([f"{ended}; the states so far are in {name}"])

@@ -26,6 +26,7 @@ def main() -> None:
         config_name="config",
         check=check,
         task=_train,
+        may_overwrite=lambda config: config.trainer.overwrite,
     )
     sys.exit(run(app))
 

@@ -6,7 +6,8 @@ Everything that can be swapped is asked of the registry; what happens in between
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +16,27 @@ from torch import Tensor
 from sbp_core import strategy_yaml
 from sbp_core.boxing import BoxingBackend
 from sbp_core.compile import to_json as plan_to_json
+from sbp_core.errors import SbpValueError
 from sbp_core.infer import step_time_s
 from sbp_core.memory import MemoryReport
 from sbp_core.plugins import MetricSink, PluginRegistry
 from sbp_core.runtime import Session
+from sbp_launch.clusters import usable_cores
 from sbp_launch.config import RunConfig
 from sbp_launch.figures import Predicted, StepMeter
+from sbp_launch.finite_loss import FiniteLoss
 from sbp_launch.planned import Planned, plan_evaluation, plan_step
 from sbp_launch.program import EagerReference, Program, make_program
 from sbp_launch.progress import StepProgress
-from sbp_launch.report import counted, memory_lines, summary
+from sbp_launch.report import counted, crowding, memory_lines, summary
 from sbp_launch.rows import plan_text
 from sbp_launch.run import Run, make_console
+from sbp_launch.run_folder import writing
 from sbp_launch.sampling import printable, sample_text
 from sbp_launch.savings import saving_lines
 from sbp_launch.session import make_backend, save_states, save_states_after_error, start
+from sbp_launch.speed import Speed
+from sbp_launch.stopping import StopSignals
 from sbp_launch.table import legend, plan_table
 from sbp_torch.capture import scalar_values
 from sbp_torch.kinds import LanguageModel, TextDataset
@@ -50,33 +57,45 @@ def train(config: RunConfig, registry: PluginRegistry, folder: Path) -> None:
 
     Leaves in the run folder: `strategy.yaml`, `strategy.json`, `plan.json`, `plan.txt`,
     `memory.txt`, the metrics, and the trained states as `states.safetensors`, which are written
-    also if the run is interrupted or fails.
+    also if the run is interrupted, terminated or fails.
     """
     run = Run(config=config, registry=registry, folder=folder, console=make_console())
     backend = make_backend(run)  # first, as it may be refused
+    with StopSignals() as signals:
+        program = make_program(run)
+        num_parameters = sum(parameter.numel() for parameter in program.model.parameters())
+        run.console.print(
+            f"{config.model.name}: {num_parameters:,} parameters; data: {program.data.describe()}",
+            soft_wrap=True,
+        )
+        run.say(crowding(program.mesh.size, usable_cores()))
+        try:
+            planned = plan_step(run, program)
+            with writing(folder):
+                save_plan(run, planned)
+            show_plan(run, planned)
+            states, reference = train_states(run, program, planned, backend, signals)
+            finish(run, program, planned, states, reference)
+        finally:
+            run.console.print(f"run folder: {folder}", highlight=False, soft_wrap=True)
 
-    program = make_program(run)
-    num_parameters = sum(parameter.numel() for parameter in program.model.parameters())
-    run.console.print(
-        f"{config.model.name}: {num_parameters:,} parameters; data: {program.data.describe()}",
-        soft_wrap=True,
-    )
-    planned = plan_step(run, program)
-    save_plan(run, planned)
-    show_plan(run, planned)
 
-    try:
-        states, reference = train_states(run, program, planned, backend)
-        if config.trainer.eval_batches:
-            with run.stage("evaluating"):
-                loss = evaluate(run, program, planned, states)
-            batches = counted(config.trainer.eval_batches, "batch", "es")
-            run.say([f"held-out loss: {loss:.4f} ({batches})"])
-        show_sample(run, program, states)
-        if reference is not None and reference.losses:
-            run.console.print(reference.verdict())
-    finally:
-        run.console.print(f"run folder: {folder}", highlight=False, soft_wrap=True)
+def finish(
+    run: Run,
+    program: Program,
+    planned: Planned,
+    states: Mapping[str, Tensor],
+    reference: EagerReference | None,
+) -> None:
+    """Print what came of the trained states: held-out loss, a sample, the deviation."""
+    if run.config.trainer.eval_batches:
+        with run.stage("evaluating"):
+            loss = evaluate(run, program, planned, states)
+        batches = counted(run.config.trainer.eval_batches, "batch", "es")
+        run.say([f"held-out loss: {loss:.4f} ({batches})"])
+    show_sample(run, program, states)
+    if reference is not None and reference.losses:
+        run.console.print(reference.verdict())
 
 
 def save_plan(run: Run, planned: Planned) -> None:
@@ -106,7 +125,11 @@ def show_plan(run: Run, planned: Planned, todo: str = _ALL_ROWS) -> None:
 
 
 def train_states(
-    run: Run, program: Program, planned: Planned, backend: BoxingBackend
+    run: Run,
+    program: Program,
+    planned: Planned,
+    backend: BoxingBackend,
+    signals: StopSignals,
 ) -> tuple[dict[str, Tensor], EagerReference | None]:
     """Make the states, train them, and write them; say how long it took beside the predictions.
 
@@ -125,12 +148,18 @@ def train_states(
         session = start(run, planned.plan, first, step_meter.backend)
     with session:
         try:
-            speed = train_steps(run, program, session, step_meter, reference)
+            with signals.training():
+                speed = train_steps(run, program, session, step_meter, reference, signals)
         except BaseException as error:
-            save_states_after_error(run, session, error)
+            with signals.saving():
+                save_states_after_error(run, session, error)
             raise
-        states = save_states(run, session)
-    run.console.print(f"{counted(config.trainer.steps, 'step')}, {speed}")
+        with signals.saving():
+            states = save_states(run, session)
+        if signals.pending is not None:
+            run.say([f"the states of all {counted(config.trainer.steps, 'step')} are saved"])
+            signals.stop_if_asked()
+    run.say([", ".join(filter(None, [counted(config.trainer.steps, "step"), speed.summary()]))])
     run.say(step_meter.lines(predicted_of(planned)))
     return states, reference
 
@@ -153,8 +182,9 @@ def train_steps(
     session: Session,
     step_meter: StepMeter,
     reference: EagerReference | None,
-) -> str:
-    """Run all steps; return the speed as text.
+    signals: StopSignals,
+) -> Speed:
+    """Run all steps; return their speed.
 
     Args:
         run: The run.
@@ -162,29 +192,55 @@ def train_steps(
         session: Takes the steps.
         step_meter: Measures them.
         reference: The one-device program, which takes the first steps, too.
+        signals: May ask to stop after a step.
+
+    Raises:
+        NotFiniteError: the loss is infinite or no number, and `trainer.on_nan` says to stop.
+        RunError: the metrics cannot be written.
     """
     settings = run.config.trainer
     given = scalar_values(program.model, program.optimizer, settings.update)
     is_text = isinstance(program.data, TextDataset)
-    unit = "tokens" if is_text else "samples"
-    sink: MetricSink = run.make("logger")(run.folder)
+    speed = Speed("tokens" if is_text else "samples")
+    finite = FiniteLoss(run.config)
+    steps = StepProgress(run.console, settings.steps, settings.log_every, speed)
+    with metric_sink(run) as sink, steps as progress:
+        for index in range(settings.steps):
+            speed.begin()
+            batch = program.batch(index, settings.batch_size)
+            factor = settings.schedule.factor(index, settings.steps)
+            rates = {n: v * factor for n, v in given.items() if n.partition(".")[0] == "lr"}
+            scalars = {**given, **rates, "seed": settings.seed, "step": index}
+            outputs = step_meter.step(session, batch, scalars)
+            speed.end(next(iter(batch.values())).numel() if is_text else settings.batch_size)
+            metrics = {name: value.item() for name, value in outputs.items() if not value.dim()}
+            if reference is not None and index < settings.compare_steps:
+                reference.step(batch, metrics["loss"], factor)
+            progress.advance(index + 1, metrics["loss"])
+            times = {f"{speed.unit}_per_s": speed.step_rate, "step_s": speed.step_s}
+            with writing(run.folder):
+                sink.log(index + 1, {**metrics, **times, **rates})
+            run.warn(finite.check(index + 1, metrics, rates))
+            signals.stop_if_asked()
+    return speed
+
+
+@contextmanager
+def metric_sink(run: Run) -> Iterator[MetricSink]:
+    """Open the chosen metric sink, and close it.
+
+    Raises:
+        RunError: its file cannot be written; only if nothing else has failed before.
+    """
+    with writing(run.folder):
+        sink: MetricSink = run.make("logger")(run.folder)
     try:
-        with StepProgress(run.console, settings.steps, settings.log_every, unit) as progress:
-            for index in range(settings.steps):
-                batch = program.batch(index, settings.batch_size)
-                factor = settings.schedule.factor(index, settings.steps)
-                rates = {n: v * factor for n, v in given.items() if n.partition(".")[0] == "lr"}
-                scalars = {**given, **rates, "seed": settings.seed, "step": index}
-                outputs = step_meter.step(session, batch, scalars)
-                loss = outputs["loss"].item()
-                if reference is not None and index < settings.compare_steps:
-                    reference.step(batch, loss, factor)
-                count = next(iter(batch.values())).numel() if is_text else settings.batch_size
-                progress.advance(index + 1, loss, count)
-                metrics = {name: value.item() for name, value in outputs.items() if not value.dim()}
-                sink.log(index + 1, {**metrics, f"{unit}_per_s": progress.rate(), **rates})
-            return f"{progress.rate():,.0f} {unit}/s"
-    finally:
+        yield sink
+    except BaseException:
+        with suppress(OSError):  # what it could not write it tries again
+            sink.close()
+        raise
+    with writing(run.folder):
         sink.close()
 
 
@@ -214,7 +270,11 @@ def show_sample(run: Run, program: Program, states: Mapping[str, Tensor]) -> Non
     names = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
     model.load_state_dict({k: v for k, v in states.items() if k in names}, strict=False)
     model.eval()
-    text = sample_text(model, data, "\ndef ", settings.sample_tokens, settings.seed)
+    try:
+        text = sample_text(model, data, "\ndef ", settings.sample_tokens, settings.seed)
+    except SbpValueError as error:
+        run.warn(f"no sample of text: {error}")
+        return
     run.console.rule("a sample of text")
     run.console.print(printable(text), markup=False, highlight=False)
     run.console.rule()

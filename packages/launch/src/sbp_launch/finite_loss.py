@@ -1,0 +1,84 @@
+"""What becomes of a run whose loss is no finite number."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from sbp_core.errors import RunError
+from sbp_launch.config import RunConfig
+from sbp_launch.report import counted
+
+#: So many steps that loss scaling skips in a row are no longer its search for a scale.
+MOST_SKIPPED = 30
+
+
+class NotFiniteError(RunError):
+    """The loss or the norm of the gradients is infinite or no number: training has diverged."""
+
+
+class FiniteLoss:
+    """Watches the metrics of a run.
+
+    A step that loss scaling skips has changed nothing but the scale: what overflowed in it is no
+    error, unless that never ends.
+
+    Args:
+        config: Of the run; `trainer.on_nan` says what to do.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self._last = "no loss was finite"
+        self._skipped = 0
+        self._warned = False
+
+    def check(self, step: int, metrics: Mapping[str, float], rates: Mapping[str, float]) -> str:
+        """Look at a step, counted from 1.
+
+        Args:
+            step: Its number.
+            metrics: Its `loss`, and perhaps `grad_norm` and `skipped`.
+            rates: Its learning rates.
+
+        Returns:
+            A warning, once, if the run is to go on; else "".
+
+        Raises:
+            NotFiniteError: it is to stop.
+        """
+        wrong = [
+            (name, metrics[name])
+            for name in ("loss", "grad_norm")
+            if name in metrics and not math.isfinite(metrics[name])
+        ]
+        self._skipped = self._skipped + 1 if metrics.get("skipped") else 0
+        if not wrong:
+            self._last = f"the last finite loss was {metrics['loss']:.4f}, of step {step}"
+        if self._skipped > MOST_SKIPPED:
+            what = f"loss scaling has skipped {self._skipped} steps in a row"
+        elif wrong and not self._skipped:
+            called = {"loss": "the loss", "grad_norm": "the norm of the gradients"}[wrong[0][0]]
+            what = f"{called} is {wrong[0][1]}"
+        else:
+            return ""
+        rate = ", ".join(f"{name} {value:g}" for name, value in rates.items())
+        where = f"step {step} of {counted(self.config.trainer.steps, 'step')} ({rate})"
+        if self.config.trainer.on_nan == "stop":
+            raise NotFiniteError(f"{what}; {self._last}", where=where, todo=self._todo())
+        if self._warned:
+            return ""
+        self._warned = True
+        return f"{what} in {where}; {self._last}; trainer.on_nan=warn goes on"
+
+    def _todo(self) -> str:
+        trainer, ways = self.config.trainer, ["a smaller optimizer.lr"]
+        if trainer.update.clip_norm is None:
+            ways.append("trainer.update.clip_norm=1.0")
+        if not trainer.schedule.warmup_steps:
+            ways.append("trainer.schedule.warmup_steps=100")
+        precision = self.config.compile.passes.mixed_precision
+        halves = {self.config.compile.autocast, str(getattr(precision, "dtype", ""))}
+        if "float16" in halves and trainer.update.loss_scaling is None:
+            ways.insert(0, "trainer.update.loss_scaling={init_scale: 65536.0}")
+        return f"try {', '.join(ways)}; trainer.on_nan=warn goes on all the same"

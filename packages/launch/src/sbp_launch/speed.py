@@ -1,0 +1,88 @@
+"""How fast a run trains: of its newest steps while it runs, and of all of them at its end.
+
+A step is timed from the making of its batch to its loss. What else a run does meanwhile (the
+one-device program beside the first steps, printing, evaluation) does not count.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from statistics import median
+
+from sbp_core.units import format_seconds
+
+#: Newest steps that the speed and the time left are told from.
+WINDOW = 20
+
+#: Fewest steps of which a time is told: the first one makes what the others find.
+MIN_STEPS = 3
+
+#: Most steps at the beginning whose time does not count: caches fill, memory is touched first.
+MAX_WARM_UP_STEPS = 10
+
+
+def warm_up_steps(count: int) -> int:
+    """Return how many of the first steps do not count, of so many in all."""
+    return min(MAX_WARM_UP_STEPS, count // 2)
+
+
+class Speed:
+    """Seconds and units (tokens or samples) of the steps of a run.
+
+    Args:
+        unit: What is counted, as people read it.
+        clock: Seconds from any beginning.
+    """
+
+    def __init__(self, unit: str, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.unit, self._clock = unit, clock
+        self._began = clock()
+        self._all: list[tuple[int, float]] = []
+        self._window: deque[tuple[int, float]] = deque(maxlen=WINDOW)
+
+    def begin(self) -> None:
+        """Start the clock of a step."""
+        self._began = self._clock()
+
+    def end(self, units: int) -> None:
+        """Stop it; the step took so many units."""
+        if len(self._all) == 1:
+            self._window.clear()  # the first step tells nothing of the others
+        self._all.append((units, max(1e-9, self._clock() - self._began)))
+        self._window.append(self._all[-1])
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of the newest step."""
+        return self._all[-1][1]
+
+    @property
+    def step_rate(self) -> float:
+        """Units a second of the newest step alone."""
+        units, seconds = self._all[-1]
+        return units / seconds
+
+    def left_s(self, steps: int) -> float:
+        """Return the seconds that so many further steps will take, by the window."""
+        return steps * sum(seconds for _, seconds in self._window) / len(self._window)
+
+    def text(self) -> str:
+        """Return the speed of the window; of the first step, which is slower, what it took."""
+        if len(self._all) == 1:
+            return f"first step: {format_seconds(self.step_s)}"
+        rate = sum(units for units, _ in self._window) / sum(seconds for _, seconds in self._window)
+        return self._told(rate)
+
+    def summary(self) -> str:
+        """Return the median speed of the whole run without the first steps; "" of too few."""
+        count = len(self._all)
+        if count < MIN_STEPS:
+            return ""
+        skipped = warm_up_steps(count)
+        rate = median(units / seconds for units, seconds in self._all[skipped:])
+        return f"{self._told(rate)} (median of steps {skipped + 1}-{count})"
+
+    def _told(self, rate: float) -> str:
+        return f"{rate:,.0f} {self.unit}/s" if rate >= 100 else f"{rate:.3g} {self.unit}/s"

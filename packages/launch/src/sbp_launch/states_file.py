@@ -1,0 +1,61 @@
+"""The states of a run as a file that is whole whenever it is there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from sbp_core.errors import RunError
+
+#: States that can be trained on, and those that a loss without a value has left.
+STATES, NOT_FINITE_STATES = "states.safetensors", "states_not_finite.safetensors"
+
+
+def write_states(path: Path, states: Mapping[str, Tensor]) -> None:
+    """Write states aside, see them on the disk, and then put them in the place of `path`.
+
+    Whatever fails, and whenever: `path` is what it was or what it is to be, and nothing else is
+    left behind. Only a killed process or machine may leave the file aside, `path` with `.part`
+    behind its name.
+
+    Args:
+        path: Of the file.
+        states: Each by name, of any shape and dtype.
+
+    Raises:
+        RunError: it cannot be written, such as on a full disk.
+    """
+    aside = path.with_name(f"{path.name}.part")
+    try:
+        try:
+            save_file({name: value.contiguous() for name, value in states.items()}, aside)
+            _wait_for_disk(aside)
+            aside.replace(path)
+        except BaseException:
+            with suppress(OSError):
+                aside.unlink(missing_ok=True)
+            raise
+        _wait_for_disk(path.parent)
+    except (OSError, SafetensorError) as error:
+        raise RunError(f"{path} cannot be written: {reason(error)}") from error
+
+
+def reason(error: OSError | SafetensorError) -> str:
+    """Return why a file cannot be written, without its name."""
+    return error.strerror or str(error) if isinstance(error, OSError) else str(error)
+
+
+def _wait_for_disk(path: Path) -> None:
+    """Wait until a file, or the names in a folder, would survive a power cut."""
+    flags = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) if path.is_dir() else os.O_RDWR
+    descriptor = os.open(path, flags)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,126 @@
+"""What Ctrl-C, SIGTERM and SIGHUP do to a run, by what it is at.
+
+| at | Ctrl-C | SIGTERM, SIGHUP |
+|---|---|---|
+| training | stops it at once | stop it after the step; the second one at once |
+| saving the states | waits for them; the second one abandons them | wait for them |
+| anything else | stops it at once | stop it at once |
+
+A run that is stopped while it trains saves its states, so until then a signal is one that comes
+while they are saved.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from enum import Enum
+from types import FrameType
+from typing import Any
+
+#: The signals that are heard; Windows has no SIGHUP.
+_HEARD = ("SIGINT", "SIGTERM", "SIGHUP")
+
+
+class Terminated(SystemExit):
+    """A signal asked the program to end; its exit code is 128 and the signal's number."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(128 + number)
+        self.name = signal.Signals(number).name
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class _At(Enum):
+    ANYTHING = 0
+    TRAINING = 1
+    SAVING = 2
+
+
+class StopSignals:
+    """Hears signals inside its `with` block, if that is in the main thread.
+
+    One that the program ignores, as under `nohup`, stays ignored. The handlers from before are
+    back behind the block.
+
+    Args:
+        name: Of the command, in front of what is said to stderr.
+    """
+
+    def __init__(self, name: str = "sbp-train") -> None:
+        self.name = name
+        self.pending: BaseException | None = None
+        self._at = _At.ANYTHING
+        self._interrupts = 0  # Ctrl-C while the states are saved
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is threading.main_thread():
+            for number in (getattr(signal, name) for name in _HEARD if hasattr(signal, name)):
+                before = signal.getsignal(number)
+                # None: set by something that is not Python, and cannot be set again.
+                if before not in (signal.SIG_IGN, None):
+                    self._before[number] = signal.signal(number, self._hear)
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)
+        self._before.clear()
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Let signals stop the block after a step; the states are saved next, whatever ends it."""
+        self._at = _At.TRAINING
+        try:
+            yield
+        finally:
+            self._at = _At.SAVING
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Let signals wait until the block is over."""
+        self._at = _At.SAVING
+        try:
+            yield
+        finally:
+            self._at, self._interrupts = _At.ANYTHING, 0
+
+    def stop_if_asked(self) -> None:
+        """Stop now if a signal has waited for it.
+
+        Raises:
+            Terminated, KeyboardInterrupt: one has.
+        """
+        if self.pending is not None:
+            pending, self.pending = self.pending, None
+            raise pending
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        is_interrupt = number == signal.SIGINT
+        stop = KeyboardInterrupt() if is_interrupt else Terminated(number)
+        told = "Ctrl-C" if is_interrupt else str(stop)
+        if self._at is _At.SAVING:
+            self._interrupts += is_interrupt
+            if self._interrupts > 1:
+                raise stop
+            self.pending = self.pending or stop
+            self._say("saving the states ... (press Ctrl-C again to abandon them)")
+        elif self._at is _At.TRAINING and not is_interrupt and self.pending is None:
+            self.pending = stop
+            self._say(f"{told}: stopping after this step (once more: at once)")
+        else:
+            if self._at is _At.TRAINING:
+                self._at = _At.SAVING
+            self._say(f"{told}: stopping")
+            raise stop
+
+    def _say(self, text: str) -> None:
+        # Past Python's buffers: the signal may have come in the middle of a print.
+        with suppress(OSError):  # the terminal may be gone, and SIGHUP says so
+            os.write(2, f"\n{self.name}: {text}\n".encode())
