@@ -102,8 +102,10 @@ import json, sys, traceback
 from sbp_launch.app import run
 from sbp_launch.check import check
 from sbp_launch.config import Application
+from sbp_launch.plan import check_plan
 
 def task(config, registry, run_folder):
+    config = getattr(config, "run", config)
     if {warn!r}:
         import logging
         logging.getLogger("a.library").info("it is busy")
@@ -124,7 +126,11 @@ def task(config, registry, run_folder):
 code = 0
 try:
     app = Application(
-        name="sbp-toy", about="be a toy", config_name={config!r}, check=check, task=task
+        name="sbp-toy",
+        about="be a toy",
+        config_name={config!r},
+        check=check_plan if {config!r} == "plan" else check,
+        task=task,
     )
     code = run(app)
 except SystemExit as exit:

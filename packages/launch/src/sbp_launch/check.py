@@ -27,14 +27,19 @@ from sbp_launch.known_keys import OTHER_NAMES, known_settings, meant
 T = TypeVar("T")
 
 
-def check(composed: ComposedConfig, registry: PluginRegistry) -> RunConfig:
+def check(composed: ComposedConfig, registry: PluginRegistry, own: Iterable[str] = ()) -> RunConfig:
     """Return the run that a composed config describes.
+
+    Args:
+        composed: The config.
+        registry: The plugins.
+        own: Settings of the command itself, in no group; they are not checked here.
 
     Raises:
         ConfigError: a group, a plugin or a setting is unknown, missing or refused; names the key,
             its file and what the command line said about it.
     """
-    refuse_unknown(composed, GROUPS, registry)
+    refuse_unknown(composed, (*GROUPS, *own), registry)
     choices: dict[str, PluginChoice] = {}
     configs: dict[str, object] = {}
     for group in PLUGIN_GROUPS:

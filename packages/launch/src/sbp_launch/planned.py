@@ -52,10 +52,10 @@ class Planned:
 
     @property
     def num_steps(self) -> Mapping[StepKind, int]:
-        """Boxing steps of each kind between ranks in a training step, before some are merged."""
+        """Boxing steps that send something in a training step, by kind, before some are merged."""
         found: Counter[StepKind] = Counter()
         for item in self.lowered.items:
-            if item.step is not None and item.step.kind is not StepKind.LOCAL:
+            if item.step is not None and item.step.size_bytes:
                 is_micro = item.rate is Rate.MICRO
                 found[item.step.kind] += self.graph.num_micro_batches if is_micro else 1
         return found

@@ -94,11 +94,11 @@ def _boxing_lines(plan: PhysicalPlan, num_steps: Mapping[StepKind, int]) -> list
     }
     sent: Counter[StepKind] = Counter()
     for index, count in firings.items():
-        sent[plan.steps[index].kind] += count
-    if not sent:
+        sent[plan.steps[index].kind] += count * (plan.steps[index].size_bytes > 0)
+    if not plan.boxing_bytes:
         return ["boxing: nothing is sent between ranks"]
     texts = []
-    for kind in sorted(sent):
+    for kind in sorted(+sent):
         asked = max(num_steps.get(kind, 0), sent[kind])
         merged = f" that travel as {sent[kind]} (small ones together)" if asked > sent[kind] else ""
         texts.append(counted(asked, kind.value) + merged)

@@ -21,6 +21,7 @@ from sbp_core.infer import step_time_s
 from sbp_core.memory import MemoryReport
 from sbp_core.plugins import MetricSink, PluginRegistry
 from sbp_core.runtime import Session
+from sbp_core.strategy import Strategy
 from sbp_launch.clusters import usable_cores
 from sbp_launch.config import RunConfig
 from sbp_launch.figures import Predicted, StepMeter
@@ -45,11 +46,12 @@ from sbp_torch.kinds import LanguageModel, TextDataset
 _ALL_ROWS = "see plan.txt of the run folder"
 
 
-def plan_only(config: RunConfig, registry: PluginRegistry) -> None:
-    """Plan and print the plan."""
+def plan_only(config: RunConfig, registry: PluginRegistry) -> Strategy:
+    """Plan, print the plan, and return what was decided."""
     run = Run(config=config, registry=registry, console=make_console())
     planned = plan_step(run, make_program(run))
     show_plan(run, planned, todo="raise trainer.plan_rows to see them")
+    return planned.strategy
 
 
 def train(config: RunConfig, registry: PluginRegistry, folder: Path) -> None:

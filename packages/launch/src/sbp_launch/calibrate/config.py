@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from dataclasses import dataclass, fields
-from pathlib import Path
 
 from sbp_core.errors import ConfigError
 from sbp_core.plugins import PluginRegistry, merge_settings
 from sbp_launch.check import choose, refuse_unknown
 from sbp_launch.config import ComposedConfig, PluginChoice
+from sbp_launch.output import check_writable
 
 #: Kinds of steps that are measured, as `sbp_core.calibration.CALL_KINDS` lists them.
 CALL_KINDS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "transfer")
@@ -89,21 +88,8 @@ class CalibrateConfig:
                 f"ranks={self.ranks}",
                 accepted=f"2 .. {self.ranks}",
             )
-        if not self.out or Path(self.out).is_dir():
-            raise ConfigError(f"out={self.out!r} is no file", accepted="a path such as a.json")
-        file = Path(self.out).absolute()
-        try:
-            # Here, so that nobody measures for minutes what then cannot be written. By writing, as
-            # permissions do not tell: root may write anywhere, and yet not to /proc.
-            with file.open("ab") if file.exists() else tempfile.TemporaryFile(dir=file.parent):
-                pass
-        except OSError as error:
-            raise ConfigError(
-                f"out={self.out!r} cannot be written: "
-                + (f"{error.strerror}" if file.parent.is_dir() else f"{file.parent} is no folder"),
-                accepted="a file in a folder that exists and may be written to",
-                todo="choose another path, or make the folder",
-            ) from error
+        # Here, so that nobody measures for minutes what then cannot be written.
+        check_writable("out", self.out, example="a.json")
 
     @property
     def chosen_sizes(self) -> tuple[int, ...]:

@@ -1,0 +1,114 @@
+"""`sbp-plan out=FILE`: what it refuses before it plans, and what it writes."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_rows import found_plan
+from trainable import registry, run_config
+
+from sbp_core import strategy_yaml
+from sbp_core.errors import ConfigError
+from sbp_core.strategy import Strategy
+from sbp_launch import plan
+from sbp_launch.plan import PlanConfig, PlanRun, next_command, save_strategy
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("strategy.txt", "ends in none of .yaml, .yml, .json"),
+        ("strategy", "ends in none of"),
+        ("missing/strategy.yaml", "is no folder"),
+        ("folder.yaml", "is no file"),
+        ("there.yaml", "exists"),
+        ("file.txt/strategy.yaml", "is no folder"),
+    ],
+)
+def test_a_file_that_cannot_be_meant_is_refused(tmp_path: Path, name: str, what: str) -> None:
+    (tmp_path / "folder.yaml").mkdir()
+    (tmp_path / "there.yaml").write_text("mine", encoding="utf-8")
+    (tmp_path / "file.txt").write_text("", encoding="utf-8")
+
+    with pytest.raises(ConfigError, match=what) as caught:
+        PlanConfig(out=str(tmp_path / name))
+
+    assert caught.value.accepted
+    assert (tmp_path / "there.yaml").read_text(encoding="utf-8") == "mine"
+
+
+def test_a_file_that_exists_is_overwritten_if_asked_for(tmp_path: Path) -> None:
+    file = tmp_path / "there.yaml"
+    file.write_text("mine", encoding="utf-8")
+
+    PlanConfig(out=str(file), overwrite=True)
+
+    assert file.read_text(encoding="utf-8") == "mine"  # until there is a plan
+
+
+def test_checking_leaves_nothing_behind(tmp_path: Path) -> None:
+    PlanConfig(out=str(tmp_path / "new.json"))
+
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["a.yaml", "a.yml", "a.json"])
+def test_the_file_is_the_strategy(tmp_path: Path, name: str) -> None:
+    strategy, path = found_plan("replicated").strategy, tmp_path / name
+
+    save_strategy(strategy, str(path))
+
+    load = Strategy.load if name.endswith("json") else strategy_yaml.load
+    assert load(path) == strategy
+
+
+def test_a_plan_is_written_and_the_next_command_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = str(tmp_path / "a.yaml")
+    overrides = ("planner=even", f"out={out}", "cluster.mesh=[2]", "trainer.micro_batches=2")
+    asked = PlanRun(
+        run=run_config(micro_batches=2), settings=PlanConfig(out=out), overrides=overrides
+    )
+
+    plan._plan(asked, registry(), tmp_path)
+
+    *_, wrote, command = capsys.readouterr().out.splitlines()
+    assert wrote.startswith(f"wrote {out}")
+    assert shlex.split(command) == [
+        "sbp-train",
+        "planner=file",
+        f"planner.path={out}",
+        "cluster.mesh=[2]",
+        "trainer.micro_batches=2",
+    ]
+    assert strategy_yaml.load(Path(out)).num_micro_batches == 2
+
+
+@given(
+    st.lists(
+        st.sampled_from(
+            ["model=llama", "planner.pins={}", "+planner.x=1", "out=a", "overwrite=true", "~logger"]
+        )
+    ),
+    st.text(min_size=1),
+)
+def test_the_next_command_keeps_what_was_said_of_all_else(said: list[str], path: str) -> None:
+    words = shlex.split(next_command(path, said))
+
+    assert words[:3] == ["sbp-train", "planner=file", f"planner.path={path}"]
+    assert words[3:] == [text for text in said if text in ("model=llama", "~logger")]
+
+
+def test_the_command_line_refuses_before_anything_is_planned(app, tmp_path: Path) -> None:
+    done = app("out=strategy.txt", config="plan")
+
+    assert done.code == 2
+    assert "out='strategy.txt' ends in none of" in done.err
+    assert "the command line: out=strategy.txt" in done.err
+    assert not done.torch
+    assert done.made == []
