@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from sbp_core.errors import ConfigError, SbpLookupError, nearest
-from sbp_core.plugins import PluginRegistry, merge_settings
+from sbp_core.plugins import ChecksOthers, PluginRegistry, merge_settings
 from sbp_launch.compile_config import CompileConfig
 from sbp_launch.config import (
     GROUPS,
@@ -51,6 +51,7 @@ def check(composed: ComposedConfig, registry: PluginRegistry, own: Iterable[str]
             where=composed.files.get("cluster", ""),
             accepted="a cluster whose config has mesh: tuple[int, ...] and axes: tuple[str, ...]",
         )
+    _check_together(composed, configs)
     with _seeking_elsewhere(composed, registry):
         trainer = _core_config(composed, "trainer", TrainerConfig)
         compile_config = _core_config(composed, "compile", CompileConfig)
@@ -58,6 +59,28 @@ def check(composed: ComposedConfig, registry: PluginRegistry, own: Iterable[str]
         with _naming_overrides(composed, "compile", f"compile.plugins={name}"):
             registry.factory("pass", name)
     return RunConfig(**choices, trainer=trainer, compile=compile_config, mesh=mesh, axes=axes)
+
+
+def _check_together(composed: ComposedConfig, configs: Mapping[str, object]) -> None:
+    """Ask every config whether those of the other groups fit it.
+
+    Raises:
+        ConfigError: one does not; names the files of both, and what the command line said.
+    """
+    for group, config in configs.items():
+        if not isinstance(config, ChecksOthers):
+            continue
+        try:
+            config.check_beside({kind: one for kind, one in configs.items() if kind != group})
+        except ConfigError as error:
+            told = f"{error.what} {error.accepted} {error.todo}"
+            about = [one for one in configs if one == group or re.search(rf"\b{one}[.=]", told)]
+            files = [composed.files.get(one, "") for one in about]
+            said = [line for one in about for line in composed.overrides_of(one)]
+            where = (*error.where, *files, *said)
+            raise ConfigError(
+                error.what, where=where, accepted=error.accepted, todo=error.todo
+            ) from error
 
 
 def refuse_unknown(

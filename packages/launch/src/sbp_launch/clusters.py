@@ -10,6 +10,9 @@ from sbp_core.cluster import Cluster, Device, Link
 from sbp_core.errors import ConfigError
 from sbp_core.plugins import ClusterFactory
 
+#: Names of the axes of a mesh with one, two or three, as presets of planners know them.
+AXES = {1: ("data",), 2: ("data", "tensor"), 3: ("pipe", "data", "tensor")}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalConfig:
@@ -22,7 +25,7 @@ class LocalConfig:
 
     Args:
         mesh: Ranks along each axis, >= 1.
-        axes: Distinct name of each axis.
+        axes: Distinct name of each axis; None, once made, is those of `AXES`.
         world_size: Ranks in all; None takes what the mesh has.
         cores: Cores that the ranks share; None takes all that this process may use.
         float32_flop_per_s: Rate of a float32 matrix multiplication on one core, in flop/s.
@@ -36,7 +39,7 @@ class LocalConfig:
     """
 
     mesh: tuple[int, ...] = (2, 2)
-    axes: tuple[str, ...] = ("data", "tensor")
+    axes: tuple[str, ...] | None = None
     world_size: int | None = None
     cores: int | None = None
     float32_flop_per_s: float = 100e9
@@ -49,7 +52,7 @@ class LocalConfig:
     link_bytes_per_s: float = 5e9
 
     def __post_init__(self) -> None:
-        check_mesh(self.mesh, self.axes, self.world_size)
+        object.__setattr__(self, "axes", named_axes(self.mesh, self.axes, self.world_size))
         if self.cores is not None and self.cores < 1:
             raise ConfigError(
                 f"cores={self.cores}", accepted="1 or more, or null for all that there are"
@@ -63,8 +66,15 @@ class LocalConfig:
                 raise ConfigError(f"{field.name}={value!r}", accepted="a finite number > 0")
 
 
-def check_mesh(mesh: tuple[int, ...], axes: tuple[str, ...], world_size: int | None) -> None:
-    """Check that the axes name the mesh, and that it has as many ranks as the world.
+def named_axes(
+    mesh: tuple[int, ...], axes: tuple[str, ...] | None, world_size: int | None
+) -> tuple[str, ...]:
+    """Return the name of each axis; check that they fit the mesh, and that it fills the world.
+
+    Args:
+        mesh: Ranks along each axis.
+        axes: Their names; None takes those of `AXES`.
+        world_size: Ranks in all; None takes what the mesh has.
 
     Raises:
         ConfigError: one of them does not hold; the message starts with the guilty setting.
@@ -75,10 +85,18 @@ def check_mesh(mesh: tuple[int, ...], axes: tuple[str, ...], world_size: int | N
             f"mesh={shown} has no ranks",
             accepted="at least one axis, each of one rank or more, such as [2, 2]",
         )
+    if axes is None and len(mesh) not in AXES:
+        raise ConfigError(
+            f"axes=null, and mesh={shown} has {len(mesh)} axes",
+            accepted=f"one name for each axis; null for a mesh of at most {max(AXES)} axes",
+            todo="set cluster.axes, such as cluster.axes=[pipe,node,data,tensor]",
+        )
+    axes = AXES[len(mesh)] if axes is None else axes
     if len(axes) != len(mesh):
+        usual = ", or null for " + ",".join(AXES[len(mesh)]) if len(mesh) in AXES else ""
         raise ConfigError(
             f"axes={list(axes)} names {len(axes)} axes for a mesh of {len(mesh)}: mesh={shown}",
-            accepted="one name for each axis of the mesh",
+            accepted=f"one name for each axis of the mesh{usual}",
             todo="set cluster.mesh and cluster.axes together",
         )
     if len(set(axes)) != len(axes) or not all(axes):
@@ -88,6 +106,7 @@ def check_mesh(mesh: tuple[int, ...], axes: tuple[str, ...], world_size: int | N
             f"mesh={shown} has {prod(mesh)} ranks, and world_size={world_size}",
             accepted=f"a mesh of {world_size} ranks, or world_size={prod(mesh)}",
         )
+    return axes
 
 
 def usable_cores() -> int:

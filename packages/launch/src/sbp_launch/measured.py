@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sbp_core.errors import ConfigError
-from sbp_launch.clusters import check_mesh
+from sbp_launch.clusters import named_axes
 
 if TYPE_CHECKING:
     from sbp_core.cluster import Cluster
@@ -22,7 +22,7 @@ class MeasuredConfig:
     Args:
         file: Cluster file that `sbp-calibrate` wrote.
         mesh: Ranks along each axis, >= 1.
-        axes: Distinct name of each axis.
+        axes: Distinct name of each axis; None, once made, is those of `sbp_launch.clusters.AXES`.
         world_size: Ranks in all; None takes what the mesh has.
         backend: Boxing backend whose times are used; empty for the one that the file names.
         extrapolate: Whether the mesh may have more ranks than were measured. They are taken to be
@@ -34,13 +34,13 @@ class MeasuredConfig:
 
     file: str = "cluster.json"
     mesh: tuple[int, ...] = (2,)
-    axes: tuple[str, ...] = ("data",)
+    axes: tuple[str, ...] | None = None
     world_size: int | None = None
     backend: str = ""
     extrapolate: bool = False
 
     def __post_init__(self) -> None:
-        check_mesh(self.mesh, self.axes, self.world_size)
+        object.__setattr__(self, "axes", named_axes(self.mesh, self.axes, self.world_size))
         load(self, prod(self.mesh))
 
 

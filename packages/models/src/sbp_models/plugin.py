@@ -49,12 +49,12 @@ def sbp_models() -> Mapping[str, Factory]:
         "bert": Factory(
             build="sbp_models.bert:build",
             config=BertConfig,
-            summary="transformer encoder for masked tokens (data.task=masked)",
+            summary="transformer encoder, which guesses masked tokens",
         ),
         "t5": Factory(
             build="sbp_models.t5:build",
             config=T5Config,
-            summary="encoder and decoder, relative positions (data.task=continue)",
+            summary="encoder and decoder, relative positions; continues a text",
         ),
         "resnet": Factory(
             build="sbp_models.resnet:build",

@@ -28,7 +28,8 @@ import torch
 
 from sbp_core.errors import ConfigError
 from sbp_core.units import format_bytes
-from sbp_models.configs import StdlibConfig, TextConfig, TextTask
+from sbp_models.configs import StdlibConfig, TextConfig, TextTask, text_task
+from sbp_models.configs.text import VOCABULARY
 from sbp_models.counter_based_random import (
     below,
     check_batch,
@@ -81,7 +82,7 @@ class ByteText:
         label: str,
         task: TextTask = "next",
     ) -> None:
-        self.vocabulary = MASK + 1 if task == "masked" else MASK
+        self.vocabulary = VOCABULARY[task]
         ordered = sorted(files, key=lambda file: _file_key(file[0]))
         text = np.frombuffer(b"\n".join(content for _, content in ordered), dtype=np.uint8)
         cut = round(len(text) * SPLITS["train"])
@@ -186,7 +187,9 @@ def build_stdlib(config: StdlibConfig) -> ByteText:
             todo="choose data=text data.path=FILE_OR_FOLDER",
         )
     label = f"standard library of Python {platform.python_version()}"
-    return ByteText(files, context=config.context, seed=config.seed, label=label, task=config.task)
+    return ByteText(
+        files, context=config.context, seed=config.seed, label=label, task=text_task(config.task)
+    )
 
 
 def build_text(config: TextConfig) -> ByteText:
@@ -215,7 +218,11 @@ def build_text(config: TextConfig) -> ByteText:
             todo="correct data.path, or choose data=stdlib",
         )
     return ByteText(
-        files, context=config.context, seed=config.seed, label=str(path), task=config.task
+        files,
+        context=config.context,
+        seed=config.seed,
+        label=str(path),
+        task=text_task(config.task),
     )
 
 

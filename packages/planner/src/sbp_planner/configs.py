@@ -6,11 +6,58 @@ its key.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from sbp_core.errors import ConfigError
+
+#: Mesh axes that presets know, in the order in which a mesh has them.
+AXES = ("pipe", "data", "tensor")
+
+#: Presets that any model and any mesh can take.
+FIT_ANY = ("infer", "manual/data_parallel", "manual/zero")
+
+
+def check_axes(needed: Sequence[str], mesh: Sequence[int], axes: Sequence[str]) -> None:
+    """Refuse a mesh that lacks an axis.
+
+    Args:
+        needed: Names of the axes that there must be.
+        mesh: Ranks along each axis.
+        axes: Name of each.
+
+    Raises:
+        ConfigError: one is not there; says which mesh and axes to choose.
+    """
+    missing = [name for name in needed if name not in axes]
+    if not missing:
+        return
+    wanted = [*needed, *(name for name in (*axes, *AXES) if name not in needed)][: len(mesh)]
+    wanted = sorted(wanted if len(wanted) >= len(needed) else needed, key=_order)
+    sizes = list(mesh)
+    while len(sizes) < len(wanted):
+        # The last axis becomes two, as even as can be.
+        last = sizes.pop()
+        part = max(one for one in range(1, last + 1) if last % one == 0 and one * one <= last)
+        sizes += [last // part, part]
+    say = "" if sizes == list(mesh) else f"cluster.mesh=[{','.join(map(str, sizes))}] "
+    names = " and ".join(map(repr, missing))
+    raise ConfigError(
+        f"the mesh has no axis {names}, which the planner is about: "
+        f"cluster.mesh={list(mesh)}, cluster.axes=[{','.join(axes)}]",
+        accepted=f"a mesh with the axes {', '.join(needed)}",
+        todo=f"say {say}cluster.axes=[{','.join(wanted)}]; any mesh will do for {fit_any()}",
+    )
+
+
+def fit_any() -> str:
+    """Return the presets that fit any model and any mesh, as one types them."""
+    return ", ".join(f"planner={preset}" for preset in FIT_ANY)
+
+
+def _order(name: str) -> int:
+    return AXES.index(name) if name in AXES else len(AXES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,12 +70,14 @@ class ManualConfig:
         schedule: How many micro-batches may be in flight on each of several stages: `1f1b` allows
             `num_stages - stage`, `gpipe` all.
         needs_axes: Mesh axes without which the preset does not do what its name says.
+        fits: Models whose names the pins speak of, for messages; empty: any.
     """
 
     pins: Mapping[str, str | Mapping[str, str]] = field(default_factory=dict)
     stage_patterns: tuple[tuple[str, ...], ...] = ()
     schedule: Literal["1f1b", "gpipe"] = "1f1b"
     needs_axes: tuple[str, ...] = ()
+    fits: str = ""
 
     def __post_init__(self) -> None:
         if self.schedule not in ("1f1b", "gpipe"):
@@ -41,6 +90,16 @@ class ManualConfig:
                     f"stage_patterns[{stage}]={patterns!r} names no module",
                     accepted="a list of patterns for each stage, such as [embed, blocks.0]",
                 )
+
+    def check_beside(self, others: Mapping[str, object]) -> None:
+        """Refuse a mesh without the axes that the pins need; see `sbp_core.plugins.ChecksOthers`.
+
+        Raises:
+            ConfigError: so it is; says which mesh and axes to choose.
+        """
+        cluster = others.get("cluster")
+        mesh, axes = getattr(cluster, "mesh", ()), getattr(cluster, "axes", ())
+        check_axes(self.needs_axes, mesh, axes)
 
 
 def _check_pins(pins: Mapping[str, str | Mapping[str, str]]) -> None:

@@ -11,7 +11,7 @@ from sbp_core.errors import ConfigError, PlanError
 from sbp_core.infer import PINS, infer_strategy, one_forward_one_backward, stage_placements
 from sbp_core.plugins import PlanRequest
 from sbp_core.strategy import Strategy
-from sbp_planner.configs import ManualConfig
+from sbp_planner.configs import ManualConfig, check_axes, fit_any
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +28,9 @@ class ManualPlanner:
                 mesh lacks an axis that the preset needs.
             PlanError: nothing fulfils the stages.
         """
-        for axis in self.config.needs_axes:
-            if axis not in request.mesh.axes:
-                raise ConfigError(
-                    f"the mesh has no axis {axis!r}, which this preset is about",
-                    where=f"planner manual, mesh axes {', '.join(request.mesh.axes)}",
-                    accepted=f"a mesh with the axes {', '.join(self.config.needs_axes)}",
-                    todo=f"set cluster.mesh and cluster.axes, such as cluster.axes=[{axis}]",
-                )
-        num_stages = len(stage_placements(request.mesh))
+        mesh, fits = request.mesh, self.config.fits
+        check_axes(self.config.needs_axes, mesh.mesh_shape, mesh.axes)
+        num_stages = len(stage_placements(mesh))
         quotas = in_flight(self.config.schedule, num_stages, request.graph.num_micro_batches)
         try:
             return infer_strategy(
@@ -50,11 +44,12 @@ class ManualPlanner:
         except (ConfigError, PlanError) as error:
             if PINS not in error.where:
                 raise
+            preset = f"; this preset is for {fits}" if fits else ""
             raise ConfigError(
-                f"planner.pins: {error.what}",
+                f"planner.pins: {error.what}{preset}",
                 where=[place for place in error.where if place != PINS],
                 accepted=error.accepted,
-                todo=error.todo,
+                todo=f"choose a preset for any model: {fit_any()}" if fits else error.todo,
             ) from error
 
 

@@ -6,8 +6,10 @@ name of the setting, which `sbp_core.plugins.merge_settings` completes to its ke
 Stability: internal.
 """
 
-from sbp_models.configs.clicks import ClicksConfig, DlrmConfig
+from sbp_models.configs.clicks import ClicksConfig
+from sbp_models.configs.dlrm import DlrmConfig
 from sbp_models.configs.hf import HfConfig
+from sbp_models.configs.images import ImagesConfig
 from sbp_models.configs.language import (
     BertConfig,
     GptConfig,
@@ -15,8 +17,8 @@ from sbp_models.configs.language import (
     MoeConfig,
     T5Config,
 )
-from sbp_models.configs.text import StdlibConfig, TextConfig, TextTask
-from sbp_models.configs.vision import ImagesConfig, ResnetConfig, VitConfig
+from sbp_models.configs.text import StdlibConfig, TextConfig, TextTask, text_task
+from sbp_models.configs.vision import ResnetConfig, VitConfig
 
 __all__ = [
     "BertConfig",
@@ -33,4 +35,5 @@ __all__ = [
     "TextConfig",
     "TextTask",
     "VitConfig",
+    "text_task",
 ]

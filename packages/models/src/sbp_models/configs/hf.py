@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 from sbp_core.errors import ConfigError
 from sbp_models.configs.checks import check_positive
+from sbp_models.configs.fit import check_images, check_text
+from sbp_models.configs.text import text_task
 
 #: What a model of `transformers` is to do.
 HfTask = Literal["causal_lm", "seq2seq_lm", "masked_lm", "image_classification"]
@@ -46,3 +48,27 @@ class HfConfig:
                 todo="set model.kind",
             )
         check_positive(self, "context")
+
+    def check_beside(self, others: Mapping[str, object]) -> None:
+        """Refuse data that it cannot learn from; see `sbp_core.plugins.ChecksOthers`.
+
+        Sizes that `overrides` leave out are the library's, and not known here.
+        """
+        data = others.get("data")
+        if self.task == "image_classification":
+            check_images(
+                data,
+                model=f"hf model.kind={self.kind}",
+                channels=self.overrides.get("num_channels"),
+                num_classes=self.overrides.get("num_labels"),
+                image_size=self.overrides.get("image_size"),
+            )
+        else:
+            check_text(
+                data,
+                model=f"hf model.kind={self.kind} model.task={self.task}",
+                task=text_task(self.task),
+                vocabulary=self.overrides.get("vocab_size"),
+                context=self.context if self.task == "causal_lm" else None,
+                vocabulary_key="model.overrides.vocab_size",
+            )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import ClassVar, Literal
 
 from sbp_core.errors import ConfigError
 from sbp_models.configs.checks import (
@@ -11,6 +13,7 @@ from sbp_models.configs.checks import (
     check_not_negative,
     check_positive,
 )
+from sbp_models.configs.fit import check_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +41,16 @@ class GptConfig:
         check_positive(self, *(field.name for field in fields(self)))
         check_divides(self, "num_heads", "hidden")
 
+    def check_beside(self, others: Mapping[str, object]) -> None:
+        """Refuse data that it cannot learn from; see `sbp_core.plugins.ChecksOthers`."""
+        check_text(
+            others.get("data"),
+            model="gpt",
+            task="next",
+            vocabulary=self.vocabulary,
+            context=self.context,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaConfig:
@@ -60,6 +73,8 @@ class LlamaConfig:
     Raises:
         ConfigError: a setting is not positive, or the heads do not divide what they must.
     """
+
+    option: ClassVar[str] = "llama"
 
     vocabulary: int = 256
     context: int = 128
@@ -84,6 +99,16 @@ class LlamaConfig:
                 accepted="an even hidden / num_heads",
             )
 
+    def check_beside(self, others: Mapping[str, object]) -> None:
+        """Refuse data that it cannot learn from; see `sbp_core.plugins.ChecksOthers`."""
+        check_text(
+            others.get("data"),
+            model=self.option,
+            task="next",
+            vocabulary=self.vocabulary,
+            context=self.context,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeConfig(LlamaConfig):
@@ -101,6 +126,8 @@ class MoeConfig(LlamaConfig):
     Raises:
         ConfigError: a setting is out of range.
     """
+
+    option: ClassVar[str] = "moe"
 
     num_experts: int = 4
     top_k: int = 2
@@ -132,6 +159,7 @@ class BertConfig:
         num_heads: Attention heads of a block; divides `hidden`.
         hidden: Width of the residual stream; the MLP is four times as wide.
         dropout: Probability with which a number is dropped, in [0, 1).
+        task: What it learns from a text; data sets follow it.
 
     Raises:
         ConfigError: a setting is out of range, or the heads do not divide the width.
@@ -143,11 +171,22 @@ class BertConfig:
     num_heads: int = 4
     hidden: int = 128
     dropout: float = 0.0
+    task: Literal["masked"] = "masked"
 
     def __post_init__(self) -> None:
         check_positive(self, "vocabulary", "context", "num_layers", "num_heads", "hidden")
         check_divides(self, "num_heads", "hidden")
         check_fractions(self, "dropout")
+
+    def check_beside(self, others: Mapping[str, object]) -> None:
+        """Refuse data that it cannot learn from; see `sbp_core.plugins.ChecksOthers`."""
+        check_text(
+            others.get("data"),
+            model="bert",
+            task="masked",
+            vocabulary=self.vocabulary,
+            context=self.context,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,6 +207,7 @@ class T5Config:
         max_distance: Distance from which all are alike; more than `num_buckets`.
         start: Token that the decoder starts with.
         norm_epsilon: What is added to a mean square before its root is taken.
+        task: What it learns from a text; data sets follow it.
 
     Raises:
         ConfigError: a setting is out of range.
@@ -183,6 +223,7 @@ class T5Config:
     max_distance: int = 128
     start: int = 0
     norm_epsilon: float = 1e-6
+    task: Literal["continue"] = "continue"
 
     def __post_init__(self) -> None:
         check_positive(self, "vocabulary", "num_layers", "num_heads", "head_width")
@@ -198,3 +239,12 @@ class T5Config:
             raise ConfigError(
                 f"start={self.start} is no token", accepted=f"0 to {self.vocabulary - 1}"
             )
+
+    def check_beside(self, others: Mapping[str, object]) -> None:
+        """Refuse data that it cannot learn from; see `sbp_core.plugins.ChecksOthers`."""
+        check_text(
+            others.get("data"),
+            model="t5",
+            task="continue",
+            vocabulary=self.vocabulary,
+        )

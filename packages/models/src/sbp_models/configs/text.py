@@ -2,14 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from sbp_core.errors import ConfigError
+from sbp_core.errors import ConfigError, nearest
 from sbp_models.configs.checks import check_positive, check_seed
 
 #: What a model is to do with a window of text; see `sbp_models.text.ByteText`.
 TextTask = Literal["next", "masked", "continue"]
+
+#: Different tokens of each task: bytes, and the mask.
+VOCABULARY: Mapping[TextTask, int] = {"next": 256, "masked": 257, "continue": 256}
+
+#: What `transformers` calls them.
+HF_TASKS: Mapping[str, TextTask] = {
+    "causal_lm": "next",
+    "masked_lm": "masked",
+    "seq2seq_lm": "continue",
+}
+
+
+def text_task(task: str) -> TextTask:
+    """Return what a task is called here.
+
+    Raises:
+        ConfigError: it is none that one learns from a text.
+    """
+    found = HF_TASKS.get(task, task)
+    for known in VOCABULARY:
+        if found == known:
+            return known
+    near = nearest(task, (*VOCABULARY, *HF_TASKS))
+    meant = f"did you mean {near}?" if near else ""
+    raise ConfigError(
+        f"task={task} is nothing that one learns from a text",
+        accepted=f"{', '.join(VOCABULARY)}; or {', '.join(HF_TASKS)}, as transformers calls them",
+        todo="choose data=images for a classifier of images" if "image" in task else meant,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,19 +49,21 @@ class StdlibConfig:
     Args:
         context: Tokens of one sample.
         task: `next`: predict each next token; `masked`: those that are masked; `continue`: the
-            text that follows.
+            text that follows; or what `transformers` calls them: `causal_lm`, `masked_lm`,
+            `seq2seq_lm`.
         seed: Seed of the order of the samples.
 
     Raises:
-        ConfigError: `context` is not positive or `seed` is negative.
+        ConfigError: `task` is none, `context` is not positive or `seed` is negative.
     """
 
     context: int = 128
-    task: TextTask = "next"
+    task: str = "next"
     seed: int = 0
 
     def __post_init__(self) -> None:
         check_positive(self, "context")
+        text_task(self.task)
         check_seed(self.seed)
 
 
@@ -43,16 +75,18 @@ class TextConfig:
         path: A file, taken as raw bytes, or a folder, of which every UTF-8 file is taken.
         context: Tokens of one sample.
         task: `next`: predict each next token; `masked`: those that are masked; `continue`: the
-            text that follows.
+            text that follows; or what `transformers` calls them: `causal_lm`, `masked_lm`,
+            `seq2seq_lm`.
         seed: Seed of the order of the samples.
 
     Raises:
-        ConfigError: `path` is empty, `context` is not positive or `seed` is negative.
+        ConfigError: `path` is empty, `task` is none, `context` is not positive or `seed` is
+            negative.
     """
 
     path: str
     context: int = 128
-    task: TextTask = "next"
+    task: str = "next"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -63,4 +97,5 @@ class TextConfig:
                 todo="set data.path=FILE_OR_FOLDER",
             )
         check_positive(self, "context")
+        text_task(self.task)
         check_seed(self.seed)

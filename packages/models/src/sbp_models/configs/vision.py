@@ -1,17 +1,17 @@
-"""The settings of the image classifiers and of the data set of images."""
+"""The settings of the image classifiers."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from sbp_models.configs.checks import (
     check_divides,
     check_fractions,
-    check_not_negative,
     check_positive,
-    check_seed,
 )
+from sbp_models.configs.fit import check_images
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +45,15 @@ class ResnetConfig:
     def __post_init__(self) -> None:
         check_positive(self, "width", "channels", "num_classes")
         check_fractions(self, "label_smoothing")
+
+    def check_beside(self, others: Mapping[str, object]) -> None:
+        """Refuse data that it cannot learn from; see `sbp_core.plugins.ChecksOthers`."""
+        check_images(
+            others.get("data"),
+            model="resnet",
+            channels=self.channels,
+            num_classes=self.num_classes,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,29 +104,12 @@ class VitConfig:
         check_divides(self, "num_heads", "hidden")
         check_fractions(self, "dropout", "drop_path", "label_smoothing")
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ImagesConfig:
-    """Settings of the data set `images`.
-
-    Args:
-        image_size: Height and width, in pixels.
-        channels: Channels of an image.
-        num_classes: Classes.
-        noise: Standard deviation of the noise, where the pattern has an amplitude of 1.
-        seed: Seed of the samples.
-
-    Raises:
-        ConfigError: a size is not positive, or `noise` or `seed` is negative.
-    """
-
-    image_size: int = 32
-    channels: int = 3
-    num_classes: int = 10
-    noise: float = 0.5
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        check_positive(self, "image_size", "channels", "num_classes")
-        check_not_negative(self, "noise")
-        check_seed(self.seed)
+    def check_beside(self, others: Mapping[str, object]) -> None:
+        """Refuse data that it cannot learn from; see `sbp_core.plugins.ChecksOthers`."""
+        check_images(
+            others.get("data"),
+            model="vit",
+            channels=self.channels,
+            num_classes=self.num_classes,
+            image_size=self.image_size,
+        )

@@ -11,6 +11,7 @@ from sbp_core.plugins.blame import blame
 from sbp_core.plugins.discovery import PluginSource, discover
 from sbp_core.plugins.hooks import API_VERSION, KINDS, EmptyConfig, Factory, hookimpl
 from sbp_core.plugins.kinds import (
+    ChecksOthers,
     ClusterFactory,
     GraphPass,
     MetricSink,
@@ -25,6 +26,7 @@ __all__ = [
     "API_VERSION",
     "INSTEAD",
     "KINDS",
+    "ChecksOthers",
     "ClusterFactory",
     "ConfigFolder",
     "EmptyConfig",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,6 +19,27 @@ if TYPE_CHECKING:
     from sbp_core.graph.ir import LogicalGraph
     from sbp_core.placement import Placement
     from sbp_core.strategy import Strategy
+
+
+@runtime_checkable
+class ChecksOthers(Protocol):
+    """A config, of any kind, that knows what must be chosen beside it.
+
+    Before anything is made, an app asks each config that has this method: a model whether the data
+    fit it, a planner whether the mesh has the axes that it needs.
+    """
+
+    def check_beside(self, others: Mapping[str, object]) -> None:
+        """Check the configs of the other groups beside this one.
+
+        Args:
+            others: Config of each kind that a run chooses, by kind (`data`, `cluster`); of any
+                package, so what is not known is to be passed over.
+
+        Raises:
+            ConfigError: they do not fit; names whole keys, such as `data.context`.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,165 @@
+"""Whether data sets of this package fit its models: what a model asks of a batch is in its data.
+
+Said before anything is made. Data sets of other packages are passed over: what they lack is said
+when the model asks a batch for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from sbp_core.errors import ConfigError
+from sbp_models.configs.clicks import ClicksConfig
+from sbp_models.configs.images import ImagesConfig
+from sbp_models.configs.text import VOCABULARY, StdlibConfig, TextConfig, TextTask, text_task
+
+#: What a data set gives, and the option of each.
+OPTIONS: Mapping[type, tuple[str, str]] = {
+    StdlibConfig: ("a text", "stdlib"),
+    TextConfig: ("a text", "text"),
+    ImagesConfig: ("images", "images"),
+    ClicksConfig: ("clicks", "clicks"),
+}
+
+#: What a model learns from a text by each task, and our models for it.
+_LEARNS: Mapping[TextTask, tuple[str, str]] = {
+    "next": ("the next token", "gpt, llama, moe, hf/gpt2"),
+    "masked": ("masked tokens", "bert, hf/bert"),
+    "continue": ("how a text continues", "t5, hf/t5"),
+}
+
+
+def check_text(
+    data: object,
+    *,
+    model: str,
+    task: TextTask,
+    vocabulary: int | None,
+    context: int | None = None,
+    vocabulary_key: str = "model.vocabulary",
+) -> None:
+    """Refuse data that a language model cannot learn from.
+
+    Args:
+        data: Config of the data set.
+        model: Option of the model, for the message.
+        task: What the model learns.
+        vocabulary: Different tokens that it knows; None if that is not known here.
+        context: Most tokens that it looks at; None if there is no limit.
+        vocabulary_key: The setting that says `vocabulary`.
+
+    Raises:
+        ConfigError: the data are no text, are for another task, or have too many or too long rows
+            of tokens.
+    """
+    _check_kind(data, model, StdlibConfig, TextConfig)
+    if not isinstance(data, StdlibConfig | TextConfig):
+        return
+    asked = text_task(data.task)
+    if asked != task:
+        raise ConfigError(
+            f"model={model} learns {_LEARNS[task][0]}, and data.task={data.task} "
+            f"asks for {_LEARNS[asked][0]}",
+            accepted=f"data.task={task}",
+            todo=f"leave data.task out, or choose a model for it: {_LEARNS[asked][1]}",
+        )
+    needed = VOCABULARY[task]
+    if vocabulary is not None and vocabulary < needed:
+        mask = " (bytes and the mask)" if task == "masked" else " (bytes)"
+        raise ConfigError(
+            f"{vocabulary_key}={vocabulary} is less than the {needed} tokens of "
+            f"data={OPTIONS[type(data)][1]}{mask}",
+            accepted=f"{vocabulary_key} >= {needed}",
+        )
+    if context is not None and data.context > context:
+        raise ConfigError(
+            f"data.context={data.context} is longer than model.context={context}",
+            accepted=f"data.context in 1 to {context}",
+            todo="leave data.context out, which then is the model's, or raise model.context",
+        )
+
+
+def check_images(
+    data: object,
+    *,
+    model: str,
+    channels: int | None,
+    num_classes: int | None,
+    image_size: int | None = None,
+) -> None:
+    """Refuse data that an image classifier cannot learn from.
+
+    Args:
+        data: Config of the data set.
+        model: Option of the model, for the message.
+        channels: Channels that it takes.
+        num_classes: Classes that it knows.
+        image_size: Height and width that it takes; any if None, as with the other two.
+
+    Raises:
+        ConfigError: the data are no images, or not such images.
+    """
+    _check_kind(data, model, ImagesConfig)
+    if not isinstance(data, ImagesConfig):
+        return
+    for name, wanted in (("image_size", image_size), ("channels", channels)):
+        given = getattr(data, name)
+        if wanted is not None and given != wanted:
+            raise ConfigError(
+                f"data.{name}={given}, and model={model} takes {wanted}",
+                accepted=f"data.{name}={wanted}",
+                todo=f"leave data.{name} out, which then is the model's",
+            )
+    if num_classes is not None and data.num_classes > num_classes:
+        raise ConfigError(
+            f"data.num_classes={data.num_classes}, and model={model} knows {num_classes}",
+            accepted=f"data.num_classes in 1 to {num_classes}",
+            todo="leave data.num_classes out, which then is the model's",
+        )
+
+
+def check_clicks(data: object, *, model: str, num_dense: int, rows: Sequence[int]) -> None:
+    """Refuse data that a recommendation model cannot learn from.
+
+    Args:
+        data: Config of the data set.
+        model: Option of the model, for the message.
+        num_dense: Numbers of a sample that it takes.
+        rows: Values that it knows of each feature.
+
+    Raises:
+        ConfigError: the data are no clicks, or not such clicks.
+    """
+    _check_kind(data, model, ClicksConfig)
+    if not isinstance(data, ClicksConfig):
+        return
+    if data.num_dense != num_dense:
+        raise ConfigError(
+            f"data.num_dense={data.num_dense}, and model={model} takes {num_dense}",
+            accepted=f"data.num_dense={num_dense}",
+            todo="leave data.num_dense out, which then is the model's",
+        )
+    fits = len(data.rows) == len(rows) and all(map(int.__le__, data.rows, rows))
+    if not fits:
+        raise ConfigError(
+            f"data.rows={list(data.rows)}, and model={model} has tables of {list(rows)} rows",
+            accepted="as many features as tables, none of more values than its table has rows",
+            todo="leave data.rows out, which then is the model's",
+        )
+
+
+def _check_kind(data: object, model: str, *wanted: type) -> None:
+    """Refuse a data set of this package that is none of those wanted.
+
+    Raises:
+        ConfigError: so it is.
+    """
+    if type(data) not in OPTIONS or isinstance(data, wanted):
+        return
+    given, option = OPTIONS[type(data)]
+    options = [f"data={OPTIONS[kind][1]}" for kind in wanted]
+    raise ConfigError(
+        f"model={model} learns from {OPTIONS[wanted[0]][0]}, and data={option} gives {given}",
+        accepted=", ".join(options),
+        todo="leave data=... out: the model then chooses what fits it",
+    )

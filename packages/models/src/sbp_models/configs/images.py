@@ -1,0 +1,34 @@
+"""The settings of the data set of images."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sbp_models.configs.checks import check_not_negative, check_positive, check_seed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImagesConfig:
+    """Settings of the data set `images`.
+
+    Args:
+        image_size: Height and width, in pixels.
+        channels: Channels of an image.
+        num_classes: Classes.
+        noise: Standard deviation of the noise, where the pattern has an amplitude of 1.
+        seed: Seed of the samples.
+
+    Raises:
+        ConfigError: a size is not positive, or `noise` or `seed` is negative.
+    """
+
+    image_size: int = 32
+    channels: int = 3
+    num_classes: int = 10
+    noise: float = 0.5
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_positive(self, "image_size", "channels", "num_classes")
+        check_not_negative(self, "noise")
+        check_seed(self.seed)
