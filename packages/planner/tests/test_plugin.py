@@ -22,7 +22,7 @@ PRESETS = [
     "zero2",
     "pipeline",
 ]
-OPTIONS = [*(f"manual/{name}" for name in PRESETS), "osdp", "file"]
+OPTIONS = [*(f"manual/{name}" for name in PRESETS), "infer", "osdp", "file"]
 
 
 def read_option(name):
@@ -38,7 +38,7 @@ def test_the_entry_point_leads_to_the_hooks():
 
 
 def test_the_package_brings_these_planners():
-    assert set(FACTORIES) == {"manual", "osdp", "file"}
+    assert set(FACTORIES) == {"infer", "manual", "osdp", "file"}
     assert plugin.sbp_config_folders() == ["pkg://sbp_planner.conf"]
 
 
@@ -76,7 +76,7 @@ def test_every_option_file_is_tested():
 
 def test_planning_does_not_import_torch():
     code = (
-        "import sys, sbp_planner.plugin, sbp_planner.manual, sbp_planner.osdp, sbp_planner.file;"
+        "import sys, sbp_planner.plugin, sbp_planner.manual, sbp_planner.infer, sbp_planner.osdp, sbp_planner.file;"
         "sys.exit('torch' in sys.modules)"
     )
 

@@ -80,16 +80,9 @@ class ManualConfig:
     fits: str = ""
 
     def __post_init__(self) -> None:
-        if self.schedule not in ("1f1b", "gpipe"):
-            raise ConfigError(f"schedule={self.schedule!r}", accepted="1f1b, gpipe")
+        _check_stages(self.schedule, self.stage_patterns)
         if self.pins:
             _check_pins(self.pins)
-        for stage, patterns in enumerate(self.stage_patterns):
-            if not patterns or not all(patterns):
-                raise ConfigError(
-                    f"stage_patterns[{stage}]={patterns!r} names no module",
-                    accepted="a list of patterns for each stage, such as [embed, blocks.0]",
-                )
 
     def check_beside(self, others: Mapping[str, object]) -> None:
         """Refuse a mesh without the axes that the pins need; see `sbp_core.plugins.ChecksOthers`.
@@ -116,6 +109,45 @@ def _check_pins(pins: Mapping[str, str | Mapping[str, str]]) -> None:
             check_pin(pattern, value)
         except ConfigError as error:
             raise ConfigError(f"pins: {error.what}", accepted=error.accepted) from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InferConfig:
+    """Settings of `sbp_planner.infer`.
+
+    Args:
+        tries: Name -> pins, as of `ManualConfig`; what they leave open is inferred. Pins that
+            cannot be read are refused when they are tried.
+        stage_patterns: For each pipeline stage, patterns of module paths; empty splits evenly.
+        schedule: As of `ManualConfig`.
+    """
+
+    tries: Mapping[str, Mapping[str, str | Mapping[str, str]]] = field(
+        default_factory=lambda: {"batch": {"batch": "S(0)"}}
+    )
+    stage_patterns: tuple[tuple[str, ...], ...] = ()
+    schedule: Literal["1f1b", "gpipe"] = "1f1b"
+
+    def __post_init__(self) -> None:
+        _check_stages(self.schedule, self.stage_patterns)
+        if not self.tries:
+            raise ConfigError("tries={} tries nothing", accepted="pins by name, one set or more")
+
+
+def _check_stages(schedule: str, stage_patterns: Sequence[Sequence[str]]) -> None:
+    """Refuse what says nothing of stages.
+
+    Raises:
+        ConfigError: so it does.
+    """
+    if schedule not in ("1f1b", "gpipe"):
+        raise ConfigError(f"schedule={schedule!r}", accepted="1f1b, gpipe")
+    for stage, patterns in enumerate(stage_patterns):
+        if not patterns or not all(patterns):
+            raise ConfigError(
+                f"stage_patterns[{stage}]={patterns!r} names no module",
+                accepted="a list of patterns for each stage, such as [embed, blocks.0]",
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

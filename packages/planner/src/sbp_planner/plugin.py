@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from sbp_core.plugins import Factory, hookimpl
-from sbp_planner.configs import FileConfig, ManualConfig, OsdpConfig
+from sbp_planner.configs import FileConfig, InferConfig, ManualConfig, OsdpConfig
 
 SBP_API_VERSION = 1
 
@@ -17,6 +17,11 @@ SBP_API_VERSION = 1
 def sbp_planners() -> Mapping[str, Factory]:
     """Return the planners of this package."""
     return {
+        "infer": Factory(
+            build="sbp_planner.infer:build",
+            config=InferConfig,
+            summary="any model on any mesh: the batch is split, the rest inferred; the default",
+        ),
         "manual": Factory(
             build="sbp_planner.manual:build",
             config=ManualConfig,
