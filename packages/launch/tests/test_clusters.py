@@ -36,6 +36,28 @@ def test_a_mesh_that_cannot_be_meant_is_refused(mesh: tuple[int, ...], axes: tup
 
 
 @pytest.mark.parametrize(
+    ("mesh", "axes"),
+    [
+        ((4,), ("data",)),
+        ((2, 2), ("data", "tensor")),
+        ((2, 1, 2), ("pipe", "data", "tensor")),
+    ],
+)
+def test_axes_have_names_unless_they_are_given_others(
+    mesh: tuple[int, ...], axes: tuple[str, ...]
+) -> None:
+    others = tuple(f"mine_{axis}" for axis in axes)
+
+    assert LocalConfig(mesh=mesh).axes == axes
+    assert LocalConfig(mesh=mesh, axes=others).axes == others
+
+
+def test_four_axes_need_names() -> None:
+    with pytest.raises(ConfigError, match="axes=null"):
+        LocalConfig(mesh=(1, 1, 1, 1))
+
+
+@pytest.mark.parametrize(
     "name",
     [
         "float32_flop_per_s",

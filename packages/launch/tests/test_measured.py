@@ -121,8 +121,9 @@ def test_more_ranks_of_a_machine_of_nodes_are_more_nodes(file: str) -> None:
 
 
 def test_a_mesh_is_checked_as_that_of_any_cluster(file: str) -> None:
+    assert MeasuredConfig(file=file, mesh=(1, 2)).axes == ("data", "tensor")
     with pytest.raises(ConfigError, match="names 1 axes for a mesh of 2"):
-        MeasuredConfig(file=file, mesh=(1, 2))
+        MeasuredConfig(file=file, mesh=(1, 2), axes=("data",))
     with pytest.raises(ConfigError, match="world_size=3"):
         MeasuredConfig(file=file, mesh=(2,), world_size=3)
 

@@ -22,7 +22,9 @@ FACTORIES = {
 
 def read_option(group: str, name: str) -> dict[str, Any]:
     text = files("sbp_models.conf").joinpath(group, f"{name}.yaml").read_text("utf-8")
-    return yaml.safe_load(text)
+    option: dict[str, Any] = yaml.safe_load(text)
+    option.pop("defaults", None)  # of Hydra: which data fit a model
+    return option
 
 
 def test_the_entry_point_leads_to_the_hooks() -> None:
@@ -75,8 +77,10 @@ def test_the_data_ask_the_model_for_its_sizes_and_have_the_defaults_of_their_con
     option = read_option("data", name)
     config = FACTORIES["data", name].config
 
+    # Models of transformers have their sizes under `overrides`, which is asked second.
+    of_transformers = re.compile(r"\$\{oc\.select:model\.overrides\.\w+,(\w*)\}")
     asked = {
-        key: re.fullmatch(r"\$\{oc\.select:model\.(\w+),(.*)\}", value)
+        key: re.fullmatch(r"\$\{oc\.select:model\.(\w+),(.*)\}", of_transformers.sub(r"\1", value))
         for key, value in option.items()
         if isinstance(value, str) and value.startswith("$")
     }

@@ -131,7 +131,7 @@ def choose(
         _seeking_elsewhere(composed, registry),
     ):
         config = registry.configure(group, name, settings, where=file)
-    return PluginChoice(name=name, settings=settings), config
+    return PluginChoice(name=name, settings=settings, file=file), config
 
 
 def _core_config(composed: ComposedConfig, group: str, config: type[T]) -> T:

@@ -103,10 +103,17 @@ class TrainerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PluginChoice:
-    """The option of one group: a plugin's name and the settings for its config, without `name`."""
+    """The option of one group.
+
+    Args:
+        name: Of the plugin.
+        settings: For its config, without `name`.
+        file: Of the option, for messages.
+    """
 
     name: str
     settings: Mapping[str, object] = field(default_factory=dict)
+    file: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from sbp_aten.passes import prepare_step
 from sbp_core.boxing import StepKind
 from sbp_core.check import CheckReport, check
 from sbp_core.compile import CompileOptions, Lowered, PhysicalPlan, compile_plan, lower
-from sbp_core.errors import PlanError
+from sbp_core.errors import ConfigError, PlanError
 from sbp_core.graph import InputKind, LogicalGraph, Phase, Rate
 from sbp_core.infer import infer_strategy
 from sbp_core.memory import MemoryReport, check_memory, predict_memory
@@ -97,7 +97,7 @@ def plan_step(run: Run, program: Program) -> Planned:
             options=_compile_options(config, program),
             regather=config.compile.regather,
         )
-        found = planner.plan(request)
+        found = _plan(planner, request, config.planner.file)
         if not isinstance(found, Strategy):
             raise run.entry("planner").returned(found, "a Strategy", by="plan")
         strategy = _regathering(found, config)
@@ -105,6 +105,21 @@ def plan_step(run: Run, program: Program) -> Planned:
         planned = _compiled(config, program, graph, strategy)
     with run.stage("predicting its memory"):
         return _with_memory(planned, program)
+
+
+def _plan(planner: Planner, request: PlanRequest, file: str) -> Strategy:
+    """Plan; what a planner refuses is said with the file of its option.
+
+    Raises:
+        ConfigError: see `Planner`.
+    """
+    try:
+        return planner.plan(request)
+    except ConfigError as error:
+        where = error.where if file in error.where else (*error.where, file)
+        raise ConfigError(
+            error.what, where=where, accepted=error.accepted, todo=error.todo
+        ) from error
 
 
 def _with_memory(planned: Planned, program: Program) -> Planned:
