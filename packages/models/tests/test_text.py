@@ -1,6 +1,8 @@
 import logging
+import os
 import re
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -109,14 +111,15 @@ def test_tokens_that_are_no_utf8_or_no_bytes_are_replaced() -> None:
     assert make().decode([0x41, 0xC3, 0x42, 999]) == "A\ufffdB\ufffd"
 
 
-def test_a_file_is_taken_byte_for_byte(tmp_path: Path) -> None:
+def test_a_file_is_taken_byte_for_byte(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "data.bin"
     file.write_bytes(bytes(range(256)) * 2)
 
     data = build_from(file)
 
     assert any(max(window) >= 0x80 for window in all_windows(data, "train"))
-    assert "1 file," in data.describe()
+    assert f"{file}: 1 file," in data.describe()
+    assert "data.bin is no UTF-8 text; it is taken byte for byte" in caplog.text
 
 
 def test_a_folder_is_read_but_for_hidden_and_binary_files(
@@ -135,8 +138,7 @@ def test_a_folder_is_read_but_for_hidden_and_binary_files(
     seen = set(b"".join(all_windows(data, "train") | all_windows(data, "validation")))
     assert seen == set(b"ab\n")
     assert "2 files" in data.describe()
-    assert "1 files below" in caplog.text
-    assert "picture.png" in caplog.text
+    assert "left out of the text: 1 (picture.png: not UTF-8)" in caplog.text
 
 
 def test_a_path_that_does_not_exist_is_refused_with_what_to_do(tmp_path: Path) -> None:
@@ -153,6 +155,70 @@ def test_a_path_without_content_is_refused(tmp_path: Path, name: str) -> None:
 
     with pytest.raises(ConfigError, match="holds no text"):
         build_from(tmp_path / name)
+
+
+def forbid(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """Let nobody read files and folders of these names, not even root."""
+    read_bytes, scandir = Path.read_bytes, os.scandir
+
+    def read(self: Path) -> bytes:
+        if self.name in names:
+            raise PermissionError(13, "Permission denied", str(self))
+        return read_bytes(self)
+
+    def scan(path: str) -> Iterator[os.DirEntry[str]]:
+        if Path(path).name in names:
+            raise PermissionError(13, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(Path, "read_bytes", read)
+    monkeypatch.setattr(os, "scandir", scan)
+
+
+def test_what_cannot_be_read_is_named_and_the_rest_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "secret").mkdir()
+    for name in ("secret/a.txt", "b.txt", "c.txt"):
+        (tmp_path / name).write_text(name[-5] * 150)
+    (tmp_path / "lost").symlink_to(tmp_path / "nowhere")
+    forbid(monkeypatch, "secret", "b.txt")
+
+    with caplog.at_level(logging.WARNING):
+        data = build_from(tmp_path, context=4)
+
+    assert "1 file," in data.describe()
+    assert (
+        "left out of the text: 3 (b.txt: Permission denied; lost: a link to nothing; "
+        "secret: Permission denied)"
+    ) in caplog.text
+
+
+@pytest.mark.parametrize("named", [".", "only.txt"])
+def test_a_text_of_which_nothing_can_be_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str
+) -> None:
+    (tmp_path / "only.txt").write_text(LINES)
+    forbid(monkeypatch, "only.txt")
+
+    with pytest.raises(ConfigError, match="Permission denied") as caught:
+        build_from(tmp_path / named)
+
+    assert caught.value.what.startswith(f"data.path={tmp_path}")
+
+
+def test_what_is_neither_file_nor_folder_is_called_so(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+
+    with pytest.raises(ConfigError, match="neither a file nor a folder"):
+        build_from(tmp_path / "pipe")
+
+
+def test_a_short_text_is_refused_by_the_name_that_was_given(tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("short")
+
+    with pytest.raises(ConfigError, match=r"data\.path=.*short\.txt has 5 bytes"):
+        build_from(tmp_path / "short.txt")
 
 
 def test_the_standard_library_is_found_and_is_python() -> None:

@@ -14,6 +14,7 @@ What `tokens` and `targets` are is the task (`context` 4, the window `the fox`):
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import platform
@@ -44,6 +45,9 @@ logger = logging.getLogger(__name__)
 #: The splits, and the part of the bytes that each has.
 SPLITS = {"train": 0.95, "validation": 0.05}
 
+#: Most files that a warning or refusal names.
+_MOST_NAMED = 3
+
 #: The token that hides another.
 MASK = 256
 
@@ -68,6 +72,7 @@ class ByteText:
         seed: Seed of the order of the samples.
         label: What `describe` calls the text.
         task: What tokens and targets are; see the module docstring.
+        given: What a refusal calls the text; `label` if empty.
 
     Raises:
         ConfigError: a split is shorter than one sample.
@@ -81,6 +86,7 @@ class ByteText:
         seed: int,
         label: str,
         task: TextTask = "next",
+        given: str = "",
     ) -> None:
         self.vocabulary = VOCABULARY[task]
         ordered = sorted(files, key=lambda file: _file_key(file[0]))
@@ -95,7 +101,7 @@ class ByteText:
         if shortest < self._window:
             needed = int(self._window / SPLITS["validation"]) + 1
             raise ConfigError(
-                f"{label} has {len(text)} bytes, of which {shortest} are held out, "
+                f"{given or label} has {len(text)} bytes, of which {shortest} are held out, "
                 f"and one sample of data.context={context} takes {self._window}",
                 accepted=f"about {needed} bytes or more",
                 todo="give more text, or a smaller data.context",
@@ -195,25 +201,35 @@ def build_stdlib(config: StdlibConfig) -> ByteText:
 def build_text(config: TextConfig) -> ByteText:
     """Make the data set of a file, or of every UTF-8 file below a folder.
 
-    Files and folders whose names start with a dot are left out.
+    Files and folders whose names start with a dot are left out. What else is left out, as it
+    cannot be read or is no text, is warned of. A file that is named itself is taken as it is.
 
     Raises:
-        ConfigError: the path does not exist or holds no text.
+        ConfigError: the path does not exist, cannot be read, or holds too little text.
     """
     path = Path(config.path).expanduser()
-    if path.is_file():
-        files = [(path.name, path.read_bytes())]
-    elif path.is_dir():
-        files = _read_folder(path)
+    given = f"data.path={config.path}"
+    if path.is_dir():
+        files, left_out = _read_folder(path)
+    elif path.is_file():
+        files, left_out = [(path.name, _read_file(path, given))], []
+        if not _is_utf8(files[0][1]):
+            logger.warning("%s is no UTF-8 text; it is taken byte for byte", given)
     else:
         raise ConfigError(
-            f"data.path={config.path} does not exist (seen from {Path.cwd()})",
+            f"{given} is neither a file nor a folder (seen from {Path.cwd()})"
+            if path.exists()
+            else f"{given} does not exist (seen from {Path.cwd()})",
             accepted="a file, or a folder of text files",
             todo="correct data.path, or choose data=stdlib",
         )
+    if left_out:
+        some = "; ".join(left_out[:_MOST_NAMED]) + ("; ..." if left_out[_MOST_NAMED:] else "")
+        logger.warning("%s: left out of the text: %d (%s)", given, len(left_out), some)
     if not any(content for _, content in files):
         raise ConfigError(
-            f"data.path={config.path} holds no text",
+            f"{given} holds no text",
+            where=left_out[:_MOST_NAMED],
             accepted="a file with content, or a folder with UTF-8 files (not .hidden ones)",
             todo="correct data.path, or choose data=stdlib",
         )
@@ -223,37 +239,79 @@ def build_text(config: TextConfig) -> ByteText:
         seed=config.seed,
         label=str(path),
         task=text_task(config.task),
+        given=given,
     )
 
 
-def _read_folder(folder: Path) -> list[tuple[str, bytes]]:
-    files, refused = [], []
-    for name, path in _files_below(folder, leave_out=lambda part: part.startswith(".")):
-        content = path.read_bytes()
+def _read_file(path: Path, given: str) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"{given} cannot be read: {error.strerror}",
+            accepted="a file that this user may read",
+            todo="correct data.path, or the rights of the file",
+        ) from error
+
+
+def _read_folder(folder: Path) -> tuple[list[tuple[str, bytes]], list[str]]:
+    """Return the texts below a folder by name, and what is left out, with the reason."""
+    files: list[tuple[str, bytes]] = []
+    left_out: list[str] = []
+
+    def unread(error: OSError, path: Path) -> None:
+        left_out.append(f"{path.relative_to(folder).as_posix()}: {error.strerror}")
+
+    for name, path in _files_below(
+        folder, leave_out=lambda part: part.startswith("."), unread=unread
+    ):
         try:
-            content.decode("utf-8")
-        except UnicodeDecodeError:
-            refused.append(name)
-        else:
+            content = path.read_bytes()
+        except OSError as error:
+            unread(error, path)
+            continue
+        if _is_utf8(content):
             files.append((name, content))
-    if refused:
-        logger.warning(
-            "%d files below %s are no UTF-8 text and are left out, such as %s",
-            len(refused),
-            folder,
-            ", ".join(refused[:3]),
-        )
-    return files
+        else:
+            left_out.append(f"{name}: not UTF-8")
+    return files, sorted(left_out)
 
 
-def _files_below(folder: Path, *, leave_out: Callable[[str], bool]) -> Iterator[tuple[str, Path]]:
-    """Yield the relative and the whole path of each file, but what has a name to leave out."""
-    for parent, folders, names in os.walk(folder):
+def _is_utf8(content: bytes) -> bool:
+    try:
+        content.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _files_below(
+    folder: Path,
+    *,
+    leave_out: Callable[[str], bool],
+    unread: Callable[[OSError, Path], None] = lambda error, path: None,
+) -> Iterator[tuple[str, Path]]:
+    """Yield the relative and the whole path of each file, but what has a name to leave out.
+
+    Args:
+        folder: Where to look.
+        leave_out: Whether a name of a file or folder is left out.
+        unread: Called with each folder that cannot be listed and each link to nothing.
+    """
+
+    def unlisted(error: OSError) -> None:
+        unread(error, Path(error.filename))
+
+    for parent, folders, names in os.walk(folder, onerror=unlisted):
         folders[:] = [name for name in folders if not leave_out(name)]
         for name in names:
             path = Path(parent, name)
-            if not leave_out(name) and path.is_file():
+            if leave_out(name):
+                continue
+            if path.is_file():
                 yield path.relative_to(folder).as_posix(), path
+            elif path.is_symlink():
+                unread(OSError(errno.ENOENT, "a link to nothing"), path)
 
 
 def _file_key(name: str) -> tuple[bytes, str]:
