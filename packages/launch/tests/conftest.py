@@ -31,6 +31,7 @@ def app(toys: Path, tmp_path: Path) -> Callable[..., Outcome]:
         fail: bool = False,
         warn: bool = False,
         defaults: bool = False,
+        overwrites: bool = False,
         build: str = "",
         beside: Path | None = None,
         environment: Mapping[str, str] | None = None,
@@ -46,7 +47,9 @@ def app(toys: Path, tmp_path: Path) -> Callable[..., Outcome]:
             [
                 sys.executable,
                 "-c",
-                CHILD.format(config=config, fail=fail, warn=warn, build=build),
+                CHILD.format(
+                    config=config, fail=fail, warn=warn, build=build, overwrites=overwrites
+                ),
                 *(() if defaults else toys_missing),
                 *arguments,
             ],

@@ -131,6 +131,7 @@ try:
         config_name={config!r},
         check=check_plan if {config!r} == "plan" else check,
         task=task,
+        may_overwrite=(lambda config: config.trainer.overwrite) if {overwrites!r} else None,
     )
     code = run(app)
 except SystemExit as exit:

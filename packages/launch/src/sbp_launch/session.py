@@ -47,8 +47,12 @@ def save_states(run: Run, session: Session, name: str = STATES) -> dict[str, Ten
     Raises:
         RunError: they cannot be written; nothing has been replaced.
     """
-    states = session.state_dict()
-    write_states(run.folder / name, states)
+    try:
+        states = session.state_dict()
+        write_states(run.folder / name, states)
+    except KeyboardInterrupt:
+        run.say(["abandoned by Ctrl-C: the states are not saved"])
+        raise
     return states
 
 
@@ -64,7 +68,6 @@ def save_states_after_error(run: Run, session: Session, error: BaseException) ->
         save_states(run, session, name)
     except KeyboardInterrupt:
         error.add_note("the states were not saved: abandoned by Ctrl-C")
-        run.say([f"{ended}; the states are not saved: abandoned by Ctrl-C"])
     except Exception as other:
         error.add_note(f"the states were not saved: {other}")
         run.say([f"{ended}; the states are not saved: {other}"])
