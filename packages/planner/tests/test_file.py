@@ -68,7 +68,7 @@ def test_a_strategy_for_another_mesh_is_refused(tmp_path: Path, made: Strategy) 
     with pytest.raises(ConfigError, match="and the mesh is") as caught:
         from_file(path, request((4,), ("data",)))
 
-    assert caught.value.where[0] == f"planner.path={path}"
+    assert caught.value.where[0] == f"planner.path={path}, line 3"
 
 
 def test_a_strategy_for_another_graph_is_refused_unless_asked_for(
@@ -113,17 +113,30 @@ def test_names_that_are_too_many_or_lacking_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "says"),
+    ("name", "text", "says", "place"),
     [
-        ("lost.yaml", None, "No such file"),
-        ("a.yaml", "[1, 2", "this is no YAML"),
-        ("a.yaml", "planner: manual", "has no"),
-        ("a.json", "{", "this is no JSON"),
-        ("a.json", json.dumps({"format": 1}), "the strategy cannot be used"),
+        ("lost.yaml", None, "No such file", ""),
+        ("a.yaml", "", "the file is empty", ""),
+        ("a.yaml", "[1, 2", "this is no YAML", ", line 1, column 6"),
+        ("a.yaml", "planner: manual\n\tgraph_hash: 1", "this is no YAML", ", line 2, column 1"),
+        ("a.yaml", "planner: manual\nplanner: x", "'planner' stands twice", ", line 2, column 1"),
+        ("a.yaml", "planner: 2001-99-99", "'2001-99-99' cannot be read", ", line 1, column 10"),
+        ("a.yaml", "planner: a\nin_flight: \1", "no YAML: the character", ", line 2"),
+        ("a.yaml", "planner: manual", "has no", ", line 1"),
+        ("a.yaml", "planner: manual\nstage: []", "has no place for 'stage'", ", line 2"),
+        ("a.yaml", "storage:\n  a: &x (B)\n  b: *x", r"a reference \(\*\)", ", line 3, column 6"),
+        ("a.yaml", "storage:\n  haed.weight: (B)", "'haed.weight'", ", line 2"),
+        ("a.yaml", "storage:\n  blocks.{3-0}.x: (B)", "ends before it begins", ", line 2"),
+        ("a.yaml", "nodes:\n  head:\n\n    mn: (B)", "'head.mn'", ", line 4"),
+        ("a.yaml", "nodes:\n  head: 7", "nodes.head is 7", ", line 2"),
+        ("a.yaml", "nodes:\n  head:\n    1: (B)", "a name that is no text: 1", ", line 3"),
+        ("a.yaml", "nodes:\n  head:\n    zz*: (B)", r"'head.zz\*' decides nothing", ", line 3"),
+        ("a.json", "{", "this is no JSON", ", line 1, column 2"),
+        ("a.json", json.dumps({"format": 1}), "the strategy cannot be used", ", line 1"),
     ],
 )
-def test_what_is_no_strategy_is_refused_with_the_file(
-    tmp_path: Path, asked: PlanRequest, name: str, text: str | None, says: str
+def test_what_is_no_strategy_is_refused_with_the_file_and_the_line(
+    tmp_path: Path, asked: PlanRequest, name: str, text: str | None, says: str, place: str
 ) -> None:
     path = tmp_path / name
     if text is not None:
@@ -132,4 +145,52 @@ def test_what_is_no_strategy_is_refused_with_the_file(
     with pytest.raises(ConfigError, match=says) as caught:
         from_file(path, asked)
 
-    assert caught.value.where[0] == f"planner.path={path}"
+    assert caught.value.where[0] == f"planner.path={path}{place}"
+
+
+def edited_line(text: str, section: str, name: str, decision: str) -> tuple[str, int]:
+    """Return a strategy's file with another decision, and the line in which it stands."""
+    lines = text.splitlines()
+    start = lines.index(f"{section}:")
+    number = next(i for i in range(start, len(lines)) if lines[i].strip().startswith(f"{name}:"))
+    before = lines[number].partition(":")[0]
+    lines[number] = f"{before}: {decision}"
+    return "\n".join(lines), number + 1
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "decision", "says", "accepted"),
+    [
+        ("nodes", "gelu", "(S(2)) (B) -> (S(2))", "takes 1 tensor and gives 1", "one nd-SBP"),
+        ("nodes", "gelu", "(S(7)) -> (S(7))", r"S\(7\) splits a dim", "S(0), S(1), S(2)"),
+        ("nodes", "gelu", "(B, B) -> (B, B)", "2 entries for a mesh of 1 ax", "one entry"),
+        ("nodes", "gelu", "(B)", "is no signature", "->"),
+        ("nodes", "gelu", "(B) -> (P)", "does not give B -> P", "S(1) -> S(1)"),
+        ("nodes", "gelu", "7", "is 7", "text"),
+        ("nodes", "gelu", "(B) -> (B) @3", "on stage 3 of 1", "@0"),
+        ("storage", "head.weight", "(S(7))", r"S\(7\) splits a dim", "S(0), S(1)"),
+        ("storage", "head.weight", "(B, B)", "2 entries for a mesh of 1 ax", "one entry"),
+        ("storage", "head.weight", "(Q)", "'Q' is no SBP", "S(dim)"),
+        ("storage", "head.weight", "S(0)", "outside of parentheses", "(S(0), B)"),
+    ],
+)
+def test_a_decision_that_cannot_be_is_refused_with_its_line_and_its_name(
+    tmp_path: Path,
+    asked: PlanRequest,
+    made: Strategy,
+    section: str,
+    name: str,
+    decision: str,
+    says: str,
+    accepted: str,
+) -> None:
+    text, line = edited_line(to_yaml(made), section, name, decision)
+    path = tmp_path / "strategy.yaml"
+    path.write_text(text)
+
+    with pytest.raises(ConfigError, match=says) as caught:
+        from_file(path, asked)
+
+    assert caught.value.where[0] == f"planner.path={path}, line {line}"
+    assert name in str(caught.value)
+    assert accepted in caught.value.accepted

@@ -1,4 +1,4 @@
-"""Strategy files with random edits: read, compiled and checked, or refused with an error of ours.
+"""Strategy files with random edits: read, compiled and checked, or refused with file and line.
 
 This is the way of a user's file through `planner=file`. An edit may leave a file that is right.
 """
@@ -6,6 +6,7 @@ This is the way of a user's file through `planner=file`. An edit may leave a fil
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -21,7 +22,7 @@ from test_manual import preset
 
 from sbp_core.check import check
 from sbp_core.compile import compile_plan
-from sbp_core.errors import SbpError
+from sbp_core.errors import ConfigError
 from sbp_core.plugins.kinds import PlanRequest
 from sbp_core.strategy import Strategy
 from sbp_core.strategy_yaml import to_yaml
@@ -83,13 +84,21 @@ def take(layout: str, form: str, random: Random, folder: Path) -> str:
     try:
         found = build(FileConfig(path=str(path), other_graph=True)).plan(asked)
         check(compile_plan(asked.graph, found))
-    except SbpError as error:
+    except ConfigError as error:
         assert error.what
         str(error).encode()  # it can be printed
+        # JSON and YAML are deep without end, or have integers without end, where no line is known.
+        place = error.where[0].removeprefix(f"planner.path={path}")
+        assert re.fullmatch(r", line \d+(, column \d+)?", place) or _has_no_lines(text, error.what)
         return type(error).__name__
     finally:
         assert process_time() - begin < MOST_S, text[:2000]
     return "accepted"
+
+
+def _has_no_lines(text: str, what: str) -> bool:
+    """Whether a refusal is about a file as a whole."""
+    return not text.strip() or "recursion" in what or "Exceeds the limit" in what
 
 
 @pytest.mark.parametrize("form", FORMATS)

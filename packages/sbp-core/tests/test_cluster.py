@@ -104,7 +104,8 @@ def test_a_file_that_is_no_json_or_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no JSON") as cut_off:
         Cluster.load(path)
 
-    assert absent.value.where == cut_off.value.where == (str(path),)
+    assert absent.value.where == (str(path),)
+    assert cut_off.value.where == (f"{path}, line 1, column 2",)
 
 
 def test_the_only_calibration_prices_unless_another_backend_is_meant() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from random import Random
 from typing import Annotated, Any
 
 import pytest
@@ -19,7 +20,8 @@ from hypothesis import strategies as st
 from sbp_core import serialize
 from sbp_core.errors import ConfigError, SbpError, SbpValueError
 from sbp_core.sbp import B, NdSbp, S
-from sbp_core.serialize import Document, Form, dump, load, parse
+from sbp_core.serialize import Document, Form, Keys, dump, load, parse
+from sbp_core.serialize.lines import json_lines
 
 
 class Colour(StrEnum):
@@ -278,8 +280,26 @@ def test_another_file_is_refused(value: object, says: str, accepted: str) -> Non
     assert caught.value.todo == "paint it again"
 
 
-@pytest.mark.parametrize("content", [None, b"\xff\xfe{}", b"{", b"\0"])
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, content: bytes | None) -> None:
+@pytest.mark.parametrize(
+    ("content", "place"),
+    [
+        (None, ""),
+        (b"", ""),
+        (b" \n", ""),
+        (b"{\n\xff\xfe}", ", line 2"),
+        (b"{", ", line 1, column 2"),
+        (b"\0", ", line 1, column 1"),
+        (b'{"a": 1,\n"b": [1,\n2', ", line 3, column 2"),
+        (b'{"b": {"c": 1,\n\n"\\u0063": 1}}', ", line 3"),
+        (b'{"b":\n [1, "NaN",\nNaN]}', ", line 3"),
+        (b'{"format": "sbp-picture",\n\n"version": 7}', ", line 3"),
+        (b'{"format": "sbp-picture", "version": 3,\n"shapes": 1,\n"shpes": 7}', ", line 2"),
+        (b'{"format": "sbp-picture", "version": 3,\n"shapes": [],\n"shpes": 7}', ", line 3"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named_with_the_line(
+    tmp_path: Path, content: bytes | None, place: str
+) -> None:
     path = tmp_path / "picture.json"
     if content is not None:
         path.write_bytes(content)
@@ -287,7 +307,46 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, content: bytes | No
     with pytest.raises(ConfigError) as caught:
         PICTURE.read(path)
 
-    assert caught.value.where == (str(path),)
+    assert caught.value.where == (str(path) + place,)
+
+
+def json_text(value: Any, random: Random) -> tuple[str, dict[Keys, int]]:
+    """Return a value as JSON with line breaks anywhere, and the line of each part."""
+    lines: dict[Keys, int] = {}
+    text = random.choice(["", "\n"])
+
+    def write(part: Any, keys: Keys) -> None:
+        nonlocal text
+        lines.setdefault(keys, text.count("\n") + 1)
+        if isinstance(part, dict | list):
+            text += "{["[isinstance(part, list)]
+            entries = part.items() if isinstance(part, dict) else enumerate(part)
+            for index, (key, entry) in enumerate(entries):
+                text += ("," if index else "") + random.choice(["", "\n", " \n\n"])
+                lines[(*keys, key)] = text.count("\n") + 1
+                if isinstance(part, dict):
+                    text += json.dumps(key) + random.choice([":", " :\n", ": "])
+                write(entry, (*keys, key))
+            text += random.choice(["", "\n"]) + "}]"[isinstance(part, list)]
+        else:
+            text += json.dumps(part)
+
+    write(value, ())
+    return text, {**lines, (): 1}
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(),
+        lambda part: st.lists(part) | st.dictionaries(st.text(), part),
+    ),
+    st.randoms(use_true_random=False),
+)
+def test_the_line_of_every_part_of_a_json_text_is_known(value: Any, random: Random) -> None:
+    text, lines = json_text(value, random)
+
+    assert json.loads(text) == value
+    assert json_lines(text) == lines
 
 
 def test_a_folder_and_a_name_that_no_file_can_have_are_refused(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def test_a_wrong_output_is_told_from_a_wrong_input() -> None:
 
 
 def test_a_signature_needs_an_entry_for_every_tensor() -> None:
-    with pytest.raises(SignatureError, match="2 tensor arguments and 1 outputs"):
+    with pytest.raises(SignatureError, match="takes 2 tensors and gives 1"):
         check_signature(MATMUL, signature(["B, B"], ["B, B"]), MESH)
 
 

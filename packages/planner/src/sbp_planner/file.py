@@ -5,15 +5,17 @@ Reads what a run leaves as `strategy.yaml` and `strategy.json`, and decides noth
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sbp_core import strategy_yaml
 from sbp_core.compile import check_strategy
-from sbp_core.errors import ConfigError, SbpError
+from sbp_core.errors import ConfigError, SbpError, nearest
 from sbp_core.graph import LogicalGraph, TensorType, graph_hash
 from sbp_core.infer import predict_cost, stage_placements
 from sbp_core.plugins import PlanRequest
+from sbp_core.serialize import Lines
 from sbp_core.strategy import Strategy
 from sbp_planner.configs import FileConfig
 
@@ -31,74 +33,78 @@ class FilePlanner:
         """Return the strategy of the file, with predictions for this cluster.
 
         Raises:
-            ConfigError: the file cannot be read, or its strategy is for another graph or mesh.
-            SignatureError: an operator may not be cut as the file says.
-            SbpValueError: a tensor may not be stored as the file says.
-            PlanError: the strategy is not one for the graph; see `check_strategy`.
+            ConfigError: the file cannot be read, its strategy is for another graph or mesh, or not
+                legal: see `check_strategy`.
         """
         path = Path(self.config.path)
         try:
-            read = _read(path, request.graph)
+            read, lines = _read(path, request.graph)
+            self._check(read, request, lines)
+            strategy = replace(
+                read, planner="file", graph_hash=graph_hash(request.graph), report={}
+            )
+            # Nothing can be predicted of a strategy that is not legal.
+            check_strategy(request.graph, strategy, lines)
+            predicted = predict_cost(request.graph, strategy, request.cluster, request.options)
         except SbpError as error:
+            # The first place is the file, with the line; the key that names it goes before.
+            line, *others = error.where if _is_in(path, error) else (str(path), *error.where)
             raise ConfigError(
                 f"the strategy cannot be used: {error.what}",
-                where=(f"planner.path={path}", *(p for p in error.where if p != str(path))),
+                where=(f"planner.path={line}", *others),
                 accepted=error.accepted,
                 todo=error.todo,
             ) from error
-        self._check(read, request)
-        strategy = replace(read, planner="file", graph_hash=graph_hash(request.graph), report={})
-        # Nothing can be predicted of a strategy that is not legal.
-        check_strategy(request.graph, strategy)
         explanation = [f"as {path} says, made by planner {read.planner}"]
-        report = {
-            **predict_cost(request.graph, strategy, request.cluster, request.options),
-            "explanation": explanation,
-        }
-        return replace(strategy, report=report)
+        return replace(strategy, report={**predicted, "explanation": explanation})
 
-    def _check(self, read: Strategy, request: PlanRequest) -> None:
+    def _check(self, read: Strategy, request: PlanRequest, lines: Lines) -> None:
         """Check that a strategy is for a graph and a mesh.
 
         Raises:
             ConfigError: it is not.
         """
-        where = f"planner.path={self.config.path}"
-        _check_names(read, request.graph, where)
+        _check_names(read, request.graph, lines)
         stages = tuple(stage_placements(request.mesh))
         if read.stages != stages:
             raise ConfigError(
                 f"the strategy is for {_meshes(read.stages)}, and the mesh is {_meshes(stages)}",
-                where=where,
+                where=lines.where(["stages"]),
                 todo="set cluster.mesh and cluster.axes as in the run that made the strategy",
             )
         count = request.graph.num_micro_batches
         if read.num_micro_batches != count:
             raise ConfigError(
                 f"the strategy is for {read.num_micro_batches} micro-batches, the step has {count}",
-                where=where,
+                where=lines.where(["num_micro_batches"]),
                 todo=f"set trainer.micro_batches={read.num_micro_batches}",
             )
         if read.graph_hash != graph_hash(request.graph) and not self.config.other_graph:
             raise ConfigError(
                 "the strategy was made for another graph of the same names: shapes, operators or "
                 "settings of the step differ",
-                where=where,
+                where=lines.where(["graph_hash"]),
                 accepted=f"a strategy with graph_hash: {graph_hash(request.graph)}",
                 todo="run what made the strategy, or set planner.other_graph=true",
             )
 
 
-def _read(path: Path, graph: LogicalGraph) -> Strategy:
-    """Read a file.
+def _is_in(path: Path, error: SbpError) -> bool:
+    return bool(error.where) and error.where[0].startswith(str(path))
+
+
+def _read(path: Path, graph: LogicalGraph) -> tuple[Strategy, Lines]:
+    """Read a file; return also in which lines its decisions stand.
 
     Raises:
         SbpError: it cannot be read.
     """
-    return Strategy.load(path) if path.suffix == ".json" else strategy_yaml.load(path, graph)
+    if path.suffix == ".json":
+        return Strategy.load_with_lines(path)
+    return strategy_yaml.load_with_lines(path, graph)
 
 
-def _check_names(read: Strategy, graph: LogicalGraph, where: str) -> None:
+def _check_names(read: Strategy, graph: LogicalGraph, lines: Lines) -> None:
     """Check that a strategy decides on what the graph has, and on nothing else.
 
     Raises:
@@ -110,20 +116,24 @@ def _check_names(read: Strategy, graph: LogicalGraph, where: str) -> None:
         ("storage", read.storage.keys(), inputs),
         ("nodes", read.nodes.keys(), nodes),
     ):
-        for text, names in (
-            ("does not decide on", wanted - found),
-            ("names what the step does not have:", found - wanted),
-        ):
-            if names:
-                listed = ", ".join(sorted(names)[:_MOST_NAMES]) + ", ..." * (
-                    len(names) > _MOST_NAMES
-                )
-                raise ConfigError(
-                    f"{section} of the strategy {text} {listed}",
-                    where=where,
-                    accepted="a decision for each input and operator of this very step",
-                    todo="plan again for this model, or correct the file",
-                )
+        stray, lacking = sorted(found - wanted), sorted(wanted - found)
+        if not stray and not lacking:
+            continue
+        near = nearest(stray[0], lacking or wanted) if stray else ""
+        raise ConfigError(
+            f"{section} of the strategy names what the step does not have: {_listed(stray)}"
+            if stray
+            else f"{section} of the strategy does not decide on {_listed(lacking)}",
+            where=lines.where([section, *stray[:1]]),
+            accepted="a decision for each input and operator of this very step",
+            todo=f"did you mean {near!r}?"
+            if near
+            else "plan again for this model, or correct the file",
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:_MOST_NAMES]) + ", ..." * (len(names) > _MOST_NAMES)
 
 
 def _meshes(stages: tuple[object, ...]) -> str:

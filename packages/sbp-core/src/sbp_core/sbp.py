@@ -112,7 +112,7 @@ def parse_sbp(text: str) -> Sbp:
     match = _ENTRY.fullmatch(text)
     if match is None:
         raise SbpValueError(
-            f"{text!r} is no SBP value", accepted='S(dim), B, P, P("max"), P("min")'
+            f"{text.strip()!r} is no SBP value", accepted='S(dim), B, P, P("max"), P("min")'
         )
     if match["dim"] is not None:
         return Split(int(match["dim"]))

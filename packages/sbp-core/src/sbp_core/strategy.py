@@ -24,7 +24,7 @@ from typing import Any
 from sbp_core.errors import SbpValueError
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp
-from sbp_core.serialize import Document, Form
+from sbp_core.serialize import Document, Form, Lines
 
 __all__ = ["Assignment", "Signature", "Storage", "Strategy"]
 
@@ -200,11 +200,11 @@ class Strategy:
         """All ranks of all stages, sorted."""
         return tuple(sorted({rank for stage in self.stages for rank in stage.rank_list}))
 
-    def on_its_stages(self, where: str = "") -> Strategy:
+    def on_its_stages(self, lines: Lines | None = None) -> Strategy:
         """Return it, if every decision is on a stage that there is.
 
         Args:
-            where: The file that it comes from, for the message.
+            lines: Those of the file that it comes from, for the message.
 
         Raises:
             SbpValueError: one is not.
@@ -215,7 +215,7 @@ class Strategy:
                 if not 0 <= entry.stage < count:
                     raise SbpValueError(
                         f"{section}: {name} is on stage {entry.stage} of {count}",
-                        where=where,
+                        where=lines.where((section, name)) if lines else "",
                         accepted=f"@0 to @{count - 1}",
                     )
         return self
@@ -244,10 +244,23 @@ class Strategy:
         Raises:
             SbpValueError: there is none, or see `from_json`.
         """
-        return STRATEGY.read(path).on_its_stages(where=str(path))
+        return cls.load_with_lines(path)[0]
+
+    @classmethod
+    def load_with_lines(cls, path: Path) -> tuple[Strategy, Lines]:
+        """Read a file that `save` wrote; return also in which lines its decisions stand.
+
+        Raises:
+            SbpValueError: there is none, or see `from_json`.
+        """
+        read, lines = STRATEGY.read_with_lines(path)
+        return read.on_its_stages(lines), lines
 
 
 #: The file of a strategy.
 STRATEGY = Document(
-    kind=Strategy, format="sbp-strategy", version=2, todo="plan again with this version"
+    kind=Strategy,
+    format="sbp-strategy",
+    version=2,
+    todo="correct that line, or plan again with this version",
 )

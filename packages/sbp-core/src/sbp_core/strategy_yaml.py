@@ -61,10 +61,10 @@ from typing import Any
 from sbp_core import serialize
 from sbp_core.errors import SbpLookupError, SbpValueError, unknown_name
 from sbp_core.graph.ir import LogicalGraph, TensorType
-from sbp_core.serialize import shown
+from sbp_core.serialize import Keys, Lines, pyyaml, read_yaml, shown
 from sbp_core.strategy import Strategy
 
-__all__ = ["ROOT", "from_yaml", "load", "save", "to_yaml"]
+__all__ = ["ROOT", "from_yaml", "load", "load_with_lines", "save", "to_yaml"]
 
 #: The module of operators that no module called.
 ROOT = "(root)"
@@ -81,10 +81,7 @@ _MOST_NAMES = 100_000
 #: Ranges in one name.
 _MOST_RANGES = 8
 
-#: What PyYAML passes on of values that it cannot make.
-_OF_PYYAML = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
-
-_TODO = "see the docstring of sbp_core.strategy_yaml"
+_TODO = "correct that line, or let a planner write the file anew"
 
 
 def to_yaml(strategy: Strategy) -> str:
@@ -103,7 +100,7 @@ def to_yaml(strategy: Strategy) -> str:
         module, _, op = name.rpartition(".")
         sections.setdefault(module or ROOT, {})[op] = entry
     value["nodes"] = sections
-    yaml = _pyyaml()
+    yaml = pyyaml()
     text: str = yaml.dump(value, Dumper=_dumper(yaml), sort_keys=False, width=2**31)
     return text
 
@@ -120,20 +117,43 @@ def from_yaml(text: str, graph: LogicalGraph | None = None) -> Strategy:
         SbpLookupError: a name of the graph is unknown (with the closest match); PyYAML is not
             installed.
     """
-    value = _yaml_value(text)
+    return _read(text, graph, "")[0]
+
+
+def _read(text: str, graph: LogicalGraph | None, file: str) -> tuple[Strategy, Lines]:
+    """Read a strategy; return also in which lines its parts stand.
+
+    Raises:
+        SbpValueError, SbpLookupError: see `from_yaml`.
+    """
+    value, of_keys = read_yaml(text, file)
     if not isinstance(value, dict):
         raise SbpValueError(
             f"a strategy is a mapping, not {shown(value)}",
+            where=of_keys.where(()),
             accepted="planner, graph_hash, stages, num_micro_batches, in_flight, storage, nodes",
             todo=_TODO,
         )
     read: dict[str, Any] = dict(value)
     inputs, ops = (None, None) if graph is None else _names(graph)
+    found: dict[Keys, Keys] = {}
     if "storage" in value:
-        read["storage"] = _decisions("storage", _flat("storage", value["storage"]), inputs)
+        section = _flat(("storage",), value["storage"], of_keys)
+        stored = {name: (("storage", name), entry) for name, entry in section.items()}
+        read["storage"] = _decisions("storage", stored, inputs, of_keys, found)
     if "nodes" in value:
-        read["nodes"] = _decisions("nodes", _named("nodes", value["nodes"]), ops)
-    return serialize.load(read, Strategy, root="the strategy", todo=_TODO).on_its_stages()
+        named = _named(value["nodes"], of_keys)
+        read["nodes"] = _decisions("nodes", named, ops, of_keys, found)
+    # Names that share a line in the file are parts of their own to readers of the strategy.
+    lines = Lines(
+        file,
+        lambda: {
+            **of_keys.index,
+            **{name: of_keys.index[keys] for name, keys in found.items() if keys in of_keys.index},
+        },
+    )
+    strategy = serialize.load(read, Strategy, root="the strategy", where=lines, todo=_TODO)
+    return strategy.on_its_stages(lines), lines
 
 
 def save(strategy: Strategy, path: Path) -> None:
@@ -143,7 +163,16 @@ def save(strategy: Strategy, path: Path) -> None:
 
 def load(path: Path, graph: LogicalGraph | None = None) -> Strategy:
     """Read a file that `save` wrote, or a person; see `from_yaml`."""
-    return from_yaml(serialize.read_text(path), graph)
+    return load_with_lines(path, graph)[0]
+
+
+def load_with_lines(path: Path, graph: LogicalGraph | None = None) -> tuple[Strategy, Lines]:
+    """Read a file; return also in which lines its decisions stand: `("nodes", "head.mm")`.
+
+    Raises:
+        SbpValueError, SbpLookupError: see `from_yaml`; the file and the line are named.
+    """
+    return _read(serialize.read_text(path), graph, str(path))
 
 
 # Writing.
@@ -213,84 +242,41 @@ def _dumper(yaml: Any) -> Any:
     return Dumper
 
 
-def _pyyaml() -> Any:
-    try:
-        import yaml  # type: ignore[import-untyped] # its stubs are a package of their own
-    except ImportError as error:
-        raise SbpLookupError(
-            "strategies as YAML need PyYAML, which is not installed",
-            accepted="JSON: Strategy.save and Strategy.load",
-            todo="pip install 'sbp-core[yaml]'",
-        ) from error
-    return yaml
-
-
 # Reading.
 
 
-def _yaml_value(text: str) -> Any:
-    """Return what a text in YAML says.
-
-    Raises:
-        SbpValueError: it is none, says something twice, or refers to parts of itself.
-        SbpLookupError: PyYAML is not installed.
-    """
-    yaml = _pyyaml()
-    try:
-        return yaml.load(text, Loader=_loader(yaml))
-    # PyYAML passes on what Python says of dates and numbers that are none.
-    except (yaml.YAMLError, *_OF_PYYAML) as error:
-        raise SbpValueError(f"this is no YAML: {error}", todo="correct that place") from error
-
-
-def _loader(yaml: Any) -> Any:
-    """Return a loader that refuses references and keys that stand twice."""
-
-    class Loader(yaml.SafeLoader):  # type: ignore[misc] # PyYAML has no types
-        def compose_node(self, parent: Any, index: Any) -> Any:
-            # A few lines of references to references stand for a value without end.
-            if self.check_event(yaml.AliasEvent):
-                mark = self.peek_event().start_mark
-                raise yaml.composer.ComposerError(None, None, "a reference (*)", mark)
-            return super().compose_node(parent, index)
-
-        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            known = set()
-            for key, _ in node.value:
-                name = (key.tag, key.value) if isinstance(key, yaml.ScalarNode) else None
-                if name in known:
-                    what = f"{key.value!r} stands twice"
-                    raise yaml.constructor.ConstructorError(None, None, what, key.start_mark)
-                known |= {name} if name else set()
-            return super().construct_mapping(node, deep)
-
-    return Loader
-
-
-def _flat(where: str, section: Any) -> dict[str, Any]:
+def _flat(keys: Keys, section: Any, lines: Lines) -> dict[str, Any]:
+    name = ".".join(map(str, keys))
     if not isinstance(section, dict):
         raise SbpValueError(
-            f"{where} is {shown(section)}", accepted="a mapping, name: decision", todo=_TODO
+            f"{name} is {shown(section)}",
+            where=lines.where(keys),
+            accepted="a mapping, name: decision",
+            todo=_TODO,
         )
     for key in section:
         if not isinstance(key, str):
             raise SbpValueError(
-                f"{where} has a name that is no text: {shown(key)}",
+                f"{name} has a name that is no text: {shown(key)}",
+                where=lines.where((*keys, str(key))),
                 accepted="text",
                 todo="put it in quotation marks",
             )
     return section
 
 
-def _named(where: str, sections: Any) -> dict[str, Any]:
+def _named(sections: Any, lines: Lines) -> dict[str, tuple[Keys, Any]]:
     """Return operators by their whole names; modules hold them by their last part."""
-    found: dict[str, Any] = {}
-    for module, section in _flat(where, sections).items():
-        for op, value in _flat(f"{where}.{module}", section).items():
+    found: dict[str, tuple[Keys, Any]] = {}
+    for module, section in _flat(("nodes",), sections, lines).items():
+        for op, value in _flat(("nodes", module), section, lines).items():
             name = op if module == ROOT else f"{module}.{op}"
+            keys = ("nodes", module, op)
             if name in found:
-                raise SbpValueError(f"{name!r} is decided twice in {where}", where=module)
-            found[name] = value
+                raise SbpValueError(
+                    f"{name!r} is decided twice in nodes", where=(lines.where(keys), module)
+                )
+            found[name] = keys, value
     return found
 
 
@@ -303,40 +289,58 @@ def _names(graph: LogicalGraph) -> tuple[Collection[str], Collection[str]]:
 
 
 def _decisions(
-    where: str, entries: Mapping[str, Any], names: Collection[str] | None
+    section: str,
+    entries: Mapping[str, tuple[Keys, Any]],
+    names: Collection[str] | None,
+    lines: Lines,
+    found: dict[Keys, Keys],
 ) -> dict[str, Any]:
-    """Return what the type of a strategy reads, by exact names and in the order of the graph."""
+    """Return what the type of a strategy reads, by exact names and in the order of the graph.
+
+    Args:
+        section: `storage` or `nodes`.
+        entries: What the file says, with the keys that lead there, by names and patterns of them.
+        names: Those of the graph, if it is known.
+        lines: Those of the file.
+        found: Is told which keys of the file decide on a name.
+    """
     exact: dict[str, Any] = {}
-    patterns: dict[str, Any] = {}
-    for name, value in entries.items():
+    patterns: dict[str, tuple[Keys, Any]] = {}
+    for name, (keys, value) in entries.items():
         if not name.startswith(_AS_IT_STANDS) and re.search(r"[*?]", name):
-            patterns[name] = value
+            patterns[name] = keys, value
             continue
-        for each in _expanded(name):
+        for each in _expanded(name, keys, lines):
             if each in exact:
-                raise SbpValueError(f"{each!r} is decided twice in {where}", where=name)
+                raise SbpValueError(
+                    f"{each!r} is decided twice in {section}", where=(lines.where(keys), name)
+                )
             if names is not None and each not in names:
-                kind = "state or batch tensor" if where == "storage" else "operator"
-                raise _unknown(kind, each, names, where)
+                kind = "state or batch tensor" if section == "storage" else "operator"
+                raise _unknown(kind, each, names, (lines.where(keys), f"{section} of the strategy"))
             if names is None and len(exact) == _MOST_NAMES:
                 raise SbpValueError(
-                    f"{where} decides on more than {_MOST_NAMES:,} names, at {name!r}",
+                    f"{section} decides on more than {_MOST_NAMES:,} names, at {name!r}",
+                    where=lines.where(keys),
                     accepted="fewer; any number where the graph is known",
                 )
             exact[each] = value
+            found[section, each] = keys
     if names is not None and patterns:
-        return _filled(where, exact, patterns, names)
+        return _filled(section, exact, patterns, names, lines, found)
     if patterns:
+        name, (keys, _) = next(iter(patterns.items()))
         raise SbpValueError(
-            f"the pattern {next(iter(patterns))!r} in {where} needs the graph",
+            f"the pattern {name!r} in {section} needs the graph",
+            where=lines.where(keys),
             accepted="exact names; numbers of layers as {0-31}",
         )
     return exact
 
 
-def _unknown(kind: str, name: str, names: Iterable[str], where: str) -> SbpLookupError:
+def _unknown(kind: str, name: str, names: Iterable[str], where: tuple[str, ...]) -> SbpLookupError:
     """Make the error of an unknown name; of long lists only the closest are listed."""
-    error = unknown_name(kind, name, names, where=f"{where} of the strategy")
+    error = unknown_name(kind, name, names, where=where)
     if len(error.accepted) > 300:
         error = SbpLookupError(
             error.what,
@@ -348,31 +352,36 @@ def _unknown(kind: str, name: str, names: Iterable[str], where: str) -> SbpLooku
 
 
 def _filled(
-    where: str, exact: dict[str, Any], patterns: Mapping[str, Any], names: Iterable[str]
+    section: str,
+    exact: dict[str, Any],
+    patterns: Mapping[str, tuple[Keys, Any]],
+    names: Iterable[str],
+    lines: Lines,
+    found: dict[Keys, Keys],
 ) -> dict[str, Any]:
     used = set()
-    found = {}
+    filled = {}
     for name in names:
         match = next((pattern for pattern in patterns if fnmatchcase(name, pattern)), None)
         if name in exact:
-            found[name] = exact[name]
+            filled[name] = exact[name]
         elif match is not None:
-            found[name] = patterns[match]
+            found[section, name], filled[name] = patterns[match]
             used.add(match)
     if idle := [pattern for pattern in patterns if pattern not in used]:
         raise SbpValueError(
             f"the pattern {idle[0]!r} decides nothing",
-            where=f"{where} of the strategy",
+            where=(lines.where(patterns[idle[0]][0]), f"{section} of the strategy"),
             todo="correct or remove it; names and earlier patterns go first",
         )
-    return found
+    return filled
 
 
-def _expanded(name: str) -> Iterator[str]:
+def _expanded(name: str, keys: Keys, lines: Lines) -> Iterator[str]:
     """Yield the names that a name with ranges of numbers stands for.
 
     Raises:
-        SbpValueError: it has too many ranges.
+        SbpValueError: it has too many ranges, or one that ends before it begins.
     """
     if name.startswith(_AS_IT_STANDS):
         yield name.removeprefix(_AS_IT_STANDS)
@@ -383,9 +392,19 @@ def _expanded(name: str) -> Iterator[str]:
         return
     if len(_BRACES.findall(name)) > _MOST_RANGES:
         raise SbpValueError(
-            f"{name[:100]!r} has too many ranges", accepted=f"at most {_MOST_RANGES}"
+            f"{name[:100]!r} has too many ranges",
+            where=lines.where(keys),
+            accepted=f"at most {_MOST_RANGES}",
         )
     for part in match[1].split(","):
         first, _, last = part.partition("-")
+        if int(last or first) < int(first):
+            raise SbpValueError(
+                f"the range {part} of {name[:100]!r} ends before it begins",
+                where=lines.where(keys),
+                accepted=f"{{{last}-{first}}}",
+            )
         for number in range(int(first), int(last or first) + 1):
-            yield from _expanded(f"{name[: match.start()]}{number}{name[match.end() :]}")
+            yield from _expanded(
+                f"{name[: match.start()]}{number}{name[match.end() :]}", keys, lines
+            )

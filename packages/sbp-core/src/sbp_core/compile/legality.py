@@ -6,17 +6,26 @@ run and give wrong numbers, so nothing is compiled before it has passed here.
 
 from __future__ import annotations
 
-from sbp_core.errors import PlanError
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from sbp_core.errors import PlanError, SbpError
 from sbp_core.graph.ir import LogicalGraph, Node
 from sbp_core.sbp import check_sbp
+from sbp_core.serialize import Lines
 from sbp_core.signatures.arguments import call_key
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.check import check_signature
 from sbp_core.strategy import Assignment, Strategy
 
 
-def check_strategy(graph: LogicalGraph, strategy: Strategy) -> None:
+def check_strategy(graph: LogicalGraph, strategy: Strategy, lines: Lines | None = None) -> None:
     """Check that a strategy says everything about a graph, and nothing that is not legal.
+
+    Args:
+        graph: What it is for.
+        strategy: What is checked.
+        lines: Those of the file that it comes from, for messages.
 
     Raises:
         PlanError: an op or a state has no assignment, the micro-batches differ, a stage is not
@@ -35,14 +44,33 @@ def check_strategy(graph: LogicalGraph, strategy: Strategy) -> None:
             # Repeated layers make the same calls.
             what = (call_key(call), found)
             if what not in checked:
-                check_signature(call, found.signature, mesh)
+                with _naming("nodes", node.name, lines):
+                    check_signature(call, found.signature, mesh)
                 checked.add(what)
             _check_draws(node, len(mesh.rank_list))
     for entry in graph.inputs:
         if graph.is_tensor(entry.name):
             storage = strategy.storage[entry.name]
             mesh_shape = strategy.stages[storage.stage].mesh_shape
-            check_sbp(graph.tensor(entry.name).shape, storage.sbp, mesh_shape)
+            with _naming("storage", entry.name, lines):
+                check_sbp(graph.tensor(entry.name).shape, storage.sbp, mesh_shape)
+
+
+@contextmanager
+def _naming(section: str, name: str, lines: Lines | None) -> Iterator[None]:
+    """Add the decision, and where it stands in the file, to an error of the `with` block."""
+    try:
+        yield
+    except SbpError as error:
+        places = (lines.where((section, name)),) if lines else ()
+        # What is wrong with a call names its node.
+        decision = () if section == "nodes" else (f"{section} of {name}",)
+        raise type(error)(
+            error.what,
+            where=(*places, *error.where, *decision),
+            accepted=error.accepted,
+            todo=error.todo,
+        ) from error
 
 
 def _check_draws(node: Node, num_ranks: int) -> None:

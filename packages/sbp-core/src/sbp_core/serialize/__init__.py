@@ -16,8 +16,9 @@ The caller names the type, and the annotations of its fields say the rest. A fil
 classes nor modules, so reading it runs no code but that of the classes that are expected. Whatever
 a file holds, reading it ends: in a value, or in an `SbpError` that names the place.
 
-In order: `misfit` (what is wrong with a value, and where), `plain` (numbers, text, any JSON value),
-`typed` (all other types), `document` (whole files, which say what they are).
+In order: `lines` (where in a file its parts stand), `misfit` (what is wrong with a value, and
+where), `plain` (numbers, text, any JSON value), `typed` (all other types), `document` (whole files,
+which say what they are), `yaml_text` (values in YAML).
 
 >>> from sbp_core.cluster import Link
 >>> dump(Link(latency_s=1e-6, bytes_per_s=1e9), Link)
@@ -35,7 +36,21 @@ Stability: internal.
 """
 
 from sbp_core.serialize.document import Document, parse, read_text
+from sbp_core.serialize.lines import Keys, Lines
 from sbp_core.serialize.misfit import shown
 from sbp_core.serialize.typed import Form, dump, load
+from sbp_core.serialize.yaml_text import pyyaml, read_yaml
 
-__all__ = ["Document", "Form", "dump", "load", "parse", "read_text", "shown"]
+__all__ = [
+    "Document",
+    "Form",
+    "Keys",
+    "Lines",
+    "dump",
+    "load",
+    "parse",
+    "pyyaml",
+    "read_text",
+    "read_yaml",
+    "shown",
+]

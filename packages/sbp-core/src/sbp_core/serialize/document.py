@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from sbp_core.errors import SbpError, SbpValueError
+from sbp_core.serialize.lines import Lines, in_line, json_lines, repeated_key_line, word_line
 from sbp_core.serialize.misfit import shown
 from sbp_core.serialize.typed import dump, load
 
@@ -39,12 +41,12 @@ class Document(Generic[T]):
         """Return the JSON value of a whole file."""
         return {"format": self.format, "version": self.version, **dump(value, self.kind)}
 
-    def load(self, value: object, where: str = "") -> T:
+    def load(self, value: object, where: str | Lines = "") -> T:
         """Read what `dump` made.
 
         Args:
             value: A JSON value.
-            where: The file that it comes from, for messages.
+            where: The file that it comes from, or its lines, for messages.
 
         Raises:
             SbpError: `error`: it is another kind of file, or of another version, or something in it
@@ -53,13 +55,14 @@ class Document(Generic[T]):
         name = f"{self.format.removeprefix('sbp-')} file"
         if not isinstance(value, dict):
             what = f"this is no {name}: it is {shown(value)}"
-            raise self.error(what, where=where, accepted="a JSON object", todo=self.todo)
+            place = where if isinstance(where, str) else where.where([])
+            raise self.error(what, where=place, accepted="a JSON object", todo=self.todo)
         for key, wanted in (("format", self.format), ("version", self.version)):
             found = value.get(key)
             if type(found) is not type(wanted) or found != wanted:
                 raise self.error(
                     f"this is no {name} of this version: its {key} is {shown(found)}",
-                    where=where,
+                    where=where if isinstance(where, str) else where.where([key]),
                     accepted=f'"{key}": {json.dumps(wanted)}',
                     todo=self.todo,
                 )
@@ -73,9 +76,18 @@ class Document(Generic[T]):
         Raises:
             SbpError: `error`: it cannot be read; see `load`.
         """
+        return self.read_with_lines(path)[0]
+
+    def read_with_lines(self, path: Path) -> tuple[T, Lines]:
+        """Read a file; return also in which lines its parts stand.
+
+        Raises:
+            SbpError: `error`: it cannot be read; see `load`.
+        """
         text = read_text(path, error=self.error, todo=self.todo)
-        where = str(path)
-        return self.load(parse(text, where=where, error=self.error, todo=self.todo), where)
+        lines = Lines(str(path), partial(json_lines, text))
+        value = parse(text, where=str(path), error=self.error, todo=self.todo)
+        return self.load(value, lines), lines
 
     def write(self, value: T, path: Path) -> None:
         """Write a file for people to read and edit: a line a part that holds no objects."""
@@ -86,13 +98,20 @@ def read_text(path: Path, *, error: type[SbpError] = SbpValueError, todo: str = 
     """Return the text of a file.
 
     Raises:
-        SbpError: `error`: it is not there, may not be read, or is no text.
+        SbpError: `error`: it is not there, may not be read, is no text, or empty.
     """
     try:
-        return path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as cause:
+        place = in_line(str(path), cause.object.count(b"\n", 0, cause.start) + 1)
+        what = f"the file is no text: {cause.reason} (byte {cause.start})"
+        raise error(what, where=place, accepted="UTF-8", todo=todo) from cause
     except (OSError, ValueError) as cause:  # a name with a NUL is a ValueError
         reason = getattr(cause, "strerror", None) or cause
         raise error(f"the file cannot be read: {reason}", where=str(path), todo=todo) from cause
+    if not text.strip():
+        raise error("the file is empty", where=str(path), todo=todo)
+    return text
 
 
 def parse(
@@ -101,16 +120,33 @@ def parse(
     """Return the value of a JSON text.
 
     Raises:
-        SbpError: `error`: it is no JSON, or a key stands twice in one object.
+        SbpError: `error`: it is no JSON, or a key stands twice in one object; names the line.
     """
     try:
         return json.loads(text, object_pairs_hook=_object, parse_constant=_refuse)
+    except json.JSONDecodeError as cause:
+        place = f"{in_line(where, cause.lineno)}, column {cause.colno}"
+        raise error(f"this is no JSON: {cause.msg}", where=place, todo=todo) from cause
+    except _NoNumberError as cause:
+        line = word_line(text, cause.word)
+        what = f"this is no JSON: {cause.word} is no number of JSON"
+        raise error(what, where=in_line(where, line) if line else where, todo=todo) from cause
     except (ValueError, RecursionError) as cause:
-        raise error(f"this is no JSON: {cause}", where=where, todo=todo) from cause
+        line = repeated_key_line(text) if isinstance(cause, ValueError) else None
+        place = in_line(where, line) if line else where
+        raise error(f"this is no JSON: {cause}", where=place, todo=todo) from cause
 
 
-def _refuse(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON")
+class _NoNumberError(ValueError):
+    """A word that Python takes for a number of JSON."""
+
+    def __init__(self, word: str) -> None:
+        super().__init__(word)
+        self.word = word
+
+
+def _refuse(word: str) -> None:
+    raise _NoNumberError(word)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -28,6 +28,8 @@ class MisfitError(Exception):
         #: Keys and indices that lead to the part, the innermost first: who passes the error on
         #: adds its own, so that reading what is right keeps no account of where it is.
         self.path: list[str | int] = []
+        #: A key of that part that the error is about, if it names one.
+        self.key: str | None = None
 
     @classmethod
     def found(cls, value: object, accepted: str, todo: str = "") -> MisfitError:
@@ -38,6 +40,10 @@ class MisfitError(Exception):
     def refused(cls, error: SbpError) -> MisfitError:
         """Return the error for a value that its class refused."""
         return cls(f": {error.what}", error.accepted, error.todo, error.where)
+
+    def keys(self) -> list[str | int]:
+        """Return the keys and indices that lead to what is wrong, the outermost first."""
+        return [*reversed(self.path), *([] if self.key is None else [self.key])]
 
     def message(self, root: str) -> str:
         """Return the message with the path of the part; `root` names the whole document."""

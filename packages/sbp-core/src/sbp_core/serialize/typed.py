@@ -12,6 +12,7 @@ from inspect import get_annotations
 from typing import Annotated, Any, TypeVar, Union, cast, get_args, get_origin
 
 from sbp_core.errors import SbpError, SbpValueError
+from sbp_core.serialize.lines import Lines
 from sbp_core.serialize.misfit import MisfitError, at, nearest, shown
 from sbp_core.serialize.plain import PLAIN, Codec
 
@@ -53,7 +54,7 @@ def load(
     kind: type[T],
     *,
     root: str = "it",
-    where: str = "",
+    where: str | Lines = "",
     error: type[SbpError] = SbpValueError,
     todo: str = "",
 ) -> T:
@@ -63,7 +64,7 @@ def load(
         value: A JSON value.
         kind: The type that is expected.
         root: What messages call the whole value.
-        where: The file that it comes from, for messages.
+        where: The file that it comes from, or its lines, for messages.
         error: What to raise.
         todo: What to do, if the place in question does not say.
 
@@ -74,9 +75,10 @@ def load(
     try:
         found: T = _codec(cast("Any", kind)).load(value)
     except MisfitError as misfit:
+        place = where if isinstance(where, str) else where.where(misfit.keys())
         raise error(
             misfit.message(root),
-            where=(where, *misfit.where),
+            where=(place, *misfit.where),
             accepted=misfit.accepted,
             todo=misfit.todo or todo,
         ) from misfit.__cause__
@@ -303,7 +305,10 @@ def _fields(cls: type) -> Codec:
         for name, part in value.items():
             if name not in loads:
                 known = ", ".join(loads)
-                raise MisfitError(f" has no place for {shown(name)}", known, nearest(name, loads))
+                unknown = f" has no place for {shown(name)}"
+                stray = MisfitError(unknown, known, nearest(name, loads))
+                stray.key = name
+                raise stray
             try:
                 found[name] = loads[name](part)
             except MisfitError as misfit:
@@ -315,7 +320,11 @@ def _fields(cls: type) -> Codec:
         try:
             return cls(**found)
         except SbpError as error:
-            raise MisfitError.refused(error) from error
+            refused = MisfitError.refused(error)
+            # A message that begins with the name of a field is about it.
+            name = error.what.partition("=")[0].partition(" ")[0]
+            refused.key = name if name in found else None
+            raise refused from error
 
     return Codec(dump=dump, load=load, kinds=(cls,), json=(dict,), accepted=accepted)
 

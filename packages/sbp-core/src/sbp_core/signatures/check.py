@@ -79,11 +79,15 @@ def _check_arity(call: OpCall, signature: Signature) -> None:
     asked = (len(signature.inputs), len(signature.outputs))
     if asked != (len(call.inputs), len(call.outputs)):
         raise SignatureError(
-            f"{call.op} has {len(call.inputs)} tensor arguments and {len(call.outputs)} outputs, "
-            f"the signature {signature} has {asked[0]} and {asked[1]}",
+            f"{call.op} takes {_tensors(len(call.inputs))} and gives {len(call.outputs)}, the "
+            f"signature {signature} takes {asked[0]} and gives {asked[1]}",
             where=call.where,
             accepted="one nd-SBP for each tensor argument and each output",
         )
+
+
+def _tensors(count: int) -> str:
+    return f"{count} tensor{'s' * (count != 1)}"
 
 
 def _along(signature: Signature, axis: int) -> tuple[tuple[Sbp, ...], tuple[Sbp, ...]]:
