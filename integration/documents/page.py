@@ -94,7 +94,7 @@ class _Page:
         code, _, comment = text.partition("  #")
         fitting = [beginning for beginning in block.more if code.startswith(beginning)]
         if fitting:
-            code = f"{code} {block.more[max(fitting, key=len)]}"
+            code = _with(code, block.more[max(fitting, key=len)])
         if self._shell(code + ("  #" + comment if comment else ""), command.line):
             self._compare(command.output, command.line + 1)
 
@@ -163,6 +163,17 @@ class _Page:
                 yaml.safe_load(block.text)
         except (tomllib.TOMLDecodeError, yaml.YAMLError) as error:
             self._fault(block.line, f"is no {block.language}: {error}")
+
+
+def _with(command: str, more: str) -> str:
+    """Return a command with more settings, in place of those of the same keys.
+
+    >>> _with('sbp-train "cluster.mesh=[2]" trainer.steps=50', "trainer.steps=2 data=text")
+    'sbp-train "cluster.mesh=[2]" trainer.steps=2 data=text'
+    """
+    keys = {text.partition("=")[0] for text in more.split() if "=" in text}
+    kept = [text for text in command.split(" ") if text.strip("\"'").partition("=")[0] not in keys]
+    return " ".join([*kept, more])
 
 
 def _save(block: Block) -> None:

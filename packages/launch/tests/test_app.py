@@ -182,9 +182,26 @@ def test_help_lists_the_options_of_every_group_as_one_types_them(app: App) -> No
     assert outcome.code == 0, outcome.err
     assert ["toys/odd"] in lines
     assert ["*", "toy", "a", "toy"] in lines
-    assert ["steps:", "300"] in lines
     assert any(line[:1] == ["--multirun,"] for line in lines)
     assert not outcome.torch
+
+
+def test_help_on_a_topic_explains_the_settings_of_the_chosen_option(app: App) -> None:
+    outcome = app("trainer.steps=7", "--help", "trainer", "optimizer=sgd")
+
+    assert outcome.code == 0, outcome.err
+    lines = outcome.out.splitlines()
+    assert lines[0] == f"trainer=default, of sbp-launch: {TRAINER}"
+    assert "  trainer.steps=7                   optimizer updates" in lines
+    assert any(line.startswith("  optimizer.momentum=0.9 ") for line in lines)
+    assert not outcome.torch
+
+
+def test_help_on_what_is_not_there_names_the_nearest(app: App) -> None:
+    outcome = app("--help", "trainr")
+
+    assert outcome.code == 2
+    assert "did you mean --help trainer?" in outcome.err
 
 
 def test_the_config_is_shown_instead_of_run(app: App) -> None:

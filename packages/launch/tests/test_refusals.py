@@ -93,7 +93,7 @@ def test_a_name_in_quotes_is_answered_without_them() -> None:
 
 
 def test_an_option_is_described_by_the_comment_that_its_file_begins_with() -> None:
-    headline = CATALOG.headline("optimizer/adamw")
+    headline = CATALOG.summary("optimizer", "adamw")
 
     assert headline == "Adam with decoupled weight decay"
 

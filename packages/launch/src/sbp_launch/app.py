@@ -34,7 +34,7 @@ from sbp_launch.compose import (
     sweep_jobs,
 )
 from sbp_launch.config import Application, ComposedConfig, ConfigT
-from sbp_launch.help import render_help
+from sbp_launch.help import overrides_of, render_help, render_topics, split_topics
 from sbp_launch.refusals import as_hydra_says
 from sbp_launch.run_folder import check_unused, make_folder, take_folder
 
@@ -71,7 +71,8 @@ def _report(app: Application[Any], error: SbpError) -> int:
 
 
 def _run(app: Application[ConfigT]) -> int:
-    sys.argv[1:] = flags_first(sys.argv[1:])
+    arguments, topics = split_topics(sys.argv[1:])
+    sys.argv[1:] = flags_first(arguments)
     parser = get_args_parser()
     options = parser.parse_args()
     registry = discover()
@@ -86,8 +87,13 @@ def _run(app: Application[ConfigT]) -> int:
         if options.config_name:
             app = replace(app, config_name=options.config_name)
         if options.help:
-            config = compose(catalog, app, options.overrides)
-            sys.stdout.write(render_help(app, read(config, catalog), catalog, parser))
+            overrides = [*options.overrides, *overrides_of(topics, catalog)]
+            composed = read(compose(catalog, app, overrides), catalog)
+            sys.stdout.write(
+                render_topics(app, composed, catalog, topics)
+                if topics
+                else render_help(app, composed, catalog)
+            )
             return 0
         sys.argv += _check_jobs(app, catalog, options)
     for problem in registry.problems:

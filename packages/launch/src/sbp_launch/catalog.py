@@ -6,8 +6,7 @@ the help or a completion need no composed config.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from importlib.resources.abc import Traversable
@@ -15,13 +14,19 @@ from itertools import takewhile
 from pathlib import Path
 
 from sbp_core.errors import ConfigError
-from sbp_core.plugins import ConfigFolder, PluginRegistry
+from sbp_core.plugins import ConfigFolder, PluginEntry, PluginRegistry
+from sbp_launch.compile_config import CompileConfig
+from sbp_launch.config import TrainerConfig
+from sbp_launch.option_file import comments, headline
 
 #: Where the primary configs are; Hydra searches it first.
 PRIMARY = ConfigFolder(path="pkg://sbp_launch.conf", distribution="sbp-launch")
 
-#: Most characters of a headline.
-_HEADLINE = 76
+#: The settings of the groups that name no plugin.
+CORE_CONFIGS: Mapping[str, type] = {"trainer": TrainerConfig, "compile": CompileConfig}
+
+#: Stands for a plugin that is not there.
+_NOBODY = PluginEntry(kind="", name="", distribution="", version="", api_version=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,16 +67,32 @@ class Catalog:
             return f"{place.replace('.', '/') if scheme == 'pkg' else place}/{config}.yaml"
         return ""
 
-    def headline(self, config: str) -> str:
-        """Return the first sentence of the comment that a config begins with, or `""`."""
-        comment = takewhile(lambda line: line.startswith("#"), self._text(config).splitlines())
-        first = " ".join(line.lstrip("# ") for line in comment).partition(". ")[0].rstrip(".")
-        return first if len(first) <= _HEADLINE else f"{first[: _HEADLINE - 3].rstrip()}..."
+    def about(self, config: str) -> tuple[str, ...]:
+        """Return the lines of the comment that a config begins with."""
+        lines = takewhile(lambda line: line.startswith("#"), self.text(config).splitlines())
+        return tuple(line.removeprefix("#").removeprefix(" ") for line in lines)
+
+    def summary(self, group: str, option: str) -> str:
+        """Return what an option is in a sentence: of its file, or else of its plugin, or `""`."""
+        entries = (one for one in self.registry.entries if (one.kind, one.name) == (group, option))
+        return headline(self.text(f"{group}/{option}")) or next(entries, _NOBODY).summary
 
     def comments(self, config: str) -> dict[str, str]:
-        """Return what a config says behind its own settings: `key: value  # this`."""
-        lines = (re.match(r"(\w+): .*\S  # (.+)", line) for line in self._text(config).splitlines())
-        return {line[1]: line[2] for line in lines if line}
+        """Return what a config says of its settings, by key; see `option_file`."""
+        return comments(self.text(config))
+
+    def config(self, group: str, name: object) -> type | None:
+        """Return the dataclass of a group's settings, or None if it is not known.
+
+        Args:
+            group: Its name.
+            name: Name of the plugin that its option is for.
+        """
+        if group in CORE_CONFIGS:
+            return CORE_CONFIGS[group]
+        found = (one for one in self.registry.entries if (one.kind, one.name) == (group, name))
+        factory = next(found, _NOBODY).factory
+        return factory.config if factory else None
 
     def complete(self, line: str) -> tuple[str, ...] | None:
         """Return the completions of the last word of a command line: `planner=manual/zero`.
@@ -89,7 +110,8 @@ class Catalog:
     def _holding(self, config: str) -> list[ConfigFolder]:
         return [one for one in self.folders if _root(one).joinpath(f"{config}.yaml").is_file()]
 
-    def _text(self, config: str) -> str:
+    def text(self, config: str) -> str:
+        """Return the text of a config, or `""`."""
         for folder in self._holding(config):
             return _root(folder).joinpath(f"{config}.yaml").read_text("utf-8")
         return ""

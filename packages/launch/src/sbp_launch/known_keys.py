@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Union, get_args, get_origin, get_type_hints
 
-from sbp_core.plugins import PluginRegistry
+from sbp_core.plugins import PluginRegistry, describe_type
 from sbp_launch.compile_config import CompileConfig
 from sbp_launch.config import PLUGIN_GROUPS, ComposedConfig, TrainerConfig
 
@@ -106,6 +106,16 @@ def nested_configs(config: type) -> dict[str, type | None]:
     except NameError:
         hints = {}
     return {field.name: _dataclass_of(hints.get(field.name)) for field in fields(config)}
+
+
+def takes_of(config: type) -> dict[str, str]:
+    """Return what values each setting of a config dataclass takes, in words."""
+    assert is_dataclass(config), f"{config!r} is no dataclass"
+    try:
+        hints = get_type_hints(config)
+    except NameError:
+        return {}
+    return {field.name: describe_type(hints[field.name]) for field in fields(config)}
 
 
 def _dataclass_of(hint: object) -> type | None:

@@ -20,7 +20,7 @@ from sbp_core.plugins.kinds import (
     PlanRequest,
 )
 from sbp_core.plugins.registry import ConfigFolder, PluginEntry, PluginRegistry, Problem
-from sbp_core.plugins.settings import INSTEAD, merge_settings, unknown_key
+from sbp_core.plugins.settings import INSTEAD, describe_type, merge_settings, unknown_key
 
 __all__ = [
     "API_VERSION",
@@ -41,6 +41,7 @@ __all__ = [
     "PluginSource",
     "Problem",
     "blame",
+    "describe_type",
     "discover",
     "hookimpl",
     "merge_settings",

@@ -169,7 +169,7 @@ def _convert(value: object, hint: Any, key: str, where: Where) -> object:
     # True is an int to Python, but nobody who writes `steps: true` means 1.
     elif isinstance(value, hint) and not (isinstance(value, bool) and hint is int):
         return value
-    accepted = _describe(hint)
+    accepted = describe_type(hint)
     if key.endswith("bytes") and hint in (int, float):
         accepted += ", or text with a unit, such as 90MB or 4GiB"
     raise ConfigError(
@@ -209,19 +209,19 @@ _PLAIN = {
 }
 
 
-def _describe(hint: Any) -> str:
+def describe_type(hint: Any) -> str:
     """Say what values an annotation takes, in words."""
     origin, args = get_origin(hint) or hint, get_args(hint)
     if origin in _UNIONS:
-        return " or ".join(map(_describe, args))
+        return " or ".join(map(describe_type, args))
     if origin is Literal:
         return " or ".join(map(repr, args))
     if origin in _SEQUENCES:
         if origin is tuple and args and args[-1] is not Ellipsis:
-            return f"a list of {len(args)}: {', '.join(map(_describe, args))}"
-        return f"a list, each {_describe(args[0])}" if args else "a list"
+            return f"a list of {len(args)}: {', '.join(map(describe_type, args))}"
+        return f"a list, each {describe_type(args[0])}" if args else "a list"
     if origin in _MAPPINGS:
-        return f"a mapping, each value {_describe(args[1])}" if args else "a mapping"
+        return f"a mapping, each value {describe_type(args[1])}" if args else "a mapping"
     if is_dataclass(hint):
         return f"a mapping with {', '.join(field.name for field in fields(hint))}"
     return _PLAIN.get(hint, getattr(hint, "__name__", str(hint)))

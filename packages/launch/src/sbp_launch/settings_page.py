@@ -1,0 +1,183 @@
+"""The page of all settings: every group, option and setting, what it means, and whose it is.
+
+`python -m sbp_launch.settings_page FILE` writes it of the option files and plugins that are
+installed, or of the distributions behind `--of`; `--check` sees that FILE is up to date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+
+import yaml  # type: ignore[import-untyped] # its stubs are a package of their own
+
+from sbp_core.plugins import PluginRegistry, discover
+from sbp_launch.calibrate.config import CalibrateConfig
+from sbp_launch.catalog import Catalog, make_catalog
+from sbp_launch.config import GROUPS
+from sbp_launch.help import plain
+from sbp_launch.known_keys import nested_configs, takes_of
+from sbp_launch.plan import PlanConfig
+
+#: The settings that an app has beside its groups, by its primary config.
+_OF_APPS: Mapping[str, type] = {"plan": PlanConfig, "calibrate": CalibrateConfig}
+
+_HEAD = """# Settings
+
+Every setting of `sbp-train`, `sbp-plan` and `sbp-calibrate`, generated from the option files and
+the plugins by `python -m settings document` (in `integration/`); CI holds this page to it. On the
+command line, `sbp-train --help trainer` prints the same for a group, `sbp-train --help
+planner=osdp` for an option, `sbp-train --help trainer.steps` for one setting.
+
+`GROUP=OPTION` chooses an option, and `KEY=VALUE` changes a setting:
+`sbp-train optimizer=sgd optimizer.lr=0.05`. What an option says of another group as its default
+follows what is chosen there; `null` stands for none.
+"""
+
+#: A row of a table: key, default, what it takes, meaning.
+_Row = tuple[str, str, str, str]
+
+#: What an option takes over from other groups: the keys; what remains is its own value.
+_SELECT = re.compile(r"\$\{oc\.select:([\w.]+),")
+
+def page(catalog: Catalog) -> str:
+    """Return the text of the page."""
+    parts = [_HEAD, *_contents(catalog)]
+    for group in GROUPS:
+        parts.append(f"## {group}\n")
+        for option in catalog.options(group):
+            parts += _option(catalog, group, option)
+    for app in _OF_APPS:
+        parts += [f"## sbp-{app}\n", "Beside its groups. *sbp-launch*\n"]
+        parts += _table(_of_app(catalog, app))
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def without_comment(catalog: Catalog) -> list[str]:
+    """Return the settings of which their files say nothing, as `file: key`."""
+    rows = [
+        (f"{group}/{option}.yaml", row)
+        for group in GROUPS
+        for option in catalog.options(group)
+        for row in _rows(catalog, group, option)
+    ]
+    rows += [(f"{app}.yaml", row) for app in _OF_APPS for row in _of_app(catalog, app)]
+    return [f"{file}: {row[0]}" for file, row in rows if not row[3]]
+
+
+def catalog_of(registry: PluginRegistry, distributions: Collection[str]) -> Catalog:
+    """Return the catalog of some distributions; of all if none is named."""
+    chosen = PluginRegistry(
+        entries=tuple(one for one in registry.entries if one.distribution in distributions),
+        folders=tuple(one for one in registry.folders if one.distribution in distributions),
+    )
+    return make_catalog(chosen if distributions else registry)
+
+
+def _contents(catalog: Catalog) -> Iterator[str]:
+    yield "| group | options |"
+    yield "|---|---|"
+    for group in GROUPS:
+        names = ", ".join(f"`{one}`" for one in catalog.options(group))
+        yield f"| [{group}](#{group}) | {names} |"
+    yield ""
+
+
+def _option(catalog: Catalog, group: str, option: str) -> Iterator[str]:
+    """Yield the part of one option."""
+    config = f"{group}/{option}"
+    yield f"### {group}={option}\n"
+    text = " ".join(line.strip() for line in catalog.about(config))
+    yield f"{text} *{' '.join(catalog.owners(config))}*\n"
+    yield from _table(_rows(catalog, group, option))
+
+
+def _rows(catalog: Catalog, group: str, option: str) -> Iterator[_Row]:
+    """Yield key, default, what it takes, and meaning of every setting."""
+    values = yaml.safe_load(catalog.text(f"{group}/{option}"))
+    config = catalog.config(group, values.get("name"))
+    assert config is not None, f"{group}={option} names no plugin that is installed"
+    # What else a file says is for Hydra and for the launcher, and no setting.
+    own = {field.name: values[field.name] for field in fields(config) if field.name in values}
+    comments = catalog.comments(f"{group}/{option}")
+    yield from _nested(own, config, comments, group, "")
+
+
+def _nested(
+    values: Mapping[str, object],
+    config: type,
+    comments: Mapping[str, str],
+    group: str,
+    prefix: str,
+) -> Iterator[_Row]:
+    takes, inner = takes_of(config), nested_configs(config)
+    for name, value in values.items():
+        key, comment = f"{prefix}{name}", comments.get(f"{prefix}{name}", "")
+        nested = inner.get(name)
+        if nested is not None and isinstance(value, Mapping):
+            yield f"{group}.{key}", "", takes.get(name, ""), comment
+            yield from _nested(value, nested, comments, group, f"{key}.")
+        else:
+            yield f"{group}.{key}", _default(value), takes.get(name, ""), comment
+
+
+def _of_app(catalog: Catalog, app: str) -> Iterator[_Row]:
+    """Yield the settings that an app has beside its groups."""
+    config = _OF_APPS[app]
+    assert is_dataclass(config), "settings are a dataclass"
+    comments, takes = catalog.comments(app), takes_of(config)
+    values = yaml.safe_load(catalog.text(app))
+    for field in fields(config):
+        name = field.name
+        yield name, _default(values.get(name)), takes[name], comments.get(name, "")
+
+
+def _default(value: object) -> str:
+    """Return a default as one writes it; `???` in a file means that there is none."""
+    if value == "???":
+        return "to be given"
+    if isinstance(value, str) and (select := _SELECT.match(value)):
+        return f"that of `{select[1]}`, or `{_SELECT.sub('', value).rstrip('}')}`"
+    if isinstance(value, Mapping) and len(value) > 1:
+        return "see its file"
+    return f"`{plain(value)}`"
+
+
+def _table(rows: Iterable[_Row]) -> Iterator[str]:
+    cells = [tuple(text.replace("|", "\\|") for text in row) for row in rows]
+    if not cells:
+        yield "No settings.\n"
+        return
+    yield "| setting | default | takes | meaning |"
+    yield "|---|---|---|---|"
+    for key, default, takes, comment in cells:
+        yield f"| `{key}` | {default} | {takes} | {comment} |"
+    yield ""
+
+
+def main(words: list[str] | None = None) -> int:
+    """Run the command and return its exit code: 1 if something is not as it should be."""
+    parser = argparse.ArgumentParser(prog="sbp_launch.settings_page", description=__doc__)
+    parser.add_argument("file", type=Path, help="the page")
+    parser.add_argument("--of", nargs="+", default=(), help="distributions; all that are installed")
+    parser.add_argument("--check", action="store_true", help="only see that it is up to date")
+    options = parser.parse_args(words)
+    catalog = catalog_of(discover(), options.of)
+    if bare := without_comment(catalog):
+        sys.stdout.write("no comment says what these are:\n  " + "\n  ".join(bare) + "\n")
+        return 1
+    text = page(catalog)
+    if not options.check:
+        options.file.write_text(text, "utf-8")
+    elif not options.file.exists() or options.file.read_text("utf-8") != text:
+        sys.stdout.write(f"{options.file} is not what the source says: write it anew\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

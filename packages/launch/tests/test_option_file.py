@@ -1,0 +1,78 @@
+"""What option files say of their settings, and which files are none."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sbp_core.errors import ConfigError
+from sbp_launch.option_file import comments, headline, refuse_faults
+
+TEXT = """\
+# What it is. More of it,
+# in two lines.
+name: x
+a: 1  # one
+b: "# no comment"
+c:  # a mapping
+  d: [1, 2]  # a list
+  # above
+  e: null
+f: 2  # long
+  # and longer
+g: {h: 3}  # a flow
+"""
+
+WORDS = st.text("abc xyz.,", min_size=1).map(str.strip).filter(bool)
+NAMES = st.lists(st.text("klm", min_size=1, max_size=4), min_size=1, max_size=5, unique=True)
+
+
+def test_comments_stand_behind_a_setting_or_above_it() -> None:
+    assert comments(TEXT) == {
+        "a": "one",
+        "c": "a mapping",
+        "c.d": "a list",
+        "c.e": "above",
+        "f": "long and longer",
+        "g": "a flow",
+    }
+
+
+def test_the_first_comment_is_of_the_file() -> None:
+    assert headline(TEXT) == "What it is"
+    assert headline("a: 1  # one\n") == ""
+
+
+@given(NAMES, st.data())
+def test_every_comment_that_is_written_is_read(names: list[str], data: st.DataObject) -> None:
+    told = {name: data.draw(WORDS) for name in names}
+    values = ["1", "x y", "[1, '#']", "null", "'#'", "{m: 1}", ""]
+    lines = [f"{name}: {data.draw(st.sampled_from(values))}  # {told[name]}\n" for name in names]
+
+    found = comments("# of the file\n" + "".join(lines))
+
+    assert found == told
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "what"),
+    [
+        ("a: 1\nb: [2\nc: 3\n", "line 3", "expected ',' or ']'"),
+        ("a:\n\tb: 1\n", "line 2", "a tab where YAML takes spaces only"),
+        ("a: 1\nb: 2\na: 3\n", "line 3", "'a' stands twice, the first time in line 1"),
+        ("- a\n- b\n", "line 1", "is a list, not a mapping"),
+        ("just text\n", "line 1", "is a str, not a mapping"),
+    ],
+)
+def test_a_file_that_is_no_option_is_refused_with_its_line(text: str, line: str, what: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        refuse_faults(text, "own/planner/x.yaml")
+
+    assert what in caught.value.what
+    assert caught.value.where[0].startswith(f"own/planner/x.yaml, {line}")
+
+
+def test_good_files_pass() -> None:
+    refuse_faults(TEXT, "x.yaml")
+    refuse_faults("# nothing but a comment\n", "x.yaml")
