@@ -44,6 +44,7 @@ _Row = tuple[str, str, str, str]
 #: What an option takes over from other groups: the keys; what remains is its own value.
 _SELECT = re.compile(r"\$\{oc\.select:([\w.]+),")
 
+
 def page(catalog: Catalog) -> str:
     """Return the text of the page."""
     parts = [_HEAD, *_contents(catalog)]
