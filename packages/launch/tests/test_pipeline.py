@@ -25,16 +25,16 @@ def test_each_stage_says_its_ranks_modules_and_activations():
 
     assert first == "pipeline: 2 stages, 4 micro-batches, schedule 1F1B"
     assert stages[0].startswith("  stage 0 (rank 0): first, blocks.")
-    assert stages[0].endswith("at most 2 in flight")
-    assert "head; computes" in stages[1]
-    assert stages[1].endswith("at most 1 in flight")
+    assert stages[0].endswith(", 2 in flight")
+    assert "head; busy " in stages[1]
+    assert stages[1].endswith(", 1 in flight")
     assert "(p - 1)/(m + p - 1) = 20% if stages were equal" in bubble
 
 
-def test_the_meshes_of_stages_are_named():
+def test_the_ranks_of_stages_are_named():
     lines = lines_of(found_plan("pipeline of meshes"))
 
-    assert lines[1].startswith("  stage 0 (ranks 0-1: data 2): ")
+    assert lines[1].startswith("  stage 0 (ranks 0-1): ")
 
 
 def test_ranks_wait_whenever_they_do_not_compute():

@@ -33,7 +33,8 @@ def test_the_summary_says_what_a_rank_sends_and_how_many_tensors_travel_together
     merged = summary(found.plan, found.strategy, found.module_rows, more)
 
     assert "boxing in a step: a rank sends 448 B, the 2 ranks together 896 B" in lines
-    assert any("1000 all-reduces that travel as 1 (small ones together)" in line for line in merged)
+    assert "1000 all-reduces (sent as 1); small tensors travel together" in " ".join(merged)
+    assert "sent as" not in " ".join(lines)
 
 
 def test_boxing_is_counted_once_for_each_micro_batch():

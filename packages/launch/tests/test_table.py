@@ -129,7 +129,7 @@ def test_the_words_of_the_table_are_explained():
     lines = legend(found.module_rows, {"data": 2}, found.strategy.stages)
 
     assert lines[0].startswith("SBP by axis (data 2): S(d) split along dim d, B whole")
-    assert any("before, after" in line for line in lines)
+    assert any("before, within, after" in line for line in lines)
 
 
 def test_an_axis_of_stages_is_called_as_it_was_set():

@@ -22,7 +22,7 @@ from sbp_core.placement import Placement
 from sbp_core.strategy import Strategy
 from sbp_launch.moves import ranks_text
 from sbp_launch.rows import ModuleRow
-from sbp_launch.table import groups_of, mesh_text
+from sbp_launch.table import groups_of
 
 #: Most modules that are named of a stage.
 _MOST_NAMES = 4
@@ -38,11 +38,9 @@ def pipeline_lines(plan: PhysicalPlan, strategy: Strategy, rows: Sequence[Module
     batches = f"{micro_batches} micro-batch" + "es" * (micro_batches != 1)
     lines = [f"pipeline: {count} stages, {batches}, schedule {_schedule(strategy)}"]
     for index, stage in enumerate(plan.stages):
-        mesh = f": {_mesh_of(stage)}" if stage.size > 1 else ""
-        own = strategy.in_flight[index]
         lines.append(
-            f"  stage {index} ({ranks_text(stage)}{mesh}): {_modules(rows, index)}; computes "
-            f"{busy[index]:.0%} of the step, at most {own} in flight"
+            f"  stage {index} ({ranks_text(stage)}): {_modules(rows, index)}; "
+            f"busy {busy[index]:.0%}, {strategy.in_flight[index]} in flight"
         )
     equal = (count - 1) / (micro_batches + count - 1)
     sizes = [stage.size for stage in plan.stages]
@@ -77,10 +75,6 @@ def _busy_s(plan: PhysicalPlan, stage: Placement) -> float:
         if isinstance(actor, Compute | Accumulate)
     )
     return total / stage.size
-
-
-def _mesh_of(stage: Placement) -> str:
-    return mesh_text(dict(zip(stage.axes, stage.mesh_shape, strict=True)))
 
 
 def _modules(rows: Sequence[ModuleRow], stage: int) -> str:

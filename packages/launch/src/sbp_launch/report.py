@@ -97,14 +97,17 @@ def _boxing_lines(plan: PhysicalPlan, num_steps: Mapping[StepKind, int]) -> list
         sent[plan.steps[index].kind] += count * (plan.steps[index].size_bytes > 0)
     if not plan.boxing_bytes:
         return ["boxing: nothing is sent between ranks"]
-    texts = []
+    texts, is_merged = [], False
     for kind in sorted(+sent):
         asked = max(num_steps.get(kind, 0), sent[kind])
-        merged = f" that travel as {sent[kind]} (small ones together)" if asked > sent[kind] else ""
-        texts.append(counted(asked, kind.value) + merged)
+        is_merged |= asked > sent[kind]
+        texts.append(
+            counted(asked, kind.value) + (f" (sent as {sent[kind]})" if asked > sent[kind] else "")
+        )
+    together = "; small tensors travel together" if is_merged else ""
     count, total = len(plan.ranks), plan.boxing_bytes
     return [
         f"boxing in a step: a rank sends {format_bytes(total / count)}, "
         f"the {count} ranks together {format_bytes(total)}",
-        f"  {', '.join(texts)}",
+        f"  {', '.join(texts)}{together}",
     ]

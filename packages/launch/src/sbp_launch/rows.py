@@ -167,7 +167,7 @@ def _output(
     boxed = {
         move.value: f"({move.target})"
         for move in own
-        if move.when is When.AFTER and move.phase is Phase.FORWARD and move.what == "output"
+        if move.when is When.AFTER and move.phase is Phase.FORWARD
     }
     found, largest = "", -1
     for node in nodes:

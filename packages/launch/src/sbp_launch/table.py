@@ -309,9 +309,9 @@ def legend(
     if any(row.is_parent and row.module for row in rows):
         lines.append("(own ops): what a module computes itself, outside of its submodules")
     if any(move.sent_bytes for row in rows for move in row.moves):
+        lines.append("before, within, after: a module's forward, backward or update")
         lines.append(
-            "before, after: a module's forward, backward or update; "
-            "a rank sends: in a training step, in all layers of a row"
+            "a rank sends: in a training step, in all layers of a row; where ranks differ, the mean"
         )
     return lines
 
