@@ -33,7 +33,7 @@ from actor_plans import (
 from sbp_actor_runtime import session as session_module
 from sbp_actor_runtime.configs import ActorConfig
 from sbp_actor_runtime.session import ActorRuntime
-from sbp_core.errors import BoxingError, GraphError, RunError, SbpValueError
+from sbp_core.errors import BoxingError, GraphError, RunError, SbpTypeError, SbpValueError
 from sbp_core.testing.interrupts import hears_ctrl_c
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.testing.cases import (
@@ -215,7 +215,7 @@ def test_an_interrupted_session_is_over_and_says_so() -> None:
 def test_an_error_while_feeding_leaves_the_session_as_it_was() -> None:
     step = training_step(THREADS)
     with start(THREADS) as session:
-        with pytest.raises(AttributeError):
+        with pytest.raises(SbpTypeError, match="'features' is of type object"):
             session.step({**step.batches[0], "features": object()}, step.scalars)  # type: ignore[dict-item]
         losses = [run_step(session, THREADS, index) for index in range(3)]
 

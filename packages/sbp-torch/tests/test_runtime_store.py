@@ -13,7 +13,7 @@ from torch import Tensor
 from sbp_aten.passes import prepare_step
 from sbp_core.compile import compile_plan
 from sbp_core.compile.physical import PhysicalPlan
-from sbp_core.errors import SbpValueError
+from sbp_core.errors import SbpLookupError, SbpValueError
 from sbp_core.graph import LogicalGraph
 from sbp_core.infer import infer_strategy
 from sbp_core.infer.pins import PinValue
@@ -200,3 +200,24 @@ def test_states_that_do_not_fit_are_refused_before_any_is_replaced(change: str) 
         store.load(states)
 
     assert store.values is before
+
+
+def test_a_shard_of_another_process_or_stage_is_refused() -> None:
+    run = _run("gpt", "pipeline")
+    store = StateStore(run.plan, [1])
+    store.load(run.states())
+    (name, *_), (first, *_) = (
+        sorted(slot.name for slot in part.slots if slot.name in run.expected())
+        for part in (run.plan.by_rank[1], run.plan.by_rank[0])
+    )
+
+    assert store.shard(name, 1) is store.values[1][name]
+    with pytest.raises(SbpLookupError, match="rank 0 runs in another process") as caught:
+        store.shard(first, 0)
+    assert caught.value.accepted == "ranks of this process: 1"
+    with pytest.raises(SbpLookupError, match="there is no rank 2"):
+        store.shard(name, 2)
+    with pytest.raises(SbpLookupError, match="is on another stage"):
+        store.shard(first, 1)
+    with pytest.raises(SbpLookupError, match="no state is called"):
+        store.shard("nobody", 1)

@@ -164,3 +164,18 @@ def test_bad_input_is_answered_with_what_would_be_right(
 
     assert code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("mesh", [(), ("--mesh", "2x2")])
+def test_an_operator_without_a_rule_is_answered_with_discover(
+    mesh: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = main(["aten.linalg_det.default", "4x4", *mesh])
+
+    assert code == 2
+    assert "to mend it: add --discover" in capsys.readouterr().err
+
+
+def test_an_operator_without_a_rule_is_discovered(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["aten.linalg_det.default", "4x4", "--discover"]) == 0
+    assert "discovered on an axis of size 2" in capsys.readouterr().out

@@ -296,7 +296,7 @@ class ActorSession(Session):
 
     def shard(self, name: str, rank: int) -> Tensor | Number:
         """See `Session.shard`."""
-        return self.store.values[rank][name]
+        return self.store.shard(name, rank)
 
     def state_dict(self) -> dict[str, Tensor]:
         """See `Session.state_dict`."""

@@ -53,5 +53,10 @@ class _CallableModule(ModuleType):
 
 
 def make_callable(name: str) -> None:
-    """Let the loaded module `name` be called like `name.<last part>`."""
-    sys.modules[name].__class__ = _CallableModule
+    """Let the loaded module `name` be called like `name.<last part>`, and its docstring say so."""
+    module, last = sys.modules[name], name.rpartition(".")[2]
+    module.__class__ = _CallableModule
+    module.__doc__ = (
+        f"{(module.__doc__ or '').rstrip()}\n\nThis module can be called: {last}(...) is "
+        f"{last}.{last}(...), and help({last}.{last}) explains it.\n"
+    )

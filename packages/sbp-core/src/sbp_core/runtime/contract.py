@@ -61,14 +61,19 @@ class Session(ABC):
                 program draws random numbers. Others are left aside.
 
         Raises:
-            SbpValueError: a batch tensor is missing or of another shape or dtype.
+            SbpTypeError: the batch is no mapping, an entry is no tensor, a scalar no number.
+            SbpValueError: a batch tensor or scalar is missing, or of another shape or dtype.
             RunError: a rank failed; names the rank and the actor. States are those from
-                before the step.
+                before the step. Or the session is closed.
         """
 
     @abstractmethod
     def shard(self, name: str, rank: int) -> Tensor | Number:
-        """Return one rank's part of a state (not a copy)."""
+        """Return one rank's part of a state (not a copy).
+
+        Raises:
+            SbpLookupError: there is no such state, or the rank has no part of it in this process.
+        """
 
     @abstractmethod
     def state_dict(self) -> dict[str, Tensor]:
@@ -84,7 +89,7 @@ class Session(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Stop threads and release states. Safe to call twice."""
+        """Stop threads and leave the backend. Safe to call twice; states can still be read."""
 
     def __enter__(self) -> Session:
         return self

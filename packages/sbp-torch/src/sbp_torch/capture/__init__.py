@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sbp_core.errors import CaptureError
+from sbp_core.errors import CaptureError, SbpTypeError
 from sbp_core.exports import make_callable
 from sbp_core.graph import LogicalGraph
 from sbp_torch.capture.batch import flatten_batch
@@ -66,8 +66,11 @@ def capture(
             but other numbers on every mesh.
 
     Raises:
+        SbpTypeError: `model`, `loss` or `optimizer` is something else.
         CaptureError: the step cannot be captured, with the line of the user's code.
     """
+    _check_program(model, optimizer)
+    _check_loss(loss)
     updating = Update(model, optimizer, update) if optimizer is not None else None
 
     def trace(
@@ -111,6 +114,44 @@ def capture(
             raise stopped from None
 
 
+def _check_program(model: object, optimizer: object) -> None:
+    """Check what would otherwise fail deep inside.
+
+    Raises:
+        SbpTypeError: one of them is of another type.
+    """
+    if not isinstance(model, nn.Module):
+        raise SbpTypeError(f"model is {_named(model)}", accepted="a torch.nn.Module")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise SbpTypeError(
+            f"optimizer is {_named(optimizer)}",
+            accepted="an optimizer over model.parameters(), such as "
+            "torch.optim.AdamW(model.parameters()); None for no update",
+        )
+
+
+def _check_loss(loss: object) -> None:
+    """Check that a loss can be called, and is no criterion of PyTorch, which takes tensors.
+
+    Raises:
+        SbpTypeError: it is something else.
+    """
+    if not callable(loss) or type(loss).__module__ == nn.MSELoss.__module__:
+        raise SbpTypeError(
+            f"loss is {_named(loss)}",
+            accepted="a function loss(model, batch) that calls the model and returns its loss",
+            todo='such as lambda model, batch: criterion(model(batch["x"]), batch["y"])',
+        )
+
+
+def _named(value: object) -> str:
+    return (
+        f"the class {value.__name__}"
+        if isinstance(value, type)
+        else f"of type {type(value).__name__}"
+    )
+
+
 def initial_states(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
@@ -119,7 +160,11 @@ def initial_states(
     """Return every state of the graph by its input name: parameters, buffers, optimizer states.
 
     The tensors are copies; training does not change the model they came from.
+
+    Raises:
+        SbpTypeError: `model` or `optimizer` is something else.
     """
+    _check_program(model, optimizer)
     found = model_tensors(model)
     if optimizer is not None:
         found |= Update(model, optimizer, update).values()

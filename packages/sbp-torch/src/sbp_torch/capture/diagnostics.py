@@ -88,8 +88,13 @@ def refusal(program: str, error: Exception) -> TraceError:
                 accepted=_GENERAL,
                 todo=todo,
             )
+    # A message such as 'x', of a KeyError, says nothing without its type.
+    what = str(error) if isinstance(error, RuntimeError) else text
     return TraceError(
-        f"{program} cannot be captured: {error}", where=user_frame(error), accepted=_GENERAL
+        f"{program} cannot be captured: {what}",
+        where=user_frame(error),
+        accepted=_GENERAL,
+        todo="see first that it runs in eager PyTorch, with this batch",
     )
 
 

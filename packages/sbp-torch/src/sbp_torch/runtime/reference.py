@@ -74,6 +74,7 @@ class ReferenceSession(Session):
         self.plan, self.config = plan, config
         #: Whether a step failed after it had overwritten a state.
         self.is_partially_updated = False
+        self.closed = False
         #: Functions of segments by rank and actor; None to run their instructions one by one.
         self.segments: Segments | None = None
         if config.compile != "eager":
@@ -89,6 +90,8 @@ class ReferenceSession(Session):
 
     def step(self, batch: Mapping[str, Tensor], scalars: Mapping[str, Number]) -> StepResult:
         """See `Session.step`."""
+        if self.closed:
+            raise RunError("the session is closed", todo="start a new one from state_dict()")
         if self.is_partially_updated:
             raise partially_updated()
         fed = feed(self.plan, batch, scalars, self.store.values)
@@ -107,7 +110,7 @@ class ReferenceSession(Session):
 
     def shard(self, name: str, rank: int) -> Tensor | Number:
         """See `Session.shard`."""
-        return self.store.values[rank][name]
+        return self.store.shard(name, rank)
 
     def state_dict(self) -> dict[str, Tensor]:
         """See `Session.state_dict`."""
@@ -121,7 +124,8 @@ class ReferenceSession(Session):
         self.is_partially_updated = False
 
     def close(self) -> None:
-        """Nothing runs between steps."""
+        """See `Session.close`. States can still be read."""
+        self.closed = True
 
 
 @contextmanager

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from numbers import Real
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from sbp_core.compile import PhysicalPlan, StateSlot
-from sbp_core.errors import SbpValueError
+from sbp_core.errors import SbpLookupError, SbpTypeError, SbpValueError, nearest
 from sbp_core.graph import InputKind
 from sbp_torch._torch_compat import storage_key
 from sbp_torch.boxing.execute import assemble, shard
@@ -53,6 +54,40 @@ class StateStore:
             for slot in part.slots
             if InputKind(slot.kind).is_state
         }
+
+    def shard(self, name: str, rank: int) -> Tensor | Number:
+        """Return one rank's part of a state (not a copy).
+
+        Raises:
+            SbpLookupError: there is no such state, the rank does not run in this process, or it is
+                of a stage that does not hold the state.
+        """
+        slots = self.slots()
+        if name not in slots:
+            tied = next((host for host, names in self.plan.ties.items() if name in names), None)
+            if tied is None:
+                near = nearest(name, slots)
+                raise SbpLookupError(
+                    f"no state is called {name!r}",
+                    accepted="a name of state_dict()",
+                    todo=f"did you mean {near!r}?" if near else "",
+                )
+            name = tied
+        if rank not in self.values:
+            here = ", ".join(map(str, self.values))
+            is_known = rank in self.plan.by_rank
+            raise SbpLookupError(
+                f"rank {rank} runs in another process" if is_known else f"there is no rank {rank}",
+                accepted=f"ranks of this process: {here}",
+                todo="ask in that process; state_dict() returns whole states" if is_known else "",
+            )
+        if name not in self.values[rank]:
+            holders = [r for r, held in self.values.items() if name in held]
+            raise SbpLookupError(
+                f"rank {rank} holds no part of {name!r}, which is on another stage",
+                accepted=f"ranks {', '.join(map(str, holders))}" if holders else "",
+            )
+        return self.values[rank][name]
 
     def load(self, states: Mapping[str, Tensor]) -> None:
         """Cut whole states into every local rank's parts.
@@ -181,20 +216,19 @@ def feed(
     """Return, for each rank, the batch parts and scalars of every micro-batch.
 
     Raises:
+        SbpTypeError: the batch is no mapping, an entry is no tensor, or a scalar is no number.
         SbpValueError: a tensor or scalar is missing, or of another shape or dtype.
     """
     count = plan.num_micro_batches
+    _check_is_mapping("batch", batch, "tensors by the names of the batch inputs", _FLATTEN)
+    _check_is_mapping("scalars", scalars, "numbers by the names of the scalar inputs", "")
     fed: dict[int, list[Values]] = {rank: [{} for _ in range(count)] for rank in ranks}
     done: set[str] = set()
     for part in plan.ranks:
         for slot in part.slots:
             kind = InputKind(slot.kind)
             if kind is InputKind.SCALAR:
-                if slot.name not in scalars:
-                    raise SbpValueError(
-                        f"scalar {slot.name!r} is missing",
-                        accepted="a number for every scalar input",
-                    )
+                _check_scalar(plan, slot.name, scalars)
                 if part.rank in fed:
                     for values in fed[part.rank]:
                         values[slot.name] = scalars[slot.name]
@@ -207,12 +241,49 @@ def feed(
     return fed
 
 
+#: How a batch that is nested gets the names of the plan.
+_FLATTEN = "sbp_torch.capture.flatten_batch(batch) returns them of a batch of another form"
+
+
+def _check_is_mapping(what: str, value: object, accepted: str, todo: str) -> None:
+    if not isinstance(value, Mapping):
+        raise SbpTypeError(
+            f"{what} is of type {type(value).__name__}",
+            accepted=f"a mapping: {accepted}",
+            todo=todo,
+        )
+
+
+def _check_scalar(plan: PhysicalPlan, name: str, scalars: Mapping[str, object]) -> None:
+    wanted = {
+        slot.name
+        for part in plan.ranks
+        for slot in part.slots
+        if InputKind(slot.kind) is InputKind.SCALAR
+    }
+    if name not in scalars:
+        raise SbpValueError(
+            f"scalar {name!r} is missing",
+            accepted=f"a number for every scalar input: {', '.join(sorted(wanted))}",
+        )
+    value = scalars[name]
+    if not isinstance(value, Real):
+        raise SbpTypeError(
+            f"scalar {name!r} is of type {type(value).__name__}",
+            accepted="a number of Python",
+            todo="a tensor of one element has .item()" if torch.is_tensor(value) else "",
+        )
+
+
 def _feed_tensor(
     plan: PhysicalPlan, slot: StateSlot, whole: Tensor | None, fed: dict[int, list[Values]]
 ) -> None:
     count = plan.num_micro_batches
     shape = (slot.shape[0] * count, *slot.shape[1:]) if slot.shape else slot.shape
-    _check_tensor(slot.name, whole, shape, slot.dtype)
+    where = "batch"
+    if count > 1 and slot.shape:
+        where = f"batch, {count} micro-batches of {slot.shape[0]}"
+    _check_tensor(slot.name, whole, shape, slot.dtype, where)
     assert whole is not None and slot.sbp is not None, "checked above"
     stage = plan.stages[slot.stage]
     micro_batches = torch.split(whole, slot.shape[0]) if slot.shape else (whole,) * count
@@ -222,11 +293,21 @@ def _feed_tensor(
                 fed[rank][index][slot.name] = piece
 
 
-def _check_tensor(name: str, value: Tensor | None, shape: Sequence[int], dtype: str) -> None:
+def _check_tensor(
+    name: str, value: object, shape: Sequence[int], dtype: str, where: str = "states"
+) -> None:
     wanted = f"{dtype} of shape {tuple(shape)}"
     if value is None:
-        raise SbpValueError(f"{name!r} is missing", accepted=wanted)
+        raise SbpValueError(f"{name!r} is missing", where=where, accepted=wanted)
+    if not isinstance(value, Tensor):
+        raise SbpTypeError(
+            f"{name!r} is of type {type(value).__name__}",
+            where=where,
+            accepted=f"a tensor: {wanted}",
+        )
     if tuple(value.shape) != tuple(shape) or str(value.dtype) != f"torch.{dtype}":
         raise SbpValueError(
-            f"{name!r} is {value.dtype} of shape {tuple(value.shape)}", accepted=wanted
+            f"{name!r} is {value.dtype} of shape {tuple(value.shape)}",
+            where=where,
+            accepted=wanted,
         )

@@ -19,12 +19,19 @@ from difflib import get_close_matches
 from importlib import import_module
 from typing import Any, NoReturn
 
-from sbp_core.errors import SbpError, SbpLookupError, SbpValueError, unknown_name
+from sbp_core.errors import (
+    SbpError,
+    SbpLookupError,
+    SbpValueError,
+    SignatureError,
+    unknown_name,
+)
 from sbp_core.graph import ITEMSIZE, TensorType
 from sbp_core.plugins import discover as plugins
 from sbp_core.sbp import NdSbp
 from sbp_core.signatures import (
     Explanation,
+    OpCall,
     RuleRegistry,
     UnknownOperator,
     enumerate_signatures,
@@ -164,6 +171,7 @@ def _run(options: argparse.Namespace) -> int:
         if options.discover
         else installed_rules()
     )
+    _check_has_rule(call, rules)
     if options.mesh:
         found = enumerate_signatures(call, _mesh_shape(options.mesh), rules=rules)
         if options.json:
@@ -182,10 +190,33 @@ def _run(options: argparse.Namespace) -> int:
     return code
 
 
+def _check_has_rule(call: OpCall, rules: RuleRegistry) -> None:
+    """Check that something says how a call may be split.
+
+    Raises:
+        SignatureError: nothing does; says how it can be found out.
+    """
+    try:
+        rules.rule(call)
+    except SignatureError as error:
+        if call.op in _names_with_rules():
+            raise
+        raise SignatureError(
+            error.what,
+            where=error.where,
+            accepted=error.accepted,
+            todo=f"add --discover, which runs it on pieces to find out; or {error.todo}",
+        ) from error
+
+
+def _names_with_rules() -> list[str]:
+    single = [name for name in plugins().names("signature") if "." in name]
+    return sorted({*installed_rules().ops, *single})
+
+
 def _print_operators(options: argparse.Namespace) -> int:
     wanted = options.op or ""
-    single = [name for name in plugins().names("signature") if "." in name]
-    names = sorted({*installed_rules().ops, *single})
+    names = _names_with_rules()
     listed = [op for op in names if wanted in op]
     if not listed:
         near = get_close_matches(wanted, {name.split(".")[1] for name in names}, n=3, cutoff=0.5)

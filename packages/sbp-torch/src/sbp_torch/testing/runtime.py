@@ -17,15 +17,14 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from sbp_core.boxing import BoxingBackend
 from sbp_core.compile import PhysicalPlan
-from sbp_core.errors import RunError, SbpValueError
-from sbp_core.runtime import Number, Runtime, Session
+from sbp_core.errors import RunError, SbpError, SbpLookupError, SbpTypeError, SbpValueError
+from sbp_core.runtime import Runtime, Session
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.testing.cases import (
     CASES,
@@ -197,18 +196,22 @@ class RuntimeConformance(ABC):
             assert_equal("a later loss", loss, wanted)
 
     def test_a_bad_batch_is_refused_and_does_no_harm(self) -> None:
-        """A missing or misshapen tensor and a missing scalar: SbpValueError; the next step runs."""
+        """What is missing, misshapen, or no tensor or number: refused; the next step runs."""
         step = CASES["data parallel"].step
         good = step.batches[0]
-        bad: list[tuple[Mapping[str, Tensor], Mapping[str, Number]]] = [
-            ({"features": good["features"]}, step.scalars),
-            ({**good, "features": good["features"][:3]}, step.scalars),
-            ({**good, "features": good["features"].float()}, step.scalars),
-            (good, {}),
+        bad: list[tuple[Any, Any, type[SbpError]]] = [
+            ({"features": good["features"]}, step.scalars, SbpValueError),
+            ({**good, "features": good["features"][:3]}, step.scalars, SbpValueError),
+            ({**good, "features": good["features"].float()}, step.scalars, SbpValueError),
+            (good, {}, SbpValueError),
+            ([good["features"]], step.scalars, SbpTypeError),
+            ({**good, "features": good["features"].tolist()}, step.scalars, SbpTypeError),
+            (good, dict.fromkeys(step.scalars, torch.tensor(0.1)), SbpTypeError),
+            (good, 0.1, SbpTypeError),
         ]
         with self.start("data parallel") as session:
-            for batch, scalars in bad:
-                with raises(SbpValueError):
+            for batch, scalars, kind in bad:
+                with raises(kind):
                     session.step(batch, scalars)
             losses = run_steps(session, step)
 
@@ -224,6 +227,32 @@ class RuntimeConformance(ABC):
         unknown = raises(SbpValueError, match="nobody")
         with self.start("data parallel") as session, unknown:
             session.load_state_dict({**session.state_dict(), "nobody": torch.zeros(1)})
+
+    def test_a_shard_that_is_not_there_is_refused(self) -> None:
+        """SbpLookupError for an unknown state, an unknown rank, and a state of another stage."""
+        with self.start("pipeline, 1F1B") as session:
+            parts = compile_case("pipeline, 1F1B").ranks
+            first, last = parts[0], parts[-1]
+            states = {slot.name for slot in last.slots} & session.state_dict().keys()
+            other = min(states - {slot.name for slot in first.slots})
+            with raises(SbpLookupError, match="did you mean"):
+                session.shard(other + "s", last.rank)
+            with raises(SbpLookupError, match="there is no rank 99"):
+                session.shard(other, 99)
+            with raises(SbpLookupError, match="another stage"):
+                session.shard(other, first.rank)
+
+    def test_a_closed_session_takes_no_step(self) -> None:
+        """RunError; states can still be read."""
+        step = CASES["data parallel"].step
+        with self.start("data parallel") as session:
+            session.step(step.batches[0], step.scalars)
+            states = session.state_dict()
+
+        with raises(RunError, match="closed"):
+            session.step(step.batches[1], step.scalars)
+        for name, value in session.state_dict().items():
+            assert_equal(f"{name} after closing", value, states[name])
 
     def test_closing_twice_is_safe_and_leaves_no_thread(self) -> None:
         """Before and after a step."""
