@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import sbp_launch
 from sbp_aten.pass_options import PassOptions
 from sbp_core.errors import ConfigError
 from sbp_core.plugins import (
+    EmptyConfig,
     Factory,
     PluginEntry,
     PluginRegistry,
@@ -131,3 +133,51 @@ def test_a_cluster_whose_config_has_no_mesh_is_refused() -> None:
 
     with pytest.raises(ConfigError, match="the cluster's config has no mesh and axes"):
         check(ComposedConfig(values=values, files={}, overrides=()), registry)
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    mesh: tuple[int, ...] = (2,)
+    axes: tuple[str, ...] = ("data",)
+
+
+@dataclass(frozen=True)
+class PickyConfig:
+    """The config of a model that refuses any data."""
+
+    def check_beside(self, others: Mapping[str, object]) -> None:
+        raise ConfigError(f"{sorted(others)}: data.x does not fit", accepted="data.x=1")
+
+
+def test_a_config_that_checks_others_is_asked_and_both_files_are_named() -> None:
+    configs = {"cluster": MeshConfig, "model": PickyConfig}
+    registry = PluginRegistry(
+        entries=tuple(
+            PluginEntry(
+                kind=group,
+                name="x",
+                distribution="d",
+                version="1",
+                api_version=1,
+                factory=Factory(build="m:build", config=configs.get(group, EmptyConfig)),
+            )
+            for group in PLUGIN_GROUPS
+        )
+    )
+    composed = ComposedConfig(
+        values={group: {"name": "x"} for group in (*PLUGIN_GROUPS, "trainer", "compile")},
+        files={group: f"there/{group}/x.yaml" for group in PLUGIN_GROUPS},
+        overrides=("data.x=2", "trainer.steps=3"),
+    )
+
+    with pytest.raises(ConfigError) as caught:
+        check(composed, registry)
+
+    others = sorted({*PLUGIN_GROUPS} - {"model"})
+    assert caught.value.what == f"{others}: data.x does not fit"
+    assert caught.value.where == (
+        "there/model/x.yaml",
+        "there/data/x.yaml",
+        "the command line: data.x=2",
+    )
+    assert caught.value.accepted == "data.x=1"

@@ -218,3 +218,14 @@ def test_a_pin_that_cannot_hold_is_a_wrong_setting(pins):
 
     assert refused.value.accepted
     assert refused.value.todo
+
+
+def test_a_preset_for_some_models_says_so_to_another_and_names_presets_for_any():
+    fits = "gpt alone"
+    planner = build(ManualConfig(pins={"*.no_such_module.*": "B"}, fits=fits))
+
+    with pytest.raises(ConfigError) as caught:
+        planner.plan(request((2,), ("data",)))
+
+    assert f"this preset is for {fits}" in caught.value.what
+    assert "planner=infer" in caught.value.todo

@@ -1,0 +1,107 @@
+"""Every model of the zoo plans and trains as it is named, on any mesh, without a further word.
+
+`sbp-train model=M` chooses the data that fit the model, and a plan for the mesh; the losses of the
+first steps are those of one device. Sizes are small, so that all of it is a matter of a minute.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from sbp_launch.train import main
+
+#: Settings that make each model small.
+ZOO = {
+    "gpt": "num_layers=2 hidden=32 num_heads=4 context=16",
+    "llama": "num_layers=2 hidden=32 num_heads=4 num_key_heads=2 mlp_hidden=48 context=16",
+    "moe": "num_layers=1 hidden=32 num_heads=4 num_key_heads=2 mlp_hidden=48 context=16",
+    "bert": "num_layers=2 hidden=32 num_heads=4 context=16",
+    "t5": "num_layers=1 hidden=32 num_heads=4 head_width=8 mlp_hidden=64",
+    "resnet": "width=4",
+    "vit": "num_layers=2 hidden=32 num_heads=4 image_size=16",
+    "dlrm": "rows=[40,20,10,4] hidden=8 bottom=[16] top=[16]",
+}
+
+#: Those of `transformers`, as they are named.
+OTHERS = ("hf/gpt2", "hf/llama", "hf/mixtral", "hf/bert", "hf/t5", "hf/vit")
+
+#: The largest deviation from one device of a loss in float64, relative.
+TOLERANCE = 1e-9
+
+RUN = (
+    "trainer.dtype=float64",
+    "trainer.steps=3",
+    "trainer.batch_size=8",
+    "trainer.eval_batches=0",
+    "trainer.sample_tokens=0",
+    "trainer.plan_rows=0",
+)
+
+
+def train(arguments: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run `sbp-train` in this process, which takes a fifth of the time of another one."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", ["sbp-train", *arguments, *RUN])
+    with pytest.raises(SystemExit) as exited:
+        main()
+    assert exited.value.code == 0
+
+
+def deviation(output: str) -> float:
+    """Return the largest relative deviation from one device that a run printed."""
+    found = re.search(r"first 3 steps: \S+ \((\S+) relative\)", output)
+    assert found is not None, output
+    return float(found[1])
+
+
+@pytest.mark.parametrize("mesh", ["[2]", "[4]", "[2,2]"])
+@pytest.mark.parametrize("model", ZOO)
+def test_a_model_trains_by_default_like_one_device(
+    model: str,
+    mesh: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    small = [f"model.{setting}" for setting in ZOO[model].split()]
+    if model == "t5":
+        small.append("data.context=16")  # it has no limit of its own
+
+    train([f"model={model}", f"cluster.mesh={mesh}", *small], tmp_path, monkeypatch)
+
+    assert deviation(capsys.readouterr().out) <= TOLERANCE
+
+
+@pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
+@pytest.mark.parametrize("mesh", ["[2]", "[4]", "[2,2]"])
+@pytest.mark.parametrize("model", OTHERS)
+def test_a_model_of_transformers_trains_by_default_like_one_device(
+    model: str,
+    mesh: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    train([f"model={model}", f"cluster.mesh={mesh}"], tmp_path, monkeypatch)
+
+    assert deviation(capsys.readouterr().out) <= TOLERANCE
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_stages_of_a_pipeline_are_planned_by_default(
+    micro_batches: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    small = [f"model.{setting}" for setting in ZOO["gpt"].split()]
+    pipe = ["cluster.mesh=[2,1,2]", f"trainer.micro_batches={micro_batches}"]
+
+    train(["model=gpt", *pipe, *small], tmp_path, monkeypatch)
+
+    assert deviation(capsys.readouterr().out) <= TOLERANCE

@@ -1,0 +1,105 @@
+"""The planner `infer`: as fast as every preset, for any mesh, and what it does with pins."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from math import inf
+from typing import Any
+
+import pytest
+import yaml
+from plan_requests import assert_legal, request
+
+import sbp_planner.infer
+from sbp_core.compile import CompileOptions, compile_plan
+from sbp_core.errors import ConfigError, PlanError
+from sbp_core.infer import infer_strategy, step_time_s
+from sbp_core.plugins import PlanRequest, merge_settings
+from sbp_core.strategy import Strategy
+from sbp_planner import manual
+from sbp_planner.configs import FIT_ANY, InferConfig, ManualConfig
+from sbp_planner.infer import build
+
+MESHES = [((2,), ("data",)), ((4,), ("any",)), ((2, 2), ("data", "tensor"))]
+
+
+def settings_of(option: str) -> dict[str, Any]:
+    """Return the settings that an option's file holds."""
+    text = files("sbp_planner.conf").joinpath("planner", f"{option}.yaml").read_text("utf-8")
+    settings: dict[str, Any] = yaml.safe_load(text)
+    del settings["name"]
+    return settings
+
+
+def default() -> sbp_planner.infer.InferPlanner:
+    return build(merge_settings(InferConfig, settings_of("infer")))
+
+
+def time_s(asked: PlanRequest, strategy: Strategy) -> float:
+    """Return the predicted time of a step of the compiled plan."""
+    options = CompileOptions(cluster=asked.cluster)
+    return step_time_s(compile_plan(asked.graph, strategy, options))
+
+
+@pytest.mark.parametrize(("mesh", "axes"), MESHES)
+def test_it_is_as_fast_as_the_presets_for_any_model(
+    mesh: tuple[int, ...], axes: tuple[str, ...]
+) -> None:
+    asked = request(mesh, axes)
+
+    found = default().plan(asked)
+
+    assert_legal(asked.graph, found)
+    for option in (*(one for one in FIT_ANY if one != "infer"), "manual/zero1", "manual/zero2"):
+        preset = manual.build(merge_settings(ManualConfig, settings_of(option))).plan(asked)
+        assert found.report["tried"]
+        assert time_s(asked, found) <= time_s(asked, preset) * (1 + 1e-9), option
+
+
+def test_stages_and_their_schedule_are_those_of_a_pipeline() -> None:
+    asked = request((2, 2), ("pipe", "data"))
+
+    found = default().plan(asked)
+
+    assert_legal(asked.graph, found)
+    assert len(found.stages) == 2
+    assert found.report["schedule"] == "1f1b"
+
+
+def test_the_report_says_what_was_tried_and_the_fastest_is_taken() -> None:
+    asked = request((2, 2), ("data", "tensor"))
+
+    found = default().plan(asked)
+
+    tried = found.report["tried"]
+    assert list(tried) == list(settings_of("infer")["tries"])
+    assert min(tried.values()) == pytest.approx(time_s(asked, found))
+    assert all(name in found.report["explanation"][0] for name in tried)
+
+
+def test_pins_that_lead_to_no_plan_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refusing(asked: PlanRequest, *, pins: Any, **others: Any) -> Strategy:
+        if pins == {"batch": "B"}:
+            raise PlanError("no such plan")
+        return infer_strategy(asked, pins=pins, **others)
+
+    monkeypatch.setattr(sbp_planner.infer, "infer_strategy", refusing)
+    works, works_not = {"batch": "S(0)"}, {"batch": "B"}
+
+    found = build(InferConfig(tries={"no": works_not, "yes": works})).plan(request((2,), ("data",)))
+
+    assert found.report["tried"]["no"] == inf
+    with pytest.raises(PlanError, match="no such plan"):
+        build(InferConfig(tries={"no": works_not})).plan(request((2,), ("data",)))
+
+
+def test_pins_that_cannot_be_meant_are_refused_though_others_lead_to_a_plan() -> None:
+    tries = {"yes": {"batch": "S(0)"}, "no": {"*.atention.*": "B"}}
+
+    with pytest.raises(ConfigError, match="atention"):
+        build(InferConfig(tries=tries)).plan(request((2,), ("data",)))
+
+
+def test_nothing_to_try_is_refused() -> None:
+    with pytest.raises(ConfigError, match="tries"):
+        InferConfig(tries={})
