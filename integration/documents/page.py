@@ -131,8 +131,10 @@ class _Page:
             self._fault(line + index, text)
 
     def _examples(self, block: Block) -> None:
+        # A name for each block: doctest finds the lines of a function by name and number.
+        name = f"{self.name}:{block.line}"
         test = doctest.DocTestParser().get_doctest(
-            block.text, self.names, self.name, self.name, block.line - 1
+            block.text, self.names, name, self.name, block.line - 1
         )
         test.globs = self.names  # the parser copies them
         runner = doctest.DocTestRunner(verbose=False)
