@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import threading
 import time
@@ -73,6 +74,15 @@ def test_one_failing_rank_of_four_unblocks_the_others_and_is_named(name: str, ra
         assert REFUSAL in str(caught.value)
         assert took_s < 2.0
         assert_states(session, before)
+
+
+def test_the_op_that_failed_is_named_with_its_call() -> None:
+    plan, _ = plan_with(compile_case(DATA), 1, refuse_large())
+    step = training_step(DATA)
+    with start(DATA, plan) as session, pytest.raises(RunError) as caught:
+        session.step(too_large(step.batches[0]), step.scalars)
+
+    assert re.match(r"op '.+': \w+ = \w*refuse_large\w*\(v\d+", caught.value.where[0])
 
 
 def test_threads_end_with_the_failed_step_and_not_only_on_closing() -> None:

@@ -24,7 +24,7 @@ from sbp_core.errors import BoxingError, RunError
 from sbp_core.runtime import Number, Runtime, Session, StepResult
 from sbp_torch.boxing.processes import Fingerprinted, agree
 from sbp_torch.runtime import PARTIAL_UPDATE_TODO, StateStore, Values, feed, partially_updated
-from sbp_torch.segments import SegmentMaker, segment_maker
+from sbp_torch.segments import SegmentMaker, failed_call, segment_maker
 
 logger = logging.getLogger(__name__)
 
@@ -270,9 +270,14 @@ class ActorSession(Session):
         """Make the error for one worker's failure."""
         rank, thread = report.thread
         waited = isinstance(report.error, BoxingError | RunError)
+        assert report.error is not None, "what is reported here has failed"
         error = RunError(
             f"rank {rank} failed in actor {report.actor!r}: {report.error}",
-            where=(f"thread {thread!r}, step {self.steps_done}", *(others if waited else ())),
+            where=(
+                failed_call(report.error),
+                f"thread {thread!r}, step {self.steps_done}",
+                *(others if waited else ()),
+            ),
             todo=PARTIAL_UPDATE_TODO
             if self._is_partially_updated()
             else "states are those from before the step: state_dict() still gives them",

@@ -6,6 +6,7 @@ Everything that can be swapped is asked of the registry; what happens in between
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -95,6 +96,8 @@ def finish(
             loss = evaluate(run, program, planned, states)
         batches = counted(run.config.trainer.eval_batches, "batch", "es")
         run.say([f"held-out loss: {loss:.4f} ({batches})"])
+        if not math.isfinite(loss):
+            run.warn("the trained states have diverged: try a smaller optimizer.lr")
     show_sample(run, program, states)
     if reference is not None and reference.losses:
         run.console.print(reference.verdict())

@@ -13,15 +13,16 @@ from typing import TYPE_CHECKING
 from sbp_core.exports import lazy
 
 if TYPE_CHECKING:
-    from sbp_torch.segments.codegen import segment_function
+    from sbp_torch.segments.codegen import failed_call, segment_function
     from sbp_torch.segments.execution import SegmentMaker, segment_maker
 
-__all__ = ["SegmentMaker", "segment_function", "segment_maker"]
+__all__ = ["SegmentMaker", "failed_call", "segment_function", "segment_maker"]
 
 __getattr__, __dir__ = lazy(
     __name__,
     {
         "SegmentMaker": "execution",
+        "failed_call": "codegen",
         "segment_function": "codegen",
         "segment_maker": "execution",
     },

@@ -53,6 +53,22 @@ def segment_function(
     return made
 
 
+def failed_call(error: BaseException) -> str:
+    """Return the node and the call of a segment's function that raised, or "".
+
+    Args:
+        error: With its traceback.
+    """
+    trace = error.__traceback__
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if file.startswith("<segment "):
+            call, _, node = linecache.getline(file, trace.tb_lineno).strip().partition("  # ")
+            return f"op {node!r}: {call}"
+        trace = trace.tb_next
+    return ""
+
+
 def _local_box(
     rank: int, steps: Sequence[BoxingStep]
 ) -> Callable[[torch.Tensor, int], torch.Tensor]:

@@ -1,0 +1,63 @@
+"""A real run that is stopped by a signal: its exit code, what it says, and what it leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from sbp_core.testing.interrupts import hears_ctrl_c
+
+SMALL = (
+    "model.num_layers=1",
+    "model.hidden=32",
+    "model.num_heads=2",
+    "model.context=16",
+    "trainer.batch_size=4",
+    "trainer.plan_rows=0",
+    "trainer.log_every=1",
+    "trainer.steps=1000000",
+    "hydra.run.dir=run",
+)
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "says"),
+    [
+        (signal.SIGINT, 130, "stopped early; the states so far are in states.safetensors"),
+        (signal.SIGTERM, 143, "stopped by SIGTERM; the states so far are in states.safetensors"),
+        (signal.SIGHUP, 129, "stopped by SIGHUP; the states so far are in states.safetensors"),
+    ],
+    ids=["ctrl-c", "sigterm", "sighup"],
+)
+@hears_ctrl_c()
+def test_a_run_stopped_by_a_signal_keeps_its_states(
+    tmp_path: Path, number: int, code: int, says: str
+) -> None:
+    command = [sys.executable, "-u", "-m", "sbp_launch.train", *SMALL]
+    with subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as run:
+        assert run.stdout is not None, "it was asked for"
+        text = b""
+        while b"step 3/" not in text and (new := os.read(run.stdout.fileno(), 2**16)):
+            text += new
+        run.send_signal(number)
+        text += run.communicate(timeout=60)[0]
+
+    told = text.decode()
+    # Python ends itself by SIGINT where Ctrl-C came under `exec`; to a shell that is 130, too.
+    assert run.returncode in (code, -number if number == signal.SIGINT else code), told
+    assert says in told
+    assert "Traceback" not in told
+    assert f"run folder: {tmp_path / 'run'}" in told
+    metrics = (tmp_path / "run" / "metrics.jsonl").read_text("utf-8").splitlines()
+    states = load_file(tmp_path / "run" / "states.safetensors")
+    # Ctrl-C may come between a step and its metrics.
+    assert states["head.weight.step"].item() - json.loads(metrics[-1])["step"] in (0, 1)
