@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -115,7 +116,6 @@ def test_names_that_are_too_many_or_lacking_are_refused(
 @pytest.mark.parametrize(
     ("name", "text", "says", "place"),
     [
-        ("lost.yaml", None, "No such file", ""),
         ("a.yaml", "", "the file is empty", ""),
         ("a.yaml", "[1, 2", "this is no YAML", ", line 1, column 6"),
         ("a.yaml", "planner: manual\n\tgraph_hash: 1", "this is no YAML", ", line 2, column 1"),
@@ -136,11 +136,10 @@ def test_names_that_are_too_many_or_lacking_are_refused(
     ],
 )
 def test_what_is_no_strategy_is_refused_with_the_file_and_the_line(
-    tmp_path: Path, asked: PlanRequest, name: str, text: str | None, says: str, place: str
+    tmp_path: Path, asked: PlanRequest, name: str, text: str, says: str, place: str
 ) -> None:
     path = tmp_path / name
-    if text is not None:
-        path.write_text(text)
+    path.write_text(text)
 
     with pytest.raises(ConfigError, match=says) as caught:
         from_file(path, asked)
@@ -194,3 +193,33 @@ def test_a_decision_that_cannot_be_is_refused_with_its_line_and_its_name(
     assert caught.value.where[0] == f"planner.path={path}, line {line}"
     assert name in str(caught.value)
     assert accepted in caught.value.accepted
+
+
+def test_a_path_that_is_no_file_is_refused_before_anything_is_captured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    for path, reason in (("lost.yaml", "No such file"), (".", "Is a directory"), ("a\0b", "null")):
+        with pytest.raises(ConfigError, match=f"^path=.* cannot be read: .*{reason}") as caught:
+            FileConfig(path=path)
+        assert caught.value.todo == "sbp-plan out=FILE writes one"
+
+
+def test_a_path_that_is_no_file_is_answered_with_the_nearest_run_or_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for age, run in enumerate(("2026-01-02_03-04-05", "first", "2025-01-01_00-00-00")):
+        file = tmp_path / "runs" / run / "strategy.yaml"
+        file.parent.mkdir(parents=True)
+        file.write_text("planner: manual")
+        os.utime(file, (1000 - age, 1000 - age))
+
+    with pytest.raises(ConfigError) as near:
+        FileConfig(path="runs/frst/strategy.yaml")
+    with pytest.raises(ConfigError) as far:
+        FileConfig(path="x")
+
+    assert near.value.todo == "did you mean 'runs/first/strategy.yaml'?"
+    assert far.value.todo == "the newest run has 'runs/2026-01-02_03-04-05/strategy.yaml'"

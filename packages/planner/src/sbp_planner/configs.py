@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
-from sbp_core.errors import ConfigError
+from sbp_core.errors import ConfigError, nearest
 
 #: Mesh axes that presets know, in the order in which a mesh has them.
 AXES = ("pipe", "data", "tensor")
+
+#: Where runs leave their folders, unless told otherwise.
+RUNS = "runs"
 
 #: Presets that any model and any mesh can take.
 FIT_ANY = ("infer", "manual/data_parallel", "manual/zero")
@@ -187,3 +191,24 @@ class FileConfig:
     def __post_init__(self) -> None:
         if not self.path:
             raise ConfigError("path='' names no file", accepted="a .yaml or .json file")
+        try:
+            with Path(self.path).open("rb"):
+                pass
+        except (OSError, ValueError) as error:  # a name with a NUL is a ValueError
+            reason = getattr(error, "strerror", None) or error
+            raise ConfigError(
+                f"path={self.path!r} cannot be read: {reason}",
+                accepted="a strategy that sbp-plan out=FILE wrote, or a run into its folder",
+                todo=_strategy_near(self.path),
+            ) from error
+
+
+def _strategy_near(path: str) -> str:
+    """Return what to do about a path that is no file: the strategy of a run, like it or newest."""
+    runs = {str(file): file for file in Path(RUNS).glob("*/strategy.yaml")}
+    if not runs:
+        return "sbp-plan out=FILE writes one"
+    near = nearest(path, runs)
+    if near:
+        return f"did you mean {near!r}?"
+    return f"the newest run has {max(runs, key=lambda run: runs[run].stat().st_mtime)!r}"
