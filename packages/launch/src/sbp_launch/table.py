@@ -31,6 +31,7 @@ _LAYER = re.compile(r"(?P<before>(?:.*?\.)??)(?P<number>\d+)(?P<after>(?:\..*)?)
 _ROOT = "(root)"
 _OWN_OPS = "(own ops)"
 _GAP = "  "
+_HEADS = ("module", "parameters", "output", "a rank sends")
 
 #: How phases are called for one module.
 _PHASES = {Phase.FORWARD: "forward", Phase.BACKWARD: "backward", Phase.OPTIMIZER: "update"}
@@ -234,44 +235,43 @@ def _drawn(lines: Sequence[_Line], width: int, note: str) -> Text:
 
     A name or a move that is too long for its columns goes on on further lines.
     """
-    heads = ("module", "parameters", "output", "a rank sends")
-    size_width = max(len(heads[3]), *(len(line.size) for line in lines))
-    cells = [line.cells for line in lines]
-    first = max(len(heads[1]), *(len(one) for one, _ in cells))
-    second = max(len(heads[2]), *(len(two) for _, two in cells))
-    rest = width - size_width - first - second - 3 * len(_GAP)
-    names = [len(line.text) for line in lines if any(line.cells)]
-    module = max(12, min(rest, max([len(heads[0]), *names])))
-    # Moves may reach over the columns of SBPs, and beyond them where the line is long enough.
-    moves = [len(line.text) for line in lines if not any(line.cells)]
-    whole = min(
-        width - size_width - len(_GAP),
-        max([module + first + second + 2 * len(_GAP), *moves]),
+    size = max(len(line.size) for line in lines)
+    first, second = (
+        max(len(head), *(len(line.cells[index]) for line in lines))
+        for index, head in enumerate(_HEADS[1:3])
     )
-    columns = (module, first, whole - module - first - 2 * len(_GAP), size_width)
+    names = [len(line.text) for line in lines if any(line.cells)]
+    rest = width - first - second - 2 * len(_GAP)
+    columns = (max(12, min(rest, max([len(_HEADS[0]), *names]))), first)
+    # What travels may reach over the columns of SBPs, and beyond them if there is room.
+    texts = [len(line.text) for line in lines if not any(line.cells)]
+    named = sum(columns) + second + 2 * len(_GAP)
+    whole = min(max([named, *texts]), width - size - len(_GAP))
+    heads = _row(_HEADS[:3], columns)
+    total = max(whole + len(_GAP) + size, len(heads) + len(_GAP) + len(_HEADS[3]))
     text = Text(no_wrap=True)
-    text.append(_row(heads, columns), style="bold")
-    text.append("\n" + "─" * (whole + len(_GAP) + size_width))
+    text.append(heads + _HEADS[3].rjust(total - len(heads)), style="bold")
+    text.append("\n" + "─" * total)
     for line in lines:
         text.append("\n")
-        text.append(_line_text(line, columns, whole), style=line.style)
+        text.append(_line_text(line, columns, whole, total), style=line.style)
     for part in textwrap.wrap(note, width):
         text.append(f"\n{part}", style="italic")
     return text
 
 
 def _row(cells: Sequence[str], columns: Sequence[int]) -> str:
-    """Return the cells of one line, the last one to the right."""
-    padded = [cell.ljust(column) for cell, column in zip(cells[:-1], columns, strict=False)]
-    return _GAP.join([*padded, cells[-1].rjust(columns[-1])]).rstrip()
+    """Return the cells of one line; the last one is as long as it is."""
+    padded = [cell.ljust(column) for cell, column in zip(cells[:-1], columns, strict=True)]
+    return _GAP.join([*padded, cells[-1]]).rstrip()
 
 
-def _line_text(line: _Line, columns: Sequence[int], whole: int) -> str:
+def _line_text(line: _Line, columns: Sequence[int], whole: int, total: int) -> str:
     """Return a line, or the lines that it needs."""
     if any(line.cells):
         over = len(line.text) > columns[0]
         head = f"{line.text}\n" if over else ""
-        return head + _row(("" if over else line.text, *line.cells, line.size), columns)
+        return head + _row(("" if over else line.text, *line.cells), columns)
     indent = " " * (len(line.text) - len(line.text.lstrip()))
     first, *more = textwrap.wrap(
         line.text.strip(),
@@ -280,7 +280,7 @@ def _line_text(line: _Line, columns: Sequence[int], whole: int) -> str:
         subsequent_indent=indent + _GAP,
         break_on_hyphens=False,
     )
-    parts = [f"{first.ljust(whole)}{_GAP}{line.size.rjust(columns[-1])}".rstrip(), *more]
+    parts = [(first + line.size.rjust(total - len(first))).rstrip(), *more]
     return "\n".join(parts).replace("\N{NO-BREAK SPACE}", " ")
 
 
