@@ -64,7 +64,8 @@ What these classes have, and those that their methods return; you write all that
 have a default. A `Protocol` need not be subclassed, an `ABC` must be. The name of a plugin of kind
 `signature` is the operator (`build` returns a `Rule`) or the namespace (`build` returns a
 `RuleSet`). A setting that is wrong raises `sbp_core.errors.ConfigError` in the `__post_init__` of
-its config. A plugin whose `SBP_API_VERSION` is newer than that of sbp-core is set aside and named.
+its config, or, if it lies in what was chosen beside it, in its `check_beside` (`ChecksOthers`).
+A plugin whose `SBP_API_VERSION` is newer than that of sbp-core is set aside and named.
 Passes run in the order in which `compile.plugins` names them, on the graph of one micro-batch.
 
 ```text"""

@@ -7,13 +7,12 @@ first steps are those of one device. Sizes are small, so that all of it is a mat
 from __future__ import annotations
 
 import re
+import runpy
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-
-from sbp_launch.train import main
 
 #: Settings that make each model small.
 ZOO = {
@@ -48,7 +47,7 @@ def train(arguments: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "argv", ["sbp-train", *arguments, *RUN])
     with pytest.raises(SystemExit) as exited:
-        main()
+        runpy.run_module("sbp_launch.train", run_name="__main__")
     assert exited.value.code == 0
 
 

@@ -285,3 +285,16 @@ def test_the_update_clips_and_the_rate_is_scheduled(tmp_path):
     records = [json.loads(line) for line in lines]
     assert [record["lr"] / records[1]["lr"] for record in records] == [0.5, 1.0, 1.0]
     assert all(record["grad_norm"] > 0.01 for record in records)
+
+
+def test_data_without_what_the_model_asks_for_are_a_wrong_setting():
+    config = run_config()
+    model = replace(config.model, file="there/model/bigram.yaml")
+    data = PluginChoice(name="rows", file="there/data/rows.yaml")
+    run = run_of(replace(config, model=model, data=data))
+
+    with pytest.raises(ConfigError, match="asks its batch for 'tokens'") as caught:
+        planned.plan_step(run, make_program(run))
+
+    assert caught.value.where == (model.file, data.file)
+    assert "x float32 (4, 6), wanted float32 (4, 4)" in caught.value.accepted

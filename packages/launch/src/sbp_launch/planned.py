@@ -15,7 +15,7 @@ from sbp_aten.passes import prepare_step
 from sbp_core.boxing import StepKind
 from sbp_core.check import CheckReport, check
 from sbp_core.compile import CompileOptions, Lowered, PhysicalPlan, compile_plan, lower
-from sbp_core.errors import ConfigError, PlanError
+from sbp_core.errors import CaptureError, ConfigError, PlanError
 from sbp_core.graph import InputKind, LogicalGraph, Phase, Rate
 from sbp_core.infer import infer_strategy
 from sbp_core.memory import MemoryReport, check_memory, predict_memory
@@ -75,15 +75,7 @@ def plan_step(run: Run, program: Program) -> Planned:
     """Capture, plan, compile and check the training step."""
     config = run.config
     with run.stage("capturing the step"):
-        captured = capture(
-            program.model,
-            model_loss,
-            program.batch(0, config.trainer.micro_batch_size),
-            program.optimizer,
-            update=config.trainer.update,
-            autocast=config.compile.autocast,
-            per_shard_random=config.compile.random == "per_shard",
-        )
+        captured = _captured(config, program)
         _check_precision(config, captured)
         extra = _extra_passes(run)
         micro_batches = config.trainer.micro_batches
@@ -105,6 +97,35 @@ def plan_step(run: Run, program: Program) -> Planned:
         planned = _compiled(config, program, graph, strategy)
     with run.stage("predicting its memory"):
         return _with_memory(planned, program)
+
+
+def _captured(config: RunConfig, program: Program) -> LogicalGraph:
+    """Capture the training step.
+
+    Raises:
+        CaptureError: it cannot be captured.
+        ConfigError: the model asks its batch for what the data do not give; names both files.
+    """
+    try:
+        return capture(
+            program.model,
+            model_loss,
+            program.batch(0, config.trainer.micro_batch_size),
+            program.optimizer,
+            update=config.trainer.update,
+            autocast=config.compile.autocast,
+            per_shard_random=config.compile.random == "per_shard",
+        )
+    except CaptureError as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, ConfigError):
+            cause = cause.__cause__
+        if cause is None:
+            raise
+        where = (*cause.where, config.model.file, config.data.file)
+        raise ConfigError(
+            cause.what, where=where, accepted=cause.accepted, todo=cause.todo
+        ) from error
 
 
 def _plan(planner: Planner, request: PlanRequest, file: str) -> Strategy:

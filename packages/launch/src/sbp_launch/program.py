@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from sbp_core.cluster import Cluster
+from sbp_core.errors import ConfigError
 from sbp_core.placement import Placement
 from sbp_core.plugins import ClusterFactory, PluginEntry
 from sbp_launch.config import RunConfig, TrainerConfig
@@ -36,10 +37,30 @@ class _ModelWithMetrics(Protocol):
 
 
 def model_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor | Mapping[str, Tensor]:
-    """Return the model's own loss of a batch: a 0-d tensor, or the loss and metrics by name."""
+    """Return the model's own loss of a batch: a 0-d tensor, or the loss and metrics by name.
+
+    Raises:
+        ConfigError: the model asks the batch for what is not in it.
+    """
+    given = _GivenBatch(batch)
     if isinstance(model, _ModelWithMetrics):
-        return model.losses(batch)
-    return cast(_Model, model).loss(batch)
+        return model.losses(given)
+    return cast(_Model, model).loss(given)
+
+
+class _GivenBatch(dict[str, Tensor]):
+    """A batch that says what it has when it is asked for something else."""
+
+    def __missing__(self, name: str) -> Tensor:
+        given = [
+            f"{name} {str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+            for name, value in self.items()
+        ]
+        raise ConfigError(
+            f"the model asks its batch for {name!r}, which the data do not give",
+            accepted=f"what they give: {', '.join(given) or 'nothing'}",
+            todo="choose data that fit the model, or another model",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
