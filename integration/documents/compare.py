@@ -2,7 +2,8 @@
 
 A page may leave lines out, anywhere; a line `...` says so. What it shows must be there, in that
 order. A figure is a number with its unit; the dims of `S(0)` and the digits of a name such as
-`float32` are none. Spaces count as one, since columns are as wide as their figures.
+`float32` are none. Spaces count as one, and rules are of one length, since columns are as wide as
+their figures.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Sequence
+
+_RULE = re.compile(r"([─━=-])\1{2,}")
 
 _UNIT = r"(?: ?(?:[kMGTPE]?(?:B|FLOP)|[kMG]i?B|bytes|(?:[mµun]?s|min)(?:/step)?)\b)?"
 _NUMBER = re.compile(rf"(?<![\w.])(?<!S\()[-+]?\d[\d,]*(?:\.\d+)*(?:e[-+]?\d+)?%?{_UNIT}(?![\w(])")
@@ -21,7 +24,7 @@ def masked(line: str) -> str:
     >>> masked("blocks.* x4   (S(0), B)   4.2 MB")
     'blocks.* x4 (S(0), B) #'
     """
-    return " ".join(_NUMBER.sub("#", line).split())
+    return " ".join(_RULE.sub(r"\1\1\1", _NUMBER.sub("#", line)).split())
 
 
 def missing(shown: Sequence[str], output: Sequence[str]) -> tuple[int, str] | None:

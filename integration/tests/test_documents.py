@@ -162,6 +162,7 @@ def test_what_does_not_work_is_found(
         ),
         ("= 41.0 MB activations + 278.5 kB other", "= 4.0 kB activations + 1 GB other", True),
         ("float32[4096, 1024] 33.6 MB", "float32[5, 3] 2 kB", True),
+        ("────────", "─────────────", True),
         ("weight (S(0), B)", "weight (S(1), B)", False),
         ("float32[5]", "float64[5]", False),
         ("3 all-gather", "3 all-reduce", False),

@@ -1,14 +1,19 @@
-"""What rooms offer says how it is called, to `inspect.signature` and to `help`."""
+"""What rooms offer says how it is called, and what documents name is there."""
 
 from __future__ import annotations
 
 import inspect
 import pydoc
+import re
 from enum import Enum
 from importlib import import_module
 from types import FunctionType
 
+import pytest
+
 from api.rooms import ROOT, Packages
+from documents.pages import documents
+from sbp_core.plugins import KINDS
 
 #: A sample takes the arguments of any operator; `Tensor` stands for those of any library.
 _ANY = {"sbp_torch.testing.signatures.sample", "sbp_core.tensor.Tensor"}
@@ -45,3 +50,34 @@ def test_help_of_a_module_that_can_be_called_says_so() -> None:
     ]
     assert "help(capture.capture) explains it" in pydoc.render_doc(capture)
     assert "help(check.check) explains it" in pydoc.render_doc(check)
+
+
+def _exists(dotted: str) -> bool:
+    """Whether a name of a document is a module, an attribute of one, or a field of a class."""
+    if dotted in {*KINDS.values(), "sbp_config_folders"}:
+        return True
+    parts = dotted.split(".")
+    for count in range(len(parts), 0, -1):
+        try:
+            found = import_module(".".join(parts[:count]))
+        except ImportError:
+            continue
+        for part in parts[count:]:
+            if part in getattr(found, "__dataclass_fields__", {}):
+                return True
+            if not hasattr(found, part):
+                return False
+            found = getattr(found, part)
+        return True
+    return False
+
+
+# A changelog names what was there when it was written.
+@pytest.mark.parametrize("page", [name for name in documents() if "CHANGELOG" not in name])
+def test_what_a_document_names_is_there(page: str) -> None:
+    text = (ROOT / page).read_text("utf-8")
+    names = set(re.findall(r"`(sbp_\w+(?:\.\w+)*)", text))
+    paths = set(re.findall(r"`((?:packages|integration|docs)/[\w./-]+)`", text))
+
+    assert not [name for name in sorted(names) if not _exists(name)]
+    assert not [path for path in sorted(paths) if not (ROOT / path).exists()]
