@@ -11,7 +11,7 @@ from sbp_core.errors import ConfigError
 from sbp_core.plugins import PluginSource, discover
 from sbp_launch.catalog import make_catalog
 from sbp_launch.check import check
-from sbp_launch.compose import MOST_JOBS_CHECKED, compose, refuse_conflicts, sweep_jobs
+from sbp_launch.compose import MOST_JOBS_CHECKED, compose, read, refuse_conflicts, sweep_jobs
 from sbp_launch.config import Application
 
 LAUNCH_ONLY = discover(
@@ -139,3 +139,64 @@ def test_a_key_that_is_set_twice_is_refused_with_both(first: str, second: str) -
 
 def test_the_same_twice_is_no_conflict_and_neither_is_a_part_of_a_mapping() -> None:
     refuse_conflicts(["steps=5", "steps=5", "~logger", "logger=csv", "a={b: 1}", "a.b=2"])
+
+
+@pytest.mark.parametrize(
+    ("data", "what", "line"),
+    [
+        (b"steps: [2\nseed: 1\n", "expected ',' or ']', but got ':'", ", line 2: seed: 1"),
+        (b"steps: 2\nschedule:\n\tdecay: linear\n", "a tab", ", line 3: decay: linear"),
+        (b"steps: 2\nsteps: 3\n", "'steps' stands twice, the first time in line 1", ", line 2"),
+        (b"- steps\n", "is a list, not a mapping", ", line 1"),
+        (b"\xff\xfe", "is no UTF-8", ""),
+        (b"steps: !!python/object:os.system {}\n", "python/object:os.system", ", line 1"),
+    ],
+)
+def test_an_option_file_that_is_none_is_refused_with_its_name_and_line(
+    tmp_path: Path, data: bytes, what: str, line: str
+) -> None:
+    (tmp_path / "own.yaml").write_text("defaults: [trainer: mine]\n", encoding="utf-8")
+    (tmp_path / "trainer").mkdir()
+    file = tmp_path / "trainer" / "mine.yaml"
+    file.write_bytes(data)
+    overrides = ["trainer=mine"] if "UTF" in what else []  # such an error names no file
+
+    with pytest.raises(ConfigError) as caught:
+        read(
+            composed(*overrides, config_name="own", config_dir=tmp_path),
+            make_catalog(LAUNCH_ONLY, str(tmp_path)),
+        )
+
+    assert what in caught.value.what
+    assert caught.value.where[0].startswith(f"{file}{line}")
+
+
+@pytest.mark.parametrize(
+    ("path", "todo"),
+    [
+        ("trainer/mine.yml", "rename {}/trainer/mine.yml: options end in .yaml"),
+        ("mine.yaml", "move {0}/mine.yaml to {0}/trainer/mine.yaml"),
+    ],
+)
+def test_an_option_in_the_wrong_place_is_found(tmp_path: Path, path: str, todo: str) -> None:
+    (tmp_path / "trainer").mkdir()
+    (tmp_path / "own.yaml").write_text("defaults: [trainer: default]\n", encoding="utf-8")
+    (tmp_path / path).write_text("steps: 2\n", encoding="utf-8")
+
+    with pytest.raises(ConfigError, match="no such option") as caught:
+        composed("trainer=mine", config_name="own", config_dir=tmp_path)
+
+    assert caught.value.todo == todo.format(tmp_path)
+
+
+def test_an_option_that_a_file_asks_for_is_refused_with_that_file(tmp_path: Path) -> None:
+    (tmp_path / "trainer").mkdir()
+    (tmp_path / "own.yaml").write_text("defaults: [trainer: default]\n", encoding="utf-8")
+    asking = tmp_path / "trainer" / "mine.yaml"
+    asking.write_text("defaults: [defualt]\nsteps: 2\n", encoding="utf-8")
+
+    with pytest.raises(ConfigError) as caught:
+        composed("trainer=mine", config_name="own", config_dir=tmp_path)
+
+    assert caught.value.where == (str(asking),)
+    assert caught.value.todo == "did you mean trainer=default?"

@@ -110,7 +110,7 @@ def test_a_group_without_a_plugin_name_is_refused_with_its_file() -> None:
     with pytest.raises(ConfigError) as caught:
         check(composed, LAUNCH_ONLY)
 
-    assert caught.value.what == "model.name is None"
+    assert caught.value.what == "model.name is not set"
     assert caught.value.where == ("there/model/odd.yaml",)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from hydra._internal.utils import get_args_parser
 from hydra.errors import MissingConfigException
 
 from sbp_core.errors import ConfigError
@@ -11,7 +12,7 @@ from sbp_launch.catalog import make_catalog
 from sbp_launch.check import check
 from sbp_launch.compose import compose
 from sbp_launch.config import Application, key_of
-from sbp_launch.refusals import HOMES, OTHER_OPTIONS, nearest_option
+from sbp_launch.refusals import HOMES, OTHER_OPTIONS, nearest_option, unknown_flag
 
 LAUNCH_ONLY = discover(
     [PluginSource(name="launch", value="sbp_launch.plugin", distribution="sbp-launch")]
@@ -110,6 +111,7 @@ PLANNERS = ["infer", "manual/data_parallel", "manual/tensor_parallel", "manual/z
         ("zero", "manual/zero"),
         ("zero3", "manual/zero"),
         ("FSDP", "manual/zero"),
+        ("OSDP", "osdp"),
         ("ddp", "manual/data_parallel"),
         ("manual/osdp", "osdp"),
         ("mine", ""),
@@ -132,4 +134,41 @@ def test_what_others_call_our_options_leads_to_options_that_exist() -> None:
         if (group := asked.partition("=")[0]) in names and name not in names[group]
     ]
 
-    assert lost in ([], ["planner=auto"])
+    assert lost == []
+
+
+@pytest.mark.parametrize(
+    ("override", "what", "todo"),
+    [
+        ("planner", "'planner' sets nothing", "choose an option: planner=OPTION"),
+        ("trainer.steps", "'trainer.steps' sets nothing", "see --help"),
+        ("5", "'5' sets nothing", "see --help"),
+        ("cluster.mesh=(2,2)", "cannot be read", "square brackets: 'cluster.mesh=[2,2]'"),
+        ("data.path=~/x", "cannot be read", "data.path=$HOME/x"),
+        ("data.path=a;b", "cannot be read", """'data.path="a;b"'"""),
+        ("trainer.steps=1,2", "several values: 1,2", "'trainer.steps=[1,2]'"),
+    ],
+)
+def test_an_override_that_cannot_be_read_is_answered_with_how_to_write_it(
+    override: str, what: str, todo: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose(CATALOG, APP, [override])
+
+    assert what in caught.value.what
+    assert todo in caught.value.todo
+
+
+@pytest.mark.parametrize(
+    ("flag", "todo"),
+    [
+        ("--hepl", "did you mean --help?"),
+        ("--trainer.steps=5", "settings have no dashes: trainer.steps=5"),
+        ("-zzz", "see --help"),
+    ],
+)
+def test_an_unknown_flag_is_answered_with_what_was_meant(flag: str, todo: str) -> None:
+    error = unknown_flag(flag, get_args_parser())
+
+    assert error.what == f"no flag is called {flag}"
+    assert error.todo == todo

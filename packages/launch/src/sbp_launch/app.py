@@ -35,7 +35,7 @@ from sbp_launch.compose import (
 )
 from sbp_launch.config import Application, ComposedConfig, ConfigT
 from sbp_launch.help import overrides_of, render_help, render_topics, split_topics
-from sbp_launch.refusals import as_hydra_says
+from sbp_launch.refusals import as_hydra_says, unknown_flag
 from sbp_launch.run_folder import check_unused, make_folder, take_folder
 
 #: Hydra's variable: with the value 1, errors keep their whole traceback.
@@ -74,7 +74,9 @@ def _run(app: Application[ConfigT]) -> int:
     arguments, topics = split_topics(sys.argv[1:])
     sys.argv[1:] = flags_first(arguments)
     parser = get_args_parser()
-    options = parser.parse_args()
+    options, unknown = parser.parse_known_args()
+    if unknown:
+        raise unknown_flag(unknown[0], parser)
     registry = discover()
     catalog = make_catalog(registry, options.config_dir)
     if options.shell_completion:

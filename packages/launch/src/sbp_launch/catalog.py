@@ -22,6 +22,9 @@ from sbp_launch.option_file import comments, headline
 #: Where the primary configs are; Hydra searches it first.
 PRIMARY = ConfigFolder(path="pkg://sbp_launch.conf", distribution="sbp-launch")
 
+#: Stands for the distribution of the user's own folder.
+OWN_FOLDER = "--config-dir"
+
 #: The settings of the groups that name no plugin.
 CORE_CONFIGS: Mapping[str, type] = {"trainer": TrainerConfig, "compile": CompileConfig}
 
@@ -113,7 +116,20 @@ class Catalog:
     def text(self, config: str) -> str:
         """Return the text of a config, or `""`."""
         for folder in self._holding(config):
-            return _root(folder).joinpath(f"{config}.yaml").read_text("utf-8")
+            # What is no UTF-8 is refused when it is chosen; in a listing it is only shown so.
+            data = _root(folder).joinpath(f"{config}.yaml").read_bytes()
+            return data.decode("utf-8", "replace")
+        return ""
+
+    def misplaced(self, config: str) -> str:
+        """Say where a file of the user's lies that was to be an option, and is none, or `""`."""
+        group, _, option = config.partition("/")
+        for folder in (one for one in self.folders if one.distribution == OWN_FOLDER):
+            place = folder.path.rpartition("://")[2]
+            if _root(folder).joinpath(f"{config}.yml").is_file():
+                return f"rename {place}/{config}.yml: options end in .yaml"
+            if _root(folder).joinpath(f"{option}.yaml").is_file():
+                return f"move {place}/{option}.yaml to {place}/{group}/{option}.yaml"
         return ""
 
 
@@ -135,8 +151,12 @@ def make_catalog(registry: PluginRegistry, config_dir: str | None = None) -> Cat
     if config_dir is not None:
         path = Path(config_dir).absolute()
         if not path.is_dir():
-            raise ConfigError(f"--config-dir {config_dir!r} is no folder", where="the command line")
-        folders.append(ConfigFolder(path=f"file://{path}", distribution="--config-dir"))
+            raise ConfigError(
+                f"--config-dir {config_dir!r} is {'no folder' if path.exists() else 'not there'}",
+                where="the command line",
+                accepted="a folder with options of yours, as GROUP/NAME.yaml",
+            )
+        folders.append(ConfigFolder(path=f"file://{path}", distribution=OWN_FOLDER))
     return Catalog(registry=registry, folders=tuple(folders))
 
 

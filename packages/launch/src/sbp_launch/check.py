@@ -125,7 +125,10 @@ def choose(
     name = settings.pop("name", None)
     if not isinstance(name, str):
         names = ", ".join(registry.names(group))
-        raise ConfigError(f"{group}.name is {name!r}", where=file, accepted=names)
+        what = f"{group}.name is {'not set' if name is None else repr(name)}"
+        raise ConfigError(
+            what, where=file, accepted=names, todo="add the plugin that the file is for: name: NAME"
+        )
     with (
         _naming_overrides(composed, group, f"{group}.name is {name!r}"),
         _seeking_elsewhere(composed, registry),

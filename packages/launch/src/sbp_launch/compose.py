@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import hydra
@@ -23,9 +25,11 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from sbp_core.errors import ConfigError
 from sbp_core.plugins import ConfigFolder
 from sbp_launch.catalog import PRIMARY, Catalog
-from sbp_launch.config import GROUPS, Application, ComposedConfig, key_of
+from sbp_launch.config import GROUPS, PLUGIN_GROUPS, Application, ComposedConfig, key_of
+from sbp_launch.option_file import refuse_faults
 from sbp_launch.refusals import (
     as_hydra_says,
+    faulty_file,
     forced,
     missing_option,
     not_in_the_file,
@@ -108,12 +112,21 @@ def _explain(
     every key allowed: what is wrong with it, `check` says best.
     """
     groups = catalog.groups()
+    try:
+        if file := faulty_file(error):
+            refuse_faults(Path(file).read_text("utf-8", "replace"), file)
+        for text in overrides:
+            refuse_faults(catalog.text(option_of(text)), catalog.file(option_of(text)))
+    except ConfigError as fault:
+        return fault
     missing = error.missing_cfg_file if isinstance(error, MissingConfigException) else ""
     for text in overrides:
         if "/" in (key := key_of(text)) and f"'{key}'" in str(error):
             missing = option_of(text)  # planner/manual=zero is meant as planner=manual/zero
     if missing and missing.partition("/")[0] in (*GROUPS, *groups):
-        return missing_option(missing, overrides, catalog.file(app.config_name), catalog)
+        asking = re.match("In '([^']+)'", str(error))
+        file = catalog.file(asking[1]) if asking else ""
+        return missing_option(missing, overrides, file or catalog.file(app.config_name), catalog)
     try:
         keys_allowed = [forced(text, groups, error) for text in overrides]
         composed = read(_compose(catalog, app.config_name, keys_allowed), catalog)
@@ -165,6 +178,9 @@ def read(config: DictConfig, catalog: Catalog) -> ComposedConfig:
                     accepted="one distribution for each option",
                     todo="uninstall one of them, or ask its author for another name",
                 )
+            value = config[group]
+            if not OmegaConf.is_dict(value) or (group in PLUGIN_GROUPS and "name" not in value):
+                refuse_faults(catalog.text(f"{group}/{option}"), file)
     names = [name for name in map(str, config) if name != "hydra"]
     return ComposedConfig(
         values={name: _plain(config, name, files.get(name, "")) for name in names},

@@ -101,6 +101,8 @@ def refuse_faults(text: str, file: str) -> None:
     Raises:
         ConfigError: it is not; names file, line and what is wrong there.
     """
+    if "\ufffd" in text:
+        raise ConfigError("the option file is no UTF-8", where=file, todo="save it as UTF-8")
     try:
         value = yaml.load(text, Loader=_OnceLoader)  # a SafeLoader
     except yaml.MarkedYAMLError as error:

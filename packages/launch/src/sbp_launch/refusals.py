@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import re
+from argparse import ArgumentParser
 from collections.abc import Collection, Mapping, Sequence
 
 from hydra.errors import HydraException, OverrideParseException
 
 from sbp_core.errors import ConfigError, nearest
 from sbp_launch.catalog import Catalog
-from sbp_launch.config import ComposedConfig, key_of
+from sbp_launch.config import GROUPS, ComposedConfig, key_of
 
 #: Distributions of the house that bring options of a group, beside sbp-torch and sbp-launch.
 HOMES: Mapping[str, tuple[str, ...]] = {
@@ -43,6 +44,9 @@ OTHER_OPTIONS: Mapping[str, str] = {
 #: Lines of Hydra's messages that only repeat the override, or lead elsewhere.
 _NO_NEWS = ("Error parsing override", "See http")
 
+#: How messages begin that say only what the grammar of Hydra would take.
+_OF_THE_GRAMMAR = ("Lexer", "extraneous input", "mismatched input", "no viable alternative")
+
 #: An SBP value outside quotes; Hydra's grammar reads it as the call of a function.
 _SBP_CALL = re.compile(r"""(?<![\w"'])[SP]\([^()]*\)(?!["'])""")
 
@@ -53,10 +57,24 @@ _QUOTED_NAME = re.compile(r"""(?<=[{,])(\s*)(["'])([^"'{},:]*)\2(?=\s*:)""")
 def unreadable(error: OverrideParseException) -> ConfigError:
     """Say what Hydra's grammar does not take."""
     override = error.override or ""
+    key, equals, value = override.partition("=")
+    if not equals and key[:1] != "~":
+        return ConfigError(
+            f"{override!r} sets nothing",
+            where="the command line",
+            accepted="key=value or group=option, without spaces around the equals sign",
+            todo=f"choose an option: {key}=OPTION" if key in GROUPS else "see --help",
+        )
     told = [line for line in error.message.splitlines() if not line.startswith(_NO_NEWS)]
     todo = "; ".join(told)
     if call := _SBP_CALL.search(override):
         todo = f'quote values with brackets: "{call[0]}"'
+    elif value[:1] == "(" and value[-1:] == ")":
+        todo = f"a list stands in square brackets: '{key}=[{value[1:-1]}]'"
+    elif value[:1] == "~":
+        todo = f"the shell does not replace ~ here: {key}=$HOME{value[1:]}"
+    elif not _QUOTED_NAME.search(override) and told and told[0].startswith(_OF_THE_GRAMMAR):
+        todo = f"""quote a value with spaces or signs, twice: '{key}="{value}"'"""
     if _QUOTED_NAME.search(override):
         meant = _QUOTED_NAME.sub(r"\1\3", override)
         todo = f"names before a colon stand without quotes here: '{meant}'"
@@ -65,6 +83,18 @@ def unreadable(error: OverrideParseException) -> ConfigError:
         where="the command line",
         accepted='key=value, group=option, key=[1,2], key={name: "S(0)"}',
         todo=todo,
+    )
+
+
+def unknown_flag(flag: str, parser: ArgumentParser) -> ConfigError:
+    """Say that there is no such flag, and whether it is a setting, or nearly another flag."""
+    flags = [name for name in parser._option_string_actions if name.startswith("--")]
+    near = nearest(flag, flags)
+    todo = f"did you mean {near}?" if near else "see --help"
+    if "=" in flag:
+        todo = f"settings have no dashes: {flag.lstrip('-')}"
+    return ConfigError(
+        f"no flag is called {flag}", where="the command line", accepted=", ".join(flags), todo=todo
     )
 
 
@@ -85,7 +115,7 @@ def missing_option(
     Args:
         config: Group and option: `planner/manual/zeroo`.
         overrides: The command line.
-        file: The primary config, which asks for the option if the command line does not.
+        file: The config that asks for the option if the command line does not.
         catalog: What one can choose from; a plugin that is broken may bring the option.
     """
     group, _, option = config.partition("/")
@@ -103,7 +133,9 @@ def missing_option(
         return ConfigError(what, where=place, accepted=accepted, todo=todo)
     brought = {entry.distribution for entry in catalog.registry.entries}
     homes = [home for home in HOMES.get(group, ()) if home not in brought]
-    if near:
+    if misplaced := catalog.misplaced(config):
+        todo = misplaced
+    elif near:
         todo = f"did you mean {group}={near}?"
     elif homes:
         brings = "bring" if len(homes) > 1 else "brings"
@@ -125,7 +157,8 @@ def nearest_option(group: str, option: str, options: Sequence[str]) -> str:
     name = option.rpartition("/")[2]
     by_name = {one.rpartition("/")[2]: one for one in reversed(options)}
     ours = OTHER_OPTIONS.get(f"{group}={name.lower()}", name)
-    return by_name.get(ours) or nearest(option, options) or by_name.get(nearest(name, by_name), "")
+    near = nearest(option, options) or by_name.get(nearest(name, by_name), "")
+    return by_name.get(ours) or near or by_name.get(name.lower(), "")
 
 
 def forced(text: str, groups: Collection[str], error: Exception) -> str:
@@ -158,9 +191,26 @@ def not_in_the_file(error: Exception, composed: ComposedConfig) -> ConfigError:
     return as_hydra_says(error)
 
 
+def faulty_file(error: BaseException | None) -> str:
+    """Return the file that could not be read as YAML, from the chain of an error, or `""`."""
+    while error is not None:
+        mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+        if mark is not None and mark.name:
+            return str(mark.name)
+        error = error.__cause__ or error.__context__
+    return ""
+
+
 def as_hydra_says(error: Exception) -> ConfigError:
     """Return what Hydra says, without the search path that it lists at the end."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if several := re.match(r"Ambiguous value for argument '([^=']+)=([^']*)'", str(error)):
+        key, values = several.groups()
+        return ConfigError(
+            f"{key} is set to several values: {values}",
+            where=f"the command line: {key}={values}",
+            todo=f"as a list: '{key}=[{values}]'; one job for each: add --multirun",
+        )
     cause = error.__cause__
     if cause is not None and not isinstance(cause, HydraException):
         lines.append(str(cause).partition("\n")[0])
