@@ -159,7 +159,7 @@ def test_help_shows_the_backends_and_runtimes_and_no_other_groups(tmp_path: Path
     assert "  boxing\n    * local" in done.stdout
     assert "  runtime\n" in done.stdout
     assert "optimizer" not in done.stdout
-    assert "# seconds to measure;" in done.stdout
+    assert "  time_s=120.0                      seconds to measure;" in done.stdout
 
 
 def test_the_table_fits_into_80_columns() -> None:
