@@ -136,4 +136,4 @@ def test_what_is_set_already_is_not_advised_and_half_precision_wants_scaling() -
     assert "clip_norm" not in advice(clipped)
     assert "loss_scaling" not in advice(clipped)
     for config in (half, lowered):
-        assert advice(config).startswith("try trainer.update.loss_scaling={init_scale: 65536.0}")
+        assert advice(config).startswith("try trainer.update.loss_scaling={init_scale:65536.0}")

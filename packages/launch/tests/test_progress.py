@@ -27,6 +27,37 @@ def test_plain_lines_come_every_so_many_steps_and_at_both_ends():
     assert lines[-1] == "step 7/7  loss 1.5000  100 tokens/s  0 s left"
 
 
+@pytest.mark.parametrize(
+    ("steps", "left"), [(501, "499 s"), (3002, "50 min"), (9002, "2.5 h"), (90002, "25.0 h")]
+)
+def test_a_long_wait_is_told_in_minutes_or_hours(steps, left):
+    out = io.StringIO()
+    speed = Speed("tokens", clock=FakeClock())
+
+    with StepProgress(Console(file=out, width=120), steps, 1, speed) as progress:
+        for step in (1, 2):
+            speed.begin()
+            speed.end(100)
+            progress.advance(step, 1.5)
+
+    assert out.getvalue().endswith(f"100 tokens/s  {left} left\n")
+
+
+def test_the_bar_shows_everything_on_a_terminal_of_80_columns():
+    out = io.StringIO()
+    speed = Speed("tokens", clock=FakeClock())
+
+    with StepProgress(Console(file=out, width=80, force_terminal=True), 3000, 1, speed) as progress:
+        for step in range(1, 124):
+            speed.begin()
+            speed.end(14452)
+            progress.advance(step, 4.0167)
+
+    shown = re.sub("\x1b\\[[0-9;?]*[A-Za-z]", "", out.getvalue())
+    assert "123/3000" in shown
+    assert "loss 4.0167  14,452 tokens/s  48 min left" in shown
+
+
 def test_each_part_of_a_start_is_said_before_it_begins_and_timed():
     out = io.StringIO()
     console = Console(file=out, width=100)

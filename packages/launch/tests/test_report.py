@@ -7,7 +7,7 @@ from trainable import run_config
 from sbp_core.memory import predict_memory
 from sbp_core.memory.kinds import MemoryKind
 from sbp_core.units import format_bytes
-from sbp_launch.report import counted, memory_lines, summary
+from sbp_launch.report import counted, crowding, memory_lines, summary
 
 
 def lines_of(found, strategy=None):
@@ -76,3 +76,12 @@ def test_memory_that_is_not_known_is_said_to_be_unchecked():
 def test_one_is_counted_without_a_plural():
     assert counted(1, "batch", "es") == "1 batch"
     assert counted(0, "step") == "0 steps"
+
+
+def test_ranks_that_share_cores_are_warned_of_with_what_it_costs():
+    assert crowding(64, 2) == [
+        "warning: 64 ranks share 2 cores and take turns: a step takes about 32 times as long as "
+        "with a core for each rank"
+    ]
+    assert "3 ranks share 1 core and take turns" in crowding(3, 1)[0]
+    assert crowding(4, 4) == crowding(1, 8) == []

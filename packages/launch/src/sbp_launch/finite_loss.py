@@ -80,5 +80,5 @@ class FiniteLoss:
         precision = self.config.compile.passes.mixed_precision
         halves = {self.config.compile.autocast, str(getattr(precision, "dtype", ""))}
         if "float16" in halves and trainer.update.loss_scaling is None:
-            ways.insert(0, "trainer.update.loss_scaling={init_scale: 65536.0}")
+            ways.insert(0, "trainer.update.loss_scaling={init_scale:65536.0}")
         return f"try {', '.join(ways)}; trainer.on_nan=warn goes on all the same"

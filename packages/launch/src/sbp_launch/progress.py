@@ -12,7 +12,6 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
-    TaskProgressColumn,
     TextColumn,
     TimeElapsedColumn,
 )
@@ -46,9 +45,8 @@ class StepProgress:
         if console.is_terminal:
             self.bar = Progress(
                 TextColumn("training"),
-                BarColumn(),
+                BarColumn(bar_width=None),
                 MofNCompleteColumn(),
-                TaskProgressColumn(),
                 TextColumn("{task.fields[news]}"),
                 TimeElapsedColumn(),
                 console=console,
@@ -73,8 +71,15 @@ class StepProgress:
         """Report one finished step (counted from 1), which `speed` has timed."""
         news = f"loss {loss:.4f}  {self.speed.text()}"
         if step > 1:  # of the first step nothing follows for the others
-            news += f"  {self.speed.left_s(self.steps - step):.0f} s left"
+            news += f"  {_long(self.speed.left_s(self.steps - step))} left"
         if self.bar is not None:
             self.bar.update(self.task, completed=step, news=news)
         elif step % self.log_every == 0 or step in (1, self.steps):
             self.console.print(f"step {step}/{self.steps}  {news}")
+
+
+def _long(seconds: float) -> str:
+    """Return a time that one waits for: 45 s, 48 min, 3.5 h."""
+    if seconds < 600:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
