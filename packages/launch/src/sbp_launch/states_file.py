@@ -43,7 +43,10 @@ def write_states(path: Path, states: Mapping[str, Tensor]) -> None:
             raise
         _wait_for_disk(path.parent)
     except (OSError, SafetensorError) as error:
-        raise RunError(f"{path} cannot be written: {reason(error)}") from error
+        raise RunError(
+            f"{path} cannot be written: {reason(error)}",
+            todo="make room, or name a folder elsewhere: hydra.run.dir=FOLDER",
+        ) from error
 
 
 def reason(error: OSError | SafetensorError) -> str:
