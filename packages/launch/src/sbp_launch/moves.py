@@ -26,7 +26,6 @@ from sbp_core.graph import (
     InputKind,
     LogicalGraph,
     Node,
-    OutputKind,
     Phase,
     Rate,
 )
@@ -172,8 +171,7 @@ class _Owners:
     def of_output(self, value: str, name: str) -> tuple[str, When, Phase, str]:
         """Return the same of a value that is boxed as the loss, a metric or a new state."""
         producer = self.graph.producers[value]
-        kinds = {out.name: out.kind for out in self.graph.outputs}
-        if kinds.get(name) is not OutputKind.STATE:
+        if name not in self.graph.new_states:
             return producer.module, When.AFTER, producer.phase, name
         entry = self.graph.input_kinds[name]
         kind = entry.kind.value.replace("_", " ")
