@@ -49,6 +49,7 @@ CLUSTER = "sbp_launch/conf/cluster/local.yaml"
         (["cluster.mesh=[]"], ["cluster.mesh=[]", CLUSTER]),
         (["cluster.mesh=[0,2]"], ["cluster.mesh=[0, 2]", CLUSTER]),
         (["cluster.mesh=two"], ["cluster.mesh", "a list", CLUSTER]),
+        (["cluster.mesh=4"], ["cluster.mesh is 4", "cluster.mesh=[4]", CLUSTER]),
         (
             ["trainer.batch_size=10", "trainer.micro_batches=4"],
             ["trainer.batch_size=10", "1, 2, 5, 10", TRAINER, "trainer.micro_batches=4"],

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from math import inf, prod
 
 from sbp_core.cluster import Cluster, Device, Link
 from sbp_core.errors import ConfigError
-from sbp_core.plugins import ClusterFactory
+from sbp_core.plugins import INSTEAD, ClusterFactory
+
+#: What to say in place of a mesh that is no list.
+MESH_TODO = "give the ranks along each axis: cluster.mesh=[4], or 'cluster.mesh=[2, 2]'"
 
 #: Names of the axes of a mesh with one, two or three, as presets of planners know them.
 AXES = {1: ("data",), 2: ("data", "tensor"), 3: ("pipe", "data", "tensor")}
@@ -38,7 +41,7 @@ class LocalConfig:
         link_bytes_per_s: Bandwidth between two ranks, in bytes/s.
     """
 
-    mesh: tuple[int, ...] = (2, 2)
+    mesh: tuple[int, ...] = field(default=(2, 2), metadata={INSTEAD: MESH_TODO})
     axes: tuple[str, ...] | None = None
     world_size: int | None = None
     cores: int | None = None
@@ -57,13 +60,13 @@ class LocalConfig:
             raise ConfigError(
                 f"cores={self.cores}", accepted="1 or more, or null for all that there are"
             )
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name in ("launch_s", "boxing_launch_s", "link_latency_s"):
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if entry.name in ("launch_s", "boxing_launch_s", "link_latency_s"):
                 if not 0 <= value < inf:
-                    raise ConfigError(f"{field.name}={value!r}", accepted="seconds >= 0")
-            elif field.name.endswith(("bytes", "per_s")) and not 0 < value < inf:
-                raise ConfigError(f"{field.name}={value!r}", accepted="a finite number > 0")
+                    raise ConfigError(f"{entry.name}={value!r}", accepted="seconds >= 0")
+            elif entry.name.endswith(("bytes", "per_s")) and not 0 < value < inf:
+                raise ConfigError(f"{entry.name}={value!r}", accepted="a finite number > 0")
 
 
 def named_axes(

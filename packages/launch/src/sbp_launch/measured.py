@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sbp_core.errors import ConfigError
-from sbp_launch.clusters import named_axes
+from sbp_core.plugins import INSTEAD
+from sbp_launch.clusters import MESH_TODO, named_axes
 
 if TYPE_CHECKING:
     from sbp_core.cluster import Cluster
@@ -33,7 +34,7 @@ class MeasuredConfig:
     """
 
     file: str = "cluster.json"
-    mesh: tuple[int, ...] = (2,)
+    mesh: tuple[int, ...] = field(default=(2,), metadata={INSTEAD: MESH_TODO})
     axes: tuple[str, ...] | None = None
     world_size: int | None = None
     backend: str = ""
