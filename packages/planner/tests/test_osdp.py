@@ -1,3 +1,4 @@
+import re
 from dataclasses import replace
 from functools import cache
 
@@ -8,7 +9,7 @@ from sbp_core.boxing import route
 from sbp_core.cluster import Link
 from sbp_core.compile import CompileOptions, compile_plan
 from sbp_core.cost import boxing_time_s
-from sbp_core.errors import ConfigError, PlanError, SbpLookupError
+from sbp_core.errors import ConfigError, SbpLookupError
 from sbp_core.graph.ir import Phase
 from sbp_core.infer import step_time_s
 from sbp_core.memory import call_layouts, predict_memory
@@ -41,7 +42,7 @@ def needed(strategy):
 @pytest.fixture(scope="module")
 def bounds():
     """The memory of the compiled plans with everything sharded, and with everything replicated."""
-    with pytest.raises(PlanError) as caught:
+    with pytest.raises(ConfigError) as caught:
         plan(1000)
     least = int(caught.value.accepted.rpartition(" ")[2])
     return least, needed(plan())
@@ -153,8 +154,24 @@ def test_too_little_memory_names_the_limit_and_what_sharding_everything_needs(bo
     least = bounds[0]
 
     assert needed(plan(least)) <= least
-    with pytest.raises(PlanError, match=f"no choice fits {least - 1} B"):
+    with pytest.raises(ConfigError, match="no choice fits") as refused:
         plan(least - 1)
+    assert refused.value.accepted == f"planner.memory_bytes >= {least}"
+
+
+def test_the_refusal_says_what_memory_goes_to_and_what_would_help(bounds):
+    least = bounds[0]
+
+    with pytest.raises(ConfigError, match=r"at its peak .* activations") as refused:
+        plan(least - 1)
+    with pytest.raises(ConfigError) as hopeless:
+        plan(1)
+
+    budget = re.search(r"compile\.passes\.recompute\.memory_bytes=([\d.]+)MB: ", refused.value.todo)
+    assert budget
+    assert "trainer.micro_batches=4: leaves about" in refused.value.todo
+    assert "more ranks than" in refused.value.todo
+    assert "neither compile.passes.recompute nor trainer.micro_batches" in hopeless.value.todo
 
 
 def test_what_just_fits_is_replicated_and_a_byte_less_is_not(bounds):

@@ -58,6 +58,7 @@ from sbp_planner.guide import (
     update_values,
 )
 from sbp_planner.knapsack import KnapsackOption, KnapsackSolution, choose
+from sbp_planner.no_fit import no_fit
 
 DP, ZDP = "B", "S(0)"
 
@@ -84,8 +85,10 @@ class OsdpPlanner:
         """Return the strategy of the module's docstring.
 
         Raises:
-            ConfigError: the mesh has no such axis, or splits over other axes too.
-            PlanError: sharding everything does not fit; names the limit and what that needs.
+            ConfigError: the mesh has no such axis, or splits over other axes too; or neither
+                replicating nor sharding everything fits `memory_bytes`: says what that needs, of
+                which kinds of memory, and what would make it fit.
+            PlanError: the same, of the memory of the device.
         """
         axis = _only_axis(request.mesh, self.config.axis)
         limit = self.config.memory_bytes or request.cluster.device.memory_bytes
@@ -109,13 +112,14 @@ class OsdpPlanner:
         for choice in ends:
             search.fits(choice)
         if search.best is None:
-            needed = search.memory(ends[1])
-            raise PlanError(
-                f"no choice fits {limit:.0f} B on a rank: with all {num} parameters sharded the "
-                f"plan needs {needed} B",
-                where="planner osdp",
-                accepted=f"memory_bytes >= {needed}",
-                todo="raise planner.memory_bytes, use more ranks, or make micro-batches smaller",
+            raise no_fit(
+                search.plan(least := min(ends, key=search.memory)),
+                request.graph,
+                limit_bytes=limit,
+                least_bytes=search.memory(least),
+                num_sharded=sum(least),
+                layouts=search.layouts,
+                is_setting=self.config.memory_bytes is not None,
             )
         best = _improved(search, search.best, items)
         strategy = search.strategy(best)

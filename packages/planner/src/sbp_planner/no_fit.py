@@ -1,0 +1,122 @@
+"""What the planner `osdp` answers where nothing fits: what memory goes to, and what would help.
+
+What a setting would leave is estimated from the plan that needs least: it holds, at its peak,
+activations A beside everything else, R, of which the limit L leaves L - R for activations.
+
+    compile.passes.recompute     a budget of N (L - R), as it counts activations of all N ranks
+    trainer.micro_batches        k times as many leave about A / k, and more of R
+    compile.passes.slices        of a parameter that is a large part of all
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from sbp_core.compile import PhysicalPlan
+from sbp_core.errors import ConfigError, PlanError
+from sbp_core.graph import InputKind, LogicalGraph
+from sbp_core.memory import CallLayouts, MemoryKind, RankMemory, predict_memory
+from sbp_core.units import format_bytes
+
+#: Kinds of memory at the peak with less than this share of it are not named.
+_LEAST_SHARE = 0.01
+
+#: A parameter of at least this share of the peak is worth to be sliced.
+_LARGE_SHARE = 0.1
+
+
+def no_fit(
+    plan: PhysicalPlan,
+    graph: LogicalGraph,
+    *,
+    limit_bytes: float,
+    least_bytes: int,
+    num_sharded: int,
+    layouts: CallLayouts | None,
+    is_setting: bool,
+) -> ConfigError | PlanError:
+    """Return the error of a limit that no choice keeps.
+
+    Args:
+        plan: The choice that needs least.
+        graph: The step.
+        limit_bytes: Memory of a rank.
+        least_bytes: What that choice needs.
+        num_sharded: How many parameters it shards.
+        layouts: How results lie; None if that is not known, so that nothing is said of kinds.
+        is_setting: Whether the limit is a setting, rather than the memory of the machine.
+    """
+    held = f"{num_sharded} parameters sharded" if num_sharded else "all parameters replicated"
+    memory = None
+    if layouts is not None:
+        ranks = predict_memory(plan, layouts=layouts).ranks.values()
+        memory = max(ranks, key=lambda rank: rank.peak)
+    kind = ConfigError if is_setting else PlanError
+    return kind(
+        f"no choice fits {format_bytes(limit_bytes)} on a rank: the least, with {held}, needs "
+        f"{format_bytes(least_bytes)}{_parts(memory)}",
+        where="planner osdp",
+        accepted=f"planner.memory_bytes >= {least_bytes}",
+        todo=";\n    ".join(_helps(plan, graph, limit_bytes, memory)),
+    )
+
+
+def _parts(memory: RankMemory | None) -> str:
+    """Return what the memory at the peak is, the largest part first."""
+    if memory is None:
+        return ""
+    parts = sorted(memory.kinds.items(), key=lambda entry: -entry[1])
+    named = [
+        f"{format_bytes(n)} {kind.value}" for kind, n in parts if n > _LEAST_SHARE * memory.peak
+    ]
+    return f", at its peak {', '.join(named)}"
+
+
+def _helps(
+    plan: PhysicalPlan, graph: LogicalGraph, limit_bytes: float, memory: RankMemory | None
+) -> Iterator[str]:
+    """Yield what would make a plan fit, with the figures that can be known."""
+    num_ranks = len(plan.ranks)
+    if memory is not None:
+        active = memory.kinds.get(MemoryKind.ACTIVATIONS, 0)
+        room = limit_bytes - (memory.peak - active)
+        if room <= 0:
+            yield (
+                f"all but activations needs {format_bytes(memory.peak - active)}, so neither "
+                "compile.passes.recompute nor trainer.micro_batches is enough"
+            )
+        elif room < active:
+            kept = f"{format_bytes(room)} of {format_bytes(active)} of activations"
+            budget = f"{num_ranks * room / 1e6:.1f}MB"
+            yield (
+                f"compile.passes.recompute.memory_bytes={budget}: keeps {kept} and makes others "
+                "again, which takes time"
+            )
+        parts = _micro_batch_parts(graph, num_ranks, active, room)
+        if parts:
+            yield (
+                f"trainer.micro_batches={parts * graph.num_micro_batches}: leaves about "
+                f"{format_bytes(active / parts)} of activations, but parameters stay gathered and "
+                "gradients are added up meanwhile"
+            )
+    yield f"more ranks than {num_ranks}: each holds a smaller part of states and activations"
+    name, size = _largest_parameter(graph)
+    if memory is not None and size > _LARGE_SHARE * memory.peak:
+        yield (
+            f"'compile.passes.slices={{{name}: {{count: 4}}}}': this parameter, "
+            f"{format_bytes(size)}, is gathered slice by slice"
+        )
+
+
+def _micro_batch_parts(graph: LogicalGraph, num_ranks: int, active: int, room: float) -> int:
+    """Return into how many parts a micro-batch would have to go; 0 if no number helps."""
+    batch = [e.name for e in graph.inputs if e.kind is InputKind.BATCH and graph.is_tensor(e.name)]
+    shapes = [graph.tensor(name).shape for name in batch]
+    size = min((shape[0] for shape in shapes if shape), default=1)
+    parts = (n for n in range(2, size // num_ranks + 1) if size % n == 0)
+    return next((n for n in parts if active / n <= room), 0)
+
+
+def _largest_parameter(graph: LogicalGraph) -> tuple[str, int]:
+    names = [entry.name for entry in graph.inputs if entry.kind is InputKind.PARAMETER]
+    return max(((name, graph.tensor(name).size_bytes) for name in names), key=lambda one: one[1])
