@@ -30,7 +30,11 @@ def run_here(name: str, *, with_times: bool) -> int:
         seconds = time.perf_counter() - began
         os.chdir(ROOT)
     if report.num_run or report.not_run or report.faults:
-        print(f"{name}: {report.num_run} run, {len(report.not_run)} not, {seconds:.1f} s")
+        used = sum(os.times()[:4])
+        print(
+            f"{name}: {report.num_run} run, {len(report.not_run)} not, {seconds:.1f} s, "
+            f"{used:.1f} s of processors"
+        )
     if with_times:
         for command, took in report.seconds.items():
             print(f"  {took:5.1f} s  {command}")

@@ -14,6 +14,7 @@ from documents.page import Report, run_page
 from documents.pages import ROOT, pages
 
 
+@pytest.mark.timeout(900)  # a page is many commands
 @pytest.mark.parametrize("page", pages())
 def test_what_a_page_shows_is_what_happens(page: str) -> None:
     done = subprocess.run(
