@@ -25,6 +25,13 @@ PRESETS = [
 OPTIONS = [*(f"manual/{name}" for name in PRESETS), "infer", "osdp", "file"]
 
 
+@pytest.fixture(autouse=True)
+def in_a_folder_with_a_strategy(tmp_path, monkeypatch):
+    """`planner=file` reads `strategy.yaml` by default, and refuses a file that is not there."""
+    (tmp_path / "strategy.yaml").write_text("planner: manual")
+    monkeypatch.chdir(tmp_path)
+
+
 def read_option(name):
     text = files("sbp_planner.conf").joinpath("planner", f"{name}.yaml").read_text("utf-8")
     return yaml.safe_load(text)
