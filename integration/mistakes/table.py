@@ -142,7 +142,7 @@ MISTAKES: dict[str, Mistake] = {
     "an unknown letter": _strategy("no_sbp.yaml", "line", "embed.tokens.weight", "S(dim)"),
     "an illegal signature": _strategy("illegal.yaml", "line", "gelu"),
     "an op mistyped": _strategy("unknown_op.yaml", "line", "gelo"),
-    "an op deleted": _strategy("missing_op.yaml", "gelu"),
+    "an op deleted": _strategy("missing_op.yaml", "line", "blocks.0.mlp"),
     "a parameter mistyped": _strategy("unknown_tensor.yaml", "line", "haed.weight"),
     "a parameter twice": _strategy("twice.yaml", "line", "head.weight"),
     "a tab": _strategy("tab.yaml", "line", "tab"),

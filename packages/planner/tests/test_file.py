@@ -66,7 +66,7 @@ def test_a_strategy_for_another_mesh_is_refused(tmp_path: Path, made: Strategy) 
     path = tmp_path / "strategy.yaml"
     path.write_text(to_yaml(made))
 
-    with pytest.raises(ConfigError, match="and the mesh is") as caught:
+    with pytest.raises(ConfigError, match="and the run has") as caught:
         from_file(path, request((4,), ("data",)))
 
     assert caught.value.where[0] == f"planner.path={path}, line 3"

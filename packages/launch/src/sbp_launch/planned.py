@@ -147,13 +147,18 @@ def _with_memory(planned: Planned, program: Program) -> Planned:
     """Predict what the plan needs, and compare it with the memory of a rank.
 
     Raises:
-        PlanError: a rank would not fit its memory.
+        ConfigError: a rank would not fit its memory.
     """
     try:
         memory = predict_memory(planned.plan)
     except PlanError as error:
         return replace(planned, memory=error.what)
-    check_memory(memory, program.cluster.device.memory_bytes)
+    try:
+        check_memory(memory, program.cluster.device.memory_bytes)
+    except PlanError as error:
+        raise ConfigError(
+            error.what, where="cluster.memory_bytes", accepted=error.accepted, todo=error.todo
+        ) from error
     return replace(planned, memory=memory)
 
 

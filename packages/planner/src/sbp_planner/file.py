@@ -14,6 +14,7 @@ from sbp_core.compile import check_strategy
 from sbp_core.errors import ConfigError, SbpError, nearest
 from sbp_core.graph import LogicalGraph, TensorType, graph_hash
 from sbp_core.infer import predict_cost, stage_placements
+from sbp_core.placement import Placement
 from sbp_core.plugins import PlanRequest
 from sbp_core.serialize import Lines
 from sbp_core.strategy import Strategy
@@ -64,13 +65,12 @@ class FilePlanner:
         Raises:
             ConfigError: it is not.
         """
-        _check_names(read, request.graph, lines)
         stages = tuple(stage_placements(request.mesh))
         if read.stages != stages:
             raise ConfigError(
-                f"the strategy is for {_meshes(read.stages)}, and the mesh is {_meshes(stages)}",
+                f"the strategy is for {_meshes(read.stages)}, and the run has {_meshes(stages)}",
                 where=lines.where(["stages"]),
-                todo="set cluster.mesh and cluster.axes as in the run that made the strategy",
+                todo=_mesh_of(read.stages),
             )
         count = request.graph.num_micro_batches
         if read.num_micro_batches != count:
@@ -79,6 +79,7 @@ class FilePlanner:
                 where=lines.where(["num_micro_batches"]),
                 todo=f"set trainer.micro_batches={read.num_micro_batches}",
             )
+        _check_names(read, request.graph, lines)
         if read.graph_hash != graph_hash(request.graph) and not self.config.other_graph:
             raise ConfigError(
                 "the strategy was made for another graph of the same names: shapes, operators or "
@@ -136,8 +137,23 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_MOST_NAMES]) + ", ..." * (len(names) > _MOST_NAMES)
 
 
-def _meshes(stages: tuple[object, ...]) -> str:
-    return "; ".join(map(str, stages))
+def _meshes(stages: Sequence[Placement]) -> str:
+    """Return the mesh of each stage: `a mesh of data 2 x tensor 2`."""
+    texts = [
+        " x ".join(f"{axis} {size}" for axis, size in zip(one.axes, one.mesh_shape, strict=True))
+        for one in stages
+    ]
+    if len(stages) == 1:
+        return f"a mesh of {texts[0]}"
+    return f"{len(stages)} stages, each with a mesh of {', '.join(dict.fromkeys(texts))}"
+
+
+def _mesh_of(stages: Sequence[Placement]) -> str:
+    """Return how to set the mesh for which a strategy was made."""
+    if len(stages) > 1:
+        return "set cluster.mesh and cluster.axes as in the run that made the strategy"
+    shape, axes = ",".join(map(str, stages[0].mesh_shape)), ",".join(stages[0].axes)
+    return f"set cluster.mesh=[{shape}] cluster.axes=[{axes}]"
 
 
 def build(config: FileConfig) -> FilePlanner:

@@ -103,7 +103,8 @@ def check_memory(found: MemoryReport, limit_bytes: int) -> None:
             f"rank {rank.rank} would need {format_bytes(rank.peak)}, "
             f"{format_bytes(rank.resting)} of it for states, and has {format_bytes(limit_bytes)}",
             accepted="plans that fit cluster.memory_bytes",
-            todo="shard states (planner=osdp), use smaller micro-batches, or more ranks",
+            todo="shard states (planner=osdp or manual/zero), set trainer.micro_batches, recompute "
+            "(compile.passes.recompute), or take more ranks",
         )
 
 
