@@ -43,12 +43,12 @@ def _data(path: str, *says: str) -> Mistake:
     return Mistake(command=command, says=(f"data.path={path}", *says), imports_torch=True)
 
 
-def _strategy(name: str, *says: str) -> Mistake:
-    """Return a mistake in a strategy that was edited by hand."""
+def _strategy(name: str, *says: str, imports_torch: bool = False) -> Mistake:
+    """Return a mistake in a strategy that was edited by hand; some take the graph to see them."""
     return Mistake(
         command=("sbp_launch.plan", *SMALL, *PLANNED[1:], "planner=file", f"planner.path={name}"),
         says=(name, *says),
-        imports_torch=True,
+        imports_torch=imports_torch,
     )
 
 
@@ -136,14 +136,20 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "calibrating nobody": Mistake(command=("sbp_launch.calibrate.app", "ranks=0"), says=("ranks",)),
     # Edited strategies.
-    "an input too many": _strategy("extra_input.yaml", "line", "gelu"),
-    "a dim that is not there": _strategy("no_such_dim.yaml", "line", "gelu", "S(7)"),
-    "an axis too few": _strategy("one_axis.yaml", "line", "embed.tokens.weight"),
+    "an input too many": _strategy("extra_input.yaml", "line", "gelu", imports_torch=True),
+    "a dim that is not there": _strategy(
+        "no_such_dim.yaml", "line", "gelu", "S(7)", imports_torch=True
+    ),
+    "an axis too few": _strategy(
+        "one_axis.yaml", "line", "embed.tokens.weight", imports_torch=True
+    ),
     "an unknown letter": _strategy("no_sbp.yaml", "line", "embed.tokens.weight", "S(dim)"),
-    "an illegal signature": _strategy("illegal.yaml", "line", "gelu"),
-    "an op mistyped": _strategy("unknown_op.yaml", "line", "gelo"),
+    "an illegal signature": _strategy("illegal.yaml", "line", "gelu", imports_torch=True),
+    "an op mistyped": _strategy("unknown_op.yaml", "line", "gelo", imports_torch=True),
     "an op deleted": _strategy("missing_op.yaml", "line", "blocks.0.mlp"),
-    "a parameter mistyped": _strategy("unknown_tensor.yaml", "line", "haed.weight"),
+    "a parameter mistyped": _strategy(
+        "unknown_tensor.yaml", "line", "haed.weight", imports_torch=True
+    ),
     "a parameter twice": _strategy("twice.yaml", "line", "head.weight"),
     "a tab": _strategy("tab.yaml", "line", "tab"),
     "a bracket left open": _strategy("open.yaml", "line"),
@@ -161,8 +167,7 @@ MISTAKES: dict[str, Mistake] = {
             "planner.path=good.yaml",
             "cluster.mesh=[4]",
         ),
-        says=("good.yaml", "cluster.mesh"),
-        imports_torch=True,
+        says=("good.yaml", "cluster.mesh=[2,2]"),
     ),
     "other micro-batches": Mistake(
         command=(
@@ -195,7 +200,7 @@ MISTAKES: dict[str, Mistake] = {
         "atention",
         "attention",
     ),
-    "a pin on no axis": _model(
+    "a pin on no axis": _train(
         'planner=manual/custom +planner.pins={batch:{dta:"S(0)"}}', "dta", "data"
     ),
     "gathers of nothing": _model("compile.regather=[blocs.*]", "compile.regather", "blocks"),

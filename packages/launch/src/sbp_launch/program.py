@@ -115,6 +115,8 @@ def make_program(run: Run) -> Program:
             raise run.entry("model").returned(model, "an nn.Module")
         return model.to(dtype).train()
 
+    # First, as a path that is wrong is soon seen, and making a model takes longer.
+    data: Dataset = run.make("data")
     made = deferred(build, config.trainer.seed)
     _check_patterns(config, made.model)
     make_optimizer: OptimizerFactory = run.make("optimizer")
@@ -129,7 +131,7 @@ def make_program(run: Run) -> Program:
         model=made.model,
         make_optimizer=make_optimizer,
         optimizer=optimizer,
-        data=run.make("data"),
+        data=data,
         data_plugin=run.entry("data"),
         mesh=mesh,
         cluster=make_cluster(mesh.size),

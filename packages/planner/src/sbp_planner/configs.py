@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from sbp_core.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from sbp_core.placement import Placement
 
 #: Mesh axes that presets know, in the order in which a mesh has them.
 AXES = ("pipe", "data", "tensor")
@@ -86,7 +89,7 @@ class ManualConfig:
     def __post_init__(self) -> None:
         _check_stages(self.schedule, self.stage_patterns)
         if self.pins:
-            _check_pins(self.pins)
+            _check_pins(self.pins, "pins")
 
     def check_beside(self, others: Mapping[str, object]) -> None:
         """Refuse a mesh without the axes that the pins need; see `sbp_core.plugins.ChecksOthers`.
@@ -97,22 +100,37 @@ class ManualConfig:
         cluster = others.get("cluster")
         mesh, axes = getattr(cluster, "mesh", ()), getattr(cluster, "axes", ())
         check_axes(self.needs_axes, mesh, axes)
+        if mesh and self.pins:
+            # Here and not above: hook modules are imported for every command, and these take a
+            # while.
+            from sbp_core.infer import stage_placements
+            from sbp_core.placement import Placement
+
+            _check_pins(self.pins, "planner.pins", stage_placements(Placement.grid(mesh, axes))[0])
 
 
-def _check_pins(pins: Mapping[str, str | Mapping[str, str]]) -> None:
+def _check_pins(
+    pins: Mapping[str, str | Mapping[str, str]], key: str, mesh: Placement | None = None
+) -> None:
     """Check that pins can be read.
+
+    Args:
+        pins: Pattern -> value.
+        key: Of the setting that has them, for messages.
+        mesh: Of a stage, if it is known: no pin speaks of other axes.
 
     Raises:
         ConfigError: one cannot.
     """
-    # Here and not above: hook modules are imported for every command, and this one takes a while.
-    from sbp_core.infer import check_pin
+    from sbp_core.infer import check_pin  # see above
 
     for pattern, value in pins.items():
         try:
-            check_pin(pattern, value)
+            check_pin(pattern, value, mesh.axes if mesh else None)
         except ConfigError as error:
-            raise ConfigError(f"pins: {error.what}", accepted=error.accepted) from error
+            raise ConfigError(
+                f"{key}: {error.what}", accepted=error.accepted, todo=error.todo
+            ) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,6 +219,21 @@ class FileConfig:
                 accepted="a strategy that sbp-plan out=FILE wrote, or a run into its folder",
                 todo=_strategy_near(self.path),
             ) from error
+
+    def check_beside(self, others: Mapping[str, object]) -> None:
+        """Refuse a file that is no strategy, or one for another mesh, before there is a graph.
+
+        Raises:
+            ConfigError: so it is; see `sbp_planner.strategy_file.check_form`.
+        """
+        # Here and not above: hook modules are imported for every command, and these take a while.
+        from sbp_core.placement import Placement
+        from sbp_planner.strategy_file import check_form
+
+        cluster = others.get("cluster")
+        mesh, axes = getattr(cluster, "mesh", ()), getattr(cluster, "axes", ())
+        if mesh:
+            check_form(Path(self.path), Placement.grid(mesh, axes))
 
 
 def _strategy_near(path: str) -> str:

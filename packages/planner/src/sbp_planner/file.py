@@ -9,16 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from sbp_core import strategy_yaml
 from sbp_core.compile import check_strategy
-from sbp_core.errors import ConfigError, SbpError, nearest
+from sbp_core.errors import ConfigError, nearest
 from sbp_core.graph import LogicalGraph, TensorType, graph_hash
-from sbp_core.infer import predict_cost, stage_placements
-from sbp_core.placement import Placement
+from sbp_core.infer import predict_cost
 from sbp_core.plugins import PlanRequest
 from sbp_core.serialize import Lines
 from sbp_core.strategy import Strategy
 from sbp_planner.configs import FileConfig
+from sbp_planner.strategy_file import check_mesh, naming, read
 
 #: Most names that a message lists.
 _MOST_NAMES = 5
@@ -38,40 +37,25 @@ class FilePlanner:
                 legal: see `check_strategy`.
         """
         path = Path(self.config.path)
-        try:
-            read, lines = _read(path, request.graph)
-            self._check(read, request, lines)
+        with naming(path):
+            found, lines = read(path, request.graph)
+            self._check(found, request, lines)
             strategy = replace(
-                read, planner="file", graph_hash=graph_hash(request.graph), report={}
+                found, planner="file", graph_hash=graph_hash(request.graph), report={}
             )
             # Nothing can be predicted of a strategy that is not legal.
             check_strategy(request.graph, strategy, lines)
             predicted = predict_cost(request.graph, strategy, request.cluster, request.options)
-        except SbpError as error:
-            # The first place is the file, with the line; the key that names it goes before.
-            line, *others = error.where if _is_in(path, error) else (str(path), *error.where)
-            raise ConfigError(
-                f"the strategy cannot be used: {error.what}",
-                where=(f"planner.path={line}", *others),
-                accepted=error.accepted,
-                todo=error.todo,
-            ) from error
-        explanation = [f"as {path} says, made by planner {read.planner}"]
+        explanation = [f"as {path} says, made by planner {found.planner}"]
         return replace(strategy, report={**predicted, "explanation": explanation})
 
     def _check(self, read: Strategy, request: PlanRequest, lines: Lines) -> None:
-        """Check that a strategy is for a graph and a mesh.
+        """Check that a strategy is for the mesh, the micro-batches and the graph of a request.
 
         Raises:
             ConfigError: it is not.
         """
-        stages = tuple(stage_placements(request.mesh))
-        if read.stages != stages:
-            raise ConfigError(
-                f"the strategy is for {_meshes(read.stages)}, and the run has {_meshes(stages)}",
-                where=lines.where(["stages"]),
-                todo=_mesh_of(read.stages),
-            )
+        check_mesh(read, request.mesh, lines)
         count = request.graph.num_micro_batches
         if read.num_micro_batches != count:
             raise ConfigError(
@@ -88,21 +72,6 @@ class FilePlanner:
                 accepted=f"a strategy with graph_hash: {graph_hash(request.graph)}",
                 todo="run what made the strategy, or set planner.other_graph=true",
             )
-
-
-def _is_in(path: Path, error: SbpError) -> bool:
-    return bool(error.where) and error.where[0].startswith(str(path))
-
-
-def _read(path: Path, graph: LogicalGraph) -> tuple[Strategy, Lines]:
-    """Read a file; return also in which lines its decisions stand.
-
-    Raises:
-        SbpError: it cannot be read.
-    """
-    if path.suffix == ".json":
-        return Strategy.load_with_lines(path)
-    return strategy_yaml.load_with_lines(path, graph)
 
 
 def _check_names(read: Strategy, graph: LogicalGraph, lines: Lines) -> None:
@@ -135,25 +104,6 @@ def _check_names(read: Strategy, graph: LogicalGraph, lines: Lines) -> None:
 
 def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_MOST_NAMES]) + ", ..." * (len(names) > _MOST_NAMES)
-
-
-def _meshes(stages: Sequence[Placement]) -> str:
-    """Return the mesh of each stage: `a mesh of data 2 x tensor 2`."""
-    texts = [
-        " x ".join(f"{axis} {size}" for axis, size in zip(one.axes, one.mesh_shape, strict=True))
-        for one in stages
-    ]
-    if len(stages) == 1:
-        return f"a mesh of {texts[0]}"
-    return f"{len(stages)} stages, each with a mesh of {', '.join(dict.fromkeys(texts))}"
-
-
-def _mesh_of(stages: Sequence[Placement]) -> str:
-    """Return how to set the mesh for which a strategy was made."""
-    if len(stages) > 1:
-        return "set cluster.mesh and cluster.axes as in the run that made the strategy"
-    shape, axes = ",".join(map(str, stages[0].mesh_shape)), ",".join(stages[0].axes)
-    return f"set cluster.mesh=[{shape}] cluster.axes=[{axes}]"
 
 
 def build(config: FileConfig) -> FilePlanner:

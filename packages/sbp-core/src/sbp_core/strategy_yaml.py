@@ -64,7 +64,7 @@ from sbp_core.graph.ir import LogicalGraph, TensorType
 from sbp_core.serialize import Keys, Lines, pyyaml, read_yaml, shown
 from sbp_core.strategy import Strategy
 
-__all__ = ["ROOT", "from_yaml", "load", "load_with_lines", "save", "to_yaml"]
+__all__ = ["ROOT", "from_yaml", "load", "load_form", "load_with_lines", "save", "to_yaml"]
 
 #: The module of operators that no module called.
 ROOT = "(root)"
@@ -120,8 +120,16 @@ def from_yaml(text: str, graph: LogicalGraph | None = None) -> Strategy:
     return _read(text, graph, "")[0]
 
 
-def _read(text: str, graph: LogicalGraph | None, file: str) -> tuple[Strategy, Lines]:
+def _read(
+    text: str, graph: LogicalGraph | None, file: str, *, patterns_stand: bool = False
+) -> tuple[Strategy, Lines]:
     """Read a strategy; return also in which lines its parts stand.
+
+    Args:
+        text: Of the file.
+        graph: See `from_yaml`.
+        file: What messages call the file.
+        patterns_stand: Without a graph, whether patterns are read as if they were names.
 
     Raises:
         SbpValueError, SbpLookupError: see `from_yaml`.
@@ -140,10 +148,14 @@ def _read(text: str, graph: LogicalGraph | None, file: str) -> tuple[Strategy, L
     if "storage" in value:
         section = _flat(("storage",), value["storage"], of_keys)
         stored = {name: (("storage", name), entry) for name, entry in section.items()}
-        read["storage"] = _decisions("storage", stored, inputs, of_keys, found)
+        read["storage"] = _decisions(
+            "storage", stored, inputs, of_keys, found, patterns_stand=patterns_stand
+        )
     if "nodes" in value:
         named = _named(value["nodes"], of_keys)
-        read["nodes"] = _decisions("nodes", named, ops, of_keys, found)
+        read["nodes"] = _decisions(
+            "nodes", named, ops, of_keys, found, patterns_stand=patterns_stand
+        )
     # Names that share a line in the file are parts of their own to readers of the strategy.
     lines = Lines(
         file,
@@ -173,6 +185,17 @@ def load_with_lines(path: Path, graph: LogicalGraph | None = None) -> tuple[Stra
         SbpValueError, SbpLookupError: see `from_yaml`; the file and the line are named.
     """
     return _read(serialize.read_text(path), graph, str(path))
+
+
+def load_form(path: Path) -> tuple[Strategy, Lines]:
+    """Read a file without its graph, to see whether its form is right.
+
+    Names may be any, and patterns of names are read as if they were names.
+
+    Raises:
+        SbpValueError, SbpLookupError: it is not; the file and the line are named.
+    """
+    return _read(serialize.read_text(path), None, str(path), patterns_stand=True)
 
 
 # Writing.
@@ -294,6 +317,8 @@ def _decisions(
     names: Collection[str] | None,
     lines: Lines,
     found: dict[Keys, Keys],
+    *,
+    patterns_stand: bool,
 ) -> dict[str, Any]:
     """Return what the type of a strategy reads, by exact names and in the order of the graph.
 
@@ -303,11 +328,13 @@ def _decisions(
         names: Those of the graph, if it is known.
         lines: Those of the file.
         found: Is told which keys of the file decide on a name.
+        patterns_stand: Whether patterns are names like others.
     """
     exact: dict[str, Any] = {}
     patterns: dict[str, tuple[Keys, Any]] = {}
     for name, (keys, value) in entries.items():
-        if not name.startswith(_AS_IT_STANDS) and re.search(r"[*?]", name):
+        is_pattern = not name.startswith(_AS_IT_STANDS) and re.search(r"[*?]", name)
+        if is_pattern and not patterns_stand:
             patterns[name] = keys, value
             continue
         for each in _expanded(name, keys, lines):

@@ -190,13 +190,22 @@ def _text(value: PinValue) -> str:
     return "{" + ", ".join(f"{axis}: {entry}" for axis, entry in value.items()) + "}"
 
 
-def check_pin(pattern: str, value: PinValue) -> None:
-    """Check that a pin can be read, whatever graph and mesh it is for.
+def check_pin(pattern: str, value: PinValue, axes: Sequence[str] | None = None) -> None:
+    """Check that a pin can be read, whatever graph it is for.
+
+    Args:
+        pattern: Its pattern.
+        value: Its value.
+        axes: Names of the mesh axes of a stage; None if they are not known.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: it cannot, or speaks of another mesh axis.
     """
-    _read(value, f"{pattern}: {_text(value)}")
+    text = f"{pattern}: {_text(value)}"
+    if axes is None:
+        _read(value, text)
+    else:
+        _entries(value, axes, text)
 
 
 def _read(value: PinValue, text: str) -> list[_Entry] | dict[str, _Entry]:

@@ -1,0 +1,95 @@
+"""A strategy file, as far as it can be read and checked without knowing its planner's settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from sbp_core import strategy_yaml
+from sbp_core.errors import ConfigError, SbpError
+from sbp_core.graph import LogicalGraph
+from sbp_core.infer import stage_placements
+from sbp_core.placement import Placement
+from sbp_core.serialize import Lines
+from sbp_core.strategy import Strategy
+
+
+def check_form(path: Path, mesh: Placement) -> None:
+    """Check what can be checked of a file without the graph: its form, and for which mesh it is.
+
+    Raises:
+        ConfigError: it cannot be read, or is for another mesh; names the file and the line.
+    """
+    with naming(path):
+        strategy, lines = (
+            Strategy.load_with_lines(path)
+            if path.suffix == ".json"
+            else strategy_yaml.load_form(path)
+        )
+        check_mesh(strategy, mesh, lines)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Name the key and the file in what is refused in the `with` block; all is a wrong setting."""
+    try:
+        yield
+    except SbpError as error:
+        # The first place is the file, with the line; the key that names it goes before.
+        line, *others = error.where if _is_in(path, error) else (str(path), *error.where)
+        raise ConfigError(
+            f"the strategy cannot be used: {error.what}",
+            where=(f"planner.path={line}", *others),
+            accepted=error.accepted,
+            todo=error.todo,
+        ) from error
+
+
+def _is_in(path: Path, error: SbpError) -> bool:
+    return bool(error.where) and error.where[0].startswith(str(path))
+
+
+def read(path: Path, graph: LogicalGraph) -> tuple[Strategy, Lines]:
+    """Read a file; return also in which lines its decisions stand.
+
+    Raises:
+        SbpError: it cannot be read.
+    """
+    if path.suffix == ".json":
+        return Strategy.load_with_lines(path)
+    return strategy_yaml.load_with_lines(path, graph)
+
+
+def check_mesh(read: Strategy, mesh: Placement, lines: Lines) -> None:
+    """Check that a strategy is for a mesh.
+
+    Raises:
+        ConfigError: it is for another one.
+    """
+    stages = tuple(stage_placements(mesh))
+    if read.stages != stages:
+        raise ConfigError(
+            f"the strategy is for {_meshes(read.stages)}, and the run has {_meshes(stages)}",
+            where=lines.where(["stages"]),
+            todo=_mesh_of(read.stages),
+        )
+
+
+def _meshes(stages: Sequence[Placement]) -> str:
+    """Return the mesh of each stage: `a mesh of data 2 x tensor 2`."""
+    texts = [
+        " x ".join(f"{axis} {size}" for axis, size in zip(one.axes, one.mesh_shape, strict=True))
+        for one in stages
+    ]
+    if len(stages) == 1:
+        return f"a mesh of {texts[0]}"
+    return f"{len(stages)} stages, each with a mesh of {', '.join(dict.fromkeys(texts))}"
+
+
+def _mesh_of(stages: Sequence[Placement]) -> str:
+    """Return how to set the mesh for which a strategy was made."""
+    if len(stages) > 1:
+        return "set cluster.mesh and cluster.axes as in the run that made the strategy"
+    shape, axes = ",".join(map(str, stages[0].mesh_shape)), ",".join(stages[0].axes)
+    return f"set cluster.mesh=[{shape}] cluster.axes=[{axes}]"
