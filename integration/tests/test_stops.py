@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from sbp_core.testing.interrupts import hears_ctrl_c
+from sbp_core.testing.interrupts import hears_signals
 
 SMALL = (
     "model.num_layers=1",
@@ -36,7 +36,7 @@ SMALL = (
     ],
     ids=["ctrl-c", "sigterm", "sighup"],
 )
-@hears_ctrl_c()
+@hears_signals()
 def test_a_run_stopped_by_a_signal_keeps_its_states(
     tmp_path: Path, number: int, code: int, says: str
 ) -> None:

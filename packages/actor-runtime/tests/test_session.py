@@ -35,7 +35,7 @@ from sbp_actor_runtime import session as session_module
 from sbp_actor_runtime.configs import ActorConfig
 from sbp_actor_runtime.session import ActorRuntime
 from sbp_core.errors import BoxingError, GraphError, RunError, SbpTypeError, SbpValueError
-from sbp_core.testing.interrupts import hears_ctrl_c
+from sbp_core.testing.interrupts import hears_signals
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.testing.cases import (
     REFUSAL,
@@ -186,7 +186,7 @@ def test_the_first_deadline_is_for_the_first_step_only() -> None:
 
 
 @pytest.mark.parametrize("name", [DATA, THREADS])
-@hears_ctrl_c()
+@hears_signals()
 def test_an_interrupt_in_the_middle_of_a_step_stops_the_workers(name: str) -> None:
     plan, _ = plan_with(compile_case(name), 1, operator("wait_at_gate"))
     session = start(name, plan)
@@ -206,7 +206,7 @@ def test_an_interrupt_in_the_middle_of_a_step_stops_the_workers(name: str) -> No
     assert_states(session, before)
 
 
-@hears_ctrl_c()
+@hears_signals()
 def test_an_interrupted_session_is_over_and_says_so() -> None:
     plan, _ = plan_with(compile_case(DATA), 1, operator("wait_at_gate"))
     with start(DATA, plan) as session:

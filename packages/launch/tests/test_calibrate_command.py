@@ -17,7 +17,7 @@ from rich.console import Console
 from sbp_core.calibration import Calibration, Measurement
 from sbp_core.cluster import Cluster
 from sbp_core.plugins import PluginRegistry
-from sbp_core.testing.interrupts import hears_ctrl_c
+from sbp_core.testing.interrupts import hears_signals
 from sbp_launch.calibrate import config
 from sbp_launch.calibrate.config import CALL_KINDS, check_calibrate
 from sbp_launch.calibrate.rank import indexed_device
@@ -82,7 +82,7 @@ def test_a_backend_that_chooses_gpus_itself_is_measured_on_gpus(
     assert (run.device, run.settings.ranks) == ("cuda", 3)
 
 
-@hears_ctrl_c()
+@hears_signals()
 def test_ctrl_c_ends_it_without_a_word_of_the_ranks(tmp_path: Path) -> None:
     command = [
         sys.executable,

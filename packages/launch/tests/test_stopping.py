@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from trainable import registry, run_config
 
 from sbp_core.errors import RunError
-from sbp_core.testing.interrupts import hears_ctrl_c
+from sbp_core.testing.interrupts import hears_signals
 from sbp_launch import session, trainer
 from sbp_launch.metrics import JsonlSink
 from sbp_launch.stopping import StopSignals, Terminated
@@ -23,7 +23,7 @@ INT, TERM, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 
 @pytest.fixture(autouse=True)
 def heard() -> Iterator[None]:
-    with hears_ctrl_c():
+    with hears_signals():
         yield
 
 

@@ -15,7 +15,7 @@ from sbp_core.boxing.supervision.launch_spec import LaunchSpec
 from sbp_core.boxing.supervision.reaper import end_processes, is_stopped
 from sbp_core.boxing.supervision.supervisor import Line, supervise
 from sbp_core.errors import RunError, SbpValueError
-from sbp_core.testing.interrupts import hears_ctrl_c
+from sbp_core.testing.interrupts import hears_signals
 
 #: Seconds that a program sleeps which is to be ended.
 _LONG_S = 600
@@ -309,7 +309,7 @@ def supervised(hangup: signal.Handlers = signal.SIG_DFL) -> Iterator[tuple[subpr
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGKILL])
-@hears_ctrl_c()
+@hears_signals()
 def test_nothing_is_left_when_the_supervisor_is_ended(number):
     with supervised() as (it, pids):
         it.send_signal(number)
@@ -326,7 +326,7 @@ def test_nothing_is_left_when_the_supervisor_is_ended(number):
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, -signal.SIGINT)]
 )
-@hears_ctrl_c()
+@hears_signals()
 def test_what_nohup_started_outlives_its_terminal_and_ends_when_it_is_told_to(number, code):
     with supervised(hangup=signal.SIG_IGN) as (it, pids):
         it.send_signal(signal.SIGHUP)

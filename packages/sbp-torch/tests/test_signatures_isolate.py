@@ -15,7 +15,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from sbp_core.errors import SbpValueError  # noqa: E402 - after the check that torch is there
-from sbp_core.testing.interrupts import hears_ctrl_c  # noqa: E402
+from sbp_core.testing.interrupts import hears_signals  # noqa: E402
 from sbp_torch.signatures.isolate import (  # noqa: E402
     Completed,
     Crash,
@@ -169,7 +169,7 @@ def test_giving_up_ends_the_worker() -> None:
         os.kill(first.value, 0)
 
 
-@hears_ctrl_c()
+@hears_signals()
 def test_an_interrupt_of_the_parent_ends_the_worker() -> None:
     trials: list[Callable[[], object]] = [partial(os.kill, os.getpid(), signal.SIGINT)]
 

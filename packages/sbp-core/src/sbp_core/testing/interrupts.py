@@ -1,4 +1,4 @@
-"""SIGINT in tests that send it: heard, whatever the tests were started by.
+"""Signals in tests that send them: heard, whatever the tests were started by.
 
 Stability: internal.
 """
@@ -8,18 +8,24 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
-__all__ = ["hears_ctrl_c"]
+__all__ = ["hears_signals"]
 
 
 @contextmanager
-def hears_ctrl_c() -> Iterator[None]:
-    """Hear SIGINT, and let programs that are started hear it: a context, or a decorator of a test.
+def hears_signals() -> Iterator[None]:
+    """Hear SIGINT and SIGHUP, and let programs that are started hear them.
 
-    What a script runs in its background ignores it otherwise.
+    A context, or a decorator of a test. What a script runs in its background ignores SIGINT
+    otherwise, and what runs under `nohup` ignores SIGHUP.
     """
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    heard: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler}
+    if hasattr(signal, "SIGHUP"):
+        heard[signal.SIGHUP] = signal.SIG_DFL
+    before = {number: signal.signal(number, handler) for number, handler in heard.items()}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
