@@ -6,12 +6,17 @@ from trainable import run_config
 
 from sbp_core.memory import predict_memory
 from sbp_core.memory.kinds import MemoryKind
+from sbp_core.sbp import NdSbp
+from sbp_core.strategy import Signature
 from sbp_core.units import format_bytes
-from sbp_launch.report import counted, crowding, memory_lines, summary
+from sbp_launch.report import arithmetic_lines, counted, crowding, memory_lines, summary
+
+B = NdSbp.parse("B")
 
 
 def lines_of(found, strategy=None):
-    return summary(found.plan, strategy or found.strategy, found.module_rows, found.num_steps)
+    strategy = strategy or found.strategy
+    return summary(found.plan, found.graph, strategy, found.module_rows, found.num_steps)
 
 
 def test_the_summary_says_what_was_proved_and_why_it_was_chosen():
@@ -30,7 +35,7 @@ def test_the_summary_says_what_a_rank_sends_and_how_many_tensors_travel_together
     more = dict.fromkeys(found.num_steps, 1000)
 
     lines = lines_of(found)
-    merged = summary(found.plan, found.strategy, found.module_rows, more)
+    merged = summary(found.plan, found.graph, found.strategy, found.module_rows, more)
 
     assert "boxing in a step: a rank sends 448 B, the 2 ranks together 896 B" in lines
     assert "1000 all-reduces (sent as 1); small tensors travel together" in " ".join(merged)
@@ -41,6 +46,38 @@ def test_boxing_is_counted_once_for_each_micro_batch():
     text = " ".join(lines_of(found_plan("pipeline")))
 
     assert "8 transfers" in text  # 2 steps, 4 micro-batches
+
+
+def whole_on_every_rank(found):
+    """Return a strategy by which every rank computes everything."""
+    whole = {
+        name: replace(
+            node,
+            signature=Signature(
+                inputs=[B] * len(node.signature.inputs), outputs=[B] * len(node.signature.outputs)
+            ),
+        )
+        for name, node in found.strategy.nodes.items()
+    }
+    return replace(found.strategy, nodes=whole)
+
+
+def test_the_arithmetic_of_a_rank_is_told_as_a_share_of_the_step():
+    found = found_plan("replicated")
+
+    (line,) = arithmetic_lines(found.graph, found.strategy)
+    alike = arithmetic_lines(found.graph, whole_on_every_rank(found))
+
+    share = float(re.fullmatch(r"arithmetic: a rank does (.*)% of .* share is 50%", line)[1])
+    assert 50 <= share < 90
+    assert alike[0] == "arithmetic: a rank does 100% of the step's; an even share is 50%"
+    assert "2 ranks gain nothing" in alike[1]
+
+
+def test_of_one_rank_no_share_is_told():
+    alone = plan_of(run_config((1,)))
+
+    assert arithmetic_lines(alone.graph, alone.strategy) == []
 
 
 def test_a_plan_that_sends_nothing_says_so():

@@ -51,6 +51,43 @@ def test_without_patterns_blocks_are_split_evenly():
     assert stages == [0, 0, 1, 1]
 
 
+def blocks_that_share_a_module(num_blocks):
+    """Blocks that each call one module of all, and count their calls beside."""
+    b = Builder()
+    b.add_input("x", InputKind.BATCH, (4, 4))
+    value = "x"
+    for index in range(num_blocks):
+        block = f"blocks.{index}"
+        b.add_input(f"{block}.count", InputKind.BUFFER, (4, 4))
+        for at, module in enumerate((block, "rotary", block)):
+            name = f"{block}.{at}"
+            b.op(name, "relu.default", (Ref(value),), (4, 4), module=module, pointwise=True)
+            value = name
+        counted = (Ref(f"{block}.count"),)
+        b.op(f"{block}.counted", "relu.default", counted, (4, 4), module=block, pointwise=True)
+    return b.graph()
+
+
+def test_a_block_stays_in_one_piece_with_what_it_calls():
+    found = assign_stages(blocks_that_share_a_module(3), 2).nodes
+
+    stages = [{found[f"blocks.{i}.{at}"] for at in range(3)} for i in range(3)]
+    assert stages in ([{0}, {0}, {1}], [{0}, {1}, {1}])
+
+
+def test_what_reads_no_batch_and_is_used_nowhere_is_where_its_module_is():
+    found = assign_stages(blocks_that_share_a_module(2), 2)
+
+    assert [found.nodes[f"blocks.{i}.counted"] for i in range(2)] == [0, 1]
+    assert [found.inputs[f"blocks.{i}.count"] for i in range(2)] == [0, 1]
+
+
+def test_blocks_are_cut_in_pieces_where_there_are_more_stages():
+    found = assign_stages(blocks_that_share_a_module(2), 3)
+
+    assert set(found.nodes.values()) == {0, 1, 2}
+
+
 def test_a_heavy_block_gets_a_stage_of_its_own():
     found = assign_stages(mlp((4, 4, 64, 64)), 2)
 

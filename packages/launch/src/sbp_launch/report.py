@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from math import prod
 
 from sbp_core.boxing import StepKind
 from sbp_core.compile import BoxingActor, PhysicalPlan
+from sbp_core.graph import LogicalGraph
 from sbp_core.infer import step_time_s
 from sbp_core.memory import MemoryReport
+from sbp_core.sbp import Split
+from sbp_core.signatures import OpCall, work_flop
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_bytes, format_seconds
 from sbp_launch.pipeline import pipeline_lines
 from sbp_launch.rows import ModuleRow
+
+#: From this share of a step's arithmetic on, a rank does nearly all of it.
+_ALIKE = 0.9
 
 #: Parts of a rank's memory below this share of its peak are summed up.
 _LEAST_SHARE = 0.01
@@ -52,6 +59,48 @@ def memory_lines(plan: PhysicalPlan, memory: MemoryReport | str) -> list[str]:
     return lines
 
 
+def arithmetic_lines(graph: LogicalGraph, strategy: Strategy) -> list[str]:
+    """Return which share of a step's arithmetic a rank does, and whether that gains anything.
+
+    What is split on no mesh axis of its stage, every rank of the stage computes alike.
+    """
+    done: dict[int, float] = {}
+    total = 0.0
+    for node in graph.nodes:
+        if node.is_host:
+            continue
+        assigned = strategy.nodes[node.name]
+        stage = strategy.stages[assigned.stage]
+        flop = work_flop(OpCall.of(graph, node))
+        split = {
+            axis
+            for sbp in (*assigned.signature.inputs, *assigned.signature.outputs)
+            for axis, entry in enumerate(sbp)
+            if isinstance(entry, Split)
+        }
+        total += flop
+        part = flop / prod(stage.mesh_shape[axis] for axis in split)
+        done[assigned.stage] = done.get(assigned.stage, 0.0) + part
+    num_ranks = sum(stage.size for stage in strategy.stages)
+    if num_ranks == 1 or not total:
+        return []
+    share, even = max(done.values()) / total, 1 / num_ranks
+    lines = [
+        f"arithmetic: a rank does {_percent(share)} of the step's; an even share is "
+        f"{_percent(even)}"
+    ]
+    if share >= _ALIKE:
+        lines.append(
+            f"  every rank computes nearly the whole step, so {num_ranks} ranks gain nothing: this "
+            "model and batch are too small to split, or too much is pinned to B"
+        )
+    return lines
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g}%"
+
+
 def counted(number: int, word: str, plural: str = "s") -> str:
     """Return a number with its word: `1 step`, `3 steps`."""
     return f"{number} {word}{plural * (number != 1)}"
@@ -59,6 +108,7 @@ def counted(number: int, word: str, plural: str = "s") -> str:
 
 def summary(
     plan: PhysicalPlan,
+    graph: LogicalGraph,
     strategy: Strategy,
     rows: Sequence[ModuleRow],
     num_steps: Mapping[StepKind, int],
@@ -69,6 +119,7 @@ def summary(
 
     Args:
         plan: Checked.
+        graph: The step.
         strategy: What it was compiled from.
         rows: Those of the table.
         num_steps: Boxing steps of each kind between ranks, before small tensors are merged.
@@ -77,6 +128,7 @@ def summary(
         f"planner {strategy.planner}: {counted(len(plan.ranks), 'rank')}, "
         f"{counted(plan.num_micro_batches, 'micro-batch', 'es')}",
         *pipeline_lines(plan, strategy, rows),
+        *arithmetic_lines(graph, strategy),
         *_boxing_lines(plan, num_steps),
         "checked: a replay of the step proves that it cannot deadlock and that buffers are bounded",
         f"predicted time of a step: {format_seconds(step_time_s(plan))}",

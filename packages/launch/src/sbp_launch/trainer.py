@@ -124,7 +124,15 @@ def show_plan(run: Run, planned: Planned, todo: str = _ALL_ROWS) -> None:
         run.console.print(plan_table(rows, stages, max_rows, run.console.width, todo))
         mesh = dict(zip(run.config.axes, run.config.mesh, strict=True))
         run.say(legend(rows, mesh, stages))
-    run.say(summary(planned.plan, planned.strategy, planned.module_rows, planned.num_steps))
+    run.say(
+        summary(
+            planned.plan,
+            planned.graph,
+            planned.strategy,
+            planned.module_rows,
+            planned.num_steps,
+        )
+    )
     run.say(saving_lines(planned.graph, planned.strategy))
     run.say(memory_lines(planned.plan, planned.memory))
 

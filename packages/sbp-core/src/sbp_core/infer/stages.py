@@ -122,21 +122,16 @@ def split_evenly(graph: LogicalGraph, num_stages: int) -> dict[str, int]:
     """Cut the forward pass between blocks so that the largest stage has the least flop.
 
     A block is a run of nodes, in graph order, whose module paths agree up to and including the
-    first number (`blocks.3`), or else in their first part. Exact, by dynamic programming over the
-    cuts, O(stages * blocks^2).
+    first number (`blocks.3`), or else in their first part; with what such a block calls meanwhile.
+    Exact, by dynamic programming over the cuts, O(stages * blocks^2).
 
     Raises:
         PlanError: there are fewer blocks than stages.
     """
-    moving = _moving(graph)
-    nodes = [node for node in _tensor_nodes(graph, Phase.FORWARD) if node.name in moving]
-    runs: list[list[Node]] = []
-    for block, members in groupby(nodes, key=lambda node: block_of(node.module)):
-        run = list(members)
-        if block or not runs:
-            runs.append(run)
-        else:  # code of the root module between blocks belongs to what it follows
-            runs[-1].extend(run)
+    runs = _runs(graph)
+    whole = _whole_blocks(runs)
+    if len(whole) >= num_stages:
+        runs = whole
     if len(runs) < num_stages:
         raise PlanError(
             f"the forward pass has {len(runs)} blocks for {num_stages} stages",
@@ -151,6 +146,49 @@ def split_evenly(graph: LogicalGraph, num_stages: int) -> dict[str, int]:
         for run in runs[first:last]
         for node in run
     }
+
+
+def _runs(graph: LogicalGraph) -> list[list[Node]]:
+    """Return the nodes that depend on the batch, in runs of one block each."""
+    moving = _moving(graph)
+    nodes = [node for node in _tensor_nodes(graph, Phase.FORWARD) if node.name in moving]
+    runs: list[list[Node]] = []
+    for block, members in groupby(nodes, key=lambda node: block_of(node.module)):
+        run = list(members)
+        if block or not runs:
+            runs.append(run)
+        else:  # code of the root module between blocks belongs to what it follows
+            runs[-1].extend(run)
+    return runs
+
+
+def _whole_blocks(runs: Sequence[list[Node]]) -> list[list[Node]]:
+    """Return runs with those of one numbered block in one, as long as no other block is between.
+
+    A block may call a module that all share:
+
+        before    blocks.1 | rotary | blocks.1 | blocks.2 | rotary | blocks.2
+        after     blocks.1 .................... | blocks.2 ...................
+    """
+    names = [block_of(run[0].module) for run in runs]
+    merged: list[list[Node]] = []
+    at = 0
+    while at < len(runs):
+        end = at + 1
+        for later in range(at + 1, len(runs)):
+            if names[later] == names[at]:
+                end = later + 1
+            elif _is_numbered(names[later]):
+                break
+        if not _is_numbered(names[at]):
+            end = at + 1
+        merged.append([node for run in runs[at:end] for node in run])
+        at = end
+    return merged
+
+
+def _is_numbered(block: str) -> bool:
+    return block.rpartition(".")[2].isdigit()
 
 
 def balanced_cuts(work: Sequence[float], num_parts: int) -> list[int]:
@@ -197,13 +235,18 @@ def _forward_stages(graph: LogicalGraph, chosen: Mapping[str, int]) -> dict[str,
             stages[node.name] = chosen[node.name]
         elif before:
             stages[node.name] = max(before)
+    homes: dict[str, int] = {}
+    for node in forward:
+        if node.name in stages:
+            homes.setdefault(node.module, stages[node.name])
     # What is left reads graph inputs only. From the back, so that chains of such nodes follow their
-    # last user. The earliest of several users: values cannot go back to an earlier stage.
+    # last user. The earliest of several users: values cannot go back to an earlier stage. What has
+    # no users, such as a count of batches, is where the rest of its module is.
     for node in reversed(forward):
         if node.name not in stages:
             users = [user for value in node.outputs for user in graph.users[value]]
             after = [stages[user.name] for user in users if user.name in stages]
-            stages[node.name] = min(after, default=0)
+            stages[node.name] = min(after, default=homes.get(node.module, 0))
     return stages
 
 
