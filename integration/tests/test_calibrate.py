@@ -48,7 +48,7 @@ def test_a_plan_is_priced_with_what_was_measured_through_torch(tmp_path: Path) -
 def test_a_file_holds_the_calibrations_of_several_backends(tmp_path: Path) -> None:
     calibrate(tmp_path, "boxing=local")
 
-    cluster = calibrate(tmp_path, "boxing=mpi", "keep=true")
+    cluster = calibrate(tmp_path, "boxing=mpi")
 
     assert set(cluster.calibrations) == {"local", "mpi"}
     assert cluster.backend == "mpi"

@@ -394,14 +394,16 @@ def test_a_cluster_has_the_ranks_and_rates_that_were_found(
         device="cpu",
         settings=TINY,
     )
+    kept = Calibration.of([replace(sample, backend="mpi") for sample in linear(1e-4, 1e-9)])
+    run = replace(run, kept={"mpi": kept})
     rates = Rates(flop_per_s={"float32": 1e9}, memory_bytes_per_s=2e9, launch_s=1e-6)
     found = CalibrationResult(samples=samples, rates=rates, rounds=2, skipped="", library="2.13")
 
-    cluster, held_out = make_cluster(run, found, {})
+    cluster, held_out = make_cluster(run, found)
 
     assert cluster.num_devices == cluster.devices_per_node == 2
     assert cluster.device.flop_per_s == {"float32": 1e9}
-    assert set(cluster.calibrations) == ({"local"} if samples else set())
+    assert set(cluster.calibrations) == ({"local", "mpi"} if samples else {"mpi"})
     assert bool(held_out) == bool(samples)
 
 

@@ -137,7 +137,7 @@ def test_a_rank_that_fails_is_named_and_no_file_is_left(tmp_path: Path) -> None:
         (["ranks=two"], ["ranks", "an integer", "sbp_launch/conf/calibrate.yaml"]),
         (["kinds=[gather]"], ["gather", "all-gather"]),
         (["boxing.depth=1"], ["boxing.depth"]),
-        (["keep=true", "out=old.json"], ["no cluster file", "old.json"]),
+        (["out=old.json"], ["no cluster file", "old.json", "overwrite=true"]),
     ],
 )
 def test_a_wrong_setting_of_the_command_has_exit_code_2(

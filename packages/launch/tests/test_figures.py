@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,12 @@ import torch
 from trainable import planned, registry, run_config, run_of
 
 from sbp_core.boxing.backend import BoxingBackend
+from sbp_core.cluster import Cluster
 from sbp_core.memory import predict_memory
 from sbp_core.runtime import StepResult
 from sbp_core.units import format_bytes
 from sbp_launch import trainer
-from sbp_launch.figures import Predicted, StepMeter, time_text
+from sbp_launch.figures import Predicted, StepMeter, far_off, prediction_basis, time_text
 from sbp_launch.program import make_program
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.capture import scalar_values
@@ -42,6 +44,48 @@ def test_the_time_of_a_step_is_the_median_without_the_first_ones(
 @pytest.mark.parametrize("count", [1, 2])
 def test_of_fewer_than_three_steps_no_time_is_told(count: int) -> None:
     assert time_text([1.0] * count) == f"too few steps to time one: {count} of at least 3"
+
+
+@pytest.mark.parametrize(
+    ("predicted_s", "says"),
+    [
+        (0.2, []),
+        (0.11, []),
+        (0.39, []),
+        (0.1, ["  2.0 times slower than predicted: the prediction rests on a guess"]),
+        (0.004, ["  50 times slower than predicted: the prediction rests on a guess"]),
+        (0.8, ["  4.0 times faster than predicted: the prediction rests on a guess"]),
+    ],
+)
+def test_a_prediction_that_is_off_by_a_factor_of_two_says_what_it_rests_on(
+    predicted_s: float, says: list[str]
+) -> None:
+    step_s = [9.0, 9.0, 0.2, 0.2]
+    step_meter = StepMeter(planned().plan, LocalBackend(), counts_memory=False)
+    step_meter.step_s += step_s
+
+    assert far_off(step_s, predicted_s, "a guess") == says
+    assert far_off([9.0, 9.0], predicted_s, "a guess") == []
+    predicted = replace(NOTHING, step_s=predicted_s, basis="a guess")
+    assert step_meter.lines(predicted)[1:] == says
+
+
+def test_a_prediction_rests_on_declared_rates_or_on_a_file_and_its_backend() -> None:
+    cluster = Cluster.nominal(4)
+
+    declared = prediction_basis(cluster, "local")
+    other = prediction_basis(replace(cluster, backend="torch"), "measured", "a.json")
+    same = prediction_basis(replace(cluster, backend="local"), "measured", "a.json")
+
+    run = run_of(run_config())
+    assert trainer.predicted_of(run, make_program(run), planned()).basis == prediction_basis(
+        Cluster.nominal(prod(run.config.mesh)), "local", boxing=run.config.boxing.name
+    )
+    assert "cluster=local declares" in declared
+    assert "`sbp-calibrate boxing=local ranks=4`" in declared
+    assert "boxing=torch, not boxing=local" in other
+    assert "`sbp-calibrate boxing=local ranks=4 out=a.json` adds that" in other
+    assert "`sbp-calibrate boxing=local ranks=4 out=a.json` measures again" in same
 
 
 @pytest.mark.parametrize("counts_memory", [True, False])

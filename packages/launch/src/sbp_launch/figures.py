@@ -11,26 +11,32 @@ from statistics import median
 from torch import Tensor
 
 from sbp_core.boxing import BoxingBackend
+from sbp_core.cluster import Cluster
 from sbp_core.compile import PhysicalPlan
 from sbp_core.runtime import Number, Session
 from sbp_core.units import format_bytes, format_seconds
 from sbp_launch.speed import MIN_STEPS, warm_up_steps
 from sbp_torch.memory import MemoryMeter
 
+#: A step that takes so many times longer or shorter than predicted is far off.
+_FAR_OFF = 2.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Predicted:
-    """The predictions for a step; None where there is none.
+    """The predictions for a step; None where there is none, and what they rest on.
 
     Args:
         step_s: Its time, in seconds.
         peak_bytes: Most bytes that a rank holds at once, of the rank that holds most.
         sent_bytes: Bytes that all ranks together send.
+        basis: What the time rests on, and what to do if it is far off; see `prediction_basis`.
     """
 
     step_s: float | None
     peak_bytes: int | None
     sent_bytes: int | None
+    basis: str = ""
 
 
 class StepMeter:
@@ -71,6 +77,8 @@ class StepMeter:
         """Return a line for each figure that was measured, with the prediction behind it."""
         expected = "" if predicted.step_s is None else format_seconds(predicted.step_s)
         lines = [_with_prediction(time_text(self.step_s), expected)]
+        if predicted.step_s and predicted.basis:
+            lines += far_off(self.step_s, predicted.step_s, predicted.basis)
         if self.meter is not None and self.step_s:
             peak = max(self.meter.peak(part.rank) for part in self.plan.ranks)
             expected = "" if predicted.peak_bytes is None else format_bytes(predicted.peak_bytes)
@@ -97,8 +105,58 @@ def time_text(step_s: Sequence[float]) -> str:
     if len(step_s) < MIN_STEPS:
         return f"too few steps to time one: {len(step_s)} of at least {MIN_STEPS}"
     skipped = warm_up_steps(len(step_s))
-    middle = format_seconds(median(step_s[skipped:]))
+    middle = format_seconds(_typical_s(step_s))
     return f"a step took {middle} (median of steps {skipped + 1}-{len(step_s)})"
+
+
+def far_off(step_s: Sequence[float], predicted_s: float, basis: str) -> list[str]:
+    """Return a line if the measured time of a step is far off the predicted one.
+
+    Args:
+        step_s: The time of each step, in seconds.
+        predicted_s: Of a step, in seconds, > 0.
+        basis: What the prediction rests on.
+    """
+    if len(step_s) < MIN_STEPS:
+        return []
+    measured_s = _typical_s(step_s)
+    factor = max(measured_s / predicted_s, predicted_s / max(measured_s, 1e-9))
+    if factor < _FAR_OFF:
+        return []
+    slower = "slower" if measured_s > predicted_s else "faster"
+    times = f"{factor:.1f}" if factor < 10 else f"{factor:,.0f}"
+    return [f"  {times} times {slower} than predicted: the prediction rests on {basis}"]
+
+
+def prediction_basis(cluster: Cluster, profile: str, file: str = "", boxing: str = "local") -> str:
+    """Say what predicted times rest on, and what to do where they are far off.
+
+    Args:
+        cluster: Whose rates they are, with the ranks of the run.
+        profile: The option of the group `cluster`, such as `local`.
+        file: The cluster file, if the profile reads one.
+        boxing: The backend that the run boxes through.
+    """
+    ranks = cluster.num_devices
+    again = f"sbp-calibrate boxing={boxing} ranks={ranks}"
+    if not file:
+        return (
+            f"rates that cluster={profile} declares, not measured here; `{again}` measures them "
+            "for cluster=measured"
+        )
+    if cluster.backend and cluster.backend != boxing:
+        return (
+            f"{file}, measured through boxing={cluster.backend}, not boxing={boxing}; "
+            f"`{again} out={file}` adds that"
+        )
+    return (
+        f"{file}, measured when the machine may have had other work, or with other ranks; "
+        f"`{again} out={file}` measures again"
+    )
+
+
+def _typical_s(step_s: Sequence[float]) -> float:
+    return median(step_s[warm_up_steps(len(step_s)) :])
 
 
 def _with_prediction(measured: str, predicted: str) -> str:

@@ -60,7 +60,7 @@ def load(config: MeasuredConfig, num_devices: int) -> Cluster:
             f"backend={config.backend!r} is not in file={config.file!r}",
             accepted=", ".join(cluster.calibrations) or "none: only one rank was measured",
             todo=f"sbp-calibrate boxing={config.backend} ranks={cluster.num_devices} "
-            f"out={config.file} keep=true",
+            f"out={config.file}",
         )
     if num_devices > cluster.num_devices and not config.extrapolate:
         raise ConfigError(
@@ -69,7 +69,8 @@ def load(config: MeasuredConfig, num_devices: int) -> Cluster:
             "nobody knows how",
             accepted=f"a mesh of at most {_ranks(cluster.num_devices)}, or extrapolate=true",
             todo=f"sbp-calibrate boxing={cluster.backend or 'local'} ranks={num_devices} "
-            f"out={config.file}, or cluster.extrapolate=true for a guess",
+            "out=FILE with another file and cluster.file=FILE, or cluster.extrapolate=true for a "
+            "guess",
         )
     per_node = cluster.devices_per_node
     if cluster.num_devices <= per_node:

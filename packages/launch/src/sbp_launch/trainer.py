@@ -25,7 +25,7 @@ from sbp_core.runtime import Session
 from sbp_core.strategy import Strategy
 from sbp_launch.clusters import usable_cores
 from sbp_launch.config import RunConfig
-from sbp_launch.figures import Predicted, StepMeter
+from sbp_launch.figures import Predicted, StepMeter, prediction_basis
 from sbp_launch.finite_loss import FiniteLoss
 from sbp_launch.planned import Planned, plan_evaluation, plan_step
 from sbp_launch.program import EagerReference, Program, make_program
@@ -173,12 +173,12 @@ def train_states(
             run.say([f"the states of all {counted(config.trainer.steps, 'step')} are saved"])
             signals.stop_if_asked()
     run.say([", ".join(filter(None, [counted(config.trainer.steps, "step"), speed.summary()]))])
-    run.say(step_meter.lines(predicted_of(planned)))
+    run.say(step_meter.lines(predicted_of(run, program, planned)))
     return states, reference
 
 
-def predicted_of(planned: Planned) -> Predicted:
-    """Return what was predicted of a step of the run."""
+def predicted_of(run: Run, program: Program, planned: Planned) -> Predicted:
+    """Return what was predicted of a step of the run, and what the prediction rests on."""
     peak = None
     if isinstance(planned.memory, MemoryReport):
         peak = max(rank.peak for rank in planned.memory.ranks.values())
@@ -186,6 +186,12 @@ def predicted_of(planned: Planned) -> Predicted:
         step_s=step_time_s(planned.plan),
         peak_bytes=peak,
         sent_bytes=planned.plan.boxing_bytes,
+        basis=prediction_basis(
+            program.cluster,
+            run.config.cluster.name,
+            str(run.config.cluster.settings.get("file", "")),
+            run.config.boxing.name,
+        ),
     )
 
 

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING
 
 from sbp_core.errors import ConfigError
 from sbp_core.plugins import PluginRegistry, merge_settings
+from sbp_launch.calibrate.kept import kept_calibrations
 from sbp_launch.check import choose, refuse_unknown
 from sbp_launch.config import ComposedConfig, PluginChoice
 from sbp_launch.output import check_writable
+
+if TYPE_CHECKING:
+    from sbp_core.calibration import Calibration
 
 #: Kinds of steps that are measured, as `sbp_core.calibration.CALL_KINDS` lists them.
 CALL_KINDS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "transfer")
@@ -31,7 +37,8 @@ class CalibrateConfig:
         ranks: Ranks to start on this machine, >= 1; one measures no communication.
         out: Cluster file to write.
         name: How reports call the machine.
-        keep: Whether calibrations of other backends that `out` already holds stay in it.
+        overwrite: Whether all that `out` already holds may be lost. Otherwise calibrations of other
+            backends stay in it, and a file in which they cannot is refused.
         kinds: Kinds of steps to measure, of `CALL_KINDS`.
         min_bytes: Smallest message, in bytes, >= 1; each size is twice the one before.
         max_bytes: Largest message, in bytes.
@@ -46,7 +53,7 @@ class CalibrateConfig:
     ranks: int = 2
     out: str = "cluster.json"
     name: str = "measured"
-    keep: bool = False
+    overwrite: bool = False
     kinds: tuple[str, ...] = CALL_KINDS
     min_bytes: int = 1024
     max_bytes: int = 256 * 2**20
@@ -118,21 +125,24 @@ class CalibrateRun:
         runtime: What runs the steps that say how long launches take.
         device: Where its tensors live, such as `cpu` or `cuda`: each process finds out which GPU.
         settings: What to measure.
+        kept: Calibrations of other backends that stay in the file.
     """
 
     boxing: PluginChoice
     runtime: PluginChoice
     device: str
     settings: CalibrateConfig
+    kept: Mapping[str, Calibration] = field(default_factory=dict)
 
 
 def check_calibrate(composed: ComposedConfig, registry: PluginRegistry) -> CalibrateRun:
     """Return the calibration that a composed config describes.
 
     Raises:
-        ConfigError: the backend or a setting is unknown, missing or refused.
+        ConfigError: the backend or a setting is unknown, missing or refused, or what the file says
+            would be lost.
     """
-    known = [field.name for field in fields(CalibrateConfig)]
+    known = [entry.name for entry in fields(CalibrateConfig)]
     refuse_unknown(composed, [*GROUPS, *known], registry)
     settings = {name: value for name, value in composed.values.items() if name not in GROUPS}
     choice, backend = choose(composed, registry, "boxing")
@@ -140,11 +150,16 @@ def check_calibrate(composed: ComposedConfig, registry: PluginRegistry) -> Calib
     # A backend that chooses a GPU for each process calls that `auto`.
     device = str(getattr(backend, "device", "cpu"))
     overrides = [text for name in known for text in composed.overrides_of(name)]
+    calibrate = merge_settings(
+        CalibrateConfig, settings, where=["sbp_launch/conf/calibrate.yaml", *overrides]
+    )
+    kept: Mapping[str, Calibration] = {}
+    if not calibrate.overwrite:
+        kept = kept_calibrations(calibrate.out, calibrate.ranks, choice.name)
     return CalibrateRun(
         boxing=choice,
         runtime=runtime,
         device="cuda" if device == "auto" else device,
-        settings=merge_settings(
-            CalibrateConfig, settings, where=["sbp_launch/conf/calibrate.yaml", *overrides]
-        ),
+        settings=calibrate,
+        kept=kept,
     )

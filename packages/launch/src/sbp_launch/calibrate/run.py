@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -19,7 +18,6 @@ from sbp_core.boxing import BoxingBackend
 from sbp_core.boxing.supervision import Line, supervise
 from sbp_core.calibration import Calibration, HeldOut, cross_validate
 from sbp_core.cluster import Cluster, Device, Link
-from sbp_core.errors import ConfigError
 from sbp_core.plugins import PluginRegistry
 from sbp_core.units import format_seconds
 from sbp_launch.calibrate.config import CalibrateRun
@@ -55,12 +53,10 @@ def calibrate_machine(run: CalibrateRun, registry: PluginRegistry) -> None:
     """Measure this machine through a backend, print what was found, and write the cluster file.
 
     Raises:
-        ConfigError: the file that is to be kept is no cluster file of as many ranks.
         RunError: a rank ended badly.
     """
     console = Console(width=None if sys.stdout.isatty() else _WIDTH)
     settings = run.settings
-    kept = _kept(run)
     console.print(
         f"measuring boxing={run.boxing.name} {_among(settings.ranks)} on this machine: about "
         f"{format_seconds(settings.time_s)} at most, up to {settings.repetitions} repetitions",
@@ -68,7 +64,7 @@ def calibrate_machine(run: CalibrateRun, registry: PluginRegistry) -> None:
     )
     began = time.monotonic()
     found = measure(run, registry, console)
-    cluster, held_out = make_cluster(run, found, kept)
+    cluster, held_out = make_cluster(run, found)
     cluster.save(Path(settings.out))
     what = f"{len(found.samples)} calls, {found.rounds} times each or more,"
     if not found.samples:
@@ -83,7 +79,8 @@ def calibrate_machine(run: CalibrateRun, registry: PluginRegistry) -> None:
         console.print(call_table(calibration, held_out))
         for line in error_lines(calibration):
             console.print(line, highlight=False)
-    console.print(f"wrote {settings.out}", highlight=False, soft_wrap=True)
+    kept = f"; kept what it says of boxing={', '.join(run.kept)}" if run.kept else ""
+    console.print(f"wrote {settings.out}{kept}", highlight=False, soft_wrap=True)
     mesh = "" if settings.ranks == 2 else f' "cluster.mesh=[{settings.ranks}]"'
     console.print(
         f"use it: sbp-plan cluster=measured cluster.file={settings.out}{mesh} "
@@ -95,25 +92,6 @@ def calibrate_machine(run: CalibrateRun, registry: PluginRegistry) -> None:
 
 def _among(num_ranks: int) -> str:
     return "on 1 rank" if num_ranks == 1 else f"among {num_ranks} ranks"
-
-
-def _kept(run: CalibrateRun) -> Mapping[str, Calibration]:
-    """Return the calibrations of other backends that stay in the file.
-
-    Raises:
-        ConfigError: it is no cluster file, or was measured with another number of ranks.
-    """
-    path = Path(run.settings.out)
-    if not run.settings.keep or not path.exists():
-        return {}
-    old = Cluster.load(path)
-    if old.num_devices != run.settings.ranks:
-        raise ConfigError(
-            f"{path} was measured with {old.num_devices} ranks, and ranks={run.settings.ranks}",
-            where="keep=true",
-            accepted=f"ranks={old.num_devices}, or another file",
-        )
-    return {name: of for name, of in old.calibrations.items() if name != run.boxing.name}
 
 
 def measure(run: CalibrateRun, registry: PluginRegistry, console: Console) -> CalibrationResult:
@@ -197,17 +175,16 @@ class _Show:
 
 
 def make_cluster(
-    run: CalibrateRun, found: CalibrationResult, kept: Mapping[str, Calibration]
+    run: CalibrateRun, found: CalibrationResult
 ) -> tuple[Cluster, tuple[HeldOut, ...]]:
     """Return the measured machine, and the predictions behind the errors of its calibration.
 
     Args:
         run: What was asked for.
         found: What was measured.
-        kept: Calibrations of other backends.
     """
     settings, name = run.settings, run.boxing.name
-    calibrations = dict(kept)
+    calibrations = dict(run.kept)
     held_out: tuple[HeldOut, ...] = ()
     link, shared = _NO_LINK, False
     if found.samples:
