@@ -73,7 +73,7 @@ def make_in_fork(mistake: Mistake, folder: Path) -> Answer:
     """
     import torch._dynamo  # noqa: F401 # what capture imports, too
 
-    import sbp_launch.trainer  # noqa: F401
+    import sbp_torch.capture  # noqa: F401
 
     began = time.perf_counter()
     with tempfile.TemporaryFile("w+", encoding="utf-8") as printed:
