@@ -7,6 +7,7 @@ import doctest
 import io
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -22,6 +23,7 @@ from documents import blocks
 from documents.blocks import Block, Command
 from documents.compare import missing
 from documents.pages import ROOT
+from forked import COMMANDS, can_fork, run_forked
 
 #: No command of a document takes longer, in seconds.
 DEADLINE_S = 240
@@ -30,6 +32,17 @@ DEADLINE_S = 240
 _NOX = re.compile(
     r"^python3 -m nox -s train(?: --)?|^(?:python3 -m pip install nox && )?python3 -m nox -s train"
 )
+
+
+def _ours(text: str) -> list[str] | None:
+    """Return a command of ours as module and arguments; None if it takes a shell, or is another."""
+    try:
+        name, *arguments = shlex.split(text, comments=True)
+    except ValueError:
+        return None
+    if name not in COMMANDS or re.search(r"[|&;<>`$]", text):
+        return None
+    return [COMMANDS[name], *arguments]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -100,6 +113,10 @@ class _Page:
 
     def _shell(self, text: str, line: int) -> bool:
         began = time.perf_counter()
+        if (command := _ours(text)) is not None and can_fork():
+            code, printed = run_forked(command, Path.cwd())
+            done = subprocess.CompletedProcess(command, code, printed)
+            return self._ran(text, line, done, time.perf_counter() - began)
         try:
             done = subprocess.run(
                 ["bash", "-o", "pipefail", "-c", text],
@@ -113,7 +130,13 @@ class _Page:
         except subprocess.TimeoutExpired:
             self._fault(line, f"$ {text}\n  takes more than {DEADLINE_S} s")
             return False
-        self.report.seconds[f"{line}: {text}"] = time.perf_counter() - began
+        return self._ran(text, line, done, time.perf_counter() - began)
+
+    def _ran(
+        self, text: str, line: int, done: subprocess.CompletedProcess[str], seconds: float
+    ) -> bool:
+        """Note what a command printed; return whether it went well."""
+        self.report.seconds[f"{line}: {text}"] = seconds
         self.report.num_run += 1
         self.printed, self.last = done.stdout.splitlines(), text
         if done.returncode:

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import os
-import runpy
 import subprocess
 import sys
-import tempfile
 import time
-import traceback
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
+from forked import run_forked
 from mistakes.table import Mistake
 
 _IMPORTED = "torch imported\n"
@@ -67,52 +63,11 @@ def make(mistake: Mistake, folder: Path) -> Answer:
 
 
 def make_in_fork(mistake: Mistake, folder: Path) -> Answer:
-    """Type a mistake that takes PyTorch, in a copy of this process, which has imported it.
-
-    Saves the seconds that importing takes each time.
-    """
-    import torch._dynamo  # noqa: F401 # what capture imports, too
-
-    import sbp_torch.capture  # noqa: F401
-
+    """Type a mistake that takes PyTorch, in a copy of this process; see `forked`."""
     began = time.perf_counter()
-    with tempfile.TemporaryFile("w+", encoding="utf-8") as printed:
-        with warnings.catch_warnings():
-            # Threads of the test runner are not copied, nor needed.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            child = os.fork()
-        if child == 0:
-            _run_and_exit(mistake, folder, printed.fileno())
-        _, status = os.waitpid(child, 0)
-        printed.seek(0)
-        text = printed.read()
-    seconds = time.perf_counter() - began
-    return _judged(mistake, text, os.waitstatus_to_exitcode(status), seconds, imported=True)
-
-
-def _run_and_exit(mistake: Mistake, folder: Path, output: int) -> NoReturn:
-    """Run a mistake in this process, which then ends."""
-    code: object = 70  # of a fault in these very lines
-    try:
-        os.chdir(folder)
-        for number, stream in ((1, "stdout"), (2, "stderr")):
-            os.dup2(output, number)
-            setattr(sys, stream, os.fdopen(number, "w", encoding="utf-8", closefd=False))
-        if mistake.plugins:
-            sys.path.insert(0, str(folder / mistake.plugins))
-        sys.argv = list(mistake.command)
-        try:
-            runpy.run_module(sys.argv[0], run_name="__main__")
-            code = 0
-        except SystemExit as stop:
-            code = stop.code or 0
-        except BaseException:
-            traceback.print_exc()
-            code = 1
-        sys.stdout.flush()
-        sys.stderr.flush()
-    finally:
-        os._exit(code if isinstance(code, int) else 1)
+    plugins = str(folder / mistake.plugins) if mistake.plugins else ""
+    code, text = run_forked(mistake.command, folder, plugins)
+    return _judged(mistake, text, code, time.perf_counter() - began, imported=True)
 
 
 def _judged(mistake: Mistake, text: str, code: int, seconds: float, *, imported: bool) -> Answer:

@@ -1,0 +1,77 @@
+"""Commands of ours in copies of this process: what one takes to import PyTorch is taken once.
+
+For tests that run many commands. Only with one thread for each process (`OMP_NUM_THREADS=1`): pools
+of threads do not survive a fork.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+#: Modules of the commands that take PyTorch and start no processes of their own.
+COMMANDS = {"sbp-train": "sbp_launch.train", "sbp-plan": "sbp_launch.plan"}
+
+
+def can_fork() -> bool:
+    """Return whether commands may run so."""
+    return hasattr(os, "fork") and os.environ.get("OMP_NUM_THREADS") == "1"
+
+
+def run_forked(command: Sequence[str], folder: Path, plugins: str = "") -> tuple[int, str]:
+    """Run `python -m command` in a copy of this process.
+
+    Args:
+        command: Module and arguments.
+        folder: Where it runs.
+        plugins: A folder that it finds modules in, if any.
+
+    Returns:
+        Its exit code, and what it printed.
+    """
+    import torch._dynamo  # noqa: F401 # what capture imports, too
+
+    import sbp_torch.capture  # noqa: F401
+
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as printed:
+        with warnings.catch_warnings():
+            # Threads of the test runner are not copied, nor needed.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            child = os.fork()
+        if child == 0:
+            _run_and_exit(command, folder, plugins, printed.fileno())
+        _, status = os.waitpid(child, 0)
+        printed.seek(0)
+        return os.waitstatus_to_exitcode(status), printed.read()
+
+
+def _run_and_exit(command: Sequence[str], folder: Path, plugins: str, output: int) -> NoReturn:
+    """Run a command in this process, which then ends."""
+    code: object = 70  # of a fault in these very lines
+    try:
+        os.chdir(folder)
+        for number, stream in ((1, "stdout"), (2, "stderr")):
+            os.dup2(output, number)
+            setattr(sys, stream, os.fdopen(number, "w", encoding="utf-8", closefd=False))
+        if plugins:
+            sys.path.insert(0, plugins)
+        sys.argv = list(command)
+        try:
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=False)
+            code = 0
+        except SystemExit as stop:
+            code = stop.code or 0
+        except BaseException:
+            traceback.print_exc()
+            code = 1
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code if isinstance(code, int) else 1)
