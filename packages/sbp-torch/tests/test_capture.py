@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sbp_core.errors import CaptureError
 from sbp_core.graph import LogicalGraph, from_json, to_json, verify_graph
@@ -207,8 +207,32 @@ def test_a_frozen_parameter_stays_as_it_is() -> None:
 def test_a_loss_that_is_no_number_is_refused() -> None:
     with pytest.raises(CaptureError, match=r"the loss is torch.float32 of shape \(4, 4\)"):
         capture(Mlp(), lambda model, batch: model(batch["x"]), square_batch(4))
-    with pytest.raises(CaptureError, match="the loss is tuple"):
-        capture(Mlp(), lambda model, batch: (model(batch["x"]),), square_batch(4))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "what", "todo"),
+    [
+        (lambda loss: loss.item(), "a number of Python", "drop .item()"),
+        (lambda loss: 3.0, "a number of Python", "drop .item()"),
+        (lambda loss: (loss,), "a tuple of Tensor", "return loss, {'accuracy': accuracy}"),
+        (
+            lambda loss: (loss, 3.0),
+            "a tuple of Tensor, float",
+            "return loss, {'accuracy': accuracy}",
+        ),
+        (lambda loss: {"total": loss}, "a mapping of 'total', without", "{'loss': loss"),
+        (lambda loss: None, "NoneType", "return loss"),
+        (lambda loss: loss.long(), "torch.int64", "floating"),
+        (lambda loss: loss.expand(3), r"torch.float32 of shape \(3,\)", "loss.mean()"),
+    ],
+)
+def test_what_is_returned_for_a_loss_is_refused_with_what_to_return(
+    wrong: Callable[[Tensor], object], what: str, todo: str
+) -> None:
+    with pytest.raises(CaptureError, match=f"the loss is {what}") as caught:
+        capture(Mlp(), lambda model, batch: wrong(square_loss(model, batch)), square_batch(4))
+
+    assert todo in caught.value.todo
 
 
 def test_states_of_training_are_kept_although_a_parameter_is_frozen() -> None:

@@ -351,13 +351,13 @@ def test_a_loss_that_calls_backward_is_refused() -> None:
 
 
 @dataclass
-class _Sized:
+class _Masked:
     x: Tensor
     y: Tensor
-    size: int = field(init=False)
+    mask: Tensor | None = field(init=False)
 
     def __post_init__(self) -> None:
-        self.size = len(self.x)
+        self.mask = None
 
 
 class _Registered:
@@ -374,7 +374,7 @@ def test_batches_are_deques_dataclasses_and_registered_nodes_too() -> None:
     by_name = lambda m, b: F.mse_loss(m(b.x), b.y)  # noqa: E731 - twice
     pairs = [(b["x"], b["y"]) for b in _batches()]
 
-    _check_as_eager(_Model(), by_name, [_Sized(*pair) for pair in pairs])
+    _check_as_eager(_Model(), by_name, [_Masked(*pair) for pair in pairs])
     _check_as_eager(_Model(), by_name, [_Registered(*pair) for pair in pairs])
     _check_as_eager(_Model(), lambda m, b: F.mse_loss(m(b[0]), b[1]), [deque(p) for p in pairs])
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -255,6 +256,39 @@ def test_a_batch_that_does_not_fit_is_refused(
         _start(plan, states).step(batch, _LR)
 
     assert "int64 of shape (4, 6)" in caught.value.accepted
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "todo"),
+    [
+        ("token", torch.zeros(4, 6), "did you mean 'tokens'?"),
+        ("n", 5, "leave it out"),
+        ("other", [torch.zeros(4, 6)], "flatten_batch"),
+    ],
+)
+def test_an_entry_of_the_batch_that_no_rank_would_read_is_refused(
+    name: str,
+    value: Any,
+    todo: str,
+    gpt: Program,
+    plan: PhysicalPlan,
+    states: dict[str, torch.Tensor],
+) -> None:
+    with pytest.raises(SbpValueError, match=f"the plan has no input '{name}'") as caught:
+        _start(plan, states).step({**gpt.batches(1)[0], name: value}, _LR)
+
+    assert "tokens" in caught.value.accepted
+    assert todo in caught.value.todo
+
+
+def test_none_in_a_batch_is_left_out_as_by_capture(
+    gpt: Program, plan: PhysicalPlan, states: dict[str, torch.Tensor]
+) -> None:
+    batch: dict[str, Any] = {**gpt.batches(1)[0], "mask": None}
+
+    loss = _start(plan, states).step(batch, _LR).loss
+
+    assert torch.equal(loss, _start(plan, states).step(gpt.batches(1)[0], _LR).loss)
 
 
 def test_a_missing_learning_rate_is_refused(

@@ -62,7 +62,8 @@ class Session(ABC):
 
         Raises:
             SbpTypeError: the batch is no mapping, an entry is no tensor, a scalar no number.
-            SbpValueError: a batch tensor or scalar is missing, or of another shape or dtype.
+            SbpValueError: a batch tensor or scalar is missing, or of another shape or dtype; or
+                the batch has an entry that is no input and not None.
             RunError: a rank failed; names the rank and the actor. States are those from
                 before the step. Or the session is closed.
         """

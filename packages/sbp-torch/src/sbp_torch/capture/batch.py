@@ -3,8 +3,7 @@
 before: {"text": (ids, mask), "labels": y}           nested, as the loss takes it
 after:  {"text.0": ids, "text.1": mask, "labels": y}  flat, as graphs and sessions name them
 
-What is no tensor (numbers, strings, None) is a constant of the captured step. `flatten_batch` with
-`captured` refuses a batch that has another one.
+Other values are refused: a number or string would be the same in every step. None stays None.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from sbp_core.errors import CaptureError
 
 T = TypeVar("T")
 
-#: What a batch may hold beside tensors.
-_CONSTANTS = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, type(None))
+#: Plain values, which a batch cannot hold: the captured step would have them baked in.
+_CONSTANTS = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)
 
 
-def flatten_batch(batch: Any, captured: Any = None) -> dict[str, Tensor]:
+def flatten_batch(batch: Any) -> dict[str, Tensor]:
     """Return the tensors of a batch by name.
 
     Names are the keys and positions on the way, joined by dots; a batch that is one tensor is
@@ -36,45 +35,22 @@ def flatten_batch(batch: Any, captured: Any = None) -> dict[str, Tensor]:
 
     Args:
         batch: A tensor, or mappings, sequences, named tuples, dataclasses, and what is registered
-            with `torch.utils._pytree`, of such.
-        captured: The batch that the step was captured with; if given, what is no tensor has to be
-            the same in both.
+            with `torch.utils._pytree`, of tensors and None.
 
     Raises:
-        CaptureError: two tensors would have one name; it holds an object of another kind, such as
-            a NumPy array; or a number is not the one that the step was captured with.
+        CaptureError: two tensors would have one name; or it holds something else, such as a number
+            or a NumPy array.
     """
-    if captured is not None:
-        _check_constants(constants_of(batch), constants_of(captured))
     if isinstance(batch, Tensor):
         return {"batch": batch}
     found: dict[str, Tensor] = {}
     for name, value in _leaves(batch, ""):
-        if not isinstance(value, Tensor):
-            continue
         if name in found:
             raise CaptureError(
                 f"two tensors of the batch are called {name!r}", accepted="keys without dots"
             )
         found[name] = value
     return found
-
-
-def constants_of(batch: Any) -> dict[str, Any]:
-    """Return what is no tensor in a batch, by name: the graph is captured for these values."""
-    return {name: value for name, value in _leaves(batch, "") if not isinstance(value, Tensor)}
-
-
-def _check_constants(given: Mapping[str, Any], captured: Mapping[str, Any]) -> None:
-    for name in dict.fromkeys((*captured, *given)):
-        now, then = given.get(name, _NOTHING), captured.get(name, _NOTHING)
-        if type(now) is not type(then) or repr(now) != repr(then):
-            raise CaptureError(
-                f"{name!r} of the batch is {now!r}; the step was captured with {then!r}",
-                accepted="the numbers and strings that the captured batch has",
-                todo="make it a tensor in all batches, as in torch.tensor(2.0), or capture once "
-                "for each value",
-            )
 
 
 def rebuild_batch(batch: T, tensors: Mapping[str, Tensor]) -> T:
@@ -93,7 +69,7 @@ def _children(value: Any) -> list[tuple[str, Any]] | None:
         return [(str(index), part) for index, part in enumerate(value)]
     if is_dataclass(value) and not isinstance(value, type):
         return [(entry.name, getattr(value, entry.name, None)) for entry in fields(value)]
-    if isinstance(value, (Tensor, *_CONSTANTS)):
+    if value is None or isinstance(value, (Tensor, *_CONSTANTS)):
         return None
     parts, form = tree_flatten(value, is_leaf=lambda part: part is not value)
     if form.is_leaf():
@@ -101,24 +77,43 @@ def _children(value: Any) -> list[tuple[str, Any]] | None:
     return [(str(index), part) for index, part in enumerate(parts)]
 
 
-def _leaves(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    """Yield tensors and constants by name."""
-    children = None if isinstance(value, Tensor) else _children(value)
-    if children is not None:
-        for name, part in children:
-            yield from _leaves(part, f"{prefix}.{name}" if prefix else name)
+def _leaves(value: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors by name."""
+    if isinstance(value, Tensor):
+        yield prefix, value
         return
-    if not isinstance(value, (Tensor, *_CONSTANTS)):
-        kind = type(value)
-        raise CaptureError(
-            f"{prefix or 'the batch'!r} is a {kind.__module__}.{kind.__qualname__}: what it holds "
-            "would be a constant of the captured step",
-            accepted="tensors, numbers, strings and None, in mappings, sequences, dataclasses and "
-            "nodes that are registered with torch.utils._pytree",
-            todo="convert arrays by torch.from_numpy and their numbers by int() or float(); "
-            "register a class by torch.utils._pytree.register_pytree_node, or make it a dataclass",
+    if value is None:
+        return
+    children = _children(value)
+    if children is None:
+        raise _refusal(value, prefix)
+    for name, part in children:
+        yield from _leaves(part, f"{prefix}.{name}" if prefix else name)
+
+
+def _refusal(value: object, name: str) -> CaptureError:
+    """Return the error for what is neither a tensor nor a container of them."""
+    what, kind = f"{name!r} of the batch" if name else "the batch", type(value)
+    accepted = (
+        "tensors and None, in mappings, sequences, dataclasses and nodes that are registered with "
+        "torch.utils._pytree"
+    )
+    if not isinstance(value, _CONSTANTS):
+        return CaptureError(
+            f"{what} is of type {kind.__module__}.{kind.__qualname__}: what it holds would be the "
+            "same in every step",
+            accepted=accepted,
+            todo="convert arrays by torch.from_numpy and their numbers by torch.tensor; register "
+            "a class by torch.utils._pytree.register_pytree_node, or make it a dataclass",
         )
-    yield prefix, value
+    as_tensor = ""
+    if isinstance(value, bool | int | float | complex):
+        as_tensor = f"make it a tensor, as in torch.tensor({value!r}), or "
+    return CaptureError(
+        f"{what} is {value!r} of type {kind.__qualname__}: it would be the same in every step",
+        accepted=accepted,
+        todo=f"{as_tensor}put it into the loss function",
+    )
 
 
 def _rebuilt(value: Any, prefix: str, tensors: Mapping[str, Tensor]) -> Any:
@@ -151,11 +146,3 @@ def _rebuilt(value: Any, prefix: str, tensors: Mapping[str, Tensor]) -> Any:
         return made
     _, form = tree_flatten(value, is_leaf=lambda part: part is not value)
     return tree_unflatten(parts, form)
-
-
-class _Nothing:
-    def __repr__(self) -> str:
-        return "not there"
-
-
-_NOTHING = _Nothing()

@@ -311,19 +311,37 @@ def split_losses(made: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
         }
         made = made["loss"]
     if not isinstance(made, Tensor) or made.dim() != 0 or not made.dtype.is_floating_point:
-        what = (
-            f"{made.dtype} of shape {tuple(made.shape)}"
-            if isinstance(made, Tensor)
-            else type(made).__name__
-        )
-        raise CaptureError(
-            f"the loss is {what}",
-            accepted=_ACCEPTED,
-            todo="add several losses up to one floating number, and return the parts as metrics: "
-            "(a + b, {'a': a, 'b': b})",
-        )
+        raise _no_loss(made)
     _check_metrics(metrics)
     return made, metrics
+
+
+def _no_loss(made: object) -> CaptureError:
+    """Return the error for what a loss function returned in the place of a loss."""
+    what, todo = type(made).__name__, "return the loss, a 0-d tensor that was computed by the model"
+    if isinstance(made, Tensor):
+        what = f"{made.dtype} of shape {tuple(made.shape)}"
+        todo = (
+            "make it one number: loss.mean() or loss.sum()"
+            if made.dim()
+            else "return a loss of floating numbers; counts can be metrics"
+        )
+    elif isinstance(made, int | float | complex | torch.SymFloat | torch.SymInt | torch.SymBool):
+        what = "a number of Python, not a tensor"
+        todo = "drop .item() or float() in the loss function: return the tensor"
+    elif isinstance(made, tuple | list):
+        parts = ("Tensor" if isinstance(part, Tensor) else type(part).__name__ for part in made)
+        what = f"a {what} of {', '.join(parts) or 'nothing'}"
+        todo = (
+            "name the metrics by a mapping: return loss, {'accuracy': accuracy}; add several "
+            "losses up to one: return a + b, {'a': a, 'b': b}"
+        )
+    elif isinstance(made, Mapping):
+        what = f"a mapping of {', '.join(map(repr, made)) or 'nothing'}, without 'loss'"
+        todo = "call the loss so: {'loss': loss, 'accuracy': accuracy}"
+    elif made is None:
+        todo = "end the loss function with return loss"
+    return CaptureError(f"the loss is {what}", accepted=_ACCEPTED, todo=todo)
 
 
 def _check_metrics(metrics: Mapping[str, Any]) -> None:

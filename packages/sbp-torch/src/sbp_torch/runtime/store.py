@@ -217,11 +217,13 @@ def feed(
 
     Raises:
         SbpTypeError: the batch is no mapping, an entry is no tensor, or a scalar is no number.
-        SbpValueError: a tensor or scalar is missing, or of another shape or dtype.
+        SbpValueError: a tensor or scalar is missing, or of another shape or dtype; or the plan has
+            no input of that name.
     """
     count = plan.num_micro_batches
     _check_is_mapping("batch", batch, "tensors by the names of the batch inputs", _FLATTEN)
     _check_is_mapping("scalars", scalars, "numbers by the names of the scalar inputs", "")
+    _check_batch_names(plan, batch)
     fed: dict[int, list[Values]] = {rank: [{} for _ in range(count)] for rank in ranks}
     done: set[str] = set()
     for part in plan.ranks:
@@ -250,6 +252,30 @@ def _check_is_mapping(what: str, value: object, accepted: str, todo: str) -> Non
         raise SbpTypeError(
             f"{what} is of type {type(value).__name__}",
             accepted=f"a mapping: {accepted}",
+            todo=todo,
+        )
+
+
+def _check_batch_names(plan: PhysicalPlan, batch: Mapping[str, object]) -> None:
+    """Refuse an entry that no rank would read. None is none: capture leaves it out, too."""
+    names = dict.fromkeys(
+        slot.name
+        for part in plan.ranks
+        for slot in part.slots
+        if InputKind(slot.kind) is InputKind.BATCH
+    )
+    for name, value in batch.items():
+        if name in names or value is None:
+            continue
+        todo = "leave it out"
+        if near := nearest(str(name), names):
+            todo = f"did you mean {near!r}? If not, leave it out"
+        elif isinstance(value, Mapping | Sequence):
+            todo = _FLATTEN
+        raise SbpValueError(
+            f"the plan has no input {name!r}",
+            where="batch",
+            accepted=", ".join(names),
             todo=todo,
         )
 

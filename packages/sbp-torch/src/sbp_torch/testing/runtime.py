@@ -196,7 +196,7 @@ class RuntimeConformance(ABC):
             assert_equal("a later loss", loss, wanted)
 
     def test_a_bad_batch_is_refused_and_does_no_harm(self) -> None:
-        """What is missing, misshapen, or no tensor or number: refused; the next step runs."""
+        """What is missing, unknown, misshapen, or no tensor: refused; the next step runs."""
         step = CASES["data parallel"].step
         good = step.batches[0]
         bad: list[tuple[Any, Any, type[SbpError]]] = [
@@ -206,6 +206,8 @@ class RuntimeConformance(ABC):
             (good, {}, SbpValueError),
             ([good["features"]], step.scalars, SbpTypeError),
             ({**good, "features": good["features"].tolist()}, step.scalars, SbpTypeError),
+            ({**good, "unknown": good["features"]}, step.scalars, SbpValueError),
+            ({**good, "count": 3}, step.scalars, SbpValueError),
             (good, dict.fromkeys(step.scalars, torch.tensor(0.1)), SbpTypeError),
             (good, 0.1, SbpTypeError),
         ]
