@@ -221,7 +221,7 @@ def test_a_loss_that_is_no_number_is_refused() -> None:
             "return loss, {'accuracy': accuracy}",
         ),
         (lambda loss: {"total": loss}, "a mapping of 'total', without", "{'loss': loss"),
-        (lambda loss: None, "NoneType", "return loss"),
+        (lambda loss: None, "None", "return loss"),
         (lambda loss: loss.long(), "torch.int64", "floating"),
         (lambda loss: loss.expand(3), r"torch.float32 of shape \(3,\)", "loss.mean()"),
     ],

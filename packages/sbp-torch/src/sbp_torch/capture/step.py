@@ -340,7 +340,7 @@ def _no_loss(made: object) -> CaptureError:
         what = f"a mapping of {', '.join(map(repr, made)) or 'nothing'}, without 'loss'"
         todo = "call the loss so: {'loss': loss, 'accuracy': accuracy}"
     elif made is None:
-        todo = "end the loss function with return loss"
+        what, todo = "None", "end the loss function with return loss"
     return CaptureError(f"the loss is {what}", accepted=_ACCEPTED, todo=todo)
 
 
