@@ -56,6 +56,7 @@ EDITS: dict[str, Callable[[str], str]] = {
     "tab.yaml": lambda text: text.replace("  head.weight: (B, B)", "\thead.weight: (B, B)"),
     "open.yaml": lambda text: text.replace("  axes: [data, tensor]", "  axes: [data, tensor"),
     "words.yaml": lambda text: text.replace("num_micro_batches: 1", "num_micro_batches: one", 1),
+    "partial.yaml": lambda text: text.replace("  head.weight: (B, B)", "  head.weight: (B, P)"),
     "cut.yaml": lambda text: text[: text.index("storage:")],
 }
 

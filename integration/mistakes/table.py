@@ -104,9 +104,14 @@ MISTAKES: dict[str, Mistake] = {
     "a pipeline without its axis": _train(
         "planner=manual/pipeline cluster.mesh=[2]", "pipe", "cluster.axes=[pipe]"
     ),
+    "a planner of one axis on two": _train(
+        "planner=osdp", "cluster.mesh=[2, 2]", "set cluster.mesh=[4] cluster.axes=[data]"
+    ),
+    "help on another option": _train("--help planner.memory_bytes", "--help planner=osdp"),
     "several processes": _model("boxing=torch", "boxing=local"),
     # Files.
-    "text without path": _train("data=text", "data.path"),
+    "text without path": _train("data=text", "set data.path=FILE_OR_FOLDER"),
+    "a model of no kind": _train("model=hf", "model.kind", "gpt2, llama", "model=hf/bert"),
     "no such text": _data("missing.txt"),
     "an empty text": _data("empty.txt"),
     "a short text": _data("short.txt", "data.context"),
@@ -154,6 +159,9 @@ MISTAKES: dict[str, Mistake] = {
     "a tab": _strategy("tab.yaml", "line", "tab"),
     "a bracket left open": _strategy("open.yaml", "line"),
     "a word for a count": _strategy("words.yaml", "line", "num_micro_batches"),
+    "partial values as storage": _strategy(
+        "partial.yaml", "line", "head.weight", "nothing is stored as P", "S(dim), B"
+    ),
     "half a strategy": _strategy("cut.yaml", "storage"),
     "not UTF-8": _strategy("not_utf8.yaml", "UTF-8"),
     "an empty strategy": _strategy("empty.yaml", "empty"),
@@ -210,6 +218,9 @@ MISTAKES: dict[str, Mistake] = {
         "trainer.micro_batches",
     ),
     "a machine that is too small": _model("cluster.memory_bytes=100000", "cluster.memory_bytes"),
+    "a machine that is too small for osdp": _model(
+        "planner=osdp cluster.mesh=[4] cluster.memory_bytes=100000", "cluster.memory_bytes >= "
+    ),
     # Plugins.
     "a plugin that cannot be imported": _train(
         "planner=mine", "broken-plugin", "no_such_module", plugins="plugins"

@@ -39,7 +39,16 @@ CLUSTER = "sbp_launch/conf/cluster/local.yaml"
         (["planner/toys=odd"], ["planner/toys", "did you mean planner=toys/odd"]),
         (["boxing=lcal"], ["boxing=lcal", "did you mean boxing=local"]),
         (["model=strange"], ["toyy", "toy_package/conf/model/strange.yaml", "did you mean 'toy'"]),
-        (["model=hollow"], ["model.width is not set", "toy_package/conf/model/hollow.yaml"]),
+        (
+            ["model=hollow"],
+            [
+                "model.width is not set",
+                "toy_package/conf/model/hollow.yaml",
+                "accepted here: the columns, 8 or 16",
+                "set model.width=VALUE, or choose model=hollow/filled",
+            ],
+        ),
+        (["model=hollow/shown"], ["to mend it: set model.width=COLUMNS"]),
         (["model=lost"], ["model.width", "no.such.key", "toy_package/conf/model/lost.yaml"]),
         (["model.width=0"], ["model.width=0", "toy_package/conf/model/toy.yaml"]),
         (["model.depth=3"], ["model.depth", "+model.depth=3"]),

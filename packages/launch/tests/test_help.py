@@ -87,6 +87,17 @@ def test_an_unknown_topic_is_refused_with_the_nearest(topic: str) -> None:
     assert caught.value.todo.startswith("did you mean --help ")
 
 
+@pytest.mark.parametrize("topic", ["betas", "optimizer.betas"])
+def test_a_setting_of_another_option_is_answered_with_the_options_that_take_it(topic: str) -> None:
+    with pytest.raises(ConfigError, match="no chosen option takes it") as caught:
+        render_topics(APP, COMPOSED, CATALOG, [topic])
+
+    named = caught.value.todo.removeprefix("say --help ").split(" or --help ")
+    for choice in named:
+        group, _, option = choice.partition("=")
+        assert topic.rpartition(".")[2] in CATALOG.comments(f"{group}/{option}")
+
+
 def test_the_page_of_settings_names_those_without_a_comment(tmp_path: Path) -> None:
     (tmp_path / "trainer").mkdir()
     (tmp_path / "trainer" / "own.yaml").write_text("# Own.\nsteps: 5\nseed: 1  # of it\n")

@@ -51,7 +51,9 @@ TOYS = ("model=toy", "data=toy", "planner=toy", "runtime=reference")
 OPTIONS = {
     "model/toy": "name: toy\nwidth: 8\n",
     "model/strange": "name: toyy\n",
-    "model/hollow": "name: toy\nwidth: ???\n",
+    "model/hollow": "name: toy\nwidth: ???  # the columns, 8 or 16\n",
+    "model/hollow/filled": "name: toy\nwidth: 8\n",
+    "model/hollow/shown": "name: toy\nwidth: ???  # model.width=COLUMNS\n",
     "model/lost": "name: toy\nwidth: ${no.such.key}\n",
     "data/toy": "name: toy\n",
     "planner/toy": "name: toy\n",

@@ -1,5 +1,6 @@
 import json
 import re
+from math import prod
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +9,14 @@ from hypothesis import strategies as st
 
 from sbp_core.errors import ConfigError
 from sbp_core.plugins import ChecksOthers, merge_settings
-from sbp_planner.configs import AXES, ManualConfig, OsdpConfig, check_axes
+from sbp_planner.configs import (
+    AXES,
+    FileConfig,
+    ManualConfig,
+    OsdpConfig,
+    check_axes,
+    check_only_axis,
+)
 
 
 def test_pins_may_be_text_or_mappings_and_keep_their_order():
@@ -80,3 +88,35 @@ def test_a_preset_looks_at_the_mesh_before_anything_is_captured():
         config.check_beside({"cluster": SimpleNamespace(mesh=(2,), axes=("data",))})
     assert "cluster.axes=[pipe];" in caught.value.todo
     assert "planner=infer" in caught.value.todo
+
+
+@settings(derandomize=True, max_examples=200)
+@given(
+    st.lists(st.integers(1, 4), min_size=1, max_size=3),
+    st.permutations(AXES),
+    st.sampled_from([*AXES, "node"]),
+)
+def test_the_words_that_mend_a_mesh_for_osdp_lead_to_one_that_it_takes(mesh, names, axis):
+    axes = tuple(names[: len(mesh)])
+    config = OsdpConfig(axis=axis)
+    try:
+        config.check_beside({"cluster": SimpleNamespace(mesh=tuple(mesh), axes=axes)})
+    except ConfigError as error:
+        said = re.search(r"cluster\.mesh=\[(\d+)\] cluster\.axes=\[(\w+)\]", error.todo)
+        assert int(said[1]) == prod(mesh)
+        check_only_axis(axis, [int(said[1])], [said[2]])
+        if other := re.search(r"planner\.axis=(\w+)", error.todo):
+            check_only_axis(other[1], mesh, axes)
+    else:
+        assert axis in axes
+        assert mesh[axes.index(axis)] == prod(mesh)
+
+
+@pytest.mark.parametrize("name", ["strategy.yaml", "strategy.json"])
+def test_the_folder_of_a_run_is_answered_with_the_strategy_in_it(tmp_path, name):
+    tmp_path.joinpath(name).touch()
+
+    with pytest.raises(ConfigError, match="Is a directory") as caught:
+        FileConfig(path=str(tmp_path))
+
+    assert caught.value.todo == f"set planner.path={tmp_path / name}"

@@ -13,10 +13,11 @@ from sbp_core.errors import ConfigError, SbpLookupError
 from sbp_core.graph.ir import Phase
 from sbp_core.infer import step_time_s
 from sbp_core.memory import call_layouts, predict_memory
+from sbp_core.passes import RecomputeOptions, least_recompute_budget, recompute
 from sbp_core.placement import Placement
 from sbp_core.plugins import PlanRequest
 from sbp_core.sbp import B, NdSbp, S
-from sbp_planner import guide, osdp
+from sbp_planner import guide, no_fit, osdp
 from sbp_planner.configs import OsdpConfig
 from sbp_planner.guide import parameter_options, shardable, update_values
 from sbp_planner.osdp import build
@@ -167,11 +168,38 @@ def test_the_refusal_says_what_memory_goes_to_and_what_would_help(bounds):
     with pytest.raises(ConfigError) as hopeless:
         plan(1)
 
-    budget = re.search(r"compile\.passes\.recompute\.memory_bytes=([\d.]+)MB: ", refused.value.todo)
-    assert budget
+    assert "compile.passes.recompute alone is not enough: with it at least" in refused.value.todo
     assert "trainer.micro_batches=4: leaves about" in refused.value.todo
     assert "more ranks than" in refused.value.todo
     assert "neither compile.passes.recompute nor trainer.micro_batches" in hopeless.value.todo
+
+
+def test_a_budget_for_activations_is_advised_only_where_recomputation_can_keep_to_it():
+    graph, num_ranks = gpt_step(), 4
+    least = least_recompute_budget(graph)
+    step = 100_000  # to which budgets are rounded down
+
+    for budget in (least // 2, least - 1, least + step, 2 * least + step):
+        told = no_fit._recompute_help(graph, num_ranks, 4 * least, budget / num_ranks)
+
+        advised = re.match(r"compile\.passes\.recompute\.memory_bytes=([\d.]+)MB: keeps", told)
+        if budget < least:
+            assert advised is None
+            assert "compile.passes.recompute alone is not enough: with it at least" in told
+        else:
+            recompute(graph, RecomputeOptions(memory_bytes=1e6 * float(advised[1])))
+            assert 1e6 * float(advised[1]) <= budget
+
+
+def test_the_limit_of_the_machine_is_named_as_the_setting_of_the_cluster(bounds):
+    asked = slow_request()
+    device = replace(asked.cluster.device, memory_bytes=bounds[0] - 1)
+    small = replace(asked, cluster=replace(asked.cluster, device=device))
+
+    with pytest.raises(ConfigError, match="no choice fits") as refused:
+        build(OsdpConfig()).plan(small)
+
+    assert refused.value.accepted == f"cluster.memory_bytes >= {bounds[0]}"
 
 
 def test_what_just_fits_is_replicated_and_a_byte_less_is_not(bounds):

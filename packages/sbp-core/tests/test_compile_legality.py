@@ -36,8 +36,10 @@ def test_partial_values_in_an_op_that_is_not_linear_are_refused() -> None:
 
 
 def test_an_sbp_that_a_state_cannot_have_is_refused() -> None:
-    with pytest.raises(SbpValueError, match="splits a dim that a tensor of shape"):
+    with pytest.raises(SbpValueError, match="splits a dim that a tensor of shape") as caught:
         compile_plan(diamond(), strategy_of(diamond(), storage={"w": "S(2)"}))
+
+    assert caught.value.accepted == "B, S(0), S(1)"
 
 
 def _on_stage(strategy: Strategy, stage: int) -> Strategy:

@@ -105,6 +105,7 @@ def test_a_decision_on_a_stage_that_is_not_there_is_refused():
         (")" * 10000, "outside of parentheses"),
         ("(" * 10000, "without their ends"),
         (3, "storage.w is 3"),
+        ("(B, P)", r"nothing is stored as P, and this is \(B, P\)"),
         (None, "storage.w is null"),
     ],
 )
@@ -144,3 +145,11 @@ def test_every_signature_survives_the_file_format(inputs, outputs):
     before = strategy(nodes={"op": node})
 
     assert Strategy.from_json(json.loads(json.dumps(before.to_json()))) == before
+
+
+@pytest.mark.parametrize("text", ["(P)", "(B, P(max))", "(X)"])
+def test_partial_values_are_not_among_what_is_accepted_as_storage(text):
+    with pytest.raises(SbpValueError) as caught:
+        Storage.parse(text)
+
+    assert caught.value.accepted == "S(dim), B"

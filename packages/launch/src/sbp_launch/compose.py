@@ -183,13 +183,13 @@ def read(config: DictConfig, catalog: Catalog) -> ComposedConfig:
                 refuse_faults(catalog.text(f"{group}/{option}"), file)
     names = [name for name in map(str, config) if name != "hydra"]
     return ComposedConfig(
-        values={name: _plain(config, name, files.get(name, "")) for name in names},
+        values={name: _plain(config, name, files.get(name, ""), catalog) for name in names},
         files=files,
         overrides=tuple(map(str, config.hydra.overrides.task)),
     )
 
 
-def _plain(config: DictConfig, group: str, file: str) -> object:
+def _plain(config: DictConfig, group: str, file: str, catalog: Catalog) -> object:
     """Return what a config says of one group or setting, as plain values.
 
     Raises:
@@ -202,10 +202,26 @@ def _plain(config: DictConfig, group: str, file: str) -> object:
         return value
     except MissingMandatoryValue as error:
         key = error.full_key or group
-        raise ConfigError(f"{key} is not set", where=file, todo=f"set {key}=VALUE") from error
+        option = config.hydra.runtime.choices.get(group, "")
+        raise _not_set(key, group, option, file, catalog) from error
     except OmegaConfBaseException as error:
         what = str(error).partition("\n")[0]
         raise ConfigError(f"{error.full_key or group}: {what}", where=file) from error
+
+
+def _not_set(key: str, group: str, option: str, file: str, catalog: Catalog) -> ConfigError:
+    """Make the error of a setting without a value, from its comment in the option file."""
+    comment = catalog.comments(f"{group}/{option}").get(key.removeprefix(f"{group}."), "")
+    shown = re.search(rf"\b{re.escape(key)}=\S+", comment)
+    # Options below this one set it.
+    below = [f"{group}={one}" for one in catalog.options(group) if one.startswith(f"{option}/")]
+    others = f", or choose {', '.join(below)}" if below else ""
+    return ConfigError(
+        f"{key} is not set",
+        where=file,
+        accepted="" if shown else comment,
+        todo=f"set {shown[0] if shown else f'{key}=VALUE'}{others}",
+    )
 
 
 def sweep_jobs(overrides: Sequence[str]) -> tuple[tuple[str, ...], ...]:

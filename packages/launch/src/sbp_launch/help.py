@@ -19,7 +19,7 @@ import yaml  # type: ignore[import-untyped] # its stubs are a package of their o
 from sbp_core.errors import ConfigError, nearest
 from sbp_launch.catalog import Catalog
 from sbp_launch.config import GROUPS, Application, ComposedConfig
-from sbp_launch.known_keys import nested_configs, takes_of
+from sbp_launch.known_keys import known_settings, nested_configs, takes_of
 
 #: Columns of a help that goes to no terminal.
 _WIDTH = 100
@@ -295,15 +295,36 @@ def _unknown(
     topic: str, rows: Sequence[_Row], catalog: Catalog, composed: ComposedConfig
 ) -> ConfigError:
     groups = [group for group in GROUPS if group in composed.files]
+    others = _takers(topic, composed, catalog)
     options = [f"{group}={one}" for group in groups for one in catalog.options(group)]
     leaves = {row.key.rpartition(".")[2] for row in rows}
     near = nearest(topic, [*composed.files, *(row.key for row in rows), *options, *leaves])
+    if others:
+        return ConfigError(
+            f"--help {topic}: no chosen option takes it",
+            where="the command line",
+            accepted="a setting of what is chosen, or of an option that is named",
+            todo=f"say --help {' or --help '.join(others)}",
+        )
     return ConfigError(
         f"--help {topic}: there is no such group, option or setting",
         where="the command line",
         accepted=f"one of the groups {', '.join(groups)}; GROUP=OPTION; a key",
         todo=f"did you mean --help {near}?" if near else "--help alone lists the options",
     )
+
+
+def _takers(topic: str, composed: ComposedConfig, catalog: Catalog) -> list[str]:
+    """Return the options that take a setting, where none that is chosen does."""
+    found: dict[str, None] = {}
+    for setting in known_settings(composed, catalog.registry):
+        if topic not in (setting.key, setting.leaf):
+            continue
+        for choice in setting.options:
+            group, _, name = choice.partition("=")
+            names = [one for one in catalog.options(group) if f"{one}/".startswith(f"{name}/")]
+            found |= dict.fromkeys(f"{group}={one}" for one in names[:1])
+    return list(found)
 
 
 def _columns() -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -55,6 +56,31 @@ def check_axes(needed: Sequence[str], mesh: Sequence[int], axes: Sequence[str]) 
         f"cluster.mesh={list(mesh)}, cluster.axes=[{','.join(axes)}]",
         accepted=f"a mesh with the axes {', '.join(needed)}",
         todo=f"say {say}cluster.axes=[{','.join(wanted)}]; any mesh will do for {fit_any()}",
+    )
+
+
+def check_only_axis(name: str, mesh: Sequence[int], axes: Sequence[str]) -> None:
+    """Refuse a mesh that lacks an axis, or splits over others too.
+
+    Args:
+        name: Of the axis.
+        mesh: Ranks along each axis.
+        axes: Name of each.
+
+    Raises:
+        ConfigError: so it is; says which mesh and axes to choose.
+    """
+    split = [axis for axis, size in zip(axes, mesh, strict=True) if size > 1]
+    if name in axes and not set(split) - {name}:
+        return
+    also = f"planner.axis={split[0]}, or " if len(split) == 1 else ""
+    raise ConfigError(
+        f"osdp splits over the mesh axis {name!r} alone: cluster.mesh={list(mesh)}, "
+        f"cluster.axes=[{','.join(axes)}]",
+        where="planner osdp",
+        accepted=f"a mesh with the axis {name!r}, and no other of more than one rank",
+        todo=f"set {also}cluster.mesh=[{prod(mesh)}] cluster.axes=[{name}]; any mesh will do for "
+        f"{fit_any()}",
     )
 
 
@@ -193,6 +219,17 @@ class OsdpConfig:
                 accepted="a number of bytes above 0, or null for the device's memory",
             )
 
+    def check_beside(self, others: Mapping[str, object]) -> None:
+        """Refuse a mesh of other axes; see `sbp_core.plugins.ChecksOthers`.
+
+        Raises:
+            ConfigError: so it is; see `check_only_axis`.
+        """
+        cluster = others.get("cluster")
+        mesh, axes = getattr(cluster, "mesh", ()), getattr(cluster, "axes", ())
+        if mesh:
+            check_only_axis(self.axis, mesh, axes)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileConfig:
@@ -238,6 +275,9 @@ class FileConfig:
 
 def _strategy_near(path: str) -> str:
     """Return what to do about a path that is no file: the strategy of a run, like it or newest."""
+    inside = [Path(path, name) for name in ("strategy.yaml", "strategy.json")]
+    if found := [file for file in inside if file.is_file()]:
+        return f"set planner.path={found[0]}"
     runs = {str(file): file for file in Path(RUNS).glob("*/strategy.yaml")}
     if not runs:
         return "sbp-plan out=FILE writes one"

@@ -3,7 +3,8 @@
 What a setting would leave is estimated from the plan that needs least: it holds, at its peak,
 activations A beside everything else, R, of which the limit L leaves L - R for activations.
 
-    compile.passes.recompute     a budget of N (L - R), as it counts activations of all N ranks
+    compile.passes.recompute     a budget of N (L - R), as it counts activations of all N ranks,
+                                 if that is no less than the pass can keep to
     trainer.micro_batches        k times as many leave about A / k, and more of R
     compile.passes.slices        of a parameter that is a large part of all
 """
@@ -13,9 +14,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sbp_core.compile import PhysicalPlan
-from sbp_core.errors import ConfigError, PlanError
+from sbp_core.errors import ConfigError
 from sbp_core.graph import InputKind, LogicalGraph
 from sbp_core.memory import CallLayouts, MemoryKind, RankMemory, predict_memory
+from sbp_core.passes import least_recompute_budget
 from sbp_core.units import format_bytes
 
 #: Kinds of memory at the peak with less than this share of it are not named.
@@ -33,8 +35,8 @@ def no_fit(
     least_bytes: int,
     num_sharded: int,
     layouts: CallLayouts | None,
-    is_setting: bool,
-) -> ConfigError | PlanError:
+    limit_key: str,
+) -> ConfigError:
     """Return the error of a limit that no choice keeps.
 
     Args:
@@ -44,19 +46,18 @@ def no_fit(
         least_bytes: What that choice needs.
         num_sharded: How many parameters it shards.
         layouts: How results lie; None if that is not known, so that nothing is said of kinds.
-        is_setting: Whether the limit is a setting, rather than the memory of the machine.
+        limit_key: The setting that is the limit.
     """
     held = f"{num_sharded} parameters sharded" if num_sharded else "all parameters replicated"
     memory = None
     if layouts is not None:
         ranks = predict_memory(plan, layouts=layouts).ranks.values()
         memory = max(ranks, key=lambda rank: rank.peak)
-    kind = ConfigError if is_setting else PlanError
-    return kind(
+    return ConfigError(
         f"no choice fits {format_bytes(limit_bytes)} on a rank: the least, with {held}, needs "
         f"{format_bytes(least_bytes)}{_parts(memory)}",
-        where="planner osdp",
-        accepted=f"planner.memory_bytes >= {least_bytes}",
+        where=("planner osdp", limit_key),
+        accepted=f"{limit_key} >= {least_bytes}",
         todo=";\n    ".join(_helps(plan, graph, limit_bytes, memory)),
     )
 
@@ -86,12 +87,7 @@ def _helps(
                 "compile.passes.recompute nor trainer.micro_batches is enough"
             )
         elif room < active:
-            kept = f"{format_bytes(room)} of {format_bytes(active)} of activations"
-            budget = f"{num_ranks * room / 1e6:.1f}MB"
-            yield (
-                f"compile.passes.recompute.memory_bytes={budget}: keeps {kept} and makes others "
-                "again, which takes time"
-            )
+            yield _recompute_help(graph, num_ranks, active, room)
         parts = _micro_batch_parts(graph, num_ranks, active, room)
         if parts:
             yield (
@@ -106,6 +102,22 @@ def _helps(
             f"'compile.passes.slices={{{name}: {{count: 4}}}}': this parameter, "
             f"{format_bytes(size)}, is gathered slice by slice"
         )
+
+
+def _recompute_help(graph: LogicalGraph, num_ranks: int, active: int, room: float) -> str:
+    """Return the budget that leaves so much room for activations, or that none does."""
+    tenths = int(num_ranks * room / 1e5)  # of a megabyte, rounded down so that it is enough
+    least = least_recompute_budget(graph)
+    if 1e5 * tenths >= least:
+        return (
+            f"compile.passes.recompute.memory_bytes={tenths / 10:.1f}MB: keeps "
+            f"{format_bytes(room)} of {format_bytes(active)} of activations and makes others "
+            "again, which takes time"
+        )
+    return (
+        f"there is room for {format_bytes(room)} of activations; compile.passes.recompute alone "
+        f"is not enough: with it at least {format_bytes(least / num_ranks)} are alive at once"
+    )
 
 
 def _micro_batch_parts(graph: LogicalGraph, num_ranks: int, active: int, room: float) -> int:

@@ -40,7 +40,7 @@ from math import inf
 from typing import Any
 
 from sbp_core.compile import CompileOptions, PhysicalPlan, compile_plan
-from sbp_core.errors import ConfigError, PlanError, SbpLookupError
+from sbp_core.errors import PlanError, SbpLookupError
 from sbp_core.graph import LogicalGraph
 from sbp_core.infer import PinValue, infer_strategy, predict_cost, step_time_s
 from sbp_core.memory import CallLayouts, call_layouts, predict_memory
@@ -48,7 +48,7 @@ from sbp_core.placement import Placement
 from sbp_core.plugins import PlanRequest
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_bytes, format_seconds
-from sbp_planner.configs import OsdpConfig
+from sbp_planner.configs import OsdpConfig, check_only_axis
 from sbp_planner.guide import (
     SHARDED,
     owners,
@@ -86,9 +86,8 @@ class OsdpPlanner:
 
         Raises:
             ConfigError: the mesh has no such axis, or splits over other axes too; or neither
-                replicating nor sharding everything fits `memory_bytes`: says what that needs, of
-                which kinds of memory, and what would make it fit.
-            PlanError: the same, of the memory of the device.
+                replicating nor sharding everything fits `memory_bytes`, or the memory of the
+                device: says what that needs, of which kinds of memory, and what would make it fit.
         """
         axis = _only_axis(request.mesh, self.config.axis)
         limit = self.config.memory_bytes or request.cluster.device.memory_bytes
@@ -119,7 +118,8 @@ class OsdpPlanner:
                 least_bytes=search.memory(least),
                 num_sharded=sum(least),
                 layouts=search.layouts,
-                is_setting=self.config.memory_bytes is not None,
+                limit_key=f"{'cluster' if self.config.memory_bytes is None else 'planner'}"
+                ".memory_bytes",
             )
         best = _improved(search, search.best, items)
         strategy = search.strategy(best)
@@ -347,15 +347,7 @@ def _binding(search: _Search, best: Choice) -> str:
 
 
 def _only_axis(mesh: Placement, name: str) -> int:
-    sizes = dict(zip(mesh.axes, mesh.mesh_shape, strict=True))
-    others = [axis for axis, size in sizes.items() if axis != name and size > 1]
-    if name not in sizes or others:
-        raise ConfigError(
-            f"osdp splits over the mesh axis {name!r} alone, and the mesh is {sizes}",
-            where="planner osdp",
-            accepted=f"a mesh with the axis {name!r}, and no other of more than one rank",
-            todo="set planner.axis, or cluster.mesh and its axes",
-        )
+    check_only_axis(name, mesh.mesh_shape, mesh.axes)
     return mesh.axes.index(name)
 
 

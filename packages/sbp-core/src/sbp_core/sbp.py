@@ -200,8 +200,16 @@ def split_bounds(
     return start, start + base + (1 if index < more else 0)
 
 
-def check_sbp(shape: Sequence[int], sbp: NdSbp, mesh_shape: Sequence[int]) -> None:
+def check_sbp(
+    shape: Sequence[int], sbp: NdSbp, mesh_shape: Sequence[int], *, stored: bool = False
+) -> None:
     """Check that `sbp` can describe a tensor of `shape` on a mesh of `mesh_shape`.
+
+    Args:
+        shape: Of the whole tensor.
+        sbp: What is checked.
+        mesh_shape: Ranks along each axis.
+        stored: Whether the tensor is stored, for messages: nothing is stored as `P`.
 
     Raises:
         SbpValueError: the number of axes differs, or a split dim does not exist.
@@ -215,7 +223,7 @@ def check_sbp(shape: Sequence[int], sbp: NdSbp, mesh_shape: Sequence[int]) -> No
         if isinstance(entry, Split) and entry.dim >= len(shape):
             raise SbpValueError(
                 f"{entry} splits a dim that a tensor of shape {tuple(shape)} does not have",
-                accepted=", ".join(["B", "P", *(f"S({dim})" for dim in range(len(shape)))]),
+                accepted=", ".join(["B", *["P"][stored:], *(f"S({d})" for d in range(len(shape)))]),
             )
 
 

@@ -28,6 +28,9 @@ from sbp_core.serialize import Document, Form, Lines
 
 __all__ = ["Assignment", "Signature", "Storage", "Strategy"]
 
+#: What an entry of a storage may be.
+_STORED = "S(dim), B"
+
 
 @dataclass(frozen=True, slots=True)
 class Signature:
@@ -88,10 +91,22 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Storage:
-    """Where a graph input (state or batch tensor) lives, and how it is cut there."""
+    """Where a graph input (state or batch tensor) lives, and how it is cut there.
+
+    Raises:
+        SbpValueError: an entry is `P`; nothing is stored so.
+    """
 
     stage: int
     sbp: NdSbp
+
+    def __post_init__(self) -> None:
+        if self.sbp.has_partial:
+            raise SbpValueError(
+                f"nothing is stored as P, and this is ({self.sbp})",
+                accepted=_STORED,
+                todo="store it as B or S(dim); only what operators leave may be P",
+            )
 
     def __str__(self) -> str:
         return f"({self.sbp}) @{self.stage}"
@@ -104,7 +119,12 @@ class Storage:
             SbpValueError: it is none.
         """
         rest, stage = _staged(text)
-        found = list(_parsed(rest))
+        try:
+            found = list(_parsed(rest))
+        except SbpValueError as error:
+            # What operators may leave is not among what is stored.
+            accepted = error.accepted.partition(", P, ")[0]
+            raise SbpValueError(error.what, accepted=accepted) from error
         if len(found) != 1:
             raise SbpValueError(f"{rest!r} is no nd-SBP", accepted="such as (S(0), B)")
         return cls(stage=stage, sbp=found[0])

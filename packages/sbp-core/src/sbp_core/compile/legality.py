@@ -53,7 +53,7 @@ def check_strategy(graph: LogicalGraph, strategy: Strategy, lines: Lines | None 
             storage = strategy.storage[entry.name]
             mesh_shape = strategy.stages[storage.stage].mesh_shape
             with _naming("storage", entry.name, lines):
-                check_sbp(graph.tensor(entry.name).shape, storage.sbp, mesh_shape)
+                check_sbp(graph.tensor(entry.name).shape, storage.sbp, mesh_shape, stored=True)
 
 
 @contextmanager

@@ -19,7 +19,12 @@ if TYPE_CHECKING:
     from sbp_core.passes.accumulation import accumulate
     from sbp_core.passes.options import RecomputeOptions
     from sbp_core.passes.output_aliases import unalias_outputs
-    from sbp_core.passes.recomputation import RecomputeReport, recompute, recompute_report
+    from sbp_core.passes.recomputation import (
+        RecomputeReport,
+        least_recompute_budget,
+        recompute,
+        recompute_report,
+    )
     from sbp_core.passes.unknown_operators import allow_unknown
     from sbp_core.passes.writer import GraphWriter
 
@@ -29,6 +34,7 @@ __all__ = [
     "RecomputeReport",
     "accumulate",
     "allow_unknown",
+    "least_recompute_budget",
     "recompute",
     "recompute_report",
     "unalias_outputs",
@@ -42,6 +48,7 @@ __getattr__, __dir__ = lazy(
         "GraphWriter": "writer",
         "accumulate": "accumulation",
         "allow_unknown": "unknown_operators",
+        "least_recompute_budget": "recomputation",
         "recompute": "recomputation",
         "recompute_report": "recomputation",
         "unalias_outputs": "output_aliases",

@@ -115,22 +115,12 @@ def choose_regions(
     Raises:
         ConfigError: no choice keeps to the budget; says what the least is.
     """
-    blocks = _blocks(graph)
-    table = _Table(graph, blocks, frozenset(fixed))
-    choices = [
-        _Choice(start=start, stop=stop, option=option)
-        for start in range(len(blocks))
-        for stop in range(start + 1, min(start + longest_run, len(blocks)) + 1)
-        for option in table.options(start, stop)
-    ]
+    blocks, table, choices = _choices(graph, fixed, longest_run)
     # The maximum over runs does not add up along the chain, so it is tried out: under each limit of
     # it the rest of the budget is for saved values, which do add up.
     #
     #     there anyway + limit + sum of saved <= budget        recomputed for each run <= limit
-    limits = sorted({choice.option.recomputed_bytes for choice in choices})
-    if len(limits) > _MAX_LIMITS:
-        step = (len(limits) - 1) / (_MAX_LIMITS - 1)
-        limits = [limits[round(index * step)] for index in range(_MAX_LIMITS)]
+    limits = _limits(choices)
     found: tuple[int, list[_Choice]] | None = None
     for limit in limits:
         allowed = [choice for choice in choices if choice.option.recomputed_bytes <= limit]
@@ -139,21 +129,57 @@ def choose_regions(
             work = sum(choice.option.flop for choice in chosen)
             found = min(found or (work, chosen), (work, chosen), key=lambda entry: entry[0])
     if found is None:
-        least = min(
-            limit
-            + _least_saved_bytes(
-                len(blocks), [c for c in choices if c.option.recomputed_bytes <= limit]
-            )
-            for limit in limits
-        )
+        least = table.common_bytes + _least_bytes(len(blocks), choices, limits)
         raise ConfigError(
             f"the activations of {graph.name!r} do not fit in {format_bytes(memory_bytes)}, of one "
             "micro-batch on all ranks together",
-            accepted=f"memory_bytes >= {least + table.common_bytes} with "
+            accepted=f"memory_bytes >= {least} with "
             f"longest_run={longest_run} over {len(blocks)} blocks",
             todo="use smaller micro-batches, or raise longest_run",
         )
     return [table.region(choice) for choice in found[1] if choice.option.nodes]
+
+
+def least_budget(graph: LogicalGraph, fixed: Collection[str], longest_run: int) -> int:
+    """Return the least budget in bytes that `choose_regions` takes."""
+    blocks, table, choices = _choices(graph, fixed, longest_run)
+    return table.common_bytes + _least_bytes(len(blocks), choices, _limits(choices))
+
+
+def _choices(
+    graph: LogicalGraph, fixed: Collection[str], longest_run: int
+) -> tuple[list[list[Node]], _Table, list[_Choice]]:
+    """Return the blocks, the options of their runs, and all choices of a run and an option."""
+    blocks = _blocks(graph)
+    table = _Table(graph, blocks, frozenset(fixed))
+    choices = [
+        _Choice(start=start, stop=stop, option=option)
+        for start in range(len(blocks))
+        for stop in range(start + 1, min(start + longest_run, len(blocks)) + 1)
+        for option in table.options(start, stop)
+    ]
+    return blocks, table, choices
+
+
+def _limits(choices: Sequence[_Choice]) -> list[int]:
+    """Return the limits of what is recomputed for a run that are tried."""
+    limits = sorted({choice.option.recomputed_bytes for choice in choices})
+    if len(limits) > _MAX_LIMITS:
+        step = (len(limits) - 1) / (_MAX_LIMITS - 1)
+        limits = [limits[round(index * step)] for index in range(_MAX_LIMITS)]
+    return limits
+
+
+def _least_bytes(count: int, choices: Sequence[_Choice], limits: Sequence[int]) -> int:
+    """Return the least of limit and saved bytes together, over all limits."""
+    return min(
+        (
+            limit
+            + _least_saved_bytes(count, [c for c in choices if c.option.recomputed_bytes <= limit])
+            for limit in limits
+        ),
+        default=0,
+    )
 
 
 def _blocks(graph: LogicalGraph) -> list[list[Node]]:

@@ -21,7 +21,7 @@ from sbp_core.graph.blocks import block_of
 from sbp_core.graph.ir import LogicalGraph, Node, Phase
 from sbp_core.graph.primitives import AFTER
 from sbp_core.graph.rewrite import rename_uses
-from sbp_core.passes.budget import choose_regions
+from sbp_core.passes.budget import choose_regions, least_budget
 from sbp_core.passes.options import RecomputeOptions
 from sbp_core.passes.rematerialize import REMATERIALIZED, Region, rematerialize
 from sbp_core.passes.saved_activations import (
@@ -59,11 +59,27 @@ def recompute(graph: LogicalGraph, how: RecomputeOptions) -> LogicalGraph:
     regions += _marked_regions(graph, how, {name for r in regions for name in r.members})
     graph = rematerialize(graph, regions)
     if how.memory_bytes is not None:
-        fixed = {n.name for n in graph.nodes if is_forward(n) and not _is_recomputable(n, how)}
+        fixed = _fixed(graph, how)
         fixed |= {name for region in regions for name in region.recomputable}
         chosen = choose_regions(graph, int(how.memory_bytes), fixed, how.longest_run)
         graph = rematerialize(graph, chosen)
     return graph
+
+
+def least_recompute_budget(graph: LogicalGraph, how: RecomputeOptions | None = None) -> int:
+    """Return the least `memory_bytes` with which `recompute` finds a choice.
+
+    Args:
+        graph: A training step; what is recomputed in it already is taken to be saved.
+        how: The other settings; None takes the defaults.
+    """
+    how = how or RecomputeOptions()
+    graph = _without_recomputation(graph)
+    return least_budget(graph, _fixed(graph, how), how.longest_run)
+
+
+def _fixed(graph: LogicalGraph, how: RecomputeOptions) -> set[str]:
+    return {n.name for n in graph.nodes if is_forward(n) and not _is_recomputable(n, how)}
 
 
 def _is_recomputable(node: Node, how: RecomputeOptions) -> bool:
