@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
-from math import prod
+from math import inf, prod
 
 import torch
 
@@ -21,7 +21,7 @@ from sbp_core.calibration import Measurement
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp, local_shape
 from sbp_core.units import format_bytes
-from sbp_launch.calibrate.calls import CalibrationCall, calls_of
+from sbp_launch.calibrate.calls import CalibrationCall, calls_of, cases_of
 from sbp_launch.calibrate.device import synchronize
 from sbp_launch.calibrate.job import Job, Progress
 
@@ -34,7 +34,7 @@ _SHORT_S, _MOST_AT_ONCE = 0.05, 15
 #: Seconds between the ranks' agreement on when to begin, and that moment: waking up takes less.
 _HEAD_START_S = 3e-4
 
-#: Rounds that are made even if they take longer than they should.
+#: Sizes are left out until the time is enough for so many rounds.
 _FEWEST_ROUNDS = 3
 
 #: Seconds between two lines of progress.
@@ -160,17 +160,24 @@ class RankMeasurer:
         watch: The stopwatch of this rank.
         rank: Which.
         report: Called with the progress, on every rank.
+        time_s: Seconds that it may take, the same on every rank.
     """
 
     def __init__(
-        self, job: Job, watch: Stopwatch, rank: int, report: Callable[[Progress], None]
+        self,
+        job: Job,
+        watch: Stopwatch,
+        rank: int,
+        report: Callable[[Progress], None],
+        time_s: float,
     ) -> None:
-        self._job, self._watch, self._report = job, watch, report
+        self._job, self._watch, self._report, self._time_s = job, watch, report, time_s
         self._shards = CalibrationShards(rank, torch.device(job.device))
         self._calls: list[CalibrationCall] = []
         self._first_s: list[float] = []
         self._times_s: list[list[float]] = []
-        self._reported_s = self._began = self._round_s = 0.0
+        self._reported_s = self._began = self._round_s = self._barrier_s = 0.0
+        self._least_left_s = inf
         self.rounds = 0
         self.skipped = ""
 
@@ -179,15 +186,13 @@ class RankMeasurer:
         self._began = time.monotonic()
         self._warm_up()
         self._times_s = [[] for _ in self._calls]
-        wanted = self._job.settings.repetitions
-        while self._calls and self.rounds < wanted:
+        while self._calls and self.rounds < self._job.settings.repetitions:
             started = time.monotonic()
             self._round()
             self.rounds += 1
             now = time.monotonic()
             spent_s, self._round_s = self._watch.slowest([now - self._began, now - started])
-            fits = spent_s + self._round_s <= self._job.settings.time_s
-            if self.rounds >= min(_FEWEST_ROUNDS, wanted) and not fits:
+            if spent_s + self._round_s > self._time_s:
                 break
         backend = self._job.boxing.name
         return tuple(
@@ -206,9 +211,14 @@ class RankMeasurer:
         """Make every call once, from small to large; leave out what there is no time or room for.
 
         A size is tried if the one before lets expect that `_FEWEST_ROUNDS` of all sizes and of this
-        one, which should take twice as long, end in time. A round makes every call twice.
+        one, which should take twice as long, end in time.
         """
         settings = self._job.settings
+        fewest = min(_FEWEST_ROUNDS, settings.repetitions)
+        self._watch.barrier()
+        began = time.monotonic()
+        self._watch.barrier()
+        (self._barrier_s,) = self._watch.slowest([time.monotonic() - began])
         for number, level in enumerate(calls_of(settings)):
             size = settings.chosen_sizes[number]
             if size > self._job.max_call_bytes:
@@ -223,9 +233,10 @@ class RankMeasurer:
             self._calls += level
             self._first_s += took_s
             (spent_s,) = self._watch.slowest([time.monotonic() - self._began])
-            next_s = 2 * sum(took_s)
-            expected_s = spent_s + next_s + 2 * _FEWEST_ROUNDS * (sum(self._first_s) + next_s)
-            if expected_s > settings.time_s and number + 1 < len(settings.chosen_sizes):
+            next_s = [2 * call_s for call_s in took_s]
+            round_s = self._expected_round_s([*self._first_s, *next_s])
+            expected_s = spent_s + sum(next_s) + fewest * round_s
+            if expected_s > self._time_s and number + 1 < len(settings.chosen_sizes):
                 next_size = format_bytes(settings.chosen_sizes[number + 1])
                 self.skipped = (
                     f"{next_size} and more: they take longer than time_s={settings.time_s:g}"
@@ -234,15 +245,11 @@ class RankMeasurer:
 
     def _round(self) -> None:
         """Repeat every call, in an order of its own."""
-        repeats = [
-            max(1, min(_MOST_AT_ONCE, int(_SHORT_S / max(first_s, 1e-9))))
-            for first_s in self._first_s
-        ]
+        repeats = [self._repeats(first_s) for first_s in self._first_s]
         order = [index for index, times in enumerate(repeats) for _ in range(times)]
         random.Random(self.rounds).shuffle(order)
         if not self.rounds:
-            pairs = zip(self._first_s, repeats, strict=True)
-            self._round_s = sum(2 * first_s * times for first_s, times in pairs)
+            self._round_s = self._expected_round_s(self._first_s)
         spans_s: list[tuple[float, float]] = []
         for done, index in enumerate(order):
             what = f"round {self.rounds + 1} of {self._job.settings.repetitions}"
@@ -255,13 +262,27 @@ class RankMeasurer:
         for index, time_s in zip(order, self._watch.durations(spans_s), strict=True):
             self._times_s[index].append(time_s)
 
-    def _left_s(self, part: float) -> float:
-        """Return the seconds until the end, a part of this round being done."""
+    def _repeats(self, first_s: float) -> int:
+        """Return how often a round makes a call that takes so many seconds.
+
+        Short calls together take half of the time at most, however many there are.
+        """
         settings = self._job.settings
-        time_s = settings.time_s - (time.monotonic() - self._began)
-        fewest = min(_FEWEST_ROUNDS, settings.repetitions)
-        rounds = [number - self.rounds - part for number in (fewest, settings.repetitions)]
-        return min(rounds[1] * self._round_s, max(time_s, rounds[0] * self._round_s))
+        count = len(settings.chosen_sizes) * len(cases_of(settings))
+        short_s = min(_SHORT_S, self._time_s / (4 * _FEWEST_ROUNDS * count))
+        return max(1, min(_MOST_AT_ONCE, int(short_s / max(first_s, 1e-9))))
+
+    def _expected_round_s(self, first_s: Sequence[float]) -> float:
+        """Return the seconds of a round of calls that take so many each; it makes each twice."""
+        return sum((2 * call_s + self._barrier_s) * self._repeats(call_s) for call_s in first_s)
+
+    def _left_s(self, part: float) -> float:
+        """Return the seconds until the end, a part of this round being done; they never grow."""
+        time_s = self._time_s - (time.monotonic() - self._began)
+        rounds = self._job.settings.repetitions - self.rounds - part
+        left_s = max(0.0, min(rounds * self._round_s, time_s))
+        self._least_left_s = min(self._least_left_s, left_s)
+        return self._least_left_s
 
     def _report_progress(self, what: str, done: int, of: int, left_s: float = 0.0) -> None:
         now = time.monotonic()

@@ -45,8 +45,8 @@ class CalibrateConfig:
         sizes: Sizes of messages in bytes, in place of `min_bytes` and `max_bytes`.
         group_sizes: Ranks of the groups to measure, >= 2; empty for those of meshes of `ranks`.
         repetitions: Most times that all calls are repeated, in another order each time, >= 1.
-        time_s: Seconds that measuring may take; fewer repetitions are made, and sizes left out, to
-            keep to it.
+        time_s: Seconds that measuring may take once the ranks are connected; fewer repetitions are
+            made, and sizes left out, to keep to it. Below 20 the small model has fewer layers.
         deadline_s: Seconds that one call may wait for other ranks.
     """
 

@@ -72,6 +72,7 @@ class CalibrationResult:
         rounds: Times that all calls were repeated.
         skipped: Sizes that were left out, with the reason; empty if none were.
         library: Version of torch.
+        measured_s: Seconds from the ranks being connected to the last call.
         step_s: Seconds that a step of each plan of `steps` takes; empty if none was run.
     """
 
@@ -80,6 +81,7 @@ class CalibrationResult:
     rounds: int
     skipped: str
     library: str
+    measured_s: float = 0.0
     step_s: Mapping[str, float] = field(default_factory=dict)
 
     def save(self, folder: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,10 @@ from sbp_core.runtime import Runtime
 from sbp_launch.calibrate.collectives import RankMeasurer, Stopwatch
 from sbp_launch.calibrate.device import measure_rates
 from sbp_launch.calibrate.job import CalibrationResult, Job, Progress, Rates
-from sbp_launch.calibrate.steps import measure_steps
+from sbp_launch.calibrate.steps import SmallModel, measure_steps
+
+#: Each rate of computing and copying may take this part of the time; there are five or six.
+_RATES_SHARE = 60.0
 
 
 def run_job(folder: Path) -> None:
@@ -57,7 +61,8 @@ def run_job(folder: Path) -> None:
         if runtime is not None:
             if 0 in found:
                 _print(Progress(what="training a small model"))
-            step_s = measure_steps(backend, runtime, job.settings.ranks)
+            size = SmallModel.within(job.settings.time_s)
+            step_s = measure_steps(backend, runtime, job.settings.ranks, size)
     except BaseException as error:
         backend.fail(error)
         raise
@@ -86,10 +91,17 @@ def measure(job: Job, backend: BoxingBackend, rank: int) -> CalibrationResult:
     report(Progress(what="connecting the ranks"))
     watch.barrier()
     report(Progress(what="computing and copying"))
-    rates = _slowest(watch, measure_rates(device, watch.barrier))
-    measurer = RankMeasurer(job, watch, rank, report)
+    began = time.monotonic()
+    at_most_s = min(1.0, settings.time_s / _RATES_SHARE)
+    rates = _slowest(watch, measure_rates(device, watch.barrier, at_most_s))
+    (spent_s,) = watch.slowest([time.monotonic() - began])
+    # Never nothing: the smallest calls are measured however long a rank computes.
+    time_s = max(settings.time_s / 2, settings.time_s - spent_s)
+    measurer = RankMeasurer(job, watch, rank, report, time_s)
+    samples = measurer.run()
     return CalibrationResult(
-        samples=measurer.run(),
+        samples=samples,
+        measured_s=time.monotonic() - began,
         rates=rates,
         rounds=measurer.rounds,
         skipped=measurer.skipped,

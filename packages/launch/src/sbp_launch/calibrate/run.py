@@ -27,7 +27,7 @@ from sbp_launch.calibrate.machine import (
     free_memory_bytes,
     total_memory_bytes,
 )
-from sbp_launch.calibrate.steps import launches
+from sbp_launch.calibrate.steps import SmallModel, launches
 from sbp_launch.calibrate.table import call_table, error_lines, rate_lines
 
 #: Copies of a message that a rank and its transport hold, at most, while it is under way.
@@ -59,17 +59,25 @@ def calibrate_machine(run: CalibrateRun, registry: PluginRegistry) -> None:
     settings = run.settings
     console.print(
         f"measuring boxing={run.boxing.name} {_among(settings.ranks)} on this machine: about "
-        f"{format_seconds(settings.time_s)} at most, up to {settings.repetitions} repetitions",
+        f"{format_seconds(settings.time_s)} at most, up to {settings.repetitions} repetitions; "
+        "starting the ranks, a small model and the fit come on top",
         highlight=False,
+        soft_wrap=True,
     )
     began = time.monotonic()
     found = measure(run, registry, console)
+    console.print("fitting what was found", highlight=False)
     cluster, held_out = make_cluster(run, found)
     cluster.save(Path(settings.out))
     what = f"{len(found.samples)} calls, {found.rounds} times each or more,"
     if not found.samples:
         what = "what a rank computes and copies (one rank calls nobody)"
-    console.print(f"measured {what} in {format_seconds(time.monotonic() - began)}", highlight=False)
+    console.print(
+        f"measured {what} in {format_seconds(found.measured_s)}; with the start, the small model "
+        f"and the fit {format_seconds(time.monotonic() - began)}",
+        highlight=False,
+        soft_wrap=True,
+    )
     if found.skipped:
         console.print(f"left out: {found.skipped}", highlight=False)
     for line in rate_lines(cluster):
@@ -159,7 +167,7 @@ class _Show:
         if progress is None:
             self._console.print(str(line), markup=False, highlight=False, soft_wrap=True)
             return
-        left = f"{progress.left_s:.0f} s left" if progress.left_s else ""
+        left = f"{progress.left_s:.0f} s left" if progress.left_s >= 0.5 else ""
         if self._console.is_terminal:
             self._bar.update(
                 self._task,
@@ -213,7 +221,7 @@ def make_cluster(
     )
     if not found.step_s:
         return cluster, held_out
-    launch_s, boxing_launch_s = launches(cluster, found.step_s)
+    launch_s, boxing_launch_s = launches(cluster, found.step_s, SmallModel.within(settings.time_s))
     if name not in calibrations:  # one rank calls nobody
         return replace(cluster, device=replace(cluster.device, launch_s=launch_s)), held_out
     calibrations[name] = replace(

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from statistics import median
 
 import torch
@@ -37,16 +37,39 @@ from sbp_torch.capture import capture, initial_states
 #: Plan -> SBP of batch and activations, and of parameters, their states, gradients and updates.
 _PLANS = {"apart": ("B", "B"), "together": ("S(0)", "S(0)")}
 
-_WIDTH, _TOKENS, _SAMPLES, _LAYERS = 64, 16, 2, 4
-_WARM_UP_STEPS, _STEPS = 3, 30
+_WIDTH, _TOKENS, _SAMPLES = 64, 16, 2
+_WARM_UP_STEPS = 3
 
 
-def _model() -> tuple[nn.Module, torch.optim.Optimizer]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SmallModel:
+    """How large the small model is, and how many of its steps are timed.
+
+    Args:
+        layers: Of the model, >= 1: its step has some 200 operators for each.
+        steps: Of each plan, >= 1, after those that do not count.
+    """
+
+    layers: int = 4
+    steps: int = 30
+
+    @classmethod
+    def within(cls, time_s: float) -> SmallModel:
+        """Return the one for a calibration that may take so many seconds."""
+        return cls() if time_s >= _LONG_S else cls(layers=2, steps=10)
+
+
+#: A calibration of so many seconds has the time for a model of all layers: to plan one of fewer is
+#: quicker, but what a step takes once is then a larger part of it, and counted as launches.
+_LONG_S = 20.0
+
+
+def _model(layers: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(
         _WIDTH, nhead=2, dim_feedforward=2 * _WIDTH, dropout=0.0, batch_first=True, norm_first=True
     )
-    model = nn.TransformerEncoder(layer, _LAYERS, enable_nested_tensor=False)
+    model = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
@@ -59,14 +82,17 @@ def _batch(name: str, num_ranks: int) -> dict[str, Tensor]:
     return {"inputs": torch.ones(shape), "targets": torch.zeros(shape)}
 
 
-def make_plans(num_ranks: int, clusters: Sequence[Cluster]) -> Mapping[str, list[PhysicalPlan]]:
+def make_plans(
+    num_ranks: int, clusters: Sequence[Cluster], size: SmallModel = SmallModel()
+) -> Mapping[str, list[PhysicalPlan]]:
     """Return the plans, each compiled for every cluster; one rank has no boxing to run.
 
     Args:
         num_ranks: Of the plans.
         clusters: The machines that say what actors take.
+        size: Of the model.
     """
-    model, optimizer = _model()
+    model, optimizer = _model(size.layers)
     mesh = Placement.grid((num_ranks,), ("data",))
     machine = Cluster.nominal(num_ranks)  # the same strategies, whatever the clusters say
     plans: dict[str, list[PhysicalPlan]] = {}
@@ -86,7 +112,9 @@ def make_plans(num_ranks: int, clusters: Sequence[Cluster]) -> Mapping[str, list
     return plans
 
 
-def measure_steps(backend: BoxingBackend, runtime: Runtime, num_ranks: int) -> Mapping[str, float]:
+def measure_steps(
+    backend: BoxingBackend, runtime: Runtime, num_ranks: int, size: SmallModel = SmallModel()
+) -> Mapping[str, float]:
     """Return the median time of a step of each plan, in seconds, on the ranks of this process.
 
     Nothing is returned where the runtime, such as `reference`, moves data without the backend.
@@ -95,14 +123,15 @@ def measure_steps(backend: BoxingBackend, runtime: Runtime, num_ranks: int) -> M
         backend: Open on all ranks; stays open.
         runtime: Runs the plans.
         num_ranks: Of the run.
+        size: Of the model, and how many steps; the same in every process.
     """
     found: dict[str, float] = {}
-    for name, (plan,) in make_plans(num_ranks, [Cluster.nominal(num_ranks)]).items():
+    for name, (plan,) in make_plans(num_ranks, [Cluster.nominal(num_ranks)], size).items():
         sent_before = _sent_bytes(backend)
         times_s: list[float] = []
-        states, batch = initial_states(*_model()), _batch(name, num_ranks)
+        states, batch = initial_states(*_model(size.layers)), _batch(name, num_ranks)
         with runtime.start(plan, states, _Open(backend)) as session:
-            for index in range(_WARM_UP_STEPS + _STEPS):
+            for index in range(_WARM_UP_STEPS + size.steps):
                 began = time.perf_counter()
                 result = session.step(batch, {"lr": 1e-3, "seed": 0, "step": index})
                 result.loss.item()
@@ -117,18 +146,21 @@ def _sent_bytes(backend: BoxingBackend) -> int:
     return sum(backend.communicator(rank).sent_bytes for rank in backend.local_ranks())
 
 
-def launches(cluster: Cluster, step_s: Mapping[str, float]) -> tuple[float, float]:
+def launches(
+    cluster: Cluster, step_s: Mapping[str, float], size: SmallModel = SmallModel()
+) -> tuple[float, float]:
     """Return `launch_s` and `boxing_launch_s`, in seconds, that explain the measured steps.
 
     Args:
         cluster: With measured rates and calls, and the `launch_s` of a loop, which a step exceeds.
         step_s: Of `measure_steps`, not empty.
+        size: Of the model whose steps they are.
     """
     none, operators, boxing = (
         replace(cluster, device=replace(cluster.device, launch_s=one, boxing_launch_s=other))
         for one, other in ((0.0, 0.0), (1.0, 0.0), (0.0, 1.0))
     )
-    plans = make_plans(cluster.num_devices, (none, operators, boxing))
+    plans = make_plans(cluster.num_devices, (none, operators, boxing), size)
     rest_s, operators_s, _ = map(step_time_s, plans["apart"])
     launch_s = max(cluster.device.launch_s, (step_s["apart"] - rest_s) / (operators_s - rest_s))
     if "together" not in step_s:
