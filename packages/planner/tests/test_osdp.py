@@ -307,5 +307,5 @@ def test_an_unknown_axis_is_refused():
 
 
 def test_a_second_axis_of_several_ranks_is_refused():
-    with pytest.raises(ConfigError, match="'tensor': 2"):
+    with pytest.raises(ConfigError, match=r"cluster\.axes=\[data,tensor\]"):
         plan(mesh_shape=(2, 2), axes=("data", "tensor"))
