@@ -114,7 +114,8 @@ class _Page:
     def _shell(self, text: str, line: int) -> bool:
         began = time.perf_counter()
         if (command := _ours(text)) is not None and can_fork():
-            code, printed = run_forked(command, Path.cwd())
+            # As from a shell, it finds modules and plugins that lie in this folder.
+            code, printed = run_forked(command, Path.cwd(), str(Path.cwd()))
             done = subprocess.CompletedProcess(command, code, printed)
             return self._ran(text, line, done, time.perf_counter() - began)
         try:
