@@ -14,6 +14,7 @@ from trainable import registry, run_config
 
 from sbp_core.errors import ConfigError, RunError
 from sbp_launch import trainer
+from sbp_launch.environment import ENVIRONMENT
 from sbp_launch.run_folder import RUN_FILES, check_unused, make_folder, take_folder, writing
 
 App = Callable[..., Outcome]
@@ -54,7 +55,7 @@ def test_a_folder_with_other_files_is_taken(tmp_path: Path) -> None:
 def test_what_a_run_leaves_makes_its_folder_a_used_one(tmp_path: Path) -> None:
     trainer.train(run_config(), registry(), tmp_path)
 
-    assert {path.name for path in tmp_path.iterdir()} <= set(RUN_FILES)
+    assert {path.name for path in tmp_path.iterdir()} <= {*RUN_FILES, ENVIRONMENT}
     with pytest.raises(ConfigError, match="holds an earlier run"):
         check_unused(tmp_path, overwrite=False)
 

@@ -25,6 +25,7 @@ from sbp_core.runtime import Session
 from sbp_core.strategy import Strategy
 from sbp_launch.clusters import usable_cores
 from sbp_launch.config import RunConfig
+from sbp_launch.environment import write_environment
 from sbp_launch.figures import Predicted, StepMeter, prediction_basis
 from sbp_launch.finite_loss import FiniteLoss
 from sbp_launch.planned import Planned, plan_evaluation, plan_step
@@ -58,13 +59,15 @@ def plan_only(config: RunConfig, registry: PluginRegistry) -> Strategy:
 def train(config: RunConfig, registry: PluginRegistry, folder: Path) -> None:
     """Train as the config says; print the plan, the progress, and what came of it.
 
-    Leaves in the run folder: `strategy.yaml`, `strategy.json`, `plan.json`, `plan.txt`,
-    `memory.txt`, the metrics, and the trained states as `states.safetensors`, which are written
-    also if the run is interrupted, terminated or fails.
+    Leaves in the run folder: `environment.json`, `strategy.yaml`, `strategy.json`, `plan.json`,
+    `plan.txt`, `memory.txt`, the metrics, and the trained states as `states.safetensors`, which are
+    written also if the run is interrupted, terminated or fails.
     """
     run = Run(config=config, registry=registry, folder=folder, console=make_console())
     backend = make_backend(run)  # first, as it may be refused
     with StopSignals() as signals:
+        with writing(folder):
+            write_environment(folder, registry)
         program = make_program(run)
         num_parameters = sum(parameter.numel() for parameter in program.model.parameters())
         run.console.print(
