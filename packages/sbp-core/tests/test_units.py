@@ -1,6 +1,10 @@
-import pytest
+import itertools
 
-from sbp_core.units import format_bytes, format_flop, format_seconds
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sbp_core.units import format_bytes, format_flop, format_ranges, format_seconds
 
 
 @pytest.mark.parametrize(
@@ -25,3 +29,14 @@ def test_durations_are_printed_with_three_digits(seconds, text):
 )
 def test_work_is_printed_with_decimal_prefixes(work_flop, text):
     assert format_flop(work_flop) == text
+
+
+@settings(derandomize=True, max_examples=200)
+@given(st.sets(st.integers(0, 30), min_size=1))
+def test_ranges_are_as_few_as_say_each_number_once(numbers):
+    text = format_ranges(numbers)
+
+    ends = [[int(end) for end in run.split("-")] for run in text.split(",")]
+    read = [number for run in ends for number in range(run[0], run[-1] + 1)]
+    assert read == sorted(numbers)
+    assert all(after[0] > before[-1] + 1 for before, after in itertools.pairwise(ends))

@@ -32,6 +32,7 @@ from sbp_core.graph import (
 from sbp_core.placement import Placement
 from sbp_core.sbp import Partial
 from sbp_core.signatures import is_view
+from sbp_core.units import format_ranges
 
 
 class When(StrEnum):
@@ -246,15 +247,4 @@ def ranks_text(placement: Placement) -> str:
     ranks = placement.rank_list
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
-    return f"ranks {number_ranges(sorted(ranks))}"
-
-
-def number_ranges(numbers: list[int]) -> str:
-    """Return ascending numbers as text: `0-3,8`."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+    return f"ranks {format_ranges(ranks)}"

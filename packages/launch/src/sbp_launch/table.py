@@ -20,8 +20,8 @@ from rich.text import Text
 
 from sbp_core.graph import Phase
 from sbp_core.placement import Placement
-from sbp_core.units import format_bytes
-from sbp_launch.moves import number_ranges, ranks_text
+from sbp_core.units import format_bytes, format_ranges
+from sbp_launch.moves import ranks_text
 from sbp_launch.rows import ModuleMove, ModuleRow
 
 #: A path up to the number of its first layer, that number, and what follows.
@@ -121,7 +121,7 @@ def _layers_name(before: str, numbers: list[int], *, whole: bool) -> str:
     """Return what layers are called: `blocks.* x4`, or `blocks.{0-2} x3` if there are others."""
     if len(numbers) == 1:
         return f"{before}{numbers[0]}"
-    middle = "*" if whole else f"{{{number_ranges(sorted(numbers))}}}"
+    middle = "*" if whole else f"{{{format_ranges(numbers)}}}"
     return f"{before}{middle} x{len(numbers)}"
 
 

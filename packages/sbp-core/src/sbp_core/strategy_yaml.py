@@ -63,6 +63,7 @@ from sbp_core.errors import SbpLookupError, SbpValueError, unknown_name
 from sbp_core.graph.ir import LogicalGraph, TensorType
 from sbp_core.serialize import Keys, Lines, pyyaml, read_yaml, shown
 from sbp_core.strategy import Strategy
+from sbp_core.units import format_ranges
 
 __all__ = ["ROOT", "from_yaml", "load", "load_form", "load_with_lines", "save", "to_yaml"]
 
@@ -218,9 +219,9 @@ def _grouped(entries: Mapping[str, str]) -> dict[str, str]:
         if number is None:
             found[_AS_IT_STANDS + name if _SPECIAL.search(name) else name] = value
             continue
-        numbers = sorted(layers[(before, after, value)])
+        numbers = layers[(before, after, value)]
         if len(numbers) > 1:
-            name = f"{before}{{{_ranges(numbers)}}}{after}"
+            name = f"{before}{{{format_ranges(numbers)}}}{after}"
         found.setdefault(name, value)
     return found
 
@@ -235,17 +236,6 @@ def _split_number(name: str) -> tuple[str, int | None, str]:
             before = "".join(f"{piece}." for piece in parts[:index])
             return before, int(part), "".join(f".{piece}" for piece in parts[index + 1 :])
     return name, None, ""
-
-
-def _ranges(numbers: list[int]) -> str:
-    """Return sorted numbers as text: `0-3,8`."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def _dumper(yaml: Any) -> Any:

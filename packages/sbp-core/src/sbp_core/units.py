@@ -6,8 +6,9 @@ Stability: stable.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
-__all__ = ["format_bytes", "format_seconds", "parse_bytes"]
+__all__ = ["format_bytes", "format_ranges", "format_seconds", "parse_bytes"]
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMGTP]?)(i?)B")
 
@@ -52,3 +53,14 @@ def format_flop(work_flop: float) -> str:
     while power + 1 < len(prefixes) and work_flop >= 1000 ** (power + 1):
         power += 1
     return f"{work_flop / 1000**power:.3g} {prefixes[power]}FLOP"
+
+
+def format_ranges(numbers: Iterable[int]) -> str:
+    """Return distinct whole numbers, in order, as text: `0-3,8`."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
