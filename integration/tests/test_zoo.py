@@ -26,8 +26,12 @@ ZOO = {
     "dlrm": "rows=[40,20,10,4] hidden=8 bottom=[16] top=[16]",
 }
 
-#: Those of `transformers`, as they are named.
+#: Those of `transformers`, as they are named: small already.
 OTHERS = ("hf/gpt2", "hf/llama", "hf/mixtral", "hf/bert", "hf/t5", "hf/vit")
+
+WITH_TRANSFORMERS = pytest.mark.skipif(
+    find_spec("transformers") is None, reason="transformers is not installed"
+)
 
 #: The largest deviation from one device of a loss in float64, relative.
 TOLERANCE = 1e-9
@@ -59,7 +63,9 @@ def deviation(output: str) -> float:
 
 
 @pytest.mark.parametrize("mesh", ["[2]", "[4]", "[2,2]"])
-@pytest.mark.parametrize("model", ZOO)
+@pytest.mark.parametrize(
+    "model", [*ZOO, *(pytest.param(model, marks=WITH_TRANSFORMERS) for model in OTHERS)]
+)
 def test_a_model_trains_by_default_like_one_device(
     model: str,
     mesh: str,
@@ -67,26 +73,11 @@ def test_a_model_trains_by_default_like_one_device(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    small = [f"model.{setting}" for setting in ZOO[model].split()]
+    small = [f"model.{setting}" for setting in ZOO.get(model, "").split()]
     if model == "t5":
         small.append("data.context=16")  # it has no limit of its own
 
     train([f"model={model}", f"cluster.mesh={mesh}", *small], tmp_path, monkeypatch)
-
-    assert deviation(capsys.readouterr().out) <= TOLERANCE
-
-
-@pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
-@pytest.mark.parametrize("mesh", ["[2]", "[4]", "[2,2]"])
-@pytest.mark.parametrize("model", OTHERS)
-def test_a_model_of_transformers_trains_by_default_like_one_device(
-    model: str,
-    mesh: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    train([f"model={model}", f"cluster.mesh={mesh}"], tmp_path, monkeypatch)
 
     assert deviation(capsys.readouterr().out) <= TOLERANCE
 
