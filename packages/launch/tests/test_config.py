@@ -100,6 +100,23 @@ def test_a_batch_is_accepted_exactly_if_its_parts_are_equal(batch: int, parts: i
         assert config.micro_batch_size * parts == batch
 
 
+def registry_of(configs: Mapping[str, type]) -> PluginRegistry:
+    """Return a registry whose only plugin of each group is `x`; its config is empty or given."""
+    return PluginRegistry(
+        entries=tuple(
+            PluginEntry(
+                kind=group,
+                name="x",
+                distribution="d",
+                version="1",
+                api_version=1,
+                factory=Factory(build="m:build", config=configs.get(group, EmptyConfig)),
+            )
+            for group in PLUGIN_GROUPS
+        )
+    )
+
+
 def test_a_group_without_a_plugin_name_is_refused_with_its_file() -> None:
     composed = ComposedConfig(
         values={"model": {"width": 3}},
@@ -115,24 +132,10 @@ def test_a_group_without_a_plugin_name_is_refused_with_its_file() -> None:
 
 
 def test_a_cluster_whose_config_has_no_mesh_is_refused() -> None:
-    factory = Factory(build="no_such_module:build")
-    registry = PluginRegistry(
-        entries=tuple(
-            PluginEntry(
-                kind=group,
-                name="x",
-                distribution="d",
-                version="1",
-                api_version=1,
-                factory=factory,
-            )
-            for group in PLUGIN_GROUPS
-        )
-    )
     values = {group: {"name": "x"} for group in PLUGIN_GROUPS}
 
     with pytest.raises(ConfigError, match="the cluster's config has no mesh and axes"):
-        check(ComposedConfig(values=values, files={}, overrides=()), registry)
+        check(ComposedConfig(values=values, files={}, overrides=()), registry_of({}))
 
 
 @dataclass(frozen=True)
@@ -150,20 +153,6 @@ class PickyConfig:
 
 
 def test_a_config_that_checks_others_is_asked_and_both_files_are_named() -> None:
-    configs = {"cluster": MeshConfig, "model": PickyConfig}
-    registry = PluginRegistry(
-        entries=tuple(
-            PluginEntry(
-                kind=group,
-                name="x",
-                distribution="d",
-                version="1",
-                api_version=1,
-                factory=Factory(build="m:build", config=configs.get(group, EmptyConfig)),
-            )
-            for group in PLUGIN_GROUPS
-        )
-    )
     composed = ComposedConfig(
         values={group: {"name": "x"} for group in (*PLUGIN_GROUPS, "trainer", "compile")},
         files={group: f"there/{group}/x.yaml" for group in PLUGIN_GROUPS},
@@ -171,7 +160,7 @@ def test_a_config_that_checks_others_is_asked_and_both_files_are_named() -> None
     )
 
     with pytest.raises(ConfigError) as caught:
-        check(composed, registry)
+        check(composed, registry_of({"cluster": MeshConfig, "model": PickyConfig}))
 
     others = sorted({*PLUGIN_GROUPS} - {"model"})
     assert caught.value.what == f"{others}: data.x does not fit"

@@ -42,8 +42,12 @@ def test_an_ignored_signal_stays_ignored() -> None:
     try:
         with StopSignals():
             signal.raise_signal(HUP)
+            inside = signal.getsignal(HUP)
+        after = signal.getsignal(HUP)
     finally:
         signal.signal(HUP, before)
+
+    assert (inside, after) == (signal.SIG_IGN, signal.SIG_IGN)
 
 
 def test_another_thread_than_the_main_one_sets_no_handlers() -> None:
