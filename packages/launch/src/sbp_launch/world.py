@@ -1,0 +1,290 @@
+"""Where this process stands among those of a run: what its launcher wrote into the environment.
+
+The only module that reads a launcher's variables. Asked in this order, as a launcher may itself
+have been started by one that stands below it:
+
+    torchrun   RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE
+    mpiexec    OMPI_COMM_WORLD_RANK and kin (Open MPI); PMI_RANK, PMI_SIZE, MPI_LOCALRANKID (MPICH)
+    slurm      SLURM_PROCID and kin, inside a step of `srun` only
+    none       one process that holds all ranks as threads
+
+Variables of torchrun that something else has set, beside those of another launcher, have to say the
+same. Holds no rendezvous: the boxing backends meet by what `World.variables` says.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from sbp_core.errors import ConfigError
+
+#: Ports for a job's meeting point, below those that systems give to outgoing connections.
+_PORTS = range(20_000, 32_000)
+
+#: Slurm's numbers of steps that `srun` did not start: batch script, interactive step, and kin.
+_NO_STEP = 0xFFFF_FFF0
+
+#: Names of launchers, as of the config group `launcher`.
+THREADS, TORCHRUN, MPIEXEC, SLURM = "threads", "torchrun", "mpiexec", "slurm"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """This process among all of a run. By default it is alone, and holds all ranks as threads.
+
+    Args:
+        rank: Of this process, 0 .. size - 1.
+        size: Number of processes, >= 1.
+        local_rank: Of this process among those of its host, 0 .. local_size - 1.
+        local_size: Number of processes of its host, >= 1.
+        launcher: Who started them: `threads` (nobody), `torchrun`, `mpiexec` or `slurm`.
+        variables: Of torchrun's variables, those that the launcher did not set but that say where
+            the processes meet; `MASTER_ADDR` is left out where it is not known.
+
+    Raises:
+        ConfigError: the numbers contradict each other.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    launcher: str = THREADS
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size:
+            raise ConfigError(
+                f"{self.launcher} calls this process rank {self.rank} of {self.size}",
+                where="the environment",
+                accepted=f"0 .. {self.size - 1}",
+            )
+        if not 0 <= self.local_rank < self.local_size <= self.size:
+            raise ConfigError(
+                f"{self.launcher} calls this process rank {self.local_rank} of {self.local_size} "
+                f"on its host, and rank {self.rank} of {self.size} of all",
+                where="the environment",
+                accepted="a rank on the host below their number, which is at most that of all",
+            )
+
+    @classmethod
+    def of_environment(cls, environment: Mapping[str, str] | None = None) -> World:
+        """Return what the launcher said.
+
+        Args:
+            environment: Variables and values; those of this process if None.
+
+        Raises:
+            ConfigError: variables are missing, are no numbers, or contradict each other.
+        """
+        read = _Environment(os.environ if environment is None else environment)
+        if read.has("TORCHELASTIC_RUN_ID"):
+            return _torchrun(read)
+        for launcher in (_open_mpi, _hydra, _slurm):
+            world = launcher(read)
+            if world is not None:
+                read.refuse_others(world, _RANK_OF[launcher])
+                return world
+        if read.has("RANK") or read.has("WORLD_SIZE"):
+            return _torchrun(read)
+        return cls()
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no launcher has started this process: it holds all ranks, or starts them."""
+        return self.launcher == THREADS
+
+
+class _Environment:
+    """Reads numbers of an environment, and says which variable is wrong."""
+
+    def __init__(self, variables: Mapping[str, str]) -> None:
+        self.variables = variables
+
+    def has(self, name: str) -> bool:
+        return bool(self.variables.get(name))
+
+    def text(self, *names: str) -> str:
+        """Return the first variable that is set, or `""`."""
+        return next((self.variables[name] for name in names if self.has(name)), "")
+
+    def number(self, *names: str, default: int | None = None) -> int:
+        """Return the number in the first variable that is set.
+
+        Raises:
+            ConfigError: none is set and there is no default, or it is no number.
+        """
+        name = next((name for name in names if self.has(name)), names[0])
+        text = self.variables.get(name, "")
+        if not text and default is not None:
+            return default
+        if not (text.isascii() and text.isdecimal()):
+            what = f"has {name}={text!r}" if text else f"does not say {name}"
+            raise ConfigError(
+                f"the environment {what}",
+                where="the environment",
+                accepted="an integer >= 0",
+                todo=f"start the program with its launcher, or unset the variables beside {name}",
+            )
+        return int(text)
+
+    def refuse_others(self, world: World, names: tuple[str, str]) -> None:
+        """Refuse torchrun's variables if they say something else than the launcher's own.
+
+        Args:
+            world: As the launcher's own say.
+            names: The launcher's own variables: of the rank, and of the number of ranks.
+
+        Raises:
+            ConfigError: they contradict each other.
+        """
+        for name, other, value in zip(
+            ("RANK", "WORLD_SIZE"), names, (world.rank, world.size), strict=True
+        ):
+            if self.has(name) and self.number(name) != value:
+                raise ConfigError(
+                    f"{name}={self.variables[name]} contradicts {other}={value}",
+                    where="the environment",
+                    accepted="one launcher, or the same in both",
+                    todo=f"unset {name}, if {world.launcher} started this process",
+                )
+
+    def missing(self, **wanted: str) -> dict[str, str]:
+        """Return those variables that are not set, and have a value."""
+        return {name: value for name, value in wanted.items() if value and not self.has(name)}
+
+
+def _torchrun(read: _Environment) -> World:
+    """Read torchrun's variables; also whoever sets `RANK` and `WORLD_SIZE` by hand."""
+    rank, size = read.number("RANK"), read.number("WORLD_SIZE")
+    return World(
+        rank=rank,
+        size=size,
+        # By hand, often without the local ones: then all processes are on one host.
+        local_rank=read.number("LOCAL_RANK", default=rank),
+        local_size=read.number("LOCAL_WORLD_SIZE", default=size),
+        launcher=TORCHRUN,
+    )
+
+
+def _open_mpi(read: _Environment) -> World | None:
+    if not read.has("OMPI_COMM_WORLD_RANK"):
+        return None
+    return _mpi_world(
+        read,
+        rank=read.number("OMPI_COMM_WORLD_RANK"),
+        size=read.number("OMPI_COMM_WORLD_SIZE"),
+        local_rank=read.number("OMPI_COMM_WORLD_LOCAL_RANK"),
+        local_size=read.number("OMPI_COMM_WORLD_LOCAL_SIZE"),
+        job=read.text("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+    )
+
+
+def _hydra(read: _Environment) -> World | None:
+    """Read what MPICH, Intel MPI and MVAPICH set; `srun --mpi=pmi2` sets a part of it, too."""
+    from_srun = _in_step(read) and not read.has("MPI_LOCALRANKID")
+    if not read.has("PMI_RANK") or from_srun:
+        return None
+    rank, size = read.number("PMI_RANK"), read.number("PMI_SIZE")
+    return _mpi_world(
+        read,
+        rank=rank,
+        size=size,
+        local_rank=read.number("MPI_LOCALRANKID", "PALS_LOCAL_RANKID", default=rank),
+        local_size=read.number("MPI_LOCALNRANKS", "PALS_LOCAL_SIZE", default=size),
+        # It gives a job no name; but the processes of one host have one parent, its proxy.
+        job=str(os.getppid()),
+    )
+
+
+def _mpi_world(
+    read: _Environment, *, rank: int, size: int, local_rank: int, local_size: int, job: str
+) -> World:
+    on_one_host = local_size == size
+    return World(
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=local_size,
+        launcher=MPIEXEC,
+        variables=read.missing(
+            RANK=str(rank),
+            WORLD_SIZE=str(size),
+            LOCAL_RANK=str(local_rank),
+            LOCAL_WORLD_SIZE=str(local_size),
+            MASTER_ADDR="127.0.0.1" if on_one_host else "",
+            MASTER_PORT=_port(job) if on_one_host and job else "",
+        ),
+    )
+
+
+def _in_step(read: _Environment) -> bool:
+    """Say whether `srun` started this process: a batch script has rank 0 of many, but is alone."""
+    return read.has("SLURM_PROCID") and read.number("SLURM_STEP_ID", default=_NO_STEP) < _NO_STEP
+
+
+def _slurm(read: _Environment) -> World | None:
+    if not _in_step(read):
+        return None
+    rank = read.number("SLURM_PROCID")
+    size = read.number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    local_rank = read.number("SLURM_LOCALID")
+    counts = _counts(read.text("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
+    node = read.number("SLURM_NODEID", default=0)
+    local_size = counts[node] if node < len(counts) else size
+    hosts = read.text("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    job = f"{read.text('SLURM_JOB_ID', 'SLURM_JOBID')}.{read.text('SLURM_STEP_ID')}"
+    return World(
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=local_size,
+        launcher=SLURM,
+        variables=read.missing(
+            RANK=str(rank),
+            WORLD_SIZE=str(size),
+            LOCAL_RANK=str(local_rank),
+            LOCAL_WORLD_SIZE=str(local_size),
+            MASTER_ADDR=first_host(hosts),
+            MASTER_PORT=_port(job),
+        ),
+    )
+
+
+#: Where a launcher says the rank of a process, and their number.
+_RANK_OF = {
+    _open_mpi: ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    _hydra: ("PMI_RANK", "PMI_SIZE"),
+    _slurm: ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+}
+
+
+def first_host(hosts: str) -> str:
+    """Return the first host of a list as Slurm writes it.
+
+    >>> first_host("gpu[08-11,14],login"), first_host("a1,a2"), first_host("r[1-2]n[3-4]")
+    ('gpu08', 'a1', 'r1n3')
+    """
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", hosts)
+    assert first is not None, "it matches the empty text, too"
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0])
+
+
+def _counts(text: str) -> list[int]:
+    """Return the tasks of each node of a list as Slurm writes it.
+
+    >>> _counts("2(x3),1")
+    [2, 2, 2, 1]
+    """
+    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    return [int(count) for count, times in found for _ in range(int(times or 1))]
+
+
+def _port(job: str) -> str:
+    """Return a port that all processes of a job, and hardly another job, find by themselves."""
+    digest = blake2b(job.encode(), digest_size=4).digest()
+    return str(_PORTS[int.from_bytes(digest) % len(_PORTS)])
