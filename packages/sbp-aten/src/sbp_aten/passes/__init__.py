@@ -13,6 +13,7 @@ from sbp_aten.passes.casts import place_casts
 from sbp_aten.passes.class_split import split_classes
 from sbp_aten.passes.constants import fold_constants
 from sbp_aten.passes.deferred_reductions import accumulate_addends, defer_reductions
+from sbp_aten.passes.device import place_on_device
 from sbp_aten.passes.expose_batch_dim import expose_batch_dim
 from sbp_aten.passes.identities import drop_identities
 from sbp_aten.passes.losses import sum_losses
@@ -35,6 +36,7 @@ __all__ = [
     "fold_views",
     "mixed_precision",
     "place_casts",
+    "place_on_device",
     "prepare_step",
     "share_expressions",
     "slice_operators",

@@ -15,6 +15,7 @@ from sbp_core.exports import make_callable
 from sbp_core.graph import LogicalGraph
 from sbp_torch.capture.batch import flatten_batch
 from sbp_torch.capture.convert import to_logical
+from sbp_torch.capture.device import on_device
 from sbp_torch.capture.diagnostics import TraceError
 from sbp_torch.capture.randomness import counted_random
 from sbp_torch.capture.step import Loss, TrainingStep, model_tensors, split_losses
@@ -43,6 +44,7 @@ def capture(
     name: str = "train",
     autocast: str = "",
     per_shard_random: bool = False,
+    device: str = "cpu",
 ) -> LogicalGraph:
     """Capture one whole step as one functional ATen graph: forward, loss, backward, update.
 
@@ -64,6 +66,8 @@ def capture(
         autocast: Run the forward under `torch.autocast` to this dtype, such as `bfloat16`.
         per_shard_random: Let every shard draw random numbers from a generator of its own: faster,
             but other numbers on every mesh.
+        device: Kind of device that the step will run on, `cpu` or `cuda`. The model stays where it
+            is, and no such device is needed here.
 
     Raises:
         SbpTypeError: `model`, `loss` or `optimizer` is something else.
@@ -99,7 +103,7 @@ def capture(
                 raise step.side_effects[0].refusal() from None
             if second_step.side_effects or second.form != traced.form:
                 raise step.side_effects[0].refusal()
-        return to_logical(traced, name)
+        return on_device(to_logical(traced, name), device)
 
     try:
         return trace_until_stable(as_compiling=False)
