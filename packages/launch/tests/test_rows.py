@@ -11,7 +11,8 @@ from trainable import planned, run_config, run_of
 from sbp_core.graph import Phase
 from sbp_launch.config import PluginChoice, RunConfig
 from sbp_launch.moves import When
-from sbp_launch.planned import Planned, plan_step
+from sbp_launch.planned import plan_step
+from sbp_launch.planning import Planned
 from sbp_launch.program import make_program
 from sbp_launch.rows import ModuleRow, plan_text
 from sbp_torch.update_options import UpdateOptions

@@ -18,7 +18,8 @@ from sbp_core.plugins import merge_settings
 from sbp_launch import trainer
 from sbp_launch.compile_config import CompileConfig
 from sbp_launch.config import PluginChoice, RunConfig
-from sbp_launch.planned import Planned, plan_step
+from sbp_launch.planned import plan_step
+from sbp_launch.planning import Planned
 from sbp_launch.program import make_program
 from sbp_launch.savings import saving_lines
 from sbp_torch.boxing.local import LocalBackend

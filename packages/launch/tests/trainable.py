@@ -19,7 +19,8 @@ from sbp_core.strategy import Strategy
 from sbp_launch.compile_config import CompileConfig
 from sbp_launch.config import PluginChoice, RunConfig, TrainerConfig
 from sbp_launch.moves import When
-from sbp_launch.planned import Planned, plan_step
+from sbp_launch.planned import plan_step
+from sbp_launch.planning import Planned
 from sbp_launch.program import make_program
 from sbp_launch.rows import ModuleMove, ModuleRow
 from sbp_launch.run import Run

@@ -28,7 +28,8 @@ from sbp_launch.config import RunConfig
 from sbp_launch.environment import write_environment
 from sbp_launch.figures import Predicted, StepMeter, prediction_basis
 from sbp_launch.finite_loss import FiniteLoss
-from sbp_launch.planned import Planned, plan_evaluation, plan_step
+from sbp_launch.planned import plan_evaluation, plan_step
+from sbp_launch.planning import Planned
 from sbp_launch.program import EagerReference, Program, make_program
 from sbp_launch.progress import StepProgress
 from sbp_launch.report import counted, crowding, memory_lines, summary
