@@ -15,6 +15,7 @@ from sbp_launch.config import PluginChoice
 from sbp_launch.optimizers import optimizer_over
 from sbp_launch.patterns import check_patterns
 from sbp_launch.planning import regathering
+from sbp_launch.planning import regathering
 from sbp_launch.program import EagerReference, make_program
 from sbp_launch.schedules import ScheduleConfig
 from sbp_launch.session import make_backend
