@@ -15,7 +15,6 @@ from sbp_launch.config import PluginChoice
 from sbp_launch.optimizers import optimizer_over
 from sbp_launch.patterns import check_patterns
 from sbp_launch.planning import regathering
-from sbp_launch.planning import regathering
 from sbp_launch.program import EagerReference, make_program
 from sbp_launch.schedules import ScheduleConfig
 from sbp_launch.session import make_backend
@@ -260,8 +259,8 @@ def test_the_planner_may_say_what_is_gathered_again_unless_the_config_does():
     own = replace(planned.plan_step(run_of(run), program).strategy, regather=("head.*",))
     told = replace(run, compile=replace(run.compile, regather=("embed.*",)))
 
-    assert regathering(own, run).regather == ("head.*",)
-    assert regathering(own, told).regather == ("embed.*",)
+    assert regathering(own, run.compile).regather == ("head.*",)
+    assert regathering(own, told.compile).regather == ("embed.*",)
 
 
 @pytest.mark.parametrize(("field", "names"), [("keep", ("hea", "mm")), ("lower", ("embeding",))])
