@@ -101,6 +101,21 @@ def test_ranks_share_the_cores_and_wait_for_one_interpreter() -> None:
     assert (many.launch_s, few.launch_s) == (8e-6, 2e-6)
 
 
+def test_gpus_share_nothing_and_have_rates_of_their_own() -> None:
+    make = build_local(LocalConfig(device="cuda", cores=1, launch_s=1e-6))
+
+    many, one = make(8).device, make(1).device
+
+    assert many == one
+    assert (many.kind, many.launch_s) == ("cuda", 1e-6)
+    assert many.flop_per_s["bfloat16"] > many.flop_per_s["float32"] > 1e13
+
+
+def test_an_unknown_device_is_refused() -> None:
+    with pytest.raises(ConfigError, match="device='tpu'"):
+        LocalConfig(device="tpu")  # type: ignore[arg-type] # what a config may say
+
+
 def test_there_is_at_least_one_core() -> None:
     assert build_local(LocalConfig())(1).device.flop_per_s["float32"] == 100e9
     with pytest.raises(ConfigError, match="cores=0"):

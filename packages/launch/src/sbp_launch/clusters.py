@@ -1,10 +1,12 @@
-"""The cluster profile `local`: the ranks of one process, with declared rates."""
+"""The cluster profile `local`: ranks on this machine, with declared rates."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from math import inf, prod
+from typing import Literal
 
 from sbp_core.cluster import Cluster, Device, Link
 from sbp_core.errors import ConfigError
@@ -17,24 +19,56 @@ MESH_TODO = "give the ranks along each axis: cluster.mesh=[4], or 'cluster.mesh=
 AXES = {1: ("data",), 2: ("data", "tensor"), 3: ("pipe", "data", "tensor")}
 
 
+#: The rates that `LocalConfig` declares where it is given none, by kind of device. On CPUs those of
+#: one core of a server, in order of magnitude. On GPUs those of an NVIDIA A100 SXM 80 GB and its
+#: NVLink in one direction; matrix products of float32 without TF32. Source: NVIDIA A100 datasheet,
+#: June 2021; latencies and launches are usual orders of magnitude.
+RATES: Mapping[str, Mapping[str, float]] = {
+    "cpu": {
+        "float32_flop_per_s": 100e9,
+        "float64_flop_per_s": 50e9,
+        "bfloat16_flop_per_s": 50e9,
+        "memory_bytes": 4 * 2**30,
+        "memory_bytes_per_s": 10e9,
+        "launch_s": 7e-6,
+        "boxing_launch_s": 1.5e-4,
+        "link_latency_s": 2e-5,
+        "link_bytes_per_s": 5e9,
+    },
+    "cuda": {
+        "float32_flop_per_s": 19.5e12,
+        "float64_flop_per_s": 9.7e12,
+        "bfloat16_flop_per_s": 312e12,
+        "memory_bytes": 80 * 10**9,
+        "memory_bytes_per_s": 2.039e12,
+        "launch_s": 5e-6,
+        "boxing_launch_s": 2e-5,
+        "link_latency_s": 1e-5,
+        "link_bytes_per_s": 300e9,
+    },
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalConfig:
-    """A mesh of ranks, all in one process, whose cores they share.
+    """A mesh of ranks on this machine, on cores that they share, or a GPU each.
 
-    The rates are declared, not measured: the order of magnitude of one core of a server. Where
-    there are more ranks than cores, each gets its share of them. And Python starts what all threads
-    do one after the other, so each rank also waits while operators and boxing steps of the others
-    start.
+    The rates are declared, not measured. Where there are more ranks than cores, each gets its share
+    of them. And Python starts what all threads of a process do one after the other, so on CPUs each
+    rank also waits while operators and boxing steps of the others start.
 
     Args:
         mesh: Ranks along each axis, >= 1.
         axes: Distinct name of each axis; None, once made, is those of `AXES`.
+        device: Kind of device behind every rank.
         world_size: Ranks in all; None takes what the mesh has.
         cores: Cores that the ranks share; None takes all that this process may use.
-        float32_flop_per_s: Rate of a float32 matrix multiplication on one core, in flop/s.
-        float64_flop_per_s: Rate of a float64 matrix multiplication on one core, in flop/s.
+        float32_flop_per_s: Rate of a float32 matrix multiplication on one core or GPU, in flop/s;
+            None, here and below, declares what `RATES` has for the device.
+        float64_flop_per_s: The same in float64.
+        bfloat16_flop_per_s: The same in bfloat16 and float16.
         memory_bytes: Memory of one rank that a plan may use, in bytes.
-        memory_bytes_per_s: Memory bandwidth of one core, in bytes/s.
+        memory_bytes_per_s: Memory bandwidth of one core or GPU, in bytes/s.
         launch_s: Time to start one operator of one rank, in seconds.
         boxing_launch_s: Time to start one boxing step on one rank, beside its messages, in seconds.
         link_latency_s: Latency of a message between two ranks, in seconds.
@@ -43,25 +77,31 @@ class LocalConfig:
 
     mesh: tuple[int, ...] = field(default=(2, 2), metadata={INSTEAD: MESH_TODO})
     axes: tuple[str, ...] | None = None
+    device: Literal["cpu", "cuda"] = "cpu"
     world_size: int | None = None
     cores: int | None = None
-    float32_flop_per_s: float = 100e9
-    float64_flop_per_s: float = 50e9
-    memory_bytes: int = 4 * 2**30
-    memory_bytes_per_s: float = 10e9
-    launch_s: float = 7e-6
-    boxing_launch_s: float = 1.5e-4
-    link_latency_s: float = 2e-5
-    link_bytes_per_s: float = 5e9
+    float32_flop_per_s: float | None = None
+    float64_flop_per_s: float | None = None
+    bfloat16_flop_per_s: float | None = None
+    memory_bytes: int | None = None
+    memory_bytes_per_s: float | None = None
+    launch_s: float | None = None
+    boxing_launch_s: float | None = None
+    link_latency_s: float | None = None
+    link_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "axes", named_axes(self.mesh, self.axes, self.world_size))
+        if self.device not in RATES:
+            raise ConfigError(f"device={self.device!r}", accepted=" or ".join(RATES))
         if self.cores is not None and self.cores < 1:
             raise ConfigError(
                 f"cores={self.cores}", accepted="1 or more, or null for all that there are"
             )
         for entry in fields(self):
             value = getattr(self, entry.name)
+            if value is None:
+                continue
             if entry.name in ("launch_s", "boxing_launch_s", "link_latency_s"):
                 if not 0 <= value < inf:
                     raise ConfigError(f"{entry.name}={value!r}", accepted="seconds >= 0")
@@ -122,20 +162,28 @@ def usable_cores() -> int:
 def build_local(config: LocalConfig) -> ClusterFactory:
     """Return a maker of the declared cluster: one node that holds all ranks."""
     cores = config.cores or usable_cores()
-    link = Link(latency_s=config.link_latency_s, bytes_per_s=config.link_bytes_per_s)
+    given = {name: getattr(config, name) for name in RATES[config.device]}
+    rates = {**RATES[config.device], **{k: v for k, v in given.items() if v is not None}}
+    link = Link(latency_s=rates["link_latency_s"], bytes_per_s=rates["link_bytes_per_s"])
 
     def make(num_devices: int) -> Cluster:
-        share = min(1.0, cores / num_devices)
+        # Ranks on CPUs share cores, and an interpreter that starts one operator at a time.
+        on_cpu = config.device == "cpu"
+        share = min(1.0, cores / num_devices) if on_cpu else 1.0
+        waiting = num_devices if on_cpu else 1
+        half = share * rates["bfloat16_flop_per_s"]
         device = Device(
-            kind="cpu",
-            memory_bytes=config.memory_bytes,
+            kind=config.device,
+            memory_bytes=int(rates["memory_bytes"]),
             flop_per_s={
-                "float32": share * config.float32_flop_per_s,
-                "float64": share * config.float64_flop_per_s,
+                "float32": share * rates["float32_flop_per_s"],
+                "float64": share * rates["float64_flop_per_s"],
+                "bfloat16": half,
+                "float16": half,
             },
-            memory_bytes_per_s=share * config.memory_bytes_per_s,
-            launch_s=num_devices * config.launch_s,
-            boxing_launch_s=num_devices * config.boxing_launch_s,
+            memory_bytes_per_s=share * rates["memory_bytes_per_s"],
+            launch_s=waiting * rates["launch_s"],
+            boxing_launch_s=waiting * rates["boxing_launch_s"],
         )
         return Cluster(
             name="local",

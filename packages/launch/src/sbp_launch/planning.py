@@ -148,6 +148,7 @@ def capture_training(
         update=settings.update,
         autocast=settings.compile.autocast,
         per_shard_random=settings.compile.random == "per_shard",
+        device=settings.mesh.device,
     )
     check_precision(settings.compile, captured)
     return _prepared(captured, settings, settings.micro_batches)
@@ -164,6 +165,7 @@ def capture_forward(
         name=name,
         autocast=settings.compile.autocast,
         per_shard_random=settings.compile.random == "per_shard",
+        device=settings.mesh.device,
     )
     return _prepared(captured, settings, 1)
 

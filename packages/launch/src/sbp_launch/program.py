@@ -123,8 +123,9 @@ def make_program(run: Run) -> Program:
     optimizer = optimizer_over(make_optimizer, made.model)
     if optimizer is None:
         raise run.entry("optimizer").returned(None, "an optimizer", by="__call__")
-    mesh = Placement.grid(config.mesh, config.axes)
     make_cluster: ClusterFactory = run.make("cluster")
+    cluster = make_cluster(math.prod(config.mesh))
+    mesh = Placement.grid(config.mesh, config.axes, cluster.device.kind)
     return Program(
         dtype=dtype,
         made=made,
@@ -134,7 +135,7 @@ def make_program(run: Run) -> Program:
         data=data,
         data_plugin=run.entry("data"),
         mesh=mesh,
-        cluster=make_cluster(mesh.size),
+        cluster=cluster,
     )
 
 
