@@ -9,20 +9,28 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from queue import Empty, SimpleQueue
 
-import torch
 from torch import Tensor
 
+from sbp_actor_runtime.between_steps import BetweenSteps
 from sbp_actor_runtime.configs import ActorConfig
 from sbp_actor_runtime.message import Message, StepOrder, ThreadId, WorkerReport
 from sbp_actor_runtime.worker import Worker
 from sbp_core.boxing import BoxingBackend
 from sbp_core.compile import PhysicalPlan
 from sbp_core.errors import BoxingError, RunError
-from sbp_core.runtime import Number, Runtime, Session, StepResult
-from sbp_torch.boxing.processes import Fingerprinted, agree
+from sbp_core.runtime import (
+    Number,
+    Runtime,
+    Session,
+    StatePiece,
+    StepResult,
+    check_destination,
+    gather_routes,
+)
+from sbp_torch.boxing.processes import Fingerprinted
 from sbp_torch.runtime import PARTIAL_UPDATE_TODO, StateStore, Values, feed, partially_updated
 from sbp_torch.segments import SegmentMaker, failed_call, segment_maker
 
@@ -85,7 +93,10 @@ class ActorSession(Session):
         self.store = StateStore(plan, ranks)
         self.store.load(states)
         self.reports: SimpleQueue[WorkerReport] = SimpleQueue()
-        self.steps_done = 0
+        self.local_ranks, self.steps_done = tuple(ranks), 0
+        self.together = BetweenSteps(plan, self.store, backend, config.deadline_s)
+        #: Whether all processes are known to run the same plan.
+        self.has_agreed = False
         #: The states at the beginning of a step; `store.values` until the step is committed.
         self.states_before: dict[int, Values] = {}
         self.overwrites = any(a.in_place for rank in ranks for a in plan.by_rank[rank].actors)
@@ -129,8 +140,7 @@ class ActorSession(Session):
             worker.has_overwritten = False
         self.states_before = self.store.values
         try:
-            if first and self.backend.spans_processes:
-                self._agree_on_plan(deadline_s)
+            self._agree_on_plan(deadline_s)
             for (rank, _), worker in self.workers.items():
                 states = self.store.values[rank]
                 worker.inbox.put(
@@ -164,40 +174,14 @@ class ActorSession(Session):
         return results
 
     def _agree_on_plan(self, deadline_s: float) -> None:
-        """See that every process runs the same plan; its ranks compare the plan's hash.
+        """See, once, that every process runs the same plan; its ranks compare the plan's hash.
 
         Raises:
             BoxingError: they do not, or a rank did not come.
         """
-        outcomes: SimpleQueue[BaseException | None] = SimpleQueue()
-        everyone = [part.rank for part in self.plan.ranks]
-
-        def compare(rank: int) -> None:
-            tensors = [
-                value for value in self.store.values[rank].values() if torch.is_tensor(value)
-            ]
-            device = tensors[0].device if tensors else None
-            try:
-                agree(
-                    self.backend.communicator(rank),
-                    everyone,
-                    "plan",
-                    self.plan.hash,
-                    deadline_s,
-                    device=device,
-                )
-            except BaseException as error:
-                outcomes.put(error)
-            else:
-                outcomes.put(None)
-
-        # On threads: the ranks of one process wait for each other too, and so that an interrupt
-        # from the keyboard need not wait for them.
-        for rank in self.store.values:
-            threading.Thread(target=compare, args=(rank,), name="sbp agree", daemon=True).start()
-        for _ in self.store.values:
-            if (error := outcomes.get()) is not None:
-                raise error
+        if self.backend.spans_processes and not self.has_agreed:
+            self.together.agree("plan", self.plan.hash, deadline_s)
+            self.has_agreed = True
 
     def _check_usable(self) -> None:
         if self.closed or self.failure is not None:
@@ -303,11 +287,54 @@ class ActorSession(Session):
         """See `Session.shard`."""
         return self.store.shard(name, rank)
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """See `Session.state_dict`."""
+    def _check_whole(self) -> None:
+        """Refuse to hand out states that belong to two steps."""
         if self._is_writing() or self._is_partially_updated():
             raise partially_updated()
-        return self.store.whole()
+
+    def pieces(self) -> Iterator[StatePiece]:
+        """See `Session.pieces`."""
+        self._check_whole()
+        return self.store.pieces()
+
+    def gather(self, name: str, *, to: int | None = None) -> Tensor | None:
+        """See `Session.gather`."""
+        gather_routes(self.plan, name, to)  # refuses what is not there, in all processes alike
+        return self._gather([name], repr(name), to).get(name)
+
+    def state_dict(self, *, to: int | None = None) -> dict[str, Tensor]:
+        """See `Session.state_dict`."""
+        check_destination(self.plan, to)
+        return self._gather(self.store.names, "all states", to)
+
+    def _gather(self, names: Sequence[str], what: str, to: int | None) -> dict[str, Tensor]:
+        """Return whole states by name, where they go; without sending if all ranks are here."""
+        self._check_whole()
+        if not self.backend.spans_processes:
+            return {name: self.store.whole(name) for name in names}
+        if self.closed or self.failure is not None:
+            raise RunError(
+                f"ranks of other processes cannot be asked for {what} any more: "
+                + (
+                    "the session is closed" if self.closed else "the session ended in a failed step"
+                ),
+                where=self.failure.what if self.failure is not None else "",
+                accepted="gather() and state_dict() before that; pieces(), which sends nothing",
+                todo="save the pieces() of every process",
+            )
+        try:
+            self._agree_on_plan(self.config.first_deadline_s)
+            where = "all ranks" if to is None else f"rank {to}"
+            self.together.agree("gathering", f"{what} for {where} after step {self.steps_done}")
+            found = {name: self.together.gather(name, to) for name in names}
+        except BoxingError as error:
+            failure = RunError(error.what, where=error.where, todo=error.todo)
+            self._abort(error, failure)
+            raise failure from error
+        except BaseException as error:
+            self._abort(error, RunError(f"gathering {what} was interrupted by {error!r}"))
+            raise
+        return {name: value for name, value in found.items() if value is not None}
 
     def load_state_dict(self, states: Mapping[str, Tensor]) -> None:
         """See `Session.load_state_dict`."""

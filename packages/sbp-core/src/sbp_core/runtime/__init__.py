@@ -1,10 +1,34 @@
 """The contract of runtimes: start a plan on states, run steps, hand states back.
 
+`contract` has the classes; `ownership` says which rank owns which part of a state, and how a whole
+one is gathered.
+
 Stability: provisional.
 """
 
 from __future__ import annotations
 
 from sbp_core.runtime.contract import Number, Runtime, Session, StepResult, Watch, unwatched
+from sbp_core.runtime.ownership import (
+    StatePiece,
+    check_destination,
+    gather_routes,
+    known_state,
+    state_owners,
+    state_slots,
+)
 
-__all__ = ["Number", "Runtime", "Session", "StepResult", "Watch", "unwatched"]
+__all__ = [
+    "Number",
+    "Runtime",
+    "Session",
+    "StatePiece",
+    "StepResult",
+    "Watch",
+    "check_destination",
+    "gather_routes",
+    "known_state",
+    "state_owners",
+    "state_slots",
+    "unwatched",
+]

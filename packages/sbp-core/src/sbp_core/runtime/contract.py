@@ -1,14 +1,15 @@
 """The contract of runtimes: start a plan on states, run steps, hand states back.
 
 A runtime owns the ranks of one process. Batches come in whole, as the one-device program would see
-them; each rank takes its own part. States are handed over and back as whole logical tensors or, for
+them; each rank takes its own part. States are handed over as whole logical tensors, of which each
+process cuts what its ranks hold, and handed back as those, as the pieces that ranks own or, for
 those who compare, as each rank's shard.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from sbp_core.boxing.backend import BoxingBackend
     from sbp_core.compile.physical import PhysicalPlan
+    from sbp_core.runtime.ownership import StatePiece
     from sbp_core.tensor import Tensor
 
 #: A host number.
@@ -51,6 +53,10 @@ class Session(ABC):
 
     watch: Watch = staticmethod(unwatched)
 
+    #: The ranks that run in this process, and the steps that have been done.
+    local_ranks: tuple[int, ...]
+    steps_done: int
+
     @abstractmethod
     def step(self, batch: Mapping[str, Tensor], scalars: Mapping[str, Number]) -> StepResult:
         """Run one step.
@@ -77,12 +83,47 @@ class Session(ABC):
         """
 
     @abstractmethod
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return every state as a whole logical tensor, by the names of `initial_states`."""
+    def pieces(self) -> Iterator[StatePiece]:
+        """Yield what the local ranks own of the states: over all ranks, each element once.
+
+        Nothing is sent and nothing is copied, so this works after a failed step, too.
+
+        Raises:
+            RunError: a step failed when it had overwritten some states.
+        """
+
+    @abstractmethod
+    def gather(self, name: str, *, to: int | None = None) -> Tensor | None:
+        """Return a state as a whole logical tensor, a copy; None where it does not go.
+
+        Where ranks live in several processes, all of them call this, in one order, between the same
+        steps. It is sent through boxing.
+
+        Args:
+            name: One of `state_dict`.
+            to: The rank whose process gets the state; all of them if None.
+
+        Raises:
+            SbpLookupError: there is no such state or rank.
+            RunError: the processes do not ask for the same; a rank did not come by the deadline;
+                or ranks of other processes can no longer be asked, as the session is closed or a
+                step failed.
+        """
+
+    @abstractmethod
+    def state_dict(self, *, to: int | None = None) -> dict[str, Tensor]:
+        """Return every state as a whole logical tensor, by the names of `initial_states`.
+
+        They are gathered one at a time, as `gather` does. Where they do not go, there are none.
+        """
 
     @abstractmethod
     def load_state_dict(self, states: Mapping[str, Tensor]) -> None:
-        """Replace every state.
+        """Replace every state. Each process calls it, and cuts what its ranks hold.
+
+        Args:
+            states: Whole tensors by name; or a mapping that makes each when it is asked for, of
+                which a process asks for those that its ranks hold a part of.
 
         Raises:
             SbpValueError: a state is missing, unknown, or of another shape or dtype.

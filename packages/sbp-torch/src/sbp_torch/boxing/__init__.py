@@ -14,15 +14,16 @@ from typing import TYPE_CHECKING
 from sbp_core.exports import lazy
 
 if TYPE_CHECKING:
-    from sbp_torch.boxing.execute import reduce_in_order, reduction_of, shard
+    from sbp_torch.boxing.execute import local_step, reduce_in_order, reduction_of, shard
     from sbp_torch.boxing.local import LocalBackend
 
-__all__ = ["LocalBackend", "reduce_in_order", "reduction_of", "shard"]
+__all__ = ["LocalBackend", "local_step", "reduce_in_order", "reduction_of", "shard"]
 
 __getattr__, __dir__ = lazy(
     __name__,
     {
         "LocalBackend": "local",
+        "local_step": "execute",
         "reduce_in_order": "execute",
         "reduction_of": "execute",
         "shard": "execute",

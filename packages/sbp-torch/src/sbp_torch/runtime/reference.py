@@ -30,7 +30,15 @@ from sbp_core.compile import (
 )
 from sbp_core.errors import RunError
 from sbp_core.interpreter import Firing, InstructionDomain, Interpreter
-from sbp_core.runtime import Number, Runtime, Session, StepResult, Watch
+from sbp_core.runtime import (
+    Number,
+    Runtime,
+    Session,
+    StatePiece,
+    StepResult,
+    Watch,
+    check_destination,
+)
 from sbp_torch.boxing.execute import apply_step, local_step
 from sbp_torch.ops.operators import bind, operator_of, results_of
 from sbp_torch.runtime.accumulation import joined
@@ -85,7 +93,9 @@ class ReferenceSession(Session):
                 for actor in part.actors
                 if isinstance(actor, Compute)
             }
-        self.store = StateStore(plan, [part.rank for part in plan.ranks])
+        self.local_ranks = tuple(part.rank for part in plan.ranks)
+        self.steps_done = 0
+        self.store = StateStore(plan, self.local_ranks)
         self.store.load(states)
 
     def step(self, batch: Mapping[str, Tensor], scalars: Mapping[str, Number]) -> StepResult:
@@ -106,17 +116,32 @@ class ReferenceSession(Session):
                 }
             finally:
                 self.is_partially_updated = domain.has_overwritten and self.store.values is before
+        self.steps_done += 1
         return StepResult(outputs=domain.results)
 
     def shard(self, name: str, rank: int) -> Tensor | Number:
         """See `Session.shard`."""
         return self.store.shard(name, rank)
 
-    def state_dict(self) -> dict[str, Tensor]:
+    def pieces(self) -> Iterator[StatePiece]:
+        """See `Session.pieces`."""
+        if self.is_partially_updated:
+            raise partially_updated()
+        return self.store.pieces()
+
+    def gather(self, name: str, *, to: int | None = None) -> Tensor | None:
+        """See `Session.gather`; nothing is sent, as all ranks are here."""
+        if self.is_partially_updated:
+            raise partially_updated()
+        check_destination(self.plan, to)
+        return self.store.whole(name)
+
+    def state_dict(self, *, to: int | None = None) -> dict[str, Tensor]:
         """See `Session.state_dict`."""
         if self.is_partially_updated:
             raise partially_updated()
-        return self.store.whole()
+        check_destination(self.plan, to)
+        return {name: self.store.whole(name) for name in self.store.names}
 
     def load_state_dict(self, states: Mapping[str, Tensor]) -> None:
         """See `Session.load_state_dict`."""

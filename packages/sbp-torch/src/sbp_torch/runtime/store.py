@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from numbers import Real
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from sbp_core.compile import PhysicalPlan, StateSlot
 from sbp_core.errors import SbpLookupError, SbpTypeError, SbpValueError, nearest
 from sbp_core.graph import InputKind
+from sbp_core.runtime import StatePiece, known_state, state_owners, state_slots
 from sbp_torch._torch_compat import storage_key
 from sbp_torch.boxing.execute import assemble, shard
 from sbp_torch.ops.random import draw_of
@@ -46,14 +48,19 @@ class StateStore:
         #: Of the states that a host number stands for, as they were last given.
         self.tied_dtypes: dict[str, torch.dtype] = {}
 
-    def slots(self) -> dict[str, StateSlot]:
-        """Return one slot of every state of the plan, by name."""
-        return {
-            slot.name: slot
-            for part in self.plan.ranks
-            for slot in part.slots
-            if InputKind(slot.kind).is_state
-        }
+    @cached_property
+    def slots(self) -> Mapping[str, StateSlot]:
+        """One slot of every state of the plan, by the name that ranks know it by."""
+        return state_slots(self.plan)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all states: those of `state_dict`."""
+        return tuple(tied for name in self.slots for tied in self._names_of(name))
+
+    def _names_of(self, slot_name: str) -> tuple[str, ...]:
+        """Return the states that are kept as one: several, of a host number that is tied."""
+        return self.plan.ties.get(slot_name, (slot_name,))
 
     def shard(self, name: str, rank: int) -> Tensor | Number:
         """Return one rank's part of a state (not a copy).
@@ -62,17 +69,7 @@ class StateStore:
             SbpLookupError: there is no such state, the rank does not run in this process, or it is
                 of a stage that does not hold the state.
         """
-        slots = self.slots()
-        if name not in slots:
-            tied = next((host for host, names in self.plan.ties.items() if name in names), None)
-            if tied is None:
-                near = nearest(name, slots)
-                raise SbpLookupError(
-                    f"no state is called {name!r}",
-                    accepted="a name of state_dict()",
-                    todo=f"did you mean {near!r}?" if near else "",
-                )
-            name = tied
+        name = known_state(self.plan, name)
         if rank not in self.values:
             here = ", ".join(map(str, self.values))
             is_known = rank in self.plan.by_rank
@@ -100,12 +97,12 @@ class StateStore:
             SbpValueError: a state is missing, unknown, or of another shape or dtype; tied states
                 differ.
         """
-        slots = self.slots()
+        slots = self.slots
         numbers = {
             tied: name
             for name, slot in slots.items()
             if slot.sbp is None
-            for tied in self.plan.ties.get(name, (name,))
+            for tied in self._names_of(name)
         }
         self._check_names(states, slots, numbers)
         new: dict[int, Values] = {rank: {} for rank in self.values}
@@ -163,20 +160,49 @@ class StateStore:
             new[rank][slot.name] = part.clone() if storage_key(part) in taken else part
             taken.add(storage_key(part))
 
-    def whole(self) -> dict[str, Tensor]:
-        """Return every state as a whole tensor; tied ones under each of their names."""
-        found: dict[str, Tensor] = {}
-        for name, slot in self.slots().items():
-            parts = {rank: values[name] for rank, values in self.values.items() if name in values}
-            if slot.sbp is None:
-                number = next(iter(parts.values()))
-                for tied in self.plan.ties.get(name, (name,)):
-                    found[tied] = torch.tensor(number, dtype=self.tied_dtypes[tied])
-                continue
-            stage = self.plan.stages[slot.stage]
-            tensors = {rank: part for rank, part in parts.items() if isinstance(part, Tensor)}
-            found[name] = assemble(tensors, stage, slot.sbp, slot.shape).clone()
-        return found
+    def pieces(self) -> Iterator[StatePiece]:
+        """Yield what the local ranks own of the states."""
+        for name, owners in state_owners(self.plan).items():
+            slot = self.slots[name]
+            for rank, bounds in owners.items():
+                if rank not in self.values:
+                    continue
+                for tied in self._names_of(name):
+                    dtype = slot.dtype
+                    if slot.sbp is None:
+                        dtype = str(self.tied_dtypes[tied]).removeprefix("torch.")
+                    yield StatePiece(
+                        name=tied,
+                        shape=slot.shape,
+                        dtype=dtype,
+                        bounds=bounds,
+                        value=self.values[rank][name],
+                    )
+
+    def number(self, name: str) -> Tensor | None:
+        """Return a state that ranks keep as a host number, as a 0-d tensor; None of any other."""
+        slot = self.slots[known_state(self.plan, name)]
+        if slot.sbp is not None:
+            return None
+        number = next(iter(self.values.values()))[slot.name]
+        dtypes = [self.tied_dtypes[tied] for tied in self._names_of(slot.name)]
+        return torch.tensor(number, dtype=self.tied_dtypes.get(name, dtypes[0]))
+
+    def whole(self, name: str) -> Tensor:
+        """Return a state as a whole tensor, a copy, where all ranks are in this process.
+
+        Raises:
+            SbpLookupError: there is no such state.
+        """
+        number = self.number(name)
+        if number is not None:
+            return number
+        slot = self.slots[name]
+        assert slot.sbp is not None, "else it is a number"
+        stage = self.plan.stages[slot.stage]
+        parts = {rank: self.values[rank][name] for rank in stage.rank_list}
+        tensors = {rank: part for rank, part in parts.items() if isinstance(part, Tensor)}
+        return assemble(tensors, stage, slot.sbp, slot.shape).clone()
 
 
 def _each(states: Mapping[str, Tensor], names: Collection[str]) -> Iterator[tuple[str, Tensor]]:

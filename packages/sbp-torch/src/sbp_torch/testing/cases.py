@@ -8,7 +8,7 @@ Stability: internal.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 
@@ -21,17 +21,24 @@ from sbp_core.graph import InputKind, Phase, Ref
 from sbp_core.infer import PinValue, infer_strategy
 from sbp_core.placement import Placement
 from sbp_core.plugins import PlanRequest
-from sbp_core.runtime import Number, Session
+from sbp_core.runtime import Number, Session, StatePiece
 from sbp_torch.boxing.execute import shard
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.reference import ReferenceRuntime
-from sbp_torch.testing.programs import OneDeviceStep, assert_near, capture_tiny, small_cluster
+from sbp_torch.testing.programs import (
+    OneDeviceStep,
+    assert_equal,
+    assert_near,
+    capture_tiny,
+    small_cluster,
+)
 
 __all__ = [
     "CASES",
     "REFUSAL",
     "RuntimeCase",
+    "assert_pieces",
     "check_shards",
     "compile_case",
     "plan_with",
@@ -231,6 +238,21 @@ def shards_of(session: Session, plan: PhysicalPlan) -> dict[tuple[str, int], Ten
                     value.clone() if isinstance(value, Tensor) else value
                 )
     return found
+
+
+def assert_pieces(pieces: Iterable[StatePiece], states: Mapping[str, Tensor]) -> None:
+    """Put the pieces of all ranks together, which have every element once; compare with states."""
+    found = {name: torch.empty_like(value) for name, value in states.items()}
+    times = {name: torch.zeros(value.shape) for name, value in states.items()}
+    for piece in pieces:
+        place = tuple(slice(start, stop) for start, stop in piece.bounds)
+        whole = states[piece.name]
+        assert (piece.shape, f"torch.{piece.dtype}") == (tuple(whole.shape), str(whole.dtype))
+        found[piece.name][place] = piece.value
+        times[piece.name][place] += 1
+    for name, value in states.items():
+        assert bool((times[name] == 1).all()), f"elements of {name} are owned never or twice"
+        assert_equal(name, found[name], value)
 
 
 def check_shards(

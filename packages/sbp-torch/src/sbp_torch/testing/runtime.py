@@ -20,15 +20,17 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sbp_core.boxing import BoxingBackend
 from sbp_core.compile import PhysicalPlan
 from sbp_core.errors import RunError, SbpError, SbpLookupError, SbpTypeError, SbpValueError
-from sbp_core.runtime import Runtime, Session
+from sbp_core.runtime import Number, Runtime, Session
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.testing.cases import (
     CASES,
     REFUSAL,
+    assert_pieces,
     check_shards,
     compile_case,
     plan_with,
@@ -165,6 +167,61 @@ class RuntimeConformance(ABC):
         assert set(found) == set(step.states)
         for name, value in step.states.items():
             assert_equal(name, found[name], value)
+
+    def test_a_session_counts_its_steps_and_names_its_ranks(self) -> None:
+        """`local_ranks` are those of the plan; a refused step is none."""
+        step = CASES["data parallel"].step
+        with self.start("data parallel") as session:
+            counts = [session.steps_done]
+            with raises(SbpValueError):
+                session.step({}, step.scalars)
+            for batch in step.batches[:2]:
+                session.step(batch, step.scalars)
+                counts.append(session.steps_done)
+
+        assert counts == [0, 1, 2]
+        assert session.local_ranks == tuple(compile_case("data parallel").by_rank)
+
+    def test_pieces_are_every_element_of_every_state_once(self) -> None:
+        """Put together they are `state_dict`; they are no copies."""
+        for name in ("sharded states", "data and tensor parallel", "pipeline, 1F1B"):
+            with self.start(name) as session:
+                run_steps(session, CASES[name].step)
+                pieces, wanted = list(session.pieces()), session.state_dict()
+                for piece in pieces:
+                    shards = [
+                        self._shard(session, piece.name, rank) for rank in session.local_ranks
+                    ]
+                    assert any(piece.value is shard for shard in shards), f"{piece.name}: a copy"
+            assert_pieces(pieces, wanted)
+
+    def _shard(self, session: Session, name: str, rank: int) -> Tensor | Number | None:
+        try:
+            return session.shard(name, rank)
+        except SbpLookupError:
+            return None  # it is on another stage
+
+    def test_a_state_is_gathered_whole(self) -> None:
+        """For all ranks or one; a copy, equal to that of `state_dict`."""
+        for name in ("sharded states", "data and tensor parallel", "pipeline, 1F1B"):
+            last = compile_case(name).ranks[-1].rank
+            with self.start(name) as session:
+                run_steps(session, CASES[name].step)
+                wanted = session.state_dict()
+                for state, value in session.state_dict(to=last).items():
+                    assert_equal(state, value, wanted[state])
+                for state, value in wanted.items():
+                    for to in (None, last):
+                        whole = session.gather(state, to=to)
+                        assert whole is not None
+                        assert_equal(state, whole, value)
+                        whole.zero_()
+                for state, value in session.state_dict().items():
+                    assert_equal(state, value, wanted[state])
+                with raises(SbpLookupError, match="no state is called 'nobody'"):
+                    session.gather("nobody")
+                with raises(SbpLookupError, match="there is no rank 99"):
+                    session.state_dict(to=99)
 
     def test_a_run_goes_on_from_saved_states(self) -> None:
         """Two steps, and a third in a session that loads their states, equal three steps."""

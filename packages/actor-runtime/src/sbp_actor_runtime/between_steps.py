@@ -1,0 +1,128 @@
+"""What the local ranks do together with those of other processes between steps: agree, gather.
+
+Each rank calls its communicator on a thread of its own, as in a step: the ranks of one process wait
+for each other, too. The workers of the session have nothing to do meanwhile.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sbp_core.boxing import BoxingBackend, BoxingStep, StepKind
+from sbp_core.compile import PhysicalPlan
+from sbp_core.runtime import gather_routes
+from sbp_torch.boxing import local_step
+from sbp_torch.boxing.processes import agree
+from sbp_torch.runtime import StateStore
+
+
+class BetweenSteps:
+    """Calls of all ranks of a run that come between two steps; all processes make the same.
+
+    Args:
+        plan: The plan of the session.
+        store: The states of the local ranks.
+        backend: Open.
+        deadline_s: Seconds that one call may wait for other ranks.
+    """
+
+    def __init__(
+        self, plan: PhysicalPlan, store: StateStore, backend: BoxingBackend, deadline_s: float
+    ) -> None:
+        self.plan, self.store, self.backend = plan, store, backend
+        self.deadline_s = deadline_s
+
+    def agree(self, what: str, value: str, deadline_s: float | None = None) -> None:
+        """See that a text is the same in every process.
+
+        Raises:
+            BoxingError: it is not, or a rank did not come.
+        """
+        everyone = [part.rank for part in self.plan.ranks]
+
+        def compare(rank: int) -> None:
+            device = next(
+                (held.device for held in self.store.values[rank].values() if torch.is_tensor(held)),
+                None,
+            )
+            limit_s = self.deadline_s if deadline_s is None else deadline_s
+            agree(self.backend.communicator(rank), everyone, what, value, limit_s, device=device)
+
+        self._on_each_rank(compare)
+
+    def gather(self, name: str, to: int | None) -> Tensor | None:
+        """Return a whole state, a copy, in the process of rank `to`, or in all; elsewhere None.
+
+        Raises:
+            SbpLookupError: there is no such state or rank.
+            BoxingError: a rank did not come.
+        """
+        routes = gather_routes(self.plan, name, to)
+        wants = set(self.store.values) if to is None else {to} & set(self.store.values)
+        number = self.store.number(name)
+        if number is not None:
+            return number if wants else None
+        found: dict[int, Tensor | None] = {}
+
+        def take_part(rank: int) -> None:
+            value = self.store.values[rank].get(name)
+            assert value is None or isinstance(value, Tensor), "no host number"
+            for index, steps in enumerate(routes):
+                value = self._pass(rank, steps, value, f"gather {name!r}, route {index}")
+            found[rank] = value
+
+        if routes:
+            self._on_each_rank(take_part)
+        else:
+            for rank in wants:  # stored whole wherever it is to go
+                take_part(rank)
+        # What a rank got may be its own shard, or what other ranks of this process got.
+        whole = next((found[rank] for rank in wants), None)
+        return None if whole is None else whole.clone()
+
+    def _pass(
+        self, rank: int, steps: Sequence[BoxingStep], value: Tensor | None, tag: str
+    ) -> Tensor | None:
+        """Take part in a route; return what the rank goes on with (`gather_routes`)."""
+        communicator, limit_s = self.backend.communicator(rank), self.deadline_s
+        here: Any = value
+        for index, step in enumerate(steps):
+            call = f"{tag}, step {index}"
+            sends, takes = rank in step.source[0], rank in step.target[0]
+            if step.kind is StepKind.TRANSFER:
+                if sends:
+                    communicator.send(step, here, tag=call, deadline_s=limit_s)
+                if takes:
+                    own = here if sends else None
+                    here = communicator.receive(step, own, tag=call, deadline_s=limit_s)
+            elif sends:
+                if step.kind is StepKind.LOCAL:
+                    here = local_step(step, rank, here)
+                else:
+                    here = communicator.collective(step, here, tag=call, deadline_s=limit_s)
+        return here if rank in steps[-1].target[0] else value
+
+    def _on_each_rank(self, call: Callable[[int], None]) -> None:
+        """Call a function for every local rank at the same time; raise its first error."""
+        outcomes: SimpleQueue[BaseException | None] = SimpleQueue()
+
+        def run(rank: int) -> None:
+            try:
+                call(rank)
+            except BaseException as error:
+                outcomes.put(error)
+            else:
+                outcomes.put(None)
+
+        # On threads also so that an interrupt from the keyboard need not wait for other ranks.
+        for rank in self.store.values:
+            threading.Thread(target=run, args=(rank,), name="sbp between", daemon=True).start()
+        for _ in self.store.values:
+            if (error := outcomes.get()) is not None:
+                raise error

@@ -1,0 +1,145 @@
+"""States whose ranks are in two processes: gathered through boxing, owned once, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from actor_plans import DATA, PIPELINE, SharedBackend, run_step, start, training_step
+
+from sbp_actor_runtime.session import ActorSession
+from sbp_core.errors import RunError, SbpLookupError
+from sbp_torch.boxing.local import LocalBackend
+from sbp_torch.testing.cases import assert_pieces, compile_case
+
+#: Every state of every layout: replicated, split, split twice, on one of two stages.
+LAYOUTS = ("sharded states", "data and tensor parallel", DATA, PIPELINE)
+
+
+def processes_of(name: str) -> list[ActorSession]:
+    """Return the sessions of two processes, each with half of the ranks."""
+    whole, ranks = LocalBackend(), list(compile_case(name).by_rank)
+    half = len(ranks) // 2
+    return [
+        start(name, backend=SharedBackend(whole, here)) for here in (ranks[:half], ranks[half:])
+    ]
+
+
+def both(sessions: list[ActorSession], call: Callable[[ActorSession], Any]) -> list[Any]:
+    """Call a function in both processes at the same time."""
+    with ThreadPoolExecutor(2) as processes:
+        return list(processes.map(call, sessions))
+
+
+def outcome(session: ActorSession, call: Callable[[ActorSession], Any]) -> str:
+    try:
+        call(session)
+    except RunError as error:
+        return str(error)
+    return "done"
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_process_gathers_what_one_process_has(name: str) -> None:
+    with start(name) as alone:
+        run_step(alone, name)
+        wanted = alone.state_dict()
+    sessions = processes_of(name)
+
+    step = training_step(name)
+    both(sessions, lambda session: session.step(step.batches[0], step.scalars))
+    found = both(sessions, lambda session: session.state_dict())
+    last = sessions[1].local_ranks[-1]
+    to_last = both(sessions, lambda session: session.state_dict(to=last))
+    state = next(iter(wanted))
+    one = both(sessions, lambda session: session.gather(state, to=sessions[0].local_ranks[0]))
+
+    assert to_last[0] == {}
+    assert one[1] is None
+    assert torch.equal(one[0], wanted[state])
+    for states in (*found, to_last[1]):
+        assert list(states) == list(wanted)
+        for key, value in wanted.items():
+            assert torch.equal(states[key], value), key
+    assert_pieces((piece for session in sessions for piece in session.pieces()), wanted)
+    for session in sessions:
+        session.close()
+
+
+def test_what_is_gathered_is_a_copy() -> None:
+    sessions = processes_of(DATA)
+    states = both(sessions, lambda session: session.state_dict())
+
+    for value in states[0].values():
+        value.fill_(7)
+
+    again = both(sessions, lambda session: session.state_dict())
+    for name, value in training_step(DATA).states.items():
+        assert torch.equal(again[0][name], value)
+    for session in sessions:
+        session.close()
+
+
+def test_processes_that_gather_different_states_name_both() -> None:
+    sessions = processes_of(DATA)
+    names = dict(zip(sessions, ("up.weight", "down.weight"), strict=True))
+
+    texts = both(sessions, lambda one: outcome(one, lambda session: session.gather(names[session])))
+
+    for text in texts:
+        assert "ranks 0, 1 have 'up.weight' for all ranks after step 0" in text
+        assert "ranks 2, 3 have 'down.weight' for all ranks after step 0" in text
+    for session in sessions:
+        session.close()
+
+
+def test_a_process_that_does_not_gather_is_named_at_the_deadline() -> None:
+    first, second = processes_of(DATA)
+    both([first, second], lambda session: run_step(session, DATA))
+    first.together.deadline_s = 0.2
+
+    with pytest.raises(RunError, match=r"'agreement on the gathering' waited 0.2 s.*arrive: 2, 3"):
+        first.gather("up.weight")
+
+    with pytest.raises(RunError, match="ended in a failed step"):
+        run_step(first, DATA)
+    for session in (first, second):
+        session.close()
+
+
+@pytest.mark.parametrize("how", ["closed", "failed"])
+def test_after_the_end_a_process_has_its_own_pieces_only(how: str) -> None:
+    sessions = processes_of("sharded states")
+    wanted = training_step("sharded states").states
+
+    for session in sessions:
+        if how == "closed":
+            session.close()
+        else:
+            session._abort(ValueError("bad"), RunError("rank 0 failed"))
+
+    for session in sessions:
+        with pytest.raises(RunError, match=r"(?s)cannot be asked for all states.*save the pieces"):
+            session.state_dict()
+    assert_pieces((piece for session in sessions for piece in session.pieces()), wanted)
+    for session in sessions:
+        session.close()
+
+
+def test_an_unknown_state_or_rank_is_refused_before_anything_is_sent() -> None:
+    sessions = processes_of(DATA)
+
+    for session in sessions:
+        with pytest.raises(SbpLookupError, match=r"did you mean 'up\.weight'"):
+            session.gather("up.weigth")
+        with pytest.raises(SbpLookupError, match="there is no rank 9"):
+            session.gather("up.weight", to=9)
+        with pytest.raises(SbpLookupError, match="there is no rank 9"):
+            session.state_dict(to=9)
+
+    both(sessions, lambda session: run_step(session, DATA))
+    for session in sessions:
+        session.close()

@@ -1,0 +1,161 @@
+"""Which rank owns which part of a state: the one that saves it, of all that hold it.
+
+A function of the plan alone, so that all ranks know it without asking each other. Over all ranks
+every element of every state is owned exactly once. Two states on three ranks, the first split, the
+second replicated:
+
+    rank 0   w rows 0-1   b            owns  w rows 0-1
+    rank 1   w rows 2-3   b            owns  w rows 2-3
+    rank 2   w row 4      b            owns  w row 4, b
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from sbp_core.boxing import Bounds, bounds_of, itemsize, route, volume
+from sbp_core.errors import SbpLookupError, nearest
+from sbp_core.graph import InputKind
+from sbp_core.placement import Placement
+from sbp_core.sbp import B, NdSbp
+
+if TYPE_CHECKING:
+    from sbp_core.boxing import BoxingStep
+    from sbp_core.compile.physical import PhysicalPlan, StateSlot
+    from sbp_core.runtime.contract import Number
+    from sbp_core.tensor import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatePiece:
+    """What a rank owns of a state.
+
+    Args:
+        name: Of the state, one of `Session.state_dict`.
+        shape, dtype: Of the whole state.
+        bounds: Where the piece lies in it: (start, stop) of each dim.
+        value: The piece: of shape `stop - start`, and no copy; of a state that ranks keep as a host
+            number, the number.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    bounds: Bounds
+    value: Tensor | Number
+
+
+def state_slots(plan: PhysicalPlan) -> dict[str, StateSlot]:
+    """Return a slot of every state of a plan, by the name that ranks know it by."""
+    return {
+        slot.name: slot
+        for part in plan.ranks
+        for slot in part.slots
+        if InputKind(slot.kind).is_state
+    }
+
+
+def state_owners(plan: PhysicalPlan) -> Mapping[str, Mapping[int, Bounds]]:
+    """Return the owners of every state, each with the slice that it owns.
+
+    A slice that several ranks hold is owned by one of them. Slices are dealt out from the largest
+    to the smallest, each to the holder that owns fewest bytes so far. A rank owns one slice of a
+    state at most, as it holds one; empty slices have no owner, unless the whole state is empty.
+
+    Args:
+        plan: Any.
+
+    Returns:
+        By the names of `state_slots`, bounds by rank. Host numbers have no dims and so no bounds;
+        the first rank owns them.
+    """
+    found: dict[str, dict[int, Bounds]] = {name: {} for name in state_slots(plan)}
+    slices: list[tuple[int, str, Bounds, list[int]]] = []
+    for name, slot in state_slots(plan).items():
+        if slot.sbp is None:
+            found[name][plan.ranks[0].rank] = ()
+            continue
+        holders: dict[Bounds, list[int]] = {}
+        for rank, bounds in bounds_of(slot.shape, plan.stages[slot.stage], slot.sbp).items():
+            holders.setdefault(bounds, []).append(rank)
+        filled = {bounds: ranks for bounds, ranks in holders.items() if volume(bounds)}
+        for bounds, ranks in (filled or dict(list(holders.items())[:1])).items():
+            slices.append((volume(bounds) * itemsize(slot.dtype), name, bounds, ranks))
+    loads = dict.fromkeys((part.rank for part in plan.ranks), 0)
+    for size_bytes, name, bounds, ranks in sorted(slices, key=lambda entry: (-entry[0], entry[1:])):
+        owner = min(ranks, key=loads.__getitem__)
+        loads[owner] += size_bytes
+        found[name][owner] = bounds
+    return found
+
+
+def known_state(plan: PhysicalPlan, name: str) -> str:
+    """Return by which name ranks know a state: a host number may stand for several.
+
+    Raises:
+        SbpLookupError: no rank has such a state.
+    """
+    slots = state_slots(plan)
+    tied = next((host for host, names in plan.ties.items() if name in names), None)
+    if tied is None and name not in slots:
+        near = nearest(name, [*slots, *(tied for names in plan.ties.values() for tied in names)])
+        raise SbpLookupError(
+            f"no state is called {name!r}",
+            accepted="a name of state_dict()",
+            todo=f"did you mean {near!r}?" if near else "",
+        )
+    return name if tied is None else tied
+
+
+def check_destination(plan: PhysicalPlan, to: int | None) -> None:
+    """Check where states are to go: to a rank of the plan, or to all (None).
+
+    Raises:
+        SbpLookupError: there is no such rank.
+    """
+    if to is not None and to not in plan.by_rank:
+        ranks = ", ".join(map(str, plan.by_rank))
+        raise SbpLookupError(f"there is no rank {to}", accepted=f"one of {ranks}; None for all")
+
+
+def gather_routes(
+    plan: PhysicalPlan, name: str, to: int | None
+) -> tuple[tuple[BoxingStep, ...], ...]:
+    """Return the boxing steps that bring a whole state to one rank, or to all.
+
+    One route, or two: to the ranks of the stage that has the state, then to those of other stages.
+    Whoever is in the target of a route's last step goes on with what it got; the others go on with
+    what they had before the route.
+
+        stored (S(0)) on ranks 0, 1, for all of ranks 0 to 3
+        route 0    all-gather: (S(0)) -> (B) on 0, 1
+        route 1    local: (B) -> (S(0)) on 0, 1; transfer: (S(0)) on 0, 1 -> (B) on 2, 3
+
+    Args:
+        plan: Any.
+        name: Of the state; a host number takes no step.
+        to: A rank; all of them if None.
+
+    Raises:
+        SbpLookupError: there is no such state or rank.
+    """
+    slot = state_slots(plan)[known_state(plan, name)]
+    check_destination(plan, to)
+    if slot.sbp is None:
+        return ()
+    stage = plan.stages[slot.stage]
+    stored = (stage, slot.sbp)
+    if to is not None:
+        if slot.sbp.is_broadcast and to in stage:
+            return ()
+        target = (Placement([to], ("rank",), stage.device), NdSbp(B))
+        return (route(slot.shape, slot.dtype, stored, target).steps,)
+    whole = (stage, NdSbp(*[B] * stage.num_axes))
+    routes = [route(slot.shape, slot.dtype, stored, whole).steps]
+    others = [part.rank for part in plan.ranks if part.rank not in stage]
+    if others:
+        elsewhere = (Placement(others, ("rank",), stage.device), NdSbp(B))
+        routes.append(route(slot.shape, slot.dtype, whole, elsewhere).steps)
+    return tuple(steps for steps in routes if steps)

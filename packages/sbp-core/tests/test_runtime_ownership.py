@@ -1,0 +1,178 @@
+"""Every element of every state is owned once, owners are loaded evenly, and routes arrive."""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sbp_core.boxing import Bounds, StepKind, bounds_of, itemsize, volume
+from sbp_core.compile.physical import PhysicalPlan, RankPlan, StateSlot
+from sbp_core.errors import SbpLookupError
+from sbp_core.graph import InputKind
+from sbp_core.placement import Placement
+from sbp_core.runtime import gather_routes, known_state, state_owners, state_slots
+from sbp_core.sbp import B, NdSbp, S, local_shape
+
+#: Meshes of stages: their ranks overlap, nest, and lie apart.
+MESHES = (
+    Placement([0], ("data",)),
+    Placement([0, 1, 2], ("data",)),
+    Placement([2, 3], ("data",)),
+    Placement([[0, 1], [2, 3]], ("data", "tensor")),
+    Placement([[5, 4], [1, 0]], ("data", "tensor")),
+    Placement([[[0, 1], [2, 3]], [[4, 5], [6, 7]]], ("replica", "data", "tensor")),
+)
+
+
+def plan_of(
+    stages: list[Placement], states: list[tuple[int, NdSbp, tuple[int, ...]]]
+) -> PhysicalPlan:
+    """Return a plan with no actors, of states s0, s1, ... and one step counter of two of them."""
+    ranks = sorted({rank for stage in stages for rank in stage.rank_list})
+
+    def slots(rank: int) -> tuple[StateSlot, ...]:
+        held = [
+            StateSlot(
+                name=f"s{index}",
+                kind=InputKind.PARAMETER,
+                shape=shape,
+                dtype="float32" if index % 2 else "float64",
+                stage=stage,
+                sbp=sbp,
+                local_shape=local_shape(
+                    shape, sbp, stages[stage].mesh_shape, stages[stage].coordinate(rank)
+                ),
+            )
+            for index, (stage, sbp, shape) in enumerate(states)
+            if rank in stages[stage]
+        ]
+        counter = StateSlot(
+            name="count",
+            kind=InputKind.OPTIMIZER_STATE,
+            shape=(),
+            dtype="int64",
+            stage=0,
+            sbp=None,
+            local_shape=(),
+        )
+        return (*held, counter)
+
+    return PhysicalPlan(
+        graph_hash="",
+        planner="",
+        num_micro_batches=1,
+        ties={"count": ("s0.count", "s1.count")},
+        stages=tuple(stages),
+        steps=(),
+        links=(),
+        ranks=tuple(
+            RankPlan(rank=rank, slots=slots(rank), actors=(), registers=(), orders={})
+            for rank in ranks
+        ),
+    )
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> PhysicalPlan:
+    stages = draw(st.lists(st.sampled_from(MESHES), min_size=1, max_size=3))
+    states = []
+    for _ in range(draw(st.integers(1, 6))):
+        stage = draw(st.integers(0, len(stages) - 1))
+        shape = tuple(draw(st.lists(st.integers(0, 7), max_size=3)))
+        entries = st.sampled_from([B, *(S(dim) for dim in range(len(shape)))])
+        sbp = NdSbp(*(draw(entries) for _ in range(stages[stage].num_axes)))
+        states.append((stage, sbp, shape))
+    return plan_of(stages, states)
+
+
+@given(plans())
+def test_every_element_is_owned_once_by_a_rank_that_holds_it(plan: PhysicalPlan) -> None:
+    owners = state_owners(plan)
+
+    assert owners.keys() == state_slots(plan).keys()
+    for name, slot in state_slots(plan).items():
+        if slot.sbp is None:
+            assert owners[name] == {plan.ranks[0].rank: ()}
+            continue
+        held = bounds_of(slot.shape, plan.stages[slot.stage], slot.sbp)
+        assert owners[name], name
+        assert all(held[rank] == bounds for rank, bounds in owners[name].items())
+        # Slices that ranks hold are equal or lie apart, so distinct ones that fill it are all.
+        assert len(set(owners[name].values())) == len(owners[name])
+        assert sum(map(volume, owners[name].values())) == prod(slot.shape)
+
+
+@given(plans())
+def test_no_owner_could_hand_a_slice_to_a_less_loaded_holder(plan: PhysicalPlan) -> None:
+    loads = dict.fromkeys(plan.by_rank, 0)
+    dealt: list[tuple[int, str, Bounds, int]] = []
+    for name, owners in state_owners(plan).items():
+        slot = state_slots(plan)[name]
+        for rank, bounds in owners.items():
+            size = 0 if slot.sbp is None else volume(bounds) * itemsize(slot.dtype)
+            loads[rank] += size
+            if size:
+                dealt.append((-size, name, bounds, rank))
+
+    last = {rank: (name, bounds, -size) for size, name, bounds, rank in sorted(dealt)}
+    for rank, (name, bounds, size) in last.items():
+        slot = state_slots(plan)[name]
+        assert slot.sbp is not None
+        held = bounds_of(slot.shape, plan.stages[slot.stage], slot.sbp)
+        for other in plan.by_rank:
+            if held.get(other) == bounds:
+                assert loads[rank] - size <= loads[other]
+
+
+def test_replicas_are_spread_by_their_size() -> None:
+    pair, whole = MESHES[2], NdSbp(B)
+    plan = plan_of([pair], [(0, whole, (8, 2)), (0, whole, (4, 4)), (0, NdSbp(S(0)), (3, 2))])
+
+    owners = state_owners(plan)
+
+    # s1 is float32, so half the size of s0, and of s2 rank 2 holds two rows, rank 3 one.
+    assert owners["s0"] == {2: ((0, 8), (0, 2))}
+    assert owners["s1"] == {3: ((0, 4), (0, 4))}
+    assert owners["s2"] == {2: ((0, 2), (0, 2)), 3: ((2, 3), (0, 2))}
+
+
+def arrives(plan: PhysicalPlan, name: str, to: int | None) -> bool:
+    """Whether a route begins as the state is stored, goes on from where it is, and ends whole."""
+    slot = state_slots(plan)[name]
+    assert slot.sbp is not None
+    stored = (plan.stages[slot.stage], slot.sbp)
+    held = dict.fromkeys(stored[0].rank_list, stored)
+    for steps in gather_routes(plan, name, to):
+        now = held.copy()
+        for step in steps:
+            assert all(now[rank] == step.source for rank in step.source[0].rank_list)
+            now |= dict.fromkeys(step.target[0].rank_list, step.target)
+            assert step.kind is StepKind.TRANSFER or step.source[0] == step.target[0]
+        held |= {rank: now[rank] for rank in steps[-1].target[0].rank_list}
+    wanted = plan.by_rank if to is None else [to]
+    return all(held[rank][1].is_broadcast for rank in wanted)
+
+
+@given(plans(), st.data())
+def test_a_route_brings_a_state_to_one_rank_or_to_all(
+    plan: PhysicalPlan, data: st.DataObject
+) -> None:
+    to = data.draw(st.sampled_from([None, *plan.by_rank]))
+    for name, slot in state_slots(plan).items():
+        if slot.sbp is None:
+            assert gather_routes(plan, name, to) == ()
+        elif prod(slot.shape):
+            assert arrives(plan, name, to)
+
+
+def test_what_is_not_there_is_refused_with_the_nearest_name() -> None:
+    plan = plan_of([MESHES[1]], [(0, NdSbp(B), (4,))])
+
+    assert known_state(plan, "s1.count") == "count"
+    with pytest.raises(SbpLookupError, match=r"(?s)no state is called 's1.coumt'.*'s1.count'"):
+        known_state(plan, "s1.coumt")
+    with pytest.raises(SbpLookupError, match=r"(?s)no rank 9.*one of 0, 1, 2; None for all"):
+        gather_routes(plan, "s0", 9)
