@@ -8,7 +8,6 @@ Each stage of `trainer` takes it, and what the stages before have made.
 from __future__ import annotations
 
 import sys
-import textwrap
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from rich.console import Console
 
 from sbp_core.plugins import PluginEntry, PluginRegistry
 from sbp_launch.config import RunConfig
+from sbp_launch.console import say
 from sbp_launch.progress import timed
 
 
@@ -53,18 +53,7 @@ class Run:
 
     def say(self, lines: Iterable[str]) -> None:
         """Print lines as they are; what does not fit goes on below, indented."""
-        for line in lines:
-            indent = " " * (len(line) - len(line.lstrip()))
-            parts = textwrap.wrap(
-                line.strip(),
-                self.console.width,
-                initial_indent=indent,
-                subsequent_indent=f"{indent}  ",
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
-            for part in parts:
-                self.console.print(part, highlight=False, markup=False, soft_wrap=True)
+        say(self.console, lines)
 
     def warn(self, text: str) -> None:
         """Print a warning, if there is one."""

@@ -5,7 +5,6 @@ Everything that can be swapped is asked of the registry; what happens in between
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -14,9 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sbp_core import strategy_yaml
 from sbp_core.boxing import BoxingBackend
-from sbp_core.compile import to_json as plan_to_json
 from sbp_core.errors import SbpValueError
 from sbp_core.infer import step_time_s
 from sbp_core.memory import MemoryReport
@@ -28,20 +25,18 @@ from sbp_launch.config import RunConfig
 from sbp_launch.environment import write_environment
 from sbp_launch.figures import Predicted, StepMeter, prediction_basis
 from sbp_launch.finite_loss import FiniteLoss
+from sbp_launch.plan_output import print_plan, write_plan
 from sbp_launch.planned import plan_evaluation, plan_step
 from sbp_launch.planning import Planned
 from sbp_launch.program import EagerReference, Program, make_program
 from sbp_launch.progress import StepProgress
-from sbp_launch.report import counted, crowding, memory_lines, summary
-from sbp_launch.rows import plan_text
+from sbp_launch.report import counted, crowding
 from sbp_launch.run import Run, make_console
 from sbp_launch.run_folder import writing
 from sbp_launch.sampling import printable, sample_text
-from sbp_launch.savings import saving_lines
 from sbp_launch.session import make_backend, save_states, save_states_after_error, start
 from sbp_launch.speed import Speed
 from sbp_launch.stopping import StopSignals
-from sbp_launch.table import legend, plan_table
 from sbp_torch.capture import scalar_values
 from sbp_torch.kinds import LanguageModel, TextDataset
 
@@ -79,7 +74,7 @@ def train(config: RunConfig, registry: PluginRegistry, folder: Path) -> None:
         try:
             planned = plan_step(run, program)
             with writing(folder):
-                save_plan(run, planned)
+                write_plan(folder, planned)
             show_plan(run, planned)
             states, reference = train_states(run, program, planned, backend, signals)
             finish(run, program, planned, states, reference)
@@ -107,38 +102,10 @@ def finish(
         run.console.print(reference.verdict())
 
 
-def save_plan(run: Run, planned: Planned) -> None:
-    """Write the plan, the strategy and the memory into the run folder."""
-    run.folder.mkdir(parents=True, exist_ok=True)
-    planned.strategy.save(run.folder / "strategy.json")
-    strategy_yaml.save(planned.strategy, run.folder / "strategy.yaml")
-    if isinstance(planned.memory, MemoryReport):
-        text = "\n".join(planned.memory.lines()) + "\n"
-        (run.folder / "memory.txt").write_text(text, encoding="utf-8")
-    text = json.dumps(plan_to_json(planned.plan))
-    (run.folder / "plan.json").write_text(text, encoding="utf-8")
-    (run.folder / "plan.txt").write_text(plan_text(planned.op_rows), encoding="utf-8")
-
-
 def show_plan(run: Run, planned: Planned, todo: str = _ALL_ROWS) -> None:
     """Print the plan's table and its summary; `todo` says how to see the rest."""
-    max_rows = run.config.trainer.plan_rows
-    if max_rows:
-        rows, stages = planned.module_rows, planned.strategy.stages
-        run.console.print(plan_table(rows, stages, max_rows, run.console.width, todo))
-        mesh = dict(zip(run.config.axes, run.config.mesh, strict=True))
-        run.say(legend(rows, mesh, stages))
-    run.say(
-        summary(
-            planned.plan,
-            planned.graph,
-            planned.strategy,
-            planned.module_rows,
-            planned.num_steps,
-        )
-    )
-    run.say(saving_lines(planned.graph, planned.strategy))
-    run.say(memory_lines(planned.plan, planned.memory))
+    mesh = dict(zip(run.config.axes, run.config.mesh, strict=True))
+    print_plan(run.console, planned, mesh, run.config.trainer.plan_rows, todo)
 
 
 def train_states(
