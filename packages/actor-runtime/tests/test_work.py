@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate
 from threading import Lock
 from typing import Any, TypeVar
@@ -16,7 +17,8 @@ from sbp_actor_runtime.message import StepOrder, Values
 from sbp_actor_runtime.work import SHORT_S, in_turn, work_of
 from sbp_core.boxing.backend import Communicator
 from sbp_core.boxing.step import BoxingStep
-from sbp_core.compile.physical import Accumulate, Actor, Collective, Receive, Send
+from sbp_core.compile.physical import Accumulate, Actor, Collective, Compute, Receive, Send
+from sbp_core.runtime import SpanKind, Trace
 from sbp_torch.testing.cases import compile_case
 
 
@@ -146,7 +148,7 @@ def test_a_segment_waits_for_its_turn_while_its_operators_are_short(
         ran_alone += turn.locked()
         return values
 
-    work = in_turn(run, num_operators, turn)
+    work = in_turn(run, num_operators, turn, (0, actor_of("one rank", 0, Compute)))
     for step in range(5):
         assert work(0, {"x": step}, order(step)) == {"x": step}
 
@@ -161,7 +163,7 @@ def test_a_segment_that_fails_gives_its_turn_back() -> None:
         raise RuntimeError("no memory")
 
     with pytest.raises(RuntimeError, match="no memory"):
-        in_turn(run, 1, turn)(0, {}, order())
+        in_turn(run, 1, turn, (0, actor_of("one rank", 0, Compute)))(0, {}, order())
 
     assert not turn.locked()
 
@@ -170,7 +172,21 @@ def test_a_segment_does_not_wait_for_one_that_hangs() -> None:
     turn = Lock()
 
     with turn:
-        assert in_turn(lambda index, values, order: values, 1, turn)(0, {"x": 1}, order()) == {
-            "x": 1
-        }
+        work = in_turn(
+            lambda index, values, order: values, 1, turn, (0, actor_of("one rank", 0, Compute))
+        )
+        assert work(0, {"x": 1}, order()) == {"x": 1}
         assert turn.locked()
+
+
+def test_of_a_traced_step_it_is_noted_how_long_a_segment_waited_for_its_turn() -> None:
+    actor, trace = actor_of("one rank", 0, Compute), Trace()
+
+    in_turn(lambda index, values, order: values, 1, Lock(), (3, actor))(
+        1, {}, replace(order(2), trace=trace)
+    )
+
+    (span,) = trace.spans
+    assert (span.kind, span.rank, span.thread) == (SpanKind.TURN, 3, actor.thread)
+    assert (span.actor, span.step, span.micro_batch) == (actor.name, 2, 1)
+    assert span.begin_ns <= span.end_ns

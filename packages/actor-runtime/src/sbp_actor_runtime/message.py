@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sbp_core.runtime import Watch, unwatched
+from sbp_core.runtime import Trace, Watch, unwatched
 
 #: A thread of the plan: rank, name of the thread.
 ThreadId = tuple[int, str]
@@ -50,6 +50,7 @@ class StepOrder:
         fed: Batch parts and scalars by name, for each micro-batch.
         deadline_s: Seconds that one boxing step may wait for other ranks.
         watch: Makes the context in which a rank's work is done.
+        trace: Where firings and waits are noted, if the step is traced.
     """
 
     index: int
@@ -57,6 +58,7 @@ class StepOrder:
     fed: list[Values]
     deadline_s: float
     watch: Watch = unwatched
+    trace: Trace | None = None
 
 
 class Stop:

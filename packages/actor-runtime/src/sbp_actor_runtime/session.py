@@ -47,6 +47,8 @@ class ActorRuntime(Runtime):
         ConfigError: this machine lacks what the setting `compile` needs.
     """
 
+    traces = True
+
     def __init__(self, config: ActorConfig) -> None:
         self.config = config
         self.make_segment: SegmentMaker | None = None
@@ -144,7 +146,9 @@ class ActorSession(Session):
             for (rank, _), worker in self.workers.items():
                 states = self.store.values[rank]
                 worker.inbox.put(
-                    StepOrder(self.steps_done, states, fed[rank], deadline_s, self.watch)
+                    StepOrder(
+                        self.steps_done, states, fed[rank], deadline_s, self.watch, self.trace
+                    )
                 )
             reports = self._collect()
             failed = [report for report in reports if report.error is not None]

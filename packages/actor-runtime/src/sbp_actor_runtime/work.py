@@ -24,6 +24,7 @@ from sbp_core.compile import (
     Send,
     keys_out,
 )
+from sbp_core.runtime import Span, SpanKind, Trace
 from sbp_torch.runtime import Accumulation
 from sbp_torch.segments import SegmentMaker, segment_function
 
@@ -60,7 +61,9 @@ def work_of(
     if isinstance(actor, Compute):
         run = _segment(actor, plan, communicator.rank, make_segment)
         # What Inductor fuses and CUDA replays starts few operators.
-        return run if make_segment else in_turn(run, _num_operators(actor), turn)
+        if make_segment:
+            return run
+        return in_turn(run, _num_operators(actor), turn, (communicator.rank, actor))
     if isinstance(actor, Accumulate):
         return _accumulation(actor, plan)
     if isinstance(actor, Send):
@@ -85,7 +88,9 @@ def _segment(
     return run
 
 
-def in_turn(run: Work, num_operators: int, turn: threading.Lock) -> Work:
+def in_turn(
+    run: Work, num_operators: int, turn: threading.Lock, whose: tuple[int, Compute]
+) -> Work:
     """Return the work of a segment that waits for its turn while its operators are short.
 
     An operator lets go of Python's interpreter while it computes, and takes it again. Where that is
@@ -99,6 +104,7 @@ def in_turn(run: Work, num_operators: int, turn: threading.Lock) -> Work:
         run: Runs the segment.
         num_operators: Of the segment.
         turn: Held while a segment runs in turn.
+        whose: Rank and actor, for a trace.
     """
     fastest_s, num_trials = inf, 0
 
@@ -108,7 +114,11 @@ def in_turn(run: Work, num_operators: int, turn: threading.Lock) -> Work:
             return run(index, values, order)
         # Whoever holds it longer may hang, or wait for another rank: the others go on then, and
         # their deadlines tell who hangs.
-        if not turn.acquire(timeout=_LONGEST_WAIT_S):
+        asked_ns = Trace.now_ns()
+        has_turn = turn.acquire(timeout=_LONGEST_WAIT_S)
+        if order.trace is not None:
+            order.trace.note(_turn_span(whose, index, order.index, asked_ns))
+        if not has_turn:
             return run(index, values, order)
         try:
             began = time.perf_counter()
@@ -120,6 +130,14 @@ def in_turn(run: Work, num_operators: int, turn: threading.Lock) -> Work:
         return made
 
     return run_in_turn
+
+
+def _turn_span(whose: tuple[int, Compute], index: int, step: int, asked_ns: int) -> Span:
+    """Return the span, which ends now, in which a segment waited for its turn."""
+    rank, actor = whose
+    what = "the interpreter: another rank of the process computes"
+    names = (rank, actor.thread, step, actor.name, index)
+    return Span(SpanKind.TURN, *names, asked_ns, Trace.now_ns(), what)
 
 
 def _num_operators(actor: Compute) -> int:

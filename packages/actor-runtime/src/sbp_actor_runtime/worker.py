@@ -28,8 +28,9 @@ from sbp_actor_runtime.message import (
 from sbp_actor_runtime.post import Firing, Post, make_posts
 from sbp_actor_runtime.register import InRegister, OutRegister
 from sbp_core.boxing import Communicator
-from sbp_core.compile import Compute, PhysicalPlan
+from sbp_core.compile import Collective, Compute, PhysicalPlan, Receive
 from sbp_core.errors import RunError
+from sbp_core.runtime import Span, SpanKind
 from sbp_torch.runtime import overwrite
 from sbp_torch.segments import SegmentMaker
 
@@ -130,9 +131,10 @@ class Worker:
         try:
             self.has_overwritten = False
             with torch.no_grad(), order.watch(self.id[0]):
+                fire = self._fire if order.trace is None else self._fire_traced
                 for post, firing in self.order:
                     self.current_actor = post.actor.name
-                    self._fire(post, firing, order, report)
+                    fire(post, firing, order, report)
             self.current_actor = ""
         except Stopped as stopped:
             report.error, report.actor, report.stopped = stopped, self.current_actor, True
@@ -141,7 +143,26 @@ class Worker:
             report.error, report.actor = error, self.current_actor
         return report
 
-    def _fire(self, post: Post, firing: Firing, order: StepOrder, report: WorkerReport) -> None:
+    def _fire_traced(
+        self, post: Post, firing: Firing, order: StepOrder, report: WorkerReport
+    ) -> Values:
+        """Do what `_fire` does, and note when it was done and what was waited for."""
+        trace = order.trace
+        assert trace is not None, "the step is traced"
+        whose = (*self.id, order.index, post.actor.name, firing.micro_batch)
+        began = trace.now_ns()
+        if not post.may_fire(firing):
+            missing = post.describe_missing(firing)
+            self._wait(post, firing, order.deadline_s)
+            blocked, began = began, trace.now_ns()
+            trace.note(Span(SpanKind.BLOCKED, *whose, blocked, began, missing))
+        made = self._fire(post, firing, order, report)
+        trace.note(Span(SpanKind.FIRING, *whose, began, trace.now_ns()))
+        is_boxed = isinstance(post.actor, Collective | Receive)
+        trace.count(self.id[0], made.values(), handed=is_boxed)
+        return made
+
+    def _fire(self, post: Post, firing: Firing, order: StepOrder, report: WorkerReport) -> Values:
         if self.is_stopping:
             raise Stopped
         if not post.may_fire(firing):
@@ -165,6 +186,7 @@ class Worker:
             self._send(read.producer, Acknowledge(read.name, post.actor.name))
         for link, sender in post.receives:
             self._send(sender, Acknowledge(link, post.actor.name))
+        return made
 
     def _take(self, post: Post, index: int, order: StepOrder) -> Values:
         """Return what an actor reads, by key: from registers, states, the batch and scalars."""

@@ -1,7 +1,7 @@
 """The contract of runtimes: start a plan on states, run steps, hand states back.
 
 `contract` has the classes; `ownership` says which rank owns which part of a state, and how a whole
-one is gathered.
+one is gathered; `trace` has what a session notes of steps that are traced.
 
 Stability: provisional.
 """
@@ -17,13 +17,19 @@ from sbp_core.runtime.ownership import (
     state_owners,
     state_slots,
 )
+from sbp_core.runtime.trace import Held, Span, SpanKind, TensorMeter, Trace
 
 __all__ = [
+    "Held",
     "Number",
     "Runtime",
     "Session",
+    "Span",
+    "SpanKind",
     "StatePiece",
     "StepResult",
+    "TensorMeter",
+    "Trace",
     "Watch",
     "check_destination",
     "gather_routes",

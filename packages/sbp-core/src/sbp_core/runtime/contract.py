@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from sbp_core.boxing.backend import BoxingBackend
     from sbp_core.compile.physical import PhysicalPlan
     from sbp_core.runtime.ownership import StatePiece
+    from sbp_core.runtime.trace import Trace
     from sbp_core.tensor import Tensor
 
 #: A host number.
@@ -48,10 +49,12 @@ def unwatched(rank: int) -> AbstractContextManager[object]:
 class Session(ABC):
     """A started plan. Use it as a context manager.
 
-    Who wants to observe the work of ranks, such as `memory.meter`, sets `watch` between steps.
+    Who wants to observe the work of ranks, such as `memory.meter`, sets `watch` between steps; who
+    wants to know when they did what, sets `trace`, if `Runtime.traces`.
     """
 
     watch: Watch = staticmethod(unwatched)
+    trace: Trace | None = None
 
     #: The ranks that run in this process, and the steps that have been done.
     local_ranks: tuple[int, ...]
@@ -141,7 +144,12 @@ class Session(ABC):
 
 
 class Runtime(ABC):
-    """Kind `runtime`: `build(config)` returns one."""
+    """Kind `runtime`: `build(config)` returns one.
+
+    `traces` says whether its sessions note what they do in `Session.trace`.
+    """
+
+    traces: bool = False
 
     @abstractmethod
     def start(

@@ -83,14 +83,18 @@ class MemoryMeter:
     @contextmanager
     def watching(self, session: Session) -> Iterator[MemoryMeter]:
         """Count what a session holds, from now on, until the block is left."""
-        for rank, names in self._states.items():
-            for name in names:
-                self._note_state(session, name, rank)
+        self.note_states(session)
         session.watch = self._mode
         try:
             yield self
         finally:
             del session.watch
+
+    def note_states(self, session: Session) -> None:
+        """Count the states of a session."""
+        for rank, names in self._states.items():
+            for name in names:
+                self._note_state(session, name, rank)
 
     def _note_state(self, session: Session, name: str, rank: int) -> None:
         # A frame of its own: the one that watches would hold the last state.

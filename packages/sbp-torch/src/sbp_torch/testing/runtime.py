@@ -17,6 +17,7 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from torch import Tensor
 from sbp_core.boxing import BoxingBackend
 from sbp_core.compile import PhysicalPlan
 from sbp_core.errors import RunError, SbpError, SbpLookupError, SbpTypeError, SbpValueError
-from sbp_core.runtime import Number, Runtime, Session
+from sbp_core.runtime import Number, Runtime, Session, SpanKind, Trace
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.testing.cases import (
     CASES,
@@ -313,6 +314,24 @@ class RuntimeConformance(ABC):
         for name, value in session.state_dict().items():
             assert_equal(f"{name} after closing", value, states[name])
 
+    def test_a_traced_step_notes_each_firing_once_and_in_order(self) -> None:
+        """Of a runtime that `traces`; spans of a thread do not overlap, save waits in a firing."""
+        for name in ("accumulation", "pipeline with boxing threads"):
+            plan, step, trace = compile_case(name), CASES[name].step, Trace()
+            with self.start(name) as session:
+                losses = [session.step(step.batches[0], step.scalars).loss]
+                session.trace = trace
+                losses.append(session.step(step.batches[1], step.scalars).loss)
+                session.trace = None
+                losses.append(session.step(step.batches[2], step.scalars).loss)
+
+            for loss, wanted in zip(losses, reference_run(name)[0], strict=True):
+                assert_equal(f"the loss of {name}, traced", loss, wanted)
+            if self.make_runtime().traces:
+                check_trace(plan, trace, step_index=1)
+            else:
+                assert not trace.spans, "the runtime traces, and says that it does not"
+
     def test_closing_twice_is_safe_and_leaves_no_thread(self) -> None:
         """Before and after a step."""
         before = set(threading.enumerate())
@@ -351,3 +370,18 @@ class RuntimeConformance(ABC):
         for state, value in states.items():
             assert_equal(f"{state} after the failure", after[state], value)
         assert set(threading.enumerate()) <= before, "threads are left"
+
+
+def check_trace(plan: PhysicalPlan, trace: Trace, step_index: int) -> None:
+    """Check that a trace has each firing of one step once, in the plan's order."""
+    for part in plan.ranks:
+        for thread, order in part.orders.items():
+            own = [span for span in trace.spans if (span.rank, span.thread) == (part.rank, thread)]
+            assert all(span.step == step_index for span in own), "spans of other steps"
+            firings = [span for span in own if span.kind is SpanKind.FIRING]
+            found = [(span.actor, span.micro_batch) for span in firings]
+            assert found == list(order), f"the firings of rank {part.rank}, thread {thread!r}"
+            outside = [span for span in own if span.kind is not SpanKind.TURN]
+            for before, after in pairwise(outside):
+                assert before.begin_ns <= before.end_ns <= after.begin_ns, "spans overlap"
+            assert all(span.waits_for for span in own if span.kind is not SpanKind.FIRING)
