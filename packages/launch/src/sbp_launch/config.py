@@ -54,6 +54,8 @@ class TrainerConfig:
         dtype: Floating type of parameters and activations.
         plan_rows: Most rows of the printed plan; 0 for no plan.
         on_nan: What to do if the loss is infinite or no number: `stop`, or `warn` and go on.
+        trace: Steps of which it is kept what every rank did when, counted from 1: `10..12`, or
+            one; None for none.
         overwrite: Whether a run may replace the files of an earlier one in its folder.
         schedule: How the learning rate goes.
         update: Clipping, averages and scaling beside the optimizer.
@@ -75,6 +77,7 @@ class TrainerConfig:
     )
     plan_rows: int = 30
     on_nan: Literal["stop", "warn"] = "stop"
+    trace: str | int | None = None
     overwrite: bool = False
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     update: UpdateOptions = field(default_factory=lambda: UpdateOptions(fused=True))
@@ -94,6 +97,20 @@ class TrainerConfig:
                 f"micro_batches={self.micro_batches}",
                 accepted=f"micro_batches one of {', '.join(map(str, divisors))}",
             )
+        traced = self.traced_steps
+        if self.trace is not None and not (traced and traced[0] >= 1 and traced[-1] <= self.steps):
+            raise ConfigError(
+                f"trace={self.trace} names no steps of this run",
+                accepted=f"first..last, or one step, of 1 to steps={self.steps}",
+            )
+
+    @property
+    def traced_steps(self) -> range:
+        """The steps to trace, counted from 1; empty for none, and if `trace` names none."""
+        named = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", str(self.trace))
+        if named is None:
+            return range(0)
+        return range(int(named[1]), int(named[2] or named[1]) + 1)
 
     @property
     def micro_batch_size(self) -> int:

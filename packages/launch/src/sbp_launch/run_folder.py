@@ -22,6 +22,7 @@ RUN_FILES = (
     "memory.txt",
     "metrics.jsonl",
     "metrics.csv",
+    "trace.json",
 )
 
 #: Bytes that a run needs before it begins: its config.

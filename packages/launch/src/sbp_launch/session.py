@@ -41,6 +41,22 @@ def start(
     return runtime.start(plan, states, backend)
 
 
+def check_traces(run: Run) -> None:
+    """See that the chosen runtime traces steps, if any are to be traced.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    runtime: Runtime = run.make("runtime")
+    if run.config.trainer.traced_steps and not runtime.traces:
+        raise ConfigError(
+            f"trainer.trace={run.config.trainer.trace}: runtime={run.config.runtime.name} does not "
+            "trace its steps",
+            accepted="a runtime that does, such as runtime=actor",
+            todo="leave out trainer.trace or runtime",
+        )
+
+
 def save_states(run: Run, session: Session, name: str = STATES) -> dict[str, Tensor]:
     """Write the states as they are into the run folder and return them.
 

@@ -34,9 +34,16 @@ from sbp_launch.report import counted, crowding
 from sbp_launch.run import Run, make_console
 from sbp_launch.run_folder import writing
 from sbp_launch.sampling import printable, sample_text
-from sbp_launch.session import make_backend, save_states, save_states_after_error, start
+from sbp_launch.session import (
+    check_traces,
+    make_backend,
+    save_states,
+    save_states_after_error,
+    start,
+)
 from sbp_launch.speed import Speed
 from sbp_launch.stopping import StopSignals
+from sbp_launch.tracing import StepTracer
 from sbp_torch.capture import scalar_values
 from sbp_torch.kinds import LanguageModel, TextDataset
 
@@ -61,6 +68,7 @@ def train(config: RunConfig, registry: PluginRegistry, folder: Path) -> None:
     """
     run = Run(config=config, registry=registry, folder=folder, console=make_console())
     backend = make_backend(run)  # first, as it may be refused
+    check_traces(run)
     with StopSignals() as signals:
         with writing(folder):
             write_environment(folder, registry)
@@ -124,6 +132,9 @@ def train_states(
     # Compiled segments call no operators that could be watched.
     eager = config.runtime.settings.get("compile", "eager") == "eager"
     step_meter = StepMeter(planned.plan, backend, counts_memory=eager)
+    tracer = StepTracer(
+        planned.plan, planned.graph, backend, config.trainer.traced_steps, run.folder
+    )
     with run.stage("making the states and starting the ranks"):
         reference = (
             EagerReference(program, config.trainer) if config.trainer.compare_steps else None
@@ -132,8 +143,8 @@ def train_states(
         session = start(run, planned.plan, first, step_meter.backend)
     with session:
         try:
-            with signals.training():
-                speed = train_steps(run, program, session, step_meter, reference, signals)
+            with signals.training(), tracer:
+                speed = train_steps(run, program, session, step_meter, tracer, reference, signals)
         except BaseException as error:
             with signals.saving():
                 save_states_after_error(run, session, error)
@@ -145,6 +156,7 @@ def train_states(
             signals.stop_if_asked()
     run.say([", ".join(filter(None, [counted(config.trainer.steps, "step"), speed.summary()]))])
     run.say(step_meter.lines(predicted_of(run, program, planned)))
+    run.say(tracer.lines)
     return states, reference
 
 
@@ -171,6 +183,7 @@ def train_steps(
     program: Program,
     session: Session,
     step_meter: StepMeter,
+    tracer: StepTracer,
     reference: EagerReference | None,
     signals: StopSignals,
 ) -> Speed:
@@ -181,6 +194,7 @@ def train_steps(
         program: Gives the batches.
         session: Takes the steps.
         step_meter: Measures them.
+        tracer: Traces those that are to be traced.
         reference: The one-device program, which takes the first steps, too.
         signals: May ask to stop after a step.
 
@@ -201,7 +215,8 @@ def train_steps(
             factor = settings.schedule.factor(index, settings.steps)
             rates = {n: v * factor for n, v in given.items() if n.partition(".")[0] == "lr"}
             scalars = {**given, **rates, "seed": settings.seed, "step": index}
-            outputs = step_meter.step(session, batch, scalars)
+            with tracer.step(index + 1, session):
+                outputs = step_meter.step(session, batch, scalars)
             speed.end(next(iter(batch.values())).numel() if is_text else settings.batch_size)
             metrics = {name: value.item() for name, value in outputs.items() if not value.dim()}
             if reference is not None and index < settings.compare_steps:

@@ -13,12 +13,20 @@ from typing import TYPE_CHECKING
 from sbp_core.exports import lazy
 
 if TYPE_CHECKING:
-    from sbp_torch.boxing.processes.agreement import agree
+    from sbp_torch.boxing.processes.agreement import agree, gather_texts
     from sbp_torch.boxing.processes.exchange import ExchangeCommunicator, Role
     from sbp_torch.boxing.processes.fingerprint import Fingerprinted
     from sbp_torch.boxing.processes.packed_buffer import PackedBuffers, pack
 
-__all__ = ["ExchangeCommunicator", "Fingerprinted", "PackedBuffers", "Role", "agree", "pack"]
+__all__ = [
+    "ExchangeCommunicator",
+    "Fingerprinted",
+    "PackedBuffers",
+    "Role",
+    "agree",
+    "gather_texts",
+    "pack",
+]
 
 __getattr__, __dir__ = lazy(
     __name__,
@@ -28,6 +36,7 @@ __getattr__, __dir__ = lazy(
         "PackedBuffers": "packed_buffer",
         "Role": "exchange",
         "agree": "agreement",
+        "gather_texts": "agreement",
         "pack": "packed_buffer",
     },
 )

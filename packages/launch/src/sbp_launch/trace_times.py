@@ -1,0 +1,162 @@
+"""Where the time of traced steps went: computing, boxing, waiting, by rank.
+
+A boxing call does not say how long it waited for the others. It is told from when they came:
+
+    rank 0   |boxing ===============|     waits for rank 1 until it comes, then data moves
+    rank 1            |boxing ======|     came last: waits for nobody
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from sbp_core.compile import BoxingActor, Collective, PhysicalPlan, Receive
+from sbp_core.runtime import Span, SpanKind
+from sbp_core.units import format_seconds
+
+#: Most ranks that are printed one by one.
+_MOST_RANKS = 16
+
+#: Titles of the table's columns.
+_HEADS = ("rank", "step", "compute", "boxing", "for others", "for its turn", "rest", "most for")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Late:
+    """What a boxing call waited for: until when, in nanoseconds, and the rank that came last."""
+
+    until_ns: int
+    rank: int
+
+
+def late_ranks(plan: PhysicalPlan, spans: Sequence[Span]) -> Mapping[Span, Late]:
+    """Return for each boxing call that waited for other ranks what it waited for.
+
+    Args:
+        plan: What ran.
+        spans: Of all ranks.
+    """
+    senders: dict[tuple[int, str], list[tuple[int, str]]] = defaultdict(list)
+    for link in plan.links:
+        senders[link.receiver].append(link.sender)
+    firings = {
+        (span.step, span.micro_batch, span.rank, span.actor): span
+        for span in spans
+        if span.kind is SpanKind.FIRING
+    }
+    found = {}
+    for (step, index, rank, name), span in firings.items():
+        actor = plan.by_rank[rank].by_name[name]
+        if isinstance(actor, Collective):
+            group = plan.steps[actor.step].group(rank)
+            others = [(other, name) for other in group if other != rank]
+        elif isinstance(actor, Receive):
+            others = senders[rank, name]
+        else:
+            continue
+        came = [
+            (firings[step, index, *other].begin_ns, other[0])
+            for other in others
+            if (step, index, *other) in firings
+        ]
+        if came and max(came)[0] > span.begin_ns:
+            begin_ns, last = max(came)
+            found[span] = Late(until_ns=min(begin_ns, span.end_ns), rank=last)
+    return found
+
+
+@dataclass(slots=True, kw_only=True)
+class RankTimes:
+    """Where the time of one thread of a rank went, in nanoseconds, over all traced steps.
+
+    Args:
+        steps: From the first firing of each step to its last one.
+        compute: In firings that box nothing.
+        boxing: In boxing, from when the last rank has come.
+        waiting: For other ranks, and for data and credits of other threads.
+        turn: For another rank of the process to have computed.
+        late: Of `waiting`, what was for each rank.
+    """
+
+    steps: int = 0
+    compute: int = 0
+    boxing: int = 0
+    waiting: int = 0
+    turn: int = 0
+    late: Counter[int] = field(default_factory=Counter)
+
+    @property
+    def rest(self) -> int:
+        """What lies between firings."""
+        return self.steps - self.compute - self.boxing - self.waiting - self.turn
+
+
+def rank_times(plan: PhysicalPlan, spans: Sequence[Span]) -> dict[tuple[int, str], RankTimes]:
+    """Return where the time of each rank and thread went."""
+    late, found = late_ranks(plan, spans), defaultdict[tuple[int, str], RankTimes](RankTimes)
+    extents: dict[tuple[int, str, int], tuple[int, int]] = {}
+    for span in spans:
+        times, took = found[span.rank, span.thread], span.end_ns - span.begin_ns
+        key = (span.rank, span.thread, span.step)
+        begin_ns, end_ns = extents.get(key, (span.begin_ns, span.end_ns))
+        extents[key] = (min(begin_ns, span.begin_ns), max(end_ns, span.end_ns))
+        if span.kind is SpanKind.BLOCKED:
+            times.waiting += took
+        elif span.kind is SpanKind.TURN:
+            times.turn += took
+            times.compute -= took  # it lies within a firing
+        elif isinstance(plan.by_rank[span.rank].by_name[span.actor], BoxingActor):
+            waited = late[span].until_ns - span.begin_ns if span in late else 0
+            times.waiting += waited
+            times.boxing += took - waited
+            if waited:
+                times.late[late[span].rank] += waited
+        else:
+            times.compute += took
+    for (rank, thread, _), (begin_ns, end_ns) in extents.items():
+        found[rank, thread].steps += end_ns - begin_ns
+    return dict(sorted(found.items()))
+
+
+def time_table(plan: PhysicalPlan, spans: Sequence[Span], file: str = "the trace") -> list[str]:
+    """Return lines that say where the time of the traced steps went, by rank.
+
+    Args:
+        plan: What ran.
+        spans: Of all ranks; not empty.
+        file: Where the rest can be seen, if there are many ranks.
+    """
+    times = rank_times(plan, spans)
+    steps = sorted({span.step + 1 for span in spans})
+    which = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]}-{steps[-1]}"
+    has_threads = len(times) > len({rank for rank, _ in times})
+    rows = [_HEADS, *_rows(times, len(steps), has_threads=has_threads)]
+    # A column in which nothing happened says nothing.
+    shown = [
+        column
+        for column in range(len(_HEADS))
+        if any(row[column] not in ("", "-") for row in rows[1:])
+    ]
+    widths = [max(len(row[column]) for row in rows[: _MOST_RANKS + 1]) for column in shown]
+    lines = [f"where the time of a step went (mean of {which})"]
+    for row in rows[: _MOST_RANKS + 1]:
+        cells = [row[column].rjust(width) for column, width in zip(shown, widths, strict=True)]
+        lines.append("  " + "  ".join(cells).rstrip())
+    if len(rows) > _MOST_RANKS + 1:
+        lines.append(f"  and {len(rows) - 1 - _MOST_RANKS} more in {file}")
+    return lines
+
+
+def _rows(
+    times: Mapping[tuple[int, str], RankTimes], num_steps: int, *, has_threads: bool
+) -> Iterator[tuple[str, ...]]:
+    for (rank, thread), one in times.items():
+        parts = (one.steps, one.compute, one.boxing, one.waiting, one.turn, one.rest)
+        late = one.late.most_common(1)
+        yield (
+            f"{rank} {thread}" if has_threads else str(rank),
+            *(format_seconds(part / num_steps * 1e-9) if part > 0 else "-" for part in parts),
+            f"rank {late[0][0]}" if late else "-",
+        )

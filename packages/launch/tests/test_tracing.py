@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from traces import TracingRuntime, start_traced
+from trainable import registry, run_config, run_of
+
+from sbp_core.errors import ConfigError
+from sbp_launch import session as session_module
+from sbp_launch import trainer
+from sbp_launch.planned import plan_step
+from sbp_launch.program import make_program
+from sbp_launch.tracing import StepTracer
+from sbp_torch.boxing.local import LocalBackend
+from sbp_torch.capture import scalar_values
+from sbp_torch.runtime.configs import ReferenceConfig
+
+
+def run_steps(folder: Path, steps: range, *, fails_at: int = 0) -> StepTracer:
+    """Run three steps of a small run, some of them traced; one may fail."""
+    run = run_of(run_config())
+    program = make_program(run)
+    made = plan_step(run, program)
+    scalars = scalar_values(program.model, program.optimizer, run.config.trainer.update)
+    backend = LocalBackend()
+    backend.open([0, 1])
+    states = program.made.states(program.optimizer)
+    with StepTracer(made.plan, made.graph, backend, steps, folder) as tracer:
+        session = start_traced(made.plan, states)
+        for number in (1, 2, 3):
+            with tracer.step(number, session):
+                session.step(program.batch(number, 4), {**scalars, "seed": 0, "step": number})
+                if number == fails_at:
+                    raise ArithmeticError("the step fails")
+            assert session.trace is None
+    return tracer
+
+
+def traced_steps(folder: Path) -> list[int]:
+    value = json.loads((folder / "trace.json").read_text("utf-8"))
+    return value["otherData"]["steps"]
+
+
+def test_the_steps_that_are_asked_for_are_traced(tmp_path: Path) -> None:
+    tracer = run_steps(tmp_path, range(2, 4))
+
+    assert traced_steps(tmp_path) == [2, 3]
+    assert tracer.lines[0] == "where the time of a step went (mean of steps 2-3)"
+    assert "trace.json" in tracer.lines[-1]
+
+
+def test_no_step_is_traced_unless_asked_for(tmp_path: Path) -> None:
+    tracer = run_steps(tmp_path, range(0))
+
+    assert not tracer.lines
+    assert not list(tmp_path.iterdir())
+
+
+def test_of_a_run_that_fails_the_steps_so_far_are_written(tmp_path: Path) -> None:
+    with pytest.raises(ArithmeticError, match="the step fails"):
+        run_steps(tmp_path, range(1, 4), fails_at=2)
+
+    assert traced_steps(tmp_path) == [1, 2]
+
+
+def test_a_runtime_that_does_not_trace_is_refused_before_anything_else(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="runtime=reference does not trace") as caught:
+        trainer.train(run_config(trace="1..2"), registry(), tmp_path)
+
+    assert "runtime=actor" in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_says_where_the_traced_steps_went(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make = session_module.Run.make
+
+    def traced(run: session_module.Run, kind: str) -> object:
+        return TracingRuntime(ReferenceConfig()) if kind == "runtime" else make(run, kind)
+
+    monkeypatch.setattr(session_module.Run, "make", traced)
+
+    trainer.train(run_config(trace="2..3"), registry(), tmp_path)
+
+    out = capsys.readouterr().out
+    assert "where the time of a step went (mean of steps 2-3)" in out
+    assert "trace of these steps: trace.json" in out
+    assert traced_steps(tmp_path) == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("trace", "steps"),
+    [(None, []), ("2", [2]), (3, [3]), ("1..3", [1, 2, 3]), ("2..2", [2])],
+)
+def test_steps_to_trace_are_one_or_a_range(trace: str | int | None, steps: list[int]) -> None:
+    assert list(run_config(trace=trace).trainer.traced_steps) == steps
+
+
+@pytest.mark.parametrize("trace", ["", "0", "0..2", "3..2", "2..4", "4", "2-3", "all", "1..", -1])
+def test_what_names_no_steps_of_the_run_is_refused(trace: str | int) -> None:
+    with pytest.raises(ConfigError, match="names no steps of this run") as caught:
+        replace(run_config().trainer, trace=trace)
+
+    assert "1 to steps=3" in str(caught.value)
