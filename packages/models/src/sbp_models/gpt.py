@@ -50,19 +50,20 @@ class Attention(nn.Module):
 
     def __init__(self, config: GptConfig) -> None:
         super().__init__()
-        self.num_heads = config.num_heads
+        self.head_width = config.hidden // config.num_heads
         self.qkv = nn.Linear(config.hidden, 3 * config.hidden)
         self.proj = nn.Linear(config.hidden, config.hidden)
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
         """Map (B, T, D) to (B, T, D)."""
-        B, T, D = x_BTD.shape
         # Rows of qkv are ordered head by head, each head's q, k and v together, so that splitting
-        # the rows of the weight splits the heads.
-        qkv_BTHJ = self.qkv(x_BTD).view(B, T, self.num_heads, 3 * D // self.num_heads)
+        # the rows of the weight splits the heads; a module with some of the rows has some heads.
+        qkv_BTJ = self.qkv(x_BTD)
+        B, T, rows = qkv_BTJ.shape
+        qkv_BTHJ = qkv_BTJ.view(B, T, rows // (3 * self.head_width), 3 * self.head_width)
         q_BHTK, k_BHTK, v_BHTK = qkv_BTHJ.transpose(1, 2).chunk(3, dim=-1)
         y_BHTK = F.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, is_causal=True)
-        y_BTD: torch.Tensor = self.proj(y_BHTK.transpose(1, 2).reshape(B, T, D))
+        y_BTD: torch.Tensor = self.proj(y_BHTK.transpose(1, 2).flatten(2))
         return y_BTD
 
 

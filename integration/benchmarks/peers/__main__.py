@@ -1,0 +1,86 @@
+"""Time sbp beside what PyTorch offers, on two processes of one thread each, or one of two threads.
+
+    python integration/benchmarks/peers [--only TEXT] [--rounds N] [--json FILE]
+        [--compile KEY=VALUE] [--list]
+
+Each comparison (`matrix.py`) has processes of its own, which hold all its ways and let them take
+turns, so that what else the machine does falls on all alike: ratios are those of the same round.
+The processes are started by `mpiexec`, so that gloo and MPI run beside each other. Fails if a way
+computes other losses than its peer; a missed target is printed and fails nothing, machines differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import yaml
+from matrix import COMPARISONS, Comparison
+from table import HEADER, Row, lines, rows
+
+from sbp_boxing_nccl import mpiexec_specs
+
+RANK = Path(__file__).with_name("rank.py")
+
+#: Seconds that a round and that the start of a comparison may take.
+MOST_S = 20.0, 300.0
+
+
+def run(name: str, comparison: Comparison, rounds: int, options: Mapping[str, Any]) -> list[Row]:
+    """Run a comparison in processes of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        given = [name, str(rounds), folder, str(store.port), json.dumps(options)]
+        command, environment = [sys.executable, str(RANK), *given], {}
+        if comparison.num_ranks > 1:
+            (spec,) = mpiexec_specs(comparison.num_ranks, command)
+            command, environment = list(spec.command), {**spec.defaults, **spec.environment}
+            environment["OMP_NUM_THREADS"] = "1"
+        else:
+            environment["OMP_NUM_THREADS"] = str(os.cpu_count())
+        most_s = MOST_S[0] * rounds + MOST_S[1]
+        subprocess.run(command, env={**os.environ, **environment}, check=True, timeout=most_s)
+        files = [Path(folder) / f"{rank}.json" for rank in range(comparison.num_ranks)]
+        return rows(name, comparison, [json.loads(file.read_text("utf-8")) for file in files])
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="peers", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--only", default="", help="comparisons whose names have this text")
+    parser.add_argument("--rounds", type=int, default=15, help="timed steps of each way")
+    parser.add_argument("--json", type=Path, help="where the rows go, too")
+    parser.add_argument(
+        "--compile", action="append", default=[], metavar="KEY=VALUE", help="of CompileOptions"
+    )
+    parser.add_argument("--list", action="store_true", help="say what there is to compare")
+    return parser.parse_args()
+
+
+def main() -> None:
+    given = arguments()
+    options = {key: yaml.safe_load(value) for key, value in (s.split("=") for s in given.compile)}
+    chosen = {name: found for name, found in COMPARISONS.items() if given.only in name}
+    if given.list:
+        print("\n".join(chosen))
+        return
+    print(HEADER)
+    made = []
+    for name, comparison in chosen.items():
+        found = run(name, comparison, given.rounds, options)
+        made += found
+        print("\n".join(lines(found)), flush=True)
+        if given.json is not None:
+            given.json.write_text(json.dumps([asdict(row) for row in made], indent=1), "utf-8")
+
+
+if __name__ == "__main__":
+    main()

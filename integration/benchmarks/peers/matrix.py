@@ -1,0 +1,165 @@
+"""What is compared with what, and what is aimed at.
+
+A comparison is one model trained in one manner: by what PyTorch offers, and by sbp over each boxing
+backend. The target is about the ratio of a step of ours to one of the first peer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch_ways as peers
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
+
+OWN_TABLE = {"tables.*": "S(1)", "use:tables.*.weight": "S(1)"}
+OWN_CLASSES = {"batch": "S(0)", "head.weight*": "S(0)", "use:head.weight": "S(0)"}
+OWN_VOCABULARY = {"head.weight*": "S(0)", "use:head.weight": "S(0)", "embed.tokens.weight*": "S(0)"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ours:
+    """One way to run a model by sbp.
+
+    Args:
+        preset: One of sbp-planner's configs, such as `manual/zero`.
+        pins: What is pinned beyond the preset's.
+        settings: Settings of the planner that replace the preset's.
+        axis: Of the mesh.
+        boxing: Over which the ranks talk: `torch` (gloo), `mpi`, or `local` for one rank.
+    """
+
+    preset: str
+    boxing: str
+    pins: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    axis: str = "data"
+    micro_batches: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """One model in one manner.
+
+    Args:
+        model: Of `programs.MODELS`.
+        peers: The ways of PyTorch; the target is about the first.
+        ours: The ways of sbp, by what distinguishes them.
+        target: Most that a step of ours may take, in steps of the first peer; of the fastest way
+            over gloo, or over MPI where `over_mpi`.
+        own_statistics: The peer's batch norm looks at the samples of a rank, ours at all: the
+            losses differ.
+    """
+
+    model: str
+    peers: Mapping[str, Callable[..., peers.Step]]
+    ours: Mapping[str, Ours]
+    target: float
+    over_mpi: bool = False
+    num_ranks: int = peers.NUM_RANKS
+    own_statistics: bool = False
+
+
+def over_both(preset: str, **others: Any) -> dict[str, Ours]:
+    return {
+        name: Ours(preset=preset, boxing=boxing, **others)
+        for name, boxing in (("gloo", "torch"), ("MPI", "mpi"))
+    }
+
+
+def one_rank(model: str) -> Comparison:
+    return Comparison(
+        model=model,
+        peers={"eager": peers.eager},
+        ours={"one rank": Ours(preset="manual/data_parallel", boxing="local")},
+        target=1.0,
+        num_ranks=1,
+    )
+
+
+def pipeline(schedule: type[ScheduleGPipe | Schedule1F1B], name: str) -> Comparison:
+    settings = {"schedule": name}
+    micro = peers.MICRO_BATCHES
+    return Comparison(
+        model="gpt",
+        peers={"torch": peers.gpt_pipeline(schedule)},
+        ours=over_both("manual/pipeline", settings=settings, axis="pipe", micro_batches=micro),
+        target=0.95,
+    )
+
+
+COMPARISONS: Mapping[str, Comparison] = {
+    "gpt, one rank": one_rank("gpt"),
+    "dlrm, one rank": one_rank("dlrm"),
+    "face, one rank": one_rank("face"),
+    "gpt, data parallel": Comparison(
+        model="gpt",
+        peers={"DDP": peers.ddp},
+        ours=over_both("manual/data_parallel"),
+        target=1.0,
+    ),
+    "gpt, ZeRO-1": Comparison(
+        model="gpt",
+        peers={"ZeroRedundancyOptimizer": peers.zero_redundancy},
+        ours=over_both("manual/zero1"),
+        target=1.0,
+    ),
+    "gpt, ZeRO-3": Comparison(
+        model="gpt",
+        peers={"FSDP2": peers.fsdp2},
+        ours=over_both("manual/zero"),
+        target=0.75,
+    ),
+    "gpt, tensor parallel": Comparison(
+        model="gpt",
+        peers={"DTensor": peers.gpt_tensor_parallel},
+        ours={
+            **over_both("manual/tensor_parallel", axis="tensor"),
+            "MPI, vocabulary split": Ours(
+                preset="manual/tensor_parallel", boxing="mpi", axis="tensor", pins=OWN_VOCABULARY
+            ),
+        },
+        target=0.75,
+    ),
+    "gpt, GPipe": pipeline(ScheduleGPipe, "gpipe"),
+    "gpt, 1F1B": pipeline(Schedule1F1B, "1f1b"),
+    "dlrm, data parallel": Comparison(
+        model="dlrm",
+        peers={"DDP": peers.ddp},
+        ours=over_both("manual/data_parallel"),
+        target=1.0,
+    ),
+    "dlrm, table split": Comparison(
+        model="dlrm",
+        peers={"DTensor": peers.dlrm_tensor_parallel, "hybrid by hand": peers.dlrm_hybrid},
+        ours={
+            **over_both("manual/custom", pins=OWN_TABLE),
+            "MPI, nothing pinned": Ours(preset="infer", boxing="mpi"),
+        },
+        target=1.0,
+        over_mpi=True,
+    ),
+    "face, data parallel": Comparison(
+        model="face",
+        peers={"DDP": peers.ddp},
+        ours=over_both("manual/data_parallel"),
+        target=1.0,
+    ),
+    "face, classes split": Comparison(
+        model="face",
+        peers={"DTensor": peers.face_tensor_parallel, "DDP and DTensor by hand": peers.face_hybrid},
+        ours={
+            **over_both("manual/custom", pins=OWN_CLASSES),
+            "MPI, nothing pinned": Ours(preset="infer", boxing="mpi"),
+        },
+        target=0.75,
+    ),
+    "cnn, data parallel": Comparison(
+        model="cnn",
+        peers={"DDP": peers.ddp},
+        ours=over_both("manual/data_parallel"),
+        target=1.0,
+        own_statistics=True,
+    ),
+}

@@ -1,0 +1,102 @@
+"""What one process does for a comparison: make all ways, take turns, write what was found.
+
+    python rank.py COMPARISON ROUNDS FOLDER PORT OPTIONS
+
+Every round runs every way once, beginning with another one each time; all begin together. Writes
+`FOLDER/RANK.json`: for each way the seconds until its first step was through, those of each later
+round, the first losses, and the bytes that a step sends.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from matrix import COMPARISONS, Comparison
+from programs import MODELS
+from sbp_ways import sbp_step
+from torch_ways import Step
+
+from sbp_core.plugins import discover
+
+#: Rounds that are not timed.
+WARM_UP = 2
+
+#: Losses that are compared: of the initial states, and after updates.
+NUM_LOSSES = 3
+
+
+def measure(
+    comparison: Comparison,
+    rounds: int,
+    store: dist.Store | None,
+    options: Mapping[str, Any],
+    stack: ExitStack,
+) -> dict[str, dict[str, Any]]:
+    """Run all ways of a comparison on this rank."""
+    registry: Any = discover(strict=True)
+    model = MODELS[comparison.model]
+    found: dict[str, dict[str, Any]] = {}
+    steps: dict[str, Step] = {}
+    first = model.batch_of(0)
+    for name in (*comparison.peers, *comparison.ours):
+        began = time.perf_counter()
+        sent_bytes = 0
+        if name in comparison.peers:
+            steps[name] = comparison.peers[name](model, registry)
+        else:
+            ours = comparison.ours[name]
+            steps[name], sent_bytes = sbp_step(ours, name, model, registry, store, options, stack)
+        losses = [steps[name](first)]
+        start_s = time.perf_counter() - began
+        found[name] = {"start_s": start_s, "times": [], "losses": losses, "sent": sent_bytes}
+    gc.collect()
+    gc.freeze()
+    names = list(steps)
+    for index in range(1, rounds + WARM_UP):
+        batch = model.batch_of(index)
+        for turn in range(len(names)):
+            name = names[(turn + index) % len(names)]
+            if store is not None:
+                dist.barrier()
+            began = time.perf_counter()
+            loss = steps[name](batch)
+            elapsed_s = time.perf_counter() - began
+            if index < NUM_LOSSES:
+                found[name]["losses"].append(loss)
+            if index >= WARM_UP:
+                found[name]["times"].append(elapsed_s)
+    for way in found.values():
+        way["losses"] = [None if loss is None else float(loss) for loss in way["losses"]]
+    return found
+
+
+def main() -> None:
+    name, rounds, folder, port, options = sys.argv[1:]
+    comparison = COMPARISONS[name]
+    rank, store = 0, None
+    if comparison.num_ranks > 1:
+        rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("PMI_RANK") or 0)
+        store = dist.TCPStore("127.0.0.1", int(port), is_master=False)
+        own = dist.PrefixStore("peers", store)
+        dist.init_process_group("gloo", store=own, rank=rank, world_size=comparison.num_ranks)
+    torch.set_num_threads(1 if store is not None else os.cpu_count() or 1)
+    with ExitStack() as stack:
+        found = measure(comparison, int(rounds), store, json.loads(options), stack)
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
+    if store is not None:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""A step by sbp: capture, the preset's pins, the compiler, the actor runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from importlib.resources import files
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import yaml
+from matrix import Ours
+from programs import LEARNING_RATE, Batch, Model, model_loss
+from torch import Tensor
+from torch_ways import Step
+
+from sbp_aten.passes import prepare_step
+from sbp_boxing_torch import TorchBackend, TorchBoxingConfig, TorchWorld
+from sbp_core import (
+    Cluster,
+    CompileOptions,
+    Device,
+    Link,
+    Placement,
+    PlanRequest,
+    check,
+    compile_plan,
+)
+from sbp_core.boxing import BoxingBackend
+from sbp_core.plugins import Planner
+from sbp_torch.capture import capture, initial_states
+
+#: What two processes on one machine reach over gloo (TCP) and over MPI (shared memory), roughly as
+#: `sbp-calibrate` measures them on 2 cores.
+LINKS = {
+    "torch": Link(latency_s=3e-4, bytes_per_s=1.8e9),
+    "mpi": Link(latency_s=1e-5, bytes_per_s=4e9),
+    "local": Link(latency_s=2e-5, bytes_per_s=5e9),
+}
+
+
+def machine(boxing: str, num_ranks: int) -> Cluster:
+    device = Device(memory_bytes=2**32, flop_per_s={"float32": 1e11}, memory_bytes_per_s=1e10)
+    return Cluster(
+        name=boxing,
+        num_devices=num_ranks,
+        devices_per_node=num_ranks,
+        device=device,
+        intra_node=LINKS[boxing],
+    )
+
+
+def make_planner(registry: Any, ours: Ours) -> Planner:
+    text = files("sbp_planner").joinpath(f"conf/planner/{ours.preset}.yaml").read_text("utf-8")
+    settings = {**yaml.safe_load(text), **ours.settings}
+    if ours.pins:
+        settings["pins"] = {**settings["pins"], **ours.pins}
+    planner: Planner = registry.make("planner", settings.pop("name"), settings)
+    return planner
+
+
+def make_backend(registry: Any, boxing: str, name: str, store: dist.Store | None) -> BoxingBackend:
+    if boxing == "torch":
+        assert store is not None
+        apart = dist.PrefixStore(name, store)
+        world = TorchWorld(rank=dist.get_rank(), size=dist.get_world_size(), store=apart)
+        return TorchBackend(TorchBoxingConfig(), world=world)
+    backend: BoxingBackend = registry.make("boxing", boxing, {})
+    return backend
+
+
+def sbp_step(
+    ours: Ours,
+    name: str,
+    model: Model,
+    registry: Any,
+    store: dist.Store | None,
+    options: Mapping[str, Any],
+    stack: ExitStack,
+) -> tuple[Step, int]:
+    """Return the step, and the bytes that all ranks send in one.
+
+    Args:
+        name: Equal on all ranks, different for each session.
+        store: Where processes meet; None for one rank.
+        options: Of the compiler, beside the machine.
+        stack: Closes the session.
+    """
+    num_ranks = dist.get_world_size() if store is not None else 1
+    program = model.program(registry)
+    optimizer = model.make_optimizer(program.parameters())
+    batch = {
+        key: value[: len(value) // ours.micro_batches] for key, value in model.batch_of(0).items()
+    }
+    graph = prepare_step(capture(program, model_loss, batch, optimizer), ours.micro_batches)
+    cluster = machine(ours.boxing, num_ranks)
+    mesh = Placement.grid((num_ranks,), (ours.axis,))
+    request = PlanRequest(graph=graph, mesh=mesh, cluster=cluster)
+    strategy = make_planner(registry, ours).plan(request)
+    plan = compile_plan(graph, strategy, CompileOptions(cluster=cluster, **options))
+    check(plan)
+    backend = make_backend(registry, ours.boxing, name, store)
+    runtime = registry.make("runtime", "actor", {"threads_per_rank": torch.get_num_threads()})
+    session = stack.enter_context(runtime.start(plan, initial_states(program, optimizer), backend))
+
+    def step(batch: Batch) -> Tensor | None:
+        found: torch.Tensor | None = session.step(batch, {"lr": LEARNING_RATE}).outputs.get("loss")
+        return found
+
+    return step, plan.boxing_bytes

@@ -1,0 +1,123 @@
+"""What was measured, as rows and as a table."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from matrix import Comparison
+
+from sbp_core.units import format_bytes
+
+#: Largest relative difference of a loss from the first peer's: float32, and AdamW's first updates.
+TOLERANCE = 1e-5
+
+#: What one rank wrote: by way.
+Found = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One way of a comparison.
+
+    Args:
+        step_s: Median of the slower rank.
+        ratio: Median over rounds of its time to the first peer's in the same round; likewise the
+            lower and the upper quartile.
+        loss_error: Largest relative difference of a loss from the first peer's.
+    """
+
+    comparison: str
+    way: str
+    is_peer: bool
+    step_s: float
+    ratio: float
+    quartiles: tuple[float, float]
+    loss_error: float
+    sent_bytes: int
+    start_s: float
+    target: float | None
+    is_met: bool | None
+
+
+def rows(name: str, comparison: Comparison, ranks: Sequence[Found]) -> list[Row]:
+    """Return a row for each way.
+
+    Args:
+        ranks: What each rank wrote.
+
+    Raises:
+        ValueError: a way trained something else: its losses are not the first peer's.
+    """
+    base, *_ = comparison.peers
+    base_times, base_losses = _slower(ranks, base), _losses(ranks, base)
+    made = []
+    for way in ranks[0]:
+        times = _slower(ranks, way)
+        ratios = [one / other for one, other in zip(times, base_times, strict=True)]
+        error = max(
+            abs(one - other) / abs(other)
+            for one, other in zip(_losses(ranks, way), base_losses, strict=True)
+        )
+        if error > TOLERANCE and not comparison.own_statistics:
+            raise ValueError(
+                f"{name}: {way} trains something else than {base}: its losses are "
+                f"{_losses(ranks, way)}, those of {base} are {base_losses}"
+            )
+        ratio = statistics.median(ratios)
+        quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratio] * 3
+        is_aimed = way in comparison.ours and way.startswith("MPI") == comparison.over_mpi
+        made.append(
+            Row(
+                comparison=name,
+                way=way,
+                is_peer=way in comparison.peers,
+                step_s=statistics.median(times),
+                ratio=ratio,
+                quartiles=(quartiles[0], quartiles[2]),
+                loss_error=error,
+                sent_bytes=max(rank[way]["sent"] for rank in ranks),
+                start_s=max(rank[way]["start_s"] for rank in ranks),
+                target=comparison.target if is_aimed else None,
+                is_met=ratio <= comparison.target if is_aimed else None,
+            )
+        )
+    return made
+
+
+def _slower(ranks: Sequence[Found], way: str) -> list[float]:
+    """Return the time of each round on its slower rank, in seconds."""
+    return [max(times) for times in zip(*(rank[way]["times"] for rank in ranks), strict=True)]
+
+
+def _losses(ranks: Sequence[Found], way: str) -> list[float]:
+    """Return the loss of all samples of each step: the mean of those of the ranks that have one."""
+    found = []
+    for losses in zip(*(rank[way]["losses"] for rank in ranks), strict=True):
+        parts = [loss for loss in losses if loss is not None]
+        found.append(sum(parts) / len(parts))
+    return found
+
+
+HEADER = (
+    f"{'way':44} {'step ms':>8} {'ratio':>6} {'quartiles':>11} {'target':>7} {'':6} "
+    f"{'loss differs':>12} {'sent':>9} {'start s':>7}"
+)
+
+
+def lines(made: Sequence[Row]) -> list[str]:
+    """Return one comparison as text: a line for each way, its peer first."""
+    printed = [made[0].comparison]
+    for row in made:
+        low, high = row.quartiles
+        target = "" if row.target is None else f"{row.target:.2f}"
+        verdict = {None: "", True: "met", False: "missed"}[row.is_met]
+        name = row.way if row.is_peer else f"sbp, {row.way}"
+        printed.append(
+            f"  {name:42} {row.step_s * 1e3:8.1f} {row.ratio:6.2f} {low:5.2f}-{high:5.2f} "
+            f"{target:>7} {verdict:6} {row.loss_error:12.0e} "
+            f"{format_bytes(row.sent_bytes):>9} {row.start_s:7.1f}".rstrip()
+        )
+    return printed
