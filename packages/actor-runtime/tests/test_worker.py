@@ -48,6 +48,7 @@ class Alone:
             self.reports.put,
             1,
             threading.Lock(),
+            StateStore(self.plan, [0]).device,
         )
         if starts:
             self.worker.os_thread.start()

@@ -57,7 +57,9 @@ class BetweenSteps:
         self._on_each_rank(compare)
 
     def gather(self, name: str, to: int | None) -> Tensor | None:
-        """Return a whole state, a copy, in the process of rank `to`, or in all; elsewhere None.
+        """Return a whole state in the process of rank `to`, or in all; elsewhere None.
+
+        It is a copy on the CPU.
 
         Raises:
             SbpLookupError: there is no such state or rank.
@@ -84,7 +86,7 @@ class BetweenSteps:
                 take_part(rank)
         # What a rank got may be its own shard, or what other ranks of this process got.
         whole = next((found[rank] for rank in wants), None)
-        return None if whole is None else whole.clone()
+        return None if whole is None else self.store.device.fetch(whole.clone())
 
     def _pass(
         self, rank: int, steps: Sequence[BoxingStep], value: Tensor | None, tag: str

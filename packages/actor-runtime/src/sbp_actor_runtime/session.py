@@ -115,6 +115,7 @@ class ActorSession(Session):
                 self.reports.put,
                 config.threads_per_rank,
                 turn,
+                self.store.device,
                 make_segment,
             )
             for rank in ranks
@@ -135,7 +136,7 @@ class ActorSession(Session):
     def step(self, batch: Mapping[str, Tensor], scalars: Mapping[str, Number]) -> StepResult:
         """See `Session.step`."""
         self._check_usable()
-        fed = feed(self.plan, batch, scalars, self.store.values)
+        fed = self.store.device.put_batches(feed(self.plan, batch, scalars, self.store.values))
         first = self.steps_done == 0
         deadline_s = self.config.first_deadline_s if first else self.config.deadline_s
         for worker in self.workers.values():

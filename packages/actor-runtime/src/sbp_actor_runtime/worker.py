@@ -31,7 +31,7 @@ from sbp_core.boxing import Communicator
 from sbp_core.compile import Collective, Compute, PhysicalPlan, Receive
 from sbp_core.errors import RunError
 from sbp_core.runtime import Span, SpanKind
-from sbp_torch.runtime import overwrite
+from sbp_torch.runtime import RankDevice, overwrite
 from sbp_torch.segments import SegmentMaker
 
 logger = logging.getLogger(__name__)
@@ -57,6 +57,7 @@ class Worker:
         report: Hands the session the report of a step.
         num_threads: Threads that one operator may use.
         turn: See `work_of`.
+        device: Of the rank.
         make_segment: Makes the functions of segments; None for generated Python.
     """
 
@@ -70,9 +71,10 @@ class Worker:
         report: Callable[[WorkerReport], None],
         num_threads: int,
         turn: threading.Lock,
+        device: RankDevice,
         make_segment: SegmentMaker | None = None,
     ) -> None:
-        self.id = thread
+        self.id, self.device = thread, device
         self.post, self.report, self.num_threads = post, report, num_threads
         self.inbox: SimpleQueue[Message] = SimpleQueue()
         #: The actor that is firing or about to; for messages about threads that hang.
@@ -108,8 +110,9 @@ class Worker:
     # The loop.
 
     def _loop(self) -> None:
-        # The count belongs to the thread that sets it.
+        # The count, and the current device, belong to the thread that sets them.
         torch.set_num_threads(self.num_threads)
+        self.device.enter()
         while self._next_message():
             pass
 

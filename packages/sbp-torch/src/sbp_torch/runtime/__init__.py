@@ -1,8 +1,8 @@
 """Runtimes on PyTorch: the reference runtime, one device, and what runtimes share.
 
 `reference` runs all ranks in lock-step in one thread, `single` a graph on one device; `store` holds
-what a rank keeps between steps, `accumulation` what it sums over micro-batches, `partial_update`
-says what is left when a step failed while states were overwritten.
+what a rank keeps between steps, `devices` says where, `accumulation` what it sums over
+micro-batches, `partial_update` what is left when a step failed while states were overwritten.
 
 Stability: provisional.
 """
@@ -15,6 +15,7 @@ from sbp_core.exports import lazy
 
 if TYPE_CHECKING:
     from sbp_torch.runtime.accumulation import Accumulation
+    from sbp_torch.runtime.devices import RankDevice
     from sbp_torch.runtime.partial_update import PARTIAL_UPDATE_TODO, overwrite, partially_updated
     from sbp_torch.runtime.reference import ReferenceSession
     from sbp_torch.runtime.store import StateStore, Values, feed
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "PARTIAL_UPDATE_TODO",
     "Accumulation",
+    "RankDevice",
     "ReferenceSession",
     "StateStore",
     "Values",
@@ -35,6 +37,7 @@ __getattr__, __dir__ = lazy(
     {
         "Accumulation": "accumulation",
         "PARTIAL_UPDATE_TODO": "partial_update",
+        "RankDevice": "devices",
         "ReferenceSession": "reference",
         "StateStore": "store",
         "Values": "store",

@@ -104,7 +104,7 @@ class ReferenceSession(Session):
             raise RunError("the session is closed", todo="start a new one from state_dict()")
         if self.is_partially_updated:
             raise partially_updated()
-        fed = feed(self.plan, batch, scalars, self.store.values)
+        fed = self.store.device.put_batches(feed(self.plan, batch, scalars, self.store.values))
         with torch.no_grad(), _intra_op_threads(self.config.threads_per_rank):
             before = self.store.values
             domain = _Tensors(self.plan, before, self.watch, self.segments)

@@ -21,6 +21,7 @@ from sbp_core.runtime import StatePiece, known_state, state_owners, state_slots
 from sbp_torch._torch_compat import storage_key
 from sbp_torch.boxing.execute import assemble, shard
 from sbp_torch.ops.random import draw_of
+from sbp_torch.runtime.devices import device_of
 
 if TYPE_CHECKING:
     from sbp_core.runtime import Number
@@ -40,10 +41,15 @@ class MadeOnDemand(Protocol):
 
 
 class StateStore:
-    """The states of all local ranks, by rank and name."""
+    """The states of all local ranks, by rank and name, on the device that the plan is for.
+
+    Raises:
+        ConfigError: this machine has no such device.
+    """
 
     def __init__(self, plan: PhysicalPlan, ranks: Iterable[int]) -> None:
         self.plan = plan
+        self.device = device_of(plan)
         self.values: dict[int, Values] = {rank: {} for rank in ranks}
         #: Of the states that a host number stands for, as they were last given.
         self.tied_dtypes: dict[str, torch.dtype] = {}
@@ -156,7 +162,7 @@ class StateStore:
         parts = shard(whole.detach(), self.plan.stages[slot.stage], slot.sbp, new)
         taken = {storage_key(whole)}
         for rank in list(parts):
-            part = parts.pop(rank)
+            part = self.device.put(parts.pop(rank))
             new[rank][slot.name] = part.clone() if storage_key(part) in taken else part
             taken.add(storage_key(part))
 
@@ -189,7 +195,7 @@ class StateStore:
         return torch.tensor(number, dtype=self.tied_dtypes.get(name, dtypes[0]))
 
     def whole(self, name: str) -> Tensor:
-        """Return a state as a whole tensor, a copy, where all ranks are in this process.
+        """Return a state as a whole tensor, a copy on the CPU, if all ranks are in this process.
 
         Raises:
             SbpLookupError: there is no such state.
@@ -202,7 +208,7 @@ class StateStore:
         stage = self.plan.stages[slot.stage]
         parts = {rank: self.values[rank][name] for rank in stage.rank_list}
         tensors = {rank: part for rank, part in parts.items() if isinstance(part, Tensor)}
-        return assemble(tensors, stage, slot.sbp, slot.shape).clone()
+        return self.device.fetch(assemble(tensors, stage, slot.sbp, slot.shape).clone())
 
 
 def _each(states: Mapping[str, Tensor], names: Collection[str]) -> Iterator[tuple[str, Tensor]]:

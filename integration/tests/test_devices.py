@@ -1,0 +1,148 @@
+"""A session on another kind of device than the CPU: nothing stays behind, the host never looks.
+
+`meta` stands in for a GPU: its tensors have no values, so that an operator which meets one of a CPU
+fails, and so does whatever asks for a value. With a GPU the same plans train, and are compared with
+eager PyTorch on it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from programs import (
+    LEARNING_RATE,
+    Case,
+    batch,
+    loss_of,
+    make_model,
+    make_optimizer,
+    planner_settings,
+    registry,
+)
+from torch import Tensor, nn
+
+from sbp_aten.passes import place_on_device, prepare_step
+from sbp_core import Placement, PlanRequest, check, compile_plan
+from sbp_core.compile import CompileOptions, PhysicalPlan
+from sbp_core.errors import ConfigError
+from sbp_core.graph import LogicalGraph
+from sbp_core.runtime import Session
+from sbp_torch.capture import capture, initial_states
+from sbp_torch.runtime import devices, store
+
+CASES = (
+    Case(planner="manual/data_parallel", mesh=(2,), axes=("data",)),
+    Case(planner="manual/zero", mesh=(2,), axes=("data",)),
+    Case(planner="manual/data_tensor", mesh=(2, 2), axes=("data", "tensor")),
+    Case(planner="manual/pipeline", mesh=(2,), axes=("pipe",), micro_batches=2),
+)
+
+
+class MetaDevice(devices.CpuDevice):
+    """Tensors without values; counts the threads that have entered it."""
+
+    device = torch.device("meta")
+
+    def __init__(self) -> None:
+        self.num_threads = 0
+
+    def enter(self) -> None:
+        self.num_threads += 1
+
+    def put(self, value: Tensor) -> Tensor:
+        return value.to("meta")
+
+    def put_batches(self, fed: devices.Fed) -> devices.Fed:
+        return {
+            rank: [{k: v.to("meta") if torch.is_tensor(v) else v for k, v in p.items()} for p in ps]
+            for rank, ps in fed.items()
+        }
+
+
+def _program() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = make_model(torch.float32)
+    return model, make_optimizer(model)
+
+
+def _captured(case: Case, device: str) -> LogicalGraph:
+    micro = batch(0, case.batch_size // case.micro_batches)
+    model, optimizer = _program()
+    return capture(model, loss_of, micro, optimizer, device=device)
+
+
+def _plan(graph: LogicalGraph, case: Case, device: str) -> PhysicalPlan:
+    mesh = Placement.grid(case.mesh, case.axes, device)
+    graph = prepare_step(graph, case.micro_batches)
+    cluster = registry().make("cluster", "local", {"mesh": case.mesh})(mesh.size)
+    planner: Any = registry().make("planner", *planner_settings(case))
+    strategy = planner.plan(PlanRequest(graph=graph, mesh=mesh, cluster=cluster))
+    plan = compile_plan(graph, strategy, CompileOptions(cluster=cluster))
+    check(plan)
+    return plan
+
+
+def _start(plan: PhysicalPlan, states: dict[str, Tensor]) -> Session:
+    session: Session = (
+        registry().make("runtime", "actor").start(plan, states, registry().make("boxing", "local"))
+    )
+    return session
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_step_of_another_device_leaves_nothing_on_the_cpu(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = MetaDevice()
+    monkeypatch.setattr(store, "device_of", lambda plan: device)
+    plan = _plan(place_on_device(_captured(case, "cpu"), "meta"), case, "meta")
+
+    with _start(plan, initial_states(*_program())) as session:
+        losses = [
+            session.step(batch(index, case.batch_size), {"lr": LEARNING_RATE}).loss
+            for index in range(2)
+        ]
+        shards = [
+            session.shard(slot.name, part.rank)
+            for part in plan.ranks
+            for slot in part.slots
+            if slot.kind.is_state
+        ]
+
+    tensors = [*losses, *(shard for shard in shards if isinstance(shard, Tensor))]
+    assert {tensor.device.type for tensor in tensors} == {"meta"}
+    assert device.num_threads == sum(len(part.orders) for part in plan.ranks)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_plan_for_gpus_is_refused_where_there_are_none() -> None:
+    plan = _plan(_captured(CASES[0], "cuda"), CASES[0], "cuda")
+
+    with pytest.raises(ConfigError, match="PyTorch sees none"):
+        _start(plan, initial_states(*_program()))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_ranks_that_share_a_gpu_train_like_eager_pytorch_on_it(case: Case) -> None:
+    plan = _plan(_captured(case, "cuda"), case, "cuda")
+    states = initial_states(*_program())
+    model = make_model(torch.float32).cuda()
+    optimizer = make_optimizer(model)
+
+    with _start(plan, states) as session:
+        for index in range(3):
+            data = batch(index, case.batch_size)
+            found = session.step(data, {"lr": LEARNING_RATE}).loss
+            wanted = loss_of(model, {name: value.cuda() for name, value in data.items()})
+            optimizer.zero_grad()
+            wanted.backward()  # type: ignore[no-untyped-call] # torch leaves it untyped
+            optimizer.step()
+            assert found.device.type == "cuda"
+            torch.testing.assert_close(found, wanted.detach(), rtol=1e-5, atol=1e-6)
+        trained = session.state_dict()
+
+    for name, value in model.named_parameters():
+        torch.testing.assert_close(trained[name], value.detach().cpu(), rtol=1e-3, atol=1e-5)

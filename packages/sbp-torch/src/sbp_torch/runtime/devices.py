@@ -1,0 +1,144 @@
+"""Where the tensors of a rank live, and how they get there: the CPU, or the GPU of its process.
+
+Everything that a session asks of a device goes through `RankDevice`, so that tests without a GPU
+reach all the rest with a device of their own. On a GPU work is put onto the device's default
+stream, which all threads share, and the host does not wait for it:
+
+    host             cut batch 1 | start step 1 | cut batch 2 | start step 2 | ...
+    copying stream          batch 1 ->                batch 2 ->
+    default stream                     step 1 ............... step 2 ............
+
+Source: NVIDIA, *CUDA C++ Programming Guide*, section "Asynchronous Concurrent Execution" (copies
+overlap with kernels if the host's memory is page-locked and the streams differ).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from sbp_core.compile import PhysicalPlan
+from sbp_core.errors import ConfigError
+
+#: Batch parts and scalars by name, of every micro-batch of a step, by rank.
+Fed = dict[int, list[dict[str, Any]]]
+
+
+class RankDevice(Protocol):
+    """The device of all ranks of a process.
+
+    Attributes:
+        device: That its tensors name.
+    """
+
+    device: torch.device
+
+    def enter(self) -> None:
+        """Make it the current device of this thread."""
+
+    def put(self, value: Tensor) -> Tensor:
+        """Return a tensor on the device: a part of a state, to stay there."""
+
+    def put_batches(self, fed: Fed) -> Fed:
+        """Return what ranks are fed with the tensors on the device."""
+
+    def fetch(self, value: Tensor) -> Tensor:
+        """Return a tensor in the memory of the host."""
+
+
+class CpuDevice:
+    """The CPU: nothing moves."""
+
+    device = torch.device("cpu")
+
+    def enter(self) -> None:
+        """See `RankDevice.enter`."""
+
+    def put(self, value: Tensor) -> Tensor:
+        """See `RankDevice.put`."""
+        return value
+
+    def put_batches(self, fed: Fed) -> Fed:
+        """See `RankDevice.put_batches`."""
+        return fed
+
+    def fetch(self, value: Tensor) -> Tensor:
+        """See `RankDevice.fetch`."""
+        return value
+
+
+class CudaDevice:
+    """The GPU that is current in this process when the session starts.
+
+    Raises:
+        ConfigError: PyTorch sees no GPU.
+    """
+
+    def __init__(self) -> None:
+        if not torch.cuda.is_available():
+            built = "" if torch.version.cuda else f"torch {torch.__version__} is built without CUDA"
+            raise ConfigError(
+                "the plan is for GPUs, and PyTorch sees none",
+                where=built,
+                accepted="cluster.device=cpu, or a machine with a GPU for every process",
+                todo="plan it (sbp-plan) here, and run it where the GPUs are",
+            )
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self._copying: Any = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call] # torch leaves it untyped
+
+    def enter(self) -> None:
+        """See `RankDevice.enter`."""
+        torch.cuda.set_device(self.device)
+
+    def put(self, value: Tensor) -> Tensor:
+        """See `RankDevice.put`."""
+        return value.to(self.device)
+
+    def put_batches(self, fed: Fed) -> Fed:
+        """See `RankDevice.put_batches`; the default stream waits for the copies, the host does not.
+
+        A piece that two ranks or two micro-batches share is copied once.
+        """
+        default = torch.cuda.default_stream(self.device)
+        copied: dict[int, tuple[Tensor, Tensor]] = {}  # by id; both are kept, so that ids hold
+
+        def moved(value: Any) -> Any:
+            if not torch.is_tensor(value) or value.device == self.device:
+                return value
+            if id(value) not in copied:
+                pinned = value if value.is_pinned() else value.pin_memory()
+                copied[id(value)] = value, pinned.to(self.device, non_blocking=True)
+            return copied[id(value)][1]
+
+        with torch.cuda.stream(self._copying):
+            found = {
+                rank: [{name: moved(value) for name, value in part.items()} for part in parts]
+                for rank, parts in fed.items()
+            }
+        default.wait_stream(self._copying)
+        for _, tensor in copied.values():
+            # Made on the copying stream, used on the default one: it must not be given away before.
+            tensor.record_stream(default)
+        return found
+
+    def fetch(self, value: Tensor) -> Tensor:
+        """See `RankDevice.fetch`; waits for the device."""
+        return value.cpu()
+
+
+def device_of(plan: PhysicalPlan) -> RankDevice:
+    """Return the device that a plan was made for.
+
+    Raises:
+        ConfigError: this machine has none, or there is no such kind of device.
+    """
+    kinds = sorted({stage.device for stage in plan.stages})
+    if kinds == ["cpu"]:
+        return CpuDevice()
+    if kinds == ["cuda"]:
+        return CudaDevice()
+    raise ConfigError(
+        f"the plan is for devices of kind {', '.join(kinds)}", accepted="cpu on all ranks, or cuda"
+    )
