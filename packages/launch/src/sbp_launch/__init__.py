@@ -1,1 +1,20 @@
-"""The Hydra apps, the trainer and the metrics of sbp."""
+"""The Hydra apps, the trainer and the metrics of sbp; and `parallelize`, for a loop of one's own.
+
+Everything is loaded when first used; importing this package imports no torch.
+
+Stability: provisional.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sbp_core.exports import lazy
+
+if TYPE_CHECKING:
+    from sbp_launch.parallelize import parallelize as parallelize
+
+__all__ = ["parallelize"]
+
+# `parallelize` is a module that is also called: `parallelize(model, ...)`.
+__getattr__, __dir__ = lazy(__name__, {"parallelize": "parallelize"})

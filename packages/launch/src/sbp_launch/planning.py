@@ -241,7 +241,9 @@ def plan_beside(train: Planned, graph: LogicalGraph, settings: PlanSettings) -> 
             stage = train.strategy.nodes[node.name].stage
             if node.module not in modules[stage]:
                 modules[stage].append(node.module)
-    pins = {e.name: stored[e.name] for e in graph.inputs if e.kind is not InputKind.SCALAR}
+    pins = {
+        e.name: stored[e.name] for e in graph.inputs if e.kind.is_state or e.kind is InputKind.BATCH
+    }
     strategy = infer_strategy(
         PlanRequest(graph=graph, mesh=settings.mesh, cluster=settings.cluster),
         planner=train.strategy.planner,

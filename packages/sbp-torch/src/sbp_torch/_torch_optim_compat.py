@@ -33,6 +33,14 @@ def replaced_step(optimizer: torch.optim.Optimizer) -> bool:
     return step is not None and step is not type(optimizer).step
 
 
+def note_step(optimizer: torch.optim.Optimizer) -> None:
+    """Tell schedulers that the optimizer has taken a step, though nobody called its `step`.
+
+    They warn if they are asked to go on before that. Tried on 2.13.
+    """
+    optimizer._opt_called = True  # type: ignore[attr-defined] # what their wrapper of step sets
+
+
 def constructed_states(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: torch.Tensor
 ) -> dict[str, torch.Tensor]:

@@ -13,22 +13,24 @@ from torch import Tensor, nn
 from sbp_core.errors import CaptureError, SbpTypeError
 from sbp_core.exports import make_callable
 from sbp_core.graph import LogicalGraph
-from sbp_torch.capture.batch import flatten_batch
+from sbp_torch.capture.batch import flatten_batch, rebuild_batch
 from sbp_torch.capture.convert import to_logical
 from sbp_torch.capture.device import on_device
 from sbp_torch.capture.diagnostics import TraceError
 from sbp_torch.capture.randomness import counted_random
 from sbp_torch.capture.step import Loss, TrainingStep, model_tensors, split_losses
 from sbp_torch.capture.trace import TracedStep, trace_step
-from sbp_torch.capture.update import LossScaling, Update, UpdateOptions
+from sbp_torch.capture.update import LossScaling, Update, UpdateOptions, current_scalars
 
 __all__ = [
     "LossScaling",
     "UpdateOptions",
     "capture",
     "counted_random",
+    "current_scalars",
     "flatten_batch",
     "initial_states",
+    "rebuild_batch",
     "scalar_values",
     "split_losses",
 ]

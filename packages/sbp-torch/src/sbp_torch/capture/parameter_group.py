@@ -50,7 +50,8 @@ def scalar_names(
     }
 
 
-def _setting(settings: Mapping[str, Any], setting: str) -> float:
+def setting_of(settings: Mapping[str, Any], setting: str) -> float:
+    """Return what a group says of a setting that is a scalar input."""
     key, place = SETTINGS[setting]
     value = settings[key]
     return float(value if place is None else value[place])
@@ -141,7 +142,7 @@ class ParameterGroup:
 
     def scalar_values(self) -> dict[str, float]:
         """Return what the scalar inputs are now, by name."""
-        return {name: _setting(self.settings, key) for key, name in self.scalars.items()}
+        return {name: setting_of(self.settings, key) for key, name in self.scalars.items()}
 
     def plain(self, scalars: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return the settings of a step: the plain implementation, and scalar inputs."""

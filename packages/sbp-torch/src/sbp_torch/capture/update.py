@@ -21,13 +21,13 @@ from sbp_torch.capture.gradients import (
     unscaled,
 )
 from sbp_torch.capture.optimizer_clones import check_capturable
-from sbp_torch.capture.parameter_group import ParameterGroup
+from sbp_torch.capture.parameter_group import ParameterGroup, scalar_names, setting_of
 from sbp_torch.capture.sources import definition
 from sbp_torch.capture.user_optimizer import TracedOptimizer
 from sbp_torch.optim.combined import members
 from sbp_torch.update_options import SETTINGS, LossScaling, UpdateOptions
 
-__all__ = ["LossScaling", "Update", "UpdateOptions"]
+__all__ = ["LossScaling", "Update", "UpdateOptions", "current_scalars"]
 
 #: States that belong to no parameter.
 SCALE, GROWTH, AVERAGED = "loss_scaler.scale", "loss_scaler.growth_tracker", "ema.count"
@@ -57,6 +57,7 @@ class Update:
     ) -> None:
         self.options = options
         self._parameters = dict(model.named_parameters())
+        self._optimizer = optimizer
         self._optimizers = _optimizers(self._parameters, optimizer, options)
         self._groups = [group for one in self._optimizers for group in one.groups]
         self._states = {name: of for group in self._groups for name, of in group.states.items()}
@@ -76,12 +77,7 @@ class Update:
 
     def scalar_values(self) -> dict[str, float]:
         """Return what the scalar inputs are now, by name: what groups and options say."""
-        found: dict[str, float] = {}
-        for group in self._groups:
-            found |= group.scalar_values()
-        if self.options.ema_decay is not None:
-            found[DECAY] = self.options.ema_decay
-        return found
+        return current_scalars(self._optimizer, self.options)
 
     def inputs(self) -> tuple[GraphInput, ...]:
         """Describe the states of the update, in the order of `values`."""
@@ -233,6 +229,22 @@ class Update:
         states[SCALE] = torch.where(overflow, scale * scaling.backoff_factor, without_overflow)
         reset = torch.zeros_like(good_steps)
         states[GROWTH] = torch.where(overflow.logical_or(grows), reset, good_steps)
+
+
+def current_scalars(optimizer: torch.optim.Optimizer, options: UpdateOptions) -> dict[str, float]:
+    """Return what the scalar inputs of an update are now, by name.
+
+    Reads the parameter groups and nothing else, so that it may be asked before every step.
+    """
+    found: dict[str, float] = {}
+    groups = [group for one in members(optimizer) for group in one.param_groups]
+    for number, settings in enumerate(groups):
+        suffix = "" if len(groups) == 1 else f".{number}"
+        for setting, name in scalar_names(settings, suffix, options).items():
+            found[name] = setting_of(settings, setting)
+    if options.ema_decay is not None:
+        found[DECAY] = options.ema_decay
+    return found
 
 
 def _undo(

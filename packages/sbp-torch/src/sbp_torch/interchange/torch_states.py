@@ -22,6 +22,8 @@ and comes back with `from_model_state` and `from_optimizer_state`.
 >>> back |= from_optimizer_state(optimizer.state_dict(), model, optimizer)
 >>> back.keys() == states.keys()
 True
+
+Stability: provisional.
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ from torch import Tensor, nn
 from sbp_core.errors import SbpLookupError, SbpValueError, unknown_name
 from sbp_torch.capture.step import model_tensors
 from sbp_torch.optim.combined import CombinedOptimizer
+
+__all__ = ["from_model_state", "from_optimizer_state", "to_model_state", "to_optimizer_state"]
 
 
 def to_model_state(states: Mapping[str, Tensor], model: nn.Module) -> dict[str, Any]:

@@ -1,0 +1,137 @@
+"""`parallelize`: the training step of one device, on many, in a loop of one's own.
+
+    with parallelize(model, loss, batch, optimizer, planner="osdp") as step:
+        for batch in loader:
+            print(float(step(batch)))
+
+Alone, the ranks are threads of the process; under `torchrun`, `mpiexec` or `srun`, each process is
+a rank. `docs/parallelize.md` shows it beside `DistributedDataParallel` and `fully_shard`.
+
+Stability: provisional.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from sbp_core.boxing import BoxingBackend
+from sbp_core.cluster import Cluster
+from sbp_core.exports import make_callable
+from sbp_core.plugins import Planner
+from sbp_core.runtime import Runtime
+from sbp_core.strategy import Strategy
+from sbp_launch.compile_config import CompileConfig
+from sbp_launch.parallelize.arguments import (
+    compile_config,
+    is_local,
+    make_settings,
+    update_options,
+)
+from sbp_launch.parallelize.choices import Choice, Choices
+from sbp_launch.parallelize.engine import Engine
+from sbp_launch.parallelize.flow import Pins, plan_program
+from sbp_launch.parallelize.output import StepOutput
+from sbp_launch.parallelize.program import OneDeviceProgram
+from sbp_launch.parallelize.ranks import backend_of, mesh_of
+from sbp_launch.parallelize.step import ParallelStep
+from sbp_launch.world import World
+from sbp_torch.capture import UpdateOptions
+from sbp_torch.deferred_init import DeferredModel
+
+__all__ = ["ParallelStep", "StepOutput", "parallelize"]
+
+
+def parallelize(
+    model: nn.Module | DeferredModel,
+    loss: Callable[[nn.Module, Any], Any],
+    batch: Any,
+    optimizer: torch.optim.Optimizer,
+    *,
+    mesh: int | Sequence[int] | None = None,
+    axes: str | Sequence[str] | None = None,
+    planner: Choice | Planner | Strategy = "infer",
+    pins: Pins | None = None,
+    cluster: Choice | Cluster = "local",
+    micro_batches: int = 1,
+    batch_is: Literal["global", "local"] = "global",
+    clip_norm: float | None = None,
+    update: UpdateOptions | None = None,
+    autocast: str | torch.dtype = "",
+    compile: CompileConfig | Mapping[str, Any] | None = None,  # noqa: A002 - as of sbp-train
+    runtime: Choice | Runtime = "actor",
+    boxing: Choice | BoxingBackend | None = None,
+    states: Mapping[str, Tensor] | None = None,
+    seed: int = 0,
+) -> ParallelStep:
+    """Plan a training step for many ranks; `with` starts them, and calling it takes a step.
+
+    What is chosen by name is an option of `sbp-train`: `"osdp"`, or with settings
+    `{"name": "osdp", "memory_bytes": 4e9}`; or it is the object itself.
+
+    Args:
+        model: As one device would run it; it is not changed. Its tensors may lie on the device
+            `meta`; a `DeferredModel` makes each rank its own part only.
+        loss: `loss(model, batch)` returns a 0-d tensor, or that and a mapping of metrics.
+        batch: An example of what one step takes: only shapes and dtypes matter.
+        optimizer: Over `model.parameters()`. Its groups say the learning rates of each step.
+        mesh: Ranks along each axis: `4`, `(2, 2)`. By default one for each process, on one axis.
+        axes: Name of each axis; by default `data`; `data, tensor`; or `pipe, data, tensor`.
+        planner: Decides how tensors are split: `infer`, `osdp`, `manual/tensor_parallel`, ...; or
+            a strategy.
+        pins: How you decide on tensors by name, over what the planner says.
+        cluster: The machine that is planned for: `local`, `measured`.
+        micro_batches: Parts of one step, whose gradients are accumulated.
+        batch_is: What a process passes: the whole batch, or the part of its own rank.
+        clip_norm: Largest norm of all gradients together.
+        update: What else happens once a step beside the optimizer.
+        autocast: Run the forward under `torch.autocast` to `bfloat16` or `float16`.
+        compile: Settings of `sbp-train`'s group `compile`.
+        runtime: Runs the plan.
+        boxing: Moves tensors between ranks. By default threads of this process; `torch` under
+            torchrun and srun, `mpi` under mpiexec.
+        states: Values to begin with, whole tensors by name: as `step.state_dict()` or
+            `model.state_dict()` return them. By default those of the model and the optimizer.
+        seed: Of random numbers in the step, such as those of dropout.
+
+    Raises:
+        ConfigError: something cannot be meant, or does not fit the world of processes.
+        CaptureError: the step cannot be captured; says at which line of your code.
+    """
+    world, choices = World.of_environment(), Choices()
+    shape = mesh_of(world, mesh, axes)
+    own = {"mesh": list(shape.mesh_shape), "axes": list(shape.axes)}
+    machine = choices.chosen("cluster", cluster, **own)
+    chosen_planner = choices.chosen("planner", planner)
+    chosen_runtime = choices.chosen("runtime", runtime)
+    choices.check_beside()
+
+    def make_backend() -> BoxingBackend:
+        return backend_of(world, boxing, choices, shape.size)
+
+    make_backend()  # before anything takes long, as it may be refused
+    engine = Engine(
+        settings=make_settings(
+            choices.registry,
+            shape,
+            machine if isinstance(machine, Cluster) else machine(shape.size),
+            compile_config(compile, autocast),
+            micro_batches,
+            update_options(update, clip_norm),
+        ),
+        runtime=chosen_runtime,
+        make_backend=make_backend,
+        world=world,
+        registry=choices.registry,
+        seed=seed,
+        is_local=is_local(batch_is),
+    )
+    program = OneDeviceProgram.of(model, loss, optimizer, engine.settings.update)
+    planned, degree = plan_program(program, batch, chosen_planner, pins, engine)
+    return ParallelStep(program, planned, engine, degree, states)
+
+
+make_callable(__name__)

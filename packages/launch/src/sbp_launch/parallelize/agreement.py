@@ -1,0 +1,147 @@
+"""What all ranks must have in common, compared before the first step.
+
+Every process makes the plan by itself. Where two of them run other code, or have other settings,
+they would wait for each other in different places; here the entry that differs is named instead.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
+
+import torch
+from torch import Tensor
+
+from sbp_core.boxing import Communicator
+from sbp_core.errors import ConfigError
+from sbp_core.graph import graph_hash
+from sbp_core.plugins import PluginRegistry
+from sbp_core.units import format_ranges
+from sbp_launch.planning import Planned
+from sbp_torch.boxing.processes import gather_texts
+
+#: Bytes of a manifest as text; a longer one is compared by the hash of each value.
+_WIDTH_BYTES = 8192
+
+#: Most characters of a value that a message shows.
+_SHOWN = 60
+
+
+def manifest(
+    planned: Planned, registry: PluginRegistry, settings: Mapping[str, object]
+) -> dict[str, str]:
+    """Return what has to be equal on all ranks, by name: versions, the step, the plan, settings."""
+    found = {"Python": platform.python_version(), "torch": str(torch.__version__)}
+    for entry in registry.entries:
+        if entry.version:
+            found[f"package {entry.distribution}"] = entry.version
+    found |= {
+        name: importlib.metadata.version(name.removeprefix("package "))
+        for name in ("package sbp-core", "package sbp-aten", "package sbp-torch")
+        if name not in found and _is_installed(name.removeprefix("package "))
+    }
+    found |= {f"{name}": str(value) for name, value in settings.items()}
+    found["the captured step"] = graph_hash(planned.graph)
+    found["the strategy"] = _digest(repr(planned.strategy.nodes), repr(planned.strategy.storage))
+    found["the plan"] = planned.plan.hash
+    return found
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _digest(*texts: str) -> str:
+    return blake2b("\0".join(texts).encode(), digest_size=16).hexdigest()
+
+
+def digest_of(tensors: Mapping[str, Tensor]) -> str:
+    """Return a hash of the values of tensors, by name; one number, expanded, is quickly done."""
+    found = blake2b(digest_size=16)
+    for name, value in sorted(tensors.items()):
+        plain = value.detach()
+        if plain.dim() and plain.numel() and not any(plain.stride()):
+            plain = plain.flatten()[0]
+        found.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
+        found.update(plain.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
+
+
+Gather = Callable[[str, str], Mapping[int, str]]
+
+
+def gathering(
+    communicator: Communicator,
+    ranks: Sequence[int],
+    deadline_s: float,
+    device: torch.device | None = None,
+) -> Gather:
+    """Return a function that returns a text of every rank, of what it is called.
+
+    Args:
+        communicator: Of the one rank of this process.
+        ranks: All ranks.
+        deadline_s: Seconds to wait for the others.
+        device: Where the transport wants its tensors; the CPU if None.
+    """
+
+    def gather(what: str, text: str) -> Mapping[int, str]:
+        return gather_texts(
+            communicator,
+            ranks,
+            text,
+            tag=f"agreement on {what}",
+            width_bytes=_WIDTH_BYTES,
+            deadline_s=deadline_s,
+            device=device,
+        )
+
+    return gather
+
+
+def compare(own: Mapping[str, str], gather: Gather) -> None:
+    """See that all ranks have the same manifest. All of them call this at the same time.
+
+    Args:
+        own: This rank's.
+        gather: See `gathering`.
+
+    Raises:
+        ConfigError: an entry differs; names it, and who has what. Raised on all ranks.
+    """
+    text = json.dumps(own)
+    if len(text.encode()) > _WIDTH_BYTES:
+        text = json.dumps({name: _digest(value)[:12] for name, value in own.items()})
+    found = {rank: json.loads(text) for rank, text in gather("the program", text).items()}
+    names = dict.fromkeys(name for entries in found.values() for name in entries)
+    for name in names:
+        holders: dict[str, list[int]] = {}
+        for rank, entries in found.items():
+            holders.setdefault(entries.get(name, "none"), []).append(rank)
+        if len(holders) > 1:
+            raise _difference(name, holders)
+
+
+def _difference(name: str, holders: Mapping[str, Sequence[int]]) -> ConfigError:
+    sides = "; ".join(
+        f"rank{'s' * (len(ranks) > 1)} {format_ranges(sorted(ranks))}: {value[:_SHOWN]}"
+        for value, ranks in holders.items()
+    )
+    todo = "start all processes from the same environment, with the same arguments"
+    if name.startswith("the "):
+        todo = (
+            "see that nothing in the model, the loss and the settings depends on the rank, and "
+            "that all processes run the same files"
+        )
+    return ConfigError(
+        f"the ranks differ in {name}: {sides}",
+        accepted="one program on all ranks, with the same versions and settings",
+        todo=todo,
+    )

@@ -1,0 +1,111 @@
+"""The plain arguments of `parallelize`, as the settings that planning takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Literal, cast
+
+import torch
+
+from sbp_core.cluster import Cluster
+from sbp_core.errors import ConfigError
+from sbp_core.placement import Placement
+from sbp_core.plugins import GraphPass, PluginRegistry, merge_settings
+from sbp_launch.compile_config import CompileConfig
+from sbp_launch.planning import PlanSettings
+from sbp_torch.capture import UpdateOptions
+
+#: What `torch.autocast` converts to.
+_PRECISIONS = ("bfloat16", "float16")
+
+
+def make_settings(
+    registry: PluginRegistry,
+    mesh: Placement,
+    cluster: Cluster,
+    config: CompileConfig,
+    micro_batches: int,
+    update: UpdateOptions,
+) -> PlanSettings:
+    """Return how steps are planned.
+
+    Raises:
+        ConfigError: there are no micro-batches.
+    """
+    if type(micro_batches) is not int or micro_batches < 1:
+        raise ConfigError(
+            f"micro_batches={micro_batches!r}",
+            where="the argument micro_batches",
+            accepted="an integer >= 1",
+        )
+    return PlanSettings(
+        mesh=Placement.grid(mesh.mesh_shape, mesh.axes, cluster.device.kind),
+        cluster=cluster,
+        compile=config,
+        passes=tuple(cast(GraphPass, registry.make("pass", name)) for name in config.plugins),
+        micro_batches=micro_batches,
+        update=update,
+    )
+
+
+def compile_config(
+    given: CompileConfig | Mapping[str, Any] | None, autocast: str | torch.dtype
+) -> CompileConfig:
+    """Return how a step is compiled, with the precision that was chosen beside it.
+
+    Raises:
+        ConfigError: a setting is unknown or refused, or the precision is given twice.
+    """
+    name, where = str(autocast).removeprefix("torch."), "the argument compile"
+    if isinstance(given, CompileConfig):
+        config = given
+    else:
+        config = merge_settings(CompileConfig, given or {}, key="compile", where=where)
+    if not name:
+        return config
+    if config.autocast:
+        raise ConfigError(
+            f"autocast={name!r} and compile={{'autocast': {config.autocast!r}}} are both given",
+            where="the arguments autocast and compile",
+            accepted="one of them",
+        )
+    if name not in _PRECISIONS:
+        raise ConfigError(
+            f"autocast={autocast!r}", where="the argument autocast", accepted=", ".join(_PRECISIONS)
+        )
+    return replace(config, autocast=cast(Literal["bfloat16", "float16"], name))
+
+
+def update_options(update: UpdateOptions | None, clip_norm: float | None) -> UpdateOptions:
+    """Return what happens once a step beside the optimizer.
+
+    Raises:
+        ConfigError: the norm is given twice.
+    """
+    found = UpdateOptions(fused=True) if update is None else update
+    if clip_norm is None:
+        return found
+    if found.clip_norm is not None:
+        raise ConfigError(
+            f"clip_norm={clip_norm} and update=UpdateOptions(clip_norm={found.clip_norm}) are both "
+            "given",
+            where="the arguments clip_norm and update",
+            accepted="one of them",
+        )
+    return replace(found, clip_norm=clip_norm)
+
+
+def is_local(batch_is: str) -> bool:
+    """Return whether processes give their own parts of a batch.
+
+    Raises:
+        ConfigError: the text says neither.
+    """
+    if batch_is not in ("global", "local"):
+        raise ConfigError(
+            f"batch_is={batch_is!r}",
+            where="the argument batch_is",
+            accepted="'global', the whole batch; 'local', the part of this process",
+        )
+    return batch_is == "local"

@@ -1,0 +1,131 @@
+"""What is chosen by name: `"osdp"`, `{"name": "osdp", "memory_bytes": 4e9}`, or the object itself.
+
+Names are those of `sbp-train`'s options, with the settings of their files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import yaml  # type: ignore[import-untyped] # its stubs are a package of their own
+
+from sbp_core.errors import ConfigError
+from sbp_core.plugins import ChecksOthers, PluginRegistry, discover
+from sbp_launch.catalog import Catalog, make_catalog
+from sbp_launch.refusals import nearest_option
+
+#: How an object is chosen: by name, by name and settings, or as it is.
+Choice = str | Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """A plugin and its settings, as chosen by name.
+
+    Args:
+        kind: A kind of plugins, which is also the argument of `parallelize`.
+        chosen: The name that was given: `manual/zero`.
+        name: Of the plugin: `manual`.
+        settings: For its config: those of the option's file, and those given beside the name.
+    """
+
+    kind: str
+    chosen: str
+    name: str
+    settings: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        return self.chosen
+
+
+class Choices:
+    """Makes what is chosen by name.
+
+    Args:
+        registry: The plugins; those that are installed if None.
+    """
+
+    def __init__(self, registry: PluginRegistry | None = None) -> None:
+        self.registry = registry or discover()
+        self._catalog: Catalog = make_catalog(self.registry)
+        self._options: dict[str, Option] = {}
+
+    def option(self, kind: str, choice: Choice, **own: Any) -> Option:
+        """Return the option that was chosen.
+
+        Args:
+            kind: Of the plugin.
+            choice: Its name, or a mapping with `name` and settings.
+            own: Settings that others than the user make.
+
+        Raises:
+            ConfigError: there is no such option, or the mapping has no name.
+        """
+        given = {"name": choice} if isinstance(choice, str) else dict(choice)
+        chosen = given.pop("name", None)
+        if not isinstance(chosen, str):
+            raise ConfigError(
+                f"{kind}={dict(choice) if isinstance(choice, Mapping) else choice!r} has no name",
+                where=f"the argument {kind}",
+                accepted="a name, or a mapping: {'name': NAME, SETTING: VALUE}",
+            )
+        for name in own.keys() & given.keys():
+            raise ConfigError(
+                f"{kind} has a setting {name!r}, which is an argument of its own",
+                where=f"the argument {kind}",
+                todo=f"leave it out, and pass {name}=...",
+            )
+        options = sorted({*self._catalog.options(kind), *self.registry.names(kind)})
+        if chosen not in options:
+            near = nearest_option(kind, chosen, options)
+            raise ConfigError(
+                f"{kind}={chosen!r}: there is no such option",
+                where=f"the argument {kind}",
+                accepted=", ".join(options),
+                todo=f"did you mean {near!r}?" if near else "",
+            )
+        said = yaml.safe_load(self._catalog.text(f"{kind}/{chosen}") or "{}")
+        settings = {name: value for name, value in said.items() if name not in own}
+        settings |= {**given, **own}
+        return Option(
+            kind=kind,
+            chosen=chosen,
+            name=str(settings.pop("name", chosen)),
+            settings=settings,
+        )
+
+    def make(self, option: Option) -> Any:
+        """Return what the plugin of an option makes.
+
+        Raises:
+            ConfigError: a setting is unknown or refused.
+        """
+        where = f"the argument {option.kind}"
+        return self.registry.make(option.kind, option.name, option.settings, where=where)
+
+    def chosen(self, kind: str, choice: Any, **own: Any) -> Any:
+        """Return what was chosen: made, if by name; else as it is.
+
+        Raises:
+            ConfigError: see `option` and `make`.
+        """
+        if not isinstance(choice, str | Mapping):
+            return choice
+        self._options[kind] = self.option(kind, choice, **own)
+        return self.make(self._options[kind])
+
+    def check_beside(self) -> None:
+        """Let the config of each choice by name say whether the others fit it.
+
+        Raises:
+            ConfigError: they do not.
+        """
+        configs = {
+            kind: self.registry.configure(kind, option.name, option.settings)
+            for kind, option in self._options.items()
+        }
+        for config in configs.values():
+            if isinstance(config, ChecksOthers):
+                config.check_beside(configs)

@@ -1,0 +1,35 @@
+"""What starts plans: a runtime, boxing backends, and this process' place among the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from sbp_core.boxing import BoxingBackend
+from sbp_core.plugins import PluginRegistry
+from sbp_core.runtime import Runtime
+from sbp_launch.planning import PlanSettings
+from sbp_launch.world import World
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """Starts the sessions of one parallel step: that of training, and those of evaluation.
+
+    Args:
+        settings: How steps are planned.
+        runtime: Starts plans.
+        make_backend: Returns a boxing backend that is not yet open; each session has its own.
+        world: This process among all.
+        registry: The plugins.
+        seed: Of random numbers in the step, such as those of dropout.
+        is_local: Whether a process gives its own part of each batch.
+    """
+
+    settings: PlanSettings
+    runtime: Runtime
+    make_backend: Callable[[], BoxingBackend]
+    world: World
+    registry: PluginRegistry
+    seed: int
+    is_local: bool

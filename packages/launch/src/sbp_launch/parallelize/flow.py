@@ -1,0 +1,120 @@
+"""From what `parallelize` is given to a checked plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+from sbp_core.compile import check_strategy
+from sbp_core.errors import ConfigError
+from sbp_core.graph import InputKind, LogicalGraph
+from sbp_core.plugins import Planner
+from sbp_core.sbp import S
+from sbp_core.strategy import Strategy
+from sbp_launch.parallelize.engine import Engine
+from sbp_launch.parallelize.program import OneDeviceProgram, micro_batch
+from sbp_launch.planning import (
+    Planned,
+    PlanSettings,
+    capture_training,
+    compiled,
+    regathering,
+    with_memory,
+)
+
+#: How tensors are pinned: a pattern of names -> SBP, or SBP by mesh axis.
+Pins = Mapping[str, str | Mapping[str, str]]
+
+#: Axes along which ranks do not split a batch, unless their planner says so.
+_SHARING = ("pipe", "tensor")
+
+_PIN_BATCH = "pin it: pins={'batch': {'data': 'S(0)', '*': 'B'}}"
+
+
+def plan_program(
+    program: OneDeviceProgram,
+    batch: Any,
+    planner: Planner | Strategy,
+    pins: Pins | None,
+    engine: Engine,
+) -> tuple[Planned, int]:
+    """Return the checked plan, and of how many parts of processes a batch consists.
+
+    Of a part the whole has to be known before it is planned, and the plan says which parts there
+    are: what is usual is tried first, and what the planner then says, second.
+
+    Args:
+        program: What is planned.
+        batch: An example of what a process gives in one step.
+        planner: Decides; or what was decided.
+        pins: The user's.
+        engine: Says for which mesh, and whether processes give parts of a batch.
+
+    Raises:
+        ConfigError: see `parallelize`.
+    """
+    settings = engine.settings
+    degree = 1
+    if engine.is_local:
+        sizes = zip(settings.mesh.axes, settings.mesh.mesh_shape, strict=True)
+        degree = prod(size for axis, size in sizes if axis not in _SHARING)
+    for _ in range(2):
+        example = micro_batch(batch, settings.micro_batches, degree)
+        graph = capture_training(program.model, program.loss, example, program.optimizer, settings)
+        strategy = _strategy(graph, planner, pins, settings)
+        parts = _batch_parts(graph, strategy) if engine.is_local else 1
+        if parts == degree:
+            planned = compiled(graph, strategy, settings)
+            return with_memory(planned, settings.cluster), degree
+        degree = parts
+    raise ConfigError(
+        "the planner splits the batch in another way whenever its size changes, so that nobody can "
+        "say what the part of one process is",
+        where="the argument batch_is",
+        accepted="batch_is='global', or a batch that is pinned",
+        todo=_PIN_BATCH,
+    )
+
+
+def _strategy(
+    graph: LogicalGraph, planner: Planner | Strategy, pins: Pins | None, settings: PlanSettings
+) -> Strategy:
+    """Return how the graph is split.
+
+    Raises:
+        ConfigError: a strategy was given, and pins beside it.
+    """
+    if not isinstance(planner, Strategy):
+        return regathering(planner.plan(settings.request(graph, pins)), settings.compile)
+    if pins:
+        raise ConfigError(
+            "pins are given beside a strategy, which has decided on everything",
+            where="the argument pins",
+            todo="leave out pins, or choose a planner",
+        )
+    check_strategy(graph, planner)
+    return planner
+
+
+def _batch_parts(graph: LogicalGraph, strategy: Strategy) -> int:
+    """Return into how many parts the ranks split the samples of a batch.
+
+    Raises:
+        ConfigError: tensors of the batch are split in different ways.
+    """
+    found = {}
+    for entry in graph.inputs:
+        if entry.kind is InputKind.BATCH and graph.tensor(entry.name).shape:
+            stored = strategy.storage[entry.name]
+            sizes = strategy.stages[stored.stage].mesh_shape
+            split = zip(stored.sbp, sizes, strict=True)
+            found[entry.name] = prod(size for sbp, size in split if sbp == S(0))
+    if len(set(found.values())) > 1:
+        raise ConfigError(
+            f"the tensors of the batch are split into different numbers of parts: {found}",
+            where="the argument batch_is",
+            accepted="batch_is='global', or one split of all of them",
+            todo=_PIN_BATCH,
+        )
+    return next(iter(found.values()), 1)

@@ -1,0 +1,138 @@
+"""The one-device program that is parallelised: model, loss, optimizer, and its first states."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from sbp_core.errors import ConfigError, SbpTypeError, SbpValueError, unknown_name
+from sbp_torch.capture import UpdateOptions, flatten_batch, initial_states, rebuild_batch
+from sbp_torch.deferred_init import DeferredModel
+from sbp_torch.interchange.torch_states import from_model_state
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OneDeviceProgram:
+    """What somebody wrote for one device.
+
+    Args:
+        model: Its values may be real, deferred or none (on the device `meta`).
+        loss: `loss(model, batch)`, as `capture` takes it.
+        optimizer: Over `model.parameters()`.
+        update: What happens once a step beside the optimizer.
+        deferred: What makes the states of a deferred model.
+    """
+
+    model: nn.Module
+    loss: Any
+    optimizer: torch.optim.Optimizer
+    update: UpdateOptions
+    deferred: DeferredModel | None = None
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module | DeferredModel,
+        loss: Any,
+        optimizer: torch.optim.Optimizer,
+        update: UpdateOptions,
+    ) -> OneDeviceProgram:
+        """Return the program of what a user passes.
+
+        Raises:
+            SbpTypeError: the model is wrapped for other ways of training on several devices.
+        """
+        made = model if isinstance(model, DeferredModel) else None
+        plain = model.model if isinstance(model, DeferredModel) else model
+        if isinstance(plain, DistributedDataParallel | DataParallel):
+            raise SbpTypeError(
+                f"model is wrapped: {type(plain).__name__}",
+                accepted="the model as one device would run it",
+                todo="leave the wrapper out, or pass model.module and an optimizer over its "
+                "parameters",
+            )
+        return cls(model=plain, loss=loss, optimizer=optimizer, update=update, deferred=made)
+
+    def first_states(self, given: Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
+        """Return every state by its name in the graph.
+
+        Args:
+            given: Values that are taken in place of the program's own: as `state_dict()` of a
+                parallel step returns them, or as `model.state_dict()` does.
+
+        Raises:
+            SbpLookupError: one is given for a name that no state has.
+            SbpValueError: a state has no values.
+        """
+        if self.deferred is not None:
+            found: Mapping[str, Tensor] = self.deferred.states(self.optimizer, self.update)
+        else:
+            found = initial_states(self.model, self.optimizer, self.update)
+        if given is None and self.deferred is not None:
+            return found
+        given = given or {}
+        own = self.model.state_dict(keep_vars=True)
+        if given and all(name in own for name in given) and len(given) == len(own):
+            given = from_model_state(given, self.model)
+        for name in given:
+            if name not in found:
+                raise unknown_name("state", name, found)
+        if len(given) == len(found):
+            return given
+        return {
+            name: value if name in given else self._with_values(name, value, given)
+            for name, value in {**found, **given}.items()
+        }
+
+    def _with_values(self, name: str, value: Tensor, given: Mapping[str, Tensor]) -> Tensor:
+        """Return a state that nobody gave, if it has values.
+
+        One that begins as a copy of its parameter, such as an average, takes those of that.
+        """
+        if not value.is_meta:
+            return value
+        parameter = name.rpartition(".")[0]
+        if parameter in given and given[parameter].shape == value.shape:
+            return given[parameter].to(value.dtype)
+        raise SbpValueError(
+            f"{name!r} has no values: the model is on the device 'meta'",
+            accepted="a model with values; or states for all its parameters and buffers",
+            todo="make it by sbp_torch.deferred_init.deferred(build, seed), which makes each rank "
+            "its own part; or pass states=..., such as safetensors.torch.load_file(path)",
+        )
+
+
+def micro_batch(batch: Any, count: int, degree: int) -> Any:
+    """Return an example of one micro-batch over all ranks, of the form of the batch.
+
+    Args:
+        batch: An example of what one process gives in one step.
+        count: Micro-batches of a step.
+        degree: How many such parts a step takes over all ranks.
+
+    Raises:
+        ConfigError: a tensor of the batch does not divide into micro-batches.
+    """
+    found = flatten_batch(batch)
+    for name, value in found.items():
+        if value.dim() and (value.shape[0] % count or not value.shape[0]):
+            divisors = [n for n in range(1, value.shape[0] + 1) if value.shape[0] % n == 0]
+            raise ConfigError(
+                f"{name!r} of the batch has {value.shape[0]} samples, which do not divide into "
+                f"micro_batches={count}",
+                where="the argument micro_batches",
+                accepted=f"micro_batches one of {', '.join(map(str, divisors))}"
+                if divisors
+                else "",
+                todo="take another size of batch, or other micro-batches",
+            )
+    parts = {
+        name: torch.cat([value[: len(value) // count]] * degree) if value.dim() else value
+        for name, value in found.items()
+    }
+    return rebuild_batch(batch, parts)

@@ -1,0 +1,122 @@
+"""The ranks of a program: its mesh, and the boxing backend that fits how it was started."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+from sbp_core.boxing import BoxingBackend
+from sbp_core.errors import ConfigError
+from sbp_core.placement import Placement
+from sbp_launch.clusters import AXES
+from sbp_launch.parallelize.choices import Choice, Choices
+from sbp_launch.world import MPIEXEC, THREADS, TORCHRUN, World
+
+#: The boxing that fits a launcher.
+_BOXING: Mapping[str, str] = {THREADS: "local", MPIEXEC: "mpi"}
+
+#: How one starts processes, for messages.
+_START = "torchrun --nproc-per-node={size} PROGRAM, or mpiexec -n {size} python PROGRAM"
+
+
+def mesh_of(
+    world: World, mesh: int | Sequence[int] | None, axes: Sequence[str] | None
+) -> Placement:
+    """Return the mesh of all ranks.
+
+    Args:
+        world: How many processes there are, if there are several.
+        mesh: Ranks along each axis; None takes all processes of the world, on one axis.
+        axes: Name of each axis; None takes the usual ones.
+
+    Raises:
+        ConfigError: the mesh cannot be meant, or has other ranks than the world.
+    """
+    given = world.size if mesh is None else mesh
+    shape = (given,) if isinstance(given, int) else tuple(given)
+    if not shape or not all(type(size) is int and size > 0 for size in shape):
+        raise ConfigError(
+            f"mesh={mesh!r} has no ranks",
+            where="the argument mesh",
+            accepted="ranks along each axis, such as 4 or (2, 2)",
+        )
+    if axes is None and len(shape) not in AXES:
+        raise ConfigError(
+            f"mesh={shape} has {len(shape)} axes without names",
+            where="the argument axes",
+            accepted="one name for each axis, such as axes=('pipe', 'node', 'data', 'tensor')",
+        )
+    names = AXES[len(shape)] if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+    if len(names) != len(shape) or len(set(names)) != len(names) or not all(names):
+        raise ConfigError(
+            f"axes={names} does not name the axes of mesh={shape}",
+            where="the argument axes",
+            accepted="one distinct name for each axis of the mesh",
+        )
+    if not world.is_alone and prod(shape) != world.size:
+        ranks = prod(shape)
+        raise ConfigError(
+            f"mesh={shape} has {ranks} ranks, and {world.launcher} started {world.size} "
+            f"process{'es' * (world.size > 1)}",
+            where="the argument mesh",
+            accepted=f"a mesh of {world.size} ranks: one for each process",
+            todo=f"leave out mesh, or start as many processes: {_START.format(size=ranks)}",
+        )
+    return Placement.grid(shape, names)
+
+
+def backend_of(
+    world: World, boxing: Choice | BoxingBackend | None, choices: Choices, num_ranks: int
+) -> BoxingBackend:
+    """Return the boxing backend, not yet open.
+
+    Args:
+        world: Says which one fits, and where the processes meet.
+        boxing: What was chosen; None for what fits.
+        choices: Makes it.
+        num_ranks: Of the mesh, for messages.
+
+    Raises:
+        ConfigError: it connects processes where there are none, or the other way round.
+    """
+    chosen = _BOXING.get(world.launcher, "torch") if boxing is None else boxing
+    if isinstance(chosen, BoxingBackend):
+        backend, shown = chosen, type(chosen).__name__
+    else:
+        option = choices.option("boxing", chosen)
+        if option.name == "torch" and world.launcher not in (THREADS, TORCHRUN):
+            known = _meeting_point(world)
+            option = choices.option("boxing", _with_settings(chosen, known))
+        backend, shown = choices.make(option), str(option)
+    if backend.spans_processes and world.is_alone and num_ranks > 1:
+        raise ConfigError(
+            f"boxing={shown} connects one process a rank, and no launcher has started this one",
+            where="the argument boxing",
+            accepted="boxing='local': the ranks are threads of this process",
+            todo=f"leave out boxing, or start it by {_START.format(size=num_ranks)}",
+        )
+    if not backend.spans_processes and world.size > 1:
+        raise ConfigError(
+            f"boxing={shown} connects the threads of one process, and {world.launcher} started "
+            f"{world.size} processes",
+            where="the argument boxing",
+            accepted="boxing='torch', boxing='mpi'",
+            todo="leave out boxing: what fits the launcher is chosen",
+        )
+    return backend
+
+
+def _with_settings(choice: Choice, known: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a choice with settings that it does not make itself."""
+    given = {"name": choice} if isinstance(choice, str) else dict(choice)
+    return {**known, **given}
+
+
+def _meeting_point(world: World) -> dict[str, Any]:
+    """Return settings of `boxing=torch` where the launcher did not set torchrun's variables."""
+    known: dict[str, Any] = {"rank": world.rank, "world_size": world.size}
+    told = world.variables
+    if "MASTER_ADDR" in told and "MASTER_PORT" in told:
+        known["init_method"] = f"tcp://{told['MASTER_ADDR']}:{told['MASTER_PORT']}"
+    return known
