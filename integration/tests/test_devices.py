@@ -30,7 +30,6 @@ from sbp_core.errors import ConfigError
 from sbp_core.graph import LogicalGraph
 from sbp_core.runtime import Session
 from sbp_torch.capture import capture, initial_states
-from sbp_torch.runtime import devices, store
 
 CASES = (
     Case(planner="manual/data_parallel", mesh=(2,), axes=("data",)),
@@ -40,7 +39,7 @@ CASES = (
 )
 
 
-class MetaDevice(devices.CpuDevice):
+class MetaDevice:
     """Tensors without values; counts the threads that have entered it."""
 
     device = torch.device("meta")
@@ -54,7 +53,7 @@ class MetaDevice(devices.CpuDevice):
     def put(self, value: Tensor) -> Tensor:
         return value.to("meta")
 
-    def put_batches(self, fed: devices.Fed) -> devices.Fed:
+    def put_batches(self, fed: dict[int, Any]) -> dict[int, Any]:
         return {
             rank: [{k: v.to("meta") if torch.is_tensor(v) else v for k, v in p.items()} for p in ps]
             for rank, ps in fed.items()
@@ -95,7 +94,7 @@ def test_a_step_of_another_device_leaves_nothing_on_the_cpu(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = MetaDevice()
-    monkeypatch.setattr(store, "device_of", lambda plan: device)
+    monkeypatch.setattr("sbp_torch.runtime.store.device_of", lambda plan: device)
     plan = _plan(place_on_device(_captured(case, "cpu"), "meta"), case, "meta")
 
     with _start(plan, initial_states(*_program())) as session:
