@@ -41,7 +41,7 @@ def main(folder: Path, failing_rank: int, how: str) -> None:
 
 
 def live(rank: int, backend: MpiBackend, folder: Path, failing_rank: int, how: str) -> None:
-    """Reduce once; then one rank fails, one reduces, and one computes before it receives."""
+    """Reduce once; then one rank fails, one reduces, and one computes while it receives."""
     end, everyone = backend.communicator(rank), one_step(P, B, [0, 1, 2], [0, 1, 2])
     deadline_s = DEADLINE_S if how == "stop" else 60.0
     end.collective(everyone, torch.ones(4, 2), tag="first", deadline_s=60.0)
@@ -52,9 +52,10 @@ def live(rank: int, backend: MpiBackend, folder: Path, failing_rank: int, how: s
         fall(how, backend)
     if rank == min({0, 1, 2} - {failing_rank}):
         end.collective(everyone, torch.ones(4, 2), tag="gradients", deadline_s=deadline_s)
-    time.sleep(0.5)
     step = one_step(B, B, [failing_rank], [rank])
-    end.receive(step, None, tag="activations", deadline_s=deadline_s)
+    under_way = end.begin_receive(step, None, tag="activations", deadline_s=deadline_s)
+    time.sleep(0.5)
+    under_way.wait()
 
 
 def fall(how: str, backend: MpiBackend) -> None:

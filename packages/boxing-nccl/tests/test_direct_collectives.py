@@ -166,8 +166,9 @@ def test_the_memory_for_what_comes_in_has_a_bound(monkeypatch: pytest.MonkeyPatc
                 return ends[rank].all_reduce(both[rank], both[rank], "sum")
 
             run(ends, start, Choices(0))
-            kept = [place for rows in ends[0]._kept.values() for row in rows for place, _ in row]
-            held.append(sum(place.numel() * place.element_size() for place in kept))
+            free = [places for kept in ends[0]._kept.values() for places in kept]
+            held.append(sum(place.nbytes for rows in free for row in rows for place, _ in row))
+            assert held[-1] == ends[0]._kept_bytes
 
     assert 0 < max(held) <= 256
 
@@ -191,3 +192,38 @@ def test_two_ranks_that_swap_all_they_have_get_the_sum_in_rank_order(
 
     for result in results:
         assert torch.equal(result, expected)
+
+
+@settings(deadline=None)
+@given(SIZES, st.lists(LENGTHS, min_size=2, max_size=4), st.booleans(), SEEDS)
+def test_several_that_are_under_way_at_once_do_not_meet(
+    size: int, lengths: list[int], in_place: bool, seed: int
+) -> None:
+    """Each rank looks at its own in an order of its own, so that each is at another message."""
+    network, choose = Network(size), Choices(seed)
+    ends = [DirectCollectives(Comm(network, rank), MPI) for rank in range(size)]
+    given_values = [values_of(size, length, torch.float32) for length in lengths]
+    expected = [values[0].clone() for values in given_values]
+    for out, values in zip(expected, given_values, strict=True):
+        reduce_into(out, [part.clone() for part in values], "sum")
+    results = [
+        values if in_place else [torch.empty_like(part) for part in values]
+        for values in given_values
+    ]
+    works = [
+        MpiWork(
+            request=ends[rank].all_reduce(results[number][rank], values[rank], "sum"), tensors=()
+        )
+        for number, values in enumerate(given_values)
+        for rank in range(size)
+    ]
+
+    while not all(work.is_over for work in works):
+        under_way = [work for work in works if not work.is_over]
+        under_way[choose(len(under_way))].look()
+        if network.matched:
+            network.deliver(choose(len(network.matched)))
+
+    for number, wanted in enumerate(expected):
+        for result in results[number]:
+            assert torch.equal(result, wanted)

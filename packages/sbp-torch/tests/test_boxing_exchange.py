@@ -7,6 +7,7 @@ rank only finds what those before it have sent.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from sbp_core.errors import BoxingError
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp
 from sbp_torch.boxing.execute import apply_step, shard
-from sbp_torch.boxing.processes.exchange import ExchangeCommunicator
+from sbp_torch.boxing.processes.exchange import Await, ExchangeCommunicator, Finish
 from sbp_torch.boxing.processes.packed_buffer import PackedBuffers
 
 Table = dict[tuple[int, int, str], torch.Tensor]
@@ -46,13 +47,16 @@ class TableCommunicator(ExchangeCommunicator[TableConnections]):
 
     def _collective(
         self, call: CollectiveCall, ranks: tuple[int, ...], shard: torch.Tensor, donate: bool
-    ) -> torch.Tensor:
+    ) -> Finish:
         return self._exchange(call, ranks, shard)
 
     def _post(self, call: CollectiveCall, receiver: int, values: torch.Tensor) -> None:
         self._connections.table[self.rank, receiver, call.tag] = values
 
-    def _collect(self, call: CollectiveCall, arriving: Mapping[int, torch.Tensor]) -> None:
+    def _collect(self, call: CollectiveCall, arriving: Mapping[int, torch.Tensor]) -> Await:
+        return partial(self._fill, call, arriving)
+
+    def _fill(self, call: CollectiveCall, arriving: Mapping[int, torch.Tensor]) -> None:
         for sender, values in arriving.items():
             message = self._connections.table.get((sender, self.rank, call.tag))
             if message is None:
@@ -62,7 +66,7 @@ class TableCommunicator(ExchangeCommunicator[TableConnections]):
 
     def _exchange_buffers(
         self, call: CollectiveCall, ranks: tuple[int, ...], buffers: PackedBuffers
-    ) -> None:
+    ) -> Await:
         for rank, part in zip(ranks, buffers.sent.split(list(buffers.sent_sizes)), strict=True):
             self._post(call, rank, part)
             self.sent_bytes += part.nbytes if rank != self.rank else 0
@@ -73,7 +77,7 @@ class TableCommunicator(ExchangeCommunicator[TableConnections]):
             for rank, chunk in zip(ranks, chunks, strict=True)
             if (rank, self.rank, call.tag) in self._connections.table
         }
-        self._collect(call, with_message)
+        return self._collect(call, with_message)
 
 
 class TableBackend(ProcessBackend):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from sbp_core.boxing.processes.connections import Connections
 from sbp_core.boxing.processes.traffic import TrafficCounter
 from sbp_core.boxing.step import StepKind
 from sbp_torch.boxing.execute import reduce_in_order, reduction_of
-from sbp_torch.boxing.processes.exchange import ExchangeCommunicator
+from sbp_torch.boxing.processes.exchange import Await, ExchangeCommunicator, Finish, after
 from sbp_torch.boxing.processes.packed_buffer import PackedBuffers
 from sbp_torch.testing.boxing import BoxingConformance, Program
 
@@ -59,7 +60,7 @@ class MailCommunicator(ExchangeCommunicator[MailConnections]):
 
     def _collective(
         self, call: CollectiveCall, ranks: tuple[int, ...], shard: torch.Tensor, donate: bool
-    ) -> torch.Tensor:
+    ) -> Finish:
         if call.step.kind is not StepKind.ALL_REDUCE:
             return self._exchange(call, ranks, shard)
         traffic = TrafficCounter(len(ranks), ranks.index(self.rank))
@@ -68,8 +69,10 @@ class MailCommunicator(ExchangeCommunicator[MailConnections]):
         for rank in ranks:
             self._put(call, rank, shard)
         parts = {rank: torch.empty_like(shard) for rank in ranks}
-        self._collect(call, parts)
-        return reduce_in_order(list(parts.values()), reduction_of(call.step))
+        return after(
+            self._collect(call, parts),
+            lambda: reduce_in_order(list(parts.values()), reduction_of(call.step)),
+        )
 
     def _post(self, call: CollectiveCall, receiver: int, values: torch.Tensor) -> None:
         assert receiver != self.rank, "what stays here is no message"
@@ -81,7 +84,10 @@ class MailCommunicator(ExchangeCommunicator[MailConnections]):
             mail.messages[self.rank, receiver, call.tag] = values.clone()
             mail.came.notify_all()
 
-    def _collect(self, call: CollectiveCall, arriving: Mapping[int, torch.Tensor]) -> None:
+    def _collect(self, call: CollectiveCall, arriving: Mapping[int, torch.Tensor]) -> Await:
+        return partial(self._take, call, arriving)
+
+    def _take(self, call: CollectiveCall, arriving: Mapping[int, torch.Tensor]) -> None:
         mail = self._connections.mail
         keys = {sender: (sender, self.rank, call.tag) for sender in arriving}
         with mail.came:
@@ -96,7 +102,7 @@ class MailCommunicator(ExchangeCommunicator[MailConnections]):
 
     def _exchange_buffers(
         self, call: CollectiveCall, ranks: tuple[int, ...], buffers: PackedBuffers
-    ) -> None:
+    ) -> Await:
         sent = buffers.sent.split(list(buffers.sent_sizes))
         padded = [torch.cat((part, part.new_zeros(self._padding))) for part in sent]
         traffic = TrafficCounter(len(ranks), ranks.index(self.rank))
@@ -108,9 +114,14 @@ class MailCommunicator(ExchangeCommunicator[MailConnections]):
         rooms = {
             rank: chunk.new_empty(len(chunk) + self._padding) for rank, chunk in chunks.items()
         }
-        self._collect(call, rooms)
-        for rank, chunk in chunks.items():
-            chunk.copy_(rooms[rank][: len(chunk)])
+        await_rooms = self._collect(call, rooms)
+
+        def finish() -> None:
+            await_rooms()
+            for rank, chunk in chunks.items():
+                chunk.copy_(rooms[rank][: len(chunk)])
+
+        return finish
 
 
 @pytest.mark.timeout(1800)

@@ -14,6 +14,7 @@ from unittest import SkipTest
 import pytest
 import torch
 
+from sbp_core.boxing.backend import Pending, Postponed
 from sbp_core.boxing.step import BoxingStep, StepKind
 from sbp_core.errors import BoxingError
 from sbp_core.placement import Placement
@@ -158,6 +159,18 @@ class WaitsTooLong(LocalCommunicator):
         return super().receive(step, shard, **{**rest, "deadline_s": 3.0})
 
 
+class MixesWhatIsUnderWay(LocalCommunicator):
+    """Whatever is waited for first gets what was begun first."""
+
+    def __init__(self, backend: LocalBackend, rank: int) -> None:
+        super().__init__(backend, rank)
+        self.begun: list[Pending] = []
+
+    def begin(self, step: BoxingStep, shard: torch.Tensor, **rest: Any) -> Pending:
+        self.begun.append(super().begin(step, shard, **rest))
+        return Postponed(lambda: self.begun.pop(0).wait())
+
+
 class ForgetsTags(LocalCommunicator):
     def send(self, step: BoxingStep, shard: torch.Tensor, **rest: Any) -> None:
         super().send(step, shard, **{**rest, "tag": "any"})
@@ -229,6 +242,11 @@ BROKEN: list[tuple[type[Any], Test, str]] = [
         "was told of the missing ranks",
     ),
     (WaitsTooLong, BoxingConformance.test_a_sender_that_never_comes_is_named, "rank 1: "),
+    (
+        MixesWhatIsUnderWay,
+        BoxingConformance.test_what_two_ranks_have_under_way_may_be_waited_for_in_any_order,
+        "waited for last first, ",
+    ),
     (
         ForgetsTags,
         BoxingConformance.test_messages_wait_for_their_receiver_and_find_it_by_their_tag,

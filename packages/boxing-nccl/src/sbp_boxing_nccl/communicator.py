@@ -7,19 +7,28 @@ how it breaks.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 
 from sbp_boxing_nccl.connections import MpiConnections
 from sbp_boxing_nccl.group import MpiGroup, MpiWork
 from sbp_core.boxing import StepKind
-from sbp_core.boxing.processes import CollectiveCall, Manifest, group_name, tag_number
-from sbp_torch.boxing.processes import ExchangeCommunicator, PackedBuffers, Role, pack
+from sbp_core.boxing.processes import CollectiveCall, Manifest, tag_number
+from sbp_torch.boxing.processes import (
+    Await,
+    ExchangeCommunicator,
+    Finish,
+    PackedBuffers,
+    Role,
+    after,
+    pack,
+)
 
 #: Seconds after which a rank that waits in a collective reports that it is there.
 _PATIENCE_S = 0.2
 
-#: Looks at a collective that was just started, before it is waited for in earnest.
+#: Looks at a collective before it is waited for in earnest.
 _EAGER_LOOKS = 256
 
 
@@ -28,11 +37,14 @@ class MpiCommunicator(ExchangeCommunicator[MpiConnections]):
 
     def __init__(self, connections: MpiConnections) -> None:
         super().__init__(connections, connections.rank, torch.device("cpu"))
-        self._calls: dict[tuple[int, ...], int] = {}
+
+    def progress(self) -> None:
+        """See `Communicator.progress`: MPI moves data only while it is called."""
+        self._connections.progress()
 
     def _collective(
         self, call: CollectiveCall, ranks: tuple[int, ...], shard: torch.Tensor, donate: bool
-    ) -> torch.Tensor:
+    ) -> Finish:
         """See `ExchangeCommunicator._collective`."""
         role = self._role(call)
         kind = role.step.kind
@@ -51,15 +63,23 @@ class MpiCommunicator(ExchangeCommunicator[MpiConnections]):
         """See `ExchangeCommunicator._post`."""
         self._connections.post(call, receiver, values, self._number(call))
 
-    def _collect(self, call: CollectiveCall, arriving: Mapping[int, torch.Tensor]) -> None:
+    def _collect(self, call: CollectiveCall, arriving: Mapping[int, torch.Tensor]) -> Await:
         """See `ExchangeCommunicator._collect`."""
         group, number = self._connections.messages(), self._number(call)
         under_way: dict[int, MpiWork] = {}
         for sender, values in arriving.items():
             with self._connections.guard(call):
                 under_way[sender] = group.receive(values, sender, number)
+        for work in under_way.values():
+            self._connections.begun[id(work)] = group, work
+        return partial(self._await_messages, call, group, under_way)
+
+    def _await_messages(
+        self, call: CollectiveCall, group: MpiGroup, under_way: Mapping[int, MpiWork]
+    ) -> None:
         missing: list[int] = []
         for sender, work in under_way.items():
+            self._connections.begun.pop(id(work), None)
             if not self._connections.wait(call, group, work, call.left_s):
                 missing.append(sender)
                 self._connections.abandon(group, work)
@@ -71,87 +91,111 @@ class MpiCommunicator(ExchangeCommunicator[MpiConnections]):
 
     def _all_reduce(
         self, call: CollectiveCall, role: Role, shard: torch.Tensor, donate: bool
-    ) -> torch.Tensor:
+    ) -> Finish:
         if not shard.numel():
-            return shard
+            return lambda: shard
         values, reduction = shard.contiguous(), role.reduction
         result = values if donate else torch.empty_like(values)
-        self._run(call, role.ranks, lambda group: group.all_reduce(result, values, reduction))
-        return result
+        wait = self._launch(
+            call, role.ranks, lambda group: group.all_reduce(result, values, reduction)
+        )
+        return after(wait, lambda: result)
 
-    def _reduce_scatter(
-        self, call: CollectiveCall, role: Role, shard: torch.Tensor
-    ) -> torch.Tensor:
+    def _reduce_scatter(self, call: CollectiveCall, role: Role, shard: torch.Tensor) -> Finish:
         known, reduction = role.manifest, role.reduction
         if known.packed:
             sent = shard.contiguous()
         else:
             sent = pack(shard, [piece for piece in known.outgoing if piece])
         result, sizes = shard.new_empty(known.shape), known.sent_sizes
-        if shard.numel():
-            self._run(
-                call, role.ranks, lambda group: group.reduce_scatter(result, sent, sizes, reduction)
-            )
-        return result
+        if not shard.numel():
+            return lambda: result
+        wait = self._launch(
+            call, role.ranks, lambda group: group.reduce_scatter(result, sent, sizes, reduction)
+        )
+        return after(wait, lambda: result)
 
-    def _exchange_even(self, call: CollectiveCall, role: Role, shard: torch.Tensor) -> torch.Tensor:
+    def _exchange_even(self, call: CollectiveCall, role: Role, shard: torch.Tensor) -> Finish:
         """Run an all-gather or all-to-all whose pieces are of one size and lie in order."""
         known, given = role.manifest, shard.contiguous()
         result = given.new_empty(known.shape)
         if known.gathers:
-            self._run(call, role.ranks, lambda group: group.all_gather_even(result, given))
+            wait = self._launch(
+                call, role.ranks, lambda group: group.all_gather_even(result, given)
+            )
         else:
-            self._run(call, role.ranks, lambda group: group.all_to_all_even(result, given))
-        return result
+            wait = self._launch(
+                call, role.ranks, lambda group: group.all_to_all_even(result, given)
+            )
+        return after(wait, lambda: result)
 
     def _all_gather(
         self, call: CollectiveCall, ranks: tuple[int, ...], shard: torch.Tensor, known: Manifest
-    ) -> torch.Tensor:
+    ) -> Finish:
         """Run an all-gather in which everybody receives whole shards."""
         buffers = PackedBuffers(call.step, known, shard, device=self._device, whole=True)
         sizes = buffers.received_sizes
-        if sum(sizes):
-            self._run(
-                call, ranks, lambda group: group.all_gather(buffers.received, buffers.sent, sizes)
-            )
+        if not sum(sizes):
+            return buffers.result
+        wait = self._launch(
+            call, ranks, lambda group: group.all_gather(buffers.received, buffers.sent, sizes)
+        )
         buffers.keep_own()
-        return buffers.result()
+        return after(wait, buffers.result)
 
     def _exchange_buffers(
         self, call: CollectiveCall, ranks: tuple[int, ...], buffers: PackedBuffers
-    ) -> None:
+    ) -> Await:
         """See `ExchangeCommunicator._exchange_buffers`."""
         received, sent = buffers.received, buffers.sent
         sizes = buffers.received_sizes, buffers.sent_sizes
-        self._run(call, ranks, lambda group: group.exchange(received, sent, *sizes))
+        return self._launch(call, ranks, lambda group: group.exchange(received, sent, *sizes))
 
-    def _run(
+    def _launch(
         self, call: CollectiveCall, ranks: tuple[int, ...], start: Callable[[MpiGroup], MpiWork]
-    ) -> None:
-        """Start a collective in the group of `ranks` and wait for it.
-
-        The ranks that wait long report it, so that each can say at its deadline who did not.
-        """
+    ) -> Await:
+        """Begin a collective in the group of `ranks`; return what waits for it."""
         connections = self._connections
-        number = self._calls[ranks] = self._calls.get(ranks, -1) + 1
+        number = connections.arrivals.begin(ranks)
         group = connections.group(call, ranks)
         work: MpiWork | None = None
-        # As `connections.guard` and `wait` do, which take longer than a small message.
+        # As `connections.guard` does, which takes longer than a small message.
         try:
             work = start(group)
             self._count(group.traffic)
-            if work.look(_EAGER_LOOKS, yields=False):
-                return
+            work.look(yields=False)  # which starts it, in the same order on all ranks
         except (RuntimeError, OverflowError) as error:
             if work is not None:
                 connections.abandon(group, work)
             raise connections.connection_lost(call, f"MPI reported: {error}") from error
-        if connections.wait(call, group, work, min(_PATIENCE_S, call.left_s / 2)):
-            return
-        store, name = connections.control_store, group_name(ranks)
-        store.report_waiting(name, number, ranks)
-        if connections.wait(call, group, work, call.left_s):
-            return
-        connections.abandon(group, work)
-        missing = store.not_waiting(name, number, ranks)
-        raise connections.call_failed(call, call.missing(missing))
+        connections.begun[id(work)] = group, work
+        return partial(self._await, call, ranks, number, group, work)
+
+    def _await(
+        self,
+        call: CollectiveCall,
+        ranks: tuple[int, ...],
+        number: int,
+        group: MpiGroup,
+        work: MpiWork,
+    ) -> None:
+        """Wait for a collective.
+
+        The ranks that wait long tell the others, so that each can say at its deadline who did not
+        come.
+        """
+        connections, arrivals = self._connections, self._connections.arrivals
+        del connections.begun[id(work)]
+        try:
+            is_over = work.is_over or work.look(_EAGER_LOOKS, yields=False)
+        except (RuntimeError, OverflowError) as error:
+            connections.abandon(group, work)
+            raise connections.connection_lost(call, f"MPI reported: {error}") from error
+        if not is_over and not connections.wait(
+            call, group, work, min(_PATIENCE_S, call.left_s / 2)
+        ):
+            arrivals.tell(ranks)
+            if not connections.wait(call, group, work, call.left_s):
+                connections.abandon(group, work)
+                raise connections.call_failed(call, call.missing(arrivals.missing(ranks, number)))
+        arrivals.end(ranks)

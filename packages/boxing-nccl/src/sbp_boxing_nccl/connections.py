@@ -58,6 +58,8 @@ class MpiConnections(Connections):
         self._comm = comm
         self.rank: int = comm.Get_rank()
         self._groups: dict[tuple[int, ...], MpiGroup] = {}
+        #: What has begun and was not waited for, with its group, by an identity of its own.
+        self.begun: dict[int, tuple[MpiGroup, MpiWork]] = {}
         self._abandoned = False
         everyone = tuple(range(comm.Get_size()))
         self._messages = MpiGroup(everyone, _duplicate(comm, limit_s), mpi)
@@ -111,10 +113,15 @@ class MpiConnections(Connections):
         """
         try:
             with self.guard(call):
-                return work.wait(limit_s, lambda: self.check_others(call))
+                return work.wait(limit_s, lambda: self.check_others(call), self.progress)
         except BoxingError:
             self.abandon(group, work)
             raise
+
+    def progress(self) -> None:
+        """Move on all that has begun."""
+        for _, work in list(self.begun.values()):
+            work.progress()
 
     def abandon(self, group: MpiGroup, work: MpiWork) -> None:
         """Give up work that is under way."""
@@ -140,6 +147,10 @@ class MpiConnections(Connections):
         if self._failure is None and not self._outbox.flush(CLOSE_TIMEOUT_S):
             self._abandoned = True
         self._outbox.close()
+        for group, work in self.begun.values():
+            if not work.is_over:
+                self.abandon(group, work)
+        self.begun.clear()
         store = self._mpi_store
         store.deregister()
         if self._failure is None:

@@ -10,6 +10,9 @@ the other, and is resumed when the last one is over. So whoever waits may give u
 and sees between them that data moves. Chunks keep what is being reduced in the processor's cache;
 on shared memory they are faster than MPI's own collectives, and the order of summation is that of
 the ranks, whatever their number and the library.
+
+Several may be under way: each has tags of its own, by its number, which all ranks count alike, and
+places of its own for what arrives.
 """
 
 from __future__ import annotations
@@ -30,6 +33,9 @@ Schedule = Iterator[Any]
 #: Where what comes from one rank lies until it is reduced, and its memory.
 Place = tuple[torch.Tensor, Any]
 
+#: Of places: their dtype and shape, and how many there are of each rank.
+_PlaceKind = tuple[torch.dtype, Sequence[int], int]
+
 #: Bytes of a chunk: at least, and at most.
 _LEAST_BYTES, _MOST_BYTES = 2**16, 2**19
 
@@ -49,12 +55,13 @@ _SCRATCH_BYTES = 2**24
 #: Numbers of elements of which it is kept what each rank reduces.
 _KEPT_SHARES = 4096
 
-#: Tags: of what every rank sends, and of the results that an all-reduce sends back.
-_PARTS, _RESULTS = 0, 1
+#: Collectives that may be under way between two ranks: after so many, tags are used again. Two tags
+#: each, of which MPI has at least 2**15.
+_NUM_NUMBERS = 2**13
 
 
 class DirectCollectives:
-    """The collectives of the ranks of one communicator, one at a time.
+    """The collectives of the ranks of one communicator, made in one order by all of them.
 
     Tensors are contiguous, on the CPU, of one dtype and any shape; what is only moved is given as
     memory (`wire`).
@@ -71,14 +78,19 @@ class DirectCollectives:
         self._size: int = comm.Get_size()
         # Everybody starts with another peer, so that not all send to one.
         self._peers = [(self._rank + turn) % self._size for turn in range(1, self._size)]
-        self._kept: dict[tuple[torch.dtype, Sequence[int], int], list[list[Place]]] = {}
+        self._number = 0
+        #: Places that no collective uses, by what they are.
+        self._kept: dict[_PlaceKind, list[list[list[Place]]]] = {}
         self._kept_bytes = 0
         self._kept_shares: dict[int, tuple[list[int], int]] = {}
 
     def exchange(self, received: Sequence[Any], sent: Sequence[Any]) -> Schedule:
         """Send `sent[i]` to rank i and receive `received[i]` from it; what is own is copied."""
+        return self._exchange(received, sent, self._next_tag())
+
+    def _exchange(self, received: Sequence[Any], sent: Sequence[Any], tag: int) -> Schedule:
         if self._fits_whole(max(map(len, (*received, *sent)))):
-            requests = [*self._receive_all(received, _PARTS), *self._send_all(sent, _PARTS)]
+            requests = [*self._receive_all(received, tag), *self._send_all(sent, tag)]
             self._copy_own(received, sent)
             yield from requests
             return
@@ -87,8 +99,8 @@ class DirectCollectives:
         incoming = {peer: self._cut(received[peer]) for peer in self._peers}
         window: deque[list[Any]] = deque()
         for turn in range(max(map(len, [*outgoing.values(), *incoming.values()]), default=0)):
-            arrivals = self._receive(incoming, turn, _PARTS)
-            window.append([*arrivals, *self._send(outgoing, turn, _PARTS)])
+            arrivals = self._receive(incoming, turn, tag)
+            window.append([*arrivals, *self._send(outgoing, turn, tag)])
             if len(window) > _WINDOW:
                 yield from window.popleft()
         for requests in window:
@@ -105,9 +117,10 @@ class DirectCollectives:
             sent: What it has for each rank, equal on all ranks in size.
             reduction: `sum`, `max` or `min`.
         """
+        tag = self._next_tag()
         if self._fits_whole(max(map(len, sent))):
-            return self._reduce_at_once(result, own, sent, reduction)
-        return self._reduce(result.view(-1), own.view(-1), sent, reduction, ())
+            return self._reduce_at_once(result, own, sent, reduction, tag)
+        return self._reduce(result.view(-1), own.view(-1), sent, reduction, (), tag)
 
     def all_reduce(self, result: torch.Tensor, values: torch.Tensor, reduction: str) -> Schedule:
         """Reduce `values` over all ranks into `result`, in the order of the ranks.
@@ -123,26 +136,35 @@ class DirectCollectives:
         total = own = values.as_strided(shape, (1,), values.storage_offset() + start)
         if result.data_ptr() != values.data_ptr():
             total = result.as_strided(shape, (1,), result.storage_offset() + start)
+        tag = self._next_tag()
         if self._fits_whole(len(given[0])):
-            return self._all_reduce_at_once(total, own, given, made, reduction)
-        return self._reduce(total, own, given, reduction, made)
+            return self._all_reduce_at_once(total, own, given, made, reduction, tag)
+        return self._reduce(total, own, given, reduction, made, tag)
 
     def swap_and_reduce(
         self, result: torch.Tensor, values: torch.Tensor, reduction: str
     ) -> Schedule:
         """Run `all_reduce` between two ranks by one message each way: for small data."""
+        return self._swap_and_reduce(result, values, reduction, self._next_tag())
+
+    def _swap_and_reduce(
+        self, result: torch.Tensor, values: torch.Tensor, reduction: str, tag: int
+    ) -> Schedule:
         (peer,) = self._peers
-        byte = self._mpi.BYTE
+        byte, kind, places = self._mpi.BYTE, (values.dtype, values.shape, 1), None
         if result.data_ptr() != values.data_ptr():
             received, place = result, memory(result, self._mpi)
         else:
-            received, place = self._places(values.dtype, values.shape, 1)[0][peer]
-        arrival = self._comm.Irecv([place, byte], peer, _PARTS)
-        departure = self._comm.Isend([memory(values, self._mpi), byte], peer, _PARTS)
+            places = self._places(kind)
+            received, place = places[0][peer]
+        arrival = self._comm.Irecv([place, byte], peer, tag)
+        departure = self._comm.Isend([memory(values, self._mpi), byte], peer, tag)
         yield arrival
         yield departure
         addends = (received, values) if self._rank else (values, received)
         reduce_into(result, addends, reduction)
+        if places is not None:
+            self._give_back(kind, places)
 
     def _all_reduce_at_once(
         self,
@@ -151,30 +173,40 @@ class DirectCollectives:
         given: Sequence[Any],
         made: Sequence[Any],
         reduction: str,
+        tag: int,
     ) -> Schedule:
         """Run `all_reduce` with one message for each part of the values, and each result."""
-        (places,) = self._places(own.dtype, own.shape, 1)
-        arrivals = self._receive_all([place for _, place in places], _PARTS)
-        departures = self._send_all(given, _PARTS)
+        kind = own.dtype, own.shape, 1
+        (places,) = kept = self._places(kind)
+        arrivals = self._receive_all([place for _, place in places], tag)
+        departures = self._send_all(given, tag)
         is_apart = total.data_ptr() != own.data_ptr()
-        results = self._receive_all(made, _RESULTS) if is_apart else []
+        results = self._receive_all(made, tag + 1) if is_apart else []
         yield from arrivals
         reduce_into(total, self._addends(own, places), reduction)
-        at_last = self._send_all([made[self._rank]] * self._size, _RESULTS)
+        self._give_back(kind, kept)
+        at_last = self._send_all([made[self._rank]] * self._size, tag + 1)
         # Only what was sent may be overwritten: the result may lie where the values are.
         yield from departures
-        yield from results or self._receive_all(made, _RESULTS)
+        yield from results or self._receive_all(made, tag + 1)
         yield from at_last
 
     def _reduce_at_once(
-        self, result: torch.Tensor, own: torch.Tensor, sent: Sequence[Any], reduction: str
+        self,
+        result: torch.Tensor,
+        own: torch.Tensor,
+        sent: Sequence[Any],
+        reduction: str,
+        tag: int,
     ) -> Schedule:
         """Run `reduce_scatter` with one message for each part."""
-        (places,) = self._places(own.dtype, own.shape, 1)
-        arrivals = self._receive_all([place for _, place in places], _PARTS)
-        departures = self._send_all(sent, _PARTS)
+        kind = own.dtype, own.shape, 1
+        (places,) = kept = self._places(kind)
+        arrivals = self._receive_all([place for _, place in places], tag)
+        departures = self._send_all(sent, tag)
         yield from arrivals
         reduce_into(result, self._addends(own, places), reduction)
+        self._give_back(kind, kept)
         yield from departures
 
     def _reduce(
@@ -184,6 +216,7 @@ class DirectCollectives:
         sent: Sequence[Any],
         reduction: str,
         totals: Sequence[Any],
+        tag: int,
     ) -> Schedule:
         """Run `reduce_scatter`; also send the result to all, and theirs into `totals`, if given.
 
@@ -193,6 +226,7 @@ class DirectCollectives:
             sent: As in `reduce_scatter`.
             reduction: Likewise.
             totals: The memory of each rank's result here.
+            tag: Of the parts; that of the results is the next.
         """
         item_bytes = result.element_size()
         outgoing = {peer: self._cut(sent[peer], item_bytes) for peer in self._peers}
@@ -200,15 +234,17 @@ class DirectCollectives:
         results = self._cut(memory(result, self._mpi), item_bytes)
         turns = max(len(results), *map(len, outgoing.values()))
         length = len(results[0]) // item_bytes if results else 0
-        places = self._places(result.dtype, (length,), min(len(results), _WINDOW))
+        kind = result.dtype, (length,), min(len(results), _WINDOW)
+        places = self._places(kind)
         under_way: deque[tuple[list[Any], list[Any]]] = deque()
         at_last: list[Any] = []
         for turn in range(turns):
             for ahead in range(turn + len(under_way), min(turns, turn + _WINDOW)):
                 arrivals: list[Any] = []
                 if ahead < len(results):
-                    arrivals = self._receive_parts(places[ahead % _WINDOW], len(results[ahead]))
-                under_way.append((arrivals, self._send(outgoing, ahead, _PARTS)))
+                    size = len(results[ahead])
+                    arrivals = self._receive_parts(places[ahead % _WINDOW], size, tag)
+                under_way.append((arrivals, self._send(outgoing, ahead, tag)))
             arrivals, departures = under_way.popleft()
             yield from arrivals
             if turn < len(results):
@@ -216,10 +252,11 @@ class DirectCollectives:
                 total = result[chunk]
                 here = [(place[: total.numel()], given) for place, given in places[turn % _WINDOW]]
                 reduce_into(total, self._addends(own[chunk], here), reduction)
-                at_last += self._send(dict.fromkeys(returning, results), turn, _RESULTS)
+                at_last += self._send(dict.fromkeys(returning, results), turn, tag + 1)
             # Only what was sent may be overwritten: the result may lie where the values are.
             yield from departures
-            at_last += self._receive(returning, turn, _RESULTS)
+            at_last += self._receive(returning, turn, tag + 1)
+        self._give_back(kind, places)
         yield from at_last
 
     def _addends(self, own: torch.Tensor, places: Sequence[Place]) -> list[torch.Tensor]:
@@ -244,27 +281,37 @@ class DirectCollectives:
             self._kept_shares[elements] = kept
         return kept
 
-    def _places(self, dtype: torch.dtype, shape: Sequence[int], count: int) -> list[list[Place]]:
-        """Return `count` places of a shape for what comes from each rank.
+    def _next_tag(self) -> int:
+        """Return the tag of a collective that begins; the one after it is free, too."""
+        self._number = (self._number + 1) % _NUM_NUMBERS
+        return 2 * self._number
+
+    def _places(self, kind: _PlaceKind) -> list[list[Place]]:
+        """Return places of a kind for what comes from each rank, to be given back.
 
         They are kept for the next collectives, which often have the same: new memory is slow.
         """
-        key = dtype, shape, count
-        kept = self._kept.get(key)
-        if kept is None:
-            scratch = torch.empty(count, self._size, *shape, dtype=dtype)
-            self._kept_bytes += scratch.numel() * scratch.element_size()
-            if self._kept_bytes > _SCRATCH_BYTES:
-                self._kept.clear()
-                self._kept_bytes = scratch.numel() * scratch.element_size()
-            kept = [[(place, memory(place, self._mpi)) for place in row] for row in scratch]
-            self._kept[key] = kept
-        return kept
+        free = self._kept.get(kind)
+        if free:
+            places = free.pop()
+            self._kept_bytes -= _size_bytes(places)
+            return places
+        dtype, shape, count = kind
+        scratch = torch.empty(count, self._size, *shape, dtype=dtype)
+        return [[(place, memory(place, self._mpi)) for place in row] for row in scratch]
 
-    def _receive_parts(self, places: Sequence[Place], size_bytes: int) -> list[Any]:
+    def _give_back(self, kind: _PlaceKind, places: list[list[Place]]) -> None:
+        """Keep places into which nothing comes any more; none of a collective that was given up."""
+        self._kept_bytes += _size_bytes(places)
+        if self._kept_bytes > _SCRATCH_BYTES:
+            self._kept.clear()
+            self._kept_bytes = _size_bytes(places)
+        self._kept.setdefault(kind, []).append(places)
+
+    def _receive_parts(self, places: Sequence[Place], size_bytes: int, tag: int) -> list[Any]:
         """Start to receive from all what is to be added to a chunk of this rank."""
         chunks = {peer: [places[peer][1][:size_bytes]] for peer in self._peers}
-        return self._receive(chunks, 0, _PARTS)
+        return self._receive(chunks, 0, tag)
 
     def _send_all(self, messages: Sequence[Any], tag: int) -> list[Any]:
         """Start to send each other rank its message, if it has bytes."""
@@ -311,3 +358,8 @@ class DirectCollectives:
         most = min(_MOST_BYTES, _SCRATCH_BYTES // (_WINDOW * self._size))
         length = max(_LEAST_BYTES, min(most, size_bytes // _NUM_CHUNKS)) // item_bytes * item_bytes
         return [message[at : at + length] for at in range(0, size_bytes, length)]
+
+
+def _size_bytes(places: Sequence[Sequence[Place]]) -> int:
+    """Return the bytes of places."""
+    return sum(place.nbytes for row in places for place, _ in row)

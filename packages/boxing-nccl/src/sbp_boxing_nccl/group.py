@@ -65,6 +65,7 @@ class MpiWork:
         self.tensors = tensors
         self.num_done = 0
         self.is_over = False
+        self._error: Exception | None = None
 
     def look(self, times: int = 1, *, yields: bool = True) -> bool:
         """Let MPI move what it can, some times; say whether all is over.
@@ -75,6 +76,8 @@ class MpiWork:
             times: How often, at most.
             yields: Whether to let others have the core in between.
         """
+        if self._error is not None:
+            raise self._error
         request = self._request
         for _ in range(times):
             while request is None or request.Test():
@@ -87,7 +90,21 @@ class MpiWork:
                 yield_core()
         return False
 
-    def wait(self, limit_s: float, check: Callable[[], None]) -> bool:
+    def progress(self) -> None:
+        """Look once, for somebody who does not wait for it: whoever looks next gets the error."""
+        if self.is_over or self._error is not None:
+            return
+        try:
+            self.look(yields=False)
+        except (RuntimeError, OverflowError) as error:
+            self._error = error
+
+    def wait(
+        self,
+        limit_s: float,
+        check: Callable[[], None],
+        meanwhile: Callable[[], None] | None = None,
+    ) -> bool:
         """Wait; False if it is still under way after `limit_s` seconds.
 
         Looks again and again instead of letting MPI wait, which knows no deadline. MPI moves data
@@ -97,11 +114,15 @@ class MpiWork:
         Args:
             limit_s: Seconds to wait for others.
             check: Called now and then; raises if there is no hope.
+            meanwhile: Called often: moves on what else is under way. Other ranks may wait for that
+                first.
         """
         moved = checked = time.monotonic()
         end, num_done = moved + limit_s, self.num_done
         yields = False
         while not self.look(_LOOKS, yields=yields):
+            if meanwhile is not None:
+                meanwhile()
             now = time.monotonic()
             if self.num_done > num_done:
                 moved, num_done = now, self.num_done

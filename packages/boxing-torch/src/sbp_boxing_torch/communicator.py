@@ -7,6 +7,7 @@ how it breaks.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -15,11 +16,11 @@ from sbp_boxing_torch.connections import TorchConnections
 from sbp_boxing_torch.group import NUM_TAGS, TorchGroup
 from sbp_boxing_torch.wire import as_bytes, reducible
 from sbp_core.boxing import StepKind
-from sbp_core.boxing.processes import CollectiveCall, Manifest, group_name, tag_number
+from sbp_core.boxing.processes import CollectiveCall, Manifest, tag_number
 from sbp_core.errors import BoxingError
 from sbp_core.sbp import split_bounds
 from sbp_torch.boxing import reduce_in_order, reduction_of
-from sbp_torch.boxing.processes import ExchangeCommunicator, PackedBuffers
+from sbp_torch.boxing.processes import Await, ExchangeCommunicator, Finish, PackedBuffers, after
 
 #: Seconds after which a rank that waits in a collective reports that it is there.
 _PATIENCE_S = 0.2
@@ -47,12 +48,11 @@ class TorchCommunicator(ExchangeCommunicator[TorchConnections]):
 
     def __init__(self, connections: TorchConnections, rank: int, device: torch.device) -> None:
         super().__init__(connections, rank, device)
-        self._calls: dict[tuple[int, ...], int] = {}
         self._on_cpu = device.type == "cpu"
 
     def _collective(
         self, call: CollectiveCall, ranks: tuple[int, ...], shard: torch.Tensor, donate: bool
-    ) -> torch.Tensor:
+    ) -> Finish:
         """See `ExchangeCommunicator._collective`."""
         if call.step.kind is StepKind.ALL_REDUCE:
             return self._all_reduce(call, ranks, shard, donate)
@@ -69,15 +69,21 @@ class TorchCommunicator(ExchangeCommunicator[TorchConnections]):
         number = tag_number(call.tag, NUM_TAGS)
         self._connections.post(call, receiver, as_bytes(values), number)
 
-    def _collect(self, call: CollectiveCall, arriving: Mapping[int, torch.Tensor]) -> None:
+    def _collect(self, call: CollectiveCall, arriving: Mapping[int, torch.Tensor]) -> Await:
         """See `ExchangeCommunicator._collect`."""
         under_way: list[tuple[int, TorchGroup, dist.Work]] = []
-        missing: list[int] = []
         with self._connections.guard(call):
             for sender, values in arriving.items():
                 group = self._connections.messages(sender, self.rank)
                 work = group.receive(as_bytes(values), sender, tag_number(call.tag, NUM_TAGS))
                 under_way.append((sender, group, work))
+        return partial(self._await_messages, call, under_way)
+
+    def _await_messages(
+        self, call: CollectiveCall, under_way: Sequence[tuple[int, TorchGroup, dist.Work]]
+    ) -> None:
+        missing: list[int] = []
+        with self._connections.guard(call):
             for sender, group, work in under_way:
                 try:
                     came = group.wait_message(work, call.left_s)
@@ -93,9 +99,9 @@ class TorchCommunicator(ExchangeCommunicator[TorchConnections]):
 
     def _all_reduce(
         self, call: CollectiveCall, ranks: tuple[int, ...], shard: torch.Tensor, donate: bool
-    ) -> torch.Tensor:
+    ) -> Finish:
         if not shard.numel():
-            return shard
+            return lambda: shard
         values = shard.contiguous().view(-1)
         spare = donate or values.data_ptr() != shard.data_ptr()
         is_small = values.numel() * values.element_size() <= _EXCHANGED_BYTES
@@ -103,25 +109,29 @@ class TorchCommunicator(ExchangeCommunicator[TorchConnections]):
         if reducible(shard.dtype) and not (self._on_cpu and is_pair and is_small):
             total = values if spare else values.clone()
             reduction = reduction_of(call.step)
-            self._run(call, ranks, lambda group: [group.all_reduce(total, reduction, call.left_s)])
-        elif is_pair:
-            total = self._swap_and_reduce(call, ranks, values, spare)
+            wait = self._launch(
+                call, ranks, lambda group: [group.all_reduce(total, reduction, call.left_s)]
+            )
+            return after(wait, lambda: total.view(shard.shape))
+        if is_pair:
+            finish = self._swap_and_reduce(call, ranks, values, spare)
         else:
-            total = self._reduce_parts(call, ranks, values, values if spare else None)
-        return total.view(shard.shape)
+            finish = self._reduce_parts(call, ranks, values, values if spare else None)
+        return lambda: finish().view(shard.shape)
 
     def _swap_and_reduce(
         self, call: CollectiveCall, ranks: tuple[int, ...], values: torch.Tensor, spare: bool
-    ) -> torch.Tensor:
-        """Run the all-reduce of two ranks: each sends the other all it has, shape (elements,).
+    ) -> Finish:
+        """Begin the all-reduce of two ranks: each sends the other all it has, shape (elements,).
 
         `spare` says whether `values` may become the result.
         """
         size, received = values.numel(), torch.empty_like(values)
         sizes = [0 if rank == self.rank else size for rank in ranks]
-        self._swap(call, ranks, received, values, sizes, sizes)
+        wait = self._swap(call, ranks, received, values, sizes, sizes)
         parts = [values if rank == self.rank else received for rank in ranks]
-        return reduce_in_order(parts, reduction_of(call.step), out=values if spare else received)
+        out, reduction = values if spare else received, reduction_of(call.step)
+        return after(wait, lambda: reduce_in_order(parts, reduction, out=out))
 
     def _reduce_parts(
         self,
@@ -129,8 +139,11 @@ class TorchCommunicator(ExchangeCommunicator[TorchConnections]):
         ranks: tuple[int, ...],
         values: torch.Tensor,
         total: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Run an all-reduce in two exchanges: each rank reduces a part, and sends it to all.
+    ) -> Finish:
+        """Begin an all-reduce in two exchanges: each rank reduces a part, and sends it to all.
+
+        Only the second may be under way with others of the group: if each began its second one when
+        it is waited for, ranks that wait in different orders would begin them in different orders.
 
         Args:
             call: Of the all-reduce.
@@ -142,57 +155,56 @@ class TorchCommunicator(ExchangeCommunicator[TorchConnections]):
         sizes = [stop - start for start, stop in bounds]
         size = sizes[ranks.index(self.rank)]
         received = values.new_empty(len(ranks), size)
-        self._swap(call, ranks, received.view(-1), values, [size] * len(ranks), sizes)
+        self._swap(call, ranks, received.view(-1), values, [size] * len(ranks), sizes)()
         part = reduce_in_order(list(received), reduction_of(call.step), out=received[0])
         result = torch.empty_like(values) if total is None else total
         start, stop = bounds[ranks.index(self.rank)]
         result[start:stop] = part
-        self._gather(call, ranks, result, part, sizes)
-        return result
+        return after(self._gather(call, ranks, result, part, sizes), lambda: result)
 
     def _all_gather(
         self, call: CollectiveCall, ranks: tuple[int, ...], shard: torch.Tensor, known: Manifest
-    ) -> torch.Tensor:
+    ) -> Finish:
         buffers = PackedBuffers(call.step, known, shard, device=self._device, whole=True)
         sizes = buffers.received_sizes
-        self._gather(call, ranks, buffers.received, buffers.sent, sizes, buffers.keep_own)
-        return buffers.result()
+        wait = self._gather(call, ranks, buffers.received, buffers.sent, sizes, buffers.keep_own)
+        return after(wait, buffers.result)
 
     def _reduce_scatter(
         self, call: CollectiveCall, ranks: tuple[int, ...], shard: torch.Tensor, known: Manifest
-    ) -> torch.Tensor:
+    ) -> Finish:
         buffers = PackedBuffers(call.step, known, shard, device=self._device, with_own=True)
         result = shard.new_empty(known.shape)
         reduction = reduction_of(call.step)
-        self._run(
+        wait = self._launch(
             call,
             ranks,
             lambda group: [
                 group.reduce_scatter(result.view(-1), buffers.sent, reduction, call.left_s)
             ],
         )
-        return result
+        return after(wait, lambda: result)
 
     def _exchange(
         self, call: CollectiveCall, ranks: tuple[int, ...], shard: torch.Tensor
-    ) -> torch.Tensor:
+    ) -> Finish:
         """See `ExchangeCommunicator._exchange`."""
         known = self._role(call).manifest
         if self._on_cpu and known.is_flat and shard.nbytes <= _EVEN_BYTES:
             given, result = shard.contiguous(), shard.new_empty(known.shape)
             sent, received = as_bytes(given.view(-1)), as_bytes(result.view(-1))
-            self._run(
+            wait = self._launch(
                 call, ranks, lambda group: (group.exchange(received, sent, (), (), call.left_s),)
             )
-            return result
+            return after(wait, lambda: result)
         return super()._exchange(call, ranks, shard)
 
     def _exchange_buffers(
         self, call: CollectiveCall, ranks: tuple[int, ...], buffers: PackedBuffers
-    ) -> None:
+    ) -> Await:
         """See `ExchangeCommunicator._exchange_buffers`; copies the own chunk meanwhile."""
         sizes = buffers.received_sizes, buffers.sent_sizes
-        self._swap(call, ranks, buffers.received, buffers.sent, *sizes, buffers.keep_own)
+        return self._swap(call, ranks, buffers.received, buffers.sent, *sizes, buffers.keep_own)
 
     def _swap(
         self,
@@ -203,8 +215,8 @@ class TorchCommunicator(ExchangeCommunicator[TorchConnections]):
         received_sizes: Sequence[int],
         sent_sizes: Sequence[int],
         meanwhile: Callable[[], None] = _nothing,
-    ) -> None:
-        """Send consecutive chunks of `sent` to the ranks in order, and receive theirs likewise.
+    ) -> Await:
+        """Begin to send chunks of `sent` to the ranks in order, and to receive theirs likewise.
 
         Sizes are in elements; `meanwhile` is called while data is under way.
         """
@@ -212,7 +224,7 @@ class TorchCommunicator(ExchangeCommunicator[TorchConnections]):
         bytes_in = [size_bytes * size for size in received_sizes]
         bytes_out = [size_bytes * size for size in sent_sizes]
         room, given = as_bytes(received), as_bytes(sent)
-        self._run(
+        return self._launch(
             call,
             ranks,
             lambda group: (group.exchange(room, given, bytes_in, bytes_out, call.left_s),),
@@ -227,10 +239,10 @@ class TorchCommunicator(ExchangeCommunicator[TorchConnections]):
         part: torch.Tensor,
         sizes: Sequence[int],
         meanwhile: Callable[[], None] = _nothing,
-    ) -> None:
-        """Fill the chunks of `received` with the parts of the other ranks, of given sizes."""
+    ) -> Await:
+        """Begin to fill the chunks of `received` with the parts of the other ranks."""
         bytes_in = [received.element_size() * size for size in sizes]
-        self._run(
+        return self._launch(
             call,
             ranks,
             lambda group: group.all_gather(
@@ -239,16 +251,14 @@ class TorchCommunicator(ExchangeCommunicator[TorchConnections]):
             meanwhile,
         )
 
-    def _run(
+    def _launch(
         self,
         call: CollectiveCall,
         ranks: tuple[int, ...],
         start: Callable[[TorchGroup], Sequence[dist.Work]],
         meanwhile: Callable[[], None] = _nothing,
-    ) -> None:
-        """Start a collective in the group of `ranks` and wait for it.
-
-        The ranks that wait long report it, so that each can say at its deadline who did not.
+    ) -> Await:
+        """Begin a collective in the group of `ranks`; return what waits for it.
 
         Args:
             call: The call that does so.
@@ -256,25 +266,45 @@ class TorchCommunicator(ExchangeCommunicator[TorchConnections]):
             start: Returns what to wait for.
             meanwhile: Called before the wait.
         """
-        number = self._calls[ranks] = self._calls.get(ranks, -1) + 1
         connections = self._connections
+        number = connections.arrivals.begin(ranks)
         group = connections.group(call, ranks)
         try:  # as `connections.guard` does, which takes longer to enter
             under_way = list(start(group))
             self._count(group.traffic)
             meanwhile()
+        except RuntimeError as error:
+            raise connections.connection_lost(call, str(error)) from error
+        connections.begun[id(under_way)] = group, under_way
+        return lambda: self._await(call, ranks, number, group, under_way)
+
+    def _await(
+        self,
+        call: CollectiveCall,
+        ranks: tuple[int, ...],
+        number: int,
+        group: TorchGroup,
+        under_way: list[dist.Work],
+    ) -> None:
+        """Wait for a collective.
+
+        The ranks that wait long tell the others, so that each can say at its deadline who did not
+        come.
+        """
+        connections, arrivals = self._connections, self._connections.arrivals
+        key = id(under_way)
+        try:
             while under_way and group.wait(under_way[0], min(_PATIENCE_S, call.left_s / 2)):
                 del under_way[0]
         except RuntimeError as error:
             if isinstance(error, BoxingError):
                 raise
             raise connections.connection_lost(call, str(error)) from error
-        if not under_way:
-            return
-        with connections.guard(call):
-            store, name = connections.control_store, group_name(ranks)
-            store.report_waiting(name, number)
-            if all(group.wait(work, call.left_s) for work in under_way):
-                return
-        missing = store.not_waiting(name, number, ranks)
-        raise connections.call_failed(call, call.missing(missing))
+        if under_way:
+            with connections.guard(call):
+                arrivals.tell(ranks)
+                if not all(group.wait(work, call.left_s) for work in under_way):
+                    missing = arrivals.missing(ranks, number)
+                    raise connections.call_failed(call, call.missing(missing))
+        del connections.begun[key]
+        arrivals.end(ranks)

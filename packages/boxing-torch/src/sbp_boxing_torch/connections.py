@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
+import torch.distributed as dist
 
 from sbp_boxing_torch._torch_compat import prefixed
 from sbp_boxing_torch.configs import TorchBoxingConfig
@@ -55,6 +56,8 @@ class TorchConnections(Connections):
         self._rank = world.rank
         self._store: CountingStore | None = store
         self._groups: dict[tuple[int, ...], TorchGroup] = {}
+        #: What has begun and was not waited for, with its group, by an identity of its own.
+        self.begun: dict[int, tuple[TorchGroup, list[dist.Work]]] = {}
         self._outbox = TorchOutbox(self.fail, self.connection_lost)
         self._messages: tuple[TorchGroup, ...] = ()
         self.rendezvous(limit_s)
@@ -138,6 +141,11 @@ class TorchConnections(Connections):
         if self._failure is None:
             self._await_others()
         self._outbox.close()
+        # A group that is let go of waits for what is under way in it, however long.
+        for group, under_way in self.begun.values():
+            if not all(work.is_completed() for work in under_way):
+                group.abort()
+        self.begun.clear()
         self._groups.clear()
         self._messages = ()
         self._store = None

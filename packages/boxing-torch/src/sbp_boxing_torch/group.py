@@ -26,8 +26,8 @@ from sbp_boxing_torch._torch_compat import (
 from sbp_core.boxing.processes import CountingStore, TrafficCounter
 
 #: Seconds that a transport waits longer than we do: our own deadline has to speak first, as it
-#: knows who is missing.
-_MARGIN_S = 30.0
+#: knows who is missing, and counts from the end of what this rank computes meanwhile.
+_MARGIN_S = 3600.0
 
 #: Tags of messages are 0 .. NUM_TAGS - 1.
 NUM_TAGS = 2**31 - 1

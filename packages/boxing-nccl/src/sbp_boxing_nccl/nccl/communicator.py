@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 
@@ -14,9 +15,16 @@ from sbp_boxing_nccl.nccl.connections import NcclConnections
 from sbp_boxing_nccl.nccl.group import NcclGroup, NcclWork
 from sbp_boxing_nccl.nccl.wire import reducible, restored
 from sbp_core.boxing import StepKind
-from sbp_core.boxing.processes import CollectiveCall, Manifest, group_name
+from sbp_core.boxing.processes import CollectiveCall, Manifest
 from sbp_torch.boxing import reduction_of
-from sbp_torch.boxing.processes import ExchangeCommunicator, PackedBuffers, pack
+from sbp_torch.boxing.processes import (
+    Await,
+    ExchangeCommunicator,
+    Finish,
+    PackedBuffers,
+    after,
+    pack,
+)
 
 
 class NcclCommunicator(ExchangeCommunicator[NcclConnections]):
@@ -24,11 +32,10 @@ class NcclCommunicator(ExchangeCommunicator[NcclConnections]):
 
     def __init__(self, connections: NcclConnections) -> None:
         super().__init__(connections, connections.rank, connections.device.torch_device)
-        self._calls: dict[tuple[int, ...], int] = {}
 
     def _collective(
         self, call: CollectiveCall, ranks: tuple[int, ...], shard: torch.Tensor, donate: bool
-    ) -> torch.Tensor:
+    ) -> Finish:
         """See `ExchangeCommunicator._collective`."""
         if call.step.kind is StepKind.ALL_REDUCE:
             return self._all_reduce(call, ranks, shard, donate)
@@ -45,72 +52,88 @@ class NcclCommunicator(ExchangeCommunicator[NcclConnections]):
         """See `ExchangeCommunicator._post`."""
         self._connections.post(call, receiver, values)
 
-    def _collect(self, call: CollectiveCall, arriving: Mapping[int, torch.Tensor]) -> None:
-        """See `ExchangeCommunicator._collect`."""
-        if arriving:
-            self._connections.collect(call, arriving)
+    def _collect(self, call: CollectiveCall, arriving: Mapping[int, torch.Tensor]) -> Await:
+        """See `ExchangeCommunicator._collect`; messages are asked for when they are waited for."""
+        if not arriving:
+            return lambda: None
+        return partial(self._connections.collect, call, arriving)
 
     def _all_reduce(
         self, call: CollectiveCall, ranks: tuple[int, ...], shard: torch.Tensor, donate: bool
-    ) -> torch.Tensor:
+    ) -> Finish:
         if not shard.numel():
-            return shard
+            return lambda: shard
         flat = shard.contiguous().view(-1)
         values, reduction = reducible(flat, reduction_of(call.step))
         ours = donate or values.data_ptr() != shard.data_ptr()
         received = values if ours else torch.empty_like(values)
-        self._run(call, ranks, lambda group: group.all_reduce(received, values, reduction))
-        return restored(received, shard.dtype).view(shard.shape)
+        wait = self._launch(
+            call, ranks, lambda group: group.all_reduce(received, values, reduction)
+        )
+        return after(wait, lambda: restored(received, shard.dtype).view(shard.shape))
 
     def _reduce_scatter(
         self, call: CollectiveCall, ranks: tuple[int, ...], shard: torch.Tensor, known: Manifest
-    ) -> torch.Tensor:
+    ) -> Finish:
         if known.packed:
             flat = shard.contiguous().view(-1)
         else:
             flat = pack(shard, [piece for piece in known.outgoing if piece])
         values, reduction = reducible(flat, reduction_of(call.step))
         received = values.new_empty(values.numel() // len(ranks))
-        self._run(call, ranks, lambda group: group.reduce_scatter(received, values, reduction))
-        return restored(received, shard.dtype).view(known.shape)
+        wait = self._launch(
+            call, ranks, lambda group: group.reduce_scatter(received, values, reduction)
+        )
+        return after(wait, lambda: restored(received, shard.dtype).view(known.shape))
 
     def _all_gather(
         self, call: CollectiveCall, ranks: tuple[int, ...], shard: torch.Tensor, known: Manifest
-    ) -> torch.Tensor:
+    ) -> Finish:
         buffers = PackedBuffers(call.step, known, shard, device=self._device, whole=True)
         if not known.unpacked:  # else NCCL puts it there like the parts of the others
             buffers.keep_own()
-        self._run(call, ranks, lambda group: group.all_gather(buffers.received, buffers.sent))
-        return buffers.result()
+        wait = self._launch(
+            call, ranks, lambda group: group.all_gather(buffers.received, buffers.sent)
+        )
+        return after(wait, buffers.result)
 
     def _exchange_buffers(
         self, call: CollectiveCall, ranks: tuple[int, ...], buffers: PackedBuffers
-    ) -> None:
+    ) -> Await:
         """See `ExchangeCommunicator._exchange_buffers`."""
         sizes = buffers.received_sizes, buffers.sent_sizes
         buffers.keep_own()
-        self._run(call, ranks, lambda group: group.exchange(buffers.received, buffers.sent, *sizes))
+        return self._launch(
+            call, ranks, lambda group: group.exchange(buffers.received, buffers.sent, *sizes)
+        )
 
-    def _run(
+    def _launch(
         self, call: CollectiveCall, ranks: tuple[int, ...], start: Callable[[NcclGroup], NcclWork]
-    ) -> None:
-        """Start a collective in the group of `ranks`, and wait as the connections are told to.
+    ) -> Await:
+        """Begin a collective in the group of `ranks`; return what waits as connections are told to.
 
-        The ranks that wait long report it, so that each can say at its deadline who did not.
+        The ranks that wait long tell the others, so that each can say at its deadline who did not
+        come.
         """
-        connections, name = self._connections, group_name(ranks)
-        store = connections.control_store
-        number = self._calls[ranks] = self._calls.get(ranks, -1) + 1
+        connections, arrivals = self._connections, self._connections.arrivals
+        number = arrivals.begin(ranks)
         group = connections.group(call, ranks)
         with (
             connections.guard(call),
             connections.deadlines.launching(
                 call,
-                lambda: store.not_waiting(name, number, ranks),
-                lambda: store.report_waiting(name, number, ranks),
+                lambda: arrivals.missing(ranks, number),
+                lambda: arrivals.tell(ranks),
             ) as entry,
         ):
             entry.work = start(group)
             self._count(group.traffic)
             entry.caller_waits = not connections.runs_ahead
-        connections.finish(call, entry)
+        connections.begun[id(entry)] = entry
+
+        def wait() -> None:
+            del connections.begun[id(entry)]
+            connections.finish(call, entry)
+            arrivals.end(ranks)
+
+        return wait

@@ -62,6 +62,8 @@ class NcclConnections(Connections):
         self._world = world
         self._groups: dict[tuple[int, ...], NcclGroup] = {}
         self._channels: dict[str, NcclChannel] = {}
+        #: What has begun and was not waited for: its tensors must live. By an identity of its own.
+        self.begun: dict[int, WatchedWork] = {}
         self._send_queues: dict[int, SendQueue] = {}
         self._gave_up = False
         self._bootstrap = Bootstrap(self.control_store, device, self._check)
@@ -258,18 +260,28 @@ class NcclConnections(Connections):
         # the same, as a communicator must not be destroyed while a peer still uses it; only then
         # let go. If anything is amiss, abort: to destroy would wait for peers that may not come.
         flushed = self._failure is None and self._flush()
+        flushed = flushed and self._begun_is_done()
         self.control_store.deregister()
         well = flushed and self._await_others()
         for queue in self._send_queues.values():
             queue.close()
         self.deadlines.close()
         self._let_go(abort=not well)
+        self.begun.clear()
         # Some may have been inside NCCL, which has let go of them by now.
         for queue in self._send_queues.values():
             queue.wait(_QUEUE_END_S)
         if well:
             self.control_store.close()
             self._world.free()
+
+    def _begun_is_done(self) -> bool:
+        """Say whether all is done that has begun and was not waited for."""
+        works = [entry.work for entry in self.begun.values()]
+        try:
+            return all(work is None or work.is_done() for work in works)
+        except RuntimeError:  # NCCL has found a failure
+            return False
 
     def _flush(self) -> bool:
         """Wait until all messages and all work are done; say whether they are."""

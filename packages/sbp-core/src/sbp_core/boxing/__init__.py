@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from sbp_core.exports import lazy
 
 if TYPE_CHECKING:
-    from sbp_core.boxing.backend import BoxingBackend, Communicator
+    from sbp_core.boxing.backend import BoxingBackend, Communicator, Pending
     from sbp_core.boxing.router import clear_routes, conversion_bytes, route
     from sbp_core.boxing.routes import Route
     from sbp_core.boxing.slices import (
@@ -43,6 +43,7 @@ __all__ = [
     "BoxingBackend",
     "BoxingStep",
     "Communicator",
+    "Pending",
     "Piece",
     "Route",
     "StepKind",
@@ -69,6 +70,7 @@ __getattr__, __dir__ = lazy(
         "Bounds": "slices",
         "BoxingBackend": "backend",
         "Communicator": "backend",
+        "Pending": "backend",
         "Piece": "slices",
         "Route": "routes",
         "BoxingStep": "step",

@@ -10,7 +10,8 @@ every rank.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from sbp_core.boxing.supervision.launch_spec import LaunchSpec, one_process
@@ -20,12 +21,67 @@ if TYPE_CHECKING:
     from sbp_core.tensor import Tensor
 
 
+class Pending(ABC):
+    """A collective or a receive that has begun on one rank; its result is asked for once.
+
+    Several of one rank may be under way, and be waited for in any order. One that nobody waits for
+    does no harm: it ends with its backend.
+    """
+
+    @abstractmethod
+    def wait(self) -> Tensor:
+        """Wait until it is over; return what `Communicator.collective` or `receive` would have.
+
+        Its deadline counts from here: what the rank did since it began is no one's absence.
+
+        Raises:
+            BoxingError: see `Communicator`.
+        """
+
+
+class Completed(Pending):
+    """One that was over as soon as it had begun.
+
+    Args:
+        result: Of the collective or receive.
+    """
+
+    def __init__(self, result: Tensor) -> None:
+        self._result = result
+
+    def wait(self) -> Tensor:
+        """See `Pending.wait`."""
+        return self._result
+
+
+class Postponed(Pending):
+    """One that begins when it is waited for.
+
+    Args:
+        run: Does all of it.
+    """
+
+    def __init__(self, run: Callable[[], Tensor]) -> None:
+        self._run = run
+
+    def wait(self) -> Tensor:
+        """See `Pending.wait`."""
+        return self._run()
+
+
 class Communicator(ABC):
     """Executes boxing steps for one rank: its part of each. Called from one thread at a time.
 
+    A step is run at once (`collective`, `receive`), or begun and waited for later (`begin`,
+    `begin_receive`), so that the rank computes while data moves:
+
+        collective(a)                     collective(b)
+        ------------------- compute       -------------------        one after the other
+        begin(a)   begin(b)   compute ...........   a.wait()   b.wait()        overlapped
+
     `tag` names the firing (actor and micro-batch) and is equal on all ranks of the step's group;
-    every rank issues the steps of one group in the same order. `deadline_s` is the time a call
-    may wait for others, in seconds.
+    every rank issues or begins the steps of one group in the same order. `deadline_s` is the time a
+    call may wait for others, in seconds.
 
     Raises (all methods):
         BoxingError: the deadline passed, another rank failed, or the backend was closed; names the
@@ -63,6 +119,37 @@ class Communicator(ABC):
             This rank's part under `step.target`.
         """
 
+    def begin(
+        self,
+        step: BoxingStep,
+        shard: Tensor,
+        *,
+        tag: str,
+        deadline_s: float,
+        donate: bool = False,
+    ) -> Pending:
+        """Begin what `collective` does; it goes on while this rank does something else.
+
+        A transport that cannot do so runs it here, so a plan must be live even if each rank waits
+        where it begins. The first collective of a group may wait here, too, for its ranks to
+        connect.
+
+        Args:
+            step: As in `collective`.
+            shard: Likewise; nobody may write to it until the collective is over.
+            tag: Likewise.
+            deadline_s: Seconds that `Pending.wait` may wait for others.
+            donate: As in `collective`.
+        """
+        result = self.collective(step, shard, tag=tag, deadline_s=deadline_s, donate=donate)
+        return Completed(result)
+
+    def progress(self) -> None:  # noqa: B027 (most transports need none)
+        """Move on what has begun, without waiting; called now and then while it is under way.
+
+        For transports that move data only while they are called.
+        """
+
     @abstractmethod
     def send(self, step: BoxingStep, shard: Tensor, *, tag: str, deadline_s: float) -> None:
         """Send this rank's pieces of a `TRANSFER`; does not wait for the receivers."""
@@ -79,6 +166,21 @@ class Communicator(ABC):
             tag: Name of the firing, see the class.
             deadline_s: Seconds to wait for the senders.
         """
+
+    def begin_receive(
+        self, step: BoxingStep, shard: Tensor | None, *, tag: str, deadline_s: float
+    ) -> Pending:
+        """Begin what `receive` does: ask for the messages, which come while this rank goes on.
+
+        A transport that cannot do so receives when the result is asked for.
+
+        Args:
+            step: As in `receive`.
+            shard: Likewise; nobody may write to it until the receive is over.
+            tag: Likewise.
+            deadline_s: Seconds that `Pending.wait` may wait for the senders.
+        """
+        return Postponed(partial(self.receive, step, shard, tag=tag, deadline_s=deadline_s))
 
 
 class BoxingBackend(ABC):

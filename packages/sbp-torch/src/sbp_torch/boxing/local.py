@@ -8,7 +8,9 @@ others help (`share`), and all leave when it is done:
     rank 1      leaves its shard, waits     sleeps on                     gets its result
     rank 2         comes last               divides, calls, does blocks   gets its result
 
-Ranks may come in any order, and which one divides is chance: what is added in which order is not.
+To begin a collective is to leave the shard, and to divide for the last; the work is done by those
+who wait. Ranks may come in any order, and which one divides is chance: what is added in which order
+is not.
 A transfer goes through a mailbox, in order of sending. Nothing is copied that can be shared, and
 sums are made once, in mesh order. Shards stay their owner's, who must leave them alone until the
 step is over; results are read by several ranks, and so are nobody's to write.
@@ -30,6 +32,7 @@ from sbp_core.boxing import (
     BoxingBackend,
     BoxingStep,
     Communicator,
+    Pending,
     Piece,
     StepKind,
     transfer_pieces,
@@ -80,6 +83,10 @@ class _Rendezvous:
     def over(self) -> bool:
         """Whether the results are there, or never will be."""
         return self.num_left == 0 or self.error is not None
+
+
+#: A collective that a rank has come to, by what it is found, and itself.
+_Arrival = tuple[_Key, _Rendezvous]
 
 
 class LocalBackend(BoxingBackend):
@@ -165,14 +172,8 @@ class LocalBackend(BoxingBackend):
             reason, cause = self._end
             raise call.failed(reason) from cause
 
-    def run_collective(
-        self, call: CollectiveCall, shard: torch.Tensor, donate: bool
-    ) -> tuple[torch.Tensor, int]:
-        """Take part in a collective; see `Communicator.collective`.
-
-        Returns:
-            The rank's result, and the bytes that it handed to others.
-        """
+    def arrive(self, call: CollectiveCall, shard: torch.Tensor, donate: bool) -> _Arrival:
+        """Leave a shard at the rendezvous of a collective; if it is the last, divide the work."""
         step, rank = call.step, call.rank
         group = step.group(rank)
         key = (call.tag, group)
@@ -203,11 +204,23 @@ class LocalBackend(BoxingBackend):
                 # The tag is free for its next use, by a rank that is out before others are awake;
                 # those hold the object itself.
                 del self._rendezvous[key]
-            else:
-                self._await(call, key, rendezvous)
         if is_last:
             self._divide(rendezvous, group)
-        return self._take_part(rendezvous, rank)
+        return key, rendezvous
+
+    def finish(self, call: CollectiveCall, arrival: _Arrival) -> tuple[torch.Tensor, int]:
+        """Wait for the others, and do a share of the work; see `Communicator.collective`.
+
+        Returns:
+            The rank's result, and the bytes that it handed to others.
+        """
+        key, rendezvous = arrival
+        if not rendezvous.is_settled:
+            with self._lock:
+                self._await(call, key, rendezvous)
+        elif rendezvous.stopped:
+            self._check_usable(call)
+        return self._take_part(rendezvous, call.rank)
 
     def _await(self, call: CollectiveCall, key: _Key, rendezvous: _Rendezvous) -> None:
         """Wait, holding the lock, until the work is divided; fail the rendezvous at the deadline.
@@ -238,7 +251,7 @@ class LocalBackend(BoxingBackend):
         """Find out what is to do, and call others for help; the last to come does so.
 
         Without the lock, so that other groups may go on: nobody else writes to this rendezvous, as
-        all of its ranks have come and wait.
+        all of its ranks have come, and may only wait.
         """
         work, error = None, None
         try:
@@ -257,7 +270,7 @@ class LocalBackend(BoxingBackend):
                 rendezvous.changed.notify(self._num_helpers)
 
     def _take_part(self, rendezvous: _Rendezvous, rank: int) -> tuple[torch.Tensor, int]:
-        """Do blocks until all are done; return what `run_collective` does."""
+        """Do blocks until all are done; return what `finish` does."""
         work, done, error = rendezvous.work, 0, None
         if work is not None and work.num_blocks:
             try:
@@ -338,11 +351,31 @@ class LocalCommunicator(Communicator):
         donate: bool = False,
     ) -> torch.Tensor:
         """Wait for the step's group, and do this rank's share of the work."""
+        pending = self.begin(step, shard, tag=tag, deadline_s=deadline_s, donate=donate)
+        result: torch.Tensor = pending.wait()
+        return result
+
+    def begin(
+        self,
+        step: BoxingStep,
+        shard: torch.Tensor,
+        *,
+        tag: str,
+        deadline_s: float,
+        donate: bool = False,
+    ) -> Pending:
+        """Leave the shard for the step's group; the rest is done when the result is asked for."""
         if step.kind in (StepKind.TRANSFER, StepKind.LOCAL):
             raise BoxingError(f"a {step.kind.value} step is no collective", where=str(step))
         self._check_rank(step, self.rank in step.source[0])
         call = CollectiveCall.begin(step, tag, self.rank, deadline_s)
-        result, sent_bytes = self._backend.run_collective(call, detached(shard), donate)
+        arrival = self._backend.arrive(call, detached(shard), donate)
+        return _LocalPending(self, call, arrival)
+
+    def finish(self, call: CollectiveCall, arrival: _Arrival) -> torch.Tensor:
+        """Return the result of a collective that was begun."""
+        result, sent_bytes = self._backend.finish(call, arrival)
+        # In one go, as in `send`.
         self.sent_bytes += sent_bytes
         return result
 
@@ -393,6 +426,28 @@ class LocalCommunicator(Communicator):
     def _check_rank(self, step: BoxingStep, takes_part: bool) -> None:
         if not takes_part:
             raise BoxingError(f"rank {self.rank} has no part in this step", where=str(step))
+
+
+class _LocalPending(Pending):
+    """A collective that a rank has come to.
+
+    Args:
+        communicator: Of the rank.
+        call: What it has begun.
+        arrival: Where it has left its shard.
+    """
+
+    __slots__ = ("_arrival", "_call", "_communicator")
+
+    def __init__(
+        self, communicator: LocalCommunicator, call: CollectiveCall, arrival: _Arrival
+    ) -> None:
+        self._communicator, self._call, self._arrival = communicator, call, arrival
+
+    def wait(self) -> torch.Tensor:
+        """See `Pending.wait`."""
+        self._call.restart()
+        return self._communicator.finish(self._call, self._arrival)
 
 
 def _num_cores() -> int:

@@ -1,11 +1,11 @@
 """What backends of several processes are made of, but for the transport and the tensors.
 
-`call` is one call and its deadline (`pending_calls`: those that are not over), `process_backend` a
-backend, `connections` how it breaks, `abandonable` a call that may be left behind. `manifest` says
-what a rank sends and receives, `traffic` counts what it hands over. How ranks learn that one of
-them failed: `control_store` (the entries by which they know of each other), `store_client` (those
-entries in a key-value store, which `store_rendezvous` finds), `membership` (their processes) and
-`failure_detector` (the thread that looks).
+`call` is one call and its deadline (`pending_calls`: those that are not over, `arrivals`: how far a
+rank has come), `process_backend` a backend, `connections` how it breaks, `abandonable` a call that
+may be left behind. `manifest` says what a rank sends and receives, `traffic` counts what it hands
+over. How ranks learn that one of them failed: `control_store` (the entries by which they know of
+each other), `store_client` (those entries in a key-value store, which `store_rendezvous` finds),
+`membership` (their processes) and `failure_detector` (the thread that looks).
 
 Stability: internal.
 """

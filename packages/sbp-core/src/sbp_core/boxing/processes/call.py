@@ -31,7 +31,7 @@ def _nothing_known(ranks: Collection[int]) -> Sequence[str]:
 
 @dataclass(slots=True, eq=False)
 class CollectiveCall:
-    """One call, for its messages and its deadline; never changed.
+    """One call, for its messages and its deadline; only `restart` changes it.
 
     Not frozen: there is one for every step that runs, and freezing triples the time to make it.
 
@@ -62,6 +62,10 @@ class CollectiveCall:
         """Make a call whose time begins now."""
         end_s = time.monotonic() + deadline_s
         return cls(step, tag, rank, deadline_s, end_s, describe_ranks)
+
+    def restart(self) -> None:
+        """Let its time begin anew: it was begun some while ago, and is waited for from now on."""
+        self.end_s = time.monotonic() + self.deadline_s
 
     @property
     def age_s(self) -> float:

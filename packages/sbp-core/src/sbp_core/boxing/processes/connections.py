@@ -23,6 +23,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 
+from sbp_core.boxing.processes.arrivals import Arrivals
 from sbp_core.boxing.processes.call import CollectiveCall
 from sbp_core.boxing.processes.control_store import ControlStore
 from sbp_core.boxing.processes.failure_detector import INTERVAL_S, FailureDetector
@@ -53,6 +54,8 @@ class Connections(ABC):
 
     def __init__(self, control_store: ControlStore) -> None:
         self.control_store = control_store
+        #: The collectives that this rank has come to.
+        self.arrivals = Arrivals(control_store)
         self._lock = threading.Lock()
         self._failure: BaseException | None = None
         self._closed = False
@@ -102,7 +105,9 @@ class Connections(ABC):
             raise error
         self._met = True
         if store.size > 1:
-            self._detector = FailureDetector(store, members, self._calls, self._fail_because)
+            self._detector = FailureDetector(
+                store, members, self._calls, self._fail_because, self.arrivals
+            )
             self._detector.start()
 
     # Calls.

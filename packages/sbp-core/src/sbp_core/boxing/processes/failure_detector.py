@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
+from sbp_core.boxing.processes.arrivals import Arrivals
 from sbp_core.boxing.processes.call import CollectiveCall
 from sbp_core.boxing.processes.control_store import ControlStore
 from sbp_core.boxing.processes.membership import Member, MemberState, state_of
@@ -51,6 +52,7 @@ class FailureDetector:
         members: The processes of all ranks, by rank.
         calls: The calls of this process.
         on_failure: Called once, on the detector's thread, with why the run failed.
+        arrivals: Of this rank; the others are told of those that they may wonder about.
     """
 
     def __init__(
@@ -59,8 +61,10 @@ class FailureDetector:
         members: Mapping[int, Member],
         calls: PendingCalls,
         on_failure: Callable[[str], None],
+        arrivals: Arrivals | None = None,
     ) -> None:
         self._store = store
+        self._arrivals = arrivals
         self._members = members
         self._me = members[store.rank]
         self._here = [
@@ -146,6 +150,8 @@ class FailureDetector:
     def _run(self) -> None:
         while not self._stop.wait(INTERVAL_S):
             self._report_location()
+            if self._arrivals is not None:
+                self._arrivals.tell_overdue(_LONG_S)
             self._send_heartbeat()
             reason = self.failure_reason()
             if reason is not None:

@@ -14,15 +14,18 @@ from sbp_core.exports import lazy
 
 if TYPE_CHECKING:
     from sbp_torch.boxing.processes.agreement import agree, gather_texts
-    from sbp_torch.boxing.processes.exchange import ExchangeCommunicator, Role
+    from sbp_torch.boxing.processes.exchange import Await, ExchangeCommunicator, Finish, Role, after
     from sbp_torch.boxing.processes.fingerprint import Fingerprinted
     from sbp_torch.boxing.processes.packed_buffer import PackedBuffers, pack
 
 __all__ = [
+    "Await",
     "ExchangeCommunicator",
     "Fingerprinted",
+    "Finish",
     "PackedBuffers",
     "Role",
+    "after",
     "agree",
     "gather_texts",
     "pack",
@@ -31,10 +34,13 @@ __all__ = [
 __getattr__, __dir__ = lazy(
     __name__,
     {
+        "Await": "exchange",
         "ExchangeCommunicator": "exchange",
         "Fingerprinted": "fingerprint",
+        "Finish": "exchange",
         "PackedBuffers": "packed_buffer",
         "Role": "exchange",
+        "after": "exchange",
         "agree": "agreement",
         "gather_texts": "agreement",
         "pack": "packed_buffer",

@@ -5,7 +5,8 @@ wait, what to say if nobody comes, and the collectives that a transport has of i
 transport.
 
 A message is a copy, so that the shard is its owner's again as soon as it is sent; a collective
-works on the shard itself, and is waited for, by its caller or the caller's stream. What is received
+works on the shard itself, until it is waited for, by its caller or the caller's stream. To begin
+one is to pack and to hand over; to unpack and to reduce here is left for the end. What is received
 lands where it has to be, if it lies there in one piece of memory; what is added to that needs a
 place of its own first. Of a `receive` in two terms, each from two ranks:
 
@@ -19,7 +20,7 @@ So messages may arrive in any order, and sums are made in one.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Generic, TypeVar
@@ -29,6 +30,7 @@ import torch
 from sbp_core.boxing import (
     BoxingStep,
     Communicator,
+    Pending,
     Piece,
     StepKind,
     bounds_of,
@@ -47,6 +49,12 @@ from sbp_torch.boxing.execute import check_shard, detached, fill, reduction_of, 
 from sbp_torch.boxing.processes.packed_buffer import PackedBuffers, num_elements, pack, unpack
 
 ConnectionsT = TypeVar("ConnectionsT", bound=Connections)
+
+#: Waits for what has begun, and returns the rank's part; raises what `ExchangeCommunicator` says.
+Finish = Callable[[], torch.Tensor]
+
+#: Waits for flat tensors that are being moved; likewise.
+Await = Callable[[], None]
 
 #: Steps that a communicator remembers; a training step has fewer.
 _REMEMBERED = 4096
@@ -80,6 +88,39 @@ class Role:
         return self.known
 
 
+def after(wait: Await, make: Finish) -> Finish:
+    """Return what waits, and then makes the result."""
+
+    def finish() -> torch.Tensor:
+        wait()
+        return make()
+
+    return finish
+
+
+class ExchangePending(Pending):
+    """A collective or receive of an `ExchangeCommunicator` that has begun.
+
+    Args:
+        connections: Of this process.
+        call: What has begun.
+        finish: Waits for it.
+    """
+
+    __slots__ = ("_call", "_connections", "_finish")
+
+    def __init__(self, connections: Connections, call: CollectiveCall, finish: Finish) -> None:
+        self._connections, self._call, self._finish = connections, call, finish
+
+    def wait(self) -> torch.Tensor:
+        """See `Pending.wait`."""
+        call = self._call
+        call.restart()
+        self._connections.check_usable(call)
+        with self._connections.pending(call):
+            return self._finish()
+
+
 class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
     """Executes boxing steps for one rank, over the connections of its process.
 
@@ -88,8 +129,8 @@ class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
     for each group beside the calls of its library, and gives it to `_count`.
 
     A subclass brings the four methods that move flat tensors: shape (elements,), contiguous, of the
-    step's dtype. Each of them raises `BoxingError` when the call's time is over, or when another
-    rank has failed.
+    step's dtype. Three of them begin something, and return what waits for it. Either raises
+    `BoxingError`: when the call's time is over, or when another rank has failed.
 
     Args:
         connections: Of this process.
@@ -114,6 +155,27 @@ class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
         donate: bool = False,
     ) -> torch.Tensor:
         """See `Communicator.collective`."""
+        call, finish = self._start(step, shard, tag, deadline_s, donate)
+        with self._connections.pending(call):
+            return finish()
+
+    def begin(
+        self,
+        step: BoxingStep,
+        shard: torch.Tensor,
+        *,
+        tag: str,
+        deadline_s: float,
+        donate: bool = False,
+    ) -> Pending:
+        """See `Communicator.begin`."""
+        call, finish = self._start(step, shard, tag, deadline_s, donate)
+        return ExchangePending(self._connections, call, finish)
+
+    def _start(
+        self, step: BoxingStep, shard: torch.Tensor, tag: str, deadline_s: float, donate: bool
+    ) -> tuple[CollectiveCall, Finish]:
+        """Begin a collective; return the call, and what waits for its result."""
         call = self._begin(step, tag, deadline_s)
         # By id, as hashing a step takes longer than a small message. A step that is remembered is
         # held by its role, so that it lives, and no other has its id.
@@ -122,9 +184,9 @@ class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
             check_shard(step, self.rank, shard)
         shard = detached(shard)
         if len(role.ranks) == 1:
-            return shard
+            return call, lambda: shard
         with self._connections.pending(call):
-            return self._collective(call, role.ranks, shard, donate)
+            return call, self._collective(call, role.ranks, shard, donate)
 
     def send(self, step: BoxingStep, shard: torch.Tensor, *, tag: str, deadline_s: float) -> None:
         """See `Communicator.send`."""
@@ -145,6 +207,21 @@ class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
         self, step: BoxingStep, shard: torch.Tensor | None, *, tag: str, deadline_s: float
     ) -> torch.Tensor:
         """See `Communicator.receive`."""
+        call, finish = self._start_receive(step, shard, tag, deadline_s)
+        with self._connections.pending(call):
+            return finish()
+
+    def begin_receive(
+        self, step: BoxingStep, shard: torch.Tensor | None, *, tag: str, deadline_s: float
+    ) -> Pending:
+        """See `Communicator.begin_receive`."""
+        call, finish = self._start_receive(step, shard, tag, deadline_s)
+        return ExchangePending(self._connections, call, finish)
+
+    def _start_receive(
+        self, step: BoxingStep, shard: torch.Tensor | None, tag: str, deadline_s: float
+    ) -> tuple[CollectiveCall, Finish]:
+        """Ask for the messages of a transfer; return the call, and what waits for its result."""
         call = self._begin(step, tag, deadline_s)
         mine = [piece for piece in transfer_pieces(step) if piece.receiver == self.rank]
         by_sender: dict[int, list[Piece]] = {}
@@ -160,7 +237,7 @@ class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
             # All that this rank ends with is a slice of what it has: often without a copy.
             part = shard[own[0].source_slices]
             if part.shape == self._shape_after(step):
-                return part.contiguous()
+                return call, part.contiguous
         # Zero where the first term has no piece, which happens where the target is P(sum).
         shape, dtype = self._shape_after(step), torch_dtype(step.dtype)
         first = sum(volume(piece.target) for piece in mine if piece.term == mine[0].term)
@@ -180,24 +257,29 @@ class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
                 elements = num_elements(step, pieces)
                 arriving[sender] = torch.empty(elements, dtype=dtype, device=self._device)
         with self._connections.pending(call):
-            self._collect(call, arriving)
-        if own:
-            assert shard is not None, "checked above"
-            arriving[self.rank] = pack(shard, own)
-        received = [
-            (piece, None if piece.sender in landed else part)
-            for piece, part in unpack(mine, arriving)
-        ]
-        if received:
-            reduces = mine[0].term != mine[-1].term
-            fill(result, received, reduction_of(step) if reduces else None)
-        return result
+            await_messages = self._collect(call, arriving)
+
+        def finish() -> torch.Tensor:
+            await_messages()
+            if own:
+                assert shard is not None, "checked above"
+                arriving[self.rank] = pack(shard, own)
+            received = [
+                (piece, None if piece.sender in landed else part)
+                for piece, part in unpack(mine, arriving)
+            ]
+            if received:
+                reduces = mine[0].term != mine[-1].term
+                fill(result, received, reduction_of(step) if reduces else None)
+            return result
+
+        return call, finish
 
     @abstractmethod
     def _collective(
         self, call: CollectiveCall, ranks: tuple[int, ...], shard: torch.Tensor, donate: bool
-    ) -> torch.Tensor:
-        """Run a collective among the ranks of a group: two or more, in mesh order.
+    ) -> Finish:
+        """Begin a collective among the ranks of a group: two or more, in mesh order.
 
         Args:
             call: Its step is of any kind but `TRANSFER` and `LOCAL`.
@@ -207,7 +289,8 @@ class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
                 ranks may say otherwise: what they do together must not depend on it.
 
         Returns:
-            This rank's part under the step's target.
+            What waits for this rank's part under the step's target, and returns it. Those of
+            several collectives may be called in another order than they have begun in.
         """
 
     @abstractmethod
@@ -221,14 +304,14 @@ class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
         """
 
     @abstractmethod
-    def _collect(self, call: CollectiveCall, arriving: Mapping[int, torch.Tensor]) -> None:
-        """Fill each tensor with the message of its sender for the call's tag."""
+    def _collect(self, call: CollectiveCall, arriving: Mapping[int, torch.Tensor]) -> Await:
+        """Begin to fill each tensor with the message of its sender for the call's tag."""
 
     @abstractmethod
     def _exchange_buffers(
         self, call: CollectiveCall, ranks: tuple[int, ...], buffers: PackedBuffers
-    ) -> None:
-        """Send each rank its chunk of `buffers.sent`, and fill `buffers.received` with theirs.
+    ) -> Await:
+        """Begin to send each rank its chunk of `buffers.sent`, and to fill `buffers.received`.
 
         May call `buffers.keep_own` while data is under way.
 
@@ -278,8 +361,8 @@ class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
 
     def _exchange(
         self, call: CollectiveCall, ranks: tuple[int, ...], shard: torch.Tensor
-    ) -> torch.Tensor:
-        """Run a collective by sending each rank its pieces, at their exact sizes.
+    ) -> Finish:
+        """Begin a collective by sending each rank its pieces, at their exact sizes.
 
         Args:
             call: Of an all-gather, reduce-scatter or all-to-all.
@@ -288,9 +371,9 @@ class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
         """
         known = self._role(call).manifest
         buffers = PackedBuffers(call.step, known, shard, device=self._device)
-        if not known.is_idle:
-            self._exchange_buffers(call, ranks, buffers)
-        return buffers.result()
+        if known.is_idle:
+            return buffers.result
+        return after(self._exchange_buffers(call, ranks, buffers), buffers.result)
 
     def _shape_after(self, step: BoxingStep) -> tuple[int, ...]:
         """Return the local shape of this rank under the step's target."""

@@ -48,8 +48,9 @@ What `run_ranks` can rely on, and must do:
 * Every call stands alone; processes may stay alive between calls, backends may not.
 
 The package: `cases` (what is converted), `families` (which cases there are), `values` (their
-tensors, by the definition alone), `convert` (what ranks run, and how it is judged), `failures`
-(what ranks run when something goes wrong), `suite` (the tests), `report` (a plugin of pytest).
+tensors, by the definition alone), `convert` (what ranks run, and how it is judged), `in_flight`
+(what they run to have several steps under way), `failures` (what they run when something goes
+wrong), `suite` (the tests), `report` (a plugin of pytest).
 
 Stability: stable.
 """

@@ -61,7 +61,8 @@ def told(call: Callable[[], object]) -> Told:
     return said, time.monotonic() - start
 
 
-def _ones(device: str) -> torch.Tensor:
+def ones(device: str) -> torch.Tensor:
+    """Return a tensor of `SHAPE`."""
     return torch.ones(SHAPE, device=device)
 
 
@@ -76,7 +77,7 @@ def miss_a_sum(
     device: str,
 ) -> Told:
     """Sum over three ranks without rank `missing`; with it once before, if they `met_before`."""
-    step, values = sum_over(0, 1, 2), _ones(device)
+    step, values = sum_over(0, 1, 2), ones(device)
     if met_before:
         communicator.collective(step, values, tag="found", deadline_s=deadline_s)
     if rank == missing:
@@ -98,7 +99,7 @@ def miss_messages(rank: int, communicator: Communicator, *, waits_s: float, devi
     step = one_step(S(0), B, [0, 1, 2], [3])
     if rank == 1:
         bounds = bounds_of(step.shape, *step.source)[rank]
-        part = _ones(device)[slice(*bounds[0])]
+        part = ones(device)[slice(*bounds[0])]
         communicator.send(step, part, tag="lost", deadline_s=10 * waits_s)
     if rank != 3:
         time.sleep(2 * waits_s)
@@ -111,8 +112,8 @@ def give_wrong_shard(
 ) -> tuple[str, bool]:
     """Give a shard of another shape, then the right one; return what was said, if it was right."""
     call = partial(communicator.collective, sum_over(0, 1), tag="odd", deadline_s=deadline_s)
-    said, _ = told(partial(call, _ones(device).reshape(2, 4)))
-    return said, torch.equal(call(_ones(device)), 2 * _ones(device))
+    said, _ = told(partial(call, ones(device).reshape(2, 4)))
+    return said, torch.equal(call(ones(device)), 2 * ones(device))
 
 
 def exchange_many(
@@ -121,7 +122,7 @@ def exchange_many(
     """Send ten messages to the other of two ranks; only then receive its ten, the last first."""
     out, back = message(rank, 1 - rank), message(1 - rank, rank)
     for number in range(10):
-        values = (10 * rank + number) * _ones(device)
+        values = (10 * rank + number) * ones(device)
         communicator.send(out, values, tag=f"message {number}", deadline_s=deadline_s)
     return [
         communicator.receive(back, None, tag=f"message {number}", deadline_s=deadline_s)
@@ -134,7 +135,7 @@ def exchange_many(
 def send_and_go(rank: int, communicator: Communicator, *, deadline_s: float, device: str) -> float:
     """Send to rank 1 and be done long before it receives."""
     if rank == 0:
-        communicator.send(message(0, 1), _ones(device), tag="last words", deadline_s=deadline_s)
+        communicator.send(message(0, 1), ones(device), tag="last words", deadline_s=deadline_s)
         return 0.0
     time.sleep(0.5)
     received = communicator.receive(message(0, 1), None, tag="last words", deadline_s=deadline_s)
@@ -142,25 +143,33 @@ def send_and_go(rank: int, communicator: Communicator, *, deadline_s: float, dev
 
 
 def fail_while_waiting(
-    rank: int, backend: BoxingBackend, *, met_before: bool, deadline_s: float, device: str
+    rank: int,
+    backend: BoxingBackend,
+    *,
+    met_before: bool,
+    deadline_s: float,
+    device: str,
 ) -> Told:
-    """Wait on two ranks for different things that never come, while rank 0 fails."""
+    """Wait on two ranks for different things that never come, while rank 0 fails.
+
+    Rank 1 has asked for its message some time before it waits for it.
+    """
     communicator = backend.communicator(rank)
     if met_before:
-        communicator.collective(sum_over(0, 1), _ones(device), tag="met", deadline_s=deadline_s)
+        communicator.collective(sum_over(0, 1), ones(device), tag="met", deadline_s=deadline_s)
     if rank == 1:
-        return told(
-            partial(
-                communicator.receive, message(0, 1), None, tag="elsewhere", deadline_s=deadline_s
-            )
+        pending = communicator.begin_receive(
+            message(0, 1), None, tag="elsewhere", deadline_s=deadline_s
         )
+        time.sleep(0.1)
+        return told(pending.wait)
     timer = threading.Timer(0.3, backend.fail, (ArithmeticError(REASON),))
     timer.start()
     answer = told(
         partial(
             communicator.collective,
             sum_over(0, 1),
-            _ones(device),
+            ones(device),
             tag="here",
             deadline_s=deadline_s,
         )
@@ -174,7 +183,7 @@ def use_after_the_end(
 ) -> list[Any]:
     """Sum, close the backend twice, and try to go on in three ways."""
     communicator = backend.communicator(rank)
-    communicator.collective(sum_over(0, 1), _ones(device), tag="good", deadline_s=deadline_s)
+    communicator.collective(sum_over(0, 1), ones(device), tag="good", deadline_s=deadline_s)
     # Whoever is first may close what the others still use, if they share it.
     time.sleep(0.2)
     backend.close()
@@ -183,8 +192,8 @@ def use_after_the_end(
     return [
         told(partial(call, tag="late", deadline_s=deadline_s))
         for call in (
-            partial(communicator.collective, sum_over(0, 1), _ones(device)),
-            partial(communicator.send, there, _ones(device)),
+            partial(communicator.collective, sum_over(0, 1), ones(device)),
+            partial(communicator.send, there, ones(device)),
             partial(communicator.receive, back, None),
         )
     ]
@@ -202,6 +211,8 @@ def hold_after_the_end(
 ) -> tuple[int, Counter[str]]:
     """Sum, send, close the backend; return the process id, and what this process holds then.
 
+    A sum was begun that nobody waits for.
+
     Args:
         rank: This rank.
         backend: Its backend.
@@ -212,9 +223,10 @@ def hold_after_the_end(
         device: Where shards live.
     """
     communicator = backend.communicator(rank)
-    communicator.collective(sum_over(0, 1), _ones(device), tag="sum", deadline_s=deadline_s)
+    communicator.collective(sum_over(0, 1), ones(device), tag="sum", deadline_s=deadline_s)
+    communicator.begin(sum_over(0, 1), ones(device), tag="for nobody", deadline_s=deadline_s)
     out, back = message(rank, 1 - rank), message(1 - rank, rank)
-    communicator.send(out, _ones(device), tag="message", deadline_s=deadline_s)
+    communicator.send(out, ones(device), tag="message", deadline_s=deadline_s)
     communicator.receive(back, None, tag="message", deadline_s=deadline_s)
     # Whoever is first may close what the others still use, if they share it.
     time.sleep(0.2)

@@ -14,10 +14,10 @@ from unittest import SkipTest
 
 from sbp_core.testing.holdings import grown
 from sbp_core.testing.marks import exhaustive
-from sbp_torch.testing.boxing import failures, mismatches
+from sbp_torch.testing.boxing import failures, in_flight, mismatches
 from sbp_torch.testing.boxing.cases import BoxingCase
 from sbp_torch.testing.boxing.convert import find_problems, make_trials, run_trials
-from sbp_torch.testing.boxing.families import FAMILIES, quick_cases
+from sbp_torch.testing.boxing.families import FAMILIES, quick_cases, sample
 
 if TYPE_CHECKING:
     from sbp_core.boxing import BoxingBackend, Communicator
@@ -27,6 +27,9 @@ Program = Callable[[int, "Communicator"], Any]
 
 #: What a rank runs that also has to do with its backend: (rank, the open backend) -> result.
 Job = Callable[[int, "BoxingBackend"], Any]
+
+#: How many cases are under way at once, and how many of them are large.
+_IN_FLIGHT, _LARGE_IN_FLIGHT = 24, 4
 
 #: Of the cases that fail at once, how many are shown.
 _SHOWN = 5
@@ -191,6 +194,51 @@ class BoxingConformance(ABC):
     def test_every_pair_of_large_tensors(self) -> None:
         """See `families.large`."""
         self._family("large")
+
+    def test_what_two_ranks_have_under_way_may_be_waited_for_in_any_order(self) -> None:
+        """Collectives and receives, small and large, begun one after the other."""
+        self._convert_together(2)
+
+    def test_what_three_ranks_have_under_way_may_be_waited_for_in_any_order(self) -> None:
+        """The same on three ranks."""
+        self._convert_together(3)
+
+    def _convert_together(self, num_ranks: int) -> None:
+        self._need(num_ranks)
+        quick = filter(in_flight.can_be_in_flight, quick_cases(num_ranks, self.dtypes))
+        large = filter(in_flight.can_be_in_flight, FAMILIES["large"](num_ranks, self.dtypes))
+        cases = (*sample([*quick], _IN_FLIGHT), *sample([*large], _LARGE_IN_FLIGHT))
+        trials = make_trials(cases)
+        for order in in_flight.ORDERS:
+            program = partial(
+                in_flight.convert_together,
+                trials=trials,
+                order=order,
+                deadline_s=self.deadline_s,
+                device=self.device,
+            )
+            answers = self.run_ranks(num_ranks, program)
+            problems = [problem for found, _ in answers for problem in found]
+            shown = "\n".join(problems[:_SHOWN])
+            assert not problems, f"waited for {order}, {len(problems)} are wrong:\n{shown}"
+            sent = sum(sent_bytes for _, sent_bytes in answers)
+            predicted = sum(step.size_bytes for trial in trials for step in trial.route.steps)
+            assert sent == predicted, f"{sent} bytes sent, {predicted} predicted"
+
+    def test_a_rank_that_computes_between_begin_and_end_is_not_missing(self) -> None:
+        """Of three ranks one waits, one computes meanwhile, and one never comes: it is named."""
+        self._need(3)
+        program = partial(
+            in_flight.compute_while_others_wait,
+            deadline_s=self.deadline_s,
+            waits_s=self.missing_deadline_s,
+            device=self.device,
+        )
+
+        first, _, last = self.run_ranks(3, program)
+
+        self._check_missing(0, first, missing=1)
+        self._check_missing(2, last, missing=1)
 
     def test_a_rank_that_never_comes_to_a_collective_is_named(self) -> None:
         """Every rank that waits gets a BoxingError in time that names the rank and the tag."""
