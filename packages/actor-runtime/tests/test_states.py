@@ -45,18 +45,18 @@ def outcome(session: ActorSession, call: Callable[[ActorSession], Any]) -> str:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_process_gathers_what_one_process_has(name: str) -> None:
     with start(name) as alone:
-        run_step(alone, name)
+        loss = run_step(alone, name)
         wanted = alone.state_dict()
     sessions = processes_of(name)
 
-    step = training_step(name)
-    both(sessions, lambda session: session.step(step.batches[0], step.scalars))
+    losses = both(sessions, lambda session: run_step(session, name))
     found = both(sessions, lambda session: session.state_dict())
     last = sessions[1].local_ranks[-1]
     to_last = both(sessions, lambda session: session.state_dict(to=last))
     state = next(iter(wanted))
     one = both(sessions, lambda session: session.gather(state, to=sessions[0].local_ranks[0]))
 
+    assert all(torch.equal(value, loss) for value in losses)
     assert to_last[0] == {}
     assert one[1] is None
     assert torch.equal(one[0], wanted[state])

@@ -42,7 +42,7 @@ def test_without_boxing_items_are_the_nodes() -> None:
 
     assert [item.name for item in lowered.items] == [node.name for node in graph.nodes]
     assert {item.level for item in lowered.items} == {0}
-    assert lowered.results == {"loss": "loss"}
+    assert lowered.results == {"loss": ("loss",)}
     assert lowered.new_states == {"w": "new"}
 
 
@@ -138,7 +138,8 @@ def test_losses_leave_whole_and_states_as_they_are_stored() -> None:
 
     lowered = lower(graph, strategy_of(graph, signatures=signatures, storage={"w": "S(1)"}))
 
-    assert str(lowered.held[lowered.results["loss"]].sbp) == "B"
+    (loss,) = lowered.results["loss"]
+    assert str(lowered.held[loss].sbp) == "B"
     assert str(lowered.held[lowered.new_states["w"]].sbp) == "S(1)"
 
 
@@ -149,10 +150,25 @@ def test_a_value_for_another_stage_is_transferred_once() -> None:
 
     lowered = lower(graph, strategy_of(graph, stages, node_stages=later))
 
-    (sent,) = _boxing(lowered.items)
+    (sent,) = [item for item in _boxing(lowered.items) if item.asked_by]
     assert (sent.kind, sent.stage, sent.target_stage) == (ItemKind.TRANSFER, 0, 1)
     assert lowered.held[sent.outputs[0]].stage == 1
     assert {item.name: item.level for item in lowered.items}["a"] == 1
+
+
+def test_a_loss_goes_once_to_every_rank_that_has_it_not() -> None:
+    graph = diamond()
+    one, two, three = (Placement([rank], ["rank"]) for rank in range(3))
+    stages = (one, two, Placement([2, 0], ["rank"]), three)
+    later = dict.fromkeys(("a", "b", "c", "loss"), 3)
+
+    lowered = lower(graph, strategy_of(graph, stages, node_stages=later))
+
+    assert lowered.results == {"loss": ("loss", "loss@0(B)", "loss@1(B)")}
+    copies = [item for item in _boxing(lowered.items) if item.inputs == ("loss",)]
+    assert [item.kind for item in copies] == [ItemKind.TRANSFER] * 2
+    plan = check(compile_plan(graph, strategy_of(graph, stages, node_stages=later)))
+    assert plan is not None
 
 
 def test_stages_on_the_same_ranks_begin_a_new_segment_without_a_transfer() -> None:
@@ -233,7 +249,7 @@ def test_boxing_that_goes_on_from_a_later_phase_belongs_to_that_phase() -> None:
 
     phases = {item.name: item.phase for item in lowered.items}
     assert phases[f"y@0({half})"] is Phase.BACKWARD
-    assert phases[lowered.results["y"]] is Phase.BACKWARD
+    assert phases[lowered.results["y"][0]] is Phase.BACKWARD
 
 
 def test_a_strategy_that_lacks_an_op_is_refused() -> None:

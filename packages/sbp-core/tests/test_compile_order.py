@@ -58,6 +58,19 @@ def test_three_stages_give_one_forward_one_backward(count: int) -> None:
         assert _schedule(plan, rank) == _one_forward_one_backward(count, in_flight)
 
 
+@pytest.mark.parametrize("boxing_thread", [False, True])
+def test_a_loss_of_another_stage_is_received_when_all_else_is_done(boxing_thread: bool) -> None:
+    options = CompileOptions(boxing_thread=boxing_thread)
+
+    plan = pipeline_plan(4, (3, 2, 1), widths=(4, 4, 4, 4), options=options)
+
+    thread = "boxing" if boxing_thread else "compute"
+    for rank, stage in ((0, 0), (1, 1)):
+        assert plan.by_rank[rank].orders[thread][-1] == (f"receive sum.mean@{stage}(B)", 0)
+    sends = [name for name, _ in plan.by_rank[2].orders[thread] if name.startswith("send sum")]
+    assert sends == ["send sum.mean@0(B)", "send sum.mean@1(B)"]
+
+
 @pytest.mark.parametrize("quotas", [(2, 1), (4, 4)])
 @pytest.mark.parametrize("boxing_thread", [False, True])
 def test_collectives_come_in_one_order_on_all_ranks_of_a_group(

@@ -262,7 +262,8 @@ def test_boxing_bytes_are_the_price_of_the_steps_times_their_firings() -> None:
 
     assert plan.boxing_bytes == 2 * (2 - 1) * 4 * 4 * 4
     once, thrice = pipeline_plan(1, (1, 1)), pipeline_plan(3, (1, 1))
-    assert thrice.boxing_bytes == 3 * once.boxing_bytes > 0
+    loss = 4  # goes to the other stage once a step
+    assert thrice.boxing_bytes - loss == 3 * (once.boxing_bytes - loss) > 0
 
 
 def test_compilation_is_deterministic() -> None:

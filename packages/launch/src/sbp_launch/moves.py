@@ -81,7 +81,8 @@ def moves(graph: LogicalGraph, lowered: Lowered) -> Iterator[Move]:
         lowered: What `lower` made of it and its strategy.
     """
     owners = _Owners(graph)
-    outputs = {key: name for name, key in (lowered.new_states | lowered.results).items()}
+    outputs = {key: name for name, key in lowered.new_states.items()}
+    outputs |= {key: name for name, keys in lowered.results.items() for key in keys}
     for item in lowered.items:
         step = item.step
         if step is None or step.kind is StepKind.LOCAL:

@@ -87,9 +87,12 @@ class Item:
 
 @dataclass(slots=True)
 class Lowered:
-    """All items in topological order, how every key lies, and which keys leave the graph."""
+    """All items in topological order, how every key lies, and which keys leave the graph.
+
+    A loss or metric leaves by several keys if there are several stages, so that every rank has it.
+    """
 
     items: list[Item] = field(default_factory=list)
     held: dict[str, Held] = field(default_factory=dict)
-    results: dict[str, str] = field(default_factory=dict)
+    results: dict[str, tuple[str, ...]] = field(default_factory=dict)
     new_states: dict[str, str] = field(default_factory=dict)

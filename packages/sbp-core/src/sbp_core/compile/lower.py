@@ -10,6 +10,8 @@ that no gathered copy lives longer than its use.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from sbp_core.boxing import BoxingStep, StepKind, route
 from sbp_core.compile.items import Held, Item, ItemKind, Lowered
 from sbp_core.compile.legality import check_strategy
@@ -25,6 +27,7 @@ from sbp_core.graph.ir import (
     Rate,
 )
 from sbp_core.graph.primitives import ACCUMULATE
+from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp
 from sbp_core.strategy import Strategy
 
@@ -128,18 +131,44 @@ class _Lowering:
             key = self._box(value, storage.stage, storage.sbp, phase, rate)
             self.out.new_states[name] = key
         else:
-            stage = self.out.held[value].stage
-            # Losses and metrics leave whole, on the stage that makes them.
-            whole = NdSbp(*[B] * self.strategy.stages[stage].num_axes)
-            self.out.results[name] = self._box(value, stage, whole, phase, rate)
+            self.out.results[name] = tuple(self._result(value, phase, rate))
+
+    def _result(self, value: str, phase: Phase, rate: Rate) -> Iterator[str]:
+        """Yield the keys by which a loss or metric leaves: whole, and once on every rank.
+
+        Made on the last of three stages, the first and the last of which are on the same rank:
+
+            stage 2 (rank 0)    loss                     leaves here
+            stage 1 (rank 1)    loss@1(B), a transfer    and here
+            stage 0 (rank 0)    has it
+        """
+        stages, stage = self.strategy.stages, self.out.held[value].stage
+        whole = self._box(value, stage, _whole(stages[stage]), phase, rate)
+        yield whole
+        reached = set(stages[stage].rank_list)
+        for other, placement in enumerate(stages):
+            if not reached.issuperset(placement.rank_list):
+                reached.update(placement.rank_list)
+                yield self._box(value, other, _whole(placement), phase, rate, begin=whole)
 
     def _box(
-        self, value: str, stage: int, sbp: NdSbp, phase: Phase, rate: Rate, asked_by: str = ""
+        self,
+        value: str,
+        stage: int,
+        sbp: NdSbp,
+        phase: Phase,
+        rate: Rate,
+        asked_by: str = "",
+        *,
+        begin: str = "",
     ) -> str:
-        """Return the key of `value` as (stage, sbp), adding the steps that are still missing."""
-        held = self.out.held[value]
+        """Return the key of `value` as (stage, sbp), adding the steps that are still missing.
+
+        They lead on from the key `begin`, or from how the value is made or stored.
+        """
+        held = self.out.held[begin or value]
         if held.stage == stage and held.sbp == sbp:
-            return value
+            return begin or value
         kind = self.graph.tensor(value)
         apart_for = self._apart_for(value, phase, rate)
         phase, rate = self._boxing_time(value, phase, rate)
@@ -150,7 +179,7 @@ class _Lowering:
         #
         #     x to (B, B), by way of (B, S0)    x -> x@0(B, S0) -> x@0(B, B)
         #     x to (B, S0)                      x -> x@0(B, S0)               no step of its own
-        key, here = value, held.stage
+        key, here = begin or value, held.stage
         for step in route(kind.shape, kind.dtype, source, target).steps:
             # A transfer may also lead from one nd-SBP to another on the stage where the value is.
             arrives = step.kind is StepKind.TRANSFER and step.target[0] == target[0]
@@ -244,3 +273,7 @@ class _Lowering:
                 asked_by=asked_by,
             )
         )
+
+
+def _whole(stage: Placement) -> NdSbp:
+    return NdSbp(*[B] * stage.num_axes)

@@ -3,7 +3,8 @@
 Sends go first, since another rank waits for them; then forward firings, then older micro-batches,
 so the quotas alone decide the schedule: as many as there are micro-batches give GPipe, `stages -
 stage` gives 1F1B. A collective starts on all ranks of its group at once, hence in one order
-everywhere.
+everywhere. What a rank receives only to report it, such as the loss that another stage made, comes
+last of all that its thread does, so that nothing waits for it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 
-from sbp_core.compile.physical import ActorId, PhysicalPlan, Send
+from sbp_core.compile.physical import ActorId, PhysicalPlan, Receive, Send
 from sbp_core.compile.token_game import TokenGame
 from sbp_core.errors import PlanError
 from sbp_core.graph.ir import PHASE_ORDER
@@ -38,6 +39,8 @@ class _Scheduler:
         self.game = TokenGame(plan)
         self.now = 0.0
         self.free: set[ThreadId] = set()
+        #: What is received for the user alone, and by no other actor.
+        self.reports: set[ActorId] = set()
         self.pending: dict[ThreadId, set[ActorId]] = defaultdict(set)
         #: What may start as far as its own data and credits go; only a start takes that away.
         self.ready: dict[ThreadId, set[ActorId]] = defaultdict(set)
@@ -48,6 +51,8 @@ class _Scheduler:
                 actor_id = (part.rank, actor.name)
                 self.pending[(part.rank, actor.thread)].add(actor_id)
                 sends = isinstance(actor, Send)
+                if isinstance(actor, Receive) and not actor.outputs and not actor.writes:
+                    self.reports.add(actor_id)
                 self.rank_of[actor_id] = (-1 if sends else PHASE_ORDER[actor.phase], index)
         self.free.update(self.pending)
         for actor_ids in self.pending.values():
@@ -99,7 +104,11 @@ class _Scheduler:
             # A collective of a thread before took it.
             if thread not in self.free:
                 continue
-            for actor_id in sorted(self.ready[thread], key=self._priority):
+            # A greedy order would put a report into a gap before the thread's last firings, which
+            # would wait for it if it came later than predicted.
+            only_reports = self.pending[thread] <= self.reports
+            ready = self.ready[thread] if only_reports else self.ready[thread] - self.reports
+            for actor_id in sorted(ready, key=self._priority):
                 # A collective starts only when every thread of its group is free and has it ready,
                 # and then takes them all at once. So it comes in the same place between other
                 # collectives on all ranks of the group; if each rank chose for itself, two ranks

@@ -294,7 +294,7 @@ class _Actors:
         """Return which results and new states are among the keys."""
         made, lowered = set(keys), self.program.lowered
         return {
-            "emits": tuple((n, k) for n, k in lowered.results.items() if k in made),
+            "emits": tuple((n, k) for n, ks in lowered.results.items() for k in ks if k in made),
             "writes": self.program.written(made),
         }
 

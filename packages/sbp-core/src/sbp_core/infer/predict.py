@@ -122,7 +122,10 @@ def source_of(graph: LogicalGraph, strategy: Strategy, value: str) -> StagedSbp:
 
 
 def conversions(graph: LogicalGraph, strategy: Strategy) -> Iterator[Conversion]:
-    """Yield every boxing that a strategy asks for, each distinct target once."""
+    """Yield every boxing that a strategy asks for, each distinct target once.
+
+    But for the copies of losses and metrics that go to the ranks of other stages.
+    """
     # A value is taken in three ways: by ops, as the new value of a state, which goes to where that
     # is stored, and as a loss or metric, which leaves whole. Equal targets are one boxing.
     states: dict[str, list[str]] = {}

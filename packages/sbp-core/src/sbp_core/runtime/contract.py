@@ -27,7 +27,7 @@ Number = float | int
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What one step gave: losses and metrics by name (0-d tensors), equal on every rank."""
+    """What one step gave: losses and metrics by name, in every process and equal on every rank."""
 
     outputs: Mapping[str, Tensor]
 

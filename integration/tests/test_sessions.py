@@ -1,0 +1,54 @@
+"""Sessions whose ranks are processes: results and states everywhere, as in one process."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from processes import run_ranks
+from sbp_core.boxing import BoxingBackend
+from sbp_core.plugins import discover
+from sbp_torch.testing.cases import CASES, assert_pieces, compile_case, reference_run
+
+#: Of two ranks: replicated and split states, a partial sum, several micro-batches, two stages.
+NAMES = ("data parallel", "tensor parallel", "accumulation", "pipeline, 1F1B")
+
+
+def train(name: str, rank: int, backend: BoxingBackend) -> dict[str, Any]:
+    """Run all steps of a case on one rank; return what the session gives there."""
+    step = CASES[name].step
+    runtime = discover(strict=True).make("runtime", "actor", {"deadline_s": 30.0})
+    with runtime.start(compile_case(name), step.states, backend) as session:
+        assert session.local_ranks == (rank,)
+        losses = [session.step(batch, step.scalars).loss for batch in step.batches]
+        assert session.steps_done == len(losses)
+        return {
+            "losses": losses,
+            "whole": session.state_dict(),
+            "to 1": session.state_dict(to=1),
+            "pieces": list(session.pieces()),
+        }
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_process_has_losses_and_states_of_the_reference(name: str) -> None:
+    losses, shards = reference_run(name)
+    compile_case(name)  # once, for both
+
+    found = run_ranks(2, partial(train, name))
+
+    for rank in found:
+        assert all(map(torch.equal, rank["losses"], losses))
+        assert rank["whole"].keys() == CASES[name].step.states.keys()
+        for state, value in rank["whole"].items():
+            assert torch.equal(value, found[0]["whole"][state])
+    assert found[0]["to 1"] == {}
+    assert all(torch.equal(v, found[1]["whole"][k]) for k, v in found[1]["to 1"].items())
+    assert_pieces((piece for rank in found for piece in rank["pieces"]), found[0]["whole"])
+    for owner, rank in enumerate(found):
+        for piece in rank["pieces"]:
+            if isinstance(piece.value, torch.Tensor):
+                assert torch.equal(piece.value, torch.as_tensor(shards[piece.name, owner]))
