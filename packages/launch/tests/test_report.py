@@ -45,7 +45,7 @@ def test_the_summary_says_what_a_rank_sends_and_how_many_tensors_travel_together
 def test_boxing_is_counted_once_for_each_micro_batch():
     text = " ".join(lines_of(found_plan("pipeline")))
 
-    assert "8 transfers" in text  # 2 steps, 4 micro-batches
+    assert "9 transfers" in text  # 2 steps, 4 micro-batches, and the loss
 
 
 def whole_on_every_rank(found):
