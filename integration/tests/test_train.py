@@ -33,6 +33,7 @@ WAYS = {
         "cluster.mesh=[2]",
         "cluster.axes=[pipe]",
         "trainer.micro_batches=4",
+        "trainer.trace=3..4",
     ),
     "osdp": (
         "planner=osdp",
@@ -57,6 +58,26 @@ def sbp(command: str, folder: Path, *overrides: str) -> subprocess.CompletedProc
     )
 
 
+def check_trace(printed: str, folder: Path) -> None:
+    """Check that a run left a trace with each firing of its plan, and said where the time went."""
+    plan = json.loads((folder / "plan.json").read_text("utf-8"))
+    events = json.loads((folder / "trace.json").read_text("utf-8"))["traceEvents"]
+    for part in plan["ranks"]:
+        firings = [one for order in part["orders"].values() for one in order]
+        own = [event for event in events if event["pid"] == part["rank"]]
+        found = [
+            (event["args"]["step"], event["args"]["actor"], event["args"]["micro_batch"])
+            for event in own
+            if event.get("cat") in ("compute", "boxing")
+        ]
+        assert sorted(found) == sorted((step, *one) for step in (3, 4) for one in firings)
+        held = [event["args"]["bytes"] for event in own if event["ph"] == "C"]
+        assert len(held) == len(found)
+        assert min(held) > 0
+    assert "where the time of a step went (mean of steps 3-4)" in printed
+    assert "trace of these steps: trace.json" in printed
+
+
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.replace(" ", "-"))
 def test_it_trains_and_says_how_far_it_is_from_one_device(tmp_path: Path, way: str) -> None:
     done = sbp("train", tmp_path, *SMALL, *WAYS[way])
@@ -78,6 +99,8 @@ def test_it_trains_and_says_how_far_it_is_from_one_device(tmp_path: Path, way: s
             assert measured == predicted
     assert re.search(r"held-out loss: \d\.\d+", done.stdout)
     assert "a sample of text" in done.stdout
+    if "trainer.trace=3..4" in WAYS[way]:
+        check_trace(done.stdout, next(tmp_path.glob("runs/*")))
     deviation = re.search(r"first 3 steps: \S+ \((\S+) relative\)", done.stdout)
     assert deviation is not None
     assert float(deviation[1]) < 1e-5

@@ -64,6 +64,17 @@ def test_every_firing_is_a_slice_with_its_actor_and_micro_batch(axis: str) -> No
     assert found == [(span.rank, span.actor, span.micro_batch) for span in spans]
 
 
+def test_the_slices_of_a_step_lie_in_a_slice_of_that_step() -> None:
+    spans, value = trace_of("data")
+
+    steps = [event for event in events_of(value, "X") if event["cat"] == "step"]
+    assert [(event["pid"], event["name"]) for event in steps] == [(0, "step 1"), (1, "step 1")]
+    for event in steps:
+        own = [span for span in spans if span.rank == event["pid"]]
+        took_ns = max(span.end_ns for span in own) - min(span.begin_ns for span in own)
+        assert event["dur"] == pytest.approx(took_ns / 1000)
+
+
 def test_slices_name_modules_or_what_is_moved_and_its_bytes() -> None:
     plan, (_, value) = planned_over("data").plan, trace_of("data")
 
@@ -101,8 +112,9 @@ def test_waits_before_and_in_firings_say_what_for() -> None:
 
     value = trace_json(Traced(plan=made.plan, graph=made.graph, spans=[*waits, first]))
 
-    found = [(event["name"], event["args"].get("waits_for")) for event in events_of(value, "X")]
-    assert found[:2] == [
+    slices = events_of(value, "X")
+    found = [(e["name"], e["args"]["waits_for"]) for e in slices if e["cat"] == "wait"]
+    assert found == [
         ("wait for data or credits", "data of rank 1"),
         ("wait for its turn", "the interpreter"),
     ]

@@ -5,11 +5,13 @@ a firing, named for the modules that it computes or for what it moves; slices in
 are waits. Arrows lead from sends to receives.
 
     rank 0
-      compute  |forward blocks.0|all-reduce  |forward blocks.1 ...
-                                 |for rank 1|
-      bytes held ▁▂▃▃▅
+      compute  |step 10 ...
+               |forward blocks.0|all-reduce         |forward blocks.1 ...
+                                |wait for rank 1|
+      held bytes ▁▂▃▃▅
     rank 1
-      compute  |forward blocks.0          |all-reduce|forward blocks.1 ...
+      compute  |step 10 ...
+               |forward blocks.0                |all|forward blocks.1 ...
 
 Source: "Trace Event Format", the JSON form of `chrome://tracing`, which Perfetto reads.
 """
@@ -18,7 +20,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sbp_core.compile import (
@@ -84,8 +86,9 @@ class _Events:
         self.nodes = {node.name: node for node in traced.graph.nodes}
         self.late = late_ranks(traced.plan, traced.spans)
         self.start_ns = min((span.begin_ns for span in traced.spans), default=0)
+        # Viewers take a lane whose number is its process' for the main thread.
         self.lanes = {
-            (part.rank, thread): lane
+            (part.rank, thread): 100 * part.rank + lane + 1
             for part in traced.plan.ranks
             for lane, thread in enumerate(part.orders)
         }
@@ -93,12 +96,13 @@ class _Events:
 
     def __iter__(self) -> Iterator[Event]:
         yield from self._names()
+        yield from self._steps()
         for span in self.traced.spans:
             yield from self._slices(span)
         yield from self._arrows()
         for held in self.traced.held:
             yield {
-                "ph": "C", "name": "bytes held", "pid": held.rank, "ts": self._us(held.time_ns),
+                "ph": "C", "name": "held", "pid": held.rank, "ts": self._us(held.time_ns),
                 "args": {"bytes": held.num_bytes},
             }  # fmt: skip
 
@@ -116,6 +120,17 @@ class _Events:
         for (rank, thread), lane in self.lanes.items():
             yield _meta("thread_name", rank, lane, name=thread)
             yield _meta("thread_sort_index", rank, lane, sort_index=lane)
+
+    def _steps(self) -> Iterator[Event]:
+        """Return a slice for each step on each lane, around those of its firings."""
+        found: dict[tuple[int, str, int], Span] = {}
+        for span in self.traced.spans:
+            key = span.rank, span.thread, span.step
+            known = found.setdefault(key, span)
+            begin_ns, end_ns = min(known.begin_ns, span.begin_ns), max(known.end_ns, span.end_ns)
+            found[key] = replace(known, begin_ns=begin_ns, end_ns=end_ns)
+        for span in found.values():
+            yield self._slice(span, f"step {span.step + 1}", "step", span.end_ns, {})
 
     def _slices(self, span: Span) -> Iterator[Event]:
         """Return the slice of a span, and the wait for other ranks inside of it."""
@@ -163,7 +178,7 @@ class _Events:
         modules = list(dict.fromkeys(_module_of(node) for node in found))
         args |= {"modules": modules, "operators": len(actor.instructions)}
         ends = dict.fromkeys(modules[:1] + modules[-1:])
-        return f"{_PHASES[actor.phase]} {' … '.join(ends)}".rstrip(), args
+        return f"{_PHASES[actor.phase]} {' to '.join(ends)}".rstrip(), args
 
     def _arrows(self) -> Iterator[Event]:
         """Return an arrow for each transfer: from the begin of its send to the end of receiving."""
