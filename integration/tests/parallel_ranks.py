@@ -1,0 +1,150 @@
+"""The program of `test_parallelize_processes`: it runs as one rank of two, or with two threads.
+
+Each process trains a model of the zoo by `parallelize` and by plain PyTorch, compares losses and
+its own shards, and prints what it found as a line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from programs import MODEL, batch, expected_shard, loss_of, make_optimizer, registry
+
+from sbp_core.errors import SbpError
+from sbp_launch import parallelize
+from sbp_torch.deferred_init import deferred
+
+NUM_STEPS, BATCH_SIZE = 4, 8
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "data parallel": {"planner": "manual/data_parallel", "clip_norm": 0.1},
+    "sharded states": {"planner": "manual/zero"},
+    "tensor parallel": {"planner": "manual/tensor_parallel", "axes": "tensor"},
+    "pipeline": {"planner": "manual/pipeline", "axes": "pipe", "micro_batches": 4},
+}
+
+
+def make_model() -> nn.Module:
+    """Return the seeded model: a GPT of one layer, in float64."""
+    torch.manual_seed(0)
+    model = registry().make("model", "gpt", {**MODEL, "num_layers": 1})
+    assert isinstance(model, nn.Module)
+    return model.double()
+
+
+def eager_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, index: int, clip_norm: float | None
+) -> float:
+    """Take a step of plain PyTorch on the whole batch; return its loss."""
+    optimizer.zero_grad()
+    loss = loss_of(model, batch(index, BATCH_SIZE))
+    loss.backward()
+    if clip_norm is not None:
+        nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+    optimizer.step()
+    return loss.item()
+
+
+def deviation(step: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
+    """Return how far any shard of this process is from the one-device program."""
+    whole = dict(model.named_parameters())
+    for name, parameter in model.named_parameters():
+        whole |= {f"{name}.{key}": value for key, value in optimizer.state[parameter].items()}
+    worst = 0.0
+    for rank in step.session.local_ranks:
+        for slot in step.plan.by_rank[rank].slots:
+            if slot.name not in whole or slot.sbp is None:
+                continue
+            found = step.session.shard(slot.name, rank)
+            wanted = expected_shard(step.plan, rank, slot.name, whole[slot.name].detach())
+            assert found.shape == wanted.shape, slot.name
+            if found.numel():
+                worst = max(worst, (found - wanted).abs().max().item())
+    return worst
+
+
+def trained(name: str) -> dict[str, Any]:
+    """Train by a layout; return losses, an evaluation, a sum of all states, and deviations."""
+    layout = LAYOUTS[name]
+    made = deferred(make_model, seed=0)
+    eager = make_model()
+    eager_optimizer = make_optimizer(eager)
+    losses, worst = [], 0.0
+    example = batch(0, BATCH_SIZE)
+    with parallelize(made, loss_of, example, make_optimizer(made.model), mesh=2, **layout) as step:
+        for index in range(NUM_STEPS):
+            losses.append(step(batch(index, BATCH_SIZE)).item())
+            wanted = eager_step(eager, eager_optimizer, index, layout.get("clip_norm"))
+            worst = max(worst, abs(losses[-1] - wanted))
+        worst = max(worst, deviation(step, eager, eager_optimizer))
+        evaluated = step.evaluate(batch(100, 6)).item()
+        states = step.state_dict()
+        elsewhere = step.state_dict(to=1)
+        is_there = bool(elsewhere) == (1 in step.session.local_ranks)
+    return {
+        "losses": [value.hex() for value in losses],
+        "evaluated": evaluated.hex(),
+        "states": {key: float(value.double().sum()).hex() for key, value in states.items()},
+        "worst": worst,
+        "states where they go": is_there,
+    }
+
+
+def started_differently(rank: int) -> dict[str, Any]:
+    """Make the model with other values on each rank; return with which ones training begins."""
+    torch.manual_seed(rank)
+    model = nn.Linear(3, 2)
+    own = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with parallelize(model, square, {"x": torch.zeros(2, 3)}, optimizer) as step:
+        found = step.model_state_dict()
+    torch.manual_seed(0)
+    first = nn.Linear(3, 2).state_dict()
+    return {
+        "differs": any(not torch.equal(own[name], first[name]) for name in own),
+        "begins with those of rank 0": all(torch.equal(found[name], first[name]) for name in found),
+    }
+
+
+def refusals(rank: int) -> dict[str, str]:
+    """Return what is said of programs that differ between the ranks."""
+    said = {}
+    for what, layers, seed in (("other code", 1 + rank, 0), ("other settings", 1, rank)):
+        model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(layers)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = parallelize(model, square, {"x": torch.zeros(2, 3)}, optimizer, seed=seed)
+        try:
+            with step:
+                said[what] = "started"
+        except SbpError as error:
+            said[what] = str(error)
+    return said
+
+
+def square(model: nn.Module, given: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return a loss."""
+    loss: torch.Tensor = model(given["x"]).square().sum()
+    return loss
+
+
+def main() -> None:
+    """Run all of it as one rank; print it."""
+    from sbp_launch.world import World
+
+    rank = World.of_environment().rank
+    found: dict[str, Any] = {name: trained(name) for name in LAYOUTS}
+    found["started differently"] = started_differently(rank)
+    found["refusals"] = refusals(rank)
+    print(json.dumps({"rank": rank, **found}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
