@@ -11,7 +11,8 @@ import torch
 from processes import run_ranks
 from sbp_core.boxing import BoxingBackend
 from sbp_core.plugins import discover
-from sbp_torch.testing.cases import CASES, assert_pieces, compile_case, reference_run
+from sbp_core.runtime import batch_parts
+from sbp_torch.testing.cases import CASES, assert_pieces, compile_case, local_batch, reference_run
 
 #: Of two ranks: replicated and split states, a partial sum, several micro-batches, two stages.
 NAMES = ("data parallel", "tensor parallel", "accumulation", "pipeline, 1F1B")
@@ -31,6 +32,26 @@ def train(name: str, rank: int, backend: BoxingBackend) -> dict[str, Any]:
             "to 1": session.state_dict(to=1),
             "pieces": list(session.pieces()),
         }
+
+
+def train_on_parts(name: str, rank: int, backend: BoxingBackend) -> list[torch.Tensor]:
+    """Run all steps of a case on one rank, which is given only what it holds of a batch."""
+    step, plan = CASES[name].step, compile_case(name)
+    runtime = discover(strict=True).make("runtime", "actor", {"deadline_s": 30.0})
+    parts = batch_parts(plan, [rank])
+    with runtime.start(plan, step.states, backend) as session:
+        return [
+            session.step(local_batch(batch, parts), step.scalars, batch_is="local").loss
+            for batch in step.batches
+        ]
+
+
+@pytest.mark.parametrize("name", ["accumulation", "pipeline, 1F1B"])
+def test_every_process_may_have_its_own_part_of_the_batch_alone(name: str) -> None:
+    losses, _ = reference_run(name)
+
+    for found in run_ranks(2, partial(train_on_parts, name)):
+        assert all(map(torch.equal, found, losses))
 
 
 @pytest.mark.parametrize("name", NAMES)

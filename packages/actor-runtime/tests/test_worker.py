@@ -23,7 +23,8 @@ from sbp_core.compile import PhysicalPlan
 from sbp_core.errors import RunError
 from sbp_core.sbp import local_shape
 from sbp_torch.boxing.local import LocalBackend
-from sbp_torch.runtime.store import StateStore, feed
+from sbp_torch.runtime.feeding import Feeder
+from sbp_torch.runtime.store import StateStore
 from sbp_torch.testing.cases import compile_case, plan_with
 
 
@@ -56,7 +57,7 @@ class Alone:
     def order(self, deadline_s: float) -> None:
         store = StateStore(self.plan, [0])
         store.load(self.step.states)
-        fed = feed(self.plan, self.step.batches[0], self.step.scalars, [0])
+        fed = Feeder(self.plan, [0]).feed(self.step.batches[0], self.step.scalars)
         self.worker.inbox.put(StepOrder(0, store.values[0], fed[0], deadline_s))
 
     def end(self) -> None:

@@ -22,6 +22,7 @@ from sbp_core.boxing import BoxingBackend
 from sbp_core.compile import PhysicalPlan
 from sbp_core.errors import BoxingError, RunError
 from sbp_core.runtime import (
+    BatchIs,
     Number,
     Runtime,
     Session,
@@ -31,7 +32,7 @@ from sbp_core.runtime import (
     gather_routes,
 )
 from sbp_torch.boxing.processes import Fingerprinted
-from sbp_torch.runtime import PARTIAL_UPDATE_TODO, StateStore, Values, feed, partially_updated
+from sbp_torch.runtime import PARTIAL_UPDATE_TODO, Feeder, StateStore, Values, partially_updated
 from sbp_torch.segments import SegmentMaker, failed_call, segment_maker
 
 logger = logging.getLogger(__name__)
@@ -94,6 +95,7 @@ class ActorSession(Session):
         self.plan, self.backend, self.config = plan, backend, config
         self.store = StateStore(plan, ranks)
         self.store.load(states)
+        self.feeder = Feeder(plan, ranks)
         self.reports: SimpleQueue[WorkerReport] = SimpleQueue()
         self.local_ranks, self.steps_done = tuple(ranks), 0
         self.together = BetweenSteps(plan, self.store, backend, config.deadline_s)
@@ -133,10 +135,16 @@ class ActorSession(Session):
 
     # Steps.
 
-    def step(self, batch: Mapping[str, Tensor], scalars: Mapping[str, Number]) -> StepResult:
+    def step(
+        self,
+        batch: Mapping[str, Tensor],
+        scalars: Mapping[str, Number],
+        *,
+        batch_is: BatchIs = "global",
+    ) -> StepResult:
         """See `Session.step`."""
         self._check_usable()
-        fed = self.store.device.put_batches(feed(self.plan, batch, scalars, self.store.values))
+        fed = self.store.device.put_batches(self.feeder.feed(batch, scalars, batch_is))
         first = self.steps_done == 0
         deadline_s = self.config.first_deadline_s if first else self.config.deadline_s
         for worker in self.workers.values():

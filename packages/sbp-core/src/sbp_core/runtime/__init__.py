@@ -1,14 +1,30 @@
 """The contract of runtimes: start a plan on states, run steps, hand states back.
 
-`contract` has the classes; `ownership` says which rank owns which part of a state, and how a whole
-one is gathered; `trace` has what a session notes of steps that are traced.
+`contract` has the classes; `batches` says which samples of a batch a rank holds; `ownership` which
+rank owns which part of a state, and how a whole one is gathered; `trace` has what a session notes
+of steps that are traced.
 
 Stability: provisional.
 """
 
 from __future__ import annotations
 
-from sbp_core.runtime.contract import Number, Runtime, Session, StepResult, Watch, unwatched
+from sbp_core.runtime.batches import (
+    BatchPart,
+    batch_parts,
+    batch_slots,
+    local_samples,
+    micro_batch_rows,
+)
+from sbp_core.runtime.contract import (
+    BatchIs,
+    Number,
+    Runtime,
+    Session,
+    StepResult,
+    Watch,
+    unwatched,
+)
 from sbp_core.runtime.ownership import (
     StatePiece,
     check_destination,
@@ -20,6 +36,8 @@ from sbp_core.runtime.ownership import (
 from sbp_core.runtime.trace import Held, Span, SpanKind, TensorMeter, Trace
 
 __all__ = [
+    "BatchIs",
+    "BatchPart",
     "Held",
     "Number",
     "Runtime",
@@ -31,9 +49,13 @@ __all__ = [
     "TensorMeter",
     "Trace",
     "Watch",
+    "batch_parts",
+    "batch_slots",
     "check_destination",
     "gather_routes",
     "known_state",
+    "local_samples",
+    "micro_batch_rows",
     "state_owners",
     "state_slots",
     "unwatched",

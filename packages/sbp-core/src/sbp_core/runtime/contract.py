@@ -1,9 +1,9 @@
 """The contract of runtimes: start a plan on states, run steps, hand states back.
 
 A runtime owns the ranks of one process. Batches come in whole, as the one-device program would see
-them; each rank takes its own part. States are handed over as whole logical tensors, of which each
-process cuts what its ranks hold, and handed back as those, as the pieces that ranks own or, for
-those who compare, as each rank's shard.
+them, and each rank takes its own part; or as the part of the process' ranks. States are handed over
+as whole logical tensors, of which each process cuts what its ranks hold, and handed back as those,
+as the pieces that ranks own or, for those who compare, as each rank's shard.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from sbp_core.boxing.backend import BoxingBackend
@@ -36,6 +36,9 @@ class StepResult:
         """The loss: a 0-d tensor."""
         return self.outputs["loss"]
 
+
+#: What a process passes to a step: the whole batch, or the part of its ranks.
+BatchIs = Literal["global", "local"]
 
 #: Returns, for a rank, a context manager around that rank's work of a step, such as a profiler.
 Watch = Callable[[int], AbstractContextManager[object]]
@@ -61,13 +64,23 @@ class Session(ABC):
     steps_done: int
 
     @abstractmethod
-    def step(self, batch: Mapping[str, Tensor], scalars: Mapping[str, Number]) -> StepResult:
+    def step(
+        self,
+        batch: Mapping[str, Tensor],
+        scalars: Mapping[str, Number],
+        *,
+        batch_is: BatchIs = "global",
+    ) -> StepResult:
         """Run one step.
 
         Args:
-            batch: Whole batch tensors by name: dim 0 is micro-batches times the captured size.
+            batch: Batch tensors by name, with dim 0 micro-batches times the captured size; or the
+                part of each that the local ranks hold.
             scalars: Every scalar input by name, such as `lr`; `seed` and `step` (from 0), if the
                 program draws random numbers. Others are left aside.
+            batch_is: `global`, the whole batch; or `local`, in dim 0 what the local ranks hold of
+                it: `sbp_core.runtime.batch_parts` says which samples. Of tensors that they hold
+                nothing of, anything or nothing.
 
         Raises:
             SbpTypeError: the batch is no mapping, an entry is no tensor, a scalar no number.

@@ -31,6 +31,7 @@ from sbp_core.compile import (
 from sbp_core.errors import RunError
 from sbp_core.interpreter import Firing, InstructionDomain, Interpreter
 from sbp_core.runtime import (
+    BatchIs,
     Number,
     Runtime,
     Session,
@@ -43,8 +44,9 @@ from sbp_torch.boxing.execute import apply_step, local_step
 from sbp_torch.ops.operators import bind, operator_of, results_of
 from sbp_torch.runtime.accumulation import joined
 from sbp_torch.runtime.configs import ReferenceConfig
+from sbp_torch.runtime.feeding import Feeder
 from sbp_torch.runtime.partial_update import PARTIAL_UPDATE_TODO, overwrite, partially_updated
-from sbp_torch.runtime.store import StateStore, Values, feed
+from sbp_torch.runtime.store import StateStore, Values
 from sbp_torch.segments.execution import OwningSegment, segment_maker
 
 Value = Tensor | Number
@@ -97,14 +99,21 @@ class ReferenceSession(Session):
         self.steps_done = 0
         self.store = StateStore(plan, self.local_ranks)
         self.store.load(states)
+        self.feeder = Feeder(plan, self.local_ranks)
 
-    def step(self, batch: Mapping[str, Tensor], scalars: Mapping[str, Number]) -> StepResult:
+    def step(
+        self,
+        batch: Mapping[str, Tensor],
+        scalars: Mapping[str, Number],
+        *,
+        batch_is: BatchIs = "global",
+    ) -> StepResult:
         """See `Session.step`."""
         if self.closed:
             raise RunError("the session is closed", todo="start a new one from state_dict()")
         if self.is_partially_updated:
             raise partially_updated()
-        fed = self.store.device.put_batches(feed(self.plan, batch, scalars, self.store.values))
+        fed = self.store.device.put_batches(self.feeder.feed(batch, scalars, batch_is))
         with torch.no_grad(), _intra_op_threads(self.config.threads_per_rank):
             before = self.store.values
             domain = _Tensors(self.plan, before, self.watch, self.segments)

@@ -1,6 +1,6 @@
 """What one rank holds between steps; how whole tensors become parts, and parts whole.
 
-Both runtimes use it, so feeding, loading and saving are in one place.
+Both runtimes use it, so loading and saving are in one place.
 """
 
 from __future__ import annotations
@@ -8,19 +8,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from numbers import Real
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from sbp_core.compile import PhysicalPlan, StateSlot
-from sbp_core.errors import SbpLookupError, SbpTypeError, SbpValueError, nearest
-from sbp_core.graph import InputKind
+from sbp_core.errors import SbpLookupError, SbpTypeError, SbpValueError
 from sbp_core.runtime import StatePiece, known_state, state_owners, state_slots
 from sbp_torch._torch_compat import storage_key
 from sbp_torch.boxing.execute import assemble, shard
-from sbp_torch.ops.random import draw_of
 from sbp_torch.runtime.devices import device_of
 
 if TYPE_CHECKING:
@@ -144,7 +141,7 @@ class StateStore:
         """Refuse before anything is made."""
         for name, slot in slots.items():
             if slot.sbp is not None and name not in states:
-                _check_tensor(name, None, slot.shape, slot.dtype)
+                check_tensor(name, None, slot.shape, slot.dtype)
         for name in numbers:
             if name not in states:
                 raise SbpValueError(f"{name!r} is missing", accepted=_ONE_NUMBER)
@@ -157,7 +154,7 @@ class StateStore:
 
     def _cut(self, slot: StateSlot, whole: Tensor, new: Mapping[int, Values]) -> None:
         """Add the local ranks' parts of a state; each is a tensor of its own."""
-        _check_tensor(slot.name, whole, slot.shape, slot.dtype)
+        check_tensor(slot.name, whole, slot.shape, slot.dtype)
         assert slot.sbp is not None, "else it is a number"
         parts = shard(whole.detach(), self.plan.stages[slot.stage], slot.sbp, new)
         taken = {storage_key(whole)}
@@ -239,122 +236,31 @@ def _tied_number(name: str, found: Mapping[str, Number]) -> Number:
     return next(iter(found.values()))
 
 
-def feed(
-    plan: PhysicalPlan,
-    batch: Mapping[str, Tensor],
-    scalars: Mapping[str, Number],
-    ranks: Iterable[int],
-) -> dict[int, list[Values]]:
-    """Return, for each rank, the batch parts and scalars of every micro-batch.
+def check_tensor(
+    name: str,
+    value: object,
+    shape: Sequence[int],
+    dtype: str,
+    where: str = "states",
+    why: str = "",
+    todo: str = "",
+) -> None:
+    """Check a tensor that somebody gives.
+
+    Args:
+        name: Of the tensor.
+        value: Given; None for nothing.
+        shape: Accepted.
+        dtype: Accepted.
+        where: What it was given in.
+        why: Where the accepted shape comes from.
+        todo: What to do if the tensor is another.
 
     Raises:
-        SbpTypeError: the batch is no mapping, an entry is no tensor, or a scalar is no number.
-        SbpValueError: a tensor or scalar is missing, or of another shape or dtype; or the plan has
-            no input of that name.
+        SbpValueError: it is missing, or of another shape or dtype.
+        SbpTypeError: it is no tensor.
     """
-    count = plan.num_micro_batches
-    _check_is_mapping("batch", batch, "tensors by the names of the batch inputs", _FLATTEN)
-    _check_is_mapping("scalars", scalars, "numbers by the names of the scalar inputs", "")
-    _check_batch_names(plan, batch)
-    fed: dict[int, list[Values]] = {rank: [{} for _ in range(count)] for rank in ranks}
-    done: set[str] = set()
-    for part in plan.ranks:
-        for slot in part.slots:
-            kind = InputKind(slot.kind)
-            if kind is InputKind.SCALAR:
-                _check_scalar(plan, slot.name, scalars)
-                if part.rank in fed:
-                    for values in fed[part.rank]:
-                        values[slot.name] = scalars[slot.name]
-            elif kind is InputKind.RNG:
-                for index, values in enumerate(fed.get(part.rank, ())):
-                    values[slot.name] = draw_of(scalars, count, index)
-            elif kind is InputKind.BATCH and slot.name not in done:
-                done.add(slot.name)
-                _feed_tensor(plan, slot, batch.get(slot.name), fed)
-    return fed
-
-
-#: How a batch that is nested gets the names of the plan.
-_FLATTEN = "sbp_torch.capture.flatten_batch(batch) returns them of a batch of another form"
-
-
-def _check_is_mapping(what: str, value: object, accepted: str, todo: str) -> None:
-    if not isinstance(value, Mapping):
-        raise SbpTypeError(
-            f"{what} is of type {type(value).__name__}",
-            accepted=f"a mapping: {accepted}",
-            todo=todo,
-        )
-
-
-def _check_batch_names(plan: PhysicalPlan, batch: Mapping[str, object]) -> None:
-    """Refuse an entry that no rank would read. None is none: capture leaves it out, too."""
-    names = dict.fromkeys(
-        slot.name
-        for part in plan.ranks
-        for slot in part.slots
-        if InputKind(slot.kind) is InputKind.BATCH
-    )
-    for name, value in batch.items():
-        if name in names or value is None:
-            continue
-        todo = "leave it out"
-        if near := nearest(str(name), names):
-            todo = f"did you mean {near!r}? If not, leave it out"
-        elif isinstance(value, Mapping | Sequence):
-            todo = _FLATTEN
-        raise SbpValueError(
-            f"the plan has no input {name!r}",
-            where="batch",
-            accepted=", ".join(names),
-            todo=todo,
-        )
-
-
-def _check_scalar(plan: PhysicalPlan, name: str, scalars: Mapping[str, object]) -> None:
-    wanted = {
-        slot.name
-        for part in plan.ranks
-        for slot in part.slots
-        if InputKind(slot.kind) is InputKind.SCALAR
-    }
-    if name not in scalars:
-        raise SbpValueError(
-            f"scalar {name!r} is missing",
-            accepted=f"a number for every scalar input: {', '.join(sorted(wanted))}",
-        )
-    value = scalars[name]
-    if not isinstance(value, Real):
-        raise SbpTypeError(
-            f"scalar {name!r} is of type {type(value).__name__}",
-            accepted="a number of Python",
-            todo="a tensor of one element has .item()" if torch.is_tensor(value) else "",
-        )
-
-
-def _feed_tensor(
-    plan: PhysicalPlan, slot: StateSlot, whole: Tensor | None, fed: dict[int, list[Values]]
-) -> None:
-    count = plan.num_micro_batches
-    shape = (slot.shape[0] * count, *slot.shape[1:]) if slot.shape else slot.shape
-    where = "batch"
-    if count > 1 and slot.shape:
-        where = f"batch, {count} micro-batches of {slot.shape[0]}"
-    _check_tensor(slot.name, whole, shape, slot.dtype, where)
-    assert whole is not None and slot.sbp is not None, "checked above"
-    stage = plan.stages[slot.stage]
-    micro_batches = torch.split(whole, slot.shape[0]) if slot.shape else (whole,) * count
-    for index, micro in enumerate(micro_batches):
-        for rank, piece in shard(micro, stage, slot.sbp).items():
-            if rank in fed:
-                fed[rank][index][slot.name] = piece
-
-
-def _check_tensor(
-    name: str, value: object, shape: Sequence[int], dtype: str, where: str = "states"
-) -> None:
-    wanted = f"{dtype} of shape {tuple(shape)}"
+    wanted = f"{dtype} of shape {tuple(shape)}" + (f": {why}" if why else "")
     if value is None:
         raise SbpValueError(f"{name!r} is missing", where=where, accepted=wanted)
     if not isinstance(value, Tensor):
@@ -368,4 +274,5 @@ def _check_tensor(
             f"{name!r} is {value.dtype} of shape {tuple(value.shape)}",
             where=where,
             accepted=wanted,
+            todo=todo,
         )

@@ -21,7 +21,7 @@ from sbp_core.graph import InputKind, Phase, Ref
 from sbp_core.infer import PinValue, infer_strategy
 from sbp_core.placement import Placement
 from sbp_core.plugins import PlanRequest
-from sbp_core.runtime import Number, Session, StatePiece
+from sbp_core.runtime import BatchPart, Number, Session, StatePiece
 from sbp_torch.boxing.execute import shard
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.runtime.configs import ReferenceConfig
@@ -41,6 +41,7 @@ __all__ = [
     "assert_pieces",
     "check_shards",
     "compile_case",
+    "local_batch",
     "plan_with",
     "reference_run",
     "refuse_large",
@@ -253,6 +254,14 @@ def assert_pieces(pieces: Iterable[StatePiece], states: Mapping[str, Tensor]) ->
     for name, value in states.items():
         assert bool((times[name] == 1).all()), f"elements of {name} are owned never or twice"
         assert_equal(name, found[name], value)
+
+
+def local_batch(batch: Mapping[str, Tensor], parts: Mapping[str, BatchPart]) -> dict[str, Tensor]:
+    """Return the parts of a batch that some ranks hold."""
+    return {
+        name: batch[name][[sample for span in part.samples for sample in span]]
+        for name, part in parts.items()
+    }
 
 
 def check_shards(

@@ -26,7 +26,7 @@ from torch import Tensor
 from sbp_core.boxing import BoxingBackend
 from sbp_core.compile import PhysicalPlan
 from sbp_core.errors import RunError, SbpError, SbpLookupError, SbpTypeError, SbpValueError
-from sbp_core.runtime import Number, Runtime, Session, SpanKind, Trace
+from sbp_core.runtime import Number, Runtime, Session, SpanKind, Trace, batch_parts
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.testing.cases import (
     CASES,
@@ -34,6 +34,7 @@ from sbp_torch.testing.cases import (
     assert_pieces,
     check_shards,
     compile_case,
+    local_batch,
     plan_with,
     reference_run,
     refuse_large,
@@ -277,6 +278,19 @@ class RuntimeConformance(ABC):
 
         for loss, wanted in zip(losses, reference_run("data parallel")[0], strict=True):
             assert_equal("a loss after bad batches", loss, wanted)
+
+    def test_parts_of_a_batch_give_what_the_whole_gives(self) -> None:
+        """`batch_is="local"` takes what the local ranks hold of it, in their order."""
+        for name in ("uneven batch", "accumulation", "pipeline of data parallel stages"):
+            step, losses = CASES[name].step, reference_run(name)[0]
+            with self.start(name) as session:
+                parts = batch_parts(compile_case(name), session.local_ranks)
+                for batch, wanted in zip(step.batches, losses, strict=True):
+                    local = local_batch(batch, parts)
+                    found = session.step(local, step.scalars, batch_is="local").loss
+                    assert_equal(f"{name}: the loss", found, wanted)
+                with raises(SbpValueError, match="batch_is='all'"):
+                    session.step(batch, step.scalars, batch_is="all")  # type: ignore[arg-type] # on purpose
 
     def test_unknown_or_missing_states_are_refused(self) -> None:
         """SbpValueError from `start` and `load_state_dict`."""

@@ -1,0 +1,144 @@
+"""Which samples of a batch ranks hold: what a loader makes for the ranks of one process.
+
+A batch of a step is the micro-batches in order. Each of them is split over the ranks as the plan
+says, so a rank's part of the batch is its slice of each micro-batch, in their order. Twelve samples
+in two micro-batches, split over two ranks:
+
+    sample     0  1  2  3  4  5 |  6  7  8  9 10 11
+    rank 0     0  1  2          |  3  4  5              samples 0-2, 6-8
+    rank 1              0  1  2 |           3  4  5     samples 3-5, 9-11
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from sbp_core.boxing import bounds_of
+from sbp_core.errors import SbpValueError
+from sbp_core.graph import InputKind
+
+if TYPE_CHECKING:
+    from sbp_core.compile.physical import PhysicalPlan, StateSlot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchPart:
+    """What some ranks hold of a batch tensor.
+
+    Args:
+        name: Of the tensor.
+        shape, dtype: Of the part: dim 0 is what the ranks hold of that of the batch, the other dims
+            are whole.
+        samples: Where the part lies in dim 0 of the batch: ranges, ascending and apart; none of a
+            tensor without dims.
+        of: Dim 0 of the batch.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    samples: tuple[range, ...]
+    of: int
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the ranks hold all samples."""
+        return sum(map(len, self.samples)) == self.of
+
+    def __str__(self) -> str:
+        """Its samples, such as "samples 0-2, 6-8 of 12"."""
+        if self.is_whole:
+            return "all samples"
+        spans = ", ".join(
+            f"{span[0]}-{span[-1]}" if len(span) > 1 else str(span[0]) for span in self.samples
+        )
+        return f"samples {spans} of {self.of}" if spans else f"no samples of {self.of}"
+
+
+def batch_slots(plan: PhysicalPlan) -> dict[str, StateSlot]:
+    """Return a slot of every batch tensor of a plan, by name."""
+    return {
+        slot.name: slot
+        for part in plan.ranks
+        for slot in part.slots
+        if InputKind(slot.kind) is InputKind.BATCH
+    }
+
+
+def micro_batch_rows(
+    plan: PhysicalPlan, slot: StateSlot, ranks: Iterable[int]
+) -> tuple[range, ...]:
+    """Return the samples of one micro-batch that some ranks hold: ranges, ascending and apart."""
+    if not slot.shape:
+        return ()
+    assert slot.sbp is not None, "batches are tensors"
+    held = bounds_of(slot.shape, plan.stages[slot.stage], slot.sbp)
+    return _joined(range(*held[rank][0]) for rank in ranks if rank in held)
+
+
+def batch_parts(plan: PhysicalPlan, ranks: Iterable[int]) -> dict[str, BatchPart]:
+    """Return what some ranks hold of each batch tensor, by name.
+
+    It is what `Session.step(batch_is="local")` takes in the process of these ranks. Tensors that
+    none of them holds any of, as only another stage reads them, are left out.
+    """
+    ranks, count = tuple(ranks), plan.num_micro_batches
+    found = {}
+    for name, slot in batch_slots(plan).items():
+        if not set(ranks).intersection(plan.stages[slot.stage].rank_list):
+            continue
+        size = slot.shape[0] if slot.shape else 0
+        rows = micro_batch_rows(plan, slot, ranks)
+        held = count * sum(map(len, rows))
+        found[name] = BatchPart(
+            name=name,
+            shape=(held, *slot.shape[1:]) if slot.shape else (),
+            dtype=slot.dtype,
+            samples=_joined(
+                range(index * size + span.start, index * size + span.stop)
+                for index in range(count)
+                for span in rows
+            ),
+            of=count * size,
+        )
+    return found
+
+
+def local_samples(plan: PhysicalPlan, ranks: Iterable[int]) -> tuple[range, ...]:
+    """Return the samples of each batch that some ranks hold, as a loader or sampler needs to know.
+
+    Args:
+        plan: Any.
+        ranks: Such as those of one process, `Session.local_ranks`.
+
+    Returns:
+        Ranges of sample numbers in the batch, ascending and apart. Tensors that all of these ranks
+        have whole do not count beside those that are split. None if the ranks read no batch.
+
+    Raises:
+        SbpValueError: two tensors of the batch are split in different ways.
+    """
+    parts = [part for part in batch_parts(plan, ranks).values() if part.shape]
+    split = [part for part in parts if not part.is_whole] or parts
+    for part in split:
+        if part.samples != split[0].samples:
+            raise SbpValueError(
+                f"the ranks hold other samples of {split[0].name!r} than of {part.name!r}: "
+                f"{split[0]}, and {part}",
+                accepted="batch tensors that are split alike",
+                todo="pin them alike; or see batch_parts(), which has each tensor by itself",
+            )
+    return split[0].samples if split else ()
+
+
+def _joined(spans: Iterable[range]) -> tuple[range, ...]:
+    """Return the union of ranges, ascending, those that touch made one."""
+    found: list[range] = []
+    for span in sorted((span for span in spans if span), key=lambda span: span.start):
+        if found and span.start <= found[-1].stop:
+            found[-1] = range(found[-1].start, max(found[-1].stop, span.stop))
+        else:
+            found.append(span)
+    return tuple(found)

@@ -1,0 +1,212 @@
+"""What a step is fed with: the local ranks' parts of a batch, scalars, and random draws.
+
+What depends on the plan is worked out when a session starts; a step compares shapes and cuts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Real
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from sbp_core.boxing import bounds_of
+from sbp_core.compile import PhysicalPlan, StateSlot
+from sbp_core.errors import SbpTypeError, SbpValueError, nearest
+from sbp_core.graph import InputKind
+from sbp_core.runtime import BatchIs, BatchPart, batch_parts, batch_slots, micro_batch_rows
+from sbp_torch.ops.random import draw_of
+from sbp_torch.runtime.store import Values, check_tensor
+
+if TYPE_CHECKING:
+    from sbp_core.runtime import Number
+
+#: Where something lies in a tensor: a slice of each dim.
+_Index = tuple[slice, ...]
+
+#: How a batch that is nested gets the names of the plan.
+_FLATTEN = "sbp_torch.capture.flatten_batch(batch) returns them of a batch of another form"
+
+
+class _BatchTensor:
+    """One tensor of the batch: what is accepted, and where each local rank's parts of it lie.
+
+    Args:
+        plan: Of the step.
+        slot: Of the tensor.
+        ranks: The local ranks.
+        part: What they hold of it; None if they hold nothing.
+    """
+
+    def __init__(
+        self, plan: PhysicalPlan, slot: StateSlot, ranks: Sequence[int], part: BatchPart | None
+    ) -> None:
+        self.slot, self.part, self.count = slot, part, plan.num_micro_batches
+        size = slot.shape[0] if slot.shape else 0
+        self.shape = (size * self.count, *slot.shape[1:]) if slot.shape else ()
+        self.where = "batch"
+        if self.count > 1 and slot.shape:
+            self.where = f"batch, {self.count} micro-batches of {size}"
+        of_ranks = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+        self.where_local = f"batch, of which this is the part of {of_ranks}"
+        assert slot.sbp is not None, "batches are tensors"
+        held = bounds_of(slot.shape, plan.stages[slot.stage], slot.sbp)
+        rows = micro_batch_rows(plan, slot, ranks)
+        num_rows = sum(map(len, rows))
+        #: By rank, for each micro-batch: its piece in the batch, and in the part of this process.
+        self.whole_places: dict[int, list[_Index]] = {}
+        self.part_places: dict[int, list[_Index]] = {}
+        for rank in ranks:
+            if rank in held:
+                bounds = held[rank]
+                before = [range(span.start, min(span.stop, bounds[0][0])) for span in rows]
+                self.whole_places[rank] = self._places(bounds, size, 0)
+                skipped = bounds[0][0] - sum(map(len, before)) if bounds else 0
+                self.part_places[rank] = self._places(bounds, num_rows, skipped)
+
+    def _places(self, bounds: Sequence[tuple[int, int]], size: int, skipped: int) -> list[_Index]:
+        """Return where a slice of each micro-batch lies, of which there are `size` samples."""
+        if not bounds:
+            return [()] * self.count
+        (start, stop), *others = bounds
+        rest = [slice(*other) for other in others]
+        offsets = [index * size - skipped for index in range(self.count)]
+        return [(slice(start + offset, stop + offset), *rest) for offset in offsets]
+
+    def check_whole(self, value: object) -> None:
+        """Check what is to be the whole tensor."""
+        is_part = self.part is not None and _shape(value) == self.part.shape
+        todo = "batch_is='local' takes the part of this process" if is_part else ""
+        check_tensor(self.slot.name, value, self.shape, self.slot.dtype, self.where, todo=todo)
+
+    def check_part(self, value: object) -> None:
+        """Check what is to be the part of the local ranks, which hold some of it."""
+        assert self.part is not None, "they hold some of it"
+        is_whole = _shape(value) == self.shape != self.part.shape
+        check_tensor(
+            self.slot.name,
+            value,
+            self.part.shape,
+            self.part.dtype,
+            self.where_local,
+            why=str(self.part) if self.part.shape else "",
+            todo="this is the whole batch, which batch_is='global' takes" if is_whole else "",
+        )
+
+
+class Feeder:
+    """Cuts what the local ranks need of each step's batch.
+
+    Args:
+        plan: Of the steps.
+        ranks: The local ranks.
+    """
+
+    def __init__(self, plan: PhysicalPlan, ranks: Iterable[int]) -> None:
+        self.ranks, self.count = tuple(ranks), plan.num_micro_batches
+        parts = batch_parts(plan, self.ranks)
+        self.tensors = {
+            name: _BatchTensor(plan, slot, self.ranks, parts.get(name))
+            for name, slot in batch_slots(plan).items()
+        }
+        self.scalars = self._names(plan, InputKind.SCALAR)
+        self.draws = self._names(plan, InputKind.RNG)
+
+    @staticmethod
+    def _names(plan: PhysicalPlan, kind: InputKind) -> tuple[str, ...]:
+        """Return the host inputs of a kind, which every rank has."""
+        slots = (slot for part in plan.ranks for slot in part.slots)
+        return tuple(dict.fromkeys(slot.name for slot in slots if InputKind(slot.kind) is kind))
+
+    def feed(
+        self,
+        batch: Mapping[str, Tensor],
+        scalars: Mapping[str, Number],
+        batch_is: BatchIs = "global",
+    ) -> dict[int, list[Values]]:
+        """Return, for each local rank, the batch parts and scalars of every micro-batch.
+
+        Raises:
+            SbpTypeError: the batch is no mapping, an entry is no tensor, or a scalar is no number.
+            SbpValueError: a tensor or scalar is missing, or of another shape or dtype; the plan has
+                no input of that name; or `batch_is` is neither `global` nor `local`.
+        """
+        if batch_is not in ("global", "local"):
+            raise SbpValueError(f"batch_is={batch_is!r}", accepted="'global', 'local'")
+        _check_is_mapping("batch", batch, "tensors by the names of the batch inputs", _FLATTEN)
+        _check_is_mapping("scalars", scalars, "numbers by the names of the scalar inputs", "")
+        self._check_names(batch)
+        self._check_scalars(scalars)
+        numbers: Values = {name: scalars[name] for name in self.scalars}
+        fed: dict[int, list[Values]] = {
+            rank: [
+                numbers | {name: draw_of(scalars, self.count, index) for name in self.draws}
+                for index in range(self.count)
+            ]
+            for rank in self.ranks
+        }
+        for name, tensor in self.tensors.items():
+            value = batch.get(name)
+            if batch_is == "global":
+                tensor.check_whole(value)
+            elif tensor.part is not None:
+                tensor.check_part(value)
+            places = tensor.whole_places if batch_is == "global" else tensor.part_places
+            # Ranks of equal slices share a piece.
+            pieces: dict[tuple[tuple[int, int], ...], Tensor] = {}
+            for rank, indices in places.items():
+                assert value is not None, "what a rank holds was checked"
+                for index, place in enumerate(indices):
+                    key = tuple((part.start, part.stop) for part in place)
+                    if key not in pieces:
+                        pieces[key] = value[place].contiguous()
+                    fed[rank][index][name] = pieces[key]
+        return fed
+
+    def _check_names(self, batch: Mapping[str, object]) -> None:
+        """Refuse an entry that no rank would read. None is none: capture leaves it out, too."""
+        for name, value in batch.items():
+            if name in self.tensors or value is None:
+                continue
+            todo = "leave it out"
+            if near := nearest(str(name), self.tensors):
+                todo = f"did you mean {near!r}? If not, leave it out"
+            elif isinstance(value, Mapping | Sequence):
+                todo = _FLATTEN
+            raise SbpValueError(
+                f"the plan has no input {name!r}",
+                where="batch",
+                accepted=", ".join(self.tensors),
+                todo=todo,
+            )
+
+    def _check_scalars(self, scalars: Mapping[str, object]) -> None:
+        for name in self.scalars:
+            if name not in scalars:
+                wanted = ", ".join(sorted(self.scalars))
+                raise SbpValueError(
+                    f"scalar {name!r} is missing",
+                    accepted=f"a number for every scalar input: {wanted}",
+                )
+            value = scalars[name]
+            if not isinstance(value, Real):
+                raise SbpTypeError(
+                    f"scalar {name!r} is of type {type(value).__name__}",
+                    accepted="a number of Python",
+                    todo="a tensor of one element has .item()" if torch.is_tensor(value) else "",
+                )
+
+
+def _check_is_mapping(what: str, value: object, accepted: str, todo: str) -> None:
+    if not isinstance(value, Mapping):
+        raise SbpTypeError(
+            f"{what} is of type {type(value).__name__}",
+            accepted=f"a mapping: {accepted}",
+            todo=todo,
+        )
+
+
+def _shape(value: object) -> tuple[int, ...] | None:
+    return tuple(value.shape) if isinstance(value, Tensor) else None
