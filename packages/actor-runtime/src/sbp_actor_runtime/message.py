@@ -51,6 +51,7 @@ class StepOrder:
         deadline_s: Seconds that one boxing step may wait for other ranks.
         watch: Makes the context in which a rank's work is done.
         trace: Where firings and waits are noted, if the step is traced.
+        only_finite: Whether the step ends before it overwrites a state, if its loss is not finite.
     """
 
     index: int
@@ -59,6 +60,7 @@ class StepOrder:
     deadline_s: float
     watch: Watch = unwatched
     trace: Trace | None = None
+    only_finite: bool = False
 
 
 class Stop:
@@ -75,6 +77,7 @@ class WorkerReport:
         new_states: States by name, not yet in force.
         error: The failure, if any.
         actor: The actor that failed.
+        has_refused: Whether it ended before it overwrote a state, as the loss is not finite.
         stopped: Whether the thread was told to stop, so that it failed for no reason of its own.
     """
 
@@ -83,6 +86,7 @@ class WorkerReport:
     new_states: Values = field(default_factory=dict)
     error: BaseException | None = None
     actor: str = ""
+    has_refused: bool = False
     stopped: bool = False
 
 

@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from queue import Empty, SimpleQueue
 
 from torch import Tensor
@@ -23,6 +24,7 @@ from sbp_core.compile import PhysicalPlan
 from sbp_core.errors import BoxingError, RunError
 from sbp_core.runtime import (
     BatchIs,
+    NotFiniteStepError,
     Number,
     Runtime,
     Session,
@@ -32,7 +34,15 @@ from sbp_core.runtime import (
     gather_routes,
 )
 from sbp_torch.boxing.processes import Fingerprinted
-from sbp_torch.runtime import PARTIAL_UPDATE_TODO, Feeder, StateStore, Values, partially_updated
+from sbp_torch.runtime import (
+    PARTIAL_UPDATE_TODO,
+    Feeder,
+    StateStore,
+    Values,
+    not_finite,
+    partially_updated,
+    undone,
+)
 from sbp_torch.segments import SegmentMaker, failed_call, segment_maker
 
 logger = logging.getLogger(__name__)
@@ -106,22 +116,27 @@ class ActorSession(Session):
         self.overwrites = any(a.in_place for rank in ranks for a in plan.by_rank[rank].actors)
         self.failure: RunError | None = None
         self.closed = False
-        turn = threading.Lock()
+        self._make_worker = partial(
+            Worker,
+            plan,
+            ranks_here=ranks,
+            post=self._post,
+            report=self.reports.put,
+            num_threads=config.threads_per_rank,
+            turn=threading.Lock(),
+            device=self.store.device,
+            make_segment=make_segment,
+        )
+        self._start_workers()
+
+    def _start_workers(self) -> None:
+        """Make the workers, with all credits and no data, and start their threads."""
         self.workers: dict[ThreadId, Worker] = {
-            (rank, name): Worker(
-                plan,
-                (rank, name),
-                ranks,
-                backend.communicator(rank),
-                self._post,
-                self.reports.put,
-                config.threads_per_rank,
-                turn,
-                self.store.device,
-                make_segment,
+            (rank, name): self._make_worker(
+                thread=(rank, name), communicator=self.backend.communicator(rank)
             )
-            for rank in ranks
-            for name in plan.by_rank[rank].orders
+            for rank in self.local_ranks
+            for name in self.plan.by_rank[rank].orders
         }
         try:
             for worker in self.workers.values():
@@ -156,12 +171,19 @@ class ActorSession(Session):
                 states = self.store.values[rank]
                 worker.inbox.put(
                     StepOrder(
-                        self.steps_done, states, fed[rank], deadline_s, self.watch, self.trace
+                        self.steps_done,
+                        states,
+                        fed[rank],
+                        deadline_s,
+                        self.watch,
+                        self.trace,
+                        self.only_finite,
                     )
                 )
             reports = self._collect()
             failed = [report for report in reports if report.error is not None]
-            results = {} if failed else self._commit(reports)
+            is_undone = not failed and self._is_to_undo(reports)
+            results = {} if failed or is_undone else self._commit(reports)
         except BoxingError as error:
             failure = RunError(error.what, where=error.where, todo=error.todo)
             self._abort(error, failure)
@@ -172,7 +194,25 @@ class ActorSession(Session):
             raise
         if failed:
             raise self._root_cause(failed)
+        if is_undone:
+            raise self._undo(reports)
         return StepResult(outputs=results)
+
+    def _is_to_undo(self, reports: Sequence[WorkerReport]) -> bool:
+        """Whether the loss of a step is not finite, and no state has been overwritten."""
+        if not self.only_finite or any(worker.has_overwritten for worker in self.workers.values()):
+            return False
+        return any(not_finite(report.results) for report in reports)
+
+    def _undo(self, reports: Sequence[WorkerReport]) -> NotFiniteStepError:
+        """Make the session as it was before a step, and return the error of the step."""
+        if any(report.has_refused for report in reports):
+            # In the middle of the step, so that registers hold data of it: all of them begin anew.
+            self._stop_workers()
+            self._join()
+            self._start_workers()
+        results = {name: value for one in reports for name, value in one.results.items()}
+        return undone(results, self.steps_done)
 
     def _commit(self, reports: Sequence[WorkerReport]) -> dict[str, Tensor]:
         """Commit the new states of all ranks; return the results of the step."""

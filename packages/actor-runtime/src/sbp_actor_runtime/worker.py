@@ -31,7 +31,7 @@ from sbp_core.boxing import Communicator
 from sbp_core.compile import Collective, Compute, PhysicalPlan, Receive
 from sbp_core.errors import RunError
 from sbp_core.runtime import Span, SpanKind
-from sbp_torch.runtime import RankDevice, overwrite
+from sbp_torch.runtime import RankDevice, last_moments, not_finite, overwrite
 from sbp_torch.segments import SegmentMaker
 
 logger = logging.getLogger(__name__)
@@ -88,6 +88,8 @@ class Worker:
             (posts[name], Firing(index, index == last))
             for name, index in plan.by_rank[thread[0]].orders[thread[1]]
         ]
+        #: So many firings come before any that overwrites a state.
+        self.last_moment = last_moments(plan)[thread]
         self.inputs: dict[tuple[str, str], InRegister] = {
             (name, register.name): register
             for name, post in posts.items()
@@ -135,7 +137,13 @@ class Worker:
             self.has_overwritten = False
             with torch.no_grad(), order.watch(self.id[0]):
                 fire = self._fire if order.trace is None else self._fire_traced
-                for post, firing in self.order:
+                for post, firing in self.order[: self.last_moment]:
+                    self.current_actor = post.actor.name
+                    fire(post, firing, order, report)
+                if order.only_finite and not_finite(report.results):
+                    report.has_refused = self.last_moment < len(self.order)
+                    return report
+                for post, firing in self.order[self.last_moment :]:
                     self.current_actor = post.actor.name
                     fire(post, firing, order, report)
             self.current_actor = ""

@@ -18,6 +18,7 @@ from sbp_core.runtime.batches import (
 )
 from sbp_core.runtime.contract import (
     BatchIs,
+    NotFiniteStepError,
     Number,
     Runtime,
     Session,
@@ -39,6 +40,7 @@ __all__ = [
     "BatchIs",
     "BatchPart",
     "Held",
+    "NotFiniteStepError",
     "Number",
     "Runtime",
     "Session",

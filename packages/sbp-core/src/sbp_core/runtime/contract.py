@@ -12,7 +12,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
+
+from sbp_core.errors import RunError
 
 if TYPE_CHECKING:
     from sbp_core.boxing.backend import BoxingBackend
@@ -37,6 +40,15 @@ class StepResult:
         return self.outputs["loss"]
 
 
+class NotFiniteStepError(RunError):
+    """A step that was undone as its loss is infinite or no number; the session goes on.
+
+    `outputs` are its losses and metrics by name, as in `StepResult`, as far as they were known.
+    """
+
+    outputs: Mapping[str, Tensor] = MappingProxyType({})
+
+
 #: What a process passes to a step: the whole batch, or the part of its ranks.
 BatchIs = Literal["global", "local"]
 
@@ -58,6 +70,10 @@ class Session(ABC):
 
     watch: Watch = staticmethod(unwatched)
     trace: Trace | None = None
+
+    #: Whether a step whose loss is infinite or no number is undone, where the runtime can do that:
+    #: where no state is overwritten before all ranks know the loss. Equal in all processes.
+    only_finite: bool = False
 
     #: The ranks that run in this process, and the steps that have been done.
     local_ranks: tuple[int, ...]
@@ -86,6 +102,8 @@ class Session(ABC):
             SbpTypeError: the batch is no mapping, an entry is no tensor, a scalar no number.
             SbpValueError: a batch tensor or scalar is missing, or of another shape or dtype; or
                 the batch has an entry that is no input and not None.
+            NotFiniteStepError: with `only_finite`, the loss is infinite or no number. States are
+                those from before the step.
             RunError: a rank failed; names the rank and the actor. States are those from
                 before the step. Or the session is closed.
         """

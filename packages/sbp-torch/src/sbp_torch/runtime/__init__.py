@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from sbp_torch.runtime.accumulation import Accumulation
     from sbp_torch.runtime.devices import RankDevice
     from sbp_torch.runtime.feeding import Feeder
+    from sbp_torch.runtime.finite import last_moments, not_finite, undone
     from sbp_torch.runtime.partial_update import PARTIAL_UPDATE_TODO, overwrite, partially_updated
     from sbp_torch.runtime.reference import ReferenceSession
     from sbp_torch.runtime.store import StateStore, Values
@@ -30,8 +31,11 @@ __all__ = [
     "ReferenceSession",
     "StateStore",
     "Values",
+    "last_moments",
+    "not_finite",
     "overwrite",
     "partially_updated",
+    "undone",
 ]
 
 __getattr__, __dir__ = lazy(
@@ -44,7 +48,10 @@ __getattr__, __dir__ = lazy(
         "ReferenceSession": "reference",
         "StateStore": "store",
         "Values": "store",
+        "last_moments": "finite",
+        "not_finite": "finite",
         "overwrite": "partial_update",
         "partially_updated": "partial_update",
+        "undone": "finite",
     },
 )

@@ -45,6 +45,7 @@ from sbp_torch.ops.operators import bind, operator_of, results_of
 from sbp_torch.runtime.accumulation import joined
 from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.feeding import Feeder
+from sbp_torch.runtime.finite import not_finite, undone
 from sbp_torch.runtime.partial_update import PARTIAL_UPDATE_TODO, overwrite, partially_updated
 from sbp_torch.runtime.store import StateStore, Values
 from sbp_torch.segments.execution import OwningSegment, segment_maker
@@ -119,6 +120,8 @@ class ReferenceSession(Session):
             domain = _Tensors(self.plan, before, self.watch, self.segments)
             try:
                 _replay(self.plan, domain, before, fed)
+                if self.only_finite and not domain.has_overwritten and not_finite(domain.results):
+                    raise undone(domain.results, self.steps_done)
                 # One assignment, so that an interrupt leaves the states before it or after it.
                 self.store.values = {
                     rank: held | domain.new_states.get(rank, {}) for rank, held in before.items()

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import linecache
 import math
+import sys
 from collections.abc import Callable, Sequence
 from keyword import iskeyword
+from types import FrameType
 from typing import Any
 
 import torch
@@ -66,6 +68,17 @@ def failed_call(error: BaseException) -> str:
             call, _, node = linecache.getline(file, trace.tb_lineno).strip().partition("  # ")
             return f"op {node!r}: {call}"
         trace = trace.tb_next
+    return ""
+
+
+def running_node() -> str:
+    """Return the node whose call a segment's function of this thread is in, or ""."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<segment "):
+            line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+            return line.strip().partition("  # ")[2]
+        frame = frame.f_back
     return ""
 
 

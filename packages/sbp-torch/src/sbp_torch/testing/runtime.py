@@ -26,7 +26,15 @@ from torch import Tensor
 from sbp_core.boxing import BoxingBackend
 from sbp_core.compile import PhysicalPlan
 from sbp_core.errors import RunError, SbpError, SbpLookupError, SbpTypeError, SbpValueError
-from sbp_core.runtime import Number, Runtime, Session, SpanKind, Trace, batch_parts
+from sbp_core.runtime import (
+    NotFiniteStepError,
+    Number,
+    Runtime,
+    Session,
+    SpanKind,
+    Trace,
+    batch_parts,
+)
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.testing.cases import (
     CASES,
@@ -345,6 +353,32 @@ class RuntimeConformance(ABC):
                 check_trace(plan, trace, step_index=1)
             else:
                 assert not trace.spans, "the runtime traces, and says that it does not"
+
+    def test_a_step_whose_loss_is_not_finite_is_undone(self) -> None:
+        """With `only_finite`, where the runtime says so; the session goes on as if it had not been.
+
+        Without, or where a rank overwrites states first, the loss is returned.
+        """
+        for name in ("one rank", "data parallel", "accumulation", "pipeline with boxing threads"):
+            step, (losses, _) = CASES[name].step, reference_run(name)
+            bad = {
+                key: value * torch.nan if value.is_floating_point() else value
+                for key, value in step.batches[1].items()
+            }
+            with self.start(name) as session:
+                session.only_finite = True
+                assert_equal("a loss", session.step(step.batches[0], step.scalars).loss, losses[0])
+                before = session.state_dict()
+                try:
+                    loss = session.step(bad, step.scalars).loss
+                except NotFiniteStepError as error:
+                    loss = error.outputs["loss"]
+                    for state, value in session.state_dict().items():
+                        assert_equal(f"{name}: {state}, undone", value, before[state])
+                    assert session.steps_done == 1, "the step counts"
+                    for batch, wanted in zip(step.batches[1:], losses[1:], strict=True):
+                        assert_equal("a later loss", session.step(batch, step.scalars).loss, wanted)
+                assert torch.isnan(loss), f"the loss of {name} is {loss}"
 
     def test_closing_twice_is_safe_and_leaves_no_thread(self) -> None:
         """Before and after a step."""

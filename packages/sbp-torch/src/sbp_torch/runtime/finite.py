@@ -1,0 +1,84 @@
+"""Steps whose loss is infinite or no number: whether one is, and when a rank can still undo it.
+
+forward  backward | commit | update     undone: no state has been overwritten
+                  ^
+                  all ranks know the loss
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from sbp_core.compile import Actor, PhysicalPlan
+from sbp_core.runtime import NotFiniteStepError
+
+#: The actor in which all ranks commit a step.
+COMMIT = "commit"
+
+#: The results that have to be finite.
+CHECKED = ("loss", "grad_norm")
+
+
+def not_finite(results: Mapping[str, Tensor]) -> str:
+    """Return the name of a result that has to be finite and is not, or ""."""
+    for name in CHECKED:
+        if name in results and not math.isfinite(results[name].item()):
+            return name
+    return ""
+
+
+def undone(results: Mapping[str, Tensor], step: int) -> NotFiniteStepError:
+    """Return the error of a step that was undone.
+
+    Args:
+        results: Of the step, as far as they are known.
+        step: Its number, from 0.
+    """
+    name = not_finite(results)
+    error = NotFiniteStepError(
+        f"{name} is {results[name].item()}",
+        where=f"step {step}, which was undone",
+        todo="states are those from before the step, and the session goes on",
+    )
+    error.outputs = results
+    return error
+
+
+def last_moments(plan: PhysicalPlan) -> dict[tuple[int, str], int]:
+    """Return by rank and thread how many of its firings come before any that overwrites a state.
+
+    Equal numbers of all firings where nothing is overwritten, as new states are put in force behind
+    them; and where a rank may overwrite a state before all of them know the loss, as then no step
+    can be undone.
+    """
+    actors = [actor for part in plan.ranks for actor in part.actors]
+    all_firings = {
+        (part.rank, thread): [part.by_name[name] for name, _ in order]
+        for part in plan.ranks
+        for thread, order in part.orders.items()
+    }
+    everything = {thread: len(firings) for thread, firings in all_firings.items()}
+    commits = any(actor.name == COMMIT for actor in actors)
+    if not any(actor.in_place for actor in actors) or (len(plan.ranks) > 1 and not commits):
+        return everything
+    if len(all_firings) > len(plan.ranks):
+        return everything
+    found = {thread: _last_moment(firings) for thread, firings in all_firings.items()}
+    for thread, firings in all_firings.items():
+        late = {name for actor in firings[found[thread] :] for name, _ in actor.emits}
+        if "loss" in late:
+            return everything
+    return found
+
+
+def _last_moment(firings: Sequence[Actor]) -> int:
+    """Return the index of the first firing that follows the commit, or overwrites a state."""
+    for index, actor in enumerate(firings):
+        if actor.name == COMMIT:
+            return index + 1
+        if actor.in_place:
+            return index
+    return len(firings)

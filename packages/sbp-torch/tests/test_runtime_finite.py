@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+from sbp_core.compile import Compute, PhysicalPlan
+from sbp_core.runtime import NotFiniteStepError
+from sbp_torch.runtime import last_moments, not_finite, undone
+from sbp_torch.testing.cases import compile_case
+
+
+@cache
+def plan_of(name: str) -> PhysicalPlan:
+    return compile_case(name)
+
+
+def overwriting(plan: PhysicalPlan, *, rank: int = 0) -> PhysicalPlan:
+    """Return the plan in which what writes states overwrites them, on one rank."""
+    actors = tuple(
+        replace(actor, in_place=tuple(name for name, _ in actor.writes))
+        if isinstance(actor, Compute)
+        else actor
+        for actor in plan.by_rank[rank].actors
+    )
+    part = replace(plan.by_rank[rank], actors=actors)
+    return replace(plan, ranks=tuple(part if one.rank == rank else one for one in plan.ranks))
+
+
+@pytest.mark.parametrize(
+    ("results", "name"),
+    [
+        ({"loss": 1.0, "accuracy": float("nan")}, ""),
+        ({}, ""),
+        ({"loss": float("nan")}, "loss"),
+        ({"loss": float("-inf")}, "loss"),
+        ({"loss": 2.0, "grad_norm": float("inf")}, "grad_norm"),
+    ],
+)
+def test_loss_and_norm_have_to_be_finite(results: dict[str, float], name: str) -> None:
+    tensors = {key: torch.tensor(value) for key, value in results.items()}
+
+    assert not_finite(tensors) == name
+
+
+def test_the_error_has_the_results_and_what_is_wrong() -> None:
+    error = undone({"loss": torch.tensor(float("nan"))}, 4)
+
+    assert isinstance(error, NotFiniteStepError)
+    assert error.what == "loss is nan"
+    assert error.outputs["loss"].isnan()
+
+
+def test_one_rank_can_undo_until_it_overwrites_a_state() -> None:
+    plan = overwriting(plan_of("one rank"))
+    ((thread, moment),) = last_moments(plan).items()
+
+    firings = [plan.by_rank[0].by_name[name] for name, _ in plan.by_rank[0].orders[thread[1]]]
+    before, after = firings[:moment], firings[moment:]
+    assert not any(actor.in_place for actor in before)
+    assert after[0].in_place
+    assert "loss" in {name for actor in before for name, _ in actor.emits}
+
+
+def test_ranks_that_do_not_commit_together_cannot_undo_what_one_overwrites() -> None:
+    plan = plan_of("data parallel")
+    actors = {name for part in plan.ranks for name in part.by_name}
+    if "commit" in actors:
+        pytest.skip("the ranks of the case commit together")
+
+    moments = last_moments(overwriting(plan))
+
+    assert moments == {
+        (part.rank, thread): len(order)
+        for part in plan.ranks
+        for thread, order in part.orders.items()
+    }
