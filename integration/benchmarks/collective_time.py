@@ -33,8 +33,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sbp_boxing_nccl import mpiexec_specs
 from sbp_core.boxing import BoxingBackend, BoxingStep, route
+from sbp_core.boxing.supervision import mpiexec_specs
 from sbp_core.errors import BoxingError
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp

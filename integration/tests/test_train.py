@@ -128,10 +128,13 @@ def test_a_plan_is_printed_without_training(tmp_path: Path) -> None:
     assert "step 1/4" not in done.stdout
 
 
-def test_a_backend_of_several_processes_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    done = sbp("train", tmp_path, *SMALL, "boxing=torch")
+def test_threads_are_refused_beside_a_backend_of_processes_before_anything_starts(
+    tmp_path: Path,
+) -> None:
+    done = sbp("train", tmp_path, *SMALL, "boxing=torch", "launcher=threads")
 
     assert done.returncode == 2
+    assert "launcher=spawn" in done.stderr
     assert "boxing=torch" in done.stderr
     assert "local" in done.stderr
     assert "Traceback" not in done.stderr

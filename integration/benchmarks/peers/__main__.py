@@ -27,7 +27,7 @@ import yaml
 from matrix import COMPARISONS, Comparison
 from table import HEADER, Row, lines, rows
 
-from sbp_boxing_nccl import mpiexec_specs
+from sbp_core.boxing.supervision import mpiexec_specs
 
 RANK = Path(__file__).with_name("rank.py")
 

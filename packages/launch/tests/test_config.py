@@ -37,7 +37,7 @@ LAUNCH_ONLY = discover(
     ("group", "name"),
     [
         (kind, name)
-        for kind in ("optimizer", "cluster", "logger")
+        for kind in ("optimizer", "cluster", "logger", "launcher")
         for name in LAUNCH_ONLY.names(kind)
         # Its config reads a file: see test_measured.
         if name != "measured"

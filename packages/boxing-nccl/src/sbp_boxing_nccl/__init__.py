@@ -19,10 +19,9 @@ from sbp_core.exports import lazy
 if TYPE_CHECKING:
     from sbp_boxing_nccl.backend import MpiBackend
     from sbp_boxing_nccl.configs import MpiBoxingConfig, NcclBoxingConfig
-    from sbp_boxing_nccl.mpiexec import mpiexec_specs
     from sbp_boxing_nccl.nccl.backend import NcclBackend
 
-__all__ = ["MpiBackend", "MpiBoxingConfig", "NcclBackend", "NcclBoxingConfig", "mpiexec_specs"]
+__all__ = ["MpiBackend", "MpiBoxingConfig", "NcclBackend", "NcclBoxingConfig"]
 
 __getattr__, __dir__ = lazy(
     __name__,
@@ -31,6 +30,5 @@ __getattr__, __dir__ = lazy(
         "MpiBoxingConfig": "configs",
         "NcclBackend": "nccl.backend",
         "NcclBoxingConfig": "configs",
-        "mpiexec_specs": "mpiexec",
     },
 )

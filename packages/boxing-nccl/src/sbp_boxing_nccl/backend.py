@@ -1,22 +1,24 @@
 """The backend `mpi`: one rank in each process, over MPI.
 
 The connections are `connections`, the steps `communicator`; the life of both is
-`sbp_core.boxing.processes.process_backend`, its end `exit`.
+`sbp_core.boxing.processes.process_backend`, its end `exit`. PyTorch is imported when it
+connects: who only starts the ranks does not wait for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sbp_boxing_nccl.communicator import MpiCommunicator
 from sbp_boxing_nccl.configs import MpiBoxingConfig
-from sbp_boxing_nccl.connections import MpiConnections
 from sbp_boxing_nccl.exit import JobBackend, JobExit
 from sbp_boxing_nccl.mpi_library import load_mpi
-from sbp_boxing_nccl.mpiexec import mpiexec_specs
 from sbp_core.boxing.processes import check_ranks
-from sbp_core.boxing.supervision import LaunchSpec
+from sbp_core.boxing.supervision import LaunchSpec, mpiexec_specs
+
+if TYPE_CHECKING:
+    from sbp_boxing_nccl.communicator import MpiCommunicator
+    from sbp_boxing_nccl.connections import MpiConnections
 
 
 def build(config: MpiBoxingConfig) -> MpiBackend:
@@ -44,6 +46,9 @@ class MpiBackend(JobBackend):
 
     def _connect(self, ranks: Sequence[int]) -> tuple[MpiConnections, MpiCommunicator]:
         """See `ProcessBackend._connect`."""
+        from sbp_boxing_nccl.communicator import MpiCommunicator
+        from sbp_boxing_nccl.connections import MpiConnections
+
         mpi = load_mpi()
         comm = mpi.COMM_WORLD if self._comm is None else self._comm
         launch = f"start the program with mpiexec -n {len(ranks)} python -m mpi4py ..."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from sbp_core.boxing.processes.settings import check_rendezvous, check_timeouts
 from sbp_core.errors import ConfigError
@@ -22,6 +22,9 @@ class MpiBoxingConfig:
     Raises:
         ConfigError: a setting cannot be meant.
     """
+
+    #: Each rank is a process.
+    spans_processes: ClassVar[bool] = True
 
     connect_timeout_s: float = 60.0
 
@@ -50,6 +53,9 @@ class NcclBoxingConfig:
     Raises:
         ConfigError: a setting cannot be meant, or two of them contradict each other.
     """
+
+    #: Each rank is a process.
+    spans_processes: ClassVar[bool] = True
 
     bootstrap: Literal["mpi", "store"] = "mpi"
     device: str = "auto"

@@ -1,21 +1,23 @@
 """The backend `torch`: one rank in each process, over torch.distributed.
 
 The connections are `connections`, the steps `communicator`; the life of both is
-`sbp_core.boxing.processes.process_backend`.
+`sbp_core.boxing.processes.process_backend`. PyTorch is imported when it connects: who only starts
+the ranks does not wait for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import torch
-
-from sbp_boxing_torch.communicator import TorchCommunicator
 from sbp_boxing_torch.configs import TorchBoxingConfig
-from sbp_boxing_torch.connections import TorchConnections
-from sbp_boxing_torch.rendezvous import TorchWorld, device_name, rendezvous
 from sbp_core.boxing.processes import ProcessBackend, check_ranks
 from sbp_core.boxing.supervision import LaunchSpec, one_process_per_rank
+
+if TYPE_CHECKING:
+    from sbp_boxing_torch.communicator import TorchCommunicator
+    from sbp_boxing_torch.connections import TorchConnections
+    from sbp_boxing_torch.rendezvous import TorchWorld
 
 
 def build(config: TorchBoxingConfig) -> TorchBackend:
@@ -53,6 +55,12 @@ class TorchBackend(ProcessBackend):
         Raises:
             ConfigError: neither config nor environment say which rank this is.
         """
+        import torch
+
+        from sbp_boxing_torch.communicator import TorchCommunicator
+        from sbp_boxing_torch.connections import TorchConnections
+        from sbp_boxing_torch.rendezvous import device_name, rendezvous
+
         world = self._world or rendezvous(self._config)
         check_ranks(ranks, world.rank, world.size)
         device = torch.device(device_name(self._config))

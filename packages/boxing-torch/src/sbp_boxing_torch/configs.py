@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from sbp_core.boxing.processes.settings import check_rendezvous, check_timeouts
 from sbp_core.errors import ConfigError
@@ -30,6 +30,9 @@ class TorchBoxingConfig:
     Raises:
         ConfigError: a setting cannot be meant, or two of them contradict each other.
     """
+
+    #: Each rank is a process.
+    spans_processes: ClassVar[bool] = True
 
     transport: Literal["auto", "gloo", "nccl"] = "auto"
     device: str = "cpu"

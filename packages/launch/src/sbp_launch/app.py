@@ -11,7 +11,7 @@ import os
 import re
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,9 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 from sbp_core.errors import ConfigError, SbpError
-from sbp_core.plugins import PluginEntry, PluginRegistry, blame, discover
+from sbp_core.plugins import blame, discover
 from sbp_launch.catalog import PRIMARY, Catalog, make_catalog
+from sbp_launch.check import in_use
 from sbp_launch.compose import (
     VERSION_BASE,
     compose,
@@ -33,16 +34,15 @@ from sbp_launch.compose import (
     searching,
     sweep_jobs,
 )
-from sbp_launch.config import Application, ComposedConfig, ConfigT
+from sbp_launch.config import Application, ConfigT
+from sbp_launch.exit_codes import BAD_CONFIG, FAILED, INTERRUPTED
 from sbp_launch.help import overrides_of, render_help, render_topics, split_topics
 from sbp_launch.refusals import as_hydra_says, unknown_flag
-from sbp_launch.run_folder import check_unused, make_folder, take_folder
+from sbp_launch.run_file import save_run
+from sbp_launch.run_folder import check_unused, make_folder, take_folder, writing
 
 #: Hydra's variable: with the value 1, errors keep their whole traceback.
 FULL_ERROR = "HYDRA_FULL_ERROR"
-
-#: Exit codes: a setting is wrong; a run failed; the user pressed Ctrl-C.
-BAD_CONFIG, FAILED, INTERRUPTED = 2, 1, 130
 
 
 def run(app: Application[ConfigT]) -> int:
@@ -173,6 +173,8 @@ def _job(app: Application[ConfigT], catalog: Catalog) -> Callable[[DictConfig], 
             folder = Path(HydraConfig.get().runtime.output_dir)
             if app.may_overwrite is not None:  # again: of a sweep, each job has its own folder
                 check_unused(folder, overwrite=app.may_overwrite(checked))
+                with writing(folder):
+                    save_run(composed, folder)
             app.task(checked, catalog.registry, folder)
         except SbpError as error:
             raise SystemExit(_report(app, error)) from error
@@ -183,17 +185,3 @@ def _job(app: Application[ConfigT], catalog: Catalog) -> Callable[[DictConfig], 
             raise SystemExit(_report(app, told)) from error
 
     return job
-
-
-def in_use(composed: ComposedConfig, registry: PluginRegistry) -> list[PluginEntry]:
-    """Return the plugins whose code a run may call: those it names, passes and signatures."""
-    named = {
-        (group, value.get("name"))
-        for group, value in composed.values.items()
-        if isinstance(value, Mapping)
-    }
-    return [
-        entry
-        for entry in registry.entries
-        if (entry.kind, entry.name) in named or entry.kind in ("pass", "signature")
-    ]

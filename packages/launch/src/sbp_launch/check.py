@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from sbp_core.errors import ConfigError, SbpLookupError, nearest
-from sbp_core.plugins import ChecksOthers, PluginRegistry, merge_settings
+from sbp_core.plugins import ChecksOthers, PluginEntry, PluginRegistry, merge_settings
 from sbp_launch.compile_config import CompileConfig
 from sbp_launch.config import (
     GROUPS,
@@ -205,3 +205,17 @@ def _seeking_elsewhere(composed: ComposedConfig, registry: PluginRegistry) -> It
         raise ConfigError(
             error.what, where=error.where, accepted=error.accepted, todo=todo
         ) from error
+
+
+def in_use(composed: ComposedConfig, registry: PluginRegistry) -> list[PluginEntry]:
+    """Return the plugins whose code a run may call: those it names, passes and signatures."""
+    named = {
+        (group, value.get("name"))
+        for group, value in composed.values.items()
+        if isinstance(value, Mapping)
+    }
+    return [
+        entry
+        for entry in registry.entries
+        if (entry.kind, entry.name) in named or entry.kind in ("pass", "signature")
+    ]

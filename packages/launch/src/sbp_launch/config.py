@@ -28,6 +28,7 @@ PLUGIN_GROUPS = (
     "planner",
     "optimizer",
     "logger",
+    "launcher",
 )
 
 #: All config groups.
@@ -150,6 +151,7 @@ class RunConfig:
         compile: How a step becomes a plan.
         mesh: Ranks along each mesh axis, from the cluster's config.
         axes: Name of each mesh axis, from the cluster's config.
+        launcher: Kind `launcher`.
     """
 
     model: PluginChoice
@@ -164,6 +166,7 @@ class RunConfig:
     compile: CompileConfig
     mesh: tuple[int, ...]
     axes: tuple[str, ...]
+    launcher: PluginChoice = field(default_factory=lambda: PluginChoice(name="threads"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from statistics import median
+from statistics import mean, median
 
 from torch import Tensor
 
@@ -39,6 +40,31 @@ class Predicted:
     basis: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What ranks held and sent.
+
+    Args:
+        peak_bytes: Most bytes that one of them held at once; 0 if that was not counted.
+        sent_bytes: Bytes that they sent together in a step, on average.
+    """
+
+    peak_bytes: int
+    sent_bytes: float
+
+    @classmethod
+    def of_all(cls, texts: Sequence[str]) -> Measured:
+        """Return what the ranks of several processes did, of their `to_text`."""
+        parts = [json.loads(text) for text in texts]
+        return cls(
+            peak_bytes=max(peak for peak, _ in parts), sent_bytes=sum(sent for _, sent in parts)
+        )
+
+    def to_text(self) -> str:
+        """Return a text that `of_all` reads."""
+        return json.dumps([self.peak_bytes, self.sent_bytes])
+
+
 class StepMeter:
     """Runs the steps of a session and measures time, memory and bytes sent.
 
@@ -49,14 +75,22 @@ class StepMeter:
         plan: What the session runs.
         backend: Not yet open; the session is started with `self.backend` in its place.
         counts_memory: Whether operators are called one by one, so that they can be watched.
+        ranks: That live in this process; all, if None.
     """
 
-    def __init__(self, plan: PhysicalPlan, backend: BoxingBackend, *, counts_memory: bool) -> None:
-        self.plan = plan
-        self.meter = MemoryMeter(plan) if counts_memory else None
+    def __init__(
+        self,
+        plan: PhysicalPlan,
+        backend: BoxingBackend,
+        *,
+        counts_memory: bool,
+        ranks: Collection[int] | None = None,
+    ) -> None:
+        self.ranks = tuple(part.rank for part in plan.ranks if ranks is None or part.rank in ranks)
+        self.meter = MemoryMeter(plan, ranks) if counts_memory else None
         self.backend = self.meter.backend(backend) if self.meter else backend
         self.step_s: list[float] = []
-        self.sent_bytes = 0
+        self.sent_bytes: list[int] = []
 
     def step(
         self, session: Session, batch: Mapping[str, Tensor], scalars: Mapping[str, Number]
@@ -70,23 +104,37 @@ class StepMeter:
             # A device may still be at work on it.
             outputs["loss"].item()
         self.step_s.append(time.perf_counter() - began)
-        self.sent_bytes += self._total_sent_bytes() - sent
+        self.sent_bytes.append(self._total_sent_bytes() - sent)
         return outputs
 
-    def lines(self, predicted: Predicted) -> list[str]:
-        """Return a line for each figure that was measured, with the prediction behind it."""
+    @property
+    def measured(self) -> Measured:
+        """What the ranks of this process held and sent."""
+        peaks = [self.meter.peak(rank) for rank in self.ranks] if self.meter else []
+        # In their first step, ranks of several processes also compare their plans.
+        compared = self.backend.spans_processes and len(self.sent_bytes) > 1
+        sent = self.sent_bytes[1:] if compared else self.sent_bytes
+        return Measured(peak_bytes=max(peaks, default=0), sent_bytes=mean(sent) if sent else 0.0)
+
+    def lines(self, predicted: Predicted, measured: Measured | None = None) -> list[str]:
+        """Return a line for each figure that was measured, with the prediction behind it.
+
+        Args:
+            predicted: The predictions.
+            measured: What the ranks of all processes held and sent; those of this one if None.
+        """
+        measured = measured or self.measured
         expected = "" if predicted.step_s is None else format_seconds(predicted.step_s)
         lines = [_with_prediction(time_text(self.step_s), expected)]
         if predicted.step_s and predicted.basis:
             lines += far_off(self.step_s, predicted.step_s, predicted.basis)
         if self.meter is not None and self.step_s:
-            peak = max(self.meter.peak(part.rank) for part in self.plan.ranks)
             expected = "" if predicted.peak_bytes is None else format_bytes(predicted.peak_bytes)
-            text = f"a rank held at most {format_bytes(peak)} (in step 1)"
+            text = f"a rank held at most {format_bytes(measured.peak_bytes)} (in step 1)"
             lines.append(_with_prediction(text, expected))
         # A runtime that moves data by itself leaves the backend closed: nothing is counted.
-        if self.sent_bytes:
-            sent = format_bytes(self.sent_bytes / len(self.step_s))
+        if measured.sent_bytes:
+            sent = format_bytes(measured.sent_bytes)
             expected = "" if predicted.sent_bytes is None else format_bytes(predicted.sent_bytes)
             lines.append(_with_prediction(f"the ranks sent {sent} in a step", expected))
         return lines

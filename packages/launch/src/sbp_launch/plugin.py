@@ -1,4 +1,4 @@
-"""What sbp-launch itself offers: optimizers, clusters, metric sinks."""
+"""What sbp-launch itself offers: optimizers, clusters, metric sinks, launchers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from sbp_core.plugins import Factory, hookimpl
 from sbp_launch.clusters import LocalConfig
+from sbp_launch.launchers import AutoConfig, ProcessesConfig, SlurmConfig, ThreadsConfig
 from sbp_launch.measured import MeasuredConfig
 from sbp_launch.metrics import CsvConfig, JsonlConfig
 from sbp_launch.optimizers import (
@@ -77,6 +78,23 @@ def sbp_loggers() -> Mapping[str, Factory]:
             summary="lines of step, metric, value",
         ),
         "none": Factory(build="sbp_launch.metrics:build_none", summary="metrics are not kept"),
+    }
+
+
+@hookimpl
+def sbp_launchers() -> Mapping[str, Factory]:
+    """Offer what starts the processes of a run."""
+    kinds: dict[str, tuple[type, str]] = {
+        "auto": (AutoConfig, "as boxing needs it, and by who started sbp-train"),
+        "threads": (ThreadsConfig, "all ranks in one process, as threads"),
+        "spawn": (ProcessesConfig, "one process a rank on this machine, watched by sbp-train"),
+        "torchrun": (ProcessesConfig, "one process a rank under torchrun"),
+        "mpiexec": (ProcessesConfig, "one process a rank under mpiexec"),
+        "slurm": (SlurmConfig, "one process a rank on Slurm: under srun, or by submitit"),
+    }
+    return {
+        name: Factory(build=f"sbp_launch.launchers:build_{name}", config=config, summary=summary)
+        for name, (config, summary) in kinds.items()
     }
 
 

@@ -20,6 +20,10 @@ from sbp_core.plugins import PluginEntry, PluginRegistry
 from sbp_launch.config import RunConfig
 from sbp_launch.console import say
 from sbp_launch.progress import timed
+from sbp_launch.world import World
+
+#: Characters of a line in a file or pipe.
+FILE_WIDTH = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,12 +35,19 @@ class Run:
         registry: The plugins.
         folder: Where it keeps what it leaves; a run that only plans leaves nothing.
         console: Where it prints; nowhere by default.
+        world: This process among those of the run.
     """
 
     config: RunConfig
     registry: PluginRegistry
     folder: Path = Path()
     console: Console = field(default_factory=lambda: Console(quiet=True))
+    world: World = field(default_factory=World)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process speaks for the run, and writes its files."""
+        return self.world.rank == 0
 
     def make(self, kind: str) -> Any:
         """Return what the plugin makes that a group of the config names: see `plugins.kinds`."""
@@ -61,7 +72,13 @@ class Run:
             self.console.print(f"warning: {text}", highlight=False)
 
 
-def make_console() -> Console:
-    """Return the console of a run; lines for files and pipes have 100 characters."""
-    width = None if sys.stdout.isatty() else 100
-    return Console(width=width)
+def make_console(width: int | None = None) -> Console:
+    """Return the console of a run, whose lines have 100 characters in files and pipes.
+
+    Args:
+        width: Characters of a line, where this process does not write to a terminal, whatever
+            its launcher lets it believe.
+    """
+    if width is not None:
+        return Console(width=width, force_terminal=False)
+    return Console(width=None if sys.stdout.isatty() else FILE_WIDTH)

@@ -8,27 +8,28 @@ from torch import Tensor
 
 from sbp_core.boxing import BoxingBackend
 from sbp_core.compile import PhysicalPlan
-from sbp_core.errors import ConfigError
+from sbp_core.errors import ConfigError, RunError
 from sbp_core.runtime import Runtime, Session
 from sbp_launch.finite_loss import NotFiniteError
 from sbp_launch.run import Run
 from sbp_launch.states_file import NOT_FINITE_STATES, STATES, write_states
 from sbp_launch.stopping import Terminated
+from sbp_launch.team import Team
 
 
 def make_backend(run: Run) -> BoxingBackend:
     """Return the chosen boxing backend, not yet open.
 
     Raises:
-        ConfigError: its ranks live in several processes, which the trainer does not start yet.
+        ConfigError: it connects processes, and its config does not say so.
     """
     backend: BoxingBackend = run.make("boxing")
-    if backend.spans_processes:
+    if backend.spans_processes and run.world.is_alone:
         raise ConfigError(
-            f"boxing={run.config.boxing.name} connects one process a rank, and sbp-train runs all "
-            "ranks in one process",
-            accepted="boxing=local",
-            todo="leave out boxing, or drive the backend from your own program",
+            f"boxing={run.config.boxing.name} connects one process a rank, and all ranks are in "
+            "this one",
+            accepted="boxing=local; or a launcher, such as launcher=spawn",
+            todo="its config has to say `spans_processes = True`",
         )
     return backend
 
@@ -57,31 +58,44 @@ def check_traces(run: Run) -> None:
         )
 
 
-def save_states(run: Run, session: Session, name: str = STATES) -> dict[str, Tensor]:
+def save_states(
+    run: Run, session: Session, name: str = STATES, *, everywhere: bool = False
+) -> dict[str, Tensor]:
     """Write the states as they are into the run folder and return them.
+
+    Args:
+        run: The run.
+        session: Whose states; all processes of the run call this.
+        name: Of the file.
+        everywhere: Whether all processes get them; otherwise the first one, which writes them.
 
     Raises:
         RunError: they cannot be written; nothing has been replaced.
     """
     try:
-        states = session.state_dict()
-        write_states(run.folder / name, states)
+        states = session.state_dict(to=None if everywhere else 0)
+        if run.is_first:
+            write_states(run.folder / name, states)
     except KeyboardInterrupt:
         run.say(["abandoned by Ctrl-C: the states are not saved"])
         raise
     return states
 
 
-def save_states_after_error(run: Run, session: Session, error: BaseException) -> None:
+def save_states_after_error(run: Run, session: Session, error: BaseException, team: Team) -> None:
     """Write the states of a run that ended early, or say why there are none.
 
     A failure to save never replaces the error that ended the run, nor does Ctrl-C, which abandons
-    it. States after a loss that is no number are kept under another name.
+    it. States after a loss that is no number are kept under another name. Where each rank is a
+    process, all of them have to have stopped together: one alone cannot gather the states.
     """
     name = NOT_FINITE_STATES if isinstance(error, NotFiniteError) else STATES
     ended = f"stopped by {error}" if isinstance(error, Terminated) else "stopped early"
     try:
+        if not team.stops_together:
+            raise RunError("the ranks of the other processes did not stop behind the same step")
         save_states(run, session, name)
+        team.highest(0)  # nobody leaves before all is written
     except KeyboardInterrupt:
         error.add_note("the states were not saved: abandoned by Ctrl-C")
     except Exception as other:

@@ -1,10 +1,13 @@
 """What Ctrl-C, SIGTERM and SIGHUP do to a run, by what it is at.
 
-| at | Ctrl-C | SIGTERM, SIGHUP |
+| at | Ctrl-C | SIGTERM, SIGHUP, SIGUSR1 |
 |---|---|---|
 | training | stops it at once | stop it after the step; the second one at once |
 | saving the states | waits for them; the second one abandons them | wait for them |
 | anything else | stops it at once | stop it at once |
+
+Where each rank is a process, Ctrl-C does what SIGTERM does: all of them have to stop behind the
+same step. SIGUSR1 is what Slurm sends before it takes the hosts away (`sbatch --signal=USR1@60`).
 
 A run that is stopped while it trains saves its states, so until then a signal is one that comes
 while they are saved.
@@ -21,8 +24,8 @@ from enum import Enum
 from types import FrameType
 from typing import Any
 
-#: The signals that are heard; Windows has no SIGHUP.
-_HEARD = ("SIGINT", "SIGTERM", "SIGHUP")
+#: The signals that are heard; Windows lacks two of them.
+_HEARD = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
 
 
 class Terminated(SystemExit):
@@ -30,6 +33,7 @@ class Terminated(SystemExit):
 
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)
+        self.number = number
         self.name = signal.Signals(number).name
 
     def __str__(self) -> str:
@@ -50,10 +54,11 @@ class StopSignals:
 
     Args:
         name: Of the command, in front of what is said to stderr.
+        interrupts_wait: Whether Ctrl-C, too, stops training behind a step.
     """
 
-    def __init__(self, name: str = "sbp-train") -> None:
-        self.name = name
+    def __init__(self, name: str = "sbp-train", *, interrupts_wait: bool = False) -> None:
+        self.name, self.interrupts_wait = name, interrupts_wait
         self.pending: BaseException | None = None
         self._at = _At.ANYTHING
         self._interrupts = 0  # Ctrl-C while the states are saved
@@ -91,6 +96,13 @@ class StopSignals:
         finally:
             self._at, self._interrupts = _At.ANYTHING, 0
 
+    @property
+    def pending_number(self) -> int:
+        """Number of the signal that waits for the step, or 0."""
+        if self.pending is None:
+            return 0
+        return self.pending.number if isinstance(self.pending, Terminated) else signal.SIGINT
+
     def stop_if_asked(self) -> None:
         """Stop now if a signal has waited for it.
 
@@ -111,7 +123,11 @@ class StopSignals:
                 raise stop
             self.pending = self.pending or stop
             self._say("saving the states ... (press Ctrl-C again to abandon them)")
-        elif self._at is _At.TRAINING and not is_interrupt and self.pending is None:
+        elif (
+            self._at is _At.TRAINING
+            and (self.interrupts_wait or not is_interrupt)
+            and self.pending is None
+        ):
             self.pending = stop
             self._say(f"{told}: stopping after this step (once more: at once)")
         else:

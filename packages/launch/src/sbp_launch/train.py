@@ -1,34 +1,83 @@
-"""The command `sbp-train`: check the config, then train. Imports no torch until it trains."""
+"""The command `sbp-train`: check the config, then train. Imports no torch until it trains.
+
+It may be one of several processes, which torchrun, mpiexec or srun started. Then rank 0 does what
+is said here, and the others follow it.
+"""
 
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 
+from sbp_core.errors import ConfigError, SbpError
 from sbp_core.plugins import PluginRegistry
 from sbp_launch.app import run
 from sbp_launch.check import check
-from sbp_launch.config import Application, RunConfig
+from sbp_launch.config import Application, ComposedConfig, RunConfig
+from sbp_launch.exit_codes import BAD_CONFIG, FAILED
+from sbp_launch.launch_choice import choose_launcher
+from sbp_launch.launching import follow, launch
+from sbp_launch.meeting import Meeting, meet
+from sbp_launch.world import World
+
+_NAME = "sbp-train"
 
 
-def _train(config: RunConfig, registry: PluginRegistry, run_folder: Path) -> None:
-    # Here and not above: a wrong setting is answered without waiting for torch.
-    from sbp_launch.trainer import train
+def check_train(composed: ComposedConfig, registry: PluginRegistry, *, world: World) -> RunConfig:
+    """Return the run that a composed config describes, with the launcher that it means.
 
-    train(config, registry, run_folder)
+    Raises:
+        ConfigError: see `check` and `choose_launcher`.
+    """
+    return choose_launcher(check(composed, registry), composed, registry, world)
+
+
+def make_application(world: World, meeting: Meeting | None = None) -> Application[RunConfig]:
+    """Return the command, in a process that stands somewhere among others."""
+
+    def train(config: RunConfig, registry: PluginRegistry, run_folder: Path) -> None:
+        launch(config, registry, run_folder, world, meeting)
+
+    return Application(
+        name=_NAME,
+        about="train a model on many ranks as if on one device",
+        config_name="config",
+        check=partial(check_train, world=world),
+        task=train,
+        may_overwrite=lambda config: config.trainer.overwrite,
+    )
+
+
+def _run_among(world: World) -> int:
+    """Run as one of several processes; return the exit code."""
+    world.export()
+    meeting = meet(world)
+    if world.rank:
+        code = follow(meeting, world)
+    else:
+        code = FAILED
+        try:
+            code = run(make_application(world, meeting))
+        except SystemExit as error:
+            code = error.code if isinstance(error.code, int) else FAILED
+        finally:
+            meeting.tell(None, code)
+    meeting.leave(code)
+    return code
 
 
 def main() -> None:
     """Run `sbp-train` and exit with its code."""
-    app = Application(
-        name="sbp-train",
-        about="train a model on many ranks as if on one device",
-        config_name="config",
-        check=check,
-        task=_train,
-        may_overwrite=lambda config: config.trainer.overwrite,
-    )
-    sys.exit(run(app))
+    world = World()
+    try:
+        world = World.of_environment()
+        code = run(make_application(world)) if world.size == 1 else _run_among(world)
+    except SbpError as error:
+        if not world.rank:  # once, where all ranks say the same
+            sys.stderr.write(f"{_NAME}: {error}\n")
+        code = BAD_CONFIG if isinstance(error, ConfigError) else FAILED
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -9,21 +9,22 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from rich.console import Console
 from torch import Tensor
 
 from sbp_core.boxing import BoxingBackend
 from sbp_core.errors import SbpValueError
 from sbp_core.infer import step_time_s
 from sbp_core.memory import MemoryReport
-from sbp_core.plugins import MetricSink, PluginRegistry
+from sbp_core.plugins import MetricSink, MetricSinkFactory, PluginRegistry
 from sbp_core.runtime import Session
 from sbp_core.strategy import Strategy
 from sbp_launch.clusters import usable_cores
 from sbp_launch.config import RunConfig
 from sbp_launch.environment import write_environment
-from sbp_launch.figures import Predicted, StepMeter, prediction_basis
+from sbp_launch.figures import Measured, Predicted, StepMeter, prediction_basis
 from sbp_launch.finite_loss import FiniteLoss
 from sbp_launch.plan_output import print_plan, write_plan
 from sbp_launch.planned import plan_evaluation, plan_step
@@ -43,7 +44,9 @@ from sbp_launch.session import (
 )
 from sbp_launch.speed import Speed
 from sbp_launch.stopping import StopSignals
+from sbp_launch.team import Team, stop_together
 from sbp_launch.tracing import StepTracer
+from sbp_launch.world import World
 from sbp_torch.capture import scalar_values
 from sbp_torch.kinds import LanguageModel, TextDataset
 
@@ -59,30 +62,54 @@ def plan_only(config: RunConfig, registry: PluginRegistry) -> Strategy:
     return planned.strategy
 
 
-def train(config: RunConfig, registry: PluginRegistry, folder: Path) -> None:
+def train(
+    config: RunConfig,
+    registry: PluginRegistry,
+    folder: Path,
+    world: World | None = None,
+    console: Console | None = None,
+) -> None:
     """Train as the config says; print the plan, the progress, and what came of it.
 
     Leaves in the run folder: `environment.json`, `strategy.yaml`, `strategy.json`, `plan.json`,
     `plan.txt`, `memory.txt`, the metrics, and the trained states as `states.safetensors`, which are
     written also if the run is interrupted, terminated or fails.
+
+    Args:
+        config: What was chosen.
+        registry: The plugins.
+        folder: Of the run.
+        world: This process among those of the run, one a rank; alone, with all ranks, if None. All
+            of them call this. Rank 0 writes the files.
+        console: Where this process prints; the standard output if None.
     """
-    run = Run(config=config, registry=registry, folder=folder, console=make_console())
+    run = Run(
+        config=config,
+        registry=registry,
+        folder=folder,
+        console=console or make_console(),
+        world=world or World(),
+    )
     backend = make_backend(run)  # first, as it may be refused
     check_traces(run)
-    with StopSignals() as signals:
-        with writing(folder):
-            write_environment(folder, registry)
+    with StopSignals(interrupts_wait=backend.spans_processes) as signals:
+        if run.is_first:
+            with writing(folder):
+                folder.mkdir(parents=True, exist_ok=True)
+                write_environment(folder, registry)
         program = make_program(run)
         num_parameters = sum(parameter.numel() for parameter in program.model.parameters())
         run.console.print(
             f"{config.model.name}: {num_parameters:,} parameters; data: {program.data.describe()}",
             soft_wrap=True,
         )
-        run.say(crowding(program.mesh.size, usable_cores()))
+        if not backend.spans_processes:
+            run.say(crowding(program.mesh.size, usable_cores()))
         try:
             planned = plan_step(run, program)
-            with writing(folder):
-                write_plan(folder, planned)
+            if run.is_first:
+                with writing(folder):
+                    write_plan(folder, planned)
             show_plan(run, planned)
             states, reference = train_states(run, program, planned, backend, signals)
             finish(run, program, planned, states, reference)
@@ -105,7 +132,8 @@ def finish(
         run.say([f"held-out loss: {loss:.4f} ({batches})"])
         if not math.isfinite(loss):
             run.warn("the trained states have diverged: try a smaller optimizer.lr")
-    show_sample(run, program, states)
+    if run.is_first:
+        show_sample(run, program, states)
     if reference is not None and reference.losses:
         run.console.print(reference.verdict())
 
@@ -131,31 +159,40 @@ def train_states(
     config = run.config
     # Compiled segments call no operators that could be watched.
     eager = config.runtime.settings.get("compile", "eager") == "eager"
-    step_meter = StepMeter(planned.plan, backend, counts_memory=eager)
+    ranks = [part.rank for part in planned.plan.ranks]
+    here = [run.world.rank] if backend.spans_processes else None
+    step_meter = StepMeter(planned.plan, backend, counts_memory=eager, ranks=here)
     tracer = StepTracer(
         planned.plan, planned.graph, backend, config.trainer.traced_steps, run.folder
     )
     with run.stage("making the states and starting the ranks"):
         reference = (
-            EagerReference(program, config.trainer) if config.trainer.compare_steps else None
+            EagerReference(program, config.trainer)
+            if config.trainer.compare_steps and run.is_first
+            else None
         )
         first = program.made.states(program.optimizer, config.trainer.update)
         session = start(run, planned.plan, first, step_meter.backend)
     with session:
+        team = Team.of(backend, ranks)
         try:
             with signals.training(), tracer:
-                speed = train_steps(run, program, session, step_meter, tracer, reference, signals)
+                speed = train_steps(
+                    run, program, session, step_meter, tracer, reference, signals, team
+                )
         except BaseException as error:
             with signals.saving():
-                save_states_after_error(run, session, error)
+                save_states_after_error(run, session, error, team)
             raise
         with signals.saving():
-            states = save_states(run, session)
-        if signals.pending is not None:
+            # A session of its own evaluates, which each process starts on whole states.
+            states = save_states(run, session, everywhere=config.trainer.eval_batches > 0)
+        measured = Measured.of_all(team.gather(step_meter.measured.to_text()))
+        if team.highest(signals.pending_number):
             run.say([f"the states of all {counted(config.trainer.steps, 'step')} are saved"])
-            signals.stop_if_asked()
+            stop_together(team, signals)
     run.say([", ".join(filter(None, [counted(config.trainer.steps, "step"), speed.summary()]))])
-    run.say(step_meter.lines(predicted_of(run, program, planned)))
+    run.say(step_meter.lines(predicted_of(run, program, planned), measured))
     run.say(tracer.lines)
     return states, reference
 
@@ -186,6 +223,7 @@ def train_steps(
     tracer: StepTracer,
     reference: EagerReference | None,
     signals: StopSignals,
+    team: Team,
 ) -> Speed:
     """Run all steps; return their speed.
 
@@ -197,6 +235,7 @@ def train_steps(
         tracer: Traces those that are to be traced.
         reference: The one-device program, which takes the first steps, too.
         signals: May ask to stop after a step.
+        team: The processes of the run, which stop together.
 
     Raises:
         NotFiniteError: the loss is infinite or no number, and `trainer.on_nan` says to stop.
@@ -219,14 +258,18 @@ def train_steps(
                 outputs = step_meter.step(session, batch, scalars)
             speed.end(next(iter(batch.values())).numel() if is_text else settings.batch_size)
             metrics = {name: value.item() for name, value in outputs.items() if not value.dim()}
-            if reference is not None and index < settings.compare_steps:
-                reference.step(batch, metrics["loss"], factor)
-            progress.advance(index + 1, metrics["loss"])
-            times = {f"{speed.unit}_per_s": speed.step_rate, "step_s": speed.step_s}
-            with writing(run.folder):
-                sink.log(index + 1, {**metrics, **times, **rates})
-            run.warn(finite.check(index + 1, metrics, rates))
-            signals.stop_if_asked()
+            problem: Exception | None = None
+            try:
+                if reference is not None and index < settings.compare_steps:
+                    reference.step(batch, metrics["loss"], factor)
+                progress.advance(index + 1, metrics["loss"])
+                times = {f"{speed.unit}_per_s": speed.step_rate, "step_s": speed.step_s}
+                with writing(run.folder):
+                    sink.log(index + 1, {**metrics, **times, **rates})
+                run.warn(finite.check(index + 1, metrics, rates))
+            except Exception as error:  # raised behind the step, on all ranks together
+                problem = error
+            stop_together(team, signals, problem)
     return speed
 
 
@@ -237,6 +280,9 @@ def metric_sink(run: Run) -> Iterator[MetricSink]:
     Raises:
         RunError: its file cannot be written; only if nothing else has failed before.
     """
+    if not run.is_first:
+        yield cast(MetricSinkFactory, run.registry.make("logger", "none"))(run.folder)
+        return
     with writing(run.folder):
         sink: MetricSink = run.make("logger")(run.folder)
     try:

@@ -31,6 +31,14 @@ _NO_STEP = 0xFFFF_FFF0
 #: Names of launchers, as of the config group `launcher`.
 THREADS, TORCHRUN, MPIEXEC, SLURM = "threads", "torchrun", "mpiexec", "slurm"
 
+#: What makes a process forget who started its parent, so that `RANK` and `WORLD_SIZE` count.
+FORGET_LAUNCHER = {
+    "TORCHELASTIC_RUN_ID": "",
+    "OMPI_COMM_WORLD_RANK": "",
+    "PMI_RANK": "",
+    "SLURM_PROCID": "",
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
@@ -97,6 +105,10 @@ class World:
     def is_alone(self) -> bool:
         """Whether no launcher has started this process: it holds all ranks, or starts them."""
         return self.launcher == THREADS
+
+    def export(self) -> None:
+        """Write `variables` into the environment of this process, where boxing backends look."""
+        os.environ.update(self.variables)
 
 
 class _Environment:

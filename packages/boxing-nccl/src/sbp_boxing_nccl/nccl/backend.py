@@ -10,13 +10,12 @@ from collections.abc import Sequence
 
 from sbp_boxing_nccl.configs import NcclBoxingConfig
 from sbp_boxing_nccl.exit import JobBackend
-from sbp_boxing_nccl.mpiexec import mpiexec_specs
 from sbp_boxing_nccl.nccl.communicator import NcclCommunicator
 from sbp_boxing_nccl.nccl.connections import NcclConnections
 from sbp_boxing_nccl.nccl.device import NcclDevice
 from sbp_boxing_nccl.nccl.world import NcclWorld, rendezvous
 from sbp_core.boxing.processes import check_ranks
-from sbp_core.boxing.supervision import LaunchSpec, one_process_per_rank
+from sbp_core.boxing.supervision import LaunchSpec, mpiexec_specs, one_process_per_rank
 from sbp_core.errors import BoxingError
 
 

@@ -186,7 +186,8 @@ class Communicator(ABC):
 class BoxingBackend(ABC):
     """A transport. Kind `boxing`: `build(config)` returns one, not yet open.
 
-    `spans_processes` says whether its ranks live in several processes.
+    `spans_processes` says whether its ranks live in several processes. Its config says so, too, if
+    they do: so a launcher is chosen before anything is made.
     """
 
     spans_processes: bool = True

@@ -68,6 +68,7 @@ KINDS = {
     "planner": "sbp_planners",
     "optimizer": "sbp_optimizers",
     "logger": "sbp_loggers",
+    "launcher": "sbp_launchers",
     "pass": "sbp_passes",
     "signature": "sbp_signatures",
     "tensor_library": "sbp_tensor_libraries",
@@ -134,6 +135,13 @@ class HookSpecs(Protocol):
         """Metric sinks (loggers): `sbp_core.plugins.MetricSinkFactory`.
 
         Suite: `sbp_core.testing.logger.MetricSinkConformance`.
+        """
+
+    @hookspec
+    def sbp_launchers(self) -> Mapping[str, Factory]:
+        """Launchers: `sbp_core.plugins.Launcher`.
+
+        Suite: `sbp_core.testing.launcher.LauncherConformance`.
         """
 
     @hookspec

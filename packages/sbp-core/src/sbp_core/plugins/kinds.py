@@ -7,13 +7,15 @@ library are described where it is known: models, data sets and optimizers in `sb
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from sbp_core.boxing import BoxingBackend
+    from sbp_core.boxing.supervision import LaunchSpec
     from sbp_core.cluster import Cluster
     from sbp_core.compile import CompileOptions
     from sbp_core.graph.ir import LogicalGraph
@@ -110,6 +112,43 @@ class MetricSinkFactory(Protocol):
 
     def __call__(self, run_folder: Path) -> MetricSink:
         """Return a sink that writes under the folder."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchRequest:
+    """What a launcher is to start.
+
+    Args:
+        command: Program and arguments of every rank; begins with `sys.executable`. A rank learns
+            from its environment which one it is, as under torchrun, mpiexec or Slurm's srun.
+        num_ranks: Processes to start, one a rank, >= 1.
+        backend: What will connect them, not open: knows how they are started on this machine.
+        folder: Of the run; absolute, and the same on all hosts. What a launcher leaves goes there.
+    """
+
+    command: tuple[str, ...]
+    num_ranks: int
+    backend: BoxingBackend
+    folder: Path
+
+
+class Launcher(Protocol):
+    """Kind `launcher`: `build(config)` returns what starts the processes of a run.
+
+    Its config has `spans_processes: bool`, as that of a boxing backend has: whether each rank is a
+    process. The two have to say the same.
+    """
+
+    def launch_specs(self, request: LaunchRequest) -> Sequence[LaunchSpec]:
+        """Return what is to be started on this machine, and kept alive until all ranks have ended.
+
+        That is each rank, or one program that starts them elsewhere, passes on what they write and
+        ends them when it gets SIGTERM. Its exit code is 0 if they ended well.
+
+        Raises:
+            ConfigError: what is needed is not installed, or cannot start so many.
+        """
         ...
 
 

@@ -3,6 +3,7 @@
 | kind | suite | to supply |
 |---|---|---|
 | cluster | `cluster.ClusterConformance` | `make_factory` |
+| launcher | `launcher.LauncherConformance` | `make_launcher` |
 | logger | `logger.MetricSinkConformance` | `make_factory`, `read` |
 | planner | `planner.PlannerConformance` | `make_planner` |
 

@@ -73,11 +73,13 @@ class ExitReport:
         exits: The processes that ended by themselves, in this order.
         remaining: Those that were ended by the supervisor, as they were before.
         timeout_s: The time that the run had, if it took longer.
+        stopped_by: Number of the signal that asked all processes to end, if one did.
     """
 
     exits: tuple[ProcessExit, ...]
     remaining: tuple[ProcessExit, ...] = ()
     timeout_s: float | None = None
+    stopped_by: int | None = None
 
     @property
     def first(self) -> ProcessExit | None:

@@ -22,6 +22,8 @@ class LaunchSpec:
             a launcher that starts their processes.
         environment: Variables that it gets whatever the environment says.
         defaults: Variables that it gets where the environment has none of the name.
+        forwards_signals: Of a launcher: whether it passes SIGINT, SIGTERM and SIGHUP on to its
+            ranks, and waits for them. Otherwise the ranks are sent them directly.
         failure_patterns: Regular expressions of lines by which a launcher names a rank that failed,
             the surest first; their group `rank` is its number.
 
@@ -33,6 +35,7 @@ class LaunchSpec:
     ranks: tuple[int, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, str] = field(default_factory=dict)
+    forwards_signals: bool = False
     failure_patterns: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

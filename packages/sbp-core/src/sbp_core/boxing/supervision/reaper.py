@@ -61,6 +61,21 @@ def _send(groups: Collection[int], mark: str, *signals: int) -> None:
                     os.kill(process, number)
 
 
+def signal_ranks(groups: Collection[int], mark: str, number: int) -> int:
+    """Send a signal to the marked processes that are in none of some groups; return how many.
+
+    Args:
+        groups: Those of launchers, whose ranks have groups of their own.
+        mark: Name of an environment variable that the processes have.
+        number: Of the signal.
+    """
+    ranks = [process for process, group in _marked(mark) if group not in groups]
+    for process in ranks:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(process, number)
+    return len(ranks)
+
+
 def _left(groups: Collection[int], mark: str) -> bool:
     """Say whether a process is left; one that has ended and was not waited for is not."""
     if not (_PROC / "self" / "stat").exists():

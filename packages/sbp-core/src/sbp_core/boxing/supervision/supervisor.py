@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import FrameType
+from typing import Any
 from uuid import uuid4
 
 from sbp_core.boxing.supervision import reaper
@@ -70,6 +71,7 @@ def supervise(
     grace_s: float = 3.0,
     on_line: Callable[[Line], None] = write_line,
     timeout_s: float | None = None,
+    stops_gently: bool = False,
 ) -> ExitReport:
     """Start processes, wait for all of them, and end what is left of them.
 
@@ -83,6 +85,9 @@ def supervise(
         grace_s: Seconds, after one has ended badly, in which the others may end by themselves.
         on_line: Called with every line they write, in the thread of the caller.
         timeout_s: Seconds after which they are ended; None waits for ever.
+        stops_gently: Pass Ctrl-C, SIGTERM and SIGHUP on, and wait until all processes have ended,
+            however long they take to save what they have. A second signal is passed on, too, and
+            leaves them `grace_s`. Nothing is raised: see `ExitReport.stopped_by`.
 
     Returns:
         How they ended; see `ExitReport.error`.
@@ -91,7 +96,7 @@ def supervise(
         RunError: a program cannot be started.
         KeyboardInterrupt: Ctrl-C, once all processes have ended.
     """
-    with _exit_on_deadly_signals(), _Supervision(launch_specs, grace_s, on_line) as run:
+    with _Supervision(launch_specs, grace_s, on_line) as run, run.hearing(gently=stops_gently):
         try:
             run.start()
             run.wait(timeout_s)
@@ -104,22 +109,34 @@ def supervise(
 
 
 @contextlib.contextmanager
-def _exit_on_deadly_signals() -> Iterator[None]:
-    """Turn signals that end a process at once into `SystemExit`, where the program left them be."""
+def _handling(
+    handler: Callable[[int, FrameType | None], None], *, interrupts: bool
+) -> Iterator[None]:
+    """Handle signals that end a process at once, where the program left them be.
 
-    def leave(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    taken: list[int] = []
+    Args:
+        handler: What is called with the signal's number.
+        interrupts: Whether Ctrl-C is one of them.
+    """
+    left = (signal.SIG_DFL, signal.default_int_handler)
+    taken: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
-        taken = [number for number in _DEADLY if signal.getsignal(number) is signal.SIG_DFL]
+        numbers = (*_DEADLY, *((signal.SIGINT,) if interrupts else ()))
+        taken = {n: before for n in numbers if (before := signal.getsignal(n)) in left}
     for number in taken:
-        signal.signal(number, leave)
+        signal.signal(number, handler)
     try:
         yield
     finally:
-        for number in taken:
-            signal.signal(number, signal.SIG_DFL)
+        for number, before in taken.items():
+            signal.signal(number, before)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stop:
+    """A signal that asks all processes to end."""
+
+    number: int
 
 
 class _Supervision:
@@ -132,13 +149,15 @@ class _Supervision:
         self._mark = f"SBP_SUPERVISED_{uuid4().hex}"
         self._processes: dict[int, subprocess.Popen[str]] = {}
         self._threads: list[threading.Thread] = []
-        self._events: queue.SimpleQueue[tuple[int, str | int]] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[tuple[int, str | int | _Stop]] = queue.SimpleQueue()
         self._last: list[deque[str]] = [deque(maxlen=_LAST_LINES) for _ in self._specs]
         self._root_causes = [RootCauseFinder(spec) for spec in self._specs]
         self._exits: dict[int, ProcessExit] = {}
         self._by_themselves: tuple[int, ...] = ()
         self._timeout_s: float | None = None
         self._on_line_failed = False
+        self._stopped_by: int | None = None
+        self._stop_end: float | None = None
         self._began = time.monotonic()
 
     def __enter__(self) -> _Supervision:
@@ -162,6 +181,19 @@ class _Supervision:
         with contextlib.suppress(BrokenPipeError):
             self._reaper.stdin.write(f"{line}\n")
             self._reaper.stdin.flush()
+
+    @contextlib.contextmanager
+    def hearing(self, *, gently: bool) -> Iterator[None]:
+        """Hear signals in the block: as `SystemExit`, or gently, as `supervise` says."""
+
+        def leave(number: int, frame: FrameType | None) -> None:
+            raise SystemExit(128 + number)
+
+        def note(number: int, frame: FrameType | None) -> None:
+            self._events.put((0, _Stop(number)))
+
+        with _handling(note if gently else leave, interrupts=gently):
+            yield
 
     def start(self) -> None:
         """Start all processes.
@@ -213,6 +245,9 @@ class _Supervision:
             if self._any_failed():
                 self._handle_until(time.monotonic() + self._grace_s)
                 break
+            if self._stop_end is not None:
+                self._handle_until(self._stop_end)
+                break
             if _is_over(end) or not self._handle_next(end):
                 self._timeout_s = timeout_s
                 break
@@ -220,6 +255,19 @@ class _Supervision:
         for index in range(len(self._specs)):
             if index not in self._exits:
                 self._exits[index] = self._describe(index, None)
+
+    def _stop(self, number: int) -> None:
+        """Ask all processes to end, and wait; the second time, not for long."""
+        if self._stopped_by is not None and self._stop_end is None:
+            self._stop_end = time.monotonic() + self._grace_s
+        self._stopped_by = self._stopped_by or number
+        for index, process in self._processes.items():
+            if index in self._exits:
+                continue
+            spec = self._specs[index]
+            is_rank = len(spec.ranks) == 1 or spec.forwards_signals
+            if is_rank or not reaper.signal_ranks([process.pid], self._mark, number):
+                process.send_signal(number)
 
     def interrupt(self) -> None:
         """Pass Ctrl-C on, and give all processes the time to save what they have."""
@@ -254,7 +302,9 @@ class _Supervision:
                 index, event = self._events.get(timeout=limit_s)
         except queue.Empty:
             return False
-        if isinstance(event, int):
+        if isinstance(event, _Stop):
+            self._stop(event.number)
+        elif isinstance(event, int):
             self._exits.setdefault(index, self._describe(index, event))
         else:
             self._last[index].append(event)
@@ -273,7 +323,10 @@ class _Supervision:
             raise
 
     def _any_failed(self) -> bool:
-        return any(end.code != 0 for end in self._exits.values())
+        well = {0}
+        if self._stopped_by is not None:  # what a process says that has ended because of it
+            well |= {128 + self._stopped_by, -self._stopped_by, 130}
+        return any(end.code not in well for end in self._exits.values())
 
     def _describe(self, index: int, code: int | None) -> ProcessExit:
         """Describe how a process ended, or how it is if `code` is None."""
@@ -298,6 +351,7 @@ class _Supervision:
             exits=tuple(end for index, end in ends.items() if index in self._by_themselves),
             remaining=tuple(end for index, end in ends.items() if index not in self._by_themselves),
             timeout_s=self._timeout_s,
+            stopped_by=self._stopped_by,
         )
 
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from sbp_core.boxing.supervision import LaunchSpec, thread_share
+from sbp_core.boxing.supervision.launch_spec import LaunchSpec, thread_share
 from sbp_core.errors import BoxingError
 
 #: Seconds that `mpiexec --version` may take.

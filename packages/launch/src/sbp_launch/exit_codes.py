@@ -1,0 +1,6 @@
+"""Exit codes of the commands."""
+
+from __future__ import annotations
+
+#: A setting is wrong; a run failed; the user pressed Ctrl-C.
+BAD_CONFIG, FAILED, INTERRUPTED = 2, 1, 130

@@ -1,0 +1,164 @@
+"""How the ranks that torchrun, mpiexec or srun started learn which run it is: rank 0 tells them.
+
+Rank 0 reads the command line, makes the run folder, and leaves the settings there. All others wait:
+
+    rank 0    compose, check, RUN/config.yaml ... tell(RUN) ... train ... tell(None)
+    others    receive() ..........................-> RUN         train ... receive() -> None
+
+A sweep has a run after the other. A command line that is refused, or only asks for help, has none.
+Over MPI under mpiexec, and elsewhere over the store of torch.distributed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import time
+from abc import ABC, abstractmethod
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from sbp_core.errors import ConfigError, RunError
+from sbp_launch.world import MPIEXEC, World
+
+#: Seconds in which the store of rank 0, or of torchrun, has to be there.
+_CONNECT_S = 300.0
+
+#: Seconds that a rank which has failed waits for the others to come to their end, too.
+_LEAVE_S, _LOOK_S = 3.0, 0.01
+
+
+class Meeting(ABC):
+    """What the processes of a run say to each other before there is a run."""
+
+    def tell(self, folder: Path | None, code: int = 0) -> None:
+        """Tell all other ranks, as rank 0, which run comes next; None for no other.
+
+        Args:
+            folder: Of the run.
+            code: Exit code of rank 0, if there is no other run.
+        """
+        self._send(json.dumps([None if folder is None else str(folder), code]))
+
+    def receive(self) -> tuple[Path | None, int]:
+        """Return what rank 0 told: the next run, or None and its exit code.
+
+        Raises:
+            RunError: rank 0 has ended without a word.
+        """
+        folder, code = json.loads(self._receive())
+        return None if folder is None else Path(folder), code
+
+    def leave(self, code: int) -> None:
+        """Let the launcher end the other ranks if this one ends badly, and they do not."""
+        return  # most see to that by themselves
+
+    @abstractmethod
+    def _send(self, text: str) -> None:
+        """Send a text from rank 0 to all others."""
+
+    @abstractmethod
+    def _receive(self) -> str:
+        """Return the next text of rank 0."""
+
+
+def meet(world: World) -> Meeting:
+    """Connect this process to the others; all call this.
+
+    Raises:
+        ConfigError: what the ranks meet by is not installed, or not known.
+        RunError: they cannot be reached.
+    """
+    return _MpiMeeting(world) if world.launcher == MPIEXEC else _StoreMeeting(world)
+
+
+class _MpiMeeting(Meeting):
+    """Over `MPI.COMM_WORLD`, which also settles where torch.distributed meets."""
+
+    def __init__(self, world: World) -> None:
+        try:
+            self._mpi: Any = importlib.import_module("mpi4py.MPI")
+        except (ImportError, RuntimeError) as error:
+            raise ConfigError(
+                f"mpiexec has started {world.size} processes, and they have no MPI to meet by: "
+                f"{error}",
+                where=f"rank {world.rank}",
+                todo='pip install "sbp-boxing-nccl[mpi]", and the MPI library whose mpiexec it is',
+            ) from error
+        self._comm = self._mpi.COMM_WORLD
+        if self._comm.Get_size() != world.size:
+            raise ConfigError(
+                f"mpiexec says there are {world.size} processes, and mpi4py sees "
+                f"{self._comm.Get_size()}",
+                where=f"rank {world.rank}: {self._mpi.Get_library_version().strip()}",
+                todo="start with the mpiexec of the MPI library that mpi4py uses",
+            )
+
+    def leave(self, code: int) -> None:
+        """See `Meeting.leave`: MPI waits at the end of a process for all others."""
+        if not code:
+            return
+        request, end = self._comm.Ibarrier(), time.monotonic() + _LEAVE_S
+        while not request.Test():
+            if time.monotonic() >= end:
+                self._comm.Abort(code)
+            time.sleep(_LOOK_S)
+
+    def _send(self, text: str) -> None:
+        self._comm.bcast(text, root=0)
+
+    def _receive(self) -> str:
+        text: str = self._comm.bcast(None, root=0)
+        return text
+
+
+class _StoreMeeting(Meeting):
+    """Over a store of torch.distributed: torchrun's own, or one that rank 0 has."""
+
+    def __init__(self, world: World) -> None:
+        from torch import distributed
+
+        dist: Any = distributed
+
+        missing = {"MASTER_ADDR", "MASTER_PORT"} - {*os.environ}
+        if missing:
+            raise ConfigError(
+                f"{world.launcher} has started {world.size} processes, and the environment does "
+                f"not say where they meet: {', '.join(sorted(missing))}",
+                where=f"rank {world.rank}",
+                todo="start them with torchrun, or set both to a host and a free port of rank 0",
+            )
+        limit = timedelta(seconds=_CONNECT_S)
+        try:
+            store, _, _ = next(dist.rendezvous("env://", world.rank, world.size, timeout=limit))
+        except (RuntimeError, ValueError, OSError) as error:
+            raise RunError(
+                f"rank {world.rank} of {world.size} does not reach "
+                f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {error}",
+                todo="see why rank 0 did not come there; check MASTER_ADDR and MASTER_PORT",
+            ) from error
+        # torchrun keeps its store when it starts the ranks anew.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self._store = dist.PrefixStore(f"sbp-train/{attempt}", store)
+        self._told = 0
+
+    def _send(self, text: str) -> None:
+        self._store.set(str(self._told), text)
+        self._told += 1
+
+    def _receive(self) -> str:
+        key = str(self._told)
+        while True:
+            try:
+                self._store.wait([key], timedelta(seconds=_CONNECT_S))
+                break
+            except RuntimeError as error:  # of torch: too late, or the connection is gone
+                if "timeout" not in str(error).lower():
+                    raise RunError(
+                        f"rank 0 has ended without a word: {error}", todo="see what it wrote last"
+                    ) from error
+        self._told += 1
+        text: bytes = self._store.get(key)
+        return text.decode()

@@ -1,0 +1,50 @@
+"""The composed config of a run as a file of its folder, which every rank reads.
+
+So it is composed once, whatever starts the ranks, and it says afterwards what was run:
+
+    model:
+      name: gpt
+      num_layers: 4
+    trainer:
+      steps: 300
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import yaml  # type: ignore[import-untyped] # its stubs are a package of their own
+
+from sbp_core.errors import ConfigError
+from sbp_launch.config import GROUPS, ComposedConfig
+
+#: Its name in the run folder.
+RUN_FILE = "config.yaml"
+
+_HEAD = "# The settings of this run, as they were composed; every rank reads them here.\n"
+
+
+def save_run(composed: ComposedConfig, folder: Path) -> None:
+    """Write a composed config into a run folder."""
+    values = {name: value for name, value in composed.values.items() if name in GROUPS}
+    text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True, default_flow_style=None)
+    (folder / RUN_FILE).write_text(_HEAD + text, encoding="utf-8")
+
+
+def load_run(folder: Path) -> ComposedConfig:
+    """Return the composed config that `save_run` wrote.
+
+    Raises:
+        ConfigError: there is none that can be read.
+    """
+    path = folder / RUN_FILE
+    try:
+        values = yaml.safe_load(path.read_text("utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(
+            f"the settings of the run cannot be read: {error}",
+            where=str(path),
+            todo="the run folder has to be on a disk that all hosts share: hydra.run.dir=FOLDER",
+        ) from error
+    files = dict.fromkeys(GROUPS, str(path))
+    return ComposedConfig(values=values, files=files, overrides=())

@@ -1,0 +1,131 @@
+"""What the processes of a run say to each other between steps: whether to stop, what they measured.
+
+    rank 0   step 7   metrics cannot be written   vote: stop ...  -> all stop behind step 7
+    rank 1   step 7   nothing                     vote: go on
+
+Every process votes behind every step, so that all stop behind the same one, and can still gather
+the states. A vote is an all-reduce of one number. A process that is alone agrees with itself.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+
+import torch
+
+from sbp_core.boxing import BoxingBackend, BoxingStep, Communicator, StepKind
+from sbp_core.errors import RunError
+from sbp_core.placement import Placement
+from sbp_core.sbp import B, NdSbp, P
+from sbp_launch.stopping import StopSignals, Terminated
+from sbp_torch.boxing.processes import gather_texts
+
+#: Seconds that a process waits for another, which may compare with one device or write metrics.
+#: One that has ended is noticed at once.
+_DEADLINE_S = 600.0
+
+#: The vote of a process that cannot go on; above the number of any signal.
+_PROBLEM = 1000
+
+#: Bytes of a text that is gathered.
+_TEXT_BYTES = 1024
+
+
+class Team:
+    """The processes of a run, one a rank; or one that is alone.
+
+    Args:
+        communicator: Of this process' rank, open; None if it is alone.
+        ranks: All ranks of the run.
+    """
+
+    def __init__(self, communicator: Communicator | None = None, ranks: Sequence[int] = ()) -> None:
+        self._communicator, self._ranks = communicator, tuple(ranks)
+        #: Whether all processes stop behind the same step, and so can still gather the states.
+        self.stops_together = communicator is None
+        self._num_votes = 0
+        if communicator is not None:
+            mesh = Placement(list(ranks), ("rank",))
+            self._step = BoxingStep(
+                kind=StepKind.ALL_REDUCE,
+                shape=(1,),
+                dtype="int64",
+                source=(mesh, NdSbp(P("max"))),
+                target=(mesh, NdSbp(B)),
+                axes=(0,),
+                size_bytes=2 * (len(ranks) - 1) * 8,
+            )
+
+    @classmethod
+    def of(cls, backend: BoxingBackend, ranks: Sequence[int]) -> Team:
+        """Return the team of an open backend, whose ranks are all `ranks`."""
+        if not backend.spans_processes or len(ranks) == 1:
+            return cls()
+        (rank,) = backend.local_ranks()
+        return cls(backend.communicator(rank), ranks)
+
+    def highest(self, vote: int) -> int:
+        """Return the highest vote of all processes; all of them call this.
+
+        Args:
+            vote: Of this process, >= 0.
+
+        Raises:
+            BoxingError: another process has failed, or did not come.
+        """
+        if self._communicator is None:
+            return vote
+        self._num_votes += 1
+        found = self._communicator.collective(
+            self._step,
+            torch.tensor([vote]),
+            tag=f"vote {self._num_votes}",
+            deadline_s=_DEADLINE_S,
+        )
+        return int(found.item())
+
+    def gather(self, text: str) -> list[str]:
+        """Return a text of every process, in order; all of them call this.
+
+        Args:
+            text: Of this process, at most 1 KiB.
+
+        Raises:
+            BoxingError: another process has failed, or did not come.
+        """
+        if self._communicator is None:
+            return [text]
+        texts = gather_texts(
+            self._communicator,
+            self._ranks,
+            text,
+            tag="what was measured",
+            width_bytes=_TEXT_BYTES,
+            deadline_s=_DEADLINE_S,
+        )
+        return list(texts.values())
+
+
+def stop_together(team: Team, signals: StopSignals, problem: Exception | None = None) -> None:
+    """Stop, behind a step, if this process or another one has to; all of them call this.
+
+    Args:
+        team: All processes.
+        signals: Of this process.
+        problem: Why this process cannot go on, if so.
+
+    Raises:
+        Exception: `problem`, or a `RunError` if it is another process'.
+        Terminated, KeyboardInterrupt: a signal has come, here or there.
+    """
+    highest = team.highest(_PROBLEM if problem is not None else signals.pending_number)
+    if not highest:
+        return
+    team.stops_together = True
+    if problem is not None:
+        raise problem
+    if highest == _PROBLEM:
+        raise RunError("another rank cannot go on", todo="see what it says, and its log")
+    signals.stop_if_asked()
+    raise KeyboardInterrupt if highest == signal.SIGINT else Terminated(highest)
