@@ -19,7 +19,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from programs import MODEL, batch, expected_shard, loss_of, make_optimizer, registry
 
 from sbp_core.errors import SbpError
+from sbp_core.runtime import local_samples
 from sbp_launch import parallelize
+from sbp_launch.world import World
 from sbp_torch.deferred_init import deferred
 
 NUM_STEPS, BATCH_SIZE = 4, 8
@@ -29,6 +31,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "sharded states": {"planner": "manual/zero"},
     "tensor parallel": {"planner": "manual/tensor_parallel", "axes": "tensor"},
     "pipeline": {"planner": "manual/pipeline", "axes": "pipe", "micro_batches": 4},
+    "own batches": {"planner": "manual/zero1", "micro_batches": 2, "batch_is": "local"},
 }
 
 
@@ -71,6 +74,15 @@ def deviation(step: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> 
     return worst
 
 
+def own_part(step: Any, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return what this process has to give of a whole batch."""
+    samples = local_samples(step.plan, step.session.local_ranks)
+    return {
+        name: torch.cat([value[span.start : span.stop] for span in samples])
+        for name, value in given.items()
+    }
+
+
 def trained(name: str) -> dict[str, Any]:
     """Train by a layout; return losses, an evaluation, a sum of all states, and deviations."""
     layout = LAYOUTS[name]
@@ -78,14 +90,20 @@ def trained(name: str) -> dict[str, Any]:
     eager = make_model()
     eager_optimizer = make_optimizer(eager)
     losses, worst = [], 0.0
-    example = batch(0, BATCH_SIZE)
+    is_local = layout.get("batch_is") == "local" and World.of_environment().size == 2
+    example = batch(0, BATCH_SIZE // 2 if is_local else BATCH_SIZE)
     with parallelize(made, loss_of, example, make_optimizer(made.model), mesh=2, **layout) as step:
         for index in range(NUM_STEPS):
-            losses.append(step(batch(index, BATCH_SIZE)).item())
+            given = batch(index, BATCH_SIZE)
+            losses.append(step(own_part(step, given) if is_local else given).item())
             wanted = eager_step(eager, eager_optimizer, index, layout.get("clip_norm"))
             worst = max(worst, abs(losses[-1] - wanted))
         worst = max(worst, deviation(step, eager, eager_optimizer))
-        evaluated = step.evaluate(batch(100, 6)).item()
+        given = batch(100, 6)
+        if is_local:
+            first = 3 * step.data_parallel_rank
+            given = {name: value[first : first + 3] for name, value in given.items()}
+        evaluated = step.evaluate(given).item()
         states = step.state_dict()
         elsewhere = step.state_dict(to=1)
         is_there = bool(elsewhere) == (1 in step.session.local_ranks)
@@ -129,6 +147,19 @@ def refusals(rank: int) -> dict[str, str]:
     return said
 
 
+def different_batches(rank: int) -> str:
+    """Return what is said where each rank loads other samples, and calls them the whole batch."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        with parallelize(model, square, {"x": torch.zeros(2, 3)}, optimizer) as step:
+            step({"x": torch.full((2, 3), float(rank))})
+    except SbpError as error:
+        return str(error)
+    return "trained"
+
+
 def square(model: nn.Module, given: dict[str, torch.Tensor]) -> torch.Tensor:
     """Return a loss."""
     loss: torch.Tensor = model(given["x"]).square().sum()
@@ -137,12 +168,10 @@ def square(model: nn.Module, given: dict[str, torch.Tensor]) -> torch.Tensor:
 
 def main() -> None:
     """Run all of it as one rank; print it."""
-    from sbp_launch.world import World
-
     rank = World.of_environment().rank
     found: dict[str, Any] = {name: trained(name) for name in LAYOUTS}
     found["started differently"] = started_differently(rank)
-    found["refusals"] = refusals(rank)
+    found["refusals"] = {**refusals(rank), "other batches": different_batches(rank)}
     print(json.dumps({"rank": rank, **found}), flush=True)
 
 

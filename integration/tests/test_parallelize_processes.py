@@ -65,3 +65,5 @@ def test_ranks_with_other_programs_are_told_the_difference(boxing: str) -> None:
         said = ranks_of(boxing)[rank]["refusals"]
         assert said["other code"].startswith("the ranks differ in the captured step: rank 0: ")
         assert said["other settings"].startswith("the ranks differ in seed: rank 0: 0; rank 1: 1")
+        wanted = "ranks 0 and 1 were given different values for all samples of 'x'"
+        assert said["other batches"].startswith(wanted)

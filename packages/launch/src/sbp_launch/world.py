@@ -10,6 +10,8 @@ have been started by one that stands below it:
 
 Variables of torchrun that something else has set, beside those of another launcher, have to say the
 same. Holds no rendezvous: the boxing backends meet by what `World.variables` says.
+
+Stability: provisional.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from sbp_core.errors import ConfigError
+
+__all__ = ["World"]
 
 #: Ports for a job's meeting point, below those that systems give to outgoing connections.
 _PORTS = range(20_000, 32_000)

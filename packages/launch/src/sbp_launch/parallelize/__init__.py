@@ -13,7 +13,7 @@ Stability: provisional.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +22,13 @@ from sbp_core.boxing import BoxingBackend
 from sbp_core.cluster import Cluster
 from sbp_core.exports import make_callable
 from sbp_core.plugins import Planner
-from sbp_core.runtime import Runtime
+from sbp_core.runtime import BatchIs, Runtime
 from sbp_core.strategy import Strategy
 from sbp_launch.compile_config import CompileConfig
 from sbp_launch.parallelize.arguments import (
+    checked_batch_is,
     compile_config,
-    is_local,
+    in_arguments,
     make_settings,
     update_options,
 )
@@ -45,6 +46,7 @@ from sbp_torch.deferred_init import DeferredModel
 __all__ = ["ParallelStep", "StepOutput", "parallelize"]
 
 
+@in_arguments()
 def parallelize(
     model: nn.Module | DeferredModel,
     loss: Callable[[nn.Module, Any], Any],
@@ -57,7 +59,7 @@ def parallelize(
     pins: Pins | None = None,
     cluster: Choice | Cluster = "local",
     micro_batches: int = 1,
-    batch_is: Literal["global", "local"] = "global",
+    batch_is: BatchIs = "global",
     clip_norm: float | None = None,
     update: UpdateOptions | None = None,
     autocast: str | torch.dtype = "",
@@ -85,7 +87,8 @@ def parallelize(
         pins: How you decide on tensors by name, over what the planner says.
         cluster: The machine that is planned for: `local`, `measured`.
         micro_batches: Parts of one step, whose gradients are accumulated.
-        batch_is: What a process passes: the whole batch, or the part of its own rank.
+        batch_is: What each process passes, here and to a step: `global`, the whole batch; `local`,
+            the part of its own rank, as loaders with a `DistributedSampler` make it.
         clip_norm: Largest norm of all gradients together.
         update: What else happens once a step beside the optimizer.
         autocast: Run the forward under `torch.autocast` to `bfloat16` or `float16`.
@@ -127,7 +130,7 @@ def parallelize(
         world=world,
         registry=choices.registry,
         seed=seed,
-        is_local=is_local(batch_is),
+        batch_is=checked_batch_is(batch_is),
     )
     program = OneDeviceProgram.of(model, loss, optimizer, engine.settings.update)
     planned, degree = plan_program(program, batch, chosen_planner, pins, engine)

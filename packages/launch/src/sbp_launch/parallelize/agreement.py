@@ -19,6 +19,7 @@ from sbp_core.boxing import Communicator
 from sbp_core.errors import ConfigError
 from sbp_core.graph import graph_hash
 from sbp_core.plugins import PluginRegistry
+from sbp_core.runtime import BatchPart
 from sbp_core.units import format_ranges
 from sbp_launch.planning import Planned
 from sbp_torch.boxing.processes import gather_texts
@@ -127,6 +128,40 @@ def compare(own: Mapping[str, str], gather: Gather) -> None:
             holders.setdefault(entries.get(name, "none"), []).append(rank)
         if len(holders) > 1:
             raise _difference(name, holders)
+
+
+def compare_batches(
+    parts: Mapping[str, BatchPart], batch: Mapping[str, Tensor], gather: Gather
+) -> None:
+    """See that ranks which hold the same samples of a batch were given the same values.
+
+    Args:
+        parts: Which samples this rank was given of each tensor.
+        batch: Their values.
+        gather: See `gathering`.
+
+    Raises:
+        ConfigError: two were not; raised on all ranks.
+    """
+    own = {
+        name: (str(part), digest_of({name: batch[name]}))
+        for name, part in parts.items()
+        if name in batch
+    }
+    first: dict[tuple[str, str], tuple[int, str]] = {}
+    for rank, text in gather("the first batch", json.dumps(own)).items():
+        for name, (samples, digest) in json.loads(text).items():
+            other, wanted = first.setdefault((name, samples), (rank, digest))
+            if digest != wanted:
+                raise ConfigError(
+                    f"ranks {other} and {rank} were given different values for {samples} of "
+                    f"{name!r}",
+                    where="the first batch",
+                    accepted="the same values for the same samples",
+                    todo="pass batch_is='local' if each process loads its own part, by a "
+                    "DistributedSampler(..., num_replicas=step.data_parallel_size, "
+                    "rank=step.data_parallel_rank); or seed the shuffling alike in all processes",
+                )
 
 
 def _difference(name: str, holders: Mapping[str, Sequence[int]]) -> ConfigError:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal, cast
 
@@ -12,12 +14,49 @@ from sbp_core.cluster import Cluster
 from sbp_core.errors import ConfigError
 from sbp_core.placement import Placement
 from sbp_core.plugins import GraphPass, PluginRegistry, merge_settings
+from sbp_core.runtime import BatchIs
 from sbp_launch.compile_config import CompileConfig
 from sbp_launch.planning import PlanSettings
 from sbp_torch.capture import UpdateOptions
 
+#: Keys of `sbp-train`'s config, and the arguments of `parallelize` that they are.
+_KEYS = {
+    "cluster.mesh": "mesh",
+    "cluster.axes": "axes",
+    "trainer.micro_batches": "micro_batches",
+    "trainer.batch_size": "batch",
+}
+_KEY = re.compile("|".join(map(re.escape, _KEYS)))
+
+#: A list of names, as the command line takes it.
+_NAMES = re.compile(r"(?<=axes=\[)[\w,]+(?=\])")
+
 #: What `torch.autocast` converts to.
 _PRECISIONS = ("bfloat16", "float16")
+
+
+@contextmanager
+def in_arguments() -> Iterator[None]:
+    """Let errors of the `with` block speak of the arguments of `parallelize`.
+
+    before: set cluster.mesh=[4] cluster.axes=[data]
+    after:  set mesh=[4] axes=['data']
+    """
+    try:
+        yield
+    except ConfigError as error:
+        parts = (error.what, "\n".join(error.where), error.accepted, error.todo)
+        what, where, accepted, todo = map(_as_arguments, parts)
+        if (what, where, accepted, todo) == parts:
+            raise
+        raise ConfigError(
+            what, where=where.splitlines(), accepted=accepted, todo=todo
+        ) from error.__cause__
+
+
+def _as_arguments(text: str) -> str:
+    said = _KEY.sub(lambda key: _KEYS[key[0]], text)
+    return _NAMES.sub(lambda names: ", ".join(map(repr, names[0].split(","))), said)
 
 
 def make_settings(
@@ -96,8 +135,8 @@ def update_options(update: UpdateOptions | None, clip_norm: float | None) -> Upd
     return replace(found, clip_norm=clip_norm)
 
 
-def is_local(batch_is: str) -> bool:
-    """Return whether processes give their own parts of a batch.
+def checked_batch_is(batch_is: str) -> BatchIs:
+    """Return what a process gives in a step.
 
     Raises:
         ConfigError: the text says neither.
@@ -108,4 +147,4 @@ def is_local(batch_is: str) -> bool:
             where="the argument batch_is",
             accepted="'global', the whole batch; 'local', the part of this process",
         )
-    return batch_is == "local"
+    return cast(BatchIs, batch_is)

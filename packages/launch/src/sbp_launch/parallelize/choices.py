@@ -7,17 +7,33 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import yaml  # type: ignore[import-untyped] # its stubs are a package of their own
 
-from sbp_core.errors import ConfigError
-from sbp_core.plugins import ChecksOthers, PluginRegistry, discover
+from sbp_core.cluster import Cluster
+from sbp_core.errors import ConfigError, SbpTypeError
+from sbp_core.plugins import ChecksOthers, PlanRequest, PluginRegistry, discover
+from sbp_core.runtime import Runtime
+from sbp_core.strategy import Strategy
 from sbp_launch.catalog import Catalog, make_catalog
 from sbp_launch.refusals import nearest_option
 
 #: How an object is chosen: by name, by name and settings, or as it is.
 Choice = str | Mapping[str, Any]
+
+
+@runtime_checkable
+class _Plans(Protocol):
+    def plan(self, request: PlanRequest) -> Strategy: ...
+
+
+#: What may be passed in the place of a name, by kind.
+_OBJECTS: Mapping[str, tuple[tuple[type, ...], str]] = {
+    "cluster": ((Cluster,), "a Cluster"),
+    "planner": ((_Plans, Strategy), "a planner, or a Strategy"),
+    "runtime": ((Runtime,), "a Runtime"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,8 +126,17 @@ class Choices:
 
         Raises:
             ConfigError: see `option` and `make`.
+            SbpTypeError: an object of another kind was passed.
         """
         if not isinstance(choice, str | Mapping):
+            types, accepted = _OBJECTS[kind]
+            if not isinstance(choice, types) or isinstance(choice, type):
+                raise SbpTypeError(
+                    f"{kind} is {'the class ' if isinstance(choice, type) else 'of type '}"
+                    f"{(choice if isinstance(choice, type) else type(choice)).__name__}",
+                    where=f"the argument {kind}",
+                    accepted=f"a name, a mapping of name and settings, or {accepted}",
+                )
             return choice
         self._options[kind] = self.option(kind, choice, **own)
         return self.make(self._options[kind])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from sbp_core.boxing import BoxingBackend
 from sbp_core.plugins import PluginRegistry
-from sbp_core.runtime import Runtime
+from sbp_core.runtime import BatchIs, Runtime
 from sbp_launch.planning import PlanSettings
 from sbp_launch.world import World
 
@@ -23,7 +23,7 @@ class Engine:
         world: This process among all.
         registry: The plugins.
         seed: Of random numbers in the step, such as those of dropout.
-        is_local: Whether a process gives its own part of each batch.
+        batch_is: What a process gives in a step: `global`, the whole batch; `local`, its own part.
     """
 
     settings: PlanSettings
@@ -32,4 +32,15 @@ class Engine:
     world: World
     registry: PluginRegistry
     seed: int
-    is_local: bool
+    batch_is: BatchIs
+
+    @property
+    def gives_parts(self) -> bool:
+        """Whether a process gives less than the batch of a step: one that is alone gives it all."""
+        return self.batch_is == "local" and self.world.size > 1
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of this process."""
+        mesh = self.settings.mesh
+        return mesh.rank_list if self.world.size == 1 else (self.world.rank,)

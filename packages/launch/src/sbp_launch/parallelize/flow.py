@@ -56,14 +56,14 @@ def plan_program(
     """
     settings = engine.settings
     degree = 1
-    if engine.is_local:
+    if engine.gives_parts:
         sizes = zip(settings.mesh.axes, settings.mesh.mesh_shape, strict=True)
         degree = prod(size for axis, size in sizes if axis not in _SHARING)
     for _ in range(2):
         example = micro_batch(batch, settings.micro_batches, degree)
         graph = capture_training(program.model, program.loss, example, program.optimizer, settings)
         strategy = _strategy(graph, planner, pins, settings)
-        parts = _batch_parts(graph, strategy) if engine.is_local else 1
+        parts = _batch_parts(graph, strategy) if engine.gives_parts else 1
         if parts == degree:
             planned = compiled(graph, strategy, settings)
             return with_memory(planned, settings.cluster), degree

@@ -71,7 +71,7 @@ class Forwards:
         if found.steps_done != training.steps_done:
             found.session.load_state_dict(self._states(training, found.session))
             found.steps_done = training.steps_done
-        return found.session.step(flat, scalars)
+        return found.session.step(flat, scalars, batch_is=self._engine.batch_is)
 
     def _start(self, training: Session, batch: Any, *, in_evaluation: bool) -> _Started:
         settings = self._engine.settings

@@ -18,7 +18,7 @@ from sbp_core.boxing import BoxingBackend, Communicator
 from sbp_core.placement import Placement
 from sbp_core.runtime import Session
 from sbp_core.sbp import B, NdSbp
-from sbp_launch.parallelize.agreement import compare, digest_of, gathering, manifest
+from sbp_launch.parallelize.agreement import Gather, compare, digest_of, gathering, manifest
 from sbp_launch.parallelize.engine import Engine
 from sbp_launch.parallelize.program import OneDeviceProgram
 from sbp_launch.planning import Planned
@@ -36,7 +36,7 @@ def join(
     engine: Engine,
     program: OneDeviceProgram,
     states: Mapping[str, Tensor],
-) -> None:
+) -> Gather | None:
     """See that all processes mean the same, and let them begin with the same states.
 
     Args:
@@ -47,11 +47,14 @@ def join(
         program: What was planned.
         states: Those with which it was started.
 
+    Returns:
+        What gathers texts of all ranks, while no step runs; None if one process has all ranks.
+
     Raises:
         ConfigError: the processes have different programs.
     """
     if not backend.spans_processes or len(planned.plan.ranks) == 1:
-        return
+        return None
     (rank,) = backend.local_ranks()
     ranks = [part.rank for part in planned.plan.ranks]
     communicator = backend.communicator(rank)
@@ -60,13 +63,13 @@ def join(
     gather = gathering(communicator, ranks, DEADLINE_S, device)
     chosen = {
         "the mesh": engine.settings.mesh,
-        "batch_is": "local" if engine.is_local else "global",
+        "batch_is": engine.batch_is,
         "seed": engine.seed,
         "the seed of the model": program.deferred.seed if program.deferred else "",
     }
     compare(manifest(planned, engine.registry, chosen), gather)
     if not isinstance(states, dict):
-        return  # each is made when it is asked for, from a seed, which has been compared
+        return gather  # each is made when it is asked for, from a seed, which has been compared
     found = gather("the first states", digest_of(states))
     if len(set(found.values())) > 1:
         if rank == ranks[0]:
@@ -81,6 +84,7 @@ def join(
                 for name, value in states.items()
             }
         )
+    return gather
 
 
 def _from_first(

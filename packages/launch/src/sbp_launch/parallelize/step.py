@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,26 +15,23 @@ from torch import Tensor, nn
 
 from sbp_core.compile import PhysicalPlan
 from sbp_core.errors import ConfigError, RunError, SbpValueError
-from sbp_core.graph import InputKind, LogicalGraph
-from sbp_core.runtime import Session
+from sbp_core.graph import LogicalGraph
+from sbp_core.runtime import Session, batch_parts, local_samples
 from sbp_core.strategy import Strategy
+from sbp_launch.parallelize.agreement import Gather, compare_batches
 from sbp_launch.parallelize.engine import Engine
 from sbp_launch.parallelize.forward import Forwards
 from sbp_launch.parallelize.joining import join
 from sbp_launch.parallelize.output import StepOutput
 from sbp_launch.parallelize.program import OneDeviceProgram
 from sbp_launch.parallelize.saved import read_folder, write_folder
+from sbp_launch.parallelize.scalars import UpdateScalars
 from sbp_launch.plan_output import print_plan
 from sbp_launch.planning import Planned
 from sbp_launch.world import World
-from sbp_torch.capture import current_scalars, flatten_batch
+from sbp_torch.capture import flatten_batch
 from sbp_torch.interchange.torch_states import to_model_state, to_optimizer_state
 from sbp_torch.optim import note_step
-
-logger = logging.getLogger(__name__)
-
-#: Settings of parameter groups that are inputs of a step only if `UpdateOptions.scheduled` says so.
-_CAPTURED = ("weight_decay", "momentum", "betas")
 
 
 class ParallelStep:
@@ -61,14 +57,11 @@ class ParallelStep:
         self._forwards = Forwards(program, planned, engine, degree)
         self._session: Session | None = None
         self._first_step, self._updates, self._is_over = 0, True, False
-        self._scalars = current_scalars(program.optimizer, program.update).keys()
-        self._settings_then = self._group_settings()
-        count = planned.graph.num_micro_batches
-        self._shapes = {
-            entry.name: (shape[0] * count // (degree if engine.is_local else 1), *shape[1:])
-            for entry in planned.graph.inputs
-            if entry.kind is InputKind.BATCH and (shape := planned.graph.tensor(entry.name).shape)
-        }
+        self._scalars = UpdateScalars(program.optimizer, program.update)
+        #: What compares the first batch over the ranks of other processes.
+        self._gather: Gather | None = None
+        ranks = engine.ranks if engine.batch_is == "local" else engine.settings.mesh.rank_list
+        self._parts = batch_parts(planned.plan, ranks)
 
     # Life.
 
@@ -90,7 +83,9 @@ class ParallelStep:
         states = self._program.first_states(self._given_states)
         session = self._engine.runtime.start(self._planned.plan, states, backend)
         try:
-            join(session, backend, self._planned, self._engine, self._program, states)
+            self._gather = join(
+                session, backend, self._planned, self._engine, self._program, states
+            )
         except BaseException as error:
             session.__exit__(type(error), error, error.__traceback__)
             raise
@@ -158,13 +153,14 @@ class ParallelStep:
                     "leaves that out"
                 )
             return self._forward(batch, in_evaluation=False)
-        values: dict[str, float] = {**self._update_scalars(scalars), **self._draws()}
-        found = StepOutput.of(self._step(flat, values))
+        values: dict[str, float] = {**self._scalars.now(scalars), **self._draws()}
+        session = self.session
+        if self._gather is not None:
+            compare_batches(self._parts, flat, self._gather)
+            self._gather = None
+        found = session.step(flat, values, batch_is=self._engine.batch_is)
         note_step(self._program.optimizer)
-        return found
-
-    def _step(self, flat: Mapping[str, Tensor], values: Mapping[str, float]) -> Any:
-        return self.session.step(flat, values)
+        return StepOutput.of(found)
 
     def evaluate(self, batch: Any, /) -> StepOutput:
         """Return loss and metrics of a batch in evaluation mode; nothing changes.
@@ -197,59 +193,6 @@ class ParallelStep:
         """Return what random numbers are counted with."""
         return {"seed": self._engine.seed, "step": self.steps_done}
 
-    def _update_scalars(self, given: Mapping[str, float]) -> dict[str, float]:
-        """Return every scalar of the update: those given, and what the optimizer says now.
-
-        Raises:
-            SbpValueError: one is given that there is not; or a group's setting has changed that is
-                no input of the step.
-        """
-        now = current_scalars(self._program.optimizer, self._program.update)
-        for name, value in given.items():
-            meant = [own for own in now if own == name or own.rpartition(".")[0] == name]
-            if not meant:
-                raise SbpValueError(
-                    f"the update has no scalar {name!r}",
-                    accepted=", ".join(now),
-                    todo="weight_decay, momentum, beta1 and beta2 are scalars if they are named in "
-                    "update=UpdateOptions(scheduled=(...))",
-                )
-            now |= dict.fromkeys(meant, float(value))
-        changed = self._group_settings()
-        if changed != self._settings_then:
-            raise self._changed_setting(changed)
-        return now
-
-    def _group_settings(self) -> list[dict[str, Any]]:
-        """Return the settings of parameter groups that the captured step has as constants."""
-        scheduled = self._program.update.scheduled
-        betas = {"beta1", "beta2"}
-        kept = [
-            key
-            for key in _CAPTURED
-            if key not in scheduled and not (key == "betas" and betas & {*scheduled})
-        ]
-        return [
-            {key: group[key] for key in kept if key in group}
-            for group in self._program.optimizer.param_groups
-        ]
-
-    def _changed_setting(self, now: list[dict[str, Any]]) -> SbpValueError:
-        number, key = next(
-            (number, key)
-            for number, (one, other) in enumerate(zip(self._settings_then, now, strict=True))
-            for key in one
-            if one[key] != other[key]
-        )
-        names = '"beta1", "beta2"' if key == "betas" else f'"{key}"'
-        return SbpValueError(
-            f"{key} of parameter group {number} is {now[number][key]} now, and was "
-            f"{self._settings_then[number][key]} when the step was captured",
-            where="the optimizer",
-            accepted="a change of lr, and of what is scheduled",
-            todo=f"pass update=UpdateOptions(scheduled=({names},)) to parallelize",
-        )
-
     def _checked(self, batch: Any) -> dict[str, Tensor]:
         """Return a batch by name.
 
@@ -257,20 +200,44 @@ class ParallelStep:
             SbpValueError: it has another number of samples than every step.
         """
         flat = flatten_batch(batch)
-        for name, wanted in self._shapes.items():
-            value = flat.get(name)
+        for name, part in self._parts.items():
+            value, wanted = flat.get(name), part.shape
             if value is None or value.dim() != len(wanted) or tuple(value.shape) == wanted:
                 continue
             if tuple(value.shape[1:]) == wanted[1:]:
+                of = " of this process" if self._engine.gives_parts else ""
                 raise SbpValueError(
-                    f"{name!r} has {value.shape[0]} samples, and every step takes {wanted[0]}"
-                    + (" of each process" if self._engine.is_local and self.world.size > 1 else ""),
+                    f"{name!r} has {value.shape[0]} samples{of}, and every step takes {wanted[0]}",
                     where="batch",
                     accepted=f"shape {wanted}",
                     todo="leave out the last, smaller batch: DataLoader(..., drop_last=True); "
                     "step.evaluate takes any size",
                 )
         return flat
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Parts of a batch that processes load: `num_replicas` of a `DistributedSampler`.
+
+        Raises:
+            SbpValueError: the ranks hold other samples of one batch tensor than of another.
+        """
+        if self.world.size == 1:
+            return 1
+        plan = self._planned.plan
+        held = (sum(map(len, local_samples(plan, [part.rank]))) for part in plan.ranks)
+        of = next((part.of for part in self._parts.values() if part.shape), 1)
+        return of // max(held, default=of)
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which part this process loads: `rank` of a `DistributedSampler`.
+
+        Processes that hold the same samples, along an axis `tensor`, load the same part; one that
+        reads no batch, in the middle of a pipeline, may load any.
+        """
+        samples = local_samples(self._planned.plan, self._engine.ranks)
+        return samples[0].start // len(samples[0]) if samples else 0
 
     # States.
 
