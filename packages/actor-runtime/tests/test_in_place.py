@@ -20,11 +20,10 @@ from actor_plans import (
 
 from sbp_actor_runtime.configs import ActorConfig
 from sbp_actor_runtime.session import build
-from sbp_core.compile.donation import donate_states
+from sbp_core.compile import OVERWRITE
 from sbp_core.compile.physical import Actor, Compute, Instruction, PhysicalPlan
 from sbp_core.errors import RunError
-from sbp_core.graph.ir import Ref
-from sbp_core.graph.primitives import OVERWRITE
+from sbp_core.graph.ir import Rate, Ref
 from sbp_core.memory import predict_memory
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.memory.meter import MemoryMeter
@@ -32,18 +31,18 @@ from sbp_torch.testing.cases import compile_case
 
 
 def _in_place() -> PhysicalPlan:
-    return donate_states(compile_case(DATA))
+    return compile_case(DATA, in_place_states=True)
 
 
 def _failing_late(plan: PhysicalPlan) -> PhysicalPlan:
     """Let rank 0 fail in a last actor, after its states were overwritten."""
     part = plan.by_rank[0]
-    last = part.by_name[part.orders["compute"][-1][0]]
+    last = next(actor for actor in part.actors if isinstance(actor, Compute))
     state = next(slot.name for slot in part.slots if slot.sbp is not None)
     call = Instruction(op=operator("fail_after_gate"), args=(Ref(state),), outputs=("bad",))
     late = replace(
-        last, name="late", inputs=(), reads=(state,), outputs=(), emits=(), writes=(),
-        in_place=(), instructions=(call,),
+        last, name="late", rate=Rate.STEP, inputs=(), reads=(state,), outputs=(), emits=(),
+        writes=(), in_place=(), instructions=(call,),
     )  # fmt: skip
     order = (*part.orders["compute"], ("late", 0))
     orders = {**part.orders, "compute": order}
@@ -146,7 +145,7 @@ def test_an_interrupt_before_new_states_take_force_mixes_no_steps(
             assert_states(session, training_step(DATA).states)
 
 
-def test_segments_overwrite_a_state_right_after_its_last_reader() -> None:
+def test_segments_copy_a_state_right_after_its_last_reader() -> None:
     for actor in _in_place().ranks[0].actors:
         waiting: list[str] = []
         for entry in actor.instructions if isinstance(actor, Compute) else ():
@@ -165,7 +164,7 @@ def _overwrites(actor: Actor) -> list[Instruction]:
 
 
 def test_the_peak_is_as_predicted_and_lower() -> None:
-    plan = donate_states(compile_case("data parallel"))
+    plan = compile_case("data parallel", in_place_states=True)
     step = training_step("data parallel")
     meter = MemoryMeter(plan)
     runtime = build(ActorConfig())

@@ -103,5 +103,6 @@ def build(config: EmptyConfig) -> RuleSet:
         copies=frozenset({"clone"}),
         extremes={"amax": "maximum"},
         on_shards={"aten.view.default": "aten.reshape.default"},
+        in_place=dict.fromkeys(("add", "lerp", "mul", "neg", "sub"), (0,)),
     )
     return RuleSet(rules=RULES, pointwise=Rule(_pointwise), traits=traits)

@@ -46,7 +46,7 @@ def test_what_needs_no_boxing_is_one_segment_for_each_phase() -> None:
     plan = _plan(diamond())
 
     (names,) = {tuple(actor.name for actor in part.actors) for part in plan.ranks}
-    assert names == ("forward.0.0", "backward.0.0", "optimizer.0.0")
+    assert names == ("forward.0.0", "backward.0.0", "vote to commit", "commit", "optimizer.0.0")
     forward = plan.by_rank[0].by_name["forward.0.0"]
     assert [entry.node for entry in forward.instructions] == ["y", "a", "b", "c", "loss"]
     assert forward.reads == ("x", "w")
@@ -260,10 +260,11 @@ def test_actors_of_a_stage_have_the_same_names_on_all_its_ranks() -> None:
 def test_boxing_bytes_are_the_price_of_the_steps_times_their_firings() -> None:
     plan = _plan(diamond(), signatures={"y": "S(1) | S(0) -> P"})
 
-    assert plan.boxing_bytes == 2 * (2 - 1) * 4 * 4 * 4
-    once, thrice = pipeline_plan(1, (1, 1)), pipeline_plan(3, (1, 1))
+    commit = 2 * (2 - 1) * 4
+    assert plan.boxing_bytes == 2 * (2 - 1) * 4 * 4 * 4 + commit
     loss = 4  # goes to the other stage once a step
-    assert thrice.boxing_bytes - loss == 3 * (once.boxing_bytes - loss) > 0
+    once, thrice = (pipeline_plan(n, (1, 1)).boxing_bytes - commit - loss for n in (1, 3))
+    assert thrice == 3 * once > 0
 
 
 def test_compilation_is_deterministic() -> None:

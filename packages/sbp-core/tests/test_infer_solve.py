@@ -64,8 +64,8 @@ def test_data_parallel_moves_the_bytes_of_ring_all_reduces():
 
     strategy = infer(graph, pins=DATA_PARALLEL)
 
-    weights = 4 * (4 * 8 + 8 * 4)
-    assert strategy.report["predicted_boxing_bytes"] == 2 * 3 * (weights + 4)
+    weights, loss, commit = 4 * (4 * 8 + 8 * 4), 4, 4
+    assert strategy.report["predicted_boxing_bytes"] == 2 * 3 * (weights + loss + commit)
 
 
 def test_gradients_are_reduced_after_accumulation_not_before():

@@ -10,6 +10,12 @@ from sbp_core.signatures import OperatorTraits
 
 __all__ = ["TRAITS"]
 
+#: Elementwise operators of which every overload has an in-place form over its first argument.
+_ELEMENTWISE = (
+    "abs", "add", "addcdiv", "addcmul", "clamp", "clamp_max", "clamp_min", "div", "exp", "lerp",
+    "masked_fill", "mul", "neg", "reciprocal", "relu", "rsqrt", "sign", "sqrt", "sub",
+)  # fmt: skip
+
 TRAITS = OperatorTraits(
     views=VIEWS,
     casts=frozenset({"_to_copy"}),
@@ -31,4 +37,6 @@ TRAITS = OperatorTraits(
         "aten.view.default": "aten.reshape.default",
         "aten._unsafe_view.default": "aten.reshape.default",
     },
+    in_place=dict.fromkeys(_ELEMENTWISE, (0,))
+    | {"fused_adagrad": (0, 2), "fused_adam": (0, 2, 3, 4), "fused_sgd": (0, 2)},
 )

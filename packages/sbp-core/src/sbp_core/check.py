@@ -164,8 +164,10 @@ def _check_register(plan: PhysicalPlan, part: RankPlan, register: Register) -> N
     if lacking:
         raise PlanError(f"{register.producer!r} does not make {sorted(lacking)}", where=where)
     producer = part.by_name[register.producer]
+    # A register without values may say that the last micro-batch of a step is through.
+    is_token = not register.keys and register.rate is Rate.STEP
     # With one micro-batch the two rates are the same number of fillings.
-    if register.rate is not producer.fill_rate and plan.num_micro_batches > 1:
+    if register.rate is not producer.fill_rate and plan.num_micro_batches > 1 and not is_token:
         raise PlanError(
             f"{producer.name!r} fills at rate {producer.fill_rate.value!r}, the register at rate "
             f"{register.rate.value!r}",

@@ -1,7 +1,8 @@
 """Compile: graph and strategy -> `PhysicalPlan`.
 
 In order: `lower` (with `legality`, `items`), `buckets` (with `packing`), `segments` (with `levels`,
-`program`, `cuts`, `instructions`, `registers`), `order` (with `token_game`), `donation`.
+`program`, `cuts`, `instructions`, `registers`), `donation` (with `dataflow`, `overwriting`),
+`commit`, `order` (with `token_game`).
 
 before: a graph of ops on logical tensors, and a signature for each
 after:  for each rank, actors with registers, quotas, threads and a fixed firing order
@@ -12,12 +13,14 @@ Stability: provisional.
 from __future__ import annotations
 
 from sbp_core.compile.buckets import bucket
+from sbp_core.compile.commit import COMMIT, insert_commit
 from sbp_core.compile.donation import donate_states
 from sbp_core.compile.items import Lowered
 from sbp_core.compile.legality import check_strategy
 from sbp_core.compile.liveness import dying_keys, keys_in, keys_out
 from sbp_core.compile.lower import lower
 from sbp_core.compile.order import order_firings
+from sbp_core.compile.overwriting import is_in_place
 from sbp_core.compile.physical import (
     Accumulate,
     Actor,
@@ -34,13 +37,14 @@ from sbp_core.compile.physical import (
     StateSlot,
     to_json,
 )
-from sbp_core.compile.segments import CompileOptions, form_plan
+from sbp_core.compile.segments import CompileOptions, boxing_thread, form_plan
 from sbp_core.compile.token_game import TokenGame
 from sbp_core.graph.ir import LogicalGraph
 from sbp_core.graph.primitives import LOCAL_BOX, OVERWRITE
 from sbp_core.strategy import Strategy
 
 __all__ = [
+    "COMMIT",
     "LOCAL_BOX",
     "OVERWRITE",
     "Accumulate",
@@ -64,6 +68,7 @@ __all__ = [
     "compile_plan",
     "dying_keys",
     "form_plan",
+    "is_in_place",
     "keys_in",
     "keys_out",
     "lower",
@@ -85,5 +90,7 @@ def compile_plan(
     """
     options = options or CompileOptions()
     lowered = bucket(graph, lower(graph, strategy), options.bucket_bytes, options.cluster)
-    plan = order_firings(form_plan(graph, strategy, lowered, options))
-    return donate_states(plan) if options.in_place_states else plan
+    plan = form_plan(graph, strategy, lowered, options)
+    if options.in_place_states:
+        plan = donate_states(plan)
+    return order_firings(insert_commit(plan, boxing_thread(options), options.cluster))

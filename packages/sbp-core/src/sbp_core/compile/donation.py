@@ -1,154 +1,140 @@
 """Let new values of states take the memory of the old ones, where nobody looks at it any more.
 
-before: a = addcdiv(v, ...); b = addcdiv(w, ...)       [kept to the end of the step, beside v, w]
-after:  a = addcdiv(v, ...); v <- a; b = addcdiv(w, ...); w <- b            (`Actor.in_place`)
+before: a = addcdiv(v, ...); b = matmul(w, ...)       [kept to the end of the step, beside v, w]
+after:  a = addcdiv_(v, ...); b = matmul(w, ...); w <- b                     (`Actor.in_place`)
 
-A segment writes each state as soon as nothing of it looks at the old value any more, so that new
-values need not be there together. What a boxing step makes is copied after its firing. A step that
-fails after the first such write leaves states of two steps.
+An update that has an in-place form writes over its state; what has none is copied over the state as
+soon as nothing of its segment looks at the old value any more, and what boxing makes after its
+firing (`overwriting`). No update begins before the commit of the step (`commit`), by which all that
+is not an update is through on every rank: so whoever needs an old value without needing an update
+has had it, on whatever thread or rank.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
-from sbp_core.compile.liveness import keys_in
-from sbp_core.compile.physical import (
-    Actor,
-    Compute,
-    Instruction,
-    PhysicalPlan,
-    RankPlan,
-    Send,
+from sbp_core.compile.dataflow import (
+    Successors,
+    downstream,
+    looks_at,
+    memory_of_states,
+    successors,
 )
-from sbp_core.graph.ir import Rate, Ref, refs
-from sbp_core.graph.primitives import LOCAL_BOX, OVERWRITE
-from sbp_core.signatures.views import is_view
+from sbp_core.compile.overwriting import Overwriting
+from sbp_core.compile.physical import Actor, Compute, PhysicalPlan, Send
+from sbp_core.graph.ir import Phase, Rate
+
+#: Stands before the name of a state for the memory of its new value.
+_NEW = "new "
 
 
 def donate_states(plan: PhysicalPlan) -> PhysicalPlan:
     """Return the plan with `in_place` set on every actor that may overwrite states.
 
-    A state is overwritten after the firing that makes its new value, once a step, if on that rank
-    only compute segments read it or look at its memory, and all of them have fired before, on the
-    same thread; no result and no other state looks at it.
+    A state is overwritten by an actor of the optimizer phase that fires once a step, if on all
+    ranks everybody else who looks at its memory does so before the commit, or hands the actor what
+    it needs; and no result and no other state looks at its memory, old or new.
 
     Args:
-        plan: With firing orders.
+        plan: Without firing orders.
     """
-    return replace(plan, ranks=tuple(_of_rank(plan, part) for part in plan.ranks))
-
-
-def _of_rank(plan: PhysicalPlan, part: RankPlan) -> RankPlan:
-    # An order lists every firing, so the last one of each actor is what remains.
-    last_firing = {
-        name: (thread, number)
-        for thread, order in part.orders.items()
-        for number, (name, _) in enumerate(order)
-    }
-    tensors = {slot.name: slot for slot in part.slots if slot.sbp is not None}
-    views = _views(part, set(tensors))
-    actors: list[Actor] = []
-    for actor in part.actors:
-        states = [name for name, _ in actor.writes if name in tensors]
-        taken: tuple[str, ...] = ()
-        # What is written for each micro-batch goes on to the next through a register instead.
-        if actor.rate is Rate.STEP:
-            taken = tuple(s for s in states if _is_free(part, actor, s, views, last_firing))
-        if isinstance(actor, Compute) and taken:
-            actor = _overwriting(replace(actor, in_place=taken), views)
-        elif not isinstance(actor, Send) and taken:
-            actor = replace(actor, in_place=taken)
-        actors.append(actor)
-    return replace(part, actors=tuple(actors))
-
-
-def _overwriting(actor: Compute, views: Mapping[str, set[str]]) -> Compute:
-    """Return a segment that writes its states itself, each after the last look at its memory."""
-    # A new value goes over the old one as soon as both hold: it is made, and nothing of the segment
-    # looks at the old one any more.
-    #
-    #     0  t = view(w)
-    #     1  a = addcdiv(w, ..)    <- a is made here
-    #     2  n = norm(t)           <- the last look at the memory of w
-    #     -  w <- a                after instruction 2; a dies here, not at the end of the step
-    made = {key: at for at, entry in enumerate(actor.instructions) for key in entry.outputs}
-    behind: dict[int, list[Instruction]] = defaultdict(list)
-    writes = []
-    for state, key in actor.writes:
-        if state in actor.in_place and key in made:
-            looks = [
-                at
-                for at, entry in enumerate(actor.instructions)
-                if any(state in views.get(name, ()) for name in keys_in(entry))
-            ]
-            done = f"{state} <- {key}"
-            at = max((made[key], *looks))
-            behind[at].append(
-                Instruction(
-                    op=OVERWRITE,
-                    args=(Ref(state), Ref(key)),
-                    outputs=(done,),
-                    node=actor.instructions[made[key]].node,
-                )
-            )
-            # What leaves the segment as the state's new value is the old memory, written anew.
-            key = done
-        writes.append((state, key))
+    plan_memory = _Memory.of(plan)
+    writers = plan_memory.candidates()
+    flow = successors(plan)
+    while True:
+        after = downstream(flow, {name for names in writers.values() for name in names})
+        late = {
+            s for s, names in writers.items() if _is_read_late(plan_memory, flow, after, s, names)
+        }
+        if not late:
+            break
+        # What is no update after all may be done before the commit, with all that follows on it.
+        writers = {state: names for state, names in writers.items() if state not in late}
+    rewriting = Overwriting(plan_memory.of_keys)
     return replace(
-        actor,
-        # To be written, the old value must be at hand, even if no instruction computes with it.
-        reads=tuple(dict.fromkeys((*actor.reads, *actor.in_place))),
-        writes=tuple(writes),
-        instructions=tuple(
-            part for at, entry in enumerate(actor.instructions) for part in (entry, *behind[at])
+        plan,
+        ranks=tuple(
+            replace(
+                part,
+                actors=tuple(_overwriting(actor, writers, rewriting) for actor in part.actors),
+            )
+            for part in plan.ranks
         ),
     )
 
 
-def _views(part: RankPlan, states: set[str]) -> dict[str, set[str]]:
-    """Return for each key that may lie in the memory of states, which; states lie in their own."""
-    found: dict[str, set[str]] = {name: {name} for name in states}
-    changed = True
-    while changed:
-        # Until nothing changes: a view may go to an actor that is listed before its maker.
-        changed = False
-        for actor in part.actors:
-            for entry in actor.instructions if isinstance(actor, Compute) else ():
-                # A local step may slice, which only looks.
-                if entry.op != LOCAL_BOX and not is_view(entry.op):
-                    continue
-                seen = {s for ref in refs(entry.args) for s in found.get(ref.name, ())}
-                for key in entry.outputs:
-                    if not seen <= found.get(key, set()):
-                        found[key] = found.get(key, set()) | seen
-                        changed = True
-    return found
+@dataclass(frozen=True)
+class _Memory:
+    """Who looks at the memory of which state, by name, over all ranks.
+
+    Args:
+        of_keys: For each key the states in whose memory it may lie.
+        lookers: For each state the actors that take something which lies in its memory.
+        writers: For each tensor that is a state, the actors that make its new value.
+        exposed: States in whose memory, old or new, a result or another state may lie.
+    """
+
+    of_keys: Mapping[str, frozenset[str]]
+    lookers: Mapping[str, set[str]]
+    writers: Mapping[str, Mapping[str, Actor]]
+    exposed: frozenset[str]
+
+    @classmethod
+    def of(cls, plan: PhysicalPlan) -> _Memory:
+        states = {slot.name for part in plan.ranks for slot in part.slots if slot.sbp is not None}
+        seeds: dict[str, set[str]] = {name: {name} for name in states}
+        written = {pair for part in plan.ranks for actor in part.actors for pair in actor.writes}
+        for state, key in written:
+            seeds.setdefault(key, set()).add(f"{_NEW}{state}")
+        of_keys = memory_of_states(plan, seeds)
+        lookers: dict[str, set[str]] = defaultdict(set)
+        writers: dict[str, dict[str, Actor]] = defaultdict(dict)
+        exposed: set[str] = set()
+        for part in plan.ranks:
+            for actor in part.actors:
+                for name in looks_at((*actor.inputs, *actor.reads), of_keys):
+                    lookers[name].add(actor.name)
+                for state, _ in actor.writes:
+                    if state in states:
+                        writers[state][actor.name] = actor
+                exposed |= looks_at((key for _, key in actor.emits), of_keys)
+        for state, key in written:
+            exposed |= of_keys[key] - {f"{_NEW}{state}"}
+        return cls(of_keys, lookers, writers, frozenset(exposed))
+
+    def candidates(self) -> dict[str, set[str]]:
+        """Return the states that may be overwritten as far as their writers go, and these."""
+        return {
+            state: set(actors)
+            for state, actors in self.writers.items()
+            if not {state, f"{_NEW}{state}"} & self.exposed
+            # What is written for each micro-batch goes on to the next through a register; and what
+            # the forward phase writes is in force with the step, not before.
+            and all(_is_update(actor) for actor in actors.values())
+        }
 
 
-def _is_free(
-    part: RankPlan,
-    writer: Actor,
-    state: str,
-    views: Mapping[str, set[str]],
-    last_firing: Mapping[str, tuple[str, int]],
+def _is_update(actor: Actor) -> bool:
+    return actor.rate is Rate.STEP and actor.phase is Phase.OPTIMIZER
+
+
+def _is_read_late(
+    memory: _Memory, flow: Successors, after: set[str], state: str, writers: Iterable[str]
 ) -> bool:
-    """Whether nobody looks at the memory of a state once its writer has fired."""
+    """Whether somebody may look at an old value when its writer has begun."""
+    own = set(writers)
+    others = (memory.lookers.get(state, set()) & after) - own
+    # A later update that hands the writer what it has made of the old value has done so before.
+    return any(not own <= downstream(flow, {name}) for name in others) or len(own) > 1
 
-    def looks(keys: Sequence[str]) -> bool:
-        return any(state in views.get(key, ()) for key in keys)
 
-    thread, when = last_firing[writer.name]
-    for actor in part.actors:
-        # It would change under a result that is read after the step, or under another state.
-        if looks([key for _, key in (*actor.emits, *actor.writes)]):
-            return False
-        if looks((*actor.inputs, *actor.reads)):
-            its_thread, its_time = last_firing[actor.name]
-            # A message may still be on its way out when the actor that sent it has fired; and the
-            # firings of other threads have no fixed time.
-            if not isinstance(actor, Compute) or its_thread != thread or its_time > when:
-                return False
-    return True
+def _overwriting(actor: Actor, writers: Mapping[str, set[str]], rewriting: Overwriting) -> Actor:
+    """Return an actor that overwrites those of its states that it may."""
+    taken = tuple(state for state, _ in actor.writes if actor.name in writers.get(state, ()))
+    if not taken or isinstance(actor, Send):
+        return actor
+    changed = replace(actor, in_place=taken)
+    return rewriting.of(changed) if isinstance(changed, Compute) else changed

@@ -72,6 +72,11 @@ class CompileOptions:
 COMPUTE_THREAD, BOXING_THREAD = "compute", "boxing"
 
 
+def boxing_thread(options: CompileOptions) -> str:
+    """Return the name of the thread of a rank that boxing is done on."""
+    return BOXING_THREAD if options.boxing_thread else COMPUTE_THREAD
+
+
 def form_plan(
     graph: LogicalGraph, strategy: Strategy, lowered: Lowered, options: CompileOptions
 ) -> PhysicalPlan:
@@ -80,10 +85,10 @@ def form_plan(
         # Only with a thread for boxing: on one thread an earlier begin would overlap nothing.
         lowered = cut(graph, strategy, lowered, options.piece_s, options.cluster)
     program = Program(graph, strategy, lowered, options.cluster)
-    boxing_thread = BOXING_THREAD if options.boxing_thread else COMPUTE_THREAD
+    thread = boxing_thread(options)
     made = Instructions(program)
     ranks = tuple(
-        _rank_plan(program, made, rank, boxing_thread, options.prefetch) for rank in strategy.ranks
+        _rank_plan(program, made, rank, thread, options.prefetch) for rank in strategy.ranks
     )
     return PhysicalPlan(
         graph_hash=graph_hash(graph),

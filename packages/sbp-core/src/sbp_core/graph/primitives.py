@@ -11,6 +11,7 @@ from __future__ import annotations
 ALIAS = "aten.alias.default"
 CAT = "aten.cat.default"
 CLONE = "aten.clone.default"
+FULL = "aten.full.default"
 MULTIPLY = "aten.mul.Tensor"
 
 #: Copies the new value of a state over the old one: arguments are (state, value).

@@ -31,6 +31,7 @@ from typing import Any
 from sbp_core.boxing.step import BoxingStep
 from sbp_core.cluster import Cluster
 from sbp_core.compile.buckets import bucket
+from sbp_core.compile.commit import commit_step
 from sbp_core.compile.items import Item
 from sbp_core.compile.levels import is_gathered_on_use
 from sbp_core.compile.lower import lower
@@ -38,7 +39,7 @@ from sbp_core.compile.physical import ActorId, PhysicalPlan
 from sbp_core.compile.program import Program
 from sbp_core.compile.segments import CompileOptions
 from sbp_core.compile.token_game import TokenGame
-from sbp_core.cost import is_free, local_bytes
+from sbp_core.cost import boxing_step_time_s, is_free, local_bytes
 from sbp_core.graph.ir import LogicalGraph, Node, OutputKind, Phase, Rate
 from sbp_core.graph.primitives import ACCUMULATE
 from sbp_core.interpreter.firings import Firings
@@ -204,6 +205,11 @@ def predict_stages(
     program = Program(graph, strategy, bucketed, cluster)
     for item in bucketed.items:
         stages[item.target_stage].add_time(item, program.time_s(item))
+    commit = commit_step(strategy.stages) if graph.new_states else None
+    if commit is not None:
+        moved += commit.size_bytes
+        for stage in stages:  # all take part at once
+            stage.step_boxing_s += boxing_step_time_s(commit, cluster)
     return stages, moved
 
 

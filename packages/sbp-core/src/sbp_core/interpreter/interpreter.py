@@ -29,6 +29,7 @@ from sbp_core.compile.physical import (
     Send,
 )
 from sbp_core.compile.token_game import TokenGame
+from sbp_core.graph.ir import Rate
 from sbp_core.interpreter.domain import Domain, Firing, V, Values, is_firing_of
 from sbp_core.interpreter.firings import Firings
 
@@ -150,8 +151,9 @@ class Interpreter(Generic[V]):
         rank, actor, domain = firing.rank, firing.actor, self.domain
         is_last = firing.index == actor.num_firings(self.plan.num_micro_batches) - 1
         for register in self.plan.by_rank[rank].outputs_of[actor.name]:
-            # What is carried beyond the step is the state that the next step begins with.
-            if not (register.carries and is_last):
+            # What is carried beyond the step is the state that the next step begins with; and a
+            # register that is filled once a step is so with the last micro-batch.
+            if not (register.carries if is_last else register.rate is Rate.STEP):
                 self._fill(rank, register, {key: made[key] for key in register.keys})
         # Registers first, then results and states; what is made is let go last, so that it has a
         # holder all along if anybody keeps it.

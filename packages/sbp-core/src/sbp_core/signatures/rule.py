@@ -131,6 +131,9 @@ class OperatorTraits:
         extremes: Which reduce to the largest or smallest of the elements; `maximum` or `minimum`.
         on_shards: By operator and overload, what is called on a shard instead: a shard need not be
             contiguous where the whole tensor is, so that a view must be able to copy.
+        in_place: Which have a form that writes its results over arguments, `add_` of `add`, and
+            over which: the number of an argument for each result, those of a list one by one. A
+            result has the shape and dtype of its argument, or no smaller and no narrower ones.
     """
 
     views: frozenset[str] = frozenset()
@@ -140,6 +143,7 @@ class OperatorTraits:
     factories: frozenset[str] = frozenset()
     extremes: Mapping[str, str] = field(default_factory=dict)
     on_shards: Mapping[str, str] = field(default_factory=dict)
+    in_place: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from sbp_core.graph.ir import LogicalGraph
 from sbp_core.signatures.registry import installed_rules
@@ -27,6 +28,31 @@ def traits_of(op: str) -> OperatorTraits:
         op: Operator and overload, `aten.view.default`.
     """
     return installed_rules().traits(op)
+
+
+@dataclass(frozen=True, slots=True)
+class InPlaceForm:
+    """The form of an operator that writes its results over arguments, and returns these.
+
+    Args:
+        op: Its name, `aten.add_.Tensor`.
+        over: For each result the number of the argument that it is written over, those of a list
+            counted one by one.
+    """
+
+    op: str
+    over: tuple[int, ...]
+
+
+def in_place_form(op: str) -> InPlaceForm | None:
+    """Return the in-place form of an operator, or None if it has none.
+
+    Args:
+        op: Operator and overload, `aten.add.Tensor`.
+    """
+    namespace, kind, overload = (*op.split("."), "", "")[:3]
+    over = traits_of(op).in_place.get(kind)
+    return None if over is None else InPlaceForm(f"{namespace}.{kind}_.{overload}", over)
 
 
 def aliased_inputs(graph: LogicalGraph, value: str) -> Iterator[str]:

@@ -6,7 +6,8 @@
 
 Each runs the kernel behind `fused=True` of `torch.optim` on copies of the states. The number of
 steps is a host number (`default`), or a 0-d tensor where a step may be skipped (`tensor_step`).
-Importing this module registers them with PyTorch.
+Importing this module registers them with PyTorch. The forms in place, `fused_adam_` and kin, run it
+on the states themselves: only plans name these (`IN_PLACE`), so PyTorch need not know them.
 """
 
 from __future__ import annotations
@@ -45,11 +46,29 @@ def fused_adam(
         decoupled: Decay weights as AdamW does.
         settings: `beta1`, `beta2`, `weight_decay`, `eps`, `maximize`.
     """
-    new = [_copy(value) for value in (p, mean, square, *largest)]
+    p, mean, square, *most = (_copy(value) for value in (p, mean, square, *largest))
+    return fused_adam_(p, g, mean, square, most, step, lr, decoupled=decoupled, **settings)
+
+
+def fused_adam_(
+    p: Tensor,
+    g: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    largest: Sequence[Tensor],
+    step: Number | Tensor,
+    lr: Number,
+    *,
+    decoupled: bool,
+    **settings: float | bool,
+) -> list[Tensor]:
+    """Write the values of `fused_adam` over the parameter and its states, and return these."""
     kernel = torch.ops.aten._fused_adamw_ if decoupled else torch.ops.aten._fused_adam_
+    old = [p, mean, square, *largest]
+    new = [*map(_ordered, old)]
     lists = ([new[0]], [_like(g, p)], [new[1]], [new[2]], new[3:], [_count(step, p)])
     kernel(*lists, lr=lr, amsgrad=bool(largest), **settings)
-    return new
+    return _written(old, new)
 
 
 def fused_sgd(
@@ -64,10 +83,19 @@ def fused_sgd(
         lr: Learning rate.
         settings: `momentum`, `dampening`, `weight_decay`, `nesterov`, `maximize`.
     """
-    new = [_copy(value) for value in (p, *velocity)]
+    p, *speed = (_copy(value) for value in (p, *velocity))
+    return fused_sgd_(p, g, speed, lr, **settings)
+
+
+def fused_sgd_(
+    p: Tensor, g: Tensor, velocity: Sequence[Tensor], lr: Number, **settings: float | bool
+) -> list[Tensor]:
+    """Write the values of `fused_sgd` over the parameter and its velocity, and return these."""
+    old = [p, *velocity]
+    new = [*map(_ordered, old)]
     lists = ([new[0]], [_like(g, p)], new[1:])
     torch.ops.aten._fused_sgd_(*lists, lr=lr, is_first_step=False, **settings)
-    return new
+    return _written(old, new)
 
 
 def fused_adagrad(
@@ -88,15 +116,41 @@ def fused_adagrad(
         lr: Learning rate.
         settings: `lr_decay`, `weight_decay`, `eps`, `maximize`.
     """
-    new = [_copy(p), _copy(square)]
+    return fused_adagrad_(_copy(p), g, _copy(square), step, lr, **settings)
+
+
+def fused_adagrad_(
+    p: Tensor,
+    g: Tensor,
+    square: Tensor,
+    step: Number | Tensor,
+    lr: Number,
+    **settings: float | bool,
+) -> list[Tensor]:
+    """Write the values of `fused_adagrad` over parameter and sum of squares, and return these."""
+    old = [p, square]
+    new = [*map(_ordered, old)]
     lists = ([new[0]], [_like(g, p)], [new[1]], [_count(step, p)])
     torch.ops.aten._fused_adagrad_(*lists, lr=lr, **settings)
-    return new
+    return _written(old, new)
 
 
 def _copy(value: Tensor) -> Tensor:
     """Return a copy whose elements lie in order, as the kernels take for granted."""
     return value.clone(memory_format=torch.contiguous_format)
+
+
+def _ordered(value: Tensor) -> Tensor:
+    """Return a tensor, or a copy if its elements do not lie in order."""
+    return value if value.is_contiguous() else _copy(value)
+
+
+def _written(old: list[Tensor], new: list[Tensor]) -> list[Tensor]:
+    """Return the old tensors with the new values; most were written by the kernel itself."""
+    for one, other in zip(old, new, strict=True):
+        if one is not other:
+            one.copy_(other)
+    return old
 
 
 def _like(g: Tensor, p: Tensor) -> Tensor:
@@ -108,6 +162,15 @@ def _count(step: Number | Tensor, p: Tensor) -> Tensor:
         return step.to(device=p.device, dtype=torch.float32)
     return torch.full((), step, dtype=torch.float32, device=p.device)
 
+
+#: The forms in place by name: they return the tensors that they have written over.
+IN_PLACE: dict[str, Callable[..., list[Tensor]]] = {
+    "sbp.fused_adagrad_.default": fused_adagrad_,
+    "sbp.fused_adagrad_.tensor_step": fused_adagrad_,
+    "sbp.fused_adam_.default": fused_adam_,
+    "sbp.fused_adam_.tensor_step": fused_adam_,
+    "sbp.fused_sgd_.default": fused_sgd_,
+}
 
 #: Of each operator: its function, how many of the first arguments are tensors, its arguments.
 _SCHEMAS: dict[str, tuple[Callable[..., list[Tensor]], int, str]] = {

@@ -14,9 +14,9 @@ from sbp_core.errors import GraphError, SbpValueError
 from sbp_core.graph import Argument, Ref, Symbol
 from sbp_torch._torch_compat import OpOverload, return_types
 from sbp_torch.ops import constants as _constants  # noqa: F401 - registers sbp.constant
-from sbp_torch.ops import fused_updates as _fused_ops  # noqa: F401 - registers sbp.fused_*
 from sbp_torch.ops import random as _random_ops  # noqa: F401 - registers sbp.random_*
 from sbp_torch.ops import wide_products as _wide_products  # noqa: F401 - registers sbp.mm_as
+from sbp_torch.ops.fused_updates import IN_PLACE  # registers sbp.fused_*
 
 _HOST: dict[str, Callable[..., Any]] = {
     "add": operator.add,
@@ -47,7 +47,7 @@ def _piece(x: Any, _: Any, dim: int, index: int, count: int, settled: bool) -> A
 
 
 #: Operators of ours that torch need not know; their rules say what a shard runs instead.
-_OWN: dict[str, Callable[..., Any]] = {"sbp.after": _after, "sbp.piece": _piece}
+_OWN: dict[str, Callable[..., Any]] = {"sbp.after": _after, "sbp.piece": _piece, **IN_PLACE}
 
 
 #: What `torch.ops.aten.add` is, without its overload.
@@ -103,7 +103,9 @@ def results_of(made: Any) -> tuple[Any, ...]:
 def makes_one_tensor(op: str) -> bool:
     """Whether a call gives a tensor (or a host number) itself, not a tuple or list of them."""
     found = operator_of(op)
-    return not isinstance(found, OpOverload) or return_types(found) == ["Tensor"]
+    return op not in IN_PLACE and (
+        not isinstance(found, OpOverload) or return_types(found) == ["Tensor"]
+    )
 
 
 def symbol_value(symbol: Symbol) -> Any:

@@ -7,7 +7,7 @@ before: instructions  p = pow(0.9, n);  u = random_uniform([4], seed, n, 7);  y 
                       z = add(y, u)                      inputs x; reads n, seed
 after:  before        p = pow(0.9, n);  u = random_uniform([4], seed, n, 7)      by Python
         tensor part   y = mul(x, p);  z = add(y, u)      of the tensors x, u and the number p
-        after         (states that are overwritten in place; none here)          by Python
+        after         (what overwrites states, and what needs it; none here)     by Python
 
 Host arithmetic follows Python's doubles, so Python does it; and a number that changes with each
 step must not be compiled into code. Random operators that look at no tensor are calls that nothing
@@ -26,10 +26,10 @@ from torch import Tensor
 from sbp_core.boxing import BoxingStep
 from sbp_core.compile import (
     LOCAL_BOX,
-    OVERWRITE,
     Compute,
     Instruction,
     dying_keys,
+    is_in_place,
     keys_in,
     keys_out,
 )
@@ -48,7 +48,8 @@ class SegmentParts:
         steps: Of the plan, for local boxing.
         before: Instructions that Python executes first.
         tensor: The others, in order.
-        after: Instructions that Python executes last: states are overwritten.
+        after: Instructions that Python executes last: those that overwrite states, and what they
+            are followed by.
     """
 
     actor: Compute
@@ -155,12 +156,17 @@ def part_segment(
     before: list[Instruction] = []
     tensor: list[Instruction] = []
     after: list[Instruction] = []
+    late: set[str] = set()
     for entry in actor.instructions:
         keys = set(keys_in(entry))
+        if is_in_place(entry.op) or keys & late:
+            after.append(entry)
+            late.update(entry.outputs)
+            continue
         is_host = entry.op.startswith("host.") and keys <= known
         is_draw = entry.op.startswith("sbp.random_") and keys <= numbers
         if not (is_host or is_draw):
-            (after if entry.op == OVERWRITE else tensor).append(entry)
+            tensor.append(entry)
             continue
         before.append(entry)
         known.update(entry.outputs)

@@ -145,7 +145,7 @@ _TOO_LARGE = 1e6
 
 
 @cache
-def compile_case(name: str) -> PhysicalPlan:
+def compile_case(name: str, in_place_states: bool = False) -> PhysicalPlan:
     """Return the checked plan of a case of `CASES`."""
     case = CASES[name]
     mesh = Placement.grid(case.mesh_shape, case.axes)
@@ -153,7 +153,7 @@ def compile_case(name: str) -> PhysicalPlan:
     strategy = infer_strategy(
         request, planner="conformance", pins=case.pins, in_flight=case.in_flight
     )
-    options = CompileOptions(boxing_thread=case.boxing_thread)
+    options = CompileOptions(boxing_thread=case.boxing_thread, in_place_states=in_place_states)
     plan = compile_plan(case.step.graph, strategy, options)
     check(plan)
     return plan

@@ -1,0 +1,147 @@
+"""The commit of a step: no state is overwritten before every rank is through with all the rest.
+
+    rank 0    forward  backward  all-reduce g | commit | update w   all-gather w
+    rank 1    forward  backward  all-reduce g | commit | update w   all-gather w
+
+A rank that fails before the commit does not come to it, so no rank gets past it, and the states are
+those from before the step on all of them. The commit is an all-reduce of four bytes among all
+ranks, which every rank enters when all its actors are through but those that overwrite states and
+those that need one of them. Where no state is overwritten, it comes after everything, and new
+states are put in force behind it. A plan of one rank needs none, nor does one that writes no state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from sbp_core.boxing import BoxingStep, route
+from sbp_core.cluster import Cluster
+from sbp_core.compile.dataflow import downstream, successors
+from sbp_core.compile.physical import (
+    Actor,
+    Collective,
+    Compute,
+    Instruction,
+    PhysicalPlan,
+    RankPlan,
+    Register,
+)
+from sbp_core.cost import boxing_step_time_s
+from sbp_core.graph.ir import Phase, Rate, Symbol
+from sbp_core.graph.primitives import FULL
+from sbp_core.placement import Placement
+from sbp_core.sbp import B, NdSbp, P
+
+#: The actor by which all ranks of a plan commit a step.
+COMMIT = "commit"
+
+#: The actor that makes what it sums: of every rank a one.
+_VOTE = "vote to commit"
+
+_SHAPE, _DTYPE = (1,), "float32"
+
+
+def insert_commit(plan: PhysicalPlan, thread: str, cluster: Cluster | None = None) -> PhysicalPlan:
+    """Return the plan with a commit between all other work and the updates in place.
+
+    Args:
+        plan: Without firing orders, in which `in_place` says what overwrites states.
+        thread: That boxing is done on.
+        cluster: The machine that says how long it takes; a nominal one if None.
+    """
+    actors = [actor for part in plan.ranks for actor in part.actors]
+    step = commit_step(plan.stages) if any(actor.writes for actor in actors) else None
+    if step is None:
+        return plan
+    after = downstream(successors(plan), {actor.name for actor in actors if actor.in_place})
+    time_s = boxing_step_time_s(step, cluster or Cluster.nominal(1 + max(plan.by_rank)))
+    return replace(
+        plan,
+        steps=(*plan.steps, step),
+        ranks=tuple(
+            _with_commit(part, after, len(plan.steps), plan, thread, time_s) for part in plan.ranks
+        ),
+    )
+
+
+def commit_step(stages: Sequence[Placement]) -> BoxingStep | None:
+    """Return the step in which the ranks of some stages commit; None if there is one rank only."""
+    ranks = sorted({rank for stage in stages for rank in stage.rank_list})
+    if len(ranks) == 1:
+        return None
+    everyone = Placement(ranks, axes=("ranks",), device=stages[0].device)
+    (step,) = route(_SHAPE, _DTYPE, (everyone, NdSbp(P)), (everyone, NdSbp(B))).steps
+    return step
+
+
+def _with_commit(
+    part: RankPlan,
+    after: set[str],
+    step: int,
+    plan: PhysicalPlan,
+    thread: str,
+    time_s: float,
+) -> RankPlan:
+    stage = next(i for i, placement in enumerate(plan.stages) if part.rank in placement)
+    one = Instruction(
+        op=FULL,
+        args=(_SHAPE, 1.0),
+        kwargs={
+            "dtype": Symbol("dtype", _DTYPE),
+            "device": Symbol("device", plan.stages[stage].device),
+        },
+        outputs=(_VOTE,),
+        node=_VOTE,
+    )
+    vote = Compute(
+        name=_VOTE, stage=stage, phase=Phase.OPTIMIZER, rate=Rate.STEP, thread=thread,
+        outputs=(_VOTE,), instructions=(one,),
+    )  # fmt: skip
+    commit = Collective(
+        name=COMMIT, stage=stage, phase=Phase.OPTIMIZER, rate=Rate.STEP, thread=thread,
+        inputs=(_VOTE,), step=step, makes=COMMIT, time_s=time_s,
+    )  # fmt: skip
+    # Among actors that could fire, it goes before the updates, which wait for it.
+    first = next(
+        (at for at, actor in enumerate(part.actors) if actor.phase is Phase.OPTIMIZER),
+        len(part.actors),
+    )
+    return replace(
+        part,
+        actors=(*part.actors[:first], vote, commit, *part.actors[first:]),
+        registers=(*part.registers, *_registers(part, after)),
+    )
+
+
+def _registers(part: RankPlan, after: set[str]) -> Iterator[Register]:
+    """Yield what makes the commit wait, and what waits for it: all but one without values."""
+
+    def token(producer: str, consumers: tuple[str, ...], keys: tuple[str, ...] = ()) -> Register:
+        # One a step: of an actor that fires for each micro-batch, with its last firing.
+        return Register(
+            name=f"{producer}>{consumers[0]}" if not keys else f"{producer}#0",
+            producer=producer,
+            consumers=consumers,
+            keys=keys,
+            rate=Rate.STEP,
+            quota=1,
+        )
+
+    for actor in part.actors:
+        if actor.name not in after and not _is_awaited(part, actor, after):
+            yield token(actor.name, (_VOTE,))
+    yield token(_VOTE, (COMMIT,), (_VOTE,))
+    if waiting := tuple(a.name for a in part.actors if a.name in after):
+        yield token(COMMIT, waiting)
+
+
+def _is_awaited(part: RankPlan, actor: Actor, after: set[str]) -> bool:
+    """Whether the commit waits for an actor anyway, since it waits for who needs it."""
+    return any(
+        name not in after
+        for register in part.outputs_of[actor.name]
+        # What is carried to the next micro-batch is not taken in the last one.
+        if not register.carries
+        for name in register.consumers
+    )

@@ -1,0 +1,220 @@
+"""Rewrite segments so that they write new values of states over the old ones.
+
+An operator that has an in-place form, and whose argument is the state itself, or was made of it by
+such operators and is needed no more, writes over it:
+
+before: a = mul(v, 0.9); b = addcmul(a, g, g); d = sqrt(b)                       v <- b
+after:  a = mul_(v, 0.9); b = addcmul_(a, g, g); d = sqrt(b)         a and b are v itself
+
+All other new values are copied over the old ones, each as soon as nothing of the segment looks at
+the old one any more:
+
+    0  t = view(w)
+    1  a = matmul(w, ..)    <- a is made here
+    2  n = norm(t)          <- the last look at the memory of w
+    -  w <- a               after instruction 2; a dies here, not at the end of the step
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from sbp_core.compile.dataflow import looks_at
+from sbp_core.compile.liveness import keys_in, keys_out
+from sbp_core.compile.physical import Compute, Instruction
+from sbp_core.graph.ir import Argument, Ref, refs
+from sbp_core.graph.primitives import CLONE, LOCAL_BOX, OVERWRITE
+from sbp_core.signatures.views import in_place_form, is_view
+
+#: An argument of an instruction that a result is written over: (instruction, result).
+_Link = tuple[int, int]
+
+
+def is_in_place(op: str) -> bool:
+    """Whether an operator writes over an argument."""
+    kind = op.split(".")[1]
+    return kind.endswith("_") and not kind.endswith("__")
+
+
+class Overwriting:
+    """The rewriting of all segments of a plan; ranks that share instructions share the new ones.
+
+    Args:
+        memory: For each key the states in whose memory it may lie.
+    """
+
+    def __init__(self, memory: Mapping[str, frozenset[str]]) -> None:
+        self.memory = memory
+        self._made: dict[object, tuple[tuple[Instruction, ...], Mapping[str, str]]] = {}
+
+    def of(self, actor: Compute) -> Compute:
+        """Return a segment that overwrites the states in `in_place`."""
+        # Instructions by identity: they are shared, and kept alive by the plan.
+        what = (tuple(map(id, actor.instructions)), actor.writes, actor.in_place, actor.outputs)
+        if what not in self._made:
+            self._made[what] = _Segment(actor, self.memory).rewritten()
+        instructions, new_keys = self._made[what]
+        return replace(
+            actor,
+            # To be written, the old value must be at hand, even if no instruction computes with it.
+            reads=tuple(dict.fromkeys((*actor.reads, *actor.in_place))),
+            writes=tuple((state, new_keys.get(state, key)) for state, key in actor.writes),
+            instructions=instructions,
+        )
+
+
+class _Segment:
+    """The rewriting of one segment."""
+
+    def __init__(self, actor: Compute, memory: Mapping[str, frozenset[str]]) -> None:
+        self.actor, self.memory = actor, memory
+        self.entries = actor.instructions
+        #: Which instruction makes a key, and as which of its results.
+        self.made: dict[str, _Link] = {
+            key: (at, number)
+            for at, entry in enumerate(self.entries)
+            for number, key in enumerate(entry.outputs)
+        }
+        self.uses: dict[str, list[int]] = defaultdict(list)
+        self.looks: dict[str, list[int]] = defaultdict(list)
+        for at, entry in enumerate(self.entries):
+            for key in keys_in(entry):
+                self.uses[key].append(at)
+            for name in looks_at(keys_in(entry), memory):
+                self.looks[name].append(at)
+        self.leaving = set(keys_out(actor))
+
+    def rewritten(self) -> tuple[tuple[Instruction, ...], Mapping[str, str]]:
+        """Return the instructions, and the keys of states that are copied over."""
+        links: dict[int, set[int]] = defaultdict(set)
+        copied: list[tuple[str, str]] = []
+        taken: set[str] = set()
+        for state, key in self.actor.writes:
+            if state not in self.actor.in_place:
+                continue
+            chain = None if key in taken or key not in self.made else self._chain(state, key)
+            if chain is None:
+                copied.append((state, key))
+                continue
+            taken.add(key)
+            for at, number in chain:
+                links[at].add(number)
+        behind, new_keys = self._copies(copied)
+        entries: list[Instruction] = []
+        for at, entry in enumerate(self.entries):
+            entries += _in_place(entry, links[at]) if at in links else (entry,)
+            entries += behind.get(at, ())
+        return tuple(entries), new_keys
+
+    def _chain(self, state: str, key: str) -> list[_Link] | None:
+        """Return the results that lead from a state to its new value, each over the one before.
+
+        None if there is none, or if something looks at a value when the next one is written.
+        """
+        links: list[_Link] = []
+        while True:
+            at, number = link = self.made[key]
+            target = _target(self.entries[at], number)
+            if target is None:
+                return None
+            links.append(link)
+            if target == state:
+                looks = self.looks[state]
+                # Everything that lies in the memory of the state, under whatever name.
+                others = looks_at((k for k in keys_in(self.entries[at]) if k != state), self.memory)
+                is_last = looks[-1] == at and state not in others
+                return links if is_last and _is_taken_once(self.entries[at], state) else None
+            if not self._dies_at(target, at):
+                return None
+            key = target
+
+    def _dies_at(self, key: str, at: int) -> bool:
+        """Whether a value of the segment is used last, and for nothing else, by an instruction."""
+        return (
+            key in self.made
+            and key not in self.leaving
+            and self.uses[key][-1] == at
+            and _is_taken_once(self.entries[at], key)
+            and not any(_may_be_view(self.entries[use]) for use in self.uses[key])
+        )
+
+    def _copies(
+        self, copied: Sequence[tuple[str, str]]
+    ) -> tuple[Mapping[int, Sequence[Instruction]], Mapping[str, str]]:
+        """Return the copies behind each instruction, and the keys of the states written so."""
+        behind: dict[int, list[Instruction]] = defaultdict(list)
+        new_keys: dict[str, str] = {}
+        for state, key in copied:
+            if key not in self.made:
+                continue  # taken from elsewhere: it is copied after the firing
+            at = max((self.made[key][0], *self.looks[state]))
+            # What leaves the segment as the state's new value is the old memory, written anew.
+            new_keys[state] = f"{state} <- {key}"
+            behind[at].append(
+                Instruction(
+                    op=OVERWRITE,
+                    args=(Ref(state), Ref(key)),
+                    outputs=(new_keys[state],),
+                    node=self.entries[self.made[key][0]].node,
+                )
+            )
+        return behind, new_keys
+
+
+def _target(entry: Instruction, number: int) -> str | None:
+    """Return what the in-place form of an instruction writes a result over; None if it has none."""
+    form = in_place_form(entry.op)
+    if form is None:
+        return None
+    places = [place for place, _ in _places(entry.args)]
+    arguments = dict(_places(entry.args))
+    # A call may have fewer results than its operator can have, such as without momentum.
+    if number >= len(form.over) or form.over[number] >= len(places):
+        return None
+    found = arguments[places[form.over[number]]]
+    return found.name if isinstance(found, Ref) else None
+
+
+def _places(args: Sequence[Argument]) -> Iterator[tuple[tuple[int, ...], Argument]]:
+    """Yield the arguments with their places; those of a list one by one."""
+    for at, argument in enumerate(args):
+        if isinstance(argument, tuple):
+            yield from (((at, index), part) for index, part in enumerate(argument))
+        else:
+            yield (at,), argument
+
+
+def _in_place(entry: Instruction, numbers: set[int]) -> tuple[Instruction, ...]:
+    """Return an instruction in its in-place form.
+
+    Args:
+        entry: The instruction.
+        numbers: Results that may be written over their arguments; others get a copy of theirs.
+    """
+    form = in_place_form(entry.op)
+    assert form is not None, "it has one"
+    places = [place for place, _ in _places(entry.args)]
+    args = [list(a) if isinstance(a, tuple) else a for a in entry.args]
+    copies = []
+    for number in set(range(len(entry.outputs))) - numbers:
+        (at, *inner) = places[form.over[number]]
+        held = args[at]
+        source = held[inner[0]] if inner and isinstance(held, list) else held
+        copy = f"copy for {entry.outputs[number]}"
+        copies.append(Instruction(op=CLONE, args=(source,), outputs=(copy,), node=entry.node))
+        if inner and isinstance(held, list):
+            held[inner[0]] = Ref(copy)
+        else:
+            args[at] = Ref(copy)
+    settled = tuple(tuple(a) if isinstance(a, list) else a for a in args)
+    return (*copies, replace(entry, op=form.op, args=settled))
+
+
+def _may_be_view(entry: Instruction) -> bool:
+    return entry.op == LOCAL_BOX or is_view(entry.op)
+
+
+def _is_taken_once(entry: Instruction, key: str) -> bool:
+    return sum(r.name == key for r in refs((entry.args, tuple(entry.kwargs.values())))) == 1
