@@ -11,6 +11,7 @@ from sbp_core.boxing.price import step_time_s
 from sbp_core.check import check
 from sbp_core.compile import CompileOptions, Compute, compile_plan
 from sbp_core.compile.buckets import bucket
+from sbp_core.compile.commit import COMMIT
 from sbp_core.compile.items import ItemKind, Lowered
 from sbp_core.compile.lower import lower
 from sbp_core.compile.physical import Collective, PhysicalPlan, from_json, to_json
@@ -57,7 +58,8 @@ def _plan(graph: LogicalGraph, strategy: Strategy, bucket_bytes: int | None) -> 
 
 def _kinds(plan: PhysicalPlan) -> Counter[StepKind]:
     actors = plan.ranks[0].actors
-    return Counter(plan.steps[a.step].kind for a in actors if isinstance(a, Collective))
+    boxed = [a for a in actors if isinstance(a, Collective) and a.name != COMMIT]
+    return Counter(plan.steps[actor.step].kind for actor in boxed)
 
 
 def _run(graph: LogicalGraph, plan: PhysicalPlan) -> tuple[list[torch.Tensor], ReferenceSession]:

@@ -4,7 +4,7 @@ Sends go first, since another rank waits for them; then forward firings, then ol
 so the quotas alone decide the schedule: as many as there are micro-batches give GPipe, `stages -
 stage` gives 1F1B. A collective starts on all ranks of its group at once, hence in one order
 everywhere. What a rank receives only to report it, such as the loss that another stage made, comes
-last of all that its thread does, so that nothing waits for it.
+last of all that its thread does before the commit, so that nothing else waits for it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 
-from sbp_core.compile.physical import ActorId, PhysicalPlan, Receive, Send
+from sbp_core.compile.physical import ActorId, PhysicalPlan, RankPlan, Receive, Send
 from sbp_core.compile.token_game import TokenGame
 from sbp_core.errors import PlanError
 from sbp_core.graph.ir import PHASE_ORDER
@@ -39,8 +39,10 @@ class _Scheduler:
         self.game = TokenGame(plan)
         self.now = 0.0
         self.free: set[ThreadId] = set()
-        #: What is received for the user alone, and by no other actor.
+        #: What is received for the user alone, whose values no other actor takes.
         self.reports: set[ActorId] = set()
+        #: These, and what waits for them, such as the commit.
+        self.last: set[ActorId] = set()
         self.pending: dict[ThreadId, set[ActorId]] = defaultdict(set)
         #: What may start as far as its own data and credits go; only a start takes that away.
         self.ready: dict[ThreadId, set[ActorId]] = defaultdict(set)
@@ -53,6 +55,7 @@ class _Scheduler:
                 sends = isinstance(actor, Send)
                 if isinstance(actor, Receive) and not actor.outputs and not actor.writes:
                     self.reports.add(actor_id)
+                    self.last.update((part.rank, name) for name in _downstream(part, actor.name))
                 self.rank_of[actor_id] = (-1 if sends else PHASE_ORDER[actor.phase], index)
         self.free.update(self.pending)
         for actor_ids in self.pending.values():
@@ -106,7 +109,7 @@ class _Scheduler:
                 continue
             # A greedy order would put a report into a gap before the thread's last firings, which
             # would wait for it if it came later than predicted.
-            only_reports = self.pending[thread] <= self.reports
+            only_reports = self.pending[thread] <= self.last
             ready = self.ready[thread] if only_reports else self.ready[thread] - self.reports
             for actor_id in sorted(ready, key=self._priority):
                 # A collective starts only when every thread of its group is free and has it ready,
@@ -158,3 +161,15 @@ class _Scheduler:
                 if wait is not None:
                     lines.append(f"rank {actor_id[0]}: {actor_id[1]} {wait.reason}")
         return lines[:12]
+
+
+def _downstream(part: RankPlan, name: str) -> set[str]:
+    """Return an actor and all of its rank that wait for it."""
+    found = {name}
+    todo = [name]
+    while todo:
+        registers = part.outputs_of[todo.pop()]
+        new = {user for register in registers for user in register.consumers} - found
+        found |= new
+        todo += new
+    return found
