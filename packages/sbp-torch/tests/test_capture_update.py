@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, optim
+from torch.fx.experimental import symbolic_shapes
 from updates import (
     ALL,
     RESTATED,
@@ -86,6 +87,20 @@ def test_fused_kernels_may_be_asked_for() -> None:
     graph = capture(model, net_loss, net_batch(0), optimizer, update=UpdateOptions(fused=True))
 
     assert sum(node.op == "sbp.fused_adam.default" for node in graph.nodes) == 5
+
+
+def test_capture_never_lists_the_files_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Only to say where a symbol was made; it imports torch.export and NetworkX, 0.5 s.
+    def refuse() -> set[str]:
+        raise AssertionError("listed")
+
+    monkeypatch.setattr(symbolic_shapes, "uninteresting_files", refuse)
+    model = torch.nn.Linear(3, 2)
+    optimizer = optim.AdamW(model.parameters(), fused=True)
+
+    capture(model, lambda model, batch: model(batch).sum(), torch.randn(4, 3), optimizer)
+
+    assert symbolic_shapes.uninteresting_files is refuse
 
 
 def test_an_optimizer_of_the_users_own_is_captured_with_its_python_counter() -> None:
