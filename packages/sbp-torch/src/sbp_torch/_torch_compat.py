@@ -12,6 +12,7 @@ import os
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -165,7 +166,7 @@ def _unlogged_failures() -> Iterator[None]:
 class _FilesOfTorch:
     """Stands for the set of the names of PyTorch's files."""
 
-    folder = os.path.dirname(torch.__file__) + os.sep
+    folder = f"{Path(torch.__file__).parent}{os.sep}"
 
     def __contains__(self, name: str) -> bool:
         return name.startswith(self.folder)
