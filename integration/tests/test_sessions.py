@@ -12,7 +12,15 @@ from processes import run_ranks
 from sbp_core.boxing import BoxingBackend
 from sbp_core.plugins import discover
 from sbp_core.runtime import batch_parts
-from sbp_torch.testing.cases import CASES, assert_pieces, compile_case, local_batch, reference_run
+from sbp_torch.testing.cases import (
+    CASES,
+    assert_pieces,
+    compile_case,
+    compile_forward,
+    forward_loss,
+    local_batch,
+    reference_run,
+)
 
 #: Of two ranks: replicated and split states, a partial sum, several micro-batches, two stages.
 NAMES = ("data parallel", "tensor parallel", "accumulation", "pipeline, 1F1B")
@@ -44,6 +52,39 @@ def train_on_parts(name: str, rank: int, backend: BoxingBackend) -> list[torch.T
             session.step(local_batch(batch, parts), step.scalars, batch_is="local").loss
             for batch in step.batches
         ]
+
+
+def train_and_evaluate(name: str, rank: int, backend: BoxingBackend) -> list[dict[str, Any]]:
+    """Run the steps of a case, with an evaluation before each, on what is being trained."""
+    step, forward = CASES[name].step, compile_forward(name, batch_size=4)
+    batch = {key: value[:4] for key, value in step.batches[0].items()}
+    runtime = discover(strict=True).make("runtime", "actor", {"deadline_s": 30.0})
+    found = []
+    with (
+        runtime.start(compile_case(name), step.states, backend) as training,
+        runtime.start(forward, training, None) as evaluation,
+    ):
+        for each in step.batches:
+            states = training.state_dict(to=0)
+            shared = evaluation.shard("up.weight", rank) is training.shard("up.weight", rank)
+            loss = evaluation.step(batch, step.scalars).loss
+            found.append({"states": states, "loss": loss, "shared": shared})
+            training.step(each, step.scalars)
+    return found
+
+
+@pytest.mark.parametrize("name", ["data parallel", "tensor parallel"])
+def test_an_evaluation_runs_on_the_states_of_the_moment_in_every_process(name: str) -> None:
+    batch = {key: value[:4] for key, value in CASES[name].step.batches[0].items()}
+    compile_forward(name, batch_size=4)
+
+    first, second = run_ranks(2, partial(train_and_evaluate, name))
+
+    for one, other in zip(first, second, strict=True):
+        assert (one["shared"], other["shared"]) == (True, True)
+        assert torch.equal(one["loss"], other["loss"])
+        assert abs(one["loss"] - forward_loss(one["states"], batch)) < 1e-9
+    assert first[0]["loss"] != first[1]["loss"]
 
 
 @pytest.mark.parametrize("name", ["accumulation", "pipeline, 1F1B"])

@@ -8,12 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from actor_plans import DATA, PIPELINE, SharedBackend, run_step, start, training_step
+from actor_plans import DATA, PIPELINE, SharedBackend, assert_states, run_step, start, training_step
 
-from sbp_actor_runtime.session import ActorSession
-from sbp_core.errors import RunError, SbpLookupError
+from sbp_actor_runtime.configs import ActorConfig
+from sbp_actor_runtime.session import ActorSession, build
+from sbp_core.compile import CompileOptions, PhysicalPlan, compile_plan
+from sbp_core.errors import RunError, SbpLookupError, SbpValueError
+from sbp_core.infer import infer_strategy
+from sbp_core.placement import Placement
+from sbp_core.plugins import PlanRequest
 from sbp_torch.boxing.local import LocalBackend
-from sbp_torch.testing.cases import assert_pieces, compile_case
+from sbp_torch.testing.cases import CASES, assert_pieces, compile_case
+from sbp_torch.testing.programs import small_cluster
 
 #: Every state of every layout: replicated, split, split twice, on one of two stages.
 LAYOUTS = ("sharded states", "data and tensor parallel", DATA, PIPELINE)
@@ -127,6 +133,53 @@ def test_after_the_end_a_process_has_its_own_pieces_only(how: str) -> None:
     assert_pieces((piece for session in sessions for piece in session.pieces()), wanted)
     for session in sessions:
         session.close()
+
+
+def compiled(name: str, *, in_place: bool) -> PhysicalPlan:
+    """Return the plan of a case whose states are overwritten, or replaced by new values."""
+    case = CASES[name]
+    mesh = Placement.grid(case.mesh_shape, case.axes)
+    request = PlanRequest(graph=case.step.graph, mesh=mesh, cluster=small_cluster(mesh.size))
+    strategy = infer_strategy(request, planner="test", pins=case.pins)
+    return compile_plan(case.step.graph, strategy, CompileOptions(in_place_states=in_place))
+
+
+def test_new_values_of_shared_states_are_dropped() -> None:
+    name, step = "data parallel", training_step("data parallel")
+    plan = compiled(name, in_place=False)
+    with start(name, plan) as training:
+        with build(ActorConfig()).start(plan, training, None) as other:
+            losses = [other.step(step.batches[0], step.scalars).loss for _ in range(2)]
+        assert (other.steps_done, training.steps_done) == (2, 0)
+        assert_states(training, step.states)
+        losses.append(run_step(training, name))
+    assert torch.equal(losses[0], losses[1])
+    assert torch.equal(losses[0], losses[2])
+
+
+def test_a_plan_that_overwrites_shared_states_is_refused() -> None:
+    with (
+        start("data parallel", compiled("data parallel", in_place=False)) as training,
+        pytest.raises(SbpValueError, match=r"(?s)overwrites '.*in_place_states=False"),
+    ):
+        build(ActorConfig()).start(compiled("data parallel", in_place=True), training, None)
+
+
+def test_without_a_session_there_must_be_a_backend() -> None:
+    with pytest.raises(SbpValueError, match="there is no backend"):
+        build(ActorConfig()).start(compile_case(DATA), training_step(DATA).states, None)
+
+
+def test_torn_states_are_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = compiled("data parallel", in_place=False)
+    with (
+        start("data parallel", plan) as training,
+        build(ActorConfig()).start(plan, training, None) as other,
+    ):
+        monkeypatch.setattr(training, "_is_partially_updated", lambda: True)
+
+        with pytest.raises(RunError, match="belong to two steps"):
+            other.step(training_step("data parallel").batches[0], {"lr": 0.1})
 
 
 def test_an_unknown_state_or_rank_is_refused_before_anything_is_sent() -> None:

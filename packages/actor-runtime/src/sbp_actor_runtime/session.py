@@ -21,7 +21,7 @@ from sbp_actor_runtime.message import Message, StepOrder, ThreadId, WorkerReport
 from sbp_actor_runtime.worker import Worker
 from sbp_core.boxing import BoxingBackend
 from sbp_core.compile import PhysicalPlan
-from sbp_core.errors import BoxingError, RunError
+from sbp_core.errors import BoxingError, RunError, SbpValueError
 from sbp_core.runtime import (
     BatchIs,
     NotFiniteStepError,
@@ -37,10 +37,10 @@ from sbp_torch.boxing.processes import Fingerprinted
 from sbp_torch.runtime import (
     PARTIAL_UPDATE_TODO,
     Feeder,
-    StateStore,
     Values,
     not_finite,
     partially_updated,
+    store_of,
     undone,
 )
 from sbp_torch.segments import SegmentMaker, failed_call, segment_maker
@@ -69,11 +69,13 @@ class ActorRuntime(Runtime):
     def start(
         self,
         plan: PhysicalPlan,
-        states: Mapping[str, Tensor],
-        backend: BoxingBackend,
+        states: Mapping[str, Tensor] | Session,
+        backend: BoxingBackend | None,
         ranks: Sequence[int] | None = None,
     ) -> Session:
         """See `Runtime.start`."""
+        if backend is None:
+            return self._start_beside(plan, states, ranks)
         if self.config.debug_fingerprints:
             backend = Fingerprinted(backend)
         backend.open([part.rank for part in plan.ranks])
@@ -83,6 +85,30 @@ class ActorRuntime(Runtime):
         except BaseException:
             backend.close()
             raise
+
+    def _start_beside(
+        self,
+        plan: PhysicalPlan,
+        states: Mapping[str, Tensor] | Session,
+        ranks: Sequence[int] | None,
+    ) -> Session:
+        """Start a plan on the states of another session and on its backend, which stays its own."""
+        if not isinstance(states, ActorSession):
+            raise SbpValueError(
+                "there is no backend",
+                accepted="a backend, or states of a session that has one",
+                todo="pass a backend that is not yet open",
+            )
+        local_ranks = tuple(ranks) if ranks is not None else states.local_ranks
+        return ActorSession(
+            plan,
+            states,
+            states.backend,
+            local_ranks,
+            self.config,
+            self.make_segment,
+            owns_backend=False,
+        )
 
 
 def build(config: ActorConfig) -> ActorRuntime:
@@ -96,15 +122,17 @@ class ActorSession(Session):
     def __init__(
         self,
         plan: PhysicalPlan,
-        states: Mapping[str, Tensor],
+        states: Mapping[str, Tensor] | Session,
         backend: BoxingBackend,
         ranks: Sequence[int],
         config: ActorConfig,
         make_segment: SegmentMaker | None = None,
+        *,
+        owns_backend: bool = True,
     ) -> None:
         self.plan, self.backend, self.config = plan, backend, config
-        self.store = StateStore(plan, ranks)
-        self.store.load(states)
+        self.owns_backend = owns_backend
+        self.store = store_of(plan, ranks, states)
         self.feeder = Feeder(plan, ranks)
         self.reports: SimpleQueue[WorkerReport] = SimpleQueue()
         self.local_ranks, self.steps_done = tuple(ranks), 0
@@ -159,6 +187,7 @@ class ActorSession(Session):
     ) -> StepResult:
         """See `Session.step`."""
         self._check_usable()
+        self.store.refresh()
         fed = self.store.device.put_batches(self.feeder.feed(batch, scalars, batch_is))
         first = self.steps_done == 0
         deadline_s = self.config.first_deadline_s if first else self.config.deadline_s
@@ -222,7 +251,7 @@ class ActorSession(Session):
             results |= report.results
             values[report.thread[0]] |= report.new_states
         # One assignment, so that an interrupt leaves all ranks either before the step or after it.
-        self.store.values = values
+        self.store.commit(values)
         self.steps_done += 1
         return results
 
@@ -338,12 +367,14 @@ class ActorSession(Session):
 
     def shard(self, name: str, rank: int) -> Tensor | Number:
         """See `Session.shard`."""
+        self.store.refresh()
         return self.store.shard(name, rank)
 
     def _check_whole(self) -> None:
-        """Refuse to hand out states that belong to two steps."""
+        """Refuse to hand out states that belong to two steps; see what they are now."""
         if self._is_writing() or self._is_partially_updated():
             raise partially_updated()
+        self.store.refresh()
 
     def pieces(self) -> Iterator[StatePiece]:
         """See `Session.pieces`."""
@@ -407,7 +438,8 @@ class ActorSession(Session):
         self.closed = True
         self._stop_workers()
         try:
-            self.backend.close()
+            if self.owns_backend:
+                self.backend.close()
         finally:
             self._join()
 

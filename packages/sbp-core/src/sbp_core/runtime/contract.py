@@ -186,15 +186,23 @@ class Runtime(ABC):
     def start(
         self,
         plan: PhysicalPlan,
-        states: Mapping[str, Tensor],
-        backend: BoxingBackend,
+        states: Mapping[str, Tensor] | Session,
+        backend: BoxingBackend | None,
         ranks: Sequence[int] | None = None,
     ) -> Session:
         """Start a plan on initial states; the backend is opened here and closed by the session.
 
         Args:
             plan: Checked (see `sbp_core.check`).
-            states: Whole tensors by the names of `initial_states`.
-            backend: Not yet open.
+            states: Whole tensors by the names of `initial_states`. Or a session that runs in this
+                process: its states are shared, as they are when a step begins, and new values that
+                steps of the new session make of them are dropped; so an evaluation runs on what is
+                being trained. The two take their steps in turn.
+            backend: Not yet open. None uses that of the session whose states are shared, which
+                closes it; what fails in one of them ends both.
             ranks: Ranks to run in this process; all that the backend has here, if None.
+
+        Raises:
+            SbpValueError: a state is missing, or not as the plan says; a shared one is stored
+                otherwise in its session, or the plan overwrites it.
         """

@@ -1,9 +1,9 @@
 """Runtimes on PyTorch: the reference runtime, one device, and what runtimes share.
 
 `reference` runs all ranks in lock-step in one thread, `single` a graph on one device; `store` holds
-what a rank keeps between steps, `devices` says where, `feeding` cuts what it needs of a batch,
-`accumulation` says what it sums over micro-batches, `partial_update` what is left when a step
-failed while states were overwritten.
+what a rank keeps between steps, `sharing` lets two sessions have the same, `devices` says where,
+`feeding` cuts what a rank needs of a batch, `accumulation` says what it sums over micro-batches,
+`partial_update` what is left when a step failed while states were overwritten.
 
 Stability: provisional.
 """
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from sbp_torch.runtime.finite import last_moments, not_finite, undone
     from sbp_torch.runtime.partial_update import PARTIAL_UPDATE_TODO, overwrite, partially_updated
     from sbp_torch.runtime.reference import ReferenceSession
+    from sbp_torch.runtime.sharing import store_of
     from sbp_torch.runtime.store import StateStore, Values
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "not_finite",
     "overwrite",
     "partially_updated",
+    "store_of",
     "undone",
 ]
 
@@ -52,6 +54,7 @@ __getattr__, __dir__ = lazy(
         "not_finite": "finite",
         "overwrite": "partial_update",
         "partially_updated": "partial_update",
+        "store_of": "sharing",
         "undone": "finite",
     },
 )

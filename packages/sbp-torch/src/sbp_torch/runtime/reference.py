@@ -47,7 +47,8 @@ from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.feeding import Feeder
 from sbp_torch.runtime.finite import not_finite, undone
 from sbp_torch.runtime.partial_update import PARTIAL_UPDATE_TODO, overwrite, partially_updated
-from sbp_torch.runtime.store import StateStore, Values
+from sbp_torch.runtime.sharing import store_of
+from sbp_torch.runtime.store import Values
 from sbp_torch.segments.execution import OwningSegment, segment_maker
 
 Value = Tensor | Number
@@ -63,8 +64,8 @@ class ReferenceRuntime(Runtime):
     def start(
         self,
         plan: PhysicalPlan,
-        states: Mapping[str, Tensor],
-        backend: BoxingBackend,
+        states: Mapping[str, Tensor] | Session,
+        backend: BoxingBackend | None,
         ranks: Sequence[int] | None = None,
     ) -> Session:
         """See `Runtime.start`; all ranks of the plan are here."""
@@ -80,7 +81,10 @@ class ReferenceSession(Session):
     """The states of all ranks, and the replay of one step at a time."""
 
     def __init__(
-        self, plan: PhysicalPlan, states: Mapping[str, Tensor], config: ReferenceConfig
+        self,
+        plan: PhysicalPlan,
+        states: Mapping[str, Tensor] | Session,
+        config: ReferenceConfig,
     ) -> None:
         self.plan, self.config = plan, config
         #: Whether a step failed after it had overwritten a state.
@@ -98,8 +102,7 @@ class ReferenceSession(Session):
             }
         self.local_ranks = tuple(part.rank for part in plan.ranks)
         self.steps_done = 0
-        self.store = StateStore(plan, self.local_ranks)
-        self.store.load(states)
+        self.store = store_of(plan, self.local_ranks, states)
         self.feeder = Feeder(plan, self.local_ranks)
 
     def step(
@@ -112,8 +115,7 @@ class ReferenceSession(Session):
         """See `Session.step`."""
         if self.closed:
             raise RunError("the session is closed", todo="start a new one from state_dict()")
-        if self.is_partially_updated:
-            raise partially_updated()
+        self._check_whole()
         fed = self.store.device.put_batches(self.feeder.feed(batch, scalars, batch_is))
         with torch.no_grad(), _intra_op_threads(self.config.threads_per_rank):
             before = self.store.values
@@ -123,35 +125,39 @@ class ReferenceSession(Session):
                 if self.only_finite and not domain.has_overwritten and not_finite(domain.results):
                     raise undone(domain.results, self.steps_done)
                 # One assignment, so that an interrupt leaves the states before it or after it.
-                self.store.values = {
-                    rank: held | domain.new_states.get(rank, {}) for rank, held in before.items()
-                }
+                self.store.commit(
+                    {rank: held | domain.new_states.get(rank, {}) for rank, held in before.items()}
+                )
             finally:
                 self.is_partially_updated = domain.has_overwritten and self.store.values is before
         self.steps_done += 1
         return StepResult(outputs=domain.results)
 
+    def _check_whole(self) -> None:
+        """Refuse to hand out states that belong to two steps; see what they are now."""
+        if self.is_partially_updated:
+            raise partially_updated()
+        self.store.refresh()
+
     def shard(self, name: str, rank: int) -> Tensor | Number:
         """See `Session.shard`."""
+        self.store.refresh()
         return self.store.shard(name, rank)
 
     def pieces(self) -> Iterator[StatePiece]:
         """See `Session.pieces`."""
-        if self.is_partially_updated:
-            raise partially_updated()
+        self._check_whole()
         return self.store.pieces()
 
     def gather(self, name: str, *, to: int | None = None) -> Tensor | None:
         """See `Session.gather`; nothing is sent, as all ranks are here."""
-        if self.is_partially_updated:
-            raise partially_updated()
+        self._check_whole()
         check_destination(self.plan, to)
         return self.store.whole(name)
 
     def state_dict(self, *, to: int | None = None) -> dict[str, Tensor]:
         """See `Session.state_dict`."""
-        if self.is_partially_updated:
-            raise partially_updated()
+        self._check_whole()
         check_destination(self.plan, to)
         return {name: self.store.whole(name) for name in self.store.names}
 

@@ -61,6 +61,14 @@ class StateStore:
         """The names of all states: those of `state_dict`."""
         return tuple(tied for name in self.slots for tied in self._names_of(name))
 
+    def refresh(self) -> None:
+        """See what the states are now, if they are those of another session."""
+
+    def commit(self, values: dict[int, Values]) -> None:
+        """Let new states of all ranks take force."""
+        # One assignment, so that an interrupt leaves all of them before it or after it.
+        self.values = values
+
     def _names_of(self, slot_name: str) -> tuple[str, ...]:
         """Return the states that are kept as one: several, of a host number that is tied."""
         return self.plan.ties.get(slot_name, (slot_name,))

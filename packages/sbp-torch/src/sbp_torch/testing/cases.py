@@ -21,16 +21,18 @@ from sbp_core.graph import InputKind, Phase, Ref
 from sbp_core.infer import PinValue, infer_strategy
 from sbp_core.placement import Placement
 from sbp_core.plugins import PlanRequest
-from sbp_core.runtime import BatchPart, Number, Session, StatePiece
+from sbp_core.runtime import BatchPart, Number, Session, StatePiece, state_slots
 from sbp_torch.boxing.execute import shard
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.reference import ReferenceRuntime
+from sbp_torch.runtime.single import run_graph
 from sbp_torch.testing.programs import (
     OneDeviceStep,
     assert_equal,
     assert_near,
     capture_tiny,
+    capture_tiny_forward,
     small_cluster,
 )
 
@@ -41,6 +43,8 @@ __all__ = [
     "assert_pieces",
     "check_shards",
     "compile_case",
+    "compile_forward",
+    "forward_loss",
     "local_batch",
     "plan_with",
     "reference_run",
@@ -160,6 +164,29 @@ def compile_case(name: str, in_place_states: bool = False) -> PhysicalPlan:
 
 
 @cache
+def compile_forward(name: str, *, batch_size: int, stored_as: str = "") -> PhysicalPlan:
+    """Return a plan of forward and loss that stores states as a case of one stage does.
+
+    Args:
+        name: Of the case.
+        batch_size: Samples of a batch.
+        stored_as: How the parameters are stored instead.
+    """
+    case, graph = CASES[name], capture_tiny_forward(batch_size)
+    slots = state_slots(compile_case(name))
+    pins: dict[str, PinValue] = {
+        entry.name: stored_as or str(slots[entry.name].sbp)
+        for entry in graph.inputs
+        if entry.kind.is_state
+    }
+    mesh = Placement.grid(case.mesh_shape, case.axes)
+    request = PlanRequest(graph=graph, mesh=mesh, cluster=small_cluster(mesh.size))
+    plan = compile_plan(graph, infer_strategy(request, planner="conformance", pins=pins))
+    check(plan)
+    return plan
+
+
+@cache
 def reference_run(name: str) -> tuple[list[Tensor], dict[tuple[str, int], Tensor | Number]]:
     """Return the reference runtime's losses, and every shard after the last step."""
     session = ReferenceRuntime(ReferenceConfig()).start(
@@ -254,6 +281,14 @@ def assert_pieces(pieces: Iterable[StatePiece], states: Mapping[str, Tensor]) ->
     for name, value in states.items():
         assert bool((times[name] == 1).all()), f"elements of {name} are owned never or twice"
         assert_equal(name, found[name], value)
+
+
+def forward_loss(states: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Tensor:
+    """Return the loss of the forward of `compile_forward` on one device."""
+    size = len(next(iter(batch.values())))
+    with torch.no_grad():
+        found, _ = run_graph(capture_tiny_forward(size), states, [batch], {})
+    return found["loss"]
 
 
 def local_batch(batch: Mapping[str, Tensor], parts: Mapping[str, BatchPart]) -> dict[str, Tensor]:

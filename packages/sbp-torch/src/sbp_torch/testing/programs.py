@@ -136,6 +136,14 @@ def capture_tiny(
     )
 
 
+@cache
+def capture_tiny_forward(batch_size: int) -> LogicalGraph:
+    """Return forward and loss of the `TinyMlp` of `capture_tiny`, as one micro-batch."""
+    model = TinyMlp(has_statistics=False).double()
+    graph = capture(model, tiny_loss, tiny_batch(batch_size, 0), name="tiny forward")
+    return prepare_step(graph, 1)
+
+
 def one_device_run(step: OneDeviceStep) -> tuple[list[Tensor], dict[str, Tensor | Number]]:
     """Run all batches on one device.
 

@@ -42,6 +42,8 @@ from sbp_torch.testing.cases import (
     assert_pieces,
     check_shards,
     compile_case,
+    compile_forward,
+    forward_loss,
     local_batch,
     plan_with,
     reference_run,
@@ -309,6 +311,42 @@ class RuntimeConformance(ABC):
         unknown = raises(SbpValueError, match="nobody")
         with self.start("data parallel") as session, unknown:
             session.load_state_dict({**session.state_dict(), "nobody": torch.zeros(1)})
+
+    def test_a_session_shares_the_states_of_another_as_they_are(self) -> None:
+        """A forward on what is being trained: no copy, the values of the moment."""
+        for name in ("sharded states", "data and tensor parallel"):
+            step, forward = CASES[name].step, compile_forward(name, batch_size=3)
+            batch = {key: value[:3] for key, value in step.batches[0].items()}
+            with self.start(name) as training:
+                with self.make_runtime().start(forward, training, None) as evaluation:
+                    for _ in range(2):
+                        states = training.state_dict()
+                        shard = evaluation.shard("up.weight", 0)
+                        assert shard is training.shard("up.weight", 0), "a copy"
+                        found = evaluation.step(batch, step.scalars).loss
+                        wanted = forward_loss(states, batch)
+                        assert_near(f"{name}: the loss of a forward", found, wanted, 1e-9)
+                        training.step(step.batches[0], step.scalars)
+                    assert set(evaluation.state_dict()) < set(states)
+                    with raises(RunError, match="belong to another session"):
+                        evaluation.load_state_dict(states)
+                training.step(step.batches[1], step.scalars)  # the backend is still open
+
+    def test_states_that_are_stored_otherwise_are_not_shared(self) -> None:
+        """SbpValueError names the state and both ways of storing it; training goes on."""
+        name = "sharded states"
+        other = compile_forward(name, batch_size=3, stored_as="B")
+        forward = compile_forward(name, batch_size=3)
+        with self.start(name) as training:
+            said = "stored as (B) on ranks [0, 1, 2, 3], and in the session"
+            with raises(SbpValueError, match=said):
+                self.make_runtime().start(other, training, None)
+            with (
+                self.make_runtime().start(forward, training, None) as evaluation,
+                raises(SbpValueError, match="the session has no state"),
+            ):
+                self.make_runtime().start(compile_case(name), evaluation, None)
+            run_steps(training, CASES[name].step)
 
     def test_a_shard_that_is_not_there_is_refused(self) -> None:
         """SbpLookupError for an unknown state, an unknown rank, and a state of another stage."""

@@ -1,0 +1,141 @@
+"""States of one session read by another, where they are: evaluation on what is being trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor
+
+from sbp_core.boxing import bounds_of
+from sbp_core.compile import PhysicalPlan, StateSlot
+from sbp_core.errors import RunError, SbpLookupError, SbpValueError, nearest
+from sbp_core.runtime import Session
+from sbp_torch.runtime.store import StateStore
+
+_ELSE = "plan both alike, or start from the session's state_dict()"
+
+
+def store_of(
+    plan: PhysicalPlan, ranks: Iterable[int], states: Mapping[str, Tensor] | Session
+) -> StateStore:
+    """Return the states of a new session: cut from whole ones, or those of another session.
+
+    Raises:
+        SbpValueError: a state is missing, or not as the plan says.
+    """
+    if isinstance(states, Session):
+        return SharedStates(plan, ranks, states)
+    store = StateStore(plan, ranks)
+    store.load(states)
+    return store
+
+
+class SharedStates(StateStore):
+    """The states of another session: the same tensors, as they are when a step begins.
+
+    New values that a step makes of them are dropped.
+
+    Args:
+        plan: Stores its states as the other session does; it may have fewer.
+        ranks: Of this process, which run in the other session, too.
+        source: Whose states they are.
+
+    Raises:
+        SbpValueError: a state is stored otherwise there, or not at all; the plan overwrites one; or
+            the other session is of a runtime that does not keep its states in a `StateStore`.
+        SbpLookupError: a rank does not run there.
+    """
+
+    def __init__(self, plan: PhysicalPlan, ranks: Iterable[int], source: Session) -> None:
+        super().__init__(plan, ranks)
+        theirs = getattr(source, "store", None)
+        if not isinstance(theirs, StateStore):
+            raise SbpValueError(
+                f"a session of type {type(source).__name__} does not share its states",
+                accepted="sessions of the runtimes actor and reference; whole states",
+                todo="pass session.state_dict()",
+            )
+        self._source, self._theirs = source, theirs
+        for rank in self.values:
+            if rank not in theirs.values:
+                raise SbpLookupError(
+                    f"rank {rank} does not run in the session that has the states",
+                    accepted=", ".join(map(str, theirs.values)),
+                )
+        for slot in self.slots.values():
+            self._check_slot(slot)
+        written = (name for part in plan.ranks for actor in part.actors for name in actor.in_place)
+        if (name := next(written, None)) is not None:
+            raise SbpValueError(
+                f"the plan overwrites {name!r}, which belongs to another session",
+                where="states",
+                todo="compile the plan with CompileOptions(in_place_states=False)",
+            )
+        #: The states of each rank among those of the other session.
+        self._names = {
+            rank: [slot.name for slot in plan.by_rank[rank].slots if slot.name in self.slots]
+            for rank in self.values
+        }
+        self.refresh()
+
+    def _check_slot(self, slot: StateSlot) -> None:
+        other = self._theirs.slots.get(slot.name)
+        if other is None:
+            near = nearest(slot.name, self._theirs.slots)
+            raise SbpValueError(
+                f"the session has no state {slot.name!r}",
+                where="states",
+                todo=f"it has {near!r}; {_ELSE}" if near else _ELSE,
+            )
+        here, there = self._storage(slot, self.plan), self._storage(other, self._theirs.plan)
+        if here != there:
+            raise SbpValueError(
+                f"{slot.name!r} is {_words(slot, self.plan)}, and in the session "
+                f"{_words(other, self._theirs.plan)}",
+                where="states",
+                accepted="states that both plans store alike",
+                todo=_ELSE,
+            )
+
+    @staticmethod
+    def _storage(slot: StateSlot, plan: PhysicalPlan) -> object:
+        """Return what is equal of states that are stored alike."""
+        if slot.sbp is None:
+            return plan.ties.get(slot.name, ())
+        held = bounds_of(slot.shape, plan.stages[slot.stage], slot.sbp)
+        return slot.shape, slot.dtype, dict(held)
+
+    def refresh(self) -> None:
+        """See `StateStore.refresh`.
+
+        Raises:
+            RunError: the states of the other session belong to two steps.
+        """
+        self._source.pieces()  # raises if there are no whole states
+        held = self._theirs.values
+        self.values = {
+            rank: {name: held[rank][name] for name in names} for rank, names in self._names.items()
+        }
+        self.tied_dtypes = self._theirs.tied_dtypes
+
+    def commit(self, values: object) -> None:
+        """Drop new values: the states are another session's."""
+
+    def load(self, states: Mapping[str, Tensor]) -> None:
+        """Refuse to replace what belongs to another session.
+
+        Raises:
+            RunError: always.
+        """
+        raise RunError(
+            "the states belong to another session",
+            todo="load them there; this one reads them when its next step begins",
+        )
+
+
+def _words(slot: StateSlot, plan: PhysicalPlan) -> str:
+    """Say how a state is stored."""
+    if slot.sbp is None:
+        return f"a number that stands for {', '.join(plan.ties.get(slot.name, ()))}"
+    shape = list(slot.shape)
+    return f"{slot.dtype}{shape} stored as ({slot.sbp}) on ranks {plan.stages[slot.stage].ranks}"
