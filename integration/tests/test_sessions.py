@@ -62,7 +62,7 @@ def train_and_evaluate(name: str, rank: int, backend: BoxingBackend) -> list[dic
     found = []
     with (
         runtime.start(compile_case(name), step.states, backend) as training,
-        runtime.start(forward, training, None) as evaluation,
+        runtime.start(forward, training) as evaluation,
     ):
         for each in step.batches:
             states = training.state_dict(to=0)

@@ -148,7 +148,7 @@ def test_new_values_of_shared_states_are_dropped() -> None:
     name, step = "data parallel", training_step("data parallel")
     plan = compiled(name, in_place=False)
     with start(name, plan) as training:
-        with build(ActorConfig()).start(plan, training, None) as other:
+        with build(ActorConfig()).start(plan, training) as other:
             losses = [other.step(step.batches[0], step.scalars).loss for _ in range(2)]
         assert (other.steps_done, training.steps_done) == (2, 0)
         assert_states(training, step.states)
@@ -162,19 +162,19 @@ def test_a_plan_that_overwrites_shared_states_is_refused() -> None:
         start("data parallel", compiled("data parallel", in_place=False)) as training,
         pytest.raises(SbpValueError, match=r"(?s)overwrites '.*in_place_states=False"),
     ):
-        build(ActorConfig()).start(compiled("data parallel", in_place=True), training, None)
+        build(ActorConfig()).start(compiled("data parallel", in_place=True), training)
 
 
 def test_without_a_session_there_must_be_a_backend() -> None:
     with pytest.raises(SbpValueError, match="there is no backend"):
-        build(ActorConfig()).start(compile_case(DATA), training_step(DATA).states, None)
+        build(ActorConfig()).start(compile_case(DATA), training_step(DATA).states)
 
 
 def test_torn_states_are_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = compiled("data parallel", in_place=False)
     with (
         start("data parallel", plan) as training,
-        build(ActorConfig()).start(plan, training, None) as other,
+        build(ActorConfig()).start(plan, training) as other,
     ):
         monkeypatch.setattr(training, "_is_partially_updated", lambda: True)
 

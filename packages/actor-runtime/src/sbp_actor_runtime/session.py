@@ -70,7 +70,7 @@ class ActorRuntime(Runtime):
         self,
         plan: PhysicalPlan,
         states: Mapping[str, Tensor] | Session,
-        backend: BoxingBackend | None,
+        backend: BoxingBackend | None = None,
         ranks: Sequence[int] | None = None,
     ) -> Session:
         """See `Runtime.start`."""

@@ -187,7 +187,7 @@ class Runtime(ABC):
         self,
         plan: PhysicalPlan,
         states: Mapping[str, Tensor] | Session,
-        backend: BoxingBackend | None,
+        backend: BoxingBackend | None = None,
         ranks: Sequence[int] | None = None,
     ) -> Session:
         """Start a plan on initial states; the backend is opened here and closed by the session.

@@ -65,7 +65,7 @@ class ReferenceRuntime(Runtime):
         self,
         plan: PhysicalPlan,
         states: Mapping[str, Tensor] | Session,
-        backend: BoxingBackend | None,
+        backend: BoxingBackend | None = None,
         ranks: Sequence[int] | None = None,
     ) -> Session:
         """See `Runtime.start`; all ranks of the plan are here."""

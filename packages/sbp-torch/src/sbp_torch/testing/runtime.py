@@ -318,7 +318,7 @@ class RuntimeConformance(ABC):
             step, forward = CASES[name].step, compile_forward(name, batch_size=3)
             batch = {key: value[:3] for key, value in step.batches[0].items()}
             with self.start(name) as training:
-                with self.make_runtime().start(forward, training, None) as evaluation:
+                with self.make_runtime().start(forward, training) as evaluation:
                     for _ in range(2):
                         states = training.state_dict()
                         shard = evaluation.shard("up.weight", 0)
@@ -340,12 +340,12 @@ class RuntimeConformance(ABC):
         with self.start(name) as training:
             said = "stored as (B) on ranks [0, 1, 2, 3], and in the session"
             with raises(SbpValueError, match=said):
-                self.make_runtime().start(other, training, None)
+                self.make_runtime().start(other, training)
             with (
-                self.make_runtime().start(forward, training, None) as evaluation,
+                self.make_runtime().start(forward, training) as evaluation,
                 raises(SbpValueError, match="the session has no state"),
             ):
-                self.make_runtime().start(compile_case(name), evaluation, None)
+                self.make_runtime().start(compile_case(name), evaluation)
             run_steps(training, CASES[name].step)
 
     def test_a_shard_that_is_not_there_is_refused(self) -> None:
