@@ -16,6 +16,7 @@ from sbp_core.exports import lazy
 
 if TYPE_CHECKING:
     from sbp_torch.runtime.accumulation import Accumulation
+    from sbp_torch.runtime.bad_values import BadValue, BadValueWatch
     from sbp_torch.runtime.devices import RankDevice
     from sbp_torch.runtime.feeding import Feeder
     from sbp_torch.runtime.finite import last_moments, not_finite, undone
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 __all__ = [
     "PARTIAL_UPDATE_TODO",
     "Accumulation",
+    "BadValue",
+    "BadValueWatch",
     "Feeder",
     "RankDevice",
     "ReferenceSession",
@@ -44,6 +47,8 @@ __getattr__, __dir__ = lazy(
     __name__,
     {
         "Accumulation": "accumulation",
+        "BadValue": "bad_values",
+        "BadValueWatch": "bad_values",
         "Feeder": "feeding",
         "PARTIAL_UPDATE_TODO": "partial_update",
         "RankDevice": "devices",
