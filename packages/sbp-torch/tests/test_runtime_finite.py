@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 import torch
 
-from sbp_core.compile import Compute, PhysicalPlan
+from sbp_core.compile import COMMIT, Compute, PhysicalPlan
 from sbp_core.runtime import NotFiniteStepError
 from sbp_torch.runtime import last_moments, not_finite, undone
 from sbp_torch.testing.cases import compile_case
@@ -64,13 +64,32 @@ def test_one_rank_can_undo_until_it_overwrites_a_state() -> None:
     assert "loss" in {name for actor in before for name, _ in actor.emits}
 
 
-def test_ranks_that_do_not_commit_together_cannot_undo_what_one_overwrites() -> None:
-    plan = plan_of("data parallel")
-    actors = {name for part in plan.ranks for name in part.by_name}
-    if "commit" in actors:
-        pytest.skip("the ranks of the case commit together")
+def without_commit(plan: PhysicalPlan) -> PhysicalPlan:
+    """Return the plan whose ranks do not commit together."""
+    ranks = []
+    for part in plan.ranks:
+        orders = {
+            thread: tuple(one for one in order if one[0] != COMMIT)
+            for thread, order in part.orders.items()
+        }
+        actors = tuple(actor for actor in part.actors if actor.name != COMMIT)
+        ranks.append(replace(part, actors=actors, orders=orders))
+    return replace(plan, ranks=tuple(ranks))
 
-    moments = last_moments(overwriting(plan))
+
+def test_ranks_can_undo_until_they_have_committed() -> None:
+    plan = overwriting(plan_of("data parallel"))
+
+    for (rank, thread), moment in last_moments(plan).items():
+        order = plan.by_rank[rank].orders[thread]
+        assert order[moment - 1][0] == COMMIT
+        assert not any(plan.by_rank[rank].by_name[name].in_place for name, _ in order[:moment])
+
+
+def test_ranks_that_do_not_commit_together_cannot_undo_what_one_overwrites() -> None:
+    plan = overwriting(without_commit(plan_of("data parallel")))
+
+    moments = last_moments(plan)
 
     assert moments == {
         (part.rank, thread): len(order)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from sbp_core.errors import RunError
 from sbp_launch.config import RunConfig
@@ -14,7 +14,12 @@ MOST_SKIPPED = 30
 
 
 class NotFiniteError(RunError):
-    """The loss or the norm of the gradients is infinite or no number: training has diverged."""
+    """The loss or the norm of the gradients is infinite or no number: training has diverged.
+
+    `is_undone` says whether the states are those from before that step, and so finite.
+    """
+
+    is_undone = False
 
 
 class FiniteLoss:
@@ -33,13 +38,26 @@ class FiniteLoss:
         self._skipped = 0
         self._warned = False
 
-    def check(self, step: int, metrics: Mapping[str, float], rates: Mapping[str, float]) -> str:
+    @property
+    def undoes(self) -> bool:
+        """Whether a step that is not finite is to be undone, where that can be."""
+        trainer = self.config.trainer
+        return trainer.on_nan == "stop" and trainer.update.loss_scaling is None
+
+    def check(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        rates: Mapping[str, float],
+        bad_value: Sequence[str] = (),
+    ) -> str:
         """Look at a step, counted from 1.
 
         Args:
             step: Its number.
             metrics: Its `loss`, and perhaps `grad_norm` and `skipped`.
             rates: Its learning rates.
+            bad_value: Of a step that was undone, where the first bad value was.
 
         Returns:
             A warning, once, if the run is to go on; else "".
@@ -65,7 +83,11 @@ class FiniteLoss:
         rate = ", ".join(f"{name} {value:g}" for name, value in rates.items())
         where = f"step {step} of {counted(self.config.trainer.steps, 'step')} ({rate})"
         if self.config.trainer.on_nan == "stop":
-            raise NotFiniteError(f"{what}; {self._last}", where=where, todo=self._todo())
+            error = NotFiniteError(
+                f"{what}; {self._last}", where=(where, *bad_value), todo=self._todo()
+            )
+            error.is_undone = bool(bad_value)
+            raise error
         if self._warned:
             return ""
         self._warned = True

@@ -86,10 +86,12 @@ def save_states_after_error(run: Run, session: Session, error: BaseException, te
     """Write the states of a run that ended early, or say why there are none.
 
     A failure to save never replaces the error that ended the run, nor does Ctrl-C, which abandons
-    it. States after a loss that is no number are kept under another name. Where each rank is a
-    process, all of them have to have stopped together: one alone cannot gather the states.
+    it. States after a loss that is no number are kept under another name, unless that step was
+    undone. Where each rank is a process, all of them have to have stopped together: one alone
+    cannot gather the states.
     """
-    name = NOT_FINITE_STATES if isinstance(error, NotFiniteError) else STATES
+    is_finite = error.is_undone if isinstance(error, NotFiniteError) else True
+    name = STATES if is_finite else NOT_FINITE_STATES
     ended = f"stopped by {error}" if isinstance(error, Terminated) else "stopped early"
     try:
         if not team.stops_together:

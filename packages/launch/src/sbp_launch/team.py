@@ -29,7 +29,7 @@ _DEADLINE_S = 600.0
 _PROBLEM = 1000
 
 #: Bytes of a text that is gathered.
-_TEXT_BYTES = 1024
+_TEXT_BYTES = 4096
 
 
 class Team:
@@ -89,7 +89,7 @@ class Team:
         """Return a text of every process, in order; all of them call this.
 
         Args:
-            text: Of this process, at most 1 KiB.
+            text: Of this process, at most 4 KiB.
 
         Raises:
             BoxingError: another process has failed, or did not come.

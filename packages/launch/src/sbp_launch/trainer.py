@@ -16,16 +16,18 @@ from torch import Tensor
 
 from sbp_core.boxing import BoxingBackend
 from sbp_core.errors import SbpValueError
+from sbp_core.graph import LogicalGraph
 from sbp_core.infer import step_time_s
 from sbp_core.memory import MemoryReport
 from sbp_core.plugins import MetricSink, MetricSinkFactory, PluginRegistry
-from sbp_core.runtime import Session
+from sbp_core.runtime import NotFiniteStepError, Session
 from sbp_core.strategy import Strategy
 from sbp_launch.clusters import usable_cores
 from sbp_launch.config import RunConfig
 from sbp_launch.environment import write_environment
 from sbp_launch.figures import Measured, Predicted, StepMeter, prediction_basis
 from sbp_launch.finite_loss import FiniteLoss
+from sbp_launch.first_bad_value import first_bad_value
 from sbp_launch.plan_output import print_plan, write_plan
 from sbp_launch.planned import plan_evaluation, plan_step
 from sbp_launch.planning import Planned
@@ -178,7 +180,15 @@ def train_states(
         try:
             with signals.training(), tracer:
                 speed = train_steps(
-                    run, program, session, step_meter, tracer, reference, signals, team
+                    run,
+                    program,
+                    session,
+                    planned.graph,
+                    step_meter,
+                    tracer,
+                    reference,
+                    signals,
+                    team,
                 )
         except BaseException as error:
             with signals.saving():
@@ -219,6 +229,7 @@ def train_steps(
     run: Run,
     program: Program,
     session: Session,
+    graph: LogicalGraph,
     step_meter: StepMeter,
     tracer: StepTracer,
     reference: EagerReference | None,
@@ -231,6 +242,7 @@ def train_steps(
         run: The run.
         program: Gives the batches.
         session: Takes the steps.
+        graph: What it runs, before it was planned.
         step_meter: Measures them.
         tracer: Traces those that are to be traced.
         reference: The one-device program, which takes the first steps, too.
@@ -246,6 +258,7 @@ def train_steps(
     is_text = isinstance(program.data, TextDataset)
     speed = Speed("tokens" if is_text else "samples")
     finite = FiniteLoss(run.config)
+    session.only_finite = finite.undoes
     steps = StepProgress(run.console, settings.steps, settings.log_every, speed)
     with metric_sink(run) as sink, steps as progress:
         for index in range(settings.steps):
@@ -254,8 +267,13 @@ def train_steps(
             factor = settings.schedule.factor(index, settings.steps)
             rates = {n: v * factor for n, v in given.items() if n.partition(".")[0] == "lr"}
             scalars = {**given, **rates, "seed": settings.seed, "step": index}
-            with tracer.step(index + 1, session):
-                outputs = step_meter.step(session, batch, scalars)
+            bad_value: tuple[str, ...] = ()
+            try:
+                with tracer.step(index + 1, session):
+                    outputs = step_meter.step(session, batch, scalars)
+            except NotFiniteStepError as error:
+                outputs = error.outputs
+                bad_value = first_bad_value(session, graph, batch, scalars, team.gather)
             speed.end(next(iter(batch.values())).numel() if is_text else settings.batch_size)
             metrics = {name: value.item() for name, value in outputs.items() if not value.dim()}
             problem: Exception | None = None
@@ -266,7 +284,7 @@ def train_steps(
                 times = {f"{speed.unit}_per_s": speed.step_rate, "step_s": speed.step_s}
                 with writing(run.folder):
                     sink.log(index + 1, {**metrics, **times, **rates})
-                run.warn(finite.check(index + 1, metrics, rates))
+                run.warn(finite.check(index + 1, metrics, rates, bad_value))
             except Exception as error:  # raised behind the step, on all ranks together
                 problem = error
             stop_together(team, signals, problem)

@@ -12,11 +12,8 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from sbp_core.compile import Actor, PhysicalPlan
+from sbp_core.compile import COMMIT, Actor, PhysicalPlan
 from sbp_core.runtime import NotFiniteStepError
-
-#: The actor in which all ranks commit a step.
-COMMIT = "commit"
 
 #: The results that have to be finite.
 CHECKED = ("loss", "grad_norm")

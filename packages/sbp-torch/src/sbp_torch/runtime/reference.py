@@ -32,6 +32,7 @@ from sbp_core.errors import RunError
 from sbp_core.interpreter import Firing, InstructionDomain, Interpreter
 from sbp_core.runtime import (
     BatchIs,
+    NotFiniteStepError,
     Number,
     Runtime,
     Session,
@@ -120,10 +121,11 @@ class ReferenceSession(Session):
         with torch.no_grad(), _intra_op_threads(self.config.threads_per_rank):
             before = self.store.values
             domain = _Tensors(self.plan, before, self.watch, self.segments)
+            domain.only_finite, domain.step = self.only_finite, self.steps_done
             try:
                 _replay(self.plan, domain, before, fed)
-                if self.only_finite and not domain.has_overwritten and not_finite(domain.results):
-                    raise undone(domain.results, self.steps_done)
+                if not domain.has_overwritten:
+                    domain.check_finite()
                 # One assignment, so that an interrupt leaves the states before it or after it.
                 self.store.commit(
                     {rank: held | domain.new_states.get(rank, {}) for rank, held in before.items()}
@@ -196,6 +198,8 @@ def _replay(
     replay = Interpreter(plan, domain, states, fed)
     try:
         is_done = replay.run()
+    except NotFiniteStepError:
+        raise
     except Exception as error:
         assert replay.at is not None, "what failed is a firing"
         raise RunError(
@@ -234,12 +238,30 @@ class _Tensors(InstructionDomain[Value]):
         self.results: dict[str, Tensor] = {}
         self.new_states: dict[int, Values] = defaultdict(dict)
         self.has_overwritten = False
+        #: Whether the step, of that number, is undone if its loss is not finite.
+        self.only_finite, self.step = False, 0
+
+    def check_finite(self) -> None:
+        """Undo the step, before a state is overwritten, if its loss is not finite.
+
+        Raises:
+            NotFiniteStepError: it is to be undone.
+        """
+        if self.only_finite and not_finite(self.results):
+            raise undone(self.results, self.step)
+
+    def _overwrite(self) -> None:
+        """Note that a state is overwritten."""
+        if not self.has_overwritten:
+            self.check_finite()
+        self.has_overwritten = True
 
     def compute(self, firing: Firing[Compute], taken: Values) -> Values:
         """See `Domain.compute`."""
         actor = firing.actor
         # Segments overwrite states while they run.
-        self.has_overwritten |= bool(actor.in_place)
+        if actor.in_place:
+            self._overwrite()
         with self.watch(firing.rank):
             if self.segments is None:
                 return super().compute(firing, taken)
@@ -295,7 +317,7 @@ class _Tensors(InstructionDomain[Value]):
     def write(self, firing: Firing[Actor], state: str, value: Value) -> None:
         """See `Domain.write`."""
         if state in firing.actor.in_place:
-            self.has_overwritten = True
+            self._overwrite()
             overwrite(self.states[firing.rank][state], value)
         else:
             self.new_states[firing.rank][state] = value

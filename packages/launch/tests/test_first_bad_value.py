@@ -1,0 +1,137 @@
+"""A run whose loss becomes no number says which operator made it so."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from trainable import planned, registry, run_config
+
+from sbp_core.compile import Compute
+from sbp_core.graph import LogicalGraph
+from sbp_core.runtime import NotFiniteStepError
+from sbp_launch import trainer
+from sbp_launch.config import PluginChoice
+from sbp_launch.finite_loss import NotFiniteError
+from sbp_launch.first_bad_value import first_bad_value
+from sbp_torch.segments import segment_function
+
+
+def diverging(**settings: Any) -> Any:
+    """Return a run whose second step overflows."""
+    optimizer = PluginChoice(name="sgd", settings={"lr": 1e30})
+    return replace(run_config(steps=4, **settings), optimizer=optimizer)
+
+
+def test_the_step_is_undone_and_the_operator_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(NotFiniteError) as caught:
+        trainer.train(diverging(micro_batches=2), registry(), tmp_path)
+
+    step, *where = caught.value.where
+    assert step == "step 2 of 4 steps (lr 1e+30)"
+    assert any("makes the first " in line and "of float32 (" in line for line in where)
+    assert "the states so far are in states.safetensors" in capsys.readouterr().out
+    states = load_file(tmp_path / "states.safetensors")
+    assert all(torch.isfinite(value).all() for value in states.values())
+    assert not (tmp_path / "states_not_finite.safetensors").exists()
+    records = (tmp_path / "metrics.jsonl").read_text("utf-8").splitlines()
+    assert [json.loads(line)["step"] for line in records] == [1, 2]
+
+
+def test_a_run_that_warns_goes_on_with_what_it_has(tmp_path: Path) -> None:
+    trainer.train(diverging(on_nan="warn", eval_batches=0), registry(), tmp_path)
+
+    states = load_file(tmp_path / "states.safetensors")
+    assert not all(torch.isfinite(value).all() for value in states.values())
+
+
+class OneSegment:
+    """A session whose step runs the segment of the head on rank 0, and is undone."""
+
+    watch: Callable[[int], AbstractContextManager[object]] = staticmethod(
+        lambda rank: nullcontext()
+    )
+
+    def __init__(self, states: dict[str, torch.Tensor]) -> None:
+        made = planned()
+        actor = next(
+            actor
+            for actor in made.plan.by_rank[0].actors
+            if isinstance(actor, Compute) and "head.weight" in actor.reads
+        )
+        self.graph: LogicalGraph = made.graph
+        hidden, targets = torch.ones(8, 6), torch.zeros(8, dtype=torch.int64)
+        self.states = states
+        self.taken = [hidden, targets, *(states[name] for name in actor.reads)]
+        self.run = segment_function(actor, 0, made.plan.steps)
+
+    def pieces(self) -> Iterator[SimpleNamespace]:
+        for name, value in self.states.items():
+            yield SimpleNamespace(name=name, value=value)
+
+    def step(self, batch: dict[str, torch.Tensor], scalars: object) -> None:
+        with self.watch(0):
+            self.run(*self.taken)
+        raise NotFiniteStepError("loss is nan")
+
+
+def states_of(embed: float) -> dict[str, torch.Tensor]:
+    return {
+        "embed.weight": torch.full((8, 6), embed),
+        "head.weight": torch.full((8, 6), embed),
+        "head.bias": torch.zeros(8),
+    }
+
+
+BATCH = {name: torch.zeros(2, 4, dtype=torch.int64) for name in ("tokens", "targets")}
+
+
+def lines_of(states: dict[str, torch.Tensor], batch: Any = BATCH, **more: Any) -> Sequence[str]:
+    session = OneSegment(states)
+    return first_bad_value(session, session.graph, batch, {}, **more)  # type: ignore[arg-type]
+
+
+def test_the_line_names_the_module_its_source_and_what_it_took() -> None:
+    lines = lines_of(states_of(3e38))
+
+    assert any(
+        "module 'head'" in line
+        and "trainable.py:" in line
+        and "makes the first infinity, on rank 0, micro-batch 0, of float32" in line
+        and "(8, 6) from 1 to 1; float32 (6, 8) from 3e+38 to 3e+38" in line
+        for line in lines
+    ), lines
+
+
+def test_states_that_were_bad_before_the_step_are_named_instead() -> None:
+    (line,) = lines_of({**states_of(1.0), "head.bias": torch.full((8,), math.nan)})
+
+    assert line.startswith("states: head.bias not finite before the step began")
+
+
+def test_of_several_ranks_the_operator_that_comes_first_is_told_with_its_ranks() -> None:
+    def gather(text: str) -> list[str]:
+        other = json.loads(text)
+        other["found"] = [{**one, "rank": 1} for one in other["found"]]
+        return [text, json.dumps(other), json.dumps({"states": [], "batch": [], "found": []})]
+
+    lines = lines_of(states_of(3e38), gather=gather)
+
+    assert any("on ranks 0-1, micro-batch 0" in line for line in lines), lines
+
+
+def test_where_no_operator_can_be_watched_that_is_said() -> None:
+    (line,) = lines_of(states_of(1.0))
+
+    assert "operator by operator, is finite" in line
