@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 import torch
 
-from sbp_core.compile import COMMIT, Compute, PhysicalPlan
+from sbp_core.compile import COMMIT, PhysicalPlan
 from sbp_core.runtime import NotFiniteStepError
 from sbp_torch.runtime import last_moments, not_finite, undone
 from sbp_torch.testing.cases import compile_case
@@ -17,16 +17,10 @@ def plan_of(name: str) -> PhysicalPlan:
     return compile_case(name)
 
 
-def overwriting(plan: PhysicalPlan, *, rank: int = 0) -> PhysicalPlan:
-    """Return the plan in which what writes states overwrites them, on one rank."""
-    actors = tuple(
-        replace(actor, in_place=tuple(name for name, _ in actor.writes))
-        if isinstance(actor, Compute)
-        else actor
-        for actor in plan.by_rank[rank].actors
-    )
-    part = replace(plan.by_rank[rank], actors=actors)
-    return replace(plan, ranks=tuple(part if one.rank == rank else one for one in plan.ranks))
+@cache
+def overwriting(name: str) -> PhysicalPlan:
+    """Return the plan whose states are overwritten."""
+    return compile_case(name, in_place_states=True)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +48,7 @@ def test_the_error_has_the_results_and_what_is_wrong() -> None:
 
 
 def test_one_rank_can_undo_until_it_overwrites_a_state() -> None:
-    plan = overwriting(plan_of("one rank"))
+    plan = overwriting("one rank")
     ((thread, moment),) = last_moments(plan).items()
 
     firings = [plan.by_rank[0].by_name[name] for name, _ in plan.by_rank[0].orders[thread[1]]]
@@ -78,7 +72,7 @@ def without_commit(plan: PhysicalPlan) -> PhysicalPlan:
 
 
 def test_ranks_can_undo_until_they_have_committed() -> None:
-    plan = overwriting(plan_of("data parallel"))
+    plan = overwriting("data parallel")
 
     for (rank, thread), moment in last_moments(plan).items():
         order = plan.by_rank[rank].orders[thread]
@@ -86,8 +80,18 @@ def test_ranks_can_undo_until_they_have_committed() -> None:
         assert not any(plan.by_rank[rank].by_name[name].in_place for name, _ in order[:moment])
 
 
+def test_where_nothing_is_overwritten_a_step_can_be_undone_to_its_end() -> None:
+    plan = plan_of("accumulation")
+
+    assert last_moments(plan) == {
+        (part.rank, thread): len(order)
+        for part in plan.ranks
+        for thread, order in part.orders.items()
+    }
+
+
 def test_ranks_that_do_not_commit_together_cannot_undo_what_one_overwrites() -> None:
-    plan = overwriting(without_commit(plan_of("data parallel")))
+    plan = without_commit(overwriting("data parallel"))
 
     moments = last_moments(plan)
 

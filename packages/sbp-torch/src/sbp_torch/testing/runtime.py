@@ -398,25 +398,29 @@ class RuntimeConformance(ABC):
         Without, or where a rank overwrites states first, the loss is returned.
         """
         for name in ("one rank", "data parallel", "accumulation", "pipeline with boxing threads"):
-            step, (losses, _) = CASES[name].step, reference_run(name)
-            bad = {
-                key: value * torch.nan if value.is_floating_point() else value
-                for key, value in step.batches[1].items()
-            }
-            with self.start(name) as session:
-                session.only_finite = True
-                assert_equal("a loss", session.step(step.batches[0], step.scalars).loss, losses[0])
-                before = session.state_dict()
-                try:
-                    loss = session.step(bad, step.scalars).loss
-                except NotFiniteStepError as error:
-                    loss = error.outputs["loss"]
-                    for state, value in session.state_dict().items():
-                        assert_equal(f"{name}: {state}, undone", value, before[state])
-                    assert session.steps_done == 1, "the step counts"
-                    for batch, wanted in zip(step.batches[1:], losses[1:], strict=True):
-                        assert_equal("a later loss", session.step(batch, step.scalars).loss, wanted)
-                assert torch.isnan(loss), f"the loss of {name} is {loss}"
+            for plan in (compile_case(name), compile_case(name, in_place_states=True)):
+                self._undo(name, plan)
+
+    def _undo(self, name: str, plan: PhysicalPlan) -> None:
+        step, (losses, _) = CASES[name].step, reference_run(name)
+        bad = {
+            key: value * torch.nan if value.is_floating_point() else value
+            for key, value in step.batches[1].items()
+        }
+        with self.make_runtime().start(plan, step.states, self.make_backend()) as session:
+            session.only_finite = True
+            assert_equal("a loss", session.step(step.batches[0], step.scalars).loss, losses[0])
+            before = {key: value.clone() for key, value in session.state_dict().items()}
+            try:
+                loss = session.step(bad, step.scalars).loss
+            except NotFiniteStepError as error:
+                loss = error.outputs["loss"]
+                for state, value in session.state_dict().items():
+                    assert_equal(f"{name}: {state}, undone", value, before[state])
+                assert session.steps_done == 1, "the step counts"
+                for batch, wanted in zip(step.batches[1:], losses[1:], strict=True):
+                    assert_equal("a later loss", session.step(batch, step.scalars).loss, wanted)
+            assert torch.isnan(loss), f"the loss of {name} is {loss}"
 
     def test_closing_twice_is_safe_and_leaves_no_thread(self) -> None:
         """Before and after a step."""
