@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sbp_core.runtime import Session, StepResult
+from sbp_core.runtime import BatchIs, Session, StepResult
 from sbp_launch.parallelize.engine import Engine
 from sbp_launch.parallelize.program import OneDeviceProgram, micro_batch
 from sbp_launch.planning import Planned, capture_forward, evaluating, plan_beside
@@ -38,7 +38,7 @@ class Forwards:
         program: What is evaluated.
         train: How it is trained.
         engine: Starts sessions.
-        degree: Into how many parts a batch is split over the ranks, if processes give their own.
+        degree: Of how many parts of processes a batch consists; 1 if they give whole batches.
     """
 
     def __init__(
@@ -49,7 +49,13 @@ class Forwards:
         self._started: dict[tuple[object, ...], _Started] = {}
 
     def step(
-        self, training: Session, batch: Any, scalars: Mapping[str, float], *, in_evaluation: bool
+        self,
+        training: Session,
+        batch: Any,
+        scalars: Mapping[str, float],
+        *,
+        batch_is: BatchIs,
+        in_evaluation: bool,
     ) -> StepResult:
         """Return the loss and the metrics of a batch.
 
@@ -57,29 +63,30 @@ class Forwards:
             training: The session whose states are used.
             batch: Of any size; every process calls this with one of the same size.
             scalars: `seed` and `step`.
+            batch_is: What this process gives.
             in_evaluation: Whether in `model.eval()`; else in the mode that the model is in.
         """
         flat = flatten_batch(batch)
         form = tuple((name, tuple(value.shape), value.dtype) for name, value in flat.items())
-        key = (in_evaluation, form)
+        key = (in_evaluation, batch_is, form)
         if key not in self._started:
             if len(self._started) >= _MOST_FORMS:
                 oldest = next(iter(self._started))
                 self._started.pop(oldest).session.close()
-            self._started[key] = self._start(training, batch, in_evaluation=in_evaluation)
+            example = micro_batch(batch, 1, self._degree if batch_is == "local" else 1)
+            self._started[key] = self._start(training, example, in_evaluation=in_evaluation)
         found = self._started[key]
         if found.steps_done != training.steps_done:
             found.session.load_state_dict(self._states(training, found.session))
             found.steps_done = training.steps_done
-        return found.session.step(flat, scalars, batch_is=self._engine.batch_is)
+        return found.session.step(flat, scalars, batch_is=batch_is)
 
-    def _start(self, training: Session, batch: Any, *, in_evaluation: bool) -> _Started:
+    def _start(self, training: Session, example: Any, *, in_evaluation: bool) -> _Started:
         settings = self._engine.settings
         # The states belong to training: a buffer that the forward updates is not to be overwritten.
         plain = replace(settings, compile=replace(settings.compile, in_place_states=False))
         model = self._program.model
         mode = evaluating(model) if in_evaluation else nullcontext()
-        example = micro_batch(batch, 1, self._degree)
         with mode:
             name = "evaluate" if in_evaluation else "no_update"
             graph = capture_forward(model, self._program.loss, example, plain, name)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from sbp_core.compile import PhysicalPlan
 from sbp_core.errors import ConfigError, RunError, SbpValueError
 from sbp_core.graph import LogicalGraph
-from sbp_core.runtime import Session, batch_parts, local_samples
+from sbp_core.runtime import BatchIs, Session, batch_parts, local_samples
 from sbp_core.strategy import Strategy
 from sbp_launch.parallelize.agreement import Gather, compare_batches
 from sbp_launch.parallelize.engine import Engine
@@ -152,7 +152,7 @@ class ParallelStep:
                     f"{next(iter(scalars))}= is a setting of the update, and step.no_update() "
                     "leaves that out"
                 )
-            return self._forward(batch, in_evaluation=False)
+            return self._forward(batch, self._engine.batch_is, in_evaluation=False)
         values: dict[str, float] = {**self._scalars.now(scalars), **self._draws()}
         session = self.session
         if self._gather is not None:
@@ -162,13 +162,14 @@ class ParallelStep:
         note_step(self._program.optimizer)
         return StepOutput.of(found)
 
-    def evaluate(self, batch: Any, /) -> StepOutput:
+    def evaluate(self, batch: Any, /, *, batch_is: BatchIs | None = None) -> StepOutput:
         """Return loss and metrics of a batch in evaluation mode; nothing changes.
 
         Args:
             batch: Of any size. The first one of each size is captured and planned.
+            batch_is: What this process passes, if not what it passes to training steps.
         """
-        return self._forward(batch, in_evaluation=True)
+        return self._forward(batch, batch_is or self._engine.batch_is, in_evaluation=True)
 
     @contextmanager
     def no_update(self) -> Iterator[None]:
@@ -183,9 +184,9 @@ class ParallelStep:
         finally:
             self._updates = before
 
-    def _forward(self, batch: Any, *, in_evaluation: bool) -> StepOutput:
+    def _forward(self, batch: Any, batch_is: BatchIs, *, in_evaluation: bool) -> StepOutput:
         result = self._forwards.step(
-            self.session, batch, self._draws(), in_evaluation=in_evaluation
+            self.session, batch, self._draws(), batch_is=batch_is, in_evaluation=in_evaluation
         )
         return StepOutput.of(result)
 
