@@ -1,5 +1,7 @@
 """The Hydra apps, the trainer and the metrics of sbp; and `parallelize`, for a loop of one's own.
 
+`World` is this process among those that torchrun, mpiexec or Slurm started.
+
 Everything is loaded when first used; importing this package imports no torch.
 
 Stability: provisional.
@@ -13,8 +15,9 @@ from sbp_core.exports import lazy
 
 if TYPE_CHECKING:
     from sbp_launch.parallelize import parallelize as parallelize
+    from sbp_launch.world import World
 
-__all__ = ["parallelize"]
+__all__ = ["World", "parallelize"]
 
 # `parallelize` is a module that is also called: `parallelize(model, ...)`.
-__getattr__, __dir__ = lazy(__name__, {"parallelize": "parallelize"})
+__getattr__, __dir__ = lazy(__name__, {"World": "world", "parallelize": "parallelize"})
