@@ -19,7 +19,7 @@ class Engine:
     Args:
         settings: How steps are planned.
         runtime: Starts plans.
-        make_backend: Returns a boxing backend that is not yet open; each session has its own.
+        make_backend: Returns a boxing backend that is not yet open.
         world: This process among all.
         registry: The plugins.
         seed: Of random numbers in the step, such as those of dropout.

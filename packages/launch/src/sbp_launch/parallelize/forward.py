@@ -1,17 +1,15 @@
 """Forward and loss on what a parallel step trains: evaluation, and steps without an update.
 
-Each form of batch is captured and planned when it is first seen; states stay where training has
-them, and none of them changes.
+Each form of batch is captured and planned when it is first seen. The plan runs on the session that
+trains: it reads the same shards, sends through the same backend, and changes no state.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
-
-from torch import Tensor
 
 from sbp_core.runtime import BatchIs, Session, StepResult
 from sbp_launch.parallelize.engine import Engine
@@ -21,14 +19,6 @@ from sbp_torch.capture import flatten_batch
 
 #: Most forms of batches whose plans are kept; beyond it, the oldest one is forgotten.
 _MOST_FORMS = 8
-
-
-@dataclass(slots=True)
-class _Started:
-    """A session, and the step of training whose states it has."""
-
-    session: Session
-    steps_done: int
 
 
 class Forwards:
@@ -46,7 +36,7 @@ class Forwards:
     ) -> None:
         self._program, self._train, self._engine = program, train, engine
         self._degree = degree
-        self._started: dict[tuple[object, ...], _Started] = {}
+        self._sessions: dict[tuple[object, ...], Session] = {}
 
     def step(
         self,
@@ -69,49 +59,26 @@ class Forwards:
         flat = flatten_batch(batch)
         form = tuple((name, tuple(value.shape), value.dtype) for name, value in flat.items())
         key = (in_evaluation, batch_is, form)
-        if key not in self._started:
-            if len(self._started) >= _MOST_FORMS:
-                oldest = next(iter(self._started))
-                self._started.pop(oldest).session.close()
+        if key not in self._sessions:
+            if len(self._sessions) >= _MOST_FORMS:
+                self._sessions.pop(next(iter(self._sessions))).close()
             example = micro_batch(batch, 1, self._degree if batch_is == "local" else 1)
-            self._started[key] = self._start(training, example, in_evaluation=in_evaluation)
-        found = self._started[key]
-        if found.steps_done != training.steps_done:
-            found.session.load_state_dict(self._states(training, found.session))
-            found.steps_done = training.steps_done
-        return found.session.step(flat, scalars, batch_is=batch_is)
+            self._sessions[key] = self._start(training, example, in_evaluation=in_evaluation)
+        return self._sessions[key].step(flat, scalars, batch_is=batch_is)
 
-    def _start(self, training: Session, example: Any, *, in_evaluation: bool) -> _Started:
+    def _start(self, training: Session, example: Any, *, in_evaluation: bool) -> Session:
         settings = self._engine.settings
         # The states belong to training: a buffer that the forward updates is not to be overwritten.
         plain = replace(settings, compile=replace(settings.compile, in_place_states=False))
         model = self._program.model
-        mode = evaluating(model) if in_evaluation else nullcontext()
-        with mode:
-            name = "evaluate" if in_evaluation else "no_update"
+        name = "evaluate" if in_evaluation else "no_update"
+        with evaluating(model) if in_evaluation else nullcontext():
             graph = capture_forward(model, self._program.loss, example, plain, name)
         planned = plan_beside(self._train, graph, plain)
-        names = [entry.name for entry in graph.inputs if entry.kind.is_state]
-        states = {name: _whole(training, name) for name in names}
-        session = self._engine.runtime.start(planned.plan, states, self._engine.make_backend())
-        return _Started(session=session, steps_done=training.steps_done)
+        return self._engine.runtime.start(planned.plan, training)
 
-    def _states(self, training: Session, session: Session) -> dict[str, Tensor]:
-        return {name: _whole(training, name) for name in session.state_dict()}
-
-    def forget(self) -> None:
-        """Forget the states of all sessions: training has loaded others."""
-        for started in self._started.values():
-            started.steps_done = -1
-
-    def close(self, error: BaseException | None) -> None:
-        """Close all sessions; other ranks are told of an error."""
-        for started in self._started.values():
-            started.session.__exit__(type(error) if error else None, error, None)
-        self._started.clear()
-
-
-def _whole(session: Session, name: str) -> Tensor:
-    found: Tensor | None = session.gather(name)
-    assert found is not None, "it goes to all ranks"
-    return found
+    def close(self) -> None:
+        """Close all sessions; that of training closes what they send through."""
+        for session in self._sessions.values():
+            session.close()
+        self._sessions.clear()

@@ -110,7 +110,7 @@ class ParallelStep:
     def _close(self, error: BaseException | None) -> None:
         self._is_over = True
         try:
-            self._forwards.close(error)
+            self._forwards.close()
         finally:
             if self._session is not None:
                 # Ranks of other processes are told of an error that ends the block.
@@ -258,7 +258,6 @@ class ParallelStep:
     def load_state_dict(self, states: Mapping[str, Tensor]) -> None:
         """Replace every state by what `state_dict` returned, perhaps of another mesh."""
         self.session.load_state_dict(states)
-        self._forwards.forget()
 
     def model_state_dict(self) -> dict[str, Any]:
         """Return what `model.load_state_dict` takes: whole tensors on all ranks."""
