@@ -21,7 +21,7 @@ from torch import Tensor
 
 from sbp_core.errors import RunError
 from sbp_launch import states_file
-from sbp_launch.states_file import write_states
+from sbp_launch.states_file import StatesFile, write_states
 
 FAILURES: tuple[Callable[[], BaseException], ...] = (
     lambda: OSError(28, "No space left on device"),
@@ -134,3 +134,46 @@ def test_states_that_are_no_block_of_memory_are_written_too(tmp_path: Path) -> N
 
     found = load_file(tmp_path / "states.safetensors")["w"]
     assert torch.equal(found, torch.arange(6.0).reshape(2, 3).T)
+
+
+def test_a_file_is_a_mapping_whose_tensors_can_be_read_in_parts(tmp_path: Path) -> None:
+    path = tmp_path / "states.safetensors"
+    written = {
+        "weight": torch.arange(24.0).reshape(4, 3, 2),
+        "half": torch.ones(5, dtype=torch.bfloat16),
+        "step": torch.tensor(7),
+        "empty": torch.zeros(0, 3),
+    }
+    write_states(path, written)
+
+    found = StatesFile(path)
+
+    assert found.keys() == written.keys()
+    assert "nobody" not in found
+    with pytest.raises(KeyError):
+        found["nobody"]
+    for name, value in written.items():
+        assert torch.equal(found[name], value)
+        assert (found.like(name).shape, found.like(name).dtype) == (value.shape, value.dtype)
+        assert torch.equal(found.part(name, [(0, extent) for extent in value.shape]), value)
+    part = found.part("weight", [(1, 3), (2, 3), (0, 2)])
+    assert torch.equal(part, written["weight"][1:3, 2:3])
+    assert torch.equal(found.part("weight", [(2, 2), (0, 3), (0, 2)]), torch.empty(0, 3, 2))
+
+
+@given(st.integers(0, 5), st.integers(0, 4), st.data())
+def test_any_part_of_a_file_is_the_slice_of_the_tensor(
+    rows: int, columns: int, data: st.DataObject
+) -> None:
+    whole = torch.arange(float(rows * columns)).reshape(rows, columns)
+    bounds = []
+    for extent in whole.shape:
+        start = data.draw(st.integers(0, extent))
+        bounds.append((start, data.draw(st.integers(start, extent))))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "states.safetensors"
+        write_states(path, {"x": whole})
+
+        part = StatesFile(path).part("x", bounds)
+
+    assert torch.equal(part, whole[tuple(slice(*dim) for dim in bounds)])

@@ -11,6 +11,7 @@ from alive_bytes import AliveBytes
 from torch import Tensor
 
 from sbp_aten.passes import prepare_step
+from sbp_core.boxing import Bounds
 from sbp_core.compile import compile_plan
 from sbp_core.compile.physical import PhysicalPlan
 from sbp_core.errors import SbpLookupError, SbpValueError
@@ -182,6 +183,41 @@ def test_states_of_other_stages_are_not_made() -> None:
     assert parameters - own
 
 
+class InParts(dict[str, Tensor]):
+    """States of which parts can be read, and the bytes that were read so."""
+
+    num_bytes = 0
+
+    def like(self, name: str) -> Tensor:
+        return self[name].to("meta")
+
+    def part(self, name: str, bounds: Bounds) -> Tensor:
+        found = self[name][tuple(slice(*dim) for dim in bounds)].clone()
+        self.num_bytes += found.nbytes
+        return found
+
+
+@pytest.mark.parametrize("case", ["whole", "sharded unevenly", "two axes", "pipeline"])
+def test_of_states_that_are_read_in_parts_a_process_reads_what_its_ranks_hold(case: str) -> None:
+    run = _run("tied gpt", case)
+    wanted, ranks = StateStore(run.plan, run.plan.by_rank), list(run.plan.by_rank)
+    wanted.load(run.expected())
+
+    for here in (ranks[:1], ranks[1:]):
+        states, store = InParts(run.expected()), StateStore(run.plan, here)
+        store.load(states)
+        held = [value for rank in here for value in store.values[rank].values()]
+        assert states.num_bytes == sum(value.nbytes for value in held if torch.is_tensor(value))
+        for rank in here:
+            assert store.values[rank].keys() == wanted.values[rank].keys()
+            for name, value in store.values[rank].items():
+                assert torch.equal(
+                    torch.as_tensor(value), torch.as_tensor(wanted.values[rank][name])
+                )
+        storages = [value.data_ptr() for value in held if torch.is_tensor(value) and value.numel()]
+        assert len(set(storages)) == len(storages)
+
+
 @pytest.mark.parametrize("change", ["missing", "unknown", "shape"])
 def test_states_that_do_not_fit_are_refused_before_any_is_replaced(change: str) -> None:
     run = _run("tied gpt", "whole")
@@ -196,10 +232,11 @@ def test_states_that_do_not_fit_are_refused_before_any_is_replaced(change: str) 
     else:
         states["norm.bias"] = torch.zeros(1)
 
-    with pytest.raises(SbpValueError, match=r"norm\.bias|extra"):
-        store.load(states)
+    for given in (states, InParts(states)):
+        with pytest.raises(SbpValueError, match=r"norm\.bias|extra"):
+            store.load(given)
 
-    assert store.values is before
+        assert store.values is before
 
 
 def test_a_shard_of_another_process_or_stage_is_refused() -> None:

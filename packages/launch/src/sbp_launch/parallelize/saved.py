@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from sbp_core.errors import ConfigError, RunError
 from sbp_launch.plan_output import write_plan
 from sbp_launch.planning import Planned
-from sbp_launch.states_file import STATES, write_states
+from sbp_launch.states_file import STATES, StatesFile, write_states
 
 #: File of the steps done and the seed.
 PROGRESS = "progress.json"
@@ -25,7 +24,7 @@ class Saved:
     """What was read from a folder.
 
     Args:
-        states: Whole tensors by name.
+        states: By name; read when they are asked for.
         steps_done: Steps taken.
         seed: Of random numbers in the step.
     """
@@ -64,7 +63,7 @@ def read_folder(folder: Path) -> Saved:
     """
     try:
         progress = json.loads((folder / PROGRESS).read_text(encoding="utf-8"))
-        states = load_file(folder / STATES)
+        states = StatesFile(folder / STATES)
         return Saved(states=states, steps_done=progress["steps_done"], seed=progress["seed"])
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ConfigError(

@@ -157,7 +157,8 @@ class Session(ABC):
 
         Args:
             states: Whole tensors by name; or a mapping that makes each when it is asked for, of
-                which a process asks for those that its ranks hold a part of.
+                which a process asks for those that its ranks hold a part of, or one that reads
+                parts of them, such as a file.
 
         Raises:
             SbpValueError: a state is missing, unknown, or of another shape or dtype.

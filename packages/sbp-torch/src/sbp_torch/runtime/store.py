@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from sbp_core.boxing import Bounds, bounds_of
 from sbp_core.compile import PhysicalPlan, StateSlot
 from sbp_core.errors import SbpLookupError, SbpTypeError, SbpValueError
 from sbp_core.runtime import StatePiece, known_state, state_owners, state_slots
@@ -35,6 +36,17 @@ class MadeOnDemand(Protocol):
 
     def each(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
         """Yield some of the states by name, in the order in which they are best made."""
+
+
+@runtime_checkable
+class ReadInParts(Protocol):
+    """What a mapping of states has that can read a part of one, such as a file."""
+
+    def like(self, name: str) -> Tensor:
+        """Return a tensor of a state's shape and dtype, without its values."""
+
+    def part(self, name: str, bounds: Bounds) -> Tensor:
+        """Return a part of a state, a tensor of its own: (start, stop) of each dim."""
 
 
 class StateStore:
@@ -102,7 +114,8 @@ class StateStore:
 
         They are taken one at a time, in the order of the mapping, and let go of before the next is
         asked for: a mapping that makes them on demand, such as `DeferredStates`, never needs to
-        hold two. Of such a mapping, states that no local rank holds are not asked for at all.
+        hold two. Of such a mapping, states that no local rank holds are not asked for at all; and
+        of one that is read in parts, only those that a local rank holds.
 
         Raises:
             SbpValueError: a state is missing, unknown, or of another shape or dtype; tied states
@@ -119,7 +132,12 @@ class StateStore:
         new: dict[int, Values] = {rank: {} for rank in self.values}
         dtypes: dict[str, torch.dtype] = {}
         found: dict[str, dict[str, Number]] = defaultdict(dict)
-        for name, whole in _each(states, numbers.keys() | self._held(slots)):
+        held_here = self._held(slots)
+        if isinstance(states, ReadInParts):
+            for name in held_here:
+                self._read(slots[name], states, new)
+            held_here = set()
+        for name, whole in _each(states, numbers.keys() | held_here):
             if name in numbers:
                 found[numbers[name]][name] = _one_number(name, whole)
                 dtypes[name] = whole.dtype
@@ -133,11 +151,12 @@ class StateStore:
         self.values, self.tied_dtypes = new, dtypes
 
     def _held(self, slots: Mapping[str, StateSlot]) -> set[str]:
-        """Return the states of which a local rank has a part."""
+        """Return the states, but for host numbers, of which a local rank has a part."""
         return {
             name
             for name, slot in slots.items()
-            if not self.values.keys().isdisjoint(self.plan.stages[slot.stage].rank_list)
+            if slot.sbp is not None
+            and not self.values.keys().isdisjoint(self.plan.stages[slot.stage].rank_list)
         }
 
     def _check_names(
@@ -170,6 +189,15 @@ class StateStore:
             part = self.device.put(parts.pop(rank))
             new[rank][slot.name] = part.clone() if storage_key(part) in taken else part
             taken.add(storage_key(part))
+
+    def _read(self, slot: StateSlot, states: ReadInParts, new: Mapping[int, Values]) -> None:
+        """Add the local ranks' parts of a state, and read no others."""
+        check_tensor(slot.name, states.like(slot.name), slot.shape, slot.dtype)
+        assert slot.sbp is not None, "else it is a number"
+        bounds = bounds_of(slot.shape, self.plan.stages[slot.stage], slot.sbp)
+        for rank in bounds.keys() & new.keys():
+            part = states.part(slot.name, bounds[rank])
+            new[rank][slot.name] = self.device.put(part.contiguous())
 
     def pieces(self) -> Iterator[StatePiece]:
         """Yield what the local ranks own of the states."""
