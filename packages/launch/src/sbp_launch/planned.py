@@ -8,6 +8,7 @@ from sbp_core.errors import CaptureError, ConfigError
 from sbp_core.graph import LogicalGraph
 from sbp_core.plugins import GraphPass, Planner, PlanRequest
 from sbp_core.strategy import Strategy
+from sbp_launch.collection import collection_paused
 from sbp_launch.planning import (
     Planned,
     PlanSettings,
@@ -23,6 +24,7 @@ from sbp_launch.program import Program, model_loss
 from sbp_launch.run import Run
 
 
+@collection_paused()
 def plan_step(run: Run, program: Program) -> Planned:
     """Capture, plan, compile and check the training step."""
     config, settings = run.config, plan_settings(run, program)

@@ -12,6 +12,7 @@ from hydra.errors import HydraException, OverrideParseException
 from sbp_core.errors import ConfigError, nearest
 from sbp_launch.catalog import Catalog
 from sbp_launch.config import GROUPS, ComposedConfig, key_of
+from sbp_launch.option_names import nearest_option
 
 #: Distributions of the house that bring options of a group, beside sbp-torch and sbp-launch.
 HOMES: Mapping[str, tuple[str, ...]] = {
@@ -20,25 +21,6 @@ HOMES: Mapping[str, tuple[str, ...]] = {
     "runtime": ("sbp-actor-runtime",),
     "planner": ("sbp-planner",),
     "boxing": ("sbp-boxing-torch", "sbp-boxing-nccl"),
-}
-
-#: What others call our options.
-OTHER_OPTIONS: Mapping[str, str] = {
-    "boxing=gloo": "torch",
-    "cluster=cpu": "local",
-    "data=file": "text",
-    "optimizer=adam_w": "adamw",
-    "planner=auto": "infer",
-    "planner=ddp": "data_parallel",
-    "planner=deepspeed": "zero",
-    "planner=dp": "data_parallel",
-    "planner=fsdp": "zero",
-    "planner=fsdp2": "zero",
-    "planner=gpipe": "pipeline",
-    "planner=megatron": "tensor_parallel",
-    "planner=pp": "pipeline",
-    "planner=tp": "tensor_parallel",
-    "planner=zero3": "zero",
 }
 
 #: Lines of Hydra's messages that only repeat the override, or lead elsewhere.
@@ -144,21 +126,6 @@ def missing_option(
         todo = f"choose one of these, or install a package that brings {group}={option}"
     what = f"{asked}: no such option of the group {group!r}"
     return ConfigError(what, where=place, accepted=accepted, todo=todo)
-
-
-def nearest_option(group: str, option: str, options: Sequence[str]) -> str:
-    """Return the option that was meant, or `""`.
-
-    >>> nearest_option("planner", "zero3", ["manual/zero", "osdp"])
-    'manual/zero'
-    >>> nearest_option("planner", "tensor_paralel", ["manual/tensor_parallel", "osdp"])
-    'manual/tensor_parallel'
-    """
-    name = option.rpartition("/")[2]
-    by_name = {one.rpartition("/")[2]: one for one in reversed(options)}
-    ours = OTHER_OPTIONS.get(f"{group}={name.lower()}", name)
-    near = nearest(option, options) or by_name.get(nearest(name, by_name), "")
-    return by_name.get(ours) or near or by_name.get(name.lower(), "")
 
 
 def forced(text: str, groups: Collection[str], error: Exception) -> str:

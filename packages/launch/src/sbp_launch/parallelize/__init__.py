@@ -24,6 +24,7 @@ from sbp_core.exports import make_callable
 from sbp_core.plugins import Planner
 from sbp_core.runtime import BatchIs, Runtime
 from sbp_core.strategy import Strategy
+from sbp_launch.collection import collection_paused
 from sbp_launch.compile_config import CompileConfig
 from sbp_launch.parallelize.arguments import (
     checked_batch_is,
@@ -47,6 +48,7 @@ __all__ = ["ParallelStep", "StepOutput", "parallelize"]
 
 
 @in_arguments()
+@collection_paused()
 def parallelize(
     model: nn.Module | DeferredModel,
     loss: Callable[[nn.Module, Any], Any],

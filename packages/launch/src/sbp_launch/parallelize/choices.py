@@ -17,7 +17,7 @@ from sbp_core.plugins import ChecksOthers, PlanRequest, PluginRegistry, discover
 from sbp_core.runtime import Runtime
 from sbp_core.strategy import Strategy
 from sbp_launch.catalog import Catalog, make_catalog
-from sbp_launch.refusals import nearest_option
+from sbp_launch.option_names import nearest_option
 
 #: How an object is chosen: by name, by name and settings, or as it is.
 Choice = str | Mapping[str, Any]

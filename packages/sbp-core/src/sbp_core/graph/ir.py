@@ -231,7 +231,13 @@ class Node:
 
     def inputs(self) -> tuple[str, ...]:
         """Return the names of the values used, in argument order, with repetitions."""
-        return tuple(ref.name for ref in refs((self.args, tuple(self.kwargs.values()))))
+        found: list[str] = []
+        for argument in (*self.args, *self.kwargs.values()):
+            if isinstance(argument, Ref):
+                found.append(argument.name)
+            elif isinstance(argument, tuple | list):
+                found += [ref.name for ref in refs(argument)]
+        return tuple(found)
 
     def where(self) -> tuple[str, ...]:
         """Return the lines that an error message puts after 'in'."""
