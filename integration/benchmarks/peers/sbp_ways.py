@@ -101,7 +101,7 @@ def sbp_step(
     plan = compile_plan(graph, strategy, CompileOptions(cluster=cluster, **options))
     check(plan)
     backend = make_backend(registry, ours.boxing, name, store)
-    runtime = registry.make("runtime", "actor", {"threads_per_rank": torch.get_num_threads()})
+    runtime = registry.make("runtime", "actor", {})
     session = stack.enter_context(runtime.start(plan, initial_states(program, optimizer), backend))
 
     def step(batch: Batch) -> Tensor | None:

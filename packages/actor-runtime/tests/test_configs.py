@@ -15,12 +15,13 @@ def test_the_defaults_are_those_of_the_option_file() -> None:
     assert pairs.pop("name") == "actor"
     assert pairs.pop("debug_fingerprints") == "false"
     assert pairs.pop("compile") == "eager"
+    assert pairs.pop("threads_per_rank") == "null"
+    assert ActorConfig().threads_per_rank is None
     assert pairs.pop("compile_fallback") == "false"
     config = ActorConfig()
     assert not config.debug_fingerprints
     assert (config.compile, config.compile_fallback) == ("eager", False)
     assert {key: float(value) for key, value in pairs.items()} == {
-        "threads_per_rank": config.threads_per_rank,
         "first_deadline_s": config.first_deadline_s,
         "deadline_s": config.deadline_s,
     }

@@ -290,6 +290,18 @@ def test_operators_may_use_as_many_threads_as_the_settings_say() -> None:
     assert seen == [3]
 
 
+@pytest.mark.parametrize(("of_torch", "of_a_rank"), [(3, 1), (4, 1), (11, 2)])
+def test_the_ranks_of_a_process_share_the_threads_that_pytorch_has(
+    of_torch: int, of_a_rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: of_torch)
+
+    with start(DATA) as session:  # of four ranks
+        found = {worker.num_threads for worker in session.workers.values()}
+
+    assert found == {of_a_rank}
+
+
 def test_an_operator_that_torch_lacks_is_refused_before_a_thread_starts() -> None:
     plan, _ = plan_with(compile_case(DATA), 3, "nobodys.operator.default")
     backend = LocalBackend()

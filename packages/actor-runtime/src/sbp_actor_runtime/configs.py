@@ -14,7 +14,8 @@ class ActorConfig:
 
     Args:
         threads_per_rank: Intra-op threads: those that one operator may use, >= 1; not threads of
-            actors.
+            actors. None: those that PyTorch has in this process (`torch.get_num_threads`), shared
+            by its ranks.
         first_deadline_s: Seconds that an actor may wait for others in the first step, > 0.
         deadline_s: The same for every later step.
         debug_fingerprints: Whether ranks compare what they are about to do before every boxing step
@@ -25,7 +26,7 @@ class ActorConfig:
         compile_fallback: With `inductor`, run what cannot be compiled as `eager` does.
     """
 
-    threads_per_rank: int = 1
+    threads_per_rank: int | None = None
     first_deadline_s: float = 300.0
     deadline_s: float = 120.0
     debug_fingerprints: bool = False
@@ -34,9 +35,10 @@ class ActorConfig:
 
     def __post_init__(self) -> None:
         check_execution(self.compile, compile_fallback=self.compile_fallback)
-        if self.threads_per_rank < 1:
+        if self.threads_per_rank is not None and self.threads_per_rank < 1:
             raise ConfigError(
-                f"threads_per_rank={self.threads_per_rank}", accepted="an integer >= 1"
+                f"threads_per_rank={self.threads_per_rank}",
+                accepted="an integer >= 1, or none: as PyTorch has",
             )
         for name in ("first_deadline_s", "deadline_s"):
             # Written so that NaN is refused.

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from queue import Empty, SimpleQueue
 
+import torch
 from torch import Tensor
 
 from sbp_actor_runtime.between_steps import BetweenSteps
@@ -150,7 +151,8 @@ class ActorSession(Session):
             ranks_here=ranks,
             post=self._post,
             report=self.reports.put,
-            num_threads=config.threads_per_rank,
+            num_threads=config.threads_per_rank
+            or max(1, torch.get_num_threads() // max(1, len(ranks))),
             turn=threading.Lock(),
             device=self.store.device,
             make_segment=make_segment,
