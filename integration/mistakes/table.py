@@ -108,7 +108,16 @@ MISTAKES: dict[str, Mistake] = {
         "planner=osdp", "cluster.mesh=[2, 2]", "set cluster.mesh=[4] cluster.axes=[data]"
     ),
     "help on another option": _train("--help planner.memory_bytes", "--help planner=osdp"),
-    "several processes": _model("boxing=torch", "boxing=local"),
+    "threads for processes": _train(
+        "boxing=torch launcher=threads", "boxing=torch", "launcher=spawn"
+    ),
+    "processes for threads": _train("launcher=spawn", "boxing=local", "add boxing=torch"),
+    "mpiexec for threads": _train("launcher=mpiexec", "boxing=local", "add boxing=mpi"),
+    "a launcher of another name": _train("launcher=slrum boxing=torch", "slurm", "torchrun"),
+    "the rank of one process": _train("boxing=torch boxing.rank=1", "rank=1", "boxing.rank"),
+    "hosts that do not divide the ranks": _train(
+        "boxing=torch launcher=slurm launcher.nodes=3", "4 ranks", "launcher.nodes=3", "divisor"
+    ),
     # Files.
     "text without path": _train("data=text", "set data.path=FILE_OR_FOLDER"),
     "a model of no kind": _train("model=hf", "model.kind", "gpt2, llama", "model=hf/bert"),

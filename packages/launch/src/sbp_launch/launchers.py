@@ -149,13 +149,13 @@ class Slurm:
 
     def launch_specs(self, request: LaunchRequest) -> tuple[LaunchSpec, ...]:
         """See `Launcher.launch_specs`: a program that submits the job, and waits for it."""
-        if find_spec("submitit") is None:
-            raise ConfigError("launcher=slurm needs submitit, which is missing", todo=_SUBMITIT)
         if request.num_ranks % self.config.nodes:
             raise ConfigError(
                 f"{request.num_ranks} ranks on launcher.nodes={self.config.nodes} hosts",
                 accepted="a divisor of the number of ranks",
             )
+        if find_spec("submitit") is None:
+            raise ConfigError("launcher=slurm needs submitit, which is missing", todo=_SUBMITIT)
         settings = json.dumps({"num_ranks": request.num_ranks, **asdict(self.config)})
         return (
             LaunchSpec(

@@ -233,7 +233,7 @@ def _mpi_world(
             LOCAL_RANK=str(local_rank),
             LOCAL_WORLD_SIZE=str(local_size),
             MASTER_ADDR="127.0.0.1" if on_one_host else "",
-            MASTER_PORT=_port(job) if on_one_host and job else "",
+            MASTER_PORT=job_port(job) if on_one_host and job else "",
         ),
     )
 
@@ -266,7 +266,7 @@ def _slurm(read: _Environment) -> World | None:
             LOCAL_RANK=str(local_rank),
             LOCAL_WORLD_SIZE=str(local_size),
             MASTER_ADDR=first_host(hosts),
-            MASTER_PORT=_port(job),
+            MASTER_PORT=job_port(job),
         ),
     )
 
@@ -300,7 +300,7 @@ def _counts(text: str) -> list[int]:
     return [int(count) for count, times in found for _ in range(int(times or 1))]
 
 
-def _port(job: str) -> str:
+def job_port(job: str) -> str:
     """Return a port that all processes of a job, and hardly another job, find by themselves."""
     digest = blake2b(job.encode(), digest_size=4).digest()
     return str(_PORTS[int.from_bytes(digest) % len(_PORTS)])
