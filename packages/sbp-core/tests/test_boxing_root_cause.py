@@ -61,8 +61,45 @@ def test_nobody_is_named_without_a_word() -> None:
     assert found("step 3", "rank 1 is fine", CUT_SHORT + "connection reset by peer") is None
 
 
-def test_a_single_rank_is_not_blamed_on_another() -> None:
-    assert found(LATE, ABORT, ranks=(0,)) is None
+def test_a_single_rank_names_another_that_it_waited_for_but_not_itself() -> None:
+    assert found(LATE, ABORT, ranks=(0,)) == ("1", "ranks that did not arrive: 1")
+    assert found(LATE, ABORT, ranks=(1,)) is None
+    assert found(CUT_SHORT + "rank 1 reported: ValueError: no", ranks=(1,)) is None
+
+
+@pytest.mark.parametrize("words", [LATE, CUT_SHORT + "rank 1 reported: ValueError: no"])
+def test_of_ranks_that_are_processes_the_cause_goes_first_though_it_ends_last(words: str) -> None:
+    first = f"import sys; print({words!r}); sys.exit(1)"
+    later = "import sys, time; time.sleep(0.3); print('no'); sys.exit(4)"
+    starts = [
+        LaunchSpec(command=(sys.executable, "-c", program), ranks=(rank,))
+        for rank, program in enumerate((first, later))
+    ]
+
+    report = supervise(starts, on_line=lambda line: None)
+
+    assert report.exit_status == 1
+    assert report.cause is not None
+    assert report.cause.spec.ranks == (1,)
+    text = str(report)
+    assert text.startswith("rank 1 ended with exit code 4")
+    assert "then rank 0 ended with exit code 1" in text
+    assert "mend what was said last by rank 1; the others only followed" in text
+
+
+def test_ranks_that_name_each_other_are_told_as_they_ended() -> None:
+    def program(other: int) -> str:
+        words = f"could not complete: rank {other} reported: no"
+        return f"import sys; print({words!r}); sys.exit(1)"
+
+    starts = [
+        LaunchSpec(command=(sys.executable, "-c", program(1 - rank)), ranks=(rank,))
+        for rank in (0, 1)
+    ]
+
+    report = supervise(starts, on_line=lambda line: None)
+
+    assert report.cause in report.exits
 
 
 def test_the_message_of_a_launcher_names_the_rank_and_where_to_look() -> None:

@@ -129,10 +129,12 @@ def _write_line(line: Line) -> None:
 
 def _with_logs(error: RunError, report: ExitReport, folder: Path) -> RunError:
     """Return an error that quotes what the rank that failed first has written last."""
-    first = report.first
-    if first is None:
+    cause = report.cause
+    if cause is None:
         return error
-    rank = int(first.root_cause[0]) if first.root_cause else first.spec.ranks[0]
+    rank = cause.spec.ranks[0]
+    if len(cause.spec.ranks) > 1 and cause.root_cause is not None:
+        rank = int(cause.root_cause[0])
     path = log_path(folder, rank)
     try:
         lines = path.read_text("utf-8", "replace").splitlines()[-_SHOWN_LINES:]

@@ -34,7 +34,8 @@ class ProcessExit:
         after_s: Seconds from the start of the run.
         stopped: Whether it had not ended because a signal had stopped it.
         last_lines: The last that it wrote.
-        root_cause: Of a launcher: the rank that failed first and the words that say so, if any do.
+        root_cause: The rank that failed first and the words that say so, by what it wrote, if it
+            wrote of any; of a process that is one rank, it is another one.
     """
 
     spec: LaunchSpec
@@ -87,6 +88,23 @@ class ExitReport:
         return next((end for end in self.exits if end.code != 0), None)
 
     @property
+    def cause(self) -> ProcessExit | None:
+        """The process that the others followed: `first`, or the rank that it waited for in vain."""
+        ranks = {
+            str(end.spec.ranks[0]): end
+            for end in (*self.exits, *self.remaining)
+            if len(end.spec.ranks) == 1 and end.code != 0
+        }
+        found, seen = self.first, set[int]()
+        # What was ended by the supervisor only says of the others that they had gone.
+        while found is not None and found.root_cause is not None and found in self.exits:
+            if len(found.spec.ranks) > 1 or found.pid in seen:
+                return found
+            seen.add(found.pid)
+            found = ranks.get(found.root_cause[0], found)
+        return found
+
+    @property
     def exit_status(self) -> int:
         """The exit status of the whole: 0, that of `first` as a shell shows it, or 124 for late."""
         if self.first is None:
@@ -95,13 +113,13 @@ class ExitReport:
         return code if code > 0 else 128 - code
 
     def error(self, *, quote: bool = True) -> RunError | None:
-        """Return the error that says who ended first, where, how, and what to do; None if well.
+        """Return the error that says who failed first, where, how, and what to do; None if well.
 
         Args:
             quote: Whether it shows the last lines of those that ended badly; needless where the
                 reader has just seen them.
         """
-        first = self.first
+        first = self.cause
         if first is None and self.timeout_s is None:
             return None
         if first is None:
@@ -111,12 +129,13 @@ class ExitReport:
         else:
             what = f"{first.spec.name} {first.how}, {first.after_s:.1f} s after the start"
             name = first.spec.name
-            if first.root_cause is not None:
+            if first.root_cause is not None and len(first.spec.ranks) > 1:
                 rank, words = first.root_cause
                 name = f"rank {rank}"
                 what += f"; by what was written, {name} failed first: {words!r}"
-            shown = tuple(end for end in self.exits if end.code != 0)
-            others = [*(end for end in shown if end is not first), *self.remaining]
+            ended = tuple(end for end in self.exits if end.code != 0 and end is not first)
+            shown = (first, *ended)
+            others = [*ended, *(end for end in self.remaining if end is not first)]
             if others:
                 what += "; then " + "; ".join(f"{end.spec.name} {end.how}" for end in others)
             todo = _TODO.get(first.signal_name, "")
@@ -124,7 +143,7 @@ class ExitReport:
                 todo = "a library crashed; PYTHONFAULTHANDLER=1 shows in which call"
             if not todo:
                 todo = f"mend what was said last by {name}"
-                todo += "; the others only followed" if others or first.root_cause else ""
+                todo += "; the others only followed" if others or name != first.spec.name else ""
         return RunError(what, where=[_place(end, quote) for end in shown], todo=todo)
 
     def __str__(self) -> str:

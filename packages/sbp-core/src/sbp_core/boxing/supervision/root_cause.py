@@ -1,7 +1,8 @@
-"""The rank of a launcher that failed first: found in what its processes wrote.
+"""The rank that failed first: found in what the processes of a run wrote.
 
-A launcher such as `mpiexec` ends as one process, whose exit code names nobody. But the ranks that
-remained say for whom they waited (`boxing.processes.call`), and the launcher itself often says
+A launcher such as `mpiexec` ends as one process, whose exit code names nobody; and where ranks are
+processes of their own, one that waited for the rank that failed may end before it. But the ranks
+that remained say for whom they waited (`boxing.processes.call`), and the launcher itself often says
 which of its processes it lost (`LaunchSpec.failure_patterns`).
 """
 
@@ -29,25 +30,27 @@ class RootCauseFinder:
     """Looks for the name of the rank that failed first in the lines of one process.
 
     Args:
-        spec: The process; nothing is looked for if it is a single rank.
+        spec: The process; one that is a single rank names another.
     """
 
     def __init__(self, spec: LaunchSpec) -> None:
         self._patterns = (
             [re.compile(text) for text in spec.failure_patterns] if len(spec.ranks) > 1 else []
         )
-        self._reads_ranks = len(spec.ranks) > 1
+        self._own = str(spec.ranks[0]) if len(spec.ranks) == 1 else ""
         self._standing_still: tuple[str, str] | None = None
         self._reported: tuple[str, str] | None = None
         self._lost: dict[int, tuple[str, str]] = {}
 
     def read(self, line: str) -> None:
         """Take in a line; of each kind of sentence the first that is written counts."""
-        if self._reads_ranks and self._standing_still is None and (still := _STILL.search(line)):
-            self._standing_still = still["rank"], still[0][:_LONGEST]
-        if self._reads_ranks and self._reported is None:
+        if self._standing_still is None and (still := _STILL.search(line)):
+            if still["rank"] != self._own:
+                self._standing_still = still["rank"], still[0][:_LONGEST]
+        if self._reported is None:
             missed = _MISSED.search(line)
-            if failed := missed or _FAILED.match(line):
+            failed = missed or _FAILED.match(line)
+            if failed and failed["rank"] != self._own:
                 words = line[failed.start() if missed else failed.end() :]
                 self._reported = failed["rank"], words[:_LONGEST]
         for number, pattern in enumerate(self._patterns):

@@ -1,0 +1,137 @@
+"""Lets a rank of a training run fail at a chosen moment; Python imports this when it starts.
+
+PYTHONPATH leads every process of a trial of `kills.training` here. The variable SBP_KILL is JSON:
+the `rank` that fails, the `moment` at which, `how`, and the `folder` in which the file `fired`
+says when. Without it nothing happens.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+#: The step, counted from 0, in which a rank fails in forward or in the update.
+_STEP = 2
+
+
+class ToldToFailError(Exception):
+    """What a rank raises that is told to raise."""
+
+
+def _fail(settings: dict[str, Any]) -> None:
+    """Fail, if this process is the rank that is to."""
+    from sbp_launch.world import World
+
+    world = World.of_environment()
+    if world.size == 1 or world.rank != settings["rank"]:
+        return
+    fired = Path(settings["folder"]) / "fired"
+    if fired.exists():
+        return
+    unfinished = fired.with_suffix(".part")
+    unfinished.write_text(json.dumps([time.monotonic(), os.getpid()]), "utf-8")
+    unfinished.rename(fired)
+    if settings["how"] == "exception":
+        raise ToldToFailError("this rank was told to fail")
+    os.kill(os.getpid(), getattr(signal, settings["how"]))
+
+
+def _before(owner: Any, name: str, when: Callable[..., bool], settings: dict[str, Any]) -> None:
+    """Let a function fail when it is called with arguments of which `when` is true."""
+    whole = getattr(owner, name)
+
+    @functools.wraps(whole)
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        if when(*args):
+            _fail(settings)
+        return whole(*args, **kwargs)
+
+    setattr(owner, name, failing)
+
+
+def _always(*args: object) -> bool:
+    return True
+
+
+def _in_forward(worker: object, post: Any, firing: object, order: Any, report: object) -> bool:
+    return order.index == _STEP and post.actor.phase == "forward"
+
+
+def _in_update(worker: object, post: Any, firing: object, order: Any, report: object) -> bool:
+    return order.index == _STEP and bool(post.actor.writes)
+
+
+def _patch_import(module: ModuleType, settings: dict[str, Any]) -> None:
+    _fail(settings)
+
+
+def _patch_capture(module: ModuleType, settings: dict[str, Any]) -> None:
+    _before(module, "plan_step", _always, settings)
+
+
+def _patch_first_step(module: Any, settings: dict[str, Any]) -> None:
+    _before(module.ActorSession, "step", lambda session, *_: session.steps_done == 0, settings)
+
+
+def _patch_forward(module: Any, settings: dict[str, Any]) -> None:
+    _before(module.Worker, "_fire", _in_forward, settings)
+
+
+def _patch_update(module: Any, settings: dict[str, Any]) -> None:
+    _before(module.Worker, "_fire", _in_update, settings)
+
+
+def _patch_end(module: ModuleType, settings: dict[str, Any]) -> None:
+    _before(module, "save_states", _always, settings)
+
+
+#: For each moment the module that is changed when it has been imported, and how.
+_MOMENTS: dict[str, tuple[str, Callable[[Any, dict[str, Any]], None]]] = {
+    "import": ("sbp_launch.trainer", _patch_import),
+    "capture": ("sbp_launch.trainer", _patch_capture),
+    "first step": ("sbp_actor_runtime.session", _patch_first_step),
+    "forward": ("sbp_actor_runtime.worker", _patch_forward),
+    "update": ("sbp_actor_runtime.worker", _patch_update),
+    "end": ("sbp_launch.trainer", _patch_end),
+}
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds one module as it would be found without it, and changes it when it is there."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.settings = settings
+        self.name, self.patch = _MOMENTS[settings["moment"]]
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != self.name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        assert spec is not None, f"{name} is installed"
+        assert spec.loader is not None, f"{name} is a module"
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            self.patch(module, self.settings)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign] # for this module
+        return spec
+
+
+if "SBP_KILL" in os.environ:
+    sys.meta_path.insert(0, _Finder(json.loads(os.environ["SBP_KILL"])))

@@ -1,0 +1,201 @@
+"""One trial of training: let a rank of `sbp-train` fail at a moment, and see what becomes of it.
+
+What is started is the command as users type it. `hook/sitecustomize.py` lets the rank fail. Times
+are seconds after that.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from uuid import uuid4
+
+from kills.trial import How, marked_processes
+
+HOOK = Path(__file__).with_name("hook")
+
+#: Seconds that a run gets to come to the moment, and then to end, before the trial gives up.
+_START_S, _END_S = 120.0, 90.0
+
+#: Seconds that ranks wait: for each other at the start, in the first step, in a later one.
+_CONNECT_S, _FIRST_S, _DEADLINE_S = 20.0, 8.0, 4.0
+
+#: Seconds that ranks may need from one of the first moments until they wait for each other.
+_WORK_S = 30.0
+
+#: Small enough to train in no time; the messages do not depend on it.
+_SMALL = (
+    "model.num_layers=1",
+    "model.hidden=16",
+    "model.num_heads=2",
+    "model.context=16",
+    "trainer.steps=4",
+    "trainer.batch_size=4",
+    "trainer.eval_batches=0",
+    "trainer.sample_tokens=0",
+    "trainer.compare_steps=0",
+    "planner=manual/data_parallel",
+    "cluster.axes=[data]",
+    f"runtime.first_deadline_s={_FIRST_S}",
+    f"runtime.deadline_s={_DEADLINE_S}",
+    f"boxing.connect_timeout_s={_CONNECT_S}",
+)
+
+#: What users type, by launcher.
+TRAINING_WAYS = {
+    "spawn": ("launcher=spawn", "boxing=torch"),
+    "torchrun": ("launcher=torchrun", "boxing=torch"),
+    "mpiexec": ("launcher=mpiexec", "boxing=mpi"),
+}
+
+#: How a rank of a training run fails.
+TRAINING_HOWS = (How.EXCEPTION, How.SIGKILL, How.SIGSTOP)
+
+
+class Moment(StrEnum):
+    """When a rank fails."""
+
+    IMPORT = "import"
+    CAPTURE = "capture"
+    FIRST_STEP = "first step"
+    FORWARD = "forward"
+    UPDATE = "update"
+    END = "end"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingOutcome:
+    """What became of one trial.
+
+    Args:
+        way, how, moment, failing_rank: What was done, and to which rank.
+        down_s: When the command had ended; None if it had to be ended.
+        left: Processes that were left behind.
+        exit_status: Of the command.
+        lines: All that it wrote.
+    """
+
+    way: str
+    how: How
+    moment: Moment
+    failing_rank: int
+    down_s: float | None
+    left: tuple[int, ...]
+    exit_status: int | None
+    lines: tuple[str, ...]
+
+    @property
+    def limit_s(self) -> float:
+        """The seconds in which all has to be over."""
+        if not self.how.is_stall:
+            return 5.0
+        if self.moment in (Moment.IMPORT, Moment.CAPTURE):
+            return _WORK_S + _CONNECT_S + 10.0
+        return (_FIRST_S if self.moment is Moment.FIRST_STEP else _DEADLINE_S) + 10.0
+
+    @property
+    def message(self) -> str:
+        """The last message of the command."""
+        text = "\n".join(self.lines)
+        return text[text.rfind("sbp-train: ") :] if "sbp-train: " in text else ""
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """What does not hold that must."""
+        found: list[str] = []
+        if self.down_s is None or self.down_s > self.limit_s:
+            down = "never" if self.down_s is None else f"after {self.down_s:.1f} s"
+            found.append(f"all came down {down}, not within {self.limit_s:g} s")
+        if self.left:
+            found.append(f"processes {list(self.left)} were left behind")
+        if not self.exit_status:
+            found.append(f"the command ended with exit status {self.exit_status}")
+        if not re.search(rf"\brank {self.failing_rank}\b", self.message.partition("\n")[0]):
+            found.append("the first line of the message does not name the rank")
+        if "to mend it:" not in self.message:
+            found.append("the message does not say what to do")
+        return tuple(found)
+
+
+def run_training_trial(
+    way: str, how: How, moment: Moment, *, num_ranks: int = 2, failing_rank: int = 1
+) -> TrainingOutcome:
+    """Train, let a rank fail, and wait until all is over.
+
+    Raises:
+        AssertionError: the ranks did not come to the moment.
+    """
+    with tempfile.TemporaryDirectory(prefix="sbp-kill-") as name:
+        folder, mark = Path(name), f"sbp-trial-{uuid4().hex}"
+        settings = {"rank": failing_rank, "moment": moment, "how": how, "folder": name}
+        paths = [str(HOOK), *filter(None, [os.environ.get("PYTHONPATH")])]
+        with (folder / "output").open("wb") as output:
+            command = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "sbp_launch.train"),
+                    *(*TRAINING_WAYS[way], *_SMALL, f"cluster.mesh=[{num_ranks}]"),
+                ],
+                cwd=folder,
+                env={
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join(paths),
+                    "SBP_KILL": json.dumps(settings),
+                    "SBP_TRIAL": mark,
+                    "OMP_NUM_THREADS": "1",
+                },
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        try:
+            fired_at = _fired_at(folder, command)
+            try:
+                command.wait(_END_S)
+                down_s = None if fired_at is None else time.monotonic() - fired_at
+            except subprocess.TimeoutExpired:
+                down_s = None
+            left = marked_processes(mark)
+        finally:
+            _end(command, mark)
+        text = (folder / "output").read_text("utf-8", "replace")
+        assert fired_at is not None, f"the ranks did not come to {moment}:\n{text}"
+        return TrainingOutcome(
+            way=way,
+            how=how,
+            moment=moment,
+            failing_rank=failing_rank,
+            down_s=down_s,
+            left=left if down_s is not None else (),
+            exit_status=command.returncode,
+            lines=tuple(text.splitlines()),
+        )
+
+
+def _fired_at(folder: Path, command: subprocess.Popen[bytes]) -> float | None:
+    """Wait until the rank has failed, and return when that was; None if it did not."""
+    end = time.monotonic() + _START_S
+    while not (folder / "fired").exists():
+        if time.monotonic() > end or command.poll() is not None:
+            break
+        time.sleep(0.02)
+    if not (folder / "fired").exists():
+        return None
+    fired_at: float = json.loads((folder / "fired").read_text("utf-8"))[0]
+    return fired_at
+
+
+def _end(command: subprocess.Popen[bytes], mark: str) -> None:
+    """End what is still there."""
+    if command.poll() is None:
+        command.kill()
+        command.wait()
+    for pid in marked_processes(mark):
+        os.kill(pid, 9)
