@@ -333,9 +333,12 @@ def train_models(session: nox.Session, *arguments: str) -> None:
 
 
 def kill_ranks(session: nox.Session, *arguments: str) -> None:
-    """Kill ranks of every backend and launcher at random moments."""
+    """Kill ranks of every backend and launcher: at random moments, and those that train."""
+    kinds = [()] if "--training" in arguments else [(), ("--training",)]
     with session.chdir(ROOT / "integration"):
-        session.run("python", "-m", "kills", *arguments, env=TEST_ENVIRONMENT)
+        for kind in kinds:
+            command = ("python", "-m", "kills", *kind, *arguments)
+            session.run(*command, env=TEST_ENVIRONMENT)
 
 
 @nox.session(reuse_venv=True)

@@ -20,6 +20,13 @@ from rich.table import Table
 # `python integration/kills` is to find the package too.
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from kills.training import (
+    TRAINING_HOWS,
+    TRAINING_WAYS,
+    Moment,
+    TrainingOutcome,
+    run_training_trial,
+)
 from kills.trial import WAYS, How, Outcome, run_trial
 
 #: Lines of a faulty trial that are shown.
@@ -29,12 +36,14 @@ _SHOWN = 40
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="kills", description=__doc__)
     add = parser.add_argument
-    add("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), help="backends, launchers")
+    every = (*WAYS, *TRAINING_WAYS)
+    add("--ways", nargs="+", choices=every, help="backends, launchers; all, if left out")
     add("--how", nargs="+", choices=[str(how) for how in How], default=[str(how) for how in How])
     add("--count", type=int, default=50, help="kills of each way, shared among the kinds of kill")
     add("--ranks", type=int, default=3)
     add("--deadline", type=float, default=3.0, help="seconds that a step may wait")
     add("--seed", type=int, default=0)
+    add("--training", action="store_true", help="of sbp-train, at each moment of a run")
     add("--json", type=Path, help="write all outcomes to this file")
     return parser.parse_args(argv)
 
@@ -86,7 +95,7 @@ def run_trials(options: argparse.Namespace, console: Console) -> Iterator[Outcom
     """Run what was asked for, and show how far it is."""
     draw, hows = random.Random(options.seed), [How(name) for name in options.how]
     turns = [hows[turn % len(hows)] for turn in range(options.count)]
-    plan = [(WAYS[name], how) for name in options.ways for how in turns]
+    plan = [(WAYS[name], how) for name in options.ways or WAYS for how in turns]
     columns = (TextColumn("{task.description:<27}"), BarColumn(20), MofNCompleteColumn())
     with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
         task = progress.add_task("kills", total=len(plan))
@@ -106,9 +115,61 @@ def run_trials(options: argparse.Namespace, console: Console) -> Iterator[Outcom
             yield outcome
 
 
+def training_table(outcomes: Sequence[TrainingOutcome]) -> Table:
+    """Return the figures of training by launcher and kind of kill."""
+    table = Table(
+        title="Training: seconds from the kill to the end of the command", box=SIMPLE_HEAD
+    )
+    for name in ("", "kills", "median", "worst", "faults"):
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    for way in dict.fromkeys(outcome.way for outcome in outcomes):
+        for how in dict.fromkeys(outcome.how for outcome in outcomes):
+            rows = [row for row in outcomes if (row.way, row.how) == (way, how)]
+            down = [row.down_s for row in rows if row.down_s is not None]
+            if rows:
+                table.add_row(
+                    f"{way}: {how}",
+                    str(len(rows)),
+                    f"{statistics.median(down):.2f}" if down else "never",
+                    f"{max(down):.2f}" if len(down) == len(rows) else "never",
+                    str(sum(bool(row.faults) for row in rows)),
+                )
+    return table
+
+
+def train_and_kill(options: argparse.Namespace, console: Console) -> list[TrainingOutcome]:
+    """Kill training in every way, at every moment, in turns; show what is wrong."""
+    draw, outcomes = random.Random(options.seed), list[TrainingOutcome]()
+    hows = [how for how in TRAINING_HOWS if how in options.how]
+    cases = [(how, moment) for how in hows for moment in Moment]
+    show = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    for way in options.ways or TRAINING_WAYS:
+        for turn in range(options.count):
+            how, moment = cases[turn % len(cases)]
+            outcome = run_training_trial(
+                way,
+                how,
+                moment,
+                num_ranks=options.ranks,
+                failing_rank=draw.randrange(options.ranks),
+            )
+            outcomes.append(outcome)
+            down = "never" if outcome.down_s is None else f"{outcome.down_s:.2f} s"
+            show(f"{way}: {how} of rank {outcome.failing_rank} at {moment}: down after {down}")
+            for fault in outcome.faults:
+                show(f"  {fault}")
+            for line in outcome.lines[-_SHOWN:] if outcome.faults else ():
+                show(f"    {line}")
+    return outcomes
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the trials; return 1 if anything that must hold did not, 130 after Ctrl-C."""
     options, console, outcomes = _arguments(argv), Console(), list[Outcome]()
+    if options.training:
+        trained = train_and_kill(options, console)
+        console.print(training_table(trained))
+        return int(any(outcome.faults for outcome in trained))
     status = 0
     try:
         for outcome in run_trials(options, console):

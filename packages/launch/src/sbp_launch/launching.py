@@ -29,6 +29,10 @@ from sbp_launch.rank import run_rank
 from sbp_launch.run import make_console
 from sbp_launch.world import World
 
+#: Seconds that ranks get to end by themselves when one has failed: those that wait for it are told
+#: at once; one that captures or plans waits for nobody.
+_GRACE_S = 2.0
+
 #: Lines of the log of a rank that failed which are shown.
 _SHOWN_LINES = 12
 
@@ -108,7 +112,7 @@ def _start(config: RunConfig, registry: PluginRegistry, folder: Path) -> None:
         f"{log_path(folder, 0).parent}\n"
     )
     sys.stdout.flush()
-    report = supervise(specs, on_line=_write_line, stops_gently=True)
+    report = supervise(specs, grace_s=_GRACE_S, on_line=_write_line, stops_gently=True)
     if report.stopped_by == signal.SIGINT:
         raise KeyboardInterrupt
     if report.stopped_by is not None:

@@ -1,18 +1,26 @@
 """What each rank of several processes writes, in a file of its own: `RUN/logs/rank_N.txt`.
 
 Rank 0 also writes to the terminal. All others write there only, down to what libraries and crashes
-print, save for their last words.
+print, save for their last words. A log begins with who writes it; messages of `logging`, to which
+warnings go, too, have the time.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import io
+import logging
 import os
+import socket
 import sys
+from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 from typing import TextIO
+
+#: How messages of `logging` are written: to a log, and by rank 0 to the terminal.
+_TIMED = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+_PLAIN = "%(levelname)s %(name)s: %(message)s"
 
 #: The folder of the logs in the run folder.
 LOGS = "logs"
@@ -49,6 +57,15 @@ class RankLog:
                 os.dup2(self._file.fileno(), number)
         # Where a library crashes, the log says in which call.
         faulthandler.enable(self._file)
+        self._handlers = logging.root.handlers[:]
+        logging.root.handlers[:] = [_handler(self._file, _TIMED)]
+        if self.rank == 0:
+            logging.root.addHandler(_handler(self._before[1], _PLAIN))
+        logging.captureWarnings(True)
+        now = datetime.now().astimezone().isoformat(" ", "seconds")
+        self._file.write(
+            f"{now} rank {self.rank}: host {socket.gethostname()}, process {os.getpid()}\n"
+        )
         return self
 
     def __exit__(
@@ -58,6 +75,8 @@ class RankLog:
         trace: TracebackType | None,
     ) -> None:
         faulthandler.disable()
+        logging.captureWarnings(False)
+        logging.root.handlers[:] = self._handlers
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         sys.stdout, sys.stderr = self._before
@@ -74,6 +93,13 @@ class RankLog:
         sys.stderr.flush()
         if self._saved is not None:
             os.write(self._saved[1], f"{text}\n".encode())
+
+
+def _handler(stream: TextIO, form: str) -> logging.Handler:
+    """Return what writes messages to a stream."""
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(logging.Formatter(form))
+    return handler
 
 
 class _Both(io.TextIOBase):

@@ -6,7 +6,6 @@ its launcher has said (`world`).
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 import sys
@@ -31,7 +30,6 @@ def run_rank(folder: Path, world: World, width: int | None = None) -> int:
         width: Characters in a line that is printed, where that is not to a terminal.
     """
     world.export()
-    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.WARNING)
     with RankLog(folder, world.rank) as log:
         try:
             _train(folder, world, width)

@@ -44,9 +44,9 @@ class RootCauseFinder:
 
     def read(self, line: str) -> None:
         """Take in a line; of each kind of sentence the first that is written counts."""
-        if self._standing_still is None and (still := _STILL.search(line)):
-            if still["rank"] != self._own:
-                self._standing_still = still["rank"], still[0][:_LONGEST]
+        still = _STILL.search(line)
+        if self._standing_still is None and still and still["rank"] != self._own:
+            self._standing_still = still["rank"], still[0][:_LONGEST]
         if self._reported is None:
             missed = _MISSED.search(line)
             failed = missed or _FAILED.match(line)
