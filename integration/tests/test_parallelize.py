@@ -18,10 +18,8 @@ from sbp_torch.deferred_init import deferred
 SIZE = 8
 LAYOUTS = (
     {},
-    {"mesh": 4},
-    {"mesh": 4, "planner": "manual/zero"},
-    {"mesh": (2, 2), "micro_batches": 2, "planner": "manual/data_parallel"},
-    {"mesh": (2, 2), "pins": {"0.weight": {"tensor": "S(0)"}}},
+    {"mesh": 2, "planner": "manual/zero"},
+    {"mesh": (2, 2), "micro_batches": 2, "pins": {"0.weight": {"tensor": "S(0)"}}},
     {"mesh": 2, "axes": "pipe", "micro_batches": 4, "planner": {"name": "manual/pipeline"}},
     {"mesh": 2, "planner": {"name": "osdp", "memory_bytes": 1e6}, "runtime": "reference"},
 )
@@ -196,7 +194,7 @@ def test_a_scheduled_setting_follows_the_optimizer():
         assert_trained_alike(step, eager, optimizers[1])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS[1:4], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS[1:3], ids=str)
 def test_evaluation_takes_batches_of_any_size_and_changes_nothing(layout):
     model, eager = make_model(dropout=0.5), make_model(dropout=0.5)
 
@@ -274,12 +272,15 @@ def test_an_optimizer_that_has_stepped_goes_on():
     optimizers = make_optimizer(model), make_optimizer(eager)
     for one, optimizer in zip((model, eager), optimizers, strict=True):
         eager_step(one, optimizer, batch_of(0))
+    before = copy.deepcopy((model.state_dict(), optimizers[0].state_dict()["state"]))
 
     with parallelize(model, loss_of, batch_of(0), optimizers[0], mesh=2) as step:
         eager_step(eager, optimizers[1], batch_of(1))
         step(batch_of(1))
 
         assert_trained_alike(step, eager, optimizers[1])
+    now = model.state_dict(), optimizers[0].state_dict()["state"]
+    torch.testing.assert_close(now, before, rtol=0, atol=0)  # the one-device program is as it was
 
 
 def test_a_strategy_can_be_passed_and_is_reported():

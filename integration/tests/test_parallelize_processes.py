@@ -16,17 +16,22 @@ from programs import registry
 from sbp_core.boxing import BoxingBackend
 from sbp_core.boxing.supervision import Line, supervise
 
-#: The boxing that fits each launcher: processes with torchrun's variables, and mpiexec.
-BACKENDS = ("torch", pytest.param("mpi", marks=pytest.mark.exhaustive))
+#: The boxing that fits processes with torchrun's variables.
+TORCH = ("torch", parallel_ranks.QUICK)
+
+#: Both kinds of processes, and every layout.
+EVERY = [(boxing, tuple(parallel_ranks.LAYOUTS)) for boxing in ("torch", "mpi")]
+
+RUNS = [TORCH, *(pytest.param(*run, marks=pytest.mark.exhaustive) for run in EVERY)]
 
 
 @cache
-def ranks_of(boxing: str) -> Mapping[int, dict[str, Any]]:
+def ranks_of(boxing: str, layouts: tuple[str, ...]) -> Mapping[int, dict[str, Any]]:
     """Run the program as two processes; return what each rank printed."""
     backend: Any = registry().make("boxing", boxing, {})
     assert isinstance(backend, BoxingBackend)
     lines: list[Line] = []
-    command = [sys.executable, str(Path(parallel_ranks.__file__))]
+    command = [sys.executable, str(Path(parallel_ranks.__file__)), *layouts]
     ended = supervise(backend.launch_specs(2, command), timeout_s=240, on_line=lines.append)
     assert ended.error() is None, "\n".join(map(str, lines))
     found = [json.loads(line.text) for line in lines if line.text.startswith("{")]
@@ -38,31 +43,36 @@ def with_threads(layout: str) -> dict[str, Any]:
     return parallel_ranks.trained(layout)
 
 
-@pytest.mark.parametrize("layout", parallel_ranks.LAYOUTS)
-@pytest.mark.parametrize("boxing", BACKENDS)
-def test_processes_equal_plain_pytorch_and_threads_bit_for_bit(boxing: str, layout: str) -> None:
-    threads = with_threads(layout)
+@pytest.mark.parametrize(("boxing", "layouts"), RUNS)
+def test_processes_equal_plain_pytorch_and_threads_bit_for_bit(
+    boxing: str, layouts: tuple[str, ...]
+) -> None:
+    for layout in layouts:
+        threads = with_threads(layout)
+        for rank in (0, 1):
+            found = ranks_of(boxing, layouts)[rank][layout]
+            assert max(found["worst"], threads["worst"]) <= 1e-9, layout
+            assert found["states where they go"], layout
+            for what in ("losses", "evaluated", "states"):
+                assert found[what] == threads[what], (layout, what)
 
-    for rank in (0, 1):
-        found = ranks_of(boxing)[rank][layout]
-        assert max(found["worst"], threads["worst"]) <= 1e-9
-        assert found["states where they go"]
-        for what in ("losses", "evaluated", "states"):
-            assert found[what] == threads[what], what
 
-
-@pytest.mark.parametrize("boxing", BACKENDS)
-def test_the_values_of_rank_0_are_taken_where_nobody_seeded(boxing: str) -> None:
-    found = [ranks_of(boxing)[rank]["started differently"] for rank in (0, 1)]
+@pytest.mark.parametrize(("boxing", "layouts"), RUNS)
+def test_the_values_of_rank_0_are_taken_where_nobody_seeded(
+    boxing: str, layouts: tuple[str, ...]
+) -> None:
+    found = [ranks_of(boxing, layouts)[rank]["started differently"] for rank in (0, 1)]
 
     assert [one["differs"] for one in found] == [False, True]
     assert all(one["begins with those of rank 0"] for one in found)
 
 
-@pytest.mark.parametrize("boxing", BACKENDS)
-def test_ranks_with_other_programs_are_told_the_difference(boxing: str) -> None:
+@pytest.mark.parametrize(("boxing", "layouts"), RUNS)
+def test_ranks_with_other_programs_are_told_the_difference(
+    boxing: str, layouts: tuple[str, ...]
+) -> None:
     for rank in (0, 1):
-        said = ranks_of(boxing)[rank]["refusals"]
+        said = ranks_of(boxing, layouts)[rank]["refusals"]
         assert said["other code"].startswith("the ranks differ in the captured step: rank 0: ")
         assert said["other settings"].startswith("the ranks differ in seed: rank 0: 0; rank 1: 1")
         wanted = "ranks 0 and 1 were given different values for all samples of 'x'"

@@ -114,19 +114,21 @@ def parallelize(
     chosen_runtime = choices.chosen("runtime", runtime)
     choices.check_beside()
 
+    settings = make_settings(
+        choices.registry,
+        shape,
+        machine if isinstance(machine, Cluster) else machine(shape.size),
+        compile_config(compile, autocast),
+        micro_batches,
+        update_options(update, clip_norm),
+    )
+
     def make_backend() -> BoxingBackend:
-        return backend_of(world, boxing, choices, shape.size)
+        return backend_of(world, boxing, choices, settings.mesh)
 
     make_backend()  # before anything takes long, as it may be refused
     engine = Engine(
-        settings=make_settings(
-            choices.registry,
-            shape,
-            machine if isinstance(machine, Cluster) else machine(shape.size),
-            compile_config(compile, autocast),
-            micro_batches,
-            update_options(update, clip_norm),
-        ),
+        settings=settings,
         runtime=chosen_runtime,
         make_backend=make_backend,
         world=world,

@@ -72,7 +72,7 @@ class OneDeviceProgram:
         if self.deferred is not None:
             found: Mapping[str, Tensor] = self.deferred.states(self.optimizer, self.update)
         else:
-            found = initial_states(self.model, self.optimizer, self.update)
+            found = initial_states(self.model, self.optimizer, self.update, copy=False)
         if given is None and self.deferred is not None:
             return found
         given = given or {}

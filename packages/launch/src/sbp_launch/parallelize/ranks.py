@@ -67,7 +67,7 @@ def mesh_of(
 
 
 def backend_of(
-    world: World, boxing: Choice | BoxingBackend | None, choices: Choices, num_ranks: int
+    world: World, boxing: Choice | BoxingBackend | None, choices: Choices, mesh: Placement
 ) -> BoxingBackend:
     """Return the boxing backend, not yet open.
 
@@ -75,7 +75,7 @@ def backend_of(
         world: Says which one fits, and where the processes meet.
         boxing: What was chosen; None for what fits.
         choices: Makes it.
-        num_ranks: Of the mesh, for messages.
+        mesh: All ranks, and on which kind of device they are.
 
     Raises:
         ConfigError: it connects processes where there are none, or the other way round.
@@ -85,16 +85,15 @@ def backend_of(
         backend, shown = chosen, type(chosen).__name__
     else:
         option = choices.option("boxing", chosen)
-        if option.name == "torch" and world.launcher not in (THREADS, TORCHRUN):
-            known = _meeting_point(world)
-            option = choices.option("boxing", _with_settings(chosen, known))
+        if option.name == "torch":
+            option = choices.option("boxing", _with_settings(chosen, _known(world, mesh)))
         backend, shown = choices.make(option), str(option)
-    if backend.spans_processes and world.is_alone and num_ranks > 1:
+    if backend.spans_processes and world.is_alone and mesh.size > 1:
         raise ConfigError(
             f"boxing={shown} connects one process a rank, and no launcher has started this one",
             where="the argument boxing",
             accepted="boxing='local': the ranks are threads of this process",
-            todo=f"leave out boxing, or start it by {_START.format(size=num_ranks)}",
+            todo=f"leave out boxing, or start it by {_START.format(size=mesh.size)}",
         )
     if not backend.spans_processes and world.size > 1:
         raise ConfigError(
@@ -113,9 +112,12 @@ def _with_settings(choice: Choice, known: Mapping[str, Any]) -> dict[str, Any]:
     return {**known, **given}
 
 
-def _meeting_point(world: World) -> dict[str, Any]:
-    """Return settings of `boxing=torch` where the launcher did not set torchrun's variables."""
-    known: dict[str, Any] = {"rank": world.rank, "world_size": world.size}
+def _known(world: World, mesh: Placement) -> dict[str, Any]:
+    """Return the settings of `boxing=torch` that follow: its device, and where processes meet."""
+    known: dict[str, Any] = {} if mesh.device == "cpu" else {"device": mesh.device}
+    if world.launcher in (THREADS, TORCHRUN):
+        return known
+    known |= {"rank": world.rank, "world_size": world.size}
     told = world.variables
     if "MASTER_ADDR" in told and "MASTER_PORT" in told:
         known["init_method"] = f"tcp://{told['MASTER_ADDR']}:{told['MASTER_PORT']}"

@@ -162,10 +162,18 @@ def initial_states(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     update: UpdateOptions = UpdateOptions(),  # noqa: B008 - frozen
+    *,
+    copy: bool = True,
 ) -> dict[str, Tensor]:
     """Return every state of the graph by its input name: parameters, buffers, optimizer states.
 
-    The tensors are copies; training does not change the model they came from.
+    Args:
+        model: The one-device program.
+        optimizer: Over its parameters; None for none of its states.
+        update: As given to `capture`.
+        copy: Whether the tensors are copies. Else they are the model's own and not to be changed,
+            and one that holds one number may be that number, expanded; a session copies what it
+            keeps of them.
 
     Raises:
         SbpTypeError: `model` or `optimizer` is something else.
@@ -174,7 +182,8 @@ def initial_states(
     found = model_tensors(model)
     if optimizer is not None:
         found |= Update(model, optimizer, update).values()
-    return {name: _copied(tensor.detach()) for name, tensor in found.items()}
+    plain = {name: tensor.detach() for name, tensor in found.items()}
+    return {name: _copied(tensor) for name, tensor in plain.items()} if copy else plain
 
 
 def _copied(tensor: Tensor) -> Tensor:
