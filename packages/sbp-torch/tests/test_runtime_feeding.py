@@ -13,7 +13,13 @@ from sbp_core.runtime import batch_parts
 from sbp_torch.runtime.feeding import Feeder
 from sbp_torch.testing.cases import CASES, compile_case, local_batch
 
-NAMES = ("uneven batch", "accumulation", "data and tensor parallel", "pipeline with boxing threads")
+NAMES = (
+    "uneven batch",
+    "accumulation",
+    "tensor parallel",
+    "data and tensor parallel",
+    "pipeline with boxing threads",
+)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -116,6 +116,7 @@ class BetweenSteps:
 
         def run(rank: int) -> None:
             try:
+                self.store.device.enter()  # a matter of each thread
                 call(rank)
             except BaseException as error:
                 outcomes.put(error)
