@@ -18,6 +18,7 @@ with RankLog(Path(sys.argv[1]), int(sys.argv[2])) as log:
     os.write(2, b"from a library\\n")
     logging.getLogger("somewhere").warning("from logging")
     warnings.warn("from warnings")
+    log.note("a traceback\\n")
     log.last_words("the end")
 print("behind it")
 logging.getLogger("somewhere").warning("logging behind it")
@@ -47,7 +48,7 @@ def test_a_log_begins_with_who_writes_it_and_messages_have_the_time(
     assert re.search(rf"^{time} WARNING somewhere: from logging$", log, re.M)
     assert re.search(rf"^{time} WARNING py.warnings: .*from warnings", log, re.M)
     assert "from print" in log
-    assert "the end" in log
+    assert "a traceback\nthe end\n" in log
     assert log.count("from logging") == 1
     assert "behind it" not in log
 
@@ -55,6 +56,7 @@ def test_a_log_begins_with_who_writes_it_and_messages_have_the_time(
 def test_rank_0_writes_to_the_terminal_too(tmp_path: Path) -> None:
     _, terminal = run(tmp_path, 0)
 
+    assert "traceback" not in terminal
     for text in ("from print", "from a library", "somewhere: from logging", "the end", "behind it"):
         assert text in terminal
 

@@ -87,6 +87,11 @@ class RankLog:
             self._saved = None
         self._file.close()
 
+    def note(self, text: str) -> None:
+        """Write a text to the log alone."""
+        sys.stdout.flush()
+        self._file.write(text)
+
     def last_words(self, text: str) -> None:
         """Write a text to the log, and to where this process wrote before."""
         sys.stderr.write(f"{text}\n")

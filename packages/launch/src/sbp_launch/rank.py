@@ -34,6 +34,7 @@ def run_rank(folder: Path, world: World, width: int | None = None) -> int:
         try:
             _train(folder, world, width)
         except SbpError as error:
+            log.note(_original_traceback(error))
             log.last_words(f"{_speaker(world)}: {error}")
             return BAD_CONFIG if isinstance(error, ConfigError) else FAILED
         except KeyboardInterrupt:
@@ -66,6 +67,14 @@ def _train(folder: Path, world: World, width: int | None) -> None:
             raise
         traceback.print_exc()
         raise guilty from error
+
+
+def _original_traceback(error: SbpError) -> str:
+    """Return the traceback of what an error comes from, if that is none of ours; else ""."""
+    cause: BaseException | None = error
+    while isinstance(cause, SbpError):
+        cause = cause.__cause__
+    return "" if cause is None else "".join(traceback.format_exception(cause))
 
 
 def _speaker(world: World) -> str:

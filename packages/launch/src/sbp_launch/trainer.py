@@ -15,7 +15,7 @@ from rich.console import Console
 from torch import Tensor
 
 from sbp_core.boxing import BoxingBackend
-from sbp_core.errors import SbpValueError
+from sbp_core.errors import RunError, SbpValueError
 from sbp_core.graph import LogicalGraph
 from sbp_core.infer import step_time_s
 from sbp_core.memory import MemoryReport
@@ -44,6 +44,7 @@ from sbp_launch.session import (
     save_states_after_error,
     start,
 )
+from sbp_launch.source_lines import with_source_line
 from sbp_launch.speed import Speed
 from sbp_launch.stopping import StopSignals
 from sbp_launch.team import Team, stop_together
@@ -193,6 +194,8 @@ def train_states(
         except BaseException as error:
             with signals.saving():
                 save_states_after_error(run, session, error, team)
+            if isinstance(error, RunError):
+                raise with_source_line(error, planned.graph) from error.__cause__
             raise
         with signals.saving():
             # A session of its own evaluates, which each process starts on whole states.

@@ -1,0 +1,29 @@
+"""Say of a failed operator which line of the model it came from."""
+
+from __future__ import annotations
+
+import re
+
+from sbp_core.errors import RunError
+from sbp_core.graph import LogicalGraph
+
+#: How runtimes name the node whose operator failed.
+_NODE = re.compile(r"op '(?P<node>[^']+)':")
+
+
+def with_source_line(error: RunError, graph: LogicalGraph) -> RunError:
+    """Return the error of a step with the model's line, if it names a node that came from one.
+
+    Args:
+        error: That a step raised.
+        graph: What the session runs, before it was planned.
+    """
+    named = [found["node"] for place in error.where if (found := _NODE.search(place))]
+    lines = [line for node in graph.nodes if node.name in named for line in node.where()]
+    if not lines:
+        return error
+    made = type(error)(
+        error.what, where=(*lines, *error.where), accepted=error.accepted, todo=error.todo
+    )
+    made.__cause__ = error.__cause__
+    return made
