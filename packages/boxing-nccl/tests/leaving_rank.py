@@ -3,6 +3,7 @@
 The other ranks wait for the first one in a step, and end with status 7 if that raises.
 """
 
+import os
 import sys
 import threading
 import time
@@ -17,7 +18,10 @@ from sbp_core.sbp import B, NdSbp, P
 
 
 def main(how: str) -> None:
-    backend = MpiBackend(MpiBoxingConfig())
+    if how == "never comes" and os.environ["OMPI_COMM_WORLD_RANK"] == "0":
+        time.sleep(100.0)
+    limit_s = 2.0 if how == "never comes" else 60.0
+    backend = MpiBackend(MpiBoxingConfig(connect_timeout_s=limit_s))
     backend.open([0, 1])
     reduce(backend)
     (rank,) = backend.local_ranks()

@@ -62,3 +62,11 @@ def test_a_rank_that_closes_because_of_an_exception_brings_all_down(how: str) ->
 
     assert code != 0, said
     assert "BoxingError" in said and "rank 0 reported" in said
+
+
+def test_a_rank_that_does_not_come_to_start_mpi_is_waited_for_so_long_and_no_longer() -> None:
+    code, said, _ = run("never comes")
+
+    assert code != 0, said
+    assert "Timeout (0:00:02)!" in said
+    assert "in _start_mpi_together_with_all_ranks" in said

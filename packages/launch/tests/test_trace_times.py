@@ -82,6 +82,25 @@ def test_a_call_that_ends_before_the_last_rank_comes_waits_no_longer_than_it_las
     assert (times.waiting, times.boxing) == (10 * MS, 0)
 
 
+def test_the_end_of_a_call_waits_for_the_rank_that_begins_it_last() -> None:
+    plan, shared = data_parallel(), actor_of(data_parallel(), 0, Collective)
+    begun = [fired(plan, 0, shared, 0, 1), fired(plan, 1, shared, 30, 31)]
+    ends = [
+        replace(
+            fired(plan, rank, plan.by_rank[rank].actors[0].name, begin, 50),
+            kind=SpanKind.BLOCKED,
+            waits_for=f"the end of {shared}, something else",
+        )
+        for rank, begin in ((0, 10), (1, 35))
+    ]
+
+    times = rank_times(plan, begun + ends)
+
+    first, second = times[0, "compute"], times[1, "compute"]
+    assert (first.waiting, first.boxing, first.late) == (20 * MS, 21 * MS, {1: 20 * MS})
+    assert (second.waiting, second.boxing) == (0, 16 * MS)
+
+
 def test_a_receive_waits_for_its_sender() -> None:
     plan = pipeline()
     link = plan.links[0]

@@ -49,7 +49,7 @@ class MpiBackend(JobBackend):
         from sbp_boxing_nccl.communicator import MpiCommunicator
         from sbp_boxing_nccl.connections import MpiConnections
 
-        mpi = load_mpi()
+        mpi = load_mpi(self._config.connect_timeout_s)
         comm = mpi.COMM_WORLD if self._comm is None else self._comm
         launch = f"start the program with mpiexec -n {len(ranks)} python -m mpi4py ..."
         check_ranks(ranks, comm.Get_rank(), comm.Get_size(), todo=launch)

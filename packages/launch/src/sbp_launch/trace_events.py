@@ -36,7 +36,7 @@ from sbp_core.compile import (
 from sbp_core.graph import LogicalGraph, Node, Phase
 from sbp_core.runtime import Held, Span, SpanKind
 from sbp_launch.moves import updated_module
-from sbp_launch.trace_times import Late, late_ranks
+from sbp_launch.trace_times import END_OF, Late, late_ranks
 
 Event = dict[str, Any]
 
@@ -136,14 +136,21 @@ class _Events:
         """Return the slice of a span, and the wait for other ranks inside of it."""
         label = {"step": span.step + 1, "micro_batch": span.micro_batch}
         if span.kind is not SpanKind.FIRING:
-            is_turn = span.kind is SpanKind.TURN
-            name = "wait for its turn" if is_turn else "wait for data or credits"
+            is_end = span.waits_for.startswith(END_OF)
+            name = "wait for boxing" if is_end else "wait for data or credits"
+            if span.kind is SpanKind.TURN:
+                name = "wait for its turn"
             args = {**label, "actor": span.actor, "waits_for": span.waits_for}
             yield self._slice(span, name, "wait", span.end_ns, args)
+            yield from self._late_slice(span)
             return
         name, args = self._text(span.rank, self.plan.by_rank[span.rank].by_name[span.actor])
         category = "boxing" if "bytes" in args else "compute"
         yield self._slice(span, name, category, span.end_ns, label | args)
+        yield from self._late_slice(span)
+
+    def _late_slice(self, span: Span) -> Iterator[Event]:
+        """Return the slice of what a boxing call waited for another rank, if it did."""
         late: Late | None = self.late.get(span)
         if late is not None:
             name = f"wait for rank {late.rank}"

@@ -4,6 +4,11 @@ A boxing call does not say how long it waited for the others. It is told from wh
 
     rank 0   |boxing ===============|     waits for rank 1 until it comes, then data moves
     rank 1            |boxing ======|     came last: waits for nobody
+
+Where a call is begun, and its end awaited later, the same is told of that wait:
+
+    rank 0   |begin| compute |end =========|     waits for rank 1 until it begins, then data moves
+    rank 1                        |begin|...
 """
 
 from __future__ import annotations
@@ -15,6 +20,9 @@ from dataclasses import dataclass, field
 from sbp_core.compile import BoxingActor, Collective, PhysicalPlan, Receive
 from sbp_core.runtime import Span, SpanKind
 from sbp_core.units import format_seconds
+
+#: How a span begins to say that it waits for the end of boxing that was begun before.
+END_OF = "the end of "
 
 #: Most ranks that are printed one by one.
 _MOST_RANKS = 16
@@ -32,7 +40,7 @@ class Late:
 
 
 def late_ranks(plan: PhysicalPlan, spans: Sequence[Span]) -> Mapping[Span, Late]:
-    """Return for each boxing call that waited for other ranks what it waited for.
+    """Return for each boxing call, and wait for the end of one, what it waited for.
 
     Args:
         plan: What ran.
@@ -46,8 +54,22 @@ def late_ranks(plan: PhysicalPlan, spans: Sequence[Span]) -> Mapping[Span, Late]
         for span in spans
         if span.kind is SpanKind.FIRING
     }
-    found = {}
-    for (step, index, rank, name), span in firings.items():
+    calls = {span: [key] for key, span in firings.items()}
+    begun: dict[tuple[int, int], dict[str, int]] = defaultdict(dict)
+    for span in sorted(spans, key=lambda span: span.begin_ns):
+        if span.kind is SpanKind.FIRING:
+            begun[span.step, span.rank][span.actor] = span.micro_batch
+        elif span.waits_for.startswith(END_OF):
+            calls[span] = [
+                (span.step, index, span.rank, name)
+                for name, index in begun[span.step, span.rank].items()
+                if name in span.waits_for
+            ]
+            for key in calls[span]:
+                calls.pop(firings[key], None)  # which only began what is waited for here
+    found: dict[Span, Late] = {}
+    waits = [(span, key) for span, keys in calls.items() for key in keys]
+    for span, (step, index, rank, name) in waits:
         actor = plan.by_rank[rank].by_name[name]
         if isinstance(actor, Collective):
             group = plan.steps[actor.step].group(rank)
@@ -61,9 +83,10 @@ def late_ranks(plan: PhysicalPlan, spans: Sequence[Span]) -> Mapping[Span, Late]
             for other in others
             if (step, index, *other) in firings
         ]
-        if came and max(came)[0] > span.begin_ns:
-            begin_ns, last = max(came)
-            found[span] = Late(until_ns=min(begin_ns, span.end_ns), rank=last)
+        begin_ns, last = max(came, default=(0, rank))
+        until_ns = min(begin_ns, span.end_ns)
+        if until_ns > max(span.begin_ns, found[span].until_ns if span in found else 0):
+            found[span] = Late(until_ns=until_ns, rank=last)
     return found
 
 
@@ -102,12 +125,13 @@ def rank_times(plan: PhysicalPlan, spans: Sequence[Span]) -> dict[tuple[int, str
         key = (span.rank, span.thread, span.step)
         begin_ns, end_ns = extents.get(key, (span.begin_ns, span.end_ns))
         extents[key] = (min(begin_ns, span.begin_ns), max(end_ns, span.end_ns))
-        if span.kind is SpanKind.BLOCKED:
+        is_call = span.waits_for.startswith(END_OF)
+        if span.kind is SpanKind.BLOCKED and not is_call:
             times.waiting += took
         elif span.kind is SpanKind.TURN:
             times.turn += took
             times.compute -= took  # it lies within a firing
-        elif isinstance(plan.by_rank[span.rank].by_name[span.actor], BoxingActor):
+        elif is_call or isinstance(plan.by_rank[span.rank].by_name[span.actor], BoxingActor):
             waited = late[span].until_ns - span.begin_ns if span in late else 0
             times.waiting += waited
             times.boxing += took - waited

@@ -66,7 +66,7 @@ def rendezvous(config: NcclBoxingConfig) -> NcclWorld:
         BoxingError: the others could not be reached in time.
     """
     if config.bootstrap == "mpi":
-        mpi = load_mpi()
+        mpi = load_mpi(config.connect_timeout_s)
         return rendezvous_by_mpi(mpi.COMM_WORLD, mpi, config.connect_timeout_s)
     return _rendezvous_by_store(config)
 
