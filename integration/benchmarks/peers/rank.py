@@ -4,7 +4,7 @@
 
 Every round runs every way once, beginning with another one each time; all begin together. Writes
 `FOLDER/RANK.json`: for each way the seconds until its first step was through, those of each later
-round, the first losses, and the bytes that a step sends.
+round, its processor time, the first losses, and the bytes that a step sends.
 """
 
 from __future__ import annotations
@@ -58,7 +58,13 @@ def measure(
             steps[name], sent_bytes = sbp_step(ours, name, model, registry, store, options, stack)
         losses = [steps[name](first)]
         start_s = time.perf_counter() - began
-        found[name] = {"start_s": start_s, "times": [], "losses": losses, "sent": sent_bytes}
+        found[name] = {
+            "start_s": start_s,
+            "times": [],
+            "cpu": [],
+            "losses": losses,
+            "sent": sent_bytes,
+        }
     gc.collect()
     gc.freeze()
     names = list(steps)
@@ -68,13 +74,15 @@ def measure(
             name = names[(turn + index) % len(names)]
             if store is not None:
                 dist.barrier()
-            began = time.perf_counter()
+            began, began_cpu = time.perf_counter(), time.process_time()
             loss = steps[name](batch)
             elapsed_s = time.perf_counter() - began
+            cpu_s = time.process_time() - began_cpu
             if index < NUM_LOSSES:
                 found[name]["losses"].append(loss)
             if index >= WARM_UP:
                 found[name]["times"].append(elapsed_s)
+                found[name]["cpu"].append(cpu_s)
     for way in found.values():
         way["losses"] = [None if loss is None else float(loss) for loss in way["losses"]]
     return found

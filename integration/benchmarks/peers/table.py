@@ -26,6 +26,7 @@ class Row:
         step_s: Median of the slower rank.
         ratio: Median over rounds of its time to the first peer's in the same round; likewise the
             lower and the upper quartile.
+        cpu_s: Median of the processor time of all ranks, in which MPI waits, and gloo does not.
         loss_error: Largest relative difference of a loss from the first peer's.
     """
 
@@ -35,6 +36,7 @@ class Row:
     step_s: float
     ratio: float
     quartiles: tuple[float, float]
+    cpu_s: float
     loss_error: float
     sent_bytes: int
     start_s: float
@@ -77,6 +79,7 @@ def rows(name: str, comparison: Comparison, ranks: Sequence[Found]) -> list[Row]
                 step_s=statistics.median(times),
                 ratio=ratio,
                 quartiles=(quartiles[0], quartiles[2]),
+                cpu_s=statistics.median(map(sum, _by_round(ranks, way, "cpu"))),
                 loss_error=error,
                 sent_bytes=max(rank[way]["sent"] for rank in ranks),
                 start_s=max(rank[way]["start_s"] for rank in ranks),
@@ -89,7 +92,11 @@ def rows(name: str, comparison: Comparison, ranks: Sequence[Found]) -> list[Row]
 
 def _slower(ranks: Sequence[Found], way: str) -> list[float]:
     """Return the time of each round on its slower rank, in seconds."""
-    return [max(times) for times in zip(*(rank[way]["times"] for rank in ranks), strict=True)]
+    return [max(times) for times in _by_round(ranks, way, "times")]
+
+
+def _by_round(ranks: Sequence[Found], way: str, what: str) -> list[tuple[float, ...]]:
+    return list(zip(*(rank[way][what] for rank in ranks), strict=True))
 
 
 def _losses(ranks: Sequence[Found], way: str) -> list[float]:
@@ -103,7 +110,7 @@ def _losses(ranks: Sequence[Found], way: str) -> list[float]:
 
 HEADER = (
     f"{'way':44} {'step ms':>8} {'ratio':>6} {'quartiles':>11} {'target':>7} {'':6} "
-    f"{'loss differs':>12} {'sent':>9} {'start s':>7}"
+    f"{'cpu ms':>7} {'loss differs':>12} {'sent':>9} {'start s':>7}"
 )
 
 
@@ -117,7 +124,7 @@ def lines(made: Sequence[Row]) -> list[str]:
         name = row.way if row.is_peer else f"sbp, {row.way}"
         printed.append(
             f"  {name:42} {row.step_s * 1e3:8.1f} {row.ratio:6.2f} {low:5.2f}-{high:5.2f} "
-            f"{target:>7} {verdict:6} {row.loss_error:12.0e} "
+            f"{target:>7} {verdict:6} {row.cpu_s * 1e3:7.0f} {row.loss_error:12.0e} "
             f"{format_bytes(row.sent_bytes):>9} {row.start_s:7.1f}".rstrip()
         )
     return printed
