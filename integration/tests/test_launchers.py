@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+
+from sbp_core.testing.interrupts import hears_signals
 
 SMALL = (
     "model.num_layers=2",
@@ -28,6 +32,7 @@ SMALL = (
 DATA = ("planner=manual/zero", "cluster.axes=[data]")
 PIPELINE = ("planner=manual/pipeline", "cluster.axes=[pipe]", "trainer.micro_batches=2")
 
+MPIEXEC = ("mpiexec", "-n", "2", "--oversubscribe", "--bind-to", "none")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
@@ -88,3 +93,154 @@ def test_processes_compute_what_threads_do_bit_for_bit(
         own, other = (runs[name].partition("step 1/3")[2] for name in ("local", boxing))
         told = [line for line in own.splitlines() if "held-out" in line or "deviation" in line]
         assert told and all(line in other for line in told)
+
+
+@pytest.mark.exhaustive
+def test_a_sweep_has_a_run_on_processes_after_the_other(tmp_path: Path) -> None:
+    done = train(
+        tmp_path,
+        *DATA,
+        "boxing=torch",
+        "-m",
+        "optimizer.lr=1e-3,1e-2",
+        "hydra.sweep.dir=sweep",
+        "trainer.plan_rows=0",
+        "trainer.compare_steps=0",
+    )
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, second = (losses(tmp_path / "sweep" / job) for job in "01")
+    assert first[0] == second[0] and first[2] != second[2]
+    for job in "01":
+        assert (tmp_path / "sweep" / job / "logs" / "rank_1.txt").exists()
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "boxing"),
+    [
+        (signal.SIGTERM, 143, "torch"),
+        pytest.param(signal.SIGINT, 130, "torch", marks=pytest.mark.exhaustive),
+        pytest.param(signal.SIGTERM, 143, "mpi", marks=pytest.mark.exhaustive),
+    ],
+)
+@hears_signals()
+def test_ranks_that_are_asked_to_stop_do_so_behind_one_step_and_save_it(
+    tmp_path: Path, number: int, code: int, boxing: str
+) -> None:
+    overrides = [*SMALL, *DATA, f"boxing={boxing}", "hydra.run.dir=run", "trainer.compare_steps=0"]
+    overrides[overrides.index("trainer.steps=3")] = "trainer.steps=1000000"
+    command = [sys.executable, "-u", "-m", "sbp_launch.train", *overrides]
+    with subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as run:
+        told = text_until(run, b"step 3/")
+        run.send_signal(number)
+        told += run.communicate(timeout=100)[0].decode()
+
+    assert run.returncode == code, told
+    assert "the states so far are in states.safetensors" in told
+    assert "Traceback" not in told
+    steps = load_file(tmp_path / "run" / "states.safetensors")["head.weight.step"].item()
+    assert steps == len(losses(tmp_path / "run"))
+
+
+@pytest.mark.exhaustive
+def test_a_rank_that_is_killed_is_named_with_its_log(tmp_path: Path) -> None:
+    overrides = [*SMALL, *DATA, "boxing=torch", "hydra.run.dir=run", "trainer.steps=1000000"]
+    overrides.remove("trainer.steps=3")
+    command = [sys.executable, "-u", "-m", "sbp_launch.train", *overrides]
+    with subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as run:
+        told = text_until(run, b"step 3/")
+        os.kill(process_of_rank(1, tmp_path), signal.SIGKILL)
+        told += run.communicate(timeout=60)[0].decode()
+
+    assert run.returncode == 1, told
+    assert "rank 1 was ended by SIGKILL" in told
+    assert "run/logs/rank_1.txt, which ends so:" in told
+    assert "step 2/1000000" in told.rpartition("which ends so:")[2]
+
+
+def text_until(run: subprocess.Popen[bytes], text: bytes) -> str:
+    """Return what a run has written when it has written a text."""
+    assert run.stdout is not None, "it was asked for"
+    told = b""
+    while text not in told and (new := os.read(run.stdout.fileno(), 2**16)):
+        told += new
+    return told.decode()
+
+
+def process_of_rank(rank: int, folder: Path) -> int:
+    """Return the process of a rank of the run below a folder."""
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (process / "cmdline").read_bytes()
+            variables = (process / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if bytes(folder / "run") in command and f"RANK={rank}".encode() in variables:
+            return int(process.name)
+    raise AssertionError(f"there is no rank {rank}")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("boxing", ["torch", "mpi"])
+@pytest.mark.parametrize("by", ["torchrun", "mpiexec"])
+def test_the_command_runs_under_other_launchers(tmp_path: Path, by: str, boxing: str) -> None:
+    overrides = (*SMALL, *DATA, f"boxing={boxing}", "hydra.run.dir=run")
+    environment = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    starts = TORCHRUN if by == "torchrun" else MPIEXEC
+    command = ("-m", "sbp_launch.train", *overrides)
+    if by == "mpiexec":
+        command = (sys.executable, *command)
+
+    done = started([*starts, *command], tmp_path, environment)
+
+    if (by, boxing) == ("torchrun", "mpi"):  # its processes have no MPI that connects them
+        assert done.returncode != 0
+        assert "the run has ranks [0, 1], but 1 processes were started" in done.stderr
+        return
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(losses(tmp_path / "run")) == 3
+    assert done.stdout.count("step 3/3") == 1  # rank 0 alone speaks
+    assert (tmp_path / "run" / "logs" / "rank_1.txt").exists()
+
+
+@pytest.mark.exhaustive
+def test_a_launcher_that_started_too_many_is_told_so_once(tmp_path: Path) -> None:
+    command = [*TORCHRUN, "-m", "sbp_launch.train", *SMALL, *DATA, "boxing=torch"]
+    command[command.index("cluster.mesh=[2]")] = "cluster.mesh=[4]"
+
+    done = started(command, tmp_path)
+
+    assert done.returncode != 0
+    assert done.stderr.count("torchrun has started 2 processes, and cluster.mesh=[4] has 4") == 1
+    assert "--nproc-per-node=4" in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.exhaustive
+def test_help_under_a_launcher_is_printed_once(tmp_path: Path) -> None:
+    done = started([*TORCHRUN, "-m", "sbp_launch.train", "--help", "launcher=slurm"], tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("launcher.timeout_min") == 1
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(find_spec("submitit") is None, reason="submitit is not installed")
+def test_slurm_jobs_are_submitted_here_to_this_machine(tmp_path: Path) -> None:
+    done = train(
+        tmp_path,
+        *DATA,
+        "boxing=torch",
+        "launcher=slurm",
+        "launcher.cluster=local",
+        "hydra.run.dir=run",
+    )
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(losses(tmp_path / "run")) == 3
+    assert "step 3/3" in done.stdout
+    assert list((tmp_path / "run" / "logs" / "slurm").glob("*_log.out"))

@@ -17,7 +17,8 @@ from sbp_launch.patterns import check_patterns
 from sbp_launch.planning import regathering
 from sbp_launch.program import EagerReference, make_program
 from sbp_launch.schedules import ScheduleConfig
-from sbp_launch.session import make_backend
+from sbp_launch.session import make_backend, start
+from sbp_torch.boxing import LocalBackend
 from sbp_torch.runtime.reference import ReferenceSession
 from sbp_torch.update_options import UpdateOptions
 
@@ -115,7 +116,8 @@ def test_evaluation_gives_the_loss_of_the_model_on_one_device(tmp_path):
     made = planned.plan_step(run_of(run), program)
     states = program.made.states(program.optimizer)
 
-    found = trainer.evaluate(run_of(run), program, made, states)
+    with start(run_of(run), made.plan, states, LocalBackend()) as session:
+        found = trainer.evaluate(run_of(run), program, made, session)
 
     batches = [program.data.batch(index, 4, "validation") for index in range(2)]
     model = program.made.whole_model()
@@ -130,7 +132,8 @@ def test_held_out_loss_does_not_depend_on_the_micro_batches():
         program = make_program(run_of(run))
         found = planned.plan_step(run_of(run), program)
         states = program.made.states(program.optimizer)
-        losses.append(trainer.evaluate(run_of(run), program, found, states))
+        with start(run_of(run), found.plan, states, LocalBackend()) as session:
+            losses.append(trainer.evaluate(run_of(run), program, found, session))
 
     assert losses[0] == pytest.approx(losses[1], abs=1e-12)
 

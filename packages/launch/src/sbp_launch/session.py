@@ -58,22 +58,19 @@ def check_traces(run: Run) -> None:
         )
 
 
-def save_states(
-    run: Run, session: Session, name: str = STATES, *, everywhere: bool = False
-) -> dict[str, Tensor]:
-    """Write the states as they are into the run folder and return them.
+def save_states(run: Run, session: Session, name: str = STATES) -> dict[str, Tensor]:
+    """Write the states as they are into the run folder and return them, in the first process.
 
     Args:
         run: The run.
         session: Whose states; all processes of the run call this.
         name: Of the file.
-        everywhere: Whether all processes get them; otherwise the first one, which writes them.
 
     Raises:
         RunError: they cannot be written; nothing has been replaced.
     """
     try:
-        states = session.state_dict(to=None if everywhere else 0)
+        states = session.state_dict(to=0)
         if run.is_first:
             write_states(run.folder / name, states)
     except KeyboardInterrupt:

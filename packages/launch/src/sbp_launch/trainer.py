@@ -20,7 +20,7 @@ from sbp_core.graph import LogicalGraph
 from sbp_core.infer import step_time_s
 from sbp_core.memory import MemoryReport
 from sbp_core.plugins import MetricSink, MetricSinkFactory, PluginRegistry
-from sbp_core.runtime import NotFiniteStepError, Session
+from sbp_core.runtime import NotFiniteStepError, Runtime, Session
 from sbp_core.strategy import Strategy
 from sbp_launch.clusters import usable_cores
 from sbp_launch.config import RunConfig
@@ -115,30 +115,12 @@ def train(
                     write_plan(folder, planned)
             show_plan(run, planned)
             states, reference = train_states(run, program, planned, backend, signals)
-            finish(run, program, planned, states, reference)
+            if run.is_first:
+                show_sample(run, program, states)
+            if reference is not None and reference.losses:
+                run.console.print(reference.verdict())
         finally:
             run.console.print(f"run folder: {folder}", highlight=False, soft_wrap=True)
-
-
-def finish(
-    run: Run,
-    program: Program,
-    planned: Planned,
-    states: Mapping[str, Tensor],
-    reference: EagerReference | None,
-) -> None:
-    """Print what came of the trained states: held-out loss, a sample, the deviation."""
-    if run.config.trainer.eval_batches:
-        with run.stage("evaluating"):
-            loss = evaluate(run, program, planned, states)
-        batches = counted(run.config.trainer.eval_batches, "batch", "es")
-        run.say([f"held-out loss: {loss:.4f} ({batches})"])
-        if not math.isfinite(loss):
-            run.warn("the trained states have diverged: try a smaller optimizer.lr")
-    if run.is_first:
-        show_sample(run, program, states)
-    if reference is not None and reference.losses:
-        run.console.print(reference.verdict())
 
 
 def show_plan(run: Run, planned: Planned, todo: str = _ALL_ROWS) -> None:
@@ -154,7 +136,7 @@ def train_states(
     backend: BoxingBackend,
     signals: StopSignals,
 ) -> tuple[dict[str, Tensor], EagerReference | None]:
-    """Make the states, train them, and write them; say how long it took beside the predictions.
+    """Make the states, train them, write and evaluate them; say what was measured and predicted.
 
     Returns:
         The trained states, and the one-device program that took the first steps beside the ranks.
@@ -198,15 +180,16 @@ def train_states(
                 raise with_source_line(error, planned.graph) from error.__cause__
             raise
         with signals.saving():
-            # A session of its own evaluates, which each process starts on whole states.
-            states = save_states(run, session, everywhere=config.trainer.eval_batches > 0)
+            states = save_states(run, session)
         measured = Measured.of_all(team.gather(step_meter.measured.to_text()))
         if team.highest(signals.pending_number):
             run.say([f"the states of all {counted(config.trainer.steps, 'step')} are saved"])
             stop_together(team, signals)
-    run.say([", ".join(filter(None, [counted(config.trainer.steps, "step"), speed.summary()]))])
-    run.say(step_meter.lines(predicted_of(run, program, planned), measured))
-    run.say(tracer.lines)
+        run.say([", ".join(filter(None, [counted(config.trainer.steps, "step"), speed.summary()]))])
+        run.say(step_meter.lines(predicted_of(run, program, planned), measured))
+        run.say(tracer.lines)
+        if config.trainer.eval_batches:
+            show_held_out(run, program, planned, session)
     return states, reference
 
 
@@ -316,18 +299,35 @@ def metric_sink(run: Run) -> Iterator[MetricSink]:
         sink.close()
 
 
-def evaluate(run: Run, program: Program, planned: Planned, states: Mapping[str, Tensor]) -> float:
-    """Return the mean loss over held-out batches, by all ranks, a micro-batch at a time."""
+def show_held_out(run: Run, program: Program, planned: Planned, session: Session) -> None:
+    """Print the mean loss over held-out data of what a session has trained."""
+    with run.stage("evaluating"):
+        loss = evaluate(run, program, planned, session)
+    run.say(
+        [f"held-out loss: {loss:.4f} ({counted(run.config.trainer.eval_batches, 'batch', 'es')})"]
+    )
+    if not math.isfinite(loss):
+        run.warn("the trained states have diverged: try a smaller optimizer.lr")
+
+
+def evaluate(run: Run, program: Program, planned: Planned, session: Session) -> float:
+    """Return the mean loss over held-out batches, by all ranks, a micro-batch at a time.
+
+    Args:
+        run: The run.
+        program: Gives the batches.
+        planned: What the session runs.
+        session: Whose states are evaluated, where they are.
+    """
     evaluation = plan_evaluation(run, program, planned)
     settings = run.config.trainer
-    names = {entry.name for entry in evaluation.graph.inputs if entry.kind.is_state}
-    held = {name: states[name] for name in names}
+    runtime: Runtime = run.make("runtime")
     total, count = 0.0, settings.eval_batches * settings.micro_batches
-    with start(run, evaluation.plan, held, make_backend(run)) as session:
+    with runtime.start(evaluation.plan, session) as evaluating:
         for index in range(count):
             batch = program.batch(index, settings.micro_batch_size, "validation")
             scalars = {"seed": settings.seed, "step": index}
-            total += session.step(batch, scalars).loss.item()
+            total += evaluating.step(batch, scalars).loss.item()
     return total / count
 
 
