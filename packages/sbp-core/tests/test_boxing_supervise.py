@@ -199,6 +199,45 @@ def test_a_stopped_process_is_ended_at_the_timeout_and_said_to_have_been_stopped
     assert not is_alive(pids[0])
 
 
+def test_a_rank_of_a_launcher_that_others_say_is_stopped_is_ended_at_once():
+    program = (
+        "import os, signal, subprocess, sys; "
+        f"rank = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep({_LONG_S})']); "
+        "os.kill(rank.pid, signal.SIGSTOP); "
+        "print(f'rank 1 (pid {rank.pid} on this host): is stopped by a signal', flush=True); "
+        "print('its code:', rank.wait()); sys.exit(1)"
+    )
+
+    ended = supervise([LaunchSpec(command=(sys.executable, "-c", program), ranks=(0, 1))])
+
+    assert "its code: -9" in str(ended)
+    assert "rank 1 failed first" in str(ended)
+
+
+def test_a_process_that_is_not_of_the_run_is_not_ended_whatever_is_said_of_it():
+    other = subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({_LONG_S})"])
+    try:
+        os.kill(other.pid, signal.SIGSTOP)
+        words = f"rank 1 (pid {other.pid} on this host): is stopped by a signal"
+
+        supervise([LaunchSpec(command=(sys.executable, "-c", f"print({words!r})"), ranks=(0, 1))])
+
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_who_waited_for_a_rank_that_had_been_stopped_is_not_the_cause():
+    stops = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
+    fails = "import sys, time; time.sleep(0.3); sys.exit('nobody came')"
+
+    ended = supervise([python(fails), python(stops, 1)], grace_s=0.2)
+
+    assert ended.exit_status == 1
+    assert str(ended).startswith("rank 1 had been stopped by a signal")
+
+
 def test_a_flood_of_lines_does_not_outlive_the_timeout():
     ended = supervise([python("while True: print(1)")], timeout_s=1, on_line=Heard())
 

@@ -89,7 +89,10 @@ class ExitReport:
 
     @property
     def cause(self) -> ProcessExit | None:
-        """The process that the others followed: `first`, or the rank that it waited for in vain."""
+        """The process that the others followed: `first`, or the rank that it waited for in vain.
+
+        That is one that it names, or else one that a signal had stopped.
+        """
         ranks = {
             str(end.spec.ranks[0]): end
             for end in (*self.exits, *self.remaining)
@@ -102,6 +105,8 @@ class ExitReport:
                 return found
             seen.add(found.pid)
             found = ranks.get(found.root_cause[0], found)
+        if found is not None and found is self.first and found.root_cause is None:
+            return next((end for end in self.remaining if end.stopped), found)
         return found
 
     @property

@@ -134,6 +134,13 @@ def is_stopped(process: int) -> bool:
         return False
 
 
+def end_stopped(process: int, mark: str) -> None:
+    """End a marked process that a signal has stopped; its launcher would wait for it first."""
+    if is_stopped(process) and any(process == marked for marked, _ in _marked(mark)):
+        with contextlib.suppress(OSError):  # it has ended by now
+            os.kill(process, signal.SIGKILL)
+
+
 def main(mark: str, term_s: float) -> None:
     """Read the process groups to end, one a line, until `done`; at an early end, end them."""
     groups: set[int] = set()

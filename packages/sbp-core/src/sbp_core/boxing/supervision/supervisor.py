@@ -26,7 +26,7 @@ from uuid import uuid4
 from sbp_core.boxing.supervision import reaper
 from sbp_core.boxing.supervision.exit_report import ExitReport, ProcessExit
 from sbp_core.boxing.supervision.launch_spec import LaunchSpec
-from sbp_core.boxing.supervision.root_cause import RootCauseFinder
+from sbp_core.boxing.supervision.root_cause import STOPPED_HERE, RootCauseFinder
 from sbp_core.errors import RunError
 
 #: Lines of each process that are kept for the message about its end.
@@ -309,6 +309,9 @@ class _Supervision:
         else:
             self._last[index].append(event)
             self._root_causes[index].read(event)
+            # A launcher that ends its ranks waits long for one that cannot hear it.
+            if len(self._specs[index].ranks) > 1 and (stopped := STOPPED_HERE.search(event)):
+                reaper.end_stopped(int(stopped["process"]), self._mark)
             self._hand_on(Line(spec=self._specs[index], text=event))
         return True
 
