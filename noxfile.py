@@ -362,6 +362,8 @@ def exhaustive(session: nox.Session) -> None:
     run_integration(session, "-m", "exhaustive", *session.posargs, may_be_empty=True)
     if not session.posargs:
         train_models(session)
+        for boxing in ("torch", "mpi"):
+            train_models(session, "--boxing", boxing, "--dtypes", "float64", "--steps", "3")
         kill_ranks(session)
         survey_signatures(session)
 

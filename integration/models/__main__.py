@@ -2,6 +2,7 @@
 
 python -m models                                   all of it
 python -m models --models gpt2,llama --layouts zero3,2-D --dtypes float64 --steps 10
+python -m models --boxing torch                    the same over processes, a rank each
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from rich.console import Console
 
 from models.layouts import LAYOUTS
 from models.programs import PROGRAMS
+from models.ranks import attempt_on_ranks
 from models.table import matrix
 from models.trial import TOLERANCES, Outcome, attempt
 
@@ -27,17 +29,21 @@ def main() -> int:
     outcomes: list[Outcome] = []
     began = time.perf_counter()
     for dtype in options.dtypes:
-        for name in options.models:
-            for layout in options.layouts:
-                why = LAYOUTS[layout].fits(PROGRAMS[name])
-                cell = (
-                    Outcome(program=name, layout=layout, dtype=dtype, error=why)
-                    if why
-                    else attempt(name, layout, dtype, options.steps)
-                )
-                outcomes.append(cell)
-                if not why:
-                    _print_line(console, cell)
+        cells = [(name, layout, dtype) for name in options.models for layout in options.layouts]
+        whys = {cell: LAYOUTS[cell[1]].fits(PROGRAMS[cell[0]]) for cell in cells}
+        fitting = [cell for cell in cells if not whys[cell]]
+        if options.boxing == "local":
+            found = (attempt(*cell, options.steps) for cell in fitting)
+        else:
+            found = attempt_on_ranks(fitting, options.boxing, options.steps)
+        for cell in found:
+            outcomes.append(cell)
+            _print_line(console, cell)
+        outcomes += [
+            Outcome(program=name, layout=layout, dtype=dtype, error=why)
+            for (name, layout, _), why in whys.items()
+            if why
+        ]
         console.print(matrix(outcomes, dtype))
     failed = [o for o in outcomes if not o.passed and not o.error.startswith("no ")]
     ran = [o for o in outcomes if not o.error.startswith("no ")]
@@ -53,11 +59,11 @@ def _print_line(console: Console, cell: Outcome) -> None:
     if cell.error:
         console.print(f"{name} {cell.error}", style="red", markup=False)
         return
+    memory = f"memory {cell.memory_error:.1%}" if cell.peaks else "memory not measured"
     console.print(
         f"{name} {'holds' if cell.passed else 'DOES NOT HOLD'}: loss {cell.loss_error:.1e}, shards "
         f"{cell.state_error:.1e}, {cell.counted_bytes} of {cell.predicted_bytes} B moved, "
-        f"memory {cell.memory_error:.1%}; compiled in {cell.compile_s:.1f} s, run in "
-        f"{cell.run_s:.1f} s",
+        f"{memory}; compiled in {cell.compile_s:.1f} s, run in {cell.run_s:.1f} s",
         highlight=False,
     )
 
@@ -75,6 +81,12 @@ def _options() -> argparse.Namespace:
             default=list(known),
             help=f"some of {', '.join(known)}, with commas between",
         )
+    parser.add_argument(
+        "--boxing",
+        choices=("local", "torch", "mpi"),
+        default="local",
+        help="ranks are threads (local), or processes",
+    )
     parser.add_argument("--steps", type=int, default=10, help="steps of each cell")
     return parser.parse_args()
 

@@ -163,6 +163,21 @@ def different_batches(rank: int) -> str:
     return "trained"
 
 
+def different_evaluations(rank: int) -> str:
+    """Return what is said where each rank evaluates another number of samples."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    given = {"x": torch.zeros(2, 3)}
+    try:
+        with parallelize(model, square, given, optimizer, batch_is="local") as step:
+            step.evaluate(given)
+            step.evaluate({"x": torch.zeros(2 + rank, 3)})
+    except SbpError as error:
+        return str(error)
+    return "evaluated"
+
+
 def square(model: nn.Module, given: dict[str, torch.Tensor]) -> torch.Tensor:
     """Return a loss."""
     loss: torch.Tensor = model(given["x"]).square().sum()
@@ -175,6 +190,7 @@ def main() -> None:
     found: dict[str, Any] = {name: trained(name) for name in sys.argv[1:]}
     found["started differently"] = started_differently(rank)
     found["refusals"] = {**refusals(rank), "other batches": different_batches(rank)}
+    found["refusals"]["other evaluations"] = different_evaluations(rank)
     print(json.dumps({"rank": rank, **found}), flush=True)
 
 

@@ -77,3 +77,4 @@ def test_ranks_with_other_programs_are_told_the_difference(
         assert said["other settings"].startswith("the ranks differ in seed: rank 0: 0; rank 1: 1")
         wanted = "ranks 0 and 1 were given different values for all samples of 'x'"
         assert said["other batches"].startswith(wanted)
+        assert f"rank {1 - rank} evaluates 'x' torch.float32 " in said["other evaluations"]

@@ -164,6 +164,28 @@ def compare_batches(
                 )
 
 
+def compare_forms(form: object, gather: Gather) -> None:
+    """See that all ranks evaluate batches of the same form.
+
+    Args:
+        form: Shapes and dtypes of the batch of this rank.
+        gather: See `gathering`.
+
+    Raises:
+        ConfigError: they do not; raised on all ranks.
+    """
+    own = str(form)
+    for rank, text in gather("the form of a batch", own[:_WIDTH_BYTES]).items():
+        if text != own[:_WIDTH_BYTES]:
+            raise ConfigError(
+                f"rank {rank} evaluates {text}, and this rank {own}",
+                where="the batch",
+                accepted="batches of one size on all ranks, in the same calls",
+                todo="pad what processes load, as DistributedSampler does, or pass whole batches: "
+                "step.evaluate(batch, batch_is='global')",
+            )
+
+
 def _difference(name: str, holders: Mapping[str, Sequence[int]]) -> ConfigError:
     sides = "; ".join(
         f"rank{'s' * (len(ranks) > 1)} {format_ranges(sorted(ranks))}: {value[:_SHOWN]}"

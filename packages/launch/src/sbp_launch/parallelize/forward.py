@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from sbp_core.runtime import BatchIs, Session, StepResult
+from sbp_launch.parallelize.agreement import Gather, compare_forms
 from sbp_launch.parallelize.engine import Engine
 from sbp_launch.parallelize.program import OneDeviceProgram, micro_batch
 from sbp_launch.planning import Planned, capture_forward, evaluating, plan_beside
@@ -46,6 +47,7 @@ class Forwards:
         *,
         batch_is: BatchIs,
         in_evaluation: bool,
+        gather: Gather | None,
     ) -> StepResult:
         """Return the loss and the metrics of a batch.
 
@@ -55,9 +57,15 @@ class Forwards:
             scalars: `seed` and `step`.
             batch_is: What this process gives.
             in_evaluation: Whether in `model.eval()`; else in the mode that the model is in.
+            gather: Gathers texts of all ranks; None if one process has all of them.
+
+        Raises:
+            ConfigError: processes were given batches of several forms.
         """
         flat = flatten_batch(batch)
         form = tuple((name, tuple(value.shape), value.dtype) for name, value in flat.items())
+        if gather is not None:
+            compare_forms(", ".join(f"{n!r} {dtype} {shape}" for n, shape, dtype in form), gather)
         key = (in_evaluation, batch_is, form)
         if key not in self._sessions:
             if len(self._sessions) >= _MOST_FORMS:

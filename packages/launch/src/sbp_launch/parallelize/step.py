@@ -58,8 +58,9 @@ class ParallelStep:
         self._session: Session | None = None
         self._first_step, self._updates, self._is_over = 0, True, False
         self._scalars = UpdateScalars(program.optimizer, program.update)
-        #: What compares the first batch over the ranks of other processes.
+        #: Gathers texts of the ranks of other processes, between steps.
         self._gather: Gather | None = None
+        self._has_compared = False
         ranks = engine.ranks if engine.batch_is == "local" else engine.settings.mesh.rank_list
         self._parts = batch_parts(planned.plan, ranks)
 
@@ -155,9 +156,9 @@ class ParallelStep:
             return self._forward(batch, self._engine.batch_is, in_evaluation=False)
         values: dict[str, float] = {**self._scalars.now(scalars), **self._draws()}
         session = self.session
-        if self._gather is not None:
+        if self._gather is not None and not self._has_compared:
             compare_batches(self._parts, flat, self._gather)
-            self._gather = None
+            self._has_compared = True
         found = session.step(flat, values, batch_is=self._engine.batch_is)
         note_step(self._program.optimizer)
         return StepOutput.of(found)
@@ -186,7 +187,12 @@ class ParallelStep:
 
     def _forward(self, batch: Any, batch_is: BatchIs, *, in_evaluation: bool) -> StepOutput:
         result = self._forwards.step(
-            self.session, batch, self._draws(), batch_is=batch_is, in_evaluation=in_evaluation
+            self.session,
+            batch,
+            self._draws(),
+            batch_is=batch_is,
+            in_evaluation=in_evaluation,
+            gather=self._gather,
         )
         return StepOutput.of(result)
 
