@@ -18,6 +18,7 @@ SETTINGS = [
     Setting(key="planner.memory_bytes", options=("planner=osdp",)),
     Setting(key="data.path", options=("data=text",)),
     Setting(key="optimizer.momentum", options=("optimizer=lars", "optimizer=sgd")),
+    *(Setting(key=f"{group}.width") for group in ("data", "model", "planner", "runtime")),
 ]
 
 
@@ -36,6 +37,7 @@ SETTINGS = [
             "did you mean cluster.memory_bytes=1, or planner.memory_bytes=1 of planner=osdp, "
             "or compile.passes.recompute.memory_bytes=1?",
         ),
+        ("width", "", "did you mean 'data.width', or 'model.width', or 'planner.width'?"),
         ("data.path", "x", "data=text takes data.path"),
         ("optimizer.momentum", "1", "optimizer=lars, optimizer=sgd take optimizer.momentum"),
         ("qqqq", "1", ""),

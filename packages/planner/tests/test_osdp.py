@@ -191,6 +191,15 @@ def test_a_budget_for_activations_is_advised_only_where_recomputation_can_keep_t
             assert 1e6 * float(advised[1]) <= budget
 
 
+@pytest.mark.parametrize(
+    ("room", "parts"), [(400, 2), (399, 4), (200, 4), (199, 8), (100, 8), (99, 0)]
+)
+def test_the_fewest_micro_batches_are_advised_whose_activations_fit(room, parts):
+    graph = gpt_step()  # of 8 samples
+
+    assert no_fit._micro_batch_parts(graph, 1, 800, room) == parts
+
+
 def test_the_limit_of_the_machine_is_named_as_the_setting_of_the_cluster(bounds):
     asked = slow_request()
     device = replace(asked.cluster.device, memory_bytes=bounds[0] - 1)
