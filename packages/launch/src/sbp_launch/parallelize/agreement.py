@@ -117,10 +117,8 @@ def compare(own: Mapping[str, str], gather: Gather) -> None:
     Raises:
         ConfigError: an entry differs; names it, and who has what. Raised on all ranks.
     """
-    text = json.dumps(own)
-    if len(text.encode()) > _WIDTH_BYTES:
-        text = json.dumps({name: _digest(value)[:12] for name, value in own.items()})
-    found = {rank: json.loads(text) for rank, text in gather("the program", text).items()}
+    texts = gather("the program", _fitting(own))
+    found = {rank: json.loads(text) for rank, text in texts.items()}
     names = dict.fromkeys(name for entries in found.values() for name in entries)
     for name in names:
         holders: dict[str, list[int]] = {}
@@ -128,6 +126,14 @@ def compare(own: Mapping[str, str], gather: Gather) -> None:
             holders.setdefault(entries.get(name, "none"), []).append(rank)
         if len(holders) > 1:
             raise _difference(name, holders)
+
+
+def _fitting(entries: Mapping[str, str]) -> str:
+    """Return a manifest as text that fits what is exchanged: with hashes, or a hash of all."""
+    hashes = {name: _digest(value)[:12] for name, value in entries.items()}
+    whole = {"the program and what it runs with": _digest(json.dumps(dict(entries)))}
+    texts = map(json.dumps, (dict(entries), hashes, whole))
+    return next(text for text in texts if len(text.encode()) <= _WIDTH_BYTES)
 
 
 def compare_batches(

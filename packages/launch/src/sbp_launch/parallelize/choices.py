@@ -5,7 +5,7 @@ Names are those of `sbp-train`'s options, with the settings of their files.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -95,13 +95,7 @@ class Choices:
             )
         options = sorted({*self._catalog.options(kind), *self.registry.names(kind)})
         if chosen not in options:
-            near = nearest_option(kind, chosen, options)
-            raise ConfigError(
-                f"{kind}={chosen!r}: there is no such option",
-                where=f"the argument {kind}",
-                accepted=", ".join(options),
-                todo=f"did you mean {near!r}?" if near else "",
-            )
+            raise self._missing(kind, chosen, options)
         said = yaml.safe_load(self._catalog.text(f"{kind}/{chosen}") or "{}")
         settings = {name: value for name, value in said.items() if name not in own}
         settings |= {**given, **own}
@@ -110,6 +104,20 @@ class Choices:
             chosen=chosen,
             name=str(settings.pop("name", chosen)),
             settings=settings,
+        )
+
+    def _missing(self, kind: str, chosen: str, options: Sequence[str]) -> ConfigError:
+        from sbp_launch.refusals import HOMES  # here, as it takes Hydra
+
+        near = nearest_option(kind, chosen, options)
+        brought = {entry.distribution for entry in self.registry.entries}
+        homes = [home for home in HOMES.get(kind, ()) if home not in brought]
+        todo = f"pip install {' '.join(homes)}" if homes else ""
+        return ConfigError(
+            f"{kind}={chosen!r}: there is no such option",
+            where=f"the argument {kind}",
+            accepted=", ".join(options) or f"none: no installed package brings a {kind}",
+            todo=f"did you mean {near!r}?" if near else todo,
         )
 
     def make(self, option: Option) -> Any:

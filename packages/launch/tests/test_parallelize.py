@@ -1,0 +1,141 @@
+"""The parts of `parallelize` that need no planner; the whole is tested in `integration/`."""
+
+from __future__ import annotations
+
+import json
+from math import prod
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sbp_core.errors import ConfigError, SbpValueError
+from sbp_core.runtime import BatchPart, StepResult
+from sbp_launch.parallelize.agreement import compare, compare_batches, compare_forms, digest_of
+from sbp_launch.parallelize.arguments import in_arguments
+from sbp_launch.parallelize.output import StepOutput
+from sbp_launch.parallelize.ranks import mesh_of
+from sbp_launch.parallelize.scalars import UpdateScalars
+from sbp_launch.world import World
+from sbp_torch.capture import UpdateOptions
+
+
+def among(*others):
+    """Return a gather in which the other ranks, from 1 on, say what is given."""
+    return lambda what, text: dict(enumerate((text, *others)))
+
+
+def test_a_difference_between_ranks_is_named_with_both_sides():
+    own = {"torch": "2.13", "seed": "0"}
+    other = json.dumps({"torch": "2.13", "seed": "1"})
+
+    compare(own, among(json.dumps(own)))
+    with pytest.raises(ConfigError, match="ranks differ in seed: ranks 0,2: 0; rank 1: 1"):
+        compare(own, among(other, json.dumps(own)))
+    with pytest.raises(ConfigError, match="differ in the plan: rank 0: none; rank 1: ab"):
+        compare(own, among(json.dumps({**own, "the plan": "ab"})))
+
+
+def test_a_manifest_that_is_too_long_is_compared_by_hashes():
+    for count, version in ((100, "1.0" * 50), (2000, "1.0")):
+        own = {f"package {index}": version for index in range(count)}
+        said = []
+        compare(own, lambda what, text, said=said: {0: said.append(text) or text})
+        assert len(said[0]) <= 8192
+        assert version not in json.loads(said[0]).values()
+        with pytest.raises(ConfigError, match=r"differ in (package 7|the program)"):
+            compare({**own, "package 7": "other"}, among(said[0]))
+
+
+def test_only_ranks_with_the_same_samples_have_to_have_the_same_batch():
+    def part(start):
+        return BatchPart(name="x", shape=(2,), dtype="float32", samples=(range(start, 2),), of=4)
+
+    batch = {"x": torch.zeros(2), "unread": torch.zeros(1)}
+    other = digest_of({"x": torch.ones(2)})
+    compare_batches({"x": part(0)}, batch, among(json.dumps({"x": ["samples 2-3 of 4", other]})))
+    with pytest.raises(ConfigError, match="ranks 0 and 1 were given different values for samples"):
+        compare_batches({"x": part(0)}, batch, among(json.dumps({"x": [str(part(0)), other]})))
+    with pytest.raises(ConfigError, match="rank 1 evaluates 'x' 3, and this rank 'x' 2"):
+        compare_forms("'x' 2", among("'x' 3"))
+
+
+def test_a_digest_tells_values_names_and_shapes_apart():
+    value = torch.arange(6.0)
+    different = [
+        {"x": value},
+        {"y": value},
+        {"x": value.reshape(2, 3)},
+        {"x": value.double()},
+        {"x": value + 1},
+        {"x": torch.zeros(()).expand(6)},
+    ]
+
+    assert len({digest_of(tensors) for tensors in different}) == len(different)
+    assert digest_of({"x": value.reshape(2, 3).t()}) == digest_of({"x": value.reshape(2, 3).t()})
+    assert digest_of({"x": torch.ones(()).expand(3)}) == digest_of(
+        {"x": torch.ones(3)[:1].expand(3)}
+    )
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=3), st.integers(1, 24))
+def test_a_mesh_is_taken_if_and_only_if_it_has_the_ranks_of_the_world(shape, size):
+    world = World(rank=0, size=size, local_rank=0, local_size=size, launcher="torchrun")
+
+    assert mesh_of(World(), shape, None).mesh_shape == tuple(shape)
+    assert mesh_of(world, None, None).rank_list == tuple(range(size))
+    if prod(shape) == size:
+        assert mesh_of(world, shape, None).rank_list == tuple(range(size))
+    else:
+        with pytest.raises(ConfigError, match=f"torchrun started {size} process"):
+            mesh_of(world, shape, None)
+
+
+def test_errors_speak_of_arguments():
+    with pytest.raises(ConfigError) as caught, in_arguments():
+        raise ConfigError(
+            "cluster.mesh=[2, 2] has 4 ranks",
+            where=["trainer.micro_batches=3", "planner osdp"],
+            accepted="cluster.axes=[data,tensor]",
+            todo="set cluster.mesh=[4] cluster.axes=[data]",
+        )
+
+    error = caught.value
+    assert (error.what, error.accepted) == ("mesh=[2, 2] has 4 ranks", "axes=['data', 'tensor']")
+    assert error.where == ("micro_batches=3", "planner osdp")
+    assert error.todo == "set mesh=[4] axes=['data']"
+    plain = ConfigError("something else")
+    with pytest.raises(ConfigError) as caught, in_arguments():
+        raise plain
+    assert caught.value is plain
+
+
+def test_scalars_follow_the_groups_unless_they_are_given():
+    groups = [{"params": [torch.nn.Parameter(torch.ones(1))], "lr": lr} for lr in (0.1, 0.2)]
+    optimizer = torch.optim.SGD(groups, lr=0.5, momentum=0.9)
+    scalars = UpdateScalars(optimizer, UpdateOptions(scheduled=("momentum",), ema_decay=0.5))
+
+    optimizer.param_groups[0]["momentum"] = 0.7
+    assert scalars.now({"lr": 1.0, "lr.1": 0.3, "ema_decay": 0.25}) == {
+        "lr.0": 1.0,
+        "lr.1": 0.3,
+        "momentum.0": 0.7,
+        "momentum.1": 0.9,
+        "ema_decay": 0.25,
+    }
+    with pytest.raises(SbpValueError, match="no scalar 'weight_decay'"):
+        scalars.now({"weight_decay": 0.0})
+    optimizer.param_groups[1]["weight_decay"] = 0.1
+    with pytest.raises(SbpValueError, match=r"weight_decay of parameter group 1 is 0\.1 now"):
+        scalars.now({})
+
+
+def test_an_output_reads_as_its_loss():
+    loss, seen = torch.tensor(0.25), torch.tensor(3)
+
+    found = StepOutput.of(StepResult(outputs={"loss": loss, "seen": seen}))
+
+    assert (float(found), found.item(), f"{found:.1f}") == (0.25, 0.25, "0.2")
+    assert (found.loss, dict(found.metrics)) == (loss, {"seen": seen})
+    assert repr(found) == "StepOutput(loss=0.25, seen=3)"
