@@ -18,6 +18,7 @@ from sbp_launch.planning import regathering
 from sbp_launch.program import EagerReference, make_program
 from sbp_launch.schedules import ScheduleConfig
 from sbp_launch.session import make_backend, start
+from sbp_launch.team import DEADLINE_S
 from sbp_torch.boxing import LocalBackend
 from sbp_torch.runtime.reference import ReferenceSession
 from sbp_torch.update_options import UpdateOptions
@@ -302,3 +303,17 @@ def test_data_without_what_the_model_asks_for_are_a_wrong_setting():
 
     assert caught.value.where == (model.file, data.file)
     assert "x float32 (4, 6), wanted float32 (4, 4)" in caught.value.accepted
+
+
+@pytest.mark.parametrize(
+    ("settings", "index", "deadline_s"),
+    [
+        ({"deadline_s": 7.0}, 3, 7.0),
+        ({"deadline_s": 7.0}, 2, DEADLINE_S),  # the first rank compares
+        ({}, 3, DEADLINE_S),
+    ],
+)
+def test_behind_a_step_ranks_wait_as_long_as_in_it(settings, index, deadline_s):
+    run = replace(run_config(), runtime=PluginChoice(name="actor", settings=settings))
+
+    assert trainer.vote_deadline_s(run, index) == deadline_s

@@ -21,9 +21,9 @@ from sbp_core.sbp import B, NdSbp, P
 from sbp_launch.stopping import StopSignals, Terminated
 from sbp_torch.boxing.processes import gather_texts
 
-#: Seconds that a process waits for another, which may compare with one device or write metrics.
+#: Seconds that a process waits for another, which may compare with one device or write states.
 #: One that has ended is noticed at once.
-_DEADLINE_S = 600.0
+DEADLINE_S = 600.0
 
 #: The vote of a process that cannot go on; above the number of any signal.
 _PROBLEM = 1000
@@ -65,11 +65,12 @@ class Team:
         (rank,) = backend.local_ranks()
         return cls(backend.communicator(rank), ranks)
 
-    def highest(self, vote: int) -> int:
+    def highest(self, vote: int, deadline_s: float = DEADLINE_S) -> int:
         """Return the highest vote of all processes; all of them call this.
 
         Args:
             vote: Of this process, >= 0.
+            deadline_s: Seconds to wait for the others.
 
         Raises:
             BoxingError: another process has failed, or did not come.
@@ -81,7 +82,7 @@ class Team:
             self._step,
             torch.tensor([vote]),
             tag=f"vote {self._num_votes}",
-            deadline_s=_DEADLINE_S,
+            deadline_s=deadline_s,
         )
         return int(found.item())
 
@@ -102,24 +103,31 @@ class Team:
             text,
             tag="what was measured",
             width_bytes=_TEXT_BYTES,
-            deadline_s=_DEADLINE_S,
+            deadline_s=DEADLINE_S,
         )
         return list(texts.values())
 
 
-def stop_together(team: Team, signals: StopSignals, problem: Exception | None = None) -> None:
+def stop_together(
+    team: Team,
+    signals: StopSignals,
+    problem: Exception | None = None,
+    deadline_s: float = DEADLINE_S,
+) -> None:
     """Stop, behind a step, if this process or another one has to; all of them call this.
 
     Args:
         team: All processes.
         signals: Of this process.
         problem: Why this process cannot go on, if so.
+        deadline_s: Seconds to wait for the others.
 
     Raises:
         Exception: `problem`, or a `RunError` if it is another process'.
         Terminated, KeyboardInterrupt: a signal has come, here or there.
     """
-    highest = team.highest(_PROBLEM if problem is not None else signals.pending_number)
+    vote = _PROBLEM if problem is not None else signals.pending_number
+    highest = team.highest(vote, deadline_s)
     if not highest:
         return
     team.stops_together = True

@@ -47,7 +47,7 @@ from sbp_launch.session import (
 from sbp_launch.source_lines import with_source_line
 from sbp_launch.speed import Speed
 from sbp_launch.stopping import StopSignals
-from sbp_launch.team import Team, stop_together
+from sbp_launch.team import DEADLINE_S, Team, stop_together
 from sbp_launch.tracing import StepTracer
 from sbp_launch.world import World
 from sbp_torch.capture import scalar_values
@@ -273,8 +273,19 @@ def train_steps(
                 run.warn(finite.check(index + 1, metrics, rates, bad_value))
             except Exception as error:  # raised behind the step, on all ranks together
                 problem = error
-            stop_together(team, signals, problem)
+            stop_together(team, signals, problem, vote_deadline_s(run.config, index))
     return speed
+
+
+def vote_deadline_s(config: RunConfig, index: int) -> float:
+    """Return how long a rank waits for the others behind a step: as long as in it, in seconds.
+
+    Longer behind the steps, counted from 0, that the first rank compares with one device.
+    """
+    deadline_s = config.runtime.settings.get("deadline_s")
+    if index < config.trainer.compare_steps or not isinstance(deadline_s, int | float):
+        return DEADLINE_S
+    return float(deadline_s)
 
 
 @contextmanager
