@@ -29,7 +29,10 @@ _START_S, _END_S = 120.0, 90.0
 _CONNECT_S, _FIRST_S, _DEADLINE_S = 20.0, 8.0, 4.0
 
 #: Seconds that ranks may need from one of the first moments until they wait for each other.
-_WORK_S = 30.0
+_WORK_S = 45.0
+
+#: Seconds that torchrun gives a rank that it ends, before it kills it.
+_TORCHRUN_S = 30.0
 
 #: Small enough to train in no time; the messages do not depend on it.
 _SMALL = (
@@ -97,15 +100,20 @@ class TrainingOutcome:
         """The seconds in which all has to be over."""
         if not self.how.is_stall:
             return 5.0
-        if self.moment in (Moment.IMPORT, Moment.CAPTURE):
-            return _WORK_S + _CONNECT_S + 10.0
+        if self.is_unknown:
+            return _WORK_S + _CONNECT_S + 10.0 + (_TORCHRUN_S if self.way == "torchrun" else 0.0)
         return (_FIRST_S if self.moment is Moment.FIRST_STEP else _DEADLINE_S) + 10.0
 
     @property
+    def is_unknown(self) -> bool:
+        """Whether the rank stands still before the others have met it, so that none can name it."""
+        return self.how.is_stall and self.moment in (Moment.IMPORT, Moment.CAPTURE)
+
+    @property
     def message(self) -> str:
-        """The last message of the command."""
-        text = "\n".join(self.lines)
-        return text[text.rfind("sbp-train: ") :] if "sbp-train: " in text else ""
+        """The last message of the command; those that it quotes are indented."""
+        parts = "\n".join(("", *self.lines)).split("\nsbp-train: ")
+        return parts[-1] if len(parts) > 1 else ""
 
     @property
     def faults(self) -> tuple[str, ...]:
@@ -118,7 +126,9 @@ class TrainingOutcome:
             found.append(f"processes {list(self.left)} were left behind")
         if not self.exit_status:
             found.append(f"the command ended with exit status {self.exit_status}")
-        if not re.search(rf"\brank {self.failing_rank}\b", self.message.partition("\n")[0]):
+        first, name = self.message.partition("\n")[0], rf"\brank {self.failing_rank}\b"
+        # Our own supervisor sees that its process is stopped; another launcher is not asked.
+        if not (self.is_unknown and self.way != "spawn") and not re.search(name, first):
             found.append("the first line of the message does not name the rank")
         if "to mend it:" not in self.message:
             found.append("the message does not say what to do")

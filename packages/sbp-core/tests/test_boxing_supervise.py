@@ -236,6 +236,7 @@ def test_who_waited_for_a_rank_that_had_been_stopped_is_not_the_cause():
 
     assert ended.exit_status == 1
     assert str(ended).startswith("rank 1 had been stopped by a signal")
+    assert "to mend it: see what stopped it" in str(ended)
 
 
 def test_a_flood_of_lines_does_not_outlive_the_timeout():

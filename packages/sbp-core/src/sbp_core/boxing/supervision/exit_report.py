@@ -22,6 +22,9 @@ _TODO = {
 }
 
 
+_STOPPED_TODO = "see what stopped it: a debugger, or a batch system that suspends jobs"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessExit:
     """How one process ended, or what it was doing when the supervisor had to end it.
@@ -143,7 +146,7 @@ class ExitReport:
             others = [*ended, *(end for end in self.remaining if end is not first)]
             if others:
                 what += "; then " + "; ".join(f"{end.spec.name} {end.how}" for end in others)
-            todo = _TODO.get(first.signal_name, "")
+            todo = _STOPPED_TODO if first.stopped else _TODO.get(first.signal_name, "")
             if not todo and first.signal_name:
                 todo = "a library crashed; PYTHONFAULTHANDLER=1 shows in which call"
             if not todo:
