@@ -1,7 +1,7 @@
 """Time sbp beside what PyTorch offers, on two processes of one thread each, or one of two threads.
 
     python integration/benchmarks/peers [--only TEXT] [--rounds N] [--json FILE]
-        [--compile KEY=VALUE] [--list]
+        [--compile KEY=VALUE] [--passes KEY=VALUE] [--list]
 
 Each comparison (`matrix.py`) has processes of its own, which hold all its ways and let them take
 turns, so that what else the machine does falls on all alike: ratios are those of the same round.
@@ -17,7 +17,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -35,11 +35,13 @@ RANK = Path(__file__).with_name("rank.py")
 MOST_S = 20.0, 300.0
 
 
-def run(name: str, comparison: Comparison, rounds: int, options: Mapping[str, Any]) -> list[Row]:
+def run(
+    name: str, comparison: Comparison, rounds: int, settings: Sequence[Mapping[str, Any]]
+) -> list[Row]:
     """Run a comparison in processes of its own."""
     with tempfile.TemporaryDirectory() as folder:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        given = [name, str(rounds), folder, str(store.port), json.dumps(options)]
+        given = [name, str(rounds), folder, str(store.port), *map(json.dumps, settings)]
         command, environment = [sys.executable, str(RANK), *given], {}
         if comparison.num_ranks > 1:
             (spec,) = mpiexec_specs(comparison.num_ranks, command)
@@ -61,13 +63,19 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--compile", action="append", default=[], metavar="KEY=VALUE", help="of CompileOptions"
     )
+    parser.add_argument(
+        "--passes", action="append", default=[], metavar="KEY=VALUE", help="of PassOptions"
+    )
     parser.add_argument("--list", action="store_true", help="say what there is to compare")
     return parser.parse_args()
 
 
 def main() -> None:
     given = arguments()
-    options = {key: yaml.safe_load(value) for key, value in (s.split("=") for s in given.compile)}
+    settings = [
+        {key: yaml.safe_load(value) for key, _, value in (one.partition("=") for one in every)}
+        for every in (given.compile, given.passes)
+    ]
     chosen = {name: found for name, found in COMPARISONS.items() if given.only in name}
     if given.list:
         print("\n".join(chosen))
@@ -75,7 +83,7 @@ def main() -> None:
     print(HEADER)
     made = []
     for name, comparison in chosen.items():
-        found = run(name, comparison, given.rounds, options)
+        found = run(name, comparison, given.rounds, settings)
         made += found
         print("\n".join(lines(found)), flush=True)
         if given.json is not None:

@@ -1,6 +1,6 @@
 """What one process does for a comparison: make all ways, take turns, write what was found.
 
-    python rank.py COMPARISON ROUNDS FOLDER PORT OPTIONS
+    python rank.py COMPARISON ROUNDS FOLDER PORT OPTIONS PASSES
 
 Every round runs every way once, beginning with another one each time; all begin together. Writes
 `FOLDER/RANK.json`: for each way the seconds until its first step was through, those of each later
@@ -26,7 +26,8 @@ from programs import MODELS
 from sbp_ways import sbp_step
 from torch_ways import Step
 
-from sbp_core.plugins import discover
+from sbp_aten.pass_options import PassOptions
+from sbp_core.plugins import discover, merge_settings
 
 #: Rounds that are not timed.
 WARM_UP = 2
@@ -40,6 +41,7 @@ def measure(
     rounds: int,
     store: dist.Store | None,
     options: Mapping[str, Any],
+    passes: PassOptions,
     stack: ExitStack,
 ) -> dict[str, dict[str, Any]]:
     """Run all ways of a comparison on this rank."""
@@ -55,7 +57,8 @@ def measure(
             steps[name] = comparison.peers[name](model, registry)
         else:
             ours = comparison.ours[name]
-            steps[name], sent_bytes = sbp_step(ours, name, model, registry, store, options, stack)
+            given = (name, model, registry, store, options, passes, stack)
+            steps[name], sent_bytes = sbp_step(ours, *given)
         losses = [steps[name](first)]
         start_s = time.perf_counter() - began
         found[name] = {
@@ -89,7 +92,8 @@ def measure(
 
 
 def main() -> None:
-    name, rounds, folder, port, options = sys.argv[1:]
+    name, rounds, folder, port, *settings = sys.argv[1:]
+    options, passes = map(json.loads, settings)
     comparison = COMPARISONS[name]
     rank, store = 0, None
     if comparison.num_ranks > 1:
@@ -99,7 +103,9 @@ def main() -> None:
         dist.init_process_group("gloo", store=own, rank=rank, world_size=comparison.num_ranks)
     torch.set_num_threads(1 if store is not None else os.cpu_count() or 1)
     with ExitStack() as stack:
-        found = measure(comparison, int(rounds), store, json.loads(options), stack)
+        found = measure(
+            comparison, int(rounds), store, options, merge_settings(PassOptions, passes), stack
+        )
     (Path(folder) / f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
     if store is not None:
         dist.barrier()

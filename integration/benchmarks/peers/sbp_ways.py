@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from importlib.resources import files
 from typing import Any
 
@@ -15,6 +16,7 @@ from programs import LEARNING_RATE, Batch, Model, model_loss
 from torch import Tensor
 from torch_ways import Step
 
+from sbp_aten.pass_options import PassOptions
 from sbp_aten.passes import prepare_step
 from sbp_boxing_torch import TorchBackend, TorchBoxingConfig, TorchWorld
 from sbp_core import (
@@ -77,6 +79,7 @@ def sbp_step(
     registry: Any,
     store: dist.Store | None,
     options: Mapping[str, Any],
+    passes: PassOptions,
     stack: ExitStack,
 ) -> tuple[Step, int]:
     """Return the step, and the bytes that all ranks send in one.
@@ -85,6 +88,7 @@ def sbp_step(
         name: Equal on all ranks, different for each session.
         store: Where processes meet; None for one rank.
         options: Of the compiler, beside the machine.
+        passes: Which run before planning.
         stack: Closes the session.
     """
     num_ranks = dist.get_world_size() if store is not None else 1
@@ -93,7 +97,10 @@ def sbp_step(
     batch = {
         key: value[: len(value) // ours.micro_batches] for key, value in model.batch_of(0).items()
     }
-    graph = prepare_step(capture(program, model_loss, batch, optimizer), ours.micro_batches)
+    captured = capture(program, model_loss, batch, optimizer)
+    if num_ranks == 1:  # as sbp-train and parallelize do
+        passes = replace(passes, split_classes=None)
+    graph = prepare_step(captured, ours.micro_batches, options=passes)
     cluster = machine(ours.boxing, num_ranks)
     mesh = Placement.grid((num_ranks,), (ours.axis,))
     request = PlanRequest(graph=graph, mesh=mesh, cluster=cluster)

@@ -173,7 +173,10 @@ def capture_forward(
 def _prepared(captured: LogicalGraph, settings: PlanSettings, micro_batches: int) -> LogicalGraph:
     unknown = UnknownOperator(settings.compile.unknown_ops)
     extra = [*settings.passes, partial(allow_unknown, unknown=unknown)]
-    return prepare_step(captured, micro_batches, extra, options=settings.compile.passes)
+    options = settings.compile.passes
+    if settings.mesh.size == 1:  # nothing is split, and PyTorch's own softmax is one operator
+        options = replace(options, split_classes=None)
+    return prepare_step(captured, micro_batches, extra, options=options)
 
 
 def check_precision(config: CompileConfig, graph: LogicalGraph) -> None:
