@@ -34,6 +34,10 @@ def _in_place() -> PhysicalPlan:
     return compile_case(DATA, in_place_states=True)
 
 
+def _beside() -> PhysicalPlan:
+    return compile_case(DATA, in_place_states=False)
+
+
 def _failing_late(plan: PhysicalPlan) -> PhysicalPlan:
     """Let rank 0 fail in a last actor, after its states were overwritten."""
     part = plan.by_rank[0]
@@ -51,7 +55,7 @@ def _failing_late(plan: PhysicalPlan) -> PhysicalPlan:
 
 
 def test_overwritten_states_keep_their_memory_and_their_values() -> None:
-    with start(DATA, _in_place()) as session, start(DATA) as usual:
+    with start(DATA, _in_place()) as session, start(DATA, _beside()) as usual:
         names = {n for a in session.plan.ranks[0].actors for n in a.in_place}
         before = {name: session.shard(name, 0).data_ptr() for name in names}
 
@@ -77,7 +81,7 @@ def test_a_step_that_fails_late_tears_the_states_and_says_so() -> None:
 
 def test_without_overwriting_a_late_failure_leaves_the_states() -> None:
     gate.set()
-    with start(DATA, _failing_late(compile_case(DATA))) as session:
+    with start(DATA, _failing_late(_beside())) as session:
         with pytest.raises(RunError, match="late and wrong") as caught:
             run_step(session, DATA)
 
@@ -133,7 +137,7 @@ def test_an_interrupt_before_new_states_take_force_mixes_no_steps(
     def interrupted(reports: object) -> None:
         raise KeyboardInterrupt
 
-    with start(DATA, _in_place() if in_place else compile_case(DATA)) as session:
+    with start(DATA, _in_place() if in_place else _beside()) as session:
         monkeypatch.setattr(session, "_commit", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run_step(session, DATA)
@@ -177,7 +181,7 @@ def test_the_peak_is_as_predicted_and_lower() -> None:
             meter.restart()
             session.step(batch, step.scalars)
 
-    usual = predict_memory(compile_case("data parallel"))
+    usual = predict_memory(compile_case("data parallel", in_place_states=False))
     for rank, memory in predict_memory(plan).ranks.items():
         assert meter.peak(rank) == memory.peak
         assert memory.peak < usual.ranks[rank].peak

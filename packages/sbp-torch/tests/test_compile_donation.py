@@ -20,6 +20,7 @@ from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.reference import ReferenceSession
 
 _IN_PLACE = CompileOptions(in_place_states=True)
+_BESIDE = CompileOptions(in_place_states=False)
 
 
 def _states(graph: LogicalGraph) -> dict[str, torch.Tensor]:
@@ -39,7 +40,7 @@ def test_new_states_take_the_memory_of_the_old_ones() -> None:
     plan = data_parallel_plan(_IN_PLACE)
     states = _states(mlp())
     session = ReferenceSession(plan, states, ReferenceConfig())
-    usual = ReferenceSession(data_parallel_plan(), states, ReferenceConfig())
+    usual = ReferenceSession(data_parallel_plan(_BESIDE), states, ReferenceConfig())
     before = {name: session.shard(name, 0).data_ptr() for name in states}
 
     for seed in range(2):
@@ -54,7 +55,7 @@ def test_new_states_take_the_memory_of_the_old_ones() -> None:
 
 
 def test_no_second_copy_is_predicted() -> None:
-    usual, taken = (data_parallel_plan(options) for options in (None, _IN_PLACE))
+    usual, taken = (data_parallel_plan(options) for options in (_BESIDE, _IN_PLACE))
 
     def copies(plan: PhysicalPlan) -> int:
         found = lifetimes(plan, Layouts())[0]
@@ -72,8 +73,8 @@ def test_the_plan_says_so_in_its_file() -> None:
     plan = data_parallel_plan(_IN_PLACE)
 
     assert from_json(to_json(plan)).hash == plan.hash
-    assert plan.hash != data_parallel_plan().hash
-    assert not _taken(data_parallel_plan())
+    assert plan.hash != data_parallel_plan(_BESIDE).hash
+    assert not _taken(data_parallel_plan(_BESIDE))
 
 
 def test_what_boxing_looks_at_before_the_commit_is_overwritten() -> None:

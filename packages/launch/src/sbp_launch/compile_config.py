@@ -25,8 +25,8 @@ class CompileConfig:
         bucket_bytes: Most bytes of a flat buffer in which small gradients, or parameters of a
             block, travel together; 0 for none; null for what the price suggests.
         prefetch: With a boxing thread, how many segments ahead of its use a parameter is gathered.
-        in_place_states: Write new states over the old ones: less memory, but a step that fails
-            while it writes leaves states that belong to no step.
+        in_place_states: Updates write over the states, once forward and backward have succeeded on
+            every rank. Otherwise new values are kept beside the old ones to the end of the step.
         regather: Patterns of the parameters that are gathered anew for the backward phase; others
             are kept from forward to backward.
     """
@@ -39,7 +39,7 @@ class CompileConfig:
     boxing_thread: bool = False
     bucket_bytes: int | None = None
     prefetch: int = 1
-    in_place_states: bool = False
+    in_place_states: bool = True
     regather: tuple[str, ...] = ("*",)
 
     def __post_init__(self) -> None:

@@ -49,8 +49,9 @@ class CompileOptions:
             so that boxing begins as soon as its input is made; in seconds, `inf` for no cuts.
         prefetch: With a boxing thread, how many segments ahead of its user a parameter may be
             gathered; 0 gathers it when the segment before its user is through.
-        in_place_states: Let new states take the memory of the old ones where they can. Then a step
-            that fails may leave no whole states.
+        in_place_states: Let updates write over the states, in their memory, once the step is
+            committed (`commit`). Otherwise new values live beside the old ones to the end of the
+            step, which takes more time and memory, and a failing update leaves the old ones.
     """
 
     boxing_thread: bool = False
@@ -58,7 +59,7 @@ class CompileOptions:
     cluster: Cluster | None = None
     piece_s: float = 2e-4
     prefetch: int = 1
-    in_place_states: bool = False
+    in_place_states: bool = True
 
     def __post_init__(self) -> None:
         if self.bucket_bytes is not None and self.bucket_bytes < 0:

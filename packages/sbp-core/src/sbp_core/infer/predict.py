@@ -11,7 +11,8 @@ M m + s, and what `step_time_s` says of the compiled plan; that knows overlap an
                                    + working set                                        [B]
 
 * states: parameters, buffers and optimizer states as they are stored;
-* updates: their new values, which live beside the old ones until the step is done;
+* updates: new values that live beside the old ones until the step is done: those that the forward
+  phase makes, and with `in_place_states=False` all;
 * gathered: the largest copy of a state in another SBP than the stored one, held while it is used;
 * gradients: accumulated values;
 * activations: what one micro-batch's forward pass leaves for its backward pass (views count as
@@ -176,6 +177,7 @@ def predict_stages(
     Times are those of what the compiler makes of it: small tensors are boxed in buckets.
     """
     stages = tuple(StagePrediction() for _ in strategy.stages)
+    in_place = (options or CompileOptions()).in_place_states
     for node in graph.nodes:
         if not node.is_host:
             _add_op(graph, strategy, node, stages)
@@ -184,7 +186,8 @@ def predict_stages(
             mesh_shape = strategy.stages[storage.stage].mesh_shape
             size = local_bytes(graph.tensor(name), storage.sbp, mesh_shape)
             stages[storage.stage].states_bytes += size
-            stages[storage.stage].updates_bytes += size if name in graph.new_states else 0
+            if name in graph.new_states and not (in_place and _is_update(graph, name)):
+                stages[storage.stage].updates_bytes += size
     _add_activations(graph, strategy, stages)
     moved = 0
     # Lowered twice over: bytes and memory belong to logical values, which the items of plain
@@ -211,6 +214,12 @@ def predict_stages(
         for stage in stages:  # all take part at once
             stage.step_boxing_s += boxing_step_time_s(commit, cluster)
     return stages, moved
+
+
+def _is_update(graph: LogicalGraph, state: str) -> bool:
+    """Whether the optimizer makes the new value of a state, which it then writes over the old."""
+    producer = graph.producers.get(graph.new_states[state])
+    return producer is not None and producer.phase is Phase.OPTIMIZER
 
 
 def _add_op(

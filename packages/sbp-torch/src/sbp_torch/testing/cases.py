@@ -149,7 +149,7 @@ _TOO_LARGE = 1e6
 
 
 @cache
-def compile_case(name: str, in_place_states: bool = False) -> PhysicalPlan:
+def compile_case(name: str, in_place_states: bool = True) -> PhysicalPlan:
     """Return the checked plan of a case of `CASES`."""
     case = CASES[name]
     mesh = Placement.grid(case.mesh_shape, case.axes)
