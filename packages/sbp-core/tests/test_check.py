@@ -232,7 +232,7 @@ def _with_keys_that_nobody_makes() -> PhysicalPlan:
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
-        (_without_a_firing, r"rank 0 fires 'commit' 0 times a step"),
+        (_without_a_firing, r"rank 0 fires 'optimizer.0.2' 0 times a step"),
         (_with_a_firing_twice, r"thread 'compute' of rank 0 lists firing 0 of 'forward.0.0'"),
         (_with_an_unknown_actor, r"lists firing 0 of 'nobody'"),
         (_on_the_wrong_thread, r"thread 'other' of rank 0 lists firing 0 of"),

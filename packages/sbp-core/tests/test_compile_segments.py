@@ -230,7 +230,7 @@ def test_every_rank_computes_the_host_numbers_that_it_needs() -> None:
         assert [entry.op for entry in update.instructions] == [
             "host.add",
             "host.mul",
-            "aten.sub.Tensor",
+            "aten.sub_.Tensor",
         ]
         assert set(update.reads) == {"step_counter", "lr", "w"}
         assert part.by_name["host"].writes == (("step_counter", "count"),)

@@ -1,7 +1,9 @@
 """The actor runtime: starts a worker thread for every thread of every local rank, and runs steps.
 
-A step is all or nothing: new states are committed when every worker has finished; after a failure
-or an interrupt the states are those from before the step, the workers end, and the session is over.
+After a failure or an interrupt the workers end, and the session is over. Before the commit of the
+step (`sbp_core.compile.commit`) that leaves the states as they were, on all ranks. Behind it
+updates write over them, so that a failure leaves states of two steps, which are not handed out; new
+states that are not written over old ones are put in force when every worker has finished.
 """
 
 from __future__ import annotations
@@ -36,12 +38,14 @@ from sbp_core.runtime import (
 )
 from sbp_torch.boxing.processes import Fingerprinted
 from sbp_torch.runtime import (
-    PARTIAL_UPDATE_TODO,
     Feeder,
     Values,
     not_finite,
     partially_updated,
+    step_failure,
+    step_interrupted,
     store_of,
+    tells_of_partial_update,
     undone,
 )
 from sbp_torch.segments import SegmentMaker, failed_call, segment_maker
@@ -142,7 +146,6 @@ class ActorSession(Session):
         self.has_agreed = False
         #: The states at the beginning of a step; `store.values` until the step is committed.
         self.states_before: dict[int, Values] = {}
-        self.overwrites = any(a.in_place for rank in ranks for a in plan.by_rank[rank].actors)
         self.failure: RunError | None = None
         self.closed = False
         self._make_worker = partial(
@@ -221,7 +224,10 @@ class ActorSession(Session):
             raise failure from error
         except BaseException as error:
             # Such as an interrupt from the keyboard: the workers are in the middle of the step.
-            self._abort(error, RunError(f"step {self.steps_done} was interrupted by {error!r}"))
+            self._stop_workers()  # so that none begins an update any more
+            is_partial = self._is_partially_updated()
+            failure = step_interrupted(self.local_ranks[0], self.steps_done, error, is_partial)
+            self._abort(error, failure)
             raise
         if failed:
             raise self._root_cause(failed)
@@ -272,7 +278,9 @@ class ActorSession(Session):
             raise RunError(
                 "the session is closed" if self.closed else "the session ended in a failed step",
                 where=self.failure.what if self.failure is not None else "",
-                todo="start a new session from state_dict()",
+                todo="start a new session from a checkpoint"
+                if self._is_partially_updated()
+                else "start a new session from state_dict()",
             )
 
     def _collect(self) -> list[WorkerReport]:
@@ -305,7 +313,8 @@ class ActorSession(Session):
     def _abort(self, cause: BaseException, failure: RunError) -> None:
         """Abort the session: unblock calls that wait for a rank, stop the workers."""
         self.failure = failure
-        self.backend.fail(cause)
+        # Other processes have to know that states are of two steps, which only the failure says.
+        self.backend.fail(failure if tells_of_partial_update(failure.what) else cause)
         self._stop_workers()
 
     def _stop_workers(self) -> None:
@@ -325,13 +334,9 @@ class ActorSession(Session):
         if causes and causes[0] is not failed[0]:
             self.failure = self._make_failure(causes[0], [])
         assert self.failure is not None, "the first failure was recorded"
-        if self._is_partially_updated() and self.failure.todo != PARTIAL_UPDATE_TODO:
+        if self._is_partially_updated() and not tells_of_partial_update(self.failure.what):
             # By a rank that went on for a while.
-            partial = RunError(
-                self.failure.what, where=self.failure.where, todo=PARTIAL_UPDATE_TODO
-            )
-            partial.__cause__ = self.failure.__cause__
-            self.failure = partial
+            self.failure = self._make_failure((causes or failed)[0], [])
         return self.failure
 
     def _make_failure(self, report: WorkerReport, others: Sequence[str]) -> RunError:
@@ -339,19 +344,18 @@ class ActorSession(Session):
         rank, thread = report.thread
         waited = isinstance(report.error, BoxingError | RunError)
         assert report.error is not None, "what is reported here has failed"
-        error = RunError(
-            f"rank {rank} failed in actor {report.actor!r}: {report.error}",
+        return step_failure(
+            rank,
+            self.steps_done,
+            report.actor,
+            report.error,
+            is_partial=self._is_partially_updated() or tells_of_partial_update(str(report.error)),
             where=(
                 failed_call(report.error),
                 f"thread {thread!r}, step {self.steps_done}",
                 *(others if waited else ()),
             ),
-            todo=PARTIAL_UPDATE_TODO
-            if self._is_partially_updated()
-            else "states are those from before the step: state_dict() still gives them",
         )
-        error.__cause__ = report.error
-        return error
 
     # States.
 
@@ -360,22 +364,19 @@ class ActorSession(Session):
         is_whole = self.store.values is not self.states_before
         return not is_whole and any(worker.has_overwritten for worker in self.workers.values())
 
-    def _is_writing(self) -> bool:
-        """Whether a worker may still overwrite states after a failure; waits for them to end."""
-        if self.failure is None or not self.overwrites:
-            return False
-        self._join()
-        return any(worker.os_thread.is_alive() for worker in self.workers.values())
-
     def shard(self, name: str, rank: int) -> Tensor | Number:
         """See `Session.shard`."""
         self.store.refresh()
         return self.store.shard(name, rank)
 
     def _check_whole(self) -> None:
-        """Refuse to hand out states that belong to two steps; see what they are now."""
-        if self._is_writing() or self._is_partially_updated():
-            raise partially_updated()
+        """Refuse to hand out states that belong to two steps, as far as this process can know."""
+        if self._is_partially_updated():
+            self._join()  # so that nobody writes any more when the answer comes
+            raise partially_updated("" if self.failure is None else self.failure.what)
+        # A rank of another process may have failed in its update when those here were through.
+        if tells_of_partial_update(reason := self.backend.failure_reason()):
+            raise partially_updated(reason)
         self.store.refresh()
 
     def pieces(self) -> Iterator[StatePiece]:

@@ -28,7 +28,7 @@ from sbp_actor_runtime.message import (
 from sbp_actor_runtime.post import Firing, Post, make_posts
 from sbp_actor_runtime.register import InRegister, OutRegister
 from sbp_core.boxing import Communicator
-from sbp_core.compile import Collective, Compute, PhysicalPlan, Receive
+from sbp_core.compile import Collective, PhysicalPlan, Receive
 from sbp_core.errors import RunError
 from sbp_core.runtime import Span, SpanKind
 from sbp_torch.runtime import RankDevice, last_moments, not_finite, overwrite
@@ -80,7 +80,7 @@ class Worker:
         #: The actor that is firing or about to; for messages about threads that hang.
         self.current_actor = ""
         self.is_stopping = False
-        #: Whether it has overwritten a state in a step that is not yet known to be whole.
+        #: Whether it is past the commit of a step that overwrites states, here or on other ranks.
         self.has_overwritten = False
         posts = make_posts(plan, thread, communicator, ranks_here, turn, make_segment)
         last = plan.num_micro_batches - 1
@@ -90,6 +90,7 @@ class Worker:
         ]
         #: So many firings come before any that overwrites a state.
         self.last_moment = last_moments(plan)[thread]
+        self.overwrites = any(actor.in_place for part in plan.ranks for actor in part.actors)
         self.inputs: dict[tuple[str, str], InRegister] = {
             (name, register.name): register
             for name, post in posts.items()
@@ -143,6 +144,8 @@ class Worker:
                 if order.only_finite and not_finite(report.results):
                     report.has_refused = self.last_moment < len(self.order)
                     return report
+                if self.overwrites and self.last_moment < len(self.order):
+                    self._begin_update()
                 for post, firing in self.order[self.last_moment :]:
                     self.current_actor = post.actor.name
                     fire(post, firing, order, report)
@@ -178,8 +181,8 @@ class Worker:
             raise Stopped
         if not post.may_fire(firing):
             self._wait(post, firing, order.deadline_s)
-        if post.actor.in_place and isinstance(post.actor, Compute):
-            self.has_overwritten = True  # by the segment, while it runs
+        if post.actor.in_place:
+            self._begin_update()
         made = post.work(firing.micro_batch, self._take(post, firing.micro_batch, order), order)
         for end in post.sends:
             end.fill()
@@ -189,7 +192,6 @@ class Worker:
             report.results[name] = made[key]
         for name, key in post.actor.writes if made else ():
             if name in post.actor.in_place:
-                self.has_overwritten = True
                 overwrite(order.states[name], made[key])
             else:
                 report.new_states[name] = made[key]
@@ -198,6 +200,19 @@ class Worker:
         for link, sender in post.receives:
             self._send(sender, Acknowledge(link, post.actor.name))
         return made
+
+    def _begin_update(self) -> None:
+        """Note that a state is overwritten from now on.
+
+        Raises:
+            Stopped: the session asked the thread to stop; nothing is overwritten.
+        """
+        # First the note, then the look: a session that has stopped the thread, and then finds no
+        # note, knows that the thread writes nothing any more.
+        before, self.has_overwritten = self.has_overwritten, True
+        if self.is_stopping:
+            self.has_overwritten = before
+            raise Stopped
 
     def _take(self, post: Post, index: int, order: StepOrder) -> Values:
         """Return what an actor reads, by key: from registers, states, the batch and scalars."""

@@ -227,6 +227,13 @@ class BoxingBackend(ABC):
     def fail(self, error: BaseException) -> None:
         """Unblock every waiting call of this process with a `BoxingError` caused by `error`."""
 
+    def failure_reason(self) -> str:
+        """Return what broke the backend, in the words of the rank that said so first; "" if well.
+
+        Asks nobody: what another process has announced is known, what it has not is not.
+        """
+        return ""
+
     @abstractmethod
     def close(self) -> None:
         """Release everything; further calls raise `BoxingError`. Safe to call twice."""

@@ -226,6 +226,9 @@ class _Metered(BoxingBackend):
     def fail(self, error: BaseException) -> None:
         self.inner.fail(error)
 
+    def failure_reason(self) -> str:
+        return self.inner.failure_reason()
+
     def close(self) -> None:
         self.inner.close()
 

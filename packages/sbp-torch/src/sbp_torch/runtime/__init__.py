@@ -20,13 +20,18 @@ if TYPE_CHECKING:
     from sbp_torch.runtime.devices import RankDevice
     from sbp_torch.runtime.feeding import Feeder
     from sbp_torch.runtime.finite import last_moments, not_finite, undone
-    from sbp_torch.runtime.partial_update import PARTIAL_UPDATE_TODO, overwrite, partially_updated
+    from sbp_torch.runtime.partial_update import (
+        overwrite,
+        partially_updated,
+        step_failure,
+        step_interrupted,
+        tells_of_partial_update,
+    )
     from sbp_torch.runtime.reference import ReferenceSession
     from sbp_torch.runtime.sharing import store_of
     from sbp_torch.runtime.store import StateStore, Values
 
 __all__ = [
-    "PARTIAL_UPDATE_TODO",
     "Accumulation",
     "BadValue",
     "BadValueWatch",
@@ -39,7 +44,10 @@ __all__ = [
     "not_finite",
     "overwrite",
     "partially_updated",
+    "step_failure",
+    "step_interrupted",
     "store_of",
+    "tells_of_partial_update",
     "undone",
 ]
 
@@ -50,7 +58,6 @@ __getattr__, __dir__ = lazy(
         "BadValue": "bad_values",
         "BadValueWatch": "bad_values",
         "Feeder": "feeding",
-        "PARTIAL_UPDATE_TODO": "partial_update",
         "RankDevice": "devices",
         "ReferenceSession": "reference",
         "StateStore": "store",
@@ -60,6 +67,9 @@ __getattr__, __dir__ = lazy(
         "overwrite": "partial_update",
         "partially_updated": "partial_update",
         "store_of": "sharing",
+        "step_failure": "partial_update",
+        "step_interrupted": "partial_update",
+        "tells_of_partial_update": "partial_update",
         "undone": "finite",
     },
 )

@@ -38,7 +38,6 @@ from sbp_core.runtime import (
     Session,
     StatePiece,
     StepResult,
-    Watch,
     check_destination,
 )
 from sbp_torch.boxing.execute import apply_step, local_step
@@ -47,7 +46,7 @@ from sbp_torch.runtime.accumulation import joined
 from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.feeding import Feeder
 from sbp_torch.runtime.finite import not_finite, undone
-from sbp_torch.runtime.partial_update import PARTIAL_UPDATE_TODO, overwrite, partially_updated
+from sbp_torch.runtime.partial_update import overwrite, partially_updated, step_failure
 from sbp_torch.runtime.sharing import store_of
 from sbp_torch.runtime.store import Values
 from sbp_torch.segments.execution import OwningSegment, segment_maker
@@ -120,8 +119,7 @@ class ReferenceSession(Session):
         fed = self.store.device.put_batches(self.feeder.feed(batch, scalars, batch_is))
         with torch.no_grad(), _intra_op_threads(self.config.threads_per_rank):
             before = self.store.values
-            domain = _Tensors(self.plan, before, self.watch, self.segments)
-            domain.only_finite, domain.step = self.only_finite, self.steps_done
+            domain = _Tensors(self, before)
             try:
                 _replay(self.plan, domain, before, fed)
                 if not domain.has_overwritten:
@@ -202,11 +200,12 @@ def _replay(
         raise
     except Exception as error:
         assert replay.at is not None, "what failed is a firing"
-        raise RunError(
-            f"rank {replay.at.rank} failed in actor {replay.at.actor.name!r}: {error}",
-            todo=PARTIAL_UPDATE_TODO
-            if domain.has_overwritten
-            else "states are those from before the step: state_dict() still gives them",
+        raise step_failure(
+            replay.at.rank,
+            domain.step,
+            replay.at.actor.name,
+            error,
+            is_partial=domain.has_overwritten,
         ) from error
     if not is_done:
         heads = map(replay.firings.head, replay.firings.waiting())
@@ -220,26 +219,17 @@ class _Tensors(InstructionDomain[Value]):
     They are alive as long as something refers to them, so nothing is done to hold or drop them.
 
     Args:
-        plan: What is replayed.
+        session: Whose plan is replayed.
         states: By rank, those from before the step, which some segments overwrite.
-        watch: Makes the context in which a rank's work is done.
-        segments: Functions of segments; None to run their instructions one by one.
     """
 
-    def __init__(
-        self,
-        plan: PhysicalPlan,
-        states: Mapping[int, Values],
-        watch: Watch,
-        segments: Segments | None,
-    ) -> None:
+    def __init__(self, session: ReferenceSession, states: Mapping[int, Values]) -> None:
         super().__init__()
-        self.plan, self.states, self.watch, self.segments = plan, states, watch, segments
+        self.plan, self.watch, self.segments = session.plan, session.watch, session.segments
+        self.states, self.step, self.only_finite = states, session.steps_done, session.only_finite
         self.results: dict[str, Tensor] = {}
         self.new_states: dict[int, Values] = defaultdict(dict)
         self.has_overwritten = False
-        #: Whether the step, of that number, is undone if its loss is not finite.
-        self.only_finite, self.step = False, 0
 
     def check_finite(self) -> None:
         """Undo the step, before a state is overwritten, if its loss is not finite.

@@ -178,6 +178,12 @@ class Connections(ABC):
         """Whether nothing has failed, here or on ranks that announced it."""
         return self._failure is None and self._met and self.control_store.failure() is None
 
+    def known_failure(self) -> str:
+        """Return what has failed, here or on ranks that announced it; "" if nothing has."""
+        if self._failure is not None:
+            return words_of(self._failure)
+        return (self.control_store.failure() or "") if self._met and not self._closed else ""
+
     def failure_reason(self) -> str | None:
         """Return why waiting for others makes no sense any more, or None if it does."""
         return None if self._detector is None else self._detector.failure_reason()

@@ -88,6 +88,10 @@ class ProcessBackend(BoxingBackend):
         if self._connections is not None:
             self._connections.fail(error)
 
+    def failure_reason(self) -> str:
+        """See `BoxingBackend.failure_reason`."""
+        return "" if self._connections is None else self._connections.known_failure()
+
     def close(self) -> None:
         """See `BoxingBackend.close`; waits a while for messages and ranks on their way."""
         self._closed = True
