@@ -9,7 +9,7 @@ from torch import Tensor, nn, optim
 
 from sbp_aten.passes import prepare_step
 from sbp_core.check import check
-from sbp_core.compile import compile_plan
+from sbp_core.compile import CompileOptions, PhysicalPlan, compile_plan
 from sbp_core.graph.ir import InputKind, LogicalGraph
 from sbp_core.infer import infer_strategy
 from sbp_core.placement import Placement
@@ -23,7 +23,7 @@ from sbp_torch.capture import (
 )
 from sbp_torch.optim import CombinedOptimizer, Lamb, Lars, Lion
 from sbp_torch.runtime.configs import ReferenceConfig
-from sbp_torch.runtime.reference import ReferenceRuntime
+from sbp_torch.runtime.reference import ReferenceRuntime, ReferenceSession
 from sbp_torch.runtime.single import run_graph
 from sbp_torch.testing.programs import assert_equal, assert_near, small_cluster
 
@@ -169,18 +169,29 @@ STRATEGIES = {
 }
 
 
-def sharded(
-    graph: LogicalGraph, strategy: str, num_ranks: int, states: Mapping[str, Tensor]
-) -> ReferenceRuntime:
+def sharded_plan(
+    graph: LogicalGraph, strategy: str, num_ranks: int, *, in_place_states: bool = True
+) -> PhysicalPlan:
     kinds = {entry.kind for entry in graph.inputs if graph.is_tensor(entry.name)}
     pins = dict(STRATEGIES[strategy])
     if InputKind.OPTIMIZER_STATE in kinds:
         pins["optimizer_states"] = "S(1)" if strategy == "columns" else "S(0)"
     mesh = Placement.grid((num_ranks,), ("data",))
     request = PlanRequest(graph=graph, mesh=mesh, cluster=small_cluster(num_ranks))
-    plan = compile_plan(graph, infer_strategy(request, planner="test", pins=pins))
+    options = CompileOptions(in_place_states=in_place_states)
+    plan = compile_plan(graph, infer_strategy(request, planner="test", pins=pins), options)
     check(plan)
+    return plan
+
+
+def started(plan: PhysicalPlan, states: Mapping[str, Tensor]) -> ReferenceSession:
     return ReferenceRuntime(ReferenceConfig()).start(plan, states, LocalBackend())
+
+
+def sharded(
+    graph: LogicalGraph, strategy: str, num_ranks: int, states: Mapping[str, Tensor]
+) -> ReferenceSession:
+    return started(sharded_plan(graph, strategy, num_ranks), states)
 
 
 def compare_sharded(maker: Maker, strategy: str, num_ranks: int, options: UpdateOptions) -> None:
