@@ -66,8 +66,8 @@ def test_accumulated_gradients_are_counted_where_there_are_micro_batches():
         for m in (1, 2)
     )
 
-    assert one["gradients_bytes"] == 0
-    assert two["gradients_bytes"] == 128 + 4  # the weight's and the mean loss
+    assert one["gradients_bytes"] == 128
+    assert two["gradients_bytes"] == 2 * 128 + 4  # the weight's, its sum, and the mean loss
 
 
 def test_more_micro_batches_in_flight_need_more_memory():

@@ -164,7 +164,8 @@ def test_a_piece_of_its_own_shard_keeps_the_storage_of_all_of_it() -> None:
     b.outputs.append(GraphOutput(name="w", kind=OutputKind.STATE, value="n"))
     graph = b.graph()
     signatures = {"n": "S(1) | S(1) -> S(1)"}
-    plan = compile_plan(graph, strategy_of(graph, signatures=signatures, storage={"w": "S(0)"}))
+    strategy = strategy_of(graph, signatures=signatures, storage={"w": "S(0)"})
+    plan = compile_plan(graph, strategy, CompileOptions(in_place_states=False))
     meter = MemoryMeter(plan)
 
     states = {"w": torch.ones(2, 1)}
@@ -208,7 +209,8 @@ def test_what_a_view_looks_at_lives_as_long_as_the_view() -> None:
 def test_new_states_count_as_the_shard_that_they_are_of() -> None:
     graph = diamond()
     signatures = {"new": "S(0) | S(0) -> S(0)"}
-    plan = compile_plan(graph, strategy_of(graph, signatures=signatures, storage={"w": "S(0)"}))
+    strategy = strategy_of(graph, signatures=signatures, storage={"w": "S(0)"})
+    plan = compile_plan(graph, strategy, CompileOptions(in_place_states=False))
 
     found = lifetimes(plan, Layouts())[0].buffers
 
@@ -259,8 +261,8 @@ def test_gradients_and_gathered_parameters_are_told_from_activations() -> None:
     } <= kinds
 
 
-def test_old_states_live_beside_the_new_ones_to_the_end() -> None:
-    plan = compile_case("one rank")
+def test_old_states_live_beside_new_ones_that_are_not_written_over_them() -> None:
+    plan = compile_case("one rank", in_place_states=False)
     found = lifetimes(plan, Layouts())[0]
     last = len(found.ticks) - 1
 

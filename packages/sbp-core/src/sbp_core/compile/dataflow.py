@@ -39,49 +39,64 @@ def downstream(flow: Successors, names: Iterable[str]) -> set[str]:
     return found
 
 
+#: Stands before the name of memory that is another rank's, or may be.
+BOXED = "boxed "
+
+
 def memory_of_states(
     plan: PhysicalPlan, seeds: Mapping[str, Iterable[str]]
 ) -> dict[str, frozenset[str]]:
     """Return for each key which memory it may lie in.
 
+    Threads of one process may hand each other what they have as it is. So what boxing makes may lie
+    in the memory of any rank that takes part: it is `boxed m` of what lies in `m`.
+
     Args:
         plan: With or without firing orders.
         seeds: For some keys the memory that they are known to lie in, by any name.
     """
-    sources: dict[str, set[str]] = defaultdict(set)
-    seen: set[int] = set()
-    for part in plan.ranks:
-        for actor in part.actors:
-            if isinstance(actor, Collective | Receive):
-                # Threads of one process may hand each other what they have as it is.
-                sources[actor.makes].update(actor.inputs, actor.reads)
-            for entry in actor.instructions if isinstance(actor, Compute) else ():
-                # Ranks share their instructions.
-                if id(entry) in seen or not (entry.op == LOCAL_BOX or is_view(entry.op)):
-                    continue
-                seen.add(id(entry))
-                for key in entry.outputs:
-                    sources[key].update(ref.name for ref in refs(entry.args))
-    for link in plan.links:
-        send = plan.by_rank[link.sender[0]].by_name[link.sender[1]]
-        receive = plan.by_rank[link.receiver[0]].by_name[link.receiver[1]]
-        assert isinstance(receive, Receive), "a link leads to one that receives"
-        sources[receive.makes].update(send.inputs, send.reads)
-    users: dict[str, set[str]] = defaultdict(set)
-    for key, taken in sources.items():
-        for one in taken:
-            users[one].add(key)
+    users = _users_of_memory(plan)
     found: dict[str, set[str]] = defaultdict(set)
     for key, memory in seeds.items():
         found[key].update(memory)
     todo = list(found)
     while todo:
         key = todo.pop()
-        for user in users.get(key, ()):
-            if not found[key] <= found[user]:
-                found[user] |= found[key]
+        for user, is_boxed in users.get(key, ()):
+            memory = {_boxed(name) for name in found[key]} if is_boxed else found[key]
+            if not memory <= found[user]:
+                found[user] |= memory
                 todo.append(user)
     return {key: frozenset(memory) for key, memory in found.items()}
+
+
+def _boxed(memory: str) -> str:
+    return memory if memory.startswith(BOXED) else BOXED + memory
+
+
+def _users_of_memory(plan: PhysicalPlan) -> Mapping[str, set[tuple[str, bool]]]:
+    """Return for each key those that may lie in its memory, and whether boxing makes them."""
+    users: dict[str, set[tuple[str, bool]]] = defaultdict(set)
+    seen: set[int] = set()
+    for part in plan.ranks:
+        for actor in part.actors:
+            if isinstance(actor, Collective | Receive):
+                for key in (*actor.inputs, *actor.reads):
+                    users[key].add((actor.makes, True))
+            for entry in actor.instructions if isinstance(actor, Compute) else ():
+                # Ranks share their instructions.
+                if id(entry) in seen or not (entry.op == LOCAL_BOX or is_view(entry.op)):
+                    continue
+                seen.add(id(entry))
+                for ref in refs(entry.args):
+                    users[ref.name].update((key, False) for key in entry.outputs)
+    for link in plan.links:
+        send = plan.by_rank[link.sender[0]].by_name[link.sender[1]]
+        receive = plan.by_rank[link.receiver[0]].by_name[link.receiver[1]]
+        assert isinstance(receive, Receive), "a link leads to one that receives"
+        for key in (*send.inputs, *send.reads):
+            users[key].add((receive.makes, True))
+    return users
 
 
 def looks_at(keys: Iterable[str], memory: Mapping[str, frozenset[str]]) -> set[str]:

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from sbp_core.compile.dataflow import (
+    BOXED,
     Successors,
     downstream,
     looks_at,
@@ -71,14 +72,17 @@ class _Memory:
     """Who looks at the memory of which state, by name, over all ranks.
 
     Args:
-        of_keys: For each key the states in whose memory it may lie.
-        lookers: For each state the actors that take something which lies in its memory.
+        of_keys: For each key the memory in which it may lie, of states, old or new.
+        lookers: For each state the actors that take something which lies in its memory; for
+            `boxed STATE` those that do so on other ranks, or may.
+        sent: For each state the boxing actors among them.
         writers: For each tensor that is a state, the actors that make its new value.
         exposed: States in whose memory, old or new, a result or another state may lie.
     """
 
     of_keys: Mapping[str, frozenset[str]]
     lookers: Mapping[str, set[str]]
+    sent: Mapping[str, set[str]]
     writers: Mapping[str, Mapping[str, Actor]]
     exposed: frozenset[str]
 
@@ -91,26 +95,29 @@ class _Memory:
             seeds.setdefault(key, set()).add(f"{_NEW}{state}")
         of_keys = memory_of_states(plan, seeds)
         lookers: dict[str, set[str]] = defaultdict(set)
+        sent: dict[str, set[str]] = defaultdict(set)
         writers: dict[str, dict[str, Actor]] = defaultdict(dict)
         exposed: set[str] = set()
         for part in plan.ranks:
             for actor in part.actors:
                 for name in looks_at((*actor.inputs, *actor.reads), of_keys):
                     lookers[name].add(actor.name)
+                    if not isinstance(actor, Compute):
+                        sent[name].add(actor.name)
                 for state, _ in actor.writes:
                     if state in states:
                         writers[state][actor.name] = actor
                 exposed |= looks_at((key for _, key in actor.emits), of_keys)
         for state, key in written:
             exposed |= of_keys[key] - {f"{_NEW}{state}"}
-        return cls(of_keys, lookers, writers, frozenset(exposed))
+        return cls(of_keys, lookers, sent, writers, frozenset(exposed))
 
     def candidates(self) -> dict[str, set[str]]:
         """Return the states that may be overwritten as far as their writers go, and these."""
         return {
             state: set(actors)
             for state, actors in self.writers.items()
-            if not {state, f"{_NEW}{state}"} & self.exposed
+            if not {m for n in (state, f"{_NEW}{state}") for m in (n, BOXED + n)} & self.exposed
             # What is written for each micro-batch goes on to the next through a register; and what
             # the forward phase writes is in force with the step, not before.
             and all(_is_update(actor) for actor in actors.values())
@@ -126,9 +133,13 @@ def _is_read_late(
 ) -> bool:
     """Whether somebody may look at an old value when its writer has begun."""
     own = set(writers)
+    # Other ranks, and boxing on their behalf, are in step only up to the commit.
+    elsewhere = memory.lookers.get(BOXED + state, set()) | memory.sent.get(state, set())
+    if elsewhere & after or len(own) > 1:
+        return True
     others = (memory.lookers.get(state, set()) & after) - own
     # A later update that hands the writer what it has made of the old value has done so before.
-    return any(not own <= downstream(flow, {name}) for name in others) or len(own) > 1
+    return any(not own <= downstream(flow, {name}) for name in others)
 
 
 def _overwriting(actor: Actor, writers: Mapping[str, set[str]], rewriting: Overwriting) -> Actor:

@@ -14,7 +14,7 @@ M m + s, and what `step_time_s` says of the compiled plan; that knows overlap an
 * updates: new values that live beside the old ones until the step is done: those that the forward
   phase makes, and with `in_place_states=False` all;
 * gathered: the largest copy of a state in another SBP than the stored one, held while it is used;
-* gradients: accumulated values;
+* gradients: what the backward phase makes for the optimizer, and accumulated values beside it;
 * activations: what one micro-batch's forward pass leaves for its backward pass (views count as
   what they view), q_i = `in_flight[i]` of them;
 * working set: the largest arguments and results of one op.
@@ -242,6 +242,18 @@ def _add_op(
     stage.working_bytes = max(stage.working_bytes, made + read)
     if node.op == ACCUMULATE:
         stage.gradients_bytes += made
+    elif node.phase is Phase.BACKWARD:
+        # No update begins before all gradients are there.
+        stage.gradients_bytes += sum(
+            local_bytes(tensor, sbp, mesh.mesh_shape)
+            for value, tensor, sbp in zip(
+                node.outputs, call.outputs, found.signature.outputs, strict=True
+            )
+            if any(
+                user.phase is Phase.OPTIMIZER or user.op == ACCUMULATE
+                for user in graph.users[value]
+            )
+        )
 
 
 def _add_activations(
