@@ -18,7 +18,13 @@ from sbp_core.infer import infer_strategy
 from sbp_core.placement import Placement
 from sbp_core.plugins import PlanRequest
 from sbp_torch.boxing.local import LocalBackend
-from sbp_torch.testing.cases import CASES, assert_pieces, compile_case
+from sbp_torch.testing.cases import (
+    CASES,
+    assert_pieces,
+    compile_case,
+    compile_forward,
+    forward_loss,
+)
 from sbp_torch.testing.programs import small_cluster
 
 #: Every state of every layout: replicated, split, split twice, on one of two stages.
@@ -155,6 +161,21 @@ def test_new_values_of_shared_states_are_dropped() -> None:
         losses.append(run_step(training, name))
     assert torch.equal(losses[0], losses[1])
     assert torch.equal(losses[0], losses[2])
+
+
+def test_states_that_training_overwrites_are_shared_as_they_are() -> None:
+    name, step = "data parallel", training_step("data parallel")
+    batch = {key: value[:4] for key, value in step.batches[0].items()}
+    with (
+        start(name, compiled(name, in_place=True)) as training,
+        build(ActorConfig()).start(compile_forward(name, batch_size=4), training) as evaluation,
+    ):
+        for each in step.batches[:2]:
+            training.step(each, step.scalars)
+            found = evaluation.step(batch, {}).loss
+            torch.testing.assert_close(
+                found, forward_loss(training.state_dict(), batch), rtol=0, atol=1e-9
+            )
 
 
 def test_a_plan_that_overwrites_shared_states_is_refused() -> None:

@@ -36,8 +36,8 @@ class StatePiece:
         name: Of the state, one of `Session.state_dict`.
         shape, dtype: Of the whole state.
         bounds: Where the piece lies in it: (start, stop) of each dim.
-        value: The piece: of shape `stop - start`, and no copy; of a state that ranks keep as a host
-            number, the number.
+        value: The piece: of shape `stop - start`, and no copy, so that a later step may overwrite
+            it; of a state that ranks keep as a host number, the number.
     """
 
     name: str
