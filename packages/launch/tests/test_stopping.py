@@ -240,3 +240,24 @@ def test_metrics_that_cannot_be_written_end_the_run_with_its_states(
 
     assert "hydra.run.dir" in caught.value.todo
     assert steps_saved(tmp_path) == 1
+
+
+def test_ctrl_c_waits_for_the_step_where_ranks_are_processes() -> None:
+    with StopSignals(interrupts_wait=True) as signals:
+        with signals.training():
+            signal.raise_signal(INT)
+            assert signals.pending_number == INT
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(INT)  # the second one does not
+        with signals.saving():
+            pass
+
+
+def test_what_slurm_sends_before_it_takes_the_hosts_away_waits_for_the_step() -> None:
+    with StopSignals() as signals, signals.training():
+        signal.raise_signal(signal.SIGUSR1)
+        assert signals.pending_number == signal.SIGUSR1
+        with pytest.raises(Terminated) as caught:
+            signals.stop_if_asked()
+
+    assert caught.value.code == 128 + signal.SIGUSR1

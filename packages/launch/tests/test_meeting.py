@@ -1,0 +1,48 @@
+"""How rank 0 tells the others which run it is."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from sbp_core.boxing.supervision.rendezvous import free_port
+from sbp_core.errors import ConfigError
+from sbp_launch.meeting import meet
+from sbp_launch.world import World
+
+
+def world(rank: int) -> World:
+    return World(rank=rank, size=2, local_rank=rank, local_size=2, launcher="slurm")
+
+
+def test_rank_0_tells_of_one_run_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    heard: list[tuple[Path | None, int]] = []
+
+    def follow() -> None:
+        meeting = meet(world(1))
+        while not heard or heard[-1][0] is not None:
+            heard.append(meeting.receive())
+
+    other = threading.Thread(target=follow)
+    other.start()
+    meeting = meet(world(0))
+    meeting.tell(Path("/runs/1"))
+    meeting.tell(Path("/runs/2"))
+    meeting.tell(None, 2)
+    other.join(60)
+
+    assert heard == [(Path("/runs/1"), 0), (Path("/runs/2"), 0), (None, 2)]
+
+
+def test_processes_that_nobody_told_where_to_meet_say_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+
+    with pytest.raises(ConfigError, match="where they meet: MASTER_PORT"):
+        meet(world(0))
