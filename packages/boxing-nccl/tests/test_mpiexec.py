@@ -8,6 +8,7 @@ import pytest
 from sbp_boxing_nccl.backend import MpiBackend
 from sbp_boxing_nccl.configs import MpiBoxingConfig
 from sbp_core.boxing.supervision.supervisor import Line, supervise
+from sbp_core.errors import BoxingError
 
 _PROGRAM = """
 import os, time
@@ -64,3 +65,12 @@ def test_all_ranks_end_when_one_does(how):
     assert f"rank {ranks[1] if how == 'killed' else 1} failed first" in str(ended)
     assert ("no such luck" in str(ended)) == (how == "exception")
     assert not any(map(is_alive, pids))
+
+
+def test_without_mpi4py_nothing_is_started(monkeypatch):
+    monkeypatch.setattr("sbp_boxing_nccl.backend.find_spec", lambda name: None)
+
+    with pytest.raises(BoxingError, match="needs mpi4py, which is missing") as caught:
+        MpiBackend(MpiBoxingConfig()).launch_specs(2, [sys.executable, "-c", "pass"])
+
+    assert "sbp-boxing-nccl[mpi]" in caught.value.todo

@@ -8,6 +8,7 @@ connects: who only starts the ranks does not wait for it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from sbp_boxing_nccl.configs import MpiBoxingConfig
@@ -15,6 +16,7 @@ from sbp_boxing_nccl.exit import JobBackend, JobExit
 from sbp_boxing_nccl.mpi_library import load_mpi
 from sbp_core.boxing.processes import check_ranks
 from sbp_core.boxing.supervision import LaunchSpec, mpiexec_specs
+from sbp_core.errors import BoxingError
 
 if TYPE_CHECKING:
     from sbp_boxing_nccl.communicator import MpiCommunicator
@@ -42,6 +44,11 @@ class MpiBackend(JobBackend):
 
     def launch_specs(self, num_ranks: int, command: Sequence[str]) -> tuple[LaunchSpec, ...]:
         """See `BoxingBackend.launch_specs`: a launcher, `mpiexec`."""
+        if find_spec("mpi4py") is None:  # in the ranks, it would be each one's own error
+            raise BoxingError(
+                "boxing=mpi needs mpi4py, which is missing",
+                todo='pip install "sbp-boxing-nccl[mpi]", and an MPI library such as `openmpi`',
+            )
         return mpiexec_specs(num_ranks, command)
 
     def _connect(self, ranks: Sequence[int]) -> tuple[MpiConnections, MpiCommunicator]:
