@@ -117,9 +117,7 @@ def run_trials(options: argparse.Namespace, console: Console) -> Iterator[Outcom
 
 def training_table(outcomes: Sequence[TrainingOutcome]) -> Table:
     """Return the figures of training by launcher and kind of kill."""
-    table = Table(
-        title="Training: seconds from the kill to the end of the command", box=SIMPLE_HEAD
-    )
+    table = Table(title="Training: seconds to the end", box=SIMPLE_HEAD)
     for name in ("", "kills", "median", "worst", "faults"):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
     for way in dict.fromkeys(outcome.way for outcome in outcomes):
