@@ -32,7 +32,7 @@ class TracingRuntime(ReferenceRuntime):
 
     traces = True
 
-    def start(self, plan, states, backend, ranks=None):
+    def start(self, plan, states, backend=None, ranks=None):
         return _TracingSession(plan, states, self.config)
 
 
