@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from sbp_core.boxing import Pending
 from sbp_core.runtime import Trace, Watch, unwatched
 
 #: A thread of the plan: rank, name of the thread.
@@ -18,6 +19,41 @@ ThreadId = tuple[int, str]
 
 #: Tensors and host numbers by key.
 Values = dict[str, Any]
+
+
+class InFlight:
+    """What a boxing actor makes, from its begin on; who needs it first waits for it.
+
+    Until then it holds the shard that it is made of.
+
+    Args:
+        pending: Of the communicator.
+        shard: What it was begun with.
+    """
+
+    __slots__ = ("_pending", "_shard", "_value")
+
+    def __init__(self, pending: Pending, shard: Any) -> None:
+        self._pending: Pending | None = pending
+        self._shard = shard
+        self._value: Any = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether nobody has waited for it yet."""
+        return self._pending is not None
+
+    def wait(self) -> Any:
+        """Return the value, once it is there."""
+        if self._pending is not None:
+            self._value = self._pending.wait()
+            self._pending = self._shard = None
+        return self._value
+
+
+def value_of(value: Any) -> Any:
+    """Return a value, once it is there."""
+    return value.wait() if isinstance(value, InFlight) else value
 
 
 @dataclass(frozen=True, slots=True)

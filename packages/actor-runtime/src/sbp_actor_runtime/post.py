@@ -16,7 +16,14 @@ from sbp_actor_runtime.message import ThreadId
 from sbp_actor_runtime.register import InRegister, OutRegister
 from sbp_actor_runtime.work import Work, work_of
 from sbp_core.boxing import Communicator
-from sbp_core.compile import Actor, ActorId, Channel, PhysicalPlan, RankPlan
+from sbp_core.compile import (
+    Actor,
+    ActorId,
+    Channel,
+    Collective,
+    PhysicalPlan,
+    RankPlan,
+)
 from sbp_core.graph import Rate
 from sbp_torch.segments import SegmentMaker
 
@@ -133,9 +140,14 @@ def _inputs(part: RankPlan, actor: Actor) -> tuple[InRegister, ...]:
             register.name,
             (part.rank, part.by_name[register.producer].thread),
             dict(zip(register.carries, register.keys, strict=bool(register.carries))),
+            is_begun=_overlaps(part.by_name[register.producer]),
         )
         for register in part.inputs_of[actor.name]
     )
+
+
+def _overlaps(actor: Actor) -> bool:
+    return isinstance(actor, Collective) and actor.overlaps
 
 
 def _outputs(part: RankPlan, actor: Actor, *, sums: bool) -> tuple[OutRegister, ...]:

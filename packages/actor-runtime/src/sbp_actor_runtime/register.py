@@ -14,9 +14,9 @@ step full, with the states themselves, and ends it so, with the new ones; neithe
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
-from sbp_actor_runtime.message import ThreadId, Values
+from sbp_actor_runtime.message import InFlight, ThreadId, Values, value_of
 
 
 class InRegister:
@@ -26,15 +26,22 @@ class InRegister:
         name: Of the register.
         producer: The thread that fills it, which acknowledgements go to.
         carries: Of a register that carries states, the key of each by name.
+        is_begun: Whether a collective fills it when it begins: its value may be in flight.
     """
 
-    __slots__ = ("carries", "fillings", "name", "producer")
+    __slots__ = ("carries", "fillings", "is_begun", "name", "producer")
 
     def __init__(
-        self, name: str, producer: ThreadId, carries: Mapping[str, str] | None = None
+        self,
+        name: str,
+        producer: ThreadId,
+        carries: Mapping[str, str] | None = None,
+        *,
+        is_begun: bool = False,
     ) -> None:
         self.name = name
         self.producer = producer
+        self.is_begun = is_begun
         self.carries = dict(carries or {})
         self.fillings: deque[Values] = deque()
 
@@ -42,13 +49,22 @@ class InRegister:
         """Whether there is something to read in a micro-batch: in the first, carried states are."""
         return bool(self.fillings) or (index == 0 and bool(self.carries))
 
+    def open(self, index: int) -> Iterable[InFlight]:
+        """Return what is in flight of the values to read in a micro-batch."""
+        if not self.is_begun or (self.carries and index == 0):
+            return ()
+        values = self.fillings[0].values()
+        return [value for value in values if isinstance(value, InFlight) and value.is_open]
+
     def take(self, index: int) -> Values:
         """Return the values to read in a micro-batch; of carried states, none in the first."""
-        if not self.carries:
-            return self.fillings.popleft()
-        if index == 0:
+        if self.carries and index == 0:
             return {}
         values = self.fillings.popleft()
+        if self.is_begun:
+            values = {key: value_of(value) for key, value in values.items()}
+        if not self.carries:
+            return values
         return {name: values[key] for name, key in self.carries.items()}
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from math import inf
 
-from sbp_actor_runtime.message import StepOrder, Values
+from sbp_actor_runtime.message import InFlight, StepOrder, Values
 from sbp_core.boxing import Communicator
 from sbp_core.compile import (
     Accumulate,
@@ -187,9 +187,10 @@ def _collective(actor: Collective, plan: PhysicalPlan, communicator: Communicato
 
     def run(index: int, values: Values, order: StepOrder) -> Values:
         (shard,) = values.values()
-        part = communicator.collective(
-            step, shard, tag=tag(index, order), deadline_s=order.deadline_s
-        )
-        return {actor.makes: part}
+        name, deadline_s = tag(index, order), order.deadline_s
+        if actor.overlaps:
+            pending = communicator.begin(step, shard, tag=name, deadline_s=deadline_s)
+            return {actor.makes: InFlight(pending, shard)}
+        return {actor.makes: communicator.collective(step, shard, tag=name, deadline_s=deadline_s)}
 
     return run

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from queue import Empty, SimpleQueue
 
 import torch
 
 from sbp_actor_runtime.message import (
     Acknowledge,
+    InFlight,
     Message,
     Request,
     StepOrder,
@@ -24,6 +25,7 @@ from sbp_actor_runtime.message import (
     ThreadId,
     Values,
     WorkerReport,
+    value_of,
 )
 from sbp_actor_runtime.post import Firing, Post, make_posts
 from sbp_actor_runtime.register import InRegister, OutRegister
@@ -76,6 +78,9 @@ class Worker:
     ) -> None:
         self.id, self.device = thread, device
         self.post, self.report, self.num_threads = post, report, num_threads
+        self.communicator = communicator
+        #: What boxing has begun and nobody has waited for, with its actor.
+        self.open: dict[InFlight, str] = {}
         self.inbox: SimpleQueue[Message] = SimpleQueue()
         #: The actor that is firing or about to; for messages about threads that hang.
         self.current_actor = ""
@@ -141,6 +146,8 @@ class Worker:
                 for post, firing in self.order[: self.last_moment]:
                     self.current_actor = post.actor.name
                     fire(post, firing, order, report)
+                if order.only_finite:
+                    self._end_begun(report)
                 if order.only_finite and not_finite(report.results):
                     report.has_refused = self.last_moment < len(self.order)
                     return report
@@ -149,12 +156,14 @@ class Worker:
                 for post, firing in self.order[self.last_moment :]:
                     self.current_actor = post.actor.name
                     fire(post, firing, order, report)
+                self._end_begun(report)
             self.current_actor = ""
         except Stopped as stopped:
             report.error, report.actor, report.stopped = stopped, self.current_actor, True
         except BaseException as error:
             logger.debug("rank %s failed in %s", self.id[0], self.current_actor, exc_info=True)
             report.error, report.actor = error, self.current_actor
+        self.open.clear()
         return report
 
     def _fire_traced(
@@ -170,10 +179,17 @@ class Worker:
             self._wait(post, firing, order.deadline_s)
             blocked, began = began, trace.now_ns()
             trace.note(Span(SpanKind.BLOCKED, *whose, blocked, began, missing))
+        under_way = [self.open[one] for one in self._open_inputs(post, firing)]
+        if under_way:
+            self._await(self._open_inputs(post, firing))
+            blocked, began = began, trace.now_ns()
+            missing = f"the end of {', '.join(under_way)}"
+            trace.note(Span(SpanKind.BLOCKED, *whose, blocked, began, missing))
         made = self._fire(post, firing, order, report)
         trace.note(Span(SpanKind.FIRING, *whose, began, trace.now_ns()))
         is_boxed = isinstance(post.actor, Collective | Receive)
-        trace.count(self.id[0], made.values(), handed=is_boxed)
+        taken = [value for value in made.values() if not isinstance(value, InFlight)]
+        trace.count(self.id[0], taken, handed=is_boxed)
         return made
 
     def _fire(self, post: Post, firing: Firing, order: StepOrder, report: WorkerReport) -> Values:
@@ -181,9 +197,14 @@ class Worker:
             raise Stopped
         if not post.may_fire(firing):
             self._wait(post, firing, order.deadline_s)
+        if self.open:
+            self.communicator.progress()
+            self._await(self._open_inputs(post, firing))
         if post.actor.in_place:
             self._begin_update()
         made = post.work(firing.micro_batch, self._take(post, firing.micro_batch, order), order)
+        if isinstance(post.actor, Collective) and post.actor.overlaps:
+            self._begin(post, made)
         for end in post.sends:
             end.fill()
         for register in post.fills(firing.is_last):
@@ -192,7 +213,7 @@ class Worker:
             report.results[name] = made[key]
         for name, key in post.actor.writes if made else ():
             if name in post.actor.in_place:
-                overwrite(order.states[name], made[key])
+                overwrite(order.states[name], value_of(made[key]))
             else:
                 report.new_states[name] = made[key]
         for read in post.inputs:
@@ -214,6 +235,28 @@ class Worker:
             self.has_overwritten = before
             raise Stopped
 
+    def _begin(self, post: Post, made: Values) -> None:
+        """Note what boxing has begun."""
+        self.open |= dict.fromkeys(made.values(), post.actor.name)
+        if any(t != self.id for end in (*post.outputs, *post.sums) for _, t in end.consumers):
+            self._await(list(made.values()))  # a communicator is used by one thread
+
+    def _open_inputs(self, post: Post, firing: Firing) -> list[InFlight]:
+        """Return what an actor takes and is in flight."""
+        return [one for end in post.inputs for one in end.open(firing.micro_batch)]
+
+    def _await(self, begun: Iterable[InFlight]) -> None:
+        """Wait until some of what boxing has begun is over."""
+        for one in begun:
+            one.wait()
+            self.open.pop(one, None)
+
+    def _end_begun(self, report: WorkerReport) -> None:
+        """Wait for all that boxing has begun, such as results, which nobody else waits for."""
+        self._await(list(self.open))
+        report.results = {name: value_of(value) for name, value in report.results.items()}
+        report.new_states = {name: value_of(value) for name, value in report.new_states.items()}
+
     def _take(self, post: Post, index: int, order: StepOrder) -> Values:
         """Return what an actor reads, by key: from registers, states, the batch and scalars."""
         values: Values = {}
@@ -229,6 +272,9 @@ class Worker:
         if register.is_carrying and firing.is_last:
             return  # nobody reads it in this step; the next one begins with it as the state
         values = {key: made[key] for key in register.keys}
+        if not register.keys:
+            # A token says that its producer is through: who takes one of boxing waits for its end.
+            values = {key: made[key] for key in made if isinstance(made[key], InFlight)}
         for consumer, thread in register.consumers:
             self._send(thread, Request(register.name, consumer, values))
 

@@ -21,10 +21,13 @@ class CompileConfig:
         unknown_ops: What becomes of operators that nothing says how to split: `refuse` them, run
             them `whole` on every rank, or `discover` by execution how they may be split.
         passes: Each pass with its switch or its settings.
+        overlap: Whether collectives are begun as soon as their input is made, and waited for where
+            their result is used; else the thread that boxes waits in each.
         boxing_thread: Whether boxing has a thread of its own on every rank, beside computing.
         bucket_bytes: Most bytes of a flat buffer in which small gradients, or parameters of a
             block, travel together; 0 for none; null for what the price suggests.
-        prefetch: With a boxing thread, how many segments ahead of its use a parameter is gathered.
+        prefetch: With overlap or a boxing thread, how many segments ahead of its use a parameter is
+            gathered.
         in_place_states: Updates write over the states, once forward and backward have succeeded on
             every rank. Otherwise new values are kept beside the old ones to the end of the step.
         regather: Patterns of the parameters that are gathered anew for the backward phase; others
@@ -36,6 +39,7 @@ class CompileConfig:
     plugins: tuple[str, ...] = ()
     unknown_ops: Literal["refuse", "whole", "discover"] = "refuse"
     passes: PassOptions = field(default_factory=PassOptions)
+    overlap: bool = False
     boxing_thread: bool = False
     bucket_bytes: int | None = None
     prefetch: int = 1

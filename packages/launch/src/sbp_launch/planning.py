@@ -99,6 +99,7 @@ class PlanSettings:
     def options(self) -> CompileOptions:
         """What the compiler takes."""
         return CompileOptions(
+            overlap=self.compile.overlap,
             boxing_thread=self.compile.boxing_thread,
             bucket_bytes=self.compile.bucket_bytes,
             cluster=self.cluster,

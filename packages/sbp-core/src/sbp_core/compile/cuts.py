@@ -129,7 +129,11 @@ def _departures(items: Sequence[Item], exits: Mapping[str, int]) -> dict[str, in
 
 
 def _arrivals(items: Sequence[Item], exits: Mapping[str, int]) -> dict[str, int]:
-    """Return the last boxing that an item waits for, through its own segment; -1 if none."""
+    """Return the last boxing that an item waits for, through its own segment; -1 if none.
+
+    What only reads states, such as a decay, goes with who uses it first: else it could be done as
+    the step begins, and would be held all along.
+    """
     makers: dict[str, Item] = {}
     found: dict[str, int] = {}
     for item in items:
@@ -141,6 +145,13 @@ def _arrivals(items: Sequence[Item], exits: Mapping[str, int]) -> dict[str, int]
                 turns.append(found[maker.name])
         found[item.name] = max(turns)
         makers |= dict.fromkeys(item.outputs, item)
+    users: dict[object, list[int]] = defaultdict(list)
+    for item in reversed(items):
+        turns = [turn for key in item.outputs for turn in users[(item.segment, key)]]
+        if found[item.name] < 0 and turns:
+            found[item.name] = min(turns)
+        for key in item.inputs:
+            users[(item.segment, key)].append(found[item.name])
     return found
 
 

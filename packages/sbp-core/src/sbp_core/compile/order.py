@@ -14,10 +14,18 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 
-from sbp_core.compile.physical import ActorId, PhysicalPlan, RankPlan, Receive, Send
+from sbp_core.compile.physical import (
+    Actor,
+    ActorId,
+    Collective,
+    PhysicalPlan,
+    RankPlan,
+    Receive,
+    Send,
+)
 from sbp_core.compile.token_game import TokenGame
 from sbp_core.errors import PlanError
-from sbp_core.graph.ir import PHASE_ORDER
+from sbp_core.graph.ir import PHASE_ORDER, Phase
 
 ThreadId = tuple[int, str]
 
@@ -46,21 +54,24 @@ class _Scheduler:
         self.pending: dict[ThreadId, set[ActorId]] = defaultdict(set)
         #: What may start as far as its own data and credits go; only a start takes that away.
         self.ready: dict[ThreadId, set[ActorId]] = defaultdict(set)
-        self.rank_of: dict[ActorId, tuple[int, int]] = {}
+        self.rank_of: dict[ActorId, tuple[int, int, int]] = {}
         self.orders: dict[ThreadId, list[tuple[str, int]]] = defaultdict(list)
         for part in plan.ranks:
             for index, actor in enumerate(part.actors):
                 actor_id = (part.rank, actor.name)
                 self.pending[(part.rank, actor.thread)].add(actor_id)
-                sends = isinstance(actor, Send)
                 if isinstance(actor, Receive) and not actor.outputs and not actor.writes:
                     self.reports.add(actor_id)
                     self.last.update((part.rank, name) for name in _downstream(part, actor.name))
-                self.rank_of[actor_id] = (-1 if sends else PHASE_ORDER[actor.phase], index)
+                phase = -1 if isinstance(actor, Send) else PHASE_ORDER[actor.phase]
+                self.rank_of[actor_id] = (_urgency(part, actor), phase, index)
         self.free.update(self.pending)
         for actor_ids in self.pending.values():
             self._look_at(actor_ids)
-        self.running: list[tuple[float, int, tuple[ActorId, ...]]] = []
+        #: When threads become free, and firings are over: time, sequence, who, which of both.
+        self.running: list[tuple[float, int, tuple[ActorId, ...], bool, bool]] = []
+        #: When the link of each rank has moved all that has begun.
+        self.link_free: dict[int, float] = defaultdict(float)
         self.sequence = 0
 
     def run(self) -> PhysicalPlan:
@@ -72,12 +83,11 @@ class _Scheduler:
                     where=self._stuck(),
                     todo="raise in_flight of the stages named",
                 )
-            self.now, _, actor_ids = heapq.heappop(self.running)
-            self._finish(actor_ids)
+            self.now = self.running[0][0]
             # All that ends at this time, before anything starts: else the first of equals would let
             # its neighbours go ahead of others with a better priority.
             while self.running and self.running[0][0] <= self.now:
-                self._finish(heapq.heappop(self.running)[2])
+                self._finish(*heapq.heappop(self.running)[2:])
         return replace(
             self.plan,
             ranks=tuple(
@@ -93,14 +103,14 @@ class _Scheduler:
             ),
         )
 
-    def _priority(self, actor_id: ActorId) -> tuple[int, int, int]:
+    def _priority(self, actor_id: ActorId) -> tuple[int, int, int, int]:
         # Forward goes first whenever it has credit. With few credits it runs out of them, and
         # backward firings, which give them back, come in between:
         #
         #     quota 4 (GPipe)    f0 f1 f2 f3 b0 b1 b2 b3
         #     quota 2 (1F1B)     f0 f1 b0 f2 b1 f3 b2 b3      f2 lacks credit until b0 is through
-        phase, index = self.rank_of[actor_id]
-        return phase, self.game.started[actor_id], index
+        urgency, phase, index = self.rank_of[actor_id]
+        return urgency, phase, self.game.started[actor_id], index
 
     def _start_what_can(self) -> None:
         for thread in sorted(self.free):
@@ -142,21 +152,43 @@ class _Scheduler:
             self.free.discard(thread)
             if self.game.is_done(actor_id):
                 self.pending[thread].discard(actor_id)
-        self.sequence += 1
-        end = self.now + max(self.game.actor(actor_id).time_s for actor_id in partners)
-        heapq.heappush(self.running, (end, self.sequence, partners))
+        actors = [self.game.actor(actor_id) for actor_id in partners]
+        end = self.now + max(actor.time_s for actor in actors)
+        begins_s = [
+            a.begin_s for a in actors if isinstance(a, Collective) and a.begin_s is not None
+        ]
+        if not begins_s:
+            self._push(end, partners, frees=True, ends=True)
+            return
+        # The threads go on when it has begun. It is over when the links of all its ranks have moved
+        # it, one thing after the other.
+        begun = self.now + max(begins_s)
+        end += max(0.0, max(self.link_free[rank] for rank, _ in partners) - begun)
+        for rank, _ in partners:
+            self.link_free[rank] = end
+        self._push(begun, partners, frees=True, ends=False)
+        self._push(end, partners, frees=False, ends=True)
 
-    def _finish(self, actor_ids: tuple[ActorId, ...]) -> None:
+    def _push(
+        self, when: float, actor_ids: tuple[ActorId, ...], *, frees: bool, ends: bool
+    ) -> None:
+        self.sequence += 1
+        heapq.heappush(self.running, (when, self.sequence, actor_ids, frees, ends))
+
+    def _finish(self, actor_ids: tuple[ActorId, ...], frees: bool, ends: bool) -> None:
+        if frees:
+            self.free.update(map(self._thread, actor_ids))
+        if not ends:
+            return
         for actor_id in actor_ids:
             self.game.finish(actor_id)
-            self.free.add(self._thread(actor_id))
         for actor_id in actor_ids:
             self._look_at(self.game.neighbours(actor_id))
 
     def _stuck(self) -> list[str]:
         lines = []
         for actor_ids in self.pending.values():
-            for actor_id in sorted(actor_ids, key=lambda actor_id: self.rank_of[actor_id][1]):
+            for actor_id in sorted(actor_ids, key=lambda actor_id: self.rank_of[actor_id][2]):
                 wait = next(self.game.waits(actor_id), None)
                 if wait is not None:
                     lines.append(f"rank {actor_id[0]}: {actor_id[1]} {wait.reason}")
@@ -173,3 +205,27 @@ def _downstream(part: RankPlan, name: str) -> set[str]:
         found |= new
         todo += new
     return found
+
+
+def _urgency(part: RankPlan, actor: Actor) -> int:
+    """Return who goes first: what other ranks wait for, then what goes on beside the thread."""
+    if isinstance(actor, Send):
+        return 0
+    return 1 if _overlaps(actor) or _leads(part, actor) else 2
+
+
+def _overlaps(actor: Actor) -> bool:
+    """Whether to start an actor lets something go on beside its thread.
+
+    An update that only reads states could begin with the step, and would hold memory all along.
+    """
+    is_collective = isinstance(actor, Collective) and actor.overlaps
+    return is_collective and (bool(actor.inputs) or actor.phase is not Phase.OPTIMIZER)
+
+
+def _leads(part: RankPlan, actor: Actor) -> bool:
+    """Whether an actor only makes of states what such a collective takes, such as a bucket."""
+    registers = part.outputs_of[actor.name]
+    readers = [name for register in registers if register.keys for name in register.consumers]
+    made_of_states = not actor.inputs and bool(readers)
+    return made_of_states and all(_overlaps(part.by_name[name]) for name in readers)

@@ -125,13 +125,23 @@ class Compute(_Maker):
 class Collective(_Maker):
     """A rank's part in a boxing step of one mesh, which fires on all ranks of its group at once.
 
+    It fires on one thread. If it `overlaps`, to fire is to begin: the thread goes on, and whoever
+    takes the result first waits until it is there.
+
     Args:
         step: Index into `plan.steps`.
         makes: The key of its result, whether or not an actor of this rank takes it.
+        begin_s: How much of `time_s` its thread is busy to begin; None if the thread waits.
     """
 
     step: int
     makes: str
+    begin_s: float | None = None
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether its thread goes on while data moves."""
+        return self.begin_s is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -99,6 +99,10 @@ class Program:
             self._times_s[item.name] = self._time_s(item)
         return self._times_s[item.name]
 
+    def begin_s(self, item: Item) -> float:
+        """Return the part of the time of a boxing item that its thread is busy, to start it."""
+        return min(self.time_s(item), self.cluster.device.boxing_launch_s)
+
     def _time_s(self, item: Item) -> float:
         if item.step is not None:
             return boxing_step_time_s(item.step, self.cluster)

@@ -104,9 +104,16 @@ def _quota(program: Program, producer: Actor, users: Sequence[Actor], rate: Rate
     )
     if crosses:
         return program.strategy.in_flight[producer.stage]
-    # On one thread a second filling would gain nothing: no two actors fire at once.
-    between_threads = any(user.thread != producer.thread for user in users)
-    return min(2, program.strategy.num_micro_batches) if between_threads else 1
+    # On one thread a second filling would gain nothing, as no two actors fire at once; but boxing
+    # goes on while its thread fires others.
+    beside = _overlaps(producer) or any(
+        user.thread != producer.thread or _overlaps(user) for user in users
+    )
+    return min(2, program.strategy.num_micro_batches) if beside else 1
+
+
+def _overlaps(actor: Actor) -> bool:
+    return isinstance(actor, Collective) and actor.overlaps
 
 
 def prefetch_registers(
@@ -125,14 +132,16 @@ def prefetch_registers(
         for key in actor.inputs:
             users[key].append(actor)
     lines: dict[int, list[str]] = defaultdict(list)
-    # Where boxing has no thread of its own, the order of firings gathers nothing early.
-    boxing = {actor.thread for actor in actors if isinstance(actor, Collective)}
+    apart = {item.name for item in program.lowered.items if item.is_apart}
     for actor in actors:
-        computes = isinstance(actor, Compute) and actor.thread not in boxing
-        if computes and actor.rate is Rate.MICRO:
+        # What needs nothing that another actor makes may fire when the step begins.
+        waits = bool(actor.inputs) or actor.phase is Phase.FORWARD
+        computes = isinstance(actor, Compute) and actor.name not in apart
+        if computes and waits and actor.rate is Rate.MICRO:
             lines[actor.stage].append(actor.name)
     for actor in actors:
-        gathers = actor.thread in boxing and actor.rate is Rate.MICRO
+        leads = isinstance(actor, Collective) or actor.name in apart
+        gathers = leads and actor.rate is Rate.MICRO
         taken = (*actor.reads, *actor.inputs)
         if not gathers or not any(is_gathered_on_use(program.graph, key) for key in taken):
             continue

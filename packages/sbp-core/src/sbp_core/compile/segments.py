@@ -39,21 +39,24 @@ class CompileOptions:
     """Settings of the compiler: buckets, overlap of boxing with compute, memory of states.
 
     Args:
+        overlap: Begin collectives as soon as their input is made, and wait for them where their
+            result is used; otherwise the thread that boxes waits in each.
         boxing_thread: Give boxing a thread of its own on every rank, so that it overlaps with
             compute; otherwise one thread a rank does both.
         bucket_bytes: Most bytes of a flat buffer in which small gradients, or parameters of a
             block, travel together; 0 for none, None for what the price of the step on `cluster`
             suggests.
         cluster: The machine, which says how long firings take; a nominal one without.
-        piece_s: With a boxing thread, least time of the pieces that a segment is cut into,
+        piece_s: With either, least time of the pieces that a segment is cut into,
             so that boxing begins as soon as its input is made; in seconds, `inf` for no cuts.
-        prefetch: With a boxing thread, how many segments ahead of its user a parameter may be
+        prefetch: With either, how many segments ahead of its user a parameter may be
             gathered; 0 gathers it when the segment before its user is through.
         in_place_states: Let updates write over the states, in their memory, once the step is
             committed (`commit`). Otherwise new values live beside the old ones to the end of the
             step, which takes more time and memory, and a failing update leaves the old ones.
     """
 
+    overlap: bool = False
     boxing_thread: bool = False
     bucket_bytes: int | None = None
     cluster: Cluster | None = None
@@ -69,6 +72,11 @@ class CompileOptions:
                 f"piece_s={self.piece_s}, prefetch={self.prefetch}", accepted="0 or more"
             )
 
+    @property
+    def boxing_goes_on(self) -> bool:
+        """Whether a rank computes while data moves."""
+        return self.overlap or self.boxing_thread
+
 
 COMPUTE_THREAD, BOXING_THREAD = "compute", "boxing"
 
@@ -82,15 +90,13 @@ def form_plan(
     graph: LogicalGraph, strategy: Strategy, lowered: Lowered, options: CompileOptions
 ) -> PhysicalPlan:
     """Return the plan of all ranks, with registers and quotas but without firing orders."""
-    if options.boxing_thread:
-        # Only with a thread for boxing: on one thread an earlier begin would overlap nothing.
+    if options.boxing_goes_on:
+        # On one thread that waits an earlier begin would overlap nothing.
         lowered = cut(graph, strategy, lowered, options.piece_s, options.cluster)
     program = Program(graph, strategy, lowered, options.cluster)
     thread = boxing_thread(options)
     made = Instructions(program)
-    ranks = tuple(
-        _rank_plan(program, made, rank, thread, options.prefetch) for rank in strategy.ranks
-    )
+    ranks = tuple(_rank_plan(program, made, rank, thread, options) for rank in strategy.ranks)
     return PhysicalPlan(
         graph_hash=graph_hash(graph),
         planner=strategy.planner,
@@ -104,12 +110,16 @@ def form_plan(
 
 
 def _rank_plan(
-    program: Program, instructions: Instructions, rank: int, boxing_thread: str, prefetch: int
+    program: Program,
+    instructions: Instructions,
+    rank: int,
+    boxing_thread: str,
+    options: CompileOptions,
 ) -> RankPlan:
-    actors = _Actors(program, instructions, rank, boxing_thread).make()
+    actors = _Actors(program, instructions, rank, boxing_thread, options.overlap).make()
     made = list(registers(program, actors))
-    if boxing_thread != COMPUTE_THREAD:
-        made += prefetch_registers(program, actors, prefetch)
+    if options.boxing_goes_on:
+        made += prefetch_registers(program, actors, options.prefetch)
     return RankPlan(
         rank=rank,
         slots=tuple(program.slots(rank)),
@@ -143,8 +153,14 @@ class _Actors:
     """The making of one rank's actors."""
 
     def __init__(
-        self, program: Program, instructions: Instructions, rank: int, boxing_thread: str
+        self,
+        program: Program,
+        instructions: Instructions,
+        rank: int,
+        boxing_thread: str,
+        overlaps: bool,
     ) -> None:
+        self.overlaps = overlaps
         self.program, self.rank, self.boxing_thread = program, rank, boxing_thread
         self.instructions = instructions
         self.stages = program.stages_of(rank)
@@ -213,10 +229,18 @@ class _Actors:
         index = self.program.step_index[item.name]
         if is_send:
             return Send(step=index, **common)
-        kind = Receive if receives else Collective
         (made,) = item.outputs
         leaving = self._leaving(item.outputs)
-        return kind(step=index, makes=made, outputs=item.outputs, **leaving, **common)
+        if receives:
+            return Receive(step=index, makes=made, outputs=item.outputs, **leaving, **common)
+        return Collective(
+            step=index,
+            makes=made,
+            begin_s=self.program.begin_s(item) if self.overlaps else None,
+            outputs=item.outputs,
+            **leaving,
+            **common,
+        )
 
     def _accumulation(self, name: str, items: Sequence[Item]) -> Accumulate:
         sums = []

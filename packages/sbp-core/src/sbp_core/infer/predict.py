@@ -25,6 +25,7 @@ keep to comes from lifetimes (`sbp_core.check`).
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +37,7 @@ from sbp_core.compile.commit import commit_step
 from sbp_core.compile.items import Item
 from sbp_core.compile.levels import is_gathered_on_use
 from sbp_core.compile.lower import lower
-from sbp_core.compile.physical import ActorId, PhysicalPlan
+from sbp_core.compile.physical import Actor, ActorId, Collective, PhysicalPlan
 from sbp_core.compile.program import Program
 from sbp_core.compile.segments import CompileOptions
 from sbp_core.compile.token_game import TokenGame
@@ -320,21 +321,49 @@ def step_time_s(plan: PhysicalPlan) -> float:
     game = TokenGame(plan)
     firings = Firings(plan, game)
 
+    link_free: dict[int, float] = defaultdict(float)
+
     def fire(actor_id: ActorId) -> None:
-        # Started and finished at once, when the firing ends: until then its threads are busy, so
-        # nobody could have used what a start takes. Partners are all noted, or a thread would wait
-        # for a collective that is over.
+        # Started when the firing ends: until then its threads are busy, so nobody could have used
+        # what a start takes. Partners are all noted, or a thread would wait for a collective that
+        # is over.
         for partner in game.partners(actor_id):
             game.start(partner)
-            game.finish(partner)
             firings.advance(partner)
+        if not rest_s(actor_id):
+            finish(actor_id)
+
+    def finish(actor_id: ActorId) -> None:
+        for partner in game.partners(actor_id):
+            game.finish(partner)
 
     # The slowest partner: a collective is over on all ranks of its group at once.
-    def duration(actor_id: ActorId) -> float:
-        return max(game.actor(partner).time_s for partner in game.partners(actor_id))
+    def busy_s(actor_id: ActorId) -> float:
+        return max(_busy_s(game.actor(partner)) for partner in game.partners(actor_id))
 
-    firings.run(fire, duration)
+    def rest_s(actor_id: ActorId) -> float:
+        whole_s = max(game.actor(partner).time_s for partner in game.partners(actor_id))
+        return whole_s - busy_s(actor_id)
+
+    # The links of all its ranks move one thing after the other.
+    def flight_s(actor_id: ActorId) -> float:
+        ranks = [rank for rank, _ in game.partners(actor_id)]
+        left_s = rest_s(actor_id)
+        if not left_s:
+            return 0.0
+        end = max(firings.now, *(link_free[rank] for rank in ranks)) + left_s
+        link_free.update(dict.fromkeys(ranks, end))
+        return end - firings.now
+
+    firings.run(fire, busy_s, flight_s, finish)
     return firings.now
+
+
+def _busy_s(actor: Actor) -> float:
+    """Return how long a firing keeps its thread busy."""
+    if isinstance(actor, Collective) and actor.begin_s is not None:
+        return actor.begin_s
+    return actor.time_s
 
 
 def predict_cost(

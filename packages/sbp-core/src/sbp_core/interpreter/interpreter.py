@@ -34,12 +34,27 @@ from sbp_core.interpreter.domain import Domain, Firing, V, Values, is_firing_of
 from sbp_core.interpreter.firings import Firings
 
 
+class _UnderWay(Generic[V]):
+    """What boxing is made of, which lives until somebody has waited for the result.
+
+    Args:
+        rank: Whose.
+        taken: What its firing took.
+    """
+
+    __slots__ = ("rank", "taken")
+
+    def __init__(self, rank: int, taken: Values[V]) -> None:
+        self.rank, self.taken = rank, taken
+
+
 @dataclass(slots=True)
 class _Filling(Generic[V]):
-    """What a register holds once, until `takers` have taken it."""
+    """What a register holds once, until `takers` have taken it; the first waits for `under_way`."""
 
     values: Values[V]
     takers: int
+    under_way: _UnderWay[V] | None = None
 
 
 @dataclass(slots=True)
@@ -81,6 +96,7 @@ class Interpreter(Generic[V]):
         self._fillings: dict[tuple[int, str, str], deque[_Filling[V]]] = defaultdict(deque)
         self._in_transit: dict[str, deque[_Message[V]]] = defaultdict(deque)
         self._sums: dict[ActorId, Values[V]] = defaultdict(dict)
+        self._under_way: dict[int, _UnderWay[V]] = {}
         for part in plan.ranks:
             for register in part.registers:
                 if register.carries:
@@ -90,11 +106,15 @@ class Interpreter(Generic[V]):
 
     def run(self) -> bool:
         """Replay the step; return whether all threads came to their end."""
-        return self.firings.run(self._fire, self.domain.duration)
+        came = self.firings.run(self._fire, self.domain.duration)
+        self._end_all()
+        return came
 
     def run_ahead(self, rank: int) -> bool:
         """Replay one rank, and of others what it waits for; return whether it came to its end."""
-        return self.firings.run_ahead(rank, self._fire)
+        came = self.firings.run_ahead(rank, self._fire)
+        self._end_all()
+        return came
 
     def _fire(self, actor_id: ActorId) -> None:
         """Fire an actor; a collective on all ranks of its group at once."""
@@ -110,9 +130,9 @@ class Interpreter(Generic[V]):
             made = self._collective(collective, taken)
         else:
             made = [self._work(firings[0], taken[0])]
-        for firing, values in zip(firings, made, strict=True):
+        for firing, values, given in zip(firings, made, taken, strict=True):
             if values is not None:
-                self._put(firing, values)
+                self._put(firing, values, self._begun(firing, given))
             # Counts follow values: credits go back when what was taken is gone.
             self.game.finish(firing.id)
             self.firings.advance(firing.id)
@@ -129,6 +149,8 @@ class Interpreter(Generic[V]):
         values: Values[V] = {}
         for register in self.plan.by_rank[rank].inputs_of[name]:
             filling = self._fillings[rank, register.name, name].popleft()
+            if filling.under_way is not None:
+                self._end(filling.under_way)
             # Carried states come under their own names, as in the first micro-batch.
             names = register.carries or register.keys
             values |= zip(names, filling.values.values(), strict=True)
@@ -146,7 +168,28 @@ class Interpreter(Generic[V]):
                 domain.hold(rank, values[key])
         return values
 
-    def _put(self, firing: Firing[Actor], made: Values[V]) -> None:
+    def _begun(self, firing: Firing[Actor], taken: Values[V]) -> _UnderWay[V] | None:
+        """Note what boxing has begun with; None of other firings, which have dropped it."""
+        if not isinstance(firing.actor, Collective):
+            return None
+        if not firing.actor.overlaps:
+            self._drop(firing.rank, taken)
+            return None
+        begun = _UnderWay(firing.rank, taken)
+        self._under_way[id(begun)] = begun
+        return begun
+
+    def _end(self, begun: _UnderWay[V]) -> None:
+        """Let go of what boxing was made of, once somebody waits for the result."""
+        if self._under_way.pop(id(begun), None) is not None:
+            self._drop(begun.rank, begun.taken)
+
+    def _end_all(self) -> None:
+        """Wait for what nobody has waited for, such as results, at the end of the step."""
+        for begun in list(self._under_way.values()):
+            self._end(begun)
+
+    def _put(self, firing: Firing[Actor], made: Values[V], under_way: _UnderWay[V] | None) -> None:
         """Fill registers, hand over results and new states, drop what was made."""
         rank, actor, domain = firing.rank, firing.actor, self.domain
         is_last = firing.index == actor.num_firings(self.plan.num_micro_batches) - 1
@@ -154,7 +197,8 @@ class Interpreter(Generic[V]):
             # What is carried beyond the step is the state that the next step begins with; and a
             # register that is filled once a step is so with the last micro-batch.
             if not (register.carries if is_last else register.rate is Rate.STEP):
-                self._fill(rank, register, {key: made[key] for key in register.keys})
+                held = {key: made[key] for key in register.keys}
+                self._fill(rank, register, held, under_way)
         # Registers first, then results and states; what is made is let go last, so that it has a
         # holder all along if anybody keeps it.
         for result, key in actor.emits:
@@ -164,8 +208,14 @@ class Interpreter(Generic[V]):
         for key in made:
             domain.drop(rank, made[key])
 
-    def _fill(self, rank: int, register: Register, values: Values[V]) -> None:
-        filling = _Filling(values, len(register.consumers))
+    def _fill(
+        self,
+        rank: int,
+        register: Register,
+        values: Values[V],
+        under_way: _UnderWay[V] | None = None,
+    ) -> None:
+        filling = _Filling(values, len(register.consumers), under_way)
         for value in values.values():
             self.domain.keep(rank, value)
         for consumer in register.consumers:
@@ -191,10 +241,8 @@ class Interpreter(Generic[V]):
         shards = {firing.rank: _only(values) for firing, values in zip(firings, taken, strict=True)}
         parts = self.domain.collective(firings, shards)
         made: list[Values[V] | None] = []
-        for firing, values in zip(firings, taken, strict=True):
-            # The new part is held before the old shard is let go: it may be the same value.
+        for firing in firings:
             self.domain.hold(firing.rank, parts[firing.rank])
-            self._drop(firing.rank, values)
             made.append({firing.actor.makes: parts[firing.rank]})
         return made
 

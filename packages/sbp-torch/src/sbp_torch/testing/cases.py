@@ -83,6 +83,7 @@ class RuntimeCase:
         num_micro_batches, micro_batch_size: Of one step.
         in_flight: Quota of each stage; that of 1F1B if None.
         boxing_thread: Whether boxing has a thread of its own on every rank.
+        overlap: Whether collectives are begun, and waited for where their results are used.
         has_statistics: Whether the model has a batch norm.
     """
 
@@ -93,6 +94,7 @@ class RuntimeCase:
     micro_batch_size: int = 6
     in_flight: tuple[int, ...] | None = None
     boxing_thread: bool = False
+    overlap: bool = False
     has_statistics: bool = False
 
     @property
@@ -128,6 +130,13 @@ CASES: Mapping[str, RuntimeCase] = {
     "pipeline with boxing threads": RuntimeCase(
         mesh_shape=(2, 2), axes=("pipe", "data"), num_micro_batches=4, boxing_thread=True
     ),
+    "overlap": RuntimeCase(mesh_shape=(2, 2), axes=("data", "tensor"), pins=_TENSOR, overlap=True),
+    "sharded states and overlap": RuntimeCase(
+        mesh_shape=(4,), axes=("data",), pins=_SHARDED, num_micro_batches=3, overlap=True
+    ),
+    "pipeline with overlap": RuntimeCase(
+        mesh_shape=(2, 2), axes=("pipe", "data"), num_micro_batches=4, overlap=True
+    ),
     "running statistics": RuntimeCase(
         mesh_shape=(2,), axes=("data",), num_micro_batches=3, has_statistics=True
     ),
@@ -157,7 +166,13 @@ def compile_case(name: str, in_place_states: bool = True) -> PhysicalPlan:
     strategy = infer_strategy(
         request, planner="conformance", pins=case.pins, in_flight=case.in_flight
     )
-    options = CompileOptions(boxing_thread=case.boxing_thread, in_place_states=in_place_states)
+    options = CompileOptions(
+        boxing_thread=case.boxing_thread,
+        overlap=case.overlap,
+        # However short: the steps of these cases are.
+        piece_s=0.0 if case.overlap else CompileOptions().piece_s,
+        in_place_states=in_place_states,
+    )
     plan = compile_plan(case.step.graph, strategy, options)
     check(plan)
     return plan

@@ -147,6 +147,18 @@ class RuntimeConformance(ABC):
         """Two threads a rank."""
         self.check_case("boxing threads")
 
+    def test_overlap_equals_the_reference_and_one_device(self) -> None:
+        """Collectives that are begun, and waited for where their results are used."""
+        self.check_case("overlap")
+
+    def test_sharded_states_and_overlap_equals_the_reference_and_one_device(self) -> None:
+        """Gathers begun ahead of their use, over several micro-batches."""
+        self.check_case("sharded states and overlap")
+
+    def test_a_pipeline_with_overlap_equals_the_reference_and_one_device(self) -> None:
+        """Transfers beside collectives that were begun."""
+        self.check_case("pipeline with overlap")
+
     def test_a_pipeline_with_boxing_threads_equals_the_reference_and_one_device(self) -> None:
         """Transfers on threads of their own."""
         self.check_case("pipeline with boxing threads")
