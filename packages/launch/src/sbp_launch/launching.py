@@ -117,8 +117,8 @@ def _start(config: RunConfig, registry: PluginRegistry, folder: Path) -> None:
         raise KeyboardInterrupt
     if report.stopped_by is not None:
         raise SystemExit(128 + report.stopped_by)
-    if report.first is not None and report.first.code == BAD_CONFIG:
-        raise SystemExit(BAD_CONFIG)  # a setting, of which every rank says the same
+    if any(end.code == BAD_CONFIG for end in report.exits if 0 in end.spec.ranks):
+        raise SystemExit(BAD_CONFIG)  # a setting, of which rank 0 has told
     error = report.error(quote=False)
     if error is not None:
         raise _with_logs(error, report, folder)

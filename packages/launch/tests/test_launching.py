@@ -1,0 +1,78 @@
+"""What the command says of ranks that it has started, by how they ended."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from trainable import registry, run_config
+
+from sbp_core.boxing.supervision import ExitReport, LaunchSpec, one_process_per_rank
+from sbp_core.errors import RunError
+from sbp_core.plugins import LaunchRequest
+from sbp_launch import launching
+from sbp_launch.config import PluginChoice
+from sbp_launch.launchers import Spawn
+from sbp_launch.world import World
+
+#: A rank whose exit code is that of its place in a list.
+_RANK = "import os, sys, time; sys.exit(int(sys.argv[1].split(',')[int(os.environ['RANK'])]))"
+
+
+def launched(folder: Path, monkeypatch: pytest.MonkeyPatch, codes: str) -> None:
+    """Start two ranks that end with some exit codes."""
+
+    def specs(self: Spawn, request: LaunchRequest) -> tuple[LaunchSpec, ...]:
+        command = (sys.executable, "-c", _RANK, codes)
+        return one_process_per_rank(2, command, init_method="env://", rank=None, world_size=None)
+
+    monkeypatch.setattr(Spawn, "launch_specs", specs)
+    config = replace(run_config(), launcher=PluginChoice(name="spawn"))
+    launching.launch(config, registry(), folder, World(), None)
+
+
+def test_ranks_that_end_well_are_a_run_that_ended_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launched(tmp_path, monkeypatch, "0,0")
+    assert "launcher spawn: 2 processes, one a rank" in capsys.readouterr().out
+
+
+def test_a_setting_that_rank_0_refuses_is_told_by_it_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        launched(tmp_path, monkeypatch, "2,2")
+    assert caught.value.code == 2
+
+
+@pytest.mark.parametrize("codes", ["0,1", "0,2"])
+def test_a_rank_that_fails_is_named_with_the_end_of_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codes: str
+) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank_1.txt").write_text("one\nthe last line\n", encoding="utf-8")
+
+    with pytest.raises(RunError, match=f"rank 1 ended with exit code {codes[-1]}") as caught:
+        launched(tmp_path, monkeypatch, codes)
+
+    assert "rank_1.txt, which ends so:" in str(caught.value)
+    assert "the last line" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("number", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)]
+)
+def test_a_run_that_a_signal_stopped_ends_as_if_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, raised: type[BaseException]
+) -> None:
+    report = ExitReport(exits=(), stopped_by=number)
+    monkeypatch.setattr(launching, "supervise", lambda specs, **settings: report)
+
+    with pytest.raises(raised) as caught:
+        launched(tmp_path, monkeypatch, "0,0")
+
+    assert getattr(caught.value, "code", 143) == 143
