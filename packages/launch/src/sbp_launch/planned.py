@@ -10,6 +10,7 @@ from sbp_core.plugins import GraphPass, Planner, PlanRequest
 from sbp_core.strategy import Strategy
 from sbp_launch.collection import collection_paused
 from sbp_launch.planning import (
+    Captured,
     Planned,
     PlanSettings,
     capture_forward,
@@ -29,13 +30,17 @@ def plan_step(run: Run, program: Program) -> Planned:
     """Capture, plan, compile and check the training step."""
     config, settings = run.config, plan_settings(run, program)
     with run.stage("capturing the step"):
-        graph = _captured(run, program, settings)
+        captured = _captured(run, program, settings)
     with run.stage("planning"):
         planner: Planner = run.make("planner")
-        found = _plan(planner, settings.request(graph), config.planner.file)
-        if not isinstance(found, Strategy):
-            raise run.entry("planner").returned(found, "a Strategy", by="plan")
-        strategy = regathering(found, config.compile)
+
+        def plan(graph: LogicalGraph) -> Strategy:
+            found = _plan(planner, settings.request(graph), config.planner.file)
+            if not isinstance(found, Strategy):
+                raise run.entry("planner").returned(found, "a Strategy", by="plan")
+            return regathering(found, config.compile)
+
+        graph, strategy = captured.planned(plan)
     with run.stage("compiling and checking the plan"):
         planned = compiled(graph, strategy, settings)
     with run.stage("predicting its memory"):
@@ -56,7 +61,7 @@ def plan_settings(run: Run, program: Program) -> PlanSettings:
     )
 
 
-def _captured(run: Run, program: Program, settings: PlanSettings) -> LogicalGraph:
+def _captured(run: Run, program: Program, settings: PlanSettings) -> Captured:
     """Capture the training step.
 
     Raises:

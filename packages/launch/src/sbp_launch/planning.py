@@ -6,8 +6,8 @@ Knows no config of a run: `planned` asks for `sbp-train`, `parallelize` for a pr
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -20,13 +20,14 @@ from sbp_core.boxing import StepKind
 from sbp_core.check import CheckReport, check
 from sbp_core.cluster import Cluster
 from sbp_core.compile import CompileOptions, Lowered, PhysicalPlan, compile_plan, lower
-from sbp_core.errors import ConfigError, PlanError
+from sbp_core.errors import ConfigError, PlanError, SbpError
 from sbp_core.graph import InputKind, LogicalGraph, Phase, Rate
 from sbp_core.infer import infer_strategy
 from sbp_core.memory import MemoryReport, check_memory, predict_memory
 from sbp_core.passes import allow_unknown
 from sbp_core.placement import Placement
 from sbp_core.plugins import GraphPass, PlanRequest
+from sbp_core.sbp import P
 from sbp_core.signatures import UnknownOperator
 from sbp_core.strategy import Strategy
 from sbp_launch.compile_config import CompileConfig
@@ -121,14 +122,76 @@ class PlanSettings:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Captured:
+    """A captured step in the forms in which it can be planned.
+
+    Args:
+        graph: Its softmaxes over very many classes are in parts, so that classes can be split.
+        original: As it was captured.
+        settings: How it is brought into the form that is planned.
+    """
+
+    graph: LogicalGraph
+    original: LogicalGraph
+    settings: PlanSettings
+
+    @cached_property
+    def whole(self) -> LogicalGraph | None:
+        """The form in which each softmax is one operator; None if that is `graph` already.
+
+        It is faster, and for plans that split no classes.
+        """
+        if _num_softmaxes(self.graph) == _num_softmaxes(self.original):
+            return None
+        passes = replace(self.settings.compile.passes, split_classes=None)
+        settings = replace(self.settings, compile=replace(self.settings.compile, passes=passes))
+        return _prepared(self.original, settings, settings.micro_batches)
+
+    def planned(self, plan: Callable[[LogicalGraph], Strategy]) -> tuple[LogicalGraph, Strategy]:
+        """Return the form that is the better one for what a planner decides, and that.
+
+        Args:
+            plan: Decides on a form. A strategy that was read is for one of them.
+
+        Raises:
+            SbpError: of `plan`, about `graph`.
+        """
+        try:
+            found = plan(self.graph)
+        except SbpError:
+            if self.whole is not None:
+                with suppress(SbpError):
+                    return self.whole, plan(self.whole)
+            raise
+        if self.whole is not None and not _has_partial_maxima(found):
+            with suppress(SbpError):  # such as pins of what only the other form has
+                return self.whole, plan(self.whole)
+        return self.graph, found
+
+
+def _num_softmaxes(graph: LogicalGraph) -> int:
+    return sum(node.kind == "_log_softmax" for node in graph.nodes)
+
+
+def _has_partial_maxima(strategy: Strategy) -> bool:
+    """Whether ranks have maxima of parts: of logits whose classes are split."""
+    return any(
+        part == P("max")
+        for assignment in strategy.nodes.values()
+        for made in assignment.signature.outputs
+        for part in made
+    )
+
+
 def capture_training(
     model: nn.Module,
     loss: Any,
     batch: Any,
     optimizer: torch.optim.Optimizer,
     settings: PlanSettings,
-) -> LogicalGraph:
-    """Capture a training step and bring it into the form that is planned.
+) -> Captured:
+    """Capture a training step and bring it into the forms that are planned.
 
     Args:
         model: See `capture`.
@@ -152,7 +215,8 @@ def capture_training(
         device=settings.mesh.device,
     )
     check_precision(settings.compile, captured)
-    return _prepared(captured, settings, settings.micro_batches)
+    graph = _prepared(captured, settings, settings.micro_batches)
+    return Captured(graph=graph, original=captured, settings=settings)
 
 
 def capture_forward(

@@ -61,8 +61,9 @@ def plan_program(
         degree = prod(size for axis, size in sizes if axis not in _SHARING)
     for _ in range(2):
         example = micro_batch(batch, settings.micro_batches, degree)
-        graph = capture_training(program.model, program.loss, example, program.optimizer, settings)
-        strategy = _strategy(graph, planner, pins, settings)
+        given = (program.model, program.loss, example, program.optimizer)
+        captured = capture_training(*given, settings)
+        graph, strategy = captured.planned(lambda graph: _strategy(graph, planner, pins, settings))
         parts = _batch_parts(graph, strategy) if engine.gives_parts else 1
         if parts == degree:
             planned = compiled(graph, strategy, settings)
