@@ -39,7 +39,7 @@ def test_the_summary_says_what_a_rank_sends_and_how_many_tensors_travel_together
 
     # 4 bytes of a rank say that it is ready to commit the step.
     assert "boxing in a step: a rank sends 452 B, the 2 ranks together 904 B" in lines
-    assert "1000 all-reduces (sent as 2); small tensors travel together" in " ".join(merged)
+    assert "1000 all-reduces (sent as 1); small tensors travel together" in " ".join(merged)
     assert "sent as" not in " ".join(lines)
 
 

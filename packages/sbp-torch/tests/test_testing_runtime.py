@@ -52,9 +52,9 @@ class RoundsLosses(ReferenceSession):
 
 class LeavesOneRankBehind(ReferenceSession):
     def step(self, batch: Mapping[str, Any], scalars: Mapping[str, Any]) -> StepResult:
-        before = dict(self.store.values[1])
+        before = self.store.values[1]["up.bias.exp_avg"].clone()
         result = super().step(batch, scalars)
-        self.store.values[1]["up.bias.exp_avg"] = before["up.bias.exp_avg"]
+        self.store.values[1]["up.bias.exp_avg"] = before
         return result
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 
 from sbp_core.boxing import StepKind
-from sbp_core.compile import BoxingActor, PhysicalPlan
+from sbp_core.compile import COMMIT, BoxingActor, PhysicalPlan
 from sbp_core.graph import LogicalGraph
 from sbp_core.infer import step_time_s
 from sbp_core.memory import MemoryReport
@@ -137,18 +137,19 @@ def summary(
 
 
 def _boxing_lines(plan: PhysicalPlan, num_steps: Mapping[StepKind, int]) -> list[str]:
-    """Return how much a step sends, and in how many collectives and transfers."""
+    """Return how much a step sends, and in how many collectives and transfers beside its commit."""
     firings = {
         actor.step: actor.num_firings(plan.num_micro_batches)
         for part in plan.ranks
         for actor in part.actors
-        if isinstance(actor, BoxingActor)
+        if isinstance(actor, BoxingActor) and actor.name != COMMIT
     }
     sent: Counter[StepKind] = Counter()
     for index, count in firings.items():
         sent[plan.steps[index].kind] += count * (plan.steps[index].size_bytes > 0)
-    if not plan.boxing_bytes:
-        return ["boxing: nothing is sent between ranks"]
+    if not +sent:
+        but = " but the commit of the step" if plan.boxing_bytes else ""
+        return [f"boxing: nothing is sent between ranks{but}"]
     texts, is_merged = [], False
     for kind in sorted(+sent):
         asked = max(num_steps.get(kind, 0), sent[kind])
