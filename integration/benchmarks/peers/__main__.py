@@ -61,7 +61,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=15, help="timed steps of each way")
     parser.add_argument("--json", type=Path, help="where the rows go, too")
     parser.add_argument(
-        "--compile", action="append", default=[], metavar="KEY=VALUE", help="of CompileOptions"
+        "--compile", action="append", default=[], metavar="KEY=VALUE", help="of CompileConfig"
     )
     parser.add_argument(
         "--passes", action="append", default=[], metavar="KEY=VALUE", help="of PassOptions"

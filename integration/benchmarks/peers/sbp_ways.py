@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import replace
 from importlib.resources import files
 from typing import Any
 
@@ -17,21 +16,13 @@ from torch import Tensor
 from torch_ways import Step
 
 from sbp_aten.pass_options import PassOptions
-from sbp_aten.passes import prepare_step
 from sbp_boxing_torch import TorchBackend, TorchBoxingConfig, TorchWorld
-from sbp_core import (
-    Cluster,
-    CompileOptions,
-    Device,
-    Link,
-    Placement,
-    PlanRequest,
-    check,
-    compile_plan,
-)
+from sbp_core import Cluster, Device, Link, Placement
 from sbp_core.boxing import BoxingBackend
 from sbp_core.plugins import Planner
-from sbp_torch.capture import capture, initial_states
+from sbp_launch.compile_config import CompileConfig
+from sbp_launch.planning import PlanSettings, capture_training, compiled
+from sbp_torch.capture import initial_states
 
 #: What two processes on one machine reach over gloo (TCP) and over MPI (shared memory), roughly as
 #: `sbp-calibrate` measures them on 2 cores.
@@ -97,16 +88,17 @@ def sbp_step(
     batch = {
         key: value[: len(value) // ours.micro_batches] for key, value in model.batch_of(0).items()
     }
-    captured = capture(program, model_loss, batch, optimizer)
-    if num_ranks == 1:  # as sbp-train and parallelize do
-        passes = replace(passes, split_classes=None)
-    graph = prepare_step(captured, ours.micro_batches, options=passes)
     cluster = machine(ours.boxing, num_ranks)
-    mesh = Placement.grid((num_ranks,), (ours.axis,))
-    request = PlanRequest(graph=graph, mesh=mesh, cluster=cluster)
-    strategy = make_planner(registry, ours).plan(request)
-    plan = compile_plan(graph, strategy, CompileOptions(cluster=cluster, **options))
-    check(plan)
+    settings = PlanSettings(
+        mesh=Placement.grid((num_ranks,), (ours.axis,)),
+        cluster=cluster,
+        compile=CompileConfig(passes=passes, **options),
+        micro_batches=ours.micro_batches,
+    )
+    planner = make_planner(registry, ours)
+    captured = capture_training(program, model_loss, batch, optimizer, settings)
+    graph, strategy = captured.planned(lambda graph: planner.plan(settings.request(graph)))
+    plan = compiled(graph, strategy, settings).plan
     backend = make_backend(registry, ours.boxing, name, store)
     runtime = registry.make("runtime", "actor", {})
     session = stack.enter_context(runtime.start(plan, initial_states(program, optimizer), backend))
