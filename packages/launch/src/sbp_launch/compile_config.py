@@ -1,4 +1,7 @@
-"""The group `compile`: how a step is captured, rewritten and laid out."""
+"""The group `compile`: how a step is captured, rewritten and laid out.
+
+Stability: provisional.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ from typing import Literal
 
 from sbp_aten.pass_options import PassOptions
 from sbp_core.errors import ConfigError
+
+__all__ = ["CompileConfig"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,8 @@
 """From a one-device step to a checked plan: capture, passes, planner, compiler, check, memory.
 
 Knows no config of a run: `planned` asks for `sbp-train`, `parallelize` for a program of one's own.
+
+Stability: provisional.
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ from sbp_launch.patterns import check_patterns
 from sbp_launch.rows import ModuleRow, OpRow, module_rows, op_rows
 from sbp_torch.capture import capture
 from sbp_torch.update_options import UpdateOptions
+
+__all__ = ["Captured", "PlanSettings", "Planned", "capture_training", "compiled"]
 
 
 @dataclass(frozen=True, kw_only=True)
