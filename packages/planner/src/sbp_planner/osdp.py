@@ -17,7 +17,8 @@ Neither is a sum over parameters, so the search goes in two parts:
    plan holds more or less than the limit, until the last choice that fits is next to one that does
    not.
 2. From there, take any change of a single parameter, to replicated or to sharded, that is faster
-   and fits, until there is none.
+   and fits, until there is none. Then exchange one that is sharded for one that is not, the most
+   promising of the guide first, and begin again if that is faster and fits.
 
 What is guaranteed: the plan fits; it is the fastest of all that were looked at, and so no slower
 than replicating everything or sharding everything, where they fit; and no change of a single
@@ -34,7 +35,7 @@ Source: Jiang et al., "OSDP: Optimal Sharded Data Parallel for Distributed Deep 
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any
@@ -64,6 +65,9 @@ DP, ZDP = "B", "S(0)"
 
 #: Choices of the guide that are compiled; each lies between one that fits and one that does not.
 MAX_TRIES = 12
+
+#: Exchanges of two parameters that are compiled before the search ends.
+MAX_EXCHANGES = 16
 
 #: Sums of equal times in another order differ by less than this share.
 _TIE = 1e-9
@@ -259,7 +263,39 @@ def _improved(search: _Search, best: Choice, items: Items) -> Choice:
         for alike in _alike(items):
             for is_sharded in (True, False):
                 best = _improved_alike(search, best, alike, is_sharded=is_sharded)
+        if best == before:
+            best = _exchanged(search, best, items)
     return best
+
+
+def _exchanged(search: _Search, best: Choice, items: Items) -> Choice:
+    """Shard one parameter in the place of another, where that is faster and fits."""
+    # What a parameter frees depends on which others are sharded, so that near the limit a single
+    # change is often too large, where two that make up for each other are not.
+    slower_s = [sharded.seconds - replicated.seconds for replicated, sharded in items]
+    alike = _alike(items)
+    pairs = [
+        (slower_s[out] - slower_s[into], out, into)
+        for out in _first_of_each(alike, best, is_sharded=True)
+        for into in _first_of_each(alike, best, is_sharded=False)
+    ]
+    for gain_s, out, into in sorted(pairs, key=lambda pair: -pair[0])[:MAX_EXCHANGES]:
+        if gain_s <= 0:
+            break
+        changed = tuple(not one if at in (out, into) else one for at, one in enumerate(best))
+        if search.step_s(changed) < search.step_s(best) * (1 - _TIE) and search.fits(changed):
+            return changed
+    return best
+
+
+def _first_of_each(
+    alike: Sequence[Sequence[int]], choice: Choice, *, is_sharded: bool
+) -> Iterator[int]:
+    """Yield of each class of equal parameters the first that is sharded, or is not."""
+    for indices in alike:
+        found = next((index for index in indices if choice[index] is is_sharded), None)
+        if found is not None:
+            yield found
 
 
 def _improved_alike(
