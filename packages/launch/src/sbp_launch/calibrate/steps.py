@@ -5,7 +5,7 @@ ones follow each other and threads of one process wait for its interpreter; and 
 ranks call at one moment is over sooner than one between two segments, which they reach and leave
 one after the other. So two plans of one small model are run and timed as training would run them:
 
-    apart       every rank computes the step of a small batch: operators, no boxing
+    apart       every rank computes the step of a small batch: operators, and the commit of a step
     together    every rank has such a batch, and a slice of each parameter: the same operators, and
                 between them an all-gather for each use of a parameter and a reduce-scatter of its
                 gradient
@@ -161,14 +161,21 @@ def launches(
         for one, other in ((0.0, 0.0), (1.0, 0.0), (0.0, 1.0))
     )
     plans = make_plans(cluster.num_devices, (none, operators, boxing), size)
-    rest_s, operators_s, _ = map(step_time_s, plans["apart"])
-    launch_s = max(cluster.device.launch_s, (step_s["apart"] - rest_s) / (operators_s - rest_s))
-    if "together" not in step_s:
-        return launch_s, 0.0
-    # Boxing is what `together` takes longer than its operators explain.
-    rest_s, operators_s, boxing_s = map(step_time_s, plans["together"])
-    left_s = step_s["together"] - rest_s - launch_s * (operators_s - rest_s)
-    return launch_s, max(0.0, left_s / (boxing_s - rest_s))
+    # Of each plan: what its step takes beside rest_s, = launch_s * l + boxing_launch_s * b, and the
+    # counts l and b of starts that follow one another. Even `apart` boxes: its ranks commit.
+    known = {}
+    for name, took_s in step_s.items():
+        rest_s, operators_s, boxing_s = map(step_time_s, plans[name])
+        known[name] = took_s - rest_s, operators_s - rest_s, boxing_s - rest_s
+    (apart_s, apart_l, apart_b), least_s = known["apart"], cluster.device.launch_s
+    if "together" not in known:
+        return max(least_s, apart_s / apart_l), 0.0
+    together_s, together_l, together_b = known["together"]
+    solved_s = (apart_s * together_b - together_s * apart_b) / (
+        apart_l * together_b - together_l * apart_b
+    )
+    launch_s = max(least_s, solved_s)
+    return launch_s, max(0.0, (together_s - launch_s * together_l) / together_b)
 
 
 class _Open(BoxingBackend):
