@@ -204,6 +204,7 @@ def test_a_rank_of_a_launcher_that_others_say_is_stopped_is_ended_at_once():
         "import os, signal, subprocess, sys; "
         f"rank = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep({_LONG_S})']); "
         "os.kill(rank.pid, signal.SIGSTOP); "
+        "os.waitpid(rank.pid, os.WUNTRACED); "  # until it is stopped
         "print(f'rank 1 (pid {rank.pid} on this host): is stopped by a signal', flush=True); "
         "print('its code:', rank.wait()); sys.exit(1)"
     )
@@ -459,15 +460,17 @@ def test_a_start_needs_a_command_and_ranks():
 
 #: Saves when it is asked to stop, which takes longer than the grace of the supervisor.
 _SAVER = """
-import signal, sys, time
+import os, signal, sys, time
+def say(text):  # a whole line at once, as two of these may write to one pipe
+    os.write(1, text.encode() + b"\\n")
 def stop(number, frame):
-    print("saving", flush=True)
+    say("saving")
     time.sleep({takes_s})
-    print("saved", flush=True)
+    say("saved")
     sys.exit(128 + number)
 for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, stop)
-print("ready", flush=True)
+say("ready")
 time.sleep(600)
 """
 

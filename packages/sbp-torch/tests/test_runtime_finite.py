@@ -13,11 +13,6 @@ from sbp_torch.testing.cases import compile_case
 
 
 @cache
-def plan_of(name: str) -> PhysicalPlan:
-    return compile_case(name)
-
-
-@cache
 def overwriting(name: str) -> PhysicalPlan:
     """Return the plan whose states are overwritten."""
     return compile_case(name, in_place_states=True)
@@ -81,7 +76,7 @@ def test_ranks_can_undo_until_they_have_committed() -> None:
 
 
 def test_where_nothing_is_overwritten_a_step_can_be_undone_to_its_end() -> None:
-    plan = plan_of("accumulation")
+    plan = compile_case("accumulation", in_place_states=False)
 
     assert last_moments(plan) == {
         (part.rank, thread): len(order)
