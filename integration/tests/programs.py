@@ -70,7 +70,7 @@ CASES = (
         settings=(("schedule", "gpipe"),),
     ),
     Case(planner="manual/pipeline", mesh=(2, 2), axes=("pipe", "data"), micro_batches=2),
-    Case(planner="osdp", mesh=(4,), axes=("data",), settings=(("memory_bytes", 650e3),)),
+    Case(planner="osdp", mesh=(4,), axes=("data",), settings=(("memory_bytes", 560e3),)),
 )
 
 
