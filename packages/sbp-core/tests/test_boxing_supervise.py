@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from supervised import Heard, python
 
 from sbp_core.boxing.supervision.launch_spec import LaunchSpec
 from sbp_core.boxing.supervision.reaper import end_processes, is_stopped
@@ -19,11 +20,6 @@ from sbp_core.testing.interrupts import hears_signals
 
 #: Seconds that a program sleeps which is to be ended.
 _LONG_S = 600
-
-
-def python(text: str, rank: int = 0, **environment: str) -> LaunchSpec:
-    command = (sys.executable, "-c", textwrap.dedent(text))
-    return LaunchSpec(command=command, ranks=(rank,), environment=environment)
 
 
 def sleeper(rank: int = 1) -> LaunchSpec:
@@ -43,22 +39,6 @@ def wait_for(done, limit_s: float = 30.0) -> None:
     while not done():
         assert time.monotonic() < end, "waited in vain"
         time.sleep(0.01)
-
-
-class Heard:
-    """What the processes wrote; calls `react` with each line."""
-
-    def __init__(self, react=lambda line: None) -> None:
-        self.lines: list[Line] = []
-        self._react = react
-
-    def __call__(self, line: Line) -> None:
-        self.lines.append(line)
-        self._react(line)
-
-    @property
-    def texts(self) -> list[str]:
-        return [line.text for line in self.lines]
 
 
 def test_a_run_whose_processes_end_well_has_status_0_and_no_error():
@@ -456,86 +436,3 @@ def test_a_start_needs_a_command_and_ranks():
         LaunchSpec(command=(), ranks=(0,))
     with pytest.raises(SbpValueError):
         LaunchSpec(command=("program",), ranks=())
-
-
-#: Saves when it is asked to stop, which takes longer than the grace of the supervisor.
-_SAVER = """
-import os, signal, sys, time
-def say(text):  # a whole line at once, as two of these may write to one pipe
-    os.write(1, text.encode() + b"\\n")
-def stop(number, frame):
-    say("saving")
-    time.sleep({takes_s})
-    say("saved")
-    sys.exit(128 + number)
-for number in (signal.SIGINT, signal.SIGTERM):
-    signal.signal(number, stop)
-say("ready")
-time.sleep(600)
-"""
-
-
-def signals_when(text: str, times: int, number: int) -> Heard:
-    """Send this process a signal when so many lines with a text have been heard."""
-    heard: Heard
-
-    def react(line: Line) -> None:
-        if line.text == text and heard.texts.count(text) == times:
-            os.kill(os.getpid(), number)
-
-    heard = Heard(react)
-    return heard
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@hears_signals()
-def test_processes_that_stop_gently_take_the_time_to_save(number):
-    heard = signals_when("ready", 2, number)
-    specs = [python(_SAVER.format(takes_s=0.1 + rank), rank) for rank in (0, 1)]
-
-    report = supervise(specs, on_line=heard, grace_s=0.01, timeout_s=60, stops_gently=True)
-
-    assert heard.texts.count("saved") == 2
-    assert report.stopped_by == number
-    assert [end.code for end in report.exits] == [128 + number] * 2
-    assert signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler)
-
-
-@hears_signals()
-def test_a_second_signal_leaves_them_a_moment():
-    heard = signals_when("ready", 1, signal.SIGTERM)
-    second = signals_when("saving", 1, signal.SIGTERM)
-
-    def on_line(line: Line) -> None:
-        heard(line)
-        second(line)
-
-    began = time.monotonic()
-    report = supervise(
-        [python(_SAVER.format(takes_s=600))],
-        on_line=on_line,
-        grace_s=0.3,
-        timeout_s=60,
-        stops_gently=True,
-    )
-
-    assert time.monotonic() - began < 30
-    assert report.stopped_by == signal.SIGTERM and "saved" not in heard.texts
-
-
-@hears_signals()
-def test_the_ranks_of_a_launcher_get_the_signal_and_the_launcher_waits(tmp_path):
-    (tmp_path / "rank.py").write_text(_SAVER.format(takes_s=0.1))
-    launcher = f"""
-    import subprocess, sys
-    command = [sys.executable, {str(tmp_path / "rank.py")!r}]
-    ranks = [subprocess.Popen(command, start_new_session=True) for _ in range(2)]
-    sys.exit(max(rank.wait() for rank in ranks))
-    """
-    spec = LaunchSpec(command=(sys.executable, "-c", textwrap.dedent(launcher)), ranks=(0, 1))
-    heard = signals_when("ready", 2, signal.SIGTERM)
-
-    report = supervise([spec], on_line=heard, grace_s=0.01, timeout_s=60, stops_gently=True)
-
-    assert heard.texts.count("saved") == 2
-    assert [end.code for end in report.exits] == [143]
