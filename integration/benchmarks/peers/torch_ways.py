@@ -62,6 +62,21 @@ def plain_step(loss: Callable[[Batch], Tensor], optimizer: torch.optim.Optimizer
     return step
 
 
+def split_classes_step(loss: Callable[[Batch], Any], optimizer: torch.optim.Optimizer) -> Step:
+    """Return a step whose loss sees logits that are split by class."""
+
+    def step(batch: Batch) -> Tensor:
+        optimizer.zero_grad()
+        with loss_parallel():
+            found = loss(batch)
+            found.backward()
+        optimizer.step()
+        whole: Tensor = found.detach().full_tensor()
+        return whole
+
+    return step
+
+
 def eager(model: Model, registry: Any) -> Step:
     program = model.program(registry)
     optimizer = model.make_optimizer(program.parameters())
@@ -118,16 +133,7 @@ def gpt_tensor_parallel(model: Model, registry: Any) -> Step:
         parallelize_module(block, mesh, layers)
     optimizer = tensor_optimizer(model, program)
 
-    def step(batch: Batch) -> Tensor:
-        optimizer.zero_grad()
-        with loss_parallel():
-            found = model_loss(program, batch)
-            found.backward()
-        optimizer.step()
-        whole: Tensor = found.detach().full_tensor()
-        return whole
-
-    return step
+    return split_classes_step(lambda batch: model_loss(program, batch), optimizer)
 
 
 def dlrm_tensor_parallel(model: Model, registry: Any) -> Step:
@@ -148,16 +154,7 @@ def face_tensor_parallel(model: Model, registry: Any) -> Step:
     parallelize_module(program, mesh, {"head": head})
     optimizer = tensor_optimizer(model, program)
 
-    def step(batch: Batch) -> Tensor:
-        optimizer.zero_grad()
-        with loss_parallel():
-            found = model_loss(program, batch)
-            found.backward()
-        optimizer.step()
-        whole: Tensor = found.detach().full_tensor()
-        return whole
-
-    return step
+    return split_classes_step(lambda batch: model_loss(program, batch), optimizer)
 
 
 class _First(nn.Module):
@@ -297,15 +294,9 @@ def face_hybrid(model: Model, registry: Any) -> Step:
     trunk = DistributedDataParallel(face.trunk)
     optimizer = model.make_optimizer(chain(trunk.parameters(), [head]))
 
-    def step(batch: Batch) -> Tensor:
-        optimizer.zero_grad()
+    def loss(batch: Batch) -> Tensor:
         features = _Gather.apply(trunk(own_part(batch)["x"]))
         logits = DTensor.from_local(features @ head.T, mesh, [Shard(1)])
-        with loss_parallel():
-            found: Any = F.cross_entropy(logits, batch["labels"])
-            found.backward()
-        optimizer.step()
-        whole: Tensor = found.detach().full_tensor()
-        return whole
+        return F.cross_entropy(logits, batch["labels"])
 
-    return step
+    return split_classes_step(loss, optimizer)
