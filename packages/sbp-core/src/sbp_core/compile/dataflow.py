@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
-from sbp_core.compile.physical import Collective, Compute, PhysicalPlan, Receive
+from sbp_core.compile.physical import Collective, Compute, PhysicalPlan, RankPlan, Receive
 from sbp_core.graph.ir import refs
 from sbp_core.graph.primitives import LOCAL_BOX
 from sbp_core.signatures.views import is_view
@@ -21,10 +21,18 @@ def successors(plan: PhysicalPlan) -> Successors:
     """Return for each actor those that take what it makes, by registers and by links."""
     found: dict[str, set[str]] = {a.name: set() for part in plan.ranks for a in part.actors}
     for part in plan.ranks:
-        for register in part.registers:
-            found[register.producer].update(register.consumers)
+        for name, users in rank_successors(part).items():
+            found[name] |= users
     for link in plan.links:
         found[link.sender[1]].add(link.receiver[1])
+    return found
+
+
+def rank_successors(part: RankPlan) -> Successors:
+    """Return for each actor of a rank those of the same rank that take what it makes."""
+    found: dict[str, set[str]] = {actor.name: set() for actor in part.actors}
+    for register in part.registers:
+        found[register.producer].update(register.consumers)
     return found
 
 

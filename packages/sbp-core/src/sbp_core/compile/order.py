@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 
+from sbp_core.compile.dataflow import downstream, rank_successors
 from sbp_core.compile.physical import (
     Actor,
     ActorId,
@@ -62,9 +63,11 @@ class _Scheduler:
                 self.pending[(part.rank, actor.thread)].add(actor_id)
                 if isinstance(actor, Receive) and not actor.outputs and not actor.writes:
                     self.reports.add(actor_id)
-                    self.last.update((part.rank, name) for name in _downstream(part, actor.name))
                 phase = -1 if isinstance(actor, Send) else PHASE_ORDER[actor.phase]
                 self.rank_of[actor_id] = (_urgency(part, actor), phase, index)
+            here = {name for rank, name in self.reports if rank == part.rank}
+            late = downstream(rank_successors(part), here)
+            self.last.update((part.rank, name) for name in late)
         self.free.update(self.pending)
         for actor_ids in self.pending.values():
             self._look_at(actor_ids)
@@ -193,18 +196,6 @@ class _Scheduler:
                 if wait is not None:
                     lines.append(f"rank {actor_id[0]}: {actor_id[1]} {wait.reason}")
         return lines[:12]
-
-
-def _downstream(part: RankPlan, name: str) -> set[str]:
-    """Return an actor and all of its rank that wait for it."""
-    found = {name}
-    todo = [name]
-    while todo:
-        registers = part.outputs_of[todo.pop()]
-        new = {user for register in registers for user in register.consumers} - found
-        found |= new
-        todo += new
-    return found
 
 
 def _urgency(part: RankPlan, actor: Actor) -> int:

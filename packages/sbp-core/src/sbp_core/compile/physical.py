@@ -100,8 +100,8 @@ class _Maker(_Actor):
         emits: (result name, key): losses and metrics that leave here.
         writes: (state, key): new values of states, in force from the next step on; of an actor that
             fires for each micro-batch, that of the last one.
-        in_place: States among `writes` whose new value is copied into the memory of the old one:
-            by an instruction of a segment, else after the firing.
+        in_place: States among `writes` whose new value goes into the memory of the old one: a
+            segment computes or copies it there, others have it copied after the firing.
     """
 
     outputs: tuple[str, ...] = ()
@@ -200,8 +200,9 @@ class Register:
         name: Unique on its rank.
         producer: Actor that fills it.
         consumers: Actors that read it; each gives its credit back after its firing.
-        keys: The values in it.
-        rate: How often it is filled: `STEP` for the sums of an accumulation.
+        keys: The values in it; none of a register that only says that its producer has fired.
+        rate: How often it is filled: `STEP` for the sums of an accumulation, and where it says that
+            the last firing of the step is through.
         quota: How many may be alive at once.
         carries: Of a register that hands states from each micro-batch to the next, the names of
             the states, one for each key; else empty. Its consumers read them as states. It is full
