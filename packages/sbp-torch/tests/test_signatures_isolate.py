@@ -179,6 +179,25 @@ def test_an_interrupt_of_the_parent_ends_the_worker() -> None:
     assert_no_child_is_left()
 
 
+@hears_signals()
+def test_an_interrupt_within_the_fork_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    fork = os.fork
+
+    def interrupted_fork() -> int:
+        pid = fork()
+        if pid:  # where Python runs what modules registered for a fork
+            with suppress(KeyboardInterrupt):  # as Python does there
+                signal.raise_signal(signal.SIGINT)
+        return pid
+
+    monkeypatch.setattr(os, "fork", interrupted_fork)
+
+    with pytest.raises(KeyboardInterrupt):
+        run_isolated([partial(time.sleep, 60)], timeout_s=60)
+
+    assert_no_child_is_left()
+
+
 def test_kernels_run_on_one_thread_after_the_parent_used_many() -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(2)

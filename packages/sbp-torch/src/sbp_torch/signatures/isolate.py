@@ -16,10 +16,11 @@ import select
 import signal
 import struct
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, NoReturn, TypeVar
@@ -124,6 +125,7 @@ def iter_isolated(
     while done < len(trials):
         worker = _Worker(trials[done:], timeout_s, memory_bytes)
         try:
+            worker.start()
             for verdict in worker.verdicts():
                 done += 1
                 yield verdict
@@ -137,27 +139,27 @@ class _Worker(Generic[T]):
     def __init__(
         self, trials: Sequence[Callable[[], T]], timeout_s: float, memory_bytes: int
     ) -> None:
-        self._count = len(trials)
+        self._trials = trials
         self._timeout_s = timeout_s
+        self._memory_bytes = memory_bytes
+        self._pid: int | None = None
         self._returncode: int | None = None
-        self._read, write = os.pipe()
-        try:
-            with warnings.catch_warnings():
-                # Python 3.12 warns of forking beside threads (PyTorch's). The child takes no lock
-                # that they may hold: it runs kernels on one thread and leaves by `_exit`.
-                warnings.simplefilter("ignore", DeprecationWarning)
-                self._pid = os.fork()
+        self._read, self._write = os.pipe()
+
+    def start(self) -> None:
+        """Fork the process. An interrupt meanwhile is raised behind it, when `end` can kill it."""
+        with _interrupts_held_back(), warnings.catch_warnings():
+            # Python 3.12 warns of forking beside threads (PyTorch's). The child takes no lock
+            # that they may hold: it runs kernels on one thread and leaves by `_exit`.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self._pid = os.fork()
             if self._pid == 0:
-                _serve(trials, write, timeout_s, memory_bytes)
-        except BaseException:
-            os.close(self._read)
-            raise
-        finally:
-            os.close(write)
+                _serve(self._trials, self._write, self._timeout_s, self._memory_bytes)
+            os.close(self._write)
 
     def verdicts(self) -> Iterator[Verdict[T]]:
         """Yield a verdict a trial, up to one that the worker does not survive."""
-        for _ in range(self._count):
+        for _ in self._trials:
             deadline = time.monotonic() + self._timeout_s
             try:
                 (length,) = _LENGTH.unpack(self._bytes(_LENGTH.size, deadline))
@@ -195,7 +197,7 @@ class _Worker(Generic[T]):
 
     def _wait(self, options: int) -> int | None:
         """Return how the worker ended; None if it has not."""
-        if self._returncode is None:
+        if self._returncode is None and self._pid is not None:
             pid, status = os.waitpid(self._pid, options)
             if pid:
                 self._returncode = os.waitstatus_to_exitcode(status)
@@ -204,9 +206,31 @@ class _Worker(Generic[T]):
     def end(self) -> None:
         """Kill the worker if it still lives, reap it, and close the pipe."""
         os.close(self._read)
-        if self._wait(os.WNOHANG) is None:
+        if self._pid is None:  # it was never forked
+            os.close(self._write)
+        elif self._wait(os.WNOHANG) is None:
             os.kill(self._pid, signal.SIGKILL)
             self._wait(0)
+
+
+@contextmanager
+def _interrupts_held_back() -> Iterator[None]:
+    """Let SIGINT take effect behind the context.
+
+    Python drops what a signal's handler raises within the functions that run at a fork
+    (`os.register_at_fork`), so Ctrl-C would be forgotten there.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # handlers run on the main thread only
+        return
+    heard: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if heard:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _serve(
