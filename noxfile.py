@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -341,21 +341,29 @@ def kill_ranks(session: nox.Session, *arguments: str) -> None:
             session.run(*command, env=TEST_ENVIRONMENT)
 
 
+def soak(session: nox.Session, *arguments: str) -> None:
+    """Train for many steps in processes; nothing that they hold may grow."""
+    with session.chdir(ROOT / "integration"):
+        session.run("python", "-m", "soak", *arguments, env=TEST_ENVIRONMENT)
+
+
+#: What `nox -s exhaustive -- NAME` runs alone.
+EXHAUSTIVE_PARTS: dict[str, Callable[..., None]] = {
+    "boxing": box_everything,
+    "kills": kill_ranks,
+    "models": train_models,
+    "signatures": survey_signatures,
+    "soak": soak,
+}
+
+
 @nox.session(reuse_venv=True)
 def exhaustive(session: nox.Session) -> None:
-    """All that takes long; a part with `-- boxing`, `-- kills`, `-- models` or `-- signatures`."""
+    """All that takes long; or `-- boxing`, `-- kills`, `-- models`, `-- signatures`, `-- soak`."""
     install_all(session, "rich>=13.7", TRANSFORMERS, with_tests=True)
-    if session.posargs[:1] == ["models"]:
-        train_models(session, *session.posargs[1:])
-        return
-    if session.posargs[:1] == ["signatures"]:
-        survey_signatures(session, *session.posargs[1:])
-        return
-    if session.posargs[:1] == ["boxing"]:
-        box_everything(session, *session.posargs[1:])
-        return
-    if session.posargs[:1] == ["kills"]:
-        kill_ranks(session, *session.posargs[1:])
+    part, *arguments = session.posargs or [""]
+    if part in EXHAUSTIVE_PARTS:
+        EXHAUSTIVE_PARTS[part](session, *arguments)
         return
     for package in PACKAGES:
         run_pytest(session, package.folder, "-m", "exhaustive", *session.posargs, may_be_empty=True)
@@ -365,6 +373,7 @@ def exhaustive(session: nox.Session) -> None:
         for boxing in ("torch", "mpi"):
             train_models(session, "--boxing", boxing, "--dtypes", "float64", "--steps", "3")
         kill_ranks(session)
+        soak(session)
         survey_signatures(session)
 
 
