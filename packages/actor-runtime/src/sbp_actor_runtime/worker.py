@@ -85,7 +85,8 @@ class Worker:
         #: The actor that is firing or about to; for messages about threads that hang.
         self.current_actor = ""
         self.is_stopping = False
-        #: Whether it is past the commit of a step that overwrites states, here or on other ranks.
+        #: Whether it is past the commit of a step that overwrites states, here or on other ranks;
+        #: the session resets it before each step.
         self.has_overwritten = False
         posts = make_posts(plan, thread, communicator, ranks_here, turn, make_segment)
         last = plan.num_micro_batches - 1
@@ -140,7 +141,6 @@ class Worker:
     def _step(self, order: StepOrder) -> WorkerReport:
         report = WorkerReport(self.id)
         try:
-            self.has_overwritten = False
             with torch.no_grad(), order.watch(self.id[0]):
                 fire = self._fire if order.trace is None else self._fire_traced
                 for post, firing in self.order[: self.last_moment]:
