@@ -77,8 +77,8 @@ class BadValueWatch:
         Args:
             rank: That called it.
             op: Its name.
-            inputs: Its arguments, flat, as they were before the call.
-            results: Its results, flat.
+            inputs: Its arguments, flat.
+            results: Its results, flat, but for arguments that it wrote to.
         """
         self._calls[rank] += 1
         node = running_node()
