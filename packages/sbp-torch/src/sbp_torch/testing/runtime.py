@@ -410,7 +410,7 @@ class RuntimeConformance(ABC):
         Without, or where a rank overwrites states first, the loss is returned.
         """
         for name in ("one rank", "data parallel", "accumulation", "pipeline with boxing threads"):
-            for plan in (compile_case(name), compile_case(name, in_place_states=True)):
+            for plan in (compile_case(name), compile_case(name, in_place_states=False)):
                 self._undo(name, plan)
 
     def _undo(self, name: str, plan: PhysicalPlan) -> None:
