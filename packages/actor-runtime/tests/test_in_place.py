@@ -20,8 +20,7 @@ from actor_plans import (
 
 from sbp_actor_runtime.configs import ActorConfig
 from sbp_actor_runtime.session import build
-from sbp_core.compile import OVERWRITE
-from sbp_core.compile.physical import Actor, Compute, Instruction, PhysicalPlan
+from sbp_core.compile.physical import Compute, Instruction, PhysicalPlan
 from sbp_core.errors import RunError
 from sbp_core.graph.ir import Rate, Ref
 from sbp_core.memory import predict_memory
@@ -147,24 +146,6 @@ def test_an_interrupt_before_new_states_take_force_mixes_no_steps(
                 session.state_dict()
         else:
             assert_states(session, training_step(DATA).states)
-
-
-def test_segments_copy_a_state_right_after_its_last_reader() -> None:
-    for actor in _in_place().ranks[0].actors:
-        waiting: list[str] = []
-        for entry in actor.instructions if isinstance(actor, Compute) else ():
-            if entry.op == OVERWRITE:
-                waiting.remove(entry.args[1].name)
-            elif entry.outputs[0] in {e.args[1].name for e in _overwrites(actor)}:
-                waiting += entry.outputs
-            # What is made of the next state comes after the one before it is written.
-            assert len(waiting) <= 2, actor.name
-        assert not waiting
-
-
-def _overwrites(actor: Actor) -> list[Instruction]:
-    own = actor.instructions if isinstance(actor, Compute) else ()
-    return [entry for entry in own if entry.op == OVERWRITE]
 
 
 def test_the_peak_is_as_predicted_and_lower() -> None:

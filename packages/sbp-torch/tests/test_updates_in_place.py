@@ -8,7 +8,7 @@ from updates import ALL, STRATEGIES, made, net_batch, net_loss, rates, sharded_p
 
 from sbp_aten.passes import prepare_step
 from sbp_aten.traits import TRAITS
-from sbp_core.compile import OVERWRITE, Compute, PhysicalPlan
+from sbp_core.compile import OVERWRITE, Compute, Instruction, PhysicalPlan, keys_in
 from sbp_torch.capture import UpdateOptions, capture, initial_states, scalar_values
 from sbp_torch.ops import fused_updates
 from sbp_torch.ops.operators import operator_of
@@ -20,13 +20,13 @@ _NO_COPIES = {
 }  # fmt: skip
 
 
+def _instructions(plan: PhysicalPlan) -> list[Instruction]:
+    actors = (actor for actor in plan.ranks[0].actors if isinstance(actor, Compute))
+    return [entry for actor in actors for entry in actor.instructions]
+
+
 def _num_copies(plan: PhysicalPlan) -> int:
-    return sum(
-        entry.op == OVERWRITE
-        for actor in plan.ranks[0].actors
-        if isinstance(actor, Compute)
-        for entry in actor.instructions
-    )
+    return sum(entry.op == OVERWRITE for entry in _instructions(plan))
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -53,6 +53,21 @@ def test_updates_in_place_equal_those_beside(name: str) -> None:
     assert _num_copies(plans[1]) == 0
     if name in _NO_COPIES:
         assert _num_copies(plans[0]) == 0
+
+
+@pytest.mark.parametrize("name", ["amsgrad", "adamax", "rprop", "asgd"])
+def test_a_new_value_is_copied_over_its_state_once_nobody_looks_at_the_old_one(name: str) -> None:
+    model, optimizer = made(ALL[name])
+    graph = prepare_step(capture(model, net_loss, net_batch(0), optimizer))
+    plan = sharded_plan(graph, "ZeRO-1", 1)
+    assert _num_copies(plan)
+
+    for entry in _instructions(plan):
+        if entry.op != OVERWRITE:
+            before = entry
+            continue
+        state, new = keys_in(entry)
+        assert new in before.outputs or state in keys_in(before), f"{state} is copied late"
 
 
 def test_every_operator_that_is_said_to_have_an_in_place_form_has_it() -> None:
