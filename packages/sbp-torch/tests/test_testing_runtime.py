@@ -1,15 +1,17 @@
 """The suite of runtimes: passed by the reference runtime, failed by broken ones."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from copy import copy
+from itertools import chain
 from typing import Any
 
 import pytest
 import torch
 
-from sbp_core.boxing.backend import BoxingBackend
 from sbp_core.compile import PhysicalPlan
-from sbp_core.runtime.contract import Runtime, StepResult
+from sbp_core.runtime import Runtime, StatePiece, StepResult
 from sbp_torch.boxing.local import LocalBackend
+from sbp_torch.runtime import undone
 from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.reference import ReferenceRuntime, ReferenceSession, build
 from sbp_torch.testing.runtime import RuntimeConformance
@@ -29,7 +31,7 @@ class BrokenRuntime(Runtime):
         self.session = session
 
     def start(
-        self, plan: PhysicalPlan, states: Any, backend: BoxingBackend, ranks: Any = None
+        self, plan: PhysicalPlan, states: Any, backend: Any = None, ranks: Any = None
     ) -> ReferenceSession:
         return self.session(plan, states, ReferenceConfig())
 
@@ -82,6 +84,46 @@ class HandsOutItsOwnStates(ReferenceSession):
         return {name: held.get(name, value) for name, value in whole.items()}
 
 
+class HandsOutItsOwnStatesOneByOne(ReferenceSession):
+    def gather(self, name: str, *, to: int | None = None) -> Any:
+        whole, own = super().gather(name, to=to), self.store.values[0].get(name)
+        return own if torch.is_tensor(own) and own.shape == whole.shape else whole
+
+
+class OwnsPiecesTwice(ReferenceSession):
+    def pieces(self) -> Iterator[StatePiece]:
+        return chain(super().pieces(), super().pieces())
+
+
+class CountsRefusedSteps(ReferenceSession):
+    def step(self, batch: Mapping[str, Any], scalars: Mapping[str, Any]) -> StepResult:
+        before = self.steps_done
+        try:
+            return super().step(batch, scalars)
+        finally:
+            self.steps_done = before + 1
+
+
+class SharesCopies(ReferenceSession):
+    def shard(self, name: str, rank: int) -> Any:
+        return copy(super().shard(name, rank))
+
+
+class NeverUndoes(ReferenceSession):
+    only_finite = property(lambda self: False, lambda self, value: None)
+
+
+class UndoesWhatItHasDone(ReferenceSession):
+    only_finite = property(lambda self: False, lambda self, value: None)
+
+    def step(self, batch: Mapping[str, Any], scalars: Mapping[str, Any]) -> StepResult:
+        result = super().step(batch, scalars)
+        if result.loss.isnan():
+            self.steps_done -= 1
+            raise undone(result.outputs, self.steps_done)
+        return result
+
+
 class IsRandom(ReferenceSession):
     def step(self, batch: Mapping[str, Any], scalars: Mapping[str, Any]) -> StepResult:
         loss = super().step(batch, scalars).loss
@@ -107,6 +149,12 @@ BROKEN: list[tuple[type[ReferenceSession], Callable[[RuntimeConformance], None]]
         lambda s: s.test_a_rank_that_fails_is_named_and_the_states_are_kept(),
     ),
     (HandsOutItsOwnStates, lambda s: s.test_saved_states_are_copies()),
+    (HandsOutItsOwnStatesOneByOne, lambda s: s.test_a_state_is_gathered_whole()),
+    (OwnsPiecesTwice, lambda s: s.test_pieces_are_every_element_of_every_state_once()),
+    (CountsRefusedSteps, lambda s: s.test_a_session_counts_its_steps_and_names_its_ranks()),
+    (SharesCopies, lambda s: s.test_a_session_shares_the_states_of_another_as_they_are()),
+    (NeverUndoes, lambda s: s.test_a_step_whose_loss_is_not_finite_is_undone()),
+    (UndoesWhatItHasDone, lambda s: s.test_a_step_whose_loss_is_not_finite_is_undone()),
 ]
 
 
