@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sbp_core.errors import RunError
+from sbp_core.errors import BoxingError, RunError
 from sbp_launch.figures import Measured
 from sbp_launch.stopping import StopSignals, Terminated
 from sbp_launch.team import Team, stop_together
@@ -88,6 +88,19 @@ def test_a_problem_of_one_process_goes_before_signals_and_stops_all() -> None:
     found = among(2, lambda rank, team: stopping(rank, team, signal.SIGTERM, full))
     assert found[1] is full
     assert isinstance(found[0], RunError) and "another rank" in str(found[0])
+
+
+def test_a_process_tells_its_own_problem_where_another_does_not_come() -> None:
+    full = RunError("no space is left")
+
+    def stop(rank: int, team: Team) -> None:
+        if rank == 1:
+            stop_together(team, StopSignals(), full, deadline_s=0.1)
+
+    found = among(2, stop)
+
+    assert found[1] is full
+    assert isinstance(full.__context__, BoxingError)
 
 
 def test_a_process_that_is_alone_agrees_with_itself() -> None:

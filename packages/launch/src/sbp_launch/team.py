@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from sbp_core.boxing import BoxingBackend, BoxingStep, Communicator, StepKind
-from sbp_core.errors import RunError
+from sbp_core.errors import BoxingError, RunError
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, P
 from sbp_launch.stopping import StopSignals, Terminated
@@ -124,10 +124,16 @@ def stop_together(
 
     Raises:
         Exception: `problem`, or a `RunError` if it is another process'.
+        BoxingError: another process has failed, or did not come, and there is no `problem` here.
         Terminated, KeyboardInterrupt: a signal has come, here or there.
     """
     vote = _PROBLEM if problem is not None else signals.pending_number
-    highest = team.highest(vote, deadline_s)
+    try:
+        highest = team.highest(vote, deadline_s)
+    except BoxingError:
+        if problem is None:
+            raise
+        raise problem from problem.__cause__
     if not highest:
         return
     team.stops_together = True
