@@ -15,6 +15,7 @@ def test_a_failed_node_is_told_with_its_line_of_the_model() -> None:
         "rank 1 failed", where=("op 'head.addmm': v3 = addmm(v1, v2)",), todo="mend it"
     )
     error.__cause__ = cause
+    error.add_note("the states were not saved: no space is left")
 
     made = with_source_line(error, planned().graph)
 
@@ -22,6 +23,7 @@ def test_a_failed_node_is_told_with_its_line_of_the_model() -> None:
     assert "module 'head' (head.addmm)" in made.where[0]
     assert (made.what, made.where[1:], made.todo) == (error.what, error.where, error.todo)
     assert made.__cause__ is cause
+    assert made.__notes__ == ["the states were not saved: no space is left"]
 
 
 @pytest.mark.parametrize("where", ["", "op 'nowhere': f()", "thread 'compute', step 2"])

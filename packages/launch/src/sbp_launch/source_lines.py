@@ -14,6 +14,8 @@ _NODE = re.compile(r"op '(?P<node>[^']+)':")
 def with_source_line(error: RunError, graph: LogicalGraph) -> RunError:
     """Return the error of a step with the model's line, if it names a node that came from one.
 
+    Its cause and its notes go along.
+
     Args:
         error: That a step raised.
         graph: What the session runs, before it was planned.
@@ -26,4 +28,6 @@ def with_source_line(error: RunError, graph: LogicalGraph) -> RunError:
         error.what, where=(*lines, *error.where), accepted=error.accepted, todo=error.todo
     )
     made.__cause__ = error.__cause__
+    for note in getattr(error, "__notes__", ()):
+        made.add_note(note)
     return made
