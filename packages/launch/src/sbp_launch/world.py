@@ -221,19 +221,43 @@ def _mpi_world(
     read: _Environment, *, rank: int, size: int, local_rank: int, local_size: int, job: str
 ) -> World:
     on_one_host = local_size == size
+    return _world(
+        read,
+        MPIEXEC,
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=local_size,
+        host="127.0.0.1" if on_one_host else "",
+        port=job_port(job) if on_one_host and job else "",
+    )
+
+
+def _world(
+    read: _Environment,
+    launcher: str,
+    *,
+    rank: int,
+    size: int,
+    local_rank: int,
+    local_size: int,
+    host: str,
+    port: str,
+) -> World:
+    """Return the world of a launcher, which meets at a host and port; `""` if one is not known."""
     return World(
         rank=rank,
         size=size,
         local_rank=local_rank,
         local_size=local_size,
-        launcher=MPIEXEC,
+        launcher=launcher,
         variables=read.missing(
             RANK=str(rank),
             WORLD_SIZE=str(size),
             LOCAL_RANK=str(local_rank),
             LOCAL_WORLD_SIZE=str(local_size),
-            MASTER_ADDR="127.0.0.1" if on_one_host else "",
-            MASTER_PORT=job_port(job) if on_one_host and job else "",
+            MASTER_ADDR=host,
+            MASTER_PORT=port,
         ),
     )
 
@@ -246,28 +270,20 @@ def _in_step(read: _Environment) -> bool:
 def _slurm(read: _Environment) -> World | None:
     if not _in_step(read):
         return None
-    rank = read.number("SLURM_PROCID")
     size = read.number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
-    local_rank = read.number("SLURM_LOCALID")
     counts = _counts(read.text("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
     node = read.number("SLURM_NODEID", default=0)
-    local_size = counts[node] if node < len(counts) else size
     hosts = read.text("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     job = f"{read.text('SLURM_JOB_ID', 'SLURM_JOBID')}.{read.text('SLURM_STEP_ID')}"
-    return World(
-        rank=rank,
+    return _world(
+        read,
+        SLURM,
+        rank=read.number("SLURM_PROCID"),
         size=size,
-        local_rank=local_rank,
-        local_size=local_size,
-        launcher=SLURM,
-        variables=read.missing(
-            RANK=str(rank),
-            WORLD_SIZE=str(size),
-            LOCAL_RANK=str(local_rank),
-            LOCAL_WORLD_SIZE=str(local_size),
-            MASTER_ADDR=first_host(hosts),
-            MASTER_PORT=job_port(job),
-        ),
+        local_rank=read.number("SLURM_LOCALID"),
+        local_size=counts[node] if node < len(counts) else size,
+        host=first_host(hosts),
+        port=job_port(job),
     )
 
 
