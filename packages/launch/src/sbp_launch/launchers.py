@@ -1,7 +1,8 @@
-"""Who starts the processes of a run: the plugins of kind `launcher`, and which one is meant.
+"""Who starts the processes of a run: the plugins of kind `launcher`.
 
-A launcher says what is started; `launching` starts it, and `world` reads what those that start
-processes by themselves, torchrun, mpiexec and srun, have told each of them. Imports no torch.
+A launcher says what is started. `launch_choice` says which one is meant, `launching` starts what it
+says, and `world` reads what those that start processes by themselves, torchrun, mpiexec and srun,
+have told each of them.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from sbp_core.errors import ConfigError, RunError
 
-#: What a run leaves; a folder that has one of them is used. `environment.json` is no such file: a
-#: run that is refused has written it, and nothing else.
+#: What a run leaves; a folder that has one of them is used. `config.yaml`, `environment.json` and
+#: logs are no such files: a run that is refused may have written them.
 RUN_FILES = (
     "states.safetensors",
     "states_not_finite.safetensors",

@@ -101,21 +101,21 @@ class Job:
             subprocess.run(command, check=False)
 
     def wait(self) -> int:
-        """Pass on what rank 0 writes until all have ended; return the worst exit code."""
+        """Pass on what rank 0 writes until all have ended; return the first exit code but 0."""
         sys.stdout.write(f"job {self._job.job_id} is submitted\n")
         sys.stdout.flush()
         while not self._job.done():
             self._pass_on()
             time.sleep(_LOOK_S)
         self._pass_on()
-        worst = 0
+        failed = 0
         for task, (kind, value) in enumerate(self._outcomes()):
             code = value if kind == "code" else 1
             if code:
                 how = f"exit code {value}" if kind == "code" else value
                 sys.stdout.write(f"task {task} of the job failed: {how}\n")
-            worst = worst or code
-        return worst if worst >= 0 else 128 - worst
+            failed = failed or code
+        return failed if failed >= 0 else 128 - failed
 
     def _outcomes(self) -> list[tuple[str, Any]]:
         """Return what each task returned, or why it did not."""
