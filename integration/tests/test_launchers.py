@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -13,23 +12,10 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+from small_runs import DATA, SMALL, losses
 
 from sbp_core.testing.interrupts import hears_signals
 
-SMALL = (
-    "model.num_layers=2",
-    "model.hidden=16",
-    "model.num_heads=2",
-    "model.context=16",
-    "trainer.steps=3",
-    "trainer.batch_size=4",
-    "trainer.eval_batches=1",
-    "trainer.sample_tokens=2",
-    "trainer.log_every=1",
-    "cluster.mesh=[2]",
-)
-
-DATA = ("planner=manual/zero", "cluster.axes=[data]")
 PIPELINE = ("planner=manual/pipeline", "cluster.axes=[pipe]", "trainer.micro_batches=2")
 
 MPIEXEC = ("mpiexec", "-n", "2", "--oversubscribe", "--bind-to", "none")
@@ -54,12 +40,6 @@ def started(
 def train(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     """Run `sbp-train`, by itself."""
     return started([sys.executable, "-m", "sbp_launch.train", *SMALL, *overrides], folder)
-
-
-def losses(run: Path) -> list[float]:
-    """Return the losses of a run, in order."""
-    lines = (run / "metrics.jsonl").read_text("utf-8").splitlines()
-    return [json.loads(line)["loss"] for line in lines]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ They reach each other by an address that is not the loopback's, so that whatever
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -15,23 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-SMALL = (
-    "model.num_layers=1",
-    "model.hidden=16",
-    "model.num_heads=2",
-    "model.context=16",
-    "trainer.steps=3",
-    "trainer.batch_size=4",
-    "trainer.eval_batches=1",
-    "trainer.sample_tokens=0",
-    "trainer.plan_rows=0",
-    "planner=manual/zero",
-    "cluster.mesh=[2]",
-    "cluster.axes=[data]",
-    "boxing=torch",
-    "hydra.run.dir=run",
-)
+from small_runs import DATA, SMALL, losses
 
 #: The namespaces, each with the name of its end of the cable, and its address.
 HOSTS = {"sbp-host-1": ("sbp-1", "10.77.0.1"), "sbp-host-2": ("sbp-2", "10.77.0.2")}
@@ -75,10 +58,10 @@ def test_torchrun_trains_on_two_hosts_bit_for_bit_as_threads_do(
             *("--nnodes=2", "--nproc-per-node=1", f"--node-rank={number}"),
             *("--master-addr=10.77.0.1", "--master-port=29511"),
         )
-        command = ["ip", "netns", "exec", name, *torchrun, "-m", "sbp_launch.train", *SMALL]
+        command = ["ip", "netns", "exec", name, *torchrun, "-m", "sbp_launch.train"]
         running.append(
             subprocess.Popen(
-                command,
+                [*command, *SMALL, *DATA, "boxing=torch", "hydra.run.dir=run"],
                 cwd=tmp_path,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": device},
                 stdout=subprocess.PIPE,
@@ -86,22 +69,19 @@ def test_torchrun_trains_on_two_hosts_bit_for_bit_as_threads_do(
                 text=True,
             )
         )
-    told = [process.communicate(timeout=250)[0] for process in running]
+    try:
+        told = [process.communicate(timeout=250)[0] for process in running]
+    finally:
+        for process in running:
+            process.kill()
     assert [process.returncode for process in running] == [0, 0], "\n".join(told)
     assert "step 3/3" in told[0] and "step 3/3" not in told[1]
 
-    threads = [text for text in SMALL if text not in ("boxing=torch", "hydra.run.dir=run")]
     subprocess.run(
-        [sys.executable, "-m", "sbp_launch.train", *threads, "hydra.run.dir=threads"],
+        [sys.executable, "-m", "sbp_launch.train", *SMALL, *DATA, "hydra.run.dir=threads"],
         cwd=tmp_path,
         capture_output=True,
         timeout=200,
         check=True,
     )
     assert losses(tmp_path / "run") == losses(tmp_path / "threads")
-
-
-def losses(run: Path) -> list[float]:
-    """Return the losses of a run, in order."""
-    lines = (run / "metrics.jsonl").read_text("utf-8").splitlines()
-    return [json.loads(line)["loss"] for line in lines]
