@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from sbp_core.boxing import BoxingBackend, BoxingStep, StepKind
@@ -41,17 +40,19 @@ class BetweenSteps:
     def agree(self, what: str, value: str, deadline_s: float | None = None) -> None:
         """See that a text is the same in every process.
 
+        Args:
+            what: What the text is; the same in all processes.
+            value: The text.
+            deadline_s: Seconds to wait for the others; those of the session if None.
+
         Raises:
             BoxingError: it is not, or a rank did not come.
         """
         everyone = [part.rank for part in self.plan.ranks]
+        limit_s = self.deadline_s if deadline_s is None else deadline_s
+        device = self.store.device.device
 
         def compare(rank: int) -> None:
-            device = next(
-                (held.device for held in self.store.values[rank].values() if torch.is_tensor(held)),
-                None,
-            )
-            limit_s = self.deadline_s if deadline_s is None else deadline_s
             agree(self.backend.communicator(rank), everyone, what, value, limit_s, device=device)
 
         self._on_each_rank(compare)
