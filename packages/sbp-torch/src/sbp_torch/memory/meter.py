@@ -1,6 +1,6 @@
 """Count the bytes of tensors alive on each rank while a session runs.
 
-    meter = Meter(plan)
+    meter = MemoryMeter(plan)
     with runtime.start(plan, states, meter.backend(LocalBackend())) as session:
         with meter.watching(session):
             session.step(batch, scalars)
