@@ -14,7 +14,13 @@ from sbp_core.graph.ir import Ref
 from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.reference import ReferenceSession
 from sbp_torch.segments.codegen import segment_function
-from sbp_torch.segments.cudagraph import CapturedGraph, CudaDevice, GraphDevice, GraphSegments, Work
+from sbp_torch.segments.cudagraph import (
+    CapturedGraph,
+    CudaGraphDevice,
+    GraphDevice,
+    GraphSegments,
+    Work,
+)
 from sbp_torch.segments.execution import segment_maker
 from sbp_torch.testing.cases import CASES, compile_case
 
@@ -235,7 +241,7 @@ def test_a_plan_of_recorded_segments_trains_as_the_eager_one(case: str) -> None:
 
 
 def test_the_gpu_is_a_device() -> None:
-    device: GraphDevice = CudaDevice()
+    device: GraphDevice = CudaGraphDevice()
 
     assert device.kind == "cuda"
 
@@ -257,7 +263,7 @@ def test_a_gpu_records_and_replays() -> None:
 @pytest.mark.gpu
 @needs_gpu
 def test_a_recording_reads_its_memory_anew_at_each_replay() -> None:
-    device = CudaDevice()
+    device = CudaGraphDevice()
     static = torch.ones(8, device="cuda")
     device.aside(lambda: [static * 2])
 

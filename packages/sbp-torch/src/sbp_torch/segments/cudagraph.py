@@ -67,7 +67,7 @@ class GraphDevice(Protocol):
         """Record work of a rank without running it; return the recording and what it fills."""
 
 
-class CudaDevice:
+class CudaGraphDevice:
     """The GPU that is current when a segment fires; needs a torch with CUDA.
 
     The recordings of a rank share their memory: they are replayed one at a time, and what one has
@@ -123,7 +123,7 @@ class GraphSegments:
     """
 
     def __init__(self, device: GraphDevice | None = None) -> None:
-        self.device: GraphDevice = CudaDevice() if device is None else device
+        self.device: GraphDevice = CudaGraphDevice() if device is None else device
         if problem := self.device.problem():
             raise ConfigError(
                 f"compile=cudagraph needs a GPU: {problem}",
