@@ -3,35 +3,28 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from sbp_torch._torch_compat import OpOverload
+from sbp_torch.ops.operator_calls import OperatorCalls
 
 
-class AliveBytes(TorchDispatchMode):
+class AliveBytes(OperatorCalls):
     """Counts every storage on the CPU that an operator of the block is given or makes."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(self._note_call)
         self.now = self.peak = 0
         self._sizes: dict[int, int] = {}
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for value in tree_leaves((args, kwargs, made)):
+    def _note_call(self, op: OpOverload, inputs: Sequence[Any], results: Sequence[Any]) -> None:
+        for value in (*inputs, *results):
             if isinstance(value, Tensor) and value.device.type == "cpu":
                 self._note(value.untyped_storage())
-        return made
 
     def _note(self, storage: torch.UntypedStorage) -> None:
         # The Python object of a storage lives as long as the storage does.

@@ -18,20 +18,21 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from sbp_core.boxing import BoxingBackend, BoxingStep, Communicator
 from sbp_core.compile import PhysicalPlan
 from sbp_core.graph import InputKind
 from sbp_core.memory import contiguous
 from sbp_core.runtime import Session
-from sbp_torch._torch_compat import TorchDispatchMode, storage_key
+from sbp_torch._torch_compat import OpOverload, storage_key
+from sbp_torch.ops.operator_calls import OperatorCalls
 
 
 class MemoryMeter:
@@ -103,7 +104,19 @@ class MemoryMeter:
             self.note(rank, value)
 
     def _mode(self, rank: int) -> AbstractContextManager[object]:
-        return _Mode(self, rank)
+        return OperatorCalls(partial(self._note_call, rank))
+
+    def _note_call(
+        self, rank: int, op: OpOverload, inputs: Sequence[Any], results: Sequence[Any]
+    ) -> None:
+        # Parts are handed out by `detach`, which graphs do without.
+        handed = op is torch.ops.aten.detach.default
+        for value in () if handed else inputs:
+            if isinstance(value, Tensor):
+                self.came_from_outside(rank, value)
+        for value in results:
+            if isinstance(value, Tensor):
+                self.note(rank, value, handed=handed)
 
     @contextmanager
     def looking_away(self) -> Iterator[None]:
@@ -178,33 +191,6 @@ class _Holdings:
         del self.holders[storage]
         self.alive -= self.sizes.pop(storage)
         return True
-
-
-class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call] # of torch, without types
-    """Notes the results of every operator that runs in it, for one rank."""
-
-    def __init__(self, meter: MemoryMeter, rank: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call] # likewise
-        self.meter, self.rank = meter, rank
-
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        # Parts are handed out by `detach`, which graphs do without.
-        handed = func is torch.ops.aten.detach.default
-        if not handed:
-            for value in tree_leaves((args, kwargs)):
-                if isinstance(value, Tensor):
-                    self.meter.came_from_outside(self.rank, value)
-        made = func(*args, **(kwargs or {}))
-        for value in tree_leaves(made):
-            if isinstance(value, Tensor):
-                self.meter.note(self.rank, value, handed=handed)
-        return made
 
 
 class _Metered(BoxingBackend):

@@ -16,16 +16,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
-from sbp_torch._torch_compat import TorchDispatchMode
+from sbp_torch._torch_compat import OpOverload
+from sbp_torch.ops.operator_calls import OperatorCalls
 from sbp_torch.segments.codegen import running_node
 
 #: Kinds of bad values, the worse one first.
@@ -69,21 +70,17 @@ class BadValueWatch:
 
     def __call__(self, rank: int) -> AbstractContextManager[object]:
         """Return the context in which a rank's work is watched."""
-        return _Mode(self, rank)
+        return OperatorCalls(partial(self._look, rank))
 
-    def look(self, rank: int, op: str, inputs: Sequence[Any], results: Iterable[Any]) -> None:
-        """Look at the results of an operator.
-
-        Args:
-            rank: That called it.
-            op: Its name.
-            inputs: Its arguments, flat.
-            results: Its results, flat, but for arguments that it wrote to.
-        """
+    def _look(
+        self, rank: int, op: OpOverload, inputs: Sequence[Any], results: Sequence[Any]
+    ) -> None:
+        """Look at the results of an operator, but for arguments that it wrote to."""
         self._calls[rank] += 1
         node = running_node()
         self._calls_of_node[rank, node] += 1
-        made = {kind for value in results for kind in _kinds(value)}
+        new = [value for value in results if not any(value is one for one in inputs)]
+        made = {kind for value in new for kind in _kinds(value)}
         if not made:
             return
         given = {kind for value in inputs for kind in _kinds(value)}
@@ -96,33 +93,12 @@ class BadValueWatch:
                         rank=rank,
                         kind=kind,
                         number=self._calls[rank],
-                        op=op,
+                        op=str(op),
                         node=node,
                         micro_batch=self._calls_of_node[rank, node] - 1,
                         inputs=tuple(map(_range_of, _tensors(inputs)[:_MOST_INPUTS])),
                     ),
                 )
-
-
-class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call] # of torch, without types
-    """Shows every operator that a rank calls in it to a watch."""
-
-    def __init__(self, watch: BadValueWatch, rank: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call] # likewise
-        self.watch, self.rank = watch, rank
-
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        made = func(*args, **(kwargs or {}))
-        inputs = tree_leaves((args, kwargs))
-        results = [value for value in tree_leaves(made) if not any(value is one for one in inputs)]
-        self.watch.look(self.rank, str(func), inputs, results)
-        return made
 
 
 def _kinds(value: Any) -> set[str]:

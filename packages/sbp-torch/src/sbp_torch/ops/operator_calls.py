@@ -1,0 +1,36 @@
+"""Watch the operators that a thread calls, one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch.utils._pytree import tree_leaves
+
+from sbp_torch._torch_compat import OpOverload, TorchDispatchMode
+
+#: Takes an operator that was called, its arguments and its results; both flat.
+Look = Callable[[OpOverload, Sequence[Any], Sequence[Any]], None]
+
+
+class OperatorCalls(TorchDispatchMode):  # type: ignore[no-untyped-call] # of torch, without types
+    """The context in which every operator call is shown to a function, once it has returned.
+
+    Args:
+        look: Is shown the calls; the operators that it calls itself are not.
+    """
+
+    def __init__(self, look: Look) -> None:
+        super().__init__()  # type: ignore[no-untyped-call] # likewise
+        self._look = look
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self._look(func, tree_leaves((args, kwargs)), tree_leaves(made))
+        return made
