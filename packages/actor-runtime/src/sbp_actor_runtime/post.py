@@ -20,7 +20,6 @@ from sbp_core.compile import (
     Actor,
     ActorId,
     Channel,
-    Collective,
     PhysicalPlan,
     RankPlan,
 )
@@ -140,14 +139,10 @@ def _inputs(part: RankPlan, actor: Actor) -> tuple[InRegister, ...]:
             register.name,
             (part.rank, part.by_name[register.producer].thread),
             dict(zip(register.carries, register.keys, strict=bool(register.carries))),
-            is_begun=_overlaps(part.by_name[register.producer]),
+            is_begun=part.by_name[register.producer].overlaps,
         )
         for register in part.inputs_of[actor.name]
     )
-
-
-def _overlaps(actor: Actor) -> bool:
-    return isinstance(actor, Collective) and actor.overlaps
 
 
 def _outputs(part: RankPlan, actor: Actor, *, sums: bool) -> tuple[OutRegister, ...]:

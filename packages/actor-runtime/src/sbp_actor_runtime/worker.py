@@ -203,7 +203,7 @@ class Worker:
         if post.actor.in_place:
             self._begin_update()
         made = post.work(firing.micro_batch, self._take(post, firing.micro_batch, order), order)
-        if isinstance(post.actor, Collective) and post.actor.overlaps:
+        if post.actor.overlaps:
             self._begin(post, made)
         for end in post.sends:
             end.fill()

@@ -18,7 +18,6 @@ from sbp_core.compile.dataflow import downstream, rank_successors
 from sbp_core.compile.physical import (
     Actor,
     ActorId,
-    Collective,
     PhysicalPlan,
     RankPlan,
     Receive,
@@ -157,15 +156,12 @@ class _Scheduler:
                 self.pending[thread].discard(actor_id)
         actors = [self.game.actor(actor_id) for actor_id in partners]
         end = self.now + max(actor.time_s for actor in actors)
-        begins_s = [
-            a.begin_s for a in actors if isinstance(a, Collective) and a.begin_s is not None
-        ]
-        if not begins_s:
+        if not any(actor.overlaps for actor in actors):
             self._push(end, partners, frees=True, ends=True)
             return
         # The threads go on when it has begun. It is over when the links of all its ranks have moved
         # it, one thing after the other.
-        begun = self.now + max(begins_s)
+        begun = self.now + max(actor.busy_s for actor in actors)
         end += max(0.0, max(self.link_free[rank] for rank, _ in partners) - begun)
         for rank, _ in partners:
             self.link_free[rank] = end
@@ -202,16 +198,15 @@ def _urgency(part: RankPlan, actor: Actor) -> int:
     """Return who goes first: what other ranks wait for, then what goes on beside the thread."""
     if isinstance(actor, Send):
         return 0
-    return 1 if _overlaps(actor) or _leads(part, actor) else 2
+    return 1 if _is_begun_early(actor) or _leads(part, actor) else 2
 
 
-def _overlaps(actor: Actor) -> bool:
-    """Whether to start an actor lets something go on beside its thread.
+def _is_begun_early(actor: Actor) -> bool:
+    """Whether an actor lets something go on beside its thread, for which it goes first.
 
     An update that only reads states could begin with the step, and would hold memory all along.
     """
-    is_collective = isinstance(actor, Collective) and actor.overlaps
-    return is_collective and (bool(actor.inputs) or actor.phase is not Phase.OPTIMIZER)
+    return actor.overlaps and (bool(actor.inputs) or actor.phase is not Phase.OPTIMIZER)
 
 
 def _leads(part: RankPlan, actor: Actor) -> bool:
@@ -219,4 +214,4 @@ def _leads(part: RankPlan, actor: Actor) -> bool:
     registers = part.outputs_of[actor.name]
     readers = [name for register in registers if register.keys for name in register.consumers]
     made_of_states = not actor.inputs and bool(readers)
-    return made_of_states and all(_overlaps(part.by_name[name]) for name in readers)
+    return made_of_states and all(_is_begun_early(part.by_name[name]) for name in readers)

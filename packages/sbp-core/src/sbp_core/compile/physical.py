@@ -86,6 +86,16 @@ class _Actor:
         """How often it fills its registers."""
         return self.rate
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether its thread goes on while data moves."""
+        return False
+
+    @property
+    def busy_s(self) -> float:
+        """How much of `time_s` its thread is busy, in seconds."""
+        return self.time_s
+
     def num_firings(self, num_micro_batches: int) -> int:
         """Return how often it fires in one step."""
         return num_micro_batches if self.rate is Rate.MICRO else 1
@@ -140,8 +150,13 @@ class Collective(_Maker):
 
     @property
     def overlaps(self) -> bool:
-        """Whether its thread goes on while data moves."""
+        """See `_Actor.overlaps`."""
         return self.begin_s is not None
+
+    @property
+    def busy_s(self) -> float:
+        """See `_Actor.busy_s`."""
+        return self.time_s if self.begin_s is None else self.begin_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -106,14 +106,10 @@ def _quota(program: Program, producer: Actor, users: Sequence[Actor], rate: Rate
         return program.strategy.in_flight[producer.stage]
     # On one thread a second filling would gain nothing, as no two actors fire at once; but boxing
     # goes on while its thread fires others.
-    beside = _overlaps(producer) or any(
-        user.thread != producer.thread or _overlaps(user) for user in users
+    beside = producer.overlaps or any(
+        user.thread != producer.thread or user.overlaps for user in users
     )
     return min(2, program.strategy.num_micro_batches) if beside else 1
-
-
-def _overlaps(actor: Actor) -> bool:
-    return isinstance(actor, Collective) and actor.overlaps
 
 
 def prefetch_registers(

@@ -37,7 +37,7 @@ from sbp_core.compile.commit import commit_step
 from sbp_core.compile.items import Item
 from sbp_core.compile.levels import is_gathered_on_use
 from sbp_core.compile.lower import lower
-from sbp_core.compile.physical import Actor, ActorId, Collective, PhysicalPlan
+from sbp_core.compile.physical import ActorId, PhysicalPlan
 from sbp_core.compile.program import Program
 from sbp_core.compile.segments import CompileOptions
 from sbp_core.compile.token_game import TokenGame
@@ -127,7 +127,7 @@ def source_of(graph: LogicalGraph, strategy: Strategy, value: str) -> StagedSbp:
 def conversions(graph: LogicalGraph, strategy: Strategy) -> Iterator[Conversion]:
     """Yield every boxing that a strategy asks for, each distinct target once.
 
-    But for the copies of losses and metrics that go to the ranks of other stages.
+    The copies of losses and metrics for the ranks of other stages are not among them.
     """
     # A value is taken in three ways: by ops, as the new value of a state, which goes to where that
     # is stored, and as a loss or metric, which leaves whole. Equal targets are one boxing.
@@ -339,7 +339,7 @@ def step_time_s(plan: PhysicalPlan) -> float:
 
     # The slowest partner: a collective is over on all ranks of its group at once.
     def busy_s(actor_id: ActorId) -> float:
-        return max(_busy_s(game.actor(partner)) for partner in game.partners(actor_id))
+        return max(game.actor(partner).busy_s for partner in game.partners(actor_id))
 
     def rest_s(actor_id: ActorId) -> float:
         whole_s = max(game.actor(partner).time_s for partner in game.partners(actor_id))
@@ -357,13 +357,6 @@ def step_time_s(plan: PhysicalPlan) -> float:
 
     firings.run(fire, busy_s, flight_s, finish)
     return firings.now
-
-
-def _busy_s(actor: Actor) -> float:
-    """Return how long a firing keeps its thread busy."""
-    if isinstance(actor, Collective) and actor.begin_s is not None:
-        return actor.begin_s
-    return actor.time_s
 
 
 def predict_cost(

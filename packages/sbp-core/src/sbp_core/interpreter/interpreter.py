@@ -34,6 +34,7 @@ from sbp_core.interpreter.domain import Domain, Firing, V, Values, is_firing_of
 from sbp_core.interpreter.firings import Firings
 
 
+@dataclass(slots=True)
 class _UnderWay(Generic[V]):
     """What boxing is made of, which lives until somebody has waited for the result.
 
@@ -42,10 +43,8 @@ class _UnderWay(Generic[V]):
         taken: What its firing took.
     """
 
-    __slots__ = ("rank", "taken")
-
-    def __init__(self, rank: int, taken: Values[V]) -> None:
-        self.rank, self.taken = rank, taken
+    rank: int
+    taken: Values[V]
 
 
 @dataclass(slots=True)
@@ -169,7 +168,7 @@ class Interpreter(Generic[V]):
         return values
 
     def _begun(self, firing: Firing[Actor], taken: Values[V]) -> _UnderWay[V] | None:
-        """Note what boxing has begun with; None of other firings, which have dropped it."""
+        """Keep what boxing goes on with, and return it; let go of what it took if it is over."""
         if not isinstance(firing.actor, Collective):
             return None
         if not firing.actor.overlaps:
