@@ -41,7 +41,9 @@ class StepResult:
 
 
 class NotFiniteStepError(RunError):
-    """A step that was undone as its loss is infinite or no number; the session goes on.
+    """A step that was undone as `loss` or `grad_norm` is infinite or no number.
+
+    The session goes on.
 
     `outputs` are its losses and metrics by name, as in `StepResult`, as far as they were known.
     """
@@ -72,7 +74,8 @@ class Session(ABC):
     trace: Trace | None = None
 
     #: Whether a step whose loss is infinite or no number is undone, where the runtime can do that:
-    #: where no state is overwritten before all ranks know the loss. Equal in all processes.
+    #: where no state is overwritten before all ranks know the loss. So is one whose `grad_norm` is,
+    #: if that is known by then. Equal in all processes.
     only_finite: bool = False
 
     #: The ranks that run in this process, and the steps that have been done.
@@ -102,10 +105,11 @@ class Session(ABC):
             SbpTypeError: the batch is no mapping, an entry is no tensor, a scalar no number.
             SbpValueError: a batch tensor or scalar is missing, or of another shape or dtype; or
                 the batch has an entry that is no input and not None.
-            NotFiniteStepError: with `only_finite`, the loss is infinite or no number. States are
-                those from before the step.
-            RunError: a rank failed; names the rank and the actor. States are those from
-                before the step. Or the session is closed.
+            NotFiniteStepError: with `only_finite`, `loss` or `grad_norm` is infinite or no number.
+                States are those from before the step.
+            RunError: a rank failed; names the rank and the actor, and says which states are left:
+                those from before the step, or, if it had overwritten some, those of two steps,
+                which no method hands out but `shard`. Or the session is closed.
         """
 
     @abstractmethod
@@ -140,8 +144,8 @@ class Session(ABC):
         Raises:
             SbpLookupError: there is no such state or rank.
             RunError: the processes do not ask for the same; a rank did not come by the deadline;
-                or ranks of other processes can no longer be asked, as the session is closed or a
-                step failed.
+                ranks of other processes can no longer be asked, as the session is closed or a step
+                failed; or a step failed when it had overwritten some states.
         """
 
     @abstractmethod
@@ -149,6 +153,10 @@ class Session(ABC):
         """Return every state as a whole logical tensor, by the names of `initial_states`.
 
         They are gathered one at a time, as `gather` does. Where they do not go, there are none.
+
+        Raises:
+            SbpLookupError: there is no such rank.
+            RunError: as of `gather`.
         """
 
     @abstractmethod
