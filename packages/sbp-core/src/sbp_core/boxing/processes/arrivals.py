@@ -67,7 +67,8 @@ class Arrivals:
     def tell(self, ranks: tuple[int, ...]) -> None:
         """Tell the others of a group how far this rank has come."""
         count = self._counts[ranks]
-        number, count.told = count.latest, count.latest
+        # Read once: another collective may begin meanwhile, on the other thread.
+        count.told = number = count.latest
         self._store.report_waiting(count.name, number, ranks)
 
     def tell_overdue(self, age_s: float) -> None:

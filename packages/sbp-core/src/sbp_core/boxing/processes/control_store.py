@@ -7,7 +7,7 @@ takes long, goes wrong or ends.
 |---|---|---|
 | `member/RANK` | `register` | which process the rank is |
 | `join/GROUP/RANK` | `join` | the rank is ready to connect a group |
-| `waiting/GROUP/RANK` | `report_waiting` | the number of the call of the group in which it waits |
+| `waiting/GROUP/RANK` | `report_waiting` | the number of the group's latest call that it came to |
 | `location/RANK` | `report_location` | the step in which it is, or was last |
 | `heartbeat/RANK` | `send_heartbeat` | a number, another one each time |
 | `failure` | `announce_failure` | why the run failed; the first text stays |
@@ -120,7 +120,7 @@ class ControlStore(ABC):
     # Where they are.
 
     def report_waiting(self, group: str, number: int, ranks: Iterable[int] | None = None) -> None:
-        """Tell the ranks of a group that this one waits in a call, counted from the first."""
+        """Tell the ranks of a group that this one has come to a call, counted from the first."""
         self._try_put(f"waiting/{group}/{self.rank}", str(number), ranks)
 
     def not_waiting(self, group: str, number: int, ranks: Iterable[int]) -> list[int]:
