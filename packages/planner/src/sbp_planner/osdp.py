@@ -122,8 +122,7 @@ class OsdpPlanner:
                 least_bytes=search.memory(least),
                 num_sharded=sum(least),
                 layouts=search.layouts,
-                limit_key=f"{'cluster' if self.config.memory_bytes is None else 'planner'}"
-                ".memory_bytes",
+                limit_key=f"{'planner' if self.config.memory_bytes else 'cluster'}.memory_bytes",
             )
         best = _improved(search, search.best, items)
         strategy = search.strategy(best)

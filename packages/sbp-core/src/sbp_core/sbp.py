@@ -223,7 +223,9 @@ def check_sbp(
         if isinstance(entry, Split) and entry.dim >= len(shape):
             raise SbpValueError(
                 f"{entry} splits a dim that a tensor of shape {tuple(shape)} does not have",
-                accepted=", ".join(["B", *["P"][stored:], *(f"S({d})" for d in range(len(shape)))]),
+                accepted=", ".join(
+                    ["B", *([] if stored else ["P"]), *(f"S({dim})" for dim in range(len(shape)))]
+                ),
             )
 
 

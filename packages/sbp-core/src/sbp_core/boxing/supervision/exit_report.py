@@ -21,7 +21,6 @@ _TODO = {
     "SIGTERM": "something outside of the run ended it; ask the scheduler, or who sent it",
 }
 
-
 _STOPPED_TODO = "see what stopped it: a debugger, or a batch system that suspends jobs"
 
 
@@ -127,31 +126,31 @@ class ExitReport:
             quote: Whether it shows the last lines of those that ended badly; needless where the
                 reader has just seen them.
         """
-        first = self.cause
-        if first is None and self.timeout_s is None:
+        cause = self.cause
+        if cause is None and self.timeout_s is None:
             return None
-        if first is None:
+        if cause is None:
             late = "; ".join(f"{end.spec.name} {end.how}" for end in self.remaining)
             what, shown = f"the run took longer than {self.timeout_s:g} s: {late}", self.remaining
             todo = "see what those wrote last; allow more time if they were only slow"
         else:
-            what = f"{first.spec.name} {first.how}, {first.after_s:.1f} s after the start"
-            name = first.spec.name
-            if first.root_cause is not None and len(first.spec.ranks) > 1:
-                rank, words = first.root_cause
+            what = f"{cause.spec.name} {cause.how}, {cause.after_s:.1f} s after the start"
+            name = cause.spec.name
+            if cause.root_cause is not None and len(cause.spec.ranks) > 1:
+                rank, words = cause.root_cause
                 name = f"rank {rank}"
                 what += f"; by what was written, {name} failed first: {words!r}"
-            ended = tuple(end for end in self.exits if end.code != 0 and end is not first)
-            shown = (first, *ended)
-            others = [*ended, *(end for end in self.remaining if end is not first)]
+            ended = tuple(end for end in self.exits if end.code != 0 and end is not cause)
+            shown = (cause, *ended)
+            others = [*ended, *(end for end in self.remaining if end is not cause)]
             if others:
                 what += "; then " + "; ".join(f"{end.spec.name} {end.how}" for end in others)
-            todo = _STOPPED_TODO if first.stopped else _TODO.get(first.signal_name, "")
-            if not todo and first.signal_name:
+            todo = _STOPPED_TODO if cause.stopped else _TODO.get(cause.signal_name, "")
+            if not todo and cause.signal_name:
                 todo = "a library crashed; PYTHONFAULTHANDLER=1 shows in which call"
             if not todo:
                 todo = f"mend what was said last by {name}"
-                todo += "; the others only followed" if others or name != first.spec.name else ""
+                todo += "; the others only followed" if others or name != cause.spec.name else ""
         return RunError(what, where=[_place(end, quote) for end in shown], todo=todo)
 
     def __str__(self) -> str:
