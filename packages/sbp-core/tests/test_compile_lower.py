@@ -171,6 +171,19 @@ def test_a_loss_goes_once_to_every_rank_that_has_it_not() -> None:
     assert plan is not None
 
 
+def test_a_loss_is_made_whole_before_it_goes_to_another_stage() -> None:
+    graph = diamond()
+    stages = (Placement([0], ["rank"]), Placement([1, 2], ["rank"]))
+    later = dict.fromkeys(("a", "b", "c", "loss"), 1)
+    signatures = {"loss": "S(0) -> P"}
+
+    lowered = lower(graph, strategy_of(graph, stages, signatures=signatures, node_stages=later))
+
+    assert lowered.results == {"loss": ("loss@1(B)", "loss@0(B)")}
+    (sent,) = [item for item in _boxing(lowered.items) if "loss@0(B)" in item.outputs]
+    assert sent.inputs == ("loss@1(B)",)
+
+
 def test_stages_on_the_same_ranks_begin_a_new_segment_without_a_transfer() -> None:
     graph = diamond()
     later = dict.fromkeys(("a", "b", "c", "loss"), 1)

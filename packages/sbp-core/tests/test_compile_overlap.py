@@ -15,11 +15,14 @@ from sbp_core.testing.graphs import cluster, mlp
 _PINS = {"batch": "S(0)", "activations": "S(0)", "parameters": "B", "gradients": "B"}
 
 
-def _plan(pins: dict[str, object], **options: object) -> PhysicalPlan:
-    graph, machine = mlp((64, 64, 64, 64), batch=64), cluster(launch_s=1e-6)
+def _plan(
+    pins: dict[str, object], *, bytes_per_s: float = 1e9, micro_batches: int = 1, **options: object
+) -> PhysicalPlan:
+    graph = mlp((64, 64, 64, 64), batch=64, num_micro_batches=micro_batches)
+    machine = cluster(launch_s=1e-6, bytes_per_s=bytes_per_s)
     mesh = Placement.grid((2,), ("data",))
     request = PlanRequest(graph=graph, mesh=mesh, cluster=machine, pins={})
-    strategy = infer_strategy(request, planner="test", pins=pins)
+    strategy = infer_strategy(request, planner="test", pins=pins, in_flight=(micro_batches,))
     settings = {"bucket_bytes": 0, "piece_s": 0.0, "cluster": machine, **options}
     plan = compile_plan(graph, strategy, CompileOptions(**settings))
     check(plan)
@@ -58,10 +61,25 @@ def test_what_overlaps_counts_once_in_the_time_of_a_step() -> None:
 
 
 def test_links_move_one_thing_after_the_other() -> None:
-    plan = _plan(_PINS, overlap=True)
+    plan = _plan(_PINS, overlap=True, bytes_per_s=1e7)
 
-    sums = [plan.by_rank[0].by_name[name] for name in _gradients(plan)]
-    assert step_time_s(plan) > sum(actor.time_s for actor in sums)
+    actors, sums = plan.by_rank[0].actors, _gradients(plan)
+    sums_s = sum(actor.time_s for actor in actors if actor.name in sums)
+    others_s = sum(actor.time_s for actor in actors if actor.name not in sums)
+    assert sums_s > 10 * others_s
+    assert sums_s < step_time_s(plan) < sums_s + others_s
+
+
+def test_while_activations_are_summed_another_micro_batch_goes_on() -> None:
+    pins = {"batch": "B", "layers.0.weight": "S(1)", "layers.1.weight": "S(0)"}
+    plan = _plan(pins, overlap=True, bytes_per_s=1e8, micro_batches=2)
+
+    # compute   f0 | begin sum 0 | f1 | begin sum 1 |   rest of f0   b0   rest of f1   b1
+    # link              sum 0 -----------------------|  sum 1 ------------|
+    order = plan.by_rank[0].orders["compute"]
+    first, summed, rest = "forward.0.0", "layers.1.mm@0(B)", "forward.0.1"
+    assert order[:4] == ((first, 0), (summed, 0), (first, 1), (summed, 1))
+    assert order.index((rest, 0)) < order.index(("backward.0.1", 0)) < order.index((rest, 1))
 
 
 def test_parameters_are_gathered_no_further_ahead_than_asked() -> None:
@@ -85,4 +103,13 @@ def test_an_update_that_only_reads_states_does_not_begin_with_the_step() -> None
     order = _order(_plan(pins, overlap=True))
 
     first = next(at for at, name in enumerate(order) if name.startswith("optimizer."))
+    assert first > max(at for at, name in enumerate(order) if name.startswith("forward."))
+
+
+def test_a_gather_of_states_for_updates_does_not_begin_with_the_step() -> None:
+    pins = {**_PINS, "optimizer_states": "S(0)", "updates": "B"}
+
+    order = _order(_plan(pins, overlap=True))
+
+    first = next(at for at, name in enumerate(order) if "exp_avg" in name)
     assert first > max(at for at, name in enumerate(order) if name.startswith("forward."))

@@ -1,11 +1,12 @@
 import pytest
 
 from sbp_core.compile import CompileOptions, compile_plan
+from sbp_core.graph.ir import GraphOutput, InputKind, OutputKind, Ref
 from sbp_core.infer import conversions, infer_strategy, predict_cost, step_time_s
 from sbp_core.infer.predict import predict_stages
 from sbp_core.placement import Placement
 from sbp_core.plugins.kinds import PlanRequest
-from sbp_core.testing.graphs import cluster, mlp
+from sbp_core.testing.graphs import Builder, cluster, mlp
 
 
 def plan(graph, mesh_shape=(2,), axes=None, **settings):
@@ -48,6 +49,18 @@ def test_new_values_of_states_are_counted_where_they_live_beside_the_old_ones():
 
     assert (over["updates_bytes"], beside["updates_bytes"]) == (0, 3 * 128)
     assert beside["memory_bytes"] == over["memory_bytes"] + 3 * 128
+
+
+def test_new_values_that_the_forward_phase_makes_are_counted_beside_the_old_ones():
+    b = Builder()
+    b.add_input("mean", InputKind.BUFFER, (8,))
+    b.add_input("x", InputKind.BATCH, (8,))
+    b.op("new", "lerp.Scalar", (Ref("mean"), Ref("x"), 0.1), (8,), pointwise=True)
+    b.outputs.append(GraphOutput(name="mean", kind=OutputKind.STATE, value="new"))
+
+    (stage,) = plan(b.graph(), pins={"batch": "B"}).report["predicted_by_stage"]
+
+    assert (stage["states_bytes"], stage["updates_bytes"]) == (32, 32)
 
 
 def test_gathered_copies_of_states_are_counted():

@@ -103,6 +103,7 @@ def test_every_element_is_owned_once_by_a_rank_that_holds_it(plan: PhysicalPlan)
         # Slices that ranks hold are equal or lie apart, so distinct ones that fill it are all.
         assert len(set(owners[name].values())) == len(owners[name])
         assert sum(map(volume, owners[name].values())) == prod(slot.shape)
+        assert all(map(volume, owners[name].values())) or len(owners[name]) == 1
 
 
 @given(plans())
@@ -151,6 +152,10 @@ def arrives(plan: PhysicalPlan, name: str, to: int | None) -> bool:
             assert all(now[rank] == step.source for rank in step.source[0].rank_list)
             now |= dict.fromkeys(step.target[0].rank_list, step.target)
             assert step.kind is StepKind.TRANSFER or step.source[0] == step.target[0]
+        # Nobody gets what is whole there already.
+        assert not any(
+            held[rank][1].is_broadcast for rank in steps[-1].target[0].rank_list if rank in held
+        )
         held |= {rank: now[rank] for rank in steps[-1].target[0].rank_list}
     wanted = plan.by_rank if to is None else [to]
     return all(held[rank][1].is_broadcast for rank in wanted)

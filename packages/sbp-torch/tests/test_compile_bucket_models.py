@@ -189,6 +189,22 @@ def test_no_more_than_a_block_is_gathered_ahead_of_its_use() -> None:
     assert waits[second.name].startswith("forward.")
 
 
+def test_the_next_block_is_packed_and_gathered_before_one_is_computed() -> None:
+    graph = _graph()
+    options = CompileOptions(bucket_bytes=_LARGE, overlap=True, prefetch=1)
+    rank = compile_plan(graph, _strategy(graph), options).ranks[0]
+
+    order = [name for name, _ in rank.orders["compute"]]
+    pack = next(a.name for a in rank.actors if "blocks.1.norm1.weight" in a.reads)
+    (gather,) = (name for r in rank.outputs_of[pack] if r.keys for name in r.consumers)
+    first = next(a for a in rank.actors if "blocks.0.norm1.weight" in a.reads)
+    (gathered,) = (name for r in rank.outputs_of[first.name] if r.keys for name in r.consumers)
+    (computes,) = {
+        name for r in rank.outputs_of[gathered] for name in r.consumers if name.startswith("forw")
+    }
+    assert order.index(pack) < order.index(gather) < order.index(computes)
+
+
 def test_shards_that_are_cast_before_they_are_gathered_travel_together_too() -> None:
     wide = replace(_GPT, model=lambda: Gpt(width=64))
     graph = _graph(PassOptions(mixed_precision=MixedPrecision(dtype="bfloat16")), program=wide)
