@@ -27,6 +27,15 @@ def test_a_call_has_time_left_until_its_deadline_is_over() -> None:
     assert 0.0 < over.left_s < 0.01 and over.is_over
 
 
+def test_a_call_that_is_restarted_has_all_its_time_again() -> None:
+    call = CollectiveCall.begin(reduce_step(), "sum", 0, 60.0)
+    call.end_s -= 50.0
+
+    call.restart()
+
+    assert 50.0 < call.left_s <= 60.0
+
+
 def test_the_errors_of_a_call_name_its_tag_step_and_rank() -> None:
     call = CollectiveCall.begin(reduce_step(), "sum 3", 1, 2.5)
 

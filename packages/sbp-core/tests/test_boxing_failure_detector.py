@@ -16,6 +16,7 @@ from dict_store import DictControlStore, elsewhere, lost, stores_of
 
 from sbp_core.boxing.processes import connections as connections_module
 from sbp_core.boxing.processes import failure_detector as detector_module
+from sbp_core.boxing.processes.arrivals import Arrivals
 from sbp_core.boxing.processes.call import CollectiveCall
 from sbp_core.boxing.processes.connections import Connections
 from sbp_core.boxing.processes.failure_detector import FailureDetector, awaited
@@ -51,6 +52,21 @@ def detector_of(
     calls, learned = PendingCalls(), []
     members = {member.rank: member for member in (replace(ME, rank=store.rank), *others)}
     return FailureDetector(store, members, calls, learned.append), calls, learned
+
+
+def test_the_detector_tells_of_a_collective_that_goes_on_while_the_rank_computes() -> None:
+    store, other = stores_of(2)
+    arrivals = Arrivals(store)
+    number = arrivals.begin((0, 1))
+    detector = FailureDetector(store, {0: ME}, PendingCalls(), print, arrivals)
+
+    detector.start()
+    try:
+        told = other.wait_for(lambda: not other.not_waiting("0-1", number, (0, 1)), 10.0)
+    finally:
+        detector.stop()
+
+    assert told
 
 
 def test_nothing_is_wrong_while_all_run() -> None:

@@ -65,6 +65,7 @@ def test_a_single_rank_names_another_that_it_waited_for_but_not_itself() -> None
     assert found(LATE, ABORT, ranks=(0,)) == ("1", "ranks that did not arrive: 1")
     assert found(LATE, ABORT, ranks=(1,)) is None
     assert found(CUT_SHORT + "rank 1 reported: ValueError: no", ranks=(1,)) is None
+    assert found("rank 1 (pid 7 on this host): is stopped by a signal", ranks=(1,)) is None
 
 
 @pytest.mark.parametrize("words", [LATE, CUT_SHORT + "rank 1 reported: ValueError: no"])
@@ -85,6 +86,21 @@ def test_of_ranks_that_are_processes_the_cause_goes_first_though_it_ends_last(wo
     assert text.startswith("rank 1 ended with exit code 4")
     assert "then rank 0 ended with exit code 1" in text
     assert "mend what was said last by rank 1; the others only followed" in text
+
+
+def test_what_a_rank_says_when_the_supervisor_ends_it_does_not_change_the_cause() -> None:
+    fails = f"import sys; print({LATE!r}); sys.exit(1)"
+    lost = CUT_SHORT + "rank 0 (pid 7 on this host) has ended"
+    hangs = f"print({lost!r}, flush=True); import time; time.sleep(600)"
+    starts = [
+        LaunchSpec(command=(sys.executable, "-c", program), ranks=(rank,))
+        for rank, program in enumerate((fails, hangs))
+    ]
+
+    report = supervise(starts, on_line=lambda line: None, grace_s=1.0)
+
+    assert report.cause is not None
+    assert (report.cause.spec.ranks, report.cause.code) == ((1,), None)
 
 
 def test_ranks_that_name_each_other_are_told_as_they_ended() -> None:

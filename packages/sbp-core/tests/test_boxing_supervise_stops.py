@@ -57,6 +57,20 @@ def test_processes_that_stop_gently_take_the_time_to_save(number):
 
 
 @hears_signals()
+def test_a_process_that_the_signal_ends_at_once_does_not_hurry_the_others():
+    heard = signals_when("ready", 2, signal.SIGTERM)
+    specs = [
+        python("import time; print('ready', flush=True); time.sleep(600)"),
+        python(_SAVER.format(takes_s=0.5), 1),
+    ]
+
+    report = supervise(specs, on_line=heard, grace_s=0.01, timeout_s=60, stops_gently=True)
+
+    assert "saved" in heard.texts
+    assert [end.code for end in report.exits] == [-signal.SIGTERM, 128 + signal.SIGTERM]
+
+
+@hears_signals()
 def test_a_second_signal_leaves_them_a_moment():
     heard = signals_when("ready", 1, signal.SIGTERM)
     second = signals_when("saving", 1, signal.SIGTERM)
