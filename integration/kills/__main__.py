@@ -9,8 +9,9 @@ import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from functools import partial
+from itertools import cycle, islice
 from pathlib import Path
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -37,11 +38,17 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="kills", description=__doc__)
     add = parser.add_argument
     every = (*WAYS, *TRAINING_WAYS)
-    add("--ways", nargs="+", choices=every, help="backends, launchers; all, if left out")
+    add(
+        "--ways",
+        nargs="+",
+        choices=every,
+        default=every,
+        help="backends; of training, launchers; all, if left out",
+    )
     add("--how", nargs="+", choices=[str(how) for how in How], default=[str(how) for how in How])
     add("--count", type=int, default=50, help="kills of each way, shared among the kinds of kill")
     add("--ranks", type=int, default=3)
-    add("--deadline", type=float, default=3.0, help="seconds that a step may wait")
+    add("--deadline", type=float, default=3.0, help="seconds that a step may wait; not of training")
     add("--seed", type=int, default=0)
     add("--training", action="store_true", help="of sbp-train, at each moment of a run")
     add("--json", type=Path, help="write all outcomes to this file")
@@ -91,11 +98,22 @@ def line_of(outcome: Outcome) -> str:
     return f"{what}: others {others}; {named}"
 
 
+def show(console: Console, line: str, outcome: Outcome | TrainingOutcome) -> None:
+    """Show what came of a trial: its line, and if it is faulty, its faults and what was written."""
+    written = outcome.lines[-_SHOWN:] if outcome.faults else ()
+    style = "red" if outcome.faults else None
+    told = [line, *(f"  {fault}" for fault in outcome.faults)]
+    for text in told:
+        console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+    for text in written:
+        console.print(f"    {text}", markup=False, highlight=False, soft_wrap=True)
+
+
 def run_trials(options: argparse.Namespace, console: Console) -> Iterator[Outcome]:
     """Run what was asked for, and show how far it is."""
     draw, hows = random.Random(options.seed), [How(name) for name in options.how]
     turns = [hows[turn % len(hows)] for turn in range(options.count)]
-    plan = [(WAYS[name], how) for name in options.ways or WAYS for how in turns]
+    plan = [(way, how) for name, way in WAYS.items() if name in options.ways for how in turns]
     columns = (TextColumn("{task.description:<27}"), BarColumn(20), MofNCompleteColumn())
     with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
         task = progress.add_task("kills", total=len(plan))
@@ -104,13 +122,7 @@ def run_trials(options: argparse.Namespace, console: Console) -> Iterator[Outcom
             outcome = run_trial(
                 way, how, num_ranks=options.ranks, deadline_s=options.deadline, draw=draw
             )
-            style = "red" if outcome.faults else None
-            show = partial(console.print, markup=False, highlight=False, soft_wrap=True)
-            show(line_of(outcome), style=style)
-            for fault in outcome.faults:
-                show(f"  {fault}", style=style)
-            for line in outcome.lines[-_SHOWN:] if outcome.faults else ():
-                show(f"    {line}")
+            show(console, line_of(outcome), outcome)
             progress.advance(task)
             yield outcome
 
@@ -135,15 +147,13 @@ def training_table(outcomes: Sequence[TrainingOutcome]) -> Table:
     return table
 
 
-def train_and_kill(options: argparse.Namespace, console: Console) -> list[TrainingOutcome]:
+def train_and_kill(options: argparse.Namespace, console: Console) -> Iterator[TrainingOutcome]:
     """Kill training in every way, at every moment, in turns; show what is wrong."""
-    draw, outcomes = random.Random(options.seed), list[TrainingOutcome]()
+    draw = random.Random(options.seed)
     hows = [how for how in TRAINING_HOWS if how in options.how]
     cases = [(how, moment) for how in hows for moment in Moment]
-    show = partial(console.print, markup=False, highlight=False, soft_wrap=True)
-    for way in options.ways or TRAINING_WAYS:
-        for turn in range(options.count):
-            how, moment = cases[turn % len(cases)]
+    for way in (way for way in TRAINING_WAYS if way in options.ways):
+        for how, moment in islice(cycle(cases), options.count):
             outcome = run_training_trial(
                 way,
                 how,
@@ -151,31 +161,27 @@ def train_and_kill(options: argparse.Namespace, console: Console) -> list[Traini
                 num_ranks=options.ranks,
                 failing_rank=draw.randrange(options.ranks),
             )
-            outcomes.append(outcome)
             down = "never" if outcome.down_s is None else f"{outcome.down_s:.2f} s"
-            show(f"{way}: {how} of rank {outcome.failing_rank} at {moment}: down after {down}")
-            for fault in outcome.faults:
-                show(f"  {fault}")
-            for line in outcome.lines[-_SHOWN:] if outcome.faults else ():
-                show(f"    {line}")
-    return outcomes
+            line = f"{way}: {how} of rank {outcome.failing_rank} at {moment}: down after {down}"
+            show(console, line, outcome)
+            yield outcome
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the trials; return 1 if anything that must hold did not, 130 after Ctrl-C."""
-    options, console, outcomes = _arguments(argv), Console(), list[Outcome]()
-    if options.training:
-        trained = train_and_kill(options, console)
-        console.print(training_table(trained))
-        return int(any(outcome.faults for outcome in trained))
+    options, console, outcomes = _arguments(argv), Console(), list[Any]()
+    trials = train_and_kill if options.training else run_trials
     status = 0
     try:
-        for outcome in run_trials(options, console):
+        for outcome in trials(options, console):
             outcomes.append(outcome)
     except KeyboardInterrupt:
         status = 130
     finally:
-        console.print(table_of(outcomes, options.deadline))
+        table = (
+            training_table(outcomes) if options.training else table_of(outcomes, options.deadline)
+        )
+        console.print(table if outcomes else "no rank was killed")
         if options.json is not None:
             rows = [asdict(outcome) for outcome in outcomes]
             options.json.write_text(json.dumps(rows, indent=1), "utf-8")
