@@ -94,6 +94,12 @@ def test_a_launcher_that_was_chosen_starts_the_ranks(launcher: str) -> None:
     assert config.launcher.name == launcher and not is_started(config, World())
 
 
+def test_a_process_of_slurm_that_is_alone_may_submit_a_job_of_many() -> None:
+    world = world_of("slurm", 1)
+    config = chosen("slurm", "torch", world)
+    assert config.launcher.name == "slurm" and not is_started(config, world)
+
+
 @pytest.mark.parametrize(
     ("launcher", "boxing", "world", "named"),
     [
