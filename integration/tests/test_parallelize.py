@@ -402,3 +402,23 @@ def test_the_world_of_processes_has_to_fit(monkeypatch, environment, mesh, match
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     refused(match, mesh=mesh, boxing="local")
+
+
+def words_loss(model, batch):
+    return model(batch["words"]).square().mean()
+
+
+@pytest.mark.parametrize("in_evaluation", [False, True])
+def test_a_step_that_fails_names_the_line_of_the_model(in_evaluation):
+    model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 2))
+    good = {"words": torch.zeros(4, dtype=torch.int64)}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    with (
+        pytest.raises(RunError) as caught,
+        parallelize(model, words_loss, good, optimizer, mesh=2) as step,
+    ):
+        (step.evaluate if in_evaluation else step)({"words": torch.full((4,), 7)})
+
+    assert "module '0'" in caught.value.where[0] and "test_parallelize.py" in caught.value.where[0]
+    assert isinstance(caught.value.__cause__, IndexError)

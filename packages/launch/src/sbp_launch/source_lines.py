@@ -3,12 +3,30 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from sbp_core.errors import RunError
 from sbp_core.graph import LogicalGraph
 
 #: How runtimes name the node whose operator failed.
 _NODE = re.compile(r"op '(?P<node>[^']+)':")
+
+
+@contextmanager
+def naming_source_lines(graph: LogicalGraph) -> Iterator[None]:
+    """Raise the error of a step inside the `with` block with the model's line.
+
+    Args:
+        graph: What the session runs, before it was planned.
+
+    Raises:
+        RunError: the one that the step raised; see `with_source_line`.
+    """
+    try:
+        yield
+    except RunError as error:
+        raise with_source_line(error, graph) from error.__cause__
 
 
 def with_source_line(error: RunError, graph: LogicalGraph) -> RunError:

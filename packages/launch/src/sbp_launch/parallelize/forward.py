@@ -11,11 +11,13 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
+from sbp_core.graph import LogicalGraph
 from sbp_core.runtime import BatchIs, Session, StepResult
 from sbp_launch.parallelize.agreement import Gather, compare_forms
 from sbp_launch.parallelize.engine import Engine
 from sbp_launch.parallelize.program import OneDeviceProgram, micro_batch
 from sbp_launch.planning import Planned, capture_forward, evaluating, plan_beside
+from sbp_launch.source_lines import naming_source_lines
 from sbp_torch.capture import flatten_batch
 
 #: Most forms of batches whose plans are kept; beyond it, the oldest one is forgotten.
@@ -37,7 +39,7 @@ class Forwards:
     ) -> None:
         self._program, self._train, self._engine = program, train, engine
         self._degree = degree
-        self._sessions: dict[tuple[object, ...], Session] = {}
+        self._sessions: dict[tuple[object, ...], tuple[Session, LogicalGraph]] = {}
 
     def step(
         self,
@@ -69,12 +71,17 @@ class Forwards:
         key = (in_evaluation, batch_is, form)
         if key not in self._sessions:
             if len(self._sessions) >= _MOST_FORMS:
-                self._sessions.pop(next(iter(self._sessions))).close()
+                oldest, _ = self._sessions.pop(next(iter(self._sessions)))
+                oldest.close()
             example = micro_batch(batch, 1, self._degree if batch_is == "local" else 1)
             self._sessions[key] = self._start(training, example, in_evaluation=in_evaluation)
-        return self._sessions[key].step(flat, scalars, batch_is=batch_is)
+        session, graph = self._sessions[key]
+        with naming_source_lines(graph):
+            return session.step(flat, scalars, batch_is=batch_is)
 
-    def _start(self, training: Session, example: Any, *, in_evaluation: bool) -> Session:
+    def _start(
+        self, training: Session, example: Any, *, in_evaluation: bool
+    ) -> tuple[Session, LogicalGraph]:
         settings = self._engine.settings
         # The states belong to training: a buffer that the forward updates is not to be overwritten.
         plain = replace(settings, compile=replace(settings.compile, in_place_states=False))
@@ -83,10 +90,10 @@ class Forwards:
         with evaluating(model) if in_evaluation else nullcontext():
             graph = capture_forward(model, self._program.loss, example, plain, name)
         planned = plan_beside(self._train, graph, plain)
-        return self._engine.runtime.start(planned.plan, training)
+        return self._engine.runtime.start(planned.plan, training), graph
 
     def close(self) -> None:
         """Close all sessions; that of training closes what they send through."""
-        for session in self._sessions.values():
+        for session, _ in self._sessions.values():
             session.close()
         self._sessions.clear()

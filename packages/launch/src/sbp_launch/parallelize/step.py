@@ -28,6 +28,7 @@ from sbp_launch.parallelize.saved import read_folder, write_folder
 from sbp_launch.parallelize.scalars import UpdateScalars
 from sbp_launch.plan_output import print_plan
 from sbp_launch.planning import Planned
+from sbp_launch.source_lines import naming_source_lines
 from sbp_launch.world import World
 from sbp_torch.capture import flatten_batch
 from sbp_torch.interchange.torch_states import to_model_state, to_optimizer_state
@@ -159,7 +160,8 @@ class ParallelStep:
         if self._gather is not None and not self._has_compared:
             compare_batches(self._parts, flat, self._gather)
             self._has_compared = True
-        found = session.step(flat, values, batch_is=self._engine.batch_is)
+        with naming_source_lines(self._planned.graph):
+            found = session.step(flat, values, batch_is=self._engine.batch_is)
         note_step(self._program.optimizer)
         return StepOutput.of(found)
 
