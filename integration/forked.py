@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import runpy
+import subprocess
 import sys
 import tempfile
 import traceback
@@ -50,6 +51,31 @@ def run_forked(command: Sequence[str], folder: Path, plugins: str = "") -> tuple
         _, status = os.waitpid(child, 0)
         printed.seek(0)
         return os.waitstatus_to_exitcode(status), printed.read()
+
+
+def run_command(command: Sequence[str], folder: Path, *, limit_s: float = 800.0) -> tuple[int, str]:
+    """Run `python -m command` in a copy of this process, or in one of its own if it has to be.
+
+    Args:
+        command: Module and arguments.
+        folder: Where it runs.
+        limit_s: Seconds after which a process of its own is ended.
+
+    Returns:
+        Its exit code, and what it printed.
+    """
+    if can_fork():
+        return run_forked(command, folder)
+    done = subprocess.run(
+        [sys.executable, "-m", *command],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=limit_s,
+        check=False,
+    )
+    return done.returncode, done.stdout
 
 
 def _run_and_exit(command: Sequence[str], folder: Path, plugins: str, output: int) -> NoReturn:

@@ -23,7 +23,7 @@ from sbp_core.runtime import Session
 from sbp_torch.boxing import shard
 from sbp_torch.capture import capture, initial_states
 
-NUM_STEPS = 20
+NUM_STEPS = 10
 LEARNING_RATE = 1e-3
 MODEL = {"vocabulary": 64, "context": 16, "num_layers": 2, "num_heads": 4, "hidden": 32}
 

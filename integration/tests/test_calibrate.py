@@ -26,7 +26,7 @@ def run(folder: Path, module: str, *arguments: str) -> str:
 
 
 def calibrate(folder: Path, *arguments: str) -> Cluster:
-    tiny = ["sizes=[1024,8192,65536]", "repetitions=2", "time_s=20"]
+    tiny = ["sizes=[1024,8192,65536]", "repetitions=2", "time_s=1"]
     run(folder, "sbp_launch.calibrate.app", *tiny, *arguments)
     return Cluster.load(folder / "cluster.json")
 
@@ -34,6 +34,7 @@ def calibrate(folder: Path, *arguments: str) -> Cluster:
 def test_a_plan_is_priced_with_what_was_measured_through_torch(tmp_path: Path) -> None:
     cluster = calibrate(tmp_path, "boxing=torch")
     plan = ["cluster=measured", "planner=manual/data_parallel", "trainer.plan_rows=1"]
+    plan += ["model.num_layers=1", "model.hidden=32", "model.num_heads=2"]
 
     said = run(tmp_path, "sbp_launch.plan", *plan, "cluster.file=cluster.json")
 

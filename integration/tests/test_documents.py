@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,20 +10,15 @@ from documents.blocks import commands, read
 from documents.compare import masked, missing
 from documents.page import Report, run_page
 from documents.pages import ROOT, pages
+from forked import run_command
 
 
 @pytest.mark.timeout(900)  # a page is many commands
 @pytest.mark.parametrize("page", pages())
 def test_what_a_page_shows_is_what_happens(page: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "documents", page, "--times"],
-        cwd=ROOT / "integration",
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    code, printed = run_command(["documents", page, "--times"], ROOT / "integration")
 
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert code == 0, printed
 
 
 def run(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> Report:

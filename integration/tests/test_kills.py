@@ -13,12 +13,10 @@ from kills.trial import WAYS, How, run_trial
     [
         ("local (sbp)", How.EXCEPTION),
         ("torch (sbp)", How.SIGKILL),
-        ("torch (sbp)", How.SIGSTOP),
         ("torch (torchrun)", How.EXCEPTION),
         ("mpi (sbp)", How.SIGSTOP),
         ("mpi (mpiexec)", How.EXIT),
         ("nccl (sbp)", How.EXCEPTION),
-        ("nccl (mpiexec)", How.SIGSTOP),
     ],
     ids=str,
 )

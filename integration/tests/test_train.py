@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+
+from forked import run_command
 
 SMALL = (
     "model.num_layers=2",
@@ -46,16 +46,9 @@ WAYS = {
 }
 
 
-def sbp(command: str, folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    """Run a command of sbp_launch in a folder."""
-    return subprocess.run(
-        [sys.executable, "-m", f"sbp_launch.{command}", *overrides],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+def sbp(command: str, folder: Path, *overrides: str) -> tuple[int, str]:
+    """Run a command of sbp_launch in a folder; return its exit code and what it printed."""
+    return run_command([f"sbp_launch.{command}", *overrides], folder)
 
 
 def check_trace(printed: str, folder: Path) -> None:
@@ -80,16 +73,16 @@ def check_trace(printed: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.replace(" ", "-"))
 def test_it_trains_and_says_how_far_it_is_from_one_device(tmp_path: Path, way: str) -> None:
-    done = sbp("train", tmp_path, *SMALL, *WAYS[way])
+    code, printed = sbp("train", tmp_path, *SMALL, *WAYS[way])
 
-    assert done.returncode == 0, done.stderr
-    assert "a rank sends" in done.stdout
-    assert "cannot deadlock" in done.stdout
-    assert "step 4/4" in done.stdout
-    assert re.search(r"a step took .* \(median of steps 3-4\); predicted ", done.stdout)
+    assert code == 0, printed
+    assert "a rank sends" in printed
+    assert "cannot deadlock" in printed
+    assert "step 4/4" in printed
+    assert re.search(r"a step took .* \(median of steps 3-4\); predicted ", printed)
     # What is predicted of memory and bytes is what is measured, to the last digit that is printed.
     # Only what a stage that runs ahead holds depends on the timing, and the most is predicted.
-    found = re.findall(r"(held at most|sent) (\S+) (\S+).*; predicted (\S+) (\S+)", done.stdout)
+    found = re.findall(r"(held at most|sent) (\S+) (\S+).*; predicted (\S+) (\S+)", printed)
     assert [of for of, *_ in found] == ["held at most", "sent"][: 1 if way == "lock-step" else 2]
     for of, measured, unit, predicted, predicted_unit in found:
         assert unit == predicted_unit
@@ -97,19 +90,19 @@ def test_it_trains_and_says_how_far_it_is_from_one_device(tmp_path: Path, way: s
             assert 0.95 * float(predicted) < float(measured) <= float(predicted)
         else:
             assert measured == predicted
-    assert re.search(r"held-out loss: \d\.\d+", done.stdout)
-    assert "a sample of text" in done.stdout
+    assert re.search(r"held-out loss: \d\.\d+", printed)
+    assert "a sample of text" in printed
     if "trainer.trace=3..4" in WAYS[way]:
-        check_trace(done.stdout, next(tmp_path.glob("runs/*")))
-    deviation = re.search(r"first 3 steps: \S+ \((\S+) relative\)", done.stdout)
+        check_trace(printed, next(tmp_path.glob("runs/*")))
+    deviation = re.search(r"first 3 steps: \S+ \((\S+) relative\)", printed)
     assert deviation is not None
     assert float(deviation[1]) < 1e-5
 
 
 def test_a_run_leaves_its_plan_metrics_and_states(tmp_path: Path) -> None:
-    done = sbp("train", tmp_path, *SMALL)
+    code, printed = sbp("train", tmp_path, *SMALL)
 
-    assert done.returncode == 0, done.stderr
+    assert code == 0, printed
     (folder,) = (tmp_path / "runs").iterdir()
     lines = (folder / "metrics.jsonl").read_text("utf-8").splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
@@ -121,20 +114,21 @@ def test_a_run_leaves_its_plan_metrics_and_states(tmp_path: Path) -> None:
 
 
 def test_a_plan_is_printed_without_training(tmp_path: Path) -> None:
-    done = sbp("plan", tmp_path, *SMALL, "planner=osdp", "cluster.mesh=[4]", "cluster.axes=[data]")
+    osdp = ("planner=osdp", "cluster.mesh=[4]", "cluster.axes=[data]")
+    code, printed = sbp("plan", tmp_path, *SMALL, *osdp)
 
-    assert done.returncode == 0, done.stderr
-    assert re.search("all-reduce of .* over data", done.stdout)
-    assert "step 1/4" not in done.stdout
+    assert code == 0, printed
+    assert re.search("all-reduce of .* over data", printed)
+    assert "step 1/4" not in printed
 
 
 def test_threads_are_refused_beside_a_backend_of_processes_before_anything_starts(
     tmp_path: Path,
 ) -> None:
-    done = sbp("train", tmp_path, *SMALL, "boxing=torch", "launcher=threads")
+    code, printed = sbp("train", tmp_path, *SMALL, "boxing=torch", "launcher=threads")
 
-    assert done.returncode == 2
-    assert "launcher=spawn" in done.stderr
-    assert "boxing=torch" in done.stderr
-    assert "local" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert code == 2
+    assert "launcher=spawn" in printed
+    assert "boxing=torch" in printed
+    assert "local" in printed
+    assert "Traceback" not in printed

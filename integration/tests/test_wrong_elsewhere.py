@@ -172,7 +172,10 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
     return loss
 
 
-@pytest.mark.parametrize("num_ranks", NUMS_OF_RANKS)
+@pytest.mark.parametrize(
+    "num_ranks",
+    [n if n != 3 else pytest.param(n, marks=pytest.mark.exhaustive) for n in NUMS_OF_RANKS],
+)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_losses_and_parameters_are_those_of_one_device(name: str, num_ranks: int) -> None:
     program = PROGRAMS[name]

@@ -62,7 +62,9 @@ def deviation(output: str) -> float:
     return float(found[1])
 
 
-@pytest.mark.parametrize("mesh", ["[2]", "[4]", "[2,2]"])
+@pytest.mark.parametrize(
+    "mesh", ["[4]", "[2,2]", pytest.param("[2]", marks=pytest.mark.exhaustive)]
+)
 @pytest.mark.parametrize(
     "model", [*ZOO, *(pytest.param(model, marks=WITH_TRANSFORMERS) for model in OTHERS)]
 )
