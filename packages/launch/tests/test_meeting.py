@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,31 @@ def test_rank_0_tells_of_one_run_after_the_other(monkeypatch: pytest.MonkeyPatch
     other.join(60)
 
     assert heard == [(Path("/runs/1"), 0), (Path("/runs/2"), 0), (None, 2)]
+
+
+def test_rank_0_leaves_last_as_it_may_hold_what_the_others_meet_by(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    left: list[int] = []
+
+    def follow() -> None:
+        meeting = meet(world(1))
+        time.sleep(0.3)  # slower than rank 0, which has nothing else to do
+        meeting.receive()
+        left.append(1)
+        meeting.leave(0)
+
+    other = threading.Thread(target=follow)
+    other.start()
+    meeting = meet(world(0))
+    meeting.tell(None)
+    meeting.leave(0)
+    left.append(0)
+    other.join(60)
+
+    assert left == [1, 0]
 
 
 def test_processes_that_nobody_told_where_to_meet_say_what_is_missing(

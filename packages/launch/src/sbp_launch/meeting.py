@@ -16,18 +16,24 @@ import json
 import os
 import time
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from sbp_core.errors import ConfigError, RunError
+from sbp_launch.exit_codes import BAD_CONFIG
 from sbp_launch.world import MPIEXEC, World
 
 #: Seconds in which the store of rank 0, or of torchrun, has to be there.
 _CONNECT_S = 300.0
 
-#: Seconds that a rank which has failed waits for the others to come to their end, too.
-_LEAVE_S, _LOOK_S = 3.0, 0.01
+#: Seconds that a rank waits for the others to come to their end, too: under MPI one that has failed;
+#: elsewhere rank 0, which may hold the store, if it has not.
+_LEAVE_S, _LEAVE_STORE_S = 3.0, 30.0
+
+#: Seconds between two looks whether they have.
+_LOOK_S = 0.01
 
 
 class Meeting(ABC):
@@ -51,9 +57,13 @@ class Meeting(ABC):
         folder, code = json.loads(self._receive())
         return None if folder is None else Path(folder), code
 
+    @abstractmethod
     def leave(self, code: int) -> None:
-        """Let the launcher end the other ranks if this one ends badly, and they do not."""
-        return  # most see to that by themselves
+        """Prepare for the end of this process; all call this last.
+
+        Args:
+            code: Its exit code. If that is not 0, the launcher ends the others that do not end.
+        """
 
     @abstractmethod
     def _send(self, text: str) -> None:
@@ -121,6 +131,7 @@ class _StoreMeeting(Meeting):
         from torch import distributed
 
         dist: Any = distributed
+        self._world = world
 
         missing = {"MASTER_ADDR", "MASTER_PORT"} - {*os.environ}
         if missing:
@@ -144,6 +155,20 @@ class _StoreMeeting(Meeting):
         self._store = dist.PrefixStore(f"sbp-train/{attempt}", store)
         self._told = 0
 
+    def leave(self, code: int) -> None:
+        """See `Meeting.leave`: the store may be in rank 0, which goes last.
+
+        Not after a failure, in which the others may be busy: most launchers end them.
+        """
+        if code not in (0, BAD_CONFIG):
+            return
+        with suppress(RuntimeError):  # of torch: another rank has not come to its end, or has gone
+            if self._world.rank:
+                self._store.set(f"rank {self._world.rank} leaves", "")
+            else:
+                others = [f"rank {rank} leaves" for rank in range(1, self._world.size)]
+                self._store.wait(others, timedelta(seconds=_LEAVE_STORE_S))
+
     def _send(self, text: str) -> None:
         self._store.set(str(self._told), text)
         self._told += 1
@@ -153,6 +178,7 @@ class _StoreMeeting(Meeting):
         while True:
             try:
                 self._store.wait([key], timedelta(seconds=_CONNECT_S))
+                text: bytes = self._store.get(key)
                 break
             except RuntimeError as error:  # of torch: too late, or the connection is gone
                 if "timeout" not in str(error).lower():
@@ -160,5 +186,4 @@ class _StoreMeeting(Meeting):
                         f"rank 0 has ended without a word: {error}", todo="see what it wrote last"
                     ) from error
         self._told += 1
-        text: bytes = self._store.get(key)
         return text.decode()

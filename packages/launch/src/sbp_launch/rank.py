@@ -40,7 +40,10 @@ def run_rank(folder: Path, world: World, width: int | None = None) -> int:
         except KeyboardInterrupt:
             return INTERRUPTED
         except SystemExit as error:
-            return error.code if isinstance(error.code, int) else FAILED
+            if isinstance(error.code, int):
+                return error.code
+            log.last_words(f"{_speaker(world)}: {error}")
+            return FAILED
         except Exception as error:
             traceback.print_exc()
             log.last_words(f"{_speaker(world)}: {type(error).__name__}: {error}\n  in {log.path}")

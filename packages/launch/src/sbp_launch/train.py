@@ -15,7 +15,7 @@ from sbp_core.plugins import PluginRegistry
 from sbp_launch.app import run
 from sbp_launch.check import check
 from sbp_launch.config import Application, ComposedConfig, RunConfig
-from sbp_launch.exit_codes import BAD_CONFIG, FAILED
+from sbp_launch.exit_codes import BAD_CONFIG, FAILED, INTERRUPTED
 from sbp_launch.launch_choice import choose_launcher
 from sbp_launch.launching import follow, launch
 from sbp_launch.meeting import Meeting, meet
@@ -74,9 +74,12 @@ def main() -> None:
         world = World.of_environment()
         code = run(make_application(world)) if world.size == 1 else _run_among(world)
     except SbpError as error:
-        if not world.rank:  # once, where all ranks say the same
+        # Once, where all ranks say the same; of a failure each has its own to say.
+        if not world.rank or not isinstance(error, ConfigError):
             sys.stderr.write(f"{_NAME}: {error}\n")
         code = BAD_CONFIG if isinstance(error, ConfigError) else FAILED
+    except KeyboardInterrupt:  # while it met the others, or waited for the next run
+        code = INTERRUPTED
     sys.exit(code)
 
 

@@ -1,0 +1,127 @@
+"""The command among processes that a launcher started: rank 0 leads, and the others follow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sbp_core.errors import ConfigError, RunError
+from sbp_launch import launching, train
+from sbp_launch.meeting import Meeting
+from sbp_launch.world import World
+
+
+class MadeUpMeeting(Meeting):
+    """Keeps what it is told; the others receive what is given."""
+
+    def __init__(self, given: Sequence[tuple[Path | None, int]] = ()) -> None:
+        self.given, self.told, self.left = list(given), list[Any](), list[int]()
+
+    def tell(self, folder: Path | None, code: int = 0) -> None:
+        self.told.append((folder, code))
+
+    def receive(self) -> tuple[Path | None, int]:
+        return self.given.pop(0)
+
+    def leave(self, code: int) -> None:
+        self.left.append(code)
+
+    def _send(self, text: str) -> None: ...
+
+    def _receive(self) -> str: ...
+
+
+def exit_code(
+    monkeypatch: pytest.MonkeyPatch, rank: int, meeting: MadeUpMeeting | Exception
+) -> object:
+    """Run the command as one of two processes; return its exit code."""
+    world = World(rank=rank, size=2, local_rank=rank, local_size=2, launcher="torchrun")
+    monkeypatch.setattr(train.World, "of_environment", lambda: world)
+
+    def meet(world: World) -> Meeting:
+        if isinstance(meeting, Exception):
+            raise meeting
+        return meeting
+
+    monkeypatch.setattr(train, "meet", meet)
+    with pytest.raises(SystemExit) as caught:
+        train.main()
+    return caught.value.code
+
+
+@pytest.mark.parametrize("code", [0, 2, 143])
+@pytest.mark.parametrize("by_exit", [False, True])
+def test_rank_0_tells_the_others_how_it_ended(
+    code: int, by_exit: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(app: object) -> int:
+        if by_exit:
+            raise SystemExit(code)
+        return code
+
+    monkeypatch.setattr(train, "run", run)
+    meeting = MadeUpMeeting()
+
+    assert exit_code(monkeypatch, 0, meeting) == code
+    assert (meeting.told, meeting.left) == ([(None, code)], [code])
+
+
+def test_the_others_are_told_of_a_mistake_of_ours_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(app: object) -> int:
+        raise KeyError("ours")
+
+    monkeypatch.setattr(train, "run", run)
+    meeting = MadeUpMeeting()
+
+    with pytest.raises(KeyError):
+        exit_code(monkeypatch, 0, meeting)
+    assert meeting.told == [(None, 1)]
+
+
+@pytest.mark.parametrize(
+    ("codes", "last", "runs"), [([0, 0], 0, 2), ([0, 0], 130, 2), ([1, 0], 1, 1)]
+)
+def test_another_rank_follows_from_run_to_run_until_one_fails(
+    codes: list[int], last: int, runs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[Path] = []
+
+    def run_rank(folder: Path, world: World) -> int:
+        ran.append(folder)
+        return codes[len(ran) - 1]
+
+    monkeypatch.setattr(launching, "run_rank", run_rank)
+    folders = [Path("0"), Path("1")]
+    meeting = MadeUpMeeting([(folders[0], 0), (folders[1], 0), (None, last)])
+
+    assert exit_code(monkeypatch, 1, meeting) == last
+    assert ran == folders[:runs]
+    assert meeting.left == [last]
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "speakers"),
+    [(ConfigError("no MPI"), 2, [0]), (RunError("rank 1 does not reach it"), 1, [0, 1])],
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_setting_that_keeps_ranks_from_meeting_is_said_once_and_a_failure_by_each(
+    error: Exception,
+    code: int,
+    speakers: list[int],
+    rank: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert exit_code(monkeypatch, rank, error) == code
+    assert capsys.readouterr().err == (f"sbp-train: {error}\n" if rank in speakers else "")
+
+
+def test_ctrl_c_ends_a_rank_that_waits_for_the_next_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Waiting(MadeUpMeeting):
+        def receive(self) -> tuple[Path | None, int]:
+            raise KeyboardInterrupt
+
+    assert exit_code(monkeypatch, 1, Waiting()) == 130
