@@ -28,8 +28,8 @@ from sbp_launch.world import MPIEXEC, World
 #: Seconds in which the store of rank 0, or of torchrun, has to be there.
 _CONNECT_S = 300.0
 
-#: Seconds that a rank waits for the others to come to their end, too: under MPI one that has failed;
-#: elsewhere rank 0, which may hold the store, if it has not.
+#: Seconds that a rank waits for the others to end, too: under MPI one that has failed; elsewhere
+#: rank 0, which may hold the store, if it has not.
 _LEAVE_S, _LEAVE_STORE_S = 3.0, 30.0
 
 #: Seconds between two looks whether they have.
