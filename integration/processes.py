@@ -22,7 +22,7 @@ from sbp_core.plugins import discover
 Job = Callable[[int, BoxingBackend], Any]
 
 #: Seconds after which ranks that still run are ended.
-LIMIT_S = 60.0
+LIMIT_S = 240.0
 
 
 def run_ranks(num_ranks: int, job: Job) -> list[Any]:

@@ -21,7 +21,7 @@ def _told(backend: str, how: str, *places: str) -> dict[tuple[str, int], dict[st
     command = [sys.executable, str(_PROGRAM), backend, how, *places]
     specs = discover(strict=True).make("boxing", backend, {}).launch_specs(2, command)
     lines: list[str] = []
-    supervise(specs, on_line=lambda line: lines.append(line.text), timeout_s=60.0)
+    supervise(specs, on_line=lambda line: lines.append(line.text), timeout_s=240.0)
     found = [json.loads(line) for line in lines if line.startswith("{")]
     return {(one["place"], one["rank"]): one for one in found}
 

@@ -115,7 +115,7 @@ def test_ranks_that_are_asked_to_stop_do_so_behind_one_step_and_save_it(
     ) as run:
         told = text_until(run, b"step 3/")
         run.send_signal(number)
-        told += run.communicate(timeout=100)[0].decode()
+        told += run.communicate(timeout=240)[0].decode()
 
     assert run.returncode == code, told
     assert "the states so far are in states.safetensors" in told
@@ -134,7 +134,7 @@ def test_a_rank_that_is_killed_is_named_with_its_log(tmp_path: Path) -> None:
     ) as run:
         told = text_until(run, b"step 3/")
         os.kill(process_of_rank(1, tmp_path), signal.SIGKILL)
-        told += run.communicate(timeout=60)[0].decode()
+        told += run.communicate(timeout=240)[0].decode()
 
     assert run.returncode == 1, told
     assert "rank 1 was ended by SIGKILL" in told

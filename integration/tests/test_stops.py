@@ -55,7 +55,7 @@ def test_a_run_stopped_by_a_signal_keeps_its_states(
         while b"step 3/" not in text and (new := os.read(run.stdout.fileno(), 2**16)):
             text += new
         run.send_signal(number)
-        text += run.communicate(timeout=60)[0]
+        text += run.communicate(timeout=240)[0]
 
     told = text.decode()
     # Python ends itself by SIGINT where Ctrl-C came under `exec`; to a shell that is 130, too.

@@ -72,7 +72,7 @@ def test_one_failing_rank_of_four_unblocks_the_others_and_is_named(name: str, ra
         took_s = time.monotonic() - began
 
         assert REFUSAL in str(caught.value)
-        assert took_s < 2.0
+        assert took_s < 15.0  # the deadline is 30 s
         assert_states(session, before)
 
 
@@ -151,7 +151,7 @@ def test_a_rank_that_hangs_is_named_when_the_deadline_passes(
 
     assert f"rank 2, thread 'compute': at '{actor}'" in str(caught.value)
     assert isinstance(caught.value.__cause__, BoxingError)
-    assert took_s < 2.5
+    assert took_s < 15.0  # the gate stays closed
     assert_states(session, before)
     with caplog.at_level(logging.WARNING):
         session.close()

@@ -159,7 +159,7 @@ def hold(rank: int, _: TorchBackend, port: int, how: str) -> list[str]:
             with contextlib.suppress(BoxingError):  # an error that is kept would keep its frames
                 reduce(backend, rank, "in vain", deadline_s=0.3)
         backend.close()
-        end = time.monotonic() + 1.0
+        end = time.monotonic() + 10.0
         while grown(before, holdings()) and time.monotonic() < end:
             time.sleep(0.01)  # the kernel takes a moment to end a thread that has ended
         left.append(grown(before, holdings()))

@@ -61,7 +61,7 @@ def app(toys: Path, tmp_path: Path) -> Callable[..., Outcome]:
             },
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=240,
             check=False,
         )
         err, _, last = child.stderr.rpartition("\n")

@@ -308,7 +308,7 @@ def test_the_commands_check_their_settings_before_they_import_torch(
         env={**os.environ, "PYTHONPATH": str(toys)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
 

@@ -121,7 +121,7 @@ states_file._wait_for_disk = lambda path: os.kill(os.getpid(), signal.SIGKILL)
 states_file.write_states(Path(sys.argv[1]), {"weight": torch.zeros(4, 3)})
 """
 
-    killed = subprocess.run([sys.executable, "-c", program, str(path)], check=False, timeout=60)
+    killed = subprocess.run([sys.executable, "-c", program, str(path)], check=False, timeout=240)
 
     assert killed.returncode == -signal.SIGKILL
     assert torch.equal(load_file(path)["weight"], states(1.0)["weight"])

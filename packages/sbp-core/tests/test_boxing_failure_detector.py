@@ -130,7 +130,7 @@ def test_with_the_host_of_the_store_gone_it_is_named_or_after_a_moment_the_loss(
 def test_a_rank_that_deregistered_while_a_call_waits_for_it_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(detector_module, "_GRACE_S", 0.05)
+    monkeypatch.setattr(detector_module, "_GRACE_S", 60.0)
     store, other, _ = stores_of(3)
     detector, calls, _ = detector_of(store, replace(ME, rank=1), replace(ME, rank=2))
     other.deregister()
@@ -138,8 +138,8 @@ def test_a_rank_that_deregistered_while_a_call_waits_for_it_is_named(
 
     calls.begin(call_of(age_s=1.0))
     assert detector.failure_reason() is None  # what it sent before may be on its way
-    time.sleep(0.06)
 
+    monkeypatch.setattr(detector_module, "_GRACE_S", 0.0)
     reason = detector.failure_reason() or ""
     assert reason.startswith("rank 1 ") and "closed its boxing backend" in reason
     calls.end()
@@ -149,7 +149,7 @@ def test_a_rank_that_deregistered_while_a_call_waits_for_it_is_named(
 def test_silence_on_another_host_counts_when_a_connection_broke(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(detector_module, "_SILENCE_S", 0.2)
+    monkeypatch.setattr(detector_module, "_SILENCE_S", 1.0)
     store, quiet, loud = stores_of(3)
     quiet.send_heartbeat(7, [0])
     detector, _, _ = detector_of(store, elsewhere(1), elsewhere(2))
@@ -170,7 +170,7 @@ def test_silence_on_another_host_counts_when_a_connection_broke(
         stop.set()
         thread.join()
 
-    assert reason.startswith("rank 1 (pid 1 on host far) has given no sign of life for 0.2 s")
+    assert reason.startswith("rank 1 (pid 1 on host far) has given no sign of life for 1 s")
     assert "no sign" in lines[0] and "gives signs of life" in lines[1]
 
 

@@ -22,6 +22,18 @@ from sbp_core.testing.interrupts import hears_signals
 _LONG_S = 600
 
 
+#: The letter for the state of the process whose id is in a file; none before the file is there.
+_STATE_OF = """
+        from pathlib import Path
+        def state():
+            pid = Path("{path}").read_text() if Path("{path}").exists() else ""
+            try:
+                return pid and Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0]
+            except OSError:
+                return "gone"
+"""
+
+
 def sleeper(rank: int = 1) -> LaunchSpec:
     return python(f"import time; time.sleep({_LONG_S})", rank)
 
@@ -60,15 +72,18 @@ def test_lines_of_a_process_keep_their_order_and_none_is_lost():
     assert heard.texts == [str(i) for i in range(2000)]
 
 
-def test_lines_come_while_the_process_runs():
-    came: list[float] = []
-    program = "import time; print('now'); time.sleep(1)"
+def test_lines_come_while_the_process_runs(tmp_path):
+    came = tmp_path / "came"
+    program = f"""
+        import pathlib, time
+        print("now")
+        while not pathlib.Path({str(came)!r}).exists():
+            time.sleep(0.01)
+    """
 
-    began = time.monotonic()
-    heard = Heard(lambda line: came.append(time.monotonic() - began))
-    supervise([python(program)], on_line=heard)
+    report = supervise([python(program)], on_line=lambda line: came.touch(), timeout_s=60)
 
-    assert time.monotonic() - began - came[0] > 0.5
+    assert report.exit_status == 0
 
 
 def test_what_is_no_utf_8_and_has_no_line_end_is_passed_on():
@@ -125,11 +140,20 @@ def test_last_lines_that_were_seen_need_not_be_quoted():
     assert "seen" not in str(ended.error(quote=False))
 
 
-def test_the_others_have_the_grace_to_say_why_they_end():
-    heard = Heard()
-    other = python("import time; time.sleep(1); print('rank 1 is gone'); exit(4)", 0)
+def test_the_others_have_the_grace_to_say_why_they_end(tmp_path):
+    heard, path = Heard(), tmp_path / "pid"
+    other = f"""
+        import time
+        {_STATE_OF.format(path=str(path))}
+        while state() not in ("Z", "gone"):
+            time.sleep(0.01)
+        time.sleep(0.5)
+        print("rank 1 is gone")
+        exit(4)
+    """
+    fails = f"import os, pathlib; pathlib.Path({str(path)!r}).write_text(str(os.getpid())); exit(3)"
 
-    ended = supervise([other, python("exit(3)", 1)], grace_s=30, on_line=heard)
+    ended = supervise([python(other), python(fails, 1)], grace_s=60, on_line=heard)
 
     assert heard.texts == ["rank 1 is gone"]
     assert [end.code for end in ended.exits] == [3, 4]
@@ -209,9 +233,20 @@ def test_a_process_that_is_not_of_the_run_is_not_ended_whatever_is_said_of_it():
         other.wait()
 
 
-def test_who_waited_for_a_rank_that_had_been_stopped_is_not_the_cause():
-    stops = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
-    fails = "import sys, time; time.sleep(0.3); sys.exit('nobody came')"
+def test_who_waited_for_a_rank_that_had_been_stopped_is_not_the_cause(tmp_path):
+    path = tmp_path / "stopped"
+    stops = f"""
+        import os, pathlib, signal
+        pathlib.Path({str(path)!r}).write_text(str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+    """
+    fails = f"""
+        import sys, time
+        {_STATE_OF.format(path=str(path))}
+        while state() != "T":
+            time.sleep(0.01)
+        sys.exit("nobody came")
+    """
 
     ended = supervise([python(fails), python(stops, 1)], grace_s=0.2)
 

@@ -140,7 +140,7 @@ def test_a_closed_control_store_holds_neither_a_thread_nor_its_store() -> None:
         and not control_store.is_lost()
         and not control_store.all_deregistered()
     )
-    assert time.monotonic() - began < 0.5
+    assert time.monotonic() - began < 5.0
 
 
 def test_rank_0_closes_after_all_others_have() -> None:
@@ -154,7 +154,7 @@ def test_rank_0_closes_after_all_others_have() -> None:
     time.sleep(0.2)
     waits = closing.is_alive()
     other.close()
-    closing.join(0.5)
+    closing.join(30.0)
 
     assert waits and not closing.is_alive()
 
