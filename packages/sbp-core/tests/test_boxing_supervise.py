@@ -219,6 +219,19 @@ def test_a_rank_of_a_launcher_that_others_say_is_stopped_is_ended_at_once():
     assert "rank 1 failed first" in str(ended)
 
 
+def test_a_rank_that_goes_on_is_not_ended_whatever_is_said_of_it():
+    program = (
+        "import subprocess, sys; "
+        "rank = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(0.5)']); "
+        "print(f'rank 1 (pid {rank.pid} on this host): is stopped by a signal', flush=True); "
+        "sys.exit(rank.wait() != 0)"
+    )
+
+    ended = supervise([LaunchSpec(command=(sys.executable, "-c", program), ranks=(0, 1))])
+
+    assert ended.exit_status == 0
+
+
 def test_a_process_that_is_not_of_the_run_is_not_ended_whatever_is_said_of_it():
     other = subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({_LONG_S})"])
     try:

@@ -7,10 +7,12 @@ from math import inf
 from sbp_core.check import check
 from sbp_core.compile import CompileOptions, compile_plan
 from sbp_core.compile.physical import Collective, PhysicalPlan
+from sbp_core.graph.ir import GraphOutput, InputKind, OutputKind, Phase, Ref
 from sbp_core.infer import infer_strategy, step_time_s
 from sbp_core.placement import Placement
 from sbp_core.plugins.kinds import PlanRequest
-from sbp_core.testing.graphs import cluster, mlp
+from sbp_core.testing.graphs import Builder, cluster, mlp
+from sbp_core.testing.plans import strategy_of
 
 _PINS = {"batch": "S(0)", "activations": "S(0)", "parameters": "B", "gradients": "B"}
 
@@ -113,3 +115,24 @@ def test_a_gather_of_states_for_updates_does_not_begin_with_the_step() -> None:
 
     first = next(at for at, name in enumerate(order) if "exp_avg" in name)
     assert first > max(at for at, name in enumerate(order) if name.startswith("forward."))
+
+
+def test_a_decay_is_done_with_its_update() -> None:
+    b = Builder()
+    b.add_input("x", InputKind.BATCH, (4, 4))
+    b.add_input("w", InputKind.PARAMETER, (4, 4))
+    b.op("y", "mm.default", (Ref("x"), Ref("w")), (4, 4))
+    b.op("g", "mm.default", (Ref("x"), Ref("y")), (4, 4), phase=Phase.BACKWARD)
+    for name, op, args in (
+        ("decayed", "mul.Tensor", (Ref("w"), 0.9)),
+        ("new", "sub.Tensor", (Ref("decayed"), Ref("g"))),
+    ):
+        b.op(name, op, args, (4, 4), phase=Phase.OPTIMIZER, pointwise=True)
+    b.outputs.append(GraphOutput(name="w", kind=OutputKind.STATE, value="new"))
+    graph = b.graph()
+    strategy = strategy_of(graph, signatures={"g": "S(1) | S(0) -> P"})
+
+    plan = compile_plan(graph, strategy, CompileOptions(overlap=True, piece_s=0.0))
+
+    (update,) = (a for a in plan.by_rank[0].actors if a.name.startswith("optimizer."))
+    assert update.inputs == ("g@0(B)",)

@@ -189,20 +189,41 @@ def test_no_more_than_a_block_is_gathered_ahead_of_its_use() -> None:
     assert waits[second.name].startswith("forward.")
 
 
-def test_the_next_block_is_packed_and_gathered_before_one_is_computed() -> None:
+def test_what_comes_next_is_packed_and_gathered_before_a_block_is_computed() -> None:
     graph = _graph()
     options = CompileOptions(bucket_bytes=_LARGE, overlap=True, prefetch=1)
     rank = compile_plan(graph, _strategy(graph), options).ranks[0]
+    order = [name for name, _ in rank.orders["compute"]]
+
+    def packs(parameter: str) -> str:
+        return next(a.name for a in rank.actors if parameter in a.reads)
+
+    def takes(maker: str) -> str:
+        (name,) = {name for r in rank.outputs_of[maker] if r.keys for name in r.consumers}
+        return name
+
+    pairs = (
+        ("blocks.0.norm1.weight", "blocks.1.norm1.weight"),
+        ("blocks.1.norm1.weight", "norm.weight"),
+    )
+    for now, following in pairs:
+        computes, pack = takes(takes(packs(now))), packs(following)
+        assert order.index(pack) < order.index(takes(pack)) < order.index(computes)
+
+
+def test_without_prefetch_no_gather_of_the_backward_phase_begins_in_the_forward_phase() -> None:
+    graph = _graph()
+    options = CompileOptions(bucket_bytes=_LARGE, overlap=True, prefetch=0)
+    rank = compile_plan(graph, _strategy(graph), options).ranks[0]
 
     order = [name for name, _ in rank.orders["compute"]]
-    pack = next(a.name for a in rank.actors if "blocks.1.norm1.weight" in a.reads)
-    (gather,) = (name for r in rank.outputs_of[pack] if r.keys for name in r.consumers)
-    first = next(a for a in rank.actors if "blocks.0.norm1.weight" in a.reads)
-    (gathered,) = (name for r in rank.outputs_of[first.name] if r.keys for name in r.consumers)
-    (computes,) = {
-        name for r in rank.outputs_of[gathered] for name in r.consumers if name.startswith("forw")
-    }
-    assert order.index(pack) < order.index(gather) < order.index(computes)
+    last = max(order.index(name) for name in order if name.startswith("forward."))
+    gathers = [
+        a.name
+        for a in rank.actors
+        if isinstance(a, Collective) and a.phase is Phase.BACKWARD and "bucket" not in a.name
+    ]
+    assert gathers and all(order.index(name) > last for name in gathers)
 
 
 def test_shards_that_are_cast_before_they_are_gathered_travel_together_too() -> None:

@@ -117,8 +117,9 @@ def prefetch_registers(
 ) -> Iterable[Register]:
     """Yield registers without values that keep parameters from being gathered too early.
 
-    A thread of its own would gather them all at once. So each gather, or what packs for it, takes a
-    token of the segment that is `prefetch + 1` before the first one that uses what it makes.
+    Boxing that goes on beside compute would gather them all at once. So each gather, or what packs
+    for it, takes a token of the segment that is `prefetch + 1` before the first one that uses what
+    it makes.
 
     before: gather w1, gather w2, gather w3 | forward.1 forward.2 forward.3
     after:  gather w1, gather w2 | forward.1 -> gather w3 | forward.2 forward.3       prefetch 1
