@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
+from forked_programs import ForkedPrograms
 from toys import CHILD, OPTIONS, PLUGIN, TOYS, Outcome, group_of, write_distribution
 
 
@@ -21,8 +20,16 @@ def toys(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.fixture(scope="session")
+def programs() -> Iterator[ForkedPrograms]:
+    """What runs the app in processes without PyTorch."""
+    found = ForkedPrograms()
+    yield found
+    found.close()
+
+
 @pytest.fixture
-def app(toys: Path, tmp_path: Path) -> Callable[..., Outcome]:
+def app(toys: Path, tmp_path: Path, programs: ForkedPrograms) -> Callable[..., Outcome]:
     """Run an app with a toy task in a child process, on the given command line."""
 
     def call(
@@ -43,26 +50,15 @@ def app(toys: Path, tmp_path: Path) -> Callable[..., Outcome]:
         toys_missing = [
             toy for toy in TOYS if not any(group_of(toy) == group_of(one) for one in arguments)
         ]
-        child = subprocess.run(
-            [
-                sys.executable,
-                "-c",
-                CHILD.format(
-                    config=config, fail=fail, warn=warn, build=build, overwrites=overwrites
-                ),
-                *(() if defaults else toys_missing),
-                *arguments,
-            ],
-            cwd=folder,
-            env={
+        child = programs.run(
+            CHILD.format(config=config, fail=fail, warn=warn, build=build, overwrites=overwrites),
+            [*(() if defaults else toys_missing), *arguments],
+            folder,
+            {
                 **os.environ,
                 "PYTHONPATH": os.pathsep.join([*path, *([inherited] if inherited else [])]),
                 **(environment or {}),
             },
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
         )
         err, _, last = child.stderr.rpartition("\n")
         code, torch = json.loads(last)
