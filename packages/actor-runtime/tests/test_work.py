@@ -14,8 +14,8 @@ from torch import Tensor
 
 from sbp_actor_runtime import work as work_module
 from sbp_actor_runtime.message import StepOrder, Values
-from sbp_actor_runtime.work import SHORT_S, in_turn, work_of
-from sbp_core.boxing.backend import Communicator
+from sbp_actor_runtime.work import SHORT_S, Receiving, in_turn, work_of
+from sbp_core.boxing.backend import Communicator, Delivered, Delivery
 from sbp_core.boxing.step import BoxingStep
 from sbp_core.compile.physical import Accumulate, Actor, Collective, Compute, Receive, Send
 from sbp_core.runtime import SpanKind, Trace
@@ -38,13 +38,36 @@ class Recorder(Communicator):
     ) -> Tensor:
         return self._write("collective", tag, deadline_s)
 
-    def send(self, step: BoxingStep, shard: Tensor, *, tag: str, deadline_s: float) -> None:
+    def send(self, step: BoxingStep, shard: Tensor, *, tag: str, deadline_s: float) -> Delivery:
         self._write("send", tag, deadline_s)
+        return Delivered()
 
     def receive(
         self, step: BoxingStep, shard: Tensor | None, *, tag: str, deadline_s: float
     ) -> Tensor:
         return self._write("receive", tag, deadline_s)
+
+
+class SlowReceivers(Recorder):
+    """Receives a message when its sender waits for that, and no earlier."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(rank)
+        self.held: list[str] = []
+        self.most_held = 0
+
+    def send(self, step: BoxingStep, shard: Tensor, *, tag: str, deadline_s: float) -> Delivery:
+        self.held.append(tag)
+        self.most_held = max(self.most_held, len(self.held))
+        return _Late(self, tag)
+
+
+class _Late(Delivery):
+    def __init__(self, receivers: SlowReceivers, tag: str) -> None:
+        self.receivers, self.tag = receivers, tag
+
+    def wait(self) -> None:
+        self.receivers.held.remove(self.tag)
 
 
 def order(index: int = 0) -> StepOrder:
@@ -78,6 +101,38 @@ def test_sender_and_receiver_call_a_firing_the_same() -> None:
     received = tags_of(Receive, 2, {})
 
     assert sent == received
+
+
+@pytest.mark.parametrize("quota", [1, 2, 3])
+def test_a_sender_holds_no_more_than_the_quota_of_its_link(quota: int) -> None:
+    plan, actor = compile_case(PIPELINE), actor_of(PIPELINE, 0, Send)
+    plan = replace(plan, links=tuple(replace(link, quota=quota) for link in plan.links))
+    receivers = SlowReceivers(0)
+    work = work_of(actor, plan, receivers, Lock())
+
+    for step in (0, 1, 2):
+        for index in range(plan.num_micro_batches):
+            work(index, {"x": torch.zeros(1)}, order(step))
+
+    assert receivers.most_held == quota
+    last = plan.num_micro_batches - 1
+    assert receivers.held[-1].endswith(f"micro-batch {last} of step 2"), "the oldest goes first"
+
+
+def test_a_message_that_was_asked_for_is_not_asked_for_again() -> None:
+    actor, recorder = actor_of(PIPELINE, 2, Receive), Recorder(2)
+    work = work_of(actor, compile_case(PIPELINE), recorder, Lock())
+    assert isinstance(work, Receiving)
+
+    work.ask(1, order())
+    first = work(0, {}, order())
+    second = work(1, {}, order())
+
+    assert [tag.split(", ")[1] for _, tag, _ in recorder.calls] == [
+        "micro-batch 0 of step 0",
+        "micro-batch 1 of step 0",
+    ]
+    assert first.keys() == second.keys() == {actor.makes}
 
 
 def test_a_collective_hands_on_the_deadline_and_names_what_it_makes() -> None:

@@ -50,8 +50,9 @@ class TableCommunicator(ExchangeCommunicator[TableConnections]):
     ) -> Finish:
         return self._exchange(call, ranks, shard)
 
-    def _post(self, call: CollectiveCall, receiver: int, values: torch.Tensor) -> None:
+    def _post(self, call: CollectiveCall, receiver: int, values: torch.Tensor) -> Await:
         self._connections.table[self.rank, receiver, call.tag] = values
+        return lambda: None
 
     def _collect(self, call: CollectiveCall, arriving: Mapping[int, torch.Tensor]) -> Await:
         return partial(self._fill, call, arriving)

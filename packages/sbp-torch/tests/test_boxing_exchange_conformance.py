@@ -74,9 +74,16 @@ class MailCommunicator(ExchangeCommunicator[MailConnections]):
             lambda: reduce_in_order(list(parts.values()), reduction_of(call.step)),
         )
 
-    def _post(self, call: CollectiveCall, receiver: int, values: torch.Tensor) -> None:
+    def _post(self, call: CollectiveCall, receiver: int, values: torch.Tensor) -> Await:
         assert receiver != self.rank, "what stays here is no message"
         self._put(call, receiver, values)
+        return partial(self._await_receiver, call, receiver)
+
+    def _await_receiver(self, call: CollectiveCall, receiver: int) -> None:
+        mail, key = self._connections.mail, (self.rank, receiver, call.tag)
+        with mail.came:
+            if not mail.came.wait_for(lambda: key not in mail.messages, call.left_s):
+                raise self._connections.call_failed(call, call.missing([receiver]))
 
     def _put(self, call: CollectiveCall, receiver: int, values: torch.Tensor) -> None:
         mail = self._connections.mail
@@ -96,6 +103,7 @@ class MailCommunicator(ExchangeCommunicator[MailConnections]):
             if missing:
                 raise self._connections.call_failed(call, call.missing(missing))
             messages = {sender: mail.messages.pop(key) for sender, key in keys.items()}
+            mail.came.notify_all()
         for sender, values in arriving.items():
             assert messages[sender].shape == values.shape, "both ends agree on the size"
             values.copy_(messages[sender])

@@ -68,6 +68,7 @@ class TestLocalConformance(BoxingConformance):
     name = "local"
     rank_counts = (1, 2, 3, 4, 5, 6, 7, 8)
     missing_deadline_s = 0.2
+    copies_messages = False
 
     def run_ranks(self, num_ranks: int, program: Program) -> list[Any]:
         return self.run_backends(num_ranks, partial(use_communicator, program=program))

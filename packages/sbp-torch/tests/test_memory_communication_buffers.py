@@ -8,8 +8,8 @@ from sbp_core.boxing.memory import step_memory_bytes
 from sbp_core.boxing.slices import bounds_of, itemsize, volume
 from sbp_core.boxing.step import StepKind
 from sbp_core.compile.physical import BoxingActor, Collective, Receive, Send
-from sbp_core.memory import MemoryKind, predict_memory
-from sbp_core.memory.communication_buffers import buffer_bytes
+from sbp_core.memory import MemoryKind, predict_memory, prediction
+from sbp_core.memory.communication_buffers import buffer_bytes, early_receive_bytes
 from sbp_torch.testing.cases import CASES, compile_case
 
 
@@ -60,3 +60,21 @@ def test_processes_hold_buffers_at_their_peak_and_threads_do_not() -> None:
         assert threads.ranks[rank].peak <= memory.peak <= threads.ranks[rank].peak + most
         assert memory.resting == threads.ranks[rank].resting
         assert sum(memory.kinds.values()) == memory.peak
+
+
+def test_what_is_asked_for_ahead_has_its_memory_until_it_comes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plan = compile_case("pipeline with overlap")
+    early = {rank: tuple(early_receive_bytes(plan, rank)) for rank in plan.by_rank}
+    found = predict_memory(plan, processes=True)
+    monkeypatch.setattr(prediction, "early_receive_bytes", lambda *_: ())
+    without = predict_memory(plan, processes=True)
+
+    for part in plan.ranks:
+        receives = [actor for actor in part.actors if isinstance(actor, Receive)]
+        firings = sum(actor.num_firings(plan.num_micro_batches) for actor in receives)
+        assert len(early[part.rank]) == firings
+        held = found.ranks[part.rank].peak - without.ranks[part.rank].peak
+        assert 0 <= held <= max(one.size_bytes for one in early[part.rank])
+    assert found.ranks[0].peak > without.ranks[0].peak

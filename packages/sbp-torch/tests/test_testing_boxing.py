@@ -14,7 +14,7 @@ from unittest import SkipTest
 import pytest
 import torch
 
-from sbp_core.boxing.backend import Pending, Postponed
+from sbp_core.boxing.backend import Delivery, Pending, Postponed
 from sbp_core.boxing.step import BoxingStep, StepKind
 from sbp_core.errors import BoxingError
 from sbp_core.placement import Placement
@@ -72,10 +72,11 @@ class CountsTooLittle(LocalCommunicator):
 
 
 class SendsUncounted(LocalCommunicator):
-    def send(self, step: BoxingStep, shard: torch.Tensor, **rest: Any) -> None:
+    def send(self, step: BoxingStep, shard: torch.Tensor, **rest: Any) -> Delivery:
         before = self.sent_bytes
-        super().send(step, shard, **rest)
+        delivery = super().send(step, shard, **rest)
         self.sent_bytes = before
+        return delivery
 
 
 class IsWrongOnOneRank(LocalCommunicator):
@@ -104,9 +105,10 @@ class SpoilsItsInput(LocalCommunicator):
 
 
 class SpoilsWhatItSends(LocalCommunicator):
-    def send(self, step: BoxingStep, shard: torch.Tensor, **rest: Any) -> None:
-        super().send(step, shard.clone(), **rest)
+    def send(self, step: BoxingStep, shard: torch.Tensor, **rest: Any) -> Delivery:
+        delivery = super().send(step, shard.clone(), **rest)
         shard.detach().zero_()
+        return delivery
 
 
 class MovesInHalfPrecision(LocalCommunicator):
@@ -172,8 +174,8 @@ class MixesWhatIsUnderWay(LocalCommunicator):
 
 
 class ForgetsTags(LocalCommunicator):
-    def send(self, step: BoxingStep, shard: torch.Tensor, **rest: Any) -> None:
-        super().send(step, shard, **{**rest, "tag": "any"})
+    def send(self, step: BoxingStep, shard: torch.Tensor, **rest: Any) -> Delivery:
+        return super().send(step, shard, **{**rest, "tag": "any"})
 
     def receive(self, step: BoxingStep, shard: torch.Tensor | None, **rest: Any) -> torch.Tensor:
         return super().receive(step, shard, **{**rest, "tag": "any"})

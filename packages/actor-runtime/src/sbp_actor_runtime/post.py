@@ -44,7 +44,7 @@ class Post:
         inputs: Registers it reads.
         outputs: Registers that every firing fills.
         sums: Registers that only the last micro-batch of a step fills.
-        sends: Links that a send fills; only those whose receiver is in this process have credits.
+        sends: Links that a send fills, of those whose receiver is in this process.
         receives: Name of each link that a receive empties, and the thread that gets its credit.
     """
 
@@ -92,8 +92,8 @@ def make_posts(
 ) -> dict[str, Post]:
     """Return the post of every actor of one thread, by name.
 
-    Links to ranks of other processes have no credits: no acknowledgement comes from there, and the
-    quotas of the registers behind them bound what is in flight.
+    No acknowledgement comes from ranks of other processes: the credits of links to these are in the
+    work of the send, which waits until the message that is `quota` before has been asked for.
 
     Args:
         plan: With firing orders.

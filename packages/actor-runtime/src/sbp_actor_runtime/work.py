@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from math import inf
+from typing import Any
 
 from sbp_actor_runtime.message import InFlight, StepOrder, Values
-from sbp_core.boxing import Communicator
+from sbp_core.boxing import Communicator, Delivery, Pending
 from sbp_core.compile import (
     Accumulate,
     Actor,
@@ -69,7 +71,7 @@ def work_of(
     if isinstance(actor, Send):
         return _send(actor, plan, communicator)
     if isinstance(actor, Receive):
-        return _receive(actor, plan, communicator)
+        return Receiving(actor, plan, communicator)
     return _collective(actor, plan, communicator)
 
 
@@ -162,24 +164,48 @@ def _tag(actor: BoxingActor) -> Callable[[int, StepOrder], str]:
 
 def _send(actor: Send, plan: PhysicalPlan, communicator: Communicator) -> Work:
     step, tag = plan.steps[actor.step], _tag(actor)
+    actor_id = (communicator.rank, actor.name)
+    quota = min(link.quota for link in plan.links if link.sender == actor_id)
+    #: What was sent and is not known to be received: at most `quota`.
+    under_way: deque[Delivery] = deque()
 
     def run(index: int, values: Values, order: StepOrder) -> Values:
         (shard,) = values.values()
-        communicator.send(step, shard, tag=tag(index, order), deadline_s=order.deadline_s)
+        # Credit. In the token game a send waits until its receivers are through with the message
+        # that is `quota` before it; here, until they have asked for it, which they do then or
+        # earlier. So nobody waits longer than in the replay that proves the plan live.
+        while len(under_way) >= quota:
+            under_way.popleft().wait()
+        name, deadline_s = tag(index, order), order.deadline_s
+        under_way.append(communicator.send(step, shard, tag=name, deadline_s=deadline_s))
         return {}
 
     return run
 
 
-def _receive(actor: Receive, plan: PhysicalPlan, communicator: Communicator) -> Work:
-    step, tag = plan.steps[actor.step], _tag(actor)
+class Receiving:
+    """The work of a receive, which may be asked for some time before it fires."""
 
-    def run(index: int, values: Values, order: StepOrder) -> Values:
-        own = next(iter(values.values()), None)
-        part = communicator.receive(step, own, tag=tag(index, order), deadline_s=order.deadline_s)
-        return {actor.makes: part}
+    def __init__(self, actor: Receive, plan: PhysicalPlan, communicator: Communicator) -> None:
+        self._step, self._makes, self._tag = plan.steps[actor.step], actor.makes, _tag(actor)
+        self._communicator = communicator
+        #: What was asked for, by the index of its micro-batch.
+        self._asked: dict[int, Pending] = {}
 
-    return run
+    def ask(self, index: int, order: StepOrder) -> None:
+        """Ask for the message of a firing that takes nothing of its own rank."""
+        self._asked[index] = self._begin(index, None, order)
+
+    def __call__(self, index: int, values: Values, order: StepOrder) -> Values:
+        """See `Work`."""
+        pending = self._asked.pop(index, None)
+        if pending is None:
+            pending = self._begin(index, next(iter(values.values()), None), order)
+        return {self._makes: pending.wait()}
+
+    def _begin(self, index: int, own: Any, order: StepOrder) -> Pending:
+        tag, deadline_s = self._tag(index, order), order.deadline_s
+        return self._communicator.begin_receive(self._step, own, tag=tag, deadline_s=deadline_s)
 
 
 def _collective(actor: Collective, plan: PhysicalPlan, communicator: Communicator) -> Work:

@@ -29,8 +29,9 @@ from sbp_actor_runtime.message import (
 )
 from sbp_actor_runtime.post import Firing, Post, make_posts
 from sbp_actor_runtime.register import InRegister, OutRegister
+from sbp_actor_runtime.work import Receiving
 from sbp_core.boxing import Communicator
-from sbp_core.compile import Collective, PhysicalPlan, Receive
+from sbp_core.compile import Collective, PhysicalPlan, Receive, early_receives
 from sbp_core.errors import RunError
 from sbp_core.runtime import Span, SpanKind
 from sbp_torch.runtime import RankDevice, last_moments, not_finite, overwrite
@@ -94,6 +95,8 @@ class Worker:
             (posts[name], Firing(index, index == last))
             for name, index in plan.by_rank[thread[0]].orders[thread[1]]
         ]
+        #: The receives that are asked for before the firing at a place in the order.
+        self.early = early_receives(plan.by_rank[thread[0]], thread[1])
         #: So many firings come before any that overwrites a state.
         self.last_moment = last_moments(plan)[thread]
         self.overwrites = any(actor.in_place for part in plan.ranks for actor in part.actors)
@@ -142,10 +145,7 @@ class Worker:
         report = WorkerReport(self.id)
         try:
             with torch.no_grad(), order.watch(self.id[0]):
-                fire = self._fire if order.trace is None else self._fire_traced
-                for post, firing in self.order[: self.last_moment]:
-                    self.current_actor = post.actor.name
-                    fire(post, firing, order, report)
+                self._run(0, self.last_moment, order, report)
                 if order.only_finite:
                     self._end_begun(report)
                 if order.only_finite and not_finite(report.results):
@@ -153,9 +153,7 @@ class Worker:
                     return report
                 if self.overwrites and self.last_moment < len(self.order):
                     self._begin_update()
-                for post, firing in self.order[self.last_moment :]:
-                    self.current_actor = post.actor.name
-                    fire(post, firing, order, report)
+                self._run(self.last_moment, len(self.order), order, report)
                 self._end_begun(report)
             self.current_actor = ""
         except Stopped as stopped:
@@ -165,6 +163,25 @@ class Worker:
             report.error, report.actor = error, self.current_actor
         self.open.clear()
         return report
+
+    def _run(self, start: int, stop: int, order: StepOrder, report: WorkerReport) -> None:
+        """Fire what is at the places from `start` to before `stop` in the order."""
+        fire = self._fire if order.trace is None else self._fire_traced
+        for place in range(start, stop):
+            for early in self.early.get(place, ()):
+                # Nothing of what comes after `stop` if the step may end there.
+                if early < stop or not order.only_finite:
+                    self._ask(early, order)
+            post, firing = self.order[place]
+            self.current_actor = post.actor.name
+            fire(post, firing, order, report)
+
+    def _ask(self, place: int, order: StepOrder) -> None:
+        """Ask for the message that the firing at a place in the order receives."""
+        post, firing = self.order[place]
+        self.current_actor = post.actor.name
+        assert isinstance(post.work, Receiving), "only receives are early"
+        post.work.ask(firing.micro_batch, order)
 
     def _fire_traced(
         self, post: Post, firing: Firing, order: StepOrder, report: WorkerReport
@@ -197,8 +214,8 @@ class Worker:
             raise Stopped
         if not post.may_fire(firing):
             self._wait(post, firing, order.deadline_s)
+        self.communicator.progress()
         if self.open:
-            self.communicator.progress()
             self._await(self._open_inputs(post, firing))
         if post.actor.in_place:
             self._begin_update()

@@ -59,9 +59,10 @@ class MpiCommunicator(ExchangeCommunicator[MpiConnections]):
             return self._all_gather(call, ranks, shard, known)
         return self._exchange(call, ranks, shard)
 
-    def _post(self, call: CollectiveCall, receiver: int, values: torch.Tensor) -> None:
+    def _post(self, call: CollectiveCall, receiver: int, values: torch.Tensor) -> Await:
         """See `ExchangeCommunicator._post`."""
-        self._connections.post(call, receiver, values, self._number(call))
+        message = self._connections.post(call, receiver, values, self._number(call))
+        return partial(self._connections.await_message, message)
 
     def _collect(self, call: CollectiveCall, arriving: Mapping[int, torch.Tensor]) -> Await:
         """See `ExchangeCommunicator._collect`."""

@@ -31,6 +31,9 @@ _DELIVERY_S = 1.0
 #: Seconds that a rank waits, when it closes, for the last entries of the others.
 _LAST_ENTRIES_S = 2.0
 
+#: Seconds between two looks at all else by a rank that waits until its message is received.
+_LOOK_AROUND_S = 5e-4
+
 #: Seconds between two looks whether the ranks that are being connected still run.
 _LOOK_S = 0.1
 
@@ -91,7 +94,9 @@ class MpiConnections(Connections):
         """Return the group, of all ranks in order, that carries messages."""
         return self._messages
 
-    def post(self, call: CollectiveCall, receiver: int, values: torch.Tensor, tag: int) -> None:
+    def post(
+        self, call: CollectiveCall, receiver: int, values: torch.Tensor, tag: int
+    ) -> MpiMessage:
         """Send a message, and keep it alive until it is received.
 
         Args:
@@ -104,6 +109,21 @@ class MpiConnections(Connections):
             work = self._messages.send(values, receiver, tag)
             message = MpiMessage(call=call, receiver=receiver, group=self._messages, work=work)
             self._outbox.keep(message)
+        return message
+
+    def await_message(self, message: MpiMessage) -> None:
+        """Wait until a message is received.
+
+        Raises:
+            BoxingError: it was not received in time, or a rank has failed.
+        """
+        call = message.call
+        while not self._outbox.wait(message, _LOOK_AROUND_S):
+            self.check_others(call)
+            with self.guard(call):
+                self.progress()  # others may wait for what has begun here, and only then receive
+            if call.is_over:
+                raise self.call_failed(call, call.missing([message.receiver]))
 
     def wait(self, call: CollectiveCall, group: MpiGroup, work: MpiWork, limit_s: float) -> bool:
         """Wait for work; False if it is still under way after `limit_s` seconds.

@@ -83,7 +83,7 @@ class MpiWork:
             while request is None or request.Test():
                 request = self._request = next(self._schedule, None)
                 if request is None:
-                    self.is_over = True
+                    self.is_over, self.tensors = True, ()
                     return True
                 self.num_done += 1
             if yields:
@@ -253,9 +253,9 @@ class MpiGroup:
         return MpiWork(request=schedule, tensors=(received, sent))
 
     def send(self, values: torch.Tensor, peer: int, tag: int) -> MpiWork:
-        """Send a message."""
+        """Send a message; it is over when the peer receives it, so that MPI keeps no copy."""
         requests = [
-            self._comm.Isend([part, self._mpi.BYTE], peer, tag) for part in self._parts(values)
+            self._comm.Issend([part, self._mpi.BYTE], peer, tag) for part in self._parts(values)
         ]
         return MpiWork(request=iter(requests), tensors=(values,))
 

@@ -48,13 +48,20 @@ class MpiOutbox:
     def keep(self, message: MpiMessage) -> None:
         """Keep a message that was just sent."""
         if message.work.look(_EAGER_LOOKS):
-            return  # MPI has taken a copy of it, or it is received
+            return  # it is received
         with self._changed:
             self._messages.append(message)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._watch, name="sbp-outbox", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
+
+    def wait(self, message: MpiMessage, limit_s: float) -> bool:
+        """Wait until a message is received; False if it is not within `limit_s` seconds."""
+        if message.work.is_over:
+            return True
+        with self._changed:
+            return self._changed.wait_for(lambda: message.work.is_over, limit_s)
 
     def flush(self, limit_s: float) -> bool:
         """Wait until all messages are received, for at most `limit_s` seconds."""

@@ -64,10 +64,11 @@ class TorchCommunicator(ExchangeCommunicator[TorchConnections]):
             return self._reduce_scatter(call, ranks, shard, known)
         return self._exchange(call, ranks, shard)
 
-    def _post(self, call: CollectiveCall, receiver: int, values: torch.Tensor) -> None:
+    def _post(self, call: CollectiveCall, receiver: int, values: torch.Tensor) -> Await:
         """See `ExchangeCommunicator._post`."""
         number = tag_number(call.tag, NUM_TAGS)
-        self._connections.post(call, receiver, as_bytes(values), number)
+        message = self._connections.post(call, receiver, as_bytes(values), number)
+        return partial(self._connections.await_message, message)
 
     def _collect(self, call: CollectiveCall, arriving: Mapping[int, torch.Tensor]) -> Await:
         """See `ExchangeCommunicator._collect`."""

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from sbp_boxing_torch._torch_compat import prefixed
 from sbp_boxing_torch.configs import TorchBoxingConfig
 from sbp_boxing_torch.group import TorchGroup, connect
-from sbp_boxing_torch.outbox import TorchOutbox
+from sbp_boxing_torch.outbox import TorchMessage, TorchOutbox
 from sbp_boxing_torch.rendezvous import COUNTER, TorchWorld
 from sbp_core.boxing.processes import (
     CLOSE_TIMEOUT_S,
@@ -101,7 +101,9 @@ class TorchConnections(Connections):
         """Return the group, of all ranks in order, that carries messages between two of them."""
         return self._messages[0 if sender < receiver else -1]
 
-    def post(self, call: CollectiveCall, receiver: int, values: torch.Tensor, tag: int) -> None:
+    def post(
+        self, call: CollectiveCall, receiver: int, values: torch.Tensor, tag: int
+    ) -> TorchMessage:
         """Send a message, and keep it alive until it is received.
 
         Args:
@@ -113,7 +115,21 @@ class TorchConnections(Connections):
         group = self.messages(call.rank, receiver)
         with self.guard(call):
             work = group.send(values, receiver, tag)
-        self._outbox.keep(call, receiver, group, work, values)
+        message = TorchMessage(call=call, receiver=receiver, group=group, work=work, values=values)
+        self._outbox.keep(message)
+        return message
+
+    def await_message(self, message: TorchMessage) -> None:
+        """Wait until a message is received.
+
+        Raises:
+            BoxingError: it was not received in time, or a rank has failed.
+        """
+        call = message.call
+        with self.guard(call):
+            received = message.wait(call.left_s)
+        if not received:
+            raise self.call_failed(call, call.missing([message.receiver]))
 
     @contextlib.contextmanager
     def guard(self, call: CollectiveCall) -> Iterator[None]:

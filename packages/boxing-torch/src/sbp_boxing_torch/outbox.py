@@ -6,7 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -18,19 +18,44 @@ from sbp_core.boxing.processes import CollectiveCall
 _END_S = 1.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class TorchMessage:
     """One message that was sent but perhaps not received.
 
     Args:
-        values: Its bytes, which must not be freed before.
+        call: That has sent it.
+        receiver: Rank that it goes to.
+        group: That it goes through.
+        work: What to wait for; None once it is received.
+        values: Its bytes, which must not be freed before; None after it.
     """
 
     call: CollectiveCall
     receiver: int
     group: TorchGroup
-    work: dist.Work
-    values: torch.Tensor
+    work: dist.Work | None
+    values: torch.Tensor | None
+    _turn: threading.Lock = field(default_factory=threading.Lock)
+
+    def wait(self, limit_s: float) -> bool:
+        """Wait until it is received; False if it is not within `limit_s` seconds.
+
+        Raises:
+            RuntimeError: the connection broke.
+        """
+        end = time.monotonic() + limit_s
+        # gloo tells only one thread that a message is received; the others would wait for ever.
+        if not self._turn.acquire(timeout=limit_s):
+            return False
+        try:
+            if self.work is not None:
+                left_s = max(1e-3, end - time.monotonic())
+                if not self.group.wait_message(self.work, left_s):
+                    return False
+                self.work = self.values = None
+        finally:
+            self._turn.release()
+        return True
 
 
 class TorchOutbox:
@@ -52,14 +77,7 @@ class TorchOutbox:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
-    def keep(
-        self,
-        call: CollectiveCall,
-        receiver: int,
-        group: TorchGroup,
-        work: dist.Work,
-        values: torch.Tensor,
-    ) -> None:
+    def keep(self, message: TorchMessage) -> None:
         """Keep a message that was just sent."""
         if self._thread is None:
             # A daemon: it may be inside a wait of the transport when the process ends.
@@ -67,9 +85,7 @@ class TorchOutbox:
             self._thread.start()
         with self._changed:
             self._under_way += 1
-        self._messages.put(
-            TorchMessage(call=call, receiver=receiver, group=group, work=work, values=values)
-        )
+        self._messages.put(message)
 
     def flush(self, limit_s: float) -> bool:
         """Wait until all messages are received, for at most `limit_s` seconds."""
@@ -95,7 +111,7 @@ class TorchOutbox:
     def _watch(self) -> None:
         while (message := self._messages.get()) is not None:
             try:
-                received = message.group.wait_message(message.work, message.call.left_s)
+                received = message.wait(message.call.left_s)
             except RuntimeError as error:
                 self._lost(message.call, f"to rank {message.receiver}: {error}")
             else:

@@ -6,6 +6,18 @@ proof: either all firings happen, and the step ends in the marking it began with
 step goes the same way; or the replay stops, and the threads that wait for each other are the guilty
 cycle. Whether it fits the memory of its devices says `sbp_core.memory`.
 
+The replay lets a send wait until its receivers are through with the message that is the link's
+quota before it. Between ranks of one process that is what happens, by acknowledgements. Between
+processes a posted receive is the credit (`Communicator.send`):
+
+    sender      before message i it waits until message i - quota is received, or being so:
+                it holds at most `quota` messages
+    receiver    a receive is posted when it fires, or ahead of that, at most one run of receives of
+                a thread (`compile.early_receives`): it holds these beside its registers
+
+A receive is posted at the latest when it fires, so whoever waits for that waits no longer than in
+the replay. To wait less never stops a marked graph, so the proof holds for processes, too.
+
 Stability: provisional.
 """
 

@@ -48,9 +48,10 @@ class NcclCommunicator(ExchangeCommunicator[NcclConnections]):
             return self._all_gather(call, ranks, shard, known)
         return self._exchange(call, ranks, shard)
 
-    def _post(self, call: CollectiveCall, receiver: int, values: torch.Tensor) -> None:
+    def _post(self, call: CollectiveCall, receiver: int, values: torch.Tensor) -> Await:
         """See `ExchangeCommunicator._post`."""
-        self._connections.post(call, receiver, values)
+        sent = self._connections.post(call, receiver, values)
+        return partial(self._connections.await_message, call, receiver, sent)
 
     def _collect(self, call: CollectiveCall, arriving: Mapping[int, torch.Tensor]) -> Await:
         """See `ExchangeCommunicator._collect`; messages are asked for when they are waited for."""

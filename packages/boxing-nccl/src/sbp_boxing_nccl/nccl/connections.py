@@ -19,7 +19,7 @@ from sbp_boxing_nccl.nccl.bootstrap import Bootstrap, check_devices, release
 from sbp_boxing_nccl.nccl.deadlines import PATIENCE_S, Deadlines, WatchedWork
 from sbp_boxing_nccl.nccl.device import NcclChannel, NcclDevice
 from sbp_boxing_nccl.nccl.group import NcclGroup, NcclWork
-from sbp_boxing_nccl.nccl.messages import Inbox, NcclMessage, SendQueue, pair_name
+from sbp_boxing_nccl.nccl.messages import Inbox, NcclMessage, SendQueue, Sent, pair_name
 from sbp_boxing_nccl.nccl.world import NcclWorld
 from sbp_core.boxing.processes import (
     CLOSE_TIMEOUT_S,
@@ -97,7 +97,7 @@ class NcclConnections(Connections):
             self._groups[ranks] = NcclGroup(ranks, self.rank, channel, self.device)
         return self._groups[ranks]
 
-    def post(self, call: CollectiveCall, receiver: int, values: torch.Tensor) -> None:
+    def post(self, call: CollectiveCall, receiver: int, values: torch.Tensor) -> Sent:
         """Send a message, and keep it alive until it is received.
 
         Args:
@@ -119,7 +119,24 @@ class NcclConnections(Connections):
             )
         with self.guard(call):
             ready = self.device.record()
-        queue.post(NcclMessage(call=call, values=values, ready=ready))
+        return queue.post(NcclMessage(call=call, values=values, ready=ready, sent=Sent()))
+
+    def await_message(self, call: CollectiveCall, receiver: int, sent: Sent) -> None:
+        """Wait until a message is received.
+
+        Raises:
+            BoxingError: it was not received in time, or a rank has failed.
+        """
+
+        def over() -> bool:
+            self._check(call)
+            return sent.is_over
+
+        with self.guard(call):
+            if not wait_until(
+                over, call.left_s, first_pause_s=_FIRST_PAUSE_S, longest_pause_s=_LONGEST_PAUSE_S
+            ):
+                raise call.missing([receiver])
 
     def collect(self, call: CollectiveCall, arriving: Mapping[int, torch.Tensor]) -> None:
         """Fill each tensor with the message of its sender for the call's tag.

@@ -50,6 +50,22 @@ def pair_name(sender: int, receiver: int) -> str:
     return f"mail-{sender}-{receiver}"
 
 
+@dataclass(slots=True)
+class Sent:
+    """When the receiver has a message; holds nothing of it.
+
+    Args:
+        event: None until the message is on the stream, which the receiver has asked for by then.
+    """
+
+    event: StreamEvent | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has it."""
+        return self.event is not None and self.event.is_done()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NcclMessage:
     """One message that this rank has posted, for a receiver that has not asked for it yet.
@@ -58,11 +74,13 @@ class NcclMessage:
         call: That posted it.
         values: Shape (elements,), contiguous, on the device; nobody else writes to them.
         ready: When the values are there.
+        sent: Where it is noted that they are sent.
     """
 
     call: CollectiveCall
     values: torch.Tensor
     ready: StreamEvent
+    sent: Sent
 
 
 class SendQueue:
@@ -111,11 +129,12 @@ class SendQueue:
         """Whether all messages are on the stream."""
         return self._num_posted == self._num_sent
 
-    def post(self, message: NcclMessage) -> None:
+    def post(self, message: NcclMessage) -> Sent:
         """Send a message once the receiver asks for it; returns at once."""
         self._num_posted += 1
         self.end_s = max(self.end_s, message.call.end_s)
         self._posted.put(message)
+        return message.sent
 
     def close(self) -> None:
         """Send no more."""
@@ -195,6 +214,7 @@ class SendQueue:
             channel.wait_for(message.ready)
             channel.send(values.data_ptr(), values.nbytes, "uint8", _RECEIVER)
             entry.work = NcclWork(event=channel.record(), channel=channel, tensors=(values,))
+        message.sent.event = entry.work.event
         self._num_sent += 1
 
 

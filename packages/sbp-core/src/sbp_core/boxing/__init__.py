@@ -17,7 +17,13 @@ from typing import TYPE_CHECKING
 from sbp_core.exports import lazy
 
 if TYPE_CHECKING:
-    from sbp_core.boxing.backend import BoxingBackend, Communicator, Pending
+    from sbp_core.boxing.backend import (
+        BoxingBackend,
+        Communicator,
+        Delivered,
+        Delivery,
+        Pending,
+    )
     from sbp_core.boxing.router import clear_routes, conversion_bytes, route
     from sbp_core.boxing.routes import Route
     from sbp_core.boxing.slices import (
@@ -43,6 +49,8 @@ __all__ = [
     "BoxingBackend",
     "BoxingStep",
     "Communicator",
+    "Delivered",
+    "Delivery",
     "Pending",
     "Piece",
     "Route",
@@ -70,6 +78,8 @@ __getattr__, __dir__ = lazy(
         "Bounds": "slices",
         "BoxingBackend": "backend",
         "Communicator": "backend",
+        "Delivered": "backend",
+        "Delivery": "backend",
         "Pending": "backend",
         "Piece": "slices",
         "Route": "routes",

@@ -69,6 +69,28 @@ class Postponed(Pending):
         return self._run()
 
 
+class Delivery(ABC):
+    """What a rank has sent in one call. Nobody has to wait for it."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Wait until every receiver has it, and the sender no copy any more.
+
+        So a sender that waits for its message before last holds two at most, however late the
+        receivers are.
+
+        Raises:
+            BoxingError: see `Communicator`; the deadline is that of `Communicator.send`.
+        """
+
+
+class Delivered(Delivery):
+    """One of which the sender has made no copy."""
+
+    def wait(self) -> None:
+        """See `Delivery.wait`."""
+
+
 class Communicator(ABC):
     """Executes boxing steps for one rank: its part of each. Called from one thread at a time.
 
@@ -151,8 +173,18 @@ class Communicator(ABC):
         """
 
     @abstractmethod
-    def send(self, step: BoxingStep, shard: Tensor, *, tag: str, deadline_s: float) -> None:
-        """Send this rank's pieces of a `TRANSFER`; does not wait for the receivers."""
+    def send(self, step: BoxingStep, shard: Tensor, *, tag: str, deadline_s: float) -> Delivery:
+        """Send this rank's pieces of a `TRANSFER`; does not wait for the receivers.
+
+        Args:
+            step: A `TRANSFER` whose source has this rank.
+            shard: Its part of the source.
+            tag: Name of the firing, see the class.
+            deadline_s: Seconds that the receivers have to ask for it.
+
+        Returns:
+            What waits for them.
+        """
 
     @abstractmethod
     def receive(

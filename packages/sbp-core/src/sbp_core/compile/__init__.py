@@ -2,7 +2,7 @@
 
 In order: `lower` (with `legality`, `items`), `buckets` (with `packing`), `segments` (with `levels`,
 `program`, `cuts`, `instructions`, `registers`), `donation` (with `dataflow`, `overwriting`),
-`commit`, `order` (with `token_game`).
+`commit`, `order` (with `token_game`). `early_receives` says what a thread asks for ahead of that.
 
 before: a graph of ops on logical tensors, and a signature for each
 after:  for each rank, actors with registers, quotas, threads and a fixed firing order
@@ -15,6 +15,7 @@ from __future__ import annotations
 from sbp_core.compile.buckets import bucket
 from sbp_core.compile.commit import COMMIT, insert_commit
 from sbp_core.compile.donation import donate_states
+from sbp_core.compile.early_receives import early_receives
 from sbp_core.compile.items import Lowered
 from sbp_core.compile.legality import check_strategy
 from sbp_core.compile.liveness import dying_keys, keys_in, keys_out
@@ -67,6 +68,7 @@ __all__ = [
     "check_strategy",
     "compile_plan",
     "dying_keys",
+    "early_receives",
     "form_plan",
     "is_in_place",
     "keys_in",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import cast
 
 from sbp_core.compile.physical import PhysicalPlan
-from sbp_core.memory.communication_buffers import buffer_bytes
+from sbp_core.memory.communication_buffers import buffer_bytes, early_receive_bytes
 from sbp_core.memory.lifetime import CallLayouts, LayoutLibrary, lifetimes
 from sbp_core.memory.report import MemoryReport, report
 from sbp_core.plugins.tensor_library import tensor_library
@@ -43,5 +43,8 @@ def predict_memory(
         SbpLookupError: `layouts` is omitted and no tensor library is installed.
     """
     found = lifetimes(plan, layouts or call_layouts())
-    buffers = {rank: buffer_bytes(plan, rank) for rank in found} if processes else None
-    return report(found, buffers)
+    if not processes:
+        return report(found)
+    buffers = {rank: buffer_bytes(plan, rank) for rank in found}
+    early = {rank: tuple(early_receive_bytes(plan, rank)) for rank in found}
+    return report(found, buffers, early)

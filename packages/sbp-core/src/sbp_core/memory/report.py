@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sbp_core.errors import PlanError
+from sbp_core.memory.communication_buffers import EarlyReceive
 from sbp_core.memory.kinds import MemoryKind
 from sbp_core.memory.ledger import Buffer
 from sbp_core.memory.lifetime import RankLifetimes, alive_bytes
@@ -111,28 +112,38 @@ def check_memory(found: MemoryReport, limit_bytes: int) -> None:
 def report(
     found: Mapping[int, RankLifetimes],
     buffers: Mapping[int, Mapping[str, int]] | None = None,
+    early: Mapping[int, Sequence[EarlyReceive]] | None = None,
 ) -> MemoryReport:
     """Return the peaks of all ranks.
 
     Args:
         found: Lifetimes by rank.
         buffers: By rank and boxing actor, the bytes of a transport's buffers while it fires.
+        early: By rank, what is asked for before it is received.
     """
-    buffers = buffers or {}
+    buffers, early = buffers or {}, early or {}
     return MemoryReport(
-        ranks={name: rank_memory(rank, buffers.get(name)) for name, rank in found.items()}
+        ranks={
+            name: rank_memory(rank, buffers.get(name), early.get(name, ()))
+            for name, rank in found.items()
+        }
     )
 
 
-def rank_memory(lifetimes: RankLifetimes, buffers: Mapping[str, int] | None = None) -> RankMemory:
+def rank_memory(
+    lifetimes: RankLifetimes,
+    buffers: Mapping[str, int] | None = None,
+    early: Sequence[EarlyReceive] = (),
+) -> RankMemory:
     """Return the peak of one rank.
 
     Args:
         lifetimes: Of the rank.
         buffers: By boxing actor, the bytes of its transport's buffers.
+        early: What is asked for before it is received.
     """
-    if buffers:
-        lifetimes = _with_buffers(lifetimes, buffers)
+    if buffers or early:
+        lifetimes = _with_buffers(lifetimes, buffers or {}, early)
     alive = alive_bytes(lifetimes.buffers, len(lifetimes.ticks))
     tick = max(range(len(alive)), key=alive.__getitem__)
     kinds: Counter[MemoryKind] = Counter()
@@ -155,13 +166,25 @@ def rank_memory(lifetimes: RankLifetimes, buffers: Mapping[str, int] | None = No
     )
 
 
-def _with_buffers(lifetimes: RankLifetimes, sizes: Mapping[str, int]) -> RankLifetimes:
-    """Add a buffer for each firing of a boxing actor."""
+def _with_buffers(
+    lifetimes: RankLifetimes, sizes: Mapping[str, int], early: Sequence[EarlyReceive]
+) -> RankLifetimes:
+    """Add a buffer for each firing of a boxing actor, and for what it asked for before."""
     added = [
         Buffer(f"buffers of {actor}", "", size, tick, MemoryKind.COMMUNICATION, tick)
         for tick, (actor, _, _) in enumerate(lifetimes.ticks)
         if (size := sizes.get(actor, 0))
     ]
+    ticks: dict[tuple[str, int], list[int]] = {}
+    for tick, (actor, index, _) in enumerate(lifetimes.ticks):
+        ticks.setdefault((actor, index), []).append(tick)
+    for one in early:
+        # A firing of nothing but numbers of the host takes no time.
+        held = [tick for firing in one.firings for tick in ticks.get(firing, ())]
+        if held:
+            name = "buffers of early receives"
+            start, end = min(held), max(held)
+            added.append(Buffer(name, "", one.size_bytes, start, MemoryKind.COMMUNICATION, end))
     return replace(lifetimes, buffers=(*lifetimes.buffers, *added))
 
 

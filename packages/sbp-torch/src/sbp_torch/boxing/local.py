@@ -32,6 +32,8 @@ from sbp_core.boxing import (
     BoxingBackend,
     BoxingStep,
     Communicator,
+    Delivered,
+    Delivery,
     Pending,
     Piece,
     StepKind,
@@ -379,8 +381,10 @@ class LocalCommunicator(Communicator):
         self.sent_bytes += sent_bytes
         return result
 
-    def send(self, step: BoxingStep, shard: torch.Tensor, *, tag: str, deadline_s: float) -> None:
-        """Put this rank's pieces into the mailboxes of the receivers; never waits."""
+    def send(
+        self, step: BoxingStep, shard: torch.Tensor, *, tag: str, deadline_s: float
+    ) -> Delivery:
+        """Put this rank's pieces, not copied, into the mailboxes of the receivers; never waits."""
         self._check_rank(step, self.rank in step.source[0])
         check_shard(step, self.rank, shard)
         shard = detached(shard)
@@ -394,6 +398,7 @@ class LocalCommunicator(Communicator):
         # With no call between reading and writing: at one, another thread may have its turn, and
         # what that counts would be lost. A rank may send on one thread and reduce on another.
         self.sent_bytes += sent_bytes
+        return Delivered()
 
     def receive(
         self, step: BoxingStep, shard: torch.Tensor | None, *, tag: str, deadline_s: float

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sbp_core.boxing import BoxingBackend, BoxingStep, Communicator
+from sbp_core.boxing import BoxingBackend, BoxingStep, Communicator, Delivery
 from sbp_core.compile import PhysicalPlan
 from sbp_core.graph import InputKind
 from sbp_core.memory import contiguous
@@ -242,8 +242,8 @@ class _MeteredCommunicator(Communicator):
             )
         return made.detach()
 
-    def send(self, step: BoxingStep, shard: Tensor, *, tag: str, deadline_s: float) -> None:
-        self.inner.send(step, shard, tag=tag, deadline_s=deadline_s)
+    def send(self, step: BoxingStep, shard: Tensor, *, tag: str, deadline_s: float) -> Delivery:
+        return self.inner.send(step, shard, tag=tag, deadline_s=deadline_s)
 
     def receive(
         self, step: BoxingStep, shard: Tensor | None, *, tag: str, deadline_s: float

@@ -20,7 +20,7 @@ So messages may arrive in any order, and sums are made in one.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Generic, TypeVar
@@ -30,6 +30,8 @@ import torch
 from sbp_core.boxing import (
     BoxingStep,
     Communicator,
+    Delivered,
+    Delivery,
     Pending,
     Piece,
     StepKind,
@@ -121,6 +123,31 @@ class ExchangePending(Pending):
             return self._finish()
 
 
+class ExchangeDelivery(Delivery):
+    """The messages of one call of `ExchangeCommunicator.send`.
+
+    Args:
+        connections: Of this process.
+        call: That has sent them.
+        awaited: Wait for one each.
+    """
+
+    __slots__ = ("_awaited", "_call", "_connections")
+
+    def __init__(
+        self, connections: Connections, call: CollectiveCall, awaited: Sequence[Await]
+    ) -> None:
+        self._connections, self._call, self._awaited = connections, call, awaited
+
+    def wait(self) -> None:
+        """See `Delivery.wait`."""
+        self._connections.check_usable(self._call)
+        with self._connections.pending(self._call):
+            for wait in self._awaited:
+                wait()
+        self._awaited = ()
+
+
 class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
     """Executes boxing steps for one rank, over the connections of its process.
 
@@ -188,7 +215,9 @@ class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
         with self._connections.pending(call):
             return call, self._collective(call, role.ranks, shard, donate)
 
-    def send(self, step: BoxingStep, shard: torch.Tensor, *, tag: str, deadline_s: float) -> None:
+    def send(
+        self, step: BoxingStep, shard: torch.Tensor, *, tag: str, deadline_s: float
+    ) -> Delivery:
         """See `Communicator.send`."""
         call = self._begin(step, tag, deadline_s)
         check_shard(step, self.rank, shard)
@@ -197,11 +226,14 @@ class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
         for piece in transfer_pieces(step):
             if piece.sender == self.rank != piece.receiver:
                 outgoing.setdefault(piece.receiver, []).append(piece)
+        awaited: list[Await] = []
         for receiver, pieces in outgoing.items():
             # A copy: the shard is the caller's to drop, and may be a view of something larger.
             values = pack(shard, pieces, copy=True).to(self._device)
-            self._post(call, receiver, values)
-            self.sent_bytes += values.nbytes
+            size_bytes = values.nbytes
+            awaited.append(self._post(call, receiver, values))
+            self.sent_bytes += size_bytes
+        return ExchangeDelivery(self._connections, call, awaited) if awaited else Delivered()
 
     def receive(
         self, step: BoxingStep, shard: torch.Tensor | None, *, tag: str, deadline_s: float
@@ -294,13 +326,16 @@ class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
         """
 
     @abstractmethod
-    def _post(self, call: CollectiveCall, receiver: int, values: torch.Tensor) -> None:
+    def _post(self, call: CollectiveCall, receiver: int, values: torch.Tensor) -> Await:
         """Send a message; does not wait for the receiver.
 
         Args:
             call: The call that sends it.
             receiver: Rank that it goes to.
             values: On the communicator's device; nobody else uses them.
+
+        Returns:
+            What waits until the receiver has it; lets go of the values when it does.
         """
 
     @abstractmethod

@@ -24,6 +24,7 @@ from sbp_core.boxing import (
     BoxingBackend,
     BoxingStep,
     Communicator,
+    Delivery,
     StepKind,
     sent_bytes,
     transfer_pieces,
@@ -163,7 +164,9 @@ class FingerprintedCommunicator(Communicator):
         self._note_sent(step)
         return result
 
-    def send(self, step: BoxingStep, shard: torch.Tensor, *, tag: str, deadline_s: float) -> None:
+    def send(
+        self, step: BoxingStep, shard: torch.Tensor, *, tag: str, deadline_s: float
+    ) -> Delivery:
         """Send each receiver a fingerprint, and then its message; waits for nobody."""
         text = _fingerprint(step, tag, "")
         values = text_tensor(text, _WIDTH_BYTES, shard.device)
@@ -177,8 +180,9 @@ class FingerprintedCommunicator(Communicator):
                 tag=_fingerprint_tag(self.rank, receiver, number),
                 deadline_s=deadline_s,
             )
-        self._communicator.send(step, shard, tag=tag, deadline_s=deadline_s)
+        delivery = self._communicator.send(step, shard, tag=tag, deadline_s=deadline_s)
         self._note_sent(step)
+        return delivery
 
     def receive(
         self, step: BoxingStep, shard: torch.Tensor | None, *, tag: str, deadline_s: float

@@ -94,6 +94,32 @@ def miss_a_message(rank: int, communicator: Communicator, *, waits_s: float, dev
     return told(partial(communicator.receive, message(0, 1), None, tag="lost", deadline_s=waits_s))
 
 
+def await_delivery(
+    rank: int, communicator: Communicator, *, deadline_s: float, device: str
+) -> float:
+    """Send to the other of two ranks, which asks on rank 1 before and on rank 0 after it sends."""
+    out, back = message(rank, 1 - rank), message(1 - rank, rank)
+    begin_receive = partial(
+        communicator.begin_receive, back, None, tag="found", deadline_s=deadline_s
+    )
+    asked = begin_receive() if rank else None
+    delivery = communicator.send(out, ones(device), tag="found", deadline_s=deadline_s)
+    if rank:
+        delivery.wait()
+    total = float((asked or begin_receive()).wait().sum())
+    delivery.wait()
+    return total
+
+
+def miss_a_delivery(rank: int, communicator: Communicator, *, waits_s: float, device: str) -> Told:
+    """Send to rank 1 what it does not ask for."""
+    if rank == 1:
+        time.sleep(2 * waits_s)
+        return "", 0.0
+    step, values = message(0, 1), ones(device)
+    return told(lambda: communicator.send(step, values, tag="lost", deadline_s=waits_s).wait())
+
+
 def miss_messages(rank: int, communicator: Communicator, *, waits_s: float, device: str) -> Told:
     """Receive on rank 3 parts of ranks 0, 1 and 2, of which only rank 1 sends its own."""
     step = one_step(S(0), B, [0, 1, 2], [3])

@@ -92,6 +92,9 @@ class BoxingConformance(ABC):
     #: On how many ranks the exhaustive tests run. No test wants more than the largest.
     rank_counts: tuple[int, ...] = (2, 3, 4)
 
+    #: Whether a sender holds a copy of its message until that is received.
+    copies_messages: bool = True
+
     #: Cases that one call of `run_ranks` is given.
     cases_at_once: int = 2000
 
@@ -274,6 +277,28 @@ class BoxingConformance(ABC):
         _, receiver = self.run_ranks(2, program)
 
         self._check_missing(1, receiver, missing=0)
+
+    def test_a_sender_learns_that_its_message_is_received(self) -> None:
+        """Two wait for the delivery of what the other has asked for before, or asks for now."""
+        self._need(2)
+        program = partial(failures.await_delivery, deadline_s=self.deadline_s, device=self.device)
+
+        assert self.run_ranks(2, program) == [8.0, 8.0]
+
+    def test_a_sender_learns_that_its_message_is_not_received(self) -> None:
+        """Who waits for the delivery of a message gets a BoxingError that names the receiver."""
+        self._need(2)
+        if not self.copies_messages:
+            raise SkipTest(
+                "messages are handed over, so a sender holds none that it could wait for"
+            )
+        program = partial(
+            failures.miss_a_delivery, waits_s=self.missing_deadline_s, device=self.device
+        )
+
+        sender, _ = self.run_ranks(2, program)
+
+        self._check_missing(0, sender, missing=1)
 
     def test_all_senders_that_never_come_are_named(self) -> None:
         """Of three senders two do not come; the receiver names these, and no other."""
