@@ -14,10 +14,13 @@ from torch import Tensor
 from sbp_actor_runtime.configs import ActorConfig
 from sbp_actor_runtime.session import ActorSession, build
 from sbp_core.boxing.backend import BoxingBackend
-from sbp_core.compile import PhysicalPlan
+from sbp_core.compile import CompileOptions, PhysicalPlan, compile_plan
+from sbp_core.infer import infer_strategy
+from sbp_core.placement import Placement
+from sbp_core.plugins import PlanRequest
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.testing.cases import CASES, compile_case
-from sbp_torch.testing.programs import OneDeviceStep
+from sbp_torch.testing.programs import OneDeviceStep, small_cluster
 
 DATA = "uneven batch"  # four ranks, one thread each
 THREADS = "boxing threads"  # four ranks, two threads each
@@ -69,6 +72,15 @@ def operator(name: str) -> str:
     """Return the name in plans of one of `ACTS`, as an operator."""
     _registered(name)
     return f"sbp_actor_tests.{name}.default"
+
+
+def compiled(name: str, options: CompileOptions) -> PhysicalPlan:
+    """Return the plan of a case with other options of the compiler."""
+    case = CASES[name]
+    mesh = Placement.grid(case.mesh_shape, case.axes)
+    request = PlanRequest(graph=case.step.graph, mesh=mesh, cluster=small_cluster(mesh.size))
+    strategy = infer_strategy(request, planner="test", pins=case.pins)
+    return compile_plan(case.step.graph, strategy, options)
 
 
 def training_step(name: str) -> OneDeviceStep:
@@ -131,6 +143,10 @@ class SharedBackend(BoxingBackend):
 
     def fail(self, error: BaseException) -> None:
         self.whole.fail(error)
+
+    def failure_reason(self) -> str:
+        reason, cause = self.whole._end or ("", None)
+        return "" if cause is None else reason
 
     def close(self) -> None:
         self.whole.close()

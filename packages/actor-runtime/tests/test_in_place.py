@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 import torch
 from actor_plans import (
     DATA,
+    SharedBackend,
     assert_states,
     gate,
     operator,
@@ -20,6 +22,7 @@ from actor_plans import (
 
 from sbp_actor_runtime.configs import ActorConfig
 from sbp_actor_runtime.session import build
+from sbp_core.compile import COMMIT
 from sbp_core.compile.physical import Compute, Instruction, PhysicalPlan
 from sbp_core.errors import RunError
 from sbp_core.graph.ir import Rate, Ref
@@ -76,6 +79,36 @@ def test_a_step_that_fails_late_tears_the_states_and_says_so() -> None:
         assert "overwritten already" in caught.value.todo
         with pytest.raises(RunError, match="the states belong to two steps"):
             session.state_dict()
+
+
+def _failing_behind_commit(plan: PhysicalPlan) -> PhysicalPlan:
+    """Let rank 0 fail in an actor between the commit and its update."""
+    failing = _failing_late(plan)
+    part = failing.by_rank[0]
+    *order, late = part.orders["compute"]
+    order.insert([name for name, _ in order].index(COMMIT) + 1, late)
+    changed = replace(part, orders={**part.orders, "compute": tuple(order)})
+    return replace(failing, ranks=tuple(changed if p is part else p for p in failing.ranks))
+
+
+def test_a_rank_that_fails_behind_the_commit_tears_the_states_of_all_processes() -> None:
+    gate.clear()
+    plan, whole = _failing_behind_commit(_in_place()), LocalBackend()
+    first, others = (start(DATA, plan, SharedBackend(whole, ranks)) for ranks in ([0], [1, 2, 3]))
+
+    with ThreadPoolExecutor(1) as process:
+        failing = process.submit(run_step, first, DATA)
+        run_step(others, DATA)  # they are through with the step
+        pieces = list(others.pieces())
+        gate.set()
+        with pytest.raises(RunError, match="rank 0 failed after the commit of step 0"):
+            failing.result()
+
+    assert pieces
+    for session in (first, others):
+        with pytest.raises(RunError, match="the states belong to two steps"):
+            session.pieces()
+        session.close()
 
 
 def test_without_overwriting_a_late_failure_leaves_the_states() -> None:

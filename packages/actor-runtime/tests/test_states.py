@@ -12,20 +12,14 @@ from actor_plans import DATA, PIPELINE, SharedBackend, assert_states, run_step, 
 
 from sbp_actor_runtime.configs import ActorConfig
 from sbp_actor_runtime.session import ActorSession, build
-from sbp_core.compile import CompileOptions, PhysicalPlan, compile_plan
 from sbp_core.errors import RunError, SbpLookupError, SbpValueError
-from sbp_core.infer import infer_strategy
-from sbp_core.placement import Placement
-from sbp_core.plugins import PlanRequest
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.testing.cases import (
-    CASES,
     assert_pieces,
     compile_case,
     compile_forward,
     forward_loss,
 )
-from sbp_torch.testing.programs import small_cluster
 
 #: Every state of every layout: replicated, split, split twice, on one of two stages.
 LAYOUTS = ("sharded states", "data and tensor parallel", DATA, PIPELINE)
@@ -141,18 +135,9 @@ def test_after_the_end_a_process_has_its_own_pieces_only(how: str) -> None:
         session.close()
 
 
-def compiled(name: str, *, in_place: bool) -> PhysicalPlan:
-    """Return the plan of a case whose states are overwritten, or replaced by new values."""
-    case = CASES[name]
-    mesh = Placement.grid(case.mesh_shape, case.axes)
-    request = PlanRequest(graph=case.step.graph, mesh=mesh, cluster=small_cluster(mesh.size))
-    strategy = infer_strategy(request, planner="test", pins=case.pins)
-    return compile_plan(case.step.graph, strategy, CompileOptions(in_place_states=in_place))
-
-
 def test_new_values_of_shared_states_are_dropped() -> None:
     name, step = "data parallel", training_step("data parallel")
-    plan = compiled(name, in_place=False)
+    plan = compile_case(name, in_place_states=False)
     with start(name, plan) as training:
         with build(ActorConfig()).start(plan, training) as other:
             losses = [other.step(step.batches[0], step.scalars).loss for _ in range(2)]
@@ -167,7 +152,7 @@ def test_states_that_training_overwrites_are_shared_as_they_are() -> None:
     name, step = "data parallel", training_step("data parallel")
     batch = {key: value[:4] for key, value in step.batches[0].items()}
     with (
-        start(name, compiled(name, in_place=True)) as training,
+        start(name, compile_case(name)) as training,
         build(ActorConfig()).start(compile_forward(name, batch_size=4), training) as evaluation,
     ):
         for each in step.batches[:2]:
@@ -180,10 +165,10 @@ def test_states_that_training_overwrites_are_shared_as_they_are() -> None:
 
 def test_a_plan_that_overwrites_shared_states_is_refused() -> None:
     with (
-        start("data parallel", compiled("data parallel", in_place=False)) as training,
+        start("data parallel", compile_case("data parallel", in_place_states=False)) as training,
         pytest.raises(SbpValueError, match=r"(?s)overwrites '.*in_place_states=False"),
     ):
-        build(ActorConfig()).start(compiled("data parallel", in_place=True), training)
+        build(ActorConfig()).start(compile_case("data parallel"), training)
 
 
 def test_without_a_session_there_must_be_a_backend() -> None:
@@ -192,7 +177,7 @@ def test_without_a_session_there_must_be_a_backend() -> None:
 
 
 def test_torn_states_are_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = compiled("data parallel", in_place=False)
+    plan = compile_case("data parallel", in_place_states=False)
     with (
         start("data parallel", plan) as training,
         build(ActorConfig()).start(plan, training) as other,

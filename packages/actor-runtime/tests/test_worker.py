@@ -18,7 +18,7 @@ from sbp_actor_runtime.message import (
     ThreadId,
     WorkerReport,
 )
-from sbp_actor_runtime.worker import PATIENCE, Worker
+from sbp_actor_runtime.worker import PATIENCE, Stopped, Worker
 from sbp_core.compile import PhysicalPlan
 from sbp_core.errors import RunError
 from sbp_core.sbp import local_shape
@@ -86,6 +86,18 @@ def test_a_step_that_was_ordered_before_the_stop_is_reported() -> None:
     alone.end()
 
     assert report.stopped
+
+
+@pytest.mark.parametrize("has_overwritten", [False, True])
+def test_a_thread_that_was_stopped_begins_no_update(has_overwritten: bool) -> None:
+    worker = Alone(starts=False).worker
+    worker.has_overwritten = has_overwritten
+    worker.stop()
+
+    with pytest.raises(Stopped):
+        worker._begin_update()
+
+    assert worker.has_overwritten == has_overwritten
 
 
 def test_a_deadline_that_passes_names_what_was_awaited() -> None:

@@ -75,23 +75,38 @@ def test_ranks_can_undo_until_they_have_committed() -> None:
         assert not any(plan.by_rank[rank].by_name[name].in_place for name, _ in order[:moment])
 
 
-def test_where_nothing_is_overwritten_a_step_can_be_undone_to_its_end() -> None:
-    plan = compile_case("accumulation", in_place_states=False)
-
-    assert last_moments(plan) == {
+def every_firing(plan: PhysicalPlan) -> dict[tuple[int, str], int]:
+    return {
         (part.rank, thread): len(order)
         for part in plan.ranks
         for thread, order in part.orders.items()
     }
+
+
+def test_where_ranks_have_several_threads_one_may_overwrite_before_another_knows_the_loss() -> None:
+    plan = overwriting("boxing threads")
+
+    assert last_moments(plan) == every_firing(plan)
+
+
+def test_a_loss_that_is_made_behind_the_first_update_comes_too_late() -> None:
+    plan = overwriting("one rank")
+    (part,) = plan.ranks
+    ((thread, order),) = part.orders.items()
+    makes_loss = {a.name for a in part.actors if "loss" in {name for name, _ in a.emits}}
+    order = tuple(sorted(order, key=lambda firing: firing[0] in makes_loss))  # to the end
+    late = replace(plan, ranks=(replace(part, orders={thread: order}),))
+
+    assert last_moments(late) == {(0, thread): len(order)}
+
+
+def test_where_nothing_is_overwritten_a_step_can_be_undone_to_its_end() -> None:
+    plan = compile_case("accumulation", in_place_states=False)
+
+    assert last_moments(plan) == every_firing(plan)
 
 
 def test_ranks_that_do_not_commit_together_cannot_undo_what_one_overwrites() -> None:
     plan = without_commit(overwriting("data parallel"))
 
-    moments = last_moments(plan)
-
-    assert moments == {
-        (part.rank, thread): len(order)
-        for part in plan.ranks
-        for thread, order in part.orders.items()
-    }
+    assert last_moments(plan) == every_firing(plan)
