@@ -36,8 +36,9 @@ BUILD = "build>=1.2"
 GRIFFE = "griffe>=2.4,<3"
 TRANSFORMERS = "transformers>=5.0,<6"
 
-#: Ranks are threads in most tests; more threads below them only fight for the cores.
-TEST_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
+#: Ranks are threads in most tests; more threads below them only fight for the cores. With `CI`,
+#: Hypothesis takes the same examples every time, and gives each the time that it takes.
+TEST_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CI": "true"}
 
 #: The tests that run everywhere, in minutes.
 QUICK = ("-m", "not exhaustive and not gpu")
