@@ -8,15 +8,28 @@ import pytest
 from traces import TracingRuntime, start_traced
 from trainable import registry, run_config, run_of
 
-from sbp_core.errors import ConfigError
+from sbp_core.errors import ConfigError, RunError
 from sbp_launch import session as session_module
 from sbp_launch import trainer
 from sbp_launch.planned import plan_step
 from sbp_launch.program import make_program
+from sbp_launch.stopping import StopSignals
+from sbp_launch.team import Team
 from sbp_launch.tracing import StepTracer
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.capture import scalar_values
 from sbp_torch.runtime.configs import ReferenceConfig
+
+
+@pytest.fixture
+def tracing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let runs have a runtime that traces."""
+    make = session_module.Run.make
+
+    def traced(run: session_module.Run, kind: str) -> object:
+        return TracingRuntime(ReferenceConfig()) if kind == "runtime" else make(run, kind)
+
+    monkeypatch.setattr(session_module.Run, "make", traced)
 
 
 def run_steps(folder: Path, steps: range, *, fails_at: int = 0) -> StepTracer:
@@ -35,6 +48,7 @@ def run_steps(folder: Path, steps: range, *, fails_at: int = 0) -> StepTracer:
                 session.step(program.batch(number, 4), {**scalars, "seed": 0, "step": number})
                 if number == fails_at:
                     raise ArithmeticError("the step fails")
+            tracer.finish(number)
             assert session.trace is None
     return tracer
 
@@ -66,6 +80,24 @@ def test_of_a_run_that_fails_the_steps_so_far_are_written(tmp_path: Path) -> Non
     assert traced_steps(tmp_path) == [1, 2]
 
 
+def test_ranks_stop_together_where_the_trace_cannot_be_written(
+    tmp_path: Path, tracing: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "trace.json").mkdir()
+    told, stop_together = [], trainer.stop_together
+
+    def stop(team: Team, signals: StopSignals, problem: Exception | None, limit_s: float) -> None:
+        told.append(problem)
+        stop_together(team, signals, problem, limit_s)
+
+    monkeypatch.setattr(trainer, "stop_together", stop)
+
+    with pytest.raises(RunError, match="cannot be written") as caught:
+        trainer.train(run_config(trace="2"), registry(), tmp_path)
+
+    assert told == [None, caught.value]
+
+
 def test_a_runtime_that_does_not_trace_is_refused_before_anything_else(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="runtime=reference does not trace") as caught:
         trainer.train(run_config(trace="1..2"), registry(), tmp_path)
@@ -75,15 +107,8 @@ def test_a_runtime_that_does_not_trace_is_refused_before_anything_else(tmp_path:
 
 
 def test_a_run_says_where_the_traced_steps_went(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, tracing: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    make = session_module.Run.make
-
-    def traced(run: session_module.Run, kind: str) -> object:
-        return TracingRuntime(ReferenceConfig()) if kind == "runtime" else make(run, kind)
-
-    monkeypatch.setattr(session_module.Run, "make", traced)
-
     trainer.train(run_config(trace="2..3"), registry(), tmp_path)
 
     out = capsys.readouterr().out

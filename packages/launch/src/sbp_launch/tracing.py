@@ -4,6 +4,7 @@
         for number in range(1, 101):
             with tracer.step(number, session):
                 session.step(batch, scalars)
+            tracer.finish(number)
     print(*tracer.lines)
 
 The steps that are not traced run as without it.
@@ -74,12 +75,7 @@ class StepTracer:
 
     @contextmanager
     def step(self, number: int, session: Session) -> Iterator[None]:
-        """Trace the step that is run in the block, if it is to be.
-
-        Raises:
-            BoxingError: after the last step, another rank did not come with its trace.
-            RunError: the trace cannot be written.
-        """
+        """Trace the step that is run in the block, if it is to be."""
         if number not in self.steps:
             yield
             return
@@ -94,11 +90,16 @@ class StepTracer:
             yield
         finally:
             session.trace = None
-        if number == self.steps[-1]:
-            self._finish()
 
-    def _finish(self) -> None:
-        assert self._trace is not None, "a step has been traced"
+    def finish(self, number: int) -> None:
+        """Write the trace behind the last step of it; all processes call this behind each step.
+
+        Raises:
+            BoxingError: another rank did not come with its trace.
+            RunError: the trace cannot be written.
+        """
+        if self._trace is None or number != self.steps[-1]:
+            return
         own, parts = own_part(self._trace, self._ranks), []
         self._trace, self._meter = None, None
         if self.backend.spans_processes:

@@ -264,6 +264,7 @@ def train_steps(
             metrics = {name: value.item() for name, value in outputs.items() if not value.dim()}
             problem: Exception | None = None
             try:
+                tracer.finish(index + 1)  # first, as the ranks of all processes meet there
                 if reference is not None and index < settings.compare_steps:
                     reference.step(batch, metrics["loss"], factor)
                 progress.advance(index + 1, metrics["loss"])
