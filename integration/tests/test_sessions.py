@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+import weakref
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -9,6 +12,8 @@ import pytest
 import torch
 
 from processes import run_ranks
+from sbp_boxing_torch.communicator import TorchCommunicator
+from sbp_boxing_torch.connections import TorchConnections
 from sbp_core.boxing import BoxingBackend
 from sbp_core.plugins import discover
 from sbp_core.runtime import batch_parts
@@ -85,6 +90,42 @@ def test_an_evaluation_runs_on_the_states_of_the_moment_in_every_process(name: s
         assert torch.equal(one["loss"], other["loss"])
         assert abs(one["loss"] - forward_loss(one["states"], batch)) < 1e-9
     assert first[0]["loss"] != first[1]["loss"]
+
+
+def hold_messages(quota: int, rank: int, backend: BoxingBackend) -> int:
+    """Run a step of a pipeline whose last stage is slow; return how many messages a rank held."""
+    step, plan = CASES["pipeline, GPipe"].step, compile_case("pipeline, GPipe")
+    plan = replace(plan, links=tuple(replace(link, quota=quota) for link in plan.links))
+    sent: list[weakref.ref[torch.Tensor]] = []
+    most = 0
+
+    def post(self: TorchConnections, call: Any, receiver: int, values: Any, tag: int) -> Any:
+        nonlocal most
+        sent.append(weakref.ref(values))
+        most = max(most, sum(values() is not None for values in sent))
+        return posted(self, call, receiver, values, tag)
+
+    def ask_late(self: TorchCommunicator, *given: Any, **rest: Any) -> Any:
+        time.sleep(0.1 if rank else 0.0)
+        return asked(self, *given, **rest)
+
+    posted, asked = TorchConnections.post, TorchCommunicator.begin_receive
+    runtime = discover(strict=True).make("runtime", "actor", {"deadline_s": 30.0})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TorchConnections, "post", post)
+        patch.setattr(TorchCommunicator, "begin_receive", ask_late)
+        with runtime.start(plan, step.states, backend) as session:
+            session.step(step.batches[0], step.scalars)
+    return most
+
+
+@pytest.mark.parametrize("quota", [1, 2])
+def test_a_sender_holds_no_more_messages_than_its_link_has_credits(quota: int) -> None:
+    compile_case("pipeline, GPipe")
+
+    sender, _ = run_ranks(2, partial(hold_messages, quota))
+
+    assert sender == quota
 
 
 @pytest.mark.parametrize("name", ["accumulation", "pipeline, 1F1B"])
