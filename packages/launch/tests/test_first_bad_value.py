@@ -131,6 +131,20 @@ def test_of_several_ranks_the_operator_that_comes_first_is_told_with_its_ranks()
     assert any("on ranks 0-1, micro-batch 0" in line for line in lines), lines
 
 
+def test_what_came_first_is_told_whichever_rank_is_heard_first() -> None:
+    first, *_, last = (node.name for node in planned().graph.nodes)
+
+    def gather(text: str) -> list[str]:
+        own = json.loads(text)
+        later = [{"node": first, "micro_batch": 1}, {"node": last, "micro_batch": 0}]
+        found = [{**one, **change, "rank": 1} for change in later for one in own["found"]]
+        return [json.dumps({**own, "found": found}), text]
+
+    lines = lines_of(states_of(3e38), gather=gather)
+
+    assert lines and all("on rank 0, micro-batch 0" in line for line in lines), lines
+
+
 def test_where_no_operator_can_be_watched_that_is_said() -> None:
     (line,) = lines_of(states_of(1.0))
 
