@@ -60,7 +60,8 @@ def test_the_parts_compute_what_the_operators_do(name: str) -> None:
 
     parted = verify_graph(split_batch_norm(graph))
 
-    assert not any("batch_norm_backward" in node.op for node in parted.nodes)
+    backward = [node for node in parted.nodes if "batch_norm_backward" in node.op]
+    assert all(node.args[9] == (False, True, True) for node in backward)
     whole, parts = (run_graph(g, states, [batch], {"lr": 0.1}) for g in (graph, parted))
     torch.testing.assert_close(parts[0]["loss"], whole[0]["loss"], rtol=1e-13, atol=1e-13)
     for key, value in whole[1].items():
@@ -105,7 +106,54 @@ def test_a_split_batch_moves_sums_instead_of_activations(num_micro_batches: int)
     assert moved[True] < moved[False] / 2
 
 
-def test_evaluation_and_low_precision_are_left_as_they_are() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("weights", ["wide", "as the data"])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_parts_are_as_exact_as_the_operators_in_every_dtype_and_layout(
+    dtype: torch.dtype, weights: str, layout: torch.memory_format
+) -> None:
+    torch.manual_seed(0)
+    model = nn.BatchNorm2d(4).to(torch.float32 if weights == "wide" else dtype)
+    x = (3 * torch.randn(8, 4, 6, 6) + 5).to(dtype).contiguous(memory_format=layout)
+    batch = {"x": x, "toward": torch.randn_like(x)}
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        shifted = batch["x"] * model.scale
+        return (model.norm(shifted).float() * batch["toward"]).sum()
+
+    whole = nn.Module()
+    whole.norm, whole.scale = model, nn.Parameter(torch.ones(4, 1, 1, dtype=dtype))
+    parameters = list(whole.parameters())
+    optimizer = torch.optim.SGD(parameters, lr=1.0)
+    graph = capture(whole, loss, batch, optimizer)
+    states = initial_states(whole, optimizer)
+    wide, exact = whole.double(), {name: value.double() for name, value in batch.items()}
+
+    runs = [run_graph(g, states, [batch], {"lr": 1.0}) for g in (graph, split_batch_norm(graph))]
+
+    loss(wide, exact).backward()
+    for name, parameter in wide.named_parameters():
+        true = parameter.detach() - parameter.grad
+        errors = [float((new[name].double() - true).abs().max()) for _, new in runs]
+        assert errors[1] <= 1.5 * errors[0] + 1e-5 * float(true.abs().max()), name
+
+
+def test_gradients_that_nobody_wants_are_not_made() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 2), nn.BatchNorm2d(4)).double()
+    model[1].weight.requires_grad_(False)
+    batch = {"x": torch.randn(8, 3, 4, 4, dtype=torch.float64)}
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    graph, states = capture(model, _loss, batch, optimizer), initial_states(model, optimizer)
+
+    parted = verify_graph(split_batch_norm(graph))
+
+    whole, parts = (run_graph(g, states, [batch], {"lr": 0.1}) for g in (graph, parted))
+    for key, value in whole[1].items():
+        torch.testing.assert_close(parts[1][key], value, rtol=1e-12, atol=1e-13)
+
+
+def test_evaluation_is_left_as_it_is() -> None:
     torch.manual_seed(0)
     make, shape = MODELS["images"]
     model = make().eval()

@@ -1,13 +1,17 @@
-"""Batch normalisation whose batch may be split: statistics from sums of parts.
+"""Batch normalisation whose batch may be split: fused kernels on parts, sums of parts between them.
 
 The operators need the whole batch on every rank, which costs a gather of the activations; what they
-are made of needs two numbers a channel in each direction:
+are made of needs two numbers a channel in each direction. Each is a pass of a fused kernel over the
+data; r is 1 / sqrt(var + eps), n the number of elements of a channel:
 
-    mean = sum(x) / n              P(sum), then B       dims of a sum: all but the channels
-    var  = sum((x - mean)^2) / n   P(sum), then B
-    y    = (x - mean) / sqrt(var + eps) w + b           split as x is
-    s, t = sum(dy), sum(dy (x - mean))                  P(sum), then B
-    dx   = w r (dy - s / n - (x - mean) r^2 t / n)      r = 1 / sqrt(var + eps)
+    sum(x), sum(x^2)    P(sum), then B, float64    `sbp.batch_norm_sums`
+    mean, var           from these
+    y = batch_norm(x; w, b, mean, var)             split as x is, statistics given
+    dw, db              P(sum), then B             the backward kernel, no gradient of x asked for
+    dx = w r dy + batch_norm(x; -w r dw / n, -w r db / n, mean, var)
+
+The last line is dx = w r (dy - db / n - (x - mean) r dw / n), written as another normalisation of
+x. Both sums cross between ranks as one tensor, [2, C].
 
 This is what is called synchronised batch normalisation: statistics are those of the whole
 micro-batch, as on one device. Source: Ioffe and Szegedy, "Batch normalization", ICML 2015, section
@@ -19,37 +23,43 @@ from __future__ import annotations
 from dataclasses import replace
 from math import prod
 
-from sbp_core.graph import Argument, LogicalGraph, Node, Ref, TensorType, drop_dead
+from sbp_core.graph import (
+    Argument,
+    LogicalGraph,
+    Node,
+    Ref,
+    Symbol,
+    TensorType,
+    drop_dead,
+    rename_uses,
+)
 from sbp_core.passes import GraphWriter
 
 _FORWARD = "aten._native_batch_norm_legit_functional.default"
 _BACKWARD = "aten.native_batch_norm_backward.default"
 _FIXED = "aten._native_batch_norm_legit_no_training.default"
 
-#: Dtypes whose statistics are of the same dtype.
-_FULL = ("float32", "float64")
+#: Dtypes whose statistics are of float32.
+_LOW = ("bfloat16", "float16")
 
 
 def split_batch_norm(graph: LogicalGraph) -> LogicalGraph:
     """Write batch normalisation in training so that a split batch needs only sums of parts.
 
     before: y, m, r, .. = batch_norm(x, w, b, .., training)     dx, dw, db = batch_norm_backward(dy)
-    after:  m = sum(x) / n; v = sum((x - m)^2) / n; y = batch_norm(x, w, b, m, v, fixed)
-            db = sum(dy); dw = sum(dy (x - m)) r; dx = w r (dy - db / n - (x - m) r dw / n)
+    after:  m, v = moments(batch_norm_sums(x)); y = batch_norm(x, w, b, m, v, fixed)
+            dw, db = batch_norm_backward(dy, mask = no dx)
+            dx = w r dy + batch_norm(x, -w r dw / n, -w r db / n, m, v, fixed)
     """
     writer = GraphWriter(graph)
     for node in graph.nodes:
-        if node.op == _FORWARD and node.args[5] is True and _is_full(graph, node.args[0]):
+        if node.op == _FORWARD and node.args[5] is True:
             _Norm(writer, node, node.args[0]).forward()
-        elif node.op == _BACKWARD and node.args[7] is True and _is_full(graph, node.args[1]):
+        elif node.op == _BACKWARD and node.args[7] is True:
             _Norm(writer, node, node.args[1]).backward()
         else:
             writer.nodes.append(node)
     return drop_dead(graph.with_nodes(tuple(writer.nodes), types=writer.types))
-
-
-def _is_full(graph: LogicalGraph, data: Ref) -> bool:
-    return graph.tensor(data.name).dtype in _FULL
 
 
 class _Norm:
@@ -63,106 +73,133 @@ class _Norm:
 
     def __init__(self, writer: GraphWriter, node: Node, data: Ref) -> None:
         self.writer, self.node, self.data = writer, node, data
+        self.start = len(writer.nodes)
         self.full = writer.tensor(data.name)
         self.channels = self.full.shape[1]
-        self.dims = (0, *range(2, len(self.full.shape)))
-        self.count = prod(self.full.shape) // self.channels
-        self.wide = TensorType(
-            (1, self.channels, *(1 for _ in self.full.shape[2:])), self.full.dtype
-        )
-        self.flat = TensorType((self.channels,), self.full.dtype)
+        self.count = max(1, prod(self.full.shape) // max(1, self.channels))
+        self.dtype = "float32" if self.full.dtype in _LOW else self.full.dtype
+        self.flat = TensorType((self.channels,), self.dtype)
 
     def forward(self) -> None:
         """Write the outputs of the forward operator: data, saved and running statistics."""
         _, weight, bias, old_mean, old_var, _, momentum, eps = self.node.args
-        mean = self._scaled(self._sum(self.data), 1 / self.count)
-        centred = self._pointwise("sub.Tensor", self.data, mean)
-        var = self._scaled(
-            self._sum(self._pointwise("mul.Tensor", centred, centred)), 1 / self.count
+        pair = TensorType((2, self.channels), "float64")
+        sums = self._call("sbp.batch_norm_sums.default", self.data, made=pair)
+        means = self._pointwise("mul.Scalar", sums, 1 / self.count)
+        wide_mean, square = self._row(means, 0), self._row(means, 1)
+        excess = self._pointwise("addcmul.default", square, wide_mean, wide_mean, value=-1)
+        # Where a channel is constant, rounding may leave less than nothing.
+        wide_var = self._pointwise("clamp_min.default", excess, 0.0)
+        mean, var = self._wide(wide_mean), self._wide(wide_var)
+        made = self._normalised(
+            self.data, self._wide(weight), self._wide(bias), mean, var, momentum, eps
         )
-        spread = self._pointwise("rsqrt.default", self._pointwise("add.Scalar", var, eps, like=var))
-        flat_mean, flat_var = self._flat(mean), self._flat(var)
-        unbiased = self.count / max(1, self.count - 1)
-        names = dict(enumerate(self.node.outputs))
-        self._normalised(names[0], weight, bias, flat_mean, flat_var, momentum, eps)
-        self._named(names[1], "alias.default", flat_mean)
-        self._named(names[2], "alias.default", self._flat(spread))
-        for name, old, new in (
-            (names[3], old_mean, flat_mean),
-            (names[4], old_var, self._scaled(flat_var, unbiased)),
-        ):
-            kept = self._scaled(old, 1 - momentum)
-            self._named(name, "add.Tensor", kept, self._scaled(new, momentum), pointwise=True)
+        rooted = self._pointwise("add.Scalar", var, eps)
+        unbiased = self._pointwise("mul.Scalar", var, self.count / max(1, self.count - 1))
+        new_mean, new_var = (
+            self._like(old, self._pointwise("lerp.Scalar", self._wide(old), new, momentum))
+            for old, new in ((old_mean, mean), (old_var, unbiased))
+        )
+        spread = self._pointwise("rsqrt.default", rooted)
+        self._leave(made, mean, spread, new_mean, new_var)
 
     def backward(self) -> None:
         """Write the gradients of data, weight and bias that are asked for."""
-        grad, data, weight, _, _, mean, spread, _, _, mask = self.node.args
-        outputs = iter(self.node.outputs)
-        mean, spread = self._wide(mean), self._wide(spread)
-        centred = self._pointwise("sub.Tensor", data, mean)
-        total = self._sum(grad)
-        dot = self._sum(self._pointwise("mul.Tensor", grad, centred))
+        grad, data, weight, _, _, mean, spread, _, eps, mask = self.node.args
+        wide_weight, mean, spread = map(self._wide, (weight, mean, spread))
+        sums = self._gradient_sums(grad, wide_weight, mean, spread, eps)
+        made = []
         if mask[0]:
-            name = next(outputs)
-            shift = self._pointwise("sub.Tensor", grad, self._scaled(total, 1 / self.count))
-            square = self._pointwise("mul.Tensor", spread, spread)
-            slope = self._scaled(self._pointwise("mul.Tensor", square, dot), 1 / self.count)
-            lean = self._pointwise(
-                "sub.Tensor", shift, self._pointwise("mul.Tensor", centred, slope)
-            )
             scale = spread
             if weight is not None:
-                scale = self._pointwise("mul.Tensor", spread, self._wide(weight))
-            self._named(name, "mul.Tensor", lean, scale, pointwise=True)
-        if mask[1]:
-            made = self._pointwise("mul.Tensor", dot, spread)
-            self._named(next(outputs), "view.default", made, (self.channels,))
-        if mask[2]:
-            self._named(next(outputs), "view.default", total, (self.channels,))
+                scale = self._pointwise("mul.Tensor", spread, wide_weight)
+            shares = self._pointwise("mul.Scalar", sums, -1 / self.count)
+            slopes = self._pointwise("mul.Tensor", shares, scale)
+            slope, shift = self._row(slopes, 0), self._row(slopes, 1)
+            # This is var + eps: nothing is left to add.
+            var = self._pointwise("pow.Tensor_Scalar", spread, -2)
+            lean = self._normalised(self._wide(data), slope, shift, mean, var, 0.0, 0.0)
+            column = TensorType((1, self.channels, *(1 for _ in self.full.shape[2:])), self.dtype)
+            factor = self._call("aten.view.default", scale, column.shape, made=column)
+            found = self._pointwise("addcmul.default", lean, self._wide(grad), factor)
+            made.append(self._like(data, found))
+        rows = (self._row(sums, row) for row in (0, 1) if mask[row + 1])
+        self._leave(*made, *(row if weight is None else self._like(weight, row) for row in rows))
+
+    def _gradient_sums(
+        self, grad: Ref, weight: Argument, mean: Argument, spread: Argument, eps: float
+    ) -> Ref:
+        """Write the gradients of weight and bias by the fused operator; return them, [2, C]."""
+        outputs = (f"{self.node.name}.dot", f"{self.node.name}.total")
+        mask = (False, True, True)
+        args = (grad, self.data, weight, None, None, mean, spread, True, eps, mask)
+        self._several("sums", _BACKWARD, args, outputs, (self.flat, self.flat))
+        pair = TensorType((2, self.channels), self.dtype)
+        return self._call("aten.stack.default", tuple(map(Ref, outputs)), made=pair)
 
     def _normalised(
-        self, name: str, weight: Argument, bias: Argument, mean: Ref, var: Ref, *numbers: float
-    ) -> None:
+        self, data: Ref, weight: Argument, bias: Argument, mean: Ref, var: Ref, *numbers: float
+    ) -> Ref:
         """Write the fused operator for given statistics; its other outputs are empty."""
-        outputs = (name, *(f"{name}.none{index}" for index in range(2)))
-        for empty in outputs[1:]:
-            self.writer.types[empty] = TensorType((0,), self.full.dtype)
-        self.writer.nodes.append(
-            replace(
-                self.node,
-                name=f"{self.node.name}.fixed",
-                op=_FIXED,
-                args=(self.data, weight, bias, mean, var, *numbers),
-                outputs=outputs,
-            )
-        )
+        name = f"{self.node.name}.fixed"
+        empty = TensorType((0,), self.dtype)
+        outputs = (name, f"{name}.none0", f"{name}.none1")
+        types = (self.writer.tensor(data.name), empty, empty)
+        self._several("fixed", _FIXED, (data, weight, bias, mean, var, *numbers), outputs, types)
+        return Ref(name)
 
-    def _sum(self, value: Ref) -> Ref:
-        args = (value, self.dims, True)
-        return self.writer.call(self.node, "aten.sum.dim_IntList", args, self.wide)
+    def _several(
+        self,
+        label: str,
+        op: str,
+        args: tuple[Argument, ...],
+        outputs: tuple[str, ...],
+        types: tuple[TensorType, ...],
+    ) -> None:
+        """Write an operator of several outputs."""
+        self.writer.types.update(zip(outputs, types, strict=True))
+        name = f"{self.node.name}.{label}"
+        self.writer.nodes.append(replace(self.node, name=name, op=op, args=args, outputs=outputs))
 
-    def _scaled(self, value: Ref, factor: float) -> Ref:
-        made = self.writer.tensor(value.name)
-        return self.writer.call(self.node, "aten.mul.Scalar", (value, factor), made, pointwise=True)
+    def _row(self, pair: Ref, index: int) -> Ref:
+        made = TensorType((self.channels,), self.writer.tensor(pair.name).dtype)
+        return self._call("aten.select.int", pair, 0, index, made=made)
 
-    def _pointwise(self, op: str, first: Ref, *others: Argument, like: Ref | None = None) -> Ref:
-        """Write a pointwise operator; its result is as large as the larger of its arguments."""
-        refs = [first, *(other for other in others if isinstance(other, Ref))]
-        types = [self.writer.tensor((like or ref).name) for ref in refs]
-        made = max(types, key=lambda entry: prod(entry.shape))
-        return self.writer.call(self.node, f"aten.{op}", (first, *others), made, pointwise=True)
+    def _wide(self, value: Argument) -> Argument:
+        """Return a tensor in the dtype of the statistics; None stays None."""
+        return value if value is None else self._converted(value, self.dtype)
 
-    def _flat(self, value: Ref) -> Ref:
-        return self.writer.call(
-            self.node, "aten.view.default", (value, (self.channels,)), self.flat
-        )
+    def _like(self, other: Ref, value: Ref) -> Ref:
+        return self._converted(value, self.writer.tensor(other.name).dtype)
 
-    def _wide(self, value: Ref) -> Ref:
-        return self.writer.call(self.node, "aten.view.default", (value, self.wide.shape), self.wide)
+    def _converted(self, value: Ref, dtype: str) -> Ref:
+        kind = self.writer.tensor(value.name)
+        if kind.dtype == dtype:
+            return value
+        made = TensorType(kind.shape, dtype)
+        kwargs = {"dtype": Symbol("dtype", dtype)}
+        op = "aten._to_copy.default"
+        return self.writer.call(self.node, op, (value,), made, kwargs=kwargs, pointwise=True)
 
-    def _named(self, name: str, op: str, *args: Argument, pointwise: bool = False) -> None:
-        """Write an operator that makes one of the outputs of the node."""
-        made = self.writer.tensor(name)
-        ref = self.writer.call(self.node, f"aten.{op}", args, made, pointwise=pointwise)
-        del self.writer.types[ref.name]
-        self.writer.nodes[-1] = replace(self.writer.nodes[-1], outputs=(name,))
+    def _pointwise(self, op: str, first: Argument, *others: Argument, **kwargs: Argument) -> Ref:
+        """Write a pointwise operator whose result is of the type of its first argument."""
+        made = self.writer.tensor(first.name)
+        args = (first, *others)
+        op = f"aten.{op}"
+        return self.writer.call(self.node, op, args, made, kwargs=kwargs, pointwise=True)
+
+    def _call(self, op: str, *args: Argument, made: TensorType) -> Ref:
+        return self.writer.call(self.node, op, args, made)
+
+    def _leave(self, *made: Ref) -> None:
+        """Let what was written make the outputs of the node, in its order.
+
+        Saved statistics are of the dtype of statistics, whatever their type was said to be:
+        PyTorch's fake tensors are wrong about it where data are of low precision.
+        """
+        types, nodes = self.writer.types, self.writer.nodes
+        names = dict(zip((value.name for value in made), self.node.outputs, strict=True))
+        types.update({new: types.pop(old) for old, new in names.items()})
+        for index, node in enumerate(nodes[self.start :], self.start):
+            outputs = tuple(names.get(name, name) for name in node.outputs)
+            nodes[index] = rename_uses(replace(node, outputs=outputs), names)

@@ -3,6 +3,7 @@
     sbp.piece(x, token, dim, index, count, settled)
         the elements index, index + count, ... of a dim, but not before the token is made
     sbp.mm_as(a, b, dtype), sbp.bmm_as             products, in a wider dtype
+    sbp.batch_norm_sums(x)                         sums of x and of x^2 by channel, [2, C]
 
 A token may lie as it likes; if it must be settled it may not be partial, so that whoever waits for
 it waits for its reduction as well.
@@ -21,6 +22,7 @@ from sbp_core.signatures import (
     Rule,
     Shards,
     fresh_dims,
+    labels,
     ordered_after,
     unread,
 )
@@ -44,7 +46,21 @@ def _own_piece(call: OpCall, shards: Shards) -> LocalProgram:
     return builder.program(builder("aten.slice_copy.Tensor", x, dim, index, stop, count))
 
 
+def _batch_norm_sums(call: OpCall) -> Notation:
+    """`n c s0 => k! c; size k 2`: what a rank has of the batch and of positions is a part."""
+    positions = labels("s", len(call.inputs[0].shape) - 2)
+    data = tuple((name,) for name in ("n", "c", *positions))
+    return Notation(
+        inputs=(data,),
+        outputs=((("k",), ("c",)),),
+        whole=frozenset({"k"}),
+        sizes=(("k", 2),),
+        why="sums and sums of squares stay together",
+    )
+
+
 RULES = {
+    "sbp.batch_norm_sums.default": Rule(_batch_norm_sums),
     "sbp.bmm_as.default": Rule("n i k, n k j -> n i j"),
     "sbp.mm_as.default": Rule("i k, k j -> i j"),
     "sbp.piece": Rule(_piece, _own_piece),

@@ -1,5 +1,6 @@
 """Operators of ours, registered with PyTorch, and what executes an operator of a name.
 
 `operators` finds what a name means. Registered are constants, random numbers that are drawn by
-counting (`random`, `philox`), fused updates of one parameter, and products in a wider dtype.
+counting (`random`, `philox`), fused updates of one parameter, products in a wider dtype, and sums
+for batch normalisation.
 """

@@ -13,6 +13,7 @@ import torch
 from sbp_core.errors import GraphError, SbpValueError
 from sbp_core.graph import Argument, Ref, Symbol
 from sbp_torch._torch_compat import OpOverload, return_types
+from sbp_torch.ops import batch_norm as _batch_norm  # noqa: F401 - registers sbp.batch_norm_sums
 from sbp_torch.ops import constants as _constants  # noqa: F401 - registers sbp.constant
 from sbp_torch.ops import random as _random_ops  # noqa: F401 - registers sbp.random_*
 from sbp_torch.ops import wide_products as _wide_products  # noqa: F401 - registers sbp.mm_as
