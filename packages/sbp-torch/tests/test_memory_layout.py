@@ -77,6 +77,17 @@ def test_results_of_one_operator_have_storages_of_their_own() -> None:
     ]
 
 
+def test_a_result_that_the_mask_leaves_out_lies_nowhere() -> None:
+    mask = (False, True, True)
+    args = (Ref("g"), Ref("x"), Ref("w"), None, None, Ref("w"), Ref("w"), True, 1e-5, mask)
+    entry = _call("aten.native_batch_norm_backward.default", *args, outputs=2)
+    values = {"g": _placed(0, 8, 4, 2, 2), "x": _placed(1, 8, 4, 2, 2), "w": _placed(2, 4)}
+
+    made = Layouts().call(entry, 0, values.__getitem__)
+
+    assert [entry.layout.shape for entry in made] == [(4,), (4,)]
+
+
 def test_equal_calls_are_made_once_whatever_their_keys_are_called() -> None:
     layouts = Layouts()
 

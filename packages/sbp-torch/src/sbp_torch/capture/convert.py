@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ from sbp_torch._torch_compat import OpOverload, argument_types, is_mutable
 from sbp_torch.capture.diagnostics import shape_by_value, value_read
 from sbp_torch.capture.step import DRAW, SEED
 from sbp_torch.capture.trace import TracedStep
+from sbp_torch.ops.operators import asked_for
 
 #: Python operators on host numbers, by the name they get.
 HOST_OPS = {
@@ -293,7 +294,7 @@ class _Conversion:
     def _add_outputs(self, node: fx.Node, name: str) -> tuple[str, ...]:
         value = node.meta.get("val")
         if isinstance(value, tuple | list):
-            value = _asked_for(node, value)
+            value = asked_for(node.target, node.args, node.kwargs, value)
             names = tuple(f"{name}:{index}" for index in range(len(value)))
             for part, made in zip(value, names, strict=True):
                 if part is not None:
@@ -338,20 +339,6 @@ def _check_real(node: fx.Node, where: str) -> None:
                 todo="write the op with real and imaginary parts; backward phases of real(), "
                 "imag() and angle() make such numbers: use torch.view_as_real instead",
             )
-
-
-def _asked_for(node: fx.Node, made: Sequence[Any]) -> list[Any]:
-    """Return what an op with an output mask makes: nothing where the mask says so.
-
-    Without data PyTorch makes some of these tensors all the same.
-    """
-    target = node.target
-    names = list(argument_types(target)) if isinstance(target, OpOverload) else []
-    if "output_mask" not in names:
-        return list(made)
-    at = names.index("output_mask")
-    mask: Any = node.args[at] if at < len(node.args) else node.kwargs["output_mask"]
-    return [part if wanted else None for part, wanted in zip(made, mask, strict=True)]
 
 
 def _never_draws(node: fx.Node, target: OpOverload) -> bool:

@@ -25,7 +25,7 @@ from sbp_core.graph import ITEMSIZE, Argument, Ref, Symbol, map_refs, refs
 from sbp_core.memory import Number, ResultLayout, StorageView, StridedLayout
 from sbp_torch._torch_compat import fake_mode, storage_key
 from sbp_torch.boxing.execute import local_step, torch_dtype
-from sbp_torch.ops.operators import bind, operator_of, results_of
+from sbp_torch.ops.operators import asked_for, bind, operator_of, results_of
 
 #: Stands in for a host number whose operator cannot take the other stand-ins.
 _ANY_NUMBER = 0.5
@@ -196,7 +196,11 @@ def _run(
         return (local_step(steps[index], rank, value),)
     args = bind(entry.args, arguments.__getitem__)
     kwargs = {key: bind(part, arguments.__getitem__) for key, part in entry.kwargs.items()}
-    return results_of(operator_of(entry.op)(*args, **kwargs))
+    operator = operator_of(entry.op)
+    made = operator(*args, **kwargs)
+    if isinstance(made, tuple | list):
+        made = asked_for(operator, args, kwargs, made)
+    return results_of(made)
 
 
 def _frozen(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 
 from sbp_core.errors import GraphError, SbpValueError
 from sbp_core.graph import Argument, Ref, Symbol
-from sbp_torch._torch_compat import OpOverload, return_types
+from sbp_torch._torch_compat import OpOverload, argument_types, return_types
 from sbp_torch.ops import batch_norm as _batch_norm  # noqa: F401 - registers sbp.batch_norm_sums
 from sbp_torch.ops import constants as _constants  # noqa: F401 - registers sbp.constant
 from sbp_torch.ops import random as _random_ops  # noqa: F401 - registers sbp.random_*
@@ -99,6 +99,21 @@ def results_of(made: Any) -> tuple[Any, ...]:
     if not isinstance(made, tuple | list):
         return (made,)
     return tuple(part for entry in made if entry is not None for part in results_of(entry))
+
+
+def asked_for(
+    target: object, args: Sequence[Any], kwargs: Mapping[str, Any], made: Sequence[Any]
+) -> list[Any]:
+    """Return what an operator with an output mask makes: `None` where the mask says so.
+
+    Without data PyTorch makes some of these tensors all the same.
+    """
+    names = list(argument_types(target)) if isinstance(target, OpOverload) else []
+    if "output_mask" not in names:
+        return list(made)
+    at = names.index("output_mask")
+    mask = args[at] if at < len(args) else kwargs["output_mask"]
+    return [part if wanted else None for part, wanted in zip(made, mask, strict=True)]
 
 
 def makes_one_tensor(op: str) -> bool:
