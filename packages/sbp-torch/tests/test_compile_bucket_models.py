@@ -211,9 +211,9 @@ def test_what_comes_next_is_packed_and_gathered_before_a_block_is_computed() -> 
         assert order.index(pack) < order.index(takes(pack)) < order.index(computes)
 
 
-def test_without_prefetch_no_gather_of_the_backward_phase_begins_in_the_forward_phase() -> None:
+def test_no_gather_of_the_backward_phase_begins_in_the_forward_phase() -> None:
     graph = _graph()
-    options = CompileOptions(bucket_bytes=_LARGE, overlap=True, prefetch=0)
+    options = CompileOptions(bucket_bytes=_LARGE, overlap=True, prefetch=1)
     rank = compile_plan(graph, _strategy(graph), options).ranks[0]
 
     order = [name for name, _ in rank.orders["compute"]]

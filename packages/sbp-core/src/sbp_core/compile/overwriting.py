@@ -90,15 +90,14 @@ class _Segment:
         """Return the instructions, and the keys of states that are copied over."""
         links: dict[int, set[int]] = defaultdict(set)
         copied: list[tuple[str, str]] = []
-        taken: set[str] = set()
         for state, key in self.actor.writes:
             if state not in self.actor.in_place:
                 continue
-            chain = None if key in taken or key not in self.made else self._chain(state, key)
+            # A key leads back to one state at most, so no two states share a chain.
+            chain = self._chain(state, key) if key in self.made else None
             if chain is None:
                 copied.append((state, key))
                 continue
-            taken.add(key)
             for at, number in chain:
                 links[at].add(number)
         behind, new_keys = self._copies(copied)
