@@ -99,7 +99,9 @@ BATCH = {name: torch.zeros(2, 4, dtype=torch.int64) for name in ("tokens", "targ
 
 def lines_of(states: dict[str, torch.Tensor], batch: Any = BATCH, **more: Any) -> Sequence[str]:
     session = OneSegment(states)
-    return first_bad_value(session, session.graph, batch, {}, **more)  # type: ignore[arg-type]
+    lines = first_bad_value(session, session.graph, batch, {}, **more)  # type: ignore[arg-type]
+    assert "watch" not in vars(session), "later steps are watched, too"
+    return lines
 
 
 def test_the_line_names_the_module_its_source_and_what_it_took() -> None:
