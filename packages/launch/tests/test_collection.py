@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from sbp_core.collection import collection_paused
 from sbp_core.errors import CaptureError
+from sbp_core.exports import lazy
 from sbp_launch import parallelize
-from sbp_launch.collection import collection_paused
 
 
 @pytest.fixture(autouse=True)
@@ -30,6 +32,32 @@ def test_the_collector_is_as_it_was_behind_the_block(was_on: bool) -> None:
         raise KeyError
 
     assert (inside, gc.isenabled()) == (False, was_on)
+
+
+def test_what_was_frozen_stays_so() -> None:
+    gc.enable()
+    gc.freeze()
+    try:
+        with collection_paused():
+            pass
+        assert gc.get_freeze_count()
+    finally:
+        gc.unfreeze()
+
+
+def test_what_is_offered_is_loaded_while_it_is_paused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = f"room_{tmp_path.name}"
+    (tmp_path / room).mkdir()
+    (tmp_path / room / "home.py").write_text("import gc\nwas_on = gc.isenabled()\n", "utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    gc.enable()
+
+    find, _ = lazy(room, {"was_on": "home"})
+
+    assert find("was_on") is False
+    assert gc.isenabled()
 
 
 def test_parallelize_pauses_it_while_it_plans_and_no_longer() -> None:

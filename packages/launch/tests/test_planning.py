@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 (torch's own name for it)
 
 from sbp_core import Placement
+from sbp_core.cluster import Cluster
 from sbp_core.compile import check_strategy
+from sbp_core.errors import ConfigError
 from sbp_core.graph import LogicalGraph
+from sbp_core.memory import MemoryReport, memory_bound
 from sbp_core.plugins import discover
 from sbp_core.strategy import Strategy
-from sbp_launch.planning import PlanSettings, capture_training, compiled
+from sbp_launch.planning import Planned, PlanSettings, capture_training, check_fits, compiled
 
 SOFTMAX = "aten._log_softmax.default"
 
@@ -66,3 +71,44 @@ def test_softmaxes_are_in_parts_only_where_their_classes_are_split(
 def read_again(strategy: Strategy, graph: LogicalGraph) -> Strategy:
     check_strategy(graph, strategy)
     return strategy
+
+
+@pytest.fixture
+def on_two_ranks() -> tuple[Planned, Callable[[int], Cluster]]:
+    """A plan, and clusters whose ranks have some bytes of memory."""
+    model, plugins = nn.Linear(3, 4), discover()
+
+    def cluster_of(memory_bytes: int) -> Cluster:
+        cluster: Cluster = plugins.make("cluster", "local", {"memory_bytes": memory_bytes})(2)
+        return cluster
+
+    settings = PlanSettings(mesh=Placement.grid((2,), ("data",)), cluster=cluster_of(10**9))
+    planner = plugins.make("planner", "manual", {"pins": {"*": "B"}})
+    optimizer = torch.optim.SGD(model.parameters())
+    graph = capture_training(model, many_classes, torch.ones(4, 3), optimizer, settings).graph
+    return compiled(graph, planner.plan(settings.request(graph)), settings), cluster_of
+
+
+@pytest.mark.parametrize(("missing", "is_predicted"), [(0, False), (1, True)])
+def test_exact_memory_is_predicted_only_where_a_bound_does_not_do(
+    on_two_ranks: tuple[Planned, Callable[[int], Cluster]], missing: int, is_predicted: bool
+) -> None:
+    planned, cluster_of = on_two_ranks
+    bound = memory_bound(planned.plan, planned.graph)
+
+    check_fits(planned, cluster_of(bound - missing))
+
+    assert ("memory" in vars(planned)) == is_predicted
+    assert isinstance(planned.memory, MemoryReport)
+    assert planned.memory.peak < bound
+
+
+def test_the_limit_is_compared_with_the_exact_memory(
+    on_two_ranks: tuple[Planned, Callable[[int], Cluster]],
+) -> None:
+    planned, cluster_of = on_two_ranks
+    assert isinstance(planned.memory, MemoryReport)
+
+    check_fits(planned, cluster_of(planned.memory.peak))
+    with pytest.raises(ConfigError, match="would need"):
+        check_fits(planned, cluster_of(planned.memory.peak - 1))

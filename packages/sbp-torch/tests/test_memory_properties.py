@@ -12,7 +12,7 @@ from random_plans import graphs, placements, random_values, strategies
 
 from sbp_core.compile import CompileOptions, compile_plan
 from sbp_core.compile.physical import PhysicalPlan
-from sbp_core.memory import predict_memory
+from sbp_core.memory import memory_bound, predict_memory
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.memory.meter import MemoryMeter
 from sbp_torch.runtime.configs import ReferenceConfig
@@ -51,7 +51,9 @@ def _holds_what_was_predicted(data: st.DataObject, num_stages: int, num_micro_ba
     # Parts that ranks are handed of one value share memory, and then hold less than was predicted;
     # of a batch, more may be seen than the parts. Exact comparisons are in `test_memory.py`.
     batch_bytes = sum(value.nbytes for value in whole.values())
-    for rank, memory in predict_memory(plan).ranks.items():
+    predicted = predict_memory(plan)
+    assert predicted.peak <= memory_bound(plan, graph)
+    for rank, memory in predicted.ranks.items():
         assert meter.peak(rank) <= memory.peak + batch_bytes
         assert meter.alive(rank) == memory.resting
 

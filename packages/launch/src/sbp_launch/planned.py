@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from typing import cast
 
+from sbp_core.collection import collection_paused
 from sbp_core.errors import CaptureError, ConfigError
 from sbp_core.graph import LogicalGraph
 from sbp_core.plugins import GraphPass, Planner, PlanRequest
 from sbp_core.strategy import Strategy
-from sbp_launch.collection import collection_paused
 from sbp_launch.planning import (
     Captured,
     Planned,
     PlanSettings,
     capture_forward,
     capture_training,
+    check_fits,
     compiled,
     evaluating,
     plan_beside,
     regathering,
-    with_memory,
 )
 from sbp_launch.program import Program, model_loss
 from sbp_launch.run import Run
@@ -43,8 +43,9 @@ def plan_step(run: Run, program: Program) -> Planned:
         graph, strategy = captured.planned(plan)
     with run.stage("compiling and checking the plan"):
         planned = compiled(graph, strategy, settings)
-    with run.stage("predicting its memory"):
-        return with_memory(planned, program.cluster)
+    with run.stage("checking its memory"):
+        check_fits(planned, program.cluster)
+    return planned
 
 
 def plan_settings(run: Run, program: Program) -> PlanSettings:

@@ -25,7 +25,7 @@ from sbp_core.compile import CompileOptions, Lowered, PhysicalPlan, compile_plan
 from sbp_core.errors import ConfigError, PlanError, SbpError
 from sbp_core.graph import InputKind, LogicalGraph, Phase, Rate
 from sbp_core.infer import infer_strategy
-from sbp_core.memory import MemoryReport, check_memory, predict_memory
+from sbp_core.memory import MemoryReport, check_memory, memory_bound, predict_memory
 from sbp_core.passes import allow_unknown
 from sbp_core.placement import Placement
 from sbp_core.plugins import GraphPass, PlanRequest
@@ -43,16 +43,20 @@ __all__ = ["Captured", "PlanSettings", "Planned", "capture_training", "compiled"
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """A graph, how it was planned, and the checked plan.
-
-    `memory` says what each rank's memory holds, or why it is not known.
-    """
+    """A graph, how it was planned, and the checked plan."""
 
     graph: LogicalGraph
     strategy: Strategy
     plan: PhysicalPlan
     checked: CheckReport
-    memory: MemoryReport | str = ""
+
+    @cached_property
+    def memory(self) -> MemoryReport | str:
+        """What each rank's memory holds, or why it is not known: predicted when it is asked for."""
+        try:
+            return predict_memory(self.plan)
+        except PlanError as error:
+            return error.what
 
     @cached_property
     def lowered(self) -> Lowered:
@@ -276,23 +280,26 @@ def regathering(strategy: Strategy, config: CompileConfig) -> Strategy:
     return strategy if chosen == CompileConfig().regather else replace(strategy, regather=chosen)
 
 
-def with_memory(planned: Planned, cluster: Cluster) -> Planned:
-    """Predict what the plan needs, and compare it with the memory of a rank.
+def check_fits(planned: Planned, cluster: Cluster) -> None:
+    """Compare what the plan needs with the memory of a rank.
+
+    Its exact memory takes as long as planning does, and is predicted only where a bound does not
+    settle it.
 
     Raises:
         ConfigError: a rank would not fit its memory.
     """
+    limit_bytes = cluster.device.memory_bytes
+    if memory_bound(planned.plan, planned.graph) <= limit_bytes:
+        return
+    if isinstance(planned.memory, str):
+        return
     try:
-        memory = predict_memory(planned.plan)
-    except PlanError as error:
-        return replace(planned, memory=error.what)
-    try:
-        check_memory(memory, cluster.device.memory_bytes)
+        check_memory(planned.memory, limit_bytes)
     except PlanError as error:
         raise ConfigError(
             error.what, where="cluster.memory_bytes", accepted=error.accepted, todo=error.todo
         ) from error
-    return replace(planned, memory=memory)
 
 
 def plan_beside(train: Planned, graph: LogicalGraph, settings: PlanSettings) -> Planned:
@@ -325,7 +332,8 @@ def plan_beside(train: Planned, graph: LogicalGraph, settings: PlanSettings) -> 
         in_flight=(1,) * len(modules),
     )
     made = compiled(graph, replace(strategy, regather=train.strategy.regather), settings)
-    return with_memory(made, settings.cluster)
+    check_fits(made, settings.cluster)
+    return made
 
 
 @contextmanager

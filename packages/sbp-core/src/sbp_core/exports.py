@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from importlib import import_module
 from inspect import Signature, signature
 from types import ModuleType
 from typing import Any
+
+from sbp_core.collection import collection_paused
 
 __all__ = ["lazy", "make_callable"]
 
@@ -33,7 +36,9 @@ def lazy(
     def find(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {room!r} has no attribute {name!r}")
-        module = import_module(f"{room}.{homes[name]}")
+        path = f"{room}.{homes[name]}"
+        with nullcontext() if path in sys.modules else collection_paused():
+            module = import_module(path)
         return module if homes[name] == name else getattr(module, name)
 
     return find, lambda: sorted(homes)

@@ -18,9 +18,9 @@ from sbp_launch.planning import (
     Planned,
     PlanSettings,
     capture_training,
+    check_fits,
     compiled,
     regathering,
-    with_memory,
 )
 
 #: How tensors are pinned: a pattern of names -> SBP, or SBP by mesh axis.
@@ -67,7 +67,8 @@ def plan_program(
         parts = _batch_parts(graph, strategy) if engine.gives_parts else 1
         if parts == degree:
             planned = compiled(graph, strategy, settings)
-            return with_memory(planned, settings.cluster), degree
+            check_fits(planned, settings.cluster)
+            return planned, degree
         degree = parts
     raise ConfigError(
         "the planner splits the batch in another way whenever its size changes, so that nobody can "

@@ -2,13 +2,15 @@
 
 `lifetime` says when each storage lives, by a `ledger`; `communication_buffers` what transports
 between processes hold beside them, `report` what that comes to, by `kinds`. How results lie in
-memory is known to the tensor library; `prediction` puts all of it together.
+memory is known to the tensor library; `prediction` puts all of it together. `bound` says without it
+what memory cannot exceed.
 
 Stability: provisional.
 """
 
 from __future__ import annotations
 
+from sbp_core.memory.bound import memory_bound
 from sbp_core.memory.communication_buffers import buffer_bytes
 from sbp_core.memory.kinds import MemoryKind
 from sbp_core.memory.lifetime import CallLayouts, LayoutLibrary, lifetimes
@@ -37,6 +39,7 @@ __all__ = [
     "check_memory",
     "contiguous",
     "lifetimes",
+    "memory_bound",
     "predict_memory",
     "report",
 ]

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+# Tracing loads it, and so does any optimizer that is made: here, while collection is paused.
+import torch._dynamo
 from torch import Tensor, fx
 
 from sbp_core.errors import CaptureError

