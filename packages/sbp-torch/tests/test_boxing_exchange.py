@@ -142,6 +142,24 @@ def test_messages_make_the_shards_that_a_transfer_makes(source: str, target: str
     assert sum(end.sent_bytes for end in communicators.values()) == step.size_bytes
 
 
+def test_the_time_to_wait_begins_when_the_result_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    step, left_s = only_step("S(0)", "S(0)", [0], [1]), []
+
+    def collect(call: CollectiveCall, arriving: Mapping[int, torch.Tensor]) -> Await:
+        return lambda: left_s.append(call.left_s)
+
+    receiver = TableCommunicator(Table(), 1)
+    monkeypatch.setattr(receiver, "_collect", collect)
+    pending = receiver.begin_receive(step, None, tag="t", deadline_s=5.0)
+    pending._call.end_s -= 60.0  # as if this rank had computed for a minute
+    pending.wait()
+
+    (left,) = left_s
+    assert left > 1.0
+
+
 def test_a_group_of_one_rank_keeps_its_shard() -> None:
     mesh = Placement([4], ("x",))
     step = BoxingStep(

@@ -86,6 +86,20 @@ class TestLocalConformance(BoxingConformance):
             backend.close()
 
 
+def test_the_time_to_wait_begins_when_the_result_is_asked_for() -> None:
+    backend, step, ones = opened(2), only_step("P", "B"), torch.ones(4, 2)
+    first, second = map(backend.communicator, (0, 1))
+    pending = first.begin(step, ones, tag="t", deadline_s=5.0)
+    pending._call.end_s -= 60.0  # as if this rank had computed for a minute
+
+    late = threading.Timer(0.1, second.collective, (step, ones), {"tag": "t", "deadline_s": 5.0})
+    late.start()
+
+    assert torch.equal(pending.wait(), 2 * ones)
+    late.join()
+    backend.close()
+
+
 def test_all_ranks_get_the_same_sum_without_copies() -> None:
     backend, step = opened(3), only_step("P", "B", 3)
 
