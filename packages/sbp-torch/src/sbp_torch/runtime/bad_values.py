@@ -75,12 +75,14 @@ class BadValueWatch:
     def _look(
         self, rank: int, op: OpOverload, inputs: Sequence[Any], results: Sequence[Any]
     ) -> None:
-        """Look at the results of an operator, but for arguments that it wrote to."""
+        """Look at the results of an operator.
+
+        What it has written over its arguments is in these, too, so it is not said to have made it.
+        """
         self._calls[rank] += 1
         node = running_node()
         self._calls_of_node[rank, node] += 1
-        new = [value for value in results if not any(value is one for one in inputs)]
-        made = {kind for value in new for kind in _kinds(value)}
+        made = {kind for value in results for kind in _kinds(value)}
         if not made:
             return
         given = {kind for value in inputs for kind in _kinds(value)}
