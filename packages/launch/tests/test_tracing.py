@@ -13,6 +13,7 @@ from sbp_launch import session as session_module
 from sbp_launch import trainer
 from sbp_launch.planned import plan_step
 from sbp_launch.program import make_program
+from sbp_launch.run_folder import RUN_FILES
 from sbp_launch.stopping import StopSignals
 from sbp_launch.team import Team
 from sbp_launch.tracing import StepTracer
@@ -115,6 +116,7 @@ def test_a_run_says_where_the_traced_steps_went(
     assert "where the time of a step went (mean of steps 2-3)" in out
     assert "trace of these steps: trace.json" in out
     assert traced_steps(tmp_path) == [2, 3]
+    assert "trace.json" in RUN_FILES  # another run does not overwrite it
 
 
 @pytest.mark.parametrize(
