@@ -12,8 +12,6 @@ import pytest
 import torch
 
 from processes import run_ranks
-from sbp_boxing_torch.communicator import TorchCommunicator
-from sbp_boxing_torch.connections import TorchConnections
 from sbp_core.boxing import BoxingBackend
 from sbp_core.plugins import discover
 from sbp_core.runtime import batch_parts
@@ -99,23 +97,26 @@ def hold_messages(quota: int, rank: int, backend: BoxingBackend) -> int:
     sent: list[weakref.ref[torch.Tensor]] = []
     most = 0
 
-    def post(self: TorchConnections, call: Any, receiver: int, values: Any, tag: int) -> Any:
+    def post(call: Any, receiver: int, values: Any, tag: int) -> Any:
         nonlocal most
         sent.append(weakref.ref(values))
         most = max(most, sum(values() is not None for values in sent))
-        return posted(self, call, receiver, values, tag)
+        return posted(call, receiver, values, tag)
 
-    def ask_late(self: TorchCommunicator, *given: Any, **rest: Any) -> Any:
+    def ask_late(*given: Any, **rest: Any) -> Any:
         time.sleep(0.1 if rank else 0.0)
-        return asked(self, *given, **rest)
+        return asked(*given, **rest)
 
-    posted, asked = TorchConnections.post, TorchCommunicator.begin_receive
     runtime = discover(strict=True).make("runtime", "actor", {"deadline_s": 30.0})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TorchConnections, "post", post)
-        patch.setattr(TorchCommunicator, "begin_receive", ask_late)
-        with runtime.start(plan, step.states, backend) as session:
-            session.step(step.batches[0], step.scalars)
+    with (
+        runtime.start(plan, step.states, backend) as session,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        communicator: Any = backend.communicator(rank)
+        posted, asked = communicator._connections.post, communicator.begin_receive
+        patch.setattr(communicator._connections, "post", post)
+        patch.setattr(communicator, "begin_receive", ask_late)
+        session.step(step.batches[0], step.scalars)
     return most
 
 
