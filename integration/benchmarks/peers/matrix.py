@@ -78,6 +78,21 @@ def one_rank(model: str) -> Comparison:
     )
 
 
+def data_parallel(model: str, *, own_statistics: bool = False) -> Comparison:
+    return Comparison(
+        model=model,
+        peers={"DDP": peers.ddp},
+        ours=over_both("manual/data_parallel"),
+        target=1.0,
+        own_statistics=own_statistics,
+    )
+
+
+def pinned_or_not(pins: Mapping[str, Any]) -> dict[str, Ours]:
+    ours = over_both("manual/custom", pins=pins)
+    return {**ours, "MPI, nothing pinned": Ours(preset="infer", boxing="mpi")}
+
+
 def pipeline(schedule: type[ScheduleGPipe | Schedule1F1B], name: str) -> Comparison:
     settings = {"schedule": name}
     micro = peers.MICRO_BATCHES
@@ -93,12 +108,7 @@ COMPARISONS: Mapping[str, Comparison] = {
     "gpt, one rank": one_rank("gpt"),
     "dlrm, one rank": one_rank("dlrm"),
     "face, one rank": one_rank("face"),
-    "gpt, data parallel": Comparison(
-        model="gpt",
-        peers={"DDP": peers.ddp},
-        ours=over_both("manual/data_parallel"),
-        target=1.0,
-    ),
+    "gpt, data parallel": data_parallel("gpt"),
     "gpt, ZeRO-1": Comparison(
         model="gpt",
         peers={"ZeroRedundancyOptimizer": peers.zero_redundancy},
@@ -124,42 +134,20 @@ COMPARISONS: Mapping[str, Comparison] = {
     ),
     "gpt, GPipe": pipeline(ScheduleGPipe, "gpipe"),
     "gpt, 1F1B": pipeline(Schedule1F1B, "1f1b"),
-    "dlrm, data parallel": Comparison(
-        model="dlrm",
-        peers={"DDP": peers.ddp},
-        ours=over_both("manual/data_parallel"),
-        target=1.0,
-    ),
+    "dlrm, data parallel": data_parallel("dlrm"),
     "dlrm, table split": Comparison(
         model="dlrm",
         peers={"DTensor": peers.dlrm_tensor_parallel, "hybrid by hand": peers.dlrm_hybrid},
-        ours={
-            **over_both("manual/custom", pins=OWN_TABLE),
-            "MPI, nothing pinned": Ours(preset="infer", boxing="mpi"),
-        },
+        ours=pinned_or_not(OWN_TABLE),
         target=1.0,
         over_mpi=True,
     ),
-    "face, data parallel": Comparison(
-        model="face",
-        peers={"DDP": peers.ddp},
-        ours=over_both("manual/data_parallel"),
-        target=1.0,
-    ),
+    "face, data parallel": data_parallel("face"),
     "face, classes split": Comparison(
         model="face",
         peers={"DTensor": peers.face_tensor_parallel, "DDP and DTensor by hand": peers.face_hybrid},
-        ours={
-            **over_both("manual/custom", pins=OWN_CLASSES),
-            "MPI, nothing pinned": Ours(preset="infer", boxing="mpi"),
-        },
+        ours=pinned_or_not(OWN_CLASSES),
         target=0.75,
     ),
-    "cnn, data parallel": Comparison(
-        model="cnn",
-        peers={"DDP": peers.ddp},
-        ours=over_both("manual/data_parallel"),
-        target=1.0,
-        own_statistics=True,
-    ),
+    "cnn, data parallel": data_parallel("cnn", own_statistics=True),
 }
