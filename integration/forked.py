@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
@@ -17,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-#: Modules of the commands that take PyTorch and start no processes of their own.
+#: Modules of the commands that take PyTorch.
 COMMANDS = {"sbp-train": "sbp_launch.train", "sbp-plan": "sbp_launch.plan"}
 
 
@@ -26,16 +27,19 @@ def can_fork() -> bool:
     return hasattr(os, "fork") and os.environ.get("OMP_NUM_THREADS") == "1"
 
 
-def run_forked(command: Sequence[str], folder: Path, plugins: str = "") -> tuple[int, str]:
+def run_forked(
+    command: Sequence[str], folder: Path, plugins: str = "", timeout_s: int = 0
+) -> tuple[int, str]:
     """Run `python -m command` in a copy of this process.
 
     Args:
         command: Module and arguments.
         folder: Where it runs.
         plugins: A folder that it finds modules in, if any.
+        timeout_s: When it is ended; 0 for never.
 
     Returns:
-        Its exit code, and what it printed.
+        Its exit code, that of `SIGALRM` if it took too long, and what it printed.
     """
     import torch._dynamo  # noqa: F401 # what capture imports, too
 
@@ -47,6 +51,8 @@ def run_forked(command: Sequence[str], folder: Path, plugins: str = "") -> tuple
             warnings.simplefilter("ignore", DeprecationWarning)
             child = os.fork()
         if child == 0:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)  # test runners use it, too
+            signal.alarm(timeout_s)
             _run_and_exit(command, folder, plugins, printed.fileno())
         _, status = os.waitpid(child, 0)
         printed.seek(0)

@@ -8,6 +8,7 @@ import io
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -115,7 +116,9 @@ class _Page:
         began = time.perf_counter()
         if (command := _ours(text)) is not None and can_fork():
             # As from a shell, it finds modules and plugins that lie in this folder.
-            code, printed = run_forked(command, Path.cwd(), str(Path.cwd()))
+            code, printed = run_forked(command, Path.cwd(), str(Path.cwd()), DEADLINE_S)
+            if code == -signal.SIGALRM:
+                return self._too_long(text, line)
             done = subprocess.CompletedProcess(command, code, printed)
             return self._ran(text, line, done, time.perf_counter() - began)
         try:
@@ -129,9 +132,12 @@ class _Page:
                 env=_environment(),
             )
         except subprocess.TimeoutExpired:
-            self._fault(line, f"$ {text}\n  takes more than {DEADLINE_S} s")
-            return False
+            return self._too_long(text, line)
         return self._ran(text, line, done, time.perf_counter() - began)
+
+    def _too_long(self, text: str, line: int) -> bool:
+        self._fault(line, f"$ {text}\n  takes more than {DEADLINE_S} s")
+        return False
 
     def _ran(
         self, text: str, line: int, done: subprocess.CompletedProcess[str], seconds: float

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import documents.page
 from documents.blocks import commands, read
 from documents.compare import masked, missing
 from documents.page import Report, run_page
@@ -49,6 +50,17 @@ def test_a_command_that_fails_is_shown_with_its_end(
 
     (fault,) = report.faults
     assert fault == "page.md:2: $ echo no; false | cat\n  exit code 1:\n  no"
+
+
+@pytest.mark.parametrize("command", ["sbp-train trainer.steps=100000", "sleep 60"])
+def test_a_command_that_takes_too_long_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setattr(documents.page, "DEADLINE_S", 1)
+
+    report = run(tmp_path, monkeypatch, f"```console\n$ {command}\n```\n")
+
+    assert report.faults == [f"page.md:2: $ {command}\n  takes more than 1 s"]
 
 
 def test_blocks_use_what_those_above_have_made(
