@@ -178,6 +178,22 @@ def different_evaluations(rank: int) -> str:
     return "evaluated"
 
 
+def on_rank_0_alone(rank: int) -> str:
+    """Return what is said where only rank 0 asks for the states, and rank 1 trains on."""
+    model = nn.Linear(64, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    given, runtime = {"x": torch.zeros(2, 64)}, {"name": "actor", "deadline_s": 2.0}
+    try:
+        with parallelize(model, square, given, optimizer, runtime=runtime) as step:
+            step(given)
+            if rank == 0:
+                step.state_dict()
+            step(given)
+    except SbpError as error:
+        return str(error)
+    return "trained"
+
+
 def square(model: nn.Module, given: dict[str, torch.Tensor]) -> torch.Tensor:
     """Return a loss."""
     loss: torch.Tensor = model(given["x"]).square().sum()
@@ -191,6 +207,7 @@ def main() -> None:
     found["started differently"] = started_differently(rank)
     found["refusals"] = {**refusals(rank), "other batches": different_batches(rank)}
     found["refusals"]["other evaluations"] = different_evaluations(rank)
+    found["refusals"]["on rank 0 alone"] = on_rank_0_alone(rank)
     print(json.dumps({"rank": rank, **found}), flush=True)
 
 

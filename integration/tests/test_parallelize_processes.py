@@ -78,3 +78,14 @@ def test_ranks_with_other_programs_are_told_the_difference(
         wanted = "ranks 0 and 1 were given different values for all samples of 'x'"
         assert said["other batches"].startswith(wanted)
         assert f"rank {1 - rank} evaluates 'x' torch.float32 " in said["other evaluations"]
+
+
+@pytest.mark.parametrize(("boxing", "layouts"), RUNS)
+def test_states_that_one_rank_asks_for_alone_are_not_mixed_up_with_a_step(
+    boxing: str, layouts: tuple[str, ...]
+) -> None:
+    said = [ranks_of(boxing, layouts)[rank]["refusals"]["on rank 0 alone"] for rank in (0, 1)]
+
+    assert all("ranks that did not arrive: " in one for one in said)
+    assert "boxing step 'agreement on the states to gather'" in "".join(said)
+    assert "all processes make the same calls" in "".join(said)

@@ -107,7 +107,9 @@ def test_a_process_that_does_not_gather_is_named_at_the_deadline() -> None:
     both([first, second], lambda session: run_step(session, DATA))
     first.together.deadline_s = 0.2
 
-    with pytest.raises(RunError, match=r"'agreement on the gathering' waited 0.2 s.*arrive: 2, 3"):
+    with pytest.raises(
+        RunError, match=r"'agreement on the states to gather' waited 0.2 s.*arrive: 2, 3"
+    ):
         first.gather("up.weight")
 
     with pytest.raises(RunError, match="ended in a failed step"):

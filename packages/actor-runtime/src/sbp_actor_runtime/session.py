@@ -412,7 +412,8 @@ class ActorSession(Session):
         try:
             self._agree_on_plan(self.config.first_deadline_s)
             where = "all ranks" if to is None else f"rank {to}"
-            self.together.agree("gathering", f"{what} for {where} after step {self.steps_done}")
+            call = f"{what} for {where} after step {self.steps_done}"
+            self.together.agree("states to gather", call)
             found = {name: self.together.gather(name, to) for name in names}
         except BoxingError as error:
             failure = RunError(error.what, where=error.where, todo=error.todo)

@@ -181,7 +181,7 @@ def compare_forms(form: object, gather: Gather) -> None:
         ConfigError: they do not; raised on all ranks.
     """
     own = str(form)
-    for rank, text in gather("the form of a batch", own[:_WIDTH_BYTES]).items():
+    for rank, text in gather("the batch to evaluate", own[:_WIDTH_BYTES]).items():
         if text != own[:_WIDTH_BYTES]:
             raise ConfigError(
                 f"rank {rank} evaluates {text}, and this rank {own}",

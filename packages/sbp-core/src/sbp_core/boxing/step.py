@@ -103,5 +103,6 @@ def missing_ranks(
     return BoxingError(
         f"boxing step {tag!r} waited {deadline_s:g} s; ranks that did not arrive: {late}",
         where=(str(step), "" if rank is None else f"rank {rank}"),
-        todo="see what those ranks were doing; a larger deadline helps only if they are just slow",
+        todo="see what those ranks were doing: all processes make the same calls, also those that "
+        "evaluate or gather states; a larger deadline helps only if they are just slow",
     )

@@ -1,6 +1,7 @@
 """Whether all ranks mean the same: compares a short text, such as the hash of a plan, over them.
 
-Uses nothing but a communicator's own all-gather, so that it works over every backend.
+Uses nothing but a communicator's own messages, so that it works over every backend. Collectives do
+not say what they are: where another rank is in a step meanwhile, its data would be taken for texts.
 """
 
 from __future__ import annotations
@@ -99,23 +100,32 @@ def gather_texts(
         deadline_s: Seconds to wait for the others.
         device: Where the transport wants its tensors; the CPU if None.
     """
-    if len(ranks) == 1:
-        return {ranks[0]: text}
-    mesh = Placement(list(ranks), ("rank",))
-    step = BoxingStep(
-        kind=StepKind.ALL_GATHER,
-        shape=(width_bytes * len(ranks),),
+    own = text_tensor(text, width_bytes, device)
+    others = [rank for rank in ranks if rank != communicator.rank]
+    found = {communicator.rank: tensor_text(own)}
+    if others:
+        for rank in others:
+            step = _to_one(rank, ranks, width_bytes)
+            communicator.send(step, own, tag=tag, deadline_s=deadline_s)
+        step = _to_one(communicator.rank, ranks, width_bytes)
+        theirs = communicator.receive(step, None, tag=tag, deadline_s=deadline_s)
+        found |= zip(others, map(tensor_text, theirs.chunk(len(others))), strict=True)
+    return {rank: found[rank] for rank in ranks}
+
+
+def _to_one(receiver: int, ranks: Sequence[int], width_bytes: int) -> BoxingStep:
+    """Return the step in which all others send their texts to a rank."""
+    others = [rank for rank in ranks if rank != receiver]
+    size_bytes = len(others) * width_bytes
+    return BoxingStep(
+        kind=StepKind.TRANSFER,
+        shape=(size_bytes,),
         dtype="uint8",
-        source=(mesh, NdSbp(S(0))),
-        target=(mesh, NdSbp(B)),
-        axes=(0,),
-        size_bytes=(len(ranks) - 1) * len(ranks) * width_bytes,
+        source=(Placement(others, ("rank",)), NdSbp(S(0))),
+        target=(Placement([receiver], ("rank",)), NdSbp(B)),
+        axes=(),
+        size_bytes=size_bytes,
     )
-    shard = text_tensor(text, width_bytes, device)
-    whole = communicator.collective(step, shard, tag=tag, deadline_s=deadline_s)
-    return {
-        rank: tensor_text(part) for rank, part in zip(ranks, whole.chunk(len(ranks)), strict=True)
-    }
 
 
 def text_tensor(text: str, width_bytes: int, device: torch.device | None = None) -> torch.Tensor:
