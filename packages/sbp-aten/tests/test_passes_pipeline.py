@@ -144,3 +144,33 @@ def test_options_are_read_from_plain_settings() -> None:
     )
     with pytest.raises(ConfigError, match=r"passes\.mixed_precision\.dtyp"):
         merge_settings(PassOptions, {"mixed_precision": {"dtyp": 1}}, key="passes")
+
+
+def test_a_graph_is_verified_again_only_if_a_pass_changed_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    verified: list[LogicalGraph] = []
+
+    def verify(graph: LogicalGraph) -> LogicalGraph:
+        verified.append(graph)
+        return graph
+
+    monkeypatch.setattr("sbp_aten.passes.verify_graph", verify)
+    prepare_step(mlp(), extra=[lambda graph: graph], options=NOTHING)
+    once = len(verified)
+
+    def copied(graph: LogicalGraph) -> LogicalGraph:
+        return replace(graph, types=dict(graph.types))
+
+    def with_fewer_outputs(graph: LogicalGraph) -> LogicalGraph:
+        return replace(graph, outputs=graph.outputs[:-1])
+
+    def with_more_types(graph: LogicalGraph) -> LogicalGraph:
+        return replace(graph, types={**graph.types, "more": graph.types["x"]})
+
+    prepare_step(mlp(), extra=[copied, copied, copied], options=NOTHING)
+    assert len(verified) == 2 * once
+    for changed in (with_fewer_outputs, with_more_types):
+        before = len(verified)
+        prepare_step(mlp(), extra=[copied, changed], options=NOTHING)
+        assert len(verified) == before + once + 1
