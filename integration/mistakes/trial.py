@@ -11,6 +11,10 @@ from pathlib import Path
 
 from forked import run_forked
 from mistakes.table import Mistake
+from sbp_core.testing.forked_programs import ForkedPrograms
+
+#: What commands import before they look at their settings.
+APP = ("sbp_launch.app", "sbp_launch.check", "sbp_launch.plan")
 
 _IMPORTED = "torch imported\n"
 
@@ -40,12 +44,17 @@ class Answer:
     faults: tuple[str, ...]
 
 
+def make_without_torch(mistake: Mistake, folder: Path, programs: ForkedPrograms) -> Answer:
+    """Type a mistake in a copy of a process that has imported the app alone; see `APP`."""
+    environment = _environment(mistake, folder)
+    began = time.perf_counter()
+    done = programs.run(_PROGRAM, mistake.command, folder, environment)
+    return _judged_process(mistake, done, time.perf_counter() - began)
+
+
 def make(mistake: Mistake, folder: Path) -> Answer:
     """Type a mistake in a prepared folder, in a process of its own."""
-    environment = dict(os.environ)
-    if mistake.plugins:
-        paths = [str(folder / mistake.plugins), environment.get("PYTHONPATH", "")]
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    environment = _environment(mistake, folder)
     began = time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-c", _PROGRAM, *mistake.command],
@@ -53,13 +62,10 @@ def make(mistake: Mistake, folder: Path) -> Answer:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
-    seconds = time.perf_counter() - began
-    imported = done.stderr.endswith(_IMPORTED)
-    text = done.stdout + done.stderr.removesuffix(_IMPORTED)
-    return _judged(mistake, text, done.returncode, seconds, imported=imported)
+    return _judged_process(mistake, done, time.perf_counter() - began)
 
 
 def make_in_fork(mistake: Mistake, folder: Path) -> Answer:
@@ -68,6 +74,19 @@ def make_in_fork(mistake: Mistake, folder: Path) -> Answer:
     plugins = str(folder / mistake.plugins) if mistake.plugins else ""
     code, text = run_forked(mistake.command, folder, plugins)
     return _judged(mistake, text, code, time.perf_counter() - began, imported=True)
+
+
+def _environment(mistake: Mistake, folder: Path) -> dict[str, str]:
+    paths = [str(folder / mistake.plugins) if mistake.plugins else "", os.environ.get("PYTHONPATH")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+def _judged_process(
+    mistake: Mistake, done: subprocess.CompletedProcess[str], seconds: float
+) -> Answer:
+    imported = done.stderr.endswith(_IMPORTED)
+    text = done.stdout + done.stderr.removesuffix(_IMPORTED)
+    return _judged(mistake, text, done.returncode, seconds, imported=imported)
 
 
 def _judged(mistake: Mistake, text: str, code: int, seconds: float, *, imported: bool) -> Answer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ import pytest
 from forked import can_fork
 from mistakes.files import prepare
 from mistakes.table import MISTAKES
-from mistakes.trial import make, make_in_fork
+from mistakes.trial import APP, make, make_in_fork, make_without_torch
+from sbp_core.testing.forked_programs import ForkedPrograms
 
 
 @pytest.fixture(scope="module")
@@ -20,12 +22,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+@pytest.fixture(scope="module")
+def programs() -> Iterator[ForkedPrograms]:
+    """What runs commands in processes without PyTorch."""
+    found = ForkedPrograms(APP)
+    yield found
+    found.close()
+
+
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_answered_with_what_to_do(name: str, folder: Path) -> None:
+def test_a_mistake_is_answered_with_what_to_do(
+    name: str, folder: Path, programs: ForkedPrograms
+) -> None:
     mistake = MISTAKES[name]
 
-    # What is to be seen without PyTorch takes a process that has not imported it.
-    make_it = make_in_fork if mistake.imports_torch and can_fork() else make
-    answer = make_it(mistake, folder)
+    if not can_fork():
+        answer = make(mistake, folder)
+    elif mistake.imports_torch:
+        answer = make_in_fork(mistake, folder)
+    else:
+        answer = make_without_torch(mistake, folder, programs)
 
     assert not answer.faults, f"{answer.faults}\n{answer.text}"

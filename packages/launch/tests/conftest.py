@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from forked_programs import ForkedPrograms
 from toys import CHILD, OPTIONS, PLUGIN, TOYS, Outcome, group_of, write_distribution
+
+from sbp_core.testing.forked_programs import ForkedPrograms
 
 
 @pytest.fixture(scope="session")
@@ -23,7 +24,7 @@ def toys(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def programs() -> Iterator[ForkedPrograms]:
     """What runs the app in processes without PyTorch."""
-    found = ForkedPrograms()
+    found = ForkedPrograms(["sbp_launch.app", "sbp_launch.check", "sbp_launch.plan"])
     yield found
     found.close()
 

@@ -21,7 +21,7 @@ __all__ = ["grown", "holdings"]
 _PROCESS = Path("/proc/self")
 
 #: Seconds that a thread, which was told to end, gets to do so, and between two looks.
-_END_S, _PAUSE_S = 2.0, 0.005
+_END_S, _PAUSE_S = 20.0, 0.005
 
 #: How the names of the threads of our libraries begin.
 _OURS = "sbp-"
