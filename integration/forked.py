@@ -59,19 +59,19 @@ def run_forked(
         return os.waitstatus_to_exitcode(status), printed.read()
 
 
-def run_command(command: Sequence[str], folder: Path, *, limit_s: float = 800.0) -> tuple[int, str]:
+def run_command(command: Sequence[str], folder: Path, *, limit_s: int = 800) -> tuple[int, str]:
     """Run `python -m command` in a copy of this process, or in one of its own if it has to be.
 
     Args:
         command: Module and arguments.
         folder: Where it runs.
-        limit_s: Seconds after which a process of its own is ended.
+        limit_s: Seconds after which it is ended.
 
     Returns:
         Its exit code, and what it printed.
     """
     if can_fork():
-        return run_forked(command, folder)
+        return run_forked(command, folder, timeout_s=limit_s)
     done = subprocess.run(
         [sys.executable, "-m", *command],
         cwd=folder,

@@ -352,22 +352,17 @@ class _Storages(InstructionDomain[Value]):
         # How parts become one: None hands the last one on, a text is max or min, a number scales.
         if how is None:
             return part
-        is_extreme = isinstance(how, str)
-        if total is not None and is_extreme:
+        if total is not None:
             return total
-        scaled = Instruction(
+        is_extreme = isinstance(how, str)
+        first = Instruction(
             op=CLONE if is_extreme else MULTIPLY,
             args=(Ref(source),) if is_extreme else (Ref(source), how),
             outputs=(key,),
             node=key,
         )
-        (made,) = self._made(rank, scaled, {source: part})
-        if total is None:
-            return made
-        # The scaled part lives for the addition only.
-        rank.ledger.hold(made)
-        rank.ledger.drop(made)
-        return total
+        (made,) = self._made(rank, first, {source: part})
+        return made
 
     def collective(
         self, firings: Sequence[Firing[Collective]], shards: Mapping[int, Value]

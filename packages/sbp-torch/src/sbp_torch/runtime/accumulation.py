@@ -29,7 +29,7 @@ def joined(total: Tensor | None, part: Tensor, how: float | str | None) -> Tenso
         return part
     if isinstance(how, str):
         return part.clone() if total is None else EXTREMES[how](total, part, out=total)
-    return part * how if total is None else total.add_(part * how)
+    return part * how if total is None else total.add_(part, alpha=how)
 
 
 class Accumulation:
