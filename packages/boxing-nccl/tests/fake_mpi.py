@@ -88,5 +88,8 @@ class Comm:
     def Isend(self, given: Any, peer: int, tag: int) -> Request:  # noqa: N802 (mpi4py's name)
         return self.network.post("sent", (self.rank, peer, tag), given[0])
 
+    def Issend(self, given: Any, peer: int, tag: int) -> Request:  # noqa: N802 (mpi4py's name)
+        return self.Isend(given, peer, tag)  # which is over when it is received, here
+
     def Irecv(self, given: Any, peer: int, tag: int) -> Request:  # noqa: N802 (mpi4py's name)
         return self.network.post("awaited", (peer, self.rank, tag), given[0])
