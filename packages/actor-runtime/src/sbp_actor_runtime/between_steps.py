@@ -50,10 +50,9 @@ class BetweenSteps:
         """
         everyone = [part.rank for part in self.plan.ranks]
         limit_s = self.deadline_s if deadline_s is None else deadline_s
-        device = self.store.device.device
 
         def compare(rank: int) -> None:
-            agree(self.backend.communicator(rank), everyone, what, value, limit_s, device=device)
+            agree(self.backend.communicator(rank), everyone, what, value, limit_s)
 
         self._on_each_rank(compare)
 

@@ -80,7 +80,7 @@ class Team:
         self._num_votes += 1
         found = self._communicator.collective(
             self._step,
-            torch.tensor([vote]),
+            torch.tensor([vote], device=self._communicator.device),
             tag=f"vote {self._num_votes}",
             deadline_s=deadline_s,
         )

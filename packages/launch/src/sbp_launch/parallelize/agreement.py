@@ -82,7 +82,6 @@ def gathering(
     communicator: Communicator,
     ranks: Sequence[int],
     deadline_s: float,
-    device: torch.device | None = None,
 ) -> Gather:
     """Return a function that returns a text of every rank, of what it is called.
 
@@ -90,7 +89,6 @@ def gathering(
         communicator: Of the one rank of this process.
         ranks: All ranks.
         deadline_s: Seconds to wait for the others.
-        device: Where the transport wants its tensors; the CPU if None.
     """
 
     def gather(what: str, text: str) -> Mapping[int, str]:
@@ -101,7 +99,6 @@ def gathering(
             tag=f"agreement on {what}",
             width_bytes=_WIDTH_BYTES,
             deadline_s=deadline_s,
-            device=device,
         )
 
     return gather

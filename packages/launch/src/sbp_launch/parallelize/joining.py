@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 from sbp_core import boxing
@@ -58,9 +57,7 @@ def join(
     (rank,) = backend.local_ranks()
     ranks = [part.rank for part in planned.plan.ranks]
     communicator = backend.communicator(rank)
-    values = (piece.value for piece in session.pieces())
-    device = next((value.device for value in values if isinstance(value, Tensor)), None)
-    gather = gathering(communicator, ranks, DEADLINE_S, device)
+    gather = gathering(communicator, ranks, DEADLINE_S)
     chosen = {
         "the mesh": engine.settings.mesh,
         "batch_is": engine.batch_is,
@@ -79,10 +76,7 @@ def join(
                 ranks[0],
             )
         session.load_state_dict(
-            {
-                name: _from_first(communicator, ranks, name, value, device)
-                for name, value in states.items()
-            }
+            {name: _from_first(communicator, ranks, name, value) for name, value in states.items()}
         )
     return gather
 
@@ -92,11 +86,10 @@ def _from_first(
     ranks: list[int],
     name: str,
     value: Tensor,
-    device: torch.device | None,
 ) -> Tensor:
     """Return the value of the first rank, on all ranks."""
     everyone = NdSbp(B)
-    here = value.detach().contiguous().to(device or value.device)
+    here = value.detach().contiguous().to(communicator.device)
     shape, dtype = tuple(here.shape), str(here.dtype).removeprefix("torch.")
     first, others = Placement(ranks[:1], ("rank",)), Placement(ranks[1:], ("rank",))
     route = boxing.route(shape, dtype, (first, everyone), (others, everyone))

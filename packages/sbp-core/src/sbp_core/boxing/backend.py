@@ -117,6 +117,9 @@ class Communicator(ABC):
     #: definition says, whatever the transport does inside (`boxing.processes.traffic`).
     sent_bytes: int
 
+    #: Where the tensors live that it takes and makes: `cpu`, or `cuda:N`.
+    device: str = "cpu"
+
     @abstractmethod
     def collective(
         self,

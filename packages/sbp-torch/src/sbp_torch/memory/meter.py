@@ -227,6 +227,7 @@ class _MeteredCommunicator(Communicator):
 
     def __init__(self, inner: Communicator, backend: _Metered) -> None:
         self.rank, self.inner, self.backend = inner.rank, inner, backend
+        self.device = inner.device
 
     @property
     def sent_bytes(self) -> int:  # type: ignore[override] # read only, as it is the inner one's

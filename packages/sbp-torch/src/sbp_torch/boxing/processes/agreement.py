@@ -26,8 +26,6 @@ def agree(
     what: str,
     value: str,
     deadline_s: float,
-    *,
-    device: torch.device | None = None,
 ) -> None:
     """See that a text is the same on all ranks; all of them call this at the same time.
 
@@ -37,7 +35,6 @@ def agree(
         what: What the text is, such as `plan`; the same on all ranks.
         value: The text; of one beyond 128 bytes in UTF-8, messages show the beginning and a hash.
         deadline_s: Seconds to wait for the others.
-        device: Where the transport wants its tensors; the CPU if None.
 
     Raises:
         BoxingError: two ranks have different texts (raised on all ranks), or a rank did not come.
@@ -49,7 +46,6 @@ def agree(
         tag=f"agreement on the {what}",
         width_bytes=_WIDTH_BYTES,
         deadline_s=deadline_s,
-        device=device,
     )
     holders: dict[str, list[int]] = {}
     for rank, text in texts.items():
@@ -87,7 +83,6 @@ def gather_texts(
     tag: str,
     width_bytes: int,
     deadline_s: float,
-    device: torch.device | None = None,
 ) -> dict[int, str]:
     """Return a text of every rank, by rank; all of them call this at the same time.
 
@@ -98,9 +93,8 @@ def gather_texts(
         tag: Names the exchange; the same on all ranks.
         width_bytes: Bytes of UTF-8 for each text, the same on all ranks.
         deadline_s: Seconds to wait for the others.
-        device: Where the transport wants its tensors; the CPU if None.
     """
-    own = text_tensor(text, width_bytes, device)
+    own = text_tensor(text, width_bytes, communicator.device)
     others = [rank for rank in ranks if rank != communicator.rank]
     found = {communicator.rank: tensor_text(own)}
     if others:
@@ -128,10 +122,10 @@ def _to_one(receiver: int, ranks: Sequence[int], width_bytes: int) -> BoxingStep
     )
 
 
-def text_tensor(text: str, width_bytes: int, device: torch.device | None = None) -> torch.Tensor:
+def text_tensor(text: str, width_bytes: int, device: str | torch.device) -> torch.Tensor:
     """Return a text as uint8 of shape (width_bytes,), padded with zeros or cut."""
     data = bytearray(text.encode()[:width_bytes].ljust(width_bytes, b"\0"))
-    return torch.frombuffer(data, dtype=torch.uint8).to(device or torch.device("cpu"))
+    return torch.frombuffer(data, dtype=torch.uint8).to(device)
 
 
 def tensor_text(values: torch.Tensor) -> str:

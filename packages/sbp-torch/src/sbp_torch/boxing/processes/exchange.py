@@ -168,6 +168,7 @@ class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
     def __init__(self, connections: ConnectionsT, rank: int, device: torch.device) -> None:
         self.rank = rank
         self.sent_bytes = 0
+        self.device = str(device)
         self._connections = connections
         self._device = device
         self._roles: dict[int, Role] = {}

@@ -118,7 +118,7 @@ class FingerprintedCommunicator(Communicator):
     """
 
     def __init__(self, backend: BoxingBackend, communicator: Communicator) -> None:
-        self.rank = communicator.rank
+        self.rank, self.device = communicator.rank, communicator.device
         self.sent_bytes = 0
         self._backend = backend
         self._communicator = communicator
@@ -152,7 +152,6 @@ class FingerprintedCommunicator(Communicator):
             tag=f"fingerprint of call {count} among ranks {', '.join(map(str, ranks))}",
             width_bytes=_WIDTH_BYTES,
             deadline_s=deadline_s,
-            device=shard.device,
         )
         other = next((rank for rank, text in texts.items() if text != texts[self.rank]), None)
         if other is not None:

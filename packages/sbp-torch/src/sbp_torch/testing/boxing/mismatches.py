@@ -66,7 +66,7 @@ def agree_on_messages(
 ) -> list[float]:
     """Agree on a plan, send four messages each way, and receive them in another order."""
     end = FingerprintedCommunicator(backend, backend.communicator(rank))
-    agree(end, [0, 1], "plan", "a1b2", deadline_s, device=torch.device(device))
+    agree(end, [0, 1], "plan", "a1b2", deadline_s)
     for number in range(4):
         values = torch.full(SHAPE, float(number), device=device)
         end.send(message(rank, 1 - rank), values, tag=f"message {number}", deadline_s=deadline_s)
@@ -77,10 +77,7 @@ def agree_on_messages(
     ]
 
 
-def have_another_plan(
-    rank: int, communicator: Communicator, *, deadline_s: float, device: str
-) -> str:
+def have_another_plan(rank: int, communicator: Communicator, *, deadline_s: float) -> str:
     """Compare plans among three ranks, of which the last has another; return the error."""
     plan = "c3d4" if rank == 2 else "a1b2"
-    place = torch.device(device)
-    return told(partial(agree, communicator, [0, 1, 2], "plan", plan, deadline_s, device=place))[0]
+    return told(partial(agree, communicator, [0, 1, 2], "plan", plan, deadline_s))[0]

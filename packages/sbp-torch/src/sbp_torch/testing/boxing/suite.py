@@ -445,9 +445,7 @@ class BoxingConformance(ABC):
     def test_ranks_with_different_plans_are_named_on_all(self) -> None:
         """Each rank is told which ranks have which plan."""
         self._need(3)
-        program = partial(
-            mismatches.have_another_plan, deadline_s=self.deadline_s, device=self.device
-        )
+        program = partial(mismatches.have_another_plan, deadline_s=self.deadline_s)
 
         for rank, said in enumerate(self.run_ranks(3, program)):
             named = "ranks 0, 1 have a1b2, rank 2 has c3d4" in said
