@@ -17,8 +17,8 @@ Neither is a sum over parameters, so the search goes in two parts:
    plan holds more or less than the limit, until the last choice that fits is next to one that does
    not.
 2. From there, take any change of a single parameter, to replicated or to sharded, that is faster
-   and fits, until there is none. Then exchange one that is sharded for one that is not, the most
-   promising of the guide first, and begin again if that is faster and fits.
+   and fits, until there is none. Then exchange one or two that are sharded for one or two that are
+   not, the most promising of the guide first, and begin again if that is faster and fits.
 
 What is guaranteed: the plan fits; it is the fastest of all that were looked at, and so no slower
 than replicating everything or sharding everything, where they fit; and no change of a single
@@ -37,6 +37,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 from math import inf
 from typing import Any
 
@@ -66,7 +67,7 @@ DP, ZDP = "B", "S(0)"
 #: Choices of the guide that are compiled; each lies between one that fits and one that does not.
 MAX_TRIES = 12
 
-#: Exchanges of two parameters that are compiled before the search ends.
+#: Exchanges of parameters that are compiled before the search ends.
 MAX_EXCHANGES = 16
 
 #: Sums of equal times in another order differ by less than this share.
@@ -268,23 +269,35 @@ def _improved(search: _Search, best: Choice, items: Items) -> Choice:
 
 
 def _exchanged(search: _Search, best: Choice, items: Items) -> Choice:
-    """Shard one parameter in the place of another, where that is faster and fits."""
+    """Shard one or two parameters for one or two others, where that is faster and fits."""
     # What a parameter frees depends on which others are sharded, so that near the limit a single
-    # change is often too large, where two that make up for each other are not.
-    slower_s = [sharded.seconds - replicated.seconds for replicated, sharded in items]
-    alike = _alike(items)
-    pairs = [
-        (slower_s[out] - slower_s[into], out, into)
-        for out in _first_of_each(alike, best, is_sharded=True)
-        for into in _first_of_each(alike, best, is_sharded=False)
-    ]
-    for gain_s, out, into in sorted(pairs, key=lambda pair: -pair[0])[:MAX_EXCHANGES]:
-        if gain_s <= 0:
-            break
-        changed = tuple(not one if at in (out, into) else one for at, one in enumerate(best))
+    # change is often too large, where two or three that make up for each other are not.
+    for changes in _exchanges(search, best, items)[:MAX_EXCHANGES]:
+        changed = tuple(not one if at in changes else one for at, one in enumerate(best))
         if search.step_s(changed) < search.step_s(best) * (1 - _TIE) and search.fits(changed):
             return changed
     return best
+
+
+def _exchanges(search: _Search, best: Choice, items: Items) -> list[tuple[int, ...]]:
+    """Return exchanges that are faster by the guide, by their parameters.
+
+    Those that fit by the guide come first, then those that gain more.
+    """
+    alike = _alike(items)
+    room_bytes = search.limit_bytes - search.memory(best)
+    found = []
+    for num_out, num_into in ((1, 1), (2, 1), (1, 2)):
+        for out in combinations(_first_of_each(alike, best, is_sharded=True), num_out):
+            for into in combinations(_first_of_each(alike, best, is_sharded=False), num_into):
+                gain_s, more_bytes = 0.0, 0.0
+                for at, sign in (*((at, 1) for at in out), *((at, -1) for at in into)):
+                    replicated, sharded = items[at]
+                    gain_s += sign * (sharded.seconds - replicated.seconds)
+                    more_bytes += sign * (replicated.resident_bytes - sharded.resident_bytes)
+                if gain_s > 0:
+                    found.append((more_bytes > room_bytes, -gain_s, (*out, *into)))
+    return [changes for _, _, changes in sorted(found)]
 
 
 def _first_of_each(
