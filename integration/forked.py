@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from sbp_core.signatures import installed_rules
+
 #: Modules of the commands that take PyTorch.
 COMMANDS = {"sbp-train": "sbp_launch.train", "sbp-plan": "sbp_launch.plan"}
 
@@ -94,6 +96,8 @@ def _run_and_exit(command: Sequence[str], folder: Path, plugins: str, output: in
             setattr(sys, stream, os.fdopen(number, "w", encoding="utf-8", closefd=False))
         if plugins:
             sys.path.insert(0, plugins)
+            # The rules that this process may have gathered are those without these plugins.
+            installed_rules.cache_clear()
         sys.argv = list(command)
         try:
             runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=False)

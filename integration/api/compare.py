@@ -223,7 +223,10 @@ def _unpack(root: Path, revision: str, folder: Path) -> None:
     command = ["git", "-C", str(root), "archive", revision, "packages"]
     packed = subprocess.run(command, check=True, capture_output=True).stdout
     with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
-        archive.extractall(folder, filter="data")
+        # Filters came with Python 3.11.4; what Git packed of this repository is harmless.
+        if hasattr(tarfile, "data_filter"):
+            archive.extraction_filter = tarfile.data_filter
+        archive.extractall(folder)
 
 
 def _git(root: Path, *arguments: str) -> str:
