@@ -38,6 +38,7 @@ from sbp_launch.calibrate.machine import (
 )
 from sbp_launch.calibrate.run import link_of, make_cluster
 from sbp_launch.calibrate.steps import SmallModel, launches, make_plans, measure_steps
+from sbp_launch.calibrate.table import plain
 from sbp_launch.config import PluginChoice
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.runtime.configs import ReferenceConfig
@@ -467,3 +468,11 @@ def test_one_rank_has_operators_to_time_and_no_boxing() -> None:
     assert list(found) == ["apart"]
     assert found["apart"] > 0
     backend.close()
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(0.0123, "0.0123"), (9.806, "9.81"), (99.96, "100"), (115.64, "116"), (1031.2, "1,031")],
+)
+def test_rates_are_told_without_exponents(number: float, text: str) -> None:
+    assert plain(number) == text

@@ -34,15 +34,20 @@ error: of predictions for sizes that were left out of the fit
 def rate_lines(cluster: Cluster) -> Iterator[str]:
     """Yield what one rank computes and copies."""
     device = cluster.device
-    rates = ", ".join(f"{rate / 1e9:,.4g} ({name})" for name, rate in device.flop_per_s.items())
+    rates = ", ".join(f"{plain(rate / 1e9)} ({name})" for name, rate in device.flop_per_s.items())
     yield f"matrix multiplication of one rank, in GFLOP/s: {rates}"
     yield (
-        f"memory of one rank: {device.memory_bytes_per_s / 1e9:.3g} GB/s, "
+        f"memory of one rank: {plain(device.memory_bytes_per_s / 1e9)} GB/s, "
         f"{format_bytes(device.memory_bytes)}"
     )
     beside_s = device.boxing_launch_s
     boxing = f"; a boxing step, beside its call: {format_seconds(beside_s)}" if beside_s else ""
     yield f"starting an operator: {format_seconds(device.launch_s)}{boxing}"
+
+
+def plain(number: float) -> str:
+    """Return a number with three digits, or all before the point: `9.81`, `116`, `1,030`."""
+    return f"{number:,.0f}" if number >= 99.95 else f"{number:.3g}"
 
 
 def call_table(calibration: Calibration, held_out: Sequence[HeldOut]) -> Table:
@@ -81,7 +86,7 @@ def call_table(calibration: Calibration, held_out: Sequence[HeldOut]) -> Table:
 def bandwidth(curve: Curve) -> str:
     """Return the rate of a curve's last segment; `-` if no memory could be so fast."""
     rate = curve.s_per_byte[-1]
-    return f"{1e-9 / rate:.3g} GB/s" if rate > _NO_COPY_S_PER_BYTE else "-"
+    return f"{plain(1e-9 / rate)} GB/s" if rate > _NO_COPY_S_PER_BYTE else "-"
 
 
 def _error(case: MeasuredCase, calibration: Calibration, held_out: Sequence[HeldOut]) -> str:
