@@ -7,6 +7,7 @@ not say what they are: where another rank is in a step meanwhile, its data would
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from hashlib import blake2b
 
 import torch
@@ -94,6 +95,24 @@ def gather_texts(
         width_bytes: Bytes of UTF-8 for each text, the same on all ranks.
         deadline_s: Seconds to wait for the others.
     """
+    found = _exchanged(communicator, ranks, text, tag, width_bytes, deadline_s)
+    if len(set(found.values())) > 1:
+        # A rank that raises because texts differ ends the run: not before all ranks have them, or
+        # some would only hear that another rank failed.
+        with suppress(BoxingError):
+            _exchanged(communicator, ranks, "", f"{tag}, seen by all", 1, deadline_s)
+    return found
+
+
+def _exchanged(
+    communicator: Communicator,
+    ranks: Sequence[int],
+    text: str,
+    tag: str,
+    width_bytes: int,
+    deadline_s: float,
+) -> dict[int, str]:
+    """Send a text to all others, and return theirs with it, by rank in the given order."""
     own = text_tensor(text, width_bytes, communicator.device)
     others = [rank for rank in ranks if rank != communicator.rank]
     found = {communicator.rank: tensor_text(own)}
