@@ -242,8 +242,8 @@ def test_metrics_that_cannot_be_written_end_the_run_with_its_states(
     assert steps_saved(tmp_path) == 1
 
 
-def test_ctrl_c_waits_for_the_step_where_ranks_are_processes() -> None:
-    with StopSignals(interrupts_wait=True) as signals:
+def test_ctrl_c_waits_for_the_step() -> None:
+    with StopSignals() as signals:
         with signals.training():
             signal.raise_signal(INT)
             assert signals.pending_number == INT

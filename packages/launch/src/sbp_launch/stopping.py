@@ -2,12 +2,13 @@
 
 | at | Ctrl-C | SIGTERM, SIGHUP, SIGUSR1 |
 |---|---|---|
-| training | stops it at once | stop it after the step; the second one at once |
+| training | stops it after the step; the second one at once | the same |
 | saving the states | waits for them; the second one abandons them | wait for them |
 | anything else | stops it at once | stop it at once |
 
-Where each rank is a process, Ctrl-C does what SIGTERM does: all of them have to stop behind the
-same step. SIGUSR1 is what Slurm sends before it takes the hosts away (`sbatch --signal=USR1@60`).
+Updates write over the states, so that in the middle of one there are none to save; and where each
+rank is a process, all have to stop behind the same step. SIGUSR1 is what Slurm sends before it
+takes the hosts away (`sbatch --signal=USR1@60`).
 
 A run that is stopped while it trains saves its states, so until then a signal is one that comes
 while they are saved.
@@ -54,11 +55,10 @@ class StopSignals:
 
     Args:
         name: Of the command, in front of what is said to stderr.
-        interrupts_wait: Whether Ctrl-C, too, stops training behind a step.
     """
 
-    def __init__(self, name: str = "sbp-train", *, interrupts_wait: bool = False) -> None:
-        self.name, self.interrupts_wait = name, interrupts_wait
+    def __init__(self, name: str = "sbp-train") -> None:
+        self.name = name
         self.pending: BaseException | None = None
         self._at = _At.ANYTHING
         self._interrupts = 0  # Ctrl-C while the states are saved
@@ -123,11 +123,7 @@ class StopSignals:
                 raise stop
             self.pending = self.pending or stop
             self._say("saving the states ... (press Ctrl-C again to abandon them)")
-        elif (
-            self._at is _At.TRAINING
-            and (self.interrupts_wait or not is_interrupt)
-            and self.pending is None
-        ):
+        elif self._at is _At.TRAINING and self.pending is None:
             self.pending = stop
             self._say(f"{told}: stopping after this step (once more: at once)")
         else:

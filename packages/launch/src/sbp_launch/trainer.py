@@ -95,7 +95,7 @@ def train(
     )
     backend = make_backend(run)  # first, as it may be refused
     check_traces(run)
-    with StopSignals(interrupts_wait=backend.spans_processes) as signals:
+    with StopSignals() as signals:
         if run.is_first:
             with writing(folder):
                 folder.mkdir(parents=True, exist_ok=True)
