@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from sbp_core.errors import BoxingError, RunError
 from sbp_launch.figures import Measured
@@ -41,6 +42,23 @@ def test_the_highest_vote_is_heard_by_all() -> None:
     votes = [[0, 0, 0], [0, 15, 2], [7, 0, 0]]
     found = among(3, lambda rank, team: [team.highest(vote[rank]) for vote in votes])
     assert found == [[0, 15, 7]] * 3
+
+
+def test_votes_go_where_the_transport_takes_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, given = LocalBackend(), []
+    backend.open(range(2))
+    communicator = backend.communicator(0)
+    communicator.device = "meta"
+
+    def collective(step: Any, shard: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        given.append(shard.device.type)
+        return torch.tensor([15])
+
+    monkeypatch.setattr(communicator, "collective", collective)
+
+    assert Team(communicator, range(2)).highest(0) == 15
+    assert given == ["meta"]
+    backend.close()
 
 
 def test_texts_are_gathered_in_order() -> None:

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from sbp_core.boxing.backend import BoxingBackend, Communicator
+from sbp_core.boxing.backend import BoxingBackend, Communicator, Delivered
 from sbp_core.boxing.router import route
 from sbp_core.boxing.slices import sent_bytes
 from sbp_core.boxing.step import BoxingStep
@@ -17,6 +17,7 @@ from sbp_core.errors import BoxingError
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, P, S, Sbp
 from sbp_torch.boxing.local import LocalBackend
+from sbp_torch.boxing.processes import agreement
 from sbp_torch.boxing.processes.agreement import agree, gather_texts
 from sbp_torch.boxing.processes.fingerprint import Fingerprinted
 
@@ -93,6 +94,56 @@ def test_long_values_that_differ_at_their_ends_only_are_no_agreement() -> None:
 
     for error in run(LocalBackend(), lives):
         assert isinstance(error, BoxingError) and "values of config" in error.what
+
+
+def test_a_rank_that_ends_the_run_by_a_difference_waits_until_all_have_seen_it() -> None:
+    backend, has_ended = LocalBackend(), threading.Event()
+
+    def ends(end: Communicator) -> object:
+        found = gather_texts(end, [0, 1], "b", tag="t", width_bytes=1, deadline_s=10.0)
+        backend.fail(BoxingError("the texts differ"))
+        has_ended.set()
+        return found
+
+    def comes_late(end: Communicator) -> object:
+        receive = end.receive
+
+        def late(*args: object, **kwargs: object) -> object:
+            has_ended.wait(0.5)
+            return receive(*args, **kwargs)  # type: ignore[arg-type]
+
+        end.receive = late  # type: ignore[method-assign]
+        return gather_texts(end, [0, 1], "a", tag="t", width_bytes=1, deadline_s=10.0)
+
+    assert run(backend, [comes_late, ends]) == [{0: "a", 1: "b"}] * 2
+
+
+class OnADevice(Communicator):
+    """Takes messages, and answers with those of another rank; its device has no data."""
+
+    rank, sent_bytes, device = 0, 0, "meta"
+
+    def __init__(self) -> None:
+        self.sent: list[torch.Tensor] = []
+
+    def collective(self, *args: object, **kwargs: object) -> torch.Tensor:
+        raise NotImplementedError
+
+    def send(self, step: object, shard: torch.Tensor, **kwargs: object) -> Delivered:
+        self.sent.append(shard)
+        return Delivered()
+
+    def receive(self, *args: object, **kwargs: object) -> torch.Tensor:
+        return torch.tensor([ord("x")], dtype=torch.uint8)
+
+
+def test_texts_go_where_the_transport_takes_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreement, "tensor_text", lambda values: "x")
+    end = OnADevice()
+
+    gather_texts(end, [0, 1], "x", tag="t", width_bytes=1, deadline_s=1.0)
+
+    assert [shard.device.type for shard in end.sent] == ["meta"]
 
 
 def test_a_rank_alone_agrees_with_itself_and_long_texts_are_cut_alike() -> None:

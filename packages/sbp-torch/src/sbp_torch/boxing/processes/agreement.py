@@ -95,24 +95,6 @@ def gather_texts(
         width_bytes: Bytes of UTF-8 for each text, the same on all ranks.
         deadline_s: Seconds to wait for the others.
     """
-    found = _exchanged(communicator, ranks, text, tag, width_bytes, deadline_s)
-    if len(set(found.values())) > 1:
-        # A rank that raises because texts differ ends the run: not before all ranks have them, or
-        # some would only hear that another rank failed.
-        with suppress(BoxingError):
-            _exchanged(communicator, ranks, "", f"{tag}, seen by all", 1, deadline_s)
-    return found
-
-
-def _exchanged(
-    communicator: Communicator,
-    ranks: Sequence[int],
-    text: str,
-    tag: str,
-    width_bytes: int,
-    deadline_s: float,
-) -> dict[int, str]:
-    """Send a text to all others, and return theirs with it, by rank in the given order."""
     own = text_tensor(text, width_bytes, communicator.device)
     others = [rank for rank in ranks if rank != communicator.rank]
     found = {communicator.rank: tensor_text(own)}
@@ -123,6 +105,12 @@ def _exchanged(
         step = _to_one(communicator.rank, ranks, width_bytes)
         theirs = communicator.receive(step, None, tag=tag, deadline_s=deadline_s)
         found |= zip(others, map(tensor_text, theirs.chunk(len(others))), strict=True)
+    if len(set(found.values())) > 1:
+        # A rank that raises because texts differ ends the run: not before all ranks have them, or
+        # some would only hear that another rank failed. All say the same now, so this ends.
+        with suppress(BoxingError):
+            seen = f"{tag}, seen by all"
+            gather_texts(communicator, ranks, "", tag=seen, width_bytes=1, deadline_s=deadline_s)
     return {rank: found[rank] for rank in ranks}
 
 
