@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from sbp_core.errors import CaptureError
+from sbp_core.runtime import Number
 from sbp_torch._torch_optim_compat import constructed_states
 from sbp_torch.capture.optimizer_clones import (
     PLAIN,
@@ -41,8 +42,6 @@ _VELOCITY = "momentum_buffer"
 
 #: Steps of a trial: the third shows whether a number grows by the same amount again.
 _STEPS = 3
-
-Number = int | float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

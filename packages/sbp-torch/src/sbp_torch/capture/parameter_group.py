@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from sbp_core.errors import CaptureError
+from sbp_core.runtime import Number
 from sbp_torch.capture.functional_optimizers import (
     UpdateFunction,
     functional_update,
     needs_step_counter,
 )
 from sbp_torch.capture.optimizer_clones import PLAIN
-from sbp_torch.capture.optimizer_states import InitialStateProbe, Number
+from sbp_torch.capture.optimizer_states import InitialStateProbe
 from sbp_torch.update_options import SETTINGS, UpdateOptions
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Number = float | int
+from sbp_core.runtime import Number
 
 
 def fused_adam(

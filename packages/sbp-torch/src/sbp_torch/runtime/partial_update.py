@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from sbp_core.errors import RunError
-
-Number = float | int
+from sbp_core.runtime import Number
 
 _AFTER_COMMIT = "failed after the commit of step"
 

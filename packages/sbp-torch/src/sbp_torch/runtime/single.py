@@ -12,11 +12,10 @@ from typing import Any
 from torch import Tensor
 
 from sbp_core.graph import InputKind, LogicalGraph, Node, OutputKind, Rate
+from sbp_core.runtime import Number
 from sbp_torch.ops.operators import bind, operator_of, results_of
 from sbp_torch.ops.random import draw_of
 from sbp_torch.runtime.accumulation import joined
-
-Number = float | int
 
 
 def run_graph(

@@ -26,6 +26,7 @@ from sbp_core.graph import InputKind
 from sbp_core.infer import infer_strategy
 from sbp_core.placement import Placement
 from sbp_core.plugins import PlanRequest
+from sbp_core.runtime import Number
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.capture import capture, initial_states, scalar_values
 from sbp_torch.kinds import OptimizerFactory
@@ -42,8 +43,6 @@ from sbp_torch.testing.programs import (
 )
 
 __all__ = ["LR_FACTORS", "OptimizerConformance"]
-
-Number = float | int
 
 #: Factor of the learning rates in each step: a schedule.
 LR_FACTORS = (1.0, 0.5, 2.0, 0.25, 1.5, 1.0, 0.1)

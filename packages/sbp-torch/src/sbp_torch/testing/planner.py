@@ -22,6 +22,7 @@ from torch import Tensor
 from sbp_core.cluster import Cluster
 from sbp_core.compile import compile_plan
 from sbp_core.graph import LogicalGraph
+from sbp_core.runtime import Number
 from sbp_core.testing.planner import PlannerConformance
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.runtime.configs import ReferenceConfig
@@ -36,8 +37,6 @@ from sbp_torch.testing.programs import (
 )
 
 __all__ = ["PlannerRunConformance"]
-
-Number = float | int
 
 
 class PlannerRunConformance(PlannerConformance):

@@ -21,12 +21,11 @@ from torch.nn import functional as F  # noqa: N812 (torch's own abbreviation)
 from sbp_aten.passes import prepare_step
 from sbp_core.cluster import Cluster, Device, Link
 from sbp_core.graph import LogicalGraph
+from sbp_core.runtime import Number
 from sbp_torch.capture import capture, initial_states
 from sbp_torch.runtime.single import run_graph
 
 __all__ = ["small_cluster"]
-
-Number = float | int
 
 _E = TypeVar("_E", bound=BaseException)
 
