@@ -91,7 +91,10 @@ def test_an_evaluation_runs_on_the_states_of_the_moment_in_every_process(name: s
 
 
 def hold_messages(quota: int, rank: int, backend: BoxingBackend) -> int:
-    """Run a step of a pipeline whose last stage is slow; return how many messages a rank held."""
+    """Run a step of a pipeline whose last stage is slow.
+
+    Return how many messages a rank held of the one link through which it sends.
+    """
     step, plan = CASES["pipeline, GPipe"].step, compile_case("pipeline, GPipe")
     plan = replace(plan, links=tuple(replace(link, quota=quota) for link in plan.links))
     sent: list[weakref.ref[torch.Tensor]] = []
@@ -99,8 +102,9 @@ def hold_messages(quota: int, rank: int, backend: BoxingBackend) -> int:
 
     def post(call: Any, receiver: int, values: Any, tag: int) -> Any:
         nonlocal most
-        sent.append(weakref.ref(values))
-        most = max(most, sum(values() is not None for values in sent))
+        if "micro-batch" in call.tag:  # no text in which ranks compare what they run
+            sent.append(weakref.ref(values))
+            most = max(most, sum(values() is not None for values in sent))
         return posted(call, receiver, values, tag)
 
     def ask_late(*given: Any, **rest: Any) -> Any:
