@@ -93,7 +93,7 @@ def gather_texts(
         text: This rank's; what does not fit into `width_bytes` is cut off.
         tag: Names the exchange; the same on all ranks.
         width_bytes: Bytes of UTF-8 for each text, the same on all ranks.
-        deadline_s: Seconds to wait for the others.
+        deadline_s: Seconds to wait for the others; once more if texts differ, until all know that.
     """
     own = text_tensor(text, width_bytes, communicator.device)
     others = [rank for rank in ranks if rank != communicator.rank]
