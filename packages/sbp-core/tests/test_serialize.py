@@ -21,7 +21,7 @@ from sbp_core import serialize
 from sbp_core.errors import ConfigError, SbpError, SbpValueError
 from sbp_core.sbp import B, NdSbp, S
 from sbp_core.serialize import Document, Form, Keys, dump, load, parse
-from sbp_core.serialize.lines import json_lines
+from sbp_core.serialize.lines import Lines, json_parts, repeated_key_line
 
 
 class Colour(StrEnum):
@@ -346,7 +346,8 @@ def test_the_line_of_every_part_of_a_json_text_is_known(value: Any, random: Rand
     text, lines = json_text(value, random)
 
     assert json.loads(text) == value
-    assert json_lines(text) == lines
+    assert Lines("", lambda: json_parts(text)).index == lines
+    assert repeated_key_line(text) is None
 
 
 def test_a_folder_and_a_name_that_no_file_can_have_are_refused(tmp_path: Path) -> None:

@@ -173,6 +173,7 @@ def test_unknown_names_get_the_closest_match(before: str, after: str, what: str)
         ("graph_hash: '00'", "graph_hash: 2001-09-09", "graph_hash is a date"),
         ("graph_hash: '00'", "graph_hash: !!python/name:os.system x", "this is no YAML"),
         ("graph_hash: '00'", "graph_hash: &a x\nplanner: *a", "a reference"),
+        ("num_micro_batches: 1", f"num_micro_batches: 1{':59' * 100_000}", "too long for a number"),
         ("in_flight: [1]", "in_flight: [1]\nin_flight: [2]", "'in_flight' stands twice"),
         ("  x: (S(0))", "  5: (S(0))", "a name that is no text: 5"),
         ("- ranks: [0, 1]", "- rank: [0, 1]", r"stages\[0\] has no place for 'rank'"),

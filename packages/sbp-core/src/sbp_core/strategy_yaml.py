@@ -55,6 +55,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -160,10 +161,10 @@ def _read(
     # Names that share a line in the file are parts of their own to readers of the strategy.
     lines = Lines(
         file,
-        lambda: {
-            **of_keys.index,
-            **{name: of_keys.index[keys] for name, keys in found.items() if keys in of_keys.index},
-        },
+        lambda: chain(
+            of_keys.index.items(),
+            ((name, of_keys.index[keys]) for name, keys in found.items() if keys in of_keys.index),
+        ),
     )
     strategy = serialize.load(read, Strategy, root="the strategy", where=lines, todo=_TODO)
     return strategy.on_its_stages(lines), lines

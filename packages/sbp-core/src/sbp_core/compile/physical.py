@@ -343,7 +343,11 @@ class PhysicalPlan:
 
 #: The file of a plan.
 PLAN = Document(
-    kind=PhysicalPlan, format="sbp-plan", version=3, todo="compile again with this version"
+    kind=PhysicalPlan,
+    format="sbp-plan",
+    version=3,
+    todo="compile again with this version",
+    most_bytes=2**30,
 )
 
 

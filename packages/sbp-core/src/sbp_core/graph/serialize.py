@@ -20,6 +20,7 @@ GRAPH = Document(
     version=2,
     todo="capture again with this version",
     error=GraphError,
+    most_bytes=2**30,
 )
 
 

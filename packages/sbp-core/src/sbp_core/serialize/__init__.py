@@ -16,9 +16,12 @@ The caller names the type, and the annotations of its fields say the rest. A fil
 classes nor modules, so reading it runs no code but that of the classes that are expected. Whatever
 a file holds, reading it ends: in a value, or in an `SbpError` that names the place.
 
+Sizes are looked at before memory is taken, and paths that a file names are kept to its folder
+(`file_within`).
+
 In order: `lines` (where in a file its parts stand), `misfit` (what is wrong with a value, and
-where), `plain` (numbers, text, any JSON value), `typed` (all other types), `document` (whole files,
-which say what they are), `yaml_text` (values in YAML).
+where), `plain` (numbers, text, any JSON value), `typed` (all other types), `file` (bytes and
+paths), `document` (whole files, which say what they are), `yaml_text` (values in YAML).
 
 >>> from sbp_core.cluster import Link
 >>> dump(Link(latency_s=1e-6, bytes_per_s=1e9), Link)
@@ -35,21 +38,25 @@ sbp_core.errors.SbpValueError: bytes_per_s is 'much'
 Stability: internal.
 """
 
-from sbp_core.serialize.document import Document, parse, read_text
+from sbp_core.serialize.document import Document, parse
+from sbp_core.serialize.file import MOST_BYTES, file_within, read_bytes, read_text
 from sbp_core.serialize.lines import Keys, Lines
 from sbp_core.serialize.misfit import shown
 from sbp_core.serialize.typed import Form, dump, load
 from sbp_core.serialize.yaml_text import pyyaml, read_yaml
 
 __all__ = [
+    "MOST_BYTES",
     "Document",
     "Form",
     "Keys",
     "Lines",
     "dump",
+    "file_within",
     "load",
     "parse",
     "pyyaml",
+    "read_bytes",
     "read_text",
     "read_yaml",
     "shown",

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from sbp_core.errors import SbpError, SbpValueError
-from sbp_core.serialize.lines import Lines, in_line, json_lines, repeated_key_line, word_line
+from sbp_core.serialize.file import MOST_BYTES, read_text
+from sbp_core.serialize.lines import Lines, in_line, json_parts, repeated_key_line, word_line
 from sbp_core.serialize.misfit import shown
 from sbp_core.serialize.typed import dump, load
 
@@ -23,12 +24,15 @@ _WIDTH = 96
 class Document(Generic[T]):
     """A kind of file.
 
+    What it takes to read one is bounded: `most_bytes` of text, some 30 times as much memory.
+
     Args:
         kind: The class that it holds.
         format: What the file says it is.
         version: Of its layout; no other one is read.
         todo: What to do with a file that cannot be read.
         error: What is raised of it.
+        most_bytes: Of the file.
     """
 
     kind: type[T]
@@ -36,6 +40,7 @@ class Document(Generic[T]):
     version: int
     todo: str
     error: type[SbpError] = SbpValueError
+    most_bytes: int = MOST_BYTES
 
     def dump(self, value: T) -> dict[str, Any]:
         """Return the JSON value of a whole file."""
@@ -84,34 +89,14 @@ class Document(Generic[T]):
         Raises:
             SbpError: `error`: it cannot be read; see `load`.
         """
-        text = read_text(path, error=self.error, todo=self.todo)
-        lines = Lines(str(path), partial(json_lines, text))
+        text = read_text(path, most_bytes=self.most_bytes, error=self.error, todo=self.todo)
+        lines = Lines(str(path), partial(json_parts, text))
         value = parse(text, where=str(path), error=self.error, todo=self.todo)
         return self.load(value, lines), lines
 
     def write(self, value: T, path: Path) -> None:
         """Write a file for people to read and edit: a line a part that holds no objects."""
         path.write_text(_pretty(self.dump(value)) + "\n", encoding="utf-8")
-
-
-def read_text(path: Path, *, error: type[SbpError] = SbpValueError, todo: str = "") -> str:
-    """Return the text of a file.
-
-    Raises:
-        SbpError: `error`: it is not there, may not be read, is no text, or empty.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as cause:
-        place = in_line(str(path), cause.object.count(b"\n", 0, cause.start) + 1)
-        what = f"the file is no text: {cause.reason} (byte {cause.start})"
-        raise error(what, where=place, accepted="UTF-8", todo=todo) from cause
-    except (OSError, ValueError) as cause:  # a name with a NUL is a ValueError
-        reason = getattr(cause, "strerror", None) or cause
-        raise error(f"the file cannot be read: {reason}", where=str(path), todo=todo) from cause
-    if not text.strip():
-        raise error("the file is empty", where=str(path), todo=todo)
-    return text
 
 
 def parse(
@@ -127,14 +112,17 @@ def parse(
     except json.JSONDecodeError as cause:
         place = f"{in_line(where, cause.lineno)}, column {cause.colno}"
         raise error(f"this is no JSON: {cause.msg}", where=place, todo=todo) from cause
+    # The lines of what is wrong are looked for up to there: what follows may be without end.
     except _NoNumberError as cause:
         line = word_line(text, cause.word)
         what = f"this is no JSON: {cause.word} is no number of JSON"
         raise error(what, where=in_line(where, line) if line else where, todo=todo) from cause
-    except (ValueError, RecursionError) as cause:
-        line = repeated_key_line(text) if isinstance(cause, ValueError) else None
+    except _RepeatedKeyError as cause:
+        line = repeated_key_line(text)
         place = in_line(where, line) if line else where
         raise error(f"this is no JSON: {cause}", where=place, todo=todo) from cause
+    except (ValueError, RecursionError) as cause:
+        raise error(f"this is no JSON: {cause}", where=where, todo=todo) from cause
 
 
 class _NoNumberError(ValueError):
@@ -145,6 +133,10 @@ class _NoNumberError(ValueError):
         self.word = word
 
 
+class _RepeatedKeyError(ValueError):
+    """A key that stands twice in one object."""
+
+
 def _refuse(word: str) -> None:
     raise _NoNumberError(word)
 
@@ -153,7 +145,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise ValueError(f"the key {shown(key)} stands twice in one object")
+            raise _RepeatedKeyError(f"the key {shown(key)} stands twice in one object")
         found[key] = value
     return found
 

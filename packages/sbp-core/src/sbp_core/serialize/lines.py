@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 
 #: Keys and indices that lead to a part, the outermost first.
 Keys = tuple[str | int, ...]
+
+#: A part of a file: its keys, and its line.
+Part = tuple[Sequence[str | int], int]
 
 #: What JSON is made of: strings, punctuation, other words.
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:]|[^\s{}\[\],:"]+', re.DOTALL)
@@ -19,28 +22,33 @@ class Lines:
 
     Args:
         file: Its name; may be empty.
-        index: Returns the line of every part, counted from 1; called when a line is asked for.
+        parts: Yields the keys of every part with its line, counted from 1; called when a line is
+            asked for. A yielded sequence of keys may change when the next one is.
     """
 
-    def __init__(self, file: str, index: Callable[[], Mapping[Keys, int]]) -> None:
+    def __init__(self, file: str, parts: Callable[[], Iterable[Part]]) -> None:
         self.file = file
-        self._make_index = index
+        self._parts = parts
 
     @cached_property
     def index(self) -> Mapping[Keys, int]:
         """The line of every part."""
-        return self._make_index()
+        return {tuple(keys): line for keys, line in self._parts()}
 
     def where(self, keys: Sequence[str | int]) -> str:
         r"""Return the file and the line of a part, or of the innermost one around it that stands.
 
-        >>> Lines("a.json", lambda: json_lines('{"a":\n [7,\n  {"b": 1}]}')).where(["a", 1, "c"])
+        Nothing is stored of the others, of which there may be many.
+
+        >>> Lines("a.json", lambda: json_parts('{"a":\n [7,\n  {"b": 1}]}')).where(["a", 1, "c"])
         'a.json, line 3'
         """
-        for stop in range(len(keys), -1, -1):
-            if (line := self.index.get(tuple(keys[:stop]))) is not None:
-                return in_line(self.file, line)
-        return self.file
+        wanted = list(keys)
+        depth, line = -1, 0
+        for found, at in self._parts():
+            if depth < len(found) <= len(wanted) and list(found) == wanted[: len(found)]:
+                depth, line = len(found), at
+        return self.file if depth < 0 else in_line(self.file, line)
 
 
 def in_line(file: str, line: int) -> str:
@@ -48,22 +56,18 @@ def in_line(file: str, line: int) -> str:
     return f"{file}, line {line}" if file else f"line {line}"
 
 
-def json_lines(text: str) -> dict[Keys, int]:
-    r"""Return the line of every part of a JSON text.
-
-    >>> json_lines('{"a":\n [7,\n  {"b": 1}]}')
-    {(): 1, ('a',): 1, ('a', 0): 2, ('a', 1): 3, ('a', 1, 'b'): 3}
-    """
-    return dict(_parts(text))
-
-
 def repeated_key_line(text: str) -> int | None:
     """Return the line in which a key of a JSON text stands for the second time."""
-    seen: set[Keys] = set()
-    for keys, line in _parts(text):
-        if keys in seen:
+    # One set for each object that is open: names of all of them would be as many as the file has.
+    names: list[set[str]] = []
+    for keys, line in json_parts(text):
+        del names[len(keys) :]
+        names += [set() for _ in range(len(keys) - len(names))]
+        if not keys or not isinstance(keys[-1], str):
+            continue
+        if keys[-1] in names[-1]:
             return line
-        seen.add(keys)
+        names[-1].add(keys[-1])
     return None
 
 
@@ -73,12 +77,18 @@ def word_line(text: str, word: str) -> int | None:
     return next((text.count("\n", 0, start) + 1 for start in starts), None)
 
 
-def _parts(text: str) -> Iterator[tuple[Keys, int]]:
-    """Yield the keys and the line of each part, in the order of the text, JSON or nearly so."""
+def json_parts(text: str) -> Iterator[Part]:
+    r"""Yield the keys and the line of each part, in the order of the text, JSON or nearly so.
+
+    All keys are yielded in one list, which changes.
+
+    >>> [(tuple(keys), line) for keys, line in json_parts('{"a":\n [7,\n  {"b": 1}]}')]
+    [((), 1), (('a',), 1), (('a', 0), 2), (('a', 1), 3), (('a', 1, 'b'), 3)]
+    """
     keys: list[str | int] = []  # one for each object and list that is open
     awaits_key = False
     line, counted = 1, 0
-    yield (), 1
+    yield keys, 1
     for token in _TOKEN.finditer(text):
         line += text.count("\n", counted, token.start())
         counted, word = token.start(), token[0]
@@ -95,10 +105,10 @@ def _parts(text: str) -> Iterator[tuple[Keys, int]]:
             awaits_key = False
         elif awaits_key and word[0] == '"':
             keys[-1] = _key(word)
-            yield tuple(keys), line
+            yield keys, line
         else:
             if keys and isinstance(keys[-1], int):
-                yield tuple(keys), line
+                yield keys, line
             if word in ("{", "["):
                 keys.append("" if word == "{" else 0)
                 awaits_key = word == "{"

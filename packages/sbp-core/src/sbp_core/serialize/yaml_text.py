@@ -15,6 +15,10 @@ from sbp_core.serialize.misfit import shown
 #: What PyYAML passes on of values that it cannot make.
 _OF_PYYAML = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 
+#: Kinds of values that are written in digits, and how many these may be.
+_NUMBERS = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "timestamp"))
+_MOST_DIGITS = 100
+
 
 def pyyaml() -> Any:
     """Return the module `yaml`.
@@ -65,7 +69,7 @@ def read_yaml(text: str, file: str) -> tuple[Any, Lines]:
         raise SbpValueError(
             f"this is no YAML: {error}", where=file, todo="correct that place"
         ) from error
-    return value, Lines(file, lambda: dict(_yaml_lines(yaml, root)))
+    return value, Lines(file, lambda: _yaml_lines(yaml, root))
 
 
 def _yaml_lines(yaml: Any, root: Any) -> Iterator[tuple[Keys, int]]:
@@ -100,6 +104,10 @@ def _loader(yaml: Any) -> Any:
             return super().compose_node(parent, index)
 
         def construct_object(self, node: Any, deep: bool = False) -> Any:
+            # Such as 1:59:59:59..., which takes time with the square of its length.
+            if node.tag in _NUMBERS and len(node.value) > _MOST_DIGITS:
+                what = f"{shown(node.value)} is too long for a number"
+                raise yaml.constructor.ConstructorError(None, None, what, node.start_mark)
             try:
                 return super().construct_object(node, deep)
             # PyYAML passes on what Python says of dates and numbers that are none.

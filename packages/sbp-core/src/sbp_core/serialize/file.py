@@ -1,0 +1,144 @@
+"""Files from elsewhere: read whole up to a size, and kept to the folder that names them."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path, PurePosixPath, PureWindowsPath
+
+from sbp_core.errors import SbpError, SbpValueError
+from sbp_core.serialize.lines import in_line
+from sbp_core.serialize.misfit import is_unicode, shown
+from sbp_core.units import format_bytes
+
+#: Bytes of a file that is read whole, where its kind does not say it otherwise.
+MOST_BYTES = 16 * 2**20
+
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def read_bytes(
+    path: Path,
+    *,
+    most_bytes: int = MOST_BYTES,
+    error: type[SbpError] = SbpValueError,
+    todo: str = "",
+) -> bytes:
+    """Return the content of a file.
+
+    Its kind and size are looked at before it is read: a pipe would never end, nor a device.
+
+    Args:
+        path: Of the file; a link is followed, as the user has named it.
+        most_bytes: That it may have.
+        error: What to raise.
+        todo: What to do about it.
+
+    Raises:
+        SbpError: `error`: it is not there, may not be read, is no regular file, or too large.
+    """
+    try:
+        # A pipe that nobody writes to would be waited for.
+        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | os.O_CLOEXEC)
+        try:
+            status = os.fstat(handle)
+            kind = _KINDS.get(stat.S_IFMT(status.st_mode))
+            # A file of the kernel says that it has 0 bytes.
+            size = min(status.st_size or MOST_BYTES, most_bytes)
+            data = b""
+            if kind is None:
+                with os.fdopen(handle, "rb", closefd=False) as file:
+                    data = file.read(size + 1)
+        finally:
+            os.close(handle)
+    except (OSError, ValueError) as cause:  # a name with a NUL is a ValueError
+        reason = getattr(cause, "strerror", None) or cause
+        raise error(f"the file cannot be read: {reason}", where=str(path), todo=todo) from cause
+    if kind:
+        raise error(
+            f"the file cannot be read: it is {kind}", where=str(path), accepted="a file", todo=todo
+        )
+    if max(status.st_size, len(data)) > most_bytes:
+        raise error(
+            f"the file is too large: {format_bytes(max(status.st_size, len(data)))}",
+            where=str(path),
+            accepted=f"at most {format_bytes(most_bytes)}",
+            todo=todo,
+        )
+    return data
+
+
+def read_text(
+    path: Path,
+    *,
+    most_bytes: int = MOST_BYTES,
+    error: type[SbpError] = SbpValueError,
+    todo: str = "",
+) -> str:
+    """Return the text of a file; see `read_bytes`.
+
+    Raises:
+        SbpError: `error`: it cannot be read, is no text, or empty.
+    """
+    data = read_bytes(path, most_bytes=most_bytes, error=error, todo=todo)
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as cause:
+        place = in_line(str(path), data.count(b"\n", 0, cause.start) + 1)
+        what = f"the file is no text: {cause.reason} (byte {cause.start})"
+        raise error(what, where=place, accepted="UTF-8", todo=todo) from cause
+    if not text.strip():
+        raise error("the file is empty", where=str(path), todo=todo)
+    # As Python reads text files.
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def file_within(
+    folder: Path,
+    name: str,
+    *,
+    where: str = "",
+    error: type[SbpError] = SbpValueError,
+    todo: str = "",
+) -> Path:
+    """Return the path of a file that another file names, if it lies in a folder.
+
+    Args:
+        folder: That it may not leave, neither by its name nor by links.
+        name: As it is written: parts with `/` between them.
+        where: The file and the place that names it, for messages.
+        error: What to raise.
+        todo: What to do about it.
+
+    Raises:
+        SbpError: `error`: the name is none of a file in that folder, or leads out of it by a link.
+    """
+    parts = PurePosixPath(name).parts
+    is_plain = bool(parts) and is_unicode(name) and "\0" not in name and "\\" not in name
+    # `C:x` is relative to nothing that we know.
+    if not is_plain or ".." in parts or parts[0][0] == "/" or PureWindowsPath(name).drive:
+        raise error(
+            f"{shown(name)} names no file of this folder",
+            where=where,
+            accepted=f"names of files in {folder}, without '..' and not beginning with '/'",
+            todo=todo,
+        )
+    path = folder.joinpath(*parts)
+    try:
+        home, found = folder.resolve(), path.resolve()
+    except (OSError, RuntimeError) as cause:  # links in a circle, a name that is too long
+        raise error(f"{shown(name)} cannot be found: {cause}", where=where, todo=todo) from cause
+    if not found.is_relative_to(home) or found == home:
+        raise error(
+            f"{shown(name)} leads out of its folder, to {found}",
+            where=where,
+            accepted=f"files in {folder}, and links to such",
+            todo=todo,
+        )
+    return path
