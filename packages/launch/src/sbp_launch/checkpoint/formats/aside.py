@@ -1,0 +1,49 @@
+"""Files that are whole whenever they are there: written aside, synced, and then renamed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from io import BufferedWriter
+from pathlib import Path
+
+from sbp_core.errors import RunError
+
+
+@contextmanager
+def writing_aside(path: Path) -> Iterator[BufferedWriter]:
+    """Open a file beside `path`, which takes its place at the end of the block.
+
+    Whatever fails in between, `path` is what it was, and nothing else is left behind.
+
+    Raises:
+        RunError: it cannot be written, such as on a full disk.
+    """
+    aside = path.with_name(f"{path.name}.part")
+    try:
+        try:
+            with aside.open("wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            aside.replace(path)
+        except BaseException:
+            with suppress(OSError):
+                aside.unlink(missing_ok=True)
+            raise
+        sync_folder(path.parent)
+    except OSError as error:
+        raise RunError(
+            f"{path} cannot be written: {error.strerror or error}",
+            todo="make room, or name another place",
+        ) from error
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in a folder would survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

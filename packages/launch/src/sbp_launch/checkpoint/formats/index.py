@@ -1,0 +1,245 @@
+"""Where the tensors of files lie: names, shapes, dtypes, and the bytes of every piece.
+
+What a format says is read into a `TensorIndex`, without torch, and everything in it is checked
+against the files before memory is taken. What reads tensors (`indexed`) knows this only.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+
+from sbp_core.boxing import Bounds, volume
+from sbp_core.errors import ConfigError, nearest
+from sbp_core.serialize import file_within, shown
+
+#: Bytes of one element, of the dtypes that files hold; more than those that graphs compute in.
+ITEMSIZE = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
+    "float8_e4m3fn": 1, "float8_e5m2": 1,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1,
+    "uint64": 8, "uint32": 4, "uint16": 2, "uint8": 1,
+    "bool": 1, "complex64": 8, "complex128": 16,
+}  # fmt: skip
+
+#: Most dims of a tensor.
+MOST_DIMS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredPiece:
+    """A slice of a tensor, as it lies in a file.
+
+    Args:
+        file: Its name in the folder of the index.
+        offset: Of its first element, in bytes.
+        bounds: Where it lies in the tensor: (start, stop) of each dim.
+        strides: Elements between neighbours of each dim; row-major if None.
+    """
+
+    file: str
+    offset: int
+    bounds: Bounds
+    strides: tuple[int, ...] | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Elements along each dim."""
+        return tuple(stop - start for start, stop in self.bounds)
+
+    @property
+    def span(self) -> int:
+        """Elements from the first one to the last one, as they lie in the file."""
+        if not volume(self.bounds):
+            return 0
+        if self.strides is None:
+            return volume(self.bounds)
+        return 1 + sum((n - 1) * step for n, step in zip(self.shape, self.strides, strict=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTensor:
+    """A tensor in files: its pieces hold each of its elements once."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    pieces: tuple[StoredPiece, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all elements."""
+        return prod(self.shape) * ITEMSIZE[self.dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorIndex:
+    """All tensors of a file or a folder.
+
+    Args:
+        format: Name of the format.
+        path: What was opened: a file, or a folder.
+        folder: That the files of the pieces are in.
+        tensors: By name.
+        notes: What else it says of itself, by key.
+        others: What it has that is no tensor, by name; in words.
+    """
+
+    format: str
+    path: Path
+    folder: Path
+    tensors: Mapping[str, StoredTensor]
+    notes: Mapping[str, str] = field(default_factory=dict)
+    others: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The files that pieces are in, in order of name."""
+        return tuple(sorted({p.file for tensor in self.tensors.values() for p in tensor.pieces}))
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.size_bytes for tensor in self.tensors.values())
+
+    def __post_init__(self) -> None:
+        sizes = {
+            name: inner_path(self.folder, name, self.path).stat().st_size for name in self.files
+        }
+        for name, tensor in self.tensors.items():
+            check_tensor(name, tensor, sizes, self.path)
+
+
+def check_tensor(name: str, tensor: StoredTensor, sizes: Mapping[str, int], path: Path) -> None:
+    """Check a tensor against the files that it is in.
+
+    Args:
+        name: Of the tensor.
+        tensor: What was read of it.
+        sizes: Of the files, in bytes.
+        path: That messages name.
+
+    Raises:
+        ConfigError: it has a shape or dtype that no tensor has, a piece lies outside of its file,
+            or its pieces do not hold each element once.
+    """
+    check_shape(name, tensor.shape, tensor.dtype, path)
+    for piece in tensor.pieces:
+        inside = len(piece.bounds) == len(tensor.shape) and all(
+            0 <= start <= stop <= extent
+            for (start, stop), extent in zip(piece.bounds, tensor.shape, strict=True)
+        )
+        if not inside:
+            raise ConfigError(
+                f"{name!r} of shape {tensor.shape} has a piece {bounds_text(piece.bounds)}",
+                where=str(path),
+                accepted="pieces within the tensor",
+            )
+        if piece.strides is not None and min(piece.strides, default=0) < 0:
+            raise ConfigError(f"{name!r} has negative strides", where=str(path))
+        end = piece.offset + piece.span * ITEMSIZE[tensor.dtype]
+        if piece.offset < 0 or end > sizes[piece.file]:
+            raise ConfigError(
+                f"{name!r} lies at bytes {piece.offset} to {end} of {piece.file}, which has "
+                f"{sizes[piece.file]}",
+                where=str(path),
+                todo="the file is damaged, or was cut: get it again",
+            )
+    overlapping = _overlapping([piece.bounds for piece in tensor.pieces])
+    held = sum(volume(piece.bounds) for piece in tensor.pieces)
+    if overlapping or held != prod(tensor.shape):
+        one = " and ".join(map(bounds_text, overlapping)) if overlapping else ""
+        raise ConfigError(
+            f"{name!r}: its pieces {one} overlap"
+            if overlapping
+            else f"{name!r} has {prod(tensor.shape)} elements, and its pieces hold {held}",
+            where=str(path),
+            accepted="pieces that hold each element once",
+        )
+
+
+def check_shape(name: str, shape: Sequence[int], dtype: str, path: Path) -> None:
+    """Check that a tensor can be.
+
+    Raises:
+        ConfigError: it has a dtype that is unknown here, too many dims, or too many elements.
+    """
+    if dtype not in ITEMSIZE:
+        raise ConfigError(
+            f"{name!r} has the dtype {shown(dtype)}",
+            where=str(path),
+            accepted=", ".join(ITEMSIZE),
+        )
+    elements = prod(max(extent, 1) for extent in shape[:MOST_DIMS])
+    if len(shape) > MOST_DIMS or min(shape, default=0) < 0 or elements >= 2**60:
+        raise ConfigError(
+            f"{name!r} has {len(shape)} dims: {shown(list(shape))}",
+            where=str(path),
+            accepted=f"at most {MOST_DIMS} dims, none negative, and less than 2**60 elements",
+        )
+
+
+def _overlapping(bounds: Sequence[Bounds]) -> tuple[Bounds, Bounds] | tuple[()]:
+    """Return two slices that share elements, if there are such.
+
+    Those with equal bounds in all dims but one are in a row, and compared with the next one only;
+    rows are compared with each other.
+    """
+    solid = [one for one in bounds if volume(one)]
+    if not solid or not solid[0]:
+        return (solid[0], solid[1]) if len(solid) > 1 else ()
+    varying = [dim for dim in range(len(solid[0])) if len({one[dim] for one in solid}) > 1] or [0]
+    dim = max(varying, key=lambda dim: len({one[dim] for one in solid}))
+    rows: dict[Bounds, list[Bounds]] = defaultdict(list)
+    for one in solid:
+        rows[one[:dim] + one[dim + 1 :]].append(one)
+    for row in rows.values():
+        row.sort(key=lambda one: one[dim])
+        for one, other in pairwise(row):
+            if other[dim][0] < one[dim][1]:
+                return one, other
+    heads = list(rows)
+    for index, one_head in enumerate(heads):
+        for other_head in heads[index + 1 :]:
+            if all(a < d and c < b for (a, b), (c, d) in zip(one_head, other_head, strict=True)):
+                for one in rows[one_head]:
+                    for other in rows[other_head]:
+                        if one[dim][0] < other[dim][1] and other[dim][0] < one[dim][1]:
+                            return one, other
+    return ()
+
+
+def bounds_text(bounds: Bounds) -> str:
+    """Return a slice as Python writes it: `[0:4, 2:3]`."""
+    return f"[{', '.join(f'{start}:{stop}' for start, stop in bounds)}]"
+
+
+def inner_path(folder: Path, name: str, source: Path) -> Path:
+    """Return the path of a file that an index names, which is in its folder.
+
+    Args:
+        folder: Of the index.
+        name: Of the file, as the index has it.
+        source: What names it, for messages.
+
+    Raises:
+        ConfigError: the name leads out of the folder, or there is no such file.
+    """
+    home, inner = folder, name
+    # The hub's cache has its files in `blobs`, and links to them in `snapshots/REVISION`.
+    real = folder.resolve()
+    if real.parent.name == "snapshots":
+        home, inner = real.parent.parent, f"snapshots/{real.name}/{name}"
+    path = file_within(home, inner, where=str(source), error=ConfigError)
+    if not path.is_file():
+        there = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+        near = nearest(name, there)
+        raise ConfigError(
+            f"the file {name} is missing" if not path.exists() else f"{name} is no file",
+            where=str(source),
+            todo=f"there is {near!r}: was it renamed?" if near else "get it again",
+        )
+    return path

@@ -1,0 +1,144 @@
+"""One file of safetensors: its header is read and checked, without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from sbp_core.errors import ConfigError, nearest
+from sbp_core.serialize import load, parse, shown
+from sbp_launch.checkpoint.formats.index import (
+    ITEMSIZE,
+    StoredPiece,
+    StoredTensor,
+    TensorIndex,
+    check_shape,
+)
+
+FORMAT = "safetensors"
+
+#: Bytes of a header, at most, as in the library of that name.
+MOST_HEADER_BYTES = 100_000_000
+
+#: How the format calls dtypes.
+CODES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
+    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8",
+    "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8",
+    "bool": "BOOL", "complex64": "C64",
+}  # fmt: skip
+
+_DTYPES = {code: dtype for dtype, code in CODES.items()}
+_METADATA = "__metadata__"
+_TODO = "the file is damaged, or no safetensors file: get it again"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Entry:
+    """What a header says of a tensor; offsets are those behind the header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+def read_safetensors(path: Path) -> TensorIndex:
+    """Return where the tensors of a file lie.
+
+    Raises:
+        ConfigError: it cannot be read, is no safetensors file, or damaged.
+    """
+    begin, size, header = _read_header(path)
+    notes = header.pop(_METADATA, {})
+    if not isinstance(notes, dict) or not all(isinstance(v, str) for v in notes.values()):
+        raise ConfigError(
+            f"{_METADATA} is {shown(notes)}", where=str(path), accepted="texts by name", todo=_TODO
+        )
+    entries = load(
+        header,
+        Mapping[str, _Entry],  # type: ignore[type-abstract] # a type is asked for, not a class
+        root="the header",
+        where=str(path),
+        error=ConfigError,
+        todo=_TODO,
+    )
+    tensors, end = {}, begin
+    for name, entry in sorted(entries.items(), key=lambda one: one[1].data_offsets):
+        tensors[name] = _tensor(name, entry, path, begin, end)
+        end = begin + entry.data_offsets[1]
+    if end != size:
+        raise ConfigError(
+            f"the tensors end at byte {end}, and the file has {size}", where=str(path), todo=_TODO
+        )
+    return TensorIndex(
+        format=FORMAT,
+        path=path,
+        folder=path.parent,
+        tensors={name: tensors[name] for name in entries},
+        notes=notes,
+    )
+
+
+def _read_header(path: Path) -> tuple[int, int, dict[str, Any]]:
+    """Return where the data begin, the size of the file, and the header."""
+    if path.exists() and not path.is_file():  # a pipe would be waited for
+        raise ConfigError("this is no file", where=str(path), accepted="a safetensors file")
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(0)
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(MOST_HEADER_BYTES, size - 8):
+                raise ConfigError(
+                    f"this is no safetensors file: its header would have {length} bytes, and the "
+                    f"file has {size}",
+                    where=str(path),
+                    accepted=f"a header of at most {MOST_HEADER_BYTES} bytes, within the file",
+                    todo=_TODO,
+                )
+            text = file.read(length).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            "this is no safetensors file: its header is no UTF-8", where=str(path), todo=_TODO
+        ) from error
+    except OSError as error:
+        raise ConfigError(
+            f"the file cannot be read: {error.strerror or error}", where=str(path)
+        ) from error
+    header = parse(text, where=f"the header of {path}", error=ConfigError, todo=_TODO)
+    if not isinstance(header, dict):
+        raise ConfigError(
+            f"the header is {shown(header)}", where=str(path), accepted="a mapping", todo=_TODO
+        )
+    return 8 + length, size, header
+
+
+def _tensor(name: str, entry: _Entry, path: Path, data_begin: int, begin: int) -> StoredTensor:
+    """Return a tensor that has to begin where the one before it ends."""
+    if entry.dtype not in _DTYPES:
+        near = nearest(entry.dtype, _DTYPES)
+        raise ConfigError(
+            f"{name!r} has the dtype {shown(entry.dtype)}",
+            where=str(path),
+            accepted=", ".join(_DTYPES),
+            todo=f"did you mean {near!r}?" if near else _TODO,
+        )
+    dtype = _DTYPES[entry.dtype]
+    check_shape(name, entry.shape, dtype, path)
+    start, stop = (data_begin + offset for offset in entry.data_offsets)
+    wanted = prod(entry.shape) * ITEMSIZE[dtype]
+    if start != begin or stop - start != wanted:
+        raise ConfigError(
+            f"{name!r}, {dtype} of shape {entry.shape}, lies at bytes {start} to {stop}",
+            where=str(path),
+            accepted=f"{wanted} bytes from {begin} on, where the tensor before it ends",
+            todo=_TODO,
+        )
+    piece = StoredPiece(
+        file=path.name, offset=start, bounds=tuple((0, extent) for extent in entry.shape)
+    )
+    return StoredTensor(shape=entry.shape, dtype=dtype, pieces=(piece,))

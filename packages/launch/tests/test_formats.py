@@ -1,0 +1,375 @@
+"""Weights in formats of other programs: what they wrote is read, and they read what we wrote."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from sbp_core.errors import ConfigError
+from sbp_launch.checkpoint.formats import indexed
+from sbp_launch.checkpoint.formats.hugging_face import read_hugging_face
+from sbp_launch.checkpoint.formats.index import (
+    ITEMSIZE,
+    StoredPiece,
+    StoredTensor,
+    TensorIndex,
+)
+from sbp_launch.checkpoint.formats.indexed import Chosen, IndexedTensors
+from sbp_launch.checkpoint.formats.safetensors_file import CODES, read_safetensors
+from sbp_launch.checkpoint.formats.safetensors_writer import write_safetensors, write_sharded
+
+SHAPES = ((), (0, 3), (5,), (4, 3, 2))
+
+
+def values(shape: tuple[int, ...], dtype: str) -> Tensor:
+    """Return a tensor of a dtype with values that differ."""
+    count = torch.Size(shape).numel()
+    if dtype == "bool":
+        return (torch.arange(count) % 2 == 0).reshape(shape)
+    return torch.arange(count).to(getattr(torch, dtype)).reshape(shape)
+
+
+def every_dtype() -> dict[str, Tensor]:
+    """Return tensors of every dtype that safetensors has, in several shapes."""
+    return {
+        f"{dtype}.{number}": values(shape, dtype)
+        for dtype in CODES
+        for number, shape in enumerate(SHAPES)
+    }
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    """Return whether shapes, dtypes and all bits are equal."""
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+
+
+class Held(dict[str, Tensor]):
+    """Tensors in memory, as what is to be written."""
+
+    def like(self, name: str) -> Tensor:
+        return self[name].to("meta")
+
+    def part(self, name: str, bounds: Any) -> Tensor:
+        return self[name][tuple(slice(*dim) for dim in bounds)].clone()
+
+
+def test_what_safetensors_writes_is_read_with_every_dtype(tmp_path: Path) -> None:
+    path = tmp_path / "weights.safetensors"
+    save_file(every_dtype(), path, {"made by": "a test"})
+
+    found = IndexedTensors(read_safetensors(path))
+
+    assert found.keys() == every_dtype().keys()
+    assert found.index.notes == {"made by": "a test"}
+    for name, value in every_dtype().items():
+        assert same(found[name], value)
+        like = found.like(name)
+        assert (like.shape, like.dtype, like.is_meta) == (value.shape, value.dtype, True)
+
+
+def test_safetensors_reads_what_is_written_with_every_dtype(tmp_path: Path) -> None:
+    path = tmp_path / "weights.safetensors"
+
+    write_safetensors(path, Held(every_dtype()))
+
+    found = load_file(path)
+    assert found.keys() == every_dtype().keys()
+    assert all(same(found[name], value) for name, value in every_dtype().items())
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_dtype_that_safetensors_has_not_is_refused_before_a_byte_is_written(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(ConfigError, match="'w' is complex128, which safetensors does not have"):
+        write_safetensors(tmp_path / "w.safetensors", Held(w=torch.zeros(2).to(torch.complex128)))
+
+    assert list(tmp_path.iterdir()) == []
+
+
+@given(
+    extents=st.lists(st.integers(0, 5), max_size=3),
+    block=st.sampled_from([4, 12, 40, 1 << 20]),
+    data=st.data(),
+)
+def test_any_part_is_the_slice_of_the_tensor_whatever_a_block_holds(
+    extents: list[int], block: int, data: st.DataObject
+) -> None:
+    whole = values(tuple(extents), "float32")
+    bounds = []
+    for extent in extents:
+        start = data.draw(st.integers(0, extent))
+        bounds.append((start, data.draw(st.integers(start, extent))))
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        path = Path(folder, "x.safetensors")
+        save_file({"before": torch.ones(3), "x": whole}, path)
+        patch.setattr(indexed, "BLOCK_BYTES", block)
+
+        part = IndexedTensors(read_safetensors(path)).part("x", bounds)
+
+    assert same(part, whole[tuple(slice(*dim) for dim in bounds)].contiguous())
+
+
+@given(data=st.data())
+def test_a_tensor_in_pieces_of_several_files_is_read_in_parts(data: st.DataObject) -> None:
+    shape = data.draw(st.tuples(st.integers(1, 6), st.integers(1, 6)))
+    whole = values(shape, "int32")
+    cuts = [sorted(data.draw(st.sets(st.integers(0, n))) | {0, n}) for n in shape]
+    bounds = []
+    for extent in shape:
+        start = data.draw(st.integers(0, extent))
+        bounds.append((start, data.draw(st.integers(start, extent))))
+    with tempfile.TemporaryDirectory() as folder:
+        pieces = []
+        for a, b in zip(cuts[0], cuts[0][1:], strict=False):
+            for c, d in zip(cuts[1], cuts[1][1:], strict=False):
+                is_turned = data.draw(st.booleans())
+                part = whole[a:b, c:d]
+                name = f"{a}-{c}"
+                flat = part.T if is_turned else part
+                Path(folder, name).write_bytes(b"xyzt" + flat.contiguous().numpy().tobytes())
+                pieces.append(
+                    StoredPiece(
+                        file=name,
+                        offset=4,
+                        bounds=((a, b), (c, d)),
+                        strides=(1, b - a) if is_turned else None,
+                    )
+                )
+        stored = StoredTensor(shape=shape, dtype="int32", pieces=tuple(pieces))
+        index = TensorIndex(
+            format="test", path=Path(folder), folder=Path(folder), tensors={"x": stored}
+        )
+
+        part = IndexedTensors(index).part("x", bounds)
+
+    assert same(part, whole[tuple(slice(*dim) for dim in bounds)].contiguous())
+
+
+@given(data=st.data())
+def test_pieces_are_accepted_if_they_hold_each_element_once(data: st.DataObject) -> None:
+    shape = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=3).map(tuple))
+    drawn = st.tuples(
+        *(st.tuples(st.integers(0, n), st.integers(0, n)).map(sorted).map(tuple) for n in shape)
+    )
+    bounds = data.draw(st.lists(drawn, max_size=4))
+    count = torch.zeros(shape)
+    for one in bounds:
+        count[tuple(slice(*dim) for dim in one)] += 1
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "f").write_bytes(bytes(27))
+        pieces = tuple(StoredPiece(file="f", offset=0, bounds=one) for one in bounds)
+        stored = StoredTensor(shape=shape, dtype="int8", pieces=pieces)
+
+        def make() -> TensorIndex:
+            return TensorIndex(
+                format="test", path=Path(folder), folder=Path(folder), tensors={"x": stored}
+            )
+
+        if bool((count == 1).all()):
+            make()
+        else:
+            with pytest.raises(ConfigError, match=r"overlap|its pieces hold"):
+                make()
+
+
+def header(**entries: Any) -> Callable[[Path], None]:
+    """Return what writes a file with a header and 8 bytes of data."""
+
+    def write(path: Path) -> None:
+        text = json.dumps(entries).encode()
+        path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
+
+    return write
+
+
+def entry(dtype: Any = "F32", shape: Any = (2,), data_offsets: Any = (0, 8)) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": list(data_offsets)}
+
+
+DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "empty": (lambda path: path.write_bytes(b""), "no safetensors file"),
+    "short": (lambda path: path.write_bytes(b"abc"), "no safetensors file"),
+    "a long header": (lambda path: path.write_bytes(b"\xff" * 16), "its header would have"),
+    "no text": (
+        lambda path: path.write_bytes(b"\x02" + bytes(7) + b"\xff\xff"),
+        "its header is no UTF-8",
+    ),
+    "no JSON": (lambda path: path.write_bytes(b"\x02" + bytes(7) + b"{,"), "this is no JSON"),
+    "a list": (lambda path: path.write_bytes(b"\x02" + bytes(7) + b"[]"), "the header is a list"),
+    "twice": (
+        lambda path: path.write_bytes(b"\x11" + bytes(7) + b'{"a": {},"a": {}}'),
+        "'a' stands twice",
+    ),
+    "data left": (header(), "the tensors end at byte 10, and the file has 18"),
+    "dtype": (header(x=entry("F31")), "'x' has the dtype 'F31'"),
+    "no offsets": (header(x={"dtype": "F32", "shape": [2]}), "x has no 'data_offsets'"),
+    "notes": (header(__metadata__={"a": 1}, x=entry()), "__metadata__ is"),
+    "negative": (header(x=entry(shape=(-2,), data_offsets=(0, -8))), "'x' has 1 dims"),
+    "huge": (header(x=entry(shape=(2**40, 2**40), data_offsets=(0, 8))), "'x' has 2 dims"),
+    "many dims": (header(x=entry(shape=[1] * 65)), "'x' has 65 dims"),
+    "text for a dim": (header(x=entry(shape=("2",))), r"shape\[0\] is '2'"),
+    "beyond": (header(x=entry(shape=(4,), data_offsets=(0, 16))), "the tensors end at byte"),
+    "hole": (
+        header(x=entry(shape=(1,), data_offsets=(4, 8))),
+        "where the tensor before it ends",
+    ),
+    "overlap": (header(x=entry(), y=entry()), "where the tensor before it ends"),
+    "size": (header(x=entry(shape=(3,))), "accepted here: 12 bytes from"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_a_damaged_file_is_refused_by_name(case: str, tmp_path: Path) -> None:
+    path = tmp_path / "weights.safetensors"
+    write, message = DAMAGED[case]
+    write(path)
+
+    with pytest.raises(ConfigError, match=message) as caught:
+        read_safetensors(path)
+
+    assert str(path) in str(caught.value)
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "weights.safetensors"
+    save_file({"x": torch.arange(100.0)}, path)
+    found = IndexedTensors(read_safetensors(path))
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size - 4)
+
+    with pytest.raises(ConfigError, match="the file ends within 'x'"):
+        found["x"]
+
+
+def test_shards_are_written_as_hugging_face_does_and_read(tmp_path: Path) -> None:
+    states = Held({f"layer.{n}": torch.full((10,), float(n)) for n in range(5)})
+    (tmp_path / "config.json").write_text("{}")
+
+    files = write_sharded(tmp_path, states, max_shard_bytes=80)
+
+    assert files == [
+        "model-00001-of-00003.safetensors",
+        "model-00002-of-00003.safetensors",
+        "model-00003-of-00003.safetensors",
+        "model.safetensors.index.json",
+    ]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["config.json", *files]
+    index = json.loads((tmp_path / files[-1]).read_text())
+    assert index["metadata"] == {"total_size": 200}
+    assert load_file(tmp_path / files[0]).keys() == {"layer.0", "layer.1"}
+    found = IndexedTensors(read_hugging_face(tmp_path))
+    assert list(found) == list(states)
+    assert all(same(found[name], value) for name, value in states.items())
+
+
+def test_writing_again_replaces_all_weights_of_a_folder(tmp_path: Path) -> None:
+    states = Held({f"layer.{n}": torch.full((10,), float(n)) for n in range(5)})
+    write_sharded(tmp_path, states, max_shard_bytes=40)
+
+    assert write_sharded(tmp_path, Held(x=torch.ones(3)), 1 << 30) == ["model.safetensors"]
+
+    assert [entry.name for entry in tmp_path.iterdir()] == ["model.safetensors"]
+    assert read_hugging_face(tmp_path).tensors.keys() == {"x"}
+
+
+def test_a_tensor_larger_than_a_shard_has_one_of_its_own(tmp_path: Path) -> None:
+    states = Held(a=torch.ones(1), b=torch.ones(100), c=torch.ones(1))
+
+    write_sharded(tmp_path, states, max_shard_bytes=40)
+
+    tensors = read_hugging_face(tmp_path).tensors
+    assert len({tensors[name].pieces[0].file for name in "abc"}) == 3
+
+
+def without(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+def mapped(**changes: str | None) -> Callable[[Path], None]:
+    """Return what changes the files that an index names."""
+
+    def change(folder: Path) -> None:
+        path = folder / "model.safetensors.index.json"
+        index = json.loads(path.read_text())
+        index["weight_map"] |= changes
+        index["weight_map"] = {k: v for k, v in index["weight_map"].items() if v is not None}
+        path.write_text(json.dumps(index))
+
+    return change
+
+
+def linked(folder: Path) -> None:
+    """Move a shard elsewhere, and leave a link."""
+    shard = folder / "model-00001-of-00002.safetensors"
+    shard.rename(folder.parent / "elsewhere")
+    shard.symlink_to(folder.parent / "elsewhere")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (without("model-00002-of-00002.safetensors"), "model-00002-of-00002.safetensors is miss"),
+        (mapped(a="../a.safetensors"), "names no file of this folder"),
+        (mapped(a="/etc/passwd"), "names no file of this folder"),
+        (mapped(a="model-00001-of-00003.safetensors"), "there is 'model-00001-of-00002.safet"),
+        (mapped(b="model-00001-of-00002.safetensors"), "'b' is in model-00002-of-00002"),
+        (mapped(c=None), "'c' is in model-00002-of-00002.safetensors, and nowhere"),
+        (mapped(aa="model-00001-of-00002.safetensors"), "'aa' is not in model-00001"),
+        (linked, "leads out of its folder"),
+    ],
+)
+def test_an_index_that_does_not_fit_its_shards_is_refused(
+    damage: Callable[[Path], None], message: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    states = Held(a=torch.ones(10), b=torch.ones(5), c=torch.ones(5))
+    write_sharded(folder, states, max_shard_bytes=40)
+    damage(folder)
+
+    with pytest.raises(ConfigError, match=message):
+        read_hugging_face(folder)
+
+
+def test_a_snapshot_of_the_hubs_cache_is_read_through_its_links(tmp_path: Path) -> None:
+    snapshot, blobs = tmp_path / "snapshots" / "abc", tmp_path / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    save_file({"x": torch.arange(3.0)}, blobs / "0123")
+    (snapshot / "model.safetensors").symlink_to("../../blobs/0123")
+
+    found = IndexedTensors(read_hugging_face(snapshot))
+
+    assert torch.equal(found["x"], torch.arange(3.0))
+
+
+def test_chosen_tensors_have_other_names() -> None:
+    held = Held(a=torch.arange(4.0), b=torch.ones(2))
+
+    chosen = Chosen(held, {"x.a": "a"})
+
+    assert list(chosen) == ["x.a"]
+    assert "a" not in chosen
+    assert torch.equal(chosen["x.a"], held["a"])
+    assert chosen.like("x.a").shape == (4,)
+    assert torch.equal(chosen.part("x.a", [(1, 3)]), torch.tensor([1.0, 2.0]))
+
+
+def test_every_dtype_has_its_size() -> None:
+    sizes = {
+        dtype: torch.empty(0, dtype=getattr(torch, dtype)).element_size() for dtype in ITEMSIZE
+    }
+
+    assert sizes == ITEMSIZE
