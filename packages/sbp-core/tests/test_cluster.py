@@ -10,41 +10,14 @@ from typing import Any
 
 import pytest
 
-from sbp_core.calibration import Measurement, calibrate
-from sbp_core.cluster import CLUSTER, Cluster, Device, Link
+from sbp_core.calibration import calibrate
+from sbp_core.cluster import CLUSTER, Cluster
 from sbp_core.errors import ConfigError, SbpValueError
-
-
-def measured() -> Cluster:
-    samples = [
-        Measurement(
-            backend="torch",
-            kind=kind,
-            group_size=2,
-            shared_bytes=2**power,
-            times_s=(1e-5 + 1e-9 * 2**power, 2e-5 + 1e-9 * 2**power),
-        )
-        for kind in ("all-reduce", "all-gather")
-        for power in range(10, 16)
-    ]
-    return Cluster(
-        name="desk",
-        num_devices=2,
-        devices_per_node=2,
-        device=Device(
-            memory_bytes=10, flop_per_s={"float32": 1e9}, memory_bytes_per_s=1e9, launch_s=1e-6
-        ),
-        intra_node=Link(latency_s=1e-6, bytes_per_s=1e9),
-        intra_node_shared=True,
-        inter_node_shared=False,
-        calibrations={"torch": calibrate(samples)},
-        backend="torch",
-        machine={"processor": "two cores"},
-    )
+from sbp_core.testing.files import measured_cluster
 
 
 def test_a_cluster_survives_its_file(tmp_path: Path) -> None:
-    cluster, path = measured(), tmp_path / "desk.json"
+    cluster, path = measured_cluster(), tmp_path / "desk.json"
 
     cluster.save(path)
 
@@ -54,7 +27,7 @@ def test_a_cluster_survives_its_file(tmp_path: Path) -> None:
 def test_a_file_has_one_line_a_sample(tmp_path: Path) -> None:
     path = tmp_path / "desk.json"
 
-    measured().save(path)
+    measured_cluster().save(path)
 
     lines = path.read_text("utf-8").splitlines()
     assert sum("times_s" in line for line in lines) == 12
@@ -62,7 +35,7 @@ def test_a_file_has_one_line_a_sample(tmp_path: Path) -> None:
 
 
 def broken(change: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
-    value: dict[str, Any] = json.loads(json.dumps(CLUSTER.dump(measured())))
+    value: dict[str, Any] = json.loads(json.dumps(CLUSTER.dump(measured_cluster())))
     change(value)
     return value
 
@@ -109,7 +82,7 @@ def test_a_file_that_is_no_json_or_not_there_is_named(tmp_path: Path) -> None:
 
 
 def test_the_only_calibration_prices_unless_another_backend_is_meant() -> None:
-    cluster = measured()
+    cluster = measured_cluster()
     fields = {field: getattr(cluster, field) for field in cluster.__dataclass_fields__}
 
     assert Cluster(**(fields | {"backend": ""})).calibration is cluster.calibrations["torch"]
@@ -118,7 +91,7 @@ def test_the_only_calibration_prices_unless_another_backend_is_meant() -> None:
 
 
 def test_a_calibration_under_another_name_is_refused() -> None:
-    cluster = measured()
+    cluster = measured_cluster()
     fields = {field: getattr(cluster, field) for field in cluster.__dataclass_fields__}
 
     with pytest.raises(SbpValueError, match="by the name of their backend"):
@@ -126,7 +99,7 @@ def test_a_calibration_under_another_name_is_refused() -> None:
 
 
 def test_a_backend_brings_the_launches_that_were_measured_beside_it() -> None:
-    desk = measured()
+    desk = measured_cluster()
     mpi = calibrate([replace(s, backend="mpi") for s in desk.calibrations["torch"].samples])
     mpi = replace(mpi, launch_s=3e-6, boxing_launch_s=4e-5)
     both = replace(desk, calibrations={**desk.calibrations, "mpi": mpi})
@@ -140,7 +113,7 @@ def test_a_backend_brings_the_launches_that_were_measured_beside_it() -> None:
 
 @pytest.mark.parametrize("wrong", [-1.0, float("inf"), float("nan")])
 def test_launches_are_times(wrong: float) -> None:
-    desk = measured()
+    desk = measured_cluster()
 
     with pytest.raises(SbpValueError, match="seconds >= 0"):
         replace(desk.calibrations["torch"], boxing_launch_s=wrong)

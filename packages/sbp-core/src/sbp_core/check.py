@@ -225,14 +225,16 @@ def _check_orders(plan: PhysicalPlan) -> None:
                 actor = part.by_name.get(name)
                 if actor is None or actor.thread != thread or index != listed[name]:
                     raise PlanError(
-                        f"thread {thread!r} of rank {part.rank} lists firing {index} of {name!r}",
+                        f"firing {index} of {name!r} is not due there",
+                        where=f"the orders of thread {thread!r} of rank {part.rank}",
                         accepted="each firing of its own actors once, in turn",
                     )
                 listed[name] += 1
         for actor in part.actors:
             if listed[actor.name] != actor.num_firings(plan.num_micro_batches):
                 raise PlanError(
-                    f"rank {part.rank} fires {actor.name!r} {listed[actor.name]} times a step",
+                    f"{actor.name!r} fires {listed[actor.name]} times a step",
+                    where=f"the orders of rank {part.rank}",
                     accepted=f"{actor.num_firings(plan.num_micro_batches)} times",
                 )
 

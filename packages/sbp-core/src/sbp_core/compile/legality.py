@@ -33,7 +33,7 @@ def check_strategy(graph: LogicalGraph, strategy: Strategy, lines: Lines | None 
         SignatureError: an op may not be cut as the strategy says, or has no rule.
         SbpValueError: an SBP does not fit the shape of its tensor or the mesh.
     """
-    _check_complete(graph, strategy)
+    _check_complete(graph, strategy, lines)
     _check_stages(strategy)
     checked: set[tuple[str, Assignment]] = set()
     for node in graph.nodes:
@@ -84,14 +84,20 @@ def _check_draws(node: Node, num_ranks: int) -> None:
         )
 
 
-def _check_complete(graph: LogicalGraph, strategy: Strategy) -> None:
+def _check_complete(graph: LogicalGraph, strategy: Strategy, lines: Lines | None) -> None:
     ops = {node.name for node in graph.nodes if not node.is_host}
     states = {entry.name for entry in graph.inputs if graph.is_tensor(entry.name)}
     missing = sorted((ops - set(strategy.nodes)) | (states - set(strategy.storage)))
     if missing or strategy.num_micro_batches != graph.num_micro_batches:
+        place = ["nodes"] if missing else ["num_micro_batches"]
+        count = strategy.num_micro_batches
         raise PlanError(
             f"the strategy of planner {strategy.planner!r} does not cover the graph",
-            where=[f"{name} has no assignment" for name in missing[:5]],
+            where=[
+                lines.where(place) if lines else "",
+                *(f"{name} has no assignment" for name in missing[:5]),
+                "" if missing else f"it is for {count} micro-batch{'es' * (count > 1)}",
+            ],
             accepted=f"every op and state, {graph.num_micro_batches} micro-batches",
             todo="plan this very graph",
         )

@@ -45,7 +45,9 @@ def verify_plan(plan: PhysicalPlan) -> PhysicalPlan:
         PlanError: names the rank and the part, and what it breaks.
     """
     if plan.num_micro_batches < 1:
-        raise PlanError(f"{plan.num_micro_batches} micro-batches", accepted="at least one")
+        raise PlanError(
+            f"{plan.num_micro_batches} micro-batches", where="the plan", accepted="at least one"
+        )
     _check_once("ranks", (part.rank for part in plan.ranks), "the plan")
     for index, step in enumerate(plan.steps):
         _check_step(step, f"boxing step {index}")

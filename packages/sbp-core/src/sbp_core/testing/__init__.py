@@ -8,9 +8,10 @@
 | planner | `planner.PlannerConformance` | `make_planner` |
 
 The suites of the other kinds are in `sbp_torch.testing`. `calls`, `graphs` and `plans` make calls,
-signatures, graphs, machines and plans by hand; `edits` makes random edits of files; `holdings`,
-`interrupts` and `marks` are about the process that runs the tests; `forked_programs` runs programs
-in copies of another.
+signatures, graphs, machines and plans by hand; `edits` makes random edits, `fuzz` tries them on
+what reads a kind of file, and `files` are the kinds that the core reads; `holdings`, `interrupts` and
+`marks` are about the process that runs the tests; `forked_programs` runs programs in copies of
+another.
 
 Subclass a suite in a test module under a name that begins with `Test`; pytest finds its tests. The
 modules import no pytest, and nothing is imported here.

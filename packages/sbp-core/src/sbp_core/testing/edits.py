@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any
 
-__all__ = ["ODD_VALUES", "edited", "edited_text"]
+__all__ = ["ODD_VALUES", "edited", "edited_bytes", "edited_text"]
 
 #: Values of every kind that JSON or YAML have, the awkward ones among them. A NaN is left out: it
 #: is no JSON, and files are compared.
@@ -32,7 +32,8 @@ _SNIPPETS = (
     "&a ", "*a", "!", "!!python/name:os.system ", "|", ">", "%", "@", "@1", "@-1", "`", "\\",
     "<<: ", "---\n", "...\n", "0", "-1", "9" * 30, "1e999", ".nan", ".inf", "null", "~",
     "2001-99-99", "S(1)", "B", "P", "->", "*", "?", "{0-99999999}", "{1-0}", "=", "ä", "\x85",
-    "\ufeff", "[" * 2000, "{a: " * 2000,
+    "\ufeff", "[" * 2000, "{a: " * 2000, '{"a": ' * 2000, "NaN", "-Infinity", "\r", "\u2028", "../",
+    "/etc/passwd", "${oc.env:HOME}", "!!binary ", "1:59:59", "0x", "&a [*a, *a]", "__class__",
 )  # fmt: skip
 
 #: What is put into the place of a number or an SBP, which may well be meant.
@@ -143,3 +144,38 @@ def edited_text(text: str, random: Random) -> str:
         return "".join([*lines[:line], shift + lines[line], *lines[line + 1 :]])
     lines[line], lines[other] = lines[other], lines[line]
     return "".join(lines)
+
+
+#: Where a number of a binary file may stand, in bytes.
+_FIELDS = (1, 2, 4, 8)
+
+
+def edited_bytes(data: bytes, random: Random) -> bytes:
+    """Return bytes with one random edit, as a disk, a cut transfer or a hand makes them."""
+    size = len(data)
+    start = random.randrange(size + 1)
+    # Headers are at the start.
+    start = min(start, random.choice([start, 8, 64, 512]))
+    stop = min(size, start + random.choice([1, 1, 2, 8, 64, 4096]))
+    kind = random.randrange(8)
+    if kind == 0:
+        return data[:start]
+    if kind == 1:
+        return data[:start] + data[stop:]
+    if kind == 2:
+        return data[:stop] + data[start:]
+    if kind == 3:
+        return data[:start] + bytes(stop - start) + data[stop:]
+    if kind == 4:
+        return data[:start] + random.randbytes(stop - start) + data[stop:]
+    if kind == 5:
+        width = random.choice(_FIELDS)
+        most: int = 2 ** (8 * width)
+        number = random.choice([0, 1, most // 2 - 1, most - 1, size % most])
+        field: bytes = number.to_bytes(width, random.choice(["little", "big"]))
+        return data[:start] + field + data[start + width :]
+    if not size:
+        return random.randbytes(8)
+    place = min(start, size - 1)
+    flipped = data[place] ^ (1 << random.randrange(8))
+    return data[:place] + bytes([flipped]) + data[place + 1 :]
