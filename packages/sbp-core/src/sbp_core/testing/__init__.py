@@ -9,8 +9,8 @@
 
 The suites of the other kinds are in `sbp_torch.testing`. `calls`, `graphs` and `plans` make calls,
 signatures, graphs, machines and plans by hand; `edits` makes random edits, `fuzz` tries them on
-what reads a kind of file, and `files` are the kinds that the core reads; `holdings`, `interrupts` and
-`marks` are about the process that runs the tests; `forked_programs` runs programs in copies of
+what reads a kind of file, and `files` are the kinds that the core reads; `holdings`, `interrupts`
+and `marks` are about the process that runs the tests; `forked_programs` runs programs in copies of
 another.
 
 Subclass a suite in a test module under a name that begins with `Test`; pytest finds its tests. The
