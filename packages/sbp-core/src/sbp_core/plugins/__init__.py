@@ -20,6 +20,9 @@ from sbp_core.plugins.kinds import (
     MetricSinkFactory,
     Planner,
     PlanRequest,
+    StagedFolder,
+    Storage,
+    StorageFactory,
 )
 from sbp_core.plugins.registry import ConfigFolder, PluginEntry, PluginRegistry, Problem
 from sbp_core.plugins.settings import INSTEAD, describe_type, merge_settings, unknown_key
@@ -44,6 +47,9 @@ __all__ = [
     "PluginRegistry",
     "PluginSource",
     "Problem",
+    "StagedFolder",
+    "Storage",
+    "StorageFactory",
     "blame",
     "describe_type",
     "discover",

@@ -68,6 +68,7 @@ KINDS = {
     "planner": "sbp_planners",
     "optimizer": "sbp_optimizers",
     "logger": "sbp_loggers",
+    "storage": "sbp_storages",
     "launcher": "sbp_launchers",
     "pass": "sbp_passes",
     "signature": "sbp_signatures",
@@ -135,6 +136,13 @@ class HookSpecs(Protocol):
         """Metric sinks (loggers): `sbp_core.plugins.MetricSinkFactory`.
 
         Suite: `sbp_core.testing.logger.MetricSinkConformance`.
+        """
+
+    @hookspec
+    def sbp_storages(self) -> Mapping[str, Factory]:
+        """Storages of checkpoints: `sbp_core.plugins.StorageFactory`.
+
+        Suite: `sbp_core.testing.storage.StorageConformance`.
         """
 
     @hookspec

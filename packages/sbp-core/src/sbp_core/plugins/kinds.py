@@ -7,9 +7,10 @@ library are described where it is known: models, data sets and optimizers in `sb
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, BinaryIO, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -112,6 +113,117 @@ class MetricSinkFactory(Protocol):
 
     def __call__(self, run_folder: Path) -> MetricSink:
         """Return a sink that writes under the folder."""
+        ...
+
+
+class StagedFolder(Protocol):
+    """A folder that is being written, of which no reader knows before it is committed.
+
+    Several processes may write into it, each other files.
+    """
+
+    def create(self, file: str) -> AbstractContextManager[BinaryIO]:
+        """Write a file, in place of an earlier one; it is durable when the block has ended.
+
+        After an error inside the block the file is not there.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        ...
+
+    def open(self, file: str) -> BinaryIO:
+        """Open a file that some process has written.
+
+        Raises:
+            OSError: it is not there, or cannot be read.
+        """
+        ...
+
+    def commit(self, last_file: str, data: bytes, files: Collection[str]) -> None:
+        """Write the last file, and let the folder appear, whole and durable, at once.
+
+        One process calls it, when all have written theirs. It takes the place of an earlier folder
+        of its name, which readers see until then. Other files than these are removed.
+
+        Args:
+            last_file: Whose presence is what makes the folder one that is committed.
+            data: What it holds.
+            files: The others, which are there.
+
+        Raises:
+            OSError: it cannot be committed. The earlier one is still there.
+        """
+        ...
+
+    def discard(self) -> None:
+        """Remove what was written, as far as that is possible."""
+        ...
+
+
+class Storage(Protocol):
+    """Kind `storage`: a place of folders of files, in which checkpoints are kept.
+
+    Names of folders and files are of letters, digits, `-`, `_` and `.`, and begin with none of `.`.
+    Nothing here needs a file to be renamed or changed, so that an object store can do it.
+    """
+
+    def names(self) -> Sequence[str]:
+        """Return the folders that are committed and not removed, sorted; none without a place.
+
+        Raises:
+            OSError: they cannot be listed.
+        """
+        ...
+
+    def sizes(self, name: str) -> Mapping[str, int]:
+        """Return the bytes of each file of a folder that is committed.
+
+        Raises:
+            OSError: it is not there, or cannot be listed.
+        """
+        ...
+
+    def open(self, name: str, file: str) -> BinaryIO:
+        """Open a file of a folder that is committed; it can be sought in.
+
+        Raises:
+            OSError: it is not there, cannot be read, or is a link out of the folder.
+        """
+        ...
+
+    def stage(self, name: str) -> StagedFolder:
+        """Return a folder to write to, which other processes may write to."""
+        ...
+
+    def remove(self, name: str) -> None:
+        """Remove a folder that is committed: first the file that makes it so, then the rest.
+
+        Raises:
+            OSError: it cannot be removed.
+        """
+        ...
+
+    def claim(self) -> AbstractContextManager[None]:
+        """Keep others from writing here inside the block, as far as the place can.
+
+        One process of a run calls it. What earlier ones have begun and not committed is removed.
+
+        Raises:
+            ConfigError: another run holds it, or nothing can be written here.
+        """
+        ...
+
+    def place(self, name: str = "", file: str = "") -> str:
+        """Return what users call a folder or file: its path or address."""
+        ...
+
+
+class StorageFactory(Protocol):
+    """Makes the storage of one run."""
+
+    def __call__(self, run_folder: Path) -> Storage:
+        """Return the storage of the run in a folder; nothing is made there yet."""
         ...
 
 

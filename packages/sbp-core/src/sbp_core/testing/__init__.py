@@ -6,6 +6,7 @@
 | launcher | `launcher.LauncherConformance` | `make_launcher` |
 | logger | `logger.MetricSinkConformance` | `make_factory`, `read` |
 | planner | `planner.PlannerConformance` | `make_planner` |
+| storage | `storage.StorageConformance` | `make_factory` |
 
 The suites of the other kinds are in `sbp_torch.testing`. `calls`, `graphs` and `plans` make calls,
 signatures, graphs, machines and plans by hand; `edits` makes random edits, `fuzz` tries them on

@@ -1,0 +1,229 @@
+"""A storage in a folder of this machine, or of a disk that hosts share.
+
+    checkpoints/
+      .step-00000200.part/     being written
+      step-00000100/           committed: it was renamed when all of it was on the disk
+      .step-00000100.old/      what it has replaced, if a kill has kept it from being removed
+      .lock                    held by the run that writes here
+
+A rename is the commit, and folders are synced before and after it, so that after a power cut there
+is either the former folder or the new one. No link is followed from a folder to a file.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import stat
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from sbp_core.errors import ConfigError
+from sbp_core.plugins import StagedFolder, Storage, StorageFactory
+
+#: The file that makes a folder a committed one.
+MANIFEST_FILE = "manifest.json"
+
+_LOCK = ".lock"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalStorageConfig:
+    """Settings of the storage `local`: `folder` is relative to the run folder, or absolute."""
+
+    folder: str = "checkpoints"
+
+    def __post_init__(self) -> None:
+        if not self.folder or "\0" in self.folder:
+            raise ConfigError(f"folder={self.folder!r} is no path", accepted="a path of a folder")
+
+
+def build_local(config: LocalStorageConfig) -> StorageFactory:
+    """Return a maker of `LocalStorage`."""
+
+    def make(run_folder: Path) -> Storage:
+        return LocalStorage(run_folder / config.folder)
+
+    return make
+
+
+class LocalStorage:
+    """Folders in a folder.
+
+    Args:
+        root: Made when something is staged.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def names(self) -> Sequence[str]:
+        """Return the committed folders."""
+        found = {path.name for path in _folders(self.root) if not path.name.startswith(".")}
+        found |= {
+            path.name[1:].removesuffix(".old")
+            for path in _folders(self.root)
+            if path.name.startswith(".") and path.name.endswith(".old")
+        }
+        return sorted(name for name in found if (self._path(name) / MANIFEST_FILE).exists())
+
+    def sizes(self, name: str) -> Mapping[str, int]:
+        """Return the bytes of each file."""
+        with os.scandir(self._path(name)) as entries:
+            return {entry.name: entry.stat(follow_symlinks=False).st_size for entry in entries}
+
+    def open(self, name: str, file: str) -> BinaryIO:
+        """Open a file, no link and no device."""
+        return _open(self._path(name) / file)
+
+    def stage(self, name: str) -> StagedFolder:
+        """Return a folder to write to."""
+        return _StagedLocal(self.root, name)
+
+    def remove(self, name: str) -> None:
+        """Remove a folder; as it goes it is one that was never committed."""
+        path = self._path(name)
+        (path / MANIFEST_FILE).unlink()
+        sync(path)
+        shutil.rmtree(path)
+        sync(self.root)
+
+    @contextmanager
+    def claim(self) -> Iterator[None]:
+        """Hold the lock of this folder, and remove what was begun here."""
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            lock = os.open(self.root / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise ConfigError(
+                f"checkpoints cannot be written to {self.root}: {error.strerror or error}",
+                accepted="a folder that is there or can be made, with room in it",
+                todo="name another folder",
+            ) from error
+        try:
+            _lock(lock, self.root)
+            for path in _folders(self.root):
+                if path.name.startswith(".") and path.name.endswith((".part", ".old")):
+                    self._clear(path)
+            yield
+        finally:
+            os.close(lock)
+
+    def place(self, name: str = "", file: str = "") -> str:
+        """Return the path."""
+        return str((self._path(name) if name else self.root) / file)
+
+    def _path(self, name: str) -> Path:
+        """Return where a committed folder is: one that was to be replaced may still be aside."""
+        path, aside = self.root / name, _aside(self.root, name)
+        return aside if aside.is_dir() and not path.is_dir() else path
+
+    def _clear(self, path: Path) -> None:
+        name = path.name[1:].removesuffix(".old")
+        if path.name.endswith(".old") and not (self.root / name).exists():
+            path.rename(self.root / name)  # a kill between two renames
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+class _StagedLocal:
+    """A folder that is renamed when all of it is on the disk."""
+
+    def __init__(self, root: Path, name: str) -> None:
+        self.root, self.name = root, name
+        self.path = root / f".{name}.part"
+
+    @contextmanager
+    def create(self, file: str) -> Iterator[BinaryIO]:
+        """Write a file, and sync it."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        path = self.path / file
+        path.unlink(missing_ok=True)
+        try:
+            with path.open("xb") as opened:
+                yield opened
+                opened.flush()
+                os.fsync(opened.fileno())
+        except BaseException:
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+            raise
+
+    def open(self, file: str) -> BinaryIO:
+        """Open a file."""
+        return _open(self.path / file)
+
+    def commit(self, last_file: str, data: bytes, files: Collection[str]) -> None:
+        """Sync everything, and rename the folder."""
+        with self.create(last_file) as file:
+            file.write(data)
+        for path in self.path.iterdir():
+            if path.name != last_file and path.name not in files:
+                path.unlink()
+        sync(self.path)
+        target, aside = self.root / self.name, _aside(self.root, self.name)
+        if target.exists():
+            shutil.rmtree(aside, ignore_errors=True)
+            target.rename(aside)
+        self.path.rename(target)
+        sync(self.root)
+        shutil.rmtree(aside, ignore_errors=True)
+
+    def discard(self) -> None:
+        """Remove the folder."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def sync(path: Path) -> None:
+    """Wait until the names in a folder would survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _folders(root: Path) -> list[Path]:
+    if not root.is_dir():
+        return []
+    return [path for path in root.iterdir() if path.is_dir() and not path.is_symlink()]
+
+
+def _aside(root: Path, name: str) -> Path:
+    return root / f".{name}.old"
+
+
+def _open(path: Path) -> BinaryIO:
+    # Without O_NONBLOCK, opening a pipe would wait for somebody who writes to it.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "this is no plain file", str(path))
+    return os.fdopen(descriptor, "rb", buffering=0)
+
+
+def _lock(descriptor: int, root: Path) -> None:
+    """Take the lock, and write into it who holds it.
+
+    Raises:
+        ConfigError: somebody else does.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        holder = os.pread(descriptor, 200, 0).decode("utf-8", "replace").strip()
+        raise ConfigError(
+            f"another run writes its checkpoints to {root}: {holder or 'it does not say which'}",
+            accepted="a folder that no running run writes to",
+            todo="wait for it, stop it, or name another folder: hydra.run.dir=FOLDER",
+        ) from error
+    except OSError:
+        return  # a file system without locks: as good as it can
+    with suppress(OSError):
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"pid {os.getpid()} on host {os.uname().nodename}\n".encode(), 0)

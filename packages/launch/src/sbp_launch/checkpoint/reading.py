@@ -1,0 +1,234 @@
+"""A checkpoint as a mapping of tensors, of which any part can be read, and is verified as it is.
+
+    pieces in the files          what a rank asks for
+
+    +-------+-------+            . . . . . . . .
+    |   0   |   1   |            . +-------+ . .      reads pieces 0, 1 and 2, whole, one at a time,
+    +-------+-------+            . |       | . .      compares their checksums, and takes what is
+    |   2   |   3   |            . +-------+ . .      common
+    +-------+-------+            . . . . . . . .
+
+A piece that is asked for whole goes into its place at once; of any other, one at a time is held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+from xxhash import xxh3_128_hexdigest
+
+from sbp_core.boxing import Bounds
+from sbp_core.plugins import Storage
+from sbp_launch.checkpoint.local import MANIFEST_FILE
+from sbp_launch.checkpoint.manifest import (
+    MAX_MANIFEST_BYTES,
+    DamagedError,
+    Manifest,
+    SavedPiece,
+    SavedTensor,
+    parse_manifest,
+)
+
+#: Most files that are open at a time.
+_MOST_FILES = 64
+
+_TODO = "take another checkpoint; sbp-checkpoint verify FOLDER says which are whole"
+
+
+class Checkpoint(Mapping[str, Tensor]):
+    """The states of a checkpoint: each is read when it is asked for, and verified as it is read.
+
+    Attributes:
+        manifest: What it holds.
+
+    Args:
+        storage: Where it is.
+        name: Of its folder.
+
+    Raises:
+        DamagedError: its manifest, or a file, is missing, damaged, or of another size.
+    """
+
+    def __init__(self, storage: Storage, name: str) -> None:
+        self._storage, self.name = storage, name
+        self._open: dict[str, BinaryIO] = {}
+        self._buffer = bytearray()
+        self.manifest: Manifest = read_manifest(storage, name)
+        with self:
+            self._check_files()
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.part(name, [(0, extent) for extent in self.manifest.tensors[name].shape])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.manifest.tensors)
+
+    def __len__(self) -> int:
+        return len(self.manifest.tensors)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.manifest.tensors  # that of `Mapping` reads the tensor
+
+    def like(self, name: str) -> Tensor:
+        """Return a tensor of a state's shape and dtype, without its values."""
+        saved = self.manifest.tensors[name]
+        return torch.empty(saved.shape, dtype=getattr(torch, saved.dtype), device="meta")
+
+    def part(self, name: str, bounds: Sequence[tuple[int, int]]) -> Tensor:
+        """Return a part of a state, on the CPU: (start, stop) of each dim.
+
+        Raises:
+            KeyError: there is no such state.
+            DamagedError: a piece that has some of it is damaged.
+        """
+        saved, wanted = self.manifest.tensors[name], tuple(bounds)
+        found = torch.empty(
+            [stop - start for start, stop in wanted], dtype=getattr(torch, saved.dtype)
+        )
+        for piece in saved.pieces:
+            common = _common(piece.bounds, wanted)
+            if prod(stop - start for start, stop in common):
+                place = found[_inside(common, wanted)]
+                if common == piece.bounds and place.is_contiguous():
+                    self._read(name, piece, _bytes(place))
+                else:
+                    held = self._held(name, saved, piece)
+                    place.copy_(held[_inside(common, piece.bounds)])
+        return found
+
+    def verify(self) -> None:
+        """Read everything.
+
+        Raises:
+            DamagedError: something is damaged; names the file and the tensor.
+        """
+        for name, saved in self.manifest.tensors.items():
+            for piece in saved.pieces:
+                self._held(name, saved, piece)
+
+    def close(self) -> None:
+        """Close the files; they are opened again if something is read."""
+        while self._open:
+            self._open.popitem()[1].close()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check_files(self) -> None:
+        """See that all files are there, each of its size and with its header.
+
+        Raises:
+            DamagedError: one is not.
+        """
+        try:
+            sizes = self._storage.sizes(self.name)
+        except OSError as error:
+            raise self._damaged("", f"its files cannot be listed: {_reason(error)}") from error
+        for file, saved in self.manifest.files.items():
+            if file not in sizes:
+                raise self._damaged(file, "the file is missing")
+            if sizes[file] != saved.size_bytes:
+                raise self._damaged(
+                    file, f"the file has {sizes[file]:,} bytes, not {saved.size_bytes:,}"
+                )
+            header = bytearray(saved.header_bytes)
+            self._fill(file, 0, memoryview(header))
+            self._compare(file, "its header", header, saved.xxh3_128)
+
+    def _held(self, name: str, saved: SavedTensor, piece: SavedPiece) -> Tensor:
+        """Return a whole piece, in the buffer of this checkpoint."""
+        size = saved.piece_bytes(piece)
+        if len(self._buffer) < size:
+            self._buffer = bytearray(size)
+        view = memoryview(self._buffer)[:size]
+        self._read(name, piece, view)
+        dtype = getattr(torch, saved.dtype)
+        shape = [stop - start for start, stop in piece.bounds]
+        return torch.frombuffer(view, dtype=dtype).reshape(shape) if size else torch.empty(shape)
+
+    def _read(self, name: str, piece: SavedPiece, into: memoryview) -> None:
+        self._fill(piece.file, piece.offset, into)
+        what = f"tensor {name!r} (bytes {piece.offset:,} to {piece.offset + len(into):,})"
+        self._compare(piece.file, what, into, piece.xxh3_128)
+
+    def _fill(self, file: str, offset: int, into: memoryview) -> None:
+        """Read bytes of a file.
+
+        Raises:
+            DamagedError: they cannot be read, or there are fewer.
+        """
+        try:
+            if file not in self._open:
+                if len(self._open) >= _MOST_FILES:
+                    self.close()
+                self._open[file] = self._storage.open(self.name, file)
+            opened = self._open[file]
+            opened.seek(offset)
+            done = 0
+            while done < len(into):
+                count = opened.readinto(into[done:])  # type: ignore[attr-defined] # of raw files
+                if not count:
+                    raise self._damaged(file, f"the file ends after {offset + done:,} bytes")
+                done += count
+        except OSError as error:
+            raise self._damaged(file, f"the file cannot be read: {_reason(error)}") from error
+
+    def _compare(self, file: str, what: str, data: bytearray | memoryview, wanted: str) -> None:
+        found = xxh3_128_hexdigest(data)
+        if found != wanted:
+            raise self._damaged(file, f"{what} is damaged: xxh3_128 is {found}, not {wanted}")
+
+    def _damaged(self, file: str, what: str) -> DamagedError:
+        return DamagedError(
+            f"the checkpoint {self.name} is damaged: {what}",
+            where=self._storage.place(self.name, file),
+            accepted="files as they were written",
+            todo=_TODO,
+        )
+
+
+def read_manifest(storage: Storage, name: str) -> Manifest:
+    """Return the manifest of a checkpoint.
+
+    Raises:
+        DamagedError: it is missing or damaged.
+    """
+    place = storage.place(name, MANIFEST_FILE)
+    try:
+        with storage.open(name, MANIFEST_FILE) as file:
+            data = file.read(MAX_MANIFEST_BYTES + 1)
+    except OSError as error:
+        raise DamagedError(
+            f"the checkpoint {name} cannot be read: {_reason(error)}", where=place, todo=_TODO
+        ) from error
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise DamagedError("the manifest is too large", where=place, accepted="at most 64 MiB")
+    return parse_manifest(data, place)
+
+
+def _common(one: Bounds, other: Bounds) -> Bounds:
+    """Return the common slice of two; of no elements where there is none."""
+    pairs = zip(one, other, strict=True)
+    return tuple((max(a, c), max(max(a, c), min(b, d))) for (a, b), (c, d) in pairs)
+
+
+def _inside(common: Bounds, whole: Bounds) -> tuple[slice, ...]:
+    """Return where a slice lies in another one that holds it."""
+    pairs = zip(common, whole, strict=True)
+    return tuple(slice(start - first, stop - first) for (start, stop), (first, _) in pairs)
+
+
+def _bytes(value: Tensor) -> memoryview:
+    flat: memoryview = value.reshape(-1).view(torch.uint8).numpy().data
+    return flat
+
+
+def _reason(error: OSError) -> str:
+    return error.strerror or str(error)

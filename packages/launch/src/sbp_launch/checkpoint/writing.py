@@ -1,0 +1,233 @@
+"""From the pieces that a process owns to a file of them, and from those files to a checkpoint.
+
+    every process    staged/rank-00001.safetensors   its pieces, streamed and hashed block by block
+                     staged/rank-00001.json          what is in it
+    the first one    manifest.json                   all of these in one; this commits
+
+A file is one of safetensors: eight bytes with the length of the header, the header, and tensors
+without gaps. A piece of a state that is not all of it is called by its slice: `weight[0:4, 0:8]`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from math import prod
+
+import torch
+from torch import Tensor
+from xxhash import xxh3_128_hexdigest
+
+from sbp_core.boxing import Bounds, itemsize
+from sbp_core.errors import SbpValueError
+from sbp_core.plugins import StagedFolder
+from sbp_core.runtime import StatePiece
+from sbp_launch.checkpoint.local import MANIFEST_FILE
+from sbp_launch.checkpoint.manifest import (
+    Manifest,
+    Metadata,
+    SavedFile,
+    SavedPiece,
+    SavedTensor,
+    manifest_bytes,
+    parse_manifest,
+)
+
+#: Bytes that are hashed and written at a time, and verified at a time when they are read.
+BLOCK_BYTES = 8 * 2**20
+
+#: What safetensors calls dtypes. It has none for complex128: two float64 for each.
+_CODES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
+    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
+    "complex64": "C64", "complex128": "F64",
+}  # fmt: skip
+
+
+def states_file(rank: int) -> str:
+    """Return the name of the file of a process, by its lowest rank."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+def part_file(rank: int) -> str:
+    """Return the name of what a process says of its file until the checkpoint is committed."""
+    return f"rank-{rank:05d}.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Entry:
+    """A piece, with its place in the file."""
+
+    piece: StatePiece
+    offset: int  # from the end of the header
+    size_bytes: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(stop - start for start, stop in self.piece.bounds)
+
+    @property
+    def name(self) -> str:
+        piece = self.piece
+        if self.shape == piece.shape:
+            return piece.name
+        return f"{piece.name}[{', '.join(f'{start}:{stop}' for start, stop in piece.bounds)}]"
+
+    def header(self) -> dict[str, object]:
+        shape = [*self.shape, 2] if self.piece.dtype == "complex128" else list(self.shape)
+        place = [self.offset, self.offset + self.size_bytes]
+        return {"dtype": _CODES[self.piece.dtype], "shape": shape, "data_offsets": place}
+
+
+def write_part(
+    staged: StagedFolder, rank: int, metadata: Metadata, pieces: Iterable[StatePiece]
+) -> int:
+    """Write what a process owns, and what that is, into a folder; return the bytes of the file.
+
+    Both files are durable then. Memory: the pieces, and a block of 8 MiB if they are on a device
+    or no block of memory.
+
+    Args:
+        staged: The folder.
+        rank: The lowest one of this process.
+        metadata: Where the run is.
+        pieces: Each is asked for its value once.
+
+    Raises:
+        OSError: they cannot be written.
+    """
+    entries = _entries(pieces)
+    header = json.dumps({entry.name: entry.header() for entry in entries}).encode()
+    header += b" " * (-len(header) % 8)
+    start = len(header).to_bytes(8, "little") + header
+    name, size_bytes = states_file(rank), len(start)
+    tensors: dict[str, SavedTensor] = {}
+    if entries:
+        with staged.create(name) as file:
+            file.write(start)
+            for entry in entries:
+                blocks = []
+                for bounds, data in _blocks(entry):
+                    digest = xxh3_128_hexdigest(data)
+                    file.write(data)
+                    blocks.append(
+                        SavedPiece(file=name, offset=size_bytes, bounds=bounds, xxh3_128=digest)
+                    )
+                    size_bytes += len(data)
+                _add(tensors, entry.piece, blocks)
+    files = {
+        name: SavedFile(
+            size_bytes=size_bytes, header_bytes=len(start), xxh3_128=xxh3_128_hexdigest(start)
+        )
+    }
+    part = Manifest(metadata=metadata, tensors=tensors, files=files if entries else {})
+    with staged.create(part_file(rank)) as file:
+        file.write(manifest_bytes(part))
+    return size_bytes if entries else 0
+
+
+def commit(staged: StagedFolder, ranks: Sequence[int]) -> Manifest:
+    """Make a checkpoint of what processes have written; one of them calls it.
+
+    Args:
+        staged: The folder.
+        ranks: The lowest rank of each process, as in `write_part`.
+
+    Raises:
+        OSError: it cannot be committed.
+        DamagedError: what a process has written was changed.
+    """
+    tensors: dict[str, SavedTensor] = {}
+    files: dict[str, SavedFile] = {}
+    metadata: Metadata | None = None
+    for rank in ranks:
+        with staged.open(part_file(rank)) as file:
+            part = parse_manifest(file.read(), part_file(rank), is_whole=False)
+        metadata = metadata or part.metadata
+        files |= part.files
+        for name, tensor in part.tensors.items():
+            known = tensors.get(name)
+            pieces = (*known.pieces, *tensor.pieces) if known else tensor.pieces
+            tensors[name] = replace(tensor, pieces=pieces)
+    assert metadata is not None, "a run has a process"
+    manifest = Manifest(metadata=metadata, tensors=dict(sorted(tensors.items())), files=files)
+    data = manifest_bytes(manifest)
+    parse_manifest(data, MANIFEST_FILE)  # or nobody could read it
+    staged.commit(MANIFEST_FILE, data, list(files))
+    return manifest
+
+
+def _entries(pieces: Iterable[StatePiece]) -> list[_Entry]:
+    """Return pieces with their places: those of large elements first, so that all are aligned."""
+    found, offset = [], 0
+    for piece in sorted(pieces, key=lambda one: (-itemsize(one.dtype), one.name, one.bounds)):
+        size = itemsize(piece.dtype) * prod(stop - start for start, stop in piece.bounds)
+        found.append(_Entry(piece=piece, offset=offset, size_bytes=size))
+        offset += size
+    return found
+
+
+def _blocks(entry: _Entry) -> Iterator[tuple[Bounds, memoryview]]:
+    """Yield the bytes of a piece in blocks: where each lies in the state, and its bytes."""
+    piece = entry.piece
+    value = piece.value
+    whole = value if isinstance(value, Tensor) else _number(value, piece.dtype)
+    if tuple(whole.shape) != entry.shape or _dtype_name(whole) != piece.dtype:
+        raise SbpValueError(
+            f"the piece of {piece.name!r} has shape {tuple(whole.shape)} and dtype "
+            f"{_dtype_name(whole)}",
+            accepted=f"shape {entry.shape} and dtype {piece.dtype}, as its bounds say",
+        )
+    for block in cut(entry.shape, itemsize(piece.dtype)):
+        part = whole[tuple(slice(*dim) for dim in block)].detach()
+        # To the CPU first: a copy on the device would need memory there.
+        flat = part.cpu().contiguous().reshape(-1).view(torch.uint8)
+        starts = [start for start, _ in piece.bounds]
+        moved = zip(starts, block, strict=True)
+        bounds = tuple((start + first, start + last) for start, (first, last) in moved)
+        yield bounds, flat.numpy().data
+
+
+def cut(shape: Sequence[int], item_bytes: int, block_bytes: int = BLOCK_BYTES) -> Iterator[Bounds]:
+    """Yield blocks of a tensor that are each one run of its bytes, in their order.
+
+    Rows are taken together as far as a block holds them; where one alone is too large, it is cut
+    up likewise.
+
+    Args:
+        shape: Of the tensor.
+        item_bytes: Of an element.
+        block_bytes: Most bytes of a block, >= `item_bytes`.
+    """
+    dim, inner = len(shape), item_bytes  # the first dim of which a block may have several rows
+    while dim and inner * shape[dim - 1] <= block_bytes:
+        dim -= 1
+        inner *= shape[dim]
+    if not dim or 0 in shape:
+        yield tuple((0, extent) for extent in shape)
+        return
+    rows = max(1, block_bytes // inner)
+    tail = tuple((0, extent) for extent in shape[dim:])
+    for outer in product(*(range(extent) for extent in shape[: dim - 1])):
+        head = tuple((index, index + 1) for index in outer)
+        for start in range(0, shape[dim - 1], rows):
+            yield (*head, (start, min(start + rows, shape[dim - 1])), *tail)
+
+
+def _add(tensors: dict[str, SavedTensor], piece: StatePiece, blocks: list[SavedPiece]) -> None:
+    known = tensors.get(piece.name)
+    tensors[piece.name] = SavedTensor(
+        shape=piece.shape,
+        dtype=piece.dtype,
+        pieces=(*known.pieces, *blocks) if known else tuple(blocks),
+    )
+
+
+def _number(value: float | int, dtype: str) -> Tensor:
+    return torch.tensor(value, dtype=getattr(torch, dtype))
+
+
+def _dtype_name(value: Tensor) -> str:
+    return str(value.dtype).removeprefix("torch.")

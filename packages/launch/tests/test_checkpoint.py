@@ -1,0 +1,321 @@
+"""A checkpoint holds what was saved, from any mesh to any part, and nothing that was changed."""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from saved_states import STATES, pieces_of, save, save_whole
+from torch import Tensor
+
+from sbp_core.errors import ConfigError, SbpValueError
+from sbp_core.placement import Placement
+from sbp_core.runtime import StatePiece
+from sbp_core.sbp import B, NdSbp, S, Sbp
+from sbp_launch.checkpoint import reading, writing
+from sbp_launch.checkpoint.cover import covers
+from sbp_launch.checkpoint.local import LocalStorage
+from sbp_launch.checkpoint.manifest import (
+    DamagedError,
+    Manifest,
+    Metadata,
+    manifest_bytes,
+    parse_manifest,
+)
+from sbp_launch.checkpoint.reading import Checkpoint
+from sbp_launch.checkpoint.writing import commit, cut, write_part
+
+
+def verify(root: Path) -> None:
+    with Checkpoint(LocalStorage(root), "step-1") as found:
+        found.verify()
+
+
+LAYOUTS = st.sampled_from([B, S(0), S(1)])
+MESHES = st.sampled_from([(1, 1), (1, 2), (2, 2), (4, 1), (3, 2)])
+
+
+def equal(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one, other)
+
+
+@settings(max_examples=40)
+@given(
+    sizes=MESHES,
+    outer=LAYOUTS,
+    inner=LAYOUTS,
+    block_bytes=st.sampled_from([8, 24, 64, 2**20]),
+    data=st.data(),
+)
+def test_any_part_can_be_read_from_what_any_mesh_has_saved(
+    sizes: tuple[int, int], outer: Sbp, inner: Sbp, block_bytes: int, data: st.DataObject
+) -> None:
+    mesh = Placement.grid(sizes, ("a", "b"), "cpu")
+    pieces = pieces_of(STATES, mesh, NdSbp(outer, inner))
+
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        cut_up = writing.cut
+        patch.setattr(
+            writing, "cut", lambda shape, size: cut_up(shape, size, max(size, block_bytes))
+        )
+        storage = LocalStorage(Path(folder))
+        save(storage, "step-1", pieces)
+        with Checkpoint(storage, "step-1") as found:
+            assert found.keys() == STATES.keys()
+            found.verify()
+            for name, value in STATES.items():
+                assert equal(found[name], value)
+                like = found.like(name)
+                assert (like.shape, like.dtype) == (value.shape, value.dtype)
+                bounds = []
+                for extent in value.shape:
+                    start = data.draw(st.integers(0, extent))
+                    bounds.append((start, data.draw(st.integers(start, extent))))
+                part = value[tuple(slice(*dim) for dim in bounds)]
+                assert equal(found.part(name, bounds), part)
+
+
+@given(
+    st.lists(st.integers(0, 5), max_size=4),
+    st.sampled_from([1, 2, 8]),
+    st.integers(8, 100),
+)
+def test_blocks_are_runs_of_bytes_that_make_up_the_tensor(
+    shape: list[int], item_bytes: int, block_bytes: int
+) -> None:
+    whole = torch.arange(torch.Size(shape).numel()).reshape(shape)
+
+    blocks = list(cut(shape, item_bytes, block_bytes))
+
+    parts = [whole[tuple(slice(*dim) for dim in block)] for block in blocks]
+    assert torch.equal(torch.cat([part.flatten() for part in parts]), whole.flatten())
+    assert all(part.numel() * item_bytes <= block_bytes for part in parts)
+    assert covers(blocks, shape)
+
+
+@given(MESHES, LAYOUTS, LAYOUTS, st.data())
+def test_what_makes_up_a_tensor_does_not_without_a_slice_or_with_one_twice(
+    sizes: tuple[int, int], outer: Sbp, inner: Sbp, data: st.DataObject
+) -> None:
+    mesh = Placement.grid(sizes, ("a", "b"), "cpu")
+    pieces = pieces_of({"weight": STATES["weight"]}, mesh, NdSbp(outer, inner))
+    slices = [piece.bounds for owned in pieces.values() for piece in owned]
+    one = data.draw(st.integers(0, len(slices) - 1))
+
+    assert covers(data.draw(st.permutations(slices)), (6, 10))
+    assert not covers(slices[:one] + slices[one + 1 :], (6, 10))
+    assert not covers([*slices, slices[one]], (6, 10))
+
+
+def test_each_file_is_one_of_safetensors(tmp_path: Path) -> None:
+    mesh = Placement([0, 1], ("rank",))
+    save(LocalStorage(tmp_path), "step-1", pieces_of(STATES, mesh, NdSbp(S(0))))
+
+    first, second = (
+        load_file(tmp_path / "step-1" / f"rank-{rank:05d}.safetensors") for rank in (0, 1)
+    )
+
+    assert torch.equal(first["weight[0:3, 0:10]"], STATES["weight"][:3])
+    assert torch.equal(second["weight[3:6, 0:10]"], STATES["weight"][3:])
+    assert torch.equal(first["step"], STATES["step"])
+    phase = torch.view_as_complex(first["phase[0:3]"])
+    assert torch.equal(phase, STATES["phase"][:3])
+
+
+def test_the_folder_has_the_manifest_and_a_file_for_each_rank_that_owns_something(
+    tmp_path: Path,
+) -> None:
+    mesh = Placement([0, 1], ("rank",))
+    save(LocalStorage(tmp_path), "step-1", pieces_of(STATES, mesh, NdSbp(B)))
+
+    names = sorted(path.name for path in (tmp_path / "step-1").iterdir())
+    assert names == ["manifest.json", "rank-00000.safetensors"]
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
+
+
+def test_what_lies_anyhow_in_memory_is_saved_too(tmp_path: Path) -> None:
+    states = {
+        "turned": torch.arange(6.0).reshape(2, 3).T,
+        "every_other": torch.arange(8)[::2],
+        "expanded": torch.ones(1).expand(5),
+    }
+
+    with save_whole(tmp_path, "step-1", states) as found:
+        assert all(equal(found[name], value) for name, value in states.items())
+
+
+def test_a_manifest_says_where_the_run_was(tmp_path: Path) -> None:
+    metadata = Metadata(
+        step=12,
+        seed=3,
+        cursor={"sample": 480},
+        trainer={"best": [1.5, 10]},
+        settings={"trainer.schedule": {"decay": "cosine"}},
+        graph_hash="g",
+        config_hash="c",
+        versions={"torch": "2.13.0"},
+    )
+    pieces = pieces_of(STATES, Placement([0], ("rank",)), NdSbp(B))
+
+    saved = save(LocalStorage(tmp_path), "step-12", pieces, metadata)
+
+    found = Checkpoint(LocalStorage(tmp_path), "step-12").manifest
+    assert found == saved
+    assert found.metadata == metadata
+    text = (tmp_path / "step-12" / "manifest.json").read_text()
+    assert json.loads(text)["format"] == "sbp-checkpoint"
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "rank-00000.safetensors"])
+def test_a_flipped_byte_anywhere_names_the_file_and_the_tensor(tmp_path: Path, file: str) -> None:
+    save_whole(tmp_path, "step-1")
+    path = tmp_path / "step-1" / file
+    whole = path.read_bytes()
+
+    for index in range(0, len(whole), 1 + len(whole) // 250):
+        path.write_bytes(whole[:index] + bytes([whole[index] ^ 0x10]) + whole[index + 1 :])
+        with pytest.raises(DamagedError) as caught:
+            verify(tmp_path)
+        assert caught.value.where[0].endswith(file), index
+        if file != "manifest.json":
+            assert re.search(r"tensor '\w+' \(bytes|its header", caught.value.what), index
+    path.write_bytes(whole)
+    verify(tmp_path)
+
+
+def test_a_damaged_tensor_is_refused_when_a_part_of_it_is_read(tmp_path: Path) -> None:
+    found = save_whole(tmp_path, "step-1")
+    piece = found.manifest.tensors["weight"].pieces[0]
+    path = tmp_path / "step-1" / piece.file
+    data = bytearray(path.read_bytes())
+    data[piece.offset + 3] ^= 1
+    path.write_bytes(data)
+
+    with (
+        found,
+        pytest.raises(DamagedError, match=r"tensor 'weight' .* is damaged: xxh3_128"),
+    ):
+        assert equal(found["half"], STATES["half"])
+        found.part("weight", [(5, 6), (9, 10)])
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda path: path.unlink(), "the file is missing"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-9]), r"the file has 1,\d+ bytes, not"),
+        (lambda path: path.write_bytes(path.read_bytes() + b"x"), r"the file has 1,\d+ bytes, not"),
+    ],
+)
+def test_a_missing_or_cut_file_is_named(tmp_path: Path, change: object, says: str) -> None:
+    save_whole(tmp_path, "step-1")
+    change(tmp_path / "step-1" / "rank-00000.safetensors")
+
+    with pytest.raises(DamagedError, match=says) as caught:
+        Checkpoint(LocalStorage(tmp_path), "step-1")
+    assert caught.value.where[0].endswith("rank-00000.safetensors")
+
+
+def edited(tmp_path: Path, edit: object) -> bytes:
+    """Return a manifest that was changed, with the right checksum."""
+    save_whole(tmp_path, "step-1")
+    value = json.loads((tmp_path / "step-1" / "manifest.json").read_text())
+    del value["xxh3_128"]
+    edit(value)
+    body = json.dumps(value)[:-1].encode()
+    checksum = writing.xxh3_128_hexdigest(body)
+    return body + f',\n"xxh3_128": "{checksum}"}}\n'.encode()
+
+
+def weight(value: dict) -> dict:
+    return value["tensors"]["weight"]
+
+
+@pytest.mark.parametrize(
+    ("edit", "says"),
+    [
+        (lambda v: v.update(version=2), "its version is 2"),
+        (lambda v: v.update(more=1), "has no place for 'more'"),
+        (lambda v: v.pop("files"), "has no 'files'"),
+        (lambda v: v["metadata"].update(step=-1), "step=-1 is negative"),
+        (lambda v: v["metadata"].update(seed="x"), "metadata.seed is 'x'"),
+        (lambda v: weight(v).update(dtype="float31"), "no dtype is called 'float31'"),
+        (lambda v: weight(v).update(shape=[6, 11]), "do not make up the tensor"),
+        (lambda v: weight(v).update(shape=[2**40, 10]), "do not make up the tensor"),
+        (lambda v: weight(v).update(shape=[6, -10]), "shape="),
+        (lambda v: weight(v)["pieces"].clear(), "do not make up the tensor"),
+        (lambda v: weight(v)["pieces"][0].update(bounds=[[0, 6], [0, 2**50]]), "reach beyond"),
+        (lambda v: weight(v)["pieces"][0].update(bounds=[[3, 0], [0, 10]]), "is no slice"),
+        (lambda v: weight(v)["pieces"][0].update(offset=-1), "offset=-1 is negative"),
+        (lambda v: weight(v)["pieces"][0].update(offset=9), "do not make up its bytes"),
+        (lambda v: weight(v)["pieces"][0].update(file="../../etc/passwd"), "no file of a checkp"),
+        (lambda v: weight(v)["pieces"][0].update(file="rank-00009.safetensors"), "files: rank-0"),
+        (lambda v: weight(v)["pieces"][0].update(xxh3_128="0"), "is no checksum"),
+        (lambda v: v["files"]["rank-00000.safetensors"].update(size_bytes=5), "header_bytes="),
+        (lambda v: v["files"]["rank-00000.safetensors"].update(size_bytes=2**60), "do not make up"),
+        (lambda v: v["files"].update({"../x": v["files"].popitem()[1]}), "files"),
+    ],
+)
+def test_a_manifest_that_says_what_cannot_be_is_refused(
+    tmp_path: Path, edit: object, says: str
+) -> None:
+    data = edited(tmp_path, edit)
+
+    with pytest.raises(DamagedError, match=re.escape(says)) as caught:
+        parse_manifest(data, "manifest.json")
+    assert caught.value.where[0].startswith("manifest.json")
+
+
+@given(st.binary(max_size=200))
+def test_no_bytes_are_a_manifest_by_chance(data: bytes) -> None:
+    with pytest.raises(ConfigError):
+        parse_manifest(data, "manifest.json")
+
+
+def test_a_piece_that_is_not_what_its_bounds_say_is_refused(tmp_path: Path) -> None:
+    piece = StatePiece(
+        name="w", shape=(4,), dtype="float32", bounds=((0, 2),), value=torch.zeros(3)
+    )
+
+    with pytest.raises(SbpValueError, match=r"'w' has shape \(3,\) and dtype float32"):
+        write_part(LocalStorage(tmp_path).stage("step-1"), 0, Metadata(step=1, seed=0), [piece])
+
+
+def test_states_that_no_process_has_saved_whole_are_not_committed(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    pieces = pieces_of(STATES, Placement([0, 1], ("rank",)), NdSbp(S(0)))
+    staged = storage.stage("step-1")
+    write_part(staged, 0, Metadata(step=1, seed=0), pieces[0])
+
+    with pytest.raises(DamagedError, match="do not make up the tensor"):
+        commit(staged, [0])
+    assert list(storage.names()) == []
+
+
+def test_files_are_opened_as_they_are_needed_and_never_too_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "_MOST_FILES", 2)
+    mesh = Placement(list(range(5)), ("rank",))
+    save(LocalStorage(tmp_path), "step-1", pieces_of(STATES, mesh, NdSbp(S(0))))
+
+    found = Checkpoint(LocalStorage(tmp_path), "step-1")
+
+    with found:
+        assert equal(found["weight"], STATES["weight"])
+        assert len(found._open) <= 2
+        found.close()
+        assert equal(found["weight"], STATES["weight"])
+
+
+def test_a_manifest_is_written_as_it_is_read(tmp_path: Path) -> None:
+    manifest: Manifest = save_whole(tmp_path, "step-1").manifest
+
+    assert parse_manifest(manifest_bytes(manifest), "m") == manifest

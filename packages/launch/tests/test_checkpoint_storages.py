@@ -1,0 +1,108 @@
+"""Storages of checkpoints: the conformance suite, and what a folder of this machine adds."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from sbp_core.errors import ConfigError
+from sbp_core.plugins.kinds import StorageFactory
+from sbp_core.testing.storage import StorageConformance
+from sbp_launch.checkpoint.local import LocalStorage, LocalStorageConfig, build_local
+
+
+class TestLocal(StorageConformance):
+    def make_factory(self) -> StorageFactory:
+        return build_local(LocalStorageConfig())
+
+
+def commit(storage: LocalStorage, name: str, data: bytes) -> None:
+    staged = storage.stage(name)
+    with staged.create("a.bin") as file:
+        file.write(data)
+    staged.commit("manifest.json", b"{}", ["a.bin"])
+
+
+def read(storage: LocalStorage, name: str) -> bytes:
+    with storage.open(name, "a.bin") as file:
+        return file.read()
+
+
+def test_a_kill_between_the_two_renames_leaves_the_earlier_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = LocalStorage(tmp_path / "kept")
+    commit(storage, "step-1", b"old")
+    with monkeypatch.context() as patch:
+        renames: list[Path] = []
+
+        def rename(self: Path, target: Path) -> None:
+            if renames:
+                raise KeyboardInterrupt  # as a kill: nothing is put back
+            renames.append(target)
+            os.rename(self, target)  # noqa: PTH104 (Path.rename is what is patched here)
+
+        patch.setattr(Path, "rename", rename)
+        with pytest.raises(KeyboardInterrupt):
+            commit(storage, "step-1", b"new")
+
+    assert list(storage.names()) == ["step-1"]
+    assert read(storage, "step-1") == b"old"
+    with storage.claim():
+        assert sorted(path.name for path in storage.root.iterdir()) == [".lock", "step-1"]
+        assert read(storage, "step-1") == b"old"
+    commit(storage, "step-1", b"new")
+    assert read(storage, "step-1") == b"new"
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+def test_no_file_leads_out_of_its_folder(tmp_path: Path, kind: str) -> None:
+    storage = LocalStorage(tmp_path / "kept")
+    commit(storage, "step-1", b"own")
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"secret")
+    file = storage.root / "step-1" / "a.bin"
+    file.unlink()
+    if kind == "link":
+        file.symlink_to(secret)
+    elif kind == "pipe":
+        os.mkfifo(file)
+    else:
+        file.mkdir()
+
+    with pytest.raises(OSError, match=r"symbolic links|plain file"):
+        storage.open("step-1", "a.bin")
+
+
+def test_a_linked_folder_is_no_checkpoint(tmp_path: Path) -> None:
+    elsewhere = LocalStorage(tmp_path / "elsewhere")
+    commit(elsewhere, "step-1", b"theirs")
+    storage = LocalStorage(tmp_path / "kept")
+    storage.root.mkdir()
+    (storage.root / "step-1").symlink_to(elsewhere.root / "step-1")
+
+    assert list(storage.names()) == []
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+
+    with (
+        pytest.raises(ConfigError, match=r"checkpoints cannot be written to .*file/kept"),
+        LocalStorage(tmp_path / "file" / "kept").claim(),
+    ):
+        pass
+
+
+def test_who_holds_a_place_is_named(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    with (
+        storage.claim(),
+        pytest.raises(ConfigError, match=f"another run writes .*: pid {os.getpid()} on host "),
+        LocalStorage(tmp_path).claim(),
+    ):
+        pass
+    with storage.claim():
+        pass
