@@ -7,8 +7,8 @@
         rank-00001.safetensors
 
 `manifest` has the values, `cover` checks that pieces make up a tensor, `writing` makes files of
-pieces, `reading` cuts any part of a tensor out of them. `local` is a storage in a folder. `formats` are files of
-others, in the names of the model.
+pieces, `reading` cuts any part of a tensor out of them. `local` is a storage in a folder.
+`formats` are files of others, in the names of the model.
 
 Stability: provisional.
 """
