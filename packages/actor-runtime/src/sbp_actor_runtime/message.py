@@ -5,7 +5,7 @@ Plain values; nothing here acts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,6 +88,7 @@ class StepOrder:
         watch: Makes the context in which a rank's work is done.
         trace: Where firings and waits are noted, if the step is traced.
         only_finite: Whether the step ends before it overwrites a state, if its loss is not finite.
+        before_overwrite: Called with a state before it is overwritten, if a snapshot is copied.
     """
 
     index: int
@@ -97,6 +98,7 @@ class StepOrder:
     watch: Watch = unwatched
     trace: Trace | None = None
     only_finite: bool = False
+    before_overwrite: Callable[[str], None] | None = None
 
 
 class Stop:

@@ -31,6 +31,7 @@ from sbp_core.runtime import (
     Number,
     Runtime,
     Session,
+    Snapshot,
     StatePiece,
     StepResult,
     check_destination,
@@ -212,6 +213,7 @@ class ActorSession(Session):
                         self.watch,
                         self.trace,
                         self.only_finite,
+                        self.store.copier.before_overwrite(rank),
                     )
                 )
             reports = self._collect()
@@ -384,6 +386,11 @@ class ActorSession(Session):
         self._check_whole()
         return self.store.pieces()
 
+    def snapshot(self) -> Snapshot:
+        """See `Session.snapshot`."""
+        self._check_whole()
+        return self.store.snapshot(self.steps_done)
+
     def gather(self, name: str, *, to: int | None = None) -> Tensor | None:
         """See `Session.gather`."""
         gather_routes(self.plan, name, to)  # refuses what is not there, in all processes alike
@@ -446,6 +453,7 @@ class ActorSession(Session):
                 self.backend.close()
         finally:
             self._join()
+            self.store.close()
 
     def _join(self) -> None:
         end = time.monotonic() + GRACE_S

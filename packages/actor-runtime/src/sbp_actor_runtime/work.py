@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from math import inf
 from typing import Any
 
@@ -24,11 +24,18 @@ from sbp_core.compile import (
     PhysicalPlan,
     Receive,
     Send,
+    first_overwrites,
     keys_out,
 )
 from sbp_core.runtime import Span, SpanKind, Trace
 from sbp_torch.runtime import Accumulation
-from sbp_torch.segments import SegmentMaker, segment_function
+from sbp_torch.segments import (
+    OwningSegment,
+    SegmentMaker,
+    TellingSegment,
+    segment_function,
+    telling_segment_function,
+)
 
 #: (index of the micro-batch, values taken, order of the step) -> values made.
 Work = Callable[[int, Values, StepOrder], Values]
@@ -83,9 +90,30 @@ def _segment(
     taken = (*actor.inputs, *actor.reads)
     made = keys_out(actor)
 
+    @cache
+    def telling() -> TellingSegment:
+        if make_segment is None:
+            return telling_segment_function(actor, rank, plan.steps)
+        return _telling_all(actor, function)
+
     def run(index: int, values: Values, order: StepOrder) -> Values:
         # Handed over, so that each value can die inside, after its last use.
-        return dict(zip(made, function([values.pop(key) for key in taken]), strict=True))
+        given = [values.pop(key) for key in taken]
+        if order.before_overwrite is None or not actor.in_place:
+            return dict(zip(made, function(given), strict=True))
+        return dict(zip(made, telling()(given, order.before_overwrite), strict=True))
+
+    return run
+
+
+def _telling_all(actor: Compute, function: OwningSegment) -> TellingSegment:
+    """Return a segment that tells of all states that it overwrites before it begins."""
+
+    def run(given: list[Any], before_overwrite: Callable[[str], None]) -> tuple[Any, ...]:
+        for states in first_overwrites(actor).values():
+            for state in states:
+                before_overwrite(state)
+        return function(given)
 
     return run
 

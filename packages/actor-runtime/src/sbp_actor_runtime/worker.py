@@ -230,6 +230,8 @@ class Worker:
             report.results[name] = made[key]
         for name, key in post.actor.writes if made else ():
             if name in post.actor.in_place:
+                if order.before_overwrite is not None:
+                    order.before_overwrite(name)
                 overwrite(order.states[name], value_of(made[key]))
             else:
                 report.new_states[name] = made[key]

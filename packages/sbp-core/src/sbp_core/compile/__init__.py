@@ -21,7 +21,7 @@ from sbp_core.compile.legality import check_strategy
 from sbp_core.compile.liveness import dying_keys, keys_in, keys_out
 from sbp_core.compile.lower import lower
 from sbp_core.compile.order import order_firings
-from sbp_core.compile.overwriting import is_in_place
+from sbp_core.compile.overwriting import first_overwrites, is_in_place
 from sbp_core.compile.physical import (
     Accumulate,
     Actor,
@@ -69,6 +69,7 @@ __all__ = [
     "compile_plan",
     "dying_keys",
     "early_receives",
+    "first_overwrites",
     "form_plan",
     "is_in_place",
     "keys_in",

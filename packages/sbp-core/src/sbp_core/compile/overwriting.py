@@ -38,6 +38,21 @@ def is_in_place(op: str) -> bool:
     return kind.endswith("_") and not kind.endswith("__")
 
 
+def first_overwrites(actor: Compute) -> Mapping[int, tuple[str, ...]]:
+    """Return the states that a segment writes over, by the instruction that does so first.
+
+    A state in `in_place` that is not among them is copied over after the firing.
+    """
+    found: dict[str, int] = {}
+    for at, entry in enumerate(actor.instructions):
+        if is_in_place(entry.op):
+            # A chain of in-place operators begins with one that takes the state itself.
+            for key in keys_in(entry):
+                if key in actor.in_place:
+                    found.setdefault(key, at)
+    return {at: tuple(s for s in found if found[s] == at) for at in sorted(set(found.values()))}
+
+
 class Overwriting:
     """The rewriting of all segments of a plan; ranks that share instructions share the new ones.
 

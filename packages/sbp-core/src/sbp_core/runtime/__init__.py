@@ -1,8 +1,8 @@
 """The contract of runtimes: start a plan on states, run steps, hand states back.
 
 `contract` has the classes; `batches` says which samples of a batch a rank holds; `ownership` which
-rank owns which part of a state, and how a whole one is gathered; `trace` has what a session notes
-of steps that are traced.
+rank owns which part of a state, and how a whole one is gathered; `snapshot` has states that later
+steps do not change; `trace` what a session notes of steps that are traced.
 
 Stability: provisional.
 """
@@ -34,6 +34,7 @@ from sbp_core.runtime.ownership import (
     state_owners,
     state_slots,
 )
+from sbp_core.runtime.snapshot import Snapshot
 from sbp_core.runtime.trace import Held, Span, SpanKind, TensorMeter, Trace
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "Number",
     "Runtime",
     "Session",
+    "Snapshot",
     "Span",
     "SpanKind",
     "StatePiece",

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from sbp_core.boxing.backend import BoxingBackend
     from sbp_core.compile.physical import PhysicalPlan
     from sbp_core.runtime.ownership import StatePiece
+    from sbp_core.runtime.snapshot import Snapshot
     from sbp_core.runtime.trace import Trace
     from sbp_core.tensor import Tensor
 
@@ -128,6 +129,32 @@ class Session(ABC):
 
         Raises:
             RunError: a step failed when it had overwritten some states.
+        """
+
+    @abstractmethod
+    def snapshot(self) -> Snapshot:
+        """Return what `pieces` yields, to be read while later steps run; they do not change it.
+
+        Returns at once. What the next update overwrites is copied aside by one thread, which ends
+        with the last copy, while that step computes, in the order in which its update needs it. The
+        update of a state waits for the copies of that state only, and makes those that nobody has
+        begun. What no update overwrites is not copied. A runtime may copy all of it at once.
+
+        Called between steps; nothing is sent. Processes that save together call it between the same
+        two steps.
+
+        - A snapshot before another is copied or released: each has copies of its own.
+        - A step that fails or is undone: a snapshot from before it stays whole, even where states
+          are left of two steps; one from behind it is as `pieces`.
+        - `load_state_dict`: snapshots from before it keep what was replaced.
+        - `close`: waits until all copies are made; snapshots can still be read.
+        - Of a session that shares the states of another: steps of that one wait for the copies.
+
+        A snapshot holds at most a copy of what the local ranks own and updates overwrite; so does
+        the session from the first release of one on, which the next snapshot uses, until `close`.
+
+        Raises:
+            RunError: as of `pieces`.
         """
 
     @abstractmethod

@@ -7,6 +7,7 @@ stream, which all threads share, and the host does not wait for it:
     host             cut batch 1 | start step 1 | cut batch 2 | start step 2 | ...
     copying stream          batch 1 ->                batch 2 ->
     default stream                     step 1 ............... step 2 ............
+    saving stream                                 copies aside ->   (before the update of step 2)
 
 Source: NVIDIA, *CUDA C++ Programming Guide*, section "Asynchronous Concurrent Execution" (copies
 overlap with kernels if the host's memory is page-locked and the streams differ).
@@ -14,6 +15,7 @@ overlap with kernels if the host's memory is page-locked and the streams differ)
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +26,25 @@ from sbp_core.errors import ConfigError
 
 #: Batch parts and scalars by name, of every micro-batch of a step, by rank.
 Fed = dict[int, list[dict[str, Any]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Aside:
+    """A copy of a tensor in the memory of the host, made or under way.
+
+    Args:
+        value: The copy.
+        done: Of a copy by the device: the event that follows it.
+    """
+
+    value: Tensor
+    done: Any = None
+
+    def wait(self) -> Tensor:
+        """Return the copy, once it is made."""
+        if self.done is not None:
+            self.done.synchronize()
+        return self.value
 
 
 class RankDevice(Protocol):
@@ -47,6 +68,21 @@ class RankDevice(Protocol):
     def fetch(self, value: Tensor) -> Tensor:
         """Return a tensor in the memory of the host."""
 
+    def now(self) -> Any:
+        """Return the moment behind all work that is put onto the device so far."""
+
+    def copy_aside(self, value: Tensor, since: Any, buffer: Tensor | None) -> Aside:
+        """Copy a tensor as it is at a moment, which nothing overwrites before the copy.
+
+        Args:
+            value: The tensor.
+            since: The moment (`now`).
+            buffer: What an earlier copy of such a tensor lay in; None to take new memory.
+        """
+
+    def follow(self, copy: Aside) -> None:
+        """Let all work that is put onto the device from now on come after a copy."""
+
 
 class CpuDevice:
     """The CPU: nothing moves."""
@@ -68,6 +104,16 @@ class CpuDevice:
         """See `RankDevice.fetch`."""
         return value
 
+    def now(self) -> None:
+        """See `RankDevice.now`: what was put is done."""
+
+    def copy_aside(self, value: Tensor, since: Any, buffer: Tensor | None) -> Aside:
+        """See `RankDevice.copy_aside`."""
+        return Aside((torch.empty_like(value) if buffer is None else buffer).copy_(value))
+
+    def follow(self, copy: Aside) -> None:
+        """See `RankDevice.follow`: it is made."""
+
 
 class CudaDevice:
     """The GPU that is current in this process when the session starts.
@@ -87,6 +133,7 @@ class CudaDevice:
             )
         self.device = torch.device("cuda", torch.cuda.current_device())
         self._copying: Any = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call] # torch leaves it untyped
+        self._saving: Any = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call] # as above
 
     def enter(self) -> None:
         """See `RankDevice.enter`."""
@@ -126,6 +173,25 @@ class CudaDevice:
     def fetch(self, value: Tensor) -> Tensor:
         """See `RankDevice.fetch`; waits for the device."""
         return value.cpu()
+
+    def now(self) -> Any:
+        """See `RankDevice.now`."""
+        return torch.cuda.default_stream(self.device).record_event()
+
+    def copy_aside(self, value: Tensor, since: Any, buffer: Tensor | None) -> Aside:
+        """See `RankDevice.copy_aside`; into page-locked memory, and the host does not wait."""
+        if buffer is None:
+            buffer = torch.empty_like(value, device="cpu", pin_memory=True)
+        with torch.cuda.stream(self._saving):
+            self._saving.wait_event(since)
+            buffer.copy_(value, non_blocking=True)
+        # Whoever replaces the state lets go of its memory: it must not be given away before.
+        value.record_stream(self._saving)
+        return Aside(buffer, self._saving.record_event())
+
+    def follow(self, copy: Aside) -> None:
+        """See `RankDevice.follow`."""
+        torch.cuda.default_stream(self.device).wait_event(copy.done)
 
 
 def device_of(plan: PhysicalPlan) -> RankDevice:

@@ -36,6 +36,7 @@ from sbp_core.runtime import (
     Number,
     Runtime,
     Session,
+    Snapshot,
     StatePiece,
     StepResult,
     check_destination,
@@ -149,6 +150,11 @@ class ReferenceSession(Session):
         self._check_whole()
         return self.store.pieces()
 
+    def snapshot(self) -> Snapshot:
+        """See `Session.snapshot`; all is copied at once."""
+        self._check_whole()
+        return self.store.snapshot(self.steps_done, at_once=True)
+
     def gather(self, name: str, *, to: int | None = None) -> Tensor | None:
         """See `Session.gather`; nothing is sent, as all ranks are here."""
         self._check_whole()
@@ -169,6 +175,7 @@ class ReferenceSession(Session):
     def close(self) -> None:
         """See `Session.close`. States can still be read."""
         self.closed = True
+        self.store.close()
 
 
 @contextmanager

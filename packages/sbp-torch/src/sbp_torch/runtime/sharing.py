@@ -10,6 +10,7 @@ from sbp_core.boxing import bounds_of
 from sbp_core.compile import PhysicalPlan, StateSlot
 from sbp_core.errors import RunError, SbpLookupError, SbpValueError, nearest
 from sbp_core.runtime import Session
+from sbp_torch.runtime.snapshots import Copier
 from sbp_torch.runtime.store import StateStore
 
 _ELSE = "plan both alike, or start from the session's state_dict()"
@@ -117,6 +118,14 @@ class SharedStates(StateStore):
             rank: {name: held[rank][name] for name in names} for rank, names in self._names.items()
         }
         self.tied_dtypes = self._theirs.tied_dtypes
+
+    @property
+    def copier(self) -> Copier:
+        """See `StateStore.copier`: steps of the other session overwrite the states."""
+        return self._theirs.copier
+
+    def close(self) -> None:
+        """Leave copies to the other session."""
 
     def commit(self, values: object) -> None:
         """Drop new values: the states are another session's."""

@@ -20,6 +20,7 @@ from sbp_core.runtime import StatePiece, known_state, state_owners, state_slots
 from sbp_torch._torch_compat import storage_key
 from sbp_torch.boxing.execute import assemble, shard
 from sbp_torch.runtime.devices import device_of
+from sbp_torch.runtime.snapshots import Copier, Part, StateSnapshot
 
 if TYPE_CHECKING:
     from sbp_core.runtime import Number
@@ -199,24 +200,72 @@ class StateStore:
             part = states.part(slot.name, bounds[rank])
             new[rank][slot.name] = self.device.put(part.contiguous())
 
+    @cached_property
+    def owned(self) -> tuple[tuple[int, str, Bounds], ...]:
+        """What the local ranks own: rank, slot of the state, and where its part lies in it."""
+        return tuple(
+            (rank, name, bounds)
+            for name, owners in state_owners(self.plan).items()
+            for rank, bounds in owners.items()
+            if rank in self.values
+        )
+
     def pieces(self) -> Iterator[StatePiece]:
         """Yield what the local ranks own of the states."""
-        for name, owners in state_owners(self.plan).items():
-            slot = self.slots[name]
-            for rank, bounds in owners.items():
-                if rank not in self.values:
-                    continue
-                for tied in self._names_of(name):
-                    dtype = slot.dtype
-                    if slot.sbp is None:
-                        dtype = str(self.tied_dtypes[tied]).removeprefix("torch.")
-                    yield StatePiece(
-                        name=tied,
-                        shape=slot.shape,
-                        dtype=dtype,
-                        bounds=bounds,
-                        value=self.values[rank][name],
-                    )
+        values, tied_dtypes = self.values, self.tied_dtypes
+        for rank, name, bounds in self.owned:
+            yield from self.pieces_of(name, bounds, values[rank][name], tied_dtypes)
+
+    def pieces_of(
+        self,
+        name: str,
+        bounds: Bounds,
+        value: Tensor | Number,
+        tied_dtypes: Mapping[str, torch.dtype],
+    ) -> Iterator[StatePiece]:
+        """Yield an owned part of what is kept as one: several states, of a host number."""
+        slot = self.slots[name]
+        for tied in self._names_of(name):
+            dtype = slot.dtype
+            if slot.sbp is None:
+                dtype = str(tied_dtypes[tied]).removeprefix("torch.")
+            yield StatePiece(name=tied, shape=slot.shape, dtype=dtype, bounds=bounds, value=value)
+
+    @cached_property
+    def copier(self) -> Copier:
+        """Copies aside what updates overwrite."""
+        return Copier(self.plan, self.device)
+
+    @cached_property
+    def overwritten(self) -> Mapping[Part, None]:
+        """What the local ranks own and updates overwrite, in the order in which they do."""
+        places = self.copier.places
+        owned = [(rank, name) for rank, name, _ in self.owned if (rank, name) in places]
+        return dict.fromkeys(sorted(owned, key=lambda part: (*places[part], part)))
+
+    @cached_property
+    def owned_in_order(self) -> tuple[tuple[int, str, Bounds], ...]:
+        """What the local ranks own: first what no update overwrites, then in their order."""
+        order = {part: index for index, part in enumerate(self.overwritten)}
+        return tuple(sorted(self.owned, key=lambda entry: order.get(entry[:2], -1)))
+
+    def snapshot(self, steps_done: int, *, at_once: bool = False) -> StateSnapshot:
+        """Return what the local ranks own, as it is now.
+
+        Args:
+            steps_done: Of the session.
+            at_once: Make all copies first, instead of on a thread.
+        """
+        made = StateSnapshot(self, steps_done)
+        if at_once:
+            made.copy_all()
+        elif self.overwritten and not self.copier.is_closed:
+            self.copier.begin(made)
+        return made
+
+    def close(self) -> None:
+        """Make all copies of snapshots; let go of what is kept for the next."""
+        self.copier.close()
 
     def number(self, name: str) -> Tensor | None:
         """Return a state that ranks keep as a host number, as a 0-d tensor; None of any other."""

@@ -13,17 +13,33 @@ from typing import TYPE_CHECKING
 from sbp_core.exports import lazy
 
 if TYPE_CHECKING:
-    from sbp_torch.segments.codegen import failed_call, segment_function
-    from sbp_torch.segments.execution import SegmentMaker, segment_maker
+    from sbp_torch.segments.codegen import (
+        TellingSegment,
+        failed_call,
+        segment_function,
+        telling_segment_function,
+    )
+    from sbp_torch.segments.execution import OwningSegment, SegmentMaker, segment_maker
 
-__all__ = ["SegmentMaker", "failed_call", "segment_function", "segment_maker"]
+__all__ = [
+    "OwningSegment",
+    "SegmentMaker",
+    "TellingSegment",
+    "failed_call",
+    "segment_function",
+    "segment_maker",
+    "telling_segment_function",
+]
 
 __getattr__, __dir__ = lazy(
     __name__,
     {
+        "OwningSegment": "execution",
         "SegmentMaker": "execution",
+        "TellingSegment": "codegen",
         "failed_call": "codegen",
         "segment_function": "codegen",
         "segment_maker": "execution",
+        "telling_segment_function": "codegen",
     },
 )

@@ -20,13 +20,23 @@ from typing import Any
 import torch
 
 from sbp_core.boxing import BoxingStep
-from sbp_core.compile import LOCAL_BOX, Compute, Instruction, dying_keys, keys_out
+from sbp_core.compile import (
+    LOCAL_BOX,
+    Compute,
+    Instruction,
+    dying_keys,
+    first_overwrites,
+    keys_out,
+)
 from sbp_core.errors import SbpTypeError, SbpValueError
 from sbp_core.graph import Argument, Ref, Symbol
 from sbp_torch.boxing.execute import local_step
 from sbp_torch.ops.operators import makes_one_tensor, operator_of, results_of, symbol_value
 
 Segment = Callable[..., tuple[Any, ...]]
+
+#: (values taken, what is called with a state that is about to be overwritten) -> values made.
+TellingSegment = Callable[[list[Any], Callable[[str], None]], tuple[Any, ...]]
 
 
 def segment_function(
@@ -43,7 +53,26 @@ def segment_function(
         owns: Take the values in one list, which is emptied: a value that nobody else holds dies
             after its last use. Otherwise they are arguments, which the caller holds to the end.
     """
-    source, names = segment_source(actor, owns=owns)
+    return _function(actor, rank, steps, segment_source(actor, owns=owns))
+
+
+def telling_segment_function(
+    actor: Compute, rank: int, steps: Sequence[BoxingStep]
+) -> TellingSegment:
+    """Return the function of a compute actor that tells which state it is about to overwrite.
+
+    It takes the values of `segment_function(owns=True)`, and a function that it calls with the name
+    of each state just before the operator that overwrites it.
+    """
+    writer = _Writer(actor, tells=True)
+    return _function(actor, rank, steps, (writer.write(owns=True), writer.operators))
+
+
+def _function(
+    actor: Compute, rank: int, steps: Sequence[BoxingStep], written: tuple[str, dict[str, str]]
+) -> Segment:
+    """Return the function whose source, and the name of each operator in it, was written."""
+    source, names = written
     namespace: dict[str, Any] = {"torch": torch, "results_of": results_of}
     for op, name in names.items():
         namespace[name] = _local_box(rank, steps) if op == LOCAL_BOX else operator_of(op)
@@ -98,10 +127,10 @@ def segment_source(actor: Compute, *, owns: bool = False) -> tuple[str, dict[str
 
 
 class _Writer:
-    """The state of writing one function."""
+    """The state of writing one function; see `telling_segment_function` for `tells`."""
 
-    def __init__(self, actor: Compute) -> None:
-        self.actor = actor
+    def __init__(self, actor: Compute, *, tells: bool = False) -> None:
+        self.actor, self.tells = actor, tells
         self.names: dict[str, str] = {}
         self.operators: dict[str, str] = {}
         for key in (*actor.inputs, *actor.reads):
@@ -110,12 +139,15 @@ class _Writer:
     def write(self, owns: bool) -> str:
         lines = [f"def segment({', '.join(self.names.values())}):"]
         if owns:
-            lines = ["def segment(taken):"]
+            lines = [f"def segment(taken{', before_overwrite' if self.tells else ''}):"]
             if self.names:
                 # The caller's list is emptied, so that these names are the only holders: `del`
                 # frees.
                 lines.append(f"    {', '.join(self.names.values())}, = taken; taken.clear()")
-        for entry, dying in zip(self.actor.instructions, dying_keys(self.actor), strict=True):
+        firsts = first_overwrites(self.actor) if self.tells else {}
+        entries = zip(self.actor.instructions, dying_keys(self.actor), strict=True)
+        for at, (entry, dying) in enumerate(entries):
+            lines += [f"    before_overwrite({state!r})" for state in firsts.get(at, ())]
             lines.append(f"    {self._call(entry)}  # {_comment(entry.node)}")
             if dying:
                 lines.append(f"    del {', '.join(self.names[key] for key in dying)}")

@@ -46,6 +46,7 @@ __all__ = [
     "compile_forward",
     "forward_loss",
     "local_batch",
+    "plan_failing_late",
     "plan_with",
     "reference_run",
     "refuse_large",
@@ -85,6 +86,7 @@ class RuntimeCase:
         boxing_thread: Whether boxing has a thread of its own on every rank.
         overlap: Whether collectives are begun, and waited for where their results are used.
         has_statistics: Whether the model has a batch norm.
+        num_rows: Of a table of the model; 0 for none.
     """
 
     mesh_shape: tuple[int, ...]
@@ -96,12 +98,16 @@ class RuntimeCase:
     boxing_thread: bool = False
     overlap: bool = False
     has_statistics: bool = False
+    num_rows: int = 0
 
     @property
     def step(self) -> OneDeviceStep:
         """The training step and its batches."""
         return capture_tiny(
-            self.num_micro_batches, self.micro_batch_size, has_statistics=self.has_statistics
+            self.num_micro_batches,
+            self.micro_batch_size,
+            has_statistics=self.has_statistics,
+            num_rows=self.num_rows,
         )
 
 
@@ -137,6 +143,8 @@ CASES: Mapping[str, RuntimeCase] = {
     "pipeline with overlap": RuntimeCase(
         mesh_shape=(2, 2), axes=("pipe", "data"), num_micro_batches=4, overlap=True
     ),
+    # 16 MB and two states of it: its copies take longer than forward and backward.
+    "large table": RuntimeCase(mesh_shape=(1,), axes=("data",), num_rows=350_000),
     "running statistics": RuntimeCase(
         mesh_shape=(2,), axes=("data",), num_micro_batches=3, has_statistics=True
     ),
@@ -258,6 +266,31 @@ def plan_with(plan: PhysicalPlan, rank: int, op: str) -> tuple[PhysicalPlan, str
     changed = replace(part, actors=actors)
     ranks = tuple(changed if other is part else other for other in plan.ranks)
     return replace(plan, ranks=ranks), chosen.name
+
+
+def plan_failing_late(plan: PhysicalPlan, rank: int, op: str) -> PhysicalPlan:
+    """Let one rank call an operator with a new parameter, behind all else that it does in a step.
+
+    Args:
+        plan: Of a training step, with one thread on the rank.
+        rank: Of the plan.
+        op: As of `plan_with`.
+    """
+    part = plan.by_rank[rank]
+    parameters = {slot.name for slot in part.slots if slot.kind == InputKind.PARAMETER}
+    writer, state = next((a, s) for a in part.actors for s in a.in_place if s in parameters)
+    late = Compute(
+        name="late",
+        stage=writer.stage,
+        phase=writer.phase,
+        rate=writer.rate,
+        thread=writer.thread,
+        reads=(state,),
+        instructions=(Instruction(op=op, args=(Ref(state),), outputs=("unused",), node="late"),),
+    )
+    orders = {**part.orders, writer.thread: (*part.orders[writer.thread], ("late", 0))}
+    changed = replace(part, actors=(*part.actors, late), orders=orders)
+    return replace(plan, ranks=tuple(changed if p is part else p for p in plan.ranks))
 
 
 def too_large(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -66,17 +66,23 @@ class TinyMlp(nn.Module):
     Args:
         has_statistics: `norm` is a batch norm, whose running statistics each micro-batch replaces,
             instead of a layer norm.
+        num_rows: Of a table of which the row of each sample's class is added to its features; no
+            table if 0.
     """
 
-    def __init__(self, *, has_statistics: bool = False) -> None:
+    def __init__(self, *, has_statistics: bool = False, num_rows: int = 0) -> None:
         super().__init__()
+        self.table = nn.Embedding(num_rows, 6) if num_rows else None
         self.up = nn.Linear(6, 10)
         self.norm = RunningNorm(10) if has_statistics else nn.LayerNorm(10)
         self.down = nn.Linear(10, 7)
 
     def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the mean cross-entropy of `features` (n, 6) and int64 `classes` (n,)."""
-        logits = self.down(self.norm(F.gelu(self.up(batch["features"]))))
+        features = batch["features"]
+        if self.table is not None:
+            features = features + self.table(batch["classes"])
+        logits = self.down(self.norm(F.gelu(self.up(features))))
         return F.cross_entropy(logits, batch["classes"])
 
 
@@ -119,11 +125,12 @@ def capture_tiny(
     num_steps: int = 3,
     *,
     has_statistics: bool = False,
+    num_rows: int = 0,
 ) -> OneDeviceStep:
     """Return the training step of a `TinyMlp` under AdamW, in float64."""
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
-        model = TinyMlp(has_statistics=has_statistics).double()
+        model = TinyMlp(has_statistics=has_statistics, num_rows=num_rows).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, foreach=False)
     graph = capture(model, tiny_loss, tiny_batch(micro_batch_size, 0), optimizer, name="tiny")
     batches = (tiny_batch(micro_batch_size * num_micro_batches, 1 + i) for i in range(num_steps))

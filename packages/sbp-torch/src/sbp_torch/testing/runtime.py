@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from itertools import pairwise
 from typing import Any
 
@@ -53,11 +53,12 @@ from sbp_torch.testing.cases import (
     too_large,
 )
 from sbp_torch.testing.programs import assert_equal, assert_near, one_device_run, raises
+from sbp_torch.testing.snapshots import SnapshotCases
 
 __all__ = ["RuntimeConformance"]
 
 
-class RuntimeConformance(ABC):
+class RuntimeConformance(SnapshotCases):
     """What every runtime must do. See the module's docstring for how to use it."""
 
     #: Whether the runtime moves bytes through the backend that it is given.

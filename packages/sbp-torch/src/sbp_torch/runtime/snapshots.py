@@ -1,0 +1,209 @@
+"""Snapshots: states as they were between two steps, copied aside while the next step computes.
+
+One thread copies what the next update overwrites, in the order in which it does. Whoever needs a
+copy that is not there yet makes it, or waits for who does: the update of the state, or who reads
+the snapshot.
+
+    snapshot            |
+    rank            ... | forward  backward  commit | update a  update b  copy c, update c
+    copying thread      |  copy a  . . .  copy b  . . . . . . .   copy d
+
+Nothing is copied of states that no update overwrites: new values take their place in other memory.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from sbp_core.compile import Compute, PhysicalPlan, first_overwrites
+from sbp_core.errors import RunError
+from sbp_core.runtime import Snapshot, StatePiece
+from sbp_torch.runtime.devices import Aside, RankDevice
+
+if TYPE_CHECKING:
+    from sbp_torch.runtime.store import StateStore
+
+#: A part of a state: of which rank, and by which name ranks know it.
+Part = tuple[int, str]
+
+
+class StateSnapshot(Snapshot):
+    """What the local ranks own of the states in a store.
+
+    Args:
+        store: The states, which are whole.
+        steps_done: Of the session.
+    """
+
+    def __init__(self, store: StateStore, steps_done: int) -> None:
+        self.steps_done = steps_done
+        self._store, self._copier = store, store.copier
+        # A store replaces these and changes none.
+        self._values, self._tied_dtypes = store.values, store.tied_dtypes
+        self._since = store.device.now()
+        self._to_copy: Mapping[Part, None] = {} if self._copier.is_closed else store.overwritten
+        self._changed = threading.Condition()
+        self._begun: set[Part] = set()
+        self._made: dict[Part, Aside | Exception] = {}
+        self._released = threading.Event()
+
+    def copy(self, part: Part) -> Aside | Exception | None:
+        """Return the copy of a part, or why there is none; make it unless somebody does.
+
+        None of a part that is not copied, or when the snapshot is released.
+        """
+        with self._changed:
+            while part in self._begun:
+                self._changed.wait()
+            if part in self._made or self._released.is_set() or part not in self._to_copy:
+                return self._made.get(part)
+            self._begun.add(part)
+        made: Aside | Exception
+        try:
+            value = self._values[part[0]][part[1]]
+            assert isinstance(value, Tensor), "host numbers are not overwritten"
+            made = self._copier.copied(part, value, self._since)
+        except Exception as error:  # such as for lack of memory
+            made = error
+        with self._changed:
+            self._begun.discard(part)
+            self._made[part] = made
+            self._changed.notify_all()
+        if self._released.is_set():
+            self._give_back()
+        return made
+
+    def copy_all(self) -> None:
+        """Make all copies that nobody has made; return when they are there."""
+        made = [self.copy(part) for part in self._to_copy]
+        for copy in made:
+            if isinstance(copy, Aside):
+                copy.wait()
+
+    def pieces(self) -> Iterator[StatePiece]:
+        """See `Snapshot.pieces`."""
+        for rank, name, bounds in self._store.owned_in_order:
+            copy = self.copy((rank, name))
+            if self._released.is_set():
+                raise RunError("the snapshot was released", todo="read it before")
+            if isinstance(copy, Exception):
+                raise RunError(
+                    f"the snapshot after step {self.steps_done} has no copy of {name!r}: {copy}",
+                    where=f"rank {rank}",
+                    todo="save pieces() between two steps, which copies nothing",
+                ) from copy
+            value = self._values[rank][name] if copy is None else copy.wait()
+            yield from self._store.pieces_of(name, bounds, value, self._tied_dtypes)
+
+    def release(self) -> None:
+        """See `Snapshot.release`."""
+        self._released.set()
+        self._give_back()
+
+    def _give_back(self) -> None:
+        with self._changed:
+            made, self._made = self._made, {}
+        self._copier.keep({p: copy.value for p, copy in made.items() if isinstance(copy, Aside)})
+
+
+class Copier:
+    """Copies aside what updates overwrite, and keeps the memory for the next time.
+
+    Args:
+        plan: Of the session whose updates these are.
+        device: Of the states.
+    """
+
+    def __init__(self, plan: PhysicalPlan, device: RankDevice) -> None:
+        self.plan, self.device = plan, device
+        self.is_closed = False
+        self._lock = threading.Lock()
+        #: Those of which a part may not be copied yet; the thread copies the first.
+        self._under_way: deque[StateSnapshot] = deque()
+        self._thread: threading.Thread | None = None
+        self._buffers: dict[Part, Tensor] = {}
+
+    @cached_property
+    def places(self) -> Mapping[Part, tuple[int, int]]:
+        """When an update overwrites a part of a state: its firing, and the instruction in it."""
+        found: dict[Part, tuple[int, int]] = {}
+        for part in self.plan.ranks:
+            for order in part.orders.values():
+                for place, (name, _) in enumerate(order):
+                    actor = part.by_name[name]
+                    firsts = first_overwrites(actor) if isinstance(actor, Compute) else {}
+                    inside = {state: at for at, states in firsts.items() for state in states}
+                    for state in actor.in_place:
+                        found[part.rank, state] = (place, inside.get(state, len(inside)))
+        return found
+
+    def begin(self, snapshot: StateSnapshot) -> None:
+        """Have the thread copy a snapshot; start it if there is none."""
+        with self._lock:
+            self._under_way.append(snapshot)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="sbp snapshot", daemon=True)
+                self._thread.start()
+
+    def before_overwrite(self, rank: int) -> Callable[[str], None] | None:
+        """Return what a rank calls in its next step before it overwrites a state; None if nothing.
+
+        It returns when the state is copied into all snapshots that need it.
+        """
+        with self._lock:
+            snapshots = tuple(self._under_way)
+        if not snapshots:
+            return None
+
+        def copy_before(name: str) -> None:
+            for snapshot in snapshots:
+                if isinstance(copy := snapshot.copy((rank, name)), Aside):
+                    self.device.follow(copy)
+
+        return copy_before
+
+    def copied(self, part: Part, value: Tensor, since: object) -> Aside:
+        """Return a copy of a part of a state, in memory that is kept for it or new."""
+        with self._lock:
+            buffer = self._buffers.pop(part, None)
+        return self.device.copy_aside(value, since, buffer)
+
+    def keep(self, buffers: Mapping[Part, Tensor]) -> None:
+        """Keep the memory of copies that nobody needs any more, one of each part."""
+        with self._lock:
+            if not self.is_closed:
+                self._buffers |= buffers
+
+    def close(self) -> None:
+        """Wait until all copies are made; let go of the memory."""
+        with self._lock:
+            self.is_closed, thread, self._buffers = True, self._thread, {}
+        if thread is not None:
+            thread.join()
+
+    def _run(self) -> None:
+        # One thread, beside those that compute. New threads of the process take the count from the
+        # last one that set it.
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)
+        self.device.enter()
+        while (snapshot := self._next()) is not None:
+            snapshot.copy_all()
+            with self._lock:
+                self._under_way.remove(snapshot)
+            del snapshot  # so that its memory does not wait for the next
+        torch.set_num_threads(before)
+
+    def _next(self) -> StateSnapshot | None:
+        with self._lock:
+            if not self._under_way:
+                self._thread = None
+                return None
+            return self._under_way[0]
