@@ -23,7 +23,7 @@ PLANNED = ("planner=manual/data_tensor", "cluster.mesh=[2,2]")
 #: A run of no length, whose folder is used again.
 _ONE_STEP = (
     "trainer.steps=1",
-    "trainer.eval_batches=0",
+    "trainer.evaluate.batches=0",
     "trainer.sample_tokens=0",
     "hydra.run.dir=used",
 )

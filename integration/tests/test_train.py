@@ -18,7 +18,7 @@ SMALL = (
     "model.context=32",
     "trainer.steps=4",
     "trainer.batch_size=8",
-    "trainer.eval_batches=2",
+    "trainer.evaluate.batches=2",
     "trainer.sample_tokens=8",
     "trainer.log_every=2",
 )

@@ -40,7 +40,7 @@ RUN = (
     "trainer.dtype=float64",
     "trainer.steps=3",
     "trainer.batch_size=8",
-    "trainer.eval_batches=0",
+    "trainer.evaluate.batches=0",
     "trainer.sample_tokens=0",
     "trainer.plan_rows=0",
 )

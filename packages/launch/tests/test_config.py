@@ -80,9 +80,7 @@ def test_counts_that_cannot_be_zero_are_refused(name: str) -> None:
         merge_settings(TrainerConfig, {name: 0}, key="trainer")
 
 
-@pytest.mark.parametrize(
-    "name", ["seed", "compare_steps", "eval_batches", "sample_tokens", "plan_rows"]
-)
+@pytest.mark.parametrize("name", ["seed", "compare_steps", "sample_tokens", "plan_rows"])
 def test_counts_may_be_zero_but_not_negative(name: str) -> None:
     assert getattr(merge_settings(TrainerConfig, {name: 0}), name) == 0
     with pytest.raises(ConfigError, match=f"trainer.{name}=-1 is too small"):

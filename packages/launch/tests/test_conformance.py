@@ -4,12 +4,15 @@ from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
+from sbp_core.plugins import Callback
 from sbp_core.plugins.hooks import EmptyConfig
 from sbp_core.plugins.kinds import ClusterFactory, MetricSinkFactory
+from sbp_core.testing.callback import CallbackConformance
 from sbp_core.testing.cluster import ClusterConformance
 from sbp_core.testing.logger import MetricSinkConformance, Records
 from sbp_launch import optimizers
 from sbp_launch.clusters import LocalConfig, build_local
+from sbp_launch.early_stop import EarlyStopConfig, build_early_stop
 from sbp_launch.metrics import CsvConfig, JsonlConfig, build_csv, build_jsonl, build_none
 from sbp_torch.kinds import OptimizerFactory
 from sbp_torch.testing.optimizer import OptimizerConformance
@@ -57,6 +60,11 @@ class TestNone(MetricSinkConformance):
 
     def read(self, run_folder: Path) -> Records:
         return []
+
+
+class TestEarlyStop(CallbackConformance):
+    def make_callback(self) -> Callback:
+        return build_early_stop(EarlyStopConfig(patience=1))
 
 
 class TestAdam(OptimizerConformance):

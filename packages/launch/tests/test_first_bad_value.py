@@ -20,7 +20,7 @@ from sbp_core.compile import Compute
 from sbp_core.graph import LogicalGraph
 from sbp_core.runtime import NotFiniteStepError
 from sbp_launch import trainer
-from sbp_launch.config import PluginChoice
+from sbp_launch.config import EvaluateConfig, PluginChoice
 from sbp_launch.finite_loss import NotFiniteError
 from sbp_launch.first_bad_value import first_bad_value
 from sbp_torch.segments import segment_function
@@ -50,7 +50,9 @@ def test_the_step_is_undone_and_the_operator_named(
 
 
 def test_a_run_that_warns_goes_on_with_what_it_has(tmp_path: Path) -> None:
-    trainer.train(diverging(on_nan="warn", eval_batches=0), registry(), tmp_path)
+    trainer.train(
+        diverging(on_nan="warn", evaluate=EvaluateConfig(batches=0)), registry(), tmp_path
+    )
 
     states = load_file(tmp_path / "states.safetensors")
     assert not all(torch.isfinite(value).all() for value in states.values())

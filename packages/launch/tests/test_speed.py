@@ -106,8 +106,9 @@ def test_the_comparison_with_one_device_does_not_change_the_speed(
 
     # 16 tokens in a step: 2 s, and one for each look at the clock.
     assert told[0] == told[1]
-    assert re.fullmatch(r"step 6/6  loss \d\.\d{4}  3\.2 tokens/s  0 s left", told[0][-2])
-    assert told[0][-1] == "6 steps, 3.2 tokens/s (median of steps 4-6)"
+    assert re.fullmatch(r"step 6/6  loss \d\.\d{4}  2\.67 tokens/s  0 s left", told[0][-2])
+    assert told[0][-1] == "6 steps, 2.67 tokens/s (median of steps 4-6)"
     assert logged[0] == logged[1]
-    assert {record["step_s"] for record in logged[0]} == {5.0}
-    assert {record["tokens_per_s"] for record in logged[0]} == {3.2}
+    assert {record["step_s"] for record in logged[0]} == {6.0}
+    assert {record["data_s"] for record in logged[0]} == {1.0}
+    assert {record["tokens_per_s"] for record in logged[0]} == {16 / 6}

@@ -10,8 +10,8 @@ from trainable import Bigram, registry, run_config, run_of
 from sbp_aten.pass_options import MixedPrecision, PassOptions
 from sbp_core.errors import ConfigError
 from sbp_core.memory import predict_memory
-from sbp_launch import planned, trainer
-from sbp_launch.config import PluginChoice
+from sbp_launch import evaluation, loop, planned, trainer
+from sbp_launch.config import EvaluateConfig, PluginChoice
 from sbp_launch.optimizers import optimizer_over
 from sbp_launch.patterns import check_patterns
 from sbp_launch.planning import regathering
@@ -112,13 +112,13 @@ def test_two_runs_of_one_config_are_equal_bit_for_bit(tmp_path):
 
 
 def test_evaluation_gives_the_loss_of_the_model_on_one_device(tmp_path):
-    run = run_config(dtype="float64", eval_batches=2)
+    run = run_config(dtype="float64", evaluate=EvaluateConfig(batches=2))
     program = make_program(run_of(run))
     made = planned.plan_step(run_of(run), program)
     states = program.made.states(program.optimizer)
 
     with start(run_of(run), made.plan, states, LocalBackend()) as session:
-        found = trainer.evaluate(run_of(run), program, made, session)
+        found = evaluation.evaluate(run_of(run), program, made, session)
 
     batches = [program.data.batch(index, 4, "validation") for index in range(2)]
     model = program.made.whole_model()
@@ -129,12 +129,14 @@ def test_evaluation_gives_the_loss_of_the_model_on_one_device(tmp_path):
 def test_held_out_loss_does_not_depend_on_the_micro_batches():
     losses = []
     for micro_batches in (1, 2):
-        run = run_config(dtype="float64", eval_batches=2, micro_batches=micro_batches)
+        run = run_config(
+            dtype="float64", evaluate=EvaluateConfig(batches=2), micro_batches=micro_batches
+        )
         program = make_program(run_of(run))
         found = planned.plan_step(run_of(run), program)
         states = program.made.states(program.optimizer)
         with start(run_of(run), found.plan, states, LocalBackend()) as session:
-            losses.append(trainer.evaluate(run_of(run), program, found, session))
+            losses.append(evaluation.evaluate(run_of(run), program, found, session))
 
     assert losses[0] == pytest.approx(losses[1], abs=1e-12)
 
@@ -316,4 +318,4 @@ def test_data_without_what_the_model_asks_for_are_a_wrong_setting():
 def test_behind_a_step_ranks_wait_as_long_as_in_it(settings, index, deadline_s):
     run = replace(run_config(), runtime=PluginChoice(name="actor", settings=settings))
 
-    assert trainer.vote_deadline_s(run, index) == deadline_s
+    assert loop.vote_deadline_s(run, index) == deadline_s

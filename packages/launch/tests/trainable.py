@@ -17,7 +17,7 @@ from sbp_core.plugins.discovery import PluginSource
 from sbp_core.plugins.kinds import GraphPass, PlanRequest
 from sbp_core.strategy import Strategy
 from sbp_launch.compile_config import CompileConfig
-from sbp_launch.config import PluginChoice, RunConfig, TrainerConfig
+from sbp_launch.config import EvaluateConfig, PluginChoice, RunConfig, TrainerConfig
 from sbp_launch.moves import When
 from sbp_launch.planned import plan_step
 from sbp_launch.planning import Planned
@@ -246,7 +246,13 @@ def run_config(
     **trainer: object,
 ) -> RunConfig:
     """Return a small run on the reference runtime."""
-    settings = {"steps": 3, "batch_size": 4, "eval_batches": 1, "sample_tokens": 3, **trainer}
+    settings = {
+        "steps": 3,
+        "batch_size": 4,
+        "evaluate": EvaluateConfig(batches=1),
+        "sample_tokens": 3,
+        **trainer,
+    }
     return RunConfig(
         model=PluginChoice(name="bigram"),
         data=PluginChoice(name="counting"),

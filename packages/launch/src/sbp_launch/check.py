@@ -51,30 +51,66 @@ def check(composed: ComposedConfig, registry: PluginRegistry, own: Iterable[str]
             where=composed.files.get("cluster", ""),
             accepted="a cluster whose config has mesh: tuple[int, ...] and axes: tuple[str, ...]",
         )
-    _check_together(composed, configs)
+    _check_together(composed, configs, configs)
     with _seeking_elsewhere(composed, registry):
         trainer = _core_config(composed, "trainer", TrainerConfig)
         compile_config = _core_config(composed, "compile", CompileConfig)
     for name in compile_config.plugins:
         with _naming_overrides(composed, "compile", f"compile.plugins={name}"):
             registry.factory("pass", name)
+    callbacks = _callbacks(composed, registry, trainer)
+    _check_together(composed, callbacks, {**configs, "trainer": trainer})
     return RunConfig(**choices, trainer=trainer, compile=compile_config, mesh=mesh, axes=axes)
 
 
-def _check_together(composed: ComposedConfig, configs: Mapping[str, object]) -> None:
-    """Ask every config whether those of the other groups fit it.
+def _callbacks(
+    composed: ComposedConfig, registry: PluginRegistry, trainer: TrainerConfig
+) -> dict[str, object]:
+    """Return the checked configs of the callbacks, by key.
+
+    Raises:
+        ConfigError: one is unknown or twice there, or a setting of one is not known or refused.
+    """
+    found: dict[str, object] = {}
+    with _naming_overrides(composed, "trainer"):
+        try:
+            choices = trainer.callback_choices
+        except ConfigError as error:
+            what = f"trainer.{error.what}"
+            where = (composed.files.get("trainer", ""),)
+            raise ConfigError(what, where=where, accepted=error.accepted, todo=error.todo) from None
+    for index, choice in enumerate(choices):
+        key = f"trainer.callbacks[{index}]"
+        with _naming_overrides(composed, "trainer", f"{key} is {choice.name!r}"):
+            file = composed.files.get("trainer", "")
+            found[key] = registry.configure(
+                "callback", choice.name, choice.settings, key=key, where=file
+            )
+    return found
+
+
+def _check_together(
+    composed: ComposedConfig, asked: Mapping[str, object], configs: Mapping[str, object]
+) -> None:
+    """Ask configs whether those of the other groups fit them.
+
+    Args:
+        composed: What they were made of.
+        asked: By group; those of callbacks by their keys.
+        configs: Of all groups that are known by now.
 
     Raises:
         ConfigError: one does not; names the files of both, and what the command line said.
     """
-    for group, config in configs.items():
+    for group, config in asked.items():
         if not isinstance(config, ChecksOthers):
             continue
         try:
             config.check_beside({kind: one for kind, one in configs.items() if kind != group})
         except ConfigError as error:
             told = f"{error.what} {error.accepted} {error.todo}"
-            about = [one for one in configs if one == group or re.search(rf"\b{one}[.=]", told)]
+            asking = group.partition(".")[0]
+            about = [one for one in configs if one == asking or re.search(rf"\b{one}[.=]", told)]
             files = [composed.files.get(one, "") for one in about]
             said = [line for one in about for line in composed.overrides_of(one)]
             where = (*error.where, *files, *said)
@@ -209,7 +245,13 @@ def _seeking_elsewhere(composed: ComposedConfig, registry: PluginRegistry) -> It
 
 def in_use(composed: ComposedConfig, registry: PluginRegistry) -> list[PluginEntry]:
     """Return the plugins whose code a run may call: those it names, passes and signatures."""
+    trainer = composed.values.get("trainer")
+    callbacks = trainer.get("callbacks") if isinstance(trainer, Mapping) else ()
     named = {
+        ("callback", one.get("name") if isinstance(one, Mapping) else one)
+        for one in (callbacks if isinstance(callbacks, list | tuple) else ())
+    }
+    named |= {
         (group, value.get("name"))
         for group, value in composed.values.items()
         if isinstance(value, Mapping)

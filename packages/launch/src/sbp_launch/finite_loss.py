@@ -81,7 +81,9 @@ class FiniteLoss:
         else:
             return ""
         rate = ", ".join(f"{name} {value:g}" for name, value in rates.items())
-        where = f"step {step} of {counted(self.config.trainer.steps, 'step')} ({rate})"
+        budget = self.config.trainer.budget
+        of = f" of {counted(int(budget.amount), 'step')}" if budget.unit == "steps" else ""
+        where = f"step {step}{of} ({rate})"
         if self.config.trainer.on_nan == "stop":
             error = NotFiniteError(
                 f"{what}; {self._last}", where=(where, *bad_value), todo=self._todo()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,16 +39,51 @@ class CsvConfig:
         _check_file(self.file)
 
 
+def _kept(path: Path, resumed_step: int, step_of: Callable[[str], int]) -> str:
+    """Return the lines of an earlier part of a run, up to a step; "" if there are none.
+
+    Args:
+        path: Of the file.
+        resumed_step: The last step whose lines are kept.
+        step_of: Returns the step of a whole line; raises `ValueError` for one that is none.
+    """
+    kept: list[str] = []
+    if resumed_step and path.exists():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
+            try:
+                # A killed run may leave half a line behind.
+                if line.endswith("\n") and step_of(line) <= resumed_step:
+                    kept.append(line)
+            except (ValueError, LookupError, TypeError):
+                continue
+    return "".join(kept)
+
+
+def _replace(path: Path, text: str) -> None:
+    """Put a text in the place of a file, which is whole at any time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f"{path.name}.part")
+    with aside.open("w", encoding="utf-8", newline="") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)
+
+
 class JsonlSink:
     """Write one JSON object a line: `{"step": 1, "loss": 5.5}`.
 
     Every line is flushed, so a run that is killed keeps what it logged. JSON has no infinities and
     no NaN: they are written as the strings `"inf"`, `"-inf"` and `"nan"`.
+
+    Args:
+        path: Of the file.
+        resumed_step: See `sbp_core.plugins.MetricSinkFactory`.
     """
 
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("w", encoding="utf-8")
+    def __init__(self, path: Path, resumed_step: int = 0) -> None:
+        _replace(path, _kept(path, resumed_step, lambda line: int(json.loads(line)["step"])))
+        self._file = path.open("a", encoding="utf-8")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of one step."""
@@ -63,13 +99,18 @@ class JsonlSink:
 
 
 class CsvSink:
-    """Write a line `step,metric,value` for each metric, so that metrics may come and go."""
+    """Write a line `step,metric,value` for each metric, so that metrics may come and go.
 
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("w", encoding="utf-8", newline="")
+    Args:
+        path: Of the file.
+        resumed_step: See `sbp_core.plugins.MetricSinkFactory`.
+    """
+
+    def __init__(self, path: Path, resumed_step: int = 0) -> None:
+        head = "step,metric,value\n"
+        _replace(path, head + _kept(path, resumed_step, lambda line: int(line.partition(",")[0])))
+        self._file = path.open("a", encoding="utf-8", newline="")
         self._writer = csv.writer(self._file, lineterminator="\n")
-        self._writer.writerow(("step", "metric", "value"))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of one step."""
@@ -94,8 +135,8 @@ class NoSink:
 def build_jsonl(config: JsonlConfig) -> MetricSinkFactory:
     """Return a maker of `JsonlSink`."""
 
-    def make(run_folder: Path) -> MetricSink:
-        return JsonlSink(run_folder / config.file)
+    def make(run_folder: Path, *, resumed_step: int = 0) -> MetricSink:
+        return JsonlSink(run_folder / config.file, resumed_step)
 
     return make
 
@@ -103,8 +144,8 @@ def build_jsonl(config: JsonlConfig) -> MetricSinkFactory:
 def build_csv(config: CsvConfig) -> MetricSinkFactory:
     """Return a maker of `CsvSink`."""
 
-    def make(run_folder: Path) -> MetricSink:
-        return CsvSink(run_folder / config.file)
+    def make(run_folder: Path, *, resumed_step: int = 0) -> MetricSink:
+        return CsvSink(run_folder / config.file, resumed_step)
 
     return make
 
@@ -112,7 +153,7 @@ def build_csv(config: CsvConfig) -> MetricSinkFactory:
 def build_none(config: EmptyConfig) -> MetricSinkFactory:
     """Return a maker of `NoSink`."""
 
-    def make(run_folder: Path) -> MetricSink:
+    def make(run_folder: Path, *, resumed_step: int = 0) -> MetricSink:
         return NoSink()
 
     return make

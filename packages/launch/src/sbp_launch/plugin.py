@@ -1,4 +1,4 @@
-"""What sbp-launch itself offers: optimizers, clusters, metric sinks, launchers."""
+"""What sbp-launch itself offers: optimizers, clusters, metric sinks, callbacks, launchers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from sbp_core.plugins import Factory, hookimpl
 from sbp_launch.clusters import LocalConfig
+from sbp_launch.early_stop import EarlyStopConfig
 from sbp_launch.launchers import AutoConfig, ProcessesConfig, SlurmConfig, ThreadsConfig
 from sbp_launch.measured import MeasuredConfig
 from sbp_launch.metrics import CsvConfig, JsonlConfig
@@ -78,6 +79,18 @@ def sbp_loggers() -> Mapping[str, Factory]:
             summary="lines of step, metric, value",
         ),
         "none": Factory(build="sbp_launch.metrics:build_none", summary="metrics are not kept"),
+    }
+
+
+@hookimpl
+def sbp_callbacks() -> Mapping[str, Factory]:
+    """Offer callbacks of the trainer."""
+    return {
+        "early_stop": Factory(
+            build="sbp_launch.early_stop:build_early_stop",
+            config=EarlyStopConfig,
+            summary="end a run that no longer becomes better",
+        )
     }
 
 

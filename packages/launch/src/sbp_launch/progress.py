@@ -33,14 +33,31 @@ def timed(console: Console, what: str) -> Iterator[None]:
 
 
 class StepProgress:
-    """Progress over a number of steps, with loss, speed and time left.
+    """Progress over the steps of a run, with loss, speed and time left.
 
     On a terminal a bar that is redrawn; elsewhere a line every `log_every` steps, for the first
-    step and for the last.
+    step that is taken and for the last.
+
+    Args:
+        console: Where it is shown.
+        steps: Of the whole run; None if its budget is of time.
+        log_every: Steps between two lines.
+        speed: Of the steps.
+        begun: Steps that were done before.
+        hours: The budget of time, in hours.
     """
 
-    def __init__(self, console: Console, steps: int, log_every: int, speed: Speed) -> None:
+    def __init__(
+        self,
+        console: Console,
+        steps: int | None,
+        log_every: int,
+        speed: Speed,
+        begun: int = 0,
+        hours: float = 0.0,
+    ) -> None:
         self.console, self.steps, self.log_every, self.speed = console, steps, log_every, speed
+        self.begun, self.total_s = begun, hours * 3600
         self.bar: Progress | None = None
         if console.is_terminal:
             self.bar = Progress(
@@ -51,7 +68,7 @@ class StepProgress:
                 TimeElapsedColumn(),
                 console=console,
             )
-            self.task = self.bar.add_task("training", total=steps, news="")
+            self.task = self.bar.add_task("training", total=steps, completed=begun, news="")
 
     def __enter__(self) -> StepProgress:
         if self.bar is not None:
@@ -64,18 +81,35 @@ class StepProgress:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Leave the bar as it is; what is printed next follows it."""
         if self.bar is not None:
             self.bar.stop()
 
-    def advance(self, step: int, loss: float) -> None:
-        """Report one finished step (counted from 1), which `speed` has timed."""
+    def advance(self, step: int, loss: float, train_s: float = 0.0) -> None:
+        """Report one finished step.
+
+        Args:
+            step: Its number, counted from 1, which `speed` has timed.
+            loss: Its loss.
+            train_s: Seconds of training so far.
+        """
         news = f"loss {loss:.4f}  {self.speed.text()}"
-        if step > 1:  # of the first step nothing follows for the others
+        if self.steps is None:
+            news += f"  {_long(max(0.0, self.total_s - train_s))} left"
+        elif step > self.begun + 1:  # of the first step nothing follows for the others
             news += f"  {_long(self.speed.left_s(self.steps - step))} left"
         if self.bar is not None:
             self.bar.update(self.task, completed=step, news=news)
-        elif step % self.log_every == 0 or step in (1, self.steps):
-            self.console.print(f"step {step}/{self.steps}  {news}")
+        elif step % self.log_every == 0 or step in (self.begun + 1, self.steps):
+            self.say(step, news)
+
+    def say(self, step: int, news: str) -> None:
+        """Print a line about a step, above the bar if there is one."""
+        of = "" if self.steps is None else f"/{self.steps}"
+        self.console.print(f"step {step}{of}  {news}")
 
 
 def _long(seconds: float) -> str:

@@ -38,13 +38,17 @@ class Speed:
 
     def __init__(self, unit: str, clock: Callable[[], float] = time.perf_counter) -> None:
         self.unit, self._clock = unit, clock
-        self._began = clock()
+        self._began = self._loaded = clock()
         self._all: list[tuple[int, float]] = []
         self._window: deque[tuple[int, float]] = deque(maxlen=WINDOW)
 
     def begin(self) -> None:
         """Start the clock of a step."""
-        self._began = self._clock()
+        self._began = self._loaded = self._clock()
+
+    def loaded(self) -> None:
+        """Note that the batch of the step is there."""
+        self._loaded = self._clock()
 
     def end(self, units: int) -> None:
         """Stop it; the step took so many units."""
@@ -57,6 +61,11 @@ class Speed:
     def step_s(self) -> float:
         """Seconds of the newest step."""
         return self._all[-1][1]
+
+    @property
+    def data_s(self) -> float:
+        """Seconds of the newest step until its batch was there."""
+        return self._loaded - self._began
 
     @property
     def step_rate(self) -> float:

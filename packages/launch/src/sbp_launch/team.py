@@ -4,7 +4,9 @@
     rank 1   step 7   nothing                     vote: go on
 
 Every process votes behind every step, so that all stop behind the same one, and can still gather
-the states. A vote is an all-reduce of one number. A process that is alone agrees with itself.
+the states. A vote is an all-reduce of a few numbers, of each of which the highest is heard: beside
+the vote, what callbacks ask for and how long the run has trained. A process that is alone agrees
+with itself.
 """
 
 from __future__ import annotations
@@ -45,17 +47,19 @@ class Team:
         #: Whether all processes stop behind the same step, and so can still gather the states.
         self.stops_together = communicator is None
         self._num_votes = 0
-        if communicator is not None:
-            mesh = Placement(list(ranks), ("rank",))
-            self._step = BoxingStep(
-                kind=StepKind.ALL_REDUCE,
-                shape=(1,),
-                dtype="int64",
-                source=(mesh, NdSbp(P("max"))),
-                target=(mesh, NdSbp(B)),
-                axes=(0,),
-                size_bytes=2 * (len(ranks) - 1) * 8,
-            )
+
+    def _step(self, width: int) -> BoxingStep:
+        """Return the all-reduce of so many numbers, of each the highest."""
+        mesh = Placement(list(self._ranks), ("rank",))
+        return BoxingStep(
+            kind=StepKind.ALL_REDUCE,
+            shape=(width,),
+            dtype="int64",
+            source=(mesh, NdSbp(P("max"))),
+            target=(mesh, NdSbp(B)),
+            axes=(0,),
+            size_bytes=2 * (len(self._ranks) - 1) * 8 * width,
+        )
 
     @classmethod
     def of(cls, backend: BoxingBackend, ranks: Sequence[int]) -> Team:
@@ -75,16 +79,28 @@ class Team:
         Raises:
             BoxingError: another process has failed, or did not come.
         """
+        return self.highest_of([vote], deadline_s)[0]
+
+    def highest_of(self, values: Sequence[int], deadline_s: float = DEADLINE_S) -> list[int]:
+        """Return the highest of all processes in each place; all of them call this.
+
+        Args:
+            values: Of this process, of 64 bits; as many in each process.
+            deadline_s: Seconds to wait for the others.
+
+        Raises:
+            BoxingError: another process has failed, or did not come.
+        """
         if self._communicator is None:
-            return vote
+            return list(values)
         self._num_votes += 1
         found = self._communicator.collective(
-            self._step,
-            torch.tensor([vote], device=self._communicator.device),
+            self._step(len(values)),
+            torch.tensor(values, device=self._communicator.device),
             tag=f"vote {self._num_votes}",
             deadline_s=deadline_s,
         )
-        return int(found.item())
+        return [int(value) for value in found.tolist()]
 
     def gather(self, text: str) -> list[str]:
         """Return a text of every process, in order; all of them call this.
@@ -113,7 +129,8 @@ def stop_together(
     signals: StopSignals,
     problem: Exception | None = None,
     deadline_s: float = DEADLINE_S,
-) -> None:
+    asked: Sequence[int] = (),
+) -> list[int]:
     """Stop, behind a step, if this process or another one has to; all of them call this.
 
     Args:
@@ -121,6 +138,10 @@ def stop_together(
         signals: Of this process.
         problem: Why this process cannot go on, if so.
         deadline_s: Seconds to wait for the others.
+        asked: Numbers of this process, as many as in the others.
+
+    Returns:
+        The highest of `asked` of all processes, in each place.
 
     Raises:
         Exception: `problem`, or a `RunError` if it is another process'.
@@ -129,13 +150,13 @@ def stop_together(
     """
     vote = _PROBLEM if problem is not None else signals.pending_number
     try:
-        highest = team.highest(vote, deadline_s)
+        highest, *heard = team.highest_of([vote, *asked], deadline_s)
     except BoxingError:
         if problem is None:
             raise
         raise problem from problem.__cause__
     if not highest:
-        return
+        return heard
     team.stops_together = True
     if problem is not None:
         raise problem

@@ -6,33 +6,28 @@ Everything that can be swapped is asked of the registry; what happens in between
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from rich.console import Console
 from torch import Tensor
 
 from sbp_core.boxing import BoxingBackend
 from sbp_core.errors import RunError, SbpValueError
-from sbp_core.graph import LogicalGraph
 from sbp_core.infer import step_time_s
 from sbp_core.memory import MemoryReport
-from sbp_core.plugins import MetricSink, MetricSinkFactory, PluginRegistry
-from sbp_core.runtime import NotFiniteStepError, Runtime, Session
+from sbp_core.plugins import PluginRegistry
 from sbp_core.strategy import Strategy
 from sbp_launch.clusters import usable_cores
 from sbp_launch.config import RunConfig
 from sbp_launch.environment import write_environment
 from sbp_launch.figures import Measured, Predicted, StepMeter, prediction_basis
-from sbp_launch.finite_loss import FiniteLoss
-from sbp_launch.first_bad_value import first_bad_value
+from sbp_launch.loop import TrainingLoop
 from sbp_launch.plan_output import print_plan, write_plan
-from sbp_launch.planned import plan_evaluation, plan_step
+from sbp_launch.planned import plan_step
 from sbp_launch.planning import Planned
 from sbp_launch.program import EagerReference, Program, make_program
-from sbp_launch.progress import StepProgress
 from sbp_launch.report import counted, crowding
 from sbp_launch.run import Run, make_console
 from sbp_launch.run_folder import writing
@@ -45,12 +40,10 @@ from sbp_launch.session import (
     start,
 )
 from sbp_launch.source_lines import with_source_line
-from sbp_launch.speed import Speed
 from sbp_launch.stopping import StopSignals
-from sbp_launch.team import DEADLINE_S, Team, stop_together
+from sbp_launch.team import Team, stop_together
 from sbp_launch.tracing import StepTracer
 from sbp_launch.world import World
-from sbp_torch.capture import scalar_values
 from sbp_torch.kinds import LanguageModel, TextDataset
 
 #: Where a run keeps every row of its plan.
@@ -160,19 +153,20 @@ def train_states(
         session = start(run, planned.plan, first, step_meter.backend)
     with session:
         team = Team.of(backend, ranks)
+        loop = TrainingLoop(
+            run=run,
+            program=program,
+            planned=planned,
+            session=session,
+            step_meter=step_meter,
+            tracer=tracer,
+            reference=reference,
+            signals=signals,
+            team=team,
+        )
         try:
             with signals.training(), tracer:
-                speed = train_steps(
-                    run,
-                    program,
-                    session,
-                    planned.graph,
-                    step_meter,
-                    tracer,
-                    reference,
-                    signals,
-                    team,
-                )
+                loop.train()
         except BaseException as error:
             with signals.saving():
                 save_states_after_error(run, session, error, team)
@@ -182,14 +176,16 @@ def train_states(
         with signals.saving():
             states = save_states(run, session)
         measured = Measured.of_all(team.gather(step_meter.measured.to_text()))
+        steps = counted(loop.state.step, "step")
         if team.highest(signals.pending_number):
-            run.say([f"the states of all {counted(config.trainer.steps, 'step')} are saved"])
+            run.say([f"the states of all {steps} are saved"])
             stop_together(team, signals)
-        run.say([", ".join(filter(None, [counted(config.trainer.steps, "step"), speed.summary()]))])
+        if loop.stopped_for:
+            run.say([f"stopped behind step {loop.state.step}: {loop.stopped_for}"])
+        run.say([", ".join(filter(None, [steps, loop.speed.summary()]))])
         run.say(step_meter.lines(predicted_of(run, program, planned), measured))
         run.say(tracer.lines)
-        if config.trainer.eval_batches:
-            show_held_out(run, program, planned, session)
+        run.say(held_out_lines(run, loop))
     return states, reference
 
 
@@ -211,136 +207,19 @@ def predicted_of(run: Run, program: Program, planned: Planned) -> Predicted:
     )
 
 
-def train_steps(
-    run: Run,
-    program: Program,
-    session: Session,
-    graph: LogicalGraph,
-    step_meter: StepMeter,
-    tracer: StepTracer,
-    reference: EagerReference | None,
-    signals: StopSignals,
-    team: Team,
-) -> Speed:
-    """Run all steps; return their speed.
-
-    Args:
-        run: The run.
-        program: Gives the batches.
-        session: Takes the steps.
-        graph: What it runs, before it was planned.
-        step_meter: Measures them.
-        tracer: Traces those that are to be traced.
-        reference: The one-device program, which takes the first steps, too.
-        signals: May ask to stop after a step.
-        team: The processes of the run, which stop together.
-
-    Raises:
-        NotFiniteError: the loss is infinite or no number, and `trainer.on_nan` says to stop.
-        RunError: the metrics cannot be written.
-    """
-    settings = run.config.trainer
-    given = scalar_values(program.model, program.optimizer, settings.update)
-    is_text = isinstance(program.data, TextDataset)
-    speed = Speed("tokens" if is_text else "samples")
-    finite = FiniteLoss(run.config)
-    session.only_finite = finite.undoes
-    steps = StepProgress(run.console, settings.steps, settings.log_every, speed)
-    with metric_sink(run) as sink, steps as progress:
-        for index in range(settings.steps):
-            speed.begin()
-            batch = program.batch(index, settings.batch_size)
-            factor = settings.schedule.factor(index, settings.steps)
-            rates = {n: v * factor for n, v in given.items() if n.partition(".")[0] == "lr"}
-            scalars = {**given, **rates, "seed": settings.seed, "step": index}
-            bad_value: tuple[str, ...] = ()
-            try:
-                with tracer.step(index + 1, session):
-                    outputs = step_meter.step(session, batch, scalars)
-            except NotFiniteStepError as error:
-                outputs = error.outputs
-                bad_value = first_bad_value(session, graph, batch, scalars, team.gather)
-            speed.end(next(iter(batch.values())).numel() if is_text else settings.batch_size)
-            metrics = {name: value.item() for name, value in outputs.items() if not value.dim()}
-            problem: Exception | None = None
-            try:
-                tracer.finish(index + 1)  # first, as the ranks of all processes meet there
-                if reference is not None and index < settings.compare_steps:
-                    reference.step(batch, metrics["loss"], factor)
-                progress.advance(index + 1, metrics["loss"])
-                times = {f"{speed.unit}_per_s": speed.step_rate, "step_s": speed.step_s}
-                with writing(run.folder):
-                    sink.log(index + 1, {**metrics, **times, **rates})
-                run.warn(finite.check(index + 1, metrics, rates, bad_value))
-            except Exception as error:  # raised behind the step, on all ranks together
-                problem = error
-            stop_together(team, signals, problem, vote_deadline_s(run.config, index))
-    return speed
-
-
-def vote_deadline_s(config: RunConfig, index: int) -> float:
-    """Return how long a rank waits for the others behind a step: as long as in it, in seconds.
-
-    Longer behind the steps, counted from 0, that the first rank compares with one device.
-    """
-    deadline_s = config.runtime.settings.get("deadline_s")
-    if index < config.trainer.compare_steps or not isinstance(deadline_s, int | float):
-        return DEADLINE_S
-    return float(deadline_s)
-
-
-@contextmanager
-def metric_sink(run: Run) -> Iterator[MetricSink]:
-    """Open the chosen metric sink, and close it.
-
-    Raises:
-        RunError: its file cannot be written; only if nothing else has failed before.
-    """
-    if not run.is_first:
-        yield cast(MetricSinkFactory, run.registry.make("logger", "none"))(run.folder)
-        return
-    with writing(run.folder):
-        sink: MetricSink = run.make("logger")(run.folder)
-    try:
-        yield sink
-    except BaseException:
-        with suppress(OSError):  # what it could not write it tries again
-            sink.close()
-        raise
-    with writing(run.folder):
-        sink.close()
-
-
-def show_held_out(run: Run, program: Program, planned: Planned, session: Session) -> None:
-    """Print the mean loss over held-out data of what a session has trained."""
-    with run.stage("evaluating"):
-        loss = evaluate(run, program, planned, session)
-    run.say(
-        [f"held-out loss: {loss:.4f} ({counted(run.config.trainer.eval_batches, 'batch', 'es')})"]
-    )
+def held_out_lines(run: Run, loop: TrainingLoop) -> list[str]:
+    """Return what evaluation has found: the newest held-out loss, and the best one."""
+    if not loop.held_out:
+        return []
+    loss, state = loop.held_out["held_out_loss"], loop.state
+    batches = counted(run.config.trainer.evaluate.batches, "batch", "es")
+    averaged = " of the averaged parameters" if run.config.trainer.update.ema_decay else ""
+    lines = [f"held-out loss{averaged}: {loss:.4f} ({batches})"]
+    if state.best is not None and state.best_step != loop.evaluated_step:
+        lines[0] += f"; the best was {state.best:.4f}, behind step {state.best_step}"
     if not math.isfinite(loss):
-        run.warn("the trained states have diverged: try a smaller optimizer.lr")
-
-
-def evaluate(run: Run, program: Program, planned: Planned, session: Session) -> float:
-    """Return the mean loss over held-out batches, by all ranks, a micro-batch at a time.
-
-    Args:
-        run: The run.
-        program: Gives the batches.
-        planned: What the session runs.
-        session: Whose states are evaluated, where they are.
-    """
-    evaluation = plan_evaluation(run, program, planned)
-    settings = run.config.trainer
-    runtime: Runtime = run.make("runtime")
-    total, count = 0.0, settings.eval_batches * settings.micro_batches
-    with runtime.start(evaluation.plan, session) as evaluating:
-        for index in range(count):
-            batch = program.batch(index, settings.micro_batch_size, "validation")
-            scalars = {"seed": settings.seed, "step": index}
-            total += evaluating.step(batch, scalars).loss.item()
-    return total / count
+        lines.append("warning: the trained states have diverged: try a smaller optimizer.lr")
+    return lines
 
 
 def show_sample(run: Run, program: Program, states: Mapping[str, Tensor]) -> None:

@@ -8,6 +8,12 @@ Stability: stable.
 """
 
 from sbp_core.plugins.blame import blame
+from sbp_core.plugins.callbacks import (
+    Callback,
+    TrainerControl,
+    TrainerState,
+    TrainingContext,
+)
 from sbp_core.plugins.discovery import PluginSource, discover
 from sbp_core.plugins.hooks import API_VERSION, KINDS, EmptyConfig, Factory, hookimpl
 from sbp_core.plugins.kinds import (
@@ -31,6 +37,7 @@ __all__ = [
     "API_VERSION",
     "INSTEAD",
     "KINDS",
+    "Callback",
     "ChecksOthers",
     "ClusterFactory",
     "ConfigFolder",
@@ -50,6 +57,9 @@ __all__ = [
     "StagedFolder",
     "Storage",
     "StorageFactory",
+    "TrainerControl",
+    "TrainerState",
+    "TrainingContext",
     "blame",
     "describe_type",
     "discover",

@@ -69,6 +69,7 @@ KINDS = {
     "optimizer": "sbp_optimizers",
     "logger": "sbp_loggers",
     "storage": "sbp_storages",
+    "callback": "sbp_callbacks",
     "launcher": "sbp_launchers",
     "pass": "sbp_passes",
     "signature": "sbp_signatures",
@@ -143,6 +144,13 @@ class HookSpecs(Protocol):
         """Storages of checkpoints: `sbp_core.plugins.StorageFactory`.
 
         Suite: `sbp_core.testing.storage.StorageConformance`.
+        """
+
+    @hookspec
+    def sbp_callbacks(self) -> Mapping[str, Factory]:
+        """Callbacks of the trainer: `sbp_core.plugins.Callback`.
+
+        Suite: `sbp_core.testing.callback.CallbackConformance`.
         """
 
     @hookspec

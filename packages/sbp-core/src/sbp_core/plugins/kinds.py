@@ -111,8 +111,15 @@ class MetricSink(Protocol):
 class MetricSinkFactory(Protocol):
     """Makes a sink for one run."""
 
-    def __call__(self, run_folder: Path) -> MetricSink:
-        """Return a sink that writes under the folder."""
+    def __call__(self, run_folder: Path, *, resumed_step: int = 0) -> MetricSink:
+        """Return a sink that writes under the folder.
+
+        Args:
+            run_folder: Of the run.
+            resumed_step: The step behind which the run goes on, for a run that was stopped; 0 for
+                one that begins. The sink goes on behind what it has of steps up to this one; what
+                it has of later ones, which are done again, it drops.
+        """
         ...
 
 

@@ -2,6 +2,7 @@
 
 | kind | suite | to supply |
 |---|---|---|
+| callback | `callback.CallbackConformance` | `make_callback` |
 | cluster | `cluster.ClusterConformance` | `make_factory` |
 | launcher | `launcher.LauncherConformance` | `make_launcher` |
 | logger | `logger.MetricSinkConformance` | `make_factory`, `read` |

@@ -1,0 +1,105 @@
+"""How long a run trains: so many steps, epochs, tokens or hours; and how much of that is done."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from sbp_core.errors import ConfigError
+from sbp_core.plugins import TrainerState
+
+#: What a budget may count.
+Unit = Literal["steps", "epochs", "tokens", "hours"]
+
+#: Of a run that is given none.
+DEFAULT_STEPS = 300
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """How long a run trains, over all its stops.
+
+    Args:
+        unit: What it counts.
+        amount: How many of these, > 0.
+    """
+
+    unit: Unit
+    amount: float
+
+    def counted(self, *, step_samples: int, step_tokens: int, epoch_samples: int) -> Allowance:
+        """Return it as what steps can be counted against.
+
+        Args:
+            step_samples: Samples of a step, over all ranks, >= 1.
+            step_tokens: Tokens of a step; 0 if the data are no text.
+            epoch_samples: Samples of the training data, >= 1.
+
+        Raises:
+            ConfigError: the data have no tokens, and these are to be counted.
+        """
+        if self.unit == "tokens" and not step_tokens:
+            raise ConfigError(
+                f"trainer.tokens={self.amount:g}: the data have no tokens",
+                accepted="trainer.steps, trainer.epochs or trainer.hours",
+            )
+        goal, each = {
+            "steps": (self.amount, 1),
+            "epochs": (math.ceil(self.amount * epoch_samples), step_samples),
+            "tokens": (self.amount, step_tokens),
+            "hours": (self.amount * 3600.0, None),
+        }[self.unit]
+        return Allowance(unit=self.unit, goal=goal, each=each)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allowance:
+    """A budget in steps, samples, tokens or seconds.
+
+    Args:
+        unit: What the budget counts.
+        goal: At how many of what is counted the run ends, > 0.
+        each: How many a step takes; None for time, of which nobody knows before.
+    """
+
+    unit: Unit
+    goal: float
+    each: int | None
+
+    def done(self, state: TrainerState) -> float:
+        """Return how many of what is counted are done."""
+        counts = {
+            "steps": state.step,
+            "epochs": state.samples,
+            "tokens": state.tokens,
+            "hours": state.train_s,
+        }
+        return counts[self.unit]
+
+    def is_spent(self, state: TrainerState) -> bool:
+        """Return whether the run has ended."""
+        return self.done(state) >= self.goal
+
+    def share(self, state: TrainerState) -> float:
+        """Return the share that is done, in [0, 1]."""
+        return min(1.0, self.done(state) / self.goal)
+
+    def total_steps(self, state: TrainerState) -> int | None:
+        """Return how many steps the run has in all, those that are done with it; None for time."""
+        if self.each is None:
+            return None
+        left = max(0.0, self.goal - self.done(state))
+        return state.step + math.ceil(left / self.each)
+
+    def place(self, state: TrainerState) -> tuple[float, float]:
+        """Return where the next step is in the run, for schedules: its number from 0, of how many.
+
+        In steps of the batch size that the run has now, so that it goes on where it was after a
+        change of that; with a budget of time, the steps of the run are those that it would come to
+        at the pace of all so far.
+        """
+        if self.each is not None:
+            return self.done(state) / self.each, math.ceil(self.goal / self.each)
+        share = self.share(state)
+        return state.step, state.step / share if share else math.inf

@@ -1,0 +1,97 @@
+"""The callback `early_stop`: ends a run that is evaluated and no longer becomes better."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from sbp_core.errors import ConfigError, SbpValueError
+from sbp_core.plugins import Callback, TrainerControl, TrainerState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EarlyStopConfig:
+    """Settings of the callback `early_stop`.
+
+    Args:
+        monitor: A metric of evaluation: `held_out_loss`, or `held_out_NAME` of the model's metric.
+        mode: Whether a lower (`min`) or a higher (`max`) one is better.
+        patience: Evaluations without a better one, >= 1, behind the last of which the run ends.
+        min_delta: By more than this a better one has to be better, >= 0.
+    """
+
+    monitor: str = "held_out_loss"
+    mode: Literal["min", "max"] = "min"
+    patience: int = 3
+    min_delta: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.patience < 1:
+            raise ConfigError(f"patience={self.patience} is too small", accepted="an integer >= 1")
+        if not 0.0 <= self.min_delta < math.inf:
+            raise ConfigError(
+                f"min_delta={self.min_delta} is out of range", accepted="a finite number >= 0"
+            )
+
+    def check_beside(self, others: Mapping[str, object]) -> None:
+        """Check that the run is evaluated while it trains.
+
+        Raises:
+            ConfigError: it is not.
+        """
+        evaluate = getattr(others.get("trainer"), "evaluate", None)
+        if evaluate is not None and not (evaluate.every and evaluate.batches):
+            raise ConfigError(
+                f"early_stop has nothing to watch: trainer.evaluate.every={evaluate.every}, "
+                f"trainer.evaluate.batches={evaluate.batches}",
+                accepted="steps between two evaluations, of at least one batch",
+                todo="such as trainer.evaluate.every=100",
+            )
+
+
+class EarlyStop(Callback):
+    """Ends a run whose held-out loss, or another metric, has not become better for a while."""
+
+    def __init__(self, config: EarlyStopConfig) -> None:
+        self.config = config
+        self._best: float | None = None
+        self._worse = 0  # evaluations since the best one
+
+    def on_evaluate(
+        self, state: TrainerState, metrics: Mapping[str, float]
+    ) -> TrainerControl | None:
+        """Count the evaluations that were no better."""
+        config = self.config
+        if config.monitor not in metrics:
+            raise ConfigError(
+                f"early_stop watches {config.monitor!r}, which an evaluation does not give",
+                accepted=", ".join(sorted(metrics)),
+                todo="choose one of these: {name: early_stop, monitor: METRIC}",
+            )
+        found = metrics[config.monitor] * (1.0 if config.mode == "min" else -1.0)
+        if math.isfinite(found) and (self._best is None or found < self._best - config.min_delta):
+            self._best, self._worse = found, 0
+            return None
+        self._worse += 1
+        if self._worse < config.patience:
+            return None
+        times = f"{self._worse} evaluation{'s' * (self._worse > 1)}"
+        return TrainerControl(stop=f"{config.monitor} has not become better for {times}")
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return the best one so far, and how many came after it."""
+        return {"best": self._best, "worse": self._worse}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on counting where the run was saved."""
+        best, worse = state["best"], state["worse"]
+        if not (best is None or isinstance(best, float)) or not isinstance(worse, int):
+            raise SbpValueError(f"best={best!r}, worse={worse!r}", accepted="a number, an integer")
+        self._best, self._worse = best, worse
+
+
+def build_early_stop(config: EarlyStopConfig) -> EarlyStop:
+    """Return the callback."""
+    return EarlyStop(config)

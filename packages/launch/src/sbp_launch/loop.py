@@ -1,0 +1,360 @@
+"""The loop of training: one step after the other until the budget is spent.
+
+    data -> step -> evaluation, if it is due -> callbacks -> metrics -> vote -> next step
+
+Behind each step all processes vote, in one small all-reduce: whether one has to stop, what
+callbacks ask for, how long the run has trained. So all of them stop, evaluate and save behind the
+same steps, and the state of the run (`TrainerState`) is equal in all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import cast
+
+from sbp_core.plugins import (
+    Callback,
+    MetricSink,
+    MetricSinkFactory,
+    TrainerControl,
+    TrainerState,
+    TrainingContext,
+)
+from sbp_core.runtime import NotFiniteStepError, Session
+from sbp_launch.budget import Allowance
+from sbp_launch.callbacks import make_callbacks, restore, together
+from sbp_launch.config import RunConfig
+from sbp_launch.evaluation import Evaluator
+from sbp_launch.figures import StepMeter
+from sbp_launch.finite_loss import FiniteLoss
+from sbp_launch.first_bad_value import first_bad_value
+from sbp_launch.phases import PhaseTimes
+from sbp_launch.planning import Planned
+from sbp_launch.program import EagerReference, Program
+from sbp_launch.progress import StepProgress
+from sbp_launch.run import Run
+from sbp_launch.run_folder import writing
+from sbp_launch.speed import Speed
+from sbp_launch.stopping import StopSignals
+from sbp_launch.team import DEADLINE_S, Team, stop_together
+from sbp_launch.tracing import StepTracer
+from sbp_torch.capture import scalar_values
+from sbp_torch.kinds import TextDataset
+
+#: Seconds that processes agree on are sent as whole numbers of these.
+_TICK_S = 1e-6
+
+
+@dataclass(kw_only=True)
+class TrainingLoop:
+    """Takes the steps of a run; `state` says at any time how far it is.
+
+    Args:
+        run: The run.
+        program: Gives the batches.
+        planned: What the session runs.
+        session: Takes the steps.
+        step_meter: Measures them.
+        tracer: Traces those that are to be traced.
+        reference: The one-device program, which takes the first steps, too.
+        signals: May ask to stop after a step.
+        team: The processes of the run, which stop together.
+        state: Where the run goes on.
+    """
+
+    run: Run
+    program: Program
+    planned: Planned
+    session: Session
+    step_meter: StepMeter
+    tracer: StepTracer
+    reference: EagerReference | None
+    signals: StopSignals
+    team: Team
+    state: TrainerState = field(default_factory=TrainerState)
+
+    def __post_init__(self) -> None:
+        self.is_text = isinstance(self.program.data, TextDataset)
+        self.speed = Speed("tokens" if self.is_text else "samples")
+        self.phases = PhaseTimes()
+        #: The newest held-out metrics, and the step behind which they were found.
+        self.held_out: dict[str, float] = {}
+        self.evaluated_step: int | None = None
+        #: Why callbacks have ended the run, if they have.
+        self.stopped_for = ""
+        self._begun_s = self.state.train_s
+        self._given = scalar_values(
+            self.program.model, self.program.optimizer, self.run.config.trainer.update
+        )
+        self._finite = FiniteLoss(self.run.config)
+        self.session.only_finite = self._finite.undoes
+
+    def saved_state(self) -> TrainerState:
+        """Return the state that a checkpoint is to keep, with that of the callbacks."""
+        kept = {name: callback.state_dict() for name, callback in self.callbacks.items()}
+        return replace(self.state, callbacks={name: own for name, own in kept.items() if own})
+
+    @cached_property
+    def callbacks(self) -> dict[str, Callback]:
+        """The callbacks of the run, by name."""
+        return make_callbacks(self.run)
+
+    @cached_property
+    def _epoch_samples(self) -> int:
+        """Samples of the training data."""
+        return 1  # TODO
+
+    @cached_property
+    def allowance(self) -> Allowance:
+        """The budget of the run."""
+        settings = self.run.config.trainer
+        return settings.budget.counted(
+            step_samples=settings.batch_size,
+            step_tokens=self._step_tokens,
+            epoch_samples=self._epoch_samples,
+        )
+
+    @cached_property
+    def _step_tokens(self) -> int:
+        """Tokens of a step, over all ranks; 0 if the data are no text."""
+        if not self.is_text:
+            return 0
+        batch = self.program.batch(0, 1)
+        return next(iter(batch.values())).numel() * self.run.config.trainer.batch_size
+
+    def train(self) -> None:
+        """Take all steps, and evaluate behind the last one.
+
+        Raises:
+            ConfigError: a callback cannot be made, or cannot go on from the state.
+            NotFiniteError: the loss is infinite or no number, and `trainer.on_nan` says to stop.
+            RunError: the metrics cannot be written, or a rank failed.
+        """
+        settings, begun = self.run.config.trainer, self.state
+        total_steps = self.allowance.total_steps(begun)
+        restore(self.callbacks, begun)
+        context = TrainingContext(
+            folder=self.run.folder,
+            is_first=self.run.is_first,
+            total_steps=total_steps,
+            batch_size=settings.batch_size,
+        )
+        for callback in self.callbacks.values():
+            callback.on_train_begin(context, begun)
+        with ExitStack() as opened:
+            sink = opened.enter_context(metric_sink(self.run, begun.step))
+            evaluator = opened.enter_context(
+                Evaluator(self.run, self.program, self.planned, self.session)
+            )
+            with StepProgress(
+                self.run.console,
+                total_steps,
+                settings.log_every,
+                self.speed,
+                begun=begun.step,
+                hours=settings.hours or 0.0,
+            ) as progress:
+                while not self._is_over:
+                    self._step(sink, evaluator, progress)
+            if settings.evaluate.batches and self.evaluated_step != self.state.step:
+                with self.run.stage("evaluating"):
+                    self._evaluate(sink, evaluator)
+        for callback in self.callbacks.values():
+            callback.on_train_end(self.state)
+
+    def _step(self, sink: MetricSink, evaluator: Evaluator, progress: StepProgress) -> None:
+        """Take one step and all that follows it."""
+        settings, index = self.run.config.trainer, self.state.step
+        self.speed.begin()
+        batch = self.program.batch(index, settings.batch_size)
+        self.speed.loaded()
+        factor = settings.schedule.factor(*self.allowance.place(self.state))
+        rates = {n: v * factor for n, v in self._given.items() if n.partition(".")[0] == "lr"}
+        scalars = {**self._given, **rates, "seed": settings.seed, "step": index}
+        bad_value: tuple[str, ...] = ()
+        try:
+            with self.tracer.step(index + 1, self.session):
+                outputs = self.step_meter.step(self.session, batch, scalars)
+        except NotFiniteStepError as error:
+            outputs = error.outputs
+            bad_value = first_bad_value(
+                self.session, self.planned.graph, batch, scalars, self.team.gather
+            )
+        self.speed.end(self._step_tokens or settings.batch_size)
+        metrics = {name: value.item() for name, value in outputs.items() if not value.dim()}
+        row = {**metrics, **self._times(), **rates}
+        if not bad_value:
+            self._advance()
+        is_due = self._evaluation_is_due()
+        problem, control = None, TrainerControl()
+        try:
+            self.tracer.finish(index + 1)  # first, as the ranks of all processes meet there
+            if self.reference is not None and index < settings.compare_steps:
+                with self.phases.timing("comparison"):
+                    self.reference.step(batch, metrics["loss"], factor)
+            progress.advance(index + 1, metrics["loss"], self._train_s)
+            if not is_due:
+                self._log(sink, index + 1, row)
+            self.run.warn(self._finite.check(index + 1, metrics, rates, bad_value))
+            if not is_due:
+                control = self._call(row)
+        except Exception as error:  # raised behind the step, on all ranks together
+            problem = error
+        try:
+            control = self._agree(problem, control)
+        except BaseException:
+            if is_due:  # what is known of the step is kept
+                with suppress(Exception):
+                    self._log(sink, index + 1, row)
+            raise
+        if is_due or control.evaluate:
+            is_last = self._is_over
+            if is_last:
+                progress.stop()
+            with self.run.stage("evaluating") if is_last else nullcontext():
+                self._evaluate(sink, evaluator, row if is_due else None)
+            if not is_last:
+                progress.say(index + 1, f"held-out loss {self.held_out['held_out_loss']:.4f}")
+
+    def _advance(self) -> None:
+        """Count the step that is done."""
+        settings, state = self.run.config.trainer, self.state
+        samples = state.samples + settings.batch_size
+        self.state = replace(
+            state,
+            step=state.step + 1,
+            samples=samples,
+            tokens=state.tokens + self._step_tokens,
+            epoch=samples // self._epoch_samples,
+        )
+
+    def _times(self) -> dict[str, float]:
+        """Return what is logged of the speed of the newest step, and count its time."""
+        step_s, data_s = self.speed.step_s, self.speed.data_s
+        self.phases.add("data", data_s)
+        self.phases.add("steps", step_s - data_s)
+        return {
+            f"{self.speed.unit}_per_s": self.speed.step_rate,
+            "step_s": step_s,
+            "data_s": data_s,
+        }
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether no step follows."""
+        return bool(self.stopped_for) or self.allowance.is_spent(self.state)
+
+    def _evaluation_is_due(self) -> bool:
+        """Whether an evaluation follows the newest step, as all processes know by themselves."""
+        evaluate, every = self.run.config.trainer.evaluate, self.run.config.trainer.evaluate.every
+        is_turn = every is not None and self.state.step % every == 0
+        return evaluate.batches > 0 and (is_turn or self._is_over)
+
+    def _evaluate(
+        self, sink: MetricSink, evaluator: Evaluator, row: Mapping[str, float] | None = None
+    ) -> None:
+        """Evaluate behind the newest step, and tell callbacks and the metric sink of it.
+
+        Args:
+            sink: For the metrics.
+            evaluator: Evaluates.
+            row: Metrics of the step, if they are not logged yet.
+        """
+        step = self.state.step
+        before_s = self.phases["evaluation"]
+        with self.phases.timing("evaluation"):
+            self.held_out, self.evaluated_step = evaluator.metrics(), step
+        loss = self.held_out["held_out_loss"]
+        if math.isfinite(loss) and (self.state.best is None or loss < self.state.best):
+            self.state = replace(self.state, best=loss, best_step=step)
+        found = {**self.held_out, "evaluate_s": self.phases["evaluation"] - before_s}
+        problem, control = None, TrainerControl()
+        try:
+            self._log(sink, step, {**(row or {}), **found})
+            asked = [one.on_evaluate(self.state, found) for one in self.callbacks.values()]
+            control = together([*asked, self._call({**row, **found}) if row else None])
+        except Exception as error:
+            problem = error
+        self._agree(problem, control)
+
+    def _log(self, sink: MetricSink, step: int, metrics: Mapping[str, float]) -> None:
+        """Hand metrics to the sink.
+
+        Raises:
+            RunError: they cannot be written.
+        """
+        with writing(self.run.folder):
+            sink.log(step, metrics)
+
+    def _call(self, metrics: Mapping[str, float]) -> TrainerControl:
+        """Tell the callbacks of the newest step; return what they ask for together."""
+        return together(one.on_step_end(self.state, metrics) for one in self.callbacks.values())
+
+    @property
+    def _train_s(self) -> float:
+        """Seconds of training over all stops, by the clock of this process."""
+        return self._begun_s + self.phases.total_s
+
+    def _agree(self, problem: Exception | None, control: TrainerControl) -> TrainerControl:
+        """Agree with all processes on how the run goes on; return what any of them asks for.
+
+        Raises:
+            Exception: see `stop_together`.
+        """
+        evaluates = control.evaluate and self.run.config.trainer.evaluate.batches > 0
+        ticks = round(self._train_s / _TICK_S)
+        stop, evaluate, save, ticks = stop_together(
+            self.team,
+            self.signals,
+            problem,
+            vote_deadline_s(self.run.config, self.state.step - 1),
+            [bool(control.stop), evaluates, control.save, ticks],
+        )
+        self.state = replace(self.state, train_s=max(self.state.train_s, ticks * _TICK_S))
+        if stop:
+            self.stopped_for = control.stop or "a callback of another process"
+        return TrainerControl(stop=self.stopped_for, evaluate=bool(evaluate), save=bool(save))
+
+
+def vote_deadline_s(config: RunConfig, index: int) -> float:
+    """Return how long a rank waits for the others behind a step: as long as in it, in seconds.
+
+    Longer behind the steps, counted from 0, that the first rank compares with one device.
+    """
+    deadline_s = config.runtime.settings.get("deadline_s")
+    if index < config.trainer.compare_steps or not isinstance(deadline_s, int | float):
+        return DEADLINE_S
+    return float(deadline_s)
+
+
+@contextmanager
+def metric_sink(run: Run, resumed_step: int = 0) -> Iterator[MetricSink]:
+    """Open the chosen metric sink, and close it.
+
+    Args:
+        run: The run.
+        resumed_step: The step behind which the run goes on; 0 for a new one.
+
+    Raises:
+        RunError: its file cannot be written; only if nothing else has failed before.
+    """
+    if not run.is_first:
+        yield cast(MetricSinkFactory, run.registry.make("logger", "none"))(run.folder)
+        return
+    factory: MetricSinkFactory = run.make("logger")
+    with writing(run.folder):
+        sink = (
+            factory(run.folder, resumed_step=resumed_step) if resumed_step else factory(run.folder)
+        )
+    try:
+        yield sink
+    except BaseException:
+        with suppress(OSError):  # what it could not write it tries again
+            sink.close()
+        raise
+    with writing(run.folder):
+        sink.close()
