@@ -202,7 +202,9 @@ def test_help_on_a_topic_explains_the_settings_of_the_chosen_option(app: App) ->
     assert outcome.code == 0, outcome.err
     lines = outcome.out.splitlines()
     assert lines[0] == f"trainer=default, of sbp-launch: {TRAINER}"
-    assert "  trainer.steps=7                   optimizer updates" in lines
+    assert (
+        "  trainer.steps=7                   optimizer updates; 300 if no budget is given" in lines
+    )
     assert any(line.startswith("  optimizer.momentum=0.9 ") for line in lines)
     assert not outcome.torch
 

@@ -60,15 +60,15 @@ def test_an_option_is_a_topic_with_and_without_its_group() -> None:
 
 def test_a_group_is_explained_setting_by_setting() -> None:
     assert lines_on("trainer")[3:] == [
-        "  trainer.steps=300                 optimizer updates",
+        "  trainer.steps=300                 optimizer updates; 300 if no budget is given",
         "  trainer.schedule:                 of the learning rate, times the optimizer's lr",
-        "  trainer.schedule.decay=constant   constant, linear, cosine, inverse_sqrt",
+        "  trainer.schedule.decay=constant   constant, linear, cosine, inverse_sqrt, wsd",
         "  trainer.schedule.final=0.0        factor at the end",
     ]
 
 
 def test_one_setting_is_explained_with_what_it_takes() -> None:
-    assert lines_on("trainer.steps")[0].endswith("optimizer updates (takes an integer)")
+    assert " ".join(lines_on("trainer.steps")).endswith("(takes an integer or null) ")
     assert lines_on("lr")[0] == "  optimizer.lr=0.1                  learning rate (takes a number)"
 
 
