@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sbp_core.compile.overwriting import Overwriting
+from sbp_core.compile.overwriting import Overwriting, first_overwrites
 from sbp_core.compile.physical import Compute, Instruction
 from sbp_core.graph.ir import Phase, Rate, Ref
 
@@ -86,3 +86,24 @@ def test_of_two_states_with_one_new_value_the_second_gets_a_copy() -> None:
 
     assert found[0] == ("add_.Tensor", "v g", "b")
     assert found[1][1:] == ("w b", "w <- b")
+
+
+def test_a_state_is_first_overwritten_by_what_its_chain_begins_with() -> None:
+    calls = [
+        ("neg.default", "v", "n"),
+        ("mul_.Tensor", "v c", "a"),
+        ("add_.Tensor", "a n", "b"),
+        ("copy_.default", "w b", "w <- b"),
+    ]
+    actor = Compute(
+        name="optimizer.0.0", stage=0, phase=Phase.OPTIMIZER, rate=Rate.STEP, thread="compute",
+        writes=(("v", "b"), ("w", "w <- b"), ("u", "boxed")), in_place=("v", "w", "u"),
+        instructions=tuple(
+            Instruction(
+                op=f"aten.{op}", args=tuple(map(Ref, takes.split())), outputs=(makes,), node=makes
+            )
+            for op, takes, makes in calls
+        ),
+    )  # fmt: skip
+
+    assert first_overwrites(actor) == {1: ("v",), 3: ("w",)}  # u comes from elsewhere

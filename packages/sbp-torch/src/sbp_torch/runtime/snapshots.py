@@ -1,8 +1,7 @@
 """Snapshots: states as they were between two steps, copied aside while the next step computes.
 
-One thread copies what the next update overwrites, in the order in which it does. Whoever needs a
-copy that is not there yet makes it, or waits for who does: the update of the state, or who reads
-the snapshot.
+One thread copies what the next update overwrites, in the order in which it does. An update that
+needs a copy which is not there yet makes it, or waits for the thread if that is in the middle.
 
     snapshot            |
     rank            ... | forward  backward  commit | update a  update b  copy c, update c
@@ -53,6 +52,8 @@ class StateSnapshot(Snapshot):
         self._begun: set[Part] = set()
         self._made: dict[Part, Aside | Exception] = {}
         self._released = threading.Event()
+        #: Whether the copying thread will come to it, or is at it.
+        self._is_awaited = False
 
     def copy(self, part: Part) -> Aside | Exception | None:
         """Return the copy of a part, or why there is none; make it unless somebody does.
@@ -65,10 +66,10 @@ class StateSnapshot(Snapshot):
             if part in self._made or self._released.is_set() or part not in self._to_copy:
                 return self._made.get(part)
             self._begun.add(part)
+            value = self._values[part[0]][part[1]]
+        assert isinstance(value, Tensor), "host numbers are not overwritten"
         made: Aside | Exception
         try:
-            value = self._values[part[0]][part[1]]
-            assert isinstance(value, Tensor), "host numbers are not overwritten"
             made = self._copier.copied(part, value, self._since)
         except Exception as error:  # such as for lack of memory
             made = error
@@ -87,9 +88,23 @@ class StateSnapshot(Snapshot):
             if isinstance(copy, Aside):
                 copy.wait()
 
+    def copy_on_thread(self) -> None:
+        """Have the copying thread make all copies."""
+        if self._to_copy:
+            self._is_awaited = True
+            self._copier.begin(self)
+
+    def leave_to_reader(self) -> None:
+        """Note that the copying thread is through with it."""
+        with self._changed:
+            self._is_awaited = False
+            self._changed.notify_all()
+
     def pieces(self) -> Iterator[StatePiece]:
         """See `Snapshot.pieces`."""
+        values = self._values
         for rank, name, bounds in self._store.owned_in_order:
+            self._await((rank, name))
             copy = self.copy((rank, name))
             if self._released.is_set():
                 raise RunError("the snapshot was released", todo="read it before")
@@ -99,8 +114,14 @@ class StateSnapshot(Snapshot):
                     where=f"rank {rank}",
                     todo="save pieces() between two steps, which copies nothing",
                 ) from copy
-            value = self._values[rank][name] if copy is None else copy.wait()
+            value = values[rank][name] if copy is None else copy.wait()
             yield from self._store.pieces_of(name, bounds, value, self._tied_dtypes)
+
+    def _await(self, part: Part) -> None:
+        """Wait for the thread to copy a part: two would take more from those that compute."""
+        with self._changed:
+            while self._is_awaited and part in self._to_copy and part not in self._made:
+                self._changed.wait()
 
     def release(self) -> None:
         """See `Snapshot.release`."""
@@ -109,7 +130,7 @@ class StateSnapshot(Snapshot):
 
     def _give_back(self) -> None:
         with self._changed:
-            made, self._made = self._made, {}
+            made, self._made, self._values = self._made, {}, {}
         self._copier.keep({p: copy.value for p, copy in made.items() if isinstance(copy, Aside)})
 
 
@@ -195,7 +216,10 @@ class Copier:
         torch.set_num_threads(1)
         self.device.enter()
         while (snapshot := self._next()) is not None:
-            snapshot.copy_all()
+            try:
+                snapshot.copy_all()
+            finally:
+                snapshot.leave_to_reader()
             with self._lock:
                 self._under_way.remove(snapshot)
             del snapshot  # so that its memory does not wait for the next

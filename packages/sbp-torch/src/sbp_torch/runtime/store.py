@@ -259,8 +259,8 @@ class StateStore:
         made = StateSnapshot(self, steps_done)
         if at_once:
             made.copy_all()
-        elif self.overwritten and not self.copier.is_closed:
-            self.copier.begin(made)
+        else:
+            made.copy_on_thread()
         return made
 
     def close(self) -> None:

@@ -1,0 +1,89 @@
+"""Snapshots of running sessions: what an update waits for, and what a step without one costs."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from actor_plans import run_step, start, training_step, wait_until
+from torch import Tensor
+
+from sbp_torch.runtime.devices import Aside, CpuDevice
+from sbp_torch.segments import segment_maker
+from sbp_torch.testing.cases import assert_pieces
+
+ALONE = "one rank"
+
+
+class HoldingDevice(CpuDevice):
+    """Holds the copies of some tensors, by address, until a test lets them go."""
+
+    def __init__(self, held: set[int]) -> None:
+        self.held, self.opening = held, threading.Event()
+
+    def copy_aside(self, value: Tensor, since: Any, buffer: Tensor | None) -> Aside:
+        if value.data_ptr() in self.held:
+            assert self.opening.wait(20.0)
+        return super().copy_aside(value, since, buffer)
+
+
+def test_the_update_of_a_state_waits_for_its_own_copy_only() -> None:
+    with start(ALONE) as session:
+        *_, (_, late) = session.store.overwritten
+        early = next(iter(session.store.overwritten))[1]
+        shards = {name: session.shard(name, 0) for name in (early, late)}
+        assert all(isinstance(value, Tensor) for value in shards.values())
+        before = {name: value.clone() for name, value in shards.items()}
+        states = session.state_dict()
+        device = HoldingDevice({shards[late].data_ptr()})
+        session.store.copier.device = device
+        snapshot = session.snapshot()
+        assert wait_until(lambda: any(t.name == "sbp snapshot" for t in threading.enumerate()))
+        step = threading.Thread(target=run_step, args=(session, ALONE))
+        step.start()
+
+        is_early_updated = wait_until(lambda: not torch.equal(shards[early], before[early]))
+        is_late_kept = torch.equal(shards[late], before[late])
+        device.opening.set()
+        step.join()
+
+        assert is_early_updated and is_late_kept
+        assert not torch.equal(shards[late], before[late])
+    assert_pieces(snapshot.pieces(), states)
+
+
+def test_without_a_snapshot_there_is_no_thread_and_nothing_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[str] = []
+    begin = threading.Thread.start
+    with start(ALONE) as session:
+        monkeypatch.setattr(
+            threading.Thread, "start", lambda self: (started.append(self.name), begin(self))[1]
+        )
+        monkeypatch.setattr(
+            "sbp_actor_runtime.work.telling_segment_function",
+            lambda *_: pytest.fail("a segment that tells was made"),
+        )
+        for index in range(2):
+            run_step(session, ALONE, index)
+
+        assert started == []
+
+
+def test_a_compiled_segment_is_told_of_before_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As with Inductor and CUDA graphs, whose functions cannot call back.
+    with start(ALONE) as usual:
+        losses = [run_step(usual, ALONE, index) for index in range(3)]
+    make_segment = segment_maker("eager")
+    monkeypatch.setattr("sbp_actor_runtime.session.segment_maker", lambda *_, **__: make_segment)
+    taken = []
+    with start(ALONE, compile="inductor") as session:
+        for index, loss in enumerate(losses):
+            taken.append((session.snapshot(), session.state_dict()))
+            assert torch.equal(run_step(session, ALONE, index), loss)
+    for snapshot, states in taken:
+        assert_pieces(snapshot.pieces(), states)
+    assert set(training_step(ALONE).states) == set(states)

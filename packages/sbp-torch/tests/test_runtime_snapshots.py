@@ -1,0 +1,185 @@
+"""Copies that snapshots make: in which order, by whom, in which memory, and what is not copied."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sbp_core.compile import first_overwrites
+from sbp_core.compile.physical import Compute, Instruction
+from sbp_core.errors import RunError
+from sbp_core.graph import Phase, Rate, Ref
+from sbp_torch.runtime.devices import Aside, CpuDevice
+from sbp_torch.runtime.store import StateStore
+from sbp_torch.segments.codegen import telling_segment_function
+from sbp_torch.testing.cases import CASES, compile_case
+
+
+class ObservedDevice(CpuDevice):
+    """Notes the memory that it copies, and lets a test hold or refuse a copy."""
+
+    def __init__(self) -> None:
+        self.copied: list[int] = []
+        self.threads: set[str] = set()
+        self.held: dict[int, threading.Event] = {}
+        self.refused: set[int] = set()
+
+    def copy_aside(self, value: Tensor, since: Any, buffer: Tensor | None) -> Aside:
+        if value.data_ptr() in self.held:
+            assert self.held[value.data_ptr()].wait(20.0)
+        if value.data_ptr() in self.refused:
+            raise MemoryError("not enough memory")
+        self.copied.append(value.data_ptr())
+        self.threads.add(threading.current_thread().name)
+        return super().copy_aside(value, since, buffer)
+
+
+def _store(name: str, *, in_place: bool = True) -> tuple[StateStore, ObservedDevice]:
+    store = StateStore(compile_case(name, in_place_states=in_place), range(4))
+    store.device = device = ObservedDevice()
+    store.load(CASES[name].step.states)
+    return store, device
+
+
+def _address(store: StateStore, part: tuple[int, str]) -> int:
+    value = store.values[part[0]][part[1]]
+    assert isinstance(value, Tensor)
+    return value.data_ptr()
+
+
+def test_copies_are_made_in_the_order_in_which_updates_overwrite() -> None:
+    store, device = _store("sharded states")
+    told: list[tuple[int, int, str]] = []
+    for part in store.plan.ranks:
+        names = [name for order in part.orders.values() for name, _ in order]
+        for place, actor in ((names.index(a.name), a) for a in part.actors if a.in_place):
+            assert isinstance(actor, Compute)
+            inside = [name for _, states in first_overwrites(actor).items() for name in states]
+            outside = [name for name in actor.in_place if name not in inside]
+            told += [(place, part.rank, name) for name in (*inside, *outside)]
+
+    list(store.snapshot(0).pieces())
+
+    assert len(device.copied) > 10
+    for rank in range(4):
+        mine = {_address(store, (r, n)): n for r, n in store.overwritten if r == rank}
+        found = [mine[address] for address in device.copied if address in mine]
+        assert found == [name for _, r, name in sorted(told, key=lambda t: t[0]) if r == rank]
+    assert device.threads == {"sbp snapshot"}
+
+
+def test_a_state_that_no_update_overwrites_is_not_copied() -> None:
+    store, device = _store("sharded states", in_place=False)
+    threads = set(threading.enumerate())
+
+    pieces = list(store.snapshot(0).pieces())
+
+    held = [value for values in store.values.values() for value in values.values()]
+    assert all(any(piece.value is value for value in held) for piece in pieces)
+    assert device.copied == []
+    assert set(threading.enumerate()) == threads
+
+
+def test_memory_of_a_released_snapshot_is_used_by_the_next() -> None:
+    store, _ = _store("sharded states")
+    addresses = []
+    for index in range(3):
+        with store.snapshot(index) as snapshot:
+            values = [piece.value for piece in snapshot.pieces()]
+            addresses.append({v.data_ptr() for v in values if isinstance(v, Tensor)})
+    with store.snapshot(3) as one, store.snapshot(3) as other:
+        both = [{p.value.data_ptr() for p in s.pieces() if p.shape} for s in (one, other)]
+
+    assert addresses[0] == addresses[1] == addresses[2]
+    assert both[0].isdisjoint(both[1])
+
+
+def test_an_update_makes_the_copy_that_it_needs_and_waits_for_no_other() -> None:
+    store, device = _store("sharded states")
+    first, *_, last = store.overwritten
+    opening = device.held[_address(store, first)] = threading.Event()
+    snapshot = store.snapshot(0)
+
+    before_overwrite = store.copier.before_overwrite(last[0])
+    assert before_overwrite is not None
+    before_overwrite(last[1])  # the thread is still at the first
+    wanted = store.values[last[0]][last[1]].clone()
+    store.values[last[0]][last[1]].zero_()
+    opening.set()
+
+    found = next(
+        p for p in snapshot.pieces() if p.name == last[1] and _is_of(store, last, p.bounds)
+    )
+    assert torch.equal(found.value, wanted)
+
+
+def _is_of(store: StateStore, part: tuple[int, str], bounds: object) -> bool:
+    return (*part, bounds) in store.owned
+
+
+def test_when_all_is_copied_a_step_has_nothing_to_wait_for() -> None:
+    store, _ = _store("sharded states")
+    snapshot = store.snapshot(0)
+    list(snapshot.pieces())
+    store.close()  # waits for the thread
+
+    assert store.copier.before_overwrite(0) is None
+
+
+def test_a_copy_that_cannot_be_made_fails_the_snapshot_and_not_the_step() -> None:
+    store, device = _store("sharded states")
+    rank, name = next(iter(store.overwritten))
+    device.refused.add(_address(store, (rank, name)))
+    snapshot = store.snapshot(7)
+
+    before_overwrite = store.copier.before_overwrite(rank)
+    if before_overwrite is not None:
+        before_overwrite(name)
+    with pytest.raises(RunError, match=f"after step 7 has no copy of '{name}': not enough memory"):
+        list(snapshot.pieces())
+
+
+def test_releasing_a_snapshot_ends_its_copies() -> None:
+    store, device = _store("sharded states")
+    first = next(iter(store.overwritten))
+    opening = device.held[_address(store, first)] = threading.Event()
+    snapshot = store.snapshot(0)
+    with ThreadPoolExecutor(1) as reader:
+        reading = reader.submit(lambda: list(snapshot.pieces()))
+        snapshot.release()
+        opening.set()
+        with pytest.raises(RunError, match="was released"):
+            reading.result()
+    store.close()
+
+    assert len(device.copied) <= 1
+
+
+def test_a_segment_tells_of_each_state_just_before_it_overwrites_it() -> None:
+    def call(op: str, takes: str, makes: str) -> Instruction:
+        return Instruction(op=op, args=tuple(map(Ref, takes.split())), outputs=(makes,), node=makes)
+
+    actor = Compute(
+        name="optimizer", stage=0, phase=Phase.OPTIMIZER, rate=Rate.STEP, thread="compute",
+        inputs=("g",), reads=("v", "w"), writes=(("v", "b"), ("w", "d")), in_place=("v", "w"),
+        instructions=(
+            call("aten.mul_.Tensor", "v g", "a"),
+            call("aten.add_.Tensor", "a g", "b"),
+            call("aten.neg.default", "b", "c"),
+            call("aten.copy_.default", "w c", "d"),
+        ),
+    )  # fmt: skip
+    g, v, w = (torch.full((2,), value) for value in (3.0, 5.0, 7.0))
+    told: list[tuple[str, float, float]] = []
+
+    made = telling_segment_function(actor, 0, ())(
+        [g, v, w], lambda name: told.append((name, v[0].item(), w[0].item()))
+    )
+
+    assert told == [("v", 5.0, 7.0), ("w", 18.0, 7.0)]
+    assert [value[0].item() for value in made] == [18.0, -18.0]
