@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from held import Held, same, values
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -31,14 +32,6 @@ from sbp_launch.checkpoint.formats.safetensors_writer import write_safetensors, 
 SHAPES = ((), (0, 3), (5,), (4, 3, 2))
 
 
-def values(shape: tuple[int, ...], dtype: str) -> Tensor:
-    """Return a tensor of a dtype with values that differ."""
-    count = torch.Size(shape).numel()
-    if dtype == "bool":
-        return (torch.arange(count) % 2 == 0).reshape(shape)
-    return torch.arange(count).to(getattr(torch, dtype)).reshape(shape)
-
-
 def every_dtype() -> dict[str, Tensor]:
     """Return tensors of every dtype that safetensors has, in several shapes."""
     return {
@@ -46,23 +39,6 @@ def every_dtype() -> dict[str, Tensor]:
         for dtype in CODES
         for number, shape in enumerate(SHAPES)
     }
-
-
-def same(one: Tensor, other: Tensor) -> bool:
-    """Return whether shapes, dtypes and all bits are equal."""
-    if (one.shape, one.dtype) != (other.shape, other.dtype):
-        return False
-    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
-
-
-class Held(dict[str, Tensor]):
-    """Tensors in memory, as what is to be written."""
-
-    def like(self, name: str) -> Tensor:
-        return self[name].to("meta")
-
-    def part(self, name: str, bounds: Any) -> Tensor:
-        return self[name][tuple(slice(*dim) for dim in bounds)].clone()
 
 
 def test_what_safetensors_writes_is_read_with_every_dtype(tmp_path: Path) -> None:

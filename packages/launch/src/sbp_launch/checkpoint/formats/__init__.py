@@ -1,10 +1,13 @@
-"""Weights in the formats of other programs.
+"""Weights in the formats of other programs, by the model's own names.
 
 | format | what |
 |---|---|
-| `safetensors` | one file, by the model's own names |
+| `safetensors` | one file |
 | `hf` | a folder of Hugging Face's libraries: `model.safetensors`, or shards and an index |
+| `dcp` | a folder of `torch.distributed.checkpoint`, read without unpickling |
 
-`index` says where tensors lie, without torch; `indexed` reads them, whole or in parts. A module a
-format reads what it says into an index; `safetensors_writer` writes.
+In order: `index` (where tensors lie), `safetensors_file`, `hugging_face`, `pickles`, `torch_file`,
+`distributed_checkpoint` (what each format says, read into an index), none of which takes torch;
+`indexed` (tensors of an index, whole or in parts), `aside`, `safetensors_writer` and
+`distributed_writer`.
 """

@@ -1,0 +1,257 @@
+"""Checkpoints of `torch.distributed.checkpoint`, read without unpickling, and without torch.
+
+    .metadata           a pickle: of each tensor shape, dtype and chunks; of each chunk, where it is
+    __0_0.distcp        what `torch.save` wrote of each chunk, one behind the other
+
+`torch.distributed.checkpoint.load` runs whatever stands in `.metadata`. Here, its opcodes are read
+as plain data: a name that is none of the format is refused, and nothing is imported or called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sbp_core.errors import ConfigError
+from sbp_core.serialize import read_bytes, shown
+from sbp_launch.checkpoint.formats.index import (
+    ITEMSIZE,
+    StoredPiece,
+    StoredTensor,
+    TensorIndex,
+    inner_path,
+)
+from sbp_launch.checkpoint.formats.pickles import Made, Named, Pairs, read_pickle
+from sbp_launch.checkpoint.formats.torch_file import DTYPES, read_tensor, read_value
+
+FORMAT = "dcp"
+
+#: The file that says what is there.
+METADATA = ".metadata"
+
+#: Bytes of it, at most.
+_MOST_BYTES = 256 << 20
+
+_HOME = "torch.distributed.checkpoint"
+_TENSOR = f"{_HOME}.metadata.TensorStorageMetadata"
+_VALUE = f"{_HOME}.metadata.BytesStorageMetadata"
+_INDEX = f"{_HOME}.metadata.MetadataIndex"
+_KNOWN = frozenset(
+    {
+        *(
+            f"{_HOME}.metadata.{name}"
+            for name in (
+                "BytesStorageMetadata",
+                "ChunkStorageMetadata",
+                "Metadata",
+                "MetadataIndex",
+                "StorageMeta",
+                "TensorProperties",
+                "TensorStorageMetadata",
+                "_MEM_FORMAT_ENCODING",
+            )
+        ),
+        f"{_HOME}.filesystem._StorageInfo",
+        "torch.Size",
+        "torch.serialization._get_layout",
+        "collections.OrderedDict",
+        "pathlib.PosixPath",
+        "pathlib.WindowsPath",
+        "pathlib._local.PosixPath",
+        "pathlib._local.WindowsPath",
+        *DTYPES,
+    }
+)
+
+_TODO = "the checkpoint is damaged, or of another version of PyTorch: write it again"
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where something was written: file, and offset and length in it."""
+
+    file: str
+    offset: int
+    length: int
+
+
+def is_distributed_checkpoint(folder: Path) -> bool:
+    """Return whether a folder has what `torch.distributed.checkpoint.save` writes last."""
+    return (folder / METADATA).is_file()
+
+
+def read_distributed_checkpoint(folder: Path) -> TensorIndex:
+    """Return where the tensors of a checkpoint lie.
+
+    Raises:
+        ConfigError: it is damaged, or asks for something that is none of the format.
+    """
+    path = inner_path(folder, METADATA, folder)
+    where = str(path)
+    data = read_bytes(path, most_bytes=_MOST_BYTES, error=ConfigError, todo=_TODO)
+    found = _Metadata(read_pickle(data, _KNOWN, where), where)
+    places = dict(found.places())
+    tensors: dict[str, StoredTensor] = {}
+    others: dict[str, str] = {}
+    for name, entry in found.entries():
+        if str(entry.of) == _VALUE:
+            others[name] = _value(folder, places.get((name, None)), where, name)
+            continue
+        shape, dtype, chunks = found.tensor(name, entry)
+        pieces = []
+        for offsets, sizes in chunks:
+            if 0 in sizes and 0 not in shape:
+                continue  # of a rank that has nothing of it
+            place = places.get((name, offsets))
+            if place is None:
+                raise found.error(f"the chunk of {name!r} at {offsets} is nowhere")
+            pieces.append(_piece(folder, place, offsets, sizes, dtype, name, path))
+        tensors[name] = StoredTensor(shape=shape, dtype=dtype, pieces=tuple(pieces))
+    notes = {"version": str(found.version)} if found.version else {}
+    return TensorIndex(
+        format=FORMAT, path=folder, folder=folder, tensors=tensors, notes=notes, others=others
+    )
+
+
+def chunk_places(folder: Path) -> Iterator[tuple[str, str, int, int]]:
+    """Yield of everything that was written name, file, offset and length.
+
+    Raises:
+        ConfigError: as of `read_distributed_checkpoint`.
+    """
+    path = inner_path(folder, METADATA, folder)
+    data = read_bytes(path, most_bytes=_MOST_BYTES, error=ConfigError, todo=_TODO)
+    for (name, _), place in _Metadata(read_pickle(data, _KNOWN, str(path)), str(path)).places():
+        yield name, place.file, place.offset, place.length
+
+
+def _piece(
+    folder: Path,
+    place: _Place,
+    offsets: tuple[int, ...],
+    sizes: tuple[int, ...],
+    dtype: str,
+    name: str,
+    path: Path,
+) -> StoredPiece:
+    """Return a chunk of a tensor: where its elements lie in its file."""
+    file = inner_path(folder, place.file, path)
+    where = f"{file}, bytes {place.offset} to {place.offset + place.length}, {name!r}"
+    saved = read_tensor(file, place.offset, place.length, where)
+    if (saved.shape, saved.dtype) != (sizes, dtype):
+        raise ConfigError(
+            f"the chunk of {name!r} is {saved.dtype} of shape {saved.shape}",
+            where=where,
+            accepted=f"{dtype} of shape {sizes}, as {METADATA} says",
+            todo=_TODO,
+        )
+    bounds = tuple((start, start + size) for start, size in zip(offsets, sizes, strict=True))
+    piece = StoredPiece(file=place.file, offset=saved.offset, bounds=bounds, strides=saved.strides)
+    end = saved.offset + piece.span * ITEMSIZE[dtype]
+    if saved.offset < place.offset or end > saved.end or saved.end > place.offset + place.length:
+        raise ConfigError(f"the chunk of {name!r} lies beyond its storage", where=where, todo=_TODO)
+    return piece
+
+
+def _value(folder: Path, place: _Place | None, where: str, name: str) -> str:
+    """Return in words what is no tensor; what it asks for is not answered."""
+    if place is None:
+        return "nowhere"
+    file = inner_path(folder, place.file, folder / METADATA)
+    try:
+        return read_value(file, place.offset, place.length, f"{file}, {name!r}")
+    except ConfigError as error:
+        return f"not read: {error.what}"
+
+
+class _Metadata:
+    """What `.metadata` says, of which every part is looked at before it is taken."""
+
+    def __init__(self, root: Any, where: str) -> None:
+        self.where = where
+        if not isinstance(root, Made) or str(root.of) != f"{_HOME}.metadata.Metadata":
+            raise self.error("it holds something else")
+        self.root = root
+        version = self._field(root, "version", None)
+        self.version = version if isinstance(version, str) else ""
+
+    def error(self, why: str) -> ConfigError:
+        return ConfigError(
+            f"this is no metadata of torch.distributed.checkpoint: {why}",
+            where=self.where,
+            todo=_TODO,
+        )
+
+    def _field(self, made: Made, name: str, *default: Any) -> Any:
+        try:
+            return made[name]
+        except KeyError as error:
+            if default:
+                return default[0]
+            raise self.error(f"a {made.of.name} has no {name!r}") from error
+
+    def _pairs(self, name: str) -> list[tuple[Any, Any]]:
+        value = self._field(self.root, name)
+        if not isinstance(value, Pairs):
+            raise self.error(f"its {name} is no mapping")
+        return value.items
+
+    def _sizes(self, value: Any, what: str) -> tuple[int, ...]:
+        """Return a `torch.Size`."""
+        args = value.args if isinstance(value, Made) and str(value.of) == "torch.Size" else ()
+        sizes = args[0] if len(args) == 1 else None
+        if not isinstance(sizes, tuple) or not all(type(n) is int and n >= 0 for n in sizes):
+            raise self.error(f"{what} is no torch.Size")
+        return sizes
+
+    def entries(self) -> Iterator[tuple[str, Made]]:
+        """Yield what is there by name, each once."""
+        known = set()
+        for name, entry in self._pairs("state_dict_metadata"):
+            if not isinstance(name, str) or name in known:
+                raise self.error(f"the name {shown(name)} is no text, or stands twice")
+            if not isinstance(entry, Made) or str(entry.of) not in (_TENSOR, _VALUE):
+                raise self.error(f"{name!r} is neither a tensor nor a value")
+            known.add(name)
+            yield name, entry
+
+    def tensor(
+        self, name: str, entry: Made
+    ) -> tuple[tuple[int, ...], str, list[tuple[tuple[int, ...], tuple[int, ...]]]]:
+        """Return shape, dtype, and offsets and sizes of the chunks of a tensor."""
+        properties = self._field(entry, "properties")
+        state = properties.state if isinstance(properties, Made) else None
+        dtype = state[0] if isinstance(state, tuple) and state else None
+        if not isinstance(dtype, Named) or str(dtype) not in DTYPES:
+            raise self.error(f"{name!r} has no dtype that is known here")
+        chunks = self._field(entry, "chunks")
+        if not isinstance(chunks, list) or not all(isinstance(one, Made) for one in chunks):
+            raise self.error(f"{name!r} has no list of chunks")
+        places = [
+            tuple(self._sizes(self._field(one, key), f"{key} of a chunk of {name!r}")
+                  for key in ("offsets", "sizes"))
+            for one in chunks
+        ]  # fmt: skip
+        shape = self._sizes(self._field(entry, "size"), f"the size of {name!r}")
+        for offsets, sizes in places:
+            if not len(offsets) == len(sizes) == len(shape):
+                raise self.error(f"a chunk of {name!r} has other dims than the tensor")
+        return shape, DTYPES[str(dtype)], [(offsets, sizes) for offsets, sizes in places]
+
+    def places(self) -> Iterator[tuple[tuple[str, tuple[int, ...] | None], _Place]]:
+        """Yield where what was written is, by name and, of a chunk, offsets."""
+        for key, info in self._pairs("storage_data"):
+            if not isinstance(key, Made) or str(key.of) != _INDEX or not isinstance(info, Made):
+                raise self.error("its storage_data names no places")
+            name, offsets = self._field(key, "fqn"), self._field(key, "offset", None)
+            file = self._field(info, "relative_path")
+            numbers = [self._field(info, field) for field in ("offset", "length")]
+            if self._field(info, "transform_descriptors", None):
+                raise self.error(f"{shown(name)} was transformed when it was written")
+            are_plain = isinstance(name, str) and isinstance(file, str)
+            if not are_plain or not all(type(n) is int and n >= 0 for n in numbers):
+                raise self.error(f"the place of {shown(name)} is none")
+            at = None if offsets is None else self._sizes(offsets, f"the offset of {name!r}")
+            yield (name, at), _Place(file, *numbers)

@@ -1,0 +1,266 @@
+"""Pickles as plain data: their opcodes are read, and nothing is imported or called.
+
+What a pickle would make by calling something is a `Made`, which says what it would have called and
+with what; only names that the caller knows may be asked for. Dicts are `Pairs`, as their keys may
+be `Made`, too.
+
+>>> import pickle, os
+>>> read_pickle(pickle.dumps({"a": (1, 2.5)}), known=[]).get("a")
+(1, 2.5)
+>>> class Planted:
+...     def __reduce__(self):
+...         return os.system, ("touch planted",)
+>>> read_pickle(pickle.dumps(Planted()), known=[], where="a file")
+Traceback (most recent call last):
+    ...
+sbp_core.errors.ConfigError: the pickle asks for posix.system, which is none of its format
+  in a file
+  accepted here: numbers, texts, lists and mappings
+  to mend it: do not open this file elsewhere: it may run what it asks for
+"""
+
+from __future__ import annotations
+
+import pickletools
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from sbp_core.errors import ConfigError
+from sbp_core.serialize import shown
+
+_TODO = "the file is damaged, or no checkpoint: get it again"
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """What a pickle would import."""
+
+    module: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+@dataclass(eq=False, slots=True)
+class Made:
+    """What a pickle would make.
+
+    Args:
+        of: What it would call.
+        args: With what.
+        state: That it would give it then, if any.
+    """
+
+    of: Named
+    args: tuple[Any, ...]
+    state: Any = None
+
+    def __getitem__(self, name: str) -> Any:
+        """Return an attribute of the state.
+
+        Raises:
+            KeyError: there is none.
+        """
+        state = self.state
+        if not isinstance(state, Pairs):
+            raise KeyError(name)
+        return state[name]
+
+
+@dataclass(eq=False, slots=True)
+class Stored:
+    """What lies beside the pickle, by what the pickle says of it."""
+
+    key: Any
+
+
+@dataclass(eq=False, slots=True)
+class Pairs:
+    """A dict of a pickle: keys may be anything."""
+
+    items: list[tuple[Any, Any]] = field(default_factory=list)
+
+    def get(self, name: str) -> Any:
+        """Return the value of a text; None if there is none."""
+        return next((value for key, value in reversed(self.items) if key == name), None)
+
+    def __getitem__(self, name: str) -> Any:
+        found = [value for key, value in self.items if isinstance(key, str) and key == name]
+        if not found:
+            raise KeyError(name)
+        return found[-1]
+
+
+class _Mark:
+    """Where what belongs together begins on the stack."""
+
+
+def read_pickle(data: bytes, known: Collection[str], where: str = "") -> Any:
+    """Return what a pickle says, as plain data.
+
+    Args:
+        data: The pickle.
+        known: What it may ask for, as `module.name`.
+        where: The file, for messages.
+
+    Raises:
+        ConfigError: it asks for something else; or it is none.
+    """
+    return _Reader(known, where).read(data)
+
+
+class _Reader:
+    def __init__(self, known: Collection[str], where: str) -> None:
+        self.known, self.where = known, where
+        self.stack: list[Any] = []
+        self.memo: dict[int, Any] = {}
+
+    def read(self, data: bytes) -> Any:
+        for name, arg in self._opcodes(data):
+            if name == "STOP":
+                return self._pop()
+            self._do(name, arg)
+        raise self._error("it does not end")
+
+    def _opcodes(self, data: bytes) -> Iterator[tuple[str, Any]]:
+        opcodes = pickletools.genops(data)
+        while True:
+            try:
+                opcode, arg, _ = next(opcodes)
+            except StopIteration:
+                return
+            except Exception as error:  # of the library, on what is no pickle
+                raise self._error(str(error)) from error
+            yield opcode.name, arg
+
+    def _do(self, name: str, arg: Any) -> None:
+        if name in _VALUES:
+            self.stack.append(arg)
+        elif name in _CONSTANTS:
+            self.stack.append(_CONSTANTS[name])
+        elif name in _MAKE_EMPTY:
+            self.stack.append(_MAKE_EMPTY[name]())
+        elif name in _TUPLES:
+            self.stack.append(tuple(self._pop_many(_TUPLES[name])))
+        elif name in ("BINGET", "LONG_BINGET", "GET"):
+            if arg not in self.memo:
+                raise self._error(f"it refers to entry {arg}, which is not there")
+            self.stack.append(self.memo[arg])
+        elif name in ("BINPUT", "LONG_BINPUT", "PUT"):
+            self.memo[arg] = self._top()
+        elif name == "MEMOIZE":
+            self.memo[len(self.memo)] = self._top()
+        elif name in _ACTIONS:
+            _ACTIONS[name](self, arg)
+        elif name not in ("PROTO", "FRAME"):
+            raise self._error(f"its opcode {name} is none of a checkpoint")
+
+    # The stack.
+
+    def _top(self) -> Any:
+        if not self.stack or self.stack[-1] is _Mark:
+            raise self._error("it takes more than there is")
+        return self.stack[-1]
+
+    def _pop(self) -> Any:
+        found = self._top()
+        self.stack.pop()
+        return found
+
+    def _pop_many(self, count: int) -> list[Any]:
+        return [self._pop() for _ in range(count)][::-1]
+
+    def _pop_to_mark(self) -> list[Any]:
+        found: list[Any] = []
+        while self.stack:
+            value = self.stack.pop()
+            if value is _Mark:
+                return found[::-1]
+            found.append(value)
+        raise self._error("it takes more than there is")
+
+    # What is done.
+
+    def append(self, values: list[Any]) -> None:
+        """Add values to the list on top."""
+        target = self._top()
+        if not isinstance(target, list):
+            raise self._error("it appends to what is no list")
+        target.extend(values)
+
+    def set_items(self, values: list[Any]) -> None:
+        """Add keys and values to the dict on top."""
+        target = self._top()
+        # An OrderedDict is made by a call, and filled then.
+        if isinstance(target, Made):
+            target.state = target.state or Pairs()
+            target = target.state
+        if not isinstance(target, Pairs) or len(values) % 2:
+            raise self._error("it sets items of what is no mapping")
+        target.items.extend(zip(values[::2], values[1::2], strict=True))
+
+    def name(self, module: Any, name: Any) -> None:
+        """Note something that a pickle would import."""
+        if not (isinstance(module, str) and isinstance(name, str)):
+            raise self._error("it asks for something without a name")
+        found = Named(module, name)
+        if str(found) not in self.known:
+            raise ConfigError(
+                f"the pickle asks for {shown(str(found))[1:-1]}, which is none of its format",
+                where=self.where,
+                accepted=", ".join(sorted(self.known)) or "numbers, texts, lists and mappings",
+                todo="do not open this file elsewhere: it may run what it asks for",
+            )
+        self.stack.append(found)
+
+    def call(self, args: Any) -> None:
+        """Note a call of what is on top."""
+        of = self._pop()
+        if not isinstance(of, Named) or not isinstance(args, tuple):
+            raise self._error("it calls what is no name")
+        self.stack.append(Made(of, args))
+
+    def build(self) -> None:
+        """Note the state of what lies below it."""
+        state = self._pop()
+        target = self._top()
+        if not isinstance(target, Made):
+            raise self._error("it gives a state to what is not made")
+        target.state = state
+
+    def _error(self, why: str) -> ConfigError:
+        return ConfigError(f"this pickle cannot be read: {why}", where=self.where, todo=_TODO)
+
+
+_VALUES = frozenset(
+    {
+        "INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT",
+        "STRING", "BINSTRING", "SHORT_BINSTRING", "UNICODE", "BINUNICODE", "SHORT_BINUNICODE",
+        "BINUNICODE8", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8",
+    }
+)  # fmt: skip
+_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "MARK": _Mark}
+_MAKE_EMPTY: Mapping[str, Callable[[], Any]] = {
+    "EMPTY_LIST": list,
+    "EMPTY_DICT": Pairs,
+    "EMPTY_TUPLE": tuple,
+}
+_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+
+_ACTIONS: Mapping[str, Callable[[_Reader, Any], None]] = {
+    "POP": lambda self, _: self._pop(),
+    "TUPLE": lambda self, _: self.stack.append(tuple(self._pop_to_mark())),
+    "LIST": lambda self, _: self.stack.append(self._pop_to_mark()),
+    "APPEND": lambda self, _: self.append([self._pop()]),
+    "APPENDS": lambda self, _: self.append(self._pop_to_mark()),
+    "SETITEM": lambda self, _: self.set_items(self._pop_many(2)),
+    "SETITEMS": lambda self, _: self.set_items(self._pop_to_mark()),
+    "GLOBAL": lambda self, arg: self.name(*arg.split(" ", 1)),
+    "STACK_GLOBAL": lambda self, _: self.name(*self._pop_many(2)),
+    "REDUCE": lambda self, _: self.call(self._pop()),
+    "NEWOBJ": lambda self, _: self.call(self._pop()),
+    "BUILD": lambda self, _: self.build(),
+    "BINPERSID": lambda self, _: self.stack.append(Stored(self._pop())),
+}

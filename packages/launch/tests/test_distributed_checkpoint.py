@@ -1,0 +1,338 @@
+"""Checkpoints of torch.distributed.checkpoint are read without unpickling, and written for it."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import subprocess
+import sys
+import warnings
+import weakref
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from held import Held, same, values
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata
+
+from sbp_core.errors import ConfigError
+from sbp_launch.checkpoint.formats.distributed_checkpoint import read_distributed_checkpoint
+from sbp_launch.checkpoint.formats.distributed_writer import write_distributed_checkpoint
+from sbp_launch.checkpoint.formats.index import ITEMSIZE
+from sbp_launch.checkpoint.formats.indexed import IndexedTensors
+from sbp_launch.checkpoint.formats.pickles import read_pickle
+
+SHAPES = ((), (0, 3), (5,), (4, 3, 2))
+
+#: Saves sharded tensors by two processes, the second of which is a copy of the first.
+SAVING = """
+import os, sys
+import torch
+from torch.distributed import checkpoint, init_process_group
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+
+rank = 0 if os.fork() else 1
+init_process_group("gloo", init_method=f"file://{sys.argv[1]}/meeting", rank=rank, world_size=2)
+mesh = init_device_mesh("cpu", (2,))
+rows = torch.arange(35.0).reshape(7, 5)
+states = {
+    "model": {
+        "rows": distribute_tensor(rows, mesh, [Shard(0)]),
+        "columns": distribute_tensor(rows, mesh, [Shard(1)]),
+        "everywhere": distribute_tensor(rows, mesh, [Replicate()]),
+        "plain": torch.arange(3),
+        "short": distribute_tensor(torch.ones(1), mesh, [Shard(0)]),
+    },
+    "step": 5,
+}
+checkpoint.save(states, checkpoint_id=f"{sys.argv[1]}/saved")
+if rank == 0:
+    os.wait()
+else:
+    os._exit(0)
+"""
+
+
+def saved(folder: Path, states: dict[str, Any]) -> Path:
+    """Return a folder that PyTorch has written, alone."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(states, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+def loaded(folder: Path, states: dict[str, Any]) -> dict[str, Any]:
+    """Return what PyTorch reads into states."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(states, checkpoint_id=folder, no_dist=True)
+    return states
+
+
+def every_dtype() -> dict[str, Tensor]:
+    return {
+        f"{dtype}.{number}": values(shape, dtype)
+        for dtype in ITEMSIZE
+        for number, shape in enumerate(SHAPES)
+    }
+
+
+def test_what_one_process_saves_is_read_with_every_dtype(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "saved", {"model": every_dtype(), "lr": 0.1, "betas": (0.9, 0.99)})
+
+    found = IndexedTensors(read_distributed_checkpoint(folder))
+
+    assert set(found) == {f"model.{name}" for name in every_dtype()}
+    assert all(same(found[f"model.{name}"], value) for name, value in every_dtype().items())
+    assert found.index.others == {"lr": "0.1", "betas": "(0.9, 0.99)"}
+
+
+def test_what_two_processes_save_of_sharded_tensors_is_read(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", SAVING, str(tmp_path)], check=True, timeout=200)
+
+    found = IndexedTensors(read_distributed_checkpoint(tmp_path / "saved"))
+
+    rows = torch.arange(35.0).reshape(7, 5)
+    assert len(found.index.files) == 2
+    assert [len(found.index.tensors[f"model.{name}"].pieces) for name in ("rows", "plain")] == [
+        2,
+        1,
+    ]
+    for name in ("rows", "columns", "everywhere"):
+        assert torch.equal(found[f"model.{name}"], rows)
+        assert torch.equal(found.part(f"model.{name}", [(2, 6), (1, 4)]), rows[2:6, 1:4])
+    assert torch.equal(found["model.plain"], torch.arange(3))
+    assert torch.equal(found["model.short"], torch.ones(1))
+    assert found.index.others == {"step": "5"}
+
+
+def test_tensors_that_do_not_lie_in_rows_are_read(tmp_path: Path) -> None:
+    whole = torch.arange(24.0).reshape(4, 6)
+    states = {"turned": whole.T, "strided": whole[1:, ::2], "part": whole[2:], "same": whole[:1]}
+    folder = saved(tmp_path / "saved", dict(states))
+
+    found = IndexedTensors(read_distributed_checkpoint(folder))
+
+    for name, value in states.items():
+        assert same(found[name], value.contiguous())
+        assert torch.equal(found.part(name, [(0, 1), (1, 3)]), value[:1, 1:3])
+
+
+def test_pytorch_loads_what_is_written_with_every_dtype(tmp_path: Path) -> None:
+    folder = tmp_path / "written"
+
+    write_distributed_checkpoint(folder, Held({f"model.{k}": v for k, v in every_dtype().items()}))
+
+    found = loaded(folder, {"model": {k: torch.zeros_like(v) for k, v in every_dtype().items()}})
+    assert all(same(found["model"][name], value) for name, value in every_dtype().items())
+    assert [entry.name for entry in tmp_path.iterdir()] == ["written"]
+
+
+def test_one_tensor_at_a_time_is_held_while_writing(tmp_path: Path) -> None:
+    alive: list[weakref.ref[Tensor]] = []
+    most = 0
+
+    class Made(Held):
+        def __getitem__(self, name: str) -> Tensor:
+            nonlocal most
+            most = max(most, sum(ref() is not None for ref in alive))
+            value = torch.full((100,), float(name))
+            alive.append(weakref.ref(value))
+            return value
+
+        def like(self, name: str) -> Tensor:
+            return torch.empty(100, device="meta")
+
+    write_distributed_checkpoint(tmp_path / "written", Made({str(n): Tensor() for n in range(9)}))
+
+    assert len(alive) == 9
+    assert most <= 2
+    assert loaded(tmp_path / "written", {"7": torch.zeros(100)})["7"][0] == 7
+
+
+def test_a_folder_with_other_files_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("all of it")
+
+    with pytest.raises(ConfigError, match="has other files"):
+        write_distributed_checkpoint(tmp_path, Held(x=torch.ones(1)))
+
+    assert (tmp_path / "thesis.tex").exists()
+    write_distributed_checkpoint(tmp_path / "new", Held(x=torch.ones(1)))
+    write_distributed_checkpoint(tmp_path / "new", Held(y=torch.ones(1)))
+    assert set(read_distributed_checkpoint(tmp_path / "new").tensors) == {"y"}
+
+
+class Planted:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def in_metadata(folder: Path, planted: Planted) -> None:
+    (folder / ".metadata").write_bytes(pickle.dumps(planted))
+
+
+def within_metadata(folder: Path, planted: Planted) -> None:
+    found: Metadata = pickle.loads((folder / ".metadata").read_bytes())
+    found.planner_data["more"] = planted
+    (folder / ".metadata").write_bytes(pickle.dumps(found))
+
+
+def in_old_protocol(folder: Path, planted: Planted) -> None:
+    (folder / ".metadata").write_bytes(pickle.dumps(planted, protocol=0))
+
+
+@pytest.mark.parametrize("plant", [in_metadata, within_metadata, in_old_protocol])
+def test_a_payload_in_the_metadata_is_named_and_does_not_run(
+    plant: Callable[[Path, Planted], None], tmp_path: Path
+) -> None:
+    folder = saved(tmp_path / "saved", {"x": torch.ones(3)})
+    plant(folder, Planted(tmp_path / "ran"))
+
+    with pytest.raises(ConfigError, match=r"asks for posix\.mkdir, which is none of its format"):
+        read_distributed_checkpoint(folder)
+
+    assert not (tmp_path / "ran").exists()
+    pickle.loads((folder / ".metadata").read_bytes())  # it would have run
+    assert (tmp_path / "ran").exists()
+
+
+def test_a_payload_in_a_tensor_is_named_and_does_not_run(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "saved", {"x": torch.ones(3)})
+    file = folder / "__0_0.distcp"
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("archive/data.pkl", pickle.dumps(Planted(tmp_path / "ran"), protocol=2))
+        archive.writestr("archive/data/0", bytes(12))
+        archive.comment = bytes(3000)
+    found: Metadata = pickle.loads((folder / ".metadata").read_bytes())
+    next(iter(found.storage_data.values())).length = file.stat().st_size
+    (folder / ".metadata").write_bytes(pickle.dumps(found))
+
+    with pytest.raises(ConfigError, match=r"asks for posix\.mkdir") as caught:
+        read_distributed_checkpoint(folder)
+
+    assert "'x'" in str(caught.value)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_payload_in_a_value_is_named_and_tensors_are_read(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "saved", {"x": torch.ones(3), "other": Planted(tmp_path / "ran")})
+
+    found = read_distributed_checkpoint(folder)
+
+    assert found.others["other"].startswith("not read: the pickle asks for posix.mkdir")
+    assert torch.equal(IndexedTensors(found)["x"], torch.ones(3))
+    assert not (tmp_path / "ran").exists()
+
+
+def changed(change: Callable[[Metadata], object]) -> Callable[[Path], None]:
+    """Return what changes the metadata of a checkpoint."""
+
+    def edit(folder: Path) -> None:
+        path = folder / ".metadata"
+        metadata: Metadata = pickle.loads(path.read_bytes())
+        change(metadata)
+        path.write_bytes(pickle.dumps(metadata))
+
+    return edit
+
+
+def place(metadata: Metadata, **fields: Any) -> None:
+    """Change the place of a chunk."""
+    (info,) = metadata.storage_data.values()
+    for name, value in fields.items():
+        setattr(info, name, value)
+
+
+def one_chunk(metadata: Metadata, **fields: Any) -> None:
+    """Change the chunk of the tensor."""
+    for name, value in fields.items():
+        setattr(metadata.state_dict_metadata["x"].chunks[0], name, value)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda folder: (folder / ".metadata").write_bytes(b""), "cannot be read"),
+        (lambda folder: (folder / ".metadata").write_bytes(b"\x80\x04K\x01."), "something else"),
+        (lambda folder: (folder / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
+        (lambda folder: (folder / "__0_0.distcp").write_bytes(b"x"), "are beyond its 1"),
+        (lambda folder: (folder / "__0_0.distcp").write_bytes(bytes(5000)), "not a zip file"),
+        (changed(lambda m: place(m, relative_path="../x")), "names no file of this folder"),
+        (changed(lambda m: place(m, offset=-1)), "the place of 'x' is none"),
+        (changed(lambda m: place(m, length=10**9)), "are beyond its"),
+        (changed(lambda m: place(m, transform_descriptors=["zstd"])), "'x' was transformed"),
+        (changed(lambda m: m.storage_data.clear()), r"the chunk of 'x' at \(0, 0\) is nowhere"),
+        (changed(lambda m: one_chunk(m, sizes=torch.Size([4, 3]))), r"float32 of shape \(4, 2\)"),
+        (changed(lambda m: one_chunk(m, sizes=(4, 2))), "sizes of a chunk of 'x' is no torch.Size"),
+        (changed(lambda m: one_chunk(m, sizes=torch.Size([8]))), "has other dims"),
+        (
+            changed(lambda m: setattr(m.state_dict_metadata["x"], "size", torch.Size([5, 2]))),
+            "'x' has 10 elements, and its pieces hold 8",
+        ),
+        (
+            changed(lambda m: setattr(m.state_dict_metadata["x"], "size", torch.Size([3, 2]))),
+            r"'x' of shape \(3, 2\) has a piece \[0:4, 0:2\]",
+        ),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused_by_name(
+    damage: Callable[[Path], object], message: str, tmp_path: Path
+) -> None:
+    folder = saved(tmp_path / "saved", {"x": torch.ones(4, 2)})
+    damage(folder)
+
+    with pytest.raises(ConfigError, match=message) as caught:
+        read_distributed_checkpoint(folder)
+
+    assert str(folder) in str(caught.value)
+
+
+def test_whatever_bytes_are_changed_it_is_read_or_refused(tmp_path: Path) -> None:
+    states = {"x": torch.ones(4, 2), "y": torch.ones(3).expand(2, 3), "lr": 1.5}
+    folder = saved(tmp_path / "saved", states)
+    contents = {name: (folder / name).read_bytes() for name in (".metadata", "__0_0.distcp")}
+    refused = 0
+
+    for seed in range(500):
+        draw = random.Random(seed)
+        name = draw.choice(list(contents))
+        content = bytearray(contents[name])
+        for _ in range(draw.randint(1, 4)):
+            at, other = draw.randrange(len(content)), draw.randrange(len(content))
+            put = bytes([draw.randrange(256)]), b"", content[other : other + 20]
+            content[at : at + draw.choice((0, 1, 20))] = draw.choice(put)
+        (folder / name).write_bytes(content)
+        try:
+            found = IndexedTensors(read_distributed_checkpoint(folder))
+            for tensor in found:
+                found[tensor]
+        except ConfigError as error:
+            refused += 1
+            assert str(folder) in str(error), seed
+        (folder / name).write_bytes(contents[name])
+
+    assert refused > 300
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+        lambda inner: st.lists(inner) | st.tuples(inner, inner),
+    ),
+    st.sampled_from([0, 1, 2, 4, 5]),
+)
+def test_plain_values_are_read_as_they_were_in_every_protocol(value: Any, protocol: int) -> None:
+    assert read_pickle(pickle.dumps(value, protocol), known=[]) == value
