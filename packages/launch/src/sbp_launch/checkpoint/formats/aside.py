@@ -9,6 +9,7 @@ from io import BufferedWriter
 from pathlib import Path
 
 from sbp_core.errors import RunError
+from sbp_launch.checkpoint.local import sync
 
 
 @contextmanager
@@ -32,18 +33,9 @@ def writing_aside(path: Path) -> Iterator[BufferedWriter]:
             with suppress(OSError):
                 aside.unlink(missing_ok=True)
             raise
-        sync_folder(path.parent)
+        sync(path.parent)
     except OSError as error:
         raise RunError(
             f"{path} cannot be written: {error.strerror or error}",
             todo="make room, or name another place",
         ) from error
-
-
-def sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder would survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from sbp_core.errors import ConfigError, RunError
-from sbp_launch.checkpoint.formats.aside import sync_folder
 from sbp_launch.checkpoint.formats.distributed_checkpoint import is_distributed_checkpoint
 from sbp_launch.checkpoint.formats.indexed import Tensors
+from sbp_launch.checkpoint.local import sync
 
 
 def write_distributed_checkpoint(folder: Path, tensors: Tensors) -> None:
@@ -54,7 +54,7 @@ def write_distributed_checkpoint(folder: Path, tensors: Tensors) -> None:
             )
         shutil.rmtree(folder, ignore_errors=True)
         aside.rename(folder)
-        sync_folder(folder.parent)
+        sync(folder.parent)
     except OSError as error:
         raise RunError(
             f"{folder} cannot be written: {error.strerror or error}",

@@ -6,16 +6,15 @@ against the files before memory is taken. What reads tensors (`indexed`) knows t
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from math import prod
 from pathlib import Path
 
 from sbp_core.boxing import Bounds, volume
 from sbp_core.errors import ConfigError, nearest
 from sbp_core.serialize import file_within, shown
+from sbp_launch.checkpoint.cover import covers
 
 #: Bytes of one element, of the dtypes that files hold; more than those that graphs compute in.
 ITEMSIZE = {
@@ -148,14 +147,11 @@ def check_tensor(name: str, tensor: StoredTensor, sizes: Mapping[str, int], path
                 where=str(path),
                 todo="the file is damaged, or was cut: get it again",
             )
-    overlapping = _overlapping([piece.bounds for piece in tensor.pieces])
-    held = sum(volume(piece.bounds) for piece in tensor.pieces)
-    if overlapping or held != prod(tensor.shape):
-        one = " and ".join(map(bounds_text, overlapping)) if overlapping else ""
+    slices = [piece.bounds for piece in tensor.pieces if volume(piece.bounds)]
+    if not covers(slices, tensor.shape):
         raise ConfigError(
-            f"{name!r}: its pieces {one} overlap"
-            if overlapping
-            else f"{name!r} has {prod(tensor.shape)} elements, and its pieces hold {held}",
+            f"{name!r} of shape {tensor.shape} is not made up by its pieces: "
+            f"{', '.join(map(bounds_text, slices[:3])) or 'none'}{', ...' * (len(slices) > 3)}",
             where=str(path),
             accepted="pieces that hold each element once",
         )
@@ -180,36 +176,6 @@ def check_shape(name: str, shape: Sequence[int], dtype: str, path: Path) -> None
             where=str(path),
             accepted=f"at most {MOST_DIMS} dims, none negative, and less than 2**60 elements",
         )
-
-
-def _overlapping(bounds: Sequence[Bounds]) -> tuple[Bounds, Bounds] | tuple[()]:
-    """Return two slices that share elements, if there are such.
-
-    Those with equal bounds in all dims but one are in a row, and compared with the next one only;
-    rows are compared with each other.
-    """
-    solid = [one for one in bounds if volume(one)]
-    if not solid or not solid[0]:
-        return (solid[0], solid[1]) if len(solid) > 1 else ()
-    varying = [dim for dim in range(len(solid[0])) if len({one[dim] for one in solid}) > 1] or [0]
-    dim = max(varying, key=lambda dim: len({one[dim] for one in solid}))
-    rows: dict[Bounds, list[Bounds]] = defaultdict(list)
-    for one in solid:
-        rows[one[:dim] + one[dim + 1 :]].append(one)
-    for row in rows.values():
-        row.sort(key=lambda one: one[dim])
-        for one, other in pairwise(row):
-            if other[dim][0] < one[dim][1]:
-                return one, other
-    heads = list(rows)
-    for index, one_head in enumerate(heads):
-        for other_head in heads[index + 1 :]:
-            if all(a < d and c < b for (a, b), (c, d) in zip(one_head, other_head, strict=True)):
-                for one in rows[one_head]:
-                    for other in rows[other_head]:
-                        if one[dim][0] < other[dim][1] and other[dim][0] < one[dim][1]:
-                            return one, other
-    return ()
 
 
 def bounds_text(bounds: Bounds) -> str:

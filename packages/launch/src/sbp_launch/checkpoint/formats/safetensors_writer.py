@@ -18,10 +18,11 @@ from torch import Tensor
 
 from sbp_core.errors import ConfigError, RunError
 from sbp_core.units import format_bytes
-from sbp_launch.checkpoint.formats.aside import sync_folder, writing_aside
+from sbp_launch.checkpoint.formats.aside import writing_aside
 from sbp_launch.checkpoint.formats.hugging_face import INDEX, SHARD, SINGLE
 from sbp_launch.checkpoint.formats.indexed import Tensors
 from sbp_launch.checkpoint.formats.safetensors_file import CODES, MOST_HEADER_BYTES
+from sbp_launch.checkpoint.local import sync
 
 #: Says whose tensors they are; `transformers` loads no file without it.
 _NOTES = {"format": "pt"}
@@ -128,10 +129,10 @@ def _replace_weights(folder: Path, aside: Path, files: list[str]) -> None:
     for old in folder.iterdir():
         if re.fullmatch(r"model-\d{5}-of-\d{5}\.safetensors", old.name):
             old.unlink()
-    sync_folder(folder)
+    sync(folder)
     for name in files:
         (aside / name).replace(folder / name)
-        sync_folder(folder)
+        sync(folder)
 
 
 def _shards(tensors: Tensors, max_shard_bytes: int) -> list[list[str]]:
