@@ -68,7 +68,8 @@ def test_a_group_is_explained_setting_by_setting() -> None:
 
 
 def test_one_setting_is_explained_with_what_it_takes() -> None:
-    assert " ".join(lines_on("trainer.steps")).endswith("(takes an integer or null) ")
+    told = " ".join(" ".join(lines_on("trainer.steps")).split())
+    assert told.endswith("300 if no budget is given (takes an integer or null)")
     assert lines_on("lr")[0] == "  optimizer.lr=0.1                  learning rate (takes a number)"
 
 

@@ -20,6 +20,7 @@ from sbp_launch.planning import (
     evaluating,
     plan_beside,
     regathering,
+    with_averages,
 )
 from sbp_launch.program import Program, model_loss
 from sbp_launch.run import Run
@@ -103,10 +104,11 @@ def _plan(planner: Planner, request: PlanRequest, file: str) -> Strategy:
 def plan_evaluation(run: Run, program: Program, train: Planned) -> Planned:
     """Plan forward and loss on held-out data, with every state stored as in training.
 
-    The model is in evaluation mode while it is captured, and as it was afterwards.
+    The averages of parameters are evaluated where there are some (`trainer.update.ema_decay`). The
+    model is in evaluation mode while it is captured, and as it was afterwards.
     """
     settings = plan_settings(run, program)
     batch = program.batch(0, run.config.trainer.micro_batch_size)
     with evaluating(program.model):
         graph = capture_forward(program.model, model_loss, batch, settings, "evaluate")
-    return plan_beside(train, graph, settings)
+    return plan_beside(train, with_averages(graph, train.graph), settings)

@@ -23,7 +23,14 @@ from sbp_core.check import CheckReport, check
 from sbp_core.cluster import Cluster
 from sbp_core.compile import CompileOptions, Lowered, PhysicalPlan, compile_plan, lower
 from sbp_core.errors import ConfigError, PlanError, SbpError
-from sbp_core.graph import InputKind, LogicalGraph, Phase, Rate
+from sbp_core.graph import (
+    InputKind,
+    LogicalGraph,
+    Phase,
+    Rate,
+    rename_outputs,
+    rename_uses,
+)
 from sbp_core.infer import infer_strategy
 from sbp_core.memory import MemoryReport, check_memory, memory_bound, predict_memory
 from sbp_core.passes import allow_unknown
@@ -241,6 +248,29 @@ def capture_forward(
         device=settings.mesh.device,
     )
     return _prepared(captured, settings, 1)
+
+
+def with_averages(graph: LogicalGraph, train: LogicalGraph) -> LogicalGraph:
+    """Return a forward step that reads averages of parameters, where a training step keeps them.
+
+    before: y = linear(x, head.weight)
+    after:  y = linear(x, head.weight.ema)
+
+    Args:
+        graph: Of `capture_forward`.
+        train: The training step, over the same model; its averages are states `<parameter>.ema`.
+    """
+    averages = {entry.of: entry.name for entry in train.inputs if entry.name == f"{entry.of}.ema"}
+    names = {one.name: averages[one.name] for one in graph.inputs if one.name in averages}
+    if not names:
+        return graph
+    types = {names.get(value, value): kind for value, kind in graph.types.items()}
+    return graph.with_nodes(
+        tuple(rename_uses(node, names) for node in graph.nodes),
+        inputs=tuple(replace(one, name=names.get(one.name, one.name)) for one in graph.inputs),
+        outputs=rename_outputs(graph.outputs, names),
+        types=types,
+    )
 
 
 def _prepared(captured: LogicalGraph, settings: PlanSettings, micro_batches: int) -> LogicalGraph:

@@ -1,0 +1,103 @@
+"""Evaluation on the session that trains: of averaged parameters, and of every metric."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from trainable import registry, run_config, run_of
+
+from sbp_launch import trainer
+from sbp_launch.config import EvaluateConfig, PluginChoice, RunConfig
+from sbp_launch.evaluation import Evaluator, evaluate
+from sbp_launch.optimizers import optimizer_over
+from sbp_launch.planned import plan_evaluation, plan_step
+from sbp_launch.program import make_program
+from sbp_launch.session import start
+from sbp_torch.boxing import LocalBackend
+from sbp_torch.capture import scalar_values
+from sbp_torch.update_options import UpdateOptions
+
+DECAY = 0.75
+
+
+def averaging(planner: str = "even", **trainer_settings: object) -> RunConfig:
+    """Return a small run whose parameters are averaged."""
+    config = run_config(
+        dtype="float64",
+        update=UpdateOptions(fused=True, ema_decay=DECAY),
+        evaluate=EvaluateConfig(batches=2),
+        **trainer_settings,
+    )
+    return replace(config, planner=PluginChoice(name=planner))
+
+
+@pytest.mark.parametrize("planner", ["even", "sharding"])
+def test_averaged_parameters_are_evaluated_where_there_are_some(planner: str) -> None:
+    run = run_of(averaging(planner))
+    program = make_program(run)
+    model = program.made.whole_model()
+    optimizer = optimizer_over(program.make_optimizer, model)
+    averages = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for index in range(3):
+        optimizer.zero_grad()
+        model.loss(program.data.batch(index, 4)).backward()
+        optimizer.step()
+        for name, p in model.named_parameters():  # the first average is the parameter
+            old = p.detach() if index == 0 else DECAY * averages[name] + (1 - DECAY) * p.detach()
+            averages[name] = old.clone()
+    planned = plan_step(run, program)
+    update = run.config.trainer.update
+    scalars = scalar_values(program.model, program.optimizer, update)
+    states = program.made.states(program.optimizer, update)
+
+    with start(run, planned.plan, states, LocalBackend()) as session:
+        for index in range(3):
+            session.step(program.batch(index, 4), {**scalars, "seed": 0, "step": index})
+        found = evaluate(run, program, planned, session)
+
+    batches = [program.data.batch(index, 4, "validation") for index in range(2)]
+    trained = sum(model.loss(batch).item() for batch in batches) / 2
+    model.load_state_dict(averages)
+    expected = sum(model.loss(batch).item() for batch in batches) / 2
+    assert found == pytest.approx(expected, abs=1e-12)
+    assert found != pytest.approx(trained, abs=1e-6)
+
+
+def test_averages_are_read_in_place_of_the_parameters() -> None:
+    run = run_of(averaging())
+    program = make_program(run)
+
+    found = plan_evaluation(run, program, plan_step(run, program)).graph
+
+    states = {entry.name for entry in found.inputs if entry.kind.is_state}
+    assert states == {"embed.weight.ema", "head.weight.ema", "head.bias.ema"}
+
+
+def test_what_was_evaluated_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer.train(averaging(compare_steps=0), registry(), tmp_path)
+
+    assert "held-out loss of the averaged parameters: " in capsys.readouterr().out
+
+
+def test_every_evaluation_sees_the_newest_states_and_the_same_batches() -> None:
+    run = run_of(run_config(dtype="float64"))
+    program = make_program(run)
+    planned = plan_step(run, program)
+    scalars = scalar_values(program.model, program.optimizer, run.config.trainer.update)
+    states = program.made.states(program.optimizer)
+
+    found = []
+    with (
+        start(run, planned.plan, states, LocalBackend()) as session,
+        Evaluator(run, program, planned, session) as evaluator,
+    ):
+        for index in range(2):
+            session.step(program.batch(index, 4), {**scalars, "seed": 0, "step": index})
+            alone = evaluate(run, program, planned, session)
+            found.append((evaluator.metrics(), evaluator.metrics()))
+            assert found[-1][0]["held_out_loss"] == alone
+
+    assert found[0][0] == found[0][1]
+    assert found[0][0] != found[1][0]
