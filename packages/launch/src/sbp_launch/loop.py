@@ -36,12 +36,14 @@ from sbp_launch.phases import PhaseTimes
 from sbp_launch.planning import Planned
 from sbp_launch.program import EagerReference, Program
 from sbp_launch.progress import StepProgress
+from sbp_launch.report import counted
 from sbp_launch.run import Run
 from sbp_launch.run_folder import writing
 from sbp_launch.speed import Speed
 from sbp_launch.stopping import StopSignals
 from sbp_launch.team import DEADLINE_S, Team, stop_together
 from sbp_launch.tracing import StepTracer
+from sbp_launch.utilization import ModelWork
 from sbp_torch.capture import scalar_values
 from sbp_torch.kinds import TextDataset
 
@@ -81,6 +83,8 @@ class TrainingLoop:
         self.is_text = isinstance(self.program.data, TextDataset)
         self.speed = Speed("tokens" if self.is_text else "samples")
         self.phases = PhaseTimes()
+        #: Loss of the newest step; None before the first.
+        self.loss: float | None = None
         #: The newest held-out metrics, and the step behind which they were found.
         self.held_out: dict[str, float] = {}
         self.evaluated_step: int | None = None
@@ -186,6 +190,7 @@ class TrainingLoop:
             )
         self.speed.end(self._step_tokens or settings.batch_size)
         metrics = {name: value.item() for name, value in outputs.items() if not value.dim()}
+        self.loss = metrics["loss"]
         row = {**metrics, **self._times(), **rates}
         if not bad_value:
             self._advance()
@@ -239,6 +244,7 @@ class TrainingLoop:
         self.phases.add("steps", step_s - data_s)
         return {
             f"{self.speed.unit}_per_s": self.speed.step_rate,
+            "mfu": self.work.mfu(step_s),
             "step_s": step_s,
             "data_s": data_s,
         }
@@ -293,6 +299,20 @@ class TrainingLoop:
     def _call(self, metrics: Mapping[str, float]) -> TrainerControl:
         """Tell the callbacks of the newest step; return what they ask for together."""
         return together(one.on_step_end(self.state, metrics) for one in self.callbacks.values())
+
+    @cached_property
+    def work(self) -> ModelWork:
+        """What the model computes in a step."""
+        mesh, cluster = self.program.mesh, self.program.cluster
+        return ModelWork.of(self.planned.graph, cluster.device, mesh.size)
+
+    def lines(self) -> list[str]:
+        """Return what is told of the steps of this process: speed, utilization, times."""
+        steps = counted(self.state.step, "step")
+        lines = [", ".join(filter(None, [steps, self.speed.summary()]))]
+        if self.speed.typical_s is not None:
+            lines.append(self.work.line(self.speed.typical_s, self.run.config.cluster.name))
+        return lines
 
     @property
     def _train_s(self) -> float:

@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
+from sbp_core.units import format_seconds
+
 #: What a run is at between its first step and its last.
 Phase = Literal["data", "steps", "evaluation", "saving", "comparison"]
 
-#: Shares below this are summed up.
-_LEAST_SHARE = 0.005
+#: Shares below this are not told.
+_LEAST_SHARE = 0.0005
 
 
 class PhaseTimes:
@@ -42,19 +44,14 @@ class PhaseTimes:
         """Seconds since training began."""
         return time.perf_counter() - self._began
 
-    def line(self, total_s: float) -> str:
-        """Return the shares of the phases, the largest first, such as `steps 93%, data 4%, ...`.
+    def line(self) -> str:
+        """Return the time so far and the shares in it: `12 s: steps 93.1%, data 4.2%, ...`.
 
-        Args:
-            total_s: What they are shares of, in seconds, > 0.
+        The rest is what the trainer itself takes: votes, metrics, callbacks, printing.
         """
+        total_s = self.total_s
         shares = {phase: seconds / total_s for phase, seconds in self._seconds.items()}
-        parts = [
-            f"{phase} {share:.1%}"
-            for phase, share in sorted(shares.items(), key=lambda entry: -entry[1])
-            if share >= _LEAST_SHARE
-        ]
-        rest = 1.0 - sum(share for share in shares.values() if share >= _LEAST_SHARE)
-        if rest >= _LEAST_SHARE:
-            parts.append(f"other {rest:.1%}")
-        return ", ".join(parts)
+        shares["rest"] = max(0.0, 1.0 - sum(shares.values()))
+        ordered = sorted(shares.items(), key=lambda entry: (entry[0] == "rest", -entry[1]))
+        told = [f"{phase} {share:.1%}" for phase, share in ordered if share >= _LEAST_SHARE]
+        return f"{format_seconds(total_s)}: {', '.join(told)}"

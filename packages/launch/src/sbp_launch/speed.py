@@ -86,12 +86,24 @@ class Speed:
 
     def summary(self) -> str:
         """Return the median speed of the whole run without the first steps; "" of too few."""
-        count = len(self._all)
-        if count < MIN_STEPS:
+        rate, count = self.rate, len(self._all)
+        if rate is None:
             return ""
-        skipped = warm_up_steps(count)
-        rate = median(units / seconds for units, seconds in self._all[skipped:])
-        return f"{self._told(rate)} (median of steps {skipped + 1}-{count})"
+        return f"{self._told(rate)} (median of steps {warm_up_steps(count) + 1}-{count})"
+
+    @property
+    def rate(self) -> float | None:
+        """Units a second: the median without the first steps; None of too few."""
+        counted = self._all[warm_up_steps(len(self._all)) :]
+        if len(self._all) < MIN_STEPS:
+            return None
+        return median(units / seconds for units, seconds in counted)
+
+    @property
+    def typical_s(self) -> float | None:
+        """Seconds of a step: the median without the first steps; None of too few."""
+        counted = self._all[warm_up_steps(len(self._all)) :]
+        return median(seconds for _, seconds in counted) if len(self._all) >= MIN_STEPS else None
 
     def _told(self, rate: float) -> str:
         return f"{rate:,.0f} {self.unit}/s" if rate >= 100 else f"{rate:.3g} {self.unit}/s"

@@ -182,9 +182,10 @@ def train_states(
             stop_together(team, signals)
         if loop.stopped_for:
             run.say([f"stopped behind step {loop.state.step}: {loop.stopped_for}"])
-        run.say([", ".join(filter(None, [steps, loop.speed.summary()]))])
+        run.say(loop.lines())
         run.say(step_meter.lines(predicted_of(run, program, planned), measured))
         run.say(tracer.lines)
+        run.say([f"time of training: {loop.phases.line()}"])
         run.say(held_out_lines(run, loop))
     return states, reference
 

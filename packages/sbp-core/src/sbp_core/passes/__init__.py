@@ -25,10 +25,12 @@ if TYPE_CHECKING:
         recompute,
         recompute_report,
     )
+    from sbp_core.passes.rematerialize import REMATERIALIZED
     from sbp_core.passes.unknown_operators import allow_unknown
     from sbp_core.passes.writer import GraphWriter
 
 __all__ = [
+    "REMATERIALIZED",
     "GraphWriter",
     "RecomputeOptions",
     "RecomputeReport",
@@ -43,6 +45,7 @@ __all__ = [
 __getattr__, __dir__ = lazy(
     __name__,
     {
+        "REMATERIALIZED": "rematerialize",
         "RecomputeOptions": "options",
         "RecomputeReport": "recomputation",
         "GraphWriter": "writer",

@@ -1,0 +1,86 @@
+"""Model flop utilization (MFU): how much of what the ranks could compute a step makes use of.
+
+    MFU = flop of the model in a step / (seconds of the step * flop/s of all ranks)
+
+The flop of the model are those of forward and backward of the one-device program: a multiplication
+and an addition count 2, what is computed element by element 1 an element. What is recomputed counts
+once, and the update not at all. The rate of a rank is that of matrix products in the dtype of each
+operator, as the cluster says: measured (`cluster=measured`) or declared.
+
+Source: Chowdhery et al., PaLM, 2022, arXiv:2204.02311, appendix B.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sbp_core.cluster import Device
+from sbp_core.errors import SignatureError
+from sbp_core.graph import LogicalGraph, Phase, Rate
+from sbp_core.passes import REMATERIALIZED
+from sbp_core.signatures import OpCall, work_flop
+from sbp_core.units import format_flop
+
+#: The phases whose operators are the model's, and what is ours in them: sums over micro-batches.
+_COUNTED, _OURS = (Phase.FORWARD, Phase.BACKWARD), "sbp.accumulate"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelWork:
+    """The work of the model in a step.
+
+    Args:
+        flop: Of forward and backward, of all micro-batches.
+        rank_s: Seconds that one rank would take for all of it at its full rate.
+        num_ranks: Ranks that share it, >= 1.
+    """
+
+    flop: float
+    rank_s: float
+    num_ranks: int
+
+    @classmethod
+    def of(cls, graph: LogicalGraph, device: Device, num_ranks: int) -> ModelWork:
+        """Return the work of a training step.
+
+        Args:
+            graph: The step, with accumulation made explicit.
+            device: What each rank computes with.
+            num_ranks: Of the run.
+        """
+        slowest = min(device.flop_per_s.values())
+        flop = rank_s = 0.0
+        for node in graph.nodes:
+            if node.is_host or node.phase not in _COUNTED or node.op == _OURS:
+                continue
+            if REMATERIALIZED in node.tags:
+                continue
+            try:
+                call = OpCall.of(graph, node)
+                work = work_flop(call)
+            except SignatureError:  # an operator without a rule, which every rank runs whole
+                continue
+            if node.rate is Rate.MICRO:
+                work *= graph.num_micro_batches
+            dtypes = [tensor.dtype for tensor in (*call.outputs, *call.inputs)]
+            rate = next((device.flop_per_s[one] for one in dtypes if one in device.flop_per_s), 0.0)
+            flop += work
+            rank_s += work / (rate or slowest)
+        return cls(flop=flop, rank_s=rank_s, num_ranks=num_ranks)
+
+    def mfu(self, step_s: float) -> float:
+        """Return the utilization of a step that took so many seconds."""
+        return self.rank_s / (step_s * self.num_ranks)
+
+    def line(self, step_s: float, cluster: str) -> str:
+        """Return what is told of a run.
+
+        Args:
+            step_s: A typical step, in seconds.
+            cluster: Whose rates were taken, such as `local`.
+        """
+        flop = format_flop(self.flop)
+        return (
+            f"MFU {self.mfu(step_s):.1%} of the rates of cluster={cluster} (forward and backward: "
+            f"{flop} a step)"
+        )
