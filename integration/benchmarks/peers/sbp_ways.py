@@ -19,7 +19,9 @@ from sbp_aten.pass_options import PassOptions
 from sbp_boxing_torch import TorchBackend, TorchBoxingConfig, TorchWorld
 from sbp_core import Cluster, Device, Link, Placement
 from sbp_core.boxing import BoxingBackend
+from sbp_core.compile import PhysicalPlan
 from sbp_core.plugins import Planner
+from sbp_core.runtime import Session
 from sbp_launch.compile_config import CompileConfig
 from sbp_launch.planning import PlanSettings, capture_training, compiled
 from sbp_torch.capture import initial_states
@@ -63,17 +65,18 @@ def make_backend(registry: Any, boxing: str, name: str, store: dist.Store | None
     return backend
 
 
-def sbp_step(
+def start_session(
     ours: Ours,
     name: str,
     model: Model,
     registry: Any,
     store: dist.Store | None,
-    options: Mapping[str, Any],
-    passes: PassOptions,
+    options: Mapping[str, Any] | None = None,
+    passes: PassOptions | None = None,
+    *,
     stack: ExitStack,
-) -> tuple[Step, int]:
-    """Return the step, and the bytes that all ranks send in one.
+) -> tuple[Session, PhysicalPlan]:
+    """Return a session on the initial states, and its plan.
 
     Args:
         name: Equal on all ranks, different for each session.
@@ -92,7 +95,7 @@ def sbp_step(
     settings = PlanSettings(
         mesh=Placement.grid((num_ranks,), (ours.axis,)),
         cluster=cluster,
-        compile=CompileConfig(passes=passes, **options),
+        compile=CompileConfig(passes=passes or PassOptions(), **(options or {})),
         micro_batches=ours.micro_batches,
     )
     planner = make_planner(registry, ours)
@@ -101,7 +104,23 @@ def sbp_step(
     plan = compiled(graph, strategy, settings).plan
     backend = make_backend(registry, ours.boxing, name, store)
     runtime = registry.make("runtime", "actor", {})
-    session = stack.enter_context(runtime.start(plan, initial_states(program, optimizer), backend))
+    states = initial_states(program, optimizer)
+    return stack.enter_context(runtime.start(plan, states, backend)), plan
+
+
+def sbp_step(
+    ours: Ours,
+    name: str,
+    model: Model,
+    registry: Any,
+    store: dist.Store | None,
+    options: Mapping[str, Any],
+    passes: PassOptions,
+    stack: ExitStack,
+) -> tuple[Step, int]:
+    """Return the step, and the bytes that all ranks send in one; see `start_session`."""
+    given = (ours, name, model, registry, store, options, passes)
+    session, plan = start_session(*given, stack=stack)
 
     def step(batch: Batch) -> Tensor | None:
         found: torch.Tensor | None = session.step(batch, {"lr": LEARNING_RATE}).outputs.get("loss")

@@ -135,10 +135,10 @@ class Session(ABC):
     def snapshot(self) -> Snapshot:
         """Return what `pieces` yields, to be read while later steps run; they do not change it.
 
-        Returns at once. What the next update overwrites is copied aside by one thread, which ends
-        with the last copy, while that step computes, in the order in which its update needs it. The
-        update of a state waits for the copies of that state only, and makes those that nobody has
-        begun. What no update overwrites is not copied. A runtime may copy all of it at once.
+        Returns at once. What the next update overwrites is copied aside by one thread, which the
+        first snapshot starts, while that step computes, in the order in which its update needs it.
+        The update of a state waits for the copies of that state only, and makes those that nobody
+        has begun. What no update overwrites is not copied. A runtime may copy all of it at once.
 
         Called between steps; nothing is sent. Processes that save together call it between the same
         two steps.

@@ -13,9 +13,9 @@ Nothing is copied of states that no update overwrites: new values take their pla
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
+from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 import torch
@@ -146,8 +146,9 @@ class Copier:
         self.plan, self.device = plan, device
         self.is_closed = False
         self._lock = threading.Lock()
-        #: Those of which a part may not be copied yet; the thread copies the first.
-        self._under_way: deque[StateSnapshot] = deque()
+        #: Those of which a part may not be copied yet.
+        self._under_way: list[StateSnapshot] = []
+        self._orders: SimpleQueue[StateSnapshot | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._buffers: dict[Part, Tensor] = {}
 
@@ -166,12 +167,14 @@ class Copier:
         return found
 
     def begin(self, snapshot: StateSnapshot) -> None:
-        """Have the thread copy a snapshot; start it if there is none."""
+        """Have the thread copy a snapshot; the first one starts it."""
         with self._lock:
             self._under_way.append(snapshot)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="sbp snapshot", daemon=True)
-                self._thread.start()
+        self._orders.put(snapshot)
+        if self._thread is None:
+            # It stays: who starts a thread waits until it runs.
+            self._thread = threading.Thread(target=self._run, name="sbp snapshot", daemon=True)
+            self._thread.start()
 
     def before_overwrite(self, rank: int) -> Callable[[str], None] | None:
         """Return what a rank calls in its next step before it overwrites a state; None if nothing.
@@ -205,29 +208,32 @@ class Copier:
     def close(self) -> None:
         """Wait until all copies are made; let go of the memory."""
         with self._lock:
-            self.is_closed, thread, self._buffers = True, self._thread, {}
-        if thread is not None:
-            thread.join()
+            self.is_closed, self._buffers = True, {}
+        if self._thread is not None:
+            self._orders.put(None)
+            self._thread.join()
+            self._thread = None
 
     def _run(self) -> None:
-        # One thread, beside those that compute. New threads of the process take the count from the
-        # last one that set it.
+        self.device.enter()
+        while self._copy_next():
+            pass
+
+    def _copy_next(self) -> bool:
+        """Copy the next snapshot, or return False at the end."""
+        # A frame of its own lets go of the snapshot, whose memory must not wait for the next.
+        snapshot = self._orders.get()
+        if snapshot is None:
+            return False
+        # One thread, beside those that compute; threads of the process that begin later take the
+        # count that was set last.
         before = torch.get_num_threads()
         torch.set_num_threads(1)
-        self.device.enter()
-        while (snapshot := self._next()) is not None:
-            try:
-                snapshot.copy_all()
-            finally:
-                snapshot.leave_to_reader()
+        try:
+            snapshot.copy_all()
+        finally:
+            torch.set_num_threads(before)
+            snapshot.leave_to_reader()
             with self._lock:
                 self._under_way.remove(snapshot)
-            del snapshot  # so that its memory does not wait for the next
-        torch.set_num_threads(before)
-
-    def _next(self) -> StateSnapshot | None:
-        with self._lock:
-            if not self._under_way:
-                self._thread = None
-                return None
-            return self._under_way[0]
+        return True
