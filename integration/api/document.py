@@ -30,7 +30,7 @@ my-package = "my_package.plugin"
 from my_package.settings import MineConfig  # a frozen dataclass, which checks itself
 from sbp_core.plugins import Factory, hookimpl
 
-SBP_API_VERSION = 1
+SBP_API_VERSION = 2
 
 
 @hookimpl

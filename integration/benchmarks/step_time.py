@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from importlib.resources import files
 from typing import Any
 
+import numpy as np
 import torch
 import yaml
 from torch import Tensor, nn
@@ -81,7 +82,7 @@ def preset_planner(registry: Any, preset: str) -> Any:
 def sbp_step(registry: Any, way: tuple[Any, ...], data: Any, stack: ExitStack) -> tuple[Step, int]:
     preset, mesh_shape, axes, micro_batches = way
     model, optimizer = make_program(registry)
-    micro = data.batch(0, BATCH_SIZE // micro_batches)
+    micro = data.samples(np.arange(BATCH_SIZE // micro_batches))
     graph = prepare_step(capture(model, model_loss, micro, optimizer), micro_batches)
     planner = preset_planner(registry, preset)
     mesh = Placement.grid(mesh_shape, axes)
@@ -109,7 +110,7 @@ def main() -> None:
         times: dict[str, list[float]] = {name: [] for name in steps}
         for index in range(rounds + 1):
             for name, step in steps.items():
-                batch = data.batch(index, BATCH_SIZE)
+                batch = data.samples(index * BATCH_SIZE + np.arange(BATCH_SIZE))
                 began = time.perf_counter()
                 step(batch)
                 if index:  # the first round warms up

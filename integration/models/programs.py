@@ -121,8 +121,8 @@ def _named_tokens(generator: torch.Generator, names: tuple[str, ...]) -> dict[st
 
 def _clicks(generator: torch.Generator, bag: int = 1) -> dict[str, Tensor]:
     data: Any = discover(strict=True).make("data", "clicks", {"rows": (40, 20, 7), "bag": bag})
-    index = int(torch.randint(0, 1 << 30, (), generator=generator))
-    return dict(data.batch(index, BATCH))
+    numbers = torch.randint(0, data.num_samples(), (BATCH,), generator=generator)
+    return dict(data.samples(numbers.numpy()))
 
 
 def _transformer(kind: str, config: str, **settings: Any) -> nn.Module:

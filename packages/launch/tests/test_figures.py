@@ -99,15 +99,15 @@ def test_memory_is_counted_in_the_first_step_alone_if_at_all(
     runtime = ReferenceRuntime(ReferenceConfig())
     step, watched = ReferenceSession.step, []
 
-    def noted(self, batch, scalars):
+    def noted(self, batch, scalars, **named):
         watched.append("watch" in vars(self))
-        return step(self, batch, scalars)
+        return step(self, batch, scalars, **named)
 
     monkeypatch.setattr(ReferenceSession, "step", noted)
 
     with runtime.start(found.plan, states, step_meter.backend) as session:
         for index in range(3):
-            step_meter.step(session, program.batch(index, 4), {**scalars, "step": index})
+            step_meter.step(session, program.example(4), {**scalars, "step": index})
 
     peak = max(rank.peak for rank in predict_memory(found.plan).ranks.values())
     held = [f"a rank held at most {format_bytes(peak)} (in step 1)"] if counts_memory else []
@@ -121,7 +121,7 @@ class Sending:
     def __init__(self, backend: BoxingBackend) -> None:
         self.backend, self.steps = backend, 0
 
-    def step(self, batch: object, scalars: object) -> StepResult:
+    def step(self, batch: object, scalars: object, *, batch_is: str) -> StepResult:
         self.steps += 1
         self.backend.communicator(0).sent_bytes += 1000 * self.steps
         return StepResult(outputs={"loss": torch.tensor(1.0)})

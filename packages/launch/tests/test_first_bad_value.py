@@ -82,7 +82,7 @@ class OneSegment:
         for name, value in self.states.items():
             yield SimpleNamespace(name=name, value=value)
 
-    def step(self, batch: dict[str, torch.Tensor], scalars: object) -> None:
+    def step(self, batch: dict[str, torch.Tensor], scalars: object, *, batch_is: str) -> None:
         with self.watch(0):
             self.run(*self.taken)
         raise NotFiniteStepError("loss is nan")

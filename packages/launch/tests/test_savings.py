@@ -84,7 +84,7 @@ def found(name: str, ranks: int = 4) -> Found:
     with runtime.start(planned.plan, states, LocalBackend()) as session, meter.watching(session):
         for index in range(2):
             meter.restart()
-            batch = program.data.batch(index, BATCH_SIZE)
+            batch = program.batch(program.cursor().advanced(index * BATCH_SIZE), BATCH_SIZE)
             session.step(batch, {**scalars, "seed": 0, "step": index})
     return Found(
         planned=planned,

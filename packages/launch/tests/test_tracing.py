@@ -46,7 +46,7 @@ def run_steps(folder: Path, steps: range, *, fails_at: int = 0) -> StepTracer:
         session = start_traced(made.plan, states)
         for number in (1, 2, 3):
             with tracer.step(number, session):
-                session.step(program.batch(number, 4), {**scalars, "seed": 0, "step": number})
+                session.step(program.example(4), {**scalars, "seed": 0, "step": number})
                 if number == fails_at:
                     raise ArithmeticError("the step fails")
             tracer.finish(number)

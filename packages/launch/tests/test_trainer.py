@@ -50,7 +50,8 @@ def test_the_trained_states_are_those_of_the_one_device_program(tmp_path):
     optimizer = optimizer_over(program.make_optimizer, model)
     for index in range(3):
         optimizer.zero_grad()
-        model.loss(program.data.batch(index, 4)).backward()
+        batch = program.batch(program.cursor().advanced(4 * index), 4)
+        model.loss(batch).backward()
         optimizer.step()
 
     trainer.train(run, registry(), tmp_path)
@@ -73,10 +74,10 @@ def test_metrics_of_every_step_are_logged(tmp_path):
 def test_an_interrupted_run_keeps_its_states(tmp_path, monkeypatch):
     step = ReferenceSession.step
 
-    def interrupted(self, batch, scalars):
-        if batch["tokens"][0, 0] == 2:
+    def interrupted(self, batch, scalars, **named):
+        if scalars["step"] == 2:
             raise KeyboardInterrupt
-        return step(self, batch, scalars)
+        return step(self, batch, scalars, **named)
 
     monkeypatch.setattr(ReferenceSession, "step", interrupted)
 
@@ -88,7 +89,7 @@ def test_an_interrupted_run_keeps_its_states(tmp_path, monkeypatch):
 
 
 def test_torn_states_do_not_take_the_place_of_an_interrupt(tmp_path, monkeypatch, capsys):
-    def interrupted(self, batch, scalars):
+    def interrupted(self, batch, scalars, **named):
         self.is_partially_updated = True
         raise KeyboardInterrupt
 
@@ -120,7 +121,8 @@ def test_evaluation_gives_the_loss_of_the_model_on_one_device(tmp_path):
     with start(run_of(run), made.plan, states, LocalBackend()) as session:
         found = evaluation.evaluate(run_of(run), program, made, session)
 
-    batches = [program.data.batch(index, 4, "validation") for index in range(2)]
+    begin = program.cursor("validation")
+    batches = [program.batch(begin.advanced(4 * index), 4, "validation") for index in range(2)]
     model = program.made.whole_model()
     expected = sum(model.loss(batch).item() for batch in batches) / 2
     assert found == pytest.approx(expected, abs=1e-12)
@@ -173,7 +175,7 @@ def test_floating_batches_come_in_the_dtype_of_the_model(tmp_path, capsys, dtype
 
     trainer.train(run, registry(), tmp_path)
 
-    batch = make_program(run_of(run)).batch(0, 4)
+    batch = make_program(run_of(run)).example(4)
     assert {value.dtype for value in batch.values()} == {getattr(torch, dtype)}
     out = capsys.readouterr().out
     deviation = re.search(r"first 3 steps: (\S+) \((\S+) relative\)", out)

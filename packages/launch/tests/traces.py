@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from itertools import count
 
 from sbp_core.compile import PhysicalPlan
-from sbp_core.runtime import Number, Session, Span, SpanKind, StepResult
+from sbp_core.runtime import BatchIs, Number, Session, Span, SpanKind, StepResult
 from sbp_core.tensor import Tensor
 from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.reference import ReferenceRuntime, ReferenceSession
@@ -39,8 +39,14 @@ class TracingRuntime(ReferenceRuntime):
 class _TracingSession(ReferenceSession):
     steps = 0
 
-    def step(self, batch: Mapping[str, Tensor], scalars: Mapping[str, Number]) -> StepResult:
-        result = super().step(batch, scalars)
+    def step(
+        self,
+        batch: Mapping[str, Tensor],
+        scalars: Mapping[str, Number],
+        *,
+        batch_is: BatchIs = "global",
+    ) -> StepResult:
+        result = super().step(batch, scalars, batch_is=batch_is)
         if self.trace is not None:
             self.trace.spans.extend(spans_of(self.plan, self.steps))
         self.steps += 1

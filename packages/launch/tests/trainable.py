@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -78,9 +80,12 @@ class Wide(nn.Module):
 class Rows:
     """Random rows, and some of their elements to be found again."""
 
-    def batch(self, index: int, batch_size: int, split: str = "train") -> dict[str, Tensor]:
-        seeded = torch.Generator().manual_seed(2 * index + (split == "validation"))
-        x = torch.randn(batch_size, 6, generator=seeded, dtype=torch.float64)
+    def num_samples(self, split: str = "train") -> int:
+        return 1000
+
+    def samples(self, numbers: npt.NDArray[np.int64], split: str = "train") -> dict[str, Tensor]:
+        seeded = torch.Generator().manual_seed(int(split == "validation"))
+        x = torch.randn(1000, 6, generator=seeded, dtype=torch.float64)[numbers]
         return {"x": x, "wanted": x[:, :4].contiguous()}
 
     def describe(self) -> str:
@@ -92,8 +97,11 @@ class Counting:
 
     vocabulary = 8
 
-    def batch(self, index: int, batch_size: int, split: str = "train") -> dict[str, Tensor]:
-        start = torch.arange(batch_size)[:, None] + index + (split == "validation")
+    def num_samples(self, split: str = "train") -> int:
+        return 8
+
+    def samples(self, numbers: npt.NDArray[np.int64], split: str = "train") -> dict[str, Tensor]:
+        start = torch.from_numpy(numbers)[:, None] + (split == "validation")
         tokens = (start + torch.arange(5)) % 8
         return {"tokens": tokens[:, :4].contiguous(), "targets": tokens[:, 1:].contiguous()}
 

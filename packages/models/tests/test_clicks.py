@@ -1,7 +1,7 @@
+import numpy as np
 import pytest
 import torch
 
-from sbp_core.errors import SbpError
 from sbp_models.clicks import Clicks, build
 from sbp_models.configs import ClicksConfig
 
@@ -11,7 +11,7 @@ def make(**settings: object) -> Clicks:
 
 
 def test_a_batch_has_numbers_features_and_clicks() -> None:
-    batch = make(num_dense=4, rows=(9, 1, 3), bag=2).batch(0, 500)
+    batch = make(num_dense=4, rows=(9, 1, 3), bag=2).samples(np.arange(500))
 
     assert batch["dense"].shape == (500, 4)
     assert batch["sparse"].shape == (500, 3, 2)
@@ -22,7 +22,7 @@ def test_a_batch_has_numbers_features_and_clicks() -> None:
 
 
 def test_every_value_of_a_feature_occurs_and_the_low_ones_most_often() -> None:
-    values = make(rows=(9, 1, 3)).batch(0, 5000)["sparse"]
+    values = make(rows=(9, 1, 3)).samples(np.arange(5000))["sparse"]
 
     counts = torch.bincount(values[:, 0].flatten())
     assert len(counts) == 9
@@ -33,7 +33,7 @@ def test_every_value_of_a_feature_occurs_and_the_low_ones_most_often() -> None:
 
 
 def test_numbers_and_features_both_tell_of_clicks() -> None:
-    batch = make(num_dense=2, rows=(4, 4)).batch(0, 20000)
+    batch = make(num_dense=2, rows=(4, 4)).samples(np.arange(20000))
     base = batch["clicks"].mean()
 
     by_value = torch.stack(
@@ -49,7 +49,7 @@ def test_numbers_and_features_both_tell_of_clicks() -> None:
 
 def test_the_rule_is_the_same_in_every_split_and_another_with_another_seed() -> None:
     def effect(seed: int, split: str) -> float:
-        batch = make(seed=seed, num_dense=1, rows=(2,)).batch(0, 20000, split)
+        batch = make(seed=seed, num_dense=1, rows=(2,)).samples(np.arange(20000), split)
         return torch.corrcoef(torch.stack([batch["dense"][:, 0], batch["clicks"]]))[0, 1].item()
 
     train, held = effect(0, "train"), effect(0, "validation")
@@ -57,9 +57,3 @@ def test_the_rule_is_the_same_in_every_split_and_another_with_another_seed() -> 
 
     assert train == pytest.approx(held, abs=0.03)
     assert max(abs(train - other) for other in others) > 0.1
-
-
-@pytest.mark.parametrize(("index", "batch_size", "split"), [(-1, 1, "train"), (0, 1, "test")])
-def test_a_batch_that_cannot_be_is_refused(index: int, batch_size: int, split: str) -> None:
-    with pytest.raises(SbpError):
-        make().batch(index, batch_size, split)

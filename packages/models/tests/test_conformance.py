@@ -3,6 +3,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -107,7 +108,7 @@ class TestT5(TextModelConformance):
 
 class ImageModelConformance(ModelConformance):
     def make_batch(self, batch_size: int) -> Mapping[str, Tensor]:
-        return images.build(ImagesConfig(image_size=8)).batch(0, batch_size)
+        return images.build(ImagesConfig(image_size=8)).samples(np.arange(batch_size))
 
 
 class TestResnet(ImageModelConformance):
@@ -164,7 +165,9 @@ class TestDlrm(ModelConformance):
         )
 
     def make_batch(self, batch_size: int) -> Mapping[str, Tensor]:
-        return clicks.build(ClicksConfig(num_dense=3, rows=(7, 5), bag=2)).batch(0, batch_size)
+        return clicks.build(ClicksConfig(num_dense=3, rows=(7, 5), bag=2)).samples(
+            np.arange(batch_size)
+        )
 
     def test_the_captured_step_equals_the_eager_one_bit_for_bit(self) -> None:
         """But for the last digit of the loss: while tracing, PyTorch computes it otherwise."""
@@ -194,7 +197,6 @@ class TestDlrmOfEmbeddings(TestDlrm):
 
 class MadeUpConformance(DatasetConformance):
     splits = ("train", "validation")
-    prefix_property = True
 
 
 class TestImages(MadeUpConformance):
@@ -236,4 +238,4 @@ class TestMaskedText(TestText):
         data = self.make_dataset()
 
         assert [data.decode(data.encode(text)) for text in self.texts] == list(self.texts)
-        assert data.batch(0, 4)["tokens"].max() < data.vocabulary
+        assert data.samples(np.arange(4))["tokens"].max() < data.vocabulary

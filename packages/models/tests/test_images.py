@@ -1,9 +1,8 @@
-import re
-
+import numpy as np
 import pytest
 import torch
 
-from sbp_core.errors import SbpLookupError, SbpValueError
+from sbp_core.errors import SbpLookupError
 from sbp_models.configs import ImagesConfig
 from sbp_models.images import StripedImages, build
 
@@ -13,7 +12,7 @@ def make(**settings: object) -> StripedImages:
 
 
 def test_a_batch_has_images_and_their_classes() -> None:
-    batch = make(image_size=8, channels=1, num_classes=3).batch(0, 50)
+    batch = make(image_size=8, channels=1, num_classes=3).samples(np.arange(50))
 
     assert batch["images"].shape == (50, 1, 8, 8)
     assert batch["images"].dtype == torch.float32
@@ -23,7 +22,7 @@ def test_a_batch_has_images_and_their_classes() -> None:
 
 def test_without_noise_the_best_match_of_all_patterns_is_of_the_right_class() -> None:
     data = make(noise=0.0)
-    patterns, held = data.batch(0, 400), data.batch(0, 100, "validation")
+    patterns, held = data.samples(np.arange(400)), data.samples(np.arange(100), "validation")
 
     distances = torch.cdist(held["images"].flatten(1), patterns["images"].flatten(1))
 
@@ -32,26 +31,20 @@ def test_without_noise_the_best_match_of_all_patterns_is_of_the_right_class() ->
 
 
 def test_noise_has_the_deviation_that_is_asked_for() -> None:
-    quiet, loud = (make(noise=noise).batch(0, 20)["images"] for noise in (0.0, 0.7))
+    quiet, loud = (make(noise=noise).samples(np.arange(20))["images"] for noise in (0.0, 0.7))
 
     assert (loud - quiet).std().item() == pytest.approx(0.7, rel=0.02)
     assert quiet.abs().max() <= 1
 
 
 def test_another_seed_gives_other_samples() -> None:
-    first, other = (make(seed=seed).batch(0, 8) for seed in (0, 1))
+    first, other = (make(seed=seed).samples(np.arange(8)) for seed in (0, 1))
 
     assert not torch.equal(first["labels"], other["labels"])
 
 
 def test_an_unknown_split_is_refused_with_the_known_ones() -> None:
     with pytest.raises(SbpLookupError, match="did you mean 'validation'") as caught:
-        make().batch(0, 1, "validate")
+        make().samples(np.arange(1), "validate")
 
     assert caught.value.accepted == "train, validation"
-
-
-@pytest.mark.parametrize(("index", "batch_size"), [(-1, 1), (0, 0)])
-def test_a_batch_that_cannot_be_is_refused(index: int, batch_size: int) -> None:
-    with pytest.raises(SbpValueError, match=re.escape(f"batch({index}, {batch_size})")):
-        make().batch(index, batch_size)

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
@@ -73,19 +75,25 @@ def stdlib(task: Any) -> text.ByteText:
     return text.build_stdlib(StdlibConfig(context=32, task=task))
 
 
+def spread(data: Any, count: int, split: str) -> npt.NDArray[np.int64]:
+    """Return the numbers of so many samples of a split, evenly spread over it."""
+    return np.linspace(0, data.num_samples(split) - 1, count).astype(np.int64)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_few_steps_lower_the_loss_on_samples_that_were_not_seen(name: str) -> None:
     make_model, make_data, steps, part = CASES[name]
     torch.manual_seed(0)
     model, data = make_model(), make_data()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    held = data.batch(0, 64, "validation")
+    held = data.samples(spread(data, 64, "validation"), "validation")
 
     with torch.no_grad():
         before = model.loss(held).item()
+    numbers = spread(data, 64 * steps, "train").reshape(64, steps).T
     for step in range(steps):
         optimizer.zero_grad()
-        model.loss(data.batch(step, 64)).backward()
+        model.loss(data.samples(numbers[step])).backward()
         optimizer.step()
     with torch.no_grad():
         after = model.loss(held).item()

@@ -1,3 +1,5 @@
+import numpy as np
+import numpy.typing as npt
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -8,28 +10,15 @@ from sbp_models.text import MASK, MASKED_PART, NO_TARGET, ByteText
 settings.register_profile("quick", derandomize=True, deadline=None, max_examples=60)
 settings.load_profile("quick")
 
-SPLIT = st.sampled_from(["train", "validation"])
-
-
-TASK = st.sampled_from(["next", "masked", "continue"])
-
 
 def make(size: int, context: int, seed: int, task: TextTask = "next") -> ByteText:
     content = bytes(number % 251 for number in range(size))
     return ByteText([("file", content)], context=context, seed=seed, label="test", task=task)
 
 
-@given(st.integers(0, 40), st.integers(1, 9), st.integers(0, 2**70), SPLIT, TASK)
-def test_every_batch_size_sees_the_same_sequence_of_samples(
-    index: int, batch_size: int, seed: int, split: str, task: TextTask
-) -> None:
-    data = make(400, 5, seed, task)
-
-    whole = data.batch(index, batch_size, split)
-    singles = [data.batch(index * batch_size + row, 1, split) for row in range(batch_size)]
-
-    for name in ("tokens", "targets"):
-        assert torch.equal(whole[name], torch.cat([single[name] for single in singles]))
+def some(data: ByteText, index: int, split: str = "train") -> npt.NDArray[np.int64]:
+    """Return the numbers of three samples of a split."""
+    return (index + np.arange(3)) % data.num_samples(split)
 
 
 @given(st.integers(1, 30), st.integers(0, 500), st.integers(0, 2**64), st.integers(0, 2**50))
@@ -37,7 +26,7 @@ def test_samples_are_always_whole_windows(context: int, more: int, seed: int, in
     data = make(20 * (context + 1) + 10 + more, context, seed)
 
     for split in ("train", "validation"):
-        batch = data.batch(index, 3, split)
+        batch = data.samples(some(data, index, split), split)
         assert batch["tokens"].shape == (3, context)
         assert torch.equal((batch["tokens"] + 1) % 251, batch["targets"])
 
@@ -48,7 +37,7 @@ def test_equally_many_tokens_of_every_sample_are_masked_and_only_they_are_asked_
 ) -> None:
     data = make(1500, context, seed, "masked")
 
-    batch = data.batch(index, 3)
+    batch = data.samples(some(data, index))
 
     masked = batch["tokens"] == MASK
     assert masked.sum(1).tolist() == [max(1, round(MASKED_PART * context))] * 3
@@ -63,7 +52,7 @@ def test_what_is_to_be_continued_goes_on_where_the_tokens_end(
 ) -> None:
     data = make(1500, context, seed, "continue")
 
-    batch = data.batch(index, 3)
+    batch = data.samples(some(data, index))
 
     whole = torch.cat([batch["tokens"], batch["targets"]], dim=1)
     assert batch["tokens"].shape == batch["targets"].shape == (3, context)

@@ -1,16 +1,16 @@
 import logging
 import os
-import re
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from sbp_core.errors import ConfigError, SbpLookupError, SbpValueError
-from sbp_models.configs import StdlibConfig, TextConfig
-from sbp_models.text import ByteText, build_stdlib, build_text
+from sbp_core.errors import ConfigError, SbpLookupError
+from sbp_models.configs import StdlibConfig, TextConfig, TextTask
+from sbp_models.text import MASK, ByteText, build_stdlib, build_text
 from sbp_torch.kinds import TextDataset
 
 LINES = "".join(f"line {number}\n" for number in range(200))
@@ -25,13 +25,13 @@ def build_from(path: Path, context: int = 8) -> ByteText:
 
 
 def all_windows(data: ByteText, split: str) -> set[bytes]:
-    batch = data.batch(0, 2000, split)
+    batch = data.samples(np.arange(data.num_samples(split)), split)
     windows = torch.cat([batch["tokens"], batch["targets"][:, -1:]], dim=1)
     return {bytes(window) for window in windows.tolist()}
 
 
 def test_targets_are_one_byte_ahead_of_tokens() -> None:
-    batch = make().batch(0, 4)
+    batch = make().samples(np.arange(4))
 
     assert batch["tokens"].shape == batch["targets"].shape == (4, 8)
     assert batch["tokens"].dtype == batch["targets"].dtype == torch.int64
@@ -53,31 +53,37 @@ def test_the_splits_share_no_byte_and_the_last_twentieth_is_held_out() -> None:
     assert all_windows(data, "validation") == {bytes([1, 1, 1])}
 
 
-def test_every_position_is_drawn_including_the_first_and_the_last() -> None:
-    data = make(bytes(range(60)), context=2)
+@pytest.mark.parametrize("task", ["next", "masked", "continue"])
+def test_an_epoch_asks_for_every_byte_once(task: TextTask) -> None:
+    text = bytes(range(200))  # of which 190 are to train on
+    data = ByteText([("file", text)], context=3, seed=0, label="test", task=task)
 
-    assert all_windows(data, "train") == {bytes([p, p + 1, p + 2]) for p in range(55)}
+    batch = data.samples(np.arange(data.num_samples()))
+
+    if task == "masked":
+        asked = torch.where(batch["tokens"] == MASK, batch["targets"], batch["tokens"])
+    elif task == "next":
+        asked = batch["targets"] - 1
+    else:
+        asked = torch.cat([batch["tokens"], batch["targets"]], dim=1)
+    filled = 186 if task == "continue" else 189  # what fills no window is left out
+    assert asked.flatten().tolist() == list(range(filled))
 
 
-def test_another_seed_or_split_gives_other_samples() -> None:
-    first = make(seed=0).batch(0, 8)["tokens"]
+def test_another_seed_hides_other_tokens() -> None:
+    def masked(seed: int) -> torch.Tensor:
+        data = ByteText([("f", LINES.encode())], context=8, seed=seed, label="x", task="masked")
+        return data.samples(np.arange(8))["tokens"]
 
-    assert not torch.equal(first, make(seed=1).batch(0, 8)["tokens"])
-    assert not torch.equal(first, make(seed=0).batch(1, 8)["tokens"])
-    assert torch.equal(first, make(seed=0).batch(0, 8)["tokens"])
+    assert torch.equal(masked(0), masked(0))
+    assert not torch.equal(masked(0), masked(1))
 
 
 def test_an_unknown_split_is_refused_with_the_known_ones() -> None:
     with pytest.raises(SbpLookupError, match="did you mean 'validation'") as caught:
-        make().batch(0, 1, "validate")
+        make().samples(np.arange(1), "validate")
 
     assert caught.value.accepted == "train, validation"
-
-
-@pytest.mark.parametrize(("index", "batch_size"), [(-1, 1), (0, 0)])
-def test_a_batch_that_cannot_be_is_refused(index: int, batch_size: int) -> None:
-    with pytest.raises(SbpValueError, match=re.escape(f"batch({index}, {batch_size})")):
-        make().batch(index, batch_size)
 
 
 def test_a_text_too_short_for_one_sample_is_refused_with_the_size_it_needs() -> None:
@@ -86,14 +92,14 @@ def test_a_text_too_short_for_one_sample_is_refused_with_the_size_it_needs() -> 
 
     assert "50 bytes" in caught.value.what
     assert caught.value.accepted == "about 181 bytes or more"
-    assert make(bytes(181), context=8).batch(0, 1, "validation")["tokens"].shape == (1, 8)
+    assert make(bytes(181), context=8).num_samples("validation") == 1
 
 
 def test_the_order_of_the_files_does_not_depend_on_the_order_they_are_given_in() -> None:
     files = [(f"file{number}", LINES[number:].encode()) for number in range(5)]
 
-    one = ByteText(files, context=8, seed=0, label="x").batch(0, 16)["tokens"]
-    two = ByteText(files[::-1], context=8, seed=0, label="x").batch(0, 16)["tokens"]
+    one = ByteText(files, context=8, seed=0, label="x").samples(np.arange(16))["tokens"]
+    two = ByteText(files[::-1], context=8, seed=0, label="x").samples(np.arange(16))["tokens"]
 
     assert torch.equal(one, two)
 
@@ -224,11 +230,11 @@ def test_a_short_text_is_refused_by_the_name_that_was_given(tmp_path: Path) -> N
 def test_the_standard_library_is_found_and_is_python() -> None:
     data, again = (build_stdlib(StdlibConfig(context=64)) for _ in range(2))
 
-    tokens = data.batch(0, 64)["tokens"]
+    tokens = data.samples(np.arange(64))["tokens"]
 
     assert "standard library of Python 3." in data.describe()
     assert "self" in "".join(data.decode(row.tolist()) for row in tokens)
-    assert torch.equal(tokens, again.batch(0, 64)["tokens"])
+    assert torch.equal(tokens, again.samples(np.arange(64))["tokens"])
 
 
 def test_the_standard_library_has_neither_tests_nor_installed_packages(

@@ -65,7 +65,7 @@ def test_a_healthy_plugin_is_listed_with_all_that_is_known(write: Write) -> None
         ("import sys; sys.exit(3)", "SystemExit: 3"),
         ("def broken(:", "SyntaxError"),
         ("x = 1", "states no API version"),
-        ("SBP_API_VERSION = 2", "API version 2; this sbp-core has 1"),
+        ("SBP_API_VERSION = 3", "API version 3; this sbp-core has 2"),
         ("SBP_API_VERSION = 0", "API version 0; the oldest that works is 1"),
         ("SBP_API_VERSION = '1'", "API version '1', which is no integer"),
         ("SBP_API_VERSION = True", "API version True, which is no integer"),

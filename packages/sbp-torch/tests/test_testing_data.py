@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from threading import get_ident
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from torch import Tensor
 
-from sbp_core.errors import unknown_name
+from sbp_core.errors import SbpLookupError, unknown_name
 from sbp_torch.kinds import Dataset
 from sbp_torch.testing.data import DatasetConformance
+
+Numbers = npt.NDArray[np.int64]
 
 
 class Counts:
@@ -18,14 +23,14 @@ class Counts:
 
     vocabulary = 256
 
-    def batch(self, index: int, batch_size: int, split: str = "train") -> Mapping[str, Tensor]:
+    def num_samples(self, split: str = "train") -> int:
         if split not in ("train", "validation"):
             raise unknown_name("split", split, ("train", "validation"))
-        first = index * batch_size
-        rows = [
-            list(f"{2 * i + (split == 'validation'):010d}".encode())
-            for i in range(first, first + batch_size)
-        ]
+        return 100
+
+    def samples(self, numbers: Numbers, split: str = "train") -> Mapping[str, Tensor]:
+        self.num_samples(split)
+        rows = [list(f"{2 * i + (split == 'validation'):010d}".encode()) for i in numbers]
         return {"tokens": torch.tensor(rows)}
 
     def describe(self) -> str:
@@ -40,43 +45,74 @@ class Counts:
 
 class TestCounts(DatasetConformance):
     splits = ("train", "validation")
-    prefix_property = True
 
     def make_dataset(self) -> Dataset:
         return Counts()
 
 
-class GoesOnFromTheLastBatch(Counts):
+class GoesOnFromTheLastSample(Counts):
     calls = 0
 
-    def batch(self, index: int, batch_size: int, split: str = "train") -> Mapping[str, Tensor]:
+    def samples(self, numbers: Numbers, split: str = "train") -> Mapping[str, Tensor]:
         self.calls += 1
-        return super().batch(self.calls if split == "train" else index, batch_size, split)
+        return super().samples(numbers + self.calls, split)
 
 
 class MixesItsSplits(Counts):
-    def batch(self, index: int, batch_size: int, split: str = "train") -> Mapping[str, Tensor]:
-        return super().batch(index, batch_size, "train" if split == "validation" else split)
+    def samples(self, numbers: Numbers, split: str = "train") -> Mapping[str, Tensor]:
+        return super().samples(numbers, "train" if split == "validation" else split)
 
 
-class DependsOnTheBatchSize(Counts):
-    def batch(self, index: int, batch_size: int, split: str = "train") -> Mapping[str, Tensor]:
-        return super().batch(index + 100 * batch_size, batch_size, split)
+class DependsOnTheOtherSamples(Counts):
+    def samples(self, numbers: Numbers, split: str = "train") -> Mapping[str, Tensor]:
+        return super().samples(numbers + 100 * len(numbers), split)
+
+
+class SortsThem(Counts):
+    def samples(self, numbers: Numbers, split: str = "train") -> Mapping[str, Tensor]:
+        return super().samples(np.sort(numbers), split)
 
 
 class IsAlwaysTheSame(Counts):
-    def batch(self, index: int, batch_size: int, split: str = "train") -> Mapping[str, Tensor]:
-        return super().batch(0, batch_size, split)
+    def samples(self, numbers: Numbers, split: str = "train") -> Mapping[str, Tensor]:
+        return super().samples(0 * numbers, split)
 
 
 class GivesOneTooMany(Counts):
-    def batch(self, index: int, batch_size: int, split: str = "train") -> Mapping[str, Tensor]:
-        return super().batch(index, batch_size + 1, split)
+    def samples(self, numbers: Numbers, split: str = "train") -> Mapping[str, Tensor]:
+        return super().samples(np.append(numbers, 0), split)
+
+
+class IsLongerInValidation(Counts):
+    def samples(self, numbers: Numbers, split: str = "train") -> Mapping[str, Tensor]:
+        tokens = super().samples(numbers, split)["tokens"]
+        return {"tokens": tokens if split == "train" else tokens[:, :9]}
+
+
+class IsEmpty(Counts):
+    def num_samples(self, split: str = "train") -> int:
+        return 0 * super().num_samples(split)
+
+
+class Grows(Counts):
+    size = 100
+
+    def num_samples(self, split: str = "train") -> int:
+        self.size += super().num_samples(split)
+        return self.size
+
+
+class BelongsToAThread(Counts):
+    def __init__(self) -> None:
+        self.thread = get_ident()
+
+    def samples(self, numbers: Numbers, split: str = "train") -> Mapping[str, Tensor]:
+        return super().samples(numbers + (get_ident() != self.thread), split)
 
 
 class TakesAnySplit(Counts):
-    def batch(self, index: int, batch_size: int, split: str = "train") -> Mapping[str, Tensor]:
-        return super().batch(index, batch_size)
+    def samples(self, numbers: Numbers, split: str = "train") -> Mapping[str, Tensor]:
+        return super().samples(numbers)
 
 
 class SaysTooMuch(Counts):
@@ -90,24 +126,30 @@ class ForgetsCapitals(Counts):
 
 
 Test = Callable[[DatasetConformance], None]
+Suite = DatasetConformance
 
 BROKEN: list[tuple[Callable[[], Dataset], Test]] = [
-    (GoesOnFromTheLastBatch, DatasetConformance.test_a_batch_is_a_pure_function_of_its_index),
-    (MixesItsSplits, DatasetConformance.test_splits_hold_other_samples),
-    (DependsOnTheBatchSize, DatasetConformance.test_every_batch_size_sees_the_same_samples),
-    (IsAlwaysTheSame, DatasetConformance.test_batches_differ_in_values_only),
-    (GivesOneTooMany, DatasetConformance.test_a_batch_has_as_many_samples_as_asked_for),
-    (SaysTooMuch, DatasetConformance.test_the_description_is_one_line),
-    (ForgetsCapitals, DatasetConformance.test_text_comes_back_from_its_tokens),
+    (GoesOnFromTheLastSample, Suite.test_a_sample_is_a_pure_function_of_its_number),
+    (DependsOnTheOtherSamples, Suite.test_a_sample_is_a_pure_function_of_its_number),
+    (SortsThem, Suite.test_a_sample_is_a_pure_function_of_its_number),
+    (BelongsToAThread, Suite.test_another_thread_finds_the_same_samples),
+    (MixesItsSplits, Suite.test_splits_hold_other_samples),
+    (IsAlwaysTheSame, Suite.test_samples_differ_in_values_only),
+    (GivesOneTooMany, Suite.test_samples_differ_in_values_only),
+    (IsLongerInValidation, Suite.test_samples_differ_in_values_only),
+    (IsEmpty, Suite.test_every_split_has_samples),
+    (Grows, Suite.test_every_split_has_samples),
+    (SaysTooMuch, Suite.test_the_description_is_one_line),
+    (ForgetsCapitals, Suite.test_text_comes_back_from_its_tokens),
 ]
 
 
 def suite_of(make: Callable[[], Dataset]) -> DatasetConformance:
-    class Suite(TestCounts):
+    class Made(TestCounts):
         def make_dataset(self) -> Dataset:
             return make()
 
-    return Suite()
+    return Made()
 
 
 @pytest.mark.parametrize(("make", "test"), BROKEN)
@@ -123,3 +165,13 @@ def test_a_data_set_that_takes_any_split_fails_the_suite() -> None:
 
     with pytest.raises(AssertionError, match="no SbpError"):
         suite.test_a_split_that_is_not_there_is_refused()
+
+
+def test_the_suite_looks_at_the_first_and_the_last_sample() -> None:
+    data = Counts()
+
+    found = TestCounts().numbers(data, "train")
+
+    assert {*range(10), 99} <= set(found)
+    with pytest.raises(SbpLookupError):
+        TestCounts().numbers(data, "test")

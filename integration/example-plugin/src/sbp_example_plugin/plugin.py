@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from sbp_core.plugins import Factory, hookimpl
 
-SBP_API_VERSION = 1
+SBP_API_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

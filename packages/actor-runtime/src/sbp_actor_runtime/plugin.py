@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from sbp_actor_runtime.configs import ActorConfig
 from sbp_core.plugins import Factory, hookimpl
 
-SBP_API_VERSION = 1
+SBP_API_VERSION = 2
 
 
 @hookimpl

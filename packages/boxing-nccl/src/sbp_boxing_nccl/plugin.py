@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from sbp_boxing_nccl.configs import MpiBoxingConfig, NcclBoxingConfig
 from sbp_core.plugins import Factory, hookimpl
 
-SBP_API_VERSION = 1
+SBP_API_VERSION = 2
 
 
 @hookimpl

@@ -17,6 +17,7 @@ from sbp_core.errors import ConfigError
 from sbp_core.plugins import INSTEAD, PluginRegistry
 from sbp_launch.budget import DEFAULT_STEPS, Budget, Unit
 from sbp_launch.compile_config import CompileConfig
+from sbp_launch.data.order import Order
 from sbp_launch.schedules import ScheduleConfig
 from sbp_torch.update_options import UpdateOptions
 
@@ -40,7 +41,7 @@ GROUPS = (*PLUGIN_GROUPS, "trainer", "compile")
 _BUDGETS: tuple[Unit, ...] = ("steps", "epochs", "tokens", "hours")
 
 _AT_LEAST_ONE = ("steps", "tokens", "batch_size", "micro_batches", "log_every")
-_AT_LEAST_ZERO = ("seed", "compare_steps", "sample_tokens", "plan_rows")
+_AT_LEAST_ZERO = ("seed", "compare_steps", "sample_tokens", "plan_rows", "prefetch")
 
 
 def _check_least(config: object, low: int, names: tuple[str, ...]) -> None:
@@ -99,7 +100,9 @@ class TrainerConfig:
         hours: Time to train, with evaluation and saving, but without planning, > 0.
         batch_size: Samples of one step over all ranks, >= 1.
         micro_batches: Parts of one step; divides `batch_size`.
-        seed: Seed of the initialisation, >= 0.
+        seed: Seed of the initialisation and of the order of the samples, >= 0.
+        order: Of the samples: `shuffled`, in another order each epoch; or `sequential`.
+        prefetch: Batches that are loaded ahead of the step; 0: each when the step needs it.
         compare_steps: First steps that also run on one device; 0 for none.
         evaluate: When and on how much held-out data it is evaluated.
         sample_tokens: Tokens generated after training; 0 for none.
@@ -124,6 +127,8 @@ class TrainerConfig:
     batch_size: int = 16
     micro_batches: int = 1
     seed: int = 0
+    order: Order = "shuffled"
+    prefetch: int = 2
     compare_steps: int = 3
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     sample_tokens: int = 200

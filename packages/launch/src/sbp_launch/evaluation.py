@@ -9,11 +9,15 @@ from collections import Counter
 from contextlib import ExitStack
 from types import TracebackType
 
+from sbp_core.compile import PhysicalPlan
+from sbp_core.errors import SbpError
 from sbp_core.runtime import Runtime, Session
+from sbp_launch.data import BatchLoader, LocalBatch, LocalPart, is_for_gpus
 from sbp_launch.planned import plan_evaluation
 from sbp_launch.planning import Planned
 from sbp_launch.program import Program
 from sbp_launch.run import Run
+from sbp_launch.team import Team, fail_together
 
 
 class Evaluator:
@@ -26,12 +30,21 @@ class Evaluator:
         program: Gives the batches.
         planned: What the session runs.
         session: Whose states are evaluated, where they are; it takes no step meanwhile.
+        team: The processes of the run; this one alone if None.
     """
 
-    def __init__(self, run: Run, program: Program, planned: Planned, session: Session) -> None:
+    def __init__(
+        self,
+        run: Run,
+        program: Program,
+        planned: Planned,
+        session: Session,
+        team: Team | None = None,
+    ) -> None:
         self.run, self.program, self.planned, self.session = run, program, planned, session
+        self.team = team or Team()
         self._started = ExitStack()
-        self._evaluating: Session | None = None
+        self._evaluating: tuple[Session, PhysicalPlan] | None = None
 
     def __enter__(self) -> Evaluator:
         return self
@@ -51,25 +64,48 @@ class Evaluator:
 
         Raises:
             RunError: a rank failed.
+            SbpError: a sample cannot be loaded; names it.
         """
         settings = self.run.config.trainer
-        evaluating = self._session()
+        evaluating, plan = self._session()
         totals: Counter[str] = Counter()
         count = settings.evaluate.batches * settings.micro_batches
-        for index in range(count):
-            batch = self.program.batch(index, settings.micro_batch_size, "validation")
-            outputs = evaluating.step(batch, {"seed": settings.seed, "step": index}).outputs
-            for name, value in outputs.items():
-                if not value.dim():
-                    totals[name] += value.item()
+        loader = BatchLoader(
+            self.program.source,
+            "validation",
+            self.program.cursor("validation"),
+            settings.micro_batch_size,
+            LocalPart(plan, evaluating.local_ranks),
+            ahead=settings.prefetch,
+            num_batches=count,
+            pinned=is_for_gpus(plan),
+        )
+        with loader:
+            for index in range(count):
+                batch = self._next(loader)
+                scalars = {"seed": settings.seed, "step": index}
+                outputs = evaluating.step(batch.values, scalars, batch_is="local").outputs
+                for name, value in outputs.items():
+                    if not value.dim():
+                        totals[name] += value.item()
         return {f"held_out_{name}": total / count for name, total in totals.items()}
 
-    def _session(self) -> Session:
+    def _next(self, loader: BatchLoader) -> LocalBatch:
+        """Return the next batch, if all processes of the run have theirs."""
+        problem: SbpError | None = None
+        try:
+            batch = loader.next()
+        except SbpError as error:
+            problem = error
+        fail_together(self.team, problem)
+        return batch
+
+    def _session(self) -> tuple[Session, PhysicalPlan]:
         if self._evaluating is None:
             runtime: Runtime = self.run.make("runtime")
             plan = plan_evaluation(self.run, self.program, self.planned).plan
             session = runtime.start(plan, self.session)
-            self._evaluating = self._started.enter_context(session)
+            self._evaluating = self._started.enter_context(session), plan
         return self._evaluating
 
 

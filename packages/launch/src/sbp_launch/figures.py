@@ -95,12 +95,15 @@ class StepMeter:
     def step(
         self, session: Session, batch: Mapping[str, Tensor], scalars: Mapping[str, Number]
     ) -> Mapping[str, Tensor]:
-        """Run a step and return its outputs; see `Session.step`."""
+        """Run a step on what the local ranks hold of its batch, and return its outputs.
+
+        See `Session.step`.
+        """
         is_first = not self.step_s
         sent = self._total_sent_bytes()
         began = time.perf_counter()
         with self.meter.watching(session) if self.meter and is_first else nullcontext():
-            outputs = session.step(batch, scalars).outputs
+            outputs = session.step(batch, scalars, batch_is="local").outputs
             # A device may still be at work on it.
             outputs["loss"].item()
         self.step_s.append(time.perf_counter() - began)

@@ -34,7 +34,7 @@ def first_bad_value(
     Args:
         session: That has undone it; all of its processes call this.
         graph: That the plan was compiled from.
-        batch: Of the step.
+        batch: What the ranks of this process hold of that of the step.
         scalars: Of the step.
         gather: Returns the text of every process, each shorter than 4 KiB; all of them call it.
 
@@ -44,7 +44,7 @@ def first_bad_value(
     watch = BadValueWatch()
     session.watch = watch
     try:
-        session.step(batch, scalars)
+        session.step(batch, scalars, batch_is="local")
     except NotFiniteStepError:
         pass
     finally:

@@ -10,12 +10,14 @@ same steps, and the state of the run (`TrainerState`) is equal in all.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import cast
 
+from sbp_core.errors import SbpError
 from sbp_core.plugins import (
     Callback,
     MetricSink,
@@ -28,6 +30,7 @@ from sbp_core.runtime import NotFiniteStepError, Session
 from sbp_launch.budget import Allowance
 from sbp_launch.callbacks import make_callbacks, restore, together
 from sbp_launch.config import RunConfig
+from sbp_launch.data import BatchLoader, DataCursor, LocalPart, SampleOrder, is_for_gpus
 from sbp_launch.evaluation import Evaluator
 from sbp_launch.figures import StepMeter
 from sbp_launch.finite_loss import FiniteLoss
@@ -41,11 +44,10 @@ from sbp_launch.run import Run
 from sbp_launch.run_folder import writing
 from sbp_launch.speed import Speed
 from sbp_launch.stopping import StopSignals
-from sbp_launch.team import DEADLINE_S, Team, stop_together
+from sbp_launch.team import DEADLINE_S, Team, fail_together, stop_together
 from sbp_launch.tracing import StepTracer
 from sbp_launch.utilization import ModelWork
 from sbp_torch.capture import scalar_values
-from sbp_torch.kinds import TextDataset
 
 #: Seconds that processes agree on are sent as whole numbers of these.
 _TICK_S = 1e-6
@@ -80,8 +82,10 @@ class TrainingLoop:
     state: TrainerState = field(default_factory=TrainerState)
 
     def __post_init__(self) -> None:
-        self.is_text = isinstance(self.program.data, TextDataset)
-        self.speed = Speed("tokens" if self.is_text else "samples")
+        unit, units = self.program.counted
+        self._step_units = units * self.run.config.trainer.batch_size
+        self._step_tokens = self._step_units if unit == "tokens" else 0
+        self.speed = Speed(unit)
         self.phases = PhaseTimes()
         #: Loss of the newest step; None before the first.
         self.loss: float | None = None
@@ -108,9 +112,14 @@ class TrainingLoop:
         return make_callbacks(self.run)
 
     @cached_property
-    def _epoch_samples(self) -> int:
-        """Samples of the training data."""
-        return 1  # TODO
+    def _order(self) -> SampleOrder:
+        """The order of the training data."""
+        return self.program.cursor().order
+
+    @property
+    def cursor(self) -> DataCursor:
+        """How far the run is in its data: where the step behind the newest one goes on."""
+        return DataCursor(position=self.state.samples, order=self._order)
 
     @cached_property
     def allowance(self) -> Allowance:
@@ -119,16 +128,8 @@ class TrainingLoop:
         return settings.budget.counted(
             step_samples=settings.batch_size,
             step_tokens=self._step_tokens,
-            epoch_samples=self._epoch_samples,
+            epoch_samples=self._order.num_samples,
         )
-
-    @cached_property
-    def _step_tokens(self) -> int:
-        """Tokens of a step, over all ranks; 0 if the data are no text."""
-        if not self.is_text:
-            return 0
-        batch = self.program.batch(0, 1)
-        return next(iter(batch.values())).numel() * self.run.config.trainer.batch_size
 
     def train(self) -> None:
         """Take all steps, and evaluate behind the last one.
@@ -137,6 +138,7 @@ class TrainingLoop:
             ConfigError: a callback cannot be made, or cannot go on from the state.
             NotFiniteError: the loss is infinite or no number, and `trainer.on_nan` says to stop.
             RunError: the metrics cannot be written, or a rank failed.
+            SbpError: a sample cannot be loaded; names it.
         """
         settings, begun = self.run.config.trainer, self.state
         total_steps = self.allowance.total_steps(begun)
@@ -152,8 +154,9 @@ class TrainingLoop:
         with ExitStack() as opened:
             sink = opened.enter_context(metric_sink(self.run, begun.step))
             evaluator = opened.enter_context(
-                Evaluator(self.run, self.program, self.planned, self.session)
+                Evaluator(self.run, self.program, self.planned, self.session, self.team)
             )
+            loader = opened.enter_context(self._loader(total_steps))
             with StepProgress(
                 self.run.console,
                 total_steps,
@@ -162,51 +165,87 @@ class TrainingLoop:
                 begun=begun.step,
                 hours=settings.hours or 0.0,
             ) as progress:
+                problem = self._load(loader)
+                fail_together(self.team, problem)
                 while not self._is_over:
-                    self._step(sink, evaluator, progress)
+                    self._step(loader, sink, evaluator, progress)
             if settings.evaluate.batches and self.evaluated_step != self.state.step:
                 with self.run.stage("evaluating"):
                     self._evaluate(sink, evaluator)
         for callback in self.callbacks.values():
             callback.on_train_end(self.state)
 
-    def _step(self, sink: MetricSink, evaluator: Evaluator, progress: StepProgress) -> None:
+    def _loader(self, total_steps: int | None) -> BatchLoader:
+        """Return what loads the batches of the steps that are left."""
+        settings, plan = self.run.config.trainer, self.planned.plan
+        return BatchLoader(
+            self.program.source,
+            "train",
+            self.cursor,
+            settings.batch_size,
+            LocalPart(plan, self.session.local_ranks),
+            ahead=settings.prefetch,
+            num_batches=None if total_steps is None else total_steps - self.state.step,
+            pinned=is_for_gpus(plan),
+        )
+
+    def _load(self, loader: BatchLoader) -> Exception | None:
+        """Wait for the batch of the next step; return why there is none, if it cannot be loaded."""
+        if self._is_over:
+            return None
+        began = time.perf_counter()
+        try:
+            self._batch = loader.next()
+        except SbpError as error:
+            return error
+        self._waited_s = time.perf_counter() - began
+        return None
+
+    def _step(
+        self,
+        loader: BatchLoader,
+        sink: MetricSink,
+        evaluator: Evaluator,
+        progress: StepProgress,
+    ) -> None:
         """Take one step and all that follows it."""
         settings, index = self.run.config.trainer, self.state.step
-        self.speed.begin()
-        batch = self.program.batch(index, settings.batch_size)
-        self.speed.loaded()
+        batch = self._batch
+        self.speed.begin(self._waited_s)
         factor = settings.schedule.factor(*self.allowance.place(self.state))
         rates = {n: v * factor for n, v in self._given.items() if n.partition(".")[0] == "lr"}
         scalars = {**self._given, **rates, "seed": settings.seed, "step": index}
         bad_value: tuple[str, ...] = ()
         try:
             with self.tracer.step(index + 1, self.session):
-                outputs = self.step_meter.step(self.session, batch, scalars)
+                outputs = self.step_meter.step(self.session, batch.values, scalars)
         except NotFiniteStepError as error:
             outputs = error.outputs
             bad_value = first_bad_value(
-                self.session, self.planned.graph, batch, scalars, self.team.gather
+                self.session, self.planned.graph, batch.values, scalars, self.team.gather
             )
-        self.speed.end(self._step_tokens or settings.batch_size)
+        self.speed.end(self._step_units)
         metrics = {name: value.item() for name, value in outputs.items() if not value.dim()}
         self.loss = metrics["loss"]
         row = {**metrics, **self._times(), **rates}
         if not bad_value:
             self._advance()
         is_due = self._evaluation_is_due()
-        problem, control = None, TrainerControl()
+        problem: Exception | None = None
+        control = TrainerControl()
         try:
             self.tracer.finish(index + 1)  # first, as the ranks of all processes meet there
             if self.reference is not None and index < settings.compare_steps:
                 with self.phases.timing("comparison"):
-                    self.reference.step(batch, metrics["loss"], factor)
+                    whole = self.program.batch(batch.begin, settings.batch_size)
+                    self.reference.step(whole, metrics["loss"], factor)
             progress.advance(index + 1, metrics["loss"], self._train_s)
             if not is_due:
                 self._log(sink, index + 1, row)
             self.run.warn(self._finite.check(index + 1, metrics, rates, bad_value))
             if not is_due:
                 control = self._call(row)
+            problem = self._load(loader)
         except Exception as error:  # raised behind the step, on all ranks together
             problem = error
         try:
@@ -234,7 +273,7 @@ class TrainingLoop:
             step=state.step + 1,
             samples=samples,
             tokens=state.tokens + self._step_tokens,
-            epoch=samples // self._epoch_samples,
+            epoch=samples // self._order.num_samples,
         )
 
     def _times(self) -> dict[str, float]:

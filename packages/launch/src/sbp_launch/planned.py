@@ -71,7 +71,7 @@ def _captured(run: Run, program: Program, settings: PlanSettings) -> Captured:
         ConfigError: the model asks its batch for what the data do not give; names both files.
     """
     config = run.config
-    batch = program.batch(0, config.trainer.micro_batch_size)
+    batch = program.example(config.trainer.micro_batch_size)
     try:
         return capture_training(program.model, model_loss, batch, program.optimizer, settings)
     except CaptureError as error:
@@ -108,7 +108,7 @@ def plan_evaluation(run: Run, program: Program, train: Planned) -> Planned:
     model is in evaluation mode while it is captured, and as it was afterwards.
     """
     settings = plan_settings(run, program)
-    batch = program.batch(0, run.config.trainer.micro_batch_size)
+    batch = program.example(run.config.trainer.micro_batch_size)
     with evaluating(program.model):
         graph = capture_forward(program.model, model_loss, batch, settings, "evaluate")
     return plan_beside(train, with_averages(graph, train.graph), settings)

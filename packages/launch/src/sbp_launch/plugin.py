@@ -23,7 +23,7 @@ from sbp_launch.optimizers import (
     SgdConfig,
 )
 
-SBP_API_VERSION = 1
+SBP_API_VERSION = 2
 
 
 @hookimpl

@@ -10,21 +10,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol, cast, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from sbp_core.cluster import Cluster
 from sbp_core.errors import ConfigError
 from sbp_core.placement import Placement
-from sbp_core.plugins import ClusterFactory, PluginEntry
+from sbp_core.plugins import ClusterFactory
 from sbp_launch.config import RunConfig, TrainerConfig
+from sbp_launch.data import DataCursor, Order, SampleOrder, SampleSource, checked_dataset
 from sbp_launch.optimizers import optimizer_over
 from sbp_launch.patterns import check_patterns
 from sbp_launch.report import counted
 from sbp_launch.run import Run
 from sbp_torch.capture import counted_random, split_losses
 from sbp_torch.deferred_init import DeferredModel, deferred
-from sbp_torch.kinds import Dataset, OptimizerFactory
+from sbp_torch.kinds import Dataset, OptimizerFactory, TextDataset
 
 
 class _Model(Protocol):
@@ -70,33 +72,54 @@ class Program:
     `model` is without data; `made` can make it whole.
 
     Args:
-        dtype: Of floating parameters and of the floating parts of batches.
+        source: The samples of `data`.
+        order: In which they are trained on.
+        seed: Of that order.
     """
-
-    dtype: torch.dtype
 
     made: DeferredModel
     model: nn.Module
     make_optimizer: OptimizerFactory
     optimizer: torch.optim.Optimizer
     data: Dataset
-    data_plugin: PluginEntry
+    source: SampleSource
+    order: Order
+    seed: int
     mesh: Placement
     cluster: Cluster
 
-    def batch(self, index: int, batch_size: int, split: str = "train") -> dict[str, Tensor]:
-        """Return a batch of the data set, its floating parts in the dtype of the model.
+    def cursor(self, split: str = "train") -> DataCursor:
+        """Return the beginning of a split.
+
+        Held-out data are shuffled, and alike in all runs, so that a part of them tells of all.
 
         Raises:
-            PluginError: the data set returns something else.
+            PluginError: the data set does not say how many samples it has.
+            SbpLookupError: it has no such split.
         """
-        found = self.data.batch(index, batch_size, split)
-        if not (isinstance(found, Mapping) and all(map(torch.is_tensor, found.values()))):
-            raise self.data_plugin.returned(found, "a mapping name -> tensor", by="batch")
-        return {
-            name: value.to(self.dtype) if value.is_floating_point() else value
-            for name, value in found.items()
-        }
+        size = self.source.num_samples(split)
+        if split != "train":
+            return DataCursor(order=SampleOrder(num_samples=size))
+        return DataCursor(order=SampleOrder(num_samples=size, order=self.order, seed=self.seed))
+
+    def batch(self, cursor: DataCursor, batch_size: int, split: str = "train") -> dict[str, Tensor]:
+        """Return the whole batch that begins at a cursor.
+
+        Raises:
+            SbpError: a sample cannot be loaded; names it.
+        """
+        return self.source.load(cursor.numbers(np.arange(batch_size)), split)
+
+    def example(self, batch_size: int) -> dict[str, Tensor]:
+        """Return what has the shapes of a batch of the train split: one sample again and again."""
+        return self.source.load(np.zeros(batch_size, np.int64), "train")
+
+    @property
+    def counted(self) -> tuple[str, int]:
+        """What is counted of the data, tokens or samples, and how many of them a sample is."""
+        if not isinstance(self.data, TextDataset):
+            return "samples", 1
+        return "tokens", next(iter(self.example(1).values())).numel()
 
 
 def make_program(run: Run) -> Program:
@@ -116,7 +139,7 @@ def make_program(run: Run) -> Program:
         return model.to(dtype).train()
 
     # First, as a path that is wrong is soon seen, and making a model takes longer.
-    data: Dataset = run.make("data")
+    data = checked_dataset(run.make("data"), run.entry("data"))
     made = deferred(build, config.trainer.seed)
     _check_patterns(config, made.model)
     make_optimizer: OptimizerFactory = run.make("optimizer")
@@ -127,13 +150,14 @@ def make_program(run: Run) -> Program:
     cluster = make_cluster(math.prod(config.mesh))
     mesh = Placement.grid(config.mesh, config.axes, cluster.device.kind)
     return Program(
-        dtype=dtype,
         made=made,
         model=made.model,
         make_optimizer=make_optimizer,
         optimizer=optimizer,
         data=data,
-        data_plugin=run.entry("data"),
+        source=SampleSource(data=data, plugin=run.entry("data"), dtype=dtype),
+        order=config.trainer.order,
+        seed=config.trainer.seed,
         mesh=mesh,
         cluster=cluster,
     )

@@ -38,17 +38,15 @@ class Speed:
 
     def __init__(self, unit: str, clock: Callable[[], float] = time.perf_counter) -> None:
         self.unit, self._clock = unit, clock
-        self._began = self._loaded = clock()
+        self._began = clock()
+        #: Seconds that the newest step has waited for its batch.
+        self.data_s = 0.0
         self._all: list[tuple[int, float]] = []
         self._window: deque[tuple[int, float]] = deque(maxlen=WINDOW)
 
-    def begin(self) -> None:
-        """Start the clock of a step."""
-        self._began = self._loaded = self._clock()
-
-    def loaded(self) -> None:
-        """Note that the batch of the step is there."""
-        self._loaded = self._clock()
+    def begin(self, data_s: float = 0.0) -> None:
+        """Start the clock of a step, which has waited so many seconds for its batch."""
+        self._began, self.data_s = self._clock() - data_s, data_s
 
     def end(self, units: int) -> None:
         """Stop it; the step took so many units."""
@@ -61,11 +59,6 @@ class Speed:
     def step_s(self) -> float:
         """Seconds of the newest step."""
         return self._all[-1][1]
-
-    @property
-    def data_s(self) -> float:
-        """Seconds of the newest step until its batch was there."""
-        return self._loaded - self._began
 
     @property
     def step_rate(self) -> float:

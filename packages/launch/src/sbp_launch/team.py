@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 
 from sbp_core.boxing import BoxingBackend, BoxingStep, Communicator, StepKind
-from sbp_core.errors import BoxingError, RunError
+from sbp_core.errors import BoxingError, RunError, words_of
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, P
 from sbp_launch.stopping import StopSignals, Terminated
@@ -32,6 +32,9 @@ _PROBLEM = 1000
 
 #: Bytes of a text that is gathered.
 _TEXT_BYTES = 4096
+
+#: Most characters that are quoted of what another process says, each of up to 4 bytes.
+_QUOTED = 1000
 
 
 class Team:
@@ -144,23 +147,46 @@ def stop_together(
         The highest of `asked` of all processes, in each place.
 
     Raises:
-        Exception: `problem`, or a `RunError` if it is another process'.
+        Exception: `problem`, or a `RunError` that quotes that of another process.
         BoxingError: another process has failed, or did not come, and there is no `problem` here.
         Terminated, KeyboardInterrupt: a signal has come, here or there.
     """
-    vote = _PROBLEM if problem is not None else signals.pending_number
+    highest, *heard = _vote(team, problem, [signals.pending_number, *asked], deadline_s)
+    if not highest:
+        return heard
+    signals.stop_if_asked()
+    raise KeyboardInterrupt if highest == signal.SIGINT else Terminated(highest)
+
+
+def fail_together(
+    team: Team, problem: Exception | None = None, deadline_s: float = DEADLINE_S
+) -> None:
+    """Stop if this process or another one cannot go on; all of them call this.
+
+    Raises:
+        Exception: `problem`, or a `RunError` that quotes that of another process.
+        BoxingError: another process has failed, or did not come, and there is no `problem` here.
+    """
+    _vote(team, problem, [0], deadline_s)
+
+
+def _vote(
+    team: Team, problem: Exception | None, values: Sequence[int], deadline_s: float
+) -> list[int]:
+    """Return the highest values of all processes, if none of them has a problem."""
+    vote = _PROBLEM if problem is not None else values[0]
     try:
-        highest, *heard = team.highest_of([vote, *asked], deadline_s)
+        highest, *heard = team.highest_of([vote, *values[1:]], deadline_s)
+        if highest:
+            team.stops_together = True
+        if highest < _PROBLEM:
+            return [highest, *heard]
+        told = team.gather(words_of(problem)[:_QUOTED] if problem is not None else "")
     except BoxingError:
         if problem is None:
             raise
         raise problem from problem.__cause__
-    if not highest:
-        return heard
-    team.stops_together = True
     if problem is not None:
         raise problem
-    if highest == _PROBLEM:
-        raise RunError("another rank cannot go on", todo="see what it says, and its log")
-    signals.stop_if_asked()
-    raise KeyboardInterrupt if highest == signal.SIGINT else Terminated(highest)
+    rank, text = next((rank, text) for rank, text in enumerate(told) if text)
+    raise RunError(f"rank {rank} cannot go on: {text}", todo="see its log")

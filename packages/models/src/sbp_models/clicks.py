@@ -14,15 +14,8 @@ import numpy.typing as npt
 import torch
 
 from sbp_models.configs import ClicksConfig
-from sbp_models.counter_based_random import (
-    SPLITS,
-    check_batch,
-    key_of,
-    members,
-    normal,
-    sample_numbers,
-    uniform,
-)
+from sbp_models.counter_based_random import key_of, members, normal, uniform
+from sbp_models.splits import checked_numbers, made_up_splits, size_of
 
 #: Standard deviation of the logit of a click.
 LOGIT_STD = 2.0
@@ -33,33 +26,26 @@ class Clicks:
 
     def __init__(self, config: ClicksConfig) -> None:
         self._config = config
+        self._splits = made_up_splits(config.num_samples)
         rule = key_of(config.seed, "rule")
         self._weights = normal(rule, np.arange(config.num_dense, dtype=np.uint64))
 
-    def batch(
-        self, index: int, batch_size: int, split: str = "train"
+    def num_samples(self, split: str = "train") -> int:
+        """Return how many samples a split has."""
+        return size_of(self._splits, split, where=self.describe())
+
+    def samples(
+        self, numbers: npt.NDArray[np.int64], split: str = "train"
     ) -> Mapping[str, torch.Tensor]:
-        """Return batch `index` of a split.
-
-        Row i is sample `index * batch_size + i`, whatever the batch size.
-
-        Args:
-            index: Number of the batch, >= 0.
-            batch_size: Samples, >= 1.
-            split: `train` or `validation`.
+        """Return samples of `train` or `validation`.
 
         Returns:
-            `dense`, float32 (batch_size, num_dense), of mean 0 and variance 1; `sparse`, int64
-            (batch_size, features, bag), below the rows of the feature; `clicks`, float32
-            (batch_size,), 0 or 1.
-
-        Raises:
-            SbpLookupError: no such split.
-            SbpValueError: `index` is negative or `batch_size` not positive.
+            `dense`, float32 (n, num_dense), of mean 0 and variance 1; `sparse`, int64
+            (n, features, bag), below the rows of the feature; `clicks`, float32 (n,), 0 or 1.
         """
-        check_batch(index, batch_size, split, SPLITS, where=self.describe())
         config = self._config
-        samples = sample_numbers(index, batch_size)
+        checked = checked_numbers(numbers, self._splits, split, where=self.describe())
+        samples = checked.astype(np.uint64)
         dense = normal(key_of(config.seed, split, "dense"), members(samples, config.num_dense))
         picks = [
             self._pick(key_of(config.seed, split, "feature", feature), samples, rows)

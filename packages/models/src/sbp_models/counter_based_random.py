@@ -1,20 +1,14 @@
 """Counter-based pseudo-random numbers: number `n` of a key is a pure function of both.
 
-A data set can so make a sample without making those before it, the same whatever the batch.
+A data set can so make a sample without making those before it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from hashlib import blake2b
 
 import numpy as np
 import numpy.typing as npt
-
-from sbp_core.errors import SbpValueError, unknown_name
-
-#: The splits of the data sets that are made up.
-SPLITS = ("train", "validation")
 
 #: The increment of SplitMix64: 2^64 divided by the golden ratio, made odd.
 _STEP = np.uint64(0x9E3779B97F4A7C15)
@@ -24,30 +18,6 @@ def key_of(*parts: object) -> int:
     """Return the key of a stream, in [0, 2^64): of what it is for, and the seed."""
     text = " ".join(map(str, parts)).encode()
     return int.from_bytes(blake2b(text, digest_size=8).digest(), "little")
-
-
-def check_batch(
-    index: int, batch_size: int, split: str, known: Iterable[str], *, where: str
-) -> None:
-    """Refuse what names no batch.
-
-    Raises:
-        SbpLookupError: no such split.
-        SbpValueError: `index` is negative or `batch_size` not positive.
-    """
-    if split not in (names := list(known)):
-        raise unknown_name("split", split, names, where=where)
-    if index < 0 or batch_size < 1:
-        raise SbpValueError(
-            f"batch({index}, {batch_size}) names no batch",
-            accepted="index >= 0 and batch_size >= 1",
-        )
-
-
-def sample_numbers(index: int, batch_size: int) -> npt.NDArray[np.uint64]:
-    """Return the numbers of the samples of a batch: uint64 (batch_size,)."""
-    start = index * batch_size
-    return np.arange(start, start + batch_size, dtype=np.uint64)
 
 
 def hashes(key: int, counts: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

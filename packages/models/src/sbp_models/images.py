@@ -14,16 +14,8 @@ import numpy.typing as npt
 import torch
 
 from sbp_models.configs import ImagesConfig
-from sbp_models.counter_based_random import (
-    SPLITS,
-    below,
-    check_batch,
-    key_of,
-    members,
-    normal,
-    sample_numbers,
-    uniform,
-)
+from sbp_models.counter_based_random import below, key_of, members, normal, uniform
+from sbp_models.splits import checked_numbers, made_up_splits, size_of
 
 #: Periods of the stripes across an image.
 PERIODS = 4
@@ -34,6 +26,7 @@ class StripedImages:
 
     def __init__(self, config: ImagesConfig) -> None:
         self._config = config
+        self._splits = made_up_splits(config.num_samples)
         classes = np.arange(config.num_classes)
         angles = np.pi * classes / config.num_classes
         across = 2 * np.pi * PERIODS * np.arange(config.image_size) / config.image_size
@@ -44,29 +37,22 @@ class StripedImages:
         counts = members(classes.astype(np.uint64), config.channels)
         self._colours = 2 * uniform(key_of(config.seed, "colours"), counts) - 1
 
-    def batch(
-        self, index: int, batch_size: int, split: str = "train"
+    def num_samples(self, split: str = "train") -> int:
+        """Return how many samples a split has."""
+        return size_of(self._splits, split, where=self.describe())
+
+    def samples(
+        self, numbers: npt.NDArray[np.int64], split: str = "train"
     ) -> Mapping[str, torch.Tensor]:
-        """Return batch `index` of a split.
-
-        Row i is sample `index * batch_size + i`, whatever the batch size.
-
-        Args:
-            index: Number of the batch, >= 0.
-            batch_size: Samples, >= 1.
-            split: `train` or `validation`.
+        """Return samples of `train` or `validation`.
 
         Returns:
-            `images`, float32 (batch_size, channels, image_size, image_size), of mean about 0 and
-            amplitude about 1; `labels`, int64 (batch_size,).
-
-        Raises:
-            SbpLookupError: no such split.
-            SbpValueError: `index` is negative or `batch_size` not positive.
+            `images`, float32 (n, channels, image_size, image_size), of mean about 0 and amplitude
+            about 1; `labels`, int64 (n,).
         """
-        check_batch(index, batch_size, split, SPLITS, where=self.describe())
         config = self._config
-        samples = sample_numbers(index, batch_size)
+        checked = checked_numbers(numbers, self._splits, split, where=self.describe())
+        samples = checked.astype(np.uint64)
         labels = below(key_of(config.seed, split, "label"), samples, config.num_classes)
         shifts = np.pi / 2 * uniform(key_of(config.seed, split, "shift"), samples)
         stripes = np.sin(self._phases[labels] + shifts[:, None, None])

@@ -24,7 +24,7 @@ from sbp_models.configs import (
     VitConfig,
 )
 
-SBP_API_VERSION = 1
+SBP_API_VERSION = 2
 
 
 @hookimpl

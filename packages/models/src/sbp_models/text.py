@@ -1,13 +1,13 @@
 """Data sets of bytes: the running Python's own standard library, or the user's text.
 
 Files are ordered by a hash of their path (so that neighbours in a folder are spread evenly), and
-joined by newlines; the last 5 % of the bytes are held out. A sample is a window of bytes at a
-position drawn by a counter-based hash, so that a batch is a pure function of the seed, the split
-and its index, and every batch size sees the same sequence of samples. All bytes are kept in memory.
+joined by newlines; the last 5 % of the bytes are held out. The samples of a split are its windows
+one behind the other, so that an epoch asks for every byte once; what does not fill a window at the
+end of a split is left out. All bytes are kept in memory.
 
 What `tokens` and `targets` are is the task (`context` 4, the window `the fox`):
 
-    next        "the "  ->  "he f"     a window of context + 1 bytes
+    next        "the "  ->  "he f"     a window of context + 1 bytes; the next begins with its last
     masked      "th▢ "  ->  "··e·"     of context; token 256 masks, target -100 is not asked for
     continue    "the "  ->  "fox…"     of 2 context; the second half is what follows
 """
@@ -31,14 +31,8 @@ from sbp_core.errors import ConfigError
 from sbp_core.units import format_bytes
 from sbp_models.configs import StdlibConfig, TextConfig, TextTask, text_task
 from sbp_models.configs.text import VOCABULARY
-from sbp_models.counter_based_random import (
-    below,
-    check_batch,
-    hashes,
-    key_of,
-    members,
-    sample_numbers,
-)
+from sbp_models.counter_based_random import hashes, key_of, members
+from sbp_models.splits import checked_numbers, size_of
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +63,7 @@ class ByteText:
     Args:
         files: Name and content of each file; names are unique.
         context: Tokens of one sample.
-        seed: Seed of the order of the samples.
+        seed: Seed of what is masked.
         label: What `describe` calls the text.
         task: What tokens and targets are; see the module docstring.
         given: What a refusal calls the text; `label` if empty.
@@ -92,12 +86,13 @@ class ByteText:
         ordered = sorted(files, key=lambda file: _file_key(file[0]))
         text = np.frombuffer(b"\n".join(content for _, content in ordered), dtype=np.uint8)
         cut = round(len(text) * SPLITS["train"])
-        self._splits = {"train": text[:cut], "validation": text[cut:]}
+        self._texts = {"train": text[:cut], "validation": text[cut:]}
         self._window = {"next": context + 1, "masked": context, "continue": 2 * context}[task]
+        self._stride = {"next": context, "masked": context, "continue": 2 * context}[task]
         self._context, self._task = context, task
         self._seed = seed
         self._label = f"{label}: {len(files)} file{'s' if len(files) != 1 else ''}"
-        shortest = min(map(len, self._splits.values()))
+        shortest = min(map(len, self._texts.values()))
         if shortest < self._window:
             needed = int(self._window / SPLITS["validation"]) + 1
             raise ConfigError(
@@ -106,34 +101,29 @@ class ByteText:
                 accepted=f"about {needed} bytes or more",
                 todo="give more text, or a smaller data.context",
             )
+        self._splits = {
+            split: (len(part) - self._window) // self._stride + 1
+            for split, part in self._texts.items()
+        }
 
-    def batch(
-        self, index: int, batch_size: int, split: str = "train"
+    def num_samples(self, split: str = "train") -> int:
+        """Return how many windows a split has."""
+        return size_of(self._splits, split, where=self._label)
+
+    def samples(
+        self, numbers: npt.NDArray[np.int64], split: str = "train"
     ) -> Mapping[str, torch.Tensor]:
-        """Return batch `index` of a split.
-
-        Row i is sample `index * batch_size + i`, whatever the batch size.
-
-        Args:
-            index: Number of the batch, >= 0.
-            batch_size: Samples, >= 1.
-            split: `train` or `validation`.
+        """Return windows of `train` or `validation`.
 
         Returns:
-            `tokens` and `targets`, int64 (batch_size, context) each; see the module docstring.
-
-        Raises:
-            SbpLookupError: no such split.
-            SbpValueError: `index` is negative or `batch_size` not positive.
+            `tokens` and `targets`, int64 (n, context) each; see the module docstring.
         """
-        check_batch(index, batch_size, split, self._splits, where=self._label)
-        text = self._splits[split]
-        samples = sample_numbers(index, batch_size)
-        key = key_of(self._seed, split)
-        positions = below(key, samples, len(text) - self._window + 1)
-        windows = text[positions[:, None] + np.arange(self._window)].astype(np.int64)
+        found = checked_numbers(numbers, self._splits, split, where=self._label)
+        places = found[:, None] * self._stride + np.arange(self._window)
+        windows = self._texts[split][places].astype(np.int64)
         if self._task == "masked":
-            tokens, targets = self._mask(windows, key_of(self._seed, split, "mask"), samples)
+            key = key_of(self._seed, split, "mask")
+            tokens, targets = self._mask(windows, key, found.astype(np.uint64))
         else:
             tokens, targets = windows[:, : self._context], windows[:, -self._context :]
         return {
@@ -147,9 +137,9 @@ class ByteText:
         """Hide equally many tokens of every sample, so that a mean over tokens is one over samples.
 
         Args:
-            windows: int64 (batch, context).
+            windows: int64 (n, context).
             key: Of the places.
-            samples: uint64 (batch,).
+            samples: uint64 (n,).
         """
         number = max(1, round(MASKED_PART * self._context))
         order = np.argsort(hashes(key, members(samples, self._context)), axis=1)
@@ -160,7 +150,7 @@ class ByteText:
     def describe(self) -> str:
         """Return one line: what the text is and how large each split is."""
         sizes = ", ".join(
-            f"{format_bytes(len(text))} {split}" for split, text in self._splits.items()
+            f"{format_bytes(len(text))} {split}" for split, text in self._texts.items()
         )
         return f"{self._label}, {sizes}, a token is a byte"
 

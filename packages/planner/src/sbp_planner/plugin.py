@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from sbp_core.plugins import Factory, hookimpl
 from sbp_planner.configs import FileConfig, InferConfig, ManualConfig, OsdpConfig
 
-SBP_API_VERSION = 1
+SBP_API_VERSION = 2
 
 
 @hookimpl

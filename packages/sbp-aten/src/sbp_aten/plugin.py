@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from sbp_core.plugins import Factory, hookimpl
 
-SBP_API_VERSION = 1
+SBP_API_VERSION = 2
 
 #: Namespaces of the operators that have rules here; those of `sbp` are what passes write.
 _NAMESPACES = ("aten", "sbp", "torch_nn")

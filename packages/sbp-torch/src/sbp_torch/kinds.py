@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     import torch
 
 __all__ = ["Dataset", "LanguageModel", "OptimizerFactory", "TextDataset", "TrainableModel"]
@@ -40,15 +42,38 @@ class LanguageModel(Protocol):
 
 
 class Dataset(Protocol):
-    """Kind `data`: `build(config)` returns batches as a pure function of their index.
+    """Kind `data`: `build(config)` returns samples by their numbers, in any order.
 
-    So the position in the data is one integer, and any rank can make any batch.
+    A sample is a pure function of its split and number. Which samples a step takes, in which order,
+    and which process asks for which of them is not decided here, so a data set knows no epoch, no
+    batch and no rank. It is asked by one thread at a time, which need not be the one that made it.
     """
 
-    def batch(
-        self, index: int, batch_size: int, split: str = "train"
+    def num_samples(self, split: str = "train") -> int:
+        """Return how many samples a split has, >= 1; always the same.
+
+        Raises:
+            SbpLookupError: no such split.
+        """
+        ...
+
+    def samples(
+        self, numbers: npt.NDArray[np.int64], split: str = "train"
     ) -> Mapping[str, torch.Tensor]:
-        """Return the batch of that index: tensors whose dim 0 is the sample, by name."""
+        """Return some samples of a split, in the order asked for, as tensors by name.
+
+        Args:
+            numbers: int64 (n,), n >= 1, each in [0, num_samples(split)); may repeat.
+            split: Of which they are.
+
+        Returns:
+            Tensors in host memory whose dim 0 is the sample: n of `numbers`. Names, dtypes and the
+            other dims are the same whatever the numbers.
+
+        Raises:
+            SbpLookupError: no such split.
+            SbpError: a sample cannot be read: what is wrong with it, and in which file, where.
+        """
         ...
 
     def describe(self) -> str:

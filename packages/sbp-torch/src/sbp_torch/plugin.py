@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from sbp_core.plugins import Factory, hookimpl
 from sbp_torch.runtime.configs import ReferenceConfig
 
-SBP_API_VERSION = 1
+SBP_API_VERSION = 2
 
 
 @hookimpl

@@ -18,6 +18,7 @@ class ClicksConfig:
         num_dense: Numbers of one sample.
         rows: Different values of each categorical feature.
         bag: Values that a sample has of each categorical feature.
+        num_samples: Samples to train on; a twentieth as many are held out.
         seed: Seed of the samples and of the rule that makes the labels.
 
     Raises:
@@ -27,9 +28,10 @@ class ClicksConfig:
     num_dense: int = 13
     rows: tuple[int, ...] = ROWS
     bag: int = 1
+    num_samples: int = 1_000_000
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_positive(self, "num_dense", "bag")
+        check_positive(self, "num_dense", "bag", "num_samples")
         check_sizes("rows", self.rows)
         check_seed(self.seed)

@@ -16,6 +16,7 @@ class ImagesConfig:
         channels: Channels of an image.
         num_classes: Classes.
         noise: Standard deviation of the noise, where the pattern has an amplitude of 1.
+        num_samples: Samples to train on; a twentieth as many are held out.
         seed: Seed of the samples.
 
     Raises:
@@ -26,9 +27,10 @@ class ImagesConfig:
     channels: int = 3
     num_classes: int = 10
     noise: float = 0.5
+    num_samples: int = 1_000_000
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_positive(self, "image_size", "channels", "num_classes")
+        check_positive(self, "image_size", "channels", "num_classes", "num_samples")
         check_not_negative(self, "noise")
         check_seed(self.seed)

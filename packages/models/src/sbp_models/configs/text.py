@@ -51,7 +51,7 @@ class StdlibConfig:
         task: `next`: predict each next token; `masked`: those that are masked; `continue`: the
             text that follows; or what `transformers` calls them: `causal_lm`, `masked_lm`,
             `seq2seq_lm`.
-        seed: Seed of the order of the samples.
+        seed: Seed of what `masked` hides.
 
     Raises:
         ConfigError: `task` is none, `context` is not positive or `seed` is negative.
@@ -77,7 +77,7 @@ class TextConfig:
         task: `next`: predict each next token; `masked`: those that are masked; `continue`: the
             text that follows; or what `transformers` calls them: `causal_lm`, `masked_lm`,
             `seq2seq_lm`.
-        seed: Seed of the order of the samples.
+        seed: Seed of what `masked` hides.
 
     Raises:
         ConfigError: `path` is empty, `task` is none, `context` is not positive or `seed` is

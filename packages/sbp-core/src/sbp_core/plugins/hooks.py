@@ -1,7 +1,7 @@
 """The hooks of sbp: what a plugin module may implement, and the version they were written for.
 
 A plugin is a module named by an entry point of group `sbp`. It imports nothing heavy, states
-`SBP_API_VERSION = 1`, and implements any of the hooks below with `@hookimpl`; each returns
+`SBP_API_VERSION = 2`, and implements any of the hooks below with `@hookimpl`; each returns
 name -> `Factory` (or paths, for config folders). Kinds are described in `plugins.kinds`.
 """
 
@@ -15,8 +15,9 @@ import pluggy
 
 from sbp_core.errors import SbpTypeError
 
-#: Version of these hooks. A plugin states the version it was written for.
-API_VERSION = 1
+#: Version of these hooks. A plugin states the version it was written for. Since version 2, data
+#: sets return samples by number (`num_samples`, `samples`); before, batches (`batch`).
+API_VERSION = 2
 
 #: Project name of pluggy and group of the entry points.
 PROJECT = "sbp"

@@ -5,8 +5,7 @@
         def make_dataset(self):
             return build(MyConfig())
 
-`prefix_property = True` claims that every batch size sees the same sequence of samples. A data set
-that also fulfils `TextDataset` is checked as one.
+A data set that also fulfils `TextDataset` is checked as one.
 
 Stability: stable.
 """
@@ -14,9 +13,13 @@ Stability: stable.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from threading import Thread
 from unittest import SkipTest
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from sbp_core.errors import SbpError
 from sbp_torch.kinds import Dataset, TextDataset
@@ -31,14 +34,8 @@ class DatasetConformance(ABC):
     #: Names of its splits; the first is the one to train on.
     splits: tuple[str, ...] = ("train",)
 
-    #: Whether sample `i` is the same whatever the batch size.
-    prefix_property: bool = False
-
-    #: Samples of a batch; even.
-    batch_size: int = 4
-
-    #: Batches of each split to look at.
-    num_batches: int = 5
+    #: Most samples of each split to look at.
+    most_samples: int = 20
 
     #: Texts that must come back from their tokens.
     texts: tuple[str, ...] = ("", "The quick brown fox.\n", "def f(x): return x + 1")
@@ -47,70 +44,87 @@ class DatasetConformance(ABC):
     def make_dataset(self) -> Dataset:
         """Return the data set; called for every test."""
 
-    def test_a_batch_is_a_pure_function_of_its_index(self) -> None:
-        """Whatever was asked before, and on another object, a batch is the same."""
+    def numbers(self, data: Dataset, split: str) -> list[int]:
+        """Return the samples of a split to look at: its first ones, spread ones, and its last."""
+        size = data.num_samples(split)
+        spread = np.linspace(0, size - 1, num=min(size, self.most_samples)).astype(int).tolist()
+        return sorted({*range(min(size, self.most_samples // 2)), *spread})
+
+    def test_every_split_has_samples(self) -> None:
+        """As many whenever one asks, on another object too."""
         first, other = self.make_dataset(), self.make_dataset()
         for split in self.splits:
-            forth = [first.batch(i, self.batch_size, split) for i in range(self.num_batches)]
-            back = [other.batch(i, self.batch_size, split) for i in reversed(range(len(forth)))]
-            for batch, again in zip(forth, reversed(back), strict=True):
-                assert set(batch) == set(again), f"{set(batch)} and {set(again)}"
-                for name, value in batch.items():
-                    assert_equal(f"{name} of split {split}", again[name], value)
+            size = first.num_samples(split)
+            assert isinstance(size, int), f"split {split} has {size!r} samples"
+            assert size >= 1, f"split {split} has {size} samples"
+            again = (first.num_samples(split), other.num_samples(split))
+            assert again == (size, size), f"split {split} has {size} samples, then {again}"
 
-    def test_batches_differ_in_values_only(self) -> None:
-        """Same names, shapes and dtypes; dim 0 is the sample; not all batches are equal."""
-        data = self.make_dataset()
+    def test_a_sample_is_a_pure_function_of_its_number(self) -> None:
+        """Whatever was asked before, on another object, alone or among others in any order."""
+        first, other = self.make_dataset(), self.make_dataset()
         for split in self.splits:
-            batches = [data.batch(i, self.batch_size, split) for i in range(self.num_batches)]
-            kinds = [{n: (v.shape, v.dtype) for n, v in batch.items()} for batch in batches]
-            assert all(kind == kinds[0] for kind in kinds), f"split {split}: {kinds}"
-            for name, (shape, _) in kinds[0].items():
-                assert shape[:1] == (self.batch_size,), f"{name} has shape {tuple(shape)}"
-            assert any(
-                not torch.equal(value, batch[name])
-                for batch in batches[1:]
-                for name, value in batches[0].items()
-            ), f"all batches of split {split} are equal"
+            numbers = self.numbers(first, split)
+            together = _asked(first, numbers, split)
+            alone = [_asked(other, [number], split) for number in reversed(numbers)]
+            shuffled = [*numbers[1::2], *numbers[::-2], numbers[0]]
+            again = _asked(first, shuffled, split)
+            for name, value in together.items():
+                what = f"{name} of split {split}"
+                assert_equal(what, torch.cat([one[name] for one in reversed(alone)]), value)
+                rows = [numbers.index(number) for number in shuffled]
+                assert_equal(f"{what}, in another order", again[name], value[rows])
 
-    def test_a_batch_has_as_many_samples_as_asked_for(self) -> None:
-        """For sizes 1, 2 and 3 times the usual."""
-        data = self.make_dataset()
-        for size in (1, 2, 3 * self.batch_size):
-            for name, value in data.batch(0, size, self.splits[0]).items():
-                assert value.shape[0] == size, f"{name} has {value.shape[0]} samples, not {size}"
+    def test_another_thread_finds_the_same_samples(self) -> None:
+        """Samples are loaded by a thread that did not make the data set."""
+        data, found = self.make_dataset(), []
+        numbers = self.numbers(data, self.splits[0])
+        thread = Thread(target=lambda: found.append(_asked(data, numbers, self.splits[0])))
+        thread.start()
+        thread.join()
+        assert found, "the other thread failed"
+        for name, value in _asked(data, numbers, self.splits[0]).items():
+            assert_equal(f"{name}, by another thread", found[0][name], value)
 
-    def test_every_batch_size_sees_the_same_samples(self) -> None:
-        """A batch is its two halves, taken as batches of half the size."""
-        if not self.prefix_property:
-            raise SkipTest("the data set does not claim it")
-        data, half = self.make_dataset(), self.batch_size // 2
+    def test_samples_differ_in_values_only(self) -> None:
+        """Same names, shapes and dtypes in all splits; not all samples are equal."""
+        data, kinds = self.make_dataset(), []
         for split in self.splits:
-            for index in range(self.num_batches):
-                batch = data.batch(index, self.batch_size, split)
-                first, second = (data.batch(2 * index + i, half, split) for i in (0, 1))
-                for name, value in batch.items():
-                    halves = torch.cat([first[name], second[name]])
-                    assert_equal(f"{name} of batch {index} of split {split}", halves, value)
+            numbers = self.numbers(data, split)
+            samples = _asked(data, numbers, split)
+            for name, value in samples.items():
+                assert value.shape[:1] == (len(numbers),), (
+                    f"{name} has shape {tuple(value.shape)} for {len(numbers)} samples"
+                )
+            kinds.append({n: (v.shape[1:], v.dtype) for n, v in samples.items()})
+            one = _asked(data, numbers[:1], split)
+            kinds.append({n: (v.shape[1:], v.dtype) for n, v in one.items()})
+            assert len(numbers) == 1 or any(
+                not torch.equal(row, value[0]) for value in samples.values() for row in value[1:]
+            ), f"all samples of split {split} are equal"
+        assert all(kind == kinds[0] for kind in kinds), f"{kinds}"
 
     def test_splits_hold_other_samples(self) -> None:
-        """No sample of one split turns up in the batches of another."""
+        """No sample of one split turns up in another."""
         data = self.make_dataset()
         seen: dict[str, set[bytes]] = {split: set() for split in self.splits}
         for split in self.splits:
-            for index in range(self.num_batches):
-                batch = data.batch(index, self.batch_size, split)
-                for row in range(self.batch_size):
-                    parts = (batch[name][row].contiguous() for name in sorted(batch))
-                    seen[split].add(b"".join(part.numpy().tobytes() for part in parts))
+            numbers = self.numbers(data, split)
+            samples = _asked(data, numbers, split)
+            for row in range(len(numbers)):
+                parts = (samples[name][row].contiguous() for name in sorted(samples))
+                seen[split].add(b"".join(part.numpy().tobytes() for part in parts))
         for place, split in enumerate(self.splits):
             for other in self.splits[place + 1 :]:
                 assert not seen[split] & seen[other], f"{split} and {other} share samples"
 
     def test_a_split_that_is_not_there_is_refused(self) -> None:
         """With an error of ours, which lists the splits."""
+        data = self.make_dataset()
         with raises(SbpError, match=self.splits[0]):
-            self.make_dataset().batch(0, 1, "no such split")
+            data.num_samples("no such split")
+        with raises(SbpError, match=self.splits[0]):
+            _asked(data, [0], "no such split")
 
     def test_the_description_is_one_line(self) -> None:
         """Not empty."""
@@ -119,7 +133,7 @@ class DatasetConformance(ABC):
         assert len(text.splitlines()) == 1, f"the description has several lines: {text!r}"
 
     def test_text_comes_back_from_its_tokens(self) -> None:
-        """Tokens are numbers below the vocabulary, in batches too."""
+        """Tokens are numbers below the vocabulary, in samples too."""
         data = self.make_dataset()
         if not isinstance(data, TextDataset):
             raise SkipTest("this is no data set of text")
@@ -127,7 +141,12 @@ class DatasetConformance(ABC):
             tokens = data.encode(text)
             assert all(0 <= token < data.vocabulary for token in tokens), f"{text!r}: {tokens}"
             assert data.decode(tokens) == text, f"{text!r} came back as {data.decode(tokens)!r}"
-        for name, value in data.batch(0, self.batch_size, self.splits[0]).items():
-            if not value.dtype.is_floating_point:
-                low, high = int(value.min()), int(value.max())
-                assert 0 <= low <= high < data.vocabulary, f"{name} holds {low} to {high}"
+        numbers = self.numbers(data, self.splits[0])
+        tokens_of = _asked(data, numbers, self.splits[0]).get("tokens")
+        if tokens_of is not None:
+            low, high = int(tokens_of.min()), int(tokens_of.max())
+            assert 0 <= low <= high < data.vocabulary, f"tokens holds {low} to {high}"
+
+
+def _asked(data: Dataset, numbers: Sequence[int], split: str) -> Mapping[str, Tensor]:
+    return data.samples(np.array(numbers, dtype=np.int64), split)

@@ -1,0 +1,162 @@
+"""Loading ahead of the step: a thread that makes the next batches while the ranks compute.
+
+    loader  | batch 0 | batch 1 | batch 2 |    wait     | batch 3 |        `ahead` = 2: what is
+    step              |       step 0      |      step 1     | step 2       loaded and not yet taken
+
+A batch takes a credit before it is loaded and gives it back when it is taken, so no more than
+`ahead` of them are in memory beside the one of the step. What is loaded depends on the cursor only,
+so it is the same without the thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from dataclasses import dataclass
+from threading import Condition, Thread
+from types import TracebackType
+from typing import Self
+
+from torch import Tensor
+
+from sbp_core.compile import PhysicalPlan
+from sbp_core.errors import PluginError, SbpError, words_of
+from sbp_launch.data.local_part import LocalPart
+from sbp_launch.data.order import DataCursor
+from sbp_launch.data.source import SampleSource
+
+logger = logging.getLogger(__name__)
+
+#: Seconds that closing waits for a data set that is being asked.
+STOP_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalBatch:
+    """What one step takes.
+
+    Args:
+        values: For `Session.step(batch_is="local")`.
+        begin: Where the batch begins, in all processes.
+        end: The cursor behind it, with which a run goes on after this step.
+    """
+
+    values: dict[str, Tensor]
+    begin: DataCursor
+    end: DataCursor
+
+
+class BatchLoader:
+    """The batches of a session, one after the other; a context manager.
+
+    Args:
+        source: Of the samples.
+        split: To take.
+        cursor: Where the first batch begins.
+        batch_size: Samples of a step over all ranks, >= 1.
+        part: What the ranks of this process hold of it.
+        ahead: Batches to load ahead; 0 loads each when it is asked for.
+        num_batches: Batches that will be asked for; None if that is not known.
+        pinned: Whether batches are put into page-locked memory, as their way to a GPU begins there.
+    """
+
+    def __init__(
+        self,
+        source: SampleSource,
+        split: str,
+        cursor: DataCursor,
+        batch_size: int,
+        part: LocalPart,
+        *,
+        ahead: int = 0,
+        num_batches: int | None = None,
+        pinned: bool = False,
+    ) -> None:
+        self._source, self._split, self._part = source, split, part
+        self._batch_size, self._pinned, self._left = batch_size, pinned, num_batches
+        self._cursor, self._ahead = cursor, ahead
+        self._state = Condition()
+        self._loaded: deque[LocalBatch | SbpError] = deque()
+        self._stopped = False
+        self._thread = Thread(target=self._run, name=f"load {split}", daemon=True)
+        if ahead:
+            self._thread.start()
+
+    def next(self) -> LocalBatch:
+        """Return the next batch; waits until it is there.
+
+        Raises:
+            SbpError: it cannot be loaded; names the sample.
+        """
+        if not self._ahead:
+            return self._load()
+        with self._state:
+            self._state.wait_for(lambda: self._loaded)
+            first = self._loaded[0]
+            if isinstance(first, SbpError):  # stays there: nothing comes behind it
+                raise first
+            self._loaded.popleft()
+            self._state.notify_all()
+            return first
+
+    def close(self) -> None:
+        """End the thread; waits for the data set if it is being asked."""
+        with self._state:
+            self._stopped = True
+            self._state.notify_all()
+        if self._thread.is_alive():
+            self._thread.join(STOP_S)
+        if self._thread.is_alive():
+            logger.warning(
+                "a sample of split %r has been loading for over %g s, and is given up",
+                self._split,
+                STOP_S,
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _load(self) -> LocalBatch:
+        begin, end = self._cursor, self._cursor.advanced(self._batch_size)
+        rows = self._part.rows
+        loaded = self._source.load(begin.numbers(rows), self._split) if len(rows) else {}
+        values = self._part.cut(loaded)
+        if self._pinned:
+            values = {name: value.pin_memory() for name, value in values.items()}
+        self._cursor = end
+        return LocalBatch(values=values, begin=begin, end=end)
+
+    def _run(self) -> None:
+        while self._left is None or self._left > 0:
+            with self._state:
+                self._state.wait_for(lambda: self._stopped or len(self._loaded) < self._ahead)
+                if self._stopped:
+                    return
+            found: LocalBatch | SbpError
+            try:
+                found = self._load()
+            except SbpError as error:
+                found = error
+            except BaseException as error:  # the step has to hear of it, whatever it is
+                found = PluginError(f"loading split {self._split!r} failed: {words_of(error)}")
+                found.__cause__ = error
+            with self._state:
+                self._loaded.append(found)
+                self._state.notify_all()
+            if isinstance(found, SbpError):
+                return
+            if self._left is not None:
+                self._left -= 1
+
+
+def is_for_gpus(plan: PhysicalPlan) -> bool:
+    """Return whether a plan runs on GPUs."""
+    return any(stage.device == "cuda" for stage in plan.stages)

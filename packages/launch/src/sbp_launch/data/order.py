@@ -1,0 +1,164 @@
+"""Which samples a run takes in which order, and how far it has come: `SampleOrder`, `DataCursor`.
+
+Positions count the samples that a run takes, over all epochs, from 0. An epoch is so many positions
+as there are samples, each of which stands at one of them:
+
+    samples     5, shuffled                       steps of 3
+    position    0  1  2  3  4 | 5  6  7  8  9 | 10 ...
+    sample      3  0  4  2  1 | 1  3  2  0  4 |  4 ...
+    step        0------ 1---------  2------  3---------
+
+A batch goes over the border of two epochs if the batch size does not divide the samples. So nothing
+is left out, nothing twice in an epoch, and what has been used is one number, whatever the sizes of
+batches were and however many ranks there are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from sbp_core import serialize
+from sbp_core.errors import ConfigError, SbpValueError
+from sbp_launch.data.permutation import key_of, permuted
+
+#: `shuffled`, in another order each epoch; `sequential`, in the order of their numbers.
+Order = Literal["shuffled", "sequential"]
+
+#: Most samples of a data set.
+MOST_SAMPLES = 2**62
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleOrder:
+    """The order of the samples of a split.
+
+    Args:
+        num_samples: Of the split, >= 1.
+        order: One of `Order`.
+        seed: Of the shuffling, in 0 to 2^63 - 1.
+
+    Raises:
+        SbpValueError: one of these is out of its range.
+    """
+
+    num_samples: int
+    order: str = "shuffled"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_samples <= MOST_SAMPLES:
+            raise SbpValueError(
+                f"num_samples is {self.num_samples}", accepted="an integer in 1 to 2^62"
+            )
+        if self.order not in get_args(Order):
+            accepted = ", ".join(get_args(Order))
+            raise SbpValueError(f"order is {self.order!r}", accepted=accepted)
+        if not 0 <= self.seed < 2**63:
+            raise SbpValueError(f"seed is {self.seed}", accepted="an integer in 0 to 2^63 - 1")
+
+    def numbers(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the number of the sample at each position.
+
+        Args:
+            positions: int64 (n,), each >= 0.
+
+        Returns:
+            int64 (n,), each in [0, num_samples).
+        """
+        epochs, places = np.divmod(positions, self.num_samples)
+        if self.order == "sequential":
+            return places
+        for epoch in np.unique(epochs).tolist():
+            here = epochs == epoch
+            places[here] = permuted(places[here], self.num_samples, key_of(self.seed, epoch))
+        return places
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataCursor:
+    """How far a run has come in its data: the same in all processes, whatever ranks there are.
+
+    Args:
+        position: Samples taken so far, over all epochs, >= 0.
+        order: What stands at which position.
+
+    Raises:
+        SbpValueError: `position` is negative or beyond 2^62.
+    """
+
+    position: int = 0
+    order: SampleOrder
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.position <= MOST_SAMPLES:
+            raise SbpValueError(f"position is {self.position}", accepted="an integer in 0 to 2^62")
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next sample belongs to, from 0."""
+        return self.position // self.order.num_samples
+
+    @property
+    def place(self) -> int:
+        """The samples of that epoch that have been taken."""
+        return self.position % self.order.num_samples
+
+    def advanced(self, count: int) -> DataCursor:
+        """Return the cursor behind so many further samples."""
+        return replace(self, position=self.position + count)
+
+    def numbers(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the numbers of some samples of the batch that begins here.
+
+        Args:
+            rows: int64 (n,), of the batch.
+        """
+        return self.order.numbers(self.position + rows)
+
+    def to_json(self) -> object:
+        """Return it as a JSON value, which `from_json` reads."""
+        return serialize.dump(self, DataCursor)
+
+    @classmethod
+    def from_json(cls, value: object, *, where: str = "") -> DataCursor:
+        """Return the cursor that a JSON value says.
+
+        Args:
+            value: As of `to_json`.
+            where: File and key, for messages.
+
+        Raises:
+            SbpError: it says none: names the key, and what would be accepted.
+        """
+        return serialize.load(value, DataCursor, root="the cursor", where=where)
+
+    def check_same_data(self, order: SampleOrder, *, where: str = "") -> None:
+        """Refuse to go on in other data, or in another order of them.
+
+        Args:
+            order: Of the data that there are.
+            where: Where this cursor was kept, for messages.
+
+        Raises:
+            ConfigError: the next position is not of the sample that it was.
+        """
+        told = {
+            "num_samples": ("samples in the train split", "the data that the run began with"),
+            "order": ("as trainer.order", f"trainer.order={self.order.order}"),
+            "seed": ("as trainer.seed", f"trainer.seed={self.order.seed}"),
+        }
+        for name, (what, accepted) in told.items():
+            had, has = getattr(self.order, name), getattr(order, name)
+            if had != has:
+                raise ConfigError(
+                    f"the run stopped in data with {had} {what}, and now there are {has}"
+                    if name == "num_samples"
+                    else f"the run stopped in data with {had} {what}, which now is {has}",
+                    where=where,
+                    accepted=accepted,
+                    todo="begin a new run for other data or another order",
+                )

@@ -1,0 +1,119 @@
+"""A data set behind checks: what it returns, and which sample it failed at."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from threading import Lock
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from sbp_core.errors import PluginError, SbpError, words_of
+from sbp_core.plugins import PluginEntry
+from sbp_torch.kinds import Dataset
+
+_METHODS = ("num_samples", "samples", "describe")
+
+
+def checked_dataset(made: object, plugin: PluginEntry) -> Dataset:
+    """Return what the factory of a data set has made.
+
+    Raises:
+        PluginError: it is no data set.
+    """
+    if all(callable(getattr(made, name, None)) for name in _METHODS):
+        return made  # type: ignore[return-value] # it has the methods of the protocol
+    raise plugin.returned(made, f"a data set with the methods {', '.join(_METHODS)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleSource:
+    """The samples of a data set, as a run needs them.
+
+    Args:
+        data: The data set.
+        plugin: That it comes from, for messages.
+        dtype: Of the floating parts of samples.
+    """
+
+    data: Dataset
+    plugin: PluginEntry
+    dtype: torch.dtype
+    #: The loaders of training and of evaluation ask the same data set.
+    _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
+
+    def num_samples(self, split: str) -> int:
+        """Return how many samples a split has.
+
+        Raises:
+            PluginError: the data set returns no number of samples.
+            SbpLookupError: no such split.
+        """
+        with self._lock:
+            found = self.data.num_samples(split)
+        if isinstance(found, bool) or not isinstance(found, int):
+            raise self.plugin.returned(found, "an integer >= 1", by="num_samples")
+        if found < 1:
+            told = f"split {split!r} has {found} samples"
+            raise self._returned(found, "an integer >= 1", "num_samples", told)
+        return found
+
+    def load(self, numbers: npt.NDArray[np.int64], split: str) -> dict[str, Tensor]:
+        """Return samples in the order asked for, their floating parts in the dtype of the model.
+
+        Args:
+            numbers: int64 (n,), n >= 1.
+            split: Of which they are.
+
+        Raises:
+            PluginError: the data set returns something else, or fails with an error of its own.
+            SbpError: what it raises, with the number of the sample.
+        """
+        with self._lock:
+            try:
+                found = self.data.samples(numbers, split)
+            except Exception as error:
+                raise self._failure(error, numbers, split) from error
+        if not (isinstance(found, Mapping) and all(map(torch.is_tensor, found.values()))):
+            raise self.plugin.returned(found, "a mapping name -> tensor", by="samples")
+        for name, value in found.items():
+            if value.shape[:1] != (len(numbers),):
+                accepted = f"tensors whose dim 0 is the {len(numbers)} samples asked for"
+                told = f"{name!r} has the shape {tuple(value.shape)}"
+                raise self._returned(value, accepted, "samples", told)
+        return {
+            name: value.to(self.dtype) if value.is_floating_point() else value
+            for name, value in found.items()
+        }
+
+    def _returned(self, found: object, accepted: str, by: str, told: str) -> PluginError:
+        error = self.plugin.returned(found, accepted, by=by)
+        return PluginError(
+            f"{error.what}: {told}", where=error.where, accepted=accepted, todo=error.todo
+        )
+
+    def _failure(self, error: Exception, numbers: npt.NDArray[np.int64], split: str) -> SbpError:
+        """Return the error to raise for one that asking for samples has raised."""
+        found = error
+        # One that fails alone, too, is the one to be named.
+        for number in numbers[:, None] if len(numbers) > 1 else ():
+            try:
+                self.data.samples(number, split)
+            except Exception as alone:
+                found, numbers = alone, number
+                break
+        named = ", ".join(map(str, numbers[:3].tolist())) + (", ..." if len(numbers) > 3 else "")
+        sample = f"{'sample' if len(numbers) == 1 else 'samples'} {named} of split {split!r}"
+        if isinstance(found, SbpError):
+            where = (*found.where, f"{sample} of data {self.plugin.name!r}")
+            return type(found)(found.what, where=where, accepted=found.accepted, todo=found.todo)
+        assert self.plugin.factory is not None, "a plugin that is called has a factory"
+        return PluginError(
+            f"data {self.plugin.name!r} of {self.plugin.distribution} {self.plugin.version} failed "
+            f"at {sample}: {words_of(found)}",
+            where=f"{self.plugin.factory.build}, method samples",
+            todo="mend the data or the plugin",
+        )
