@@ -42,7 +42,7 @@ def test_averaged_parameters_are_evaluated_where_there_are_some(planner: str) ->
     averages = {name: p.detach().clone() for name, p in model.named_parameters()}
     for index in range(3):
         optimizer.zero_grad()
-        model.loss(program.data.batch(index, 4)).backward()
+        model.loss(program.batch(program.cursor().advanced(4 * index), 4)).backward()
         optimizer.step()
         for name, p in model.named_parameters():  # the first average is the parameter
             old = p.detach() if index == 0 else DECAY * averages[name] + (1 - DECAY) * p.detach()
@@ -54,10 +54,14 @@ def test_averaged_parameters_are_evaluated_where_there_are_some(planner: str) ->
 
     with start(run, planned.plan, states, LocalBackend()) as session:
         for index in range(3):
-            session.step(program.batch(index, 4), {**scalars, "seed": 0, "step": index})
+            session.step(
+                program.batch(program.cursor().advanced(4 * index), 4),
+                {**scalars, "seed": 0, "step": index},
+            )
         found = evaluate(run, program, planned, session)
 
-    batches = [program.data.batch(index, 4, "validation") for index in range(2)]
+    begin = program.cursor("validation")
+    batches = [program.batch(begin.advanced(4 * index), 4, "validation") for index in range(2)]
     trained = sum(model.loss(batch).item() for batch in batches) / 2
     model.load_state_dict(averages)
     expected = sum(model.loss(batch).item() for batch in batches) / 2
@@ -94,7 +98,10 @@ def test_every_evaluation_sees_the_newest_states_and_the_same_batches() -> None:
         Evaluator(run, program, planned, session) as evaluator,
     ):
         for index in range(2):
-            session.step(program.batch(index, 4), {**scalars, "seed": 0, "step": index})
+            session.step(
+                program.batch(program.cursor().advanced(4 * index), 4),
+                {**scalars, "seed": 0, "step": index},
+            )
             alone = evaluate(run, program, planned, session)
             found.append((evaluator.metrics(), evaluator.metrics()))
             assert found[-1][0]["held_out_loss"] == alone

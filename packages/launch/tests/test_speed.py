@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -86,9 +85,9 @@ def test_the_comparison_with_one_device_does_not_change_the_speed(
     monkeypatch.setattr(Speed.__init__, "__defaults__", (clock,))
     step, compare = ReferenceSession.step, EagerReference.step
 
-    def slow_step(self: ReferenceSession, *given: Mapping[str, object]) -> object:
+    def slow_step(self: ReferenceSession, *given: object, **named: str) -> object:
         clock.now += 2.0
-        return step(self, *given)
+        return step(self, *given, **named)
 
     def very_slow_comparison(self: EagerReference, *given: object) -> None:
         clock.now += 1000.0

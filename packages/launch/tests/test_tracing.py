@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,8 +10,8 @@ from traces import TracingRuntime, start_traced
 from trainable import registry, run_config, run_of
 
 from sbp_core.errors import ConfigError, RunError
+from sbp_launch import loop, trainer
 from sbp_launch import session as session_module
-from sbp_launch import trainer
 from sbp_launch.planned import plan_step
 from sbp_launch.program import make_program
 from sbp_launch.run_folder import RUN_FILES
@@ -85,13 +86,19 @@ def test_ranks_stop_together_where_the_trace_cannot_be_written(
     tmp_path: Path, tracing: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "trace.json").mkdir()
-    told, stop_together = [], trainer.stop_together
+    told, stop_together = [], loop.stop_together
 
-    def stop(team: Team, signals: StopSignals, problem: Exception | None, limit_s: float) -> None:
+    def stop(
+        team: Team,
+        signals: StopSignals,
+        problem: Exception | None,
+        limit_s: float,
+        asked: Sequence[int],
+    ) -> list[int]:
         told.append(problem)
-        stop_together(team, signals, problem, limit_s)
+        return stop_together(team, signals, problem, limit_s, asked)
 
-    monkeypatch.setattr(trainer, "stop_together", stop)
+    monkeypatch.setattr(loop, "stop_together", stop)
 
     with pytest.raises(RunError, match="cannot be written") as caught:
         trainer.train(run_config(trace="2"), registry(), tmp_path)
