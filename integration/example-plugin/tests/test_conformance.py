@@ -4,11 +4,13 @@ from collections.abc import Mapping
 
 import torch
 
-from sbp_core.plugins import Planner
+from sbp_core.plugins import Callback, Planner
+from sbp_core.testing.callback import CallbackConformance
+from sbp_example_plugin.callback import build as build_callback
 from sbp_example_plugin.model import Bigram
 from sbp_example_plugin.model import build as build_model
 from sbp_example_plugin.planner import build as build_planner
-from sbp_example_plugin.plugin import ModelConfig, PlannerConfig
+from sbp_example_plugin.plugin import CallbackConfig, ModelConfig, PlannerConfig
 from sbp_torch.testing.model import ModelConformance
 from sbp_torch.testing.planner import PlannerRunConformance
 
@@ -16,6 +18,11 @@ from sbp_torch.testing.planner import PlannerRunConformance
 class TestPlanner(PlannerRunConformance):
     def make_planner(self) -> Planner:
         return build_planner(PlannerConfig())
+
+
+class TestCallback(CallbackConformance):
+    def make_callback(self) -> Callback:
+        return build_callback(CallbackConfig(loss=2.4, decay=0.5))
 
 
 class TestModel(ModelConformance):

@@ -5,13 +5,14 @@ import pytest
 
 from sbp_core.errors import ConfigError
 from sbp_core.plugins import discover
-from sbp_example_plugin.plugin import ModelConfig, PlannerConfig
+from sbp_example_plugin.plugin import CallbackConfig, ModelConfig, PlannerConfig
 
 
 @pytest.mark.parametrize(
-    ("kind", "config"), [("planner", PlannerConfig()), ("model", ModelConfig())]
+    ("kind", "config"),
+    [("planner", PlannerConfig()), ("model", ModelConfig()), ("callback", CallbackConfig())],
 )
-def test_sbp_finds_both_plugins_and_blames_nothing_on_them(kind: str, config: object) -> None:
+def test_sbp_finds_all_plugins_and_blames_nothing_on_them(kind: str, config: object) -> None:
     registry = discover()
 
     entry = registry.entry(kind, "example")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -23,6 +24,7 @@ from sbp_core.plugins import (
     discover,
     merge_settings,
 )
+from sbp_launch.budget import Budget
 from sbp_launch.check import check
 from sbp_launch.compile_config import CompileConfig
 from sbp_launch.config import PLUGIN_GROUPS, ComposedConfig, TrainerConfig
@@ -96,6 +98,60 @@ def test_a_batch_is_accepted_exactly_if_its_parts_are_equal(batch: int, parts: i
     else:
         config = TrainerConfig(batch_size=batch, micro_batches=parts)
         assert config.micro_batch_size * parts == batch
+
+
+@pytest.mark.parametrize(
+    ("settings", "unit", "amount"),
+    [
+        ({}, "steps", 300),
+        ({"steps": 7}, "steps", 7),
+        ({"epochs": 1.5}, "epochs", 1.5),
+        ({"steps": None, "tokens": 10**9}, "tokens", 10**9),
+        ({"hours": 2}, "hours", 2.0),
+    ],
+)
+def test_a_run_has_one_budget(settings: dict[str, object], unit: str, amount: float) -> None:
+    assert merge_settings(TrainerConfig, settings).budget == Budget(unit=unit, amount=amount)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"steps": 5, "hours": 1}, "trainer.steps is not the only budget: steps=5 and hours=1.0"),
+        ({"epochs": 0}, "trainer.epochs=0.0 is no budget"),
+        ({"hours": math.inf}, "trainer.hours=inf is no budget"),
+        ({"epochs": math.nan}, "trainer.epochs=nan is no budget"),
+        ({"tokens": 0}, "trainer.tokens=0 is too small"),
+        ({"evaluate": {"every": 0}}, "trainer.evaluate.every=0 is too small"),
+        ({"evaluate": {"batches": -1}}, "trainer.evaluate.batches=-1 is too small"),
+    ],
+)
+def test_a_budget_or_an_evaluation_that_cannot_be_is_refused(
+    settings: dict[str, object], told: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        merge_settings(TrainerConfig, settings, key="trainer")
+    assert caught.value.what == told
+
+
+def test_callbacks_are_named_alone_or_with_their_settings() -> None:
+    given = ["mine", {"name": "early_stop", "patience": 5}]
+
+    choices = merge_settings(TrainerConfig, {"callbacks": given}).callback_choices
+
+    assert [(one.name, dict(one.settings)) for one in choices] == [
+        ("mine", {}),
+        ("early_stop", {"patience": 5}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [([{"patience": 5}], "has no name"), (["mine", {"name": "mine"}], "'mine' is there twice")],
+)
+def test_a_callback_without_a_name_or_twice_is_refused(given: list[object], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        merge_settings(TrainerConfig, {"callbacks": given}).callback_choices  # noqa: B018
 
 
 def registry_of(configs: Mapping[str, type]) -> PluginRegistry:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sbp_core.errors import ConfigError
 from sbp_launch.schedules import ScheduleConfig
 
-DECAYS = ("constant", "linear", "cosine", "inverse_sqrt")
+DECAYS = ("constant", "linear", "cosine", "inverse_sqrt", "wsd")
 
 
 def test_a_constant_schedule_changes_nothing() -> None:
@@ -40,6 +40,18 @@ def test_a_cosine_decay_is_half_way_in_the_middle() -> None:
     assert found == pytest.approx([1.0, quarter, 0.6, 0.2])
 
 
+def test_warm_up_stable_decay_stays_at_one_until_the_last_steps() -> None:
+    schedule = ScheduleConfig(decay="wsd", warmup_steps=2, decay_ratio=0.5, final=0.2)
+
+    found = [schedule.factor(step, 10) for step in range(11)]
+
+    assert found == pytest.approx([0.5, 1, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2])
+
+
+def test_a_run_whose_end_is_not_known_yet_has_not_begun_to_decay() -> None:
+    assert ScheduleConfig(decay="cosine").factor(0, math.inf) == 1.0
+
+
 def test_an_inverse_root_goes_on_from_the_warm_up() -> None:
     schedule = ScheduleConfig(decay="inverse_sqrt", warmup_steps=4)
 
@@ -63,7 +75,10 @@ def test_factors_are_fractions_that_fall_after_the_warm_up(
     assert all(b <= a + 1e-12 for a, b in pairwise(factors))
 
 
-@pytest.mark.parametrize("settings", [{"warmup_steps": -1}, {"final": 1.5}, {"final": math.nan}])
+@pytest.mark.parametrize(
+    "settings",
+    [{"warmup_steps": -1}, {"final": 1.5}, {"final": math.nan}, {"decay_ratio": 0.0}],
+)
 def test_settings_out_of_range_are_refused(settings: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(settings))):
         ScheduleConfig(**settings)  # type: ignore[arg-type]

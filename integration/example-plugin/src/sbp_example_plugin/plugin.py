@@ -30,6 +30,18 @@ class ModelConfig:
                 raise ValueError(f"{name}={getattr(self, name)} is not positive")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallbackConfig:
+    """Settings of the callback: the loss to reach, and how slowly its average follows it."""
+
+    loss: float = 1.0
+    decay: float = 0.9
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.decay < 1.0:
+            raise ValueError(f"decay={self.decay} is not in [0, 1)")
+
+
 @hookimpl
 def sbp_planners() -> Mapping[str, Factory]:
     """Return name -> factory; the name is what users write behind `planner=`."""
@@ -50,6 +62,18 @@ def sbp_models() -> Mapping[str, Factory]:
             build="sbp_example_plugin.model:build",
             config=ModelConfig,
             summary="predicts each token from the one before",
+        )
+    }
+
+
+@hookimpl
+def sbp_callbacks() -> Mapping[str, Factory]:
+    """Return name -> factory; the name is what users write in `trainer.callbacks`."""
+    return {
+        "example": Factory(
+            build="sbp_example_plugin.callback:build",
+            config=CallbackConfig,
+            summary="end a run whose loss has reached a target",
         )
     }
 

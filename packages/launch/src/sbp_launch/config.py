@@ -179,7 +179,7 @@ class TrainerConfig:
             raise ConfigError(
                 f"{given[0]} is not the only budget: {' and '.join(texts)}",
                 accepted=f"one of {', '.join(_BUDGETS)}",
-                todo=f"leave out all but one, or say {given[0]}=null",
+                todo=f"leave out all but one, or say trainer.{given[0]}=null",
             )
         if not 0 < self.budget.amount < math.inf:
             raise ConfigError(

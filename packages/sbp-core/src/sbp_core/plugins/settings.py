@@ -205,6 +205,8 @@ _PLAIN = {
     float: "a number",
     str: "text",
     bool: "true or false",
+    object: "any value",
+    Any: "any value",
     types.NoneType: "null",
 }
 
