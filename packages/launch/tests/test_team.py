@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from sbp_core.errors import BoxingError, RunError
+from sbp_core.errors import BoxingError, ConfigError, RunError
 from sbp_launch.figures import Measured
 from sbp_launch.stopping import StopSignals, Terminated
-from sbp_launch.team import Team, stop_together
+from sbp_launch.team import Team, fail_together, stop_together
 from sbp_torch.boxing import LocalBackend
 
 
@@ -59,6 +59,32 @@ def test_votes_go_where_the_transport_takes_tensors(monkeypatch: pytest.MonkeyPa
     assert Team(communicator, range(2)).highest(0) == 15
     assert given == ["meta"]
     backend.close()
+
+
+def test_a_sample_that_one_process_cannot_read_stops_all_and_is_named() -> None:
+    broken = ConfigError("cut off", where=("a.txt, byte 12", "sample 7 of split 'train'"))
+
+    def load(rank: int, team: Team) -> bool:
+        fail_together(team)
+        fail_together(team, broken if rank == 2 else None)
+        raise AssertionError("nobody gets here")
+
+    found = among(3, load)
+
+    assert found[2] is broken
+    for other in found[:2]:
+        assert isinstance(other, RunError)
+        assert other.what.splitlines() == [
+            "rank 2 cannot go on: cut off",
+            "  in a.txt, byte 12",
+            "  in sample 7 of split 'train'",
+        ]
+
+
+def test_a_long_text_of_a_process_that_cannot_go_on_is_cut() -> None:
+    found = among(2, lambda rank, team: fail_together(team, RunError("ü" * 9000) if rank else None))
+
+    assert found[0].what == "rank 1 cannot go on: " + "ü" * 1000
 
 
 def test_texts_are_gathered_in_order() -> None:
