@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from sbp_core.errors import ConfigError, RunError
+from sbp_core.errors import ConfigError, RunError, SbpError
 from sbp_launch.checkpoint.formats.distributed_checkpoint import is_distributed_checkpoint
 from sbp_launch.checkpoint.formats.indexed import Tensors
 from sbp_launch.checkpoint.local import sync
@@ -55,13 +56,23 @@ def write_distributed_checkpoint(folder: Path, tensors: Tensors) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         aside.rename(folder)
         sync(folder.parent)
+    except CheckpointException as error:
+        (cause, _), *_ = error.failures.values()
+        raise _cannot_write(folder, cause) from error
     except OSError as error:
-        raise RunError(
-            f"{folder} cannot be written: {error.strerror or error}",
-            todo="make room, or name another place",
-        ) from error
+        raise _cannot_write(folder, error) from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def _cannot_write(folder: Path, cause: BaseException) -> BaseException:
+    """Return the error of what has kept PyTorch from writing; ours as it is."""
+    if isinstance(cause, SbpError):
+        return cause
+    reason = getattr(cause, "strerror", None) or cause
+    return RunError(
+        f"{folder} cannot be written: {reason}", todo="make room, or name another place"
+    )
 
 
 class _Planner(DefaultSavePlanner):

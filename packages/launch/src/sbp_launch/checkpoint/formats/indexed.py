@@ -172,28 +172,28 @@ class Chosen(Mapping[str, Tensor]):
 
     Args:
         tensors: Where they are.
-        names: Name there, by name here.
+        names: Name there, by name here; `sources` of what this makes.
     """
 
     def __init__(self, tensors: Tensors, names: Mapping[str, str]) -> None:
-        self._tensors, self._names = tensors, dict(names)
+        self._tensors, self.sources = tensors, dict(names)
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._tensors[self._names[name]]
+        return self._tensors[self.sources[name]]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+        return iter(self.sources)
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self.sources)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._names
+        return name in self.sources
 
     def like(self, name: str) -> Tensor:
         """Return a tensor of the shape and dtype, without values: on the device `meta`."""
-        return self._tensors.like(self._names[name])
+        return self._tensors.like(self.sources[name])
 
     def part(self, name: str, bounds: Sequence[tuple[int, int]]) -> Tensor:
         """Return a part, a tensor of its own: (start, stop) of each dim."""
-        return self._tensors.part(self._names[name], bounds)
+        return self._tensors.part(self.sources[name], bounds)

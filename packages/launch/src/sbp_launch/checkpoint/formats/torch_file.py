@@ -123,7 +123,7 @@ def read_value(path: Path, offset: int, length: int, where: str) -> str:
         return _words(_pickle(archive, where))
 
 
-def damaged_records(path: Path, offset: int, length: int, where: str) -> str | None:
+def damaged_record(path: Path, offset: int, length: int, where: str) -> str | None:
     """Return the name of a record whose bytes are not what was written; None if all are.
 
     Raises:

@@ -1,0 +1,142 @@
+"""The command line of `sbp-checkpoint`. Takes no torch until tensors are read."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import NoReturn
+
+from sbp_core.errors import ConfigError, SbpError, nearest
+from sbp_launch.exit_codes import BAD_CONFIG, FAILED, INTERRUPTED
+
+_NAME = "sbp-checkpoint"
+
+_VERBS = {
+    "inspect": "what it holds: names, shapes, dtypes, where the run was",
+    "verify": "read every byte, and say whether it is what was written",
+    "convert": "write it as a file or folder that other programs read",
+    "diff": "how two differ: names, shapes, dtypes, values, settings",
+    "prune": "remove older checkpoints of a run, never the newest that verifies",
+}
+
+_PATH = (
+    "a run folder (then its newest checkpoint), a checkpoint (step-...), a file of safetensors, or "
+    "a folder of Hugging Face or of torch.distributed.checkpoint"
+)
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are of the form of all others."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message, where="the command line", todo=f"see {self.prog} --help")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = _Parser(prog=_NAME, description="Look at checkpoints, convert and remove them.")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    made = {}
+    for verb, text in _VERBS.items():
+        made[verb] = verbs.add_parser(
+            verb, help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False
+        )
+        made[verb].add_argument("--json", action="store_true", help="print JSON, for programs")
+    for verb in ("inspect", "verify"):
+        made[verb].add_argument("path", type=Path, metavar="PATH", help=_PATH)
+    made["inspect"].add_argument(
+        "--all", action="store_true", help="a line for each tensor, without groups"
+    )
+    _add_convert(made["convert"])
+    one = made["diff"]
+    one.add_argument("one", type=Path, metavar="ONE", help=_PATH)
+    one.add_argument("other", type=Path, metavar="OTHER", help="likewise")
+    one.add_argument("--all", action="store_true", help="compare states of the optimizer, too")
+    _add_rename(one, "of ONE, to compare")
+    one = made["prune"]
+    one.add_argument("path", type=Path, metavar="PATH", help="a run folder, or its checkpoints")
+    one.add_argument(
+        "--keep", type=int, required=True, metavar="N", help="how many whole ones are to stay"
+    )
+    one.add_argument("--damaged", action="store_true", help="remove damaged ones, too")
+    one.add_argument("--yes", action="store_true", help="do it; without, only say what would be")
+    return parser
+
+
+def _add_convert(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", type=Path, metavar="SOURCE", help=_PATH)
+    parser.add_argument("target", type=Path, metavar="TARGET", help="file or folder to write")
+    parser.add_argument(
+        "--to",
+        choices=("safetensors", "hf", "dcp"),
+        help="one file of safetensors, Hugging Face's layout, or torch.distributed.checkpoint; "
+        "not needed for TARGET.safetensors",
+    )
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--all", action="store_true", help="also the states of the optimizer")
+    group.add_argument("--ema", action="store_true", help="moving averages for the parameters")
+    _add_rename(parser, "to write")
+    parser.add_argument(
+        "--max-shard-size", default="5GB", metavar="SIZE", help="of --to hf; 5GB if left out"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace what TARGET holds")
+
+
+def _add_rename(parser: argparse.ArgumentParser, what: str) -> None:
+    parser.add_argument(
+        "--rename",
+        action="append",
+        default=[],
+        metavar="OLD=NEW",
+        help=f"another beginning for names {what}, such as network.= or =model.; may be repeated",
+    )
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the command and return its exit code."""
+    parser = make_parser()
+    verbs = [text for text in arguments if not text.startswith("-")]
+    if verbs and verbs[0] not in _VERBS:
+        near = nearest(verbs[0], _VERBS)
+        raise ConfigError(
+            f"there is no {_NAME} {verbs[0]}",
+            where="the command line",
+            accepted=", ".join(_VERBS),
+            todo=f"did you mean {near!r}?" if near else f"see {_NAME} --help",
+        )
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        flags = ["--json", "--all", "--ema", "--to", "--rename", "--max-shard-size", "--overwrite"]
+        near = nearest(unknown[0], [*flags, "--keep", "--damaged", "--yes"])
+        raise ConfigError(
+            f"nothing is known of {unknown[0]!r}",
+            where="the command line",
+            todo=f"did you mean {near}?" if near else f"see {_NAME} {options.verb} --help",
+        )
+    home = f"sbp_launch.checkpoint.command.{options.verb}"
+    command: Callable[[argparse.Namespace], int] = getattr(import_module(home), options.verb)
+    return command(options)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run `sbp-checkpoint`.
+
+    Returns:
+        Exit code: 0; 1 if a checkpoint is damaged, two differ, or something could not be written;
+        2 for a wrong argument; 130 after Ctrl-C.
+    """
+    try:
+        return run(sys.argv[1:] if arguments is None else arguments)
+    except SbpError as error:
+        sys.stderr.write(f"{_NAME}: {error}\n")
+        return BAD_CONFIG if isinstance(error, ConfigError) else FAILED
+    except KeyboardInterrupt:
+        sys.stderr.write(f"\n{_NAME}: interrupted\n")
+        return INTERRUPTED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

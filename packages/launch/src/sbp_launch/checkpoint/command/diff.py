@@ -1,0 +1,224 @@
+"""How two checkpoints, or weights of others, differ: names, shapes, dtypes, values, settings."""
+
+from __future__ import annotations
+
+import json
+import math
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from sbp_core.serialize import dump
+from sbp_launch.checkpoint.command.inspect import print_json
+from sbp_launch.checkpoint.command.names import model_names, parse_renames, renamed
+from sbp_launch.checkpoint.command.table import make_console, show_table
+from sbp_launch.checkpoint.manifest import Metadata
+from sbp_launch.checkpoint.opening import FORMAT, Found, look, open_tensors, read_folder
+from sbp_launch.console import say
+from sbp_launch.exit_codes import FAILED
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from sbp_launch.checkpoint.formats.indexed import Tensors
+
+#: Tensors that are printed, at most: those that differ most.
+_MOST_ROWS = 40
+
+#: Elements that are compared at a time, as float64.
+_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deviation:
+    """How much the values of a tensor differ.
+
+    Args:
+        largest: Of all elements; infinite if one is no number in one of them only.
+        relative: That, over the largest magnitude of the second tensor.
+        differing: Share of the elements that differ.
+    """
+
+    largest: float
+    relative: float
+    differing: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """How tensors differ.
+
+    Args:
+        only_one, only_other: Names that the others do not have.
+        common: How many names both have.
+        forms: Dtype and shape of both, where they differ.
+        values: How much those of one shape differ, where they do.
+    """
+
+    only_one: tuple[str, ...]
+    only_other: tuple[str, ...]
+    common: int
+    forms: Mapping[str, tuple[str, str]]
+    values: Mapping[str, Deviation]
+
+    @property
+    def equal(self) -> int:
+        """How many tensors are equal."""
+        return self.common - len(self.forms.keys() | self.values.keys())
+
+    @property
+    def differs(self) -> bool:
+        """Whether anything does."""
+        return bool(self.only_one or self.only_other or self.equal < self.common)
+
+    def as_json(self, settings: Mapping[str, tuple[Any, Any]]) -> dict[str, Any]:
+        """Return what is printed with `--json`."""
+        return {
+            "differs": self.differs or bool(settings),
+            "equal_tensors": self.equal,
+            "only_in_one": list(self.only_one),
+            "only_in_other": list(self.only_other),
+            "forms": {name: list(pair) for name, pair in self.forms.items()},
+            "deviations": {
+                # JSON has no infinity.
+                name: {k: v if math.isfinite(v) else str(v) for k, v in asdict(found).items()}
+                for name, found in self.values.items()
+            },
+            "settings": {key: list(pair) for key, pair in settings.items()},
+        }
+
+
+def diff(options: Namespace) -> int:
+    """Compare what lies at two paths. Returns the exit code: 1 if they differ."""
+    renames = parse_renames(options.rename)
+    # Here and not above: what only looks takes no torch.
+    from sbp_launch.checkpoint.formats.indexed import Chosen
+
+    one, other = look(options.one), look(options.other)
+    with open_tensors(one) as firsts, open_tensors(other) as seconds:
+        names = {name: name for name in _wanted(firsts, options)}
+        own = Chosen(firsts, renamed(names, renames))
+        result = compare(own, Chosen(seconds, {name: name for name in _wanted(seconds, options)}))
+    settings = _settings(one, other)
+    if options.json:
+        print_json({"one": str(one.path), "other": str(other.path), **result.as_json(settings)})
+    else:
+        _show(make_console(), one, other, result, settings)
+    return FAILED if result.differs or settings else 0
+
+
+def compare(ones: Tensors, others: Tensors) -> Comparison:
+    """Compare tensors of the same names, one pair at a time."""
+    forms: dict[str, tuple[str, str]] = {}
+    values: dict[str, Deviation] = {}
+    common = [name for name in ones if name in others]
+    for name in common:
+        likes = ones.like(name), others.like(name)
+        pair = _form(likes[0]), _form(likes[1])
+        if pair[0] != pair[1]:
+            forms[name] = pair
+        if likes[0].shape == likes[1].shape:
+            found = deviation(ones[name], others[name])
+            if found.differing:
+                values[name] = found
+    return Comparison(
+        only_one=tuple(name for name in ones if name not in others),
+        only_other=tuple(name for name in others if name not in ones),
+        common=len(common),
+        forms=forms,
+        values=values,
+    )
+
+
+def deviation(one: Tensor, other: Tensor) -> Deviation:
+    """Compare two tensors of one shape, a block at a time; NaN equals NaN."""
+    import torch
+
+    firsts, seconds = one.reshape(-1), other.reshape(-1)
+    largest = scale = 0.0
+    differing = 0
+    is_complex = firsts.is_complex() or seconds.is_complex()
+    exact = torch.complex128 if is_complex else torch.float64
+    for at in range(0, firsts.numel(), _BLOCK):
+        a, b = firsts[at : at + _BLOCK].to(exact), seconds[at : at + _BLOCK].to(exact)
+        unequal = (a != b) & ~(a.isnan() & b.isnan())
+        scale = max(scale, b.abs().nan_to_num(0.0, 0.0, 0.0).max().item())
+        if unequal.any():
+            differing += int(unequal.sum())
+            found = (a[unequal] - b[unequal]).abs().nan_to_num(math.inf, math.inf, math.inf)
+            largest = max(largest, found.max().item())
+    return Deviation(
+        largest=largest,
+        relative=largest / scale if scale else (math.inf if largest else 0.0),
+        differing=differing / max(1, firsts.numel()),
+    )
+
+
+def _wanted(tensors: Tensors, options: Namespace) -> list[str]:
+    return list(tensors) if options.all else model_names(tensors)
+
+
+def _form(like: Tensor) -> str:
+    return f"{str(like.dtype).removeprefix('torch.')} {list(like.shape)}"
+
+
+def _settings(one: Found, other: Found) -> dict[str, tuple[Any, Any]]:
+    """Return what the manifests of two checkpoints say otherwise, by key."""
+    if {one.format, other.format} != {FORMAT}:
+        return {}
+    flat = [dict(_flat(dump(read_folder(found.path).metadata, Metadata))) for found in (one, other)]
+    keys = [*flat[0], *(key for key in flat[1] if key not in flat[0])]
+    pairs = {key: (flat[0].get(key), flat[1].get(key)) for key in keys}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def _flat(value: Any, before: str = "") -> list[tuple[str, Any]]:
+    """Return the parts of nested mappings, by their paths."""
+    if not isinstance(value, Mapping):
+        return [(before, value)]
+    return [
+        pair
+        for key, part in value.items()
+        for pair in _flat(part, f"{before}.{key}" if before else str(key))
+    ]
+
+
+def _show(
+    console: Console,
+    one: Found,
+    other: Found,
+    result: Comparison,
+    settings: Mapping[str, tuple[Any, Any]],
+) -> None:
+    say(console, [f"one: {one.path}", f"other: {other.path}"])
+    for title, names in (("only in one", result.only_one), ("only in other", result.only_other)):
+        if names:
+            more = f", and {len(names) - 8:,} more" if len(names) > 8 else ""
+            say(console, [f"{title}: {', '.join(names[:8])}{more}"])
+    if settings:
+        console.print()
+        rows = [(key, *map(json.dumps, pair)) for key, pair in settings.items()]
+        show_table(console, ("setting", "one", "other"), rows)
+    if result.forms:
+        console.print()
+        rows = [(name, *pair) for name, pair in result.forms.items()]
+        show_table(console, ("tensor", "one", "other"), rows)
+    if result.values:
+        console.print()
+        order = sorted(result.values.items(), key=lambda pair: -pair[1].relative)
+        show_table(
+            console,
+            ("tensor", "largest deviation", "relative", "differing"),
+            (
+                (name, f"{at.largest:.3g}", f"{at.relative:.3g}", f"{at.differing:.1%}")
+                for name, at in order[:_MOST_ROWS]
+            ),
+            ("largest deviation", "relative", "differing"),
+        )
+        if len(order) > _MOST_ROWS:
+            say(console, [f"and {len(order) - _MOST_ROWS:,} more, which --json lists"])
+    console.print()
+    say(console, [f"equal: {result.equal:,} of the {result.common:,} tensors that both have"])

@@ -1,0 +1,178 @@
+"""What a checkpoint, or weights of others, hold: read from headers, without any tensor."""
+
+from __future__ import annotations
+
+import json
+import re
+from argparse import Namespace
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+
+from sbp_core.serialize import dump
+from sbp_core.units import format_bytes
+from sbp_launch.checkpoint.command.names import owner_of
+from sbp_launch.checkpoint.command.table import make_console, show_table
+from sbp_launch.checkpoint.formats.index import TensorIndex
+from sbp_launch.checkpoint.manifest import Manifest, Metadata
+from sbp_launch.checkpoint.opening import FORMAT, Found, look, manifest_index, read_folder
+from sbp_launch.checkpoint.opening import read_index as index_of
+from sbp_launch.console import say
+
+#: How formats are called in sentences.
+FORMATS = {
+    "sbp": "a checkpoint",
+    "safetensors": "one file of safetensors",
+    "hf": "weights in Hugging Face's layout",
+    "dcp": "a checkpoint of torch.distributed.checkpoint",
+}
+
+#: A part of a name that is a number.
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+def inspect(options: Namespace) -> int:
+    """Print what lies at a path. Returns the exit code."""
+    found = look(options.path)
+    manifest = read_folder(found.path) if found.format == FORMAT else None
+    index = manifest_index(manifest, found.path) if manifest else index_of(found)
+    if options.json:
+        print_json(as_json(found, index, manifest))
+        return 0
+    console = make_console()
+    _show_head(console, found, index, manifest)
+    if options.all:
+        rows = [
+            (name, str(list(one.shape)), one.dtype, format_bytes(one.size_bytes),
+             str(len(one.pieces)))
+            for name, one in index.tensors.items()
+        ]  # fmt: skip
+        show_table(
+            console, ("tensor", "shape", "dtype", "size", "pieces"), rows, ("size", "pieces")
+        )
+    else:
+        groups = list(_groups(index))
+        keys = any(group.keys for group in groups)
+        heads = ("tensor", "count", "shape", "dtype", "size", *(["optimizer states"] * keys))
+        show_table(console, heads, (group.cells(keys) for group in groups), ("count", "size"))
+    console.print()
+    say(console, _totals(index))
+    return 0
+
+
+def print_json(value: Any) -> None:
+    """Write JSON for programs."""
+    Console(soft_wrap=True).print(
+        json.dumps(value, indent=2), markup=False, highlight=False, soft_wrap=True
+    )
+
+
+def as_json(found: Found, index: TensorIndex, manifest: Manifest | None) -> dict[str, Any]:
+    """Return what is printed with `--json`."""
+    return {
+        "format": found.format,
+        "path": str(found.path),
+        "older": list(found.others),
+        "size_bytes": index.size_bytes,
+        "metadata": dump(manifest.metadata, Metadata) if manifest else dict(index.notes),
+        "tensors": {
+            name: {
+                "shape": list(tensor.shape),
+                "dtype": tensor.dtype,
+                "size_bytes": tensor.size_bytes,
+                "optimizer_state_of": owner_of(name, index.tensors) or None,
+                "files": sorted({piece.file for piece in tensor.pieces}),
+            }
+            for name, tensor in index.tensors.items()
+        },
+        "others": dict(index.others),
+    }
+
+
+def _show_head(
+    console: Console, found: Found, index: TensorIndex, manifest: Manifest | None
+) -> None:
+    lines = [f"{found.path}: {FORMATS[found.format]}"]
+    if manifest is not None:
+        metadata = manifest.metadata
+        lines.append(f"step {metadata.step:,}, seed {metadata.seed}")
+        for key in ("cursor", "trainer"):
+            value = getattr(metadata, key)
+            if value is not None:
+                lines.append(f"{key}: {_words(value)}")
+        if metadata.settings:
+            lines.append(f"settings: {_words(metadata.settings)}")
+        if metadata.versions:
+            lines.append(f"written by: {_words(metadata.versions)}")
+    if index.notes:
+        lines.append(f"notes: {_words(index.notes)}")
+    if found.others:
+        lines.append(f"older ones beside it: {', '.join(found.others)}")
+    say(console, lines)
+    console.print()
+
+
+def _words(value: Any) -> str:
+    """Return a value of JSON on one line, without the marks of the outer mapping."""
+    if not isinstance(value, Mapping):
+        return json.dumps(value)
+    return ", ".join(
+        f"{key} {part if isinstance(part, str) else json.dumps(part)}"
+        for key, part in value.items()
+    )
+
+
+@dataclass(slots=True)
+class _Group:
+    """Parameters that are alike but for numbers in their names."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    keys: tuple[str, ...]
+    first: str
+    count: int = 0
+    size_bytes: int = 0
+
+    def cells(self, with_keys: bool) -> tuple[str, ...]:
+        """Return the texts of its row."""
+        name = self.name if self.count > 1 else self.first
+        count, size = f"{self.count:,}", format_bytes(self.size_bytes)
+        cells = (name, count, str(list(self.shape)), self.dtype, size)
+        return (*cells, ", ".join(self.keys)) if with_keys else cells
+
+
+def _groups(index: TensorIndex) -> Iterator[_Group]:
+    """Yield parameters and buffers in groups, each with the keys of its optimizer's states."""
+    states: dict[str, list[str]] = defaultdict(list)
+    for name in index.tensors:
+        owner = owner_of(name, index.tensors)
+        if owner:
+            states[owner].append(name.removeprefix(f"{owner}."))
+    groups: dict[tuple[Any, ...], _Group] = {}
+    for name, tensor in index.tensors.items():
+        if owner_of(name, index.tensors):
+            continue
+        pattern, keys = _NUMBER.sub("*", name), tuple(states[name])
+        key = (pattern, tensor.shape, tensor.dtype, keys)
+        group = groups.setdefault(key, _Group(pattern, tensor.shape, tensor.dtype, keys, name))
+        group.count += 1
+        group.size_bytes += tensor.size_bytes
+    yield from groups.values()
+
+
+def _totals(index: TensorIndex) -> Iterator[str]:
+    """Yield how much there is of everything."""
+    own = {name: one for name, one in index.tensors.items() if not owner_of(name, index.tensors)}
+    own_bytes = sum(tensor.size_bytes for tensor in own.values())
+    line = f"parameters and buffers: {len(own):,}, {format_bytes(own_bytes)}"
+    if len(own) < len(index.tensors):
+        rest = index.size_bytes - own_bytes
+        number = len(index.tensors) - len(own)
+        line += f"; states of the optimizer: {number:,}, {format_bytes(rest)}"
+    yield f"{line}; files: {len(index.files):,}"
+    for name, value in index.others.items():
+        yield f"no tensor: {name} = {value}"

@@ -1,0 +1,99 @@
+"""Which tensors are meant, and how they are called.
+
+A tensor is a state of the optimizer if it is called by another one and a key: `weight.exp_avg` of
+`weight`. No parameter or buffer is: what has parts is a module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from sbp_core.errors import ConfigError, nearest
+
+#: Key of the moving average of a parameter.
+AVERAGE = "ema"
+
+
+def owner_of(name: str, names: Mapping[str, object] | set[str]) -> str:
+    """Return the parameter that a state of the optimizer belongs to; empty for all others.
+
+    >>> owner_of("layer.weight.exp_avg", {"layer.weight", "layer.weight.exp_avg"})
+    'layer.weight'
+    """
+    owner = name.rpartition(".")[0]
+    return owner if owner in names else ""
+
+
+def model_names(names: Iterable[str]) -> list[str]:
+    """Return the names of parameters and buffers."""
+    known = set(names)
+    return [name for name in names if not owner_of(name, known)]
+
+
+def averaged(names: Iterable[str]) -> dict[str, str]:
+    """Return parameters and buffers, each by the name of its moving average if it has one.
+
+    Raises:
+        ConfigError: there is no average.
+    """
+    known = set(names)
+    found = {}
+    for name in model_names(names):
+        average = f"{name}.{AVERAGE}"
+        found[name] = average if average in known else name
+    if not any(name != source for name, source in found.items()):
+        raise ConfigError(
+            "no parameter has a moving average",
+            where="--ema",
+            accepted="a checkpoint of a run with trainer.update.ema",
+        )
+    return found
+
+
+def parse_renames(texts: Sequence[str]) -> list[tuple[str, str]]:
+    """Return beginnings of names and what to put in their place, of `OLD=NEW`.
+
+    Raises:
+        ConfigError: one has no `=`.
+    """
+    for text in texts:
+        if "=" not in text:
+            raise ConfigError(
+                f"--rename {text!r} does not say to what",
+                accepted="OLD=NEW, such as network.= (which removes it) or =model. (which adds it)",
+            )
+    return [(old, new) for old, _, new in (text.partition("=") for text in texts)]
+
+
+def renamed(names: Mapping[str, str], renames: Sequence[tuple[str, str]]) -> dict[str, str]:
+    """Return names with other beginnings: the first that fits is replaced.
+
+    >>> renamed({"network.wte": "network.wte"}, [("network.", "")])
+    {'wte': 'network.wte'}
+
+    Raises:
+        ConfigError: no name begins so, or two become one.
+    """
+    found: dict[str, str] = {}
+    used = set()
+    for name, source in names.items():
+        old, new = next((pair for pair in renames if name.startswith(pair[0])), ("", ""))
+        used.add(old)
+        other = new + name.removeprefix(old)
+        if other in found or not other:
+            raise ConfigError(
+                f"{name!r} and {found.get(other, '')!r} would both be called {other!r}",
+                where="--rename",
+            )
+        found[other] = source
+    for old, new in renames:
+        if old not in used:
+            firsts = {f"{name.partition('.')[0]}." for name in names}
+            near = nearest(old, firsts)
+            raise ConfigError(
+                f"no name begins with {old!r}",
+                where=f"--rename {old}={new}",
+                accepted=", ".join(sorted(firsts)[:8]),
+                todo=f"did you mean {near!r}?" if near else "",
+            )
+    return found

@@ -1,0 +1,100 @@
+"""Whether checkpoints are what was written: every byte of them is read."""
+
+from __future__ import annotations
+
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+
+from rich.console import Console
+
+from sbp_core.errors import ConfigError
+from sbp_core.units import format_bytes, format_seconds
+from sbp_launch.checkpoint.command.inspect import print_json
+from sbp_launch.checkpoint.command.table import make_console
+from sbp_launch.checkpoint.formats.distributed_checkpoint import chunk_places
+from sbp_launch.checkpoint.formats.index import inner_path
+from sbp_launch.checkpoint.formats.torch_file import damaged_record
+from sbp_launch.checkpoint.local import LocalStorage
+from sbp_launch.checkpoint.manifest import DamagedError
+from sbp_launch.checkpoint.opening import (
+    FORMAT,
+    Found,
+    checkpoints_of,
+    look,
+    read_index,
+)
+from sbp_launch.console import say
+from sbp_launch.exit_codes import FAILED
+
+#: What is known of formats that have no checksums.
+_UNCHECKED = "headers, sizes and offsets fit; the format has no checksums"
+
+
+def verify(options: Namespace) -> int:
+    """Verify one checkpoint, or all of a run. Returns the exit code: 1 if one is damaged."""
+    found = look(options.path)
+    paths = [found.path]
+    if found.others or found.path != options.path:
+        storage = checkpoints_of(options.path)
+        if storage is not None:
+            paths = [Path(storage.place(name)) for name in storage.names()]
+    if found.format == FORMAT:
+        # Here and not above: what only looks takes no torch. And not below, where time counts.
+        import_module("sbp_launch.checkpoint.reading")
+    console, results, code = make_console(), [], 0
+    for path in paths:
+        began = time.perf_counter()
+        what, size, problem = _verified(Found(format=found.format, path=path))
+        seconds = time.perf_counter() - began
+        results.append({"path": str(path), "whole": problem is None, "what": what})
+        if problem is not None:
+            code = FAILED
+            results[-1]["what"] = problem.what
+        if not options.json:
+            _show(console, path, what, size, seconds, problem)
+    if options.json:
+        print_json({"checkpoints": results})
+    return code
+
+
+def is_whole(path: Path) -> bool:
+    """Return whether a checkpoint is what was written."""
+    return _verified(Found(format=FORMAT, path=path))[2] is None
+
+
+def _show(
+    console: Console, path: Path, what: str, size: int, seconds: float, problem: ConfigError | None
+) -> None:
+    if problem is None:
+        say(console, [f"{path}: {what}: {format_bytes(size)} in {format_seconds(seconds)}"])
+        return
+    say(console, [f"{path}: damaged", f"  {problem.what}", *(f"  in {at}" for at in problem.where)])
+
+
+def _verified(found: Found) -> tuple[str, int, ConfigError | None]:
+    """Return what is known of it, its bytes, and what is wrong."""
+    try:
+        if found.format == FORMAT:
+            from sbp_launch.checkpoint.reading import Checkpoint
+
+            with Checkpoint(LocalStorage(found.path.parent), found.path.name) as checkpoint:
+                checkpoint.verify()
+                return "whole, by its checksums", checkpoint.manifest.size_bytes, None
+        index = read_index(found)
+        if found.format == "dcp":
+            for name, file in _damaged_chunks(found.path):
+                raise DamagedError(f"{name!r} is damaged: its CRC-32 is another", where=file)
+            return "whole, by the CRC-32 of every chunk", index.size_bytes, None
+        return _UNCHECKED, index.size_bytes, None
+    except ConfigError as error:
+        return "", 0, error
+
+
+def _damaged_chunks(folder: Path) -> Iterator[tuple[str, str]]:
+    for name, file, offset, length in chunk_places(folder):
+        path = inner_path(folder, file, folder)
+        if damaged_record(path, offset, length, f"{path}, {name!r}"):
+            yield name, str(path)

@@ -1,0 +1,457 @@
+"""The command `sbp-checkpoint`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from held import Held
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from sbp_core.runtime import StatePiece
+from sbp_launch.checkpoint import LocalStorage, Metadata, commit, write_part
+from sbp_launch.checkpoint.command.app import main
+from sbp_launch.checkpoint.command.diff import deviation
+from sbp_launch.checkpoint.formats.distributed_writer import write_distributed_checkpoint
+from sbp_launch.checkpoint.formats.indexed import IndexedTensors
+from sbp_launch.checkpoint.opening import look, open_tensors, read_index
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no path of a temporary folder be parted."""
+    monkeypatch.setattr("sbp_launch.checkpoint.command.table._FILE_WIDTH", 400)
+
+
+def states(scale: float = 1.0) -> dict[str, Tensor]:
+    """Return the states of a small run: two layers, a buffer, and what an optimizer keeps."""
+    found = {f"network.{layer}.weight": torch.ones(4, 6) * scale * layer for layer in (1, 2)}
+    found["network.positions"] = torch.arange(4)
+    for name in list(found)[:2]:
+        found[f"{name}.exp_avg"] = torch.zeros(4, 6)
+        found[f"{name}.step"] = torch.tensor(3.0)
+        found[f"{name}.ema"] = found[name] / 2
+    return found
+
+
+def write(folder: Path, step: int, values: dict[str, Tensor] | None = None) -> Path:
+    """Write a checkpoint of two ranks into a run folder, and return its folder."""
+    storage = LocalStorage(folder / "checkpoints")
+    staged = storage.stage(f"step-{step:08d}")
+    metadata = Metadata(step=step, seed=7, settings={"lr": step / 1000})
+    for rank in (0, 1):
+        pieces = []
+        for name, value in (values or states()).items():
+            rows = (2 * rank, 2 * rank + 2)
+            if value.dim() == 2:
+                pieces.append(piece(name, value, (rows, (0, value.shape[1])), value[slice(*rows)]))
+            elif rank == 0:
+                pieces.append(piece(name, value, tuple((0, n) for n in value.shape), value))
+        write_part(staged, rank, metadata, pieces)
+    commit(staged, [0, 1])
+    return Path(storage.place(f"step-{step:08d}"))
+
+
+def piece(name: str, whole: Tensor, bounds: Any, value: Tensor) -> StatePiece:
+    dtype = str(whole.dtype).removeprefix("torch.")
+    return StatePiece(name=name, shape=tuple(whole.shape), dtype=dtype, bounds=bounds, value=value)
+
+
+def damage(checkpoint: Path) -> None:
+    """Flip a bit of the last tensor of a rank."""
+    path = checkpoint / "rank-00001.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def called(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
+    """Return exit code and what was printed, errors included."""
+    code = main(list(map(str, arguments)))
+    printed = capsys.readouterr()
+    return code, printed.out + printed.err
+
+
+def answered(capsys: pytest.CaptureFixture[str], *arguments: object) -> Any:
+    """Return the JSON that was printed."""
+    main([*map(str, arguments), "--json"])
+    return json.loads(capsys.readouterr().out)
+
+
+def test_inspect_shows_the_newest_checkpoint_of_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, 50)
+    write(tmp_path, 100)
+
+    code, printed = called(capsys, "inspect", tmp_path)
+
+    assert code == 0
+    assert "step 100, seed 7" in printed
+    assert "older ones beside it: step-00000050" in printed
+    assert "network.*.weight       2  [4, 6]  float32  192 B  ema, exp_avg, step" in printed
+    assert "network.positions      1  [4]     int64     32 B\n" in printed
+    assert (
+        "3 parameters and buffers, 224 B; 6 states of the optimizer, 392 B; in 2 files" in printed
+    )
+
+
+def test_inspect_says_it_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, 100)
+
+    found = answered(capsys, "inspect", tmp_path / "checkpoints" / "step-00000100")
+
+    assert found["metadata"] == {"step": 100, "seed": 7, "settings": {"lr": 0.1}}
+    assert found["tensors"]["network.1.weight.exp_avg"] == {
+        "shape": [4, 6],
+        "dtype": "float32",
+        "size_bytes": 96,
+        "optimizer_state_of": "network.1.weight",
+        "files": ["rank-00000.safetensors", "rank-00001.safetensors"],
+    }
+
+
+@pytest.mark.parametrize("width", [80, 100, 140])
+def test_no_line_is_wider_than_the_terminal(
+    width: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sbp_launch.checkpoint.command.table._FILE_WIDTH", width)
+    name = "network.transformer.blocks.0.self_attention.query_key_value.weight"
+    write(tmp_path / "a", 1, {name: torch.zeros(4, 6), f"{name}.exp_avg": torch.zeros(4, 6)})
+    write(tmp_path / "b", 2, {name: torch.ones(4, 6), f"{name}.exp_avg": torch.zeros(4, 6)})
+
+    _, printed = called(capsys, "inspect", tmp_path / "a")
+    _, compared = called(capsys, "diff", tmp_path / "a", tmp_path / "b")
+
+    assert name in printed or width < 140
+    rows = [line for line in (printed + compared).splitlines() if str(tmp_path) not in line]
+    assert max(map(len, rows)) <= width
+
+
+def test_looking_takes_no_torch(tmp_path: Path) -> None:
+    save_file({"x": torch.ones(3)}, tmp_path / "w.safetensors")
+    write(tmp_path / "run", 1)
+    write_distributed_checkpoint(tmp_path / "dcp", Held(x=torch.ones(3)))
+    program = """
+import sys
+from sbp_launch.checkpoint.command.app import main
+try:
+    main(["--help"])
+except SystemExit as ended:
+    assert ended.code == 0
+for path in sys.argv[1:]:
+    assert main(["inspect", path]) == 0, path
+assert main(["inspect", "nowhere"]) == 2
+assert main(["convert", sys.argv[1], "x"]) == 2
+assert "torch" not in sys.modules
+"""
+
+    paths = [tmp_path / name for name in ("w.safetensors", "run", "dcp")]
+    subprocess.run([sys.executable, "-c", program, *map(str, paths)], check=True, timeout=200)
+
+
+def test_verify_names_what_is_damaged_in_all_checkpoints_of_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, 50)
+    damage(write(tmp_path, 100))
+
+    code, printed = called(capsys, "verify", tmp_path)
+
+    assert code == 1
+    assert "step-00000050: whole, by its checksums" in printed
+    assert "step-00000100: damaged" in printed
+    assert "rank-00001.safetensors" in printed
+    found = answered(capsys, "verify", tmp_path)["checkpoints"]
+    assert [one["whole"] for one in found] == [True, False]
+    assert "network." in found[1]["what"]
+    assert called(capsys, "verify", tmp_path / "checkpoints" / "step-00000050")[0] == 0
+
+
+def test_verify_finds_a_flipped_bit_in_a_distributed_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_distributed_checkpoint(tmp_path / "dcp", Held(x=torch.ones(3), y=torch.full((5,), 7.0)))
+    assert called(capsys, "verify", tmp_path / "dcp")[0] == 0
+    path = tmp_path / "dcp" / "__0_0.distcp"
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"\0\0\xe0\x40", b"\0\0\xe0\x41", 1))
+
+    code, printed = called(capsys, "verify", tmp_path / "dcp")
+
+    assert code == 1
+    assert "'y' is damaged" in printed
+
+
+def test_verify_says_what_it_cannot_know(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "w.safetensors"
+    save_file({"x": torch.ones(3)}, path)
+
+    code, printed = called(capsys, "verify", path)
+
+    assert code == 0
+    assert "the format has no checksums" in printed
+    path.write_bytes(path.read_bytes()[:-1])
+    assert called(capsys, "verify", path)[0] == 1
+
+
+def test_convert_writes_the_models_own_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "run", 100)
+    target = tmp_path / "weights.safetensors"
+
+    code, printed = called(
+        capsys, "convert", tmp_path / "run", target, "--rename", "network.=", "--json"
+    )
+
+    assert code == 0
+    assert json.loads(printed)["tensors"]["1.weight"] == "network.1.weight"
+    found = load_file(target)
+    assert found.keys() == {"1.weight", "2.weight", "positions"}
+    assert torch.equal(found["2.weight"], states()["network.2.weight"])
+
+
+def test_convert_takes_all_states_or_averages(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "run", 100)
+
+    called(capsys, "convert", tmp_path / "run", tmp_path / "all.safetensors", "--all")
+    called(capsys, "convert", tmp_path / "run", tmp_path / "ema.safetensors", "--ema")
+
+    everything = load_file(tmp_path / "all.safetensors")
+    assert everything.keys() == states().keys()
+    assert all(torch.equal(everything[name], value) for name, value in states().items())
+    averages = load_file(tmp_path / "ema.safetensors")
+    assert averages.keys() == {"network.1.weight", "network.2.weight", "network.positions"}
+    assert torch.equal(averages["network.2.weight"], states()["network.2.weight.ema"])
+
+
+@pytest.mark.parametrize("first", ["safetensors", "hf", "dcp"])
+@pytest.mark.parametrize("second", ["safetensors", "hf", "dcp"])
+def test_from_each_format_to_each_nothing_changes(
+    first: str, second: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    write(run, 100)
+    paths = [run]
+    for number, form in enumerate((first, second)):
+        suffix = ".safetensors" if form == "safetensors" else ""
+        paths.append(tmp_path / f"{number}{suffix}")
+        convert = "convert", paths[-2], paths[-1], "--to", form, "--all", "--max-shard-size", "200B"
+        assert called(capsys, *convert)[0] == 0
+
+    assert called(capsys, "diff", run, paths[-1], "--all") == (
+        0,
+        f"one: {run}/checkpoints/step-00000100\nother: {paths[-1]}\n\n"
+        "equal: 9 of the 9 tensors that both have\n",
+    )
+
+
+def test_a_target_that_is_there_is_replaced_only_if_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "run", 100)
+    target = tmp_path / "hf"
+    target.mkdir()
+    (target / "config.json").write_text("{}")
+    assert called(capsys, "convert", tmp_path / "run", target, "--to", "hf")[0] == 0
+
+    again = called(capsys, "convert", tmp_path / "run", target, "--to", "hf")
+    replaced = called(capsys, "convert", tmp_path / "run", target, "--to", "hf", "--overwrite")
+
+    assert again[0] == 2
+    assert "is there already" in again[1]
+    assert replaced[0] == 0
+    assert (target / "config.json").read_text() == "{}"
+    assert look(target).format == "hf"
+
+
+def test_diff_says_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changed = states()
+    changed["network.2.weight"][3, 5] = 2.5
+    changed["network.positions"] = changed["network.positions"].int()
+    changed["network.more"] = torch.ones(2)
+    del changed["network.1.weight"]
+    one, other = write(tmp_path / "a", 50), write(tmp_path / "b", 100, changed)
+
+    code, printed = called(capsys, "diff", one, other)
+    found = answered(capsys, "diff", one, other)
+
+    assert code == 1
+    assert "only in one: network.1.weight\n" in printed
+    assert found["only_in_other"] == ["network.1.weight.ema", "network.1.weight.exp_avg",
+                                      "network.1.weight.step", "network.more"]  # fmt: skip
+    assert found["settings"] == {"step": [50, 100], "settings.lr": [0.05, 0.1]}
+    assert found["forms"] == {"network.positions": ["int64 [4]", "int32 [4]"]}
+    assert found["deviations"] == {
+        "network.2.weight": {"largest": 0.5, "relative": 0.2, "differing": 1 / 24}
+    }
+    assert "network.2.weight                0.5       0.2       4.2%" in printed
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "largest", "differing"),
+    [
+        ([1.0, 2.0], [1.0, 2.0], 0.0, 0.0),
+        ([1.0, -2.0], [1.0, 2.0], 4.0, 0.5),
+        ([float("nan"), 1.0], [float("nan"), 1.0], 0.0, 0.0),
+        ([float("nan"), 1.0], [0.0, 1.0], float("inf"), 0.5),
+        ([float("inf"), 1.0], [float("inf"), 1.0], 0.0, 0.0),
+        ([float("inf"), 1.0], [-float("inf"), 1.0], float("inf"), 0.5),
+        ([], [], 0.0, 0.0),
+    ],
+)
+def test_deviations_of_all_values(
+    one: list[float], other: list[float], largest: float, differing: float
+) -> None:
+    found = deviation(torch.tensor(one), torch.tensor(other))
+
+    assert (found.largest, found.differing) == (largest, differing)
+
+
+def test_prune_keeps_the_newest_and_says_first_what_it_would_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (10, 20, 30):
+        write(tmp_path, step)
+    storage = LocalStorage(tmp_path / "checkpoints")
+
+    code, printed = called(capsys, "prune", tmp_path, "--keep", "2")
+
+    assert code == 0
+    assert "would be removed: step-00000010" in printed
+    assert len(storage.names()) == 3
+    assert called(capsys, "prune", tmp_path, "--keep", "2", "--yes")[0] == 0
+    assert storage.names() == ["step-00000020", "step-00000030"]
+    assert "nothing to remove" in called(capsys, "prune", tmp_path, "--keep", "2", "--yes")[1]
+
+
+def test_prune_never_takes_the_newest_that_verifies(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = [write(tmp_path, step) for step in (10, 20, 30, 40)]
+    damage(folders[2])
+    damage(folders[3])
+    storage = LocalStorage(tmp_path / "checkpoints")
+
+    assert answered(capsys, "prune", tmp_path, "--keep", "1", "--yes") == {
+        "kept": ["step-00000020"],
+        "removed": ["step-00000010"],
+        "to_remove": [],
+        "damaged_and_kept": ["step-00000040", "step-00000030"],
+        "size_bytes": sum((folders[1] / n).stat().st_size for n in storage.sizes(folders[1].name)),
+    }
+    called(capsys, "prune", tmp_path, "--keep", "1", "--yes", "--damaged")
+    assert storage.names() == ["step-00000020"]
+    damage(folders[1])
+    code, printed = called(capsys, "prune", tmp_path, "--keep", "1", "--yes", "--damaged")
+    assert (code, "is whole, so none is removed" in printed) == (2, True)
+    assert storage.names() == ["step-00000020"]
+
+
+def test_prune_waits_for_no_run_that_writes_here(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (10, 20):
+        write(tmp_path, step)
+    storage = LocalStorage(tmp_path / "checkpoints")
+
+    with storage.claim():
+        code, printed = called(capsys, "prune", tmp_path, "--keep", "1", "--yes")
+
+    assert code == 2
+    assert "another run writes its checkpoints" in printed
+    assert len(storage.names()) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "arguments are required: VERB"),
+        (["inspct", "run"], "did you mean 'inspect'?"),
+        (["inspect", "{}/rnu"], "did you mean {}/run?"),
+        (["inspect", "{}/run", "--jsno"], "did you mean --json?"),
+        (["inspect", "{}"], "did you mean {}/plain.safetensors or {}/run?"),
+        (["inspect", "{}/old"], "model.bin is a pickle, which runs code"),
+        (["inspect", "{}/old/model.bin"], "model.bin is a pickle, which runs code"),
+        (["convert", "{}/run", "{}/x"], "does not say its format"),
+        (["convert", "{}/run", "{}/x", "--to", "hff"], "invalid choice: 'hff'"),
+        (["convert", "{}/run", "{}/x", "--to", "safetensors"], "accepted here: FILE.safetensors"),
+        (["convert", "{}/run", "{}/x", "--to", "hf", "--rename", "a"], "does not say to what"),
+        (["convert", "{}/run", "{}/run", "--to", "dcp"], "would lie in what it is made of"),
+        (["convert", "{}/run", "{}/old", "--to", "dcp"], "is there already"),
+        (["convert", "{}/run", "{}/x.safetensors", "--rename", "netwrk.="], "'network.'?"),
+        (["convert", "{}/run", "{}/x.safetensors", "--rename", "network.1.=network.2."],
+         "would both be called"),
+        (["convert", "{}/run", "{}/x.safetensors", "--max-shard-size", "much"], "is no size"),
+        (["convert", "{}/run", "{}/x.safetensors", "--all", "--ema"], "not allowed with"),
+        (["convert", "{}/plain.safetensors", "{}/x.safetensors", "--ema"], "no parameter has"),
+        (["diff", "{}/run"], "arguments are required: OTHER"),
+        (["prune", "{}/run"], "arguments are required: --keep"),
+        (["prune", "{}/run", "--keep", "0"], "would leave none"),
+        (["prune", "{}/plain.safetensors", "--keep", "1"], "is no folder of checkpoints"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said_with_what_is_near(
+    arguments: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "run", 100)
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "model.bin").write_bytes(b"pickle")
+    save_file({"x": torch.ones(3)}, tmp_path / "plain.safetensors")
+
+    code, printed = called(capsys, *(text.format(tmp_path) for text in arguments))
+
+    assert code == 2
+    assert says.replace("{}", str(tmp_path)) in printed
+    assert "Traceback" not in printed
+    assert not (tmp_path / "x").exists()
+    assert not (tmp_path / "x.safetensors").exists()
+
+
+def test_a_disk_that_is_full_is_a_failure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import resource
+
+    write(tmp_path / "run", 100)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300, before[1]))  # as full after 300 bytes
+    try:
+        found = [
+            called(capsys, "convert", tmp_path / "run", tmp_path / name, "--to", form)
+            for name, form in (("x.safetensors", "safetensors"), ("hf", "hf"), ("dcp", "dcp"))
+        ]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    assert [code for code, _ in found] == [1, 1, 1]
+    assert all("cannot be written: File too large" in printed for _, printed in found)
+    left = {
+        str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if "run" not in str(path)
+    }
+    assert left <= {"hf"}
+
+
+def test_a_path_that_is_a_manifest_or_an_index_is_its_folder(tmp_path: Path) -> None:
+    folder = write(tmp_path, 1)
+
+    assert look(folder / "manifest.json").path == folder
+    with open_tensors(look(folder)) as tensors:
+        assert set(read_index(look(folder)).tensors) == set(tensors)
+    # Where the pieces lie is as in the files of any other format.
+    found = IndexedTensors(read_index(look(folder)))
+    assert all(torch.equal(found[name], value) for name, value in states().items())
