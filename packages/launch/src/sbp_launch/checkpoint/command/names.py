@@ -45,7 +45,7 @@ def averaged(names: Iterable[str]) -> dict[str, str]:
         raise ConfigError(
             "no parameter has a moving average",
             where="--ema",
-            accepted="a checkpoint of a run with trainer.update.ema",
+            accepted="a checkpoint of a run with trainer.update.ema_decay",
         )
     return found
 
