@@ -4,6 +4,9 @@ from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.util.tensor_util import make_ndarray
+
 from sbp_core.plugins import Callback
 from sbp_core.plugins.hooks import EmptyConfig
 from sbp_core.plugins.kinds import ClusterFactory, MetricSinkFactory
@@ -13,7 +16,15 @@ from sbp_core.testing.logger import MetricSinkConformance, Records
 from sbp_launch import optimizers
 from sbp_launch.clusters import LocalConfig, build_local
 from sbp_launch.early_stop import EarlyStopConfig, build_early_stop
-from sbp_launch.metrics import CsvConfig, JsonlConfig, build_csv, build_jsonl, build_none
+from sbp_launch.metrics import (
+    CsvConfig,
+    JsonlConfig,
+    TensorboardConfig,
+    build_csv,
+    build_jsonl,
+    build_none,
+)
+from sbp_launch.tensorboard_sink import build as build_tensorboard
 from sbp_torch.kinds import OptimizerFactory
 from sbp_torch.testing.optimizer import OptimizerConformance
 
@@ -50,6 +61,20 @@ class TestCsv(MetricSinkConformance):
 def by_step(rows: list[dict[str, str]]) -> Iterator[tuple[int, dict[str, float]]]:
     for step, group in groupby(rows, key=lambda row: int(row["step"])):
         yield step, {row["metric"]: float(row["value"]) for row in group}
+
+
+class TestTensorboard(MetricSinkConformance):
+    def make_factory(self) -> MetricSinkFactory:
+        return build_tensorboard(TensorboardConfig(jsonl=None))
+
+    def read(self, run_folder: Path) -> Records:
+        read = EventAccumulator(str(run_folder / "tensorboard"), size_guidance={"tensors": 0})
+        read.Reload()
+        found: dict[int, dict[str, float]] = {}
+        for tag in read.Tags()["tensors"]:
+            for event in read.Tensors(tag):
+                found.setdefault(event.step, {})[tag] = make_ndarray(event.tensor_proto).item()
+        return sorted(found.items())
 
 
 class TestNone(MetricSinkConformance):

@@ -10,13 +10,16 @@ import pytest
 
 from sbp_core.errors import ConfigError
 from sbp_core.plugins.hooks import EmptyConfig
+from sbp_launch import metrics
 from sbp_launch.metrics import (
     CsvConfig,
     JsonlConfig,
+    TensorboardConfig,
     build_csv,
     build_jsonl,
     build_none,
 )
+from sbp_launch.tensorboard_sink import build as build_tensorboard
 
 
 def test_each_step_is_one_json_object_and_is_there_at_once(tmp_path: Path) -> None:
@@ -60,3 +63,39 @@ def test_metrics_stay_inside_the_run_folder(file: str) -> None:
         JsonlConfig(file=file)
     with pytest.raises(ConfigError, match="file="):
         CsvConfig(file=file)
+
+
+@pytest.mark.parametrize("settings", [{"folder": "/tmp/x"}, {"jsonl": "../x"}])
+def test_files_of_tensorboard_stay_in_the_run_folder(settings: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="is not inside the run folder"):
+        TensorboardConfig(**settings)
+
+
+def test_without_tensorboard_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "find_spec", lambda name: None)
+
+    with pytest.raises(ConfigError, match="needs the package tensorboard") as caught:
+        TensorboardConfig().check_beside({})
+
+    assert caught.value.todo == "pip install 'sbp-launch[tensorboard]'"
+
+
+def test_tensorboard_keeps_the_lines_beside(tmp_path: Path) -> None:
+    sink = build_tensorboard(TensorboardConfig())(tmp_path)
+    sink.log(1, {"loss": 0.5})
+    sink.close()
+
+    assert json.loads((tmp_path / "metrics.jsonl").read_text("utf-8")) == {"step": 1, "loss": 0.5}
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 1
+
+
+def test_half_a_line_of_a_killed_run_is_dropped_when_it_goes_on(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo', "utf-8")
+
+    sink = build_jsonl(JsonlConfig())(tmp_path, resumed_step=2)
+    sink.log(3, {"loss": 1.0})
+    sink.close()
+
+    steps = [json.loads(line)["step"] for line in file.read_text("utf-8").splitlines()]
+    assert steps == [1, 3]

@@ -1,4 +1,4 @@
-"""Where the metrics of a run go: JSON lines, CSV, or nowhere."""
+"""Where the metrics of a run go: JSON lines, CSV, or nowhere; `tensorboard_sink` has another."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from sbp_core.errors import ConfigError
 from sbp_core.plugins import EmptyConfig, MetricSink, MetricSinkFactory
 
 
-def _check_file(file: str) -> None:
+def _check_file(file: str, key: str = "file") -> None:
     if not file or Path(file).is_absolute() or ".." in Path(file).parts:
-        raise ConfigError(f"file={file!r} is not inside the run folder", accepted="a relative path")
+        raise ConfigError(
+            f"{key}={file!r} is not inside the run folder", accepted="a relative path"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +40,37 @@ class CsvConfig:
 
     def __post_init__(self) -> None:
         _check_file(self.file)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorboardConfig:
+    """Settings of the sink `tensorboard`, relative to the run folder.
+
+    Args:
+        folder: Of the event files.
+        jsonl: File of the same metrics as JSON lines; None for none.
+    """
+
+    folder: str = "tensorboard"
+    jsonl: str | None = "metrics.jsonl"
+
+    def __post_init__(self) -> None:
+        _check_file(self.folder, "folder")
+        if self.jsonl is not None:
+            _check_file(self.jsonl, "jsonl")
+
+    def check_beside(self, others: Mapping[str, object]) -> None:
+        """Check that TensorBoard is there, before anything is planned.
+
+        Raises:
+            ConfigError: it is not installed.
+        """
+        if find_spec("tensorboard") is None:
+            raise ConfigError(
+                "logger=tensorboard needs the package tensorboard, which is not installed",
+                accepted="logger=jsonl, logger=csv, logger=none",
+                todo="pip install 'sbp-launch[tensorboard]'",
+            )
 
 
 def _kept(path: Path, resumed_step: int, step_of: Callable[[str], int]) -> str:

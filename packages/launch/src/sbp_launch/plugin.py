@@ -9,7 +9,7 @@ from sbp_launch.clusters import LocalConfig
 from sbp_launch.early_stop import EarlyStopConfig
 from sbp_launch.launchers import AutoConfig, ProcessesConfig, SlurmConfig, ThreadsConfig
 from sbp_launch.measured import MeasuredConfig
-from sbp_launch.metrics import CsvConfig, JsonlConfig
+from sbp_launch.metrics import CsvConfig, JsonlConfig, TensorboardConfig
 from sbp_launch.optimizers import (
     AdafactorConfig,
     AdagradConfig,
@@ -77,6 +77,11 @@ def sbp_loggers() -> Mapping[str, Factory]:
             build="sbp_launch.metrics:build_csv",
             config=CsvConfig,
             summary="lines of step, metric, value",
+        ),
+        "tensorboard": Factory(
+            build="sbp_launch.tensorboard_sink:build",
+            config=TensorboardConfig,
+            summary="event files for TensorBoard, and JSON lines",
         ),
         "none": Factory(build="sbp_launch.metrics:build_none", summary="metrics are not kept"),
     }

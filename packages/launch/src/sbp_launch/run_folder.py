@@ -22,6 +22,7 @@ RUN_FILES = (
     "memory.txt",
     "metrics.jsonl",
     "metrics.csv",
+    "tensorboard",
     "trace.json",
 )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-__all__ = ["format_bytes", "format_ranges", "format_seconds", "parse_bytes"]
+__all__ = ["format_bytes", "format_flop", "format_ranges", "format_seconds", "parse_bytes"]
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMGTP]?)(i?)B")
 

@@ -84,6 +84,24 @@ class MetricSinkConformance(ABC):
             self._check(folder, (record,))
         assert sorted(tmp_path.iterdir()) == folders, "files outside the run folder"
 
+    def test_a_resumed_run_goes_on_behind_the_step_that_was_saved(self, tmp_path: Path) -> None:
+        """What an earlier part has of later steps is dropped; a new run begins anew."""
+        for stop in (0, 1, 3):
+            folder = tmp_path / str(stop)
+            folder.mkdir()
+            before = self.make_factory()(folder)
+            for step, metrics in self.records:
+                before.log(step, metrics)
+            before.close()
+            kept = self.records[:stop]
+            resumed = {"resumed_step": kept[-1][0]} if kept else {}
+            sink = self.make_factory()(folder, **resumed)
+            again = [(step, {"loss": 0.25}) for step, _ in self.records[stop:]]
+            for step, metrics in again:
+                sink.log(step, metrics)
+            sink.close()
+            self._check(folder, [*kept, *again])
+
     def _check(self, folder: Path, wanted: Records) -> None:
         if not self.keeps:
             assert not list(folder.iterdir()), "a sink that keeps nothing wrote files"
