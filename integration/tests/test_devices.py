@@ -145,3 +145,23 @@ def test_ranks_that_share_a_gpu_train_like_eager_pytorch_on_it(case: Case) -> No
 
     for name, value in model.named_parameters():
         torch.testing.assert_close(trained[name], value.detach().cpu(), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("case", CASES[:2], ids=str)
+def test_a_snapshot_on_a_gpu_keeps_what_later_steps_overwrite(case: Case) -> None:
+    plan = _plan(_captured(case, "cuda"), case, "cuda")
+    with _start(plan, initial_states(*_program())) as session:
+        taken = []
+        for index in range(4):
+            taken.append((session.state_dict(), session.snapshot()))
+            session.step(batch(index, case.batch_size), {"lr": LEARNING_RATE})
+
+        for states, snapshot in taken:
+            with snapshot:
+                for piece in snapshot.pieces():
+                    place = tuple(slice(*dim) for dim in piece.bounds)
+                    assert torch.equal(
+                        torch.as_tensor(piece.value).cpu(), states[piece.name][place]
+                    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -142,6 +143,58 @@ def test_a_copy_that_cannot_be_made_fails_the_snapshot_and_not_the_step() -> Non
         before_overwrite(name)
     with pytest.raises(RunError, match=f"after step 7 has no copy of '{name}': not enough memory"):
         list(snapshot.pieces())
+
+
+class Event:
+    """Of a copy by the device, which is made when a test says so."""
+
+    def __init__(self) -> None:
+        self.happened = threading.Event()
+
+    def synchronize(self) -> None:
+        assert self.happened.wait(20.0)
+
+
+class AsynchronousDevice(CpuDevice):
+    """Copies when told to, as a stream of a GPU would; notes what later work has to follow."""
+
+    def __init__(self) -> None:
+        self.started: list[tuple[Tensor, Tensor, Event]] = []
+        self.followed: list[Event] = []
+
+    def copy_aside(self, value: Tensor, since: Any, buffer: Tensor | None) -> Aside:
+        copy, event = torch.zeros_like(value), Event()
+        self.started.append((copy, value, event))
+        return Aside(copy, event)
+
+    def follow(self, copy: Aside) -> None:
+        self.followed.append(copy.done)
+
+    def run(self) -> None:
+        for copy, value, event in self.started:
+            copy.copy_(value)
+            event.happened.set()
+
+
+def test_on_a_device_the_update_follows_copies_that_are_only_started() -> None:
+    store, _ = _store("sharded states")
+    store.copier.device = device = AsynchronousDevice()
+    snapshot = store.snapshot(0)
+    end = time.monotonic() + 20.0
+    while len(device.started) < len(store.overwritten) and time.monotonic() < end:
+        time.sleep(0.001)
+
+    for rank, name in store.overwritten:
+        before_overwrite = store.copier.before_overwrite(rank)
+        assert before_overwrite is not None, "they are only started"
+        before_overwrite(name)
+    device.run()
+
+    assert {id(event) for event in device.followed} == {id(event) for *_, event in device.started}
+    pieces = [p for p in snapshot.pieces() if isinstance(p.value, Tensor)]
+    assert sum(bool(piece.value.any()) for piece in pieces) > 3
+    store.close()
+    assert store.copier.before_overwrite(0) is None
 
 
 def test_releasing_a_snapshot_ends_its_copies() -> None:
