@@ -14,6 +14,7 @@ from sbp_core.runtime import StatePiece
 from sbp_core.sbp import B, NdSbp
 from sbp_launch.checkpoint.local import LocalStorage
 from sbp_launch.checkpoint.manifest import Manifest, Metadata
+from sbp_launch.checkpoint.places import FOLDER, newest_first
 from sbp_launch.checkpoint.reading import Checkpoint
 from sbp_launch.checkpoint.writing import commit, write_part
 
@@ -74,3 +75,12 @@ def save_whole(root: Path, name: str, states: Mapping[str, Tensor] = STATES) -> 
     storage = LocalStorage(root)
     save(storage, name, pieces_of(states, Placement([0], ("rank",)), NdSbp(B)))
     return Checkpoint(storage, name)
+
+
+def states_of_run(folder: Path) -> dict[str, Tensor]:
+    """Return the states that a run has left in its folder: none, or those of the last step."""
+    storage = LocalStorage(folder / FOLDER)
+    for name in newest_first(storage):
+        with Checkpoint(storage, name) as checkpoint:
+            return dict(checkpoint)
+    return {}

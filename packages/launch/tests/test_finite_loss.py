@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from saved_states import states_of_run
 from trainable import Bigram, registry, run_config
 
 from sbp_aten.pass_options import MixedPrecision, PassOptions
 from sbp_core.runtime import StepResult
 from sbp_launch import trainer
+from sbp_launch.checkpoint import Checkpoint, LocalStorage
 from sbp_launch.config import RunConfig
 from sbp_launch.finite_loss import MOST_SKIPPED, FiniteLoss, NotFiniteError
 from sbp_torch.runtime.reference import ReferenceSession
@@ -49,6 +50,7 @@ def test_a_loss_that_is_no_number_stops_the_run_and_keeps_its_states_apart(
     value: float,
 ) -> None:
     poisoned_at(monkeypatch, 3, value)
+    kept = tmp_path / "checkpoints" / "not-finite-00000003"
 
     with pytest.raises(NotFiniteError) as caught:
         trainer.train(run_config(steps=5, micro_batches=2), registry(), tmp_path)
@@ -59,10 +61,10 @@ def test_a_loss_that_is_no_number_stops_the_run_and_keeps_its_states_apart(
     assert caught.value.where == ("step 3 of 5 steps (lr 0.001)",)
     assert "optimizer.lr, trainer.update.clip_norm=1.0" in caught.value.todo
     assert "trainer.on_nan=warn" in caught.value.todo
-    assert "the states so far are in states_not_finite.safetensors" in capsys.readouterr().out
-    assert not (tmp_path / "states.safetensors").exists()
-    states = load_file(tmp_path / "states_not_finite.safetensors")
-    assert states["head.weight.step"].item() == 3
+    assert f"the states so far are in checkpoints/{kept.name}" in capsys.readouterr().out
+    assert states_of_run(tmp_path) == {}
+    with Checkpoint(LocalStorage(kept.parent), kept.name) as states:
+        assert states["head.weight.step"].item() == 3
     records = (tmp_path / "metrics.jsonl").read_text("utf-8").splitlines()
     assert [json.loads(line)["step"] for line in records] == [1, 2, 3]
 
@@ -76,7 +78,7 @@ def test_a_run_that_is_told_to_go_on_warns_once(
 
     out = capsys.readouterr().out
     assert re.findall("warning: the loss is nan in step (.) of 4 steps", out) == ["2"]
-    assert load_file(tmp_path / "states.safetensors")["head.weight.step"].item() == 4
+    assert states_of_run(tmp_path)["head.weight.step"].item() == 4
 
 
 def watch(*, on_nan: str = "stop", **changes: Any) -> FiniteLoss:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from saved_states import states_of_run
 from trainable import planned, registry, run_config
 
 from sbp_core.compile import Compute
@@ -41,10 +41,10 @@ def test_the_step_is_undone_and_the_operator_named(
     step, *where = caught.value.where
     assert step == "step 2 of 4 steps (lr 1e+30)"
     assert any("makes the first " in line and "of float32 (" in line for line in where)
-    assert "the states so far are in states.safetensors" in capsys.readouterr().out
-    states = load_file(tmp_path / "states.safetensors")
+    assert "the states so far are in checkpoints/step-00000001" in capsys.readouterr().out
+    states = states_of_run(tmp_path)
     assert all(torch.isfinite(value).all() for value in states.values())
-    assert not (tmp_path / "states_not_finite.safetensors").exists()
+    assert [path.name for path in (tmp_path / "checkpoints").glob("[!.]*")] == ["step-00000001"]
     records = (tmp_path / "metrics.jsonl").read_text("utf-8").splitlines()
     assert [json.loads(line)["step"] for line in records] == [1, 2]
 
@@ -54,7 +54,7 @@ def test_a_run_that_warns_goes_on_with_what_it_has(tmp_path: Path) -> None:
         diverging(on_nan="warn", evaluate=EvaluateConfig(batches=0)), registry(), tmp_path
     )
 
-    states = load_file(tmp_path / "states.safetensors")
+    states = states_of_run(tmp_path)
     assert not all(torch.isfinite(value).all() for value in states.values())
 
 

@@ -102,7 +102,8 @@ def test_a_disk_that_fills_up_is_named_with_the_file(tmp_path: Path) -> None:
 def test_the_app_refuses_a_used_folder_before_torch_is_loaded(app: App, tmp_path: Path) -> None:
     used = tmp_path / "used"
     used.mkdir()
-    (used / "states.safetensors").write_bytes(b"precious")
+    (used / "checkpoints").mkdir()
+    (used / "checkpoints" / "step-00000001").write_bytes(b"precious")
 
     refused = app(f"hydra.run.dir={used}", overwrites=True)
     replaced = app(f"hydra.run.dir={used}", "trainer.overwrite=true", overwrites=True)
@@ -115,11 +116,11 @@ def test_the_app_refuses_a_used_folder_before_torch_is_loaded(app: App, tmp_path
     )
 
     assert (refused.code, replaced.code, swept.code) == (2, 0, 2)
-    assert f"the run folder {used} holds an earlier run: states.safetensors" in refused.err
-    assert f"the run folder {used} holds an earlier run: states.safetensors" in swept.err
+    assert f"the run folder {used} holds an earlier run: checkpoints" in refused.err
+    assert f"the run folder {used} holds an earlier run: checkpoints" in swept.err
     assert "Traceback" not in refused.err + swept.err
     assert not refused.torch
-    assert (used / "states.safetensors").read_bytes() == b"precious"
+    assert (used / "checkpoints" / "step-00000001").read_bytes() == b"precious"
 
 
 @pytest.mark.parametrize("name", ["it\\'s = [new]", "a b,c", "a: {b}"])

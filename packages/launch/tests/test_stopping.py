@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
+from saved_states import states_of_run
 from trainable import registry, run_config
 
 from sbp_core.errors import RunError
 from sbp_core.testing.interrupts import hears_signals
-from sbp_launch import session, trainer
+from sbp_launch import trainer
+from sbp_launch.checkpoint import saving
 from sbp_launch.metrics import JsonlSink
 from sbp_launch.stopping import StopSignals, Terminated
 from sbp_torch.runtime.reference import ReferenceSession
@@ -91,21 +92,21 @@ def at_step(
 
 def at_save(monkeypatch: pytest.MonkeyPatch, *signals: int) -> None:
     """Send signals while the states are written."""
-    write = session.write_states
+    write = saving.write_part
 
     def sending(*given: object) -> None:
         for one in signals:
             signal.raise_signal(one)
         write(*given)
 
-    monkeypatch.setattr(session, "write_states", sending)
+    monkeypatch.setattr(saving, "write_part", sending)
 
 
 def steps_saved(folder: Path) -> float | None:
     """Return how many steps the saved states have taken; None if there are none."""
-    assert not list(folder.glob("*.part"))
-    path = folder / "states.safetensors"
-    return load_file(path)["head.weight.step"].item() if path.exists() else None
+    assert not list((folder / "checkpoints").glob(".step*"))
+    states = states_of_run(folder)
+    return states["head.weight.step"].item() if states else None
 
 
 @pytest.mark.parametrize(("number", "code", "name"), [(TERM, 143, "SIGTERM"), (HUP, 129, "SIGHUP")])
@@ -126,7 +127,7 @@ def test_a_run_that_is_terminated_ends_its_step_and_saves(
     assert caught.value.code == code
     assert steps_saved(tmp_path) == 2
     assert f"{name}: stopping after this step" in told.err
-    assert f"stopped by {name}; the states so far are in states.safetensors" in told.out
+    assert f"stopped by {name}; the states so far are in checkpoints/step-00000002" in told.out
     assert f"run folder: {tmp_path}" in told.out
 
 
@@ -199,25 +200,26 @@ def test_a_full_disk_does_not_take_the_place_of_what_ended_the_run(
         raise error
 
     def full(*given: object) -> None:
-        raise RunError("states.safetensors cannot be written: No space left on device")
+        raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(ReferenceSession, "step", failing)
-    monkeypatch.setattr(session, "write_states", full)
+    monkeypatch.setattr(saving, "write_part", full)
 
     with pytest.raises(BaseException) as caught:
         trainer.train(run_config(), registry(), tmp_path)
 
     assert caught.value is error
-    assert "the states are not saved: states.safetensors cannot" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "the states are not saved: the checkpoint step-00000000 cannot be written: No" in told
 
 
 def test_a_full_disk_at_the_end_is_the_failure_of_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def full(*given: object) -> None:
-        raise RunError("states.safetensors cannot be written: No space left on device")
+        raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(session, "write_states", full)
+    monkeypatch.setattr(saving, "write_part", full)
 
     with pytest.raises(RunError, match="No space left"):
         trainer.train(run_config(), registry(), tmp_path)

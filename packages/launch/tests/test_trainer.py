@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from saved_states import states_of_run
 from trainable import Bigram, registry, run_config, run_of
 
 from sbp_aten.pass_options import MixedPrecision, PassOptions
@@ -56,7 +56,7 @@ def test_the_trained_states_are_those_of_the_one_device_program(tmp_path):
 
     trainer.train(run, registry(), tmp_path)
 
-    states = load_file(tmp_path / "states.safetensors")
+    states = states_of_run(tmp_path)
     for name, parameter in model.named_parameters():
         assert (states[name] - parameter).abs().max().item() < 1e-9
         assert states[f"{name}.step"].item() == 3
@@ -84,7 +84,7 @@ def test_an_interrupted_run_keeps_its_states(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         trainer.train(run_config(), registry(), tmp_path)
 
-    states = load_file(tmp_path / "states.safetensors")
+    states = states_of_run(tmp_path)
     assert states["head.weight.step"].item() == 2
 
 
@@ -100,14 +100,14 @@ def test_torn_states_do_not_take_the_place_of_an_interrupt(tmp_path, monkeypatch
 
     assert "the states belong to two steps" in "".join(caught.value.__notes__)
     assert "the states are not saved" in capsys.readouterr().out
-    assert not (tmp_path / "states.safetensors").exists()
+    assert states_of_run(tmp_path) == {}
 
 
 def test_two_runs_of_one_config_are_equal_bit_for_bit(tmp_path):
     for name in ("first", "second"):
         trainer.train(run_config(), registry(), tmp_path / name)
 
-    first, second = (load_file(tmp_path / n / "states.safetensors") for n in ("first", "second"))
+    first, second = (states_of_run(tmp_path / n) for n in ("first", "second"))
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
 

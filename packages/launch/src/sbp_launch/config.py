@@ -16,6 +16,7 @@ from typing import Any, Generic, Literal, TypeVar
 from sbp_core.errors import ConfigError
 from sbp_core.plugins import INSTEAD, PluginRegistry
 from sbp_launch.budget import DEFAULT_STEPS, Budget, Unit
+from sbp_launch.checkpoint.settings import CheckpointConfig
 from sbp_launch.compile_config import CompileConfig
 from sbp_launch.data.order import Order
 from sbp_launch.schedules import ScheduleConfig
@@ -31,6 +32,7 @@ PLUGIN_GROUPS = (
     "planner",
     "optimizer",
     "logger",
+    "storage",
     "launcher",
 )
 
@@ -114,6 +116,9 @@ class TrainerConfig:
         trace: Steps of which it is kept what every rank did when, counted from 1: `10..12`, or
             one; None for none.
         overwrite: Whether a run may replace the files of an earlier one in its folder.
+        resume: Where to go on: `auto`, the newest checkpoint that is whole, of this run folder; or
+            the path of one, of a folder of them, or of a run. None to begin.
+        checkpoint: When checkpoints are saved, and which are kept.
         callbacks: What is called between steps: the name of each, or a mapping with `name` and its
             settings.
         schedule: How the learning rate goes.
@@ -143,6 +148,8 @@ class TrainerConfig:
     on_nan: Literal["stop", "warn"] = "stop"
     trace: str | int | None = None
     overwrite: bool = False
+    resume: str | None = None
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     callbacks: tuple[str | Mapping[str, Any], ...] = ()
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     update: UpdateOptions = field(default_factory=lambda: UpdateOptions(fused=True))
@@ -250,6 +257,7 @@ class RunConfig:
         mesh: Ranks along each mesh axis, from the cluster's config.
         axes: Name of each mesh axis, from the cluster's config.
         launcher: Kind `launcher`.
+        storage: Kind `storage`.
     """
 
     model: PluginChoice
@@ -265,6 +273,7 @@ class RunConfig:
     mesh: tuple[int, ...]
     axes: tuple[str, ...]
     launcher: PluginChoice = field(default_factory=lambda: PluginChoice(name="threads"))
+    storage: PluginChoice = field(default_factory=lambda: PluginChoice(name="local"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

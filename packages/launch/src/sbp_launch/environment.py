@@ -85,7 +85,7 @@ def environment(registry: PluginRegistry) -> dict[str, Any]:
         "git": git_state(Path.cwd()),
         "python": platform.python_version(),
         "executable": sys.executable,
-        "versions": _versions() | dict(sorted(plugins.items())),
+        "versions": versions() | dict(sorted(plugins.items())),
         "machine": {
             "host": platform.node(),
             "platform": platform.platform(),
@@ -128,7 +128,8 @@ def _git(folder: Path, *arguments: str) -> str | None:
     return done.stdout.decode("utf-8", "replace").rstrip()
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Return the versions of the packages that a run depends on, as far as they are there."""
     found = {}
     for name in _DISTRIBUTIONS:
         try:

@@ -41,6 +41,7 @@ from sbp_launch.program import EagerReference, Program
 from sbp_launch.progress import StepProgress
 from sbp_launch.report import counted
 from sbp_launch.run import Run
+from sbp_launch.run_checkpoints import RunCheckpoints
 from sbp_launch.run_folder import writing
 from sbp_launch.speed import Speed
 from sbp_launch.stopping import StopSignals
@@ -67,6 +68,7 @@ class TrainingLoop:
         reference: The one-device program, which takes the first steps, too.
         signals: May ask to stop after a step.
         team: The processes of the run, which stop together.
+        checkpoints: Saves the states.
         state: Where the run goes on.
     """
 
@@ -79,6 +81,7 @@ class TrainingLoop:
     reference: EagerReference | None
     signals: StopSignals
     team: Team
+    checkpoints: RunCheckpoints
     state: TrainerState = field(default_factory=TrainerState)
 
     def __post_init__(self) -> None:
@@ -94,7 +97,7 @@ class TrainingLoop:
         self.evaluated_step: int | None = None
         #: Why callbacks have ended the run, if they have.
         self.stopped_for = ""
-        self._begun_s = self.state.train_s
+        self._begun_s, self._begun_step = self.state.train_s, self.state.step
         self._given = scalar_values(
             self.program.model, self.program.optimizer, self.run.config.trainer.update
         )
@@ -105,6 +108,21 @@ class TrainingLoop:
         """Return the state that a checkpoint is to keep, with that of the callbacks."""
         kept = {name: callback.state_dict() for name, callback in self.callbacks.items()}
         return replace(self.state, callbacks={name: own for name, own in kept.items() if own})
+
+    def save(self, *, is_finite: bool = True) -> str:
+        """Save what the session has; all processes call this. Return where it is, for people.
+
+        Args:
+            is_finite: Whether a run can go on from it.
+
+        Raises:
+            RunError: it cannot be saved; earlier checkpoints are still there.
+        """
+        # An interrupt may have come when the step was done, and before it was counted.
+        while self.state.step < self._begun_step + self.session.steps_done:
+            self._advance()
+        with self.phases.timing("saving"):
+            return self.checkpoints.save(self.session, self.saved_state(), is_finite=is_finite)
 
     @cached_property
     def callbacks(self) -> dict[str, Callback]:
@@ -263,6 +281,8 @@ class TrainingLoop:
                 self._evaluate(sink, evaluator, row if is_due else None)
             if not is_last:
                 progress.say(index + 1, f"held-out loss {self.held_out['held_out_loss']:.4f}")
+        if control.save and not self._is_over:  # else the run saves when it is over
+            self.save()
 
     def _advance(self) -> None:
         """Count the step that is done."""
@@ -366,12 +386,14 @@ class TrainingLoop:
         """
         evaluates = control.evaluate and self.run.config.trainer.evaluate.batches > 0
         ticks = round(self._train_s / _TICK_S)
+        # Of a time, the processes do not know the same: what the first one says counts.
+        is_due = self.run.is_first and self.checkpoints.is_due(self.state.step)
         stop, evaluate, save, ticks = stop_together(
             self.team,
             self.signals,
             problem,
             vote_deadline_s(self.run.config, self.state.step - 1),
-            [bool(control.stop), evaluates, control.save, ticks],
+            [bool(control.stop), evaluates, control.save or is_due, ticks],
         )
         self.state = replace(self.state, train_s=max(self.state.train_s, ticks * _TICK_S))
         if stop:

@@ -1,10 +1,11 @@
-"""What sbp-launch itself offers: optimizers, clusters, metric sinks, callbacks, launchers."""
+"""What sbp-launch itself offers: optimizers, clusters, sinks, storages, callbacks, launchers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
 from sbp_core.plugins import Factory, hookimpl
+from sbp_launch.checkpoint.local import LocalStorageConfig
 from sbp_launch.clusters import LocalConfig
 from sbp_launch.early_stop import EarlyStopConfig
 from sbp_launch.launchers import AutoConfig, ProcessesConfig, SlurmConfig, ThreadsConfig
@@ -96,6 +97,18 @@ def sbp_callbacks() -> Mapping[str, Factory]:
             config=EarlyStopConfig,
             summary="end a run that no longer becomes better",
         )
+    }
+
+
+@hookimpl
+def sbp_storages() -> Mapping[str, Factory]:
+    """Offer places of checkpoints."""
+    return {
+        "local": Factory(
+            build="sbp_launch.checkpoint.local:build_local",
+            config=LocalStorageConfig,
+            summary="a folder, of the run if it is not named",
+        ),
     }
 
 

@@ -13,8 +13,7 @@ from sbp_core.errors import ConfigError, RunError
 #: What a run leaves; a folder that has one of them is used. `config.yaml`, `environment.json` and
 #: logs are no such files: a run that is refused may have written them.
 RUN_FILES = (
-    "states.safetensors",
-    "states_not_finite.safetensors",
+    "checkpoints",
     "strategy.yaml",
     "strategy.json",
     "plan.json",
@@ -70,14 +69,21 @@ def check_unused(folder: Path, *, overwrite: bool) -> None:
     Raises:
         ConfigError: it does, and they may not.
     """
-    found = [name for name in RUN_FILES if (folder / name).exists()]
+    found = [name for name in RUN_FILES if _is_left(folder / name)]
     if found and not overwrite:
         raise ConfigError(
             f"the run folder {folder} holds an earlier run: {', '.join(found)}",
             accepted="a folder without a run",
-            todo="leave out hydra.run.dir for a new folder, name another one, or replace what is "
-            "there, file by file: trainer.overwrite=true",
+            todo="leave out hydra.run.dir for a new folder, name another one, go on where it "
+            "stopped: trainer.resume=auto, or replace what is there: trainer.overwrite=true",
         )
+
+
+def _is_left(path: Path) -> bool:
+    """Whether a run has left a file, or something in a folder that is not hidden."""
+    if path.is_dir():
+        return any(not inside.name.startswith(".") for inside in path.iterdir())
+    return path.exists()
 
 
 @contextmanager

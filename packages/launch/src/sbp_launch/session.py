@@ -1,4 +1,4 @@
-"""The session of a run: how it starts, and what it leaves in the run folder."""
+"""The session of a run: how it starts, and what is saved of it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from sbp_core.compile import PhysicalPlan
 from sbp_core.errors import ConfigError, RunError
 from sbp_core.runtime import Runtime, Session
 from sbp_launch.finite_loss import NotFiniteError
+from sbp_launch.loop import TrainingLoop
 from sbp_launch.run import Run
-from sbp_launch.states_file import NOT_FINITE_STATES, STATES, write_states
 from sbp_launch.stopping import Terminated
-from sbp_launch.team import Team
 
 
 def make_backend(run: Run) -> BoxingBackend:
@@ -58,47 +57,38 @@ def check_traces(run: Run) -> None:
         )
 
 
-def save_states(run: Run, session: Session, name: str = STATES) -> dict[str, Tensor]:
-    """Write the states as they are into the run folder and return them, in the first process.
-
-    Args:
-        run: The run.
-        session: Whose states; all processes of the run call this.
-        name: Of the file.
+def save_states(run: Run, loop: TrainingLoop) -> None:
+    """Save the states as they are; all processes of the run call this.
 
     Raises:
-        RunError: they cannot be written; nothing has been replaced.
+        RunError: they cannot be saved; earlier ones are still there.
     """
     try:
-        states = session.state_dict(to=0)
-        if run.is_first:
-            write_states(run.folder / name, states)
+        loop.save()
     except KeyboardInterrupt:
         run.say(["abandoned by Ctrl-C: the states are not saved"])
         raise
-    return states
 
 
-def save_states_after_error(run: Run, session: Session, error: BaseException, team: Team) -> None:
-    """Write the states of a run that ended early, or say why there are none.
+def save_states_after_error(run: Run, loop: TrainingLoop, error: BaseException) -> None:
+    """Save the states of a run that ended early, or say why that cannot be.
 
     A failure to save never replaces the error that ended the run, nor does Ctrl-C, which abandons
     it. States after a loss that is no number are kept under another name, unless that step was
-    undone. Where each rank is a process, all of them have to have stopped together: one alone
-    cannot gather the states.
+    undone. Where each rank is a process, all of them have to have stopped together: their parts
+    have to be those of one step.
     """
     is_finite = error.is_undone if isinstance(error, NotFiniteError) else True
-    name = STATES if is_finite else NOT_FINITE_STATES
     ended = f"stopped by {error}" if isinstance(error, Terminated) else "stopped early"
     try:
-        if not team.stops_together:
+        if not loop.team.stops_together:
             raise RunError("the ranks of the other processes did not stop behind the same step")
-        save_states(run, session, name)
-        team.highest(0)  # nobody leaves before all is written
+        place = loop.save(is_finite=is_finite)
     except KeyboardInterrupt:
         error.add_note("the states were not saved: abandoned by Ctrl-C")
+        run.say(["abandoned by Ctrl-C: the states are not saved"])
     except Exception as other:
         error.add_note(f"the states were not saved: {other}")
         run.say([f"{ended}; the states are not saved: {other}"])
     else:
-        run.say([f"{ended}; the states so far are in {name}"])
+        run.say([f"{ended}; the states so far are in {place}"])

@@ -45,7 +45,7 @@ def make_application(world: World, meeting: Meeting | None = None) -> Applicatio
         config_name="config",
         check=partial(check_train, world=world),
         task=train,
-        may_overwrite=lambda config: config.trainer.overwrite,
+        may_overwrite=lambda config: config.trainer.overwrite or config.trainer.resume == "auto",
     )
 
 

@@ -6,18 +6,16 @@ Everything that can be swapped is asked of the registry; what happens in between
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from torch import Tensor
 
 from sbp_core.boxing import BoxingBackend
 from sbp_core.errors import RunError, SbpValueError
 from sbp_core.infer import step_time_s
 from sbp_core.memory import MemoryReport
-from sbp_core.plugins import PluginRegistry
+from sbp_core.plugins import PluginRegistry, Storage, TrainerState
 from sbp_core.strategy import Strategy
 from sbp_launch.clusters import usable_cores
 from sbp_launch.config import RunConfig
@@ -30,6 +28,13 @@ from sbp_launch.planning import Planned
 from sbp_launch.program import EagerReference, Program, make_program
 from sbp_launch.report import counted, crowding
 from sbp_launch.run import Run, make_console
+from sbp_launch.run_checkpoints import (
+    Resume,
+    RunCheckpoints,
+    claimed,
+    processes_of,
+    run_storage,
+)
 from sbp_launch.run_folder import writing
 from sbp_launch.sampling import printable, sample_text
 from sbp_launch.session import (
@@ -68,8 +73,8 @@ def train(
     """Train as the config says; print the plan, the progress, and what came of it.
 
     Leaves in the run folder: `environment.json`, `strategy.yaml`, `strategy.json`, `plan.json`,
-    `plan.txt`, `memory.txt`, the metrics, and the trained states as `states.safetensors`, which are
-    written also if the run is interrupted, terminated or fails.
+    `plan.txt`, `memory.txt`, the metrics, and checkpoints of the trained states in `checkpoints`,
+    the last of them also if the run is interrupted, terminated or fails.
 
     Args:
         config: What was chosen.
@@ -88,7 +93,9 @@ def train(
     )
     backend = make_backend(run)  # first, as it may be refused
     check_traces(run)
-    with StopSignals() as signals:
+    storage = run_storage(run)
+    with StopSignals() as signals, claimed(run, storage):
+        resume = Resume.of(run, storage)
         if run.is_first:
             with writing(folder):
                 folder.mkdir(parents=True, exist_ok=True)
@@ -107,9 +114,11 @@ def train(
                 with writing(folder):
                     write_plan(folder, planned)
             show_plan(run, planned)
-            states, reference = train_states(run, program, planned, backend, signals)
+            checkpoints, reference = train_states(
+                run, program, planned, backend, signals, storage, resume
+            )
             if run.is_first:
-                show_sample(run, program, states)
+                show_sample(run, program, checkpoints)
             if reference is not None and reference.losses:
                 run.console.print(reference.verdict())
         finally:
@@ -128,11 +137,14 @@ def train_states(
     planned: Planned,
     backend: BoxingBackend,
     signals: StopSignals,
-) -> tuple[dict[str, Tensor], EagerReference | None]:
-    """Make the states, train them, write and evaluate them; say what was measured and predicted.
+    storage: Storage,
+    resume: Resume | None,
+) -> tuple[RunCheckpoints, EagerReference | None]:
+    """Make or load the states, train, save and evaluate them; say what was measured and predicted.
 
     Returns:
-        The trained states, and the one-device program that took the first steps beside the ranks.
+        What has saved the trained states, and the one-device program that took the first steps
+        beside the ranks.
     """
     config = run.config
     # Compiled segments call no operators that could be watched.
@@ -143,16 +155,21 @@ def train_states(
     tracer = StepTracer(
         planned.plan, planned.graph, backend, config.trainer.traced_steps, run.folder
     )
-    with run.stage("making the states and starting the ranks"):
-        reference = (
-            EagerReference(program, config.trainer)
-            if config.trainer.compare_steps and run.is_first
-            else None
-        )
-        first = program.made.states(program.optimizer, config.trainer.update)
-        session = start(run, planned.plan, first, step_meter.backend)
+    reference: EagerReference | None = None
+    if resume is not None:  # one device would have to begin with the first step
+        with run.stage("loading the states and starting the ranks"), resume.fitting():
+            session = start(run, planned.plan, resume.states, step_meter.backend)
+    else:
+        with run.stage("making the states and starting the ranks"):
+            if config.trainer.compare_steps and run.is_first:
+                reference = EagerReference(program, config.trainer)
+            first = program.made.states(program.optimizer, config.trainer.update)
+            session = start(run, planned.plan, first, step_meter.backend)
     with session:
         team = Team.of(backend, ranks)
+        processes = processes_of(run, team)
+        state = TrainerState() if resume is None else resume.agree(session, processes)
+        checkpoints = RunCheckpoints(run, planned, storage, processes, state.step)
         loop = TrainingLoop(
             run=run,
             program=program,
@@ -163,18 +180,20 @@ def train_states(
             reference=reference,
             signals=signals,
             team=team,
+            checkpoints=checkpoints,
+            state=state,
         )
         try:
             with signals.training(), tracer:
                 loop.train()
         except BaseException as error:
             with signals.saving():
-                save_states_after_error(run, session, error, team)
+                save_states_after_error(run, loop, error)
             if isinstance(error, RunError):
                 raise with_source_line(error, planned.graph) from error.__cause__
             raise
         with signals.saving():
-            states = save_states(run, session)
+            save_states(run, loop)
         measured = Measured.of_all(team.gather(step_meter.measured.to_text()))
         steps = counted(loop.state.step, "step")
         if team.highest(signals.pending_number):
@@ -187,7 +206,7 @@ def train_states(
         run.say(tracer.lines)
         run.say([f"time of training: {loop.phases.line()}"])
         run.say(held_out_lines(run, loop))
-    return states, reference
+    return checkpoints, reference
 
 
 def predicted_of(run: Run, program: Program, planned: Planned) -> Predicted:
@@ -223,7 +242,7 @@ def held_out_lines(run: Run, loop: TrainingLoop) -> list[str]:
     return lines
 
 
-def show_sample(run: Run, program: Program, states: Mapping[str, Tensor]) -> None:
+def show_sample(run: Run, program: Program, checkpoints: RunCheckpoints) -> None:
     """Print a text that the trained model writes, if it is one that writes."""
     settings, data = run.config.trainer, program.data
     if not settings.sample_tokens or not isinstance(data, TextDataset):
@@ -232,7 +251,7 @@ def show_sample(run: Run, program: Program, states: Mapping[str, Tensor]) -> Non
         return
     model: Any = program.made.whole_model()
     names = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
-    model.load_state_dict({k: v for k, v in states.items() if k in names}, strict=False)
+    model.load_state_dict(checkpoints.read(names), strict=False)
     model.eval()
     try:
         text = sample_text(model, data, "\ndef ", settings.sample_tokens, settings.seed)

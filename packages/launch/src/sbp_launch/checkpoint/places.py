@@ -1,0 +1,65 @@
+"""Checkpoints by their steps, and where users say that they are."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from sbp_core.errors import ConfigError
+from sbp_core.plugins import Storage
+from sbp_launch.checkpoint.local import MANIFEST_FILE, LocalStorage
+
+#: Folder of a run that has its checkpoints, unless its storage says otherwise.
+FOLDER = "checkpoints"
+
+_STEP = re.compile(r"step-(\d{8,18})")
+
+
+def step_name(step: int) -> str:
+    """Return what the checkpoint of a step is called."""
+    return f"step-{step:08d}"
+
+
+def step_of(name: str) -> int | None:
+    """Return the step of a checkpoint; None if the name is none of a step."""
+    found = _STEP.fullmatch(name)
+    return int(found[1]) if found else None
+
+
+def newest_first(storage: Storage) -> list[str]:
+    """Return the checkpoints of a storage, those of the last steps first; none without a place.
+
+    Raises:
+        ConfigError: they cannot be listed.
+    """
+    try:
+        names = storage.names()
+    except OSError as error:
+        raise ConfigError(
+            f"checkpoints cannot be listed: {error.strerror or error}", where=storage.place()
+        ) from error
+    steps = {name: step for name in names if (step := step_of(name)) is not None}
+    return sorted(steps, key=steps.__getitem__, reverse=True)
+
+
+def find_checkpoints(path: Path) -> tuple[Storage, list[str]]:
+    """Return the checkpoints that a path means, the newest first, and their storage.
+
+    Args:
+        path: Of a checkpoint, of a folder of them, or of a run.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if (path / MANIFEST_FILE).is_file():
+        whole = path.absolute()
+        return LocalStorage(whole.parent), [whole.name]
+    for folder in (path, path / FOLDER):
+        storage = LocalStorage(folder)
+        if names := newest_first(storage):
+            return storage, names
+    raise ConfigError(
+        f"there is no checkpoint in {path}" if path.is_dir() else f"there is no folder {path}",
+        accepted="the folder of a run, of checkpoints, or of one: runs/RUN, "
+        f"runs/RUN/{FOLDER}, runs/RUN/{FOLDER}/{step_name(100)}",
+    )

@@ -1,0 +1,200 @@
+"""Checkpoints saved and loaded together with the other processes of a run.
+
+    process 0     writes its file --+                +-- commits --+
+    process 1     writes its file --+-- all have? ---+             +-- it is there
+    process 2     writes its file --+                              |
+
+Nobody goes on before all know how it ended. Each process reads and writes its own part only.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sbp_core.errors import ConfigError, RunError, SbpError, words_of
+from sbp_core.plugins import Storage
+from sbp_core.runtime import StatePiece
+from sbp_launch.checkpoint.manifest import DamagedError, Metadata
+from sbp_launch.checkpoint.places import newest_first
+from sbp_launch.checkpoint.reading import Checkpoint
+from sbp_launch.checkpoint.writing import commit, write_part
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Processes:
+    """The processes of a run, of which this is one.
+
+    Args:
+        rank: The lowest rank of this process.
+        ranks: That of every process, in order; the first commits.
+        gather: Returns a text of every process, in order; all of them call it at the same time.
+    """
+
+    rank: int = 0
+    ranks: tuple[int, ...] = (0,)
+    gather: Callable[[str], Sequence[str]] = lambda text: [text]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process commits and removes."""
+        return self.rank == self.ranks[0]
+
+    def agree(self, action: Callable[[], object], what: str, where: str) -> None:
+        """Do something in every process, and see that it went well in all.
+
+        Args:
+            action: What to do.
+            what: What failed, if it does.
+            where: The place, for messages.
+
+        Raises:
+            RunError: it failed here, or in another process.
+            BoxingError: another process has failed, or did not come.
+        """
+        problem: OSError | SbpError | None = None
+        try:
+            action()
+        except (OSError, SbpError) as error:
+            problem = error
+        texts = self.gather("" if problem is None else _said(problem))
+        if isinstance(problem, SbpError):
+            raise problem
+        if problem is not None:
+            raise RunError(
+                f"{what}: {_said(problem)}",
+                where=where,
+                todo="make room, or name a folder elsewhere: hydra.run.dir=FOLDER",
+            ) from problem
+        for rank, text in zip(self.ranks, texts, strict=True):
+            if text:
+                raise RunError(f"{what}: rank {rank} says: {text}", where=where)
+
+
+def save(
+    storage: Storage,
+    name: str,
+    metadata: Metadata,
+    pieces: Iterable[StatePiece],
+    processes: Processes,
+) -> None:
+    """Save a checkpoint; all processes call this, between the same steps.
+
+    It is there whole and durable when this returns, or it is not there at all; an earlier one of
+    its name is there until then.
+
+    Args:
+        storage: Where.
+        name: Of its folder.
+        metadata: Where the run is; equal in all processes.
+        pieces: What the ranks of this process own, such as `Session.pieces()`.
+        processes: All of them.
+
+    Raises:
+        RunError: it cannot be written, or the states cannot be read.
+        BoxingError: another process has failed, or did not come.
+    """
+    staged = storage.stage(name)
+    what, where = f"the checkpoint {name} cannot be written", storage.place()
+    try:
+        processes.agree(lambda: write_part(staged, processes.rank, metadata, pieces), what, where)
+        processes.agree(
+            lambda: commit(staged, processes.ranks) if processes.is_first else None, what, where
+        )
+    except BaseException:
+        if processes.is_first:
+            staged.discard()
+        raise
+
+
+def prune(storage: Storage, keep: int, kept: Collection[str] = ()) -> None:
+    """Remove all checkpoints of steps but the newest; one that cannot be removed is left.
+
+    Args:
+        storage: Where.
+        keep: How many stay; 0 for all.
+        kept: Names of others that stay.
+    """
+    if keep:
+        remove(storage, [name for name in newest_first(storage)[keep:] if name not in kept])
+
+
+def remove(storage: Storage, names: Iterable[str]) -> None:
+    """Remove checkpoints; one that cannot be removed is left, and a warning says so."""
+    for name in names:
+        try:
+            storage.remove(name)
+        except OSError as error:
+            logger.warning("%s is not removed: %s", storage.place(name), error.strerror or error)
+
+
+class ReadTogether(Mapping[str, Tensor]):
+    """A checkpoint that every process reads its part of, until all know whether it is whole.
+
+    What is damaged is read as zeros, and `problem` says so: a process that stopped at it would
+    leave the others waiting. Nobody may go on with it before `agree`.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+        self.problem: DamagedError | None = None
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.part(name, [(0, extent) for extent in self.like(name).shape])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.checkpoint)
+
+    def __len__(self) -> int:
+        return len(self.checkpoint)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.checkpoint
+
+    def like(self, name: str) -> Tensor:
+        """Return a tensor of a state's shape and dtype, without its values."""
+        return self.checkpoint.like(name)
+
+    def part(self, name: str, bounds: Sequence[tuple[int, int]]) -> Tensor:
+        """Return a part of a state, or zeros in its place."""
+        try:
+            if self.problem is None:
+                return self.checkpoint.part(name, bounds)
+        except DamagedError as error:
+            self.problem = error
+        return torch.zeros([stop - start for start, stop in bounds], dtype=self.like(name).dtype)
+
+    def agree(self, processes: Processes) -> DamagedError | None:
+        """Return what is damaged, here or for another process; None if all have read it whole.
+
+        Raises:
+            ConfigError: the processes have read different checkpoints.
+            BoxingError: another process has failed, or did not come.
+        """
+        manifest = self.checkpoint.manifest
+        own = f"{self.checkpoint.name} of step {manifest.metadata.step}"
+        texts = processes.gather(f"{own}\n{_said(self.problem) if self.problem else ''}")
+        self.checkpoint.close()
+        for rank, text in zip(processes.ranks, texts, strict=True):
+            found, _, problem = text.partition("\n")
+            if found != own:
+                raise ConfigError(
+                    f"rank {rank} reads {found}, and rank {processes.rank} {own}",
+                    accepted="one checkpoint for all",
+                    todo="name a folder that all hosts share",
+                )
+            if problem and self.problem is None:
+                return DamagedError(f"rank {rank} says: {problem}")
+        return self.problem
+
+
+def _said(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    return words_of(error)

@@ -1,0 +1,45 @@
+"""How often a run saves, and how many checkpoints it keeps."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from sbp_core.errors import ConfigError
+
+_SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
+_TIME = re.compile(r"(\d+(?:\.\d+)?) ?(s|min|h)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointConfig:
+    """When checkpoints are saved beside the one at the end, and which are kept.
+
+    Args:
+        every: Steps between two of them, >= 1, or a time: `10min`, `90s`, `1.5h`. None for none.
+        keep: Newest ones that are kept, >= 1; 0 for all.
+    """
+
+    every: int | str | None = "10min"
+    keep: int = 2
+
+    def __post_init__(self) -> None:
+        if self.keep < 0:
+            raise ConfigError(f"keep={self.keep} is too small", accepted="an integer >= 0; 0: all")
+        if self.every is not None and not (self.every_steps or self.every_s):
+            raise ConfigError(
+                f"every={self.every!r} is no number of steps and no time",
+                accepted="an integer >= 1; a time such as 90s, 10min or 1.5h; null for none",
+            )
+
+    @property
+    def every_steps(self) -> int | None:
+        """Steps between two checkpoints; None if it is a time, or there are none."""
+        text = str(self.every)
+        return int(text) if text.isdecimal() else None
+
+    @property
+    def every_s(self) -> float | None:
+        """Seconds between two checkpoints; None if it is a number of steps, or there are none."""
+        found = _TIME.fullmatch(str(self.every))
+        return float(found[1]) * _SECONDS[found[2]] if found else None

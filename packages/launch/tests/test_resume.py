@@ -1,0 +1,256 @@
+"""A run that stops and goes on is the run that never stopped, bit for bit."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from saved_states import save_whole, states_of_run
+from torch import Tensor
+from trainable import registry, run_config
+
+from sbp_core.errors import ConfigError
+from sbp_launch import loop, trainer
+from sbp_launch.checkpoint import Checkpoint, LocalStorage
+from sbp_launch.checkpoint.manifest import DamagedError
+from sbp_launch.checkpoint.places import find_checkpoints, newest_first, step_name
+from sbp_launch.checkpoint.settings import CheckpointConfig
+from sbp_launch.config import EvaluateConfig, PluginChoice, RunConfig
+from sbp_launch.schedules import ScheduleConfig
+from sbp_torch.update_options import UpdateOptions
+
+QUIET = {
+    "evaluate": EvaluateConfig(batches=0),
+    "sample_tokens": 0,
+    "plan_rows": 0,
+    "compare_steps": 0,
+}
+
+
+def config(steps: int = 6, **changes: object) -> RunConfig:
+    """Return a run whose learning rate falls over 6 steps, with averages of the parameters."""
+    trainer_settings = {
+        "schedule": ScheduleConfig(decay="linear", warmup_steps=2),
+        "update": UpdateOptions(clip_norm=1.0, ema_decay=0.9),
+        **QUIET,
+        **{name: value for name, value in changes.items() if name not in ("mesh", "plugins")},
+    }
+    mesh = changes.get("mesh", (2,))
+    return run_config(mesh, ("data", "tensor")[: len(mesh)], steps=6, **trainer_settings)
+
+
+def stopped(run: RunConfig, folder: Path, steps: int) -> None:
+    """Train the first steps of a run, as if it had been stopped after them."""
+    with pytest.MonkeyPatch.context() as patch:
+        at = loop.stop_together
+
+        def stopping(*given: object) -> list[int]:
+            found = at(*given)
+            taken.append(None)
+            if len(taken) == steps:
+                raise KeyboardInterrupt
+            return found
+
+        taken: list[None] = []
+        patch.setattr(loop, "stop_together", stopping)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train(run, registry(), folder)
+
+
+def resumed(run: RunConfig, where: str | Path = "auto") -> RunConfig:
+    return replace(run, trainer=replace(run.trainer, resume=str(where)))
+
+
+def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys() and one
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_stopped_and_resumed_is_the_unbroken_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = config()
+    trainer.train(run, registry(), tmp_path / "whole")
+    stopped(run, tmp_path / "parts", 2)
+
+    trainer.train(resumed(run), registry(), tmp_path / "parts")
+
+    assert_equal(states_of_run(tmp_path / "parts"), states_of_run(tmp_path / "whole"))
+    out = capsys.readouterr().out
+    assert "going on after step 2, from checkpoints/step-00000002" in out
+    assert "other than in" not in out
+    kept = newest_first(LocalStorage(tmp_path / "parts" / "checkpoints"))
+    assert kept == [step_name(6), step_name(2)]
+
+
+def test_a_run_goes_on_from_another_folder_and_on_another_mesh(tmp_path: Path) -> None:
+    run = config(dtype="float64")
+    trainer.train(run, registry(), tmp_path / "whole")
+    stopped(run, tmp_path / "first", 3)
+    other = config(dtype="float64", mesh=(2, 2))
+
+    trainer.train(resumed(other, tmp_path / "first"), registry(), tmp_path / "second")
+
+    found = states_of_run(tmp_path / "second")
+    for name, value in states_of_run(tmp_path / "whole").items():
+        assert (found[name] - value).abs().max().item() < 1e-12
+
+
+def test_a_path_is_that_of_a_run_of_its_checkpoints_or_of_one(tmp_path: Path) -> None:
+    save_whole(tmp_path / "run" / "checkpoints", "step-00000009")
+    save_whole(tmp_path / "run" / "checkpoints", "step-00000010")
+
+    for path, names in (
+        ("run", ["step-00000010", "step-00000009"]),
+        ("run/checkpoints", ["step-00000010", "step-00000009"]),
+        ("run/checkpoints/step-00000009", ["step-00000009"]),
+    ):
+        storage, found = find_checkpoints(tmp_path / path)
+        assert found == names
+        assert storage.place() == str(tmp_path / "run" / "checkpoints")
+    with pytest.raises(ConfigError, match="there is no folder"):
+        find_checkpoints(tmp_path / "walk")
+    with pytest.raises(ConfigError, match="there is no checkpoint in"):
+        find_checkpoints(tmp_path)
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = config(checkpoint=CheckpointConfig(every=2))
+    trainer.train(run, registry(), tmp_path / "whole")
+    shutil.copytree(tmp_path / "whole", tmp_path / "parts")
+    path = tmp_path / "parts" / "checkpoints" / step_name(6) / "rank-00000.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 4
+    path.write_bytes(data)
+
+    with pytest.raises(DamagedError, match=r"step-00000006 is damaged: tensor '.*xxh3_128"):
+        trainer.train(resumed(run, path.parent), registry(), tmp_path / "refused")
+    trainer.train(resumed(run), registry(), tmp_path / "parts")
+
+    out = re.sub(r"\s+", " ", capsys.readouterr().out)
+    assert re.search(r"warning: the checkpoint step-00000006 is damaged: .*one before it is", out)
+    assert "going on after step 4" in out
+    assert_equal(states_of_run(tmp_path / "parts"), states_of_run(tmp_path / "whole"))
+
+
+def test_a_manifest_that_is_cut_is_skipped_too_and_without_any_that_is_whole_nothing_begins(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = config(checkpoint=CheckpointConfig(every=3))
+    trainer.train(run, registry(), tmp_path)
+    manifests = sorted((tmp_path / "checkpoints").glob("*/manifest.json"))
+    manifests[1].write_bytes(manifests[1].read_bytes()[:-40])
+
+    trainer.train(resumed(run), registry(), tmp_path)
+
+    assert "going on after step 3" in capsys.readouterr().out
+    for manifest in manifests:
+        manifest.write_bytes(b"")
+    with pytest.raises(ConfigError, match="none of the 2 checkpoints is whole"):
+        trainer.train(resumed(run), registry(), tmp_path)
+
+
+def test_auto_without_a_checkpoint_says_that_it_begins(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer.train(resumed(config()), registry(), tmp_path)
+
+    assert "starting at step 0" in capsys.readouterr().out
+
+
+def test_a_run_that_is_over_has_nothing_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer.train(config(), registry(), tmp_path)
+    before = states_of_run(tmp_path)
+
+    trainer.train(resumed(config(evaluate=EvaluateConfig(batches=1))), registry(), tmp_path)
+
+    assert_equal(states_of_run(tmp_path), before)
+    assert "held-out loss" in capsys.readouterr().out
+
+
+def test_another_seed_or_model_is_refused_and_another_setting_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stopped(config(), tmp_path, 2)
+
+    with pytest.raises(ConfigError, match=r"saved with trainer\.seed=0, and this run has .*=7"):
+        trainer.train(resumed(config(seed=7)), registry(), tmp_path)
+    other = replace(config(), optimizer=PluginChoice(name="sgd"))
+    with pytest.raises(
+        ConfigError, match=r"does not fit this model and optimizer: '.*' is missing"
+    ):
+        trainer.train(resumed(other), registry(), tmp_path)
+    trainer.train(resumed(config(batch_size=8)), registry(), tmp_path)
+
+    out = capsys.readouterr().out
+    assert "other than in step-00000002: trainer.batch_size was 4, and is 8" in out
+
+
+def test_checkpoints_come_every_so_many_steps_and_the_newest_are_kept(tmp_path: Path) -> None:
+    for keep, kept in ((1, [6]), (2, [6, 4]), (0, [6, 4, 2])):
+        folder = tmp_path / str(keep)
+        run = config(checkpoint=CheckpointConfig(every=2, keep=keep))
+        trainer.train(run, registry(), folder)
+
+        storage = LocalStorage(folder / "checkpoints")
+        assert newest_first(storage) == [step_name(step) for step in kept]
+        for name in newest_first(storage):
+            with Checkpoint(storage, name) as checkpoint:
+                checkpoint.verify()
+
+
+def test_a_clock_that_is_set_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jumps = iter(range(0, -(10**9), -(10**5)))
+    monkeypatch.setattr("time.time", lambda: next(jumps))
+    run = config(checkpoint=CheckpointConfig(every="1h", keep=0))
+
+    trainer.train(run, registry(), tmp_path)
+
+    assert newest_first(LocalStorage(tmp_path / "checkpoints")) == [step_name(6)]
+
+
+def test_what_a_folder_had_goes_when_there_is_a_new_checkpoint(tmp_path: Path) -> None:
+    trainer.train(config(), registry(), tmp_path)
+    shorter = replace(config(), trainer=replace(config().trainer, steps=3))
+
+    trainer.train(shorter, registry(), tmp_path)
+
+    assert newest_first(LocalStorage(tmp_path / "checkpoints")) == [step_name(3)]
+
+
+@pytest.mark.parametrize(
+    ("every", "steps", "seconds"),
+    [
+        (100, 100, None),
+        ("100", 100, None),
+        ("90s", None, 90.0),
+        ("10min", None, 600.0),
+        ("1.5h", None, 5400.0),
+        ("2 h", None, 7200.0),
+        (None, None, None),
+    ],
+)
+def test_how_often_is_a_number_of_steps_or_a_time(
+    every: int | str | None, steps: int | None, seconds: float | None
+) -> None:
+    settings = CheckpointConfig(every=every)
+
+    assert (settings.every_steps, settings.every_s) == (steps, seconds)
+
+
+@given(st.one_of(st.integers(max_value=0), st.sampled_from(["", "0", "0min", "-1s", "5 m", "1d"])))
+def test_what_is_neither_is_refused(every: int | str) -> None:
+    with pytest.raises(ConfigError, match="is no number of steps and no time"):
+        CheckpointConfig(every=every)
