@@ -54,7 +54,15 @@ def test_a_catalog_knows_groups_options_and_files() -> None:
     nowhere = catalog.file("optimizer/nothing")
     owners = catalog.owners("optimizer/adamw")
 
-    assert catalog.groups() == ("cluster", "compile", "launcher", "logger", "optimizer", "trainer")
+    assert catalog.groups() == (
+        "cluster",
+        "compile",
+        "launcher",
+        "logger",
+        "optimizer",
+        "storage",
+        "trainer",
+    )
     assert options == (
         "adafactor",
         "adagrad",

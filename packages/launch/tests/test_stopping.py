@@ -79,13 +79,13 @@ def at_step(
     """Send signals in a step, counted from 1: before it is taken, or in the middle of it."""
     step, taken = ReferenceSession.step, []
 
-    def sending(self: ReferenceSession, *given: object) -> object:
+    def sending(self: ReferenceSession, *given: object, **named: object) -> object:
         taken.append(None)
-        found = None if inside else step(self, *given)
+        found = None if inside else step(self, *given, **named)
         if len(taken) == number:
             for one in signals:
                 signal.raise_signal(one)
-        return step(self, *given) if found is None else found
+        return step(self, *given, **named) if found is None else found
 
     monkeypatch.setattr(ReferenceSession, "step", sending)
 
@@ -196,7 +196,7 @@ def test_a_full_disk_does_not_take_the_place_of_what_ended_the_run(
 ) -> None:
     error = CAUSES[cause]()
 
-    def failing(self: ReferenceSession, *given: object) -> object:
+    def failing(self: ReferenceSession, *given: object, **named: object) -> object:
         raise error
 
     def full(*given: object) -> None:

@@ -122,7 +122,9 @@ class TrainingLoop:
         while self.state.step < self._begun_step + self.session.steps_done:
             self._advance()
         with self.phases.timing("saving"):
-            return self.checkpoints.save(self.session, self.saved_state(), is_finite=is_finite)
+            return self.checkpoints.save(
+                self.session, self.saved_state(), self.cursor, is_finite=is_finite
+            )
 
     @cached_property
     def callbacks(self) -> dict[str, Callback]:

@@ -23,6 +23,7 @@ from sbp_launch.checkpoint.manifest import DamagedError, Metadata
 from sbp_launch.checkpoint.places import find_checkpoints, newest_first, step_name
 from sbp_launch.checkpoint.reading import Checkpoint
 from sbp_launch.checkpoint.saving import Processes, ReadTogether, prune, remove, save
+from sbp_launch.data import DataCursor, SampleOrder
 from sbp_launch.environment import versions
 from sbp_launch.planning import Planned
 from sbp_launch.run import Run
@@ -106,6 +107,17 @@ class Resume:
                 accepted=error.accepted,
                 todo="choose the model, optimizer and update options of the run that saved it",
             ) from error
+
+    def check_data(self, order: SampleOrder) -> None:
+        """See that the run goes on in the data, and in the order, in which it was.
+
+        Raises:
+            ConfigError: it would not.
+        """
+        if self.metadata.cursor is not None:
+            where = self._storage.place(self.states.checkpoint.name, MANIFEST_FILE)
+            cursor = DataCursor.from_json(self.metadata.cursor, where=where)
+            cursor.check_same_data(order, where=where)
 
     def agree(self, session: Session, processes: Processes) -> TrainerState:
         """See that all processes have read all of a checkpoint; take the next one if not.
@@ -235,12 +247,15 @@ class RunCheckpoints:
         every_s = self._settings.every_s
         return every_s is not None and self._clock() - self._last_s >= every_s
 
-    def save(self, session: Session, state: TrainerState, *, is_finite: bool = True) -> str:
+    def save(
+        self, session: Session, state: TrainerState, cursor: DataCursor, *, is_finite: bool = True
+    ) -> str:
         """Save what a session has, unless that is done; all processes call it.
 
         Args:
             session: Between two steps.
             state: Of the trainer.
+            cursor: Where the data go on.
             is_finite: Whether a run can go on from it; it is kept apart if not.
 
         Returns:
@@ -257,6 +272,7 @@ class RunCheckpoints:
         metadata = Metadata(
             step=step,
             seed=self._run.config.trainer.seed,
+            cursor=cursor.to_json(),
             trainer=dump(state, TrainerState),
             settings=settings_of(self._run),
             graph_hash=self._graph_hash,

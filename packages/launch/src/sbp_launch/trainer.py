@@ -101,6 +101,8 @@ def train(
                 folder.mkdir(parents=True, exist_ok=True)
                 write_environment(folder, registry)
         program = make_program(run)
+        if resume is not None:
+            resume.check_data(program.cursor().order)
         num_parameters = sum(parameter.numel() for parameter in program.model.parameters())
         run.console.print(
             f"{config.model.name}: {num_parameters:,} parameters; data: {program.data.describe()}",
