@@ -32,9 +32,9 @@ def poisoned_at(
     """Let the loss of a step, counted from 1, be no number; or those of all up to the last."""
     step, taken = ReferenceSession.step, []
 
-    def poisoned(self: ReferenceSession, *given: Any) -> StepResult:
+    def poisoned(self: ReferenceSession, *given: Any, **named: Any) -> StepResult:
         taken.append(None)
-        result = step(self, *given)
+        result = step(self, *given, **named)
         if not number <= len(taken) <= (last or number):
             return result
         return replace(result, outputs={**result.outputs, "loss": torch.tensor(value)})
