@@ -40,6 +40,7 @@ def app(toys: Path, tmp_path: Path, programs: ForkedPrograms) -> Callable[..., O
         warn: bool = False,
         defaults: bool = False,
         overwrites: bool = False,
+        goes_on: bool = False,
         build: str = "",
         beside: Path | None = None,
         environment: Mapping[str, str] | None = None,
@@ -52,7 +53,14 @@ def app(toys: Path, tmp_path: Path, programs: ForkedPrograms) -> Callable[..., O
             toy for toy in TOYS if not any(group_of(toy) == group_of(one) for one in arguments)
         ]
         child = programs.run(
-            CHILD.format(config=config, fail=fail, warn=warn, build=build, overwrites=overwrites),
+            CHILD.format(
+                config=config,
+                fail=fail,
+                warn=warn,
+                build=build,
+                overwrites=overwrites,
+                goes_on=goes_on,
+            ),
             [*(() if defaults else toys_missing), *arguments],
             folder,
             {

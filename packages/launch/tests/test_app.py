@@ -162,6 +162,20 @@ def test_a_sweep_runs_one_job_for_each_combination(app: App) -> None:
     assert len({job["run_folder"] for job in jobs}) == 4
 
 
+def test_a_sweep_goes_on_when_a_run_has_failed_and_ends_with_a_table(app: App) -> None:
+    outcome = app("-m", "trainer.steps=1,2,3", "trainer.seed=5", fail=True, goes_on=True)
+
+    assert outcome.code == 1
+    assert outcome.err.strip() == "sbp-toy: it does not fit\n  in rank 3"
+    jobs = [json.loads(line) for line in outcome.out.splitlines() if line.startswith("{")]
+    assert [job["steps"] for job in jobs] == [2, 3]
+    head, _, *rows, failed = outcome.out.rstrip().splitlines()[-6:]
+    assert head.split() == ["run", "trainer.steps", "steps", "loss", "held-out", "best", "folder"]
+    assert [row.split()[:2] for row in rows] == [["0", "1"], ["1", "2"], ["2", "3"]]
+    assert [row.split()[-1] for row in rows] == ["0", "1", "2"]
+    assert failed == "run 0 failed: it does not fit"
+
+
 def test_a_run_that_fails_exits_with_1_and_its_message_alone(app: App) -> None:
     outcome = app(fail=True)
 

@@ -114,7 +114,7 @@ def task(config, registry, run_folder):
         logging.getLogger("a.library").warning("it is odd")
     if {build!r}:
         registry.make({build!r}, getattr(config, {build!r}).name)
-    if {fail!r}:
+    if {fail!r} and (not {goes_on!r} or config.trainer.steps == 1):
         from sbp_core.errors import PlanError
         raise PlanError("it does not fit", where="rank 3")
     print(json.dumps({{
@@ -133,6 +133,7 @@ try:
         config_name={config!r},
         check=check_plan if {config!r} == "plan" else check,
         task=task,
+        sweep_goes_on={goes_on!r},
         may_overwrite=(lambda config: config.trainer.overwrite) if {overwrites!r} else None,
     )
     code = run(app)

@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import sys
+import traceback
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,6 +21,7 @@ import hydra
 from hydra._internal.utils import get_args_parser  # of hydra.main; there is no public one
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from sbp_core.errors import ConfigError, SbpError
@@ -38,8 +40,13 @@ from sbp_launch.config import Application, ConfigT
 from sbp_launch.exit_codes import BAD_CONFIG, FAILED, INTERRUPTED
 from sbp_launch.help import overrides_of, render_help, render_topics, split_topics
 from sbp_launch.refusals import as_hydra_says, unknown_flag
+from sbp_launch.run import make_console
 from sbp_launch.run_file import save_run
 from sbp_launch.run_folder import check_unused, make_folder, take_folder, writing
+from sbp_launch.sweep import SweepJob, objective, print_sweep
+
+#: Exit codes above this one are those of signals.
+_SIGNALS = 128
 
 #: Hydra's variable: with the value 1, errors keep their whole traceback.
 FULL_ERROR = "HYDRA_FULL_ERROR"
@@ -100,11 +107,16 @@ def _run(app: Application[ConfigT]) -> int:
         sys.argv += _check_jobs(app, catalog, options)
     for problem in registry.problems:
         sys.stderr.write(f"{app.name}: warning: a plugin is left out: {problem}\n")
-    with searching(registry.config_folders()):
-        hydra.main(
-            config_path=PRIMARY.path, config_name=app.config_name, version_base=VERSION_BASE
-        )(_job(app, catalog))()
-    return 0
+    finished: list[SweepJob] = []
+    try:
+        with searching(registry.config_folders()):
+            hydra.main(
+                config_path=PRIMARY.path, config_name=app.config_name, version_base=VERSION_BASE
+            )(_job(app, catalog, finished))()
+    finally:
+        if finished:
+            print_sweep(finished, make_console())
+    return FAILED if any(job.failure for job in finished) else 0
 
 
 def flags_first(arguments: Sequence[str]) -> list[str]:
@@ -159,10 +171,18 @@ def _take_folder(config: DictConfig, mode: str, *, overwrite: bool) -> list[str]
     return [f"hydra.{mode}.dir='{quoted}'"]
 
 
-def _job(app: Application[ConfigT], catalog: Catalog) -> Callable[[DictConfig], None]:
-    """Return what Hydra calls for each job."""
+def _job(
+    app: Application[ConfigT], catalog: Catalog, finished: list[SweepJob]
+) -> Callable[[DictConfig], float | None]:
+    """Return what Hydra calls for each job.
 
-    def job(config: DictConfig) -> None:
+    Args:
+        app: The app.
+        catalog: What one can choose from.
+        finished: Takes the jobs of a sweep that goes on when one has failed.
+    """
+
+    def run_one(config: DictConfig, folder: Path) -> None:
         # Hydra prints a traceback for what a job raises; what a user can mend needs none.
         whole = OmegaConf.merge({"hydra": HydraConfig.get()}, config)
         assert isinstance(whole, DictConfig), "a config and Hydra's node are mappings"
@@ -170,18 +190,45 @@ def _job(app: Application[ConfigT], catalog: Catalog) -> Callable[[DictConfig], 
         try:
             composed = read(whole, catalog)
             checked = app.check(composed, catalog.registry)
-            folder = Path(HydraConfig.get().runtime.output_dir)
             if app.may_overwrite is not None:  # again: of a sweep, each job has its own folder
                 check_unused(folder, overwrite=app.may_overwrite(checked))
                 with writing(folder):
                     save_run(composed, folder)
             app.task(checked, catalog.registry, folder)
-        except SbpError as error:
-            raise SystemExit(_report(app, error)) from error
+        except SbpError:
+            raise
         except Exception as error:
             told = composed and blame(error, in_use(composed, catalog.registry))
             if not told or os.environ.get(FULL_ERROR) == "1":
                 raise
-            raise SystemExit(_report(app, told)) from error
+            raise told from error
+
+    def job(config: DictConfig) -> float | None:
+        node = HydraConfig.get()
+        folder = Path(node.runtime.output_dir)
+        if not (app.sweep_goes_on and node.mode == RunMode.MULTIRUN):
+            try:
+                run_one(config, folder)
+            except SbpError as error:
+                raise SystemExit(_report(app, error)) from error
+            return None
+        failure = "it was stopped"
+        try:
+            run_one(config, folder)
+            failure = ""
+        except SbpError as error:
+            _report(app, error)
+            failure = error.what
+        except SystemExit as error:
+            if not isinstance(error.code, int) or error.code > _SIGNALS:
+                raise
+            failure = f"it ended with exit code {error.code}" if error.code else ""
+        except Exception as error:
+            traceback.print_exc()
+            failure = f"{type(error).__name__}: {error}"
+        finally:
+            overrides = tuple(map(str, node.overrides.task))
+            finished.append(SweepJob(overrides=overrides, folder=folder, failure=failure))
+        return objective(folder)
 
     return job

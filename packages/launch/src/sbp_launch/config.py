@@ -329,6 +329,8 @@ class Application(Generic[ConfigT]):
         groups: The config groups that it has; empty for all.
         may_overwrite: Whether, by its config, it may use a folder that holds an earlier run; None
             for a command that leaves no run folder.
+        sweep_goes_on: Whether the other runs of a sweep are done when one has failed, and all are
+            told of in one table.
     """
 
     name: str
@@ -338,3 +340,4 @@ class Application(Generic[ConfigT]):
     task: Callable[[ConfigT, PluginRegistry, Path], None]
     groups: tuple[str, ...] = ()
     may_overwrite: Callable[[ConfigT], bool] | None = None
+    sweep_goes_on: bool = False

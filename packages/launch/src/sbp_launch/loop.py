@@ -40,6 +40,7 @@ from sbp_launch.planning import Planned
 from sbp_launch.program import EagerReference, Program
 from sbp_launch.progress import StepProgress
 from sbp_launch.report import counted
+from sbp_launch.result import RunResult, write_result
 from sbp_launch.run import Run
 from sbp_launch.run_checkpoints import RunCheckpoints
 from sbp_launch.run_folder import writing
@@ -172,6 +173,7 @@ class TrainingLoop:
         for callback in self.callbacks.values():
             callback.on_train_begin(context, begun)
         with ExitStack() as opened:
+            opened.callback(self._write_result)
             sink = opened.enter_context(metric_sink(self.run, begun.step))
             evaluator = opened.enter_context(
                 Evaluator(self.run, self.program, self.planned, self.session, self.team)
@@ -366,6 +368,31 @@ class TrainingLoop:
         """What the model computes in a step."""
         mesh, cluster = self.program.mesh, self.program.cluster
         return ModelWork.of(self.planned.graph, cluster.device, mesh.size)
+
+    def _write_result(self) -> None:
+        """Leave what came of the run in its folder, if that can be written."""
+        if not self.run.is_first:
+            return
+        state, typical_s = self.state, self.speed.typical_s
+        with suppress(OSError):
+            write_result(
+                self.run.folder,
+                RunResult(
+                    step=state.step,
+                    samples=state.samples,
+                    tokens=state.tokens,
+                    epoch=state.epoch,
+                    train_s=state.train_s,
+                    loss=self.loss,
+                    held_out_loss=self.held_out.get("held_out_loss"),
+                    best=state.best,
+                    best_step=state.best_step,
+                    unit=self.speed.unit,
+                    rate=self.speed.rate,
+                    mfu=None if typical_s is None else self.work.mfu(typical_s),
+                    stopped_for=self.stopped_for,
+                ),
+            )
 
     def lines(self) -> list[str]:
         """Return what is told of the steps of this process: speed, utilization, times."""

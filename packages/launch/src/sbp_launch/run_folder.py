@@ -23,6 +23,7 @@ RUN_FILES = (
     "metrics.csv",
     "tensorboard",
     "trace.json",
+    "result.json",
 )
 
 #: Bytes that a run needs before it begins: its config.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tensorboard.backend.event_processing.event_file_loader import (  # type: ignore[import-untyped] # has no types
     LegacyEventFileLoader,
@@ -31,7 +31,7 @@ class TensorboardSink:
     def __init__(self, folder: Path, resumed_step: int, lines: MetricSink | None) -> None:
         self._lines = lines
         earlier = sorted(folder.glob("events.out.tfevents.*"))
-        self._writer: Any = SummaryWriter(str(folder))  # PyTorch leaves it half untyped
+        self._writer = cast(Any, SummaryWriter(str(folder)))  # PyTorch leaves it half untyped
         for file in earlier if resumed_step else ():
             for event in LegacyEventFileLoader(str(file)).Load():
                 if event.summary.value and event.step <= resumed_step:

@@ -46,6 +46,8 @@ def make_application(world: World, meeting: Meeting | None = None) -> Applicatio
         check=partial(check_train, world=world),
         task=train,
         may_overwrite=lambda config: config.trainer.overwrite or config.trainer.resume == "auto",
+        # Ranks that were started by others end when a run has failed.
+        sweep_goes_on=world.size == 1,
     )
 
 

@@ -1,0 +1,99 @@
+"""The table of the runs of --multirun, at the widths of terminals and files."""
+
+from __future__ import annotations
+
+import io
+import math
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from trainable import registry, run_config
+
+from sbp_launch import trainer
+from sbp_launch.config import EvaluateConfig
+from sbp_launch.result import RunResult, read_result, write_result
+from sbp_launch.sweep import SweepJob, objective, print_sweep
+
+
+def result(**changes: object) -> RunResult:
+    known = {
+        "step": 100,
+        "samples": 1600,
+        "tokens": 0,
+        "epoch": 1,
+        "train_s": 5.0,
+        "unit": "samples",
+    }
+    return RunResult(**{**known, **changes})  # type: ignore[arg-type]
+
+
+def jobs(folder: Path) -> list[SweepJob]:
+    """Return three runs: a good one, one that diverged, and one that did not begin."""
+    found = [result(loss=2.5, held_out_loss=2.75, best=2.6, best_step=80, rate=14452.3, mfu=0.1)]
+    found += [result(step=3, loss=math.nan, rate=None)]
+    made = []
+    for number, rate in enumerate(("0.001", "0.1", "-1")):
+        place = folder / str(number)
+        place.mkdir()
+        if number < len(found):
+            write_result(place, found[number])
+        failure = "" if number == 0 else f"it failed [as {number} does]"
+        overrides = ("trainer.steps=100", f"optimizer.lr={rate}")
+        made.append(SweepJob(overrides=overrides, folder=place, failure=failure))
+    return made
+
+
+def printed(made: list[SweepJob], width: int) -> list[str]:
+    out = io.StringIO()
+    print_sweep(made, Console(file=out, width=width))
+    return [line.rstrip() for line in out.getvalue().splitlines()]
+
+
+def test_each_run_has_a_row_with_what_came_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path.parent)
+
+    lines = printed(jobs(tmp_path), 100)
+
+    words = [line.split() for line in lines]
+    assert lines[1] == f"the runs of {tmp_path.name}:"
+    assert words[2] == [
+        "run", "optimizer.lr", "steps", "loss", "held-out", "best", "samples/s", "folder",
+    ]  # fmt: skip
+    assert words[4] == ["0", "0.001", "100", "2.5000", "2.7500", "2.6000", "14,452", "0"]
+    assert words[5] == ["1", "0.1", "3", "nan", "1"]
+    assert words[6] == ["2", "-1", "2"]
+    assert lines[7:] == [
+        "run 1 failed: it failed [as 1 does]",
+        "run 2 failed: it failed [as 2 does]",
+    ]
+
+
+@pytest.mark.parametrize("width", [80, 100, 140])
+def test_the_table_fits_its_width(tmp_path: Path, width: int) -> None:
+    lines = printed(jobs(tmp_path), width)
+
+    assert max(map(len, lines)) <= width
+    assert any("optimizer.lr" in line for line in lines)
+
+
+def test_a_run_leaves_what_came_of_it_also_if_it_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = run_config(steps=4, evaluate=EvaluateConfig(every=2, batches=1))
+    trainer.train(config, registry(), tmp_path / "good")
+    monkeypatch.setattr(trainer.TrainingLoop, "_evaluate", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        trainer.train(config, registry(), tmp_path / "bad")
+
+    good, bad = (read_result(tmp_path / name) for name in ("good", "bad"))
+
+    assert good is not None and bad is not None
+    assert (good.step, good.samples, good.tokens, good.unit) == (4, 16, 64, "tokens")
+    assert good.loss and good.held_out_loss and good.rate and good.mfu
+    assert objective(tmp_path / "good") == good.best
+    assert (bad.step, bad.best) == (2, None)
+    assert objective(tmp_path / "bad") == bad.loss
+    assert objective(tmp_path) is None
