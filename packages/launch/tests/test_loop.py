@@ -22,8 +22,10 @@ from sbp_core.plugins import (
 )
 from sbp_core.plugins.registry import PluginEntry
 from sbp_launch import phases, trainer
+from sbp_launch.checkpoint.settings import CheckpointConfig
 from sbp_launch.config import EvaluateConfig
 from sbp_launch.evaluation import Evaluator
+from sbp_launch.schedules import ScheduleConfig
 
 #: What the callback of a test is made of; each test sets its own.
 MADE: list[Any] = []
@@ -159,9 +161,61 @@ def test_the_best_held_out_loss_is_remembered_and_told(
     best = [(state.best, state.best_step) for name, state in callback.seen if name == "evaluate"]
     assert best == [(None, None), (3.0, 2), (1.5, 3), (1.5, 3)]
     assert (
-        "held-out loss: 2.0000 (1 batch); the best was 1.5000, behind step 3"
+        "held-out loss: 2.0000 (1 batch); the lowest was 1.5000, behind step 3"
         in capsys.readouterr().out
     )
+
+
+def test_the_checkpoint_of_the_best_is_saved_and_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses(monkeypatch, [3.0, 1.5, 2.0, 1.75, 2.5])
+    evaluate = EvaluateConfig(every=1, batches=1)
+    checkpoint = CheckpointConfig(every=None, keep=1, best=True)
+
+    config = run_config(steps=5, evaluate=evaluate, checkpoint=checkpoint)
+    trainer.train(config, registry(), tmp_path)
+
+    names = sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*"))
+    assert names == ["step-00000002", "step-00000005"]
+
+
+def test_a_resumed_run_appends_to_its_metrics_and_goes_on_with_schedule_and_callbacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schedule = ScheduleConfig(decay="cosine", warmup_steps=2)
+    found = [3.0, 2.0, 2.5, 2.25, 1.0]
+    early = {"name": "early_stop", "patience": 2}
+    settings = {
+        "steps": 8,
+        "schedule": schedule,
+        "evaluate": EvaluateConfig(every=1, batches=1),
+        "checkpoint": CheckpointConfig(every=2),
+        "compare_steps": 0,
+    }
+    losses(monkeypatch, found)
+    whole = run_config(callbacks=(early,), **settings)
+    trainer.train(whole, registry(), tmp_path / "whole")
+    losses(monkeypatch, [*found[:3], *found[2:]])  # the third step is done twice
+
+    class Failing(Callback):
+        def on_step_end(self, state: TrainerState, metrics: Mapping[str, float]) -> None:
+            if state.step == 3:
+                raise SystemExit(9)  # as a kill does, behind the checkpoint of step 2
+
+    plugins = with_callback(Failing())
+    monkeypatch.setattr(trainer, "save_states_after_error", lambda *_: None)
+    with pytest.raises(SystemExit):
+        trainer.train(
+            run_config(callbacks=(early, "mine"), **settings), plugins, tmp_path / "parts"
+        )
+    parts = run_config(callbacks=(early,), resume="auto", **settings)
+    trainer.train(parts, registry(), tmp_path / "parts")
+
+    one, two = (rows_of(tmp_path / name) for name in ("whole", "parts"))
+    assert [row["step"] for row in one] == [1, 2, 3, 4]
+    for key in ("step", "loss", "lr", "held_out_loss"):
+        assert [row[key] for row in one] == [row[key] for row in two], key
 
 
 def test_a_run_that_no_longer_becomes_better_is_ended(

@@ -282,7 +282,8 @@ class TrainingLoop:
             if is_last:
                 progress.stop()
             with self.run.stage("evaluating") if is_last else nullcontext():
-                self._evaluate(sink, evaluator, row if is_due else None)
+                after = self._evaluate(sink, evaluator, row if is_due else None)
+            control = together([control, after])
             if not is_last:
                 progress.say(index + 1, f"held-out loss {self.held_out['held_out_loss']:.4f}")
         if control.save and not self._is_over:  # else the run saves when it is over
@@ -325,8 +326,10 @@ class TrainingLoop:
 
     def _evaluate(
         self, sink: MetricSink, evaluator: Evaluator, row: Mapping[str, float] | None = None
-    ) -> None:
+    ) -> TrainerControl:
         """Evaluate behind the newest step, and tell callbacks and the metric sink of it.
+
+        Returns what callbacks ask for.
 
         Args:
             sink: For the metrics.
@@ -338,17 +341,19 @@ class TrainingLoop:
         with self.phases.timing("evaluation"):
             self.held_out, self.evaluated_step = evaluator.metrics(), step
         loss = self.held_out["held_out_loss"]
-        if math.isfinite(loss) and (self.state.best is None or loss < self.state.best):
+        is_best = math.isfinite(loss) and (self.state.best is None or loss < self.state.best)
+        if is_best:
             self.state = replace(self.state, best=loss, best_step=step)
         found = {**self.held_out, "evaluate_s": self.phases["evaluation"] - before_s}
-        problem, control = None, TrainerControl()
+        saves = TrainerControl(save=is_best and self.run.config.trainer.checkpoint.best)
+        problem, control = None, saves
         try:
             self._log(sink, step, {**(row or {}), **found})
             asked = [one.on_evaluate(self.state, found) for one in self.callbacks.values()]
-            control = together([*asked, self._call({**row, **found}) if row else None])
+            control = together([saves, *asked, self._call({**row, **found}) if row else None])
         except Exception as error:
             problem = error
-        self._agree(problem, control)
+        return self._agree(problem, control)
 
     def _log(self, sink: MetricSink, step: int, metrics: Mapping[str, float]) -> None:
         """Hand metrics to the sink.

@@ -17,11 +17,14 @@ class CheckpointConfig:
 
     Args:
         every: Steps between two of them, >= 1, or a time: `10min`, `90s`, `1.5h`. None for none.
-        keep: Newest ones that are kept, >= 1; 0 for all.
+        keep: Newest ones that are kept, >= 1; 0 for all. The one with the lowest held-out loss
+            stays, too, if there is one of that step.
+        best: Whether one is saved behind each evaluation that finds a lower loss than all before.
     """
 
     every: int | str | None = "10min"
     keep: int = 2
+    best: bool = False
 
     def __post_init__(self) -> None:
         if self.keep < 0:
