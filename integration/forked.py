@@ -21,7 +21,11 @@ from typing import NoReturn
 from sbp_core.signatures import installed_rules
 
 #: Modules of the commands that take PyTorch.
-COMMANDS = {"sbp-train": "sbp_launch.train", "sbp-plan": "sbp_launch.plan"}
+COMMANDS = {
+    "sbp-train": "sbp_launch.train",
+    "sbp-plan": "sbp_launch.plan",
+    "sbp-checkpoint": "sbp_launch.checkpoint.command.app",
+}
 
 
 def can_fork() -> bool:

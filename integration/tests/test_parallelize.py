@@ -7,6 +7,7 @@ import io
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from sbp_core.errors import ConfigError, RunError, SbpLookupError, SbpTypeError, SbpValueError
@@ -422,3 +423,24 @@ def test_a_step_that_fails_names_the_line_of_the_model(in_evaluation):
 
     assert "module '0'" in caught.value.where[0] and "test_parallelize.py" in caught.value.where[0]
     assert isinstance(caught.value.__cause__, IndexError)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_step_starts_from_weights_of_a_file_as_plain_pytorch_does(layout, tmp_path):
+    model, eager = make_model(), make_model()
+    with torch.no_grad():
+        for value in (*eager.parameters(), *eager.buffers()):
+            value.add_(1)
+    save_file(eager.state_dict(), tmp_path / "weights.safetensors")
+    optimizer, eager_optimizer = make_optimizer(model), make_optimizer(eager)
+
+    with parallelize(model, loss_of, batch_of(0), optimizer, **layout) as step:
+        step.load_model(tmp_path / "weights.safetensors")
+        for index in range(2):
+            step(batch_of(index))
+            micro_batches = layout.get("micro_batches", 1)
+            eager_step(eager, eager_optimizer, batch_of(index), micro_batches=micro_batches)
+
+        assert_trained_alike(step, eager, eager_optimizer)
+        with pytest.raises(RunError, match="2 steps were taken"):
+            step.load_model(tmp_path / "weights.safetensors")

@@ -103,6 +103,9 @@ class TrainerConfig:
         batch_size: Samples of one step over all ranks, >= 1.
         micro_batches: Parts of one step; divides `batch_size`.
         seed: Seed of the initialisation and of the order of the samples, >= 0.
+        init_from: Weights to start from: a checkpoint, a run folder, a file of safetensors, or a
+            folder of Hugging Face or torch.distributed.checkpoint; None for those that the model
+            makes.
         order: Of the samples: `shuffled`, in another order each epoch; or `sequential`.
         prefetch: Batches that are loaded ahead of the step; 0: each when the step needs it.
         compare_steps: First steps that also run on one device; 0 for none.
@@ -132,6 +135,7 @@ class TrainerConfig:
     batch_size: int = 16
     micro_batches: int = 1
     seed: int = 0
+    init_from: str | None = None
     order: Order = "shuffled"
     prefetch: int = 2
     compare_steps: int = 3

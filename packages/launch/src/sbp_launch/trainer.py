@@ -6,6 +6,7 @@ Everything that can be swapped is asked of the registry; what happens in between
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ from sbp_launch.session import (
     start,
 )
 from sbp_launch.source_lines import with_source_line
+from sbp_launch.starting_weights import StartingWeights, find_weights
 from sbp_launch.stopping import StopSignals
 from sbp_launch.team import Team, stop_together
 from sbp_launch.tracing import StepTracer
@@ -108,6 +110,7 @@ def train(
             f"{config.model.name}: {num_parameters:,} parameters; data: {program.data.describe()}",
             soft_wrap=True,
         )
+        weights = None if resume is not None else starting_weights(run, program)
         if not backend.spans_processes:
             run.say(crowding(program.mesh.size, usable_cores()))
         try:
@@ -117,7 +120,7 @@ def train(
                     write_plan(folder, planned)
             show_plan(run, planned)
             checkpoints, reference = train_states(
-                run, program, planned, backend, signals, storage, resume
+                run, program, planned, backend, signals, storage, resume or weights
             )
             if run.is_first:
                 show_sample(run, program, checkpoints)
@@ -140,7 +143,7 @@ def train_states(
     backend: BoxingBackend,
     signals: StopSignals,
     storage: Storage,
-    resume: Resume | None,
+    begin: Resume | StartingWeights | None,
 ) -> tuple[RunCheckpoints, EagerReference | None]:
     """Make or load the states, train, save and evaluate them; say what was measured and predicted.
 
@@ -158,6 +161,8 @@ def train_states(
         planned.plan, planned.graph, backend, config.trainer.traced_steps, run.folder
     )
     reference: EagerReference | None = None
+    resume = begin if isinstance(begin, Resume) else None
+    weights = begin if isinstance(begin, StartingWeights) else None
     if resume is not None:  # one device would have to begin with the first step
         with run.stage("loading the states and starting the ranks"), resume.fitting():
             session = start(run, planned.plan, resume.states, step_meter.backend)
@@ -165,8 +170,11 @@ def train_states(
         with run.stage("making the states and starting the ranks"):
             if config.trainer.compare_steps and run.is_first:
                 reference = EagerReference(program, config.trainer)
-            first = program.made.states(program.optimizer, config.trainer.update)
-            session = start(run, planned.plan, first, step_meter.backend)
+                if weights is not None:
+                    weights.load_into(reference.model)
+            made = program.made.states(program.optimizer, config.trainer.update)
+            with weights.over(made) if weights is not None else nullcontext(made) as first:
+                session = start(run, planned.plan, first, step_meter.backend)
     with session:
         team = Team.of(backend, ranks)
         processes = processes_of(run, team)
@@ -209,6 +217,23 @@ def train_states(
         run.say([f"time of training: {loop.phases.line()}"])
         run.say(held_out_lines(run, loop))
     return checkpoints, reference
+
+
+def starting_weights(run: Run, program: Program) -> StartingWeights | None:
+    """Return the weights that the run starts from, if it is to start from some; say which.
+
+    Raises:
+        ConfigError: they are not there, or are not the model's.
+    """
+    path = run.config.trainer.init_from
+    if path is None:
+        return None
+    update = run.config.trainer.update
+    found = find_weights(
+        Path(path), program.model, program.optimizer, update, where="trainer.init_from"
+    )
+    run.say([f"starting from the weights in {found.found.path}"])
+    return found
 
 
 def predicted_of(run: Run, program: Program, planned: Planned) -> Predicted:

@@ -58,6 +58,12 @@ class OneDeviceProgram:
             )
         return cls(model=plain, loss=loss, optimizer=optimizer, update=update, deferred=made)
 
+    def own_states(self) -> Mapping[str, Tensor]:
+        """Return every state by its name in the graph, as the program has it."""
+        if self.deferred is not None:
+            return self.deferred.states(self.optimizer, self.update)
+        return initial_states(self.model, self.optimizer, self.update, copy=False)
+
     def first_states(self, given: Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
         """Return every state by its name in the graph.
 
@@ -69,10 +75,7 @@ class OneDeviceProgram:
             SbpLookupError: one is given for a name that no state has.
             SbpValueError: a state has no values.
         """
-        if self.deferred is not None:
-            found: Mapping[str, Tensor] = self.deferred.states(self.optimizer, self.update)
-        else:
-            found = initial_states(self.model, self.optimizer, self.update, copy=False)
+        found = self.own_states()
         if given is None and self.deferred is not None:
             return found
         given = given or {}

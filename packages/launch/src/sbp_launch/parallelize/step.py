@@ -29,6 +29,7 @@ from sbp_launch.parallelize.scalars import UpdateScalars
 from sbp_launch.plan_output import print_plan
 from sbp_launch.planning import Planned
 from sbp_launch.source_lines import naming_source_lines
+from sbp_launch.starting_weights import find_weights
 from sbp_launch.world import World
 from sbp_torch.capture import flatten_batch
 from sbp_torch.interchange.torch_states import to_model_state, to_optimizer_state
@@ -313,6 +314,34 @@ class ParallelStep:
             )
         self.load_state_dict(saved.states)
         self._first_step = saved.steps_done - self.session.steps_done
+
+    def load_model(self, path: str | Path) -> None:
+        """Start from weights, by the model's own names; all processes call it.
+
+        Each process reads its ranks' parts of parameters and buffers. States of the optimizer are
+        as before the first step; moving averages begin with what was read.
+
+        Args:
+            path: A checkpoint, a run folder, a file of safetensors, or a folder of Hugging Face or
+                of `torch.distributed.checkpoint`. Names may have one more beginning, such as
+                `model.`, there or in the model.
+
+        Raises:
+            ConfigError: there is nothing there; a name is missing or unknown, or a shape another.
+            RunError: steps were taken, or it is not started.
+        """
+        session, program = self.session, self._program
+        if self.steps_done:
+            raise RunError(
+                f"{self.steps_done} steps were taken, and weights are what a run starts from",
+                accepted="a parallel step before its first step",
+                todo="call load_model first; step.load(folder) goes on from a checkpoint",
+            )
+        weights = find_weights(
+            Path(path), program.model, program.optimizer, program.update, where="step.load_model"
+        )
+        with weights.over(program.own_states()) as states:
+            session.load_state_dict(states)
 
     # The plan.
 

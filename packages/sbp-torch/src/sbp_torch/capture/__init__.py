@@ -26,6 +26,7 @@ __all__ = [
     "LossScaling",
     "UpdateOptions",
     "capture",
+    "copied_states",
     "counted_random",
     "current_scalars",
     "flatten_batch",
@@ -184,6 +185,29 @@ def initial_states(
         found |= Update(model, optimizer, update).values()
     plain = {name: tensor.detach() for name, tensor in found.items()}
     return {name: _copied(tensor) for name, tensor in plain.items()} if copy else plain
+
+
+def copied_states(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    update: UpdateOptions = UpdateOptions(),  # noqa: B008 - frozen
+) -> dict[str, tuple[str, torch.dtype]]:
+    """Return the states that begin as copies of a parameter: which parameter, and in which dtype.
+
+    Such as moving averages, which have to begin anew if the parameters are given other values.
+
+    Args:
+        model: The one-device program.
+        optimizer: Over its parameters.
+        update: As given to `capture`.
+    """
+    updating = Update(model, optimizer, update)
+    values, copies = updating.values(), updating.copies()
+    return {
+        entry.name: (entry.of, values[entry.name].dtype)
+        for entry in updating.inputs()
+        if entry.name in copies and entry.of
+    }
 
 
 def _copied(tensor: Tensor) -> Tensor:

@@ -51,8 +51,7 @@ class InitialStates:
     Args:
         tensors: By key. One that is filled with one number is that number, expanded, and takes no
             memory; it lies on the CPU if the parameter is on the `meta` device.
-        copies: Keys of the tensors that are copies of the parameter, in a dtype of their own; only
-            of a parameter on the `meta` device, of which nobody knows the values.
+        copies: Keys of the tensors that are copies of the parameter, in a dtype of their own.
         numbers: Python numbers by key: the first value, and what each step adds to it.
     """
 
@@ -155,7 +154,9 @@ class InitialStateProbe:
             # Only the parameter's own values tell. What looks like a copy on stand-ins might be
             # clipped on larger numbers, so that where there are values, they are asked.
             tried = self._trial(parameter, 0.5)
-            return InitialStates(tensors=tried.tensors, numbers=self._counters(tried))
+            return InitialStates(
+                tensors=tried.tensors, copies=frozenset(copies), numbers=self._counters(tried)
+            )
         tensors: dict[str, Tensor] = {}
         for key, fill in rules.fills.items():
             like = rules.shapes[key]

@@ -91,7 +91,7 @@ class ParameterGroup:
         self._probe = InitialStateProbe(optimizer, index)
         #: Python numbers among the states: what they are, and what every step adds to them.
         self.numbers: dict[str, dict[str, tuple[Number, Number]]] = {}
-        #: States, by parameter, that begin as copies of it; of those on the `meta` device.
+        #: States, by parameter, that begin as copies of it.
         self.copies: dict[str, frozenset[str]] = {}
         #: States by parameter and key.
         self.states = {name: self._tensors(name, p) for name, p in self.parameters.items()}

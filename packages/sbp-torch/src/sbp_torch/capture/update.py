@@ -99,18 +99,14 @@ class Update:
         return own | self._shared()
 
     def copies(self) -> set[str]:
-        """Return the states that begin as copies of their parameter, of which there are no values.
-
-        That is of parameters on the `meta` device, in the dtype that the state has.
-        """
+        """Return the states that begin as copies of their parameter, in a dtype of their own."""
         own = {
             f"{name}.{key}"
             for group in self._groups
             for name, keys in group.copies.items()
             for key in keys
         }
-        averages = (name for name in self._averaged if self._parameters[name].is_meta)
-        return own | {f"{name}.{AVERAGE}" for name in averages}
+        return own | {f"{name}.{AVERAGE}" for name in self._averaged}
 
     def _shared(self) -> dict[str, Tensor]:
         """Return the states that belong to no parameter."""

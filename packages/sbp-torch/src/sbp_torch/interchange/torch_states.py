@@ -38,7 +38,13 @@ from sbp_core.errors import SbpLookupError, SbpValueError, unknown_name
 from sbp_torch.capture.step import model_tensors
 from sbp_torch.optim.combined import CombinedOptimizer
 
-__all__ = ["from_model_state", "from_optimizer_state", "to_model_state", "to_optimizer_state"]
+__all__ = [
+    "from_model_state",
+    "from_optimizer_state",
+    "graph_names",
+    "to_model_state",
+    "to_optimizer_state",
+]
 
 
 def to_model_state(states: Mapping[str, Tensor], model: nn.Module) -> dict[str, Any]:
@@ -56,7 +62,7 @@ def to_model_state(states: Mapping[str, Tensor], model: nn.Module) -> dict[str, 
     Raises:
         SbpLookupError: a state of the model is missing.
     """
-    names = _graph_names(model)
+    names = graph_names(model)
     found: dict[str, Any] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if not isinstance(value, Tensor):
@@ -81,7 +87,7 @@ def from_model_state(state: Mapping[str, Any], model: nn.Module) -> dict[str, Te
         SbpLookupError: a name is unknown, or missing.
         SbpValueError: tied parameters differ.
     """
-    names = _graph_names(model)
+    names = graph_names(model)
     wanted = model.state_dict(keep_vars=True)
     for name in state:
         if name not in wanted:
@@ -197,14 +203,15 @@ def _from_several(
     return found
 
 
-def _graph_names(model: nn.Module) -> dict[str, str]:
-    """Return the graph's name of each parameter and buffer, tied ones under each of theirs."""
-    known = {id(tensor): name for name, tensor in model_tensors(model).items()}
+def graph_names(model: nn.Module) -> dict[str, str]:
+    """Return the graph's name of each parameter, buffer and constant, tied ones under each."""
+    found = model_tensors(model)
+    known = {id(tensor): name for name, tensor in found.items()}
     every = (
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
     )
-    return {name: known[id(tensor)] for name, tensor in every}
+    return {name: name for name in found} | {name: known[id(tensor)] for name, tensor in every}
 
 
 def _members(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str, Tensor]]:

@@ -22,6 +22,11 @@ _VERBS = {
     "prune": "remove older checkpoints of a run, never the newest that verifies",
 }
 
+_FLAGS = (
+    "--json", "--all", "--ema", "--to", "--drop", "--rename", "--max-shard-size", "--overwrite",
+    "--keep", "--damaged", "--yes",
+)  # fmt: skip
+
 _PATH = (
     "a run folder (then its newest checkpoint), a checkpoint (step-...), a file of safetensors, or "
     "a folder of Hugging Face or of torch.distributed.checkpoint"
@@ -78,6 +83,13 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--all", action="store_true", help="also the states of the optimizer")
     group.add_argument("--ema", action="store_true", help="moving averages for the parameters")
+    parser.add_argument(
+        "--drop",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="leave tensors out, such as '*.attn.masked_bias'; may be repeated",
+    )
     _add_rename(parser, "to write")
     parser.add_argument(
         "--max-shard-size", default="5GB", metavar="SIZE", help="of --to hf; 5GB if left out"
@@ -109,7 +121,16 @@ def run(arguments: Sequence[str]) -> int:
         )
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
-        flags = ["--json", "--all", "--ema", "--to", "--rename", "--max-shard-size", "--overwrite"]
+        flags = [
+            "--json",
+            "--all",
+            "--ema",
+            "--to",
+            "--drop",
+            "--rename",
+            "--max-shard-size",
+            "--overwrite",
+        ]
         near = nearest(unknown[0], [*flags, "--keep", "--damaged", "--yes"])
         raise ConfigError(
             f"nothing is known of {unknown[0]!r}",

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 from sbp_core.errors import ConfigError
 from sbp_core.units import format_bytes, parse_bytes
 from sbp_launch.checkpoint.command.inspect import FORMATS, print_json
-from sbp_launch.checkpoint.command.names import (
+from sbp_launch.checkpoint.command.table import make_console
+from sbp_launch.checkpoint.names import (
     averaged,
     model_names,
     parse_renames,
     renamed,
+    without,
 )
-from sbp_launch.checkpoint.command.table import make_console
 from sbp_launch.checkpoint.opening import look, open_tensors
 from sbp_launch.console import say
 
@@ -56,6 +57,8 @@ def convert(options: Namespace) -> int:
         f"{target}: {FORMATS[to]}, {len(written):,} tensors, {format_bytes(result['size_bytes'])}"
         + (f" in {len(files)} files" if len(files) > 1 else ""),
     ]
+    if options.drop:
+        lines.append(f"dropped: {result['dropped']:,} tensors")
     if result["left_out"]:
         lines.append(f"left out: {result['left_out']:,} states of the optimizer (--all takes them)")
     prefix = _common_prefix(list(written))
@@ -86,7 +89,7 @@ def _write(
         names = averaged(tensors)
     else:
         names = {name: name for name in (tensors if options.all else model_names(tensors))}
-    chosen = Chosen(tensors, renamed(names, renames))
+    chosen = Chosen(tensors, renamed(without(names, options.drop), renames))
     files = [target.name]
     target.parent.mkdir(parents=True, exist_ok=True)
     if to == "safetensors":
@@ -97,6 +100,7 @@ def _write(
         write_distributed_checkpoint(target, chosen)
     return {
         "tensors": chosen.sources,
+        "dropped": len(names) - len(chosen),
         "left_out": 0 if options.all else len(tensors) - len(model_names(tensors)),
         "size_bytes": sum(like.numel() * like.element_size() for like in map(chosen.like, chosen)),
         "files": files,

@@ -13,9 +13,9 @@ from rich.console import Console
 
 from sbp_core.serialize import dump
 from sbp_launch.checkpoint.command.inspect import print_json
-from sbp_launch.checkpoint.command.names import model_names, parse_renames, renamed
 from sbp_launch.checkpoint.command.table import make_console, show_table
 from sbp_launch.checkpoint.manifest import Metadata
+from sbp_launch.checkpoint.names import model_names, parse_renames, renamed
 from sbp_launch.checkpoint.opening import FORMAT, Found, look, open_tensors, read_folder
 from sbp_launch.console import say
 from sbp_launch.exit_codes import FAILED

@@ -14,10 +14,10 @@ from rich.console import Console
 
 from sbp_core.serialize import dump
 from sbp_core.units import format_bytes
-from sbp_launch.checkpoint.command.names import owner_of
 from sbp_launch.checkpoint.command.table import make_console, show_table
 from sbp_launch.checkpoint.formats.index import TensorIndex
 from sbp_launch.checkpoint.manifest import Manifest, Metadata
+from sbp_launch.checkpoint.names import model_names, owner_of
 from sbp_launch.checkpoint.opening import FORMAT, Found, look, manifest_index, read_folder
 from sbp_launch.checkpoint.opening import read_index as index_of
 from sbp_launch.console import say
@@ -152,9 +152,10 @@ def _groups(index: TensorIndex) -> Iterator[_Group]:
         owner = owner_of(name, index.tensors)
         if owner:
             states[owner].append(name.removeprefix(f"{owner}."))
+    own = set(model_names(index.tensors))
     groups: dict[tuple[Any, ...], _Group] = {}
     for name, tensor in index.tensors.items():
-        if owner_of(name, index.tensors):
+        if name not in own:
             continue
         pattern, keys = _NUMBER.sub("*", name), tuple(states[name])
         key = (pattern, tensor.shape, tensor.dtype, keys)
@@ -166,8 +167,8 @@ def _groups(index: TensorIndex) -> Iterator[_Group]:
 
 def _totals(index: TensorIndex) -> Iterator[str]:
     """Yield how much there is of everything."""
-    own = {name: one for name, one in index.tensors.items() if not owner_of(name, index.tensors)}
-    own_bytes = sum(tensor.size_bytes for tensor in own.values())
+    own = model_names(index.tensors)
+    own_bytes = sum(index.tensors[name].size_bytes for name in own)
     line = f"parameters and buffers: {len(own):,}, {format_bytes(own_bytes)}"
     if len(own) < len(index.tensors):
         rest = index.size_bytes - own_bytes

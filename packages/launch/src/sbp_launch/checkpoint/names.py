@@ -1,17 +1,21 @@
 """Which tensors are meant, and how they are called.
 
 A tensor is a state of the optimizer if it is called by another one and a key: `weight.exp_avg` of
-`weight`. No parameter or buffer is: what has parts is a module.
+`weight`. No parameter or buffer is: what has parts is a module. Some states belong to no parameter.
 """
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
 
 from sbp_core.errors import ConfigError, nearest
 
 #: Key of the moving average of a parameter.
 AVERAGE = "ema"
+
+#: States of an update that belong to no parameter.
+SHARED = frozenset({"loss_scaler.scale", "loss_scaler.growth_tracker", "ema.count"})
 
 
 def owner_of(name: str, names: Mapping[str, object] | set[str]) -> str:
@@ -27,7 +31,7 @@ def owner_of(name: str, names: Mapping[str, object] | set[str]) -> str:
 def model_names(names: Iterable[str]) -> list[str]:
     """Return the names of parameters and buffers."""
     known = set(names)
-    return [name for name in names if not owner_of(name, known)]
+    return [name for name in names if name not in SHARED and not owner_of(name, known)]
 
 
 def averaged(names: Iterable[str]) -> dict[str, str]:
@@ -48,6 +52,28 @@ def averaged(names: Iterable[str]) -> dict[str, str]:
             accepted="a checkpoint of a run with trainer.update.ema_decay",
         )
     return found
+
+
+def without(names: Mapping[str, str], patterns: Sequence[str]) -> dict[str, str]:
+    """Return the names that no pattern of the shell fits.
+
+    Raises:
+        ConfigError: a pattern fits none.
+    """
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            near = nearest(pattern, names)
+            raise ConfigError(
+                f"no name is like {pattern!r}",
+                where="--drop",
+                accepted="a name, or a pattern with * and ?",
+                todo=f"did you mean {near!r}?" if near else "",
+            )
+    return {
+        name: source
+        for name, source in names.items()
+        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+    }
 
 
 def parse_renames(texts: Sequence[str]) -> list[tuple[str, str]]:

@@ -1,0 +1,261 @@
+"""Training that starts from weights in a file or folder, by the model's own names.
+
+    file: wte.weight   -->   states: network.wte.weight            read in parts
+                                     network.wte.weight.exp_avg    as before the first step
+
+Parameters and buffers are read, each process its ranks' parts of them. What begins as a copy of a
+parameter, such as its moving average, begins as a copy of what was read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from sbp_core.errors import ConfigError, nearest
+from sbp_launch.checkpoint.formats.indexed import Tensors
+from sbp_launch.checkpoint.names import model_names
+from sbp_launch.checkpoint.opening import Found, look, open_tensors
+from sbp_torch.capture import UpdateOptions, copied_states
+from sbp_torch.interchange.torch_states import graph_names
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where a state comes from.
+
+    Args:
+        names: What it is called in the file; several names are one tied tensor.
+        dtype: That it has in the model.
+    """
+
+    names: tuple[str, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartingWeights:
+    """Weights that fit a model.
+
+    Args:
+        found: Where they are.
+        sources: Of the states that are read, by the graph's names.
+    """
+
+    found: Found
+    sources: Mapping[str, Source]
+
+    @contextmanager
+    def over(self, states: Mapping[str, Tensor]) -> Iterator[Mapping[str, Tensor]]:
+        """Open the weights; yields states with them in the place of the model's own."""
+        with open_tensors(self.found) as tensors:
+            yield _States(states, tensors, self.sources)
+
+    def load_into(self, model: nn.Module) -> None:
+        """Give a model the weights, in place."""
+        own = model.state_dict(keep_vars=True)
+        names = graph_names(model)
+        with open_tensors(self.found) as tensors, torch.no_grad():
+            for name, value in own.items():
+                if isinstance(value, Tensor) and names.get(name, name) in self.sources:
+                    source = self.sources[names.get(name, name)].names[0]
+                    value.copy_(tensors[source])
+
+
+def find_weights(
+    path: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    update: UpdateOptions,
+    *,
+    where: str,
+) -> StartingWeights:
+    """See which of the weights in a file or folder is which state of a model.
+
+    Names may have one more beginning here or there, such as `network.` or `model.`: the one with
+    which most of them fit is taken.
+
+    Args:
+        path: A checkpoint, or what `sbp_launch.checkpoint.opening.look` knows.
+        model: The one-device program; its values may be deferred.
+        optimizer: Over its parameters.
+        update: As given to `capture`.
+        where: What asks for it, for messages.
+
+    Raises:
+        ConfigError: there is nothing there, a name is missing or unknown, or a shape is another.
+    """
+    found = look(path)
+    with open_tensors(found) as tensors:
+        names = graph_names(model)
+        own = {
+            name: value
+            for name, value in model.state_dict(keep_vars=True).items()
+            if isinstance(value, Tensor)
+        }
+        # Those that a state_dict() leaves out may be there: our own checkpoints have them.
+        possible = {name: name for name in names.values()} | {name: names[name] for name in own}
+        renamed = _renamed(model_names(tensors), possible)
+        place = (str(found.path), where)
+        _check_names(renamed, possible, {names[name] for name in own}, place)
+        sources: dict[str, Source] = {}
+        for name, source in renamed.items():
+            state = possible[name]
+            before = sources[state].names if state in sources else ()
+            value = _tensor_of(model, state)
+            _check_form(name, tensors.like(source), value, place)
+            sources[state] = Source(names=(*before, source), dtype=value.dtype)
+    for state, (parameter, dtype) in copied_states(model, optimizer, update).items():
+        sources[state] = Source(names=sources[parameter].names, dtype=dtype)
+    return StartingWeights(found=found, sources=sources)
+
+
+def _tensor_of(model: nn.Module, name: str) -> Tensor:
+    path, _, key = name.rpartition(".")
+    found: Tensor = getattr(model.get_submodule(path), key)
+    return found
+
+
+def _renamed(given: Sequence[str], wanted: Mapping[str, str]) -> dict[str, str]:
+    """Return the given names by what the model calls them, as far as it knows them.
+
+    >>> _renamed(["h.w", "h.b"], {"network.h.w": "", "network.h.b": "", "network.x": ""})
+    {'network.h.w': 'h.w', 'network.h.b': 'h.b'}
+    """
+    beginnings = {("", "")}
+    for name in given[:8]:
+        beginnings |= {("", own.removesuffix(name)) for own in wanted if own.endswith(f".{name}")}
+        beginnings |= {(name.removesuffix(own), "") for own in wanted if name.endswith(f".{own}")}
+
+    def changed(name: str, old: str, new: str) -> str:
+        return new + name.removeprefix(old)
+
+    def fit(pair: tuple[str, str]) -> tuple[int, int]:
+        return sum(changed(name, *pair) in wanted for name in given), -len("".join(pair))
+
+    best = max(sorted(beginnings), key=fit)
+    return {changed(name, *best): name for name in given}
+
+
+def _check_names(
+    renamed: Mapping[str, str],
+    possible: Mapping[str, str],
+    needed: set[str],
+    place: tuple[str, ...],
+) -> None:
+    """Check that all names are known, and that all that are needed are there.
+
+    Raises:
+        ConfigError: one is unknown, or missing; names the nearest.
+    """
+    unknown = [name for name in renamed if name not in possible]
+    known = {possible[name] for name in renamed if name in possible}
+    lacking = needed - known
+    missing = [name for name, state in possible.items() if state in lacking]
+    if unknown:
+        near = nearest(unknown[0], missing or possible)
+        more = f" (nor {len(unknown) - 1:,} more)" if len(unknown) > 1 else ""
+        raise ConfigError(
+            f"the model has nothing called {renamed[unknown[0]]!r}{more}",
+            where=place,
+            accepted=f"its own names, such as {', '.join(list(possible)[:4])}",
+            todo=f"did you mean {near!r}?"
+            if near
+            else "sbp-checkpoint convert writes them with other names (--rename), or without some "
+            "(--drop)",
+        )
+    if missing:
+        near = nearest(missing[0], renamed)
+        more = f" (nor {len(missing) - 1:,} more)" if len(missing) > 1 else ""
+        raise ConfigError(
+            f"there is no {missing[0]!r}{more}, which the model has",
+            where=place,
+            accepted="all parameters and buffers of the model",
+            todo=f"is it {near!r}?" if near else "take weights of this very model",
+        )
+
+
+def _check_form(name: str, given: Tensor, own: Tensor, place: tuple[str, ...]) -> None:
+    """Check that a tensor can be taken for one of the model's.
+
+    Raises:
+        ConfigError: it has another shape, or is of integers where the model's is not.
+    """
+    if given.shape != own.shape:
+        raise ConfigError(
+            f"{name!r} has shape {tuple(given.shape)}",
+            where=place,
+            accepted=f"{tuple(own.shape)}, as in the model",
+        )
+    if given.dtype != own.dtype and not (given.is_floating_point() and own.is_floating_point()):
+        raise ConfigError(
+            f"{name!r} is of {given.dtype}", where=place, accepted=f"{own.dtype}, as in the model"
+        )
+
+
+class _States(Mapping[str, Tensor]):
+    """States of which some are read from a file, in parts.
+
+    Args:
+        states: What a run would start with.
+        tensors: The file.
+        sources: Which of them are read, and where from.
+    """
+
+    def __init__(
+        self, states: Mapping[str, Tensor], tensors: Tensors, sources: Mapping[str, Source]
+    ) -> None:
+        self._states, self._tensors, self._sources = states, tensors, sources
+        #: The last one that was made and not read: its shape is asked for before its parts.
+        self._made: tuple[str, Tensor] | None = None
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._sources:
+            return self._state(name)
+        return self.part(name, [(0, extent) for extent in self.like(name).shape])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._states)
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._states  # that of `Mapping` makes the tensor
+
+    def like(self, name: str) -> Tensor:
+        """Return a tensor of a state's shape and dtype, without its values."""
+        if name not in self._sources:
+            return self._state(name).to("meta")
+        source = self._sources[name]
+        return self._tensors.like(source.names[0]).to(source.dtype)
+
+    def part(self, name: str, bounds: Sequence[tuple[int, int]]) -> Tensor:
+        """Return a part of a state, a tensor of its own: (start, stop) of each dim.
+
+        Raises:
+            ConfigError: tied tensors differ.
+        """
+        if name not in self._sources:
+            return self._state(name)[tuple(slice(*dim) for dim in bounds)].clone()
+        source = self._sources[name]
+        first = source.names[0]
+        found = self._tensors.part(first, bounds)
+        for other in source.names[1:]:
+            if not torch.equal(found, self._tensors.part(other, bounds)):
+                raise ConfigError(
+                    f"{first!r} and {other!r} are one tensor in the model, and differ",
+                    todo="untie them in the model, or leave one out: sbp-checkpoint convert --drop",
+                )
+        return found.to(source.dtype)
+
+    def _state(self, name: str) -> Tensor:
+        if self._made is None or self._made[0] != name:
+            self._made = None  # let go of the last one before the next is made
+            self._made = (name, self._states[name])
+        return self._made[1]
