@@ -287,7 +287,13 @@ class TrainingLoop:
             if not is_last:
                 progress.say(index + 1, f"held-out loss {self.held_out['held_out_loss']:.4f}")
         if control.save and not self._is_over:  # else the run saves when it is over
-            self.save()
+            with self.phases.timing("saving"):
+                self.checkpoints.begin(
+                    self.session,
+                    self.saved_state(),
+                    self.cursor,
+                    lambda news: progress.say(index + 1, news),
+                )
 
     def _advance(self) -> None:
         """Count the step that is done."""
@@ -422,13 +428,22 @@ class TrainingLoop:
         ticks = round(self._train_s / _TICK_S)
         # Of a time, the processes do not know the same: what the first one says counts.
         is_due = self.run.is_first and self.checkpoints.is_due(self.state.step)
-        stop, evaluate, save, ticks = stop_together(
+        stop, evaluate, save, ticks, is_saving = stop_together(
             self.team,
             self.signals,
             problem,
             vote_deadline_s(self.run.config, self.state.step - 1),
-            [bool(control.stop), evaluates, control.save or is_due, ticks],
+            [
+                bool(control.stop),
+                evaluates,
+                control.save or is_due,
+                ticks,
+                self.checkpoints.is_busy,
+            ],
         )
+        if not is_saving:
+            with self.phases.timing("saving"):
+                self.checkpoints.go_on()
         self.state = replace(self.state, train_s=max(self.state.train_s, ticks * _TICK_S))
         if stop:
             self.stopped_for = control.stop or "a callback of another process"

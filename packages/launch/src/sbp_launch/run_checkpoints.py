@@ -13,11 +13,12 @@ from typing import Any
 from torch import Tensor
 from xxhash import xxh3_128_hexdigest
 
-from sbp_core.errors import ConfigError, SbpValueError
+from sbp_core.errors import ConfigError, SbpError, SbpValueError
 from sbp_core.graph import graph_hash
 from sbp_core.plugins import Storage, TrainerState
 from sbp_core.runtime import Session
 from sbp_core.serialize import dump, load
+from sbp_launch.checkpoint.background import BackgroundSave
 from sbp_launch.checkpoint.local import MANIFEST_FILE
 from sbp_launch.checkpoint.manifest import DamagedError, Metadata
 from sbp_launch.checkpoint.places import find_checkpoints, newest_first, step_name
@@ -237,6 +238,9 @@ class RunCheckpoints:
         self._graph_hash = graph_hash(planned.graph)
         self._config_hash = _hash(asdict(run.config))
         self._versions = versions()
+        #: What is written while steps go on, and the step that it is of.
+        self._under_way: BackgroundSave | None = None
+        self._under_way_step = -1
         #: Those of an earlier run in a folder that is to be overwritten: until there is a new one.
         self._earlier = [] if resumed_here else newest_first(storage)
 
@@ -264,13 +268,97 @@ class RunCheckpoints:
         Raises:
             RunError: it cannot be saved.
         """
-        step = state.step
-        name = step_name(step) if is_finite else f"{_NOT_FINITE}-{step:08d}"
+        self.finish()
+        name = step_name(state.step) if is_finite else f"{_NOT_FINITE}-{state.step:08d}"
         place = _place(self._run, self._storage, name)
-        if step == self._saved_step:
+        if state.step == self._saved_step:
             return place
-        metadata = Metadata(
-            step=step,
+        metadata = self._metadata(state, cursor)
+        save(self._storage, name, metadata, session.pieces(), self._processes)
+        self._last_s = self._clock()
+        if is_finite:
+            self._saved_step = state.step
+            if self._processes.is_first:
+                self._remove_others(name, state)
+        return place
+
+    def begin(
+        self,
+        session: Session,
+        state: TrainerState,
+        cursor: DataCursor,
+        tell: Callable[[str], None],
+    ) -> None:
+        """Begin to save what a session has, which is written while it goes on; all processes call.
+
+        From then on, they tell each other behind each step whether one `is_busy`, and call
+        `go_on` if none is. With `trainer.checkpoint.wait` it is written when this returns.
+
+        Args:
+            session: Between two steps.
+            state: Of the trainer.
+            cursor: Where the data go on.
+            tell: Is told if this has to wait for a checkpoint that is still being written.
+
+        Raises:
+            RunError: it, or the one before it, cannot be saved.
+        """
+        if self._settings.wait:
+            self.save(session, state, cursor)
+            return
+        if self._under_way is not None:
+            tell(f"waiting until {_place(self._run, self._storage, self._under_way.name)} is there")
+            self.finish()
+        if state.step == self._saved_step:
+            return
+        name = step_name(state.step)
+        self._under_way_step, self._last_s = state.step, self._clock()
+        self._under_way = BackgroundSave(
+            self._storage,
+            name,
+            self._metadata(state, cursor),
+            session.snapshot(),
+            self._processes,
+            behind_commit=lambda: self._remove_others(name, state),
+        )
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether this process writes."""
+        return self._under_way is not None and self._under_way.is_busy
+
+    def go_on(self) -> None:
+        """Go on with the checkpoint that is under way, if there is one, as no process is busy.
+
+        Raises:
+            RunError: it cannot be saved.
+        """
+        if self._under_way is not None:
+            self._with_under_way(BackgroundSave.advance)
+
+    def finish(self) -> None:
+        """Wait for the checkpoint that is under way, if there is one; all processes call it.
+
+        Raises:
+            RunError: it cannot be saved.
+        """
+        if self._under_way is not None:
+            self._with_under_way(BackgroundSave.finish)
+
+    def _with_under_way(self, call: Callable[[BackgroundSave], None]) -> None:
+        under_way = self._under_way
+        assert under_way is not None, "it was begun"
+        try:
+            call(under_way)
+        except SbpError:
+            self._under_way = None
+            raise
+        if under_way.is_done:
+            self._under_way, self._saved_step = None, self._under_way_step
+
+    def _metadata(self, state: TrainerState, cursor: DataCursor) -> Metadata:
+        return Metadata(
+            step=state.step,
             seed=self._run.config.trainer.seed,
             cursor=cursor.to_json(),
             trainer=dump(state, TrainerState),
@@ -279,16 +367,13 @@ class RunCheckpoints:
             config_hash=self._config_hash,
             versions=self._versions,
         )
-        save(self._storage, name, metadata, session.pieces(), self._processes)
-        self._last_s = self._clock()
-        if is_finite:
-            self._saved_step = step
-            kept = [] if state.best_step is None else [step_name(state.best_step)]
-            if self._processes.is_first:
-                remove(self._storage, [one for one in self._earlier if one != name])
-                self._earlier = []
-                prune(self._storage, self._settings.keep, kept)
-        return place
+
+    def _remove_others(self, name: str, state: TrainerState) -> None:
+        """Remove checkpoints that are not to be kept beside a new one."""
+        kept = [] if state.best_step is None else [step_name(state.best_step)]
+        remove(self._storage, [one for one in self._earlier if one != name])
+        self._earlier = []
+        prune(self._storage, self._settings.keep, kept)
 
     def read(self, names: set[str]) -> Mapping[str, Tensor]:
         """Return states of the checkpoint that was saved last, whole."""

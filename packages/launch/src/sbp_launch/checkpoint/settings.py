@@ -20,11 +20,14 @@ class CheckpointConfig:
         keep: Newest ones that are kept, >= 1; 0 for all. The one with the lowest held-out loss
             stays, too, if there is one of that step.
         best: Whether one is saved behind each evaluation that finds a lower loss than all before.
+        wait: Whether the next step waits until a checkpoint is written. If not, it is written while
+            steps go on, from copies of the states, for which there has to be memory.
     """
 
     every: int | str | None = "10min"
     keep: int = 2
     best: bool = False
+    wait: bool = False
 
     def __post_init__(self) -> None:
         if self.keep < 0:

@@ -1,0 +1,136 @@
+"""Runs whose checkpoints are written while steps go on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trainable import registry, run_config
+
+from sbp_core.errors import RunError
+from sbp_launch import trainer
+from sbp_launch.checkpoint import Checkpoint, LocalStorage, background
+from sbp_launch.checkpoint.places import newest_first, step_name
+from sbp_launch.checkpoint.settings import CheckpointConfig
+from sbp_launch.config import EvaluateConfig, RunConfig
+
+
+def config(every: int, *, wait: bool = False, steps: int = 4) -> RunConfig:
+    return run_config(
+        (2,),
+        ("data",),
+        steps=steps,
+        checkpoint=CheckpointConfig(every=every, keep=0, wait=wait),
+        evaluate=EvaluateConfig(batches=0),
+        sample_tokens=0,
+        plan_rows=0,
+        compare_steps=0,
+    )
+
+
+def saved(folder: Path) -> list[str]:
+    return sorted(newest_first(LocalStorage(folder / "checkpoints")))
+
+
+@pytest.fixture
+def writing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], None]], None]:
+    """Have a function called with the step before a thread writes its checkpoint."""
+
+    def before(call: Callable[[int], None]) -> None:
+        write = background.write_part
+
+        def called(staged: Any, rank: int, metadata: Any, pieces: Any) -> int:
+            call(metadata.step)
+            return write(staged, rank, metadata, pieces)
+
+        monkeypatch.setattr(background, "write_part", called)
+
+    return before
+
+
+def test_what_is_written_while_steps_go_on_is_what_steps_would_wait_for(tmp_path: Path) -> None:
+    for wait in (False, True):
+        trainer.train(config(1, wait=wait), registry(), tmp_path / str(wait))
+
+    assert saved(tmp_path / "False") == [step_name(step) for step in (1, 2, 3, 4)]
+    for name in saved(tmp_path / "False"):
+        with (
+            Checkpoint(LocalStorage(tmp_path / "False" / "checkpoints"), name) as one,
+            Checkpoint(LocalStorage(tmp_path / "True" / "checkpoints"), name) as other,
+        ):
+            one.verify()
+            assert one.keys() == other.keys() and one.keys()
+            assert all(torch.equal(one[key], other[key]) for key in one)
+            found, wanted = one.manifest.metadata, other.manifest.metadata
+            assert (found.step, found.cursor) == (wanted.step, wanted.cursor)
+
+
+def test_steps_go_on_while_a_checkpoint_is_written_and_the_end_waits_for_it(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    writing: Callable[[Callable[[int], None]], None],
+) -> None:
+    all_taken = threading.Event()
+    writing(lambda _: assert_set(all_taken))
+    at = trainer.save_states
+
+    def at_the_end(*given: Any) -> None:
+        all_taken.set()
+        at(*given)
+
+    monkeypatch.setattr(trainer, "save_states", at_the_end)
+    trainer.train(config(2), registry(), tmp_path)
+
+    assert saved(tmp_path) == [step_name(2), step_name(4)]
+
+
+def assert_set(event: threading.Event) -> None:
+    assert event.wait(20.0)
+
+
+def test_a_save_waits_for_the_one_before_it_and_says_so(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    writing: Callable[[Callable[[int], None]], None],
+) -> None:
+    may_write = threading.Event()
+    writing(lambda _: assert_set(may_write))
+    finish = background.BackgroundSave.finish
+
+    def finishing(self: background.BackgroundSave) -> None:
+        may_write.set()
+        finish(self)
+
+    monkeypatch.setattr(background.BackgroundSave, "finish", finishing)
+    trainer.train(config(1), registry(), tmp_path)
+
+    out = capsys.readouterr().out
+    assert "step 2/4  waiting until checkpoints/step-00000001 is there" in out
+    assert saved(tmp_path) == [step_name(step) for step in (1, 2, 3, 4)]
+
+
+def test_what_cannot_be_written_ends_the_run_and_leaves_what_is_there(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    writing: Callable[[Callable[[int], None]], None],
+) -> None:
+    def fails(step: int) -> None:
+        if step == 2:
+            raise OSError(28, "No space left on device")
+
+    writing(fails)
+    with pytest.raises(RunError, match="step-00000002 cannot be written: No space left"):
+        trainer.train(config(1, steps=50), registry(), tmp_path)
+
+    assert "stopped early; the states so far are in checkpoints/step-" in capsys.readouterr().out
+    first, *_, last = saved(tmp_path)
+    assert first == step_name(1)
+    assert step_name(2) < last < step_name(50)
+    for name in (first, last):
+        with Checkpoint(LocalStorage(tmp_path / "checkpoints"), name) as found:
+            found.verify()
