@@ -40,11 +40,13 @@ def states(scale: float = 1.0) -> dict[str, Tensor]:
     return found
 
 
-def write(folder: Path, step: int, values: dict[str, Tensor] | None = None) -> Path:
+def write(
+    folder: Path, step: int, values: dict[str, Tensor] | None = None, trainer: Any = None
+) -> Path:
     """Write a checkpoint of two ranks into a run folder, and return its folder."""
     storage = LocalStorage(folder / "checkpoints")
     staged = storage.stage(f"step-{step:08d}")
-    metadata = Metadata(step=step, seed=7, settings={"lr": step / 1000})
+    metadata = Metadata(step=step, seed=7, settings={"lr": step / 1000}, trainer=trainer)
     for rank in (0, 1):
         pieces = []
         for name, value in (values or states()).items():
@@ -156,6 +158,16 @@ assert "torch" not in sys.modules
 
     paths = [tmp_path / name for name in ("w.safetensors", "run", "dcp")]
     subprocess.run([sys.executable, "-c", program, *map(str, paths)], check=True, timeout=200)
+
+
+def test_who_reads_the_first_lines_only_gets_them_without_a_traceback(tmp_path: Path) -> None:
+    write(tmp_path, 1, {f"network.{n}.x": torch.zeros(n + 1, 2) for n in range(2000)})
+    command = f"{sys.executable} -m sbp_launch.checkpoint.command.app inspect {tmp_path} | head -2"
+
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=200)
+
+    assert "step 1, seed 7" in done.stdout
+    assert done.stderr == ""
 
 
 def test_verify_names_what_is_damaged_in_all_checkpoints_of_a_run(
@@ -359,6 +371,17 @@ def test_prune_never_takes_the_newest_that_verifies(
     code, printed = called(capsys, "prune", tmp_path, "--keep", "1", "--yes", "--damaged")
     assert (code, "is whole, so none is removed" in printed) == (2, True)
     assert storage.names() == ["step-00000020"]
+
+
+def test_prune_keeps_the_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in (10, 20, 30):
+        write(tmp_path, step, trainer={"step": step, "best_step": 10})
+
+    code, printed = called(capsys, "prune", tmp_path, "--keep", "1", "--yes")
+
+    assert code == 0
+    assert "stays, as its held-out loss is the lowest: step-00000010" in printed
+    assert LocalStorage(tmp_path / "checkpoints").names() == ["step-00000010", "step-00000030"]
 
 
 def test_prune_waits_for_no_run_that_writes_here(

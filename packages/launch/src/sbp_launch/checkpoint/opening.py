@@ -27,12 +27,13 @@ from sbp_launch.checkpoint.manifest import (
     Manifest,
     parse_manifest,
 )
+from sbp_launch.checkpoint.places import FOLDER, newest_first
 
 if TYPE_CHECKING:
     from sbp_launch.checkpoint.formats.indexed import Tensors
 
-#: How our own format is called, and the folder that a run keeps its checkpoints in.
-FORMAT, FOLDER = "sbp", "checkpoints"
+#: How our own format is called.
+FORMAT = "sbp"
 
 _READERS: Mapping[str, Callable[[Path], TensorIndex]] = {
     "safetensors": read_safetensors,
@@ -91,9 +92,8 @@ def look(path: Path) -> Found:
         return Found(format=FORMAT, path=path)
     storage = checkpoints_of(path)
     if storage is not None:
-        names = storage.names()
-        newest = Path(storage.place(names[-1]))
-        return Found(format=FORMAT, path=newest, others=tuple(names[:-1]))
+        newest, *others = newest_first(storage)
+        return Found(format=FORMAT, path=Path(storage.place(newest)), others=tuple(others))
     if is_distributed_checkpoint(path):
         return Found(format="dcp", path=path)
     if is_hugging_face(path):
@@ -105,7 +105,7 @@ def checkpoints_of(path: Path) -> LocalStorage | None:
     """Return the checkpoints of a run folder, or of a folder of checkpoints; None without any."""
     for folder in (path / FOLDER, path):
         storage = LocalStorage(folder)
-        if folder.is_dir() and storage.names():
+        if folder.is_dir() and newest_first(storage):
             return storage
     return None
 

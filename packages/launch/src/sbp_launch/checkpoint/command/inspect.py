@@ -103,8 +103,7 @@ def _show_head(
             value = getattr(metadata, key)
             if value is not None:
                 lines.append(f"{key}: {_words(value)}")
-        if metadata.settings:
-            lines.append(f"settings: {_words(metadata.settings)}")
+        lines += [f"{key}: {_words(value)}" for key, value in metadata.settings.items()]
         if metadata.versions:
             lines.append(f"written by: {_words(metadata.versions)}")
     if index.notes:
@@ -116,13 +115,17 @@ def _show_head(
 
 
 def _words(value: Any) -> str:
-    """Return a value of JSON on one line, without the marks of the outer mapping."""
-    if not isinstance(value, Mapping):
-        return json.dumps(value)
-    return ", ".join(
-        f"{key} {part if isinstance(part, str) else json.dumps(part)}"
-        for key, part in value.items()
-    )
+    """Return a value of JSON on one line; what is empty in it is left out."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Mapping):
+        parts = {key: part for key, part in value.items() if part not in (None, {}, [], "")}
+        return ", ".join(f"{key} {_inner(part)}" for key, part in parts.items())
+    return json.dumps(value)
+
+
+def _inner(value: Any) -> str:
+    return f"({_words(value)})" if isinstance(value, Mapping) else _words(value)
 
 
 @dataclass(slots=True)

@@ -11,12 +11,17 @@ from sbp_launch.checkpoint.command.inspect import print_json
 from sbp_launch.checkpoint.command.table import make_console
 from sbp_launch.checkpoint.command.verify import is_whole
 from sbp_launch.checkpoint.local import LocalStorage
-from sbp_launch.checkpoint.opening import ACCEPTED, checkpoints_of, look
+from sbp_launch.checkpoint.opening import ACCEPTED, checkpoints_of, look, read_folder
+from sbp_launch.checkpoint.places import newest_first, step_name
 from sbp_launch.console import say
 
 
 def prune(options: Namespace) -> int:
-    """Remove all checkpoints of a run but the newest whole ones. Returns the exit code."""
+    """Remove all checkpoints of a run but the newest whole ones, and the best one.
+
+    Returns:
+        The exit code.
+    """
     if options.keep < 1:
         raise ConfigError(
             f"--keep {options.keep} would leave none", accepted="how many are to stay, >= 1"
@@ -35,6 +40,8 @@ def prune(options: Namespace) -> int:
             accepted=ACCEPTED,
             todo="sbp-checkpoint verify says what is wrong with each",
         )
+    best = best_of(Path(storage.place(kept[0])))
+    removed = [name for name in removed if name != best]
     if options.damaged:
         removed, damaged = sorted([*removed, *damaged]), []
     sizes = {name: sum(storage.sizes(name).values()) for name in removed}
@@ -52,6 +59,8 @@ def prune(options: Namespace) -> int:
         )  # fmt: skip
         return 0
     lines = [f"stays: {name}" for name in kept]
+    if best in storage.names() and best not in (*kept, *damaged, *removed):
+        lines.append(f"stays, as its held-out loss is the lowest: {best}")
     lines += [f"stays, though it is damaged (--damaged removes it): {name}" for name in damaged]
     verb = "removed" if options.yes else "would be removed"
     lines += [f"{verb}: {name}, {format_bytes(sizes[name])}" for name in removed]
@@ -70,12 +79,23 @@ def chosen(storage: LocalStorage, keep: int) -> tuple[list[str], list[str], list
     """
     kept: list[str] = []
     damaged: list[str] = []
-    names = list(storage.names())
+    names = newest_first(storage)[::-1]
     while names and len(kept) < keep:
         name = names.pop()
         whole = is_whole(Path(storage.place(name)))
         (kept if whole else damaged).append(name)
     return kept, damaged, names
+
+
+def best_of(newest: Path) -> str:
+    """Return the name of the checkpoint with the lowest held-out loss; empty if none is known.
+
+    Args:
+        newest: Folder of a checkpoint; what the trainer keeps in it says which was the best step.
+    """
+    trainer = read_folder(newest).metadata.trainer
+    step = trainer.get("best_step") if isinstance(trainer, dict) else None
+    return step_name(step) if isinstance(step, int) else ""
 
 
 def _remove(storage: LocalStorage, name: str) -> None:

@@ -26,6 +26,7 @@ from sbp_launch.checkpoint.opening import (
     look,
     read_index,
 )
+from sbp_launch.checkpoint.places import newest_first
 from sbp_launch.console import say
 from sbp_launch.exit_codes import FAILED
 
@@ -40,7 +41,7 @@ def verify(options: Namespace) -> int:
     if found.others or found.path != options.path:
         storage = checkpoints_of(options.path)
         if storage is not None:
-            paths = [Path(storage.place(name)) for name in storage.names()]
+            paths = [Path(storage.place(name)) for name in reversed(newest_first(storage))]
     if found.format == FORMAT:
         # Here and not above: what only looks takes no torch. And not below, where time counts.
         import_module("sbp_launch.checkpoint.reading")
