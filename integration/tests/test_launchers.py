@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
+from checkpoints import saved_states
 from small_runs import DATA, SMALL, losses
 
 from sbp_core.testing.interrupts import hears_signals
@@ -63,10 +63,10 @@ def test_processes_compute_what_threads_do_bit_for_bit(
             assert "launcher spawn: 2 processes, one a rank" in done.stdout
             assert (where / "logs" / "rank_1.txt").read_text("utf-8")
     assert len(losses(tmp_path / "local")) == 3
-    states = load_file(tmp_path / "local" / "states.safetensors")
+    states = saved_states(tmp_path / "local")
     for boxing in between:
         assert losses(tmp_path / boxing) == losses(tmp_path / "local")
-        found = load_file(tmp_path / boxing / "states.safetensors")
+        found = saved_states(tmp_path / boxing)
         assert found.keys() == states.keys()
         assert all(found[name].equal(value) for name, value in states.items())
         # What rank 0 prints of losses, held-out loss, sample and deviation.
@@ -118,9 +118,9 @@ def test_ranks_that_are_asked_to_stop_do_so_behind_one_step_and_save_it(
         told += run.communicate(timeout=240)[0].decode()
 
     assert run.returncode == code, told
-    assert "the states so far are in states.safetensors" in told
+    assert "the states so far are in checkpoints/step-" in told
     assert "Traceback" not in told
-    steps = load_file(tmp_path / "run" / "states.safetensors")["head.weight.step"].item()
+    steps = saved_states(tmp_path / "run")["head.weight.step"].item()
     assert steps == len(losses(tmp_path / "run"))
 
 

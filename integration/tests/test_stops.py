@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
+from checkpoints import saved_states
 
 from sbp_core.testing.interrupts import hears_signals
 
@@ -30,13 +30,13 @@ SMALL = (
 @pytest.mark.parametrize(
     ("number", "code", "says"),
     [
-        (signal.SIGINT, 130, "stopped early; the states so far are in states.safetensors"),
-        (signal.SIGTERM, 143, "stopped by SIGTERM; the states so far are in states.safetensors"),
+        (signal.SIGINT, 130, "stopped early; the states so far are in checkpoints/step-"),
+        (signal.SIGTERM, 143, "stopped by SIGTERM; the states so far are in checkpoints/step-"),
         # As SIGTERM, as the tests of sbp-launch see in one process.
         pytest.param(
             signal.SIGHUP,
             129,
-            "stopped by SIGHUP; the states so far are in states.safetensors",
+            "stopped by SIGHUP; the states so far are in checkpoints/step-",
             marks=pytest.mark.exhaustive,
         ),
     ],
@@ -64,6 +64,6 @@ def test_a_run_stopped_by_a_signal_keeps_its_states(
     assert "Traceback" not in told
     assert f"run folder: {tmp_path / 'run'}" in told
     metrics = (tmp_path / "run" / "metrics.jsonl").read_text("utf-8").splitlines()
-    states = load_file(tmp_path / "run" / "states.safetensors")
+    states = saved_states(tmp_path / "run")
     # Ctrl-C may come between a step and its metrics.
     assert states["head.weight.step"].item() - json.loads(metrics[-1])["step"] in (0, 1)

@@ -1,72 +1,79 @@
-"""What a parallel step leaves in a folder: states, strategy, plan, and how many steps were done."""
+"""What a parallel step leaves in a folder: its strategy and plan, and checkpoints, as runs do."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors import SafetensorError
-from torch import Tensor
-
-from sbp_core.errors import ConfigError, RunError
+from sbp_core.errors import ConfigError
+from sbp_core.graph import graph_hash
+from sbp_core.runtime import Session
+from sbp_launch.checkpoint.local import LocalStorage
+from sbp_launch.checkpoint.manifest import Metadata
+from sbp_launch.checkpoint.places import find_checkpoints, step_name
+from sbp_launch.checkpoint.reading import Checkpoint
+from sbp_launch.checkpoint.saving import Processes, ReadTogether, save
+from sbp_launch.environment import versions
+from sbp_launch.parallelize.agreement import Gather
 from sbp_launch.plan_output import write_plan
 from sbp_launch.planning import Planned
-from sbp_launch.states_file import STATES, StatesFile, write_states
-
-#: File of the steps done and the seed.
-PROGRESS = "progress.json"
+from sbp_launch.world import World
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
-    """What was read from a folder.
+def processes_of(world: World, gather: Gather | None) -> Processes:
+    """Return the processes of a step, as checkpoints know them."""
+    if gather is None:
+        return Processes()
 
-    Args:
-        states: By name; read when they are asked for.
-        steps_done: Steps taken.
-        seed: Of random numbers in the step.
-    """
+    def texts(text: str) -> list[str]:
+        return list(gather("a checkpoint", text).values())
 
-    states: Mapping[str, Tensor]
-    steps_done: int
-    seed: int
+    return Processes(rank=world.rank, ranks=tuple(range(world.size)), gather=texts)
 
 
-def write_folder(
-    folder: Path, states: Mapping[str, Tensor], planned: Planned, steps_done: int, seed: int
+def save_step(
+    folder: Path, session: Session, planned: Planned, step: int, seed: int, processes: Processes
 ) -> None:
-    """Write all files; the states last, which are whole whenever they are there.
+    """Save a checkpoint, and beside it strategy and plan; all processes call it.
 
     Raises:
         RunError: they cannot be written.
     """
-    try:
-        write_plan(folder, planned)
-        text = json.dumps({"steps_done": steps_done, "seed": seed})
-        (folder / PROGRESS).write_text(f"{text}\n", encoding="utf-8")
-    except OSError as error:
-        raise RunError(
-            f"the folder {folder} cannot be written: {error.strerror or error}",
-            where=str(error.filename or ""),
-            todo="make room, or name another folder",
-        ) from error
-    write_states(folder / STATES, states)
+    processes.agree(
+        lambda: write_plan(folder, planned) if processes.is_first else None,
+        "the plan cannot be written",
+        str(folder),
+    )
+    metadata = Metadata(
+        step=step, seed=seed, graph_hash=graph_hash(planned.graph), versions=versions()
+    )
+    save(LocalStorage(folder), step_name(step), metadata, session.pieces(), processes)
 
 
-def read_folder(folder: Path) -> Saved:
-    """Return what `write_folder` wrote.
+def load_step(path: Path, session: Session, seed: int, processes: Processes) -> int:
+    """Load the newest checkpoint that a path means; return its step; all processes call it.
 
     Raises:
-        ConfigError: it is not there, or cannot be read.
+        ConfigError: there is none, it is damaged, does not fit, or was saved with another seed. Of
+            several processes, those that have read their parts before one finds the damage have
+            lost their states then: the session is closed.
     """
-    try:
-        progress = json.loads((folder / PROGRESS).read_text(encoding="utf-8"))
-        states = StatesFile(folder / STATES)
-        return Saved(states=states, steps_done=progress["steps_done"], seed=progress["seed"])
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    storage, names = find_checkpoints(path)
+    checkpoint = Checkpoint(storage, names[0])
+    metadata = checkpoint.manifest.metadata
+    if metadata.seed != seed:
         raise ConfigError(
-            f"{folder} cannot be read: {error}",
-            accepted=f"a folder that step.save(folder) wrote, with {STATES} and {PROGRESS}",
-        ) from error
+            f"{storage.place(names[0])} was written with seed={metadata.seed}, and this is "
+            f"seed={seed}",
+            todo=f"pass seed={metadata.seed} to parallelize",
+        )
+    if len(processes.ranks) == 1:
+        with checkpoint:
+            session.load_state_dict(checkpoint)
+        return metadata.step
+    states = ReadTogether(checkpoint)
+    session.load_state_dict(states)
+    problem = states.agree(processes)
+    if problem is not None:
+        session.close()
+        raise problem
+    return metadata.step

@@ -14,7 +14,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from sbp_core.compile import PhysicalPlan
-from sbp_core.errors import ConfigError, RunError, SbpValueError
+from sbp_core.errors import RunError, SbpValueError
 from sbp_core.graph import LogicalGraph
 from sbp_core.runtime import BatchIs, Session, batch_parts, local_samples
 from sbp_core.strategy import Strategy
@@ -24,7 +24,7 @@ from sbp_launch.parallelize.forward import Forwards
 from sbp_launch.parallelize.joining import join
 from sbp_launch.parallelize.output import StepOutput
 from sbp_launch.parallelize.program import OneDeviceProgram
-from sbp_launch.parallelize.saved import read_folder, write_folder
+from sbp_launch.parallelize.saved import load_step, processes_of, save_step
 from sbp_launch.parallelize.scalars import UpdateScalars
 from sbp_launch.plan_output import print_plan
 from sbp_launch.planning import Planned
@@ -290,30 +290,38 @@ class ParallelStep:
             optimizer.load_state_dict(to_optimizer_state(states, model, optimizer))
 
     def save(self, folder: str | Path) -> None:
-        """Write states, strategy and plan into a folder; all processes call it, rank 0 writes.
+        """Save a checkpoint in a folder, and strategy and plan beside it; all processes call it.
+
+        Each process writes what its ranks own, and nothing is sent. The checkpoint is whole and on
+        the disk when this returns, or it is not there; those of other steps stay.
 
         Raises:
-            RunError: they cannot be written.
+            RunError: it cannot be written.
         """
-        states = self.state_dict(to=0)
-        if self.world.rank == 0:
-            write_folder(Path(folder), states, self._planned, self.steps_done, self._engine.seed)
+        save_step(
+            Path(folder),
+            self.session,
+            self._planned,
+            self.steps_done,
+            self._engine.seed,
+            processes_of(self.world, self._gather),
+        )
 
-    def load(self, folder: str | Path) -> None:
-        """Go on from what `save` left, perhaps of another mesh; all processes call it.
+    def load(self, path: str | Path) -> None:
+        """Go on from a checkpoint, perhaps of another mesh; all processes call it.
+
+        Each process reads, and verifies, what its ranks hold.
+
+        Args:
+            path: Of a checkpoint; or of a folder that has some, such as that of a run of
+                `sbp-train`, of which the newest is taken.
 
         Raises:
-            ConfigError: the folder holds no such files, or was written with another seed.
+            ConfigError: there is none, it is damaged, does not fit, or was saved with another seed.
         """
-        saved = read_folder(Path(folder))
-        if saved.seed != self._engine.seed:
-            raise ConfigError(
-                f"{folder} was written with seed={saved.seed}, and this is "
-                f"seed={self._engine.seed}",
-                todo=f"pass seed={saved.seed} to parallelize",
-            )
-        self.load_state_dict(saved.states)
-        self._first_step = saved.steps_done - self.session.steps_done
+        processes = processes_of(self.world, self._gather)
+        done = load_step(Path(path), self.session, self._engine.seed, processes)
+        self._first_step = done - self.session.steps_done
 
     def load_model(self, path: str | Path) -> None:
         """Start from weights, by the model's own names; all processes call it.

@@ -196,9 +196,15 @@ class StateStore:
         check_tensor(slot.name, states.like(slot.name), slot.shape, slot.dtype)
         assert slot.sbp is not None, "else it is a number"
         bounds = bounds_of(slot.shape, self.plan.stages[slot.stage], slot.sbp)
+        read: dict[Bounds, Tensor] = {}
         for rank in bounds.keys() & new.keys():
-            part = states.part(slot.name, bounds[rank])
-            new[rank][slot.name] = self.device.put(part.contiguous())
+            held = read.get(bounds[rank])
+            if held is None:
+                part = states.part(slot.name, bounds[rank])
+                held = read[bounds[rank]] = self.device.put(part.contiguous())
+                new[rank][slot.name] = held
+            else:
+                new[rank][slot.name] = held.clone()
 
     @cached_property
     def owned(self) -> tuple[tuple[int, str, Bounds], ...]:
