@@ -101,7 +101,8 @@ class TrainerConfig:
         tokens: Tokens of text to train on, >= 1.
         hours: Time to train, with evaluation and saving, but without planning, > 0.
         batch_size: Samples of one step over all ranks, >= 1.
-        micro_batches: Parts of one step; divides `batch_size`.
+        micro_batches: Parts of one step; divides `batch_size`. `auto`: the fewest with which every
+            rank fits its memory.
         seed: Seed of the initialisation and of the order of the samples, >= 0.
         init_from: Weights to start from: a checkpoint, a run folder, a file of safetensors, or a
             folder of Hugging Face or torch.distributed.checkpoint; None for those that the model
@@ -133,7 +134,7 @@ class TrainerConfig:
     tokens: int | None = None
     hours: float | None = None
     batch_size: int = 16
-    micro_batches: int = 1
+    micro_batches: int | Literal["auto"] = 1
     seed: int = 0
     init_from: str | None = None
     order: Order = "shuffled"
@@ -162,7 +163,7 @@ class TrainerConfig:
         _check_least(self, 1, _AT_LEAST_ONE)
         _check_least(self, 0, _AT_LEAST_ZERO)
         self._check_budget()
-        if self.batch_size % self.micro_batches:
+        if self.micro_batches != "auto" and self.batch_size % self.micro_batches:
             divisors = [n for n in range(1, self.batch_size + 1) if self.batch_size % n == 0]
             raise ConfigError(
                 f"batch_size={self.batch_size} does not divide into "
@@ -240,7 +241,13 @@ class TrainerConfig:
     @property
     def micro_batch_size(self) -> int:
         """Samples of one micro-batch over all ranks."""
-        return self.batch_size // self.micro_batches
+        return self.batch_size // self.num_micro_batches
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Parts of one step, of a run that is planned."""
+        assert self.micro_batches != "auto", "plan_fitting knows how many there are"
+        return self.micro_batches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -69,7 +69,7 @@ class Evaluator:
         settings = self.run.config.trainer
         evaluating, plan = self._session()
         totals: Counter[str] = Counter()
-        count = settings.evaluate.batches * settings.micro_batches
+        count = settings.evaluate.batches * settings.num_micro_batches
         loader = BatchLoader(
             self.program.source,
             "validation",

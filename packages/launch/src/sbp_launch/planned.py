@@ -58,7 +58,7 @@ def plan_settings(run: Run, program: Program) -> PlanSettings:
         cluster=program.cluster,
         compile=config.compile,
         passes=tuple(cast(GraphPass, run.registry.make("pass", name)) for name in names),
-        micro_batches=config.trainer.micro_batches,
+        micro_batches=config.trainer.num_micro_batches,
         update=config.trainer.update,
     )
 

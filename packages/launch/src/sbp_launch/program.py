@@ -197,7 +197,7 @@ class EagerReference:
             factor: Of the learning rate.
         """
         self.optimizer.zero_grad()
-        count, size = self.settings.micro_batches, self.settings.micro_batch_size
+        count, size = self.settings.num_micro_batches, self.settings.micro_batch_size
         total = 0.0
         for index in range(count):
             part = {name: value[index * size :][:size] for name, value in batch.items()}

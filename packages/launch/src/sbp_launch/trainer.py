@@ -23,6 +23,7 @@ from sbp_launch.config import RunConfig
 from sbp_launch.environment import write_environment
 from sbp_launch.figures import Measured, Predicted, StepMeter, prediction_basis
 from sbp_launch.loop import TrainingLoop
+from sbp_launch.micro_batches import plan_fitting
 from sbp_launch.plan_output import print_plan, write_plan
 from sbp_launch.planned import plan_step
 from sbp_launch.planning import Planned
@@ -60,7 +61,8 @@ _ALL_ROWS = "see plan.txt of the run folder"
 def plan_only(config: RunConfig, registry: PluginRegistry) -> Strategy:
     """Plan, print the plan, and return what was decided."""
     run = Run(config=config, registry=registry, console=make_console())
-    planned = plan_step(run, make_program(run))
+    program = make_program(run)
+    run, planned = plan_fitting(run, lambda known: plan_step(known, program))
     show_plan(run, planned, todo="raise trainer.plan_rows to see them")
     return planned.strategy
 
@@ -114,7 +116,7 @@ def train(
         if not backend.spans_processes:
             run.say(crowding(program.mesh.size, usable_cores()))
         try:
-            planned = plan_step(run, program)
+            run, planned = plan_fitting(run, lambda known: plan_step(known, program))
             if run.is_first:
                 with writing(folder):
                     write_plan(folder, planned)
