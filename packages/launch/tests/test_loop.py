@@ -190,7 +190,7 @@ def test_a_resumed_run_appends_to_its_metrics_and_goes_on_with_schedule_and_call
         "steps": 8,
         "schedule": schedule,
         "evaluate": EvaluateConfig(every=1, batches=1),
-        "checkpoint": CheckpointConfig(every=2),
+        "checkpoint": CheckpointConfig(every=2, wait=True),
         "compare_steps": 0,
     }
     losses(monkeypatch, found)

@@ -44,6 +44,22 @@ def test_the_highest_vote_is_heard_by_all() -> None:
     assert found == [[0, 15, 7]] * 3
 
 
+def test_of_several_numbers_the_highest_in_each_place_is_heard_by_all() -> None:
+    values = [[0, 10**15, 3], [1, 7, 3], [0, 0, 9]]
+
+    found = among(3, lambda rank, team: team.highest_of(values[rank]))
+
+    assert found == [[1, 10**15, 9]] * 3
+
+
+def test_what_one_process_asks_for_is_heard_by_all_where_nobody_stops() -> None:
+    found = among(
+        2, lambda rank, team: stop_together(team, StopSignals(), asked=[rank, 5 - rank, 0])
+    )
+
+    assert found == [[1, 5, 0]] * 2
+
+
 def test_votes_go_where_the_transport_takes_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     backend, given = LocalBackend(), []
     backend.open(range(2))
