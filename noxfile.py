@@ -348,9 +348,16 @@ def soak(session: nox.Session, *arguments: str) -> None:
         session.run("python", "-m", "soak", *arguments, env=TEST_ENVIRONMENT)
 
 
+def fuzz(session: nox.Session, *arguments: str) -> None:
+    """Edit files of every kind at random, a million times; they are used or refused."""
+    with session.chdir(ROOT / "integration"):
+        session.run("python", "-m", "fuzz", *arguments, env=TEST_ENVIRONMENT)
+
+
 #: What `nox -s exhaustive -- NAME` runs alone.
 EXHAUSTIVE_PARTS: dict[str, Callable[..., None]] = {
     "boxing": box_everything,
+    "fuzz": fuzz,
     "kills": kill_ranks,
     "models": train_models,
     "signatures": survey_signatures,
@@ -360,7 +367,7 @@ EXHAUSTIVE_PARTS: dict[str, Callable[..., None]] = {
 
 @nox.session(reuse_venv=True)
 def exhaustive(session: nox.Session) -> None:
-    """All that takes long; or `-- boxing`, `-- kills`, `-- models`, `-- signatures`, `-- soak`."""
+    """All that takes long; or one of `EXHAUSTIVE_PARTS`: `-- boxing`, `-- fuzz`, `-- kills`, ..."""
     install_all(session, "rich>=13.7", TRANSFORMERS, with_tests=True)
     part, *arguments = session.posargs or [""]
     if part in EXHAUSTIVE_PARTS:

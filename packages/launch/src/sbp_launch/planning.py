@@ -301,7 +301,7 @@ def check_precision(config: CompileConfig, graph: LogicalGraph) -> None:
 def compiled(graph: LogicalGraph, strategy: Strategy, settings: PlanSettings) -> Planned:
     """Compile a strategy, and check the plan."""
     plan = compile_plan(graph, strategy, settings.options)
-    return Planned(graph=graph, strategy=strategy, plan=plan, checked=check(plan))
+    return Planned(graph=graph, strategy=strategy, plan=plan, checked=check(plan, types=False))
 
 
 def regathering(strategy: Strategy, config: CompileConfig) -> Strategy:

@@ -18,6 +18,10 @@ processes a posted receive is the credit (`Communicator.send`):
 A receive is posted at the latest when it fires, so whoever waits for that waits no longer than in
 the replay. To wait less never stops a marked graph, so the proof holds for processes, too.
 
+The values that are replayed are types: each operator is called on tensors without data, by the
+tensor library that is installed, so that what is accepted also runs. Values may still be refused in
+a run, such as an index that is too large.
+
 Stability: provisional.
 """
 
@@ -43,12 +47,12 @@ from sbp_core.compile.physical import (
     Send,
 )
 from sbp_core.compile.plan_spec import verify_plan
-from sbp_core.compile.token_game import TokenGame
 from sbp_core.errors import PlanError
 from sbp_core.exports import make_callable
 from sbp_core.graph.ir import Rate
-from sbp_core.interpreter import Domain, Firing, Interpreter
-from sbp_core.interpreter.domain import Values
+from sbp_core.interpreter import Firing, Interpreter
+from sbp_core.interpreter.domain import V, Values
+from sbp_core.memory import CountedFillings, TypedValues, installed_layouts
 
 __all__ = ["CheckReport", "check"]
 
@@ -66,16 +70,20 @@ class CheckReport:
     occupancy: Mapping[tuple[int, str], int]
 
 
-def check(plan: PhysicalPlan) -> CheckReport:
-    """Prove a plan live and bounded.
+def check(plan: PhysicalPlan, *, types: bool = True) -> CheckReport:
+    """Prove a plan live and bounded, and that its operators can be called on what they are given.
 
     Args:
         plan: With firing orders.
+        types: Whether every operator is called on tensors without data, if a tensor library is
+            installed. A plan that was just compiled of a captured graph needs it not, and is
+            checked faster.
 
     Raises:
         PlanError: a part is none that there can be (see `compile.plan_spec`), actors, registers and
             links do not fit together, an actor is missing from the orders, the plan would deadlock
-            (with the cycle), or a register would overflow.
+            (with the cycle), or a register would overflow; an operator is none that plans may name,
+            or does not take what it is given.
     """
     verify_plan(plan)
     for part in plan.ranks:
@@ -87,16 +95,30 @@ def check(plan: PhysicalPlan) -> CheckReport:
     # Every register is filled and read equally often by now. So if all firings of the orders
     # happen, the step ends with the data and credits that it began with: one step stands for all.
     _check_orders(plan)
-    tokens = _Tokens()
-    states = {part.rank: dict.fromkeys(slot.name for slot in part.slots) for part in plan.ranks}
-    replay = Interpreter(plan, tokens, states, {})
+    layouts = installed_layouts() if types else None
+    if layouts is None:
+        tokens = _Tokens()
+        states = {part.rank: dict.fromkeys(slot.name for slot in part.slots) for part in plan.ranks}
+        return _replayed(plan, tokens, Interpreter(plan, tokens, states, {}))
+    typed = TypedValues(plan, layouts)
+    return _replayed(plan, typed, Interpreter(plan, typed, typed.states, typed.fed))
+
+
+def _replayed(
+    plan: PhysicalPlan, domain: CountedFillings[V], replay: Interpreter[V]
+) -> CheckReport:
+    """Replay a step, and return what it showed.
+
+    Raises:
+        PlanError: it comes to a stand.
+    """
     if not replay.run():
         raise PlanError(
             "the plan would deadlock: each of these waits for the next",
             where=_cycle(replay),
             todo="raise in_flight of the stages named, or plan again",
         )
-    return CheckReport(num_firings=tokens.num_firings, occupancy=tokens.occupancy)
+    return CheckReport(num_firings=domain.num_firings, occupancy=domain.occupancy)
 
 
 def _check_actor(plan: PhysicalPlan, part: RankPlan, slots: set[str], actor: Actor) -> None:
@@ -239,12 +261,8 @@ def _check_orders(plan: PhysicalPlan) -> None:
                 )
 
 
-class _Tokens(Domain[None]):
+class _Tokens(CountedFillings[None]):
     """The domain of a replay that counts: a value is nothing but there."""
-
-    def __init__(self) -> None:
-        self.num_firings = 0
-        self.occupancy: dict[tuple[int, str], int] = {}
 
     def compute(self, firing: Firing[Compute], taken: Values[None]) -> Values[None]:
         """See `Domain.compute`."""
@@ -268,21 +286,8 @@ class _Tokens(Domain[None]):
     ) -> None:
         """See `Domain.add`."""
 
-    def fired(self, firing: Firing[Actor], game: TokenGame) -> None:
-        """Count the fillings of what an actor fills; nobody else can have made them more."""
-        self.num_firings += 1
-        # `TokenGame.waits` lets nobody start without credit. That the count is looked at here, too,
-        # makes the bound a result of the replay, and no assumption.
-        for register in game.plan.by_rank[firing.rank].outputs_of[firing.actor.name]:
-            live, key = game.live(firing.rank, register), (firing.rank, register.name)
-            if live > register.quota:
-                raise PlanError(
-                    f"register {register.name} of rank {firing.rank} holds {live} fillings"
-                )
-            self.occupancy[key] = max(live, self.occupancy.get(key, 0))
 
-
-def _cycle(replay: Interpreter[None]) -> list[str]:
+def _cycle(replay: Interpreter[V]) -> list[str]:
     """Follow waiting threads until one repeats.
 
     thread a  waits for data of -->  thread b  waits for credit of -->  thread c

@@ -21,8 +21,9 @@ from sbp_core.compile.legality import check_strategy
 from sbp_core.compile.liveness import dying_keys, keys_in, keys_out
 from sbp_core.compile.lower import lower
 from sbp_core.compile.order import order_firings
-from sbp_core.compile.overwriting import first_overwrites, is_in_place
+from sbp_core.compile.overwriting import first_overwrites, is_in_place, written_arguments
 from sbp_core.compile.physical import (
+    PLAN,
     Accumulate,
     Actor,
     ActorId,
@@ -48,6 +49,7 @@ __all__ = [
     "COMMIT",
     "LOCAL_BOX",
     "OVERWRITE",
+    "PLAN",
     "Accumulate",
     "Actor",
     "ActorId",
@@ -77,6 +79,7 @@ __all__ = [
     "lower",
     "order_firings",
     "to_json",
+    "written_arguments",
 ]
 
 

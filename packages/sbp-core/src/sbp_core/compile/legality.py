@@ -90,14 +90,11 @@ def _check_complete(graph: LogicalGraph, strategy: Strategy, lines: Lines | None
     missing = sorted((ops - set(strategy.nodes)) | (states - set(strategy.storage)))
     if missing or strategy.num_micro_batches != graph.num_micro_batches:
         place = ["nodes"] if missing else ["num_micro_batches"]
-        count = strategy.num_micro_batches
+        where = [f"{name} has no assignment" for name in missing[:5]]
+        where = where or [f"it is for {strategy.num_micro_batches} micro-batches"]
         raise PlanError(
             f"the strategy of planner {strategy.planner!r} does not cover the graph",
-            where=[
-                lines.where(place) if lines else "",
-                *(f"{name} has no assignment" for name in missing[:5]),
-                "" if missing else f"it is for {count} micro-batch{'es' * (count > 1)}",
-            ],
+            where=[*([lines.where(place)] if lines else ()), *where],
             accepted=f"every op and state, {graph.num_micro_batches} micro-batches",
             todo="plan this very graph",
         )

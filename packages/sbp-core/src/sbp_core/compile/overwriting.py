@@ -53,6 +53,23 @@ def first_overwrites(actor: Compute) -> Mapping[int, tuple[str, ...]]:
     return {at: tuple(s for s in found if found[s] == at) for at in sorted(set(found.values()))}
 
 
+def written_arguments(op: str, num_results: int) -> tuple[int, ...]:
+    """Return the arguments that an operator in place writes over, those of lists one by one.
+
+    Args:
+        op: Of which `is_in_place` holds.
+        num_results: Of the call: it may have fewer than the operator can have.
+
+    Returns:
+        None of them if the operator is the form in place of none.
+    """
+    if op == OVERWRITE:
+        return (0,)
+    namespace, kind, *overload = op.split(".")
+    form = in_place_form(".".join((namespace, kind[:-1], *overload)))
+    return () if form is None else form.over[:num_results]
+
+
 class Overwriting:
     """The rewriting of all segments of a plan; ranks that share instructions share the new ones.
 

@@ -7,10 +7,12 @@ it rely on what is checked here; that it comes to an end is checked by replaying
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from sbp_core.boxing.step import BoxingStep
 from sbp_core.compile.liveness import keys_out
+from sbp_core.compile.overwriting import is_in_place, written_arguments
 from sbp_core.compile.physical import (
     Accumulate,
     Actor,
@@ -23,10 +25,17 @@ from sbp_core.compile.physical import (
     StateSlot,
 )
 from sbp_core.errors import PlanError, SbpValueError
-from sbp_core.graph.ir import ITEMSIZE, Ref, refs
+from sbp_core.graph.ir import ITEMSIZE, Argument, InputKind, Ref, refs
 from sbp_core.graph.primitives import LOCAL_BOX
 from sbp_core.placement import Placement
 from sbp_core.sbp import check_sbp, local_shape
+from sbp_core.signatures.views import is_view
+
+#: Kinds of devices that a plan may be for.
+_DEVICES = ("cpu", "cuda")
+
+#: How an accumulation makes one of several parts, beside a factor.
+_HOWS = ("maximum", "minimum")
 
 
 def verify_plan(plan: PhysicalPlan) -> PhysicalPlan:
@@ -39,7 +48,11 @@ def verify_plan(plan: PhysicalPlan) -> PhysicalPlan:
     5. A compute segment uses what it takes and what it has made; what leaves it was taken or made.
        A boxing actor takes one shard, an accumulation the parts that it sums; they make what they
        say, and nothing else leaves them.
+       What an instruction writes over is a state that the actor overwrites, or of its own making.
     6. Links lead from an actor that sends to one that receives.
+    7. What ranks hold by one name is one graph input, and who holds a part of a state has a plan.
+       Actors write states that their rank holds; ties stand for states that no other one is.
+    8. All stages are of one kind of device.
 
     Raises:
         PlanError: names the rank and the part, and what it breaks.
@@ -58,10 +71,22 @@ def verify_plan(plan: PhysicalPlan) -> PhysicalPlan:
         _check_once("slots", (slot.name for slot in part.slots), where)
         for slot in part.slots:
             _check_slot(plan, part, slot)
+        states = {slot.name for slot in part.slots if slot.kind.is_state}
         for actor in part.actors:
-            _check_actor(plan, actor, f"actor {actor.name!r} of rank {part.rank}")
+            where = f"actor {actor.name!r} of rank {part.rank}"
+            _check_actor(plan, actor, where)
+            _check_writes(actor, states, where)
     for link in plan.links:
         _check_link(plan, link)
+    _check_inputs(plan)
+    _check_ties(plan)
+    kinds = sorted({stage.device for stage in plan.stages})
+    if len(kinds) != 1 or kinds[0] not in _DEVICES:
+        raise PlanError(
+            f"the plan is for devices of kind {', '.join(kinds) or 'none'}",
+            where="its stages",
+            accepted=" on all stages, or ".join(_DEVICES),
+        )
     return plan
 
 
@@ -116,6 +141,49 @@ def _check_slot(plan: PhysicalPlan, part: RankPlan, slot: StateSlot) -> None:
         raise PlanError(f"a part of shape {slot.local_shape}", where=where, accepted=str(held))
 
 
+def _check_inputs(plan: PhysicalPlan) -> None:
+    """Check that slots of one name are of one graph input, and that all holders have a plan."""
+    met: dict[str, tuple[int, StateSlot]] = {}
+    for part in plan.ranks:
+        for slot in part.slots:
+            rank, first = met.setdefault(slot.name, (part.rank, slot))
+            # A host number is on every stage that computes with it.
+            stage = slot.stage if slot.sbp is not None else first.stage
+            if replace(slot, stage=stage, local_shape=first.local_shape) != first:
+                raise PlanError(
+                    "ranks hold different inputs by this name",
+                    where=f"slot {slot.name!r} of rank {part.rank}, and of rank {rank}",
+                    accepted="one kind, shape, dtype, stage and SBP",
+                )
+    known = plan.by_rank.keys()
+    for name, (_, slot) in met.items():
+        holders = () if slot.sbp is None else plan.stages[slot.stage].rank_list
+        if gone := [rank for rank in holders if rank not in known]:
+            raise PlanError(
+                f"rank {gone[0]} holds a part of it and has no plan",
+                where=f"slot {name!r}",
+                accepted=", ".join(map(str, known)),
+            )
+        if slot.sbp is None and slot.kind is InputKind.BATCH:
+            raise PlanError("a batch tensor without an SBP", where=f"slot {name!r}")
+
+
+def _check_ties(plan: PhysicalPlan) -> None:
+    """Check that ties are of host numbers, and stand for states that no other one is."""
+    slots = {slot.name: slot for part in plan.ranks for slot in part.slots}
+    names = Counter(slot.name for slot in slots.values() if slot.name not in plan.ties)
+    for name, tied in plan.ties.items():
+        slot = slots.get(name)
+        if slot is None or slot.sbp is not None or not slot.kind.is_state or not tied:
+            raise PlanError(
+                f"{name!r} is tied to {list(tied)[:3]}",
+                where="ties",
+                accepted="host numbers that are states, each for one state or more",
+            )
+        names.update(tied)
+    _check_once("states", names.elements(), "the plan, ties included")
+
+
 def _stage(plan: PhysicalPlan, stage: int, where: str) -> Placement:
     if stage not in range(len(plan.stages)):
         accepted = f"0 .. {len(plan.stages) - 1}"
@@ -128,7 +196,15 @@ def _check_actor(plan: PhysicalPlan, actor: Actor, where: str) -> None:
     taken = {*actor.inputs, *actor.reads}
     if isinstance(actor, Compute):
         known = _check_segment(plan, actor, where)
+        _check_overwriting(actor, where)
     elif isinstance(actor, Accumulate):
+        hows = [how for _, _, how in actor.accumulates if isinstance(how, str)]
+        if unknown := set(hows).difference(_HOWS):
+            raise PlanError(
+                f"it sums by {min(unknown)!r}",
+                where=where,
+                accepted=f"a factor, null, {', '.join(_HOWS)}",
+            )
         parts = {part for part, _, _ in actor.accumulates}
         if not parts <= taken:
             raise _unknown(parts - taken, "it sums", where)
@@ -142,10 +218,28 @@ def _check_actor(plan: PhysicalPlan, actor: Actor, where: str) -> None:
         raise _unknown(leaving - known, "it hands on", where)
 
 
+def _check_writes(actor: Actor, states: set[str], where: str) -> None:
+    written = [state for state, _ in actor.writes]
+    _check_once("states that it writes", written, where)
+    if not states.issuperset(written) or not set(written).issuperset(actor.in_place):
+        raise PlanError(
+            f"writes {written}, and {list(actor.in_place)} in place",
+            where=where,
+            accepted="states that this rank holds; in place some of those that it writes",
+        )
+
+
 def _check_segment(plan: PhysicalPlan, actor: Compute, where: str) -> set[str]:
     """Return all keys that are there when a segment ends."""
     known = {*actor.inputs, *actor.reads}
     for instruction in actor.instructions:
+        parts = instruction.op.split(".")
+        if len(parts) < 2 or not all(map(str.isidentifier, parts)):
+            raise PlanError(
+                f"{instruction.op!r} is no operator name",
+                where=where,
+                accepted="namespace.operator[.overload]",
+            )
         used = {ref.name for ref in refs((instruction.args, tuple(instruction.kwargs.values())))}
         if not used <= known:
             raise _unknown(used - known, f"{instruction.op} uses", where)
@@ -153,6 +247,39 @@ def _check_segment(plan: PhysicalPlan, actor: Compute, where: str) -> set[str]:
             _check_local_box(plan, instruction.args, where)
         known.update(instruction.outputs)
     return known
+
+
+def _check_overwriting(actor: Compute, where: str) -> None:
+    """Check that nothing is written over that others hold.
+
+    before: y = add_(x, 1)    x is taken from a register, or read and not in `in_place`: refused
+    """
+    own = set(actor.in_place)
+    for instruction in actor.instructions:
+        if not is_in_place(instruction.op):
+            # What looks at somebody else's memory is not the segment's own.
+            if not (instruction.op == LOCAL_BOX or is_view(instruction.op)):
+                own.update(instruction.outputs)
+            continue
+        over = written_arguments(instruction.op, len(instruction.outputs))
+        places = list(_flat(instruction.args))
+        written = [places[at] for at in over if at < len(places)]
+        names = [place.name for place in written if isinstance(place, Ref)]
+        if len(names) != max(1, len(instruction.outputs)) or not own.issuperset(names):
+            raise PlanError(
+                f"{instruction.op} writes over {', '.join(names) or 'nothing that it may'}",
+                where=where,
+                accepted="operators with a form in place, on states that the actor overwrites",
+            )
+        own.update(instruction.outputs)
+
+
+def _flat(args: Iterable[Argument]) -> Iterator[Argument]:
+    for argument in args:
+        if isinstance(argument, tuple):
+            yield from argument
+        else:
+            yield argument
 
 
 def _unknown(names: set[str], what: str, where: str) -> PlanError:

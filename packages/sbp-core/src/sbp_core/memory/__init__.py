@@ -3,7 +3,7 @@
 `lifetime` says when each storage lives, by a `ledger`; `communication_buffers` what transports
 between processes hold beside them, `report` what that comes to, by `kinds`. How results lie in
 memory is known to the tensor library; `prediction` puts all of it together. `bound` says without it
-what memory cannot exceed.
+what memory cannot exceed. `typed_values` are what `sbp_core.check` replays a plan on.
 
 Stability: provisional.
 """
@@ -23,9 +23,11 @@ from sbp_core.memory.storage_view import (
     StridedLayout,
     contiguous,
 )
+from sbp_core.memory.typed_values import CountedFillings, TypedValues, installed_layouts
 
 __all__ = [
     "CallLayouts",
+    "CountedFillings",
     "LayoutLibrary",
     "MemoryKind",
     "MemoryReport",
@@ -34,10 +36,12 @@ __all__ = [
     "ResultLayout",
     "StorageView",
     "StridedLayout",
+    "TypedValues",
     "buffer_bytes",
     "call_layouts",
     "check_memory",
     "contiguous",
+    "installed_layouts",
     "lifetimes",
     "memory_bound",
     "predict_memory",

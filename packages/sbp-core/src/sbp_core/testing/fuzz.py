@@ -47,6 +47,7 @@ class FileKind:
         use: Reads a file and does with it what a user would. What it raises should be an
             `SbpError` that names the file.
         names_place: Whether every refusal has to name the file or a part of it.
+        edit: Makes one edit of a value, where files are edited as values.
     """
 
     name: str
@@ -54,6 +55,7 @@ class FileKind:
     originals: Callable[[], Sequence[bytes]]
     use: Callable[[Path], object]
     names_place: bool = True
+    edit: Callable[[Any, Random], Any] = edited
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +94,7 @@ def edited_file(kind: FileKind, seed: int) -> bytes:
     read, written = _VALUES[kind.suffix]
     value = read(text)
     for _ in range(num_edits):
-        value = edited(value, random)
+        value = kind.edit(value, random)
     return written(value).encode("utf-8", "surrogatepass")
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from sbp_core.boxing import BoxingStep
 from sbp_core.compile import LOCAL_BOX, Instruction
-from sbp_core.errors import PlanError
+from sbp_core.errors import PlanError, SbpError
 from sbp_core.graph import ITEMSIZE, Argument, Ref, Symbol, map_refs, refs
 from sbp_core.memory import Number, ResultLayout, StorageView, StridedLayout
 from sbp_torch._torch_compat import fake_mode, storage_key
@@ -98,7 +98,14 @@ class Layouts:
         with torch.no_grad(), self._mode:
             arguments = _fakes(given)
             try:
-                made = _run(entry, rank, arguments, steps)
+                return _described(_run(entry, rank, arguments, steps), given, arguments)
+            except SbpError as error:
+                raise PlanError(
+                    error.what,
+                    where=(f"node {entry.node!r}", *error.where),
+                    accepted=error.accepted,
+                    todo=error.todo,
+                ) from error
             except Exception as error:
                 raise PlanError(
                     f"the memory of {entry.op} is not known: {error}",
@@ -106,7 +113,6 @@ class Layouts:
                     accepted="operators that run on fake tensors",
                     todo="register a fake implementation: torch.library.register_fake",
                 ) from error
-            return _described(made, given, arguments)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,21 +10,34 @@ from typing import Any
 
 import torch
 
+from sbp_core.compile import is_in_place, written_arguments
 from sbp_core.errors import GraphError, SbpValueError
 from sbp_core.graph import Argument, Ref, Symbol
-from sbp_torch._torch_compat import OpOverload, argument_types, return_types
+from sbp_core.runtime import Number
+from sbp_core.signatures import installed_rules
+from sbp_torch._torch_compat import OpOverload, argument_types, is_mutable, return_types
 from sbp_torch.ops import batch_norm as _batch_norm  # noqa: F401 - registers sbp.batch_norm_sums
 from sbp_torch.ops import constants as _constants  # noqa: F401 - registers sbp.constant
 from sbp_torch.ops import random as _random_ops  # noqa: F401 - registers sbp.random_*
 from sbp_torch.ops import wide_products as _wide_products  # noqa: F401 - registers sbp.mm_as
 from sbp_torch.ops.fused_updates import IN_PLACE  # registers sbp.fused_*
 
+#: Exponents up to which integers have exact powers.
+_LONG = 1000
+
+
+def _power(base: Number, exponent: Number) -> Number:
+    """Return a power; of integers, too, one that is no larger than floats are."""
+    is_long = isinstance(base, int) and isinstance(exponent, int) and abs(exponent) > _LONG
+    return float(base) ** exponent if is_long else base**exponent
+
+
 _HOST: dict[str, Callable[..., Any]] = {
     "add": operator.add,
     "sub": operator.sub,
     "mul": operator.mul,
     "truediv": operator.truediv,
-    "pow": operator.pow,
+    "pow": _power,
     "neg": operator.neg,
     "floor": math.floor,
     "float": float,
@@ -54,6 +67,18 @@ _OWN: dict[str, Callable[..., Any]] = {"sbp.after": _after, "sbp.piece": _piece,
 #: What `torch.ops.aten.add` is, without its overload.
 _Packet = type(torch.ops.aten.add)
 
+_TENSORS = ("Tensor", "List[Tensor]", "List[Optional[Tensor]]")
+_NUMBERS = ("int", "float", "bool", "number", "complex", "Device", "str")
+
+#: Types of arguments of what a graph may call, and of results.
+_TAKEN = frozenset(
+    text
+    for kind in (*_TENSORS, *_NUMBERS, *(f"List[{number}]" for number in _NUMBERS), "Generator")
+    for text in (kind, f"Optional[{kind}]")
+)
+_MADE = frozenset(_TENSORS)
+
+
 _SYMBOLS: dict[str, type] = {
     "dtype": torch.dtype,
     "layout": torch.layout,
@@ -66,9 +91,11 @@ def operator_of(op: str) -> Callable[..., Any]:
     """Return the callable of an operator name.
 
     `aten.*` and custom namespaces come from `torch.ops`; `host.*` are Python's own on numbers.
+    Graphs and plans may come from files, and this is all that they can call: see
+    `why_not_callable`.
 
     Raises:
-        GraphError: torch has no such operator.
+        GraphError: torch has no such operator, or it is none for a graph.
     """
     namespace, name, *overload = op.split(".") if "." in op else (op, "")
     if namespace == "host" and name in _HOST:
@@ -87,8 +114,48 @@ def operator_of(op: str) -> Callable[..., Any]:
             accepted=f"operators of torch {torch.__version__} and of torch.library",
             todo="import the package that registers it",
         )
+    if not isinstance(found, OpOverload):
+        overloads = found.overloads()  # type: ignore[no-untyped-call] # torch leaves it untyped
+        if len(overloads) != 1:
+            raise GraphError(
+                f"{op!r} names no overload", accepted=", ".join(f"{op}.{one}" for one in overloads)
+            )
+        found = getattr(found, overloads[0])
+    if why := why_not_callable(op, found):
+        raise GraphError(
+            f"{op!r} may not be called by a graph or a plan: {why}",
+            accepted="operators that make tensors of tensors and numbers, and do nothing else",
+            todo="" if op.startswith("aten.") else "register one that does, with torch.library",
+        )
     made: Callable[..., Any] = found
     return made
+
+
+def why_not_callable(op: str, found: OpOverload) -> str:
+    """Return why graphs and plans may not call an operator of torch; an empty text if they may.
+
+    What has a rule or is pointwise may be called, and of what writes over its arguments the forms
+    in place of those. Any other one has to be functional, as its schema says: it takes tensors and
+    numbers and makes tensors, so that it reads no file and knows no other process.
+    """
+    if is_in_place(op):
+        return "" if written_arguments(op, 1) else "it writes over its arguments"
+    if op in installed_rules().ops:
+        return ""
+    if is_mutable(found):
+        return "it writes over its arguments"
+    takes, makes = argument_types(found).values(), return_types(found)
+    if strange := sorted({kind for kind in takes if kind not in _TAKEN}):
+        return f"it takes {strange[0]}"
+    if not makes or not _MADE.issuperset(makes):
+        return f"it makes {', '.join(makes) or 'nothing'}"
+    if "str" in takes and not any("Tensor" in kind for kind in takes):
+        return "it takes a text and no tensor"  # such as the name of a file
+    if torch.Tag.pointwise in found.tags or not op.startswith("aten."):
+        return ""
+    # Some of these rely on what their callers have checked, and crash without.
+    is_private = op.startswith("aten._") or "unsafe" in op
+    return "it is private to PyTorch, and has no rule" if is_private else ""
 
 
 def results_of(made: Any) -> tuple[Any, ...]:

@@ -1,0 +1,118 @@
+"""Edits tried in processes that may take so much memory and so long; a killed one is a fault, too.
+
+    parent  --kind, first, last-->  worker: limits itself, tries the edits one by one
+    parent  <--"seed 17"-- --{...}-- a line before each edit, and one with what came of it
+
+A worker that ends or says nothing for too long has met a fault in the edit that it named last; the
+next one goes on behind it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import selectors
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO
+
+from fuzz.kinds import KINDS
+from sbp_core.testing.fuzz import Outcome, try_edit
+
+#: Memory that a worker may take beside what it has when it begins.
+MOST_BYTES = 4 << 30
+
+#: Seconds without a word from a worker: a reader that does not come back.
+MOST_SILENCE_S = 120.0
+
+#: Edits of a worker: what leaks does so from one to the next.
+_EDITS_OF_WORKER = 20_000
+
+_FOLDER = Path(__file__).parent.parent
+
+
+def work(name: str, first: int, last: int) -> None:
+    """Try the edits of some seeds, and print what came of each, as a line of JSON."""
+    kind, out = KINDS[name], sys.stdout
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (taken + MOST_BYTES, taken + MOST_BYTES))
+    # A crash should leave no file of all memory.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with tempfile.TemporaryDirectory() as folder:
+        for seed in range(first, last):
+            print(f"seed {seed}", file=out, flush=True)
+            print(json.dumps(asdict(try_edit(kind, seed, Path(folder)))), file=out, flush=True)
+
+
+def worker(name: str, first: int, last: int) -> list[str]:
+    """Return the command of a worker."""
+    return [sys.executable, "-m", "fuzz", "--work", name, str(first), str(last)]
+
+
+def outcomes(
+    name: str,
+    first: int,
+    last: int,
+    *,
+    command_of: Callable[[str, int, int], list[str]] = worker,
+    most_silence_s: float = MOST_SILENCE_S,
+) -> Iterator[Outcome]:
+    """Try edits in processes that are watched; yield what came of each.
+
+    Args:
+        name: Of a kind.
+        first, last: Seeds; `last` is the one behind them.
+        command_of: Returns the command of a worker.
+        most_silence_s: Seconds without a word after which a worker is killed.
+    """
+    at = first
+    while at < last:
+        stop = min(last, at + _EDITS_OF_WORKER)
+        command = command_of(name, at, stop)
+        with (
+            tempfile.TemporaryFile() as errors,
+            subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=errors, cwd=_FOLDER
+            ) as process,
+        ):
+            assert process.stdout is not None, "it is a pipe"
+            for outcome in _told(process.stdout, most_silence_s):
+                at = outcome.seed + 1
+                yield outcome
+            process.kill()
+            code = process.wait()
+            if at < stop:
+                errors.seek(0)
+                last_words = errors.read()[-1000:].decode("utf-8", "replace")
+                yield Outcome(
+                    seed=at,
+                    error="ended",
+                    fault=f"the process ended with code {code}, or said nothing: {last_words}",
+                    time_s=0.0,
+                )
+                at += 1
+
+
+def _told(pipe: IO[bytes], most_silence_s: float) -> Iterator[Outcome]:
+    """Yield what a worker says, until it ends or says nothing for too long."""
+    rest = b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(pipe, selectors.EVENT_READ)
+        heard = time.monotonic()
+        while time.monotonic() - heard < most_silence_s:
+            if not selector.select(most_silence_s / 10):
+                continue
+            data = os.read(pipe.fileno(), 1 << 16)
+            if not data:
+                return
+            heard = time.monotonic()
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                if line.startswith(b"{"):
+                    yield Outcome(**json.loads(line))

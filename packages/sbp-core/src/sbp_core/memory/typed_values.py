@@ -1,0 +1,288 @@
+"""The domains of the checker: values that are counted, and values that have a type.
+
+A typed value is how a tensor lies, or a host number, as in `lifetime`; which storage it is in
+counts only as far as operators may ask for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import count
+from typing import cast
+
+from sbp_core.boxing.slices import bounds_of
+from sbp_core.boxing.step import BoxingStep
+from sbp_core.compile.liveness import keys_in, keys_out
+from sbp_core.compile.physical import (
+    Accumulate,
+    Actor,
+    Collective,
+    Compute,
+    Instruction,
+    PhysicalPlan,
+    Receive,
+    Send,
+    StateSlot,
+)
+from sbp_core.compile.token_game import TokenGame
+from sbp_core.errors import PlanError, SbpError, SbpLookupError
+from sbp_core.graph.ir import InputKind, Ref, TensorType
+from sbp_core.graph.primitives import CLONE, MULTIPLY
+from sbp_core.interpreter import Domain, Firing
+from sbp_core.interpreter.domain import V, Values
+from sbp_core.memory.lifetime import CallLayouts, LayoutLibrary
+from sbp_core.memory.storage_view import (
+    Number,
+    ResultLayout,
+    StorageView,
+    StridedLayout,
+    contiguous,
+)
+from sbp_core.placement import Placement
+from sbp_core.plugins.tensor_library import tensor_library
+from sbp_core.sbp import NdSbp
+
+Value = StorageView | Number
+
+
+def installed_layouts() -> CallLayouts | None:
+    """Return what calls operators without data; None if no tensor library is installed."""
+    try:
+        library = tensor_library()
+    except SbpLookupError:
+        return None
+    return cast(LayoutLibrary, library).call_layouts()
+
+
+class CountedFillings(Domain[V]):
+    """A domain that counts firings, and how full registers get.
+
+    Attributes:
+        num_firings: Of all ranks.
+        occupancy: Most fillings that were alive, by (rank, register).
+    """
+
+    def __init__(self) -> None:
+        self.num_firings = 0
+        self.occupancy: dict[tuple[int, str], int] = {}
+
+    def fired(self, firing: Firing[Actor], game: TokenGame) -> None:
+        """Count the fillings of what an actor fills; nobody else can have made them more."""
+        self.num_firings += 1
+        # `TokenGame.waits` lets nobody start without credit. That the count is looked at here, too,
+        # makes the bound a result of the replay, and no assumption.
+        for register in game.plan.by_rank[firing.rank].outputs_of[firing.actor.name]:
+            live, key = game.live(firing.rank, register), (firing.rank, register.name)
+            if live > register.quota:
+                raise PlanError(
+                    f"register {register.name} of rank {firing.rank} holds {live} fillings"
+                )
+            self.occupancy[key] = max(live, self.occupancy.get(key, 0))
+
+
+class TypedValues(CountedFillings[Value]):
+    """A domain whose values have types; refuses what does not fit.
+
+    Attributes:
+        states: By rank, those that a step begins with, by name.
+        fed: By rank, for each micro-batch, parts of the batch and scalars by name.
+
+    Args:
+        plan: That `verify_plan` accepts.
+        layouts: Calls operators without data.
+    """
+
+    def __init__(self, plan: PhysicalPlan, layouts: CallLayouts) -> None:
+        super().__init__()
+        self.plan, self.layouts = plan, layouts
+        self._storages = count()
+        self._slots: dict[int, Mapping[str, StateSlot]] = {}
+        self._ends: dict[tuple[int, bool], Mapping[int, TensorType]] = {}
+        #: Of each segment, what it took and made in its last firing: the next one is alike.
+        self._made: dict[tuple[int, str], tuple[Values[object], Values[Value]]] = {}
+        self.states: dict[int, Values[Value]] = {}
+        self.fed: dict[int, list[Values[Value]]] = {}
+        for part in plan.ranks:
+            self._slots[part.rank] = {slot.name: slot for slot in part.slots}
+            values = {slot.name: self._of_slot(slot) for slot in part.slots}
+            kinds = {slot.name: InputKind(slot.kind) for slot in part.slots}
+            self.states[part.rank] = {n: v for n, v in values.items() if kinds[n].is_state}
+            fed = {n: v for n, v in values.items() if not kinds[n].is_state}
+            self.fed[part.rank] = [fed] * plan.num_micro_batches
+
+    def _of_slot(self, slot: StateSlot) -> Value:
+        if slot.sbp is None:
+            return 1 if slot.dtype.startswith(("int", "bool")) else 1.0
+        return self._new(contiguous(slot.local_shape, slot.dtype))
+
+    def _new(self, layout: StridedLayout) -> StorageView:
+        """Return a value in a storage of its own."""
+        return StorageView(layout, next(self._storages), layout.size_bytes)
+
+    # Segments.
+
+    def compute(self, firing: Firing[Compute], taken: Values[Value]) -> Values[Value]:
+        """See `Domain.compute`; micro-batches that are given the same make the same."""
+        shapes = {key: _lies(value) for key, value in taken.items()}
+        known = self._made.get(firing.id)
+        if known is None or known[0] != shapes:
+            values = dict(taken)
+            for instruction in firing.actor.instructions:
+                self._call(firing, instruction, values)
+            known = shapes, {key: values[key] for key in keys_out(firing.actor)}
+            self._made[firing.id] = known
+        return dict(known[1])
+
+    def _call(self, firing: Firing[Actor], entry: Instruction, values: Values[Value]) -> None:
+        """Add what an instruction makes.
+
+        Raises:
+            PlanError: the operator does not take what it is given, or makes something else.
+        """
+        where = f"actor {firing.actor.name!r} of rank {firing.rank}"
+        try:
+            found = self.layouts.call(entry, firing.rank, values.__getitem__, self.plan.steps)
+        except SbpError as error:
+            raise PlanError(
+                error.what, where=(where, *error.where), accepted=error.accepted, todo=error.todo
+            ) from error
+        if len(found) != len(entry.outputs):
+            raise PlanError(
+                f"{entry.op} makes {len(found)} values, and {list(entry.outputs)} are named",
+                where=where,
+                accepted="a name for each value that it makes",
+            )
+        given, fresh = keys_in(entry), dict[int, int]()
+        made: list[Value] = []
+        for one in found:
+            if not isinstance(one, ResultLayout):
+                made.append(one)
+            elif one.source >= 0:
+                source = values[given[one.source]]
+                assert isinstance(source, StorageView), "a view looks at a tensor"
+                made.append(StorageView(one.layout, source.storage, source.storage_bytes))
+            else:
+                storage = fresh.setdefault(one.fresh, next(self._storages))
+                made.append(StorageView(one.layout, storage, one.storage_bytes))
+        values |= zip(entry.outputs, made, strict=True)
+
+    # Boxing and sums.
+
+    def collective(
+        self, firings: Sequence[Firing[Collective]], shards: Mapping[int, Value]
+    ) -> Mapping[int, Value]:
+        """See `Domain.collective`."""
+        for firing in firings:
+            self._check_shard(firing, firing.rank, shards[firing.rank])
+        return {firing.rank: self._boxed(firing) for firing in firings}
+
+    def send(self, firing: Firing[Send], shard: Value) -> None:
+        """See `Domain.send`."""
+        self._check_shard(firing, firing.rank, shard)
+
+    def receive(self, firing: Firing[Receive], shards: Mapping[int, Value]) -> Value:
+        """See `Domain.receive`; what was sent has been checked."""
+        return self._boxed(firing)
+
+    def _boxed(self, firing: Firing[Collective] | Firing[Receive]) -> Value:
+        kind = self._ends_of(firing.actor.step, is_target=True)[firing.rank]
+        return self._new(contiguous(kind.shape, kind.dtype))
+
+    def _check_shard(
+        self, firing: Firing[Collective] | Firing[Send], rank: int, shard: Value
+    ) -> None:
+        """Refuse to box what is no shard of the tensor that a boxing step takes."""
+        wanted = self._ends_of(firing.actor.step, is_target=False)[rank]
+        if _type_of(shard) != wanted:
+            raise PlanError(
+                f"boxes {_said(shard)}",
+                where=(_where(firing), str(self.plan.steps[firing.actor.step])),
+                accepted=str(wanted),
+            )
+
+    def _ends_of(self, index: int, *, is_target: bool) -> Mapping[int, TensorType]:
+        """Return the type of each rank's shard before or after a boxing step."""
+        if (index, is_target) not in self._ends:
+            step = self.plan.steps[index]
+            end = step.target if is_target else step.source
+            self._ends[index, is_target] = _shards(step, *end)
+        return self._ends[index, is_target]
+
+    def add(
+        self,
+        firing: Firing[Accumulate],
+        term: tuple[str, str, float | str | None],
+        total: Value | None,
+        part: Value,
+    ) -> Value:
+        """See `Domain.add`."""
+        source, key, how = term
+        if not isinstance(part, StorageView):
+            raise PlanError(f"sums {_said(part)}", where=_where(firing), accepted="tensors")
+        if how is None:
+            return part
+        extreme = isinstance(how, str)
+        first = Instruction(
+            op=CLONE if extreme else MULTIPLY,
+            args=(Ref(source),) if extreme else (Ref(source), how),
+            outputs=(key,),
+        )
+        values: Values[Value] = {source: part}
+        self._call(firing, first, values)
+        if total is not None and _type_of(values[key]) != _type_of(total):
+            raise PlanError(
+                f"adds {_said(values[key])} to {_said(total)}",
+                where=_where(firing),
+                accepted="parts of one shape and dtype",
+            )
+        return values[key]
+
+    # Results and states.
+
+    def emit(self, firing: Firing[Actor], result: str, value: Value) -> None:
+        """See `Domain.emit`."""
+        if not isinstance(value, StorageView):
+            raise PlanError(
+                f"the result {result!r} is {_said(value)}",
+                where=_where(firing),
+                accepted="a tensor",
+            )
+
+    def write(self, firing: Firing[Actor], state: str, value: Value) -> None:
+        """See `Domain.write`."""
+        slot = self._slots[firing.rank][state]
+        wanted = None if slot.sbp is None else TensorType(slot.local_shape, slot.dtype)
+        if _type_of(value) != wanted:
+            raise PlanError(
+                f"the new value of {state!r} is {_said(value)}",
+                where=_where(firing),
+                accepted="a host number" if wanted is None else str(wanted),
+            )
+
+
+def _where(firing: Firing[Actor]) -> str:
+    return f"actor {firing.actor.name!r} of rank {firing.rank}"
+
+
+def _lies(value: Value) -> object:
+    """Return all of a value that the results of a segment may depend on."""
+    return value.layout if isinstance(value, StorageView) else type(value)
+
+
+def _type_of(value: Value) -> TensorType | None:
+    """Return the type of a tensor; None of a host number."""
+    if not isinstance(value, StorageView):
+        return None
+    return TensorType(value.layout.shape, value.layout.dtype)
+
+
+def _said(value: Value) -> str:
+    kind = _type_of(value)
+    return "a host number" if kind is None else str(kind)
+
+
+def _shards(step: BoxingStep, placement: Placement, sbp: NdSbp) -> Mapping[int, TensorType]:
+    return {
+        rank: TensorType(tuple(stop - start for start, stop in bounds), step.dtype)
+        for rank, bounds in bounds_of(step.shape, placement, sbp).items()
+    }
