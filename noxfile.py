@@ -383,6 +383,7 @@ def exhaustive(session: nox.Session) -> None:
         kill_ranks(session)
         soak(session)
         survey_signatures(session)
+        fuzz(session)
 
 
 @nox.session(reuse_venv=True)
