@@ -1,17 +1,20 @@
-"""Time what a snapshot adds to a step, beside copying all states first: two processes over gloo.
+"""Time what a snapshot adds to a step, and a checkpoint that is written from it: two processes.
 
     python integration/benchmarks/snapshot_time.py [--only dlrm] [--rounds 15]
 
-Ways, in turns within each round, in another order each time; all processes begin together:
+Over gloo. Ways, in turns within each round, in another order each time; all begin together:
 
     step        as always
     snapshot    `session.snapshot()`, then the step; what is copied is in memory that is used again
     copy        every piece of `session.pieces()` copied into such memory, then the step
+    save        every process writes its file of a checkpoint, then the step
+    beside      `session.snapshot()`, then steps while a thread writes it; what all of them take
+                beyond as many times the median step
 
-Nothing is written to a disk. A way takes as long as its slower process; printed are medians over
-rounds, and what a way adds to a step, in seconds on the clock and in processor seconds of both
-processes: on a machine that does other things the latter say more. The call of `snapshot` alone is
-a part of the former. Nothing is asserted: machines differ.
+The files go to a temporary folder, synced. A way takes as long as its slower process; printed are
+medians over rounds, and what a way adds to its steps in parts of a step: in seconds on the clock
+and in processor seconds of both processes. On a machine that does other things the latter say
+more. The call of `snapshot` alone is a part of the former. Nothing is asserted: machines differ.
 """
 
 from __future__ import annotations
@@ -21,8 +24,9 @@ import multiprocessing
 import statistics
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -32,7 +36,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sbp_core.plugins import discover
+from sbp_core.runtime import StatePiece
 from sbp_core.units import format_bytes, format_seconds
+from sbp_launch.checkpoint import LocalStorage, Metadata, write_part
 
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
 from matrix import OWN_TABLE, Ours
@@ -51,38 +57,61 @@ CASES: Mapping[str, tuple[str, Ours]] = {
     ),
 }
 
-#: Of a way in a round: seconds on the clock, of the processor, and of the call of `snapshot`.
-Times = tuple[float, float, float]
+#: Of a way in a round: seconds on the clock, of the processor, of the call of `snapshot`; steps.
+Times = tuple[float, float, float, int]
 
 
 class Ways:
     """The ways to run one step of a session."""
 
-    def __init__(self, session: Any, batch: Mapping[str, Tensor]) -> None:
+    def __init__(self, session: Any, batch: Mapping[str, Tensor], folder: Path) -> None:
         self.session, self.batch = session, batch
+        self.staged = LocalStorage(folder).stage("step-1")
         self.kept: dict[str, Tensor] = {}
         self.owned_bytes = sum(
             piece.value.nbytes for piece in session.pieces() if isinstance(piece.value, Tensor)
         )
-        self.ways: Mapping[str, Callable[[], float]] = {
+        self.ways: Mapping[str, Callable[[], tuple[float, int]]] = {
             "step": self.step,
             "snapshot": self.snapshot,
             "copy": self.copy,
+            "save": self.save,
+            "beside": self.save_beside,
         }
 
-    def step(self) -> float:
+    def step(self) -> tuple[float, int]:
         self.session.step(self.batch, {"lr": LEARNING_RATE})
-        return 0.0
+        return 0.0, 1
 
-    def snapshot(self) -> float:
+    def snapshot(self) -> tuple[float, int]:
         began = time.perf_counter()
         snapshot = self.session.snapshot()
         took_s = time.perf_counter() - began
         self.step()
         snapshot.release()
-        return took_s
+        return took_s, 1
 
-    def copy(self) -> float:
+    def write(self, pieces: Iterable[StatePiece]) -> None:
+        write_part(self.staged, dist.get_rank(), Metadata(step=1, seed=0), pieces)
+
+    def save(self) -> tuple[float, int]:
+        self.write(self.session.pieces())
+        return self.step()
+
+    def save_beside(self) -> tuple[float, int]:
+        with self.session.snapshot() as snapshot:
+            writer = threading.Thread(target=lambda: self.write(snapshot.pieces()))
+            writer.start()
+            num_steps, busy = 0, torch.ones(())
+            while busy:
+                self.step()
+                num_steps += 1
+                busy = torch.tensor(float(writer.is_alive()))
+                dist.all_reduce(busy, dist.ReduceOp.MAX)
+            writer.join()
+        return 0.0, num_steps
+
+    def copy(self) -> tuple[float, int]:
         for piece in self.session.pieces():
             if isinstance(piece.value, Tensor):
                 if piece.name not in self.kept:
@@ -93,8 +122,9 @@ class Ways:
     def timed(self, name: str) -> Times:
         dist.barrier()
         began, began_cpu = time.perf_counter(), time.process_time()
-        call_s = self.ways[name]()
-        return time.perf_counter() - began, time.process_time() - began_cpu, call_s
+        call_s, num_steps = self.ways[name]()
+        wall_s, cpu_s = time.perf_counter() - began, time.process_time() - began_cpu
+        return wall_s, cpu_s, call_s, num_steps
 
 
 def work(rank: int, case: str, rounds: int, folder: str, found: Any) -> None:
@@ -107,7 +137,7 @@ def work(rank: int, case: str, rounds: int, folder: str, found: Any) -> None:
     name, ours = CASES[case]
     with ExitStack() as stack:
         session, _ = start_session(ours, case, MODELS[name], registry, store, stack=stack)
-        ways = Ways(session, MODELS[name].batch_of(0))
+        ways = Ways(session, MODELS[name].batch_of(0), Path(folder))
         names = list(ways.ways)
         times: dict[str, list[Times]] = {name: [] for name in names}
         for index in range(rounds + WARM_UP):
@@ -138,8 +168,8 @@ def measure(case: str, rounds: int) -> tuple[int, dict[str, list[Times]]]:
     owned = max(size for _, size, _ in parts)
     return owned, {
         name: [
-            (max(wall), sum(cpu), max(call))
-            for wall, cpu, call in (
+            (max(wall), sum(cpu), max(call), max(steps))
+            for wall, cpu, call, steps in (
                 zip(*pair, strict=True)
                 for pair in zip(*(times[name] for _, _, times in parts), strict=True)
             )
@@ -162,13 +192,13 @@ def main() -> None:
             name: [statistics.median(column) for column in zip(*found, strict=True)]
             for name, found in times.items()
         }
-        wall, cpu, _ = medians["step"]
-        for name, (way_wall, way_cpu, call) in medians.items():
+        wall, cpu, *_ = medians["step"]
+        for name, (way_wall, way_cpu, call, steps) in medians.items():
             line = f"{case if name == 'step' else '':22}{name:10}"
             for value, base in ((way_wall, wall), (way_cpu, cpu)):
                 line += f"{format_seconds(value):>12}"
-                line += f"{(value - base) / base:+8.1%}" if name != "step" else " " * 8
-            print(line + (f"{format_seconds(call):>12}" if call else ""))
+                line += f"{(value - steps * base) / base:+8.1%}" if name != "step" else " " * 8
+            print(f"{line}{steps:7.0f}" + (f"{format_seconds(call):>12}" if call else ""))
         print(f"{'':22}a process owns {format_bytes(owned)} at most")
 
 
