@@ -160,16 +160,6 @@ assert "torch" not in sys.modules
     subprocess.run([sys.executable, "-c", program, *map(str, paths)], check=True, timeout=200)
 
 
-def test_who_reads_the_first_lines_only_gets_them_without_a_traceback(tmp_path: Path) -> None:
-    write(tmp_path, 1, {f"network.{n}.x": torch.zeros(n + 1) for n in range(2000)})
-    command = f"{sys.executable} -m sbp_launch.checkpoint.command.app inspect {tmp_path} | head -4"
-
-    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=200)
-
-    assert "step 1, seed 7" in done.stdout
-    assert done.stderr == ""
-
-
 def test_verify_names_what_is_damaged_in_all_checkpoints_of_a_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -155,9 +154,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SbpError as error:
         sys.stderr.write(f"{_NAME}: {error}\n")
         return BAD_CONFIG if isinstance(error, ConfigError) else FAILED
-    except BrokenPipeError:  # of `| head`: nobody reads any more
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAILED
     except KeyboardInterrupt:
         sys.stderr.write(f"\n{_NAME}: interrupted\n")
         return INTERRUPTED

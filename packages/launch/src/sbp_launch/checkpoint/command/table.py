@@ -44,4 +44,6 @@ def show_table(
     with console.capture() as captured:
         console.print(table)
     for line in captured.get().splitlines():
-        console.file.write(f"{line.rstrip()}\n")
+        text = Text.from_ansi(line)
+        text.rstrip()
+        console.print(text, soft_wrap=True)
