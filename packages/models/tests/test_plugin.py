@@ -40,7 +40,9 @@ def test_the_entry_point_leads_to_the_hooks() -> None:
 def test_the_package_brings_these_plugins() -> None:
     models = {"gpt", "llama", "moe", "bert", "t5", "resnet", "vit", "dlrm", "hf"}
     assert set(plugin.sbp_models()) == models
-    assert set(plugin.sbp_datasets()) == {"stdlib", "text", "images", "clicks"}
+    at_hand = {"stdlib", "images", "clicks", "digits"}
+    of_files = {"click_log", "hf_dataset", "image_folder", "text", "tokens", "webdataset"}
+    assert set(plugin.sbp_datasets()) == at_hand | of_files
     assert plugin.sbp_config_folders() == ["pkg://sbp_models.conf"]
 
 
@@ -70,7 +72,7 @@ def test_the_defaults_of_the_yaml_are_those_of_the_config(name: str) -> None:
     assert merge_settings(config, option) == config()
 
 
-@pytest.mark.parametrize("name", ["images", "clicks"])
+@pytest.mark.parametrize("name", ["images", "clicks", "digits"])
 def test_the_data_ask_the_model_for_its_sizes_and_have_the_defaults_of_their_config(
     name: str,
 ) -> None:

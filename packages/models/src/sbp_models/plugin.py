@@ -10,10 +10,14 @@ from collections.abc import Mapping, Sequence
 from sbp_core.plugins import Factory, hookimpl
 from sbp_models.configs import (
     BertConfig,
+    ClickLogConfig,
     ClicksConfig,
+    DigitsConfig,
     DlrmConfig,
     GptConfig,
     HfConfig,
+    HfDatasetConfig,
+    ImageFolderConfig,
     ImagesConfig,
     LlamaConfig,
     MoeConfig,
@@ -21,7 +25,9 @@ from sbp_models.configs import (
     StdlibConfig,
     T5Config,
     TextConfig,
+    TokensConfig,
     VitConfig,
+    WebDatasetConfig,
 )
 
 SBP_API_VERSION = 2
@@ -102,6 +108,36 @@ def sbp_datasets() -> Mapping[str, Factory]:
             build="sbp_models.clicks:build",
             config=ClicksConfig,
             summary="made-up clicks: numbers, categorical features, and a rule to learn",
+        ),
+        "tokens": Factory(
+            build="sbp_models.token_text:build",
+            config=TokensConfig,
+            summary="text files or .jsonl of yours, cut by a tokenizer.json, packed",
+        ),
+        "image_folder": Factory(
+            build="sbp_models.image_folder:build",
+            config=ImageFolderConfig,
+            summary="images of yours, a folder for each class",
+        ),
+        "digits": Factory(
+            build="sbp_models.digits:build",
+            config=DigitsConfig,
+            summary="1,797 handwritten digits, which come with scikit-learn",
+        ),
+        "webdataset": Factory(
+            build="sbp_models.webdataset:build",
+            config=WebDatasetConfig,
+            summary="images of yours in tar files, as webdataset writes them",
+        ),
+        "click_log": Factory(
+            build="sbp_models.click_log:build",
+            config=ClickLogConfig,
+            summary="clicks of yours in Parquet or CSV files",
+        ),
+        "hf_dataset": Factory(
+            build="sbp_models.hf_dataset:build",
+            config=HfDatasetConfig,
+            summary="a folder that the library datasets has saved",
         ),
     }
 

@@ -8,6 +8,14 @@ Stability: internal.
 
 from sbp_models.configs.clicks import ClicksConfig
 from sbp_models.configs.dlrm import DlrmConfig
+from sbp_models.configs.files import (
+    ClickLogConfig,
+    DigitsConfig,
+    HfDatasetConfig,
+    ImageFolderConfig,
+    TokensConfig,
+    WebDatasetConfig,
+)
 from sbp_models.configs.hf import HfConfig
 from sbp_models.configs.images import ImagesConfig
 from sbp_models.configs.language import (
@@ -22,10 +30,14 @@ from sbp_models.configs.vision import ResnetConfig, VitConfig
 
 __all__ = [
     "BertConfig",
+    "ClickLogConfig",
     "ClicksConfig",
+    "DigitsConfig",
     "DlrmConfig",
     "GptConfig",
     "HfConfig",
+    "HfDatasetConfig",
+    "ImageFolderConfig",
     "ImagesConfig",
     "LlamaConfig",
     "MoeConfig",
@@ -34,6 +46,8 @@ __all__ = [
     "T5Config",
     "TextConfig",
     "TextTask",
+    "TokensConfig",
     "VitConfig",
+    "WebDatasetConfig",
     "text_task",
 ]

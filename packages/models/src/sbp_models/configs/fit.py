@@ -10,6 +10,13 @@ from collections.abc import Mapping, Sequence
 
 from sbp_core.errors import ConfigError
 from sbp_models.configs.clicks import ClicksConfig
+from sbp_models.configs.files import (
+    ClickLogConfig,
+    DigitsConfig,
+    ImageFolderConfig,
+    TokensConfig,
+    WebDatasetConfig,
+)
 from sbp_models.configs.images import ImagesConfig
 from sbp_models.configs.text import VOCABULARY, StdlibConfig, TextConfig, TextTask, text_task
 
@@ -19,6 +26,11 @@ OPTIONS: Mapping[type, tuple[str, str]] = {
     TextConfig: ("a text", "text"),
     ImagesConfig: ("images", "images"),
     ClicksConfig: ("clicks", "clicks"),
+    TokensConfig: ("a text", "tokens"),
+    ImageFolderConfig: ("images", "image_folder"),
+    DigitsConfig: ("images", "digits"),
+    WebDatasetConfig: ("images", "webdataset"),
+    ClickLogConfig: ("clicks", "click_log"),
 }
 
 #: What a model learns from a text by each task, and our models for it.
@@ -52,20 +64,28 @@ def check_text(
         ConfigError: the data are no text, are for another task, or have too many or too long rows
             of tokens.
     """
-    _check_kind(data, model, StdlibConfig, TextConfig)
-    if not isinstance(data, StdlibConfig | TextConfig):
+    _check_kind(data, model, StdlibConfig, TextConfig, TokensConfig)
+    if not isinstance(data, StdlibConfig | TextConfig | TokensConfig):
         return
-    asked = text_task(data.task)
+    asked = "next" if isinstance(data, TokensConfig) else text_task(data.task)
     if asked != task:
+        if isinstance(data, TokensConfig):
+            raise ConfigError(
+                f"model={model} learns {_LEARNS[task][0]}, and data=tokens asks for "
+                f"{_LEARNS[asked][0]}",
+                accepted="data=stdlib, data=text",
+                todo=f"choose a model for it: {_LEARNS[asked][1]}",
+            )
         raise ConfigError(
             f"model={model} learns {_LEARNS[task][0]}, and data.task={data.task} "
             f"asks for {_LEARNS[asked][0]}",
             accepted=f"data.task={task}",
             todo=f"leave data.task out, or choose a model for it: {_LEARNS[asked][1]}",
         )
-    needed = VOCABULARY[task]
+    needed = data.vocabulary or 0 if isinstance(data, TokensConfig) else VOCABULARY[task]
     if vocabulary is not None and vocabulary < needed:
         mask = " (bytes and the mask)" if task == "masked" else " (bytes)"
+        mask = "" if isinstance(data, TokensConfig) else mask
         raise ConfigError(
             f"{vocabulary_key}={vocabulary} is less than the {needed} tokens of "
             f"data={OPTIONS[type(data)][1]}{mask}",
@@ -99,8 +119,9 @@ def check_images(
     Raises:
         ConfigError: the data are no images, or not such images.
     """
-    _check_kind(data, model, ImagesConfig)
-    if not isinstance(data, ImagesConfig):
+    images = (ImagesConfig, ImageFolderConfig, DigitsConfig, WebDatasetConfig)
+    _check_kind(data, model, *images)
+    if not isinstance(data, images):
         return
     for name, wanted in (("image_size", image_size), ("channels", channels)):
         given = getattr(data, name)
@@ -130,15 +151,22 @@ def check_clicks(data: object, *, model: str, num_dense: int, rows: Sequence[int
     Raises:
         ConfigError: the data are no clicks, or not such clicks.
     """
-    _check_kind(data, model, ClicksConfig)
-    if not isinstance(data, ClicksConfig):
-        return
-    if data.num_dense != num_dense:
+    _check_kind(data, model, ClicksConfig, ClickLogConfig)
+    if isinstance(data, ClickLogConfig) and len(data.dense) != num_dense:
+        raise ConfigError(
+            f"data.dense names {len(data.dense)} columns, and model={model} takes {num_dense} "
+            "numbers",
+            accepted=f"{num_dense} columns",
+            todo=f"set model.num_dense={len(data.dense)}",
+        )
+    if isinstance(data, ClicksConfig) and data.num_dense != num_dense:
         raise ConfigError(
             f"data.num_dense={data.num_dense}, and model={model} takes {num_dense}",
             accepted=f"data.num_dense={num_dense}",
             todo="leave data.num_dense out, which then is the model's",
         )
+    if not isinstance(data, ClicksConfig | ClickLogConfig):
+        return
     fits = len(data.rows) == len(rows) and all(map(int.__le__, data.rows, rows))
     if not fits:
         raise ConfigError(

@@ -1,0 +1,218 @@
+"""The settings of the data sets that read files of the user's."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from sbp_core.errors import ConfigError
+from sbp_models.configs.checks import check_fractions, check_positive
+
+
+def _check_given(config: object, *names: str) -> None:
+    for name in names:
+        if not getattr(config, name):
+            raise ConfigError(f"{name} is empty", todo=f"set data.{name}")
+
+
+def _check_channels(channels: int) -> None:
+    if channels not in (1, 3):
+        raise ConfigError(f"channels={channels} are neither grey nor colours", accepted="1, 3")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokensConfig:
+    """Settings of the data set `tokens`.
+
+    Args:
+        path: A file, or a folder of which every file is taken: text, or `.jsonl`, of which each
+            line is a document.
+        tokenizer: A `tokenizer.json` of the library `tokenizers`.
+        end: Token that is put behind each document.
+        field: What holds the text in a line of a `.jsonl` file.
+        context: Tokens of one sample.
+
+    Raises:
+        ConfigError: a setting is empty, or `context` is not positive.
+    """
+
+    path: str
+    tokenizer: str
+    end: str = "<|endoftext|>"
+    field: str = "text"
+    context: int = 128
+
+    def __post_init__(self) -> None:
+        _check_given(self, "path", "tokenizer", "end", "field")
+        check_positive(self, "context")
+
+    @property
+    def vocabulary(self) -> int | None:
+        """The tokens that the tokenizer knows; None if its file does not say so."""
+        try:
+            value = json.loads(Path(self.tokenizer).expanduser().read_bytes())
+            known = value["model"]["vocab"]
+            ids = known.values() if isinstance(known, dict) else range(len(known))
+            return int(1 + max([*ids, *(token["id"] for token in value.get("added_tokens", []))]))
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            return None  # what is wrong with it is said when it is read
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageFolderConfig:
+    """Settings of the data set `image_folder`.
+
+    Args:
+        path: A folder with a folder of images for each class; or with `train` and `validation`,
+            which have these.
+        image_size: Height and width to which images are scaled and cut, in pixels.
+        channels: 3 for colours, 1 for grey.
+        num_classes: Classes that the model knows; the folders may be fewer.
+        held_out: Part of the images to hold out, where there is no folder `validation`.
+
+    Raises:
+        ConfigError: a setting is out of range.
+    """
+
+    path: str
+    image_size: int = 32
+    channels: int = 3
+    num_classes: int = 10
+    held_out: float = 0.05
+
+    def __post_init__(self) -> None:
+        _check_given(self, "path")
+        check_positive(self, "image_size", "num_classes")
+        check_fractions(self, "held_out")
+        _check_channels(self.channels)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DigitsConfig:
+    """Settings of the data set `digits`.
+
+    Args:
+        image_size: Height and width, in pixels: a multiple of 8.
+        channels: 1, or 3 that are equal.
+        num_classes: Classes that the model knows, >= 10.
+
+    Raises:
+        ConfigError: a setting is out of range.
+    """
+
+    image_size: int = 8
+    channels: int = 1
+    num_classes: int = 10
+
+    def __post_init__(self) -> None:
+        if self.image_size < 8 or self.image_size % 8:
+            raise ConfigError(
+                f"image_size={self.image_size} is no multiple of 8, which digits have",
+                accepted="8, 16, 24, 32, ...",
+            )
+        _check_channels(self.channels)
+        if self.num_classes < 10:
+            raise ConfigError(
+                f"num_classes={self.num_classes} are not enough for ten digits", accepted=">= 10"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClickLogConfig:
+    """Settings of the data set `click_log`.
+
+    Args:
+        path: A `.parquet` or `.csv` file, or a folder with such files.
+        dense: Columns of numbers.
+        sparse: Columns of categories: integers or text.
+        rows: Different values that the model knows of each category: others are hashed to these.
+        label: Column that says whether one clicked: 0 or 1.
+        log: Whether numbers x are taken as log(1 + x), those below 0 as 0, as of counts.
+        held_out: Part of the rows to hold out: the last ones.
+
+    Raises:
+        ConfigError: a setting is out of range, or columns and rows do not fit each other.
+    """
+
+    path: str
+    dense: tuple[str, ...]
+    sparse: tuple[str, ...]
+    rows: tuple[int, ...]
+    label: str = "label"
+    log: bool = True
+    held_out: float = 0.05
+
+    def __post_init__(self) -> None:
+        _check_given(self, "path", "label", "dense", "sparse")
+        columns = [self.label, *self.dense, *self.sparse]
+        twice = [name for name in columns if columns.count(name) > 1]
+        if twice:
+            raise ConfigError(
+                f"label, dense and sparse name the column {twice[0]!r} twice",
+                accepted="each column once",
+            )
+        if len(self.rows) != len(self.sparse) or any(count < 1 for count in self.rows):
+            raise ConfigError(
+                f"rows={list(self.rows)} are {len(self.rows)}, and the columns of data.sparse are "
+                f"{len(self.sparse)}",
+                accepted="one integer >= 1 for each column of data.sparse",
+            )
+        check_fractions(self, "held_out")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HfDatasetConfig:
+    """Settings of the data set `hf_dataset`.
+
+    Args:
+        path: A folder that `save_to_disk` of the library `datasets` has written.
+        columns: Columns to take, by the name that the model gives each; all if empty.
+        train: Split to train on, where there are several.
+        validation: Split to hold out, where there are several.
+        held_out: Part of the rows to hold out where there is one split: the last ones.
+
+    Raises:
+        ConfigError: a setting is empty or out of range.
+    """
+
+    path: str
+    columns: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    train: str = "train"
+    validation: str = "validation"
+    held_out: float = 0.05
+
+    def __post_init__(self) -> None:
+        _check_given(self, "path", "train", "validation")
+        check_fractions(self, "held_out")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WebDatasetConfig:
+    """Settings of the data set `webdataset`.
+
+    Args:
+        path: A `.tar` file, or a folder with such files ("shards"): of each sample an image and a
+            file `.cls` of the same name, which says its class.
+        image_size: Height and width to which images are scaled and cut, in pixels.
+        channels: 3 for colours, 1 for grey.
+        num_classes: Classes.
+        held_out: Part of the samples to hold out.
+
+    Raises:
+        ConfigError: a setting is out of range.
+    """
+
+    path: str
+    image_size: int = 32
+    channels: int = 3
+    num_classes: int = 10
+    held_out: float = 0.05
+
+    def __post_init__(self) -> None:
+        _check_given(self, "path")
+        check_positive(self, "image_size", "num_classes")
+        check_fractions(self, "held_out")
+        _check_channels(self.channels)

@@ -1,0 +1,69 @@
+"""The handwritten digits that come with scikit-learn: 1,797 real images of 8 x 8 pixels.
+
+Every tenth image is held out. No network is used: scikit-learn brings the images.
+
+Source: E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning
+Repository, 1998 (its test set).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sbp_models.configs import DigitsConfig
+from sbp_models.extras import library
+from sbp_models.splits import checked_numbers, size_of
+
+#: One image of so many is held out.
+_HELD_OUT_EVERY = 10
+
+
+class Digits:
+    """Images of digits, and which digits they are. Fulfils `sbp_torch.kinds.Dataset`."""
+
+    def __init__(self, config: DigitsConfig) -> None:
+        sklearn: Any = library("sklearn.datasets", extra="digits", needed_by="data=digits")
+        found = sklearn.load_digits()
+        images = found.images.astype(np.float32) / 8 - 1  # 0 to 16 in the file
+        zoom = config.image_size // 8
+        images = images.repeat(zoom, axis=1).repeat(zoom, axis=2)
+        self._images = np.repeat(images[:, None], config.channels, axis=1)
+        self._labels = found.target.astype(np.int64)
+        held = np.arange(len(images)) % _HELD_OUT_EVERY == _HELD_OUT_EVERY - 1
+        self._rows = {"train": np.flatnonzero(~held), "validation": np.flatnonzero(held)}
+        self._splits = {split: len(rows) for split, rows in self._rows.items()}
+
+    def num_samples(self, split: str = "train") -> int:
+        """Return how many images a split has."""
+        return size_of(self._splits, split, where=self.describe())
+
+    def samples(
+        self, numbers: npt.NDArray[np.int64], split: str = "train"
+    ) -> Mapping[str, torch.Tensor]:
+        """Return images of `train` or `validation`.
+
+        Returns:
+            `images`, float32 (n, channels, image_size, image_size), in [-1, 1]; `labels`, int64
+            (n,).
+        """
+        found = checked_numbers(numbers, self._splits, split, where=self.describe())
+        rows = self._rows[split][found]
+        return {
+            "images": torch.from_numpy(self._images[rows]),
+            "labels": torch.from_numpy(self._labels[rows]),
+        }
+
+    def describe(self) -> str:
+        """Return one line: how many images there are."""
+        counts = ", ".join(f"{size:,} {split}" for split, size in self._splits.items())
+        return f"handwritten digits of scikit-learn: {counts}, 10 classes"
+
+
+def build(config: DigitsConfig) -> Digits:
+    """Make the data set."""
+    return Digits(config)

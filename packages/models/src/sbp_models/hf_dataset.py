@@ -1,0 +1,165 @@
+"""A data set of the library `datasets`, from a folder that its `save_to_disk` has written.
+
+The rows stay in their Arrow files, which are mapped into memory, and come in any order. Nothing is
+downloaded, and no code of a data set is run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sbp_core.errors import ConfigError, nearest
+from sbp_models.configs import HfDatasetConfig
+from sbp_models.extras import library
+from sbp_models.local_files import files_of
+from sbp_models.splits import checked_numbers, size_of
+
+
+class HfDataset:
+    """Rows as tensors. Fulfils `sbp_torch.kinds.Dataset`.
+
+    Args:
+        splits: `train` and `validation`: a `datasets.Dataset`, and which of its rows.
+        columns: Column by name in a batch.
+        label: What `describe` calls it.
+    """
+
+    def __init__(
+        self, splits: Mapping[str, tuple[Any, range]], columns: Mapping[str, str], label: str
+    ) -> None:
+        self._columns, self._label = dict(columns), label
+        self._rows = {split: rows for split, (_, rows) in splits.items()}
+        self._splits = {split: len(rows) for split, rows in self._rows.items()}
+        self._data = {
+            split: data.select_columns(list(dict.fromkeys(columns.values()))).with_format("torch")
+            for split, (data, _) in splits.items()
+        }
+
+    def num_samples(self, split: str = "train") -> int:
+        """Return how many rows a split has."""
+        return size_of(self._splits, split, where=self._label)
+
+    def samples(
+        self, numbers: npt.NDArray[np.int64], split: str = "train"
+    ) -> Mapping[str, torch.Tensor]:
+        """Return rows of `train` or `validation`: the columns as tensors.
+
+        Raises:
+            ConfigError: a column has no numbers, or rows of different lengths.
+        """
+        found = checked_numbers(numbers, self._splits, split, where=self._label)
+        rows = self._data[split][(found + self._rows[split].start).tolist()]
+        for name, column in self._columns.items():
+            value = rows[column]
+            if not torch.is_tensor(value):
+                lengths = {tuple(row.shape) for row in value if torch.is_tensor(row)}
+                shapes = ", ".join(map(str, sorted(lengths)[:3]))
+                raise ConfigError(
+                    f"the column {column!r} of {self._label} is no tensor: "
+                    + (f"its rows have the shapes {shapes}" if lengths else "it has no numbers"),
+                    where=f"data.columns.{name}",
+                    accepted="columns of numbers, all rows of one shape",
+                    todo="map the data set so before it is saved",
+                )
+        return {name: rows[column] for name, column in self._columns.items()}
+
+    def describe(self) -> str:
+        """Return one line: how many rows there are, and the columns."""
+        counts = ", ".join(f"{size:,} {split}" for split, size in self._splits.items())
+        return f"{self._label}: {counts}; columns {', '.join(self._columns.values())}"
+
+
+def build(config: HfDatasetConfig) -> HfDataset:
+    """Make the data set of a folder.
+
+    Raises:
+        ConfigError: the folder is none, a file is broken (names the byte), or a split or column is
+            not there.
+    """
+    datasets = library("datasets", extra="datasets", needed_by="data=hf_dataset")
+    folder = Path(config.path).expanduser()
+    _check_files(folder)
+    try:
+        loaded = datasets.load_from_disk(str(folder))
+    except Exception as error:  # the library passes on whatever its parts raise
+        raise ConfigError(
+            f"data.path={config.path} is no data set that can be read: {error}",
+            accepted="a folder that save_to_disk of the library datasets has written",
+        ) from error
+    if isinstance(loaded, datasets.DatasetDict):
+        chosen = {"train": config.train, "validation": config.validation}
+        for key, name in chosen.items():
+            if name not in loaded:
+                near = nearest(name, loaded)
+                raise ConfigError(
+                    f"data.{key}={name} is no split of {config.path}",
+                    accepted=", ".join(sorted(loaded)),
+                    todo=f"did you mean data.{key}={near}?" if near else "",
+                )
+        splits = {key: (loaded[name], range(len(loaded[name]))) for key, name in chosen.items()}
+    else:
+        cut = len(loaded) - round(config.held_out * len(loaded))
+        splits = {
+            "train": (loaded, range(cut)),
+            "validation": (loaded, range(cut, len(loaded))),
+        }
+    for split, (data, rows) in splits.items():
+        if not rows:
+            raise ConfigError(
+                f"data.path={config.path} has no row for the split {split!r}", accepted="more rows"
+            )
+        _check_columns(config, data.column_names)
+    first = splits["train"][0].column_names
+    columns = config.columns or {name: name for name in first}
+    return HfDataset(splits, columns, config.path)
+
+
+def _check_columns(config: HfDatasetConfig, known: list[str]) -> None:
+    for name, column in config.columns.items():
+        if column not in known:
+            near = nearest(column, known)
+            raise ConfigError(
+                f"data.columns.{name}={column} is no column of {config.path}",
+                accepted=", ".join(known),
+                todo=f"did you mean {near}?" if near else "",
+            )
+
+
+def _check_files(folder: Path) -> None:
+    """Read the headers of all Arrow files, which the library maps without a look.
+
+    Raises:
+        ConfigError: one is broken or cut off: names the byte.
+    """
+    arrow = library("pyarrow", extra="datasets", needed_by="data=hf_dataset")
+    for state in files_of(folder, key="data.path", suffixes={".json"}):
+        try:
+            json.loads(state.read_bytes())
+        except (OSError, ValueError, RecursionError) as error:
+            raise ConfigError(
+                f"{state} is no JSON: {error}", where=f"{state}, byte {getattr(error, 'pos', 0)}"
+            ) from error
+    for file in files_of(folder, key="data.path", suffixes={".arrow"}):
+        with arrow.memory_map(str(file)) as source:
+            at = 0
+            try:
+                reader = arrow.ipc.open_stream(source)
+                at = source.tell()
+                while True:
+                    reader.read_next_batch().validate(full=True)
+                    at = source.tell()
+            except StopIteration:
+                continue
+            except (arrow.ArrowException, OSError, ValueError) as error:
+                raise ConfigError(
+                    f"{file} is broken: {error}",
+                    where=f"{file}, byte {at}",
+                    accepted="Arrow files as save_to_disk of the library datasets writes them",
+                ) from error

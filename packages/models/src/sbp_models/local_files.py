@@ -1,0 +1,75 @@
+"""Files of the user's that data sets read: which there are, and what cannot be read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from hashlib import blake2b
+from pathlib import Path
+
+from sbp_core.errors import ConfigError
+
+
+def files_of(path: Path, *, key: str, suffixes: Collection[str] = ()) -> list[Path]:
+    """Return a file, or all files below a folder but hidden ones, by name.
+
+    Args:
+        path: Of the file or folder.
+        key: The setting that names it, for messages.
+        suffixes: Of the files to take in a folder, such as `.csv`, in lower case; all if empty.
+
+    Raises:
+        ConfigError: it does not exist, cannot be listed, or has no such file.
+    """
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        what = "is neither a file nor a folder" if path.exists() else "does not exist"
+        raise ConfigError(
+            f"{key}={path} {what} (seen from {Path.cwd()})",
+            accepted="a file or a folder",
+            todo=f"correct {key}",
+        )
+    found: list[Path] = []
+
+    def unlisted(error: OSError) -> None:
+        raise ConfigError(
+            f"{error.filename} cannot be listed: {error.strerror}",
+            where=f"{key}={path}",
+            accepted="folders that this user may read",
+        ) from error
+
+    for parent, folders, names in os.walk(path, onerror=unlisted):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        found += [
+            Path(parent, name)
+            for name in names
+            if not name.startswith(".") and (not suffixes or Path(name).suffix.lower() in suffixes)
+        ]
+    if not found:
+        wanted = f"*{', *'.join(sorted(suffixes))}" if suffixes else "files"
+        raise ConfigError(
+            f"{key}={path} holds no {wanted}", accepted=f"a folder with {wanted} (not .hidden ones)"
+        )
+    return sorted(found, key=lambda file: file.relative_to(path).parts)
+
+
+def read_bytes(file: Path, *, key: str = "") -> bytes:
+    """Return what a file holds.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"{f'{key}=' if key else ''}{file} cannot be read: {error.strerror}",
+            accepted="a file that this user may read",
+        ) from error
+
+
+def is_held_out(name: str, part: float) -> bool:
+    """Return whether a sample of that name is one of the part that is held out, by a hash of it."""
+    key = blake2b(name.encode(errors="surrogateescape"), digest_size=8).digest()
+    return int.from_bytes(key, "little") < part * 2.0**64

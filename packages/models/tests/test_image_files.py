@@ -1,0 +1,272 @@
+"""Images of files: folders, tar files, digits; and files that are broken, named with the byte."""
+
+from __future__ import annotations
+
+import io
+import struct
+import tarfile
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import webdataset as library
+from PIL import Image
+
+from sbp_core.errors import ConfigError
+from sbp_models import digits, image_folder, webdataset
+from sbp_models.configs import DigitsConfig, ImageFolderConfig, VitConfig, WebDatasetConfig
+from sbp_torch.testing.data import DatasetConformance
+
+
+def picture(number: int, width: int = 12, height: int = 10, kind: str = "PNG") -> bytes:
+    """Return an image file whose colour tells its number."""
+    values = np.full((height, width, 3), (5 * number % 256, 80, 255 - number), np.uint8)
+    values[number % height, number % width] = 0
+    stream = io.BytesIO()
+    Image.fromarray(values).save(stream, kind)
+    return stream.getvalue()
+
+
+def write_folders(root: Path, count: int = 60) -> Path:
+    for number in range(count):
+        folder = root / ("cats", "dogs", "owls")[number % 3]
+        folder.mkdir(parents=True, exist_ok=True)
+        kind = ("PNG", "JPEG", "BMP")[number % 3]
+        (folder / f"{number}.{kind.lower()}").write_bytes(picture(number, kind=kind))
+    return root
+
+
+def write_shards(root: Path, count: int = 60) -> Path:
+    root.mkdir(exist_ok=True)
+    for shard in range(2):
+        with library.TarWriter(str(root / f"shard-{shard}.tar")) as sink:
+            for number in range(shard, count, 2):
+                key = f"sample{number:04}"
+                sink.write({"__key__": key, "png": picture(number), "cls": str(number % 3)})
+    return root
+
+
+class TestImageFolder(DatasetConformance):
+    splits = ("train", "validation")
+
+    @pytest.fixture(autouse=True)
+    def _write(self, tmp_path: Path) -> None:
+        self.root = write_folders(tmp_path)
+
+    def make_dataset(self) -> image_folder.ImageFolder:
+        config = ImageFolderConfig(path=str(self.root), image_size=8, held_out=0.2)
+        return image_folder.build(config)
+
+
+class TestWebDataset(DatasetConformance):
+    splits = ("train", "validation")
+
+    @pytest.fixture(autouse=True)
+    def _write(self, tmp_path: Path) -> None:
+        self.root = write_shards(tmp_path / "shards")
+
+    def make_dataset(self) -> webdataset.WebDataset:
+        return webdataset.build(WebDatasetConfig(path=str(self.root), image_size=8, held_out=0.2))
+
+
+class TestDigits(DatasetConformance):
+    splits = ("train", "validation")
+
+    def make_dataset(self) -> digits.Digits:
+        return digits.build(DigitsConfig())
+
+
+def test_images_are_scaled_and_labelled_by_their_folder(tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    (tmp_path / "a").mkdir()
+    Image.new("RGB", (30, 20), (255, 0, 255)).save(tmp_path / "b" / "x.png")
+    for number in range(30):
+        Image.new("L", (9, 9), 0).save(tmp_path / "a" / f"{number}.png")
+    data = image_folder.build(ImageFolderConfig(path=str(tmp_path), image_size=4, held_out=0.3))
+
+    found = {
+        split: data.samples(np.arange(data.num_samples(split)), split)
+        for split in ("train", "validation")
+    }
+
+    labels = torch.cat([batch["labels"] for batch in found.values()])
+    images = torch.cat([batch["images"] for batch in found.values()])
+    assert data.classes == ["a", "b"]
+    assert labels.sum() == 1
+    assert images.shape == (31, 3, 4, 4)
+    assert images[labels == 1].mean((0, 2, 3)).tolist() == [1, -1, 1]
+    assert images[labels == 0].unique().tolist() == [-1]
+
+
+def test_folders_of_splits_are_the_splits(tmp_path: Path) -> None:
+    write_folders(tmp_path / "train", 9)
+    write_folders(tmp_path / "validation", 3)
+
+    data = image_folder.build(ImageFolderConfig(path=str(tmp_path), channels=1))
+
+    assert (data.num_samples("train"), data.num_samples("validation")) == (9, 3)
+    assert data.samples(np.arange(3))["images"].shape == (3, 1, 32, 32)
+    assert data.describe().endswith("9 train, 3 validation, 3 classes")
+
+
+def broken_folder(tmp_path: Path, content: bytes) -> image_folder.ImageFolder:
+    for split in ("train", "validation"):
+        (tmp_path / split / "cats").mkdir(parents=True)
+        (tmp_path / split / "cats" / "x.png").write_bytes(content)
+    return image_folder.build(ImageFolderConfig(path=str(tmp_path)))
+
+
+def bomb() -> bytes:
+    """Return a small PNG that says that it is huge."""
+    header = struct.pack(">IIBBBBB", 20_000, 20_000, 8, 0, 0, 0, 0)
+    crc = zlib.crc32(b"IHDR" + header)
+    chunk = struct.pack(">I", len(header)) + b"IHDR" + header + struct.pack(">I", crc)
+    return b"\x89PNG\r\n\x1a\n" + chunk
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"no image", picture(3)[:-40], picture(3)[:60], b"%!PS-Adobe", picture(1, kind="TIFF")],
+)
+def test_an_image_that_is_broken_is_named_with_the_byte(tmp_path: Path, content: bytes) -> None:
+    data = broken_folder(tmp_path, content)
+
+    with pytest.raises(ConfigError, match="is no image that can be decoded") as caught:
+        data.samples(np.arange(1))
+
+    name, _, byte = caught.value.where[0].partition(", byte ")
+    assert name == str(tmp_path / "train" / "cats" / "x.png")
+    assert 0 <= int(byte) <= len(content)
+
+
+def test_a_flipped_byte_of_a_png_is_found_by_its_checksum(tmp_path: Path) -> None:
+    content = bytearray(picture(3, 40, 40))
+    content[content.index(b"IDAT") + 20] ^= 1
+
+    with pytest.raises(ConfigError, match="no image that can be decoded"):
+        broken_folder(tmp_path, bytes(content)).samples(np.arange(1))
+
+
+def test_a_file_that_says_that_it_is_huge_is_refused(tmp_path: Path) -> None:
+    data = broken_folder(tmp_path, bomb())
+
+    with pytest.raises(ConfigError, match=r"x\.png is (no|an) image"):
+        data.samples(np.arange(1))
+
+
+def test_what_is_no_folder_of_classes_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.png").write_bytes(picture(1))
+
+    with pytest.raises(ConfigError, match="lies in no folder of a class"):
+        image_folder.build(ImageFolderConfig(path=str(tmp_path)))
+    with pytest.raises(ConfigError, match="does not exist"):
+        image_folder.build(ImageFolderConfig(path=str(tmp_path / "no")))
+    with pytest.raises(ConfigError, match=r"holds no \*.bmp"):
+        (tmp_path / "x.png").unlink()
+        image_folder.build(ImageFolderConfig(path=str(tmp_path)))
+
+
+def test_more_classes_than_the_model_knows_are_refused(tmp_path: Path) -> None:
+    root = write_folders(tmp_path)
+
+    with pytest.raises(ConfigError, match=r"has 3 folders of images, and data\.num_classes=2"):
+        image_folder.build(ImageFolderConfig(path=str(root), num_classes=2))
+
+
+def test_shards_hold_what_webdataset_has_written(tmp_path: Path) -> None:
+    root = write_shards(tmp_path / "shards", 40)
+    data = webdataset.build(WebDatasetConfig(path=str(root), image_size=10, held_out=0.3))
+    assert data.num_samples("train") + data.num_samples("validation") == 40
+
+    seen = set()
+    for split in ("train", "validation"):
+        batch = data.samples(np.arange(data.num_samples(split)), split)
+        for image, label in zip(batch["images"], batch["labels"].tolist(), strict=True):
+            blue = torch.mode(((image[2] + 1) * 127.5).round().flatten()).values
+            number = 255 - int(blue)
+            assert label == number % 3
+            seen.add(number)
+    assert seen == set(range(40))
+
+
+def one_shard(tmp_path: Path) -> Path:
+    file = write_shards(tmp_path / "shards", 20) / "shard-0.tar"
+    (file.parent / "shard-1.tar").unlink()
+    return file
+
+
+@pytest.mark.parametrize("cut", [700, 5000])
+def test_a_shard_that_is_cut_off_is_refused(tmp_path: Path, cut: int) -> None:
+    file = one_shard(tmp_path)
+    file.write_bytes(file.read_bytes()[:cut])
+
+    with pytest.raises(ConfigError) as caught:
+        webdataset.build(WebDatasetConfig(path=str(file)))
+
+    assert f"{file}, byte " in str(caught.value)
+
+
+def test_a_broken_header_in_a_shard_is_not_taken_for_its_end(tmp_path: Path) -> None:
+    file = one_shard(tmp_path)
+    content = bytearray(file.read_bytes())
+    with tarfile.open(file) as tar:
+        begin = tar.getmember("sample0006.cls").offset
+    content[content.index(b"sample0006.", begin) + 3] ^= 1
+    file.write_bytes(content)
+
+    with pytest.raises(ConfigError, match="no tar file that can be read") as caught:
+        webdataset.build(WebDatasetConfig(path=str(file)))
+
+    assert caught.value.where == (f"{file}, byte {begin}",)
+
+
+def test_a_broken_image_in_a_shard_is_named_with_shard_file_and_byte(tmp_path: Path) -> None:
+    file = one_shard(tmp_path)
+    content = bytearray(file.read_bytes())
+    at = content.index(b"\x89PNG")
+    content[at : at + 60] = bytes(60)
+    file.write_bytes(content)
+    data = webdataset.build(WebDatasetConfig(path=str(file), held_out=0.3))
+
+    with pytest.raises(ConfigError, match="no image") as caught:
+        for split in ("train", "validation"):
+            data.samples(np.arange(data.num_samples(split)), split)
+
+    assert caught.value.where[0].startswith(f"{file}, file sample0000.png, byte ")
+    assert int(caught.value.where[0].rpartition(" ")[2]) >= at
+
+
+@pytest.mark.parametrize("label", ["3", "-1", "cat", "", "1e9", "²"])
+def test_a_class_that_the_model_does_not_know_is_refused(tmp_path: Path, label: str) -> None:
+    with library.TarWriter(str(tmp_path / "x.tar")) as sink:
+        sink.write({"__key__": "a", "png": picture(1), "cls": label.encode()})
+
+    with pytest.raises(ConfigError, match=r"says the class .* and data\.num_classes=3"):
+        webdataset.build(WebDatasetConfig(path=str(tmp_path), num_classes=3))
+
+
+def test_a_sample_without_a_class_is_refused_and_pickles_are_not_opened(tmp_path: Path) -> None:
+    with library.TarWriter(str(tmp_path / "x.tar")) as sink:
+        sink.write({"__key__": "a", "png": picture(1), "pyd": {"x": 1}})
+
+    with pytest.raises(ConfigError, match=r"no image with a class: a\.png, a\.pyd"):
+        webdataset.build(WebDatasetConfig(path=str(tmp_path)))
+
+
+def test_digits_are_scaled_by_whole_numbers_and_fit_a_model() -> None:
+    data = digits.build(DigitsConfig(image_size=16, channels=3))
+    plain = digits.build(DigitsConfig())
+
+    batch, small = data.samples(np.arange(5)), plain.samples(np.arange(5))
+
+    assert batch["images"].shape == (5, 3, 16, 16)
+    assert torch.equal(batch["images"][:, 1, ::2, 1::2], small["images"][:, 0])
+    assert small["images"].min() == -1 and small["images"].max() == 1
+    assert plain.num_samples() + plain.num_samples("validation") == 1797
+    VitConfig(image_size=16, channels=3).check_beside(
+        {"data": DigitsConfig(image_size=16, channels=3)}
+    )
+    with pytest.raises(ConfigError, match=r"data\.image_size=8, and model=vit takes 16"):
+        VitConfig(image_size=16).check_beside({"data": DigitsConfig()})
