@@ -6,12 +6,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from sbp_launch.checkpoint import Checkpoint
-from sbp_launch.checkpoint.places import find_checkpoints
+from sbp_launch.checkpoint import open_checkpoint
 
 
 def saved_states(folder: Path) -> dict[str, Tensor]:
     """Return the states of the newest checkpoint in the folder of a run, verified."""
-    storage, names = find_checkpoints(folder)
-    with Checkpoint(storage, names[0]) as checkpoint:
+    with open_checkpoint(folder) as checkpoint:
         return dict(checkpoint)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,63 @@ from sbp_core.errors import ConfigError
 from sbp_core.plugins.kinds import StorageFactory
 from sbp_core.testing.storage import StorageConformance
 from sbp_launch.checkpoint.local import LocalStorage, LocalStorageConfig, build_local
+from sbp_launch.checkpoint.objects import FsspecConfig, FsspecStorage, build_fsspec
 
 
 class TestLocal(StorageConformance):
     def make_factory(self) -> StorageFactory:
         return build_local(LocalStorageConfig())
+
+
+class TestMemory(StorageConformance):
+    refuses_a_second_run = False
+
+    def make_factory(self) -> StorageFactory:
+        return lambda folder: FsspecStorage(f"memory:/{folder}")
+
+
+class TestFiles(StorageConformance):
+    refuses_a_second_run = False
+
+    def make_factory(self) -> StorageFactory:
+        return lambda folder: FsspecStorage(f"file://{folder}")
+
+
+def test_the_name_of_the_run_is_part_of_the_address() -> None:
+    storage = build_fsspec(FsspecConfig(url="memory://all/{run}/kept"))(Path("/tmp/run-7"))
+
+    assert storage.place("step-1") == "memory://all/run-7/kept/step-1"
+
+
+@pytest.mark.parametrize("url", ["somewhere", "nowhere://run"])
+def test_an_address_that_fsspec_does_not_know_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="url="):
+        build_fsspec(FsspecConfig(url=url))(Path("run"))
+
+
+def test_without_fsspec_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+
+    with pytest.raises(ConfigError, match="fsspec, which is not installed") as caught:
+        FsspecStorage("memory://run")
+    assert "sbp-launch[fsspec]" in caught.value.todo
+
+
+def test_a_kill_before_the_manifest_leaves_the_former_objects(tmp_path: Path) -> None:
+    storage = FsspecStorage(f"memory:/{tmp_path}")
+    for data in (b"old", b"new"):
+        staged = storage.stage("step-1")
+        with staged.create("a.bin") as file:
+            file.write(data)
+        if data == b"old":
+            staged.commit("manifest.json", b"{}", ["a.bin"])
+
+    with storage.open("step-1", "a.bin") as file:
+        assert file.read() == b"old"
+    staged.commit("manifest.json", b"{}", ["a.bin"])
+    with storage.open("step-1", "a.bin") as file:
+        assert file.read() == b"new"
+    assert storage.names() == ["step-1"]
 
 
 def commit(storage: LocalStorage, name: str, data: bytes) -> None:

@@ -11,14 +11,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from saved_states import save_whole, states_of_run
+from saved_states import STATES, pieces_of, save, save_whole, states_of_run
 from torch import Tensor
 from trainable import registry, run_config
 
 from sbp_core.errors import ConfigError
+from sbp_core.placement import Placement
+from sbp_core.sbp import B, NdSbp
 from sbp_launch import loop, trainer
 from sbp_launch.checkpoint import Checkpoint, LocalStorage
 from sbp_launch.checkpoint.manifest import DamagedError
+from sbp_launch.checkpoint.objects import FsspecStorage
 from sbp_launch.checkpoint.places import find_checkpoints, newest_first, step_name
 from sbp_launch.checkpoint.settings import CheckpointConfig
 from sbp_launch.config import EvaluateConfig, PluginChoice, RunConfig
@@ -114,6 +117,19 @@ def test_a_path_is_that_of_a_run_of_its_checkpoints_or_of_one(tmp_path: Path) ->
         storage, found = find_checkpoints(tmp_path / path)
         assert found == names
         assert storage.place() == str(tmp_path / "run" / "checkpoints")
+    objects = FsspecStorage(f"memory:/{tmp_path}/objects")
+    pieces = pieces_of(STATES, Placement([0], ("rank",)), NdSbp(B))
+    save(objects, "step-00000004", pieces)
+    for url in (f"memory:/{tmp_path}/objects", f"memory:/{tmp_path}/objects/step-00000004"):
+        there, found = find_checkpoints(url)
+        assert found == ["step-00000004"]
+        with Checkpoint(there, found[0]) as checkpoint:
+            checkpoint.verify()
+            assert torch.equal(
+                checkpoint.part("weight", [(1, 3), (2, 9)]), STATES["weight"][1:3, 2:9]
+            )
+    with pytest.raises(ConfigError, match="there is no checkpoint at"):
+        find_checkpoints(f"memory:/{tmp_path}/objects/step-00000005")
     with pytest.raises(ConfigError, match="there is no folder"):
         find_checkpoints(tmp_path / "walk")
     with pytest.raises(ConfigError, match="there is no checkpoint in"):

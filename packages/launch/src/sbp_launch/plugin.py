@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from sbp_core.plugins import Factory, hookimpl
 from sbp_launch.checkpoint.local import LocalStorageConfig
+from sbp_launch.checkpoint.objects import FsspecConfig
 from sbp_launch.clusters import LocalConfig
 from sbp_launch.early_stop import EarlyStopConfig
 from sbp_launch.launchers import AutoConfig, ProcessesConfig, SlurmConfig, ThreadsConfig
@@ -108,6 +109,11 @@ def sbp_storages() -> Mapping[str, Factory]:
             build="sbp_launch.checkpoint.local:build_local",
             config=LocalStorageConfig,
             summary="a folder, of the run if it is not named",
+        ),
+        "fsspec": Factory(
+            build="sbp_launch.checkpoint.objects:build_fsspec",
+            config=FsspecConfig,
+            summary="an object store, or whatever else fsspec reaches",
         ),
     }
 

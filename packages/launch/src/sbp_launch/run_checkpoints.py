@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -79,7 +78,7 @@ class Resume:
         if wanted is None:
             return None
         if wanted != AUTO:
-            found, names = find_checkpoints(Path(wanted))
+            found, names = find_checkpoints(wanted)
             return cls(run, found, names[:1])
         names = newest_first(storage)
         if not names:

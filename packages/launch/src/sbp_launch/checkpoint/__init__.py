@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         manifest_bytes,
         parse_manifest,
     )
+    from sbp_launch.checkpoint.places import open_checkpoint
     from sbp_launch.checkpoint.reading import Checkpoint, read_manifest
     from sbp_launch.checkpoint.writing import commit, write_part
 
@@ -45,6 +46,7 @@ __all__ = [
     "SavedTensor",
     "commit",
     "manifest_bytes",
+    "open_checkpoint",
     "parse_manifest",
     "read_manifest",
     "write_part",
@@ -63,6 +65,7 @@ __getattr__, __dir__ = lazy(
         "SavedTensor": "manifest",
         "commit": "writing",
         "manifest_bytes": "manifest",
+        "open_checkpoint": "places",
         "parse_manifest": "manifest",
         "read_manifest": "reading",
         "write_part": "writing",

@@ -8,6 +8,8 @@ from pathlib import Path
 from sbp_core.errors import ConfigError
 from sbp_core.plugins import Storage
 from sbp_launch.checkpoint.local import MANIFEST_FILE, LocalStorage
+from sbp_launch.checkpoint.objects import FsspecStorage
+from sbp_launch.checkpoint.reading import Checkpoint
 
 #: Folder of a run that has its checkpoints, unless its storage says otherwise.
 FOLDER = "checkpoints"
@@ -42,17 +44,20 @@ def newest_first(storage: Storage) -> list[str]:
     return sorted(steps, key=steps.__getitem__, reverse=True)
 
 
-def find_checkpoints(path: Path) -> tuple[Storage, list[str]]:
-    """Return the checkpoints that a path means, the newest first, and their storage.
+def find_checkpoints(place: str | Path) -> tuple[Storage, list[str]]:
+    """Return the checkpoints that a path or address means, the newest first, and their storage.
 
     Args:
-        path: Of a checkpoint, of a folder of them, or of a run.
+        place: Of a checkpoint, of a folder of them, or of a run; with `://`, as fsspec has it.
 
     Raises:
         ConfigError: there is none.
     """
+    if "://" in str(place):
+        return _find_objects(str(place))
+    path = Path(place)
     if (path / MANIFEST_FILE).is_file():
-        whole = path.absolute()
+        whole = path if path.name not in ("", "..") else path.resolve()
         return LocalStorage(whole.parent), [whole.name]
     for folder in (path, path / FOLDER):
         storage = LocalStorage(folder)
@@ -63,3 +68,29 @@ def find_checkpoints(path: Path) -> tuple[Storage, list[str]]:
         accepted="the folder of a run, of checkpoints, or of one: runs/RUN, "
         f"runs/RUN/{FOLDER}, runs/RUN/{FOLDER}/{step_name(100)}",
     )
+
+
+def _find_objects(url: str) -> tuple[Storage, list[str]]:
+    parent, _, name = url.rstrip("/").rpartition("/")
+    if step_of(name) is None:
+        storage = FsspecStorage(url)
+        names = newest_first(storage)
+    else:
+        storage = FsspecStorage(parent)
+        names = [name] if name in newest_first(storage) else []
+    if not names:
+        raise ConfigError(
+            f"there is no checkpoint at {url}",
+            accepted="the address of a folder of checkpoints, or of one",
+        )
+    return storage, names
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """Open the newest checkpoint that a path means; see `find_checkpoints`.
+
+    Raises:
+        ConfigError: there is none, or it is damaged.
+    """
+    storage, names = find_checkpoints(path)
+    return Checkpoint(storage, names[0])
