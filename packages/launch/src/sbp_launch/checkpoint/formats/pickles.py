@@ -210,7 +210,8 @@ class _Reader:
             raise ConfigError(
                 f"the pickle asks for {shown(str(found))[1:-1]}, which is none of its format",
                 where=self.where,
-                accepted=", ".join(sorted(self.known)) or "numbers, texts, lists and mappings",
+                accepted="numbers, texts, lists and mappings"
+                + (f"; and names such as {', '.join(sorted(self.known)[-3:])}" * bool(self.known)),
                 todo="do not open this file elsewhere: it may run what it asks for",
             )
         self.stack.append(found)
