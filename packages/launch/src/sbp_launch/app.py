@@ -45,6 +45,9 @@ from sbp_launch.run_file import save_run
 from sbp_launch.run_folder import check_unused, make_folder, take_folder, writing
 from sbp_launch.sweep import SweepJob, objective, print_sweep
 
+#: Runs the jobs of a sweep in this process, one after the other.
+_LAUNCHER = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
+
 #: Exit codes above this one are those of signals.
 _SIGNALS = 128
 
@@ -206,7 +209,9 @@ def _job(
     def job(config: DictConfig) -> float | None:
         node = HydraConfig.get()
         folder = Path(node.runtime.output_dir)
-        if not (app.sweep_goes_on and node.mode == RunMode.MULTIRUN):
+        # Launchers of plugins run jobs in other processes, and tell of their failures themselves.
+        here = node.mode == RunMode.MULTIRUN and node.launcher["_target_"] == _LAUNCHER
+        if not (app.sweep_goes_on and here):
             try:
                 run_one(config, folder)
             except SbpError as error:
