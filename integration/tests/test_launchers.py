@@ -56,19 +56,23 @@ def test_processes_compute_what_threads_do_bit_for_bit(
     runs = {}
     for boxing in ("local", *between):
         where = tmp_path / boxing
-        done = train(tmp_path, *layout, f"boxing={boxing}", f"hydra.run.dir={where}")
+        saving = ("trainer.checkpoint.every=1", "trainer.checkpoint.keep=0")
+        done = train(tmp_path, *layout, *saving, f"boxing={boxing}", f"hydra.run.dir={where}")
         assert done.returncode == 0, done.stdout + done.stderr
         runs[boxing] = done.stdout
         if boxing != "local":
             assert "launcher spawn: 2 processes, one a rank" in done.stdout
             assert (where / "logs" / "rank_1.txt").read_text("utf-8")
     assert len(losses(tmp_path / "local")) == 3
-    states = saved_states(tmp_path / "local")
     for boxing in between:
         assert losses(tmp_path / boxing) == losses(tmp_path / "local")
-        found = saved_states(tmp_path / boxing)
-        assert found.keys() == states.keys()
-        assert all(found[name].equal(value) for name, value in states.items())
+        for step in (1, 2, 3):  # those of 1 and 2 were written while the run went on
+            found, states = (
+                saved_states(tmp_path / one / "checkpoints" / f"step-{step:08d}")
+                for one in (boxing, "local")
+            )
+            assert found.keys() == states.keys()
+            assert all(found[name].equal(value) for name, value in states.items())
         # What rank 0 prints of losses, held-out loss, sample and deviation.
         own, other = (runs[name].partition("step 1/3")[2] for name in ("local", boxing))
         told = [line for line in own.splitlines() if "held-out" in line or "deviation" in line]

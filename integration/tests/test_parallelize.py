@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import io
+import logging
+import pkgutil
+import threading
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ from sbp_torch.capture import UpdateOptions, counted_random
 from sbp_torch.deferred_init import deferred
 
 SIZE = 8
+SAVES = "sbp_launch.checkpoint.background"
 LAYOUTS = (
     {},
     {"mesh": 2, "planner": "manual/zero"},
@@ -266,6 +270,61 @@ def test_what_was_saved_goes_on_on_another_mesh(tmp_path):
     assert {"step-00000001", "strategy.yaml", "plan.txt"} <= names
     with start() as step, pytest.raises(ConfigError, match="there is no folder"):
         step.load(tmp_path / "elsewhere")
+
+
+def test_a_checkpoint_is_written_while_steps_run(tmp_path):
+    def start(**layout):
+        model = make_model()
+        return parallelize(model, loss_of, batch_of(0), make_optimizer(model), **layout)
+
+    with start(mesh=2) as step:
+        step(batch_of(0))
+        step.save(tmp_path, wait=False)
+        states = [step.state_dict()]
+        step(batch_of(1))
+        step.save(tmp_path, wait=False)  # waits for the first if that is not there yet
+        states.append(step.state_dict())
+        step(batch_of(2))
+
+    for done, wanted in enumerate(states, 1):
+        with start() as step:
+            step.load(tmp_path / f"step-{done:08d}")
+            assert step.steps_done == done
+            torch.testing.assert_close(step.state_dict(), wanted, rtol=0, atol=0)
+
+
+def test_a_save_waits_for_the_one_before_and_logs_it(tmp_path, caplog, monkeypatch):
+    logged, writing = threading.Event(), f"{SAVES}.write_part"
+    write = pkgutil.resolve_name(writing)
+    monkeypatch.setattr(writing, lambda *given: logged.wait(20.0) and write(*given))
+    warn = logging.Logger.warning
+    monkeypatch.setattr(logging.Logger, "warning", lambda *given: (warn(*given), logged.set()))
+    model = make_model()
+    with parallelize(model, loss_of, batch_of(0), make_optimizer(model)) as step:
+        step.save(tmp_path, wait=False)
+        step(batch_of(0))
+        step.save(tmp_path)
+
+    assert "waiting until the checkpoint step-00000000 is there" in caplog.text
+    assert {"step-00000000", "step-00000001"} <= {path.name for path in tmp_path.iterdir()}
+
+
+def test_what_cannot_be_written_beside_steps_is_raised_by_a_later_one(tmp_path, monkeypatch):
+    def no_room(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(f"{SAVES}.write_part", no_room)
+    model = make_model()
+    with parallelize(model, loss_of, batch_of(0), make_optimizer(model)) as step:
+        step.save(tmp_path, wait=False)
+        with pytest.raises(RunError, match="step-00000000 cannot be written: No space left"):
+            for index in range(100):
+                step(batch_of(index))
+        step.save(tmp_path, wait=False)
+        with pytest.raises(RunError, match="cannot be written: No space left"):
+            step.finish_saving()
+        step(batch_of(0))
+    assert not list(tmp_path.glob("step-*"))
 
 
 def test_an_optimizer_that_has_stepped_goes_on():

@@ -12,12 +12,12 @@ from typing import Any
 from torch import Tensor
 from xxhash import xxh3_128_hexdigest
 
-from sbp_core.errors import ConfigError, SbpError, SbpValueError
+from sbp_core.errors import ConfigError, SbpValueError
 from sbp_core.graph import graph_hash
 from sbp_core.plugins import Storage, TrainerState
 from sbp_core.runtime import Session
 from sbp_core.serialize import dump, load
-from sbp_launch.checkpoint.background import BackgroundSave
+from sbp_launch.checkpoint.background import BackgroundSave, BackgroundSaves
 from sbp_launch.checkpoint.local import MANIFEST_FILE
 from sbp_launch.checkpoint.manifest import DamagedError, Metadata
 from sbp_launch.checkpoint.places import find_checkpoints, newest_first, step_name
@@ -238,8 +238,7 @@ class RunCheckpoints:
         self._config_hash = _hash(asdict(run.config))
         self._versions = versions()
         #: What is written while steps go on, and the step that it is of.
-        self._under_way: BackgroundSave | None = None
-        self._under_way_step = -1
+        self._saves, self._saving_step = BackgroundSaves(), -1
         #: Those of an earlier run in a folder that is to be overwritten: until there is a new one.
         self._earlier = [] if resumed_here else newest_first(storage)
 
@@ -305,26 +304,28 @@ class RunCheckpoints:
         if self._settings.wait:
             self.save(session, state, cursor)
             return
-        if self._under_way is not None:
-            tell(f"waiting until {_place(self._run, self._storage, self._under_way.name)} is there")
+        if self._saves.name:
+            tell(f"waiting until {_place(self._run, self._storage, self._saves.name)} is there")
             self.finish()
         if state.step == self._saved_step:
             return
         name = step_name(state.step)
-        self._under_way_step, self._last_s = state.step, self._clock()
-        self._under_way = BackgroundSave(
-            self._storage,
-            name,
-            self._metadata(state, cursor),
-            session.snapshot(),
-            self._processes,
-            behind_commit=lambda: self._remove_others(name, state),
+        self._saving_step, self._last_s = state.step, self._clock()
+        self._saves.begin(
+            BackgroundSave(
+                self._storage,
+                name,
+                self._metadata(state, cursor),
+                session.snapshot(),
+                self._processes,
+                behind_commit=lambda: self._remove_others(name, state),
+            )
         )
 
     @property
     def is_busy(self) -> bool:
         """Whether this process writes."""
-        return self._under_way is not None and self._under_way.is_busy
+        return self._saves.is_busy
 
     def go_on(self) -> None:
         """Go on with the checkpoint that is under way, if there is one, as no process is busy.
@@ -332,8 +333,8 @@ class RunCheckpoints:
         Raises:
             RunError: it cannot be saved.
         """
-        if self._under_way is not None:
-            self._with_under_way(BackgroundSave.advance)
+        if self._saves.go_on():
+            self._saved_step = self._saving_step
 
     def finish(self) -> None:
         """Wait for the checkpoint that is under way, if there is one; all processes call it.
@@ -341,19 +342,8 @@ class RunCheckpoints:
         Raises:
             RunError: it cannot be saved.
         """
-        if self._under_way is not None:
-            self._with_under_way(BackgroundSave.finish)
-
-    def _with_under_way(self, call: Callable[[BackgroundSave], None]) -> None:
-        under_way = self._under_way
-        assert under_way is not None, "it was begun"
-        try:
-            call(under_way)
-        except SbpError:
-            self._under_way = None
-            raise
-        if under_way.is_done:
-            self._under_way, self._saved_step = None, self._under_way_step
+        if self._saves.finish():
+            self._saved_step = self._saving_step
 
     def _metadata(self, state: TrainerState, cursor: DataCursor) -> Metadata:
         return Metadata(

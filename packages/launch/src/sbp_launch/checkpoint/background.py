@@ -127,3 +127,51 @@ class BackgroundSave:
         if self._error is not None:
             # Or the others would wait for this process.
             raise RunError(f"{type(self._error).__name__}: {self._error}") from self._error
+
+
+class BackgroundSaves:
+    """At most one checkpoint under way; all processes call the same methods in the same order."""
+
+    def __init__(self) -> None:
+        self._under_way: BackgroundSave | None = None
+
+    @property
+    def name(self) -> str:
+        """What is under way; empty if nothing is."""
+        return "" if self._under_way is None else self._under_way.name
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether this process works on it."""
+        return self._under_way is not None and self._under_way.is_busy
+
+    def begin(self, save: BackgroundSave) -> None:
+        """Take on a checkpoint, when the one before it is there."""
+        assert self._under_way is None, "there is one at a time"
+        self._under_way = save
+
+    def go_on(self) -> str:
+        """Go on with what is under way, as no process is busy.
+
+        Returns:
+            The name of what is there now; empty if it is not yet, or if nothing was under way.
+
+        Raises:
+            RunError, BoxingError: as of `BackgroundSave.advance`; nothing is under way any more.
+        """
+        return self._with_it(BackgroundSave.advance)
+
+    def finish(self) -> str:
+        """Wait until what is under way is there; see `go_on`."""
+        return self._with_it(BackgroundSave.finish)
+
+    def _with_it(self, call: Callable[[BackgroundSave], None]) -> str:
+        save = self._under_way
+        if save is None:
+            return ""
+        try:
+            call(save)
+        finally:
+            if save.is_done:
+                self._under_way = None
+        return save.name if save.is_done else ""

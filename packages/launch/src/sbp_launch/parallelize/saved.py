@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
-from sbp_core.errors import ConfigError
+from sbp_core.errors import BoxingError, ConfigError, RunError
 from sbp_core.graph import graph_hash
 from sbp_core.runtime import Session
+from sbp_launch.checkpoint.background import BackgroundSave, BackgroundSaves
 from sbp_launch.checkpoint.local import LocalStorage
 from sbp_launch.checkpoint.manifest import Metadata
 from sbp_launch.checkpoint.places import find_checkpoints, step_name
@@ -17,6 +19,8 @@ from sbp_launch.parallelize.agreement import Gather
 from sbp_launch.plan_output import write_plan
 from sbp_launch.planning import Planned
 from sbp_launch.world import World
+
+logger = logging.getLogger(__name__)
 
 
 def processes_of(world: World, gather: Gather | None) -> Processes:
@@ -30,23 +34,83 @@ def processes_of(world: World, gather: Gather | None) -> Processes:
     return Processes(rank=world.rank, ranks=tuple(range(world.size)), gather=texts)
 
 
-def save_step(
-    folder: Path, session: Session, planned: Planned, step: int, seed: int, processes: Processes
-) -> None:
-    """Save a checkpoint, and beside it strategy and plan; all processes call it.
+class StepSaves:
+    """Saves the checkpoints of a parallel step: at once, or while later steps run.
 
-    Raises:
-        RunError: they cannot be written.
+    Args:
+        planned: Its plan.
+        seed: Its seed.
+        processes: Of the step.
     """
-    processes.agree(
-        lambda: write_plan(folder, planned) if processes.is_first else None,
-        "the plan cannot be written",
-        str(folder),
-    )
-    metadata = Metadata(
-        step=step, seed=seed, graph_hash=graph_hash(planned.graph), versions=versions()
-    )
-    save(LocalStorage(folder), step_name(step), metadata, session.pieces(), processes)
+
+    def __init__(self, planned: Planned, seed: int, processes: Processes) -> None:
+        self._planned, self._seed, self._processes = planned, seed, processes
+        self._saves = BackgroundSaves()
+
+    def save(self, folder: Path, session: Session, step: int, *, wait: bool) -> None:
+        """Save a checkpoint, and beside it strategy and plan; all processes call it.
+
+        Raises:
+            RunError: they cannot be written, or the checkpoint that is under way.
+        """
+        if self._saves.name:
+            logger.warning("waiting until the checkpoint %s is there", self._saves.name)
+            self.finish()
+        self._processes.agree(
+            lambda: write_plan(folder, self._planned) if self._processes.is_first else None,
+            "the plan cannot be written",
+            str(folder),
+        )
+        metadata = Metadata(
+            step=step,
+            seed=self._seed,
+            graph_hash=graph_hash(self._planned.graph),
+            versions=versions(),
+        )
+        given = LocalStorage(folder), step_name(step), metadata
+        if wait:
+            save(*given, session.pieces(), self._processes)
+        else:
+            self._saves.begin(BackgroundSave(*given, session.snapshot(), self._processes))
+
+    def behind_step(self) -> None:
+        """See whether the checkpoint that is under way goes on; all processes call it.
+
+        Raises:
+            RunError: it cannot be written.
+        """
+        if not self._saves.name:
+            return
+        if not any(self._processes.gather("busy" if self._saves.is_busy else "")):
+            self._saves.go_on()
+
+    def finish(self) -> None:
+        """Wait until the checkpoint that is under way is there; all processes call it.
+
+        Raises:
+            RunError: it cannot be written.
+        """
+        self._saves.finish()
+
+    def end(self, error: BaseException | None) -> None:
+        """Wait as `finish` does, unless an error ends the step in which others cannot be asked.
+
+        Raises:
+            RunError: it cannot be written, and there is no `error`.
+        """
+        name = self._saves.name
+        if error is not None and len(self._processes.ranks) > 1:
+            if name:
+                logger.warning("the checkpoint %s is not saved: the step ended in an error", name)
+            return
+        try:
+            self._saves.finish()
+        except BoxingError as problem:  # which ended another process
+            logger.warning("the checkpoint %s is not saved: %s", name, problem.what)
+        except RunError as problem:
+            if error is None:
+                raise
+            logger.warning("the checkpoint %s is not saved: %s", name, problem.what)
 
 
 def load_step(path: Path, session: Session, seed: int, processes: Processes) -> int:

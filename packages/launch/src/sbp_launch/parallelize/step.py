@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
@@ -24,7 +24,7 @@ from sbp_launch.parallelize.forward import Forwards
 from sbp_launch.parallelize.joining import join
 from sbp_launch.parallelize.output import StepOutput
 from sbp_launch.parallelize.program import OneDeviceProgram
-from sbp_launch.parallelize.saved import load_step, processes_of, save_step
+from sbp_launch.parallelize.saved import StepSaves, load_step, processes_of
 from sbp_launch.parallelize.scalars import UpdateScalars
 from sbp_launch.plan_output import print_plan
 from sbp_launch.planning import Planned
@@ -63,6 +63,7 @@ class ParallelStep:
         #: Gathers texts of the ranks of other processes, between steps.
         self._gather: Gather | None = None
         self._has_compared = False
+        self._saves: StepSaves | None = None
         ranks = engine.ranks if engine.batch_is == "local" else engine.settings.mesh.rank_list
         self._parts = batch_parts(planned.plan, ranks)
 
@@ -93,10 +94,18 @@ class ParallelStep:
             session.__exit__(type(error), error, error.__traceback__)
             raise
         self._session, self._given_states = session, None
+        processes = processes_of(self.world, self._gather)
+        self._saves = StepSaves(self._planned, self._engine.seed, processes)
         return self
 
     def close(self) -> None:
-        """End the ranks. Safe to call twice; what this process' ranks hold can still be read."""
+        """End the ranks. Safe to call twice; what this process' ranks hold can still be read.
+
+        Waits for the checkpoint that is being written, as the end of a `with` block does.
+
+        Raises:
+            RunError: it cannot be written.
+        """
         self._close(None)
 
     def __enter__(self) -> ParallelStep:
@@ -112,12 +121,15 @@ class ParallelStep:
 
     def _close(self, error: BaseException | None) -> None:
         self._is_over = True
-        try:
-            self._forwards.close()
-        finally:
+        with ExitStack() as closing:
             if self._session is not None:
                 # Ranks of other processes are told of an error that ends the block.
-                self._session.__exit__(type(error) if error else None, error, None)
+                closing.callback(
+                    self._session.__exit__, type(error) if error else None, error, None
+                )
+            closing.callback(self._forwards.close)
+            if self._saves is not None:
+                self._saves.end(error)
 
     @property
     def session(self) -> Session:
@@ -164,6 +176,8 @@ class ParallelStep:
         with naming_source_lines(self._planned.graph):
             found = session.step(flat, values, batch_is=self._engine.batch_is)
         note_step(self._program.optimizer)
+        assert self._saves is not None, "the step is started"
+        self._saves.behind_step()
         return StepOutput.of(found)
 
     def evaluate(self, batch: Any, /, *, batch_is: BatchIs | None = None) -> StepOutput:
@@ -289,23 +303,34 @@ class ParallelStep:
         if optimizer is not None:
             optimizer.load_state_dict(to_optimizer_state(states, model, optimizer))
 
-    def save(self, folder: str | Path) -> None:
+    def save(self, folder: str | Path, *, wait: bool = True) -> None:
         """Save a checkpoint in a folder, and strategy and plan beside it; all processes call it.
 
         Each process writes what its ranks own, and nothing is sent. The checkpoint is whole and on
         the disk when this returns, or it is not there; those of other steps stay.
 
+        Args:
+            folder: Is made if it is not there.
+            wait: If not, a thread writes the checkpoint while later steps run, from copies of the
+                states; it is there behind one of them, or when `finish_saving` or the `with` block
+                is through. The next `save` waits for it, and logs that.
+
+        Raises:
+            RunError: it cannot be written. Without `wait`, a later step raises that, in all
+                processes the same one, or `finish_saving`, the next `save` or the end of the block.
+        """
+        session = self.session
+        assert self._saves is not None, "the step is started"
+        self._saves.save(Path(folder), session, self.steps_done, wait=wait)
+
+    def finish_saving(self) -> None:
+        """Wait until what `save(..., wait=False)` saves is on the disk; all processes call it.
+
         Raises:
             RunError: it cannot be written.
         """
-        save_step(
-            Path(folder),
-            self.session,
-            self._planned,
-            self.steps_done,
-            self._engine.seed,
-            processes_of(self.world, self._gather),
-        )
+        if self._saves is not None:
+            self._saves.finish()
 
     def load(self, path: str | Path) -> None:
         """Go on from a checkpoint, perhaps of another mesh; all processes call it.
@@ -319,6 +344,7 @@ class ParallelStep:
         Raises:
             ConfigError: there is none, it is damaged, does not fit, or was saved with another seed.
         """
+        self.finish_saving()
         processes = processes_of(self.world, self._gather)
         done = load_step(Path(path), self.session, self._engine.seed, processes)
         self._first_step = done - self.session.steps_done
