@@ -7,10 +7,13 @@ import torch
 from sbp_core.plugins import Callback, Planner
 from sbp_core.testing.callback import CallbackConformance
 from sbp_example_plugin.callback import build as build_callback
+from sbp_example_plugin.data import Counting
+from sbp_example_plugin.data import build as build_data
 from sbp_example_plugin.model import Bigram
 from sbp_example_plugin.model import build as build_model
 from sbp_example_plugin.planner import build as build_planner
-from sbp_example_plugin.plugin import CallbackConfig, ModelConfig, PlannerConfig
+from sbp_example_plugin.plugin import CallbackConfig, DataConfig, ModelConfig, PlannerConfig
+from sbp_torch.testing.data import DatasetConformance
 from sbp_torch.testing.model import ModelConformance
 from sbp_torch.testing.planner import PlannerRunConformance
 
@@ -18,6 +21,13 @@ from sbp_torch.testing.planner import PlannerRunConformance
 class TestPlanner(PlannerRunConformance):
     def make_planner(self) -> Planner:
         return build_planner(PlannerConfig())
+
+
+class TestData(DatasetConformance):
+    splits = ("train", "validation")
+
+    def make_dataset(self) -> Counting:
+        return build_data(DataConfig(vocabulary=6, context=4, num_samples=30))
 
 
 class TestCallback(CallbackConformance):

@@ -5,12 +5,17 @@ import pytest
 
 from sbp_core.errors import ConfigError
 from sbp_core.plugins import discover
-from sbp_example_plugin.plugin import CallbackConfig, ModelConfig, PlannerConfig
+from sbp_example_plugin.plugin import CallbackConfig, DataConfig, ModelConfig, PlannerConfig
 
 
 @pytest.mark.parametrize(
     ("kind", "config"),
-    [("planner", PlannerConfig()), ("model", ModelConfig()), ("callback", CallbackConfig())],
+    [
+        ("planner", PlannerConfig()),
+        ("model", ModelConfig()),
+        ("data", DataConfig()),
+        ("callback", CallbackConfig()),
+    ],
 )
 def test_sbp_finds_all_plugins_and_blames_nothing_on_them(kind: str, config: object) -> None:
     registry = discover()

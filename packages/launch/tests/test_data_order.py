@@ -114,6 +114,15 @@ def test_a_cursor_survives_json(position: int, size: int, seed: int) -> None:
     assert DataCursor.from_json(json.loads(json.dumps(cursor.to_json()))) == cursor
 
 
+def test_a_kept_cursor_says_everything_whatever_the_defaults_are() -> None:
+    cursor = DataCursor(order=SampleOrder(num_samples=9))
+
+    assert cursor.to_json() == {
+        "position": 0,
+        "order": {"num_samples": 9, "order": "shuffled", "seed": 0},
+    }
+
+
 @pytest.mark.parametrize(
     ("value", "says"),
     [

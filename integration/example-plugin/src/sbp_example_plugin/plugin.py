@@ -31,6 +31,20 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DataConfig:
+    """Settings of the data set."""
+
+    vocabulary: int = 256
+    context: int = 64
+    num_samples: int = 10_000
+
+    def __post_init__(self) -> None:
+        for name in ("vocabulary", "context", "num_samples"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} is not positive")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CallbackConfig:
     """Settings of the callback: the loss to reach, and how slowly its average follows it."""
 
@@ -67,6 +81,18 @@ def sbp_models() -> Mapping[str, Factory]:
 
 
 @hookimpl
+def sbp_datasets() -> Mapping[str, Factory]:
+    """Return name -> factory; the name is what users write behind `data=`."""
+    return {
+        "example": Factory(
+            build="sbp_example_plugin.data:build",
+            config=DataConfig,
+            summary="sequences that count up",
+        )
+    }
+
+
+@hookimpl
 def sbp_callbacks() -> Mapping[str, Factory]:
     """Return name -> factory; the name is what users write in `trainer.callbacks`."""
     return {
@@ -96,5 +122,5 @@ def sbp_signatures() -> Mapping[str, Factory]:
 
 @hookimpl
 def sbp_config_folders() -> Sequence[str]:
-    """Return the folder with `planner/example.yaml` and `model/example.yaml`."""
+    """Return the folder with `planner/example.yaml`, `model/example.yaml`, `data/example.yaml`."""
     return ["pkg://sbp_example_plugin.conf"]
