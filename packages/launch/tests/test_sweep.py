@@ -71,6 +71,12 @@ def test_each_run_has_a_row_with_what_came_of_it(
     ]
 
 
+def test_a_sweep_that_was_stopped_in_its_first_run_has_a_row_too(tmp_path: Path) -> None:
+    lines = printed(jobs(tmp_path)[:1], 80)
+
+    assert lines[2].split() == ["run", "steps", "loss", "held-out", "best", "samples/s", "folder"]
+
+
 @pytest.mark.parametrize("width", [80, 100, 140])
 def test_the_table_fits_its_width(tmp_path: Path, width: int) -> None:
     lines = printed(jobs(tmp_path), width)

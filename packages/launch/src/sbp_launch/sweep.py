@@ -93,8 +93,8 @@ def print_sweep(jobs: Sequence[SweepJob], console: Console) -> None:
 
 
 def _varied(jobs: Sequence[SweepJob]) -> list[str]:
-    """Return the keys of the overrides that are not the same in all runs, in their order."""
-    common = set.intersection(*(set(job.overrides) for job in jobs)) if len(jobs) > 1 else set()
+    """Return the keys of the overrides that are not the same in all runs; none of a single one."""
+    common = set.intersection(*(set(job.overrides) for job in jobs))
     texts = (text for job in jobs for text in job.overrides if text not in common)
     return list(dict.fromkeys(key_of(text) for text in texts))
 
