@@ -11,17 +11,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Mapping
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import cast
 
 from sbp_core.errors import SbpError
 from sbp_core.plugins import (
     Callback,
     MetricSink,
-    MetricSinkFactory,
     TrainerControl,
     TrainerState,
     TrainingContext,
@@ -31,10 +29,12 @@ from sbp_launch.budget import Allowance
 from sbp_launch.callbacks import make_callbacks, restore, together
 from sbp_launch.config import RunConfig
 from sbp_launch.data import BatchLoader, DataCursor, LocalPart, SampleOrder, is_for_gpus
+from sbp_launch.data.loader import LocalBatch
 from sbp_launch.evaluation import Evaluator
 from sbp_launch.figures import StepMeter
 from sbp_launch.finite_loss import FiniteLoss
 from sbp_launch.first_bad_value import first_bad_value
+from sbp_launch.metric_output import metric_sink
 from sbp_launch.phases import PhaseTimes
 from sbp_launch.planning import Planned
 from sbp_launch.program import EagerReference, Program
@@ -53,6 +53,30 @@ from sbp_torch.capture import scalar_values
 
 #: Seconds that processes agree on are sent as whole numbers of these.
 _TICK_S = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Taken:
+    """A step that was taken.
+
+    Args:
+        metrics: Its loss, and what the model and the update give beside it.
+        factor: Of the learning rate.
+        rates: The learning rates.
+        row: All that is logged of it.
+        bad_value: Where the first bad value was, of a step that was undone.
+    """
+
+    metrics: Mapping[str, float]
+    factor: float
+    rates: Mapping[str, float]
+    row: Mapping[str, float]
+    bad_value: tuple[str, ...]
+
+    @property
+    def loss(self) -> float:
+        """Its loss."""
+        return self.metrics["loss"]
 
 
 @dataclass(kw_only=True)
@@ -231,12 +255,60 @@ class TrainingLoop:
         progress: StepProgress,
     ) -> None:
         """Take one step and all that follows it."""
-        settings, index = self.run.config.trainer, self.state.step
+        settings, step = self.run.config.trainer, self.state.step + 1
         batch = self._batch
+        taken = self._take(batch)
+        is_due = self._evaluation_is_due()
+        problem: Exception | None = None
+        control = TrainerControl()
+        try:
+            self.tracer.finish(step)  # first, as the ranks of all processes meet there
+            if self.reference is not None and step <= settings.compare_steps:
+                with self.phases.timing("comparison"):
+                    whole = self.program.batch(batch.begin, settings.batch_size)
+                    self.reference.step(whole, taken.loss, taken.factor)
+            progress.advance(step, taken.loss, self._train_s)
+            if not is_due:
+                self._log(sink, step, taken.row)
+            self.run.warn(self._finite.check(step, taken.metrics, taken.rates, taken.bad_value))
+            if not is_due:
+                control = self._call(taken.row)
+            problem = self._load(loader)
+        except Exception as error:  # raised behind the step, on all ranks together
+            problem = error
+        try:
+            control = self._agree(problem, control)
+        except BaseException:
+            if is_due:  # what is known of the step is kept
+                with suppress(Exception):
+                    self._log(sink, step, taken.row)
+            raise
+        if is_due or control.evaluate:
+            is_last = self._is_over
+            if is_last:
+                progress.stop()
+            with self.run.stage("evaluating") if is_last else nullcontext():
+                after = self._evaluate(sink, evaluator, taken.row if is_due else None)
+            control = together([control, after])
+            if not is_last:
+                progress.say(step, f"held-out loss {self.held_out['held_out_loss']:.4f}")
+        if control.save and not self._is_over:  # else the run saves when it is over
+            with self.phases.timing("saving"):
+                self.checkpoints.begin(
+                    self.session,
+                    self.saved_state(),
+                    self.cursor,
+                    lambda news: progress.say(step, news),
+                )
+
+    def _take(self, batch: LocalBatch) -> _Taken:
+        """Take one step on a batch, and count it unless it was undone."""
+        index = self.state.step
         self.speed.begin(self._waited_s)
-        factor = settings.schedule.factor(*self.allowance.place(self.state))
+        factor = self.run.config.trainer.schedule.factor(*self.allowance.place(self.state))
         rates = {n: v * factor for n, v in self._given.items() if n.partition(".")[0] == "lr"}
-        scalars = {**self._given, **rates, "seed": settings.seed, "step": index}
+        seed = self.run.config.trainer.seed
+        scalars = {**self._given, **rates, "seed": seed, "step": index}
         bad_value: tuple[str, ...] = ()
         try:
             with self.tracer.step(index + 1, self.session):
@@ -249,51 +321,10 @@ class TrainingLoop:
         self.speed.end(self._step_units)
         metrics = {name: value.item() for name, value in outputs.items() if not value.dim()}
         self.loss = metrics["loss"]
-        row = {**metrics, **self._times(), **rates}
         if not bad_value:
             self._advance()
-        is_due = self._evaluation_is_due()
-        problem: Exception | None = None
-        control = TrainerControl()
-        try:
-            self.tracer.finish(index + 1)  # first, as the ranks of all processes meet there
-            if self.reference is not None and index < settings.compare_steps:
-                with self.phases.timing("comparison"):
-                    whole = self.program.batch(batch.begin, settings.batch_size)
-                    self.reference.step(whole, metrics["loss"], factor)
-            progress.advance(index + 1, metrics["loss"], self._train_s)
-            if not is_due:
-                self._log(sink, index + 1, row)
-            self.run.warn(self._finite.check(index + 1, metrics, rates, bad_value))
-            if not is_due:
-                control = self._call(row)
-            problem = self._load(loader)
-        except Exception as error:  # raised behind the step, on all ranks together
-            problem = error
-        try:
-            control = self._agree(problem, control)
-        except BaseException:
-            if is_due:  # what is known of the step is kept
-                with suppress(Exception):
-                    self._log(sink, index + 1, row)
-            raise
-        if is_due or control.evaluate:
-            is_last = self._is_over
-            if is_last:
-                progress.stop()
-            with self.run.stage("evaluating") if is_last else nullcontext():
-                after = self._evaluate(sink, evaluator, row if is_due else None)
-            control = together([control, after])
-            if not is_last:
-                progress.say(index + 1, f"held-out loss {self.held_out['held_out_loss']:.4f}")
-        if control.save and not self._is_over:  # else the run saves when it is over
-            with self.phases.timing("saving"):
-                self.checkpoints.begin(
-                    self.session,
-                    self.saved_state(),
-                    self.cursor,
-                    lambda news: progress.say(index + 1, news),
-                )
+        row = {**metrics, **self._times(), **rates}
+        return _Taken(metrics=metrics, factor=factor, rates=rates, row=row, bad_value=bad_value)
 
     def _advance(self) -> None:
         """Count the step that is done."""
@@ -459,32 +490,3 @@ def vote_deadline_s(config: RunConfig, index: int) -> float:
     if index < config.trainer.compare_steps or not isinstance(deadline_s, int | float):
         return DEADLINE_S
     return float(deadline_s)
-
-
-@contextmanager
-def metric_sink(run: Run, resumed_step: int = 0) -> Iterator[MetricSink]:
-    """Open the chosen metric sink, and close it.
-
-    Args:
-        run: The run.
-        resumed_step: The step behind which the run goes on; 0 for a new one.
-
-    Raises:
-        RunError: its file cannot be written; only if nothing else has failed before.
-    """
-    if not run.is_first:
-        yield cast(MetricSinkFactory, run.registry.make("logger", "none"))(run.folder)
-        return
-    factory: MetricSinkFactory = run.make("logger")
-    with writing(run.folder):
-        sink = (
-            factory(run.folder, resumed_step=resumed_step) if resumed_step else factory(run.folder)
-        )
-    try:
-        yield sink
-    except BaseException:
-        with suppress(OSError):  # what it could not write it tries again
-            sink.close()
-        raise
-    with writing(run.folder):
-        sink.close()
