@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Iterable
+from itertools import cycle
 from typing import Any
 
 import pytest
 import torch
 from actor_plans import run_step, start, training_step, wait_until
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
+from sbp_core.runtime import NotFiniteStepError, Snapshot
 from sbp_torch.runtime.devices import Aside, CpuDevice
 from sbp_torch.segments import segment_maker
 from sbp_torch.testing.cases import assert_pieces
@@ -52,6 +58,52 @@ def test_the_update_of_a_state_waits_for_its_own_copy_only() -> None:
         assert is_early_updated and is_late_kept
         assert not torch.equal(shards[late], before[late])
     assert_pieces(snapshot.pieces(), states)
+
+
+class SlowDevice(CpuDevice):
+    """Takes a while for each copy, as a test says."""
+
+    def __init__(self, delays: Iterable[float]) -> None:
+        self.delays = cycle(delays)
+
+    def copy_aside(self, value: Tensor, since: Any, buffer: Tensor | None) -> Aside:
+        time.sleep(next(self.delays))
+        return super().copy_aside(value, since, buffer)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    name=st.sampled_from([ALONE, "sharded states"]),
+    actions=st.lists(
+        st.sampled_from(["step", "step", "snapshot", "snapshot", "release", "undo", "load"]),
+        max_size=9,
+    ),
+    delays=st.lists(st.sampled_from([0.0, 1e-4, 1e-3]), min_size=1, max_size=5),
+)
+def test_every_snapshot_is_of_its_moment_whatever_is_done(
+    name: str, actions: list[str], delays: list[float]
+) -> None:
+    step = training_step(name)
+    bad = {k: v * torch.nan if v.is_floating_point() else v for k, v in step.batches[0].items()}
+    held: list[tuple[Snapshot, dict[str, Tensor]]] = []
+    with start(name) as session:
+        session.only_finite = True
+        session.store.copier.device = SlowDevice(delays)
+        first = session.state_dict()
+        for index, action in enumerate(actions):
+            if action == "step":
+                run_step(session, name, index % len(step.batches))
+            elif action == "snapshot":
+                held.append((session.snapshot(), session.state_dict()))
+            elif action == "release" and held:
+                held.pop(0)[0].release()
+            elif action == "undo":
+                with pytest.raises(NotFiniteStepError):
+                    session.step(bad, step.scalars)
+            elif action == "load":
+                session.load_state_dict(first)
+    for snapshot, states in held:
+        assert_pieces(snapshot.pieces(), states)
 
 
 def test_without_a_snapshot_there_is_no_thread_and_nothing_is_told(

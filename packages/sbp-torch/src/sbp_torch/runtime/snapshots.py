@@ -112,7 +112,8 @@ class StateSnapshot(Snapshot):
                 raise RunError(
                     f"the snapshot after step {self.steps_done} has no copy of {name!r}: {copy}",
                     where=f"rank {rank}",
-                    todo="save pieces() between two steps, which copies nothing",
+                    todo="wait for what is saved, which copies nothing: "
+                    "trainer.checkpoint.wait=true, step.save(folder), session.pieces()",
                 ) from copy
             value = values[rank][name] if copy is None else copy.wait()
             yield from self._store.pieces_of(name, bounds, value, self._tied_dtypes)
