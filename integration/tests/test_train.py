@@ -99,7 +99,10 @@ def test_it_trains_and_says_how_far_it_is_from_one_device(tmp_path: Path, way: s
     assert float(deviation[1]) < 1e-5
 
 
-def test_a_run_leaves_its_plan_metrics_and_states(tmp_path: Path) -> None:
+def test_a_run_leaves_its_plan_metrics_and_states(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SERVICE_TOKEN", "what nobody else may know")
     code, printed = sbp("train", tmp_path, *SMALL)
 
     assert code == 0, printed
@@ -111,6 +114,9 @@ def test_a_run_leaves_its_plan_metrics_and_states(tmp_path: Path) -> None:
     states = saved_states(folder)
     assert states["head.weight"].shape == (256, 32)
     assert states["head.weight.step"].item() == 4
+    for path in (path for path in folder.rglob("*") if path.is_file()):
+        assert b"SERVICE_TOKEN" not in path.read_bytes(), path
+        assert b"what nobody else may know" not in path.read_bytes(), path
 
 
 def test_a_plan_is_printed_without_training(tmp_path: Path) -> None:

@@ -12,7 +12,9 @@ import sys
 from sbp_boxing_torch.backend import TorchBackend
 from sbp_boxing_torch.configs import TorchBoxingConfig
 backend = TorchBackend(TorchBoxingConfig(init_method=sys.argv[1]))
+from sbp_core.testing.holdings import listening
 backend.open([0, 1])
+print("listens on", *sorted(listening()))
 print("open as", *backend.local_ranks())
 backend.close()
 """
@@ -29,6 +31,10 @@ def test_the_started_processes_find_each_other(scheme, tmp_path):
 
     assert ended.error() is None
     assert {f"rank {n} | open as {n}" for n in range(2)} <= set(map(str, lines))
+    places = {str(line).partition(" listens on ")[2] for line in lines} - {""}
+    assert not places & {"0.0.0.0", "::"}
+    if scheme == "env" and sys.platform == "linux":
+        assert places == {"127.0.0.1"}
 
 
 def test_every_process_has_a_rank_and_the_same_place_to_meet():

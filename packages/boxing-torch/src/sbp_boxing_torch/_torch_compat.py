@@ -12,7 +12,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
-from torch.distributed.rendezvous import rendezvous
 
 from sbp_core.boxing.processes import CountingStore
 
@@ -22,19 +21,21 @@ def prefixed(prefix: str, store: CountingStore) -> CountingStore:
     return cast(CountingStore, cast(Any, dist).PrefixStore(prefix, store))
 
 
-def store_at(url: str, rank: int, size: int, timeout: timedelta) -> CountingStore:
-    """Return the store that the processes reach at `url`.
+def gloo_group(
+    store: CountingStore, index: int, size: int, timeout: timedelta, host: str = ""
+) -> Any:
+    """Connect a `ProcessGroupGloo`; raises `RuntimeError` if a rank is not reached in time.
 
-    Raises:
-        RuntimeError, ValueError, OSError: it cannot be reached, or the URL cannot be meant.
+    It listens on the address `host`; if that is empty, on the interface GLOO_SOCKET_IFNAME, or the
+    one that the name of this host stands for.
     """
-    store, _, _ = next(rendezvous(url, rank, size, timeout=timeout))
-    return cast(CountingStore, store)
-
-
-def gloo_group(store: CountingStore, index: int, size: int, timeout: timedelta) -> Any:
-    """Connect a `ProcessGroupGloo`; raises `RuntimeError` if a rank is not reached in time."""
-    return cast(Any, dist.ProcessGroupGloo)(store, index, size, timeout)
+    gloo = cast(Any, dist.ProcessGroupGloo)
+    if not host:
+        return gloo(store, index, size, timeout)
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=host)]
+    options._timeout = timeout
+    return gloo(store, index, size, options)
 
 
 def nccl_group(store: CountingStore, index: int, size: int, timeout: timedelta) -> Any:

@@ -53,7 +53,7 @@ class TorchConnections(Connections):
         super().__init__(KeyValueControlStore(store, world.rank, world.size))
         limit_s = config.connect_timeout_s
         self._config = config
-        self._rank = world.rank
+        self._rank, self._host = world.rank, world.host
         self._store: CountingStore | None = store
         self._groups: dict[tuple[int, ...], TorchGroup] = {}
         #: What has begun and was not waited for, with its group, by an identity of its own.
@@ -176,7 +176,7 @@ class TorchConnections(Connections):
                 return connect(transport, ranks, rank, store, limit_s)
             # gloo itself waits until its time is over, whatever becomes of the others.
             return run_abandonable(
-                lambda: connect(transport, ranks, rank, store, limit_s),
+                lambda: connect(transport, ranks, rank, store, limit_s, self._host),
                 thread_name="sbp-connect",
                 check=self._check_hope,
                 look_s=_LOOK_S,

@@ -148,9 +148,14 @@ class TorchGlooGroup(TorchGroup):
     """A group over gloo, for tensors on CPUs."""
 
     def __init__(
-        self, ranks: tuple[int, ...], index: int, store: CountingStore, limit_s: float
+        self,
+        ranks: tuple[int, ...],
+        index: int,
+        store: CountingStore,
+        limit_s: float,
+        host: str = "",
     ) -> None:
-        super().__init__(ranks, index, gloo_group(store, index, len(ranks), _delta(limit_s)))
+        super().__init__(ranks, index, gloo_group(store, index, len(ranks), _delta(limit_s), host))
 
     def all_gather(
         self, received: torch.Tensor, part: torch.Tensor, sizes: Sequence[int], limit_s: float
@@ -242,7 +247,12 @@ class TorchNcclGroup(TorchGroup):
 
 
 def connect(
-    transport: str, ranks: tuple[int, ...], rank: int, store: CountingStore, limit_s: float
+    transport: str,
+    ranks: tuple[int, ...],
+    rank: int,
+    store: CountingStore,
+    limit_s: float,
+    host: str = "",
 ) -> TorchGroup:
     """Connect the ranks of a group, all of which call this at the same time.
 
@@ -252,9 +262,11 @@ def connect(
         rank: This one.
         store: Of this group alone.
         limit_s: Seconds to wait for the others.
+        host: Address that gloo listens on; empty for the one that it finds.
 
     Raises:
         RuntimeError: a rank could not be reached.
     """
-    kind = TorchNcclGroup if transport == "nccl" else TorchGlooGroup
-    return kind(ranks, ranks.index(rank), store, limit_s)
+    if transport == "nccl":
+        return TorchNcclGroup(ranks, ranks.index(rank), store, limit_s)
+    return TorchGlooGroup(ranks, ranks.index(rank), store, limit_s, host)

@@ -9,13 +9,15 @@ import os
 from dataclasses import dataclass
 from datetime import timedelta
 
-from sbp_boxing_torch._torch_compat import store_at
 from sbp_boxing_torch.configs import TorchBoxingConfig
 from sbp_core.boxing.processes import CountingStore, connect_current_store
 from sbp_core.errors import BoxingError, ConfigError
+from sbp_torch.boxing.processes import is_on_loopback, store_at
 
 #: Name by which the backends of a rank are counted in a store.
 COUNTER = "sbp-boxing"
+
+_LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,11 +28,13 @@ class TorchWorld:
         rank: Rank of this process.
         size: Number of processes; one rank each.
         store: Key-value store of torch.distributed that every process is connected to.
+        host: Address that gloo listens on; empty for the one that it finds.
     """
 
     rank: int
     size: int
     store: CountingStore
+    host: str = ""
 
 
 def rendezvous(config: TorchBoxingConfig) -> TorchWorld:
@@ -60,7 +64,10 @@ def rendezvous(config: TorchBoxingConfig) -> TorchWorld:
             where=f"rank {rank} of {size}",
             todo="check that every process was started and that the address can be reached",
         ) from error
-    return TorchWorld(rank=rank, size=size, store=store)
+    # Who meets on the loopback interface is on one machine, and talks there.
+    is_chosen = bool(os.environ.get("GLOO_SOCKET_IFNAME"))
+    host = _LOOPBACK if is_on_loopback(config.init_method) and not is_chosen else ""
+    return TorchWorld(rank=rank, size=size, store=store, host=host)
 
 
 def device_name(config: TorchBoxingConfig) -> str:

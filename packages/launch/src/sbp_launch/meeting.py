@@ -130,6 +130,8 @@ class _StoreMeeting(Meeting):
     def __init__(self, world: World) -> None:
         from torch import distributed
 
+        from sbp_torch.boxing.processes import store_at
+
         dist: Any = distributed
         self._world = world
 
@@ -143,7 +145,7 @@ class _StoreMeeting(Meeting):
             )
         limit = timedelta(seconds=_CONNECT_S)
         try:
-            store, _, _ = next(dist.rendezvous("env://", world.rank, world.size, timeout=limit))
+            store = store_at("env://", world.rank, world.size, limit)
         except (RuntimeError, ValueError, OSError) as error:
             raise RunError(
                 f"rank {world.rank} of {world.size} does not reach "

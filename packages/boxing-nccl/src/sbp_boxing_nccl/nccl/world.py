@@ -123,7 +123,8 @@ def _gather_hosts(comm: Any, mpi: Any, limit_s: float) -> tuple[Any, list[bytes]
 def _rendezvous_by_store(config: NcclBoxingConfig) -> NcclWorld:
     """Find the other ranks at `config.init_method`, as torchrun arranges it."""
     import torch.distributed as dist
-    from torch.distributed.rendezvous import rendezvous as torch_rendezvous
+
+    from sbp_torch.boxing.processes import store_at
 
     rank = _number("rank", config.rank, "RANK")
     size = _number("world_size", config.world_size, "WORLD_SIZE")
@@ -134,9 +135,7 @@ def _rendezvous_by_store(config: NcclBoxingConfig) -> NcclWorld:
     limit = timedelta(seconds=config.connect_timeout_s)
 
     def connect() -> Any:
-        found = cast(Any, torch_rendezvous)(config.init_method, rank, size, timeout=limit)
-        store, _, _ = next(found)
-        return store
+        return store_at(config.init_method, rank, size, limit)
 
     try:
         store = connect_current_store(connect, _COUNTER, rank, config.connect_timeout_s)

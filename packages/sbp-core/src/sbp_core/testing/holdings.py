@@ -9,6 +9,8 @@ Stability: internal.
 from __future__ import annotations
 
 import re
+import socket
+import sys
 import threading
 import time
 from collections import Counter
@@ -16,12 +18,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["grown", "holdings"]
+__all__ = ["grown", "holdings", "listening"]
 
 _PROCESS = Path("/proc/self")
 
 #: Seconds that a thread, which was told to end, gets to do so, and between two looks.
 _END_S, _PAUSE_S = 20.0, 0.005
+
+#: How the system writes that a socket listens.
+_LISTENS = "0A"
 
 #: How the names of the threads of our libraries begin.
 _OURS = "sbp-"
@@ -33,6 +38,27 @@ def holdings() -> Counter[str]:
     Numbers in names are left out, as no two threads or sockets have the same.
     """
     return Counter([*_threads(), *_files()])
+
+
+def listening() -> set[str]:
+    """Return the addresses that sockets of this process listen on; empty without a `/proc`.
+
+    `127.0.0.1` and `::1` are the loopback interface, `0.0.0.0` and `::` are all interfaces.
+    """
+    own = {entry.removeprefix("socket:") for entry in _links() if entry.startswith("socket:")}
+    found = set()
+    for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        path = _PROCESS / "net" / table
+        for line in path.read_text().splitlines()[1:] if path.exists() else ():
+            _, place, _, state, *_ = fields = line.split()
+            if state == _LISTENS and f"[{fields[9]}]" in own:
+                # Words of 4 bytes, each as this machine keeps numbers.
+                words = bytes.fromhex(place.partition(":")[0])
+                parts = [words[at : at + 4] for at in range(0, len(words), 4)]
+                if sys.byteorder == "little":
+                    parts = [part[::-1] for part in parts]
+                found.add(socket.inet_ntop(family, b"".join(parts)))
+    return found
 
 
 def grown(before: Mapping[str, int], after: Mapping[str, int]) -> str:
@@ -73,9 +99,13 @@ def _threads() -> Iterator[str]:
 
 
 def _files() -> Iterator[str]:
+    return map(_without_numbers, _links())
+
+
+def _links() -> Iterator[str]:
     for entry in sorted((_PROCESS / "fd").glob("*")):
         try:
-            yield _without_numbers(str(entry.readlink()))
+            yield str(entry.readlink())
         except OSError:  # what lists them is one of them, and closed by now
             continue
 

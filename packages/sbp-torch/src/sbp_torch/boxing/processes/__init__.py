@@ -2,6 +2,7 @@
 
 `packed_buffer` makes flat messages of what a `Manifest` says, `exchange` is the communicator.
 `agreement` compares a text over all ranks, `fingerprint` every step; both serve any backend.
+`store` is where the processes meet.
 
 Stability: internal.
 """
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from sbp_torch.boxing.processes.exchange import Await, ExchangeCommunicator, Finish, Role, after
     from sbp_torch.boxing.processes.fingerprint import Fingerprinted
     from sbp_torch.boxing.processes.packed_buffer import PackedBuffers, pack
+    from sbp_torch.boxing.processes.store import is_on_loopback, store_at
 
 __all__ = [
     "Await",
@@ -28,7 +30,9 @@ __all__ = [
     "after",
     "agree",
     "gather_texts",
+    "is_on_loopback",
     "pack",
+    "store_at",
 ]
 
 __getattr__, __dir__ = lazy(
@@ -43,6 +47,8 @@ __getattr__, __dir__ = lazy(
         "after": "exchange",
         "agree": "agreement",
         "gather_texts": "agreement",
+        "is_on_loopback": "store",
         "pack": "packed_buffer",
+        "store_at": "store",
     },
 )
