@@ -334,8 +334,9 @@ def train_models(session: nox.Session, *arguments: str) -> None:
 
 
 def kill_ranks(session: nox.Session, *arguments: str) -> None:
-    """Kill ranks of every backend and launcher: at random moments, and those that train."""
-    kinds = [()] if "--training" in arguments else [(), ("--training",)]
+    """Kill ranks of every backend and launcher, those that train, and processes that save."""
+    kinds = [("--training",), ("--saves", "--count", "100")]
+    kinds = [()] if {"--training", "--saves"} & {*arguments} else [(), *kinds]
     with session.chdir(ROOT / "integration"):
         for kind in kinds:
             command = ("python", "-m", "kills", *kind, *arguments)

@@ -7,6 +7,7 @@ import json
 import random
 import statistics
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import cycle, islice
@@ -21,6 +22,7 @@ from rich.table import Table
 # `python integration/kills` is to find the package too.
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from kills.saves import SavingOutcome, Trials
 from kills.training import (
     TRAINING_HOWS,
     TRAINING_WAYS,
@@ -51,6 +53,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--deadline", type=float, default=3.0, help="seconds that a step may wait; not of training")
     add("--seed", type=int, default=0)
     add("--training", action="store_true", help="of sbp-train, at each moment of a run")
+    add("--saves", action="store_true", help="of a process that saves, --count in each way of it")
     add("--json", type=Path, help="write all outcomes to this file")
     return parser.parse_args(argv)
 
@@ -167,10 +170,36 @@ def train_and_kill(options: argparse.Namespace, console: Console) -> Iterator[Tr
             yield outcome
 
 
+def save_and_kill(options: argparse.Namespace, console: Console) -> Iterator[SavingOutcome]:
+    """Kill processes that save, in every way of saving; show what is wrong."""
+    with tempfile.TemporaryDirectory() as folder:
+        for outcome in Trials(Path(folder), random.Random(options.seed)).run(options.count):
+            for fault in outcome.faults:
+                text = f"{outcome.way}: {fault}"
+                console.print(text, style="red", markup=False, soft_wrap=True)
+            yield outcome
+
+
+def saving_table(outcomes: Sequence[SavingOutcome]) -> Table:
+    """Return the figures of kills by way of saving: what they fell into, and what was wrong."""
+    table = Table(title="Kills of a process that saves", box=SIMPLE_HEAD)
+    columns = ("", "kills", "between saves", "while one is written", "while one is replaced")
+    for name in (*columns, "newest step", "faults"):
+        table.add_column(name, justify="right" if name else "left")
+    for way in dict.fromkeys(outcome.way for outcome in outcomes):
+        rows = [outcome for outcome in outcomes if outcome.way == way]
+        replaced = sum(any(name.endswith(".old") for name in row.left) for row in rows)
+        between = sum(not row.left for row in rows)
+        counts = (len(rows), between, len(rows) - between - replaced, replaced)
+        faults = sum(bool(row.faults) for row in rows)
+        table.add_row(way, *map(str, (*counts, rows[-1].found_step, faults)))
+    return table
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the trials; return 1 if anything that must hold did not, 130 after Ctrl-C."""
     options, console, outcomes = _arguments(argv), Console(), list[Any]()
-    trials = train_and_kill if options.training else run_trials
+    trials = save_and_kill if options.saves else train_and_kill if options.training else run_trials
     status = 0
     try:
         for outcome in trials(options, console):
@@ -178,9 +207,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         status = 130
     finally:
-        table = (
-            training_table(outcomes) if options.training else table_of(outcomes, options.deadline)
-        )
+        if options.saves:
+            table = saving_table(outcomes)
+        elif options.training:
+            table = training_table(outcomes)
+        else:
+            table = table_of(outcomes, options.deadline)
         console.print(table if outcomes else "no rank was killed")
         if options.json is not None:
             rows = [asdict(outcome) for outcome in outcomes]

@@ -1,9 +1,12 @@
 """A few kills of each backend; `nox -s exhaustive -- kills` does many."""
 
 import random
+from pathlib import Path
 
 import pytest
 
+from forked import can_fork
+from kills.saves import Trials
 from kills.training import Moment, run_training_trial
 from kills.trial import WAYS, How, run_trial
 
@@ -43,3 +46,13 @@ def test_when_a_rank_that_trains_is_killed_it_is_named_and_all_come_down(
     outcome = run_training_trial(way, how, moment, failing_rank=failing_rank)
 
     assert not outcome.faults, "\n".join(outcome.lines)
+
+
+@pytest.mark.skipif(not can_fork(), reason="threads survive no fork: OMP_NUM_THREADS=1")
+def test_when_a_process_that_saves_is_killed_the_newest_checkpoint_is_whole(
+    tmp_path: Path,
+) -> None:
+    outcomes = list(Trials(tmp_path, random.Random(0)).run(4))
+
+    assert not [fault for outcome in outcomes for fault in outcome.faults]
+    assert outcomes[-1].found_step > 0

@@ -20,7 +20,12 @@ from typing import TYPE_CHECKING
 from sbp_core.exports import lazy
 
 if TYPE_CHECKING:
-    from sbp_launch.checkpoint.local import LocalStorage
+    from sbp_launch.checkpoint.background import (
+        BackgroundSave,
+    )
+    from sbp_launch.checkpoint.local import (
+        LocalStorage,
+    )
     from sbp_launch.checkpoint.manifest import (
         DamagedError,
         Manifest,
@@ -31,43 +36,76 @@ if TYPE_CHECKING:
         manifest_bytes,
         parse_manifest,
     )
-    from sbp_launch.checkpoint.places import open_checkpoint
-    from sbp_launch.checkpoint.reading import Checkpoint, read_manifest
-    from sbp_launch.checkpoint.writing import commit, write_part
+    from sbp_launch.checkpoint.places import (
+        find_checkpoints,
+        newest_first,
+        open_checkpoint,
+        step_name,
+        step_of,
+    )
+    from sbp_launch.checkpoint.reading import (
+        Checkpoint,
+        read_manifest,
+    )
+    from sbp_launch.checkpoint.saving import (
+        Processes,
+        prune,
+        save,
+    )
+    from sbp_launch.checkpoint.writing import (
+        commit,
+        write_part,
+    )
 
 __all__ = [
+    "BackgroundSave",
     "Checkpoint",
     "DamagedError",
     "LocalStorage",
     "Manifest",
     "Metadata",
+    "Processes",
     "SavedFile",
     "SavedPiece",
     "SavedTensor",
     "commit",
+    "find_checkpoints",
     "manifest_bytes",
+    "newest_first",
     "open_checkpoint",
     "parse_manifest",
+    "prune",
     "read_manifest",
+    "save",
+    "step_name",
+    "step_of",
     "write_part",
 ]
 
 __getattr__, __dir__ = lazy(
     __name__,
     {
+        "BackgroundSave": "background",
         "Checkpoint": "reading",
         "DamagedError": "manifest",
         "LocalStorage": "local",
         "Manifest": "manifest",
         "Metadata": "manifest",
+        "Processes": "saving",
         "SavedFile": "manifest",
         "SavedPiece": "manifest",
         "SavedTensor": "manifest",
         "commit": "writing",
+        "find_checkpoints": "places",
         "manifest_bytes": "manifest",
+        "newest_first": "places",
         "open_checkpoint": "places",
         "parse_manifest": "manifest",
+        "prune": "saving",
         "read_manifest": "reading",
+        "save": "saving",
+        "step_name": "places",
+        "step_of": "places",
         "write_part": "writing",
     },
 )
