@@ -46,7 +46,7 @@ def equal(one: Tensor, other: Tensor) -> bool:
     return one.dtype == other.dtype and torch.equal(one, other)
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(
     sizes=MESHES,
     outer=LAYOUTS,

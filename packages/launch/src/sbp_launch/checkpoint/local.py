@@ -56,11 +56,12 @@ class LocalStorage:
     """Folders in a folder.
 
     Args:
-        root: Made when something is staged.
+        root: Made when it is claimed, or something is staged; once: a disk that has gone away is
+            not to be replaced by a folder in its place.
     """
 
     def __init__(self, root: Path) -> None:
-        self.root = root
+        self.root, self._was_made = root, False
 
     def names(self) -> Sequence[str]:
         """Return the committed folders."""
@@ -83,7 +84,19 @@ class LocalStorage:
 
     def stage(self, name: str) -> StagedFolder:
         """Return a folder to write to."""
-        return _StagedLocal(self.root, name)
+        return _StagedLocal(self, name)
+
+    def make(self) -> None:
+        """Make the folder, the first time.
+
+        Raises:
+            OSError: it cannot be made, or it is no longer there.
+        """
+        if not self._was_made:
+            self.root.mkdir(parents=True, exist_ok=True)
+            self._was_made = True
+        elif not self.root.is_dir():
+            raise FileNotFoundError(errno.ENOENT, "the folder has gone", str(self.root))
 
     def remove(self, name: str) -> None:
         """Remove a folder; as it goes it is one that was never committed."""
@@ -97,7 +110,7 @@ class LocalStorage:
     def claim(self) -> Iterator[None]:
         """Hold the lock of this folder, and remove what was begun here."""
         try:
-            self.root.mkdir(parents=True, exist_ok=True)
+            self.make()
             lock = os.open(self.root / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise ConfigError(
@@ -134,14 +147,15 @@ class LocalStorage:
 class _StagedLocal:
     """A folder that is renamed when all of it is on the disk."""
 
-    def __init__(self, root: Path, name: str) -> None:
-        self.root, self.name = root, name
-        self.path = root / f".{name}.part"
+    def __init__(self, storage: LocalStorage, name: str) -> None:
+        self.storage, self.root, self.name = storage, storage.root, name
+        self.path = self.root / f".{name}.part"
 
     @contextmanager
     def create(self, file: str) -> Iterator[BinaryIO]:
         """Write a file, and sync it."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        self.storage.make()
+        self.path.mkdir(exist_ok=True)
         path = self.path / file
         path.unlink(missing_ok=True)
         try:

@@ -1,0 +1,225 @@
+"""Whatever keeps a checkpoint from being saved: a clear error, and the one before it is whole."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from saved_states import STATES, pieces_of, states_of_run
+from trainable import registry, run_config
+
+from sbp_core.errors import ConfigError, RunError
+from sbp_core.placement import Placement
+from sbp_core.runtime import StatePiece
+from sbp_core.sbp import B, NdSbp
+from sbp_launch import trainer
+from sbp_launch.checkpoint import local
+from sbp_launch.checkpoint.local import LocalStorage
+from sbp_launch.checkpoint.manifest import Metadata
+from sbp_launch.checkpoint.places import newest_first
+from sbp_launch.checkpoint.reading import Checkpoint
+from sbp_launch.checkpoint.saving import Processes, save
+from sbp_launch.checkpoint.settings import CheckpointConfig
+from sbp_launch.config import EvaluateConfig, RunConfig
+
+PIECES = pieces_of(STATES, Placement([0], ("rank",)), NdSbp(B))[0]
+
+FAILURES: tuple[Callable[[], BaseException], ...] = (
+    lambda: OSError(errno.ENOSPC, "No space left on device"),
+    lambda: OSError(errno.EROFS, "Read-only file system"),
+    lambda: OSError(errno.EIO, "Input/output error"),
+    KeyboardInterrupt,
+    MemoryError,
+)
+
+
+def save_step(storage: LocalStorage, step: int) -> None:
+    metadata = Metadata(step=step, seed=0)
+    save(storage, f"step-{step:08d}", metadata, PIECES, Processes())
+
+
+def check(storage: LocalStorage, names: list[str]) -> None:
+    """See that these checkpoints are there, whole, and nothing else is."""
+    assert newest_first(storage) == names
+    for name in names:
+        with Checkpoint(storage, name) as found:
+            assert all(torch.equal(found[one], value) for one, value in STATES.items())
+            assert f"step-{found.manifest.metadata.step:08d}" == name
+    inside = sorted(path.name for path in storage.root.iterdir() if path.name != ".lock")
+    assert inside == sorted(names)
+
+
+class FailingAt:
+    """Fails at the n-th thing that the file system is asked to do."""
+
+    def __init__(self, number: int, error: BaseException) -> None:
+        self.left, self.error = number, error
+
+    def count(self) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise self.error
+
+    def patch(self, patch: pytest.MonkeyPatch) -> None:
+        for owner, name in (
+            (Path, "mkdir"),
+            (Path, "open"),
+            (Path, "rename"),
+            (local.os, "fsync"),
+            (local, "sync"),
+        ):
+            patch.setattr(owner, name, self._failing(getattr(owner, name)))
+
+    def _failing(self, call: Callable[..., object]) -> Callable[..., object]:
+        def counted(*given: object, **named: object) -> object:
+            self.count()
+            return call(*given, **named)
+
+        return counted
+
+
+@settings(max_examples=60, deadline=None)  # disks have their own
+@given(number=st.integers(1, 18), failure=st.sampled_from(FAILURES), replaces=st.booleans())
+def test_at_whatever_call_a_save_fails_the_earlier_checkpoints_are_whole(
+    number: int, failure: Callable[[], BaseException], replaces: bool
+) -> None:
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        storage = LocalStorage(Path(folder) / "checkpoints")
+        save_step(storage, 1)
+        save_step(storage, 2)
+        error, step = failure(), 2 if replaces else 3
+        failing = FailingAt(number, error)
+        with patch.context() as inner:
+            failing.patch(inner)
+            expected = RunError if isinstance(error, OSError) else type(error)
+            try:
+                save_step(storage, step)
+            except expected as caught:
+                if expected is RunError:
+                    assert str(error.strerror) in str(caught)
+                    assert "cannot be written" in str(caught)
+                    assert "make room" in str(caught)
+            else:
+                assert failing.left > 0, "an error was passed over"
+
+        with storage.claim():  # as the next run does
+            names = newest_first(storage)
+            assert names[-2:] == ["step-00000002", "step-00000001"]
+            check(storage, names)
+        save_step(storage, step)
+        check(storage, [f"step-{one:08d}" for one in range(step, 0, -1)])
+
+
+def test_a_full_disk_is_named_and_nothing_is_left(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path / "checkpoints")
+    save_step(storage, 1)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, before[1]))  # as full after 500 bytes
+    try:
+        with pytest.raises(RunError, match="the checkpoint step-00000002 cannot be written: File"):
+            save_step(storage, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    check(storage, ["step-00000001"])
+
+
+def test_a_folder_that_vanishes_is_named_and_not_made_anew(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path / "disk" / "checkpoints")
+    save_step(storage, 1)
+    shutil.rmtree(tmp_path / "disk")
+
+    with pytest.raises(RunError, match="cannot be written: the folder has gone") as caught:
+        save_step(storage, 2)
+
+    assert caught.value.where == (str(storage.root),)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = os.mkdir
+
+    def read_only(path: object, *given: object) -> None:
+        if Path(str(path)).name == "checkpoints":
+            raise OSError(errno.EROFS, "Read-only file system", str(path))
+        made(path, *given)
+
+    monkeypatch.setattr(os, "mkdir", read_only)
+
+    with pytest.raises(ConfigError, match=r"cannot be written to .*: Read-only file system"):
+        trainer.train(run_config(), registry(), tmp_path)
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def quiet(**changes: object) -> RunConfig:
+    return run_config(
+        steps=4,
+        evaluate=EvaluateConfig(batches=0),
+        sample_tokens=0,
+        compare_steps=0,
+        **changes,
+    )
+
+
+def test_a_second_run_in_one_folder_is_refused_and_the_first_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = local._StagedLocal.commit
+    refused: list[ConfigError] = []
+
+    def meanwhile(self: object, *given: object) -> None:
+        with pytest.raises(ConfigError, match="another run writes its checkpoints") as caught:
+            trainer.train(quiet(overwrite=True), registry(), tmp_path)
+        refused.append(caught.value)
+        write(self, *given)
+
+    monkeypatch.setattr(local._StagedLocal, "commit", meanwhile)
+
+    trainer.train(quiet(), registry(), tmp_path)
+
+    assert len(refused) == 1
+    assert states_of_run(tmp_path)["head.weight.step"].item() == 4
+
+
+def test_a_disk_that_fills_up_while_it_trains_ends_the_run_with_what_was_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create = local._StagedLocal.create
+    files: list[str] = []
+
+    @contextmanager
+    def filling(self: local._StagedLocal, file: str) -> Iterator[BinaryIO]:
+        files.append(file)
+        with create(self, file) as opened:
+            yield opened
+            if len(files) > 3:  # the three files of the first checkpoint fit
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(local._StagedLocal, "create", filling)
+    config = quiet(checkpoint=CheckpointConfig(every=2, wait=True))
+
+    with pytest.raises(RunError, match="step-00000004 cannot be written: No space left") as caught:
+        trainer.train(config, registry(), tmp_path)
+
+    assert "hydra.run.dir" in caught.value.todo
+    assert states_of_run(tmp_path)["head.weight.step"].item() == 2
+    names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert names == {".lock", "step-00000002"}
+
+
+def test_pieces_of_this_test_are_all_states() -> None:
+    assert all(isinstance(piece, StatePiece) for piece in PIECES)
+    assert {piece.name for piece in PIECES} == STATES.keys()
