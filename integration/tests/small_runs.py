@@ -23,7 +23,7 @@ SMALL = (
 DATA = ("planner=manual/zero", "cluster.axes=[data]")
 
 
-def losses(run: Path) -> list[float]:
-    """Return the losses of a run, in order, from its folder."""
+def losses(run: Path, name: str = "loss") -> list[float]:
+    """Return the losses of a run, or another metric, in order, from its folder."""
     lines = (run / "metrics.jsonl").read_text("utf-8").splitlines()
-    return [json.loads(line)["loss"] for line in lines]
+    return [json.loads(line)[name] for line in lines]

@@ -18,6 +18,13 @@ from sbp_core.testing.interrupts import hears_signals
 
 PIPELINE = ("planner=manual/pipeline", "cluster.axes=[pipe]", "trainer.micro_batches=2")
 
+#: Evaluates averaged parameters behind every step, and has a callback that watches.
+EVALUATING = (
+    "trainer.evaluate.every=1",
+    "trainer.update.ema_decay=0.9",
+    "trainer.callbacks=[{name: early_stop, patience: 3}]",
+)
+
 MPIEXEC = ("mpiexec", "-n", "2", "--oversubscribe", "--bind-to", "none")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
@@ -57,7 +64,8 @@ def test_processes_compute_what_threads_do_bit_for_bit(
     for boxing in ("local", *between):
         where = tmp_path / boxing
         saving = ("trainer.checkpoint.every=1", "trainer.checkpoint.keep=0")
-        done = train(tmp_path, *layout, *saving, f"boxing={boxing}", f"hydra.run.dir={where}")
+        overrides = (*layout, *saving, *EVALUATING, f"boxing={boxing}", f"hydra.run.dir={where}")
+        done = train(tmp_path, *overrides)
         assert done.returncode == 0, done.stdout + done.stderr
         runs[boxing] = done.stdout
         if boxing != "local":
@@ -66,6 +74,8 @@ def test_processes_compute_what_threads_do_bit_for_bit(
     assert len(losses(tmp_path / "local")) == 3
     for boxing in between:
         assert losses(tmp_path / boxing) == losses(tmp_path / "local")
+        held_out = [losses(tmp_path / one, "held_out_loss") for one in (boxing, "local")]
+        assert held_out[0] == held_out[1] and len(set(held_out[0])) == 3
         for step in (1, 2, 3):  # those of 1 and 2 were written while the run went on
             found, states = (
                 saved_states(tmp_path / one / "checkpoints" / f"step-{step:08d}")
@@ -86,17 +96,21 @@ def test_a_sweep_has_a_run_on_processes_after_the_other(tmp_path: Path) -> None:
         *DATA,
         "boxing=torch",
         "-m",
-        "optimizer.lr=1e-3,1e-2",
+        "optimizer.lr=1e-3,1e12,1e-2",
         "hydra.sweep.dir=sweep",
         "trainer.plan_rows=0",
         "trainer.compare_steps=0",
     )
 
-    assert done.returncode == 0, done.stdout + done.stderr
-    first, second = (losses(tmp_path / "sweep" / job) for job in "01")
+    assert done.returncode == 1, done.stdout + done.stderr  # one of them has diverged
+    first, second = (losses(tmp_path / "sweep" / job) for job in "02")
     assert first[0] == second[0] and first[2] != second[2]
-    for job in "01":
+    for job in "012":
         assert (tmp_path / "sweep" / job / "logs" / "rank_1.txt").exists()
+    head, _, *rows = done.stdout.partition("the runs of sweep:\n")[2].splitlines()
+    assert head.split()[:3] == ["run", "optimizer.lr", "steps"]
+    assert [row.split()[2] for row in (rows[0], rows[2])] == ["3", "3"]
+    assert rows[3].startswith("run 1 failed: rank ")
 
 
 @pytest.mark.parametrize(

@@ -178,6 +178,8 @@ def test_the_checkpoint_of_the_best_is_saved_and_kept(
 
     names = sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*"))
     assert names == ["step-00000002", "step-00000005"]
+    stood_s = [row["save_s"] for row in rows_of(tmp_path)]
+    assert stood_s[0] == 0 and min(stood_s[1:3]) > 0
 
 
 def test_a_resumed_run_appends_to_its_metrics_and_goes_on_with_schedule_and_callbacks(

@@ -122,6 +122,7 @@ class TrainingLoop:
         self.evaluated_step: int | None = None
         #: Why callbacks have ended the run, if they have.
         self.stopped_for = ""
+        self._saved_s = 0.0  # seconds of saving that are logged
         self._begun_s, self._begun_step = self.state.train_s, self.state.step
         self._given = scalar_values(
             self.program.model, self.program.optimizer, self.run.config.trainer.update
@@ -343,11 +344,13 @@ class TrainingLoop:
         step_s, data_s = self.speed.step_s, self.speed.data_s
         self.phases.add("data", data_s)
         self.phases.add("steps", step_s - data_s)
+        saved_s, self._saved_s = self.phases["saving"] - self._saved_s, self.phases["saving"]
         return {
             f"{self.speed.unit}_per_s": self.speed.step_rate,
             "mfu": self.work.mfu(step_s),
             "step_s": step_s,
             "data_s": data_s,
+            "save_s": saved_s,
         }
 
     @property
