@@ -14,12 +14,14 @@ from held import Held
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from sbp_core.plugins import Storage
 from sbp_core.runtime import StatePiece
 from sbp_launch.checkpoint import LocalStorage, Metadata, commit, write_part
 from sbp_launch.checkpoint.command.app import main
 from sbp_launch.checkpoint.command.diff import deviation
 from sbp_launch.checkpoint.formats.distributed_writer import write_distributed_checkpoint
 from sbp_launch.checkpoint.formats.indexed import IndexedTensors
+from sbp_launch.checkpoint.objects import FsspecStorage
 from sbp_launch.checkpoint.opening import look, open_tensors, read_index
 
 
@@ -45,6 +47,13 @@ def write(
 ) -> Path:
     """Write a checkpoint of two ranks into a run folder, and return its folder."""
     storage = LocalStorage(folder / "checkpoints")
+    return Path(write_to(storage, step, values, trainer))
+
+
+def write_to(
+    storage: Storage, step: int, values: dict[str, Tensor] | None = None, trainer: Any = None
+) -> str:
+    """Write a checkpoint of two ranks into a storage, and return where it is."""
     staged = storage.stage(f"step-{step:08d}")
     metadata = Metadata(step=step, seed=7, settings={"lr": step / 1000}, trainer=trainer)
     for rank in (0, 1):
@@ -57,7 +66,7 @@ def write(
                 pieces.append(piece(name, value, tuple((0, n) for n in value.shape), value))
         write_part(staged, rank, metadata, pieces)
     commit(staged, [0, 1])
-    return Path(storage.place(f"step-{step:08d}"))
+    return storage.place(f"step-{step:08d}")
 
 
 def piece(name: str, whole: Tensor, bounds: Any, value: Tensor) -> StatePiece:
@@ -183,7 +192,7 @@ def test_verify_finds_a_flipped_bit_in_a_distributed_checkpoint(
 ) -> None:
     write_distributed_checkpoint(tmp_path / "dcp", Held(x=torch.ones(3), y=torch.full((5,), 7.0)))
     assert called(capsys, "verify", tmp_path / "dcp")[0] == 0
-    path = tmp_path / "dcp" / "__0_0.distcp"
+    path = tmp_path / "dcp" / "__0_1.distcp"
     content = path.read_bytes()
     path.write_bytes(content.replace(b"\0\0\xe0\x40", b"\0\0\xe0\x41", 1))
 
@@ -458,10 +467,31 @@ def test_a_disk_that_is_full_is_a_failure(
     assert left <= {"hf"}
 
 
+def test_checkpoints_in_an_object_store_are_named_by_their_addresses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    address = "memory://sbp-checkpoint/run"
+    storage = FsspecStorage(address)
+    for step in (10, 20):
+        write_to(storage, step)
+
+    assert "step 20, seed 7" in called(capsys, "inspect", address)[1]
+    assert "step 10, seed 7" in called(capsys, "inspect", f"{address}/step-00000010")[1]
+    assert called(capsys, "verify", address)[1].count("whole, by its checksums") == 2
+    assert called(capsys, "verify", f"{address}/step-00000010")[1].count("whole") == 1
+    assert called(capsys, "convert", address, tmp_path / "w.safetensors", "--all")[0] == 0
+    assert torch.equal(load_file(tmp_path / "w.safetensors")["network.positions"], torch.arange(4))
+    assert called(capsys, "diff", address, tmp_path / "w.safetensors", "--all")[0] == 0
+    assert called(capsys, "prune", address, "--keep", "1", "--yes")[0] == 0
+    assert storage.names() == ["step-00000020"]
+    code, printed = called(capsys, "inspect", "memory://sbp-checkpoint/elsewhere")
+    assert (code, "there is no checkpoint at" in printed) == (2, True)
+
+
 def test_a_path_that_is_a_manifest_or_an_index_is_its_folder(tmp_path: Path) -> None:
     folder = write(tmp_path, 1)
 
-    assert look(folder / "manifest.json").path == folder
+    assert look(folder / "manifest.json").place == str(folder)
     with open_tensors(look(folder)) as tensors:
         assert set(read_index(look(folder)).tensors) == set(tensors)
     # Where the pieces lie is as in the files of any other format.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -152,7 +153,7 @@ def test_pieces_are_accepted_if_they_hold_each_element_once(data: st.DataObject)
         def make() -> TensorIndex:
             return TensorIndex(
                 format="test", path=Path(folder), folder=Path(folder), tensors={"x": stored}
-            )
+            ).checked()
 
         if bool((count == 1).all()):
             make()
@@ -317,6 +318,43 @@ def test_an_index_that_does_not_fit_its_shards_is_refused(
 
     with pytest.raises(ConfigError, match=message):
         read_hugging_face(folder)
+
+
+WORDS = (
+    b'"', b"{", b"}", b"[", b"-", b"9" * 30, b"1e999", b"NaN", b"null", b'"../x"', b"0.5", b",",
+    b"\xff", b'"F64"', b"-1",
+)  # fmt: skip
+
+
+def test_whatever_is_changed_in_a_header_or_an_index_it_is_read_or_refused(tmp_path: Path) -> None:
+    states = Held(a=torch.ones(4, 2), b=torch.zeros(3, dtype=torch.bfloat16), c=torch.ones(()))
+    write_sharded(tmp_path, states, max_shard_bytes=16)
+    contents = {path: path.read_bytes() for path in sorted(tmp_path.iterdir())}
+    refused = 0
+
+    for seed in range(600):
+        draw = random.Random(seed)
+        path = draw.choice(list(contents))
+        before, content = contents[path], bytearray(contents[path])
+        for _ in range(draw.randint(1, 3)):
+            at, other = draw.randrange(len(content)), draw.randrange(len(content))
+            put = draw.choice((bytes([draw.randrange(256)]), b"", content[other : other + 20]))
+            content[at : at + draw.choice((0, 1, 20))] = draw.choice((put, *WORDS))
+        if path.suffix == ".safetensors" and draw.random() < 0.7:
+            # Let the length of the header fit, so that what is in it is looked at.
+            length = int.from_bytes(before[:8], "little") + len(content) - len(before)
+            content[:8] = max(0, length).to_bytes(8, "little")
+        path.write_bytes(content)
+        try:
+            found = IndexedTensors(read_hugging_face(tmp_path))
+            for tensor in found:
+                found[tensor]
+        except ConfigError as error:
+            refused += 1
+            assert str(tmp_path) in str(error), seed
+        path.write_bytes(before)
+
+    assert refused > 500
 
 
 def test_a_snapshot_of_the_hubs_cache_is_read_through_its_links(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ class StartingWeights:
 
 
 def find_weights(
-    path: Path,
+    path: str | Path,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     update: UpdateOptions,
@@ -101,7 +101,7 @@ def find_weights(
         # Those that a state_dict() leaves out may be there: our own checkpoints have them.
         possible = {name: name for name in names.values()} | {name: names[name] for name in own}
         renamed = _renamed(model_names(tensors), possible)
-        place = (str(found.path), where)
+        place = (found.place, where)
         _check_names(renamed, possible, {names[name] for name in own}, place)
         sources: dict[str, Source] = {}
         for name, source in renamed.items():

@@ -231,10 +231,8 @@ def starting_weights(run: Run, program: Program) -> StartingWeights | None:
     if path is None:
         return None
     update = run.config.trainer.update
-    found = find_weights(
-        Path(path), program.model, program.optimizer, update, where="trainer.init_from"
-    )
-    run.say([f"starting from the weights in {found.found.path}"])
+    found = find_weights(path, program.model, program.optimizer, update, where="trainer.init_from")
+    run.say([f"starting from the weights in {found.found.place}"])
     return found
 
 

@@ -5,14 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sbp_core.errors import ConfigError, nearest
-from sbp_core.serialize import read_bytes
+from sbp_core.plugins import Storage
 from sbp_launch.checkpoint.formats.distributed_checkpoint import (
     is_distributed_checkpoint,
     read_distributed_checkpoint,
@@ -20,14 +20,14 @@ from sbp_launch.checkpoint.formats.distributed_checkpoint import (
 from sbp_launch.checkpoint.formats.hugging_face import INDEX, is_hugging_face, read_hugging_face
 from sbp_launch.checkpoint.formats.index import StoredPiece, StoredTensor, TensorIndex
 from sbp_launch.checkpoint.formats.safetensors_file import read_safetensors
-from sbp_launch.checkpoint.local import MANIFEST_FILE, LocalStorage
+from sbp_launch.checkpoint.local import MANIFEST_FILE
 from sbp_launch.checkpoint.manifest import (
     MAX_MANIFEST_BYTES,
     DamagedError,
     Manifest,
     parse_manifest,
 )
-from sbp_launch.checkpoint.places import FOLDER, newest_first
+from sbp_launch.checkpoint.places import FOLDER, find_checkpoints
 
 if TYPE_CHECKING:
     from sbp_launch.checkpoint.formats.indexed import Tensors
@@ -45,33 +45,40 @@ _READERS: Mapping[str, Callable[[Path], TensorIndex]] = {
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 ACCEPTED = (
-    "a run folder, a checkpoint (step-...), a file of safetensors, or a folder of Hugging Face or "
-    "of torch.distributed.checkpoint"
+    "a run folder, a checkpoint (step-...) or its address, a file of safetensors, or a folder of "
+    "Hugging Face or of torch.distributed.checkpoint"
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What lies at a path.
+    """What lies at a place.
 
     Args:
         format: `sbp`, `safetensors`, `hf` or `dcp`.
-        path: Of the file or the folder of one set of tensors.
+        place: Of the file or the folder of one set of tensors: its path, or an address.
+        storage: That a checkpoint is in; None for other formats.
+        name: Of a checkpoint in it.
         others: The names of the older checkpoints beside it, if a folder with several was asked
             for; the newest is taken.
     """
 
     format: str
-    path: Path
+    place: str
+    storage: Storage | None = None
+    name: str = ""
     others: tuple[str, ...] = ()
 
 
-def look(path: Path) -> Found:
-    """Return what lies at a path; of a folder of checkpoints the newest one.
+def look(place: str | Path) -> Found:
+    """Return what lies at a path or an address; of a folder of checkpoints the newest one.
 
     Raises:
         ConfigError: nothing that is known lies there.
     """
+    if "://" in str(place):
+        return _checkpoint(*find_checkpoints(str(place)))
+    path = Path(place)
     if not path.exists():
         there = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
         near = nearest(path.name, there)
@@ -82,32 +89,42 @@ def look(path: Path) -> Found:
         )
     if path.is_file():
         if path.name == MANIFEST_FILE:
-            return Found(format=FORMAT, path=path.parent)
+            return _checkpoint(*find_checkpoints(path.parent))
         if path.name == INDEX:
-            return Found(format="hf", path=path.parent)
+            return Found(format="hf", place=str(path.parent))
         if path.name.endswith(_PICKLES):
             raise _pickled(path)
-        return Found(format="safetensors", path=path)
-    if (path / MANIFEST_FILE).is_file():
-        return Found(format=FORMAT, path=path)
-    storage = checkpoints_of(path)
-    if storage is not None:
-        newest, *others = newest_first(storage)
-        return Found(format=FORMAT, path=Path(storage.place(newest)), others=tuple(others))
+        return Found(format="safetensors", place=str(path))
+    if (path / MANIFEST_FILE).is_file() or checkpoints_of(path) is not None:
+        return _checkpoint(*find_checkpoints(path))
     if is_distributed_checkpoint(path):
-        return Found(format="dcp", path=path)
+        return Found(format="dcp", place=str(path))
     if is_hugging_face(path):
-        return Found(format="hf", path=path)
+        return Found(format="hf", place=str(path))
     raise _unknown(path)
 
 
-def checkpoints_of(path: Path) -> LocalStorage | None:
-    """Return the checkpoints of a run folder, or of a folder of checkpoints; None without any."""
-    for folder in (path / FOLDER, path):
-        storage = LocalStorage(folder)
-        if folder.is_dir() and newest_first(storage):
-            return storage
-    return None
+def found_in(storage: Storage, name: str) -> Found:
+    """Return a checkpoint of a storage."""
+    return Found(format=FORMAT, place=storage.place(name), storage=storage, name=name)
+
+
+def _checkpoint(storage: Storage, names: Sequence[str]) -> Found:
+    newest, *others = names
+    return replace(found_in(storage, newest), others=tuple(others))
+
+
+def checkpoints_of(place: str | Path) -> Storage | None:
+    """Return the checkpoints of a run, or of a folder or an address of them; None without any."""
+    is_one = "://" not in str(place) and (Path(place) / MANIFEST_FILE).is_file()
+    if is_one:
+        return None
+    try:
+        storage, names = find_checkpoints(place)
+    except ConfigError:
+        return None
+    # The address of one is one, too.
+    return None if storage.place(names[0]) == str(place).rstrip("/") else storage
 
 
 def read_index(found: Found) -> TensorIndex:
@@ -117,27 +134,36 @@ def read_index(found: Found) -> TensorIndex:
         ConfigError: something is missing or damaged.
     """
     if found.format != FORMAT:
-        return _READERS[found.format](found.path)
-    return manifest_index(read_folder(found.path), found.path)
+        return _READERS[found.format](Path(found.place))
+    return manifest_index(manifest_of(found), found)
 
 
-def read_folder(folder: Path) -> Manifest:
+def manifest_of(found: Found) -> Manifest:
     """Return the manifest of a checkpoint.
 
     Raises:
         DamagedError: it is missing or damaged.
     """
-    path = folder / MANIFEST_FILE
-    data = read_bytes(path, most_bytes=MAX_MANIFEST_BYTES, error=DamagedError)
-    return parse_manifest(data, str(path))
+    assert found.storage is not None, "a checkpoint is in a storage"
+    place = found.storage.place(found.name, MANIFEST_FILE)
+    try:
+        with found.storage.open(found.name, MANIFEST_FILE) as file:
+            data = file.read(MAX_MANIFEST_BYTES + 1)
+    except OSError as error:
+        raise DamagedError(
+            f"the manifest cannot be read: {error.strerror or error}", where=place
+        ) from error
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise DamagedError("the manifest is too large", where=place, accepted="at most 64 MiB")
+    return parse_manifest(data, place)
 
 
-def manifest_index(manifest: Manifest, folder: Path) -> TensorIndex:
+def manifest_index(manifest: Manifest, found: Found) -> TensorIndex:
     """Return where the tensors of a checkpoint lie."""
     return TensorIndex(
         format=FORMAT,
-        path=folder,
-        folder=folder,
+        path=Path(found.place),
+        folder=Path(found.place),
         tensors={
             name: StoredTensor(
                 shape=tensor.shape,
@@ -163,10 +189,10 @@ def open_tensors(found: Found) -> Iterator[Tensors]:
     from sbp_launch.checkpoint.formats.indexed import IndexedTensors
     from sbp_launch.checkpoint.reading import Checkpoint
 
-    if found.format != FORMAT:
+    if found.storage is None:
         yield IndexedTensors(read_index(found))
         return
-    with Checkpoint(LocalStorage(found.path.parent), found.path.name) as checkpoint:
+    with Checkpoint(found.storage, found.name) as checkpoint:
         yield checkpoint
 
 

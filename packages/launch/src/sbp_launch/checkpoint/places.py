@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sbp_core.errors import ConfigError
 from sbp_core.plugins import Storage
 from sbp_launch.checkpoint.local import MANIFEST_FILE, LocalStorage
 from sbp_launch.checkpoint.objects import FsspecStorage
-from sbp_launch.checkpoint.reading import Checkpoint
+
+if TYPE_CHECKING:
+    from sbp_launch.checkpoint.reading import Checkpoint
 
 #: Folder of a run that has its checkpoints, unless its storage says otherwise.
 FOLDER = "checkpoints"
@@ -92,5 +95,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     Raises:
         ConfigError: there is none, or it is damaged.
     """
+    # Here and not above: who only looks takes no torch.
+    from sbp_launch.checkpoint.reading import Checkpoint
+
     storage, names = find_checkpoints(path)
     return Checkpoint(storage, names[0])

@@ -372,7 +372,7 @@ class ParallelStep:
                 todo="call load_model first; step.load(folder) goes on from a checkpoint",
             )
         weights = find_weights(
-            Path(path), program.model, program.optimizer, program.update, where="step.load_model"
+            path, program.model, program.optimizer, program.update, where="step.load_model"
         )
         with weights.over(program.own_states()) as states:
             session.load_state_dict(states)

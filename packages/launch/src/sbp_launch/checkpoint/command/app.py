@@ -51,18 +51,18 @@ def make_parser() -> argparse.ArgumentParser:
         )
         made[verb].add_argument("--json", action="store_true", help="print JSON, for programs")
     for verb in ("inspect", "verify"):
-        made[verb].add_argument("path", type=Path, metavar="PATH", help=_PATH)
+        made[verb].add_argument("path", metavar="PATH", help=_PATH)
     made["inspect"].add_argument(
         "--all", action="store_true", help="a line for each tensor, without groups"
     )
     _add_convert(made["convert"])
     one = made["diff"]
-    one.add_argument("one", type=Path, metavar="ONE", help=_PATH)
-    one.add_argument("other", type=Path, metavar="OTHER", help="likewise")
+    one.add_argument("one", metavar="ONE", help=_PATH)
+    one.add_argument("other", metavar="OTHER", help="likewise")
     one.add_argument("--all", action="store_true", help="compare states of the optimizer, too")
     _add_rename(one, "of ONE, to compare")
     one = made["prune"]
-    one.add_argument("path", type=Path, metavar="PATH", help="a run folder, or its checkpoints")
+    one.add_argument("path", metavar="PATH", help="a run folder, or its checkpoints")
     one.add_argument(
         "--keep", type=int, required=True, metavar="N", help="how many whole ones are to stay"
     )
@@ -72,7 +72,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _add_convert(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", type=Path, metavar="SOURCE", help=_PATH)
+    parser.add_argument("source", metavar="SOURCE", help=_PATH)
     parser.add_argument("target", type=Path, metavar="TARGET", help="file or folder to write")
     parser.add_argument(
         "--to",

@@ -45,15 +45,15 @@ def convert(options: Namespace) -> int:
     if to == "safetensors" and target.suffix != ".safetensors":
         raise ConfigError(f"{target} is no name of such a file", accepted="FILE.safetensors")
     found = look(options.source)
-    _check_target(target, found.path, to, overwrite=options.overwrite)
+    _check_target(target, Path(found.place), to, overwrite=options.overwrite)
     with open_tensors(found) as tensors:
         result = _write(tensors, target, to, renames, size, options)
     if options.json:
-        print_json({"source": str(found.path), "target": str(target), "format": to, **result})
+        print_json({"source": found.place, "target": str(target), "format": to, **result})
         return 0
     written, files = result["tensors"], result["files"]
     lines = [
-        f"{found.path}: {FORMATS[found.format]}",
+        f"{found.place}: {FORMATS[found.format]}",
         f"{target}: {FORMATS[to]}, {len(written):,} tensors, {format_bytes(result['size_bytes'])}"
         + (f" in {len(files)} files" if len(files) > 1 else ""),
     ]

@@ -16,7 +16,7 @@ from sbp_launch.checkpoint.command.inspect import print_json
 from sbp_launch.checkpoint.command.table import make_console, show_table
 from sbp_launch.checkpoint.manifest import Metadata
 from sbp_launch.checkpoint.names import model_names, parse_renames, renamed
-from sbp_launch.checkpoint.opening import FORMAT, Found, look, open_tensors, read_folder
+from sbp_launch.checkpoint.opening import FORMAT, Found, look, manifest_of, open_tensors
 from sbp_launch.console import say
 from sbp_launch.exit_codes import FAILED
 
@@ -104,7 +104,7 @@ def diff(options: Namespace) -> int:
         result = compare(own, Chosen(seconds, {name: name for name in _wanted(seconds, options)}))
     settings = _settings(one, other)
     if options.json:
-        print_json({"one": str(one.path), "other": str(other.path), **result.as_json(settings)})
+        print_json({"one": one.place, "other": other.place, **result.as_json(settings)})
     else:
         _show(make_console(), one, other, result, settings)
     return FAILED if result.differs or settings else 0
@@ -169,7 +169,7 @@ def _settings(one: Found, other: Found) -> dict[str, tuple[Any, Any]]:
     """Return what the manifests of two checkpoints say otherwise, by key."""
     if {one.format, other.format} != {FORMAT}:
         return {}
-    flat = [dict(_flat(dump(read_folder(found.path).metadata, Metadata))) for found in (one, other)]
+    flat = [dict(_flat(dump(manifest_of(found).metadata, Metadata))) for found in (one, other)]
     keys = [*flat[0], *(key for key in flat[1] if key not in flat[0])]
     pairs = {key: (flat[0].get(key), flat[1].get(key)) for key in keys}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
@@ -193,7 +193,7 @@ def _show(
     result: Comparison,
     settings: Mapping[str, tuple[Any, Any]],
 ) -> None:
-    say(console, [f"one: {one.path}", f"other: {other.path}"])
+    say(console, [f"one: {one.place}", f"other: {other.place}"])
     for title, names in (("only in one", result.only_one), ("only in other", result.only_other)):
         if names:
             more = f", and {len(names) - 8:,} more" if len(names) > 8 else ""

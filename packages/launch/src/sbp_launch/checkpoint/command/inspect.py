@@ -18,7 +18,7 @@ from sbp_launch.checkpoint.command.table import make_console, show_table
 from sbp_launch.checkpoint.formats.index import TensorIndex
 from sbp_launch.checkpoint.manifest import Manifest, Metadata
 from sbp_launch.checkpoint.names import model_names, owner_of
-from sbp_launch.checkpoint.opening import FORMAT, Found, look, manifest_index, read_folder
+from sbp_launch.checkpoint.opening import FORMAT, Found, look, manifest_index, manifest_of
 from sbp_launch.checkpoint.opening import read_index as index_of
 from sbp_launch.console import say
 
@@ -37,8 +37,8 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 def inspect(options: Namespace) -> int:
     """Print what lies at a path. Returns the exit code."""
     found = look(options.path)
-    manifest = read_folder(found.path) if found.format == FORMAT else None
-    index = manifest_index(manifest, found.path) if manifest else index_of(found)
+    manifest = manifest_of(found) if found.format == FORMAT else None
+    index = manifest_index(manifest, found) if manifest else index_of(found)
     if options.json:
         print_json(as_json(found, index, manifest))
         return 0
@@ -74,7 +74,7 @@ def as_json(found: Found, index: TensorIndex, manifest: Manifest | None) -> dict
     """Return what is printed with `--json`."""
     return {
         "format": found.format,
-        "path": str(found.path),
+        "path": found.place,
         "older": list(found.others),
         "size_bytes": index.size_bytes,
         "metadata": dump(manifest.metadata, Metadata) if manifest else dict(index.notes),
@@ -95,7 +95,7 @@ def as_json(found: Found, index: TensorIndex, manifest: Manifest | None) -> dict
 def _show_head(
     console: Console, found: Found, index: TensorIndex, manifest: Manifest | None
 ) -> None:
-    lines = [f"{found.path}: {FORMATS[found.format]}"]
+    lines = [f"{found.place}: {FORMATS[found.format]}"]
     if manifest is not None:
         metadata = manifest.metadata
         lines.append(f"step {metadata.step:,}, seed {metadata.seed}")

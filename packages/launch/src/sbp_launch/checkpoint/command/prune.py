@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from pathlib import Path
 
 from sbp_core.errors import ConfigError, RunError
+from sbp_core.plugins import Storage
 from sbp_core.units import format_bytes
 from sbp_launch.checkpoint.command.inspect import print_json
 from sbp_launch.checkpoint.command.table import make_console
 from sbp_launch.checkpoint.command.verify import is_whole
-from sbp_launch.checkpoint.local import LocalStorage
-from sbp_launch.checkpoint.opening import ACCEPTED, checkpoints_of, look, read_folder
+from sbp_launch.checkpoint.opening import ACCEPTED, checkpoints_of, found_in, look, manifest_of
 from sbp_launch.checkpoint.places import newest_first, step_name
 from sbp_launch.console import say
 
@@ -30,7 +29,7 @@ def prune(options: Namespace) -> int:
     if storage is None:
         found = look(options.path)
         raise ConfigError(
-            f"{found.path} is no folder of checkpoints",
+            f"{found.place} is no folder of checkpoints",
             accepted="a run folder, or its folder of checkpoints",
         )
     kept, damaged, removed = chosen(storage, options.keep)
@@ -40,7 +39,7 @@ def prune(options: Namespace) -> int:
             accepted=ACCEPTED,
             todo="sbp-checkpoint verify says what is wrong with each",
         )
-    best = best_of(Path(storage.place(kept[0])))
+    best = best_of(storage, kept[0])
     removed = [name for name in removed if name != best]
     if options.damaged:
         removed, damaged = sorted([*removed, *damaged]), []
@@ -70,7 +69,7 @@ def prune(options: Namespace) -> int:
     return 0
 
 
-def chosen(storage: LocalStorage, keep: int) -> tuple[list[str], list[str], list[str]]:
+def chosen(storage: Storage, keep: int) -> tuple[list[str], list[str], list[str]]:
     """Return the newest whole checkpoints, the damaged ones among them, and all older ones.
 
     Args:
@@ -82,23 +81,24 @@ def chosen(storage: LocalStorage, keep: int) -> tuple[list[str], list[str], list
     names = newest_first(storage)[::-1]
     while names and len(kept) < keep:
         name = names.pop()
-        whole = is_whole(Path(storage.place(name)))
+        whole = is_whole(found_in(storage, name))
         (kept if whole else damaged).append(name)
     return kept, damaged, names
 
 
-def best_of(newest: Path) -> str:
+def best_of(storage: Storage, newest: str) -> str:
     """Return the name of the checkpoint with the lowest held-out loss; empty if none is known.
 
     Args:
-        newest: Folder of a checkpoint; what the trainer keeps in it says which was the best step.
+        storage: Where they are.
+        newest: Name of one; what the trainer keeps in it says which was the best step.
     """
-    trainer = read_folder(newest).metadata.trainer
+    trainer = manifest_of(found_in(storage, newest)).metadata.trainer
     step = trainer.get("best_step") if isinstance(trainer, dict) else None
     return step_name(step) if isinstance(step, int) else ""
 
 
-def _remove(storage: LocalStorage, name: str) -> None:
+def _remove(storage: Storage, name: str) -> None:
     try:
         storage.remove(name)
     except OSError as error:

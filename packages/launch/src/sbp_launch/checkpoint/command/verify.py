@@ -17,12 +17,12 @@ from sbp_launch.checkpoint.command.table import make_console
 from sbp_launch.checkpoint.formats.distributed_checkpoint import chunk_places
 from sbp_launch.checkpoint.formats.index import inner_path
 from sbp_launch.checkpoint.formats.torch_file import damaged_record
-from sbp_launch.checkpoint.local import LocalStorage
 from sbp_launch.checkpoint.manifest import DamagedError
 from sbp_launch.checkpoint.opening import (
     FORMAT,
     Found,
     checkpoints_of,
+    found_in,
     look,
     read_index,
 )
@@ -36,57 +36,57 @@ _UNCHECKED = "headers, sizes and offsets fit; the format has no checksums"
 
 def verify(options: Namespace) -> int:
     """Verify one checkpoint, or all of a run. Returns the exit code: 1 if one is damaged."""
-    found = look(options.path)
-    paths = [found.path]
-    if found.others or found.path != options.path:
-        storage = checkpoints_of(options.path)
-        if storage is not None:
-            paths = [Path(storage.place(name)) for name in reversed(newest_first(storage))]
-    if found.format == FORMAT:
+    found = [look(options.path)]
+    storage = checkpoints_of(options.path)
+    if storage is not None:
+        found = [found_in(storage, name) for name in reversed(newest_first(storage))]
+    if found[0].format == FORMAT:
         # Here and not above: what only looks takes no torch. And not below, where time counts.
         import_module("sbp_launch.checkpoint.reading")
     console, results, code = make_console(), [], 0
-    for path in paths:
+    for one in found:
         began = time.perf_counter()
-        what, size, problem = _verified(Found(format=found.format, path=path))
+        what, size, problem = _verified(one)
         seconds = time.perf_counter() - began
-        results.append({"path": str(path), "whole": problem is None, "what": what})
+        results.append({"path": one.place, "whole": problem is None, "what": what})
         if problem is not None:
             code = FAILED
             results[-1]["what"] = problem.what
         if not options.json:
-            _show(console, path, what, size, seconds, problem)
+            _show(console, one.place, what, size, seconds, problem)
     if options.json:
         print_json({"checkpoints": results})
     return code
 
 
-def is_whole(path: Path) -> bool:
+def is_whole(found: Found) -> bool:
     """Return whether a checkpoint is what was written."""
-    return _verified(Found(format=FORMAT, path=path))[2] is None
+    return _verified(found)[2] is None
 
 
 def _show(
-    console: Console, path: Path, what: str, size: int, seconds: float, problem: ConfigError | None
+    console: Console, place: str, what: str, size: int, seconds: float, problem: ConfigError | None
 ) -> None:
     if problem is None:
-        say(console, [f"{path}: {what}: {format_bytes(size)} in {format_seconds(seconds)}"])
+        say(console, [f"{place}: {what}: {format_bytes(size)} in {format_seconds(seconds)}"])
         return
-    say(console, [f"{path}: damaged", f"  {problem.what}", *(f"  in {at}" for at in problem.where)])
+    say(
+        console, [f"{place}: damaged", f"  {problem.what}", *(f"  in {at}" for at in problem.where)]
+    )
 
 
 def _verified(found: Found) -> tuple[str, int, ConfigError | None]:
     """Return what is known of it, its bytes, and what is wrong."""
     try:
-        if found.format == FORMAT:
+        if found.storage is not None:
             from sbp_launch.checkpoint.reading import Checkpoint
 
-            with Checkpoint(LocalStorage(found.path.parent), found.path.name) as checkpoint:
+            with Checkpoint(found.storage, found.name) as checkpoint:
                 checkpoint.verify()
                 return "whole, by its checksums", checkpoint.manifest.size_bytes, None
         index = read_index(found)
         if found.format == "dcp":
-            for name, file in _damaged_chunks(found.path):
+            for name, file in _damaged_chunks(Path(found.place)):
                 raise DamagedError(f"{name!r} is damaged: its CRC-32 is another", where=file)
             return "whole, by the CRC-32 of every chunk", index.size_bytes, None
         return _UNCHECKED, index.size_bytes, None

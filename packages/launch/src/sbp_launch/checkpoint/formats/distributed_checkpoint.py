@@ -112,7 +112,7 @@ def read_distributed_checkpoint(folder: Path) -> TensorIndex:
     notes = {"version": str(found.version)} if found.version else {}
     return TensorIndex(
         format=FORMAT, path=folder, folder=folder, tensors=tensors, notes=notes, others=others
-    )
+    ).checked()
 
 
 def chunk_places(folder: Path) -> Iterator[tuple[str, str, int, int]]:

@@ -1,7 +1,8 @@
 """Tensors as a checkpoint that `torch.distributed.checkpoint.load` reads, by PyTorch's own writer.
 
-The writer is given tensors without values, and asks for each when it is its turn: so writing takes
-the memory of the largest tensor.
+The writer is given tensors without values, and asks for each when it is its turn. Each gets a file,
+as PyTorch keeps all tensors of a file until it is written: so writing takes the memory of the
+largest tensor.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def write_distributed_checkpoint(folder: Path, tensors: Tensors) -> None:
             warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable")
             save(
                 states,
-                storage_writer=FileSystemWriter(aside),
+                storage_writer=FileSystemWriter(aside, single_file_per_rank=False),
                 planner=_Planner(tensors),
                 no_dist=True,
             )

@@ -83,4 +83,4 @@ def read_hugging_face(folder: Path) -> TensorIndex:
         folder=folder,
         tensors={name: tensors[name] for name in weight_map},
         notes=notes,
-    )
+    ).checked()

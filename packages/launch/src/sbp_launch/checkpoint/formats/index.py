@@ -104,12 +104,18 @@ class TensorIndex:
         """Bytes of all tensors."""
         return sum(tensor.size_bytes for tensor in self.tensors.values())
 
-    def __post_init__(self) -> None:
+    def checked(self) -> TensorIndex:
+        """Return the index, which fits its files.
+
+        Raises:
+            ConfigError: it does not.
+        """
         sizes = {
             name: inner_path(self.folder, name, self.path).stat().st_size for name in self.files
         }
         for name, tensor in self.tensors.items():
             check_tensor(name, tensor, sizes, self.path)
+        return self
 
 
 def check_tensor(name: str, tensor: StoredTensor, sizes: Mapping[str, int], path: Path) -> None:

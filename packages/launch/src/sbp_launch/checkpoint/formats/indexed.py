@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sbp_core.errors import ConfigError
-from sbp_launch.checkpoint.formats.index import ITEMSIZE, StoredPiece, TensorIndex, inner_path
+from sbp_launch.checkpoint.formats.index import StoredPiece, TensorIndex, inner_path
 
 #: Bytes that are read at once, at most, of what lies in rows; the buffer that a reader holds.
 BLOCK_BYTES = 8 << 20
@@ -139,6 +139,9 @@ def _read_rows(
             _read_rows(file, inner, shape[1:], bounds[1:], target[at - start], name)
         return
     count = max(1, BLOCK_BYTES // (row * size))
+    if target.is_contiguous() and target.shape[1:] == tuple(shape[1:]):
+        _fill(file, offset + start * row * size, target, name)  # whole rows, without a buffer
+        return
     inside = tuple(slice(*dim) for dim in bounds[1:])
     for at in range(start, stop, count):
         rows = min(count, stop - at)
@@ -147,15 +150,22 @@ def _read_rows(
 
 
 def _read_flat(file: FileIO, offset: int, count: int, dtype: torch.dtype, name: str) -> Tensor:
-    """Read elements that lie one behind the other.
+    """Read elements that lie one behind the other."""
+    found = torch.empty(count, dtype=dtype)
+    _fill(file, offset, found, name)
+    return found
+
+
+def _fill(file: FileIO, offset: int, target: Tensor, name: str) -> None:
+    """Read as many bytes as a contiguous tensor has into it.
 
     Raises:
         ConfigError: the file ends before.
     """
-    data = bytearray(count * ITEMSIZE[str(dtype).removeprefix("torch.")])
-    view, filled = memoryview(data), 0
+    view = target.reshape(-1).view(torch.uint8).numpy().data
+    filled = 0
     file.seek(offset)
-    while filled < len(data):
+    while filled < len(view):
         got = file.readinto(view[filled:])
         if not got:
             raise ConfigError(
@@ -164,7 +174,6 @@ def _read_flat(file: FileIO, offset: int, count: int, dtype: torch.dtype, name: 
                 todo="it was changed while it was read: try again, or get it again",
             )
         filled += got
-    return torch.frombuffer(data, dtype=dtype)
 
 
 class Chosen(Mapping[str, Tensor]):

@@ -80,7 +80,7 @@ def read_safetensors(path: Path) -> TensorIndex:
         folder=path.parent,
         tensors={name: tensors[name] for name in entries},
         notes=notes,
-    )
+    ).checked()
 
 
 def _read_header(path: Path) -> tuple[int, int, dict[str, Any]]:
