@@ -43,6 +43,42 @@ def test_a_long_wait_is_told_in_minutes_or_hours(steps, left):
     assert out.getvalue().endswith(f"100 tokens/s  {left} left\n")
 
 
+def taken(progress: StepProgress, steps: range) -> None:
+    """Report steps of a second, each with the time of training that it ends at."""
+    for step in steps:
+        progress.speed.begin()
+        progress.speed.end(100)
+        progress.advance(step, 1.5, 60.0 * step)
+
+
+def test_a_budget_of_time_is_told_by_the_time_that_is_left():
+    out, shown = io.StringIO(), io.StringIO()
+    bar = Console(file=shown, width=100, force_terminal=True)
+
+    for console in (Console(file=out, width=100), bar):
+        speed = Speed("tokens", clock=FakeClock())
+        with StepProgress(console, None, 20, speed, hours=1.0) as progress:
+            taken(progress, range(1, 31))
+
+    assert out.getvalue().splitlines() == [
+        "step 1  loss 1.5000  first step: 1 s  59 min left",
+        "step 20  loss 1.5000  100 tokens/s  40 min left",
+    ]
+    last = re.sub("\x1b\\[[0-9;?]*[A-Za-z]", "", shown.getvalue()).splitlines()[-1]
+    assert "30 loss 1.5000  100 tokens/s  30 min left" in last
+
+
+def test_a_run_that_goes_on_tells_of_its_first_step():
+    out = io.StringIO()
+    speed = Speed("tokens", clock=FakeClock())
+
+    with StepProgress(Console(file=out, width=100), 60, 20, speed, begun=50) as progress:
+        taken(progress, range(51, 61))
+
+    assert [line.split()[1] for line in out.getvalue().splitlines()] == ["51/60", "60/60"]
+    assert "51/60  loss 1.5000  first step: 1 s" in out.getvalue()
+
+
 def test_the_bar_shows_everything_on_a_terminal_of_80_columns():
     out = io.StringIO()
     speed = Speed("tokens", clock=FakeClock())

@@ -10,7 +10,6 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import (
     BarColumn,
-    MofNCompleteColumn,
     Progress,
     TextColumn,
     TimeElapsedColumn,
@@ -63,12 +62,13 @@ class StepProgress:
             self.bar = Progress(
                 TextColumn("training"),
                 BarColumn(bar_width=None),
-                MofNCompleteColumn(),
+                TextColumn("{task.fields[count]}", style="progress.download"),
                 TextColumn("{task.fields[news]}"),
                 TimeElapsedColumn(),
                 console=console,
             )
-            self.task = self.bar.add_task("training", total=steps, completed=begun, news="")
+            total = self.total_s if steps is None else steps
+            self.task = self.bar.add_task("training", total=total, count="", news="")
 
     def __enter__(self) -> StepProgress:
         if self.bar is not None:
@@ -102,14 +102,17 @@ class StepProgress:
         elif step > self.begun + 1:  # of the first step nothing follows for the others
             news += f"  {_long(self.speed.left_s(self.steps - step))} left"
         if self.bar is not None:
-            self.bar.update(self.task, completed=step, news=news)
+            done = train_s if self.steps is None else step
+            self.bar.update(self.task, completed=done, count=self._count(step), news=news)
         elif step % self.log_every == 0 or step in (self.begun + 1, self.steps):
             self.say(step, news)
 
     def say(self, step: int, news: str) -> None:
         """Print a line about a step, above the bar if there is one."""
-        of = "" if self.steps is None else f"/{self.steps}"
-        self.console.print(f"step {step}{of}  {news}")
+        self.console.print(f"step {self._count(step)}  {news}")
+
+    def _count(self, step: int) -> str:
+        return str(step) if self.steps is None else f"{step}/{self.steps}"
 
 
 def _long(seconds: float) -> str:
