@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+
 from fuzz.running import edited_plan, run_plan
 from sbp_core.testing import files
 from sbp_core.testing.fuzz import FileKind
@@ -16,5 +21,17 @@ RUNNING_PLAN = FileKind(
     edit=edited_plan,
 )
 
+
+def _of_launch() -> Mapping[str, FileKind]:
+    """Return the kinds that sbp-launch reads, as its tests have them."""
+    folder = Path(__file__).parents[2] / "packages" / "launch" / "tests"
+    sys.path.append(str(folder))
+    try:
+        kinds: Mapping[str, FileKind] = import_module("file_kinds").KINDS
+    finally:
+        sys.path.remove(str(folder))
+    return kinds
+
+
 #: By name.
-KINDS = {**files.KINDS, RUNNING_PLAN.name: RUNNING_PLAN}
+KINDS = {**files.KINDS, RUNNING_PLAN.name: RUNNING_PLAN, **_of_launch()}

@@ -208,3 +208,16 @@ def test_an_option_that_a_file_asks_for_is_refused_with_that_file(tmp_path: Path
 
     assert caught.value.where == (str(asking),)
     assert caught.value.todo == "did you mean trainer=default?"
+
+
+def test_option_files_that_stand_for_values_without_end_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    lines = ["name: gpt", "a0: &a0 [1, 1, 1, 1]"]
+    for level in range(1, 40):
+        lines.append(f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 4)}]")
+    (tmp_path / "model" / "mine.yaml").write_text("\n".join(lines), encoding="utf-8")
+
+    with pytest.raises(ConfigError, match="almost without end") as refused:
+        composed("model=mine", config_dir=tmp_path)
+
+    assert refused.value.where == (str(tmp_path / "model" / "mine.yaml"),)

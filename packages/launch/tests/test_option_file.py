@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sbp_core.errors import ConfigError
-from sbp_launch.option_file import comments, headline, refuse_faults
+from sbp_launch.option_file import comments, headline, refuse_expansion, refuse_faults
 
 TEXT = """\
 # What it is. More of it,
@@ -76,3 +76,32 @@ def test_a_file_that_is_no_option_is_refused_with_its_line(text: str, line: str,
 def test_good_files_pass() -> None:
     refuse_faults(TEXT, "x.yaml")
     refuse_faults("# nothing but a comment\n", "x.yaml")
+
+
+def _references(levels: int) -> str:
+    """Return a file of few lines that stands for 9 to the power of so many values."""
+    lines = ["name: toy", "a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1]"]
+    for level in range(1, levels):
+        many = ", ".join([f"*a{level - 1}"] * 9)
+        lines.append(f"a{level}: &a{level} [{many}]")
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("text", [_references(30), "name: toy\na: &a [*a]", "a: &a {b: *a}"])
+def test_references_do_not_stand_for_values_without_end(text: str) -> None:
+    for check in (refuse_expansion, refuse_faults):
+        with pytest.raises(ConfigError, match="almost without end") as refused:
+            check(text, "toy.yaml")
+        assert refused.value.where == ("toy.yaml",)
+    assert comments(text) == {}
+
+
+def test_a_few_references_are_taken() -> None:
+    refuse_faults(_references(2), "toy.yaml")
+    refuse_expansion("a: &a 1\nb: *a\nc: '*'", "toy.yaml")
+
+
+@pytest.mark.parametrize("text", ["a: 2001-99-99", "? [a]\n: b", "[" * 3000, "a: !!int x"])
+def test_what_python_cannot_make_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="the option file is"):
+        refuse_faults(text, "toy.yaml")

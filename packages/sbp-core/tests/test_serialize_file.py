@@ -90,7 +90,20 @@ def test_a_file_within_a_folder_may_be_deeper_or_a_link(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["", ".", "..", "../a", "a/../../b", "/etc/passwd", "//a", "a\0", "..\\a", "C:a", "\ud800"],
+    [
+        "",
+        ".",
+        "..",
+        "../a",
+        "a/../../b",
+        "/etc/passwd",
+        "//a",
+        "a\0",
+        "..\\a",
+        "C:a",
+        "\ud800",
+        "x" * 300,
+    ],
 )
 def test_a_name_leaves_no_folder(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match="names no file") as refused:

@@ -22,11 +22,12 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from sbp_core.errors import ConfigError
+from sbp_core.errors import ConfigError, SbpError
 from sbp_core.plugins import ConfigFolder
-from sbp_launch.catalog import PRIMARY, Catalog
+from sbp_core.serialize import read_text
+from sbp_launch.catalog import OWN_FOLDER, PRIMARY, Catalog
 from sbp_launch.config import GROUPS, PLUGIN_GROUPS, Application, ComposedConfig, key_of
-from sbp_launch.option_file import refuse_faults
+from sbp_launch.option_file import refuse_expansion, refuse_faults
 from sbp_launch.refusals import (
     as_hydra_says,
     faulty_file,
@@ -83,12 +84,28 @@ def compose(catalog: Catalog, app: Application[Any], overrides: Sequence[str]) -
     Raises:
         ConfigError: Hydra cannot; names the key, its file and the nearest valid name.
     """
+    _refuse_expansions(catalog)
     try:
         return _compose(catalog, app.config_name, overrides)
     except OverrideParseException as error:
         raise unreadable(error) from error
     except Exception as error:  # not all are of Hydra: ValueError, TypeError
         raise _explain(error, catalog, app, overrides) from error
+
+
+def _refuse_expansions(catalog: Catalog) -> None:
+    """Refuse option files of the user's own that Hydra would take all memory to read."""
+    for folder in catalog.folders:
+        if folder.distribution != OWN_FOLDER:
+            continue
+        root = Path(folder.path.removeprefix("file://"))
+        # Options of groups, and those in a folder of their own there.
+        for path in (*root.glob("*.yaml"), *root.glob("*/*.yaml"), *root.glob("*/*/*.yaml")):
+            try:
+                text = read_text(path)
+            except SbpError:
+                continue  # which Hydra finds if it is chosen
+            refuse_expansion(text, str(path))
 
 
 def _compose(catalog: Catalog, config_name: str, overrides: Sequence[str]) -> DictConfig:

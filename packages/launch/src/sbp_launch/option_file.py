@@ -11,10 +11,17 @@ A comment may also stand above its setting. Hydra reads the values; here they ar
 from __future__ import annotations
 
 from itertools import takewhile
+from math import inf
 
 import yaml  # type: ignore[import-untyped] # its stubs are a package of their own
 
 from sbp_core.errors import ConfigError
+
+#: Values that an option file may have, those that references repeat counted each time.
+MOST_VALUES = 100_000
+
+#: What PyYAML passes on of values that it cannot make.
+_OF_YAML = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 
 
 def headline(text: str) -> str:
@@ -24,7 +31,7 @@ def headline(text: str) -> str:
 
 
 def comments(text: str) -> dict[str, str]:
-    r"""Return the comment of each setting by its key: `schedule.decay`.
+    r"""Return the comment of each setting by its key, `schedule.decay`; none of what is no YAML.
 
     >>> comments("a: 1  # one\nb:  # more\n  # above c\n  c: [2]\n  d: x  # long\n    # text")
     {'a': 'one', 'b': 'more', 'b.c': 'above c', 'b.d': 'long text'}
@@ -32,7 +39,12 @@ def comments(text: str) -> dict[str, str]:
     found: dict[str, str] = {}
     lines = text.splitlines()
     first = len(list(takewhile(lambda line: line.startswith("#"), lines)))
-    root = yaml.compose(text, Loader=yaml.SafeLoader)
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except (yaml.YAMLError, *_OF_YAML):
+        return {}  # `refuse_faults` says what is wrong
+    if num_values(root) > MOST_VALUES:
+        return {}
     todo = [("", root)] if isinstance(root, yaml.MappingNode) else []
     while todo:
         prefix, node = todo.pop(0)
@@ -95,6 +107,46 @@ class _OnceLoader(yaml.SafeLoader):  # type: ignore[misc] # yaml has no types
         return made
 
 
+def num_values(node: yaml.Node | None, known: dict[int, float] | None = None) -> float:
+    """Return how many values a part of a file stands for; infinity if it is within itself.
+
+    Args:
+        node: Of the part.
+        known: Of the parts that have been met, by identity: references share them.
+    """
+    known = {} if known is None else known
+    if node is None:
+        return 0
+    if id(node) not in known:
+        known[id(node)] = inf
+        parts = list(node.value) if isinstance(node, yaml.CollectionNode) else []
+        if isinstance(node, yaml.MappingNode):
+            parts = [one for pair in parts for one in pair]
+        known[id(node)] = 1 + sum(num_values(part, known) for part in parts)
+    return known[id(node)]
+
+
+def refuse_expansion(text: str, file: str) -> None:
+    """Check that the references of an option file stand for no more values than memory holds.
+
+    A few lines of references to references do: `a: &a [1, 1]`, `b: &b [*a, *a]`, ...
+
+    Raises:
+        ConfigError: they do.
+    """
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader) if "*" in text else None
+    except (yaml.YAMLError, *_OF_YAML):
+        return  # `refuse_faults` says what is wrong
+    if num_values(root) > MOST_VALUES:
+        raise ConfigError(
+            "the references of the option file stand for a value almost without end",
+            where=file,
+            accepted=f"at most {MOST_VALUES:,} values",
+            todo="write out what is meant",
+        )
+
+
 def refuse_faults(text: str, file: str) -> None:
     """Check that an option file is a mapping in YAML.
 
@@ -104,6 +156,7 @@ def refuse_faults(text: str, file: str) -> None:
     if "\ufffd" in text:
         raise ConfigError("the option file is no UTF-8", where=file, todo="save it as UTF-8")
     try:
+        refuse_expansion(text, file)
         value = yaml.load(text, Loader=_OnceLoader)  # a SafeLoader
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -118,7 +171,9 @@ def refuse_faults(text: str, file: str) -> None:
             accepted="name: value, one a line; nested settings indented by spaces",
             todo="correct that line, or what stands before it",
         ) from error
-    except yaml.YAMLError as error:
+    except ConfigError:
+        raise
+    except (yaml.YAMLError, *_OF_YAML) as error:
         what = " ".join(str(error).split())
         raise ConfigError(f"the option file is no YAML: {what}", where=file) from error
     if value is not None and not isinstance(value, dict):

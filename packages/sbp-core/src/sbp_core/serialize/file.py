@@ -14,6 +14,9 @@ from sbp_core.units import format_bytes
 #: Bytes of a file that is read whole, where its kind does not say it otherwise.
 MOST_BYTES = 16 * 2**20
 
+#: Bytes of the name of a file that systems take.
+_MOST_NAME_BYTES = 255
+
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a pipe",
@@ -121,6 +124,7 @@ def file_within(
     """
     parts = PurePosixPath(name).parts
     is_plain = bool(parts) and is_unicode(name) and "\0" not in name and "\\" not in name
+    is_plain = is_plain and all(len(part.encode()) <= _MOST_NAME_BYTES for part in parts)
     # `C:x` is relative to nothing that we know.
     if not is_plain or ".." in parts or parts[0][0] == "/" or PureWindowsPath(name).drive:
         raise error(
