@@ -404,7 +404,7 @@ def benchmarks(session: nox.Session) -> None:
 @nox.session(reuse_venv=True)
 def docs(session: nox.Session) -> None:
     """Links between the documents, and all commands and examples; `-- PAGE` for those of a page."""
-    install_all(session)
+    install_all(session, with_tests=True)  # with what data sets of files need
     check_links(session)
     with session.chdir(ROOT / "integration"):
         session.run("python", "-m", "documents", *session.posargs, env=TEST_ENVIRONMENT)
