@@ -53,6 +53,10 @@ def _strategy(name: str, *says: str, imports_torch: bool = False) -> Mistake:
 
 
 MISTAKES: dict[str, Mistake] = {
+    # Weights to start from.
+    "weights that are not there": _train(
+        "trainer.init_from=nowhere", "trainer.init_from=nowhere: there is no nowhere", "safetensors"
+    ),
     # Keys.
     "a letter is missing": _train("trainer.step=5", "trainer.steps", "did you mean"),
     "no group": _train("steps=5", "trainer.steps=5"),

@@ -14,6 +14,7 @@ from sbp_core.errors import ConfigError, SbpError
 from sbp_core.plugins import PluginRegistry
 from sbp_launch.app import run
 from sbp_launch.check import check
+from sbp_launch.checkpoint.opening import look
 from sbp_launch.config import Application, ComposedConfig, RunConfig
 from sbp_launch.exit_codes import BAD_CONFIG, FAILED, INTERRUPTED
 from sbp_launch.launch_choice import choose_launcher
@@ -28,9 +29,21 @@ def check_train(composed: ComposedConfig, registry: PluginRegistry, *, world: Wo
     """Return the run that a composed config describes, with the launcher that it means.
 
     Raises:
-        ConfigError: see `check` and `choose_launcher`.
+        ConfigError: see `check` and `choose_launcher`; or there are no weights to start from.
     """
-    return choose_launcher(check(composed, registry), composed, registry, world)
+    config = check(composed, registry)
+    weights = config.trainer.init_from
+    if weights is not None and "://" not in weights:
+        try:
+            look(weights)
+        except ConfigError as error:
+            raise ConfigError(
+                f"trainer.init_from={weights}: {error.what}",
+                where=error.where,
+                accepted=error.accepted,
+                todo=error.todo,
+            ) from error
+    return choose_launcher(config, composed, registry, world)
 
 
 def make_application(world: World, meeting: Meeting | None = None) -> Application[RunConfig]:
