@@ -1,16 +1,49 @@
-"""Runs on processes that stop and go on, as users start them."""
+"""Runs that stop and go on, as users start them."""
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
+import pytest
+import torch
 from checkpoints import saved_states
-from small_runs import DATA
-from test_launchers import train
+from small_runs import DATA, SMALL, losses
+from test_launchers import TORCHRUN, text_until, train
+from torch import Tensor
+
+QUIET = ("trainer.compare_steps=0", "trainer.plan_rows=0")
+
+#: Layouts of one run, one after the other; each of two steps.
+LAYOUTS = (
+    ("planner=manual/data_parallel", "cluster.mesh=[4]", "cluster.axes=[data]"),
+    ("planner=manual/pipeline", "cluster.mesh=[2]", "cluster.axes=[pipe]"),
+    ("planner=manual/data_tensor", "cluster.mesh=[2,2]", "cluster.axes=[data,tensor]"),
+    ("planner=manual/zero", "cluster.mesh=[2]", "cluster.axes=[data]"),
+    ("cluster.mesh=[1]", "cluster.axes=[data]"),
+)
+
+
+def without(*keys: str) -> tuple[str, ...]:
+    """Return the settings of a small run but for some."""
+    return tuple(text for text in SMALL if text.partition("=")[0] not in keys)
+
+
+def command(*overrides: str) -> list[str]:
+    return [sys.executable, "-u", "-m", "sbp_launch.train", *overrides]
+
+
+def assert_equal(states: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert states.keys() == wanted.keys() and wanted
+    assert all(torch.equal(states[name], value) for name, value in wanted.items())
 
 
 def test_processes_go_on_where_they_stopped_bit_for_bit(tmp_path: Path) -> None:
-    layout = (*DATA, "boxing=torch", "trainer.compare_steps=0", "trainer.plan_rows=0")
+    layout = (*DATA, "boxing=torch", *QUIET)
     often = ("trainer.checkpoint.every=2", "trainer.checkpoint.keep=0")
     whole = train(tmp_path, *layout, *often, "hydra.run.dir=whole")
     assert whole.returncode == 0, whole.stdout + whole.stderr
@@ -22,6 +55,133 @@ def test_processes_go_on_where_they_stopped_bit_for_bit(tmp_path: Path) -> None:
     assert "going on after step 2, from whole/checkpoints/step-00000002" in rest.stdout
     names = {path.name for path in (tmp_path / "rest/checkpoints/step-00000003").iterdir()}
     assert names == {"manifest.json", "rank-00000.safetensors", "rank-00001.safetensors"}
-    states, wanted = saved_states(tmp_path / "rest"), saved_states(tmp_path / "whole")
-    assert states.keys() == wanted.keys() and wanted
-    assert all(states[name].equal(value) for name, value in wanted.items())
+    assert_equal(saved_states(tmp_path / "rest"), saved_states(tmp_path / "whole"))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("boxing", ["local", "torch"])
+def test_a_hundred_steps_are_fifty_a_stop_and_fifty(tmp_path: Path, boxing: str) -> None:
+    overrides = (
+        *without("trainer.steps", "trainer.log_every"),
+        *QUIET,
+        *DATA,
+        f"boxing={boxing}",
+        "trainer.steps=100",
+        "trainer.log_every=25",
+        "trainer.schedule.decay=cosine",
+        "trainer.schedule.warmup_steps=10",
+        "trainer.update.clip_norm=1.0",
+        "trainer.update.ema_decay=0.9",
+    )
+    for stops in (False, True):
+        folder = f"hydra.run.dir={'run' if stops else 'whole'}"
+        with subprocess.Popen(
+            command(*overrides, folder, "trainer.resume=auto"),
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        ) as run:
+            told = text_until(run, b"step 50/100" if stops else b"step 100/100")
+            if stops:
+                run.send_signal(signal.SIGTERM)
+            told += run.communicate(timeout=240)[0].decode()
+        assert run.returncode == (143 if stops else 0), told
+    stopped = saved_states(tmp_path / "run")["head.weight.step"].item()
+    assert 50 <= stopped < 100
+
+    done = subprocess.run(
+        command(*overrides, "hydra.run.dir=run", "trainer.resume=auto"),
+        cwd=tmp_path,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"going on after step {stopped:.0f}" in done.stdout
+    assert_equal(saved_states(tmp_path / "run"), saved_states(tmp_path / "whole"))
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+@pytest.mark.exhaustive
+def test_a_run_goes_from_mesh_to_mesh(tmp_path: Path) -> None:
+    dtype = ("trainer.dtype=float64", "trainer.micro_batches=2", *QUIET)
+    small = (*without("trainer.steps", "cluster.mesh"), *dtype)
+    found, resume = [], ()
+    for number, layout in enumerate(LAYOUTS):
+        steps, folder = f"trainer.steps={2 * number + 2}", f"hydra.run.dir=part{number}"
+        done = subprocess.run(
+            command(*small, *layout, steps, folder, *resume),
+            cwd=tmp_path,
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        found += losses(tmp_path / f"part{number}")
+        resume = (f"trainer.resume=part{number}",)
+
+    whole = (*small, *LAYOUTS[-1], f"trainer.steps={2 * len(LAYOUTS)}", "hydra.run.dir=whole")
+    subprocess.run(command(*whole), cwd=tmp_path, check=True, capture_output=True, timeout=240)
+
+    assert found == pytest.approx(losses(tmp_path / "whole"), abs=1e-9)
+    states, wanted = saved_states(tmp_path / "part4"), saved_states(tmp_path / "whole")
+    assert states.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert (states[name] - value).abs().max().item() < 1e-9, name
+
+
+@pytest.mark.exhaustive
+def test_torchrun_starts_a_run_again_that_has_lost_a_rank(tmp_path: Path) -> None:
+    overrides = (
+        *without("trainer.steps", "trainer.log_every"),
+        *QUIET,
+        *DATA,
+        "boxing=torch",
+        "trainer.steps=300",
+        "trainer.log_every=50",
+        "trainer.checkpoint.every=20",
+    )
+    again = (*TORCHRUN, "--max-restarts=1", "-m", "sbp_launch.train", *overrides)
+    with subprocess.Popen(
+        [*again, "hydra.run.dir=run", "trainer.resume=auto"],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    ) as run:
+        told = text_until(run, b"step 100/300")
+        os.kill(process_of_torchrun(1, tmp_path), signal.SIGKILL)
+        told += run.communicate(timeout=240)[0].decode()
+
+    assert run.returncode == 0, told
+    begun = int(told.partition("going on after step ")[2].partition(",")[0])
+    assert 80 <= begun < 300
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text("utf-8").splitlines()
+    assert [json.loads(line)["step"] for line in lines if "loss" in json.loads(line)] == [
+        *range(1, 301)
+    ]
+    whole = train_whole(tmp_path, overrides)
+    assert_equal(saved_states(tmp_path / "run"), whole)
+
+
+def train_whole(folder: Path, overrides: tuple[str, ...]) -> dict[str, Tensor]:
+    """Return the states of the run that nobody stops."""
+    whole = command(*overrides, "hydra.run.dir=whole")
+    subprocess.run(whole, cwd=folder, check=True, capture_output=True, timeout=240)
+    return saved_states(folder / "whole")
+
+
+def process_of_torchrun(rank: int, folder: Path) -> int:
+    """Return the process of a rank that torchrun has started in a folder."""
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            here = (process / "cwd").readlink() == folder
+            variables = (process / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if here and f"RANK={rank}".encode() in variables:
+            return int(process.name)
+    raise AssertionError(f"there is no rank {rank}")
