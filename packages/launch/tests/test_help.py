@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,17 @@ def test_one_setting_is_explained_with_what_it_takes() -> None:
     assert lines_on("lr")[0] == "  optimizer.lr=0.1                  learning rate (takes a number)"
 
 
+@pytest.mark.parametrize("topic", ["trainer.callbacks", "early_stop"])
+def test_callbacks_are_explained_by_what_their_dataclasses_say(topic: str) -> None:
+    values = {**COMPOSED.values, "trainer": {"callbacks": []}}
+    lines = render_topics(APP, replace(COMPOSED, values=values), CATALOG, [topic]).splitlines()
+
+    assert "callback early_stop, of sbp-launch: end a run that no longer becomes better" in lines
+    told = " ".join(" ".join(lines).split())
+    assert "patience=3 Evaluations without a better one, >= 1, behind the last of which" in told
+    assert "(takes 'min' or 'max')" in told
+
+
 def test_a_mapping_that_is_too_long_for_a_line_stands_below_its_key() -> None:
     lines = lines_on("optimizer")
 
@@ -106,6 +118,7 @@ def test_the_page_of_settings_names_those_without_a_comment(tmp_path: Path) -> N
 
     assert without_comment(catalog) == ["trainer/own.yaml: trainer.steps"]
     assert "| `trainer.seed` | `1` | an integer | of it |" in page(catalog)
+    assert "| `patience` | `3` | an integer | Evaluations without a better one" in page(catalog)
 
 
 def test_the_overview_fits_its_width_and_marks_what_is_chosen() -> None:

@@ -17,6 +17,8 @@ from typing import Any
 import yaml  # type: ignore[import-untyped] # its stubs are a package of their own
 
 from sbp_core.errors import ConfigError, nearest
+from sbp_core.plugins import PluginEntry
+from sbp_launch.callback_settings import callbacks_of, settings_of
 from sbp_launch.catalog import Catalog
 from sbp_launch.config import GROUPS, Application, ComposedConfig
 from sbp_launch.known_keys import known_settings, nested_configs, takes_of
@@ -194,12 +196,13 @@ def render_topics(
         app: The app.
         composed: Its config, with the options that the topics name.
         catalog: What one can choose from.
-        topics: `trainer`, `planner=osdp`, `osdp`, `trainer.steps` or `steps`.
+        topics: `trainer`, `planner=osdp`, `osdp`, `trainer.steps`, `steps`, or a callback.
 
     Raises:
         ConfigError: one is none of these; names the nearest.
     """
     width, lines = _columns(), []
+    callbacks = callbacks_of(catalog.registry) if "trainer" in composed.files else []
     rows = [row for group in ("", *composed.values) for row in _rows(app, composed, catalog, group)]
     for topic in topics:
         key = _group_of(topic, catalog) or topic.partition("=")[0]
@@ -212,10 +215,22 @@ def render_topics(
             for row in found or below:
                 lines += row.lines(width, whole=not below)
                 lines += [line for one in below for line in one.lines(width, whole=True)]
+            if [row.key for row in found] == ["trainer.callbacks"]:
+                lines += [line for one in callbacks for line in _callback(one, width)]
+        elif named := [one for one in callbacks if one.name == topic]:
+            lines += [line for one in named for line in _callback(one, width)]
         else:
             raise _unknown(topic, rows, catalog, composed)
         lines.append("")
     return "\n".join(lines)
+
+
+def _callback(entry: PluginEntry, width: int) -> Iterator[str]:
+    """Yield what a callback is, and its settings."""
+    yield f"callback {entry.name}, of {entry.distribution}: {entry.summary}"
+    for one in settings_of(entry):
+        row = _Row(key=one.name, value=one.default, comment=one.meaning, takes=one.takes)
+        yield from row.lines(width, whole=True)
 
 
 def _about(composed: ComposedConfig, catalog: Catalog, group: str) -> list[str]:

@@ -17,6 +17,7 @@ import yaml  # type: ignore[import-untyped] # its stubs are a package of their o
 
 from sbp_core.plugins import PluginRegistry, discover
 from sbp_launch.calibrate.config import CalibrateConfig
+from sbp_launch.callback_settings import callbacks_of, settings_of
 from sbp_launch.catalog import Catalog, make_catalog
 from sbp_launch.config import GROUPS
 from sbp_launch.help import plain
@@ -52,10 +53,24 @@ def page(catalog: Catalog) -> str:
         parts.append(f"## {group}\n")
         for option in catalog.options(group):
             parts += _option(catalog, group, option)
+    parts += _callbacks(catalog)
     for app in _OF_APPS:
         parts += [f"## sbp-{app}\n", "Beside its groups. *sbp-launch*\n"]
         parts += _table(_of_app(catalog, app))
     return "\n".join(parts).rstrip() + "\n"
+
+
+def _callbacks(catalog: Catalog) -> Iterator[str]:
+    """Yield the part of the callbacks, which have no option files."""
+    yield "## callbacks\n"
+    yield "Named in `trainer.callbacks`, alone or as `{name: early_stop, patience: 5}`.\n"
+    for entry in callbacks_of(catalog.registry):
+        yield f"### {entry.name}\n"
+        yield f"{entry.summary[:1].upper()}{entry.summary[1:]}. *{entry.distribution}*\n"
+        rows = [
+            (one.name, _default(one.default), one.takes, one.meaning) for one in settings_of(entry)
+        ]
+        yield from _table(rows)
 
 
 def without_comment(catalog: Catalog) -> list[str]:
