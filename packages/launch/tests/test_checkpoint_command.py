@@ -106,10 +106,26 @@ def test_inspect_shows_the_newest_checkpoint_of_a_run(
     assert code == 0
     assert "step 100, seed 7" in printed
     assert "older ones beside it: step-00000050" in printed
-    assert "network.*.weight       2  [4, 6]  float32  192 B  ema, exp_avg, step" in printed
+    assert "network.*.weight       2  [4, 6]  float32  192 B\n" in printed
     assert "network.positions      1  [4]     int64     32 B\n" in printed
-    totals = "parameters and buffers: 3, 224 B; states of the optimizer: 6, 392 B; files: 2"
-    assert totals in printed
+    assert (
+        "parameters and buffers: 3, 224 B\n"
+        "states of the optimizer (ema, exp_avg, step): 6, 392 B\n"
+        "files: 2\n"
+    ) in printed
+
+
+def test_inspect_names_the_states_of_each_parameter_where_they_differ(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = states()
+    del values["network.2.weight.ema"]
+    write(tmp_path, 1, values)
+
+    _, printed = called(capsys, "inspect", tmp_path)
+
+    assert "network.1.weight       1  [4, 6]  float32  96 B  ema, exp_avg, step\n" in printed
+    assert "network.2.weight       1  [4, 6]  float32  96 B  exp_avg, step\n" in printed
 
 
 def test_inspect_says_it_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ import json
 import re
 from argparse import Namespace
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,7 +55,7 @@ def inspect(options: Namespace) -> int:
         )
     else:
         groups = list(_groups(index))
-        keys = any(group.keys for group in groups)
+        keys = len(_keys(groups)) > 1  # else they stand in the totals
         heads = ("tensor", "count", "shape", "dtype", "size", *(["optimizer states"] * keys))
         show_table(console, heads, (group.cells(keys) for group in groups), ("count", "size"))
     console.print()
@@ -168,15 +168,22 @@ def _groups(index: TensorIndex) -> Iterator[_Group]:
     yield from groups.values()
 
 
+def _keys(groups: Iterable[_Group]) -> set[tuple[str, ...]]:
+    """Return the keys of the optimizer's states, as far as they differ."""
+    return {group.keys for group in groups if group.keys}
+
+
 def _totals(index: TensorIndex) -> Iterator[str]:
     """Yield how much there is of everything."""
+    kinds = _keys(_groups(index))
     own = model_names(index.tensors)
     own_bytes = sum(index.tensors[name].size_bytes for name in own)
-    line = f"parameters and buffers: {len(own):,}, {format_bytes(own_bytes)}"
+    yield f"parameters and buffers: {len(own):,}, {format_bytes(own_bytes)}"
     if len(own) < len(index.tensors):
         rest = index.size_bytes - own_bytes
         number = len(index.tensors) - len(own)
-        line += f"; states of the optimizer: {number:,}, {format_bytes(rest)}"
-    yield f"{line}; files: {len(index.files):,}"
+        named = f" ({', '.join(*kinds)})" if len(kinds) == 1 else ""
+        yield f"states of the optimizer{named}: {number:,}, {format_bytes(rest)}"
+    yield f"files: {len(index.files):,}"
     for name, value in index.others.items():
         yield f"no tensor: {name} = {value}"
