@@ -57,6 +57,14 @@ MISTAKES: dict[str, Mistake] = {
     "weights that are not there": _train(
         "trainer.init_from=nowhere", "trainer.init_from=nowhere: there is no nowhere", "safetensors"
     ),
+    # Checkpoints to go on from, and how often they are saved.
+    "a checkpoint that is not there": _train(
+        "trainer.resume=nowhere",
+        "trainer.resume=nowhere: there is no folder",
+        "the folder of a run",
+    ),
+    "a folder without a checkpoint": _train("trainer.resume=.", "there is no checkpoint in ."),
+    "no time between saves": _train("trainer.checkpoint.every=10m", "every='10m'", "10min"),
     # Keys.
     "a letter is missing": _train("trainer.step=5", "trainer.steps", "did you mean"),
     "no group": _train("steps=5", "trainer.steps=5"),

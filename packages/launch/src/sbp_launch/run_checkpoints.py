@@ -20,7 +20,7 @@ from sbp_core.serialize import dump, load
 from sbp_launch.checkpoint.background import BackgroundSave, BackgroundSaves
 from sbp_launch.checkpoint.local import MANIFEST_FILE
 from sbp_launch.checkpoint.manifest import DamagedError, Metadata
-from sbp_launch.checkpoint.places import find_checkpoints, newest_first, step_name
+from sbp_launch.checkpoint.places import AUTO, find_checkpoints, newest_first, step_name
 from sbp_launch.checkpoint.reading import Checkpoint
 from sbp_launch.checkpoint.saving import Processes, ReadTogether, prune, remove, save
 from sbp_launch.data import DataCursor, SampleOrder
@@ -28,9 +28,6 @@ from sbp_launch.environment import versions
 from sbp_launch.planning import Planned
 from sbp_launch.run import Run
 from sbp_launch.team import Team
-
-#: `trainer.resume`: from the newest checkpoint of the run folder, if there is one.
-AUTO = "auto"
 
 #: What is kept of a run whose loss is no number, apart from the checkpoints to go on from.
 _NOT_FINITE = "not-finite"

@@ -7,6 +7,7 @@ is said here, and the others follow it.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from sbp_core.plugins import PluginRegistry
 from sbp_launch.app import run
 from sbp_launch.check import check
 from sbp_launch.checkpoint.opening import look
+from sbp_launch.checkpoint.places import AUTO, find_checkpoints
 from sbp_launch.config import Application, ComposedConfig, RunConfig
 from sbp_launch.exit_codes import BAD_CONFIG, FAILED, INTERRUPTED
 from sbp_launch.launch_choice import choose_launcher
@@ -29,21 +31,34 @@ def check_train(composed: ComposedConfig, registry: PluginRegistry, *, world: Wo
     """Return the run that a composed config describes, with the launcher that it means.
 
     Raises:
-        ConfigError: see `check` and `choose_launcher`; or there are no weights to start from.
+        ConfigError: see `check` and `choose_launcher`; or there are no weights to start from, or no
+            checkpoint to go on from.
     """
     config = check(composed, registry)
-    weights = config.trainer.init_from
-    if weights is not None and "://" not in weights:
-        try:
-            look(weights)
-        except ConfigError as error:
-            raise ConfigError(
-                f"trainer.init_from={weights}: {error.what}",
-                where=error.where,
-                accepted=error.accepted,
-                todo=error.todo,
-            ) from error
+    trainer = config.trainer
+    _check_place("trainer.init_from", trainer.init_from, look)
+    if trainer.resume != AUTO:
+        _check_place("trainer.resume", trainer.resume, find_checkpoints)
     return choose_launcher(config, composed, registry, world)
+
+
+def _check_place(key: str, place: str | None, find: Callable[[str], object]) -> None:
+    """Look whether there is what a setting names, if that is on this machine.
+
+    Raises:
+        ConfigError: there is not.
+    """
+    if place is None or "://" in place:
+        return
+    try:
+        find(place)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{key}={place}: {error.what}",
+            where=error.where,
+            accepted=error.accepted,
+            todo=error.todo,
+        ) from error
 
 
 def make_application(world: World, meeting: Meeting | None = None) -> Application[RunConfig]:
@@ -58,7 +73,7 @@ def make_application(world: World, meeting: Meeting | None = None) -> Applicatio
         config_name="config",
         check=partial(check_train, world=world),
         task=train,
-        may_overwrite=lambda config: config.trainer.overwrite or config.trainer.resume == "auto",
+        may_overwrite=lambda config: config.trainer.overwrite or config.trainer.resume == AUTO,
         # Ranks that were started by others end when a run has failed.
         sweep_goes_on=world.size == 1,
     )

@@ -14,6 +14,9 @@ from sbp_launch.checkpoint.objects import FsspecStorage
 if TYPE_CHECKING:
     from sbp_launch.checkpoint.reading import Checkpoint
 
+#: `trainer.resume`: the newest checkpoint of the run folder, if there is one.
+AUTO = "auto"
+
 #: Folder of a run that has its checkpoints, unless its storage says otherwise.
 FOLDER = "checkpoints"
 
