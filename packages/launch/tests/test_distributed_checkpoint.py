@@ -239,6 +239,36 @@ def test_a_payload_in_a_value_is_named_and_tensors_are_read(tmp_path: Path) -> N
     assert not (tmp_path / "ran").exists()
 
 
+def test_more_elements_than_there_are_bytes_are_refused(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "saved", {"x": torch.ones(4)})
+    (file,) = folder.glob("*.distcp")
+    with zipfile.ZipFile(file) as archive:
+        records = {name: archive.read(name) for name in archive.namelist()}
+    # One number, again and again.
+    name = next(name for name in records if name.endswith("data.pkl"))
+    assert b"K\x04\x85" in records[name] and b"K\x01\x85" in records[name]
+    big = b"\x8a\x06" + (2**40).to_bytes(6, "little") + b"\x85"
+    records[name] = records[name].replace(b"K\x04\x85", big).replace(b"K\x01\x85", b"K\x00\x85")
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, content in records.items():
+            archive.writestr(name, content)
+    found: Metadata = pickle.loads((folder / ".metadata").read_bytes())
+    place(found, length=file.stat().st_size)
+    found.state_dict_metadata["x"].size = torch.Size([2**40])
+    one_chunk(found, sizes=torch.Size([2**40]))
+    (folder / ".metadata").write_bytes(pickle.dumps(found))
+
+    with pytest.raises(
+        ConfigError, match=r"'x' of shape \(1099511627776,\) has the strides \(0,\)"
+    ):
+        read_distributed_checkpoint(folder)
+
+
+def test_a_number_that_no_text_can_hold_is_refused() -> None:
+    with pytest.raises(ConfigError, match="more than 64 bits"):
+        read_pickle(pickle.dumps(1 << 20_000), known=[])
+
+
 def changed(change: Callable[[Metadata], object]) -> Callable[[Path], None]:
     """Return what changes the metadata of a checkpoint."""
 
@@ -331,7 +361,11 @@ def test_whatever_bytes_are_changed_it_is_read_or_refused(tmp_path: Path) -> Non
 
 @given(
     st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+        st.none()
+        | st.booleans()
+        | st.integers(-(2**63), 2**64 - 1)
+        | st.floats(allow_nan=False)
+        | st.text(),
         lambda inner: st.lists(inner) | st.tuples(inner, inner),
     ),
     st.sampled_from([0, 1, 2, 4, 5]),

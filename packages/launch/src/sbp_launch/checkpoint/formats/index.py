@@ -143,8 +143,14 @@ def check_tensor(name: str, tensor: StoredTensor, sizes: Mapping[str, int], path
                 where=str(path),
                 accepted="pieces within the tensor",
             )
-        if piece.strides is not None and min(piece.strides, default=0) < 0:
-            raise ConfigError(f"{name!r} has negative strides", where=str(path))
+        if piece.strides is not None and (
+            min(piece.strides, default=0) < 0 or volume(piece.bounds) > piece.span
+        ):
+            raise ConfigError(
+                f"{name!r} of shape {piece.shape} has the strides {piece.strides}",
+                where=str(path),
+                accepted="elements of their own: no more than bytes of the file",
+            )
         end = piece.offset + piece.span * ITEMSIZE[tensor.dtype]
         if piece.offset < 0 or end > sizes[piece.file]:
             raise ConfigError(

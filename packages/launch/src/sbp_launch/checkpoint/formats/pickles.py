@@ -137,6 +137,8 @@ class _Reader:
 
     def _do(self, name: str, arg: Any) -> None:
         if name in _VALUES:
+            if isinstance(arg, int) and not -(2**63) <= arg < 2**64:
+                raise self._error("it has a number of more than 64 bits")
             self.stack.append(arg)
         elif name in _CONSTANTS:
             self.stack.append(_CONSTANTS[name])
