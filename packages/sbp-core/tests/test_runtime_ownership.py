@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from math import prod
 
 import pytest
@@ -13,7 +14,13 @@ from sbp_core.compile.physical import PhysicalPlan, RankPlan, StateSlot
 from sbp_core.errors import SbpLookupError
 from sbp_core.graph import InputKind
 from sbp_core.placement import Placement
-from sbp_core.runtime import gather_routes, known_state, state_owners, state_slots
+from sbp_core.runtime import (
+    gather_routes,
+    known_state,
+    ownership,
+    state_owners,
+    state_slots,
+)
 from sbp_core.sbp import B, NdSbp, S, local_shape
 
 #: Meshes of stages: their ranks overlap, nest, and lie apart.
@@ -88,9 +95,13 @@ def plans(draw: st.DrawFn) -> PhysicalPlan:
     return plan_of(stages, states)
 
 
-@given(plans())
-def test_every_element_is_owned_once_by_a_rank_that_holds_it(plan: PhysicalPlan) -> None:
-    owners = state_owners(plan)
+@given(plans(), st.sampled_from([4, 16, 100, 2**20]))
+def test_every_element_is_owned_once_by_a_rank_that_holds_it(
+    plan: PhysicalPlan, share_bytes: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ownership, "SHARE_BYTES", share_bytes)
+        owners = state_owners(plan)
 
     assert owners.keys() == state_slots(plan).keys()
     for name, slot in state_slots(plan).items():
@@ -99,10 +110,15 @@ def test_every_element_is_owned_once_by_a_rank_that_holds_it(plan: PhysicalPlan)
             continue
         held = bounds_of(slot.shape, plan.stages[slot.stage], slot.sbp)
         assert owners[name], name
-        assert all(held[rank] == bounds for rank, bounds in owners[name].items())
-        # Slices that ranks hold are equal or lie apart, so distinct ones that fill it are all.
-        assert len(set(owners[name].values())) == len(owners[name])
-        assert sum(map(volume, owners[name].values())) == prod(slot.shape)
+        for rank, bounds in owners[name].items():
+            dims = zip(bounds, held[rank], strict=True)
+            assert all(first <= start <= stop <= last for (start, stop), (first, last) in dims)
+        elements = [
+            element
+            for bounds in owners[name].values()
+            for element in product(*(range(*dim) for dim in bounds))
+        ]
+        assert len(elements) == len(set(elements)) == prod(slot.shape)
         assert all(map(volume, owners[name].values())) or len(owners[name]) == 1
 
 
@@ -138,6 +154,24 @@ def test_replicas_are_spread_by_their_size() -> None:
     assert owners["s0"] == {2: ((0, 8), (0, 2))}
     assert owners["s1"] == {3: ((0, 4), (0, 4))}
     assert owners["s2"] == {2: ((0, 2), (0, 2)), 3: ((2, 3), (0, 2))}
+
+
+def test_a_large_replica_is_owned_in_even_parts() -> None:
+    three, whole = MESHES[1], NdSbp(B)
+    rows = 3 * ownership.SHARE_BYTES // 8 // 4 + 1  # of four float64
+    plan = plan_of([three], [(0, whole, (rows, 4)), (0, whole, (7,)), (0, whole, (1, 2 * 2**20))])
+
+    owners = state_owners(plan)
+
+    third = rows // 3
+    assert sorted(owners["s0"].values()) == [
+        ((0, third), (0, 4)),
+        ((third, 2 * third), (0, 4)),
+        ((2 * third, rows), (0, 4)),
+    ]
+    assert len(owners["s1"]) == 1
+    # Two shares.
+    assert list(owners["s2"].values()) == [((0, 1), (0, 2**20)), ((0, 1), (2**20, 2 * 2**20))]
 
 
 def arrives(plan: PhysicalPlan, name: str, to: int | None) -> bool:

@@ -18,7 +18,7 @@ from sbp_core.graph import Phase, Rate, Ref
 from sbp_torch.runtime.devices import Aside, CpuDevice
 from sbp_torch.runtime.store import StateStore
 from sbp_torch.segments.codegen import telling_segment_function
-from sbp_torch.testing.cases import CASES, compile_case
+from sbp_torch.testing.cases import CASES, assert_pieces, compile_case
 
 
 class ObservedDevice(CpuDevice):
@@ -98,6 +98,40 @@ def test_memory_of_a_released_snapshot_is_used_by_the_next() -> None:
 
     assert addresses[0] == addresses[1] == addresses[2]
     assert both[0].isdisjoint(both[1])
+
+
+@pytest.mark.parametrize("name", ["data parallel", "data and tensor parallel"])
+def test_ranks_own_and_copy_parts_of_what_they_hold(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sbp_core.runtime.ownership.SHARE_BYTES", 64)
+    store = StateStore(compile_case(name), compile_case(name).by_rank)
+    states = CASES[name].step.states
+    store.load(states)
+
+    pieces = list(store.pieces())
+    with store.snapshot(0) as snapshot:
+        for part in store.overwritten:
+            before_overwrite = store.copier.before_overwrite(part[0])
+            if before_overwrite is not None:
+                before_overwrite(part[1])
+        assert_pieces(pieces, states)
+        for value in _tensors(store):
+            value.zero_()
+        assert_pieces(snapshot.pieces(), states)
+
+    owned = {p.bounds for p in pieces if p.name == "up.weight"}
+    assert len(owned) == len(store.values), "each rank owns a part"
+    assert all(
+        piece.value.untyped_storage().data_ptr()
+        in {value.untyped_storage().data_ptr() for value in _tensors(store)}
+        for piece in pieces
+        if isinstance(piece.value, Tensor)
+    ), "a copy"
+
+
+def _tensors(store: StateStore) -> list[Tensor]:
+    return [v for held in store.values.values() for v in held.values() if isinstance(v, Tensor)]
 
 
 def test_an_update_makes_the_copy_that_it_needs_and_waits_for_no_other() -> None:

@@ -7,12 +7,19 @@ second replicated:
     rank 0   w rows 0-1   b            owns  w rows 0-1
     rank 1   w rows 2-3   b            owns  w rows 2-3
     rank 2   w row 4      b            owns  w row 4, b
+
+A slice of several times `SHARE_BYTES` that several ranks hold is owned in parts:
+
+    rank 0   t rows 0-999              owns  t rows 0-499
+    rank 1   t rows 0-999              owns  t rows 500-999
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
+from math import ceil
 from typing import TYPE_CHECKING
 
 from sbp_core.boxing import Bounds, bounds_of, itemsize, route, volume
@@ -26,6 +33,10 @@ if TYPE_CHECKING:
     from sbp_core.compile.physical import PhysicalPlan, StateSlot
     from sbp_core.runtime.contract import Number
     from sbp_core.tensor import Tensor
+
+
+#: Bytes of a slice that are worth an owner of their own.
+SHARE_BYTES = 8 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +71,10 @@ def state_slots(plan: PhysicalPlan) -> dict[str, StateSlot]:
 def state_owners(plan: PhysicalPlan) -> Mapping[str, Mapping[int, Bounds]]:
     """Return the owners of every state, each with the slice that it owns.
 
-    A slice that several ranks hold is owned by one of them. Slices are dealt out from the largest
-    to the smallest, each to the holder that owns fewest bytes so far. A rank owns one slice of a
-    state at most, as it holds one; empty slices have no owner, unless the whole state is empty.
+    A slice that several ranks hold is owned by one of them, or in even parts by some. Slices and
+    parts are dealt out from the largest to the smallest, each to the holder that owns fewest bytes
+    so far. A rank owns one slice of a state at most, of what it holds; empty slices have no owner,
+    unless the whole state is empty.
 
     Args:
         plan: Any.
@@ -82,13 +94,29 @@ def state_owners(plan: PhysicalPlan) -> Mapping[str, Mapping[int, Bounds]]:
             holders.setdefault(bounds, []).append(rank)
         filled = {bounds: ranks for bounds, ranks in holders.items() if volume(bounds)}
         for bounds, ranks in (filled or dict(list(holders.items())[:1])).items():
-            slices.append((volume(bounds) * itemsize(slot.dtype), name, bounds, ranks))
+            for part in _parts(bounds, itemsize(slot.dtype), len(ranks)):
+                slices.append((volume(part) * itemsize(slot.dtype), name, part, ranks))
     loads = dict.fromkeys((part.rank for part in plan.ranks), 0)
     for size_bytes, name, bounds, ranks in sorted(slices, key=lambda entry: (-entry[0], entry[1:])):
-        owner = min(ranks, key=loads.__getitem__)
+        # There are as many holders as parts, or more.
+        owner = min((r for r in ranks if r not in found[name]), key=loads.__getitem__)
         loads[owner] += size_bytes
         found[name][owner] = bounds
     return found
+
+
+def _parts(bounds: Bounds, item_bytes: int, num_holders: int) -> Iterator[Bounds]:
+    """Yield even parts of a slice, at most one a holder, each one run of its bytes."""
+    dim = next((d for d, (start, stop) in enumerate(bounds) if stop - start > 1), None)
+    if dim is None:
+        yield bounds
+        return
+    start, stop = bounds[dim]
+    shares = ceil(volume(bounds) * item_bytes / SHARE_BYTES)
+    count = max(1, min(num_holders, shares, stop - start))
+    cuts = [start + (stop - start) * turn // count for turn in range(count + 1)]
+    for span in pairwise(cuts):
+        yield (*bounds[:dim], span, *bounds[dim + 1 :])
 
 
 def known_state(plan: PhysicalPlan, name: str) -> str:

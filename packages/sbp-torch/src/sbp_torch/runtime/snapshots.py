@@ -66,7 +66,7 @@ class StateSnapshot(Snapshot):
             if part in self._made or self._released.is_set() or part not in self._to_copy:
                 return self._made.get(part)
             self._begun.add(part)
-            value = self._values[part[0]][part[1]]
+            value = self._store.owned_part(part, self._values[part[0]][part[1]])
         assert isinstance(value, Tensor), "host numbers are not overwritten"
         made: Aside | Exception
         try:
@@ -115,7 +115,10 @@ class StateSnapshot(Snapshot):
                     todo="wait for what is saved, which copies nothing: "
                     "trainer.checkpoint.wait=true, step.save(folder), session.pieces()",
                 ) from copy
-            value = values[rank][name] if copy is None else copy.wait()
+            if copy is None:
+                value = self._store.owned_part((rank, name), values[rank][name])
+            else:
+                value = copy.wait()
             yield from self._store.pieces_of(name, bounds, value, self._tied_dtypes)
 
     def _await(self, part: Part) -> None:

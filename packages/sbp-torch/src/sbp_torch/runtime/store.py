@@ -220,7 +220,32 @@ class StateStore:
         """Yield what the local ranks own of the states."""
         values, tied_dtypes = self.values, self.tied_dtypes
         for rank, name, bounds in self.owned:
-            yield from self.pieces_of(name, bounds, values[rank][name], tied_dtypes)
+            value = self.owned_part((rank, name), values[rank][name])
+            yield from self.pieces_of(name, bounds, value, tied_dtypes)
+
+    @cached_property
+    def _owned_indices(self) -> Mapping[Part, tuple[slice, ...]]:
+        """Where in what a rank holds that lies which it owns, if it does not own all of it."""
+        found: dict[Part, tuple[slice, ...]] = {}
+        for rank, name, bounds in self.owned:
+            slot = self.slots[name]
+            if slot.sbp is None:
+                continue
+            held = bounds_of(slot.shape, self.plan.stages[slot.stage], slot.sbp)[rank]
+            if held != bounds:
+                found[rank, name] = tuple(
+                    slice(start - first, stop - first)
+                    for (start, stop), (first, _) in zip(bounds, held, strict=True)
+                )
+        return found
+
+    def owned_part(self, part: Part, value: Tensor | Number) -> Tensor | Number:
+        """Return what a rank owns of what it holds: no copy."""
+        index = self._owned_indices.get(part)
+        if index is None:
+            return value
+        assert isinstance(value, Tensor), "host numbers have no parts"
+        return value[index]
 
     def pieces_of(
         self,
