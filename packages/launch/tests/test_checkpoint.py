@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import re
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -319,3 +322,44 @@ def test_a_manifest_is_written_as_it_is_read(tmp_path: Path) -> None:
     manifest: Manifest = save_whole(tmp_path, "step-1").manifest
 
     assert parse_manifest(manifest_bytes(manifest), "m") == manifest
+
+
+def test_saving_and_loading_take_little_memory_beside_the_states(tmp_path: Path) -> None:
+    states = {f"w{index}": torch.ones(1024, 8192) for index in range(4)}
+    states["turned"] = torch.ones(8192, 1024).T  # no block of memory
+    pieces = pieces_of(states, Placement([0], ("rank",)), NdSbp(B))
+    storage = LocalStorage(tmp_path)
+
+    with peak() as of_save:
+        save(storage, "step-1", pieces)
+    del states, pieces
+    with peak() as of_load, Checkpoint(storage, "step-1") as found:
+        # Of rows, blocks go to their places; of columns, each block is held first.
+        rows = [found.part(f"w{index}", [(0, 512), (0, 8192)]) for index in range(2)]
+        columns = [found.part(f"w{index}", [(0, 1024), (0, 4096)]) for index in range(2, 4)]
+
+    held = sum(part.nbytes for part in (*rows, *columns))
+    assert held == 2**26
+    assert of_save.bytes < 2**26
+    assert of_load.bytes - held < 2**26
+
+
+@dataclass
+class Peak:
+    """What a block of code took of memory beyond what there was, at its peak."""
+
+    bytes: int = 0
+
+
+@contextmanager
+def peak() -> Iterator[Peak]:
+    """Measure the `with` block, by what Linux says of this process."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
+    before, found = memory_bytes("VmRSS"), Peak()
+    yield found
+    found.bytes = memory_bytes("VmHWM") - before
+
+
+def memory_bytes(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
