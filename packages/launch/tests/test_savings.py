@@ -180,7 +180,8 @@ def test_what_cannot_be_meant_is_a_wrong_setting_before_anything_starts(
         trainer.train(make_run(passes), registry(), tmp_path)
 
     assert accepted in caught.value.accepted
-    assert {file.name for file in tmp_path.iterdir()} <= {"environment.json"}
+    left = {file.name for file in tmp_path.rglob("*") if not file.name.startswith(".")}
+    assert left <= {"environment.json", "checkpoints"}, "nothing but the place of checkpoints"
 
 
 def test_the_least_budget_that_an_error_names_is_enough() -> None:
