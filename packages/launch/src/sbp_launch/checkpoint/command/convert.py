@@ -62,7 +62,7 @@ def convert(options: Namespace) -> int:
     if result["left_out"]:
         lines.append(f"left out: {result['left_out']:,} states of the optimizer (--all takes them)")
     prefix = _common_prefix(list(written))
-    if to == "hf" and prefix:
+    if to == "hf" and prefix and not options.rename:
         lines.append(
             f"all names begin with {prefix!r}: if that is no name of the model's own, "
             f"--rename {prefix}= removes it"
