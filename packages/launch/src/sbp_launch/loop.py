@@ -1,8 +1,9 @@
 """The loop of training: one step after the other until the budget is spent.
 
-    data -> step -> evaluation, if it is due -> callbacks -> metrics -> vote -> next step
+    step -> metrics -> callbacks -> next batch -> vote ┬─────────────────────────────────> next step
+                                                       └-> evaluation -> callbacks -> vote ┘
 
-Behind each step all processes vote, in one small all-reduce: whether one has to stop, what
+A checkpoint that is due follows the last vote. Behind each step all processes vote, in one small all-reduce: whether one has to stop, what
 callbacks ask for, how long the run has trained. So all of them stop, evaluate and save behind the
 same steps, and the state of the run (`TrainerState`) is equal in all.
 """
