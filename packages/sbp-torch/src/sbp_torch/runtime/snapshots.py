@@ -172,13 +172,14 @@ class Copier:
 
     def begin(self, snapshot: StateSnapshot) -> None:
         """Have the thread copy a snapshot; the first one starts it."""
+        if self._thread is None:
+            # It stays: who starts a thread waits until it runs.
+            thread = threading.Thread(target=self._run, name="sbp snapshot", daemon=True)
+            thread.start()
+            self._thread = thread
         with self._lock:
             self._under_way.append(snapshot)
         self._orders.put(snapshot)
-        if self._thread is None:
-            # It stays: who starts a thread waits until it runs.
-            self._thread = threading.Thread(target=self._run, name="sbp snapshot", daemon=True)
-            self._thread.start()
 
     def before_overwrite(self, rank: int) -> Callable[[str], None] | None:
         """Return what a rank calls in its next step before it overwrites a state; None if nothing.
