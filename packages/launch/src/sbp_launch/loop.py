@@ -3,9 +3,9 @@
     step -> metrics -> callbacks -> next batch -> vote ┬─────────────────────────────────> next step
                                                        └-> evaluation -> callbacks -> vote ┘
 
-A checkpoint that is due follows the last vote. Behind each step all processes vote, in one small all-reduce: whether one has to stop, what
-callbacks ask for, how long the run has trained. So all of them stop, evaluate and save behind the
-same steps, and the state of the run (`TrainerState`) is equal in all.
+A checkpoint that is due follows the last vote. All processes vote, in one small all-reduce: whether
+one has to stop, what callbacks ask for, how long the run has trained. So all of them stop, evaluate
+and save behind the same steps, and the state of the run (`TrainerState`) is equal in all.
 """
 
 from __future__ import annotations
