@@ -195,7 +195,7 @@ def test_a_second_run_in_one_folder_is_refused_and_the_first_goes_on(
 
 
 def test_a_disk_that_fills_up_while_it_trains_ends_the_run_with_what_was_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     create = local._StagedLocal.create
     files: list[str] = []
@@ -209,15 +209,18 @@ def test_a_disk_that_fills_up_while_it_trains_ends_the_run_with_what_was_saved(
                 raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(local._StagedLocal, "create", filling)
-    config = quiet(checkpoint=CheckpointConfig(every=2, wait=True))
+    config = quiet(checkpoint=CheckpointConfig(every=1, wait=True))
 
-    with pytest.raises(RunError, match="step-00000004 cannot be written: No space left") as caught:
+    with pytest.raises(RunError, match="step-00000002 cannot be written: No space left") as caught:
         trainer.train(config, registry(), tmp_path)
 
     assert "hydra.run.dir" in caught.value.todo
-    assert states_of_run(tmp_path)["head.weight.step"].item() == 2
+    told = capsys.readouterr().out
+    assert "stopped early; the states are not saved: the checkpoint step-00000002" in told
+    assert "the newest checkpoint is checkpoints/step-00000001; trainer.resume=auto goes on" in told
+    assert states_of_run(tmp_path)["head.weight.step"].item() == 1
     names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
-    assert names == {".lock", "step-00000002"}
+    assert names == {".lock", "step-00000001"}
 
 
 def test_pieces_of_this_test_are_all_states() -> None:

@@ -361,6 +361,13 @@ class RunCheckpoints:
         self._earlier = []
         prune(self._storage, self._settings.keep, kept)
 
+    @property
+    def newest(self) -> str:
+        """Where the checkpoint is that was saved last, for people; empty if none was."""
+        if self._saved_step < 0:
+            return ""
+        return _place(self._run, self._storage, step_name(self._saved_step))
+
     def read(self, names: set[str]) -> Mapping[str, Tensor]:
         """Return states of the checkpoint that was saved last, whole."""
         with Checkpoint(self._storage, step_name(self._saved_step)) as checkpoint:

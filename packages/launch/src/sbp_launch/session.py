@@ -90,5 +90,7 @@ def save_states_after_error(run: Run, loop: TrainingLoop, error: BaseException) 
     except Exception as other:
         error.add_note(f"the states were not saved: {other}")
         run.say([f"{ended}; the states are not saved: {other}"])
+        if newest := loop.checkpoints.newest:
+            run.say([f"the newest checkpoint is {newest}; trainer.resume=auto goes on from there"])
     else:
         run.say([f"{ended}; the states so far are in {place}"])
