@@ -148,6 +148,7 @@ def test_what_lies_anyhow_in_memory_is_saved_too(tmp_path: Path) -> None:
         "turned": torch.arange(6.0).reshape(2, 3).T,
         "every_other": torch.arange(8)[::2],
         "expanded": torch.ones(1).expand(5),
+        "one_expanded": torch.ones((), dtype=torch.float64).expand(1, 1),
     }
 
     with save_whole(tmp_path, "step-1", states) as found:

@@ -67,6 +67,14 @@ def test_safetensors_reads_what_is_written_with_every_dtype(tmp_path: Path) -> N
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
 
 
+def test_one_element_is_written_whatever_its_stride_is(tmp_path: Path) -> None:
+    path = tmp_path / "weights.safetensors"
+
+    write_safetensors(path, Held({"x": torch.ones(()).expand(1, 1)}))
+
+    assert load_file(path)["x"].tolist() == [[1.0]]
+
+
 def test_a_dtype_that_safetensors_has_not_is_refused_before_a_byte_is_written(
     tmp_path: Path,
 ) -> None:

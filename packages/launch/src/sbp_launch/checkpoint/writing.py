@@ -183,7 +183,9 @@ def _blocks(entry: _Entry) -> Iterator[tuple[Bounds, memoryview]]:
     for block in cut(entry.shape, itemsize(piece.dtype)):
         part = whole[tuple(slice(*dim) for dim in block)].detach()
         # To the CPU first: a copy on the device would need memory there.
-        flat = part.cpu().contiguous().reshape(-1).view(torch.uint8)
+        flat = part.cpu().contiguous().reshape(-1)
+        # A single element counts as contiguous whatever its stride is; its bytes want stride 1.
+        flat = flat.as_strided(flat.shape, (1,)).view(torch.uint8)
         starts = [start for start, _ in piece.bounds]
         moved = zip(starts, block, strict=True)
         bounds = tuple((start + first, start + last) for start, (first, last) in moved)

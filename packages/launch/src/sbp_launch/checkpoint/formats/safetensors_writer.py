@@ -165,4 +165,5 @@ def _code(name: str, meta: Tensor) -> str:
 def _bytes_of(value: Tensor) -> memoryview:
     """Return the elements of a tensor, in rows, as memory."""
     flat = value.detach().contiguous().cpu().reshape(-1)
-    return flat.view(torch.uint8).numpy().data
+    # A single element counts as contiguous whatever its stride is; its bytes want stride 1.
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8).numpy().data
