@@ -10,7 +10,7 @@ from trainable import Bigram, registry, run_config, run_of
 from sbp_aten.pass_options import MixedPrecision, PassOptions
 from sbp_core.errors import ConfigError
 from sbp_core.memory import predict_memory
-from sbp_launch import evaluation, loop, planned, trainer
+from sbp_launch import evaluation, planned, trainer
 from sbp_launch.config import EvaluateConfig, PluginChoice
 from sbp_launch.optimizers import optimizer_over
 from sbp_launch.patterns import check_patterns
@@ -18,7 +18,7 @@ from sbp_launch.planning import regathering
 from sbp_launch.program import EagerReference, make_program
 from sbp_launch.schedules import ScheduleConfig
 from sbp_launch.session import make_backend, start
-from sbp_launch.team import DEADLINE_S
+from sbp_launch.team import DEADLINE_S, vote_deadline_s
 from sbp_torch.boxing import LocalBackend
 from sbp_torch.runtime.reference import ReferenceSession
 from sbp_torch.update_options import UpdateOptions
@@ -320,4 +320,4 @@ def test_data_without_what_the_model_asks_for_are_a_wrong_setting():
 def test_behind_a_step_ranks_wait_as_long_as_in_it(settings, index, deadline_s):
     run = replace(run_config(), runtime=PluginChoice(name="actor", settings=settings))
 
-    assert loop.vote_deadline_s(run, index) == deadline_s
+    assert vote_deadline_s(run, index) == deadline_s

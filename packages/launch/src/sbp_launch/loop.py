@@ -28,7 +28,6 @@ from sbp_core.plugins import (
 from sbp_core.runtime import NotFiniteStepError, Session
 from sbp_launch.budget import Allowance
 from sbp_launch.callbacks import make_callbacks, restore, together
-from sbp_launch.config import RunConfig
 from sbp_launch.data import BatchLoader, DataCursor, LocalPart, SampleOrder, is_for_gpus
 from sbp_launch.data.loader import LocalBatch
 from sbp_launch.evaluation import Evaluator
@@ -47,7 +46,7 @@ from sbp_launch.run_checkpoints import RunCheckpoints
 from sbp_launch.run_folder import writing
 from sbp_launch.speed import Speed
 from sbp_launch.stopping import StopSignals
-from sbp_launch.team import DEADLINE_S, Team, fail_together, stop_together
+from sbp_launch.team import Team, fail_together, stop_together, vote_deadline_s
 from sbp_launch.tracing import StepTracer
 from sbp_launch.utilization import ModelWork
 from sbp_torch.capture import scalar_values
@@ -483,14 +482,3 @@ class TrainingLoop:
         if stop:
             self.stopped_for = control.stop or "a callback of another process"
         return TrainerControl(stop=self.stopped_for, evaluate=bool(evaluate), save=bool(save))
-
-
-def vote_deadline_s(config: RunConfig, index: int) -> float:
-    """Return how long a rank waits for the others behind a step: as long as in it, in seconds.
-
-    Longer behind the steps, counted from 0, that the first rank compares with one device.
-    """
-    deadline_s = config.runtime.settings.get("deadline_s")
-    if index < config.trainer.compare_steps or not isinstance(deadline_s, int | float):
-        return DEADLINE_S
-    return float(deadline_s)

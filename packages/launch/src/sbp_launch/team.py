@@ -20,6 +20,7 @@ from sbp_core.boxing import BoxingBackend, BoxingStep, Communicator, StepKind
 from sbp_core.errors import BoxingError, RunError, words_of
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, P
+from sbp_launch.config import RunConfig
 from sbp_launch.stopping import StopSignals, Terminated
 from sbp_torch.boxing.processes import gather_texts
 
@@ -190,3 +191,14 @@ def _vote(
         raise problem
     rank, text = next((rank, text) for rank, text in enumerate(told) if text)
     raise RunError(f"rank {rank} cannot go on: {text}", todo="see its log")
+
+
+def vote_deadline_s(config: RunConfig, index: int) -> float:
+    """Return how long a rank waits for the others behind a step: as long as in it, in seconds.
+
+    Longer behind the steps, counted from 0, that the first rank compares with one device.
+    """
+    deadline_s = config.runtime.settings.get("deadline_s")
+    if index < config.trainer.compare_steps or not isinstance(deadline_s, int | float):
+        return DEADLINE_S
+    return float(deadline_s)
