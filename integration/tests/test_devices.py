@@ -95,6 +95,7 @@ def test_a_step_of_another_device_leaves_nothing_on_the_cpu(
 ) -> None:
     device = MetaDevice()
     monkeypatch.setattr("sbp_torch.runtime.store.device_of", lambda plan: device)
+    monkeypatch.setattr("sbp_core.compile.plan_spec._DEVICES", ("meta",))
     plan = _plan(place_on_device(_captured(case, "cpu"), "meta"), case, "meta")
 
     with _start(plan, initial_states(*_program())) as session:
