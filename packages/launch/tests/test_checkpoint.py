@@ -204,7 +204,7 @@ def test_a_damaged_tensor_is_refused_when_a_part_of_it_is_read(tmp_path: Path) -
 
     with (
         found,
-        pytest.raises(DamagedError, match=r"tensor 'weight' .* is damaged: xxh3_128"),
+        pytest.raises(DamagedError, match=r"the xxh3_128 of tensor 'weight' \(bytes "),
     ):
         assert equal(found["half"], STATES["half"])
         found.part("weight", [(5, 6), (9, 10)])

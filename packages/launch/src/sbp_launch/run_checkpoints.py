@@ -181,7 +181,7 @@ class Resume:
         if self._run.config.trainer.resume != AUTO:
             raise error
         where = f" ({error.where[0]})" if error.where else ""
-        self._run.warn(f"{error.what}{where}; the one before it is taken")
+        self._run.warn(f"{error.what}{where}; it is passed over")
 
     def _check(self, metadata: Metadata, name: str) -> None:
         """See that the run draws the same random numbers; tell what else is other.

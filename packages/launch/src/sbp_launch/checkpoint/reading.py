@@ -183,7 +183,7 @@ class Checkpoint(Mapping[str, Tensor]):
     def _compare(self, file: str, what: str, data: bytearray | memoryview, wanted: str) -> None:
         found = xxh3_128_hexdigest(data)
         if found != wanted:
-            raise self._damaged(file, f"{what} is damaged: xxh3_128 is {found}, not {wanted}")
+            raise self._damaged(file, f"the xxh3_128 of {what} is {found}, not {wanted}")
 
     def _damaged(self, file: str, what: str) -> DamagedError:
         return DamagedError(
