@@ -183,7 +183,7 @@ def test_the_checkpoint_of_the_best_is_saved_and_kept(
 
 
 def test_a_resumed_run_appends_to_its_metrics_and_goes_on_with_schedule_and_callbacks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     schedule = ScheduleConfig(decay="cosine", warmup_steps=2)
     found = [3.0, 2.0, 2.5, 2.25, 1.0]
@@ -212,8 +212,10 @@ def test_a_resumed_run_appends_to_its_metrics_and_goes_on_with_schedule_and_call
             run_config(callbacks=(early, "mine"), **settings), plugins, tmp_path / "parts"
         )
     parts = run_config(callbacks=(early,), resume="auto", **settings)
+    capsys.readouterr()
     trainer.train(parts, registry(), tmp_path / "parts")
 
+    assert "(in step 3); predicted" in capsys.readouterr().out
     one, two = (rows_of(tmp_path / name) for name in ("whole", "parts"))
     assert [row["step"] for row in one] == [1, 2, 3, 4]
     for key in ("step", "loss", "lr", "held_out_loss"):

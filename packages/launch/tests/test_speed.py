@@ -64,6 +64,15 @@ def test_the_summary_is_the_median_without_the_first_steps() -> None:
     assert timed([600.0] * 10 + [3.0] * 20).summary() == "4 tokens/s (median of steps 11-30)"
 
 
+def test_steps_of_a_run_that_goes_on_have_their_numbers() -> None:
+    speed = Speed("tokens", clock=FakeClock(), begun=100)
+    for _ in range(8):
+        speed.begin()
+        speed.end(12)
+
+    assert speed.summary().endswith("(median of steps 105-108)")
+
+
 @given(st.lists(st.floats(0.01, 1000), min_size=1, max_size=60))
 def test_the_time_left_is_that_of_the_fastest_to_the_slowest_step(seconds: list[float]) -> None:
     speed = timed(seconds)
@@ -82,7 +91,7 @@ def test_the_comparison_with_one_device_does_not_change_the_speed(
 ) -> None:
     clock = FakeClock()
     monkeypatch.setattr(speed_module.time, "perf_counter", clock)
-    monkeypatch.setattr(Speed.__init__, "__defaults__", (clock,))
+    monkeypatch.setattr(Speed.__init__, "__defaults__", (clock, 0))
     step, compare = ReferenceSession.step, EagerReference.step
 
     def slow_step(self: ReferenceSession, *given: object, **named: str) -> object:

@@ -16,7 +16,7 @@ from sbp_core.cluster import Cluster
 from sbp_core.compile import PhysicalPlan
 from sbp_core.runtime import Number, Session
 from sbp_core.units import format_bytes, format_seconds
-from sbp_launch.speed import MIN_STEPS, warm_up_steps
+from sbp_launch.speed import MIN_STEPS, median_of, warm_up_steps
 from sbp_torch.memory import MemoryMeter
 
 #: A step that takes so many times longer or shorter than predicted is far off.
@@ -89,6 +89,8 @@ class StepMeter:
         self.ranks = tuple(part.rank for part in plan.ranks if ranks is None or part.rank in ranks)
         self.meter = MemoryMeter(plan, ranks) if counts_memory else None
         self.backend = self.meter.backend(backend) if self.meter else backend
+        #: Steps that were done before, of a run that goes on.
+        self.begun = 0
         self.step_s: list[float] = []
         self.sent_bytes: list[int] = []
 
@@ -128,12 +130,13 @@ class StepMeter:
         """
         measured = measured or self.measured
         expected = "" if predicted.step_s is None else format_seconds(predicted.step_s)
-        lines = [_with_prediction(time_text(self.step_s), expected)]
+        lines = [_with_prediction(time_text(self.step_s, self.begun), expected)]
         if predicted.step_s and predicted.basis:
             lines += far_off(self.step_s, predicted.step_s, predicted.basis)
         if self.meter is not None and self.step_s:
             expected = "" if predicted.peak_bytes is None else format_bytes(predicted.peak_bytes)
-            text = f"a rank held at most {format_bytes(measured.peak_bytes)} (in step 1)"
+            peak = format_bytes(measured.peak_bytes)
+            text = f"a rank held at most {peak} (in step {self.begun + 1})"
             lines.append(_with_prediction(text, expected))
         # A runtime that moves data by itself leaves the backend closed: nothing is counted.
         if measured.sent_bytes:
@@ -147,17 +150,17 @@ class StepMeter:
         return sum(self.backend.communicator(rank).sent_bytes for rank in ranks)
 
 
-def time_text(step_s: Sequence[float]) -> str:
+def time_text(step_s: Sequence[float], begun: int = 0) -> str:
     """Return how long a step took, of several; the first ones do not count.
 
     Args:
         step_s: The time of each step, in seconds.
+        begun: Steps that were done before, of a run that goes on.
     """
     if len(step_s) < MIN_STEPS:
         return f"too few steps to time one: {len(step_s)} of at least {MIN_STEPS}"
-    skipped = warm_up_steps(len(step_s))
     middle = format_seconds(_typical_s(step_s))
-    return f"a step took {middle} (median of steps {skipped + 1}-{len(step_s)})"
+    return f"a step took {middle} ({median_of(len(step_s), begun)})"
 
 
 def far_off(step_s: Sequence[float], predicted_s: float, basis: str) -> list[str]:

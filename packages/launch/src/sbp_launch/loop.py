@@ -113,7 +113,8 @@ class TrainingLoop:
         unit, units = self.program.counted
         self._step_units = units * self.run.config.trainer.batch_size
         self._step_tokens = self._step_units if unit == "tokens" else 0
-        self.speed = Speed(unit)
+        self.speed = Speed(unit, begun=self.state.step)
+        self.step_meter.begun = self.state.step
         self.phases = PhaseTimes()
         #: Loss of the newest step; None before the first.
         self.loss: float | None = None

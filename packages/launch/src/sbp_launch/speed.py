@@ -28,16 +28,24 @@ def warm_up_steps(count: int) -> int:
     return min(MAX_WARM_UP_STEPS, count // 2)
 
 
+def median_of(count: int, begun: int = 0) -> str:
+    """Say of which steps a median is: of so many, behind those that were done before."""
+    return f"median of steps {begun + warm_up_steps(count) + 1}-{begun + count}"
+
+
 class Speed:
     """Seconds and units (tokens or samples) of the steps of a run.
 
     Args:
         unit: What is counted, as people read it.
         clock: Seconds from any beginning.
+        begun: Steps that were done before, of a run that goes on.
     """
 
-    def __init__(self, unit: str, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.unit, self._clock = unit, clock
+    def __init__(
+        self, unit: str, clock: Callable[[], float] = time.perf_counter, begun: int = 0
+    ) -> None:
+        self.unit, self._clock, self._begun = unit, clock, begun
         self._began = clock()
         #: Seconds that the newest step has waited for its batch.
         self.data_s = 0.0
@@ -82,7 +90,7 @@ class Speed:
         rate, count = self.rate, len(self._all)
         if rate is None:
             return ""
-        return f"{self._told(rate)} (median of steps {warm_up_steps(count) + 1}-{count})"
+        return f"{self._told(rate)} ({median_of(count, self._begun)})"
 
     @property
     def rate(self) -> float | None:
