@@ -268,6 +268,18 @@ def test_a_plugin_that_makes_no_callback_is_refused(tmp_path: Path) -> None:
         trainer.train(run_config(callbacks=("mine",)), with_callback(3), tmp_path)
 
 
+@pytest.mark.parametrize("method", ["on_step_end", "on_evaluate"])
+def test_a_callback_that_returns_something_else_is_named(tmp_path: Path, method: str) -> None:
+    callback = Callback()
+    setattr(callback, method, lambda state, metrics: True)
+    config = run_config(callbacks=("mine",), evaluate=EvaluateConfig(every=1, batches=1))
+
+    with pytest.raises(PluginError, match="returned bool, not a TrainerControl or None") as caught:
+        trainer.train(config, with_callback(callback), tmp_path)
+
+    assert method in caught.value.where[0]
+
+
 def test_a_budget_of_tokens_ends_the_run(tmp_path: Path) -> None:
     # 16 tokens a step
     trainer.train(run_config(steps=None, tokens=50), registry(), tmp_path)

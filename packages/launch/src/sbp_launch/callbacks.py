@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Literal
 
 from sbp_core.errors import ConfigError
 from sbp_core.plugins import Callback, TrainerControl, TrainerState
@@ -22,6 +23,28 @@ def make_callbacks(run: Run) -> dict[str, Callback]:
             raise run.registry.entry("callback", choice.name).returned(made, "a Callback")
         found[choice.name] = made
     return found
+
+
+def ask(
+    run: Run,
+    callbacks: Mapping[str, Callback],
+    method: Literal["on_step_end", "on_evaluate"],
+    state: TrainerState,
+    metrics: Mapping[str, float],
+) -> TrainerControl:
+    """Tell the callbacks of a run something; return what they ask for together.
+
+    Raises:
+        PluginError: one returns something else.
+    """
+    controls: list[TrainerControl | None] = []
+    for name, callback in callbacks.items():
+        found = getattr(callback, method)(state, metrics)
+        if not (found is None or isinstance(found, TrainerControl)):
+            entry = run.registry.entry("callback", name)
+            raise entry.returned(found, "a TrainerControl or None", by=method)
+        controls.append(found)
+    return together(controls)
 
 
 def together(controls: Iterable[TrainerControl | None]) -> TrainerControl:

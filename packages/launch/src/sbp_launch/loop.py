@@ -27,7 +27,7 @@ from sbp_core.plugins import (
 )
 from sbp_core.runtime import NotFiniteStepError, Session
 from sbp_launch.budget import Allowance
-from sbp_launch.callbacks import make_callbacks, restore, together
+from sbp_launch.callbacks import ask, make_callbacks, restore, together
 from sbp_launch.data import BatchLoader, DataCursor, LocalPart, SampleOrder, is_for_gpus
 from sbp_launch.data.loader import LocalBatch
 from sbp_launch.evaluation import Evaluator
@@ -390,8 +390,8 @@ class TrainingLoop:
         problem, control = None, saves
         try:
             self._log(sink, step, {**(row or {}), **found})
-            asked = [one.on_evaluate(self.state, found) for one in self.callbacks.values()]
-            control = together([saves, *asked, self._call({**row, **found}) if row else None])
+            asked = ask(self.run, self.callbacks, "on_evaluate", self.state, found)
+            control = together([saves, asked, self._call({**row, **found}) if row else None])
         except Exception as error:
             problem = error
         return self._agree(problem, control)
@@ -407,7 +407,7 @@ class TrainingLoop:
 
     def _call(self, metrics: Mapping[str, float]) -> TrainerControl:
         """Tell the callbacks of the newest step; return what they ask for together."""
-        return together(one.on_step_end(self.state, metrics) for one in self.callbacks.values())
+        return ask(self.run, self.callbacks, "on_step_end", self.state, metrics)
 
     @cached_property
     def work(self) -> ModelWork:
