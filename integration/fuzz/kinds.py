@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 
-from fuzz.running import edited_plan, run_plan
+from fuzz.running import edited_plan, plans, run_plan
 from sbp_core.testing import files
 from sbp_core.testing.fuzz import FileKind
 
@@ -15,7 +15,7 @@ from sbp_core.testing.fuzz import FileKind
 RUNNING_PLAN = FileKind(
     name="plan in a run",
     suffix=".json",
-    originals=files.KINDS["plan"].originals,
+    originals=plans,
     use=run_plan,
     names_place=False,
     edit=edited_plan,

@@ -6,7 +6,8 @@ or an error of ours, and what it may call makes tensors and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from functools import cache
 from math import prod
@@ -15,19 +16,34 @@ from random import Random
 from typing import Any
 
 import torch
+from torch import nn
 
+from sbp_aten.passes import prepare_step
 from sbp_core.check import check
-from sbp_core.compile import PLAN, PhysicalPlan
+from sbp_core.cluster import Cluster
+from sbp_core.compile import PLAN, PhysicalPlan, compile_plan
 from sbp_core.errors import SbpError
-from sbp_core.plugins import discover
+from sbp_core.infer import infer_strategy
+from sbp_core.placement import Placement
+from sbp_core.plugins import PlanRequest, discover
 from sbp_core.runtime import Number, Runtime, batch_slots, state_slots
+from sbp_core.testing import files
 from sbp_core.testing.edits import edited
+from sbp_torch.capture import capture
 
 #: Elements of a state or batch tensor, at most: larger ones are right, and not run here.
 MOST_ELEMENTS = 1 << 20
 
-#: What runs may refuse for the values that they meet, which no type says.
-_OF_VALUES = ("out of range", "out of bounds", "not enough memory", "this machine has", "GPUs")
+#: What runs may refuse for the values that they meet, which no type says; and what kernels do not
+#: take although PyTorch calls them without data.
+_OF_VALUES = (
+    "out of range",
+    "out of bounds",
+    "not enough memory",
+    "this machine has",
+    "GPUs",
+    "expected scalar type",
+)
 
 #: What an operator might be made to reach.
 _REACHING = (
@@ -53,6 +69,43 @@ def _operators() -> tuple[str, ...]:
     names = [schema.replace("::", ".") for schema in torch._C._dispatch_get_all_op_names()]
     aten = [name if name.count(".") > 1 else f"{name}.default" for name in names]
     return (*sorted(aten), *_REACHING * 20)
+
+
+class _Block(nn.Module):
+    """Of all that transformers have, a little: tables, norms, softmax, dropout, views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 4)
+        self.norm = nn.LayerNorm(4)
+        self.qkv = nn.Linear(4, 12)
+        self.head = nn.Linear(4, 8)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.table(tokens)
+        q, k, v = self.qkv(self.norm(x)).chunk(3, dim=-1)
+        weights = nn.functional.dropout((q @ k.transpose(1, 2)).softmax(dim=-1), 0.1)
+        made: torch.Tensor = self.head(x + weights @ v)
+        return made
+
+
+def _loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    scores = model(batch["tokens"])
+    return nn.functional.cross_entropy(scores.flatten(0, 1), batch["tokens"].flatten())
+
+
+def plans() -> Sequence[bytes]:
+    """Return files of plans: of the core, and of a captured step with and without a split batch."""
+    model = _Block()
+    batch = {"tokens": torch.arange(12).reshape(4, 3) % 8}
+    graph = prepare_step(capture(model, _loss, batch, torch.optim.AdamW(model.parameters())), 2)
+    found = list(files.KINDS["plan"].originals())
+    for pins in ({"batch": "S(0)"}, {"batch": "B", "*.weight": "S(0)"}):
+        mesh = Placement.grid((2,), ("data",))
+        asked = PlanRequest(graph=graph, mesh=mesh, cluster=Cluster.nominal(2))
+        plan = compile_plan(graph, infer_strategy(asked, planner="fuzz", pins=pins))
+        found.append(json.dumps(PLAN.dump(plan)).encode())
+    return found
 
 
 def edited_plan(value: Any, random: Random) -> Any:

@@ -170,6 +170,26 @@ def test_a_plan_whose_parts_do_not_fit_is_refused(edit: Callable[[Json], None], 
         check(edited(data_parallel_plan(), edit))
 
 
+@pytest.mark.parametrize(
+    ("call", "what"),
+    [
+        ({"op": "host.eval", "args": [1.0]}, "no operator is called 'host.eval'"),
+        ({"op": "host.add", "args": [1.0]}, "host.add cannot be called so"),
+        ({"op": "host.add", "args": [1.0, "x"]}, "takes host numbers"),
+        ({"op": "host.neg", "args": [1.0], "kwargs": {"x": 1}}, "takes host numbers"),
+        ({"op": "host.item", "args": [{"ref": "layers.0.mm"}]}, "is no number"),
+    ],
+)
+def test_arithmetic_of_the_host_that_cannot_be_done_is_refused(call: Json, what: str) -> None:
+    def edit(plan: Json) -> None:
+        for rank in plan["ranks"]:
+            actor = next(a for a in rank["actors"] if a["name"] == "forward.0.1")
+            actor["instructions"].append({"outputs": ["number"], **call})
+
+    with pytest.raises(PlanError, match=what):
+        check(edited(data_parallel_plan(), edit))
+
+
 def test_a_sum_in_an_unknown_way_is_refused() -> None:
     def edit(plan: Json) -> None:
         one(one(actors(plan, "Accumulate"))["accumulates"])[2] = "average"

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -288,10 +289,34 @@ def _described(
 
 
 def _host_number(entry: Instruction, given: dict[str, StorageView | Number]) -> Number:
-    """Compute a host number; any will do, as no layout depends on it."""
+    """Compute a host number; any will do, as no layout depends on it.
+
+    Raises:
+        PlanError: the operator takes no such arguments.
+        GraphError: there is no such operator.
+    """
+    operator = operator_of(entry.op)
+    args = map_refs(entry.args, lambda ref: given[ref.name])
+    reads = entry.op == "host.item" and len(args) == 1 and isinstance(args[0], StorageView)
     try:
-        args = map_refs(entry.args, lambda ref: given[ref.name])
-        value = operator_of(entry.op)(*args)
-    except (ArithmeticError, TypeError, ValueError):
+        if reads:
+            return _item(args[0])
+        if entry.kwargs or not all(isinstance(one, int | float) for one in args):
+            raise TypeError("it takes host numbers, by position")
+        value = operator(*args)
+    except (ArithmeticError, ValueError):
         return _ANY_NUMBER
+    except (TypeError, AttributeError) as error:
+        raise PlanError(
+            f"{entry.op} cannot be called so: {error}",
+            where=f"node {entry.node!r}",
+            accepted="as many host numbers as it takes",
+        ) from error
     return value if isinstance(value, int | float) else _ANY_NUMBER
+
+
+def _item(value: StorageView) -> Number:
+    """Return a number such as the one element of a tensor."""
+    if prod(value.layout.shape) != 1:
+        raise TypeError(f"a tensor of shape {value.layout.shape} is no number")
+    return 1 if value.layout.dtype.startswith(("int", "uint", "bool")) else _ANY_NUMBER
