@@ -198,6 +198,15 @@ def test_a_sum_in_an_unknown_way_is_refused() -> None:
         check(edited(pipeline_plan(3, (2, 1)), edit))
 
 
+def test_pytorch_logs_no_trace_of_what_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    edit = replaces("aten.mm.default", args=[{"ref": "x@0(B)"}, {"ref": "x@0(B)"}])
+
+    with pytest.raises(PlanError, match="must have same reduction dim"):
+        check(edited(data_parallel_plan(), edit))
+
+    assert caplog.records == []
+
+
 def test_no_file_is_touched_by_the_check(tmp_path: Path) -> None:
     path = tmp_path / "of the attacker"
 

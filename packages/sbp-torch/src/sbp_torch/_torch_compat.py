@@ -59,6 +59,7 @@ __all__ = [
     "storage_key",
     "trace_graph",
     "trunc_normal_as",
+    "unlogged_failures",
     "without_modes",
     "without_torch_functions",
     "written_arguments",
@@ -86,7 +87,7 @@ def trace_graph(
         tracing(TracingContext(mode)),
         fx_traceback.preserve_node_meta(),
         _grouped_products_of_any_dtype(),
-        _unlogged_failures(),
+        unlogged_failures(),
         _frames_told_apart_by_folder(),
     ):
         module: fx.GraphModule = make_fx(function)(*inputs)
@@ -150,7 +151,7 @@ def _aligned(
 
 
 @contextmanager
-def _unlogged_failures() -> Iterator[None]:
+def unlogged_failures() -> Iterator[None]:
     """Keep PyTorch from logging the whole trace of an error that is raised. Tried on 2.13."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
