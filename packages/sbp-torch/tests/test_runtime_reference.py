@@ -224,6 +224,37 @@ def test_a_session_goes_on_from_saved_states(
     assert torch.equal(resumed.step(second, _LR).loss, expected)
 
 
+class _Parts(dict[str, torch.Tensor]):
+    """States that are read in parts, and which parts of which states were."""
+
+    def __init__(self, states: Mapping[str, torch.Tensor]) -> None:
+        super().__init__(states)
+        self.read: list[tuple[str, Any]] = []
+
+    def like(self, name: str) -> torch.Tensor:
+        return self[name].to("meta")
+
+    def part(self, name: str, bounds: Any) -> torch.Tensor:
+        self.read.append((name, tuple(bounds)))
+        return self[name][tuple(slice(*dim) for dim in bounds)].clone()
+
+
+def test_a_part_that_several_ranks_hold_is_read_once_and_is_each_ranks_own(
+    gpt_graph: LogicalGraph, states: dict[str, torch.Tensor]
+) -> None:
+    plan = _plan(prepare_step(gpt_graph), _CASES["data"])
+    parts = _Parts(states)
+
+    with _start(plan, parts) as session:
+        assert len(parts.read) == len(set(parts.read)) > 0
+        name = next(name for name, value in states.items() if value.dim())
+        held = [session.shard(name, rank) for rank in plan.by_rank]
+        tensors = [value for value in held if isinstance(value, torch.Tensor)]
+        assert len({value.data_ptr() for value in tensors}) == len(held) > 1
+        found = session.state_dict()
+    assert all(torch.equal(found[name], value) for name, value in states.items())
+
+
 def test_a_session_leaves_the_states_it_was_given_alone(
     gpt: Program, plan: PhysicalPlan, states: dict[str, torch.Tensor]
 ) -> None:
