@@ -43,6 +43,9 @@ _OF_VALUES = (
     "this machine has",
     "GPUs",
     "expected scalar type",
+    "division by zero",
+    "math domain error",
+    "Result too large",
 )
 
 #: What an operator might be made to reach.

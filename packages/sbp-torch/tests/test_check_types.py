@@ -143,6 +143,11 @@ def _a_state_in_place_that_is_not_written(plan: Json) -> None:
     one(actors(plan, "Compute"))["in_place"] = ["layers.A.w"]
 
 
+def _another_mesh_behind_it(plan: Json) -> None:
+    for step in plan["steps"]:
+        step["target"][0]["ranks"] = [2, 3]
+
+
 def _unknown_devices(plan: Json) -> None:
     plan["stages"][0]["device"] = "tpu"
 
@@ -161,6 +166,7 @@ def _ties_of_a_tensor(plan: Json) -> None:
         (_a_slot_of_another_dtype, "ranks hold different inputs"),
         (_a_rank_less, "has no plan|part of shape|different"),
         (_a_state_in_place_that_is_not_written, "in place"),
+        (_another_mesh_behind_it, "one placement before and after|only a transfer"),
         (_unknown_devices, "devices of kind tpu"),
         (_ties_of_a_tensor, "is tied to"),
     ],

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from sbp_core.boxing.step import BoxingStep
+from sbp_core.boxing.step import BoxingStep, StepKind
 from sbp_core.compile.liveness import keys_out
 from sbp_core.compile.overwriting import is_in_place, written_arguments
 from sbp_core.compile.physical import (
@@ -112,6 +112,12 @@ def _check_step(step: BoxingStep, where: str) -> None:
             check_sbp(step.shape, sbp, placement.mesh_shape)
         except SbpValueError as error:
             raise PlanError(error.what, where=where, accepted=error.accepted) from error
+    if step.kind is not StepKind.TRANSFER and step.source[0] != step.target[0]:
+        raise PlanError(
+            f"{step.kind.value} from {step.source[0]} to {step.target[0]}",
+            where=where,
+            accepted="one placement before and after; only a transfer changes it",
+        )
     num_axes = step.source[0].num_axes
     if any(axis not in range(num_axes) for axis in step.axes) or step.size_bytes < 0:
         raise PlanError(

@@ -173,26 +173,24 @@ class TypedValues(CountedFillings[Value]):
     ) -> Mapping[int, Value]:
         """See `Domain.collective`."""
         for firing in firings:
-            self._check_shard(firing, firing.rank, shards[firing.rank])
+            self._check_shard(firing, shards[firing.rank])
         return {firing.rank: self._boxed(firing) for firing in firings}
 
     def send(self, firing: Firing[Send], shard: Value) -> None:
         """See `Domain.send`."""
-        self._check_shard(firing, firing.rank, shard)
+        self._check_shard(firing, shard)
 
     def receive(self, firing: Firing[Receive], shards: Mapping[int, Value]) -> Value:
         """See `Domain.receive`; what was sent has been checked."""
         return self._boxed(firing)
 
     def _boxed(self, firing: Firing[Collective] | Firing[Receive]) -> Value:
-        kind = self._ends_of(firing.actor.step, is_target=True)[firing.rank]
+        kind = self._end_of(firing, is_target=True)
         return self._new(contiguous(kind.shape, kind.dtype))
 
-    def _check_shard(
-        self, firing: Firing[Collective] | Firing[Send], rank: int, shard: Value
-    ) -> None:
+    def _check_shard(self, firing: Firing[Collective] | Firing[Send], shard: Value) -> None:
         """Refuse to box what is no shard of the tensor that a boxing step takes."""
-        wanted = self._ends_of(firing.actor.step, is_target=False)[rank]
+        wanted = self._end_of(firing, is_target=False)
         if _type_of(shard) != wanted:
             raise PlanError(
                 f"boxes {_said(shard)}",
@@ -200,13 +198,30 @@ class TypedValues(CountedFillings[Value]):
                 accepted=str(wanted),
             )
 
-    def _ends_of(self, index: int, *, is_target: bool) -> Mapping[int, TensorType]:
-        """Return the type of each rank's shard before or after a boxing step."""
+    def _end_of(
+        self,
+        firing: Firing[Collective] | Firing[Send] | Firing[Receive],
+        *,
+        is_target: bool,
+    ) -> TensorType:
+        """Return the type of the rank's shard before or after its boxing step.
+
+        Raises:
+            PlanError: the rank has none.
+        """
+        index = firing.actor.step
+        step = self.plan.steps[index]
+        end = step.target if is_target else step.source
         if (index, is_target) not in self._ends:
-            step = self.plan.steps[index]
-            end = step.target if is_target else step.source
             self._ends[index, is_target] = _shards(step, *end)
-        return self._ends[index, is_target]
+        found = self._ends[index, is_target].get(firing.rank)
+        if found is None:
+            raise PlanError(
+                f"rank {firing.rank} has no shard {'after' if is_target else 'before'} it",
+                where=(_where(firing), str(step)),
+                accepted=f"ranks {', '.join(map(str, end[0].rank_list))}",
+            )
+        return found
 
     def add(
         self,
