@@ -148,6 +148,11 @@ def _another_mesh_behind_it(plan: Json) -> None:
         step["target"][0]["ranks"] = [2, 3]
 
 
+def _a_sum_of_whole_values(plan: Json) -> None:
+    reduced = [step for step in plan["steps"] if step["kind"] == "all-reduce"]
+    one(reduced)["source"][1] = "B"
+
+
 def _unknown_devices(plan: Json) -> None:
     plan["stages"][0]["device"] = "tpu"
 
@@ -167,6 +172,7 @@ def _ties_of_a_tensor(plan: Json) -> None:
         (_a_rank_less, "has no plan|part of shape|different"),
         (_a_state_in_place_that_is_not_written, "in place"),
         (_another_mesh_behind_it, "one placement before and after|only a transfer"),
+        (_a_sum_of_whole_values, "all-reduce of .B. on axis 'ranks'"),
         (_unknown_devices, "devices of kind tpu"),
         (_ties_of_a_tensor, "is tied to"),
     ],

@@ -28,7 +28,7 @@ from sbp_core.errors import PlanError, SbpValueError
 from sbp_core.graph.ir import ITEMSIZE, Argument, InputKind, Ref, refs
 from sbp_core.graph.primitives import LOCAL_BOX
 from sbp_core.placement import Placement
-from sbp_core.sbp import check_sbp, local_shape
+from sbp_core.sbp import Partial, check_sbp, local_shape
 from sbp_core.signatures.views import is_view
 
 #: Kinds of devices that a plan may be for.
@@ -124,6 +124,14 @@ def _check_step(step: BoxingStep, where: str) -> None:
             f"axes {list(step.axes)} of a mesh of {num_axes}, {step.size_bytes} bytes",
             where=where,
             accepted="axes of the mesh, 0 bytes or more",
+        )
+    reduced = {step.source[1][axis] for axis in step.axes}
+    is_partial = len(reduced) == 1 and all(isinstance(entry, Partial) for entry in reduced)
+    if step.kind in (StepKind.ALL_REDUCE, StepKind.REDUCE_SCATTER) and not is_partial:
+        raise PlanError(
+            f"{step.kind.value} of ({step.source[1]}) on {step.axis_names}",
+            where=where,
+            accepted="parts of one reduction on these axes: P, P(max) or P(min)",
         )
 
 
