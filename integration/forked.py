@@ -22,8 +22,8 @@ from sbp_core.signatures import installed_rules
 
 #: Modules of the commands that take PyTorch.
 COMMANDS = {
-    "sbp-train": "sbp_launch.train",
-    "sbp-plan": "sbp_launch.plan",
+    "sbp-train": "sbp_launch.apps.train",
+    "sbp-plan": "sbp_launch.apps.plan",
     "sbp-checkpoint": "sbp_launch.checkpoint.command.app",
 }
 

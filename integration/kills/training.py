@@ -150,7 +150,7 @@ def run_training_trial(
         with (folder / "output").open("wb") as output:
             command = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "sbp_launch.train"),
+                    *(sys.executable, "-m", "sbp_launch.apps.train"),
                     *(*TRAINING_WAYS[way], *_SMALL, f"cluster.mesh=[{num_ranks}]"),
                 ],
                 cwd=folder,

@@ -166,7 +166,7 @@ def _plugin(folder: Path, module: str, text: str) -> None:
 
 def _strategies(folder: Path) -> None:
     """Take a step of a small model, and write what editors have made of its strategy."""
-    command = [sys.executable, "-m", "sbp_launch.train", *SMALL, *PLANNED, *_ONE_STEP]
+    command = [sys.executable, "-m", "sbp_launch.apps.train", *SMALL, *PLANNED, *_ONE_STEP]
     subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=250)
     good = (folder / "used" / "strategy.yaml").read_text("utf-8")
     for name, edit in EDITS.items():

@@ -28,25 +28,31 @@ class Mistake:
 
 def _train(text: str, *says: str, plugins: str = "") -> Mistake:
     """Return a mistake in a setting of `sbp-train`, which is seen before PyTorch is imported."""
-    return Mistake(command=("sbp_launch.train", *text.split(" ")), says=says, plugins=plugins)
+    return Mistake(command=("sbp_launch.apps.train", *text.split(" ")), says=says, plugins=plugins)
 
 
 def _model(text: str, *says: str, plugins: str = "", code: int = 2) -> Mistake:
     """Return a mistake that `sbp-train` can only see with a small model at hand."""
-    command = ("sbp_launch.train", *SMALL, "trainer.steps=1", *text.split(" "))
+    command = ("sbp_launch.apps.train", *SMALL, "trainer.steps=1", *text.split(" "))
     return Mistake(command=command, says=says, plugins=plugins, code=code, imports_torch=True)
 
 
 def _data(path: str, *says: str) -> Mistake:
     """Return a mistake in what a data set is to read."""
-    command = ("sbp_launch.plan", "data=text", f"data.path={path}")
+    command = ("sbp_launch.apps.plan", "data=text", f"data.path={path}")
     return Mistake(command=command, says=(f"data.path={path}", *says), imports_torch=True)
 
 
 def _strategy(name: str, *says: str, imports_torch: bool = False) -> Mistake:
     """Return a mistake in a strategy that was edited by hand; some take the graph to see them."""
     return Mistake(
-        command=("sbp_launch.plan", *SMALL, *PLANNED[1:], "planner=file", f"planner.path={name}"),
+        command=(
+            "sbp_launch.apps.plan",
+            *SMALL,
+            *PLANNED[1:],
+            "planner=file",
+            f"planner.path={name}",
+        ),
         says=(name, *says),
         imports_torch=imports_torch,
     )
@@ -155,10 +161,10 @@ MISTAKES: dict[str, Mistake] = {
     "a run folder that is a file": _train("hydra.run.dir=not_a_folder", "not_a_folder"),
     "a run folder that is used": _train("trainer.steps=1 hydra.run.dir=used", "used", "overwrite"),
     "a plan in no known form": Mistake(
-        command=("sbp_launch.plan", "out=plan.txt"), says=("plan.txt", ".yaml")
+        command=("sbp_launch.apps.plan", "out=plan.txt"), says=("plan.txt", ".yaml")
     ),
     "a plan over a plan": Mistake(
-        command=("sbp_launch.plan", "out=good.yaml"), says=("good.yaml",)
+        command=("sbp_launch.apps.plan", "out=good.yaml"), says=("good.yaml",)
     ),
     "calibrating nobody": Mistake(command=("sbp_launch.calibrate.app", "ranks=0"), says=("ranks",)),
     # Edited strategies.
@@ -190,7 +196,7 @@ MISTAKES: dict[str, Mistake] = {
     "half a JSON file": _strategy("cut.json", "line 1"),
     "another mesh": Mistake(
         command=(
-            "sbp_launch.plan",
+            "sbp_launch.apps.plan",
             *SMALL,
             "planner=file",
             "planner.path=good.yaml",
@@ -200,7 +206,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "other micro-batches": Mistake(
         command=(
-            "sbp_launch.plan",
+            "sbp_launch.apps.plan",
             *SMALL,
             "planner=file",
             "planner.path=good.yaml",
@@ -212,12 +218,12 @@ MISTAKES: dict[str, Mistake] = {
     # Models, data, pins.
     "images for a language model": _model("data=images", "model=gpt", "data=stdlib"),
     "another task": Mistake(
-        command=("sbp_launch.train", "model=bert", "data.task=next"),
+        command=("sbp_launch.apps.train", "model=bert", "data.task=next"),
         says=("data.task", "masked"),
         imports_torch=True,
     ),
     "a preset for another model": Mistake(
-        command=("sbp_launch.train", "model=llama", "planner=manual/data_tensor"),
+        command=("sbp_launch.apps.train", "model=llama", "planner=manual/data_tensor"),
         says=("manual/data_tensor", "planner=infer"),
         imports_torch=True,
     ),

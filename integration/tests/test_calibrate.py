@@ -36,7 +36,7 @@ def test_a_plan_is_priced_with_what_was_measured_through_torch(tmp_path: Path) -
     plan = ["cluster=measured", "planner=manual/data_parallel", "trainer.plan_rows=1"]
     plan += ["model.num_layers=1", "model.hidden=32", "model.num_heads=2"]
 
-    said = run(tmp_path, "sbp_launch.plan", *plan, "cluster.file=cluster.json")
+    said = run(tmp_path, "sbp_launch.apps.plan", *plan, "cluster.file=cluster.json")
 
     assert cluster.calibration is not None
     assert cluster.calibration.backend == "torch"

@@ -46,7 +46,7 @@ def started(
 
 def train(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     """Run `sbp-train`, by itself."""
-    return started([sys.executable, "-m", "sbp_launch.train", *SMALL, *overrides], folder)
+    return started([sys.executable, "-m", "sbp_launch.apps.train", *SMALL, *overrides], folder)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_ranks_that_are_asked_to_stop_do_so_behind_one_step_and_save_it(
 ) -> None:
     overrides = [*SMALL, *DATA, f"boxing={boxing}", "hydra.run.dir=run", "trainer.compare_steps=0"]
     overrides[overrides.index("trainer.steps=3")] = "trainer.steps=1000000"
-    command = [sys.executable, "-u", "-m", "sbp_launch.train", *overrides]
+    command = [sys.executable, "-u", "-m", "sbp_launch.apps.train", *overrides]
     with subprocess.Popen(
         command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     ) as run:
@@ -146,7 +146,7 @@ def test_ranks_that_are_asked_to_stop_do_so_behind_one_step_and_save_it(
 def test_a_rank_that_is_killed_is_named_with_its_log(tmp_path: Path) -> None:
     overrides = [*SMALL, *DATA, "boxing=torch", "hydra.run.dir=run", "trainer.steps=1000000"]
     overrides.remove("trainer.steps=3")
-    command = [sys.executable, "-u", "-m", "sbp_launch.train", *overrides]
+    command = [sys.executable, "-u", "-m", "sbp_launch.apps.train", *overrides]
     with subprocess.Popen(
         command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     ) as run:
@@ -189,7 +189,7 @@ def test_the_command_runs_under_other_launchers(tmp_path: Path, by: str, boxing:
     overrides = (*SMALL, *DATA, f"boxing={boxing}", "hydra.run.dir=run")
     environment = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     starts = TORCHRUN if by == "torchrun" else MPIEXEC
-    command = ("-m", "sbp_launch.train", *overrides)
+    command = ("-m", "sbp_launch.apps.train", *overrides)
     if by == "mpiexec":
         command = (sys.executable, *command)
 
@@ -207,7 +207,7 @@ def test_the_command_runs_under_other_launchers(tmp_path: Path, by: str, boxing:
 
 @pytest.mark.exhaustive
 def test_a_launcher_that_started_too_many_is_told_so_once(tmp_path: Path) -> None:
-    command = [*TORCHRUN, "-m", "sbp_launch.train", *SMALL, *DATA, "boxing=torch"]
+    command = [*TORCHRUN, "-m", "sbp_launch.apps.train", *SMALL, *DATA, "boxing=torch"]
     command[command.index("cluster.mesh=[2]")] = "cluster.mesh=[4]"
 
     done = started(command, tmp_path)
@@ -220,7 +220,7 @@ def test_a_launcher_that_started_too_many_is_told_so_once(tmp_path: Path) -> Non
 
 @pytest.mark.exhaustive
 def test_help_under_a_launcher_is_printed_once(tmp_path: Path) -> None:
-    done = started([*TORCHRUN, "-m", "sbp_launch.train", "--help", "launcher=slurm"], tmp_path)
+    done = started([*TORCHRUN, "-m", "sbp_launch.apps.train", "--help", "launcher=slurm"], tmp_path)
 
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("launcher.timeout_min") == 1

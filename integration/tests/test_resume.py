@@ -34,7 +34,7 @@ def without(*keys: str) -> tuple[str, ...]:
 
 
 def command(*overrides: str) -> list[str]:
-    return [sys.executable, "-u", "-m", "sbp_launch.train", *overrides]
+    return [sys.executable, "-u", "-m", "sbp_launch.apps.train", *overrides]
 
 
 def assert_equal(states: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
@@ -144,7 +144,7 @@ def test_torchrun_starts_a_run_again_that_has_lost_a_rank(tmp_path: Path) -> Non
         "trainer.log_every=50",
         "trainer.checkpoint.every=20",
     )
-    again = (*TORCHRUN, "--max-restarts=1", "-m", "sbp_launch.train", *overrides)
+    again = (*TORCHRUN, "--max-restarts=1", "-m", "sbp_launch.apps.train", *overrides)
     with subprocess.Popen(
         [*again, "hydra.run.dir=run", "trainer.resume=auto"],
         cwd=tmp_path,

@@ -46,7 +46,7 @@ SMALL = (
 def test_a_run_stopped_by_a_signal_keeps_its_states(
     tmp_path: Path, number: int, code: int, says: str
 ) -> None:
-    command = [sys.executable, "-u", "-m", "sbp_launch.train", *SMALL]
+    command = [sys.executable, "-u", "-m", "sbp_launch.apps.train", *SMALL]
     with subprocess.Popen(
         command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     ) as run:

@@ -58,7 +58,7 @@ def test_torchrun_trains_on_two_hosts_bit_for_bit_as_threads_do(
             *("--nnodes=2", "--nproc-per-node=1", f"--node-rank={number}"),
             *("--master-addr=10.77.0.1", "--master-port=29511"),
         )
-        command = ["ip", "netns", "exec", name, *torchrun, "-m", "sbp_launch.train"]
+        command = ["ip", "netns", "exec", name, *torchrun, "-m", "sbp_launch.apps.train"]
         running.append(
             subprocess.Popen(
                 [*command, *SMALL, *DATA, "boxing=torch", "hydra.run.dir=run"],
@@ -78,7 +78,7 @@ def test_torchrun_trains_on_two_hosts_bit_for_bit_as_threads_do(
     assert "step 3/3" in told[0] and "step 3/3" not in told[1]
 
     subprocess.run(
-        [sys.executable, "-m", "sbp_launch.train", *SMALL, *DATA, "hydra.run.dir=threads"],
+        [sys.executable, "-m", "sbp_launch.apps.train", *SMALL, *DATA, "hydra.run.dir=threads"],
         cwd=tmp_path,
         capture_output=True,
         timeout=200,

@@ -51,7 +51,7 @@ def train(arguments: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "argv", ["sbp-train", *arguments, *RUN])
     with pytest.raises(SystemExit) as exited:
-        runpy.run_module("sbp_launch.train", run_name="__main__")
+        runpy.run_module("sbp_launch.apps.train", run_name="__main__")
     assert exited.value.code == 0
 
 

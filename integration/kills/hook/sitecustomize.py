@@ -98,12 +98,12 @@ def _patch_end(module: ModuleType, settings: dict[str, Any]) -> None:
 
 #: For each moment the module that is changed when it has been imported, and how.
 _MOMENTS: dict[str, tuple[str, Callable[[Any, dict[str, Any]], None]]] = {
-    "import": ("sbp_launch.trainer", _patch_import),
-    "capture": ("sbp_launch.trainer", _patch_capture),
+    "import": ("sbp_launch.trainer.trainer", _patch_import),
+    "capture": ("sbp_launch.trainer.trainer", _patch_capture),
     "first step": ("sbp_actor_runtime.session", _patch_first_step),
     "forward": ("sbp_actor_runtime.worker", _patch_forward),
     "update": ("sbp_actor_runtime.worker", _patch_update),
-    "end": ("sbp_launch.trainer", _patch_end),
+    "end": ("sbp_launch.trainer.trainer", _patch_end),
 }
 
 

@@ -24,7 +24,9 @@ def toys(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def programs() -> Iterator[ForkedPrograms]:
     """What runs the app in processes without PyTorch."""
-    found = ForkedPrograms(["sbp_launch.app", "sbp_launch.check", "sbp_launch.plan"])
+    found = ForkedPrograms(
+        ["sbp_launch.apps.app", "sbp_launch.settings.check", "sbp_launch.apps.plan"]
+    )
     yield found
     found.close()
 

@@ -307,7 +307,7 @@ def sbp_config_folders():
     assert "sbp-lost" in outcome.err
 
 
-@pytest.mark.parametrize("module", ["sbp_launch.train", "sbp_launch.plan"])
+@pytest.mark.parametrize("module", ["sbp_launch.apps.train", "sbp_launch.apps.plan"])
 def test_the_commands_check_their_settings_before_they_import_torch(
     toys: Path, tmp_path: Path, module: str
 ) -> None:

@@ -12,11 +12,11 @@ import torch
 from trainable import registry, run_config
 
 from sbp_core.errors import RunError
-from sbp_launch import trainer
 from sbp_launch.checkpoint import Checkpoint, LocalStorage, background
 from sbp_launch.checkpoint.places import newest_first, step_name
 from sbp_launch.checkpoint.settings import CheckpointConfig
-from sbp_launch.config import EvaluateConfig, RunConfig
+from sbp_launch.settings.config import EvaluateConfig, RunConfig
+from sbp_launch.trainer import trainer
 
 
 def config(every: int, *, wait: bool = False, steps: int = 4) -> RunConfig:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sbp_core.errors import ConfigError
 from sbp_core.plugins import TrainerState
-from sbp_launch.budget import Allowance, Budget
+from sbp_launch.settings.budget import Allowance, Budget
 
 SAMPLES, TOKENS, EPOCH = 8, 800, 100
 

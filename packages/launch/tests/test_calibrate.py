@@ -39,7 +39,7 @@ from sbp_launch.calibrate.machine import (
 from sbp_launch.calibrate.run import link_of, make_cluster
 from sbp_launch.calibrate.steps import SmallModel, launches, make_plans, measure_steps
 from sbp_launch.calibrate.table import plain
-from sbp_launch.config import PluginChoice
+from sbp_launch.settings.config import PluginChoice
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.reference import ReferenceRuntime

@@ -22,7 +22,7 @@ from sbp_launch.calibrate import config
 from sbp_launch.calibrate.config import CALL_KINDS, check_calibrate
 from sbp_launch.calibrate.rank import indexed_device
 from sbp_launch.calibrate.table import call_table
-from sbp_launch.config import ComposedConfig, PluginChoice
+from sbp_launch.settings.config import ComposedConfig, PluginChoice
 
 
 def calibrate(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

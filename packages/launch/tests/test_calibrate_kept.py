@@ -14,7 +14,7 @@ from sbp_core.errors import ConfigError
 from sbp_core.plugins import discover
 from sbp_launch.calibrate.config import CalibrateRun, check_calibrate
 from sbp_launch.calibrate.machine import describe_machine
-from sbp_launch.config import ComposedConfig
+from sbp_launch.settings.config import ComposedConfig
 
 
 def calibration(backend: str) -> Calibration:

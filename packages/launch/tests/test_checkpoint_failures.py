@@ -23,7 +23,6 @@ from sbp_core.errors import ConfigError, RunError
 from sbp_core.placement import Placement
 from sbp_core.runtime import StatePiece
 from sbp_core.sbp import B, NdSbp
-from sbp_launch import trainer
 from sbp_launch.checkpoint import local
 from sbp_launch.checkpoint.local import LocalStorage
 from sbp_launch.checkpoint.manifest import Metadata
@@ -31,7 +30,8 @@ from sbp_launch.checkpoint.places import newest_first
 from sbp_launch.checkpoint.reading import Checkpoint
 from sbp_launch.checkpoint.saving import Processes, save
 from sbp_launch.checkpoint.settings import CheckpointConfig
-from sbp_launch.config import EvaluateConfig, RunConfig
+from sbp_launch.settings.config import EvaluateConfig, RunConfig
+from sbp_launch.trainer import trainer
 
 PIECES = pieces_of(STATES, Placement([0], ("rank",)), NdSbp(B))[0]
 

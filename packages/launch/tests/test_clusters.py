@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sbp_core.errors import ConfigError
-from sbp_launch.clusters import LocalConfig, build_local
+from sbp_launch.clusters.local import LocalConfig, build_local
 
 MESHES = st.lists(st.integers(1, 4), min_size=1, max_size=3)
 

@@ -9,10 +9,16 @@ from omegaconf import DictConfig
 
 from sbp_core.errors import ConfigError
 from sbp_core.plugins import PluginSource, discover
-from sbp_launch.catalog import make_catalog
-from sbp_launch.check import check
-from sbp_launch.compose import MOST_JOBS_CHECKED, compose, read, refuse_conflicts, sweep_jobs
-from sbp_launch.config import Application
+from sbp_launch.settings.catalog import make_catalog
+from sbp_launch.settings.check import check
+from sbp_launch.settings.compose import (
+    MOST_JOBS_CHECKED,
+    compose,
+    read,
+    refuse_conflicts,
+    sweep_jobs,
+)
+from sbp_launch.settings.config import Application
 
 LAUNCH_ONLY = discover(
     [PluginSource(name="launch", value="sbp_launch.plugin", distribution="sbp-launch")]

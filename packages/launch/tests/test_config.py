@@ -24,10 +24,10 @@ from sbp_core.plugins import (
     discover,
     merge_settings,
 )
-from sbp_launch.budget import Budget
-from sbp_launch.check import check
 from sbp_launch.compile_config import CompileConfig
-from sbp_launch.config import PLUGIN_GROUPS, ComposedConfig, TrainerConfig
+from sbp_launch.settings.budget import Budget
+from sbp_launch.settings.check import check
+from sbp_launch.settings.config import PLUGIN_GROUPS, ComposedConfig, TrainerConfig
 
 CONF = Path(sbp_launch.__file__).parent / "conf"
 LAUNCH_ONLY = discover(

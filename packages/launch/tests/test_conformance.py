@@ -14,9 +14,8 @@ from sbp_core.testing.callback import CallbackConformance
 from sbp_core.testing.cluster import ClusterConformance
 from sbp_core.testing.logger import MetricSinkConformance, Records
 from sbp_launch import optimizers
-from sbp_launch.clusters import LocalConfig, build_local
-from sbp_launch.early_stop import EarlyStopConfig, build_early_stop
-from sbp_launch.metrics import (
+from sbp_launch.clusters.local import LocalConfig, build_local
+from sbp_launch.metrics.files import (
     CsvConfig,
     JsonlConfig,
     TensorboardConfig,
@@ -24,7 +23,8 @@ from sbp_launch.metrics import (
     build_jsonl,
     build_none,
 )
-from sbp_launch.tensorboard_sink import build as build_tensorboard
+from sbp_launch.metrics.tensorboard import build as build_tensorboard
+from sbp_launch.trainer.early_stop import EarlyStopConfig, build_early_stop
 from sbp_torch.kinds import OptimizerFactory
 from sbp_torch.testing.optimizer import OptimizerConformance
 

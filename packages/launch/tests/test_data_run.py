@@ -16,9 +16,9 @@ from torch import Tensor
 from trainable import registry, run_config
 
 from sbp_core.errors import ConfigError, SbpError
-from sbp_launch import trainer
-from sbp_launch.config import EvaluateConfig, PluginChoice, RunConfig
 from sbp_launch.data import SampleOrder
+from sbp_launch.settings.config import EvaluateConfig, PluginChoice, RunConfig
+from sbp_launch.trainer import trainer
 
 NUM_SAMPLES = 1000
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from trainable import registry, run_config
 
-from sbp_launch import trainer
-from sbp_launch.environment import VARIABLES, environment, git_state, write_environment
+from sbp_launch.run.environment import VARIABLES, environment, git_state, write_environment
+from sbp_launch.trainer import trainer
 
 
 def _git(folder, *arguments):

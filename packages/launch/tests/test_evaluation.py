@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from trainable import registry, run_config, run_of
 
-from sbp_launch import trainer
-from sbp_launch.config import EvaluateConfig, PluginChoice, RunConfig
-from sbp_launch.evaluation import Evaluator, evaluate
 from sbp_launch.optimizers import optimizer_over
-from sbp_launch.planned import plan_evaluation, plan_step
-from sbp_launch.program import make_program
-from sbp_launch.session import start
+from sbp_launch.settings.config import EvaluateConfig, PluginChoice, RunConfig
+from sbp_launch.trainer import trainer
+from sbp_launch.trainer.evaluation import Evaluator, evaluate
+from sbp_launch.trainer.planned import plan_evaluation, plan_step
+from sbp_launch.trainer.program import make_program
+from sbp_launch.trainer.session import start
 from sbp_torch.boxing import LocalBackend
 from sbp_torch.capture import scalar_values
 from sbp_torch.update_options import UpdateOptions

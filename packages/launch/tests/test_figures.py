@@ -16,9 +16,9 @@ from sbp_core.cluster import Cluster
 from sbp_core.memory import predict_memory
 from sbp_core.runtime import StepResult
 from sbp_core.units import format_bytes
-from sbp_launch import trainer
-from sbp_launch.figures import Predicted, StepMeter, far_off, prediction_basis, time_text
-from sbp_launch.program import make_program
+from sbp_launch.trainer import trainer
+from sbp_launch.trainer.figures import Predicted, StepMeter, far_off, prediction_basis, time_text
+from sbp_launch.trainer.program import make_program
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.capture import scalar_values
 from sbp_torch.runtime.configs import ReferenceConfig

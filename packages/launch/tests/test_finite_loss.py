@@ -16,10 +16,10 @@ from trainable import Bigram, registry, run_config
 
 from sbp_aten.pass_options import MixedPrecision, PassOptions
 from sbp_core.runtime import StepResult
-from sbp_launch import trainer
 from sbp_launch.checkpoint import Checkpoint, LocalStorage
-from sbp_launch.config import RunConfig
-from sbp_launch.finite_loss import MOST_SKIPPED, FiniteLoss, NotFiniteError
+from sbp_launch.settings.config import RunConfig
+from sbp_launch.trainer import trainer
+from sbp_launch.trainer.finite_loss import MOST_SKIPPED, FiniteLoss, NotFiniteError
 from sbp_torch.runtime.reference import ReferenceSession
 from sbp_torch.update_options import LossScaling, UpdateOptions
 

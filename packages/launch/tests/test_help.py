@@ -9,9 +9,9 @@ import pytest
 
 from sbp_core.errors import ConfigError
 from sbp_core.plugins import PluginSource, discover
-from sbp_launch.catalog import make_catalog
-from sbp_launch.config import Application, ComposedConfig
-from sbp_launch.help import overrides_of, render_help, render_topics, split_topics
+from sbp_launch.settings.catalog import make_catalog
+from sbp_launch.settings.config import Application, ComposedConfig
+from sbp_launch.settings.help import overrides_of, render_help, render_topics, split_topics
 from sbp_launch.settings_page import page, without_comment
 
 CATALOG = make_catalog(

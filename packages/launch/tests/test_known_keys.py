@@ -7,8 +7,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from sbp_core.plugins import discover
-from sbp_launch.config import GROUPS, ComposedConfig, TrainerConfig
-from sbp_launch.known_keys import OTHER_NAMES, Setting, keys_of, known_settings, meant
+from sbp_launch.settings.config import GROUPS, ComposedConfig, TrainerConfig
+from sbp_launch.settings.known_keys import OTHER_NAMES, Setting, keys_of, known_settings, meant
 
 SETTINGS = [
     *(Setting(key=key) for key in keys_of(TrainerConfig, "trainer")),

@@ -12,8 +12,8 @@ from trainable import run_config
 
 from sbp_core.errors import ConfigError
 from sbp_core.plugins import Factory, PluginEntry, PluginRegistry, PluginSource, discover
-from sbp_launch.config import ComposedConfig, PluginChoice, RunConfig
-from sbp_launch.launch_choice import choose_launcher, has_threads, is_started
+from sbp_launch.launching.choice import choose_launcher, has_threads, is_started
+from sbp_launch.settings.config import ComposedConfig, PluginChoice, RunConfig
 from sbp_launch.world import World
 
 NOTHING_SAID = ComposedConfig(values={}, files={}, overrides=())

@@ -10,8 +10,8 @@ import pytest
 from sbp_core.errors import ConfigError
 from sbp_core.plugins import Launcher, LaunchRequest
 from sbp_core.testing.launcher import LauncherConformance
-from sbp_launch import launchers
-from sbp_launch.launchers import Mpiexec, Slurm, SlurmConfig, Spawn, Torchrun
+from sbp_launch.launching import launchers
+from sbp_launch.launching.launchers import Mpiexec, Slurm, SlurmConfig, Spawn, Torchrun
 from sbp_torch.boxing import LocalBackend
 
 

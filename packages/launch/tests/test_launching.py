@@ -13,9 +13,9 @@ from trainable import registry, run_config
 from sbp_core.boxing.supervision import ExitReport, LaunchSpec, one_process_per_rank
 from sbp_core.errors import RunError
 from sbp_core.plugins import LaunchRequest
-from sbp_launch import launching
-from sbp_launch.config import PluginChoice
-from sbp_launch.launchers import Spawn
+from sbp_launch.launching import launching
+from sbp_launch.launching.launchers import Spawn
+from sbp_launch.settings.config import PluginChoice
 from sbp_launch.world import World
 
 #: A rank whose exit code is that of its place in a list.

@@ -21,11 +21,11 @@ from sbp_core.plugins import (
     TrainingContext,
 )
 from sbp_core.plugins.registry import PluginEntry
-from sbp_launch import phases, trainer
 from sbp_launch.checkpoint.settings import CheckpointConfig
-from sbp_launch.config import EvaluateConfig
-from sbp_launch.evaluation import Evaluator
-from sbp_launch.schedules import ScheduleConfig
+from sbp_launch.settings.config import EvaluateConfig
+from sbp_launch.settings.schedules import ScheduleConfig
+from sbp_launch.trainer import phases, trainer
+from sbp_launch.trainer.evaluation import Evaluator
 
 #: What the callback of a test is made of; each test sets its own.
 MADE: list[Any] = []

@@ -10,7 +10,7 @@ import pytest
 
 from sbp_core.boxing.supervision.rendezvous import free_port
 from sbp_core.errors import ConfigError
-from sbp_launch.meeting import meet
+from sbp_launch.launching.meeting import meet
 from sbp_launch.world import World
 
 

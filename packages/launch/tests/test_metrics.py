@@ -10,8 +10,8 @@ import pytest
 
 from sbp_core.errors import ConfigError
 from sbp_core.plugins.hooks import EmptyConfig
-from sbp_launch import metrics
-from sbp_launch.metrics import (
+from sbp_launch.metrics import files as metrics
+from sbp_launch.metrics.files import (
     CsvConfig,
     JsonlConfig,
     TensorboardConfig,
@@ -19,7 +19,7 @@ from sbp_launch.metrics import (
     build_jsonl,
     build_none,
 )
-from sbp_launch.tensorboard_sink import build as build_tensorboard
+from sbp_launch.metrics.tensorboard import build as build_tensorboard
 
 
 def test_each_step_is_one_json_object_and_is_there_at_once(tmp_path: Path) -> None:

@@ -11,11 +11,11 @@ from trainable import registry, run_config, run_of
 
 from sbp_core.errors import ConfigError
 from sbp_core.memory import predict_memory
-from sbp_launch import trainer
-from sbp_launch.config import RunConfig
-from sbp_launch.micro_batches import plan_fitting
-from sbp_launch.planned import plan_step
-from sbp_launch.program import make_program
+from sbp_launch.settings.config import RunConfig
+from sbp_launch.trainer import trainer
+from sbp_launch.trainer.micro_batches import plan_fitting
+from sbp_launch.trainer.planned import plan_step
+from sbp_launch.trainer.program import make_program
 
 
 def auto(memory_bytes: int, **changes: object) -> RunConfig:

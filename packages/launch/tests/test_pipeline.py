@@ -9,7 +9,7 @@ import pytest
 from test_rows import found_plan, wide
 
 from sbp_core.infer import step_time_s
-from sbp_launch.pipeline import pipeline_lines
+from sbp_launch.planning.pipeline import pipeline_lines
 
 
 def lines_of(found):

@@ -14,8 +14,8 @@ from trainable import registry, run_config
 from sbp_core import strategy_yaml
 from sbp_core.errors import ConfigError
 from sbp_core.strategy import Strategy
-from sbp_launch import plan
-from sbp_launch.plan import PlanConfig, PlanRun, next_command, save_strategy
+from sbp_launch.apps import plan
+from sbp_launch.apps.plan import PlanConfig, PlanRun, next_command, save_strategy
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ import pytest
 from rich.console import Console
 from trainable import FakeClock
 
-from sbp_launch.progress import StepProgress, timed
-from sbp_launch.speed import Speed
+from sbp_launch.run.progress import StepProgress, timed
+from sbp_launch.run.speed import Speed
 
 
 def test_plain_lines_come_every_so_many_steps_and_at_both_ends():

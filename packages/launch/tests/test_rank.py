@@ -17,8 +17,8 @@ _PROGRAM = """
 import json, signal, sys
 from pathlib import Path
 from sbp_core.errors import ConfigError, RunError
-from sbp_launch import rank
-from sbp_launch.stopping import Terminated
+from sbp_launch.launching import rank
+from sbp_launch.run.stopping import Terminated
 from sbp_launch.world import World
 
 def of_an_operator():

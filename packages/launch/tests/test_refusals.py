@@ -8,12 +8,12 @@ from hydra.errors import MissingConfigException
 
 from sbp_core.errors import ConfigError
 from sbp_core.plugins import PluginSource, discover
-from sbp_launch.catalog import make_catalog
-from sbp_launch.check import check
-from sbp_launch.compose import compose
-from sbp_launch.config import Application, key_of
-from sbp_launch.option_names import OTHER_OPTIONS, nearest_option
-from sbp_launch.refusals import HOMES, unknown_flag
+from sbp_launch.settings.catalog import make_catalog
+from sbp_launch.settings.check import check
+from sbp_launch.settings.compose import compose
+from sbp_launch.settings.config import Application, key_of
+from sbp_launch.settings.option_names import OTHER_OPTIONS, nearest_option
+from sbp_launch.settings.refusals import HOMES, unknown_flag
 
 LAUNCH_ONLY = discover(
     [PluginSource(name="launch", value="sbp_launch.plugin", distribution="sbp-launch")]

@@ -9,7 +9,7 @@ from sbp_core.memory.kinds import MemoryKind
 from sbp_core.sbp import NdSbp
 from sbp_core.strategy import Signature
 from sbp_core.units import format_bytes
-from sbp_launch.report import arithmetic_lines, counted, crowding, memory_lines, summary
+from sbp_launch.planning.report import arithmetic_lines, counted, crowding, memory_lines, summary
 
 B = NdSbp.parse("B")
 

@@ -18,14 +18,14 @@ from trainable import registry, run_config
 from sbp_core.errors import ConfigError
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp
-from sbp_launch import loop, trainer
 from sbp_launch.checkpoint import Checkpoint, LocalStorage
 from sbp_launch.checkpoint.manifest import DamagedError
 from sbp_launch.checkpoint.objects import FsspecStorage
 from sbp_launch.checkpoint.places import find_checkpoints, newest_first, step_name
 from sbp_launch.checkpoint.settings import CheckpointConfig
-from sbp_launch.config import EvaluateConfig, PluginChoice, RunConfig
-from sbp_launch.schedules import ScheduleConfig
+from sbp_launch.settings.config import EvaluateConfig, PluginChoice, RunConfig
+from sbp_launch.settings.schedules import ScheduleConfig
+from sbp_launch.trainer import loop, trainer
 from sbp_torch.update_options import UpdateOptions
 
 QUIET = {

@@ -10,12 +10,12 @@ from trainable import planned, run_config, run_of
 
 from sbp_core.compile import COMMIT
 from sbp_core.graph import Phase
-from sbp_launch.config import PluginChoice, RunConfig
-from sbp_launch.moves import When
-from sbp_launch.planned import plan_step
-from sbp_launch.planning import Planned
-from sbp_launch.program import make_program
-from sbp_launch.rows import ModuleRow, plan_text
+from sbp_launch.planning.flow import Planned
+from sbp_launch.planning.moves import When
+from sbp_launch.planning.rows import ModuleRow, plan_text
+from sbp_launch.settings.config import PluginChoice, RunConfig
+from sbp_launch.trainer.planned import plan_step
+from sbp_launch.trainer.program import make_program
 from sbp_torch.update_options import UpdateOptions
 
 

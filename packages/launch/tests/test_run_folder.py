@@ -13,9 +13,9 @@ from toys import Outcome
 from trainable import registry, run_config
 
 from sbp_core.errors import ConfigError, RunError
-from sbp_launch import trainer
-from sbp_launch.environment import ENVIRONMENT
-from sbp_launch.run_folder import RUN_FILES, check_unused, make_folder, take_folder, writing
+from sbp_launch.run.environment import ENVIRONMENT
+from sbp_launch.run.folder import RUN_FILES, check_unused, make_folder, take_folder, writing
+from sbp_launch.trainer import trainer
 
 App = Callable[..., Outcome]
 

@@ -1,7 +1,7 @@
 import torch
 from trainable import Bigram, Counting
 
-from sbp_launch.sampling import printable, sample_text
+from sbp_launch.trainer.sampling import printable, sample_text
 
 
 class Certain(Bigram):

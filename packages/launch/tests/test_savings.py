@@ -15,13 +15,13 @@ from sbp_core.errors import ConfigError
 from sbp_core.memory import predict_memory
 from sbp_core.passes.recomputation import recompute_report
 from sbp_core.plugins import merge_settings
-from sbp_launch import trainer
 from sbp_launch.compile_config import CompileConfig
-from sbp_launch.config import PluginChoice, RunConfig
-from sbp_launch.planned import plan_step
-from sbp_launch.planning import Planned
-from sbp_launch.program import make_program
-from sbp_launch.savings import saving_lines
+from sbp_launch.planning.flow import Planned
+from sbp_launch.planning.savings import saving_lines
+from sbp_launch.settings.config import PluginChoice, RunConfig
+from sbp_launch.trainer import trainer
+from sbp_launch.trainer.planned import plan_step
+from sbp_launch.trainer.program import make_program
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.capture import scalar_values
 from sbp_torch.memory.meter import MemoryMeter

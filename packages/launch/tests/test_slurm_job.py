@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from sbp_launch import slurm_job
-from sbp_launch.slurm_job import Job, run_task
+from sbp_launch.launching import slurm_job
+from sbp_launch.launching.slurm_job import Job, run_task
 
 SETTINGS = {
     "num_ranks": 4,

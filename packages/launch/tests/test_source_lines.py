@@ -4,8 +4,8 @@ import pytest
 from trainable import planned, registry, run_config
 
 from sbp_core.errors import RunError
-from sbp_launch import trainer
-from sbp_launch.source_lines import with_source_line
+from sbp_launch.planning.source_lines import with_source_line
+from sbp_launch.trainer import trainer
 from sbp_torch.runtime.reference import ReferenceSession
 
 

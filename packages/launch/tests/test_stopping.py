@@ -13,10 +13,10 @@ from trainable import registry, run_config
 
 from sbp_core.errors import RunError
 from sbp_core.testing.interrupts import hears_signals
-from sbp_launch import trainer
 from sbp_launch.checkpoint import saving
-from sbp_launch.metrics import JsonlSink
-from sbp_launch.stopping import StopSignals, Terminated
+from sbp_launch.metrics.files import JsonlSink
+from sbp_launch.run.stopping import StopSignals, Terminated
+from sbp_launch.trainer import trainer
 from sbp_torch.runtime.reference import ReferenceSession
 
 INT, TERM, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP

@@ -10,10 +10,10 @@ import pytest
 from rich.console import Console
 from trainable import registry, run_config
 
-from sbp_launch import trainer
-from sbp_launch.config import EvaluateConfig
-from sbp_launch.result import RunResult, read_result, write_result
-from sbp_launch.sweep import SweepJob, objective, print_sweep
+from sbp_launch.apps.sweep import SweepJob, objective, print_sweep
+from sbp_launch.run.result import RunResult, read_result, write_result
+from sbp_launch.settings.config import EvaluateConfig
+from sbp_launch.trainer import trainer
 
 
 def result(**changes: object) -> RunResult:

@@ -12,9 +12,9 @@ from trainable import run_config, run_of
 
 from sbp_core.compile import BoxingActor
 from sbp_core.runtime import Held, Span, SpanKind
-from sbp_launch.planned import Planned, plan_step
-from sbp_launch.program import make_program
-from sbp_launch.trace_events import Traced, trace_json
+from sbp_launch.tracing.events import Traced, trace_json
+from sbp_launch.trainer.planned import Planned, plan_step
+from sbp_launch.trainer.program import make_program
 
 
 @cache

@@ -8,9 +8,9 @@ from trainable import planned, run_config, run_of
 
 from sbp_core.compile import Collective, PhysicalPlan, Receive, Send
 from sbp_core.runtime import Span, SpanKind
-from sbp_launch.planned import plan_step
-from sbp_launch.program import make_program
-from sbp_launch.trace_times import late_ranks, rank_times, time_table
+from sbp_launch.tracing.times import late_ranks, rank_times, time_table
+from sbp_launch.trainer.planned import plan_step
+from sbp_launch.trainer.program import make_program
 
 MS = 1_000_000
 

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from sbp_core.errors import ConfigError, RunError
-from sbp_launch import launching, train
-from sbp_launch.meeting import Meeting
+from sbp_launch.apps import train
+from sbp_launch.launching import launching
+from sbp_launch.launching.meeting import Meeting
 from sbp_launch.world import World
 
 

@@ -10,15 +10,15 @@ from trainable import Bigram, registry, run_config, run_of
 from sbp_aten.pass_options import MixedPrecision, PassOptions
 from sbp_core.errors import ConfigError
 from sbp_core.memory import predict_memory
-from sbp_launch import evaluation, planned, trainer
-from sbp_launch.config import EvaluateConfig, PluginChoice
 from sbp_launch.optimizers import optimizer_over
-from sbp_launch.patterns import check_patterns
-from sbp_launch.planning import regathering
-from sbp_launch.program import EagerReference, make_program
-from sbp_launch.schedules import ScheduleConfig
-from sbp_launch.session import make_backend, start
-from sbp_launch.team import DEADLINE_S, vote_deadline_s
+from sbp_launch.planning.flow import regathering
+from sbp_launch.settings.config import EvaluateConfig, PluginChoice
+from sbp_launch.settings.patterns import check_patterns
+from sbp_launch.settings.schedules import ScheduleConfig
+from sbp_launch.trainer import evaluation, planned, trainer
+from sbp_launch.trainer.program import EagerReference, make_program
+from sbp_launch.trainer.session import make_backend, start
+from sbp_launch.trainer.team import DEADLINE_S, vote_deadline_s
 from sbp_torch.boxing import LocalBackend
 from sbp_torch.runtime.reference import ReferenceSession
 from sbp_torch.update_options import UpdateOptions

@@ -10,11 +10,11 @@ from trainable import run_config, run_of
 from sbp_aten.pass_options import PassOptions
 from sbp_core.cluster import Device
 from sbp_core.passes import RecomputeOptions
-from sbp_launch.config import PluginChoice
-from sbp_launch.planned import plan_step
-from sbp_launch.planning import Planned
-from sbp_launch.program import make_program
-from sbp_launch.utilization import ModelWork
+from sbp_launch.planning.flow import Planned
+from sbp_launch.settings.config import PluginChoice
+from sbp_launch.trainer.planned import plan_step
+from sbp_launch.trainer.program import make_program
+from sbp_launch.trainer.utilization import ModelWork
 
 DEVICE = Device(memory_bytes=10**9, flop_per_s={"float32": 1e6}, memory_bytes_per_s=1e9)
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from sbp_launch.config import PLUGIN_GROUPS
+from sbp_launch.settings.config import PLUGIN_GROUPS
 
 PLUGIN = """
 from dataclasses import dataclass
@@ -101,10 +101,10 @@ class Outcome:
 # Runs an app, and reports on the last line of stderr what only the process itself knows.
 CHILD = """
 import json, sys, traceback
-from sbp_launch.app import run
-from sbp_launch.check import check
-from sbp_launch.config import Application
-from sbp_launch.plan import check_plan
+from sbp_launch.apps.app import run
+from sbp_launch.settings.check import check
+from sbp_launch.settings.config import Application
+from sbp_launch.apps.plan import check_plan
 
 def task(config, registry, run_folder):
     config = getattr(config, "run", config)

@@ -19,13 +19,13 @@ from sbp_core.plugins.discovery import PluginSource
 from sbp_core.plugins.kinds import GraphPass, PlanRequest
 from sbp_core.strategy import Strategy
 from sbp_launch.compile_config import CompileConfig
-from sbp_launch.config import EvaluateConfig, PluginChoice, RunConfig, TrainerConfig
-from sbp_launch.moves import When
-from sbp_launch.planned import plan_step
-from sbp_launch.planning import Planned
-from sbp_launch.program import make_program
-from sbp_launch.rows import ModuleMove, ModuleRow
-from sbp_launch.run import Run
+from sbp_launch.planning.flow import Planned
+from sbp_launch.planning.moves import When
+from sbp_launch.planning.rows import ModuleMove, ModuleRow
+from sbp_launch.run.run import Run
+from sbp_launch.settings.config import EvaluateConfig, PluginChoice, RunConfig, TrainerConfig
+from sbp_launch.trainer.planned import plan_step
+from sbp_launch.trainer.program import make_program
 
 SBP_API_VERSION = 1
 

@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sbp_core.errors import ConfigError
-from sbp_launch.patterns import check_patterns
+from sbp_launch.settings.patterns import check_patterns
 
 if TYPE_CHECKING:
     import torch

@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 from sbp_core.plugins import Factory, hookimpl
 from sbp_launch.checkpoint.local import LocalStorageConfig
 from sbp_launch.checkpoint.objects import FsspecConfig
-from sbp_launch.clusters import LocalConfig
-from sbp_launch.early_stop import EarlyStopConfig
-from sbp_launch.launchers import AutoConfig, ProcessesConfig, SlurmConfig, ThreadsConfig
-from sbp_launch.measured import MeasuredConfig
-from sbp_launch.metrics import CsvConfig, JsonlConfig, TensorboardConfig
+from sbp_launch.clusters.local import LocalConfig
+from sbp_launch.clusters.measured import MeasuredConfig
+from sbp_launch.launching.launchers import AutoConfig, ProcessesConfig, SlurmConfig, ThreadsConfig
+from sbp_launch.metrics.files import CsvConfig, JsonlConfig, TensorboardConfig
 from sbp_launch.optimizers import (
     AdafactorConfig,
     AdagradConfig,
@@ -24,6 +23,7 @@ from sbp_launch.optimizers import (
     RmspropConfig,
     SgdConfig,
 )
+from sbp_launch.trainer.early_stop import EarlyStopConfig
 
 SBP_API_VERSION = 2
 
@@ -54,12 +54,12 @@ def sbp_clusters() -> Mapping[str, Factory]:
     """Offer the cluster that is one process, and those that were measured."""
     return {
         "local": Factory(
-            build="sbp_launch.clusters:build_local",
+            build="sbp_launch.clusters.local:build_local",
             config=LocalConfig,
             summary="the ranks of one process, one CPU core each",
         ),
         "measured": Factory(
-            build="sbp_launch.measured:build_measured",
+            build="sbp_launch.clusters.measured:build_measured",
             config=MeasuredConfig,
             summary="a machine that sbp-calibrate has measured",
         ),
@@ -71,21 +71,23 @@ def sbp_loggers() -> Mapping[str, Factory]:
     """Offer metric sinks."""
     return {
         "jsonl": Factory(
-            build="sbp_launch.metrics:build_jsonl",
+            build="sbp_launch.metrics.files:build_jsonl",
             config=JsonlConfig,
             summary="one JSON object a line and step",
         ),
         "csv": Factory(
-            build="sbp_launch.metrics:build_csv",
+            build="sbp_launch.metrics.files:build_csv",
             config=CsvConfig,
             summary="lines of step, metric, value",
         ),
         "tensorboard": Factory(
-            build="sbp_launch.tensorboard_sink:build",
+            build="sbp_launch.metrics.tensorboard:build",
             config=TensorboardConfig,
             summary="event files for TensorBoard, and JSON lines",
         ),
-        "none": Factory(build="sbp_launch.metrics:build_none", summary="metrics are not kept"),
+        "none": Factory(
+            build="sbp_launch.metrics.files:build_none", summary="metrics are not kept"
+        ),
     }
 
 
@@ -94,7 +96,7 @@ def sbp_callbacks() -> Mapping[str, Factory]:
     """Offer callbacks of the trainer."""
     return {
         "early_stop": Factory(
-            build="sbp_launch.early_stop:build_early_stop",
+            build="sbp_launch.trainer.early_stop:build_early_stop",
             config=EarlyStopConfig,
             summary="end a run that no longer becomes better",
         )
@@ -130,7 +132,9 @@ def sbp_launchers() -> Mapping[str, Factory]:
         "slurm": (SlurmConfig, "one process a rank on Slurm: under srun, or by submitit"),
     }
     return {
-        name: Factory(build=f"sbp_launch.launchers:build_{name}", config=config, summary=summary)
+        name: Factory(
+            build=f"sbp_launch.launching.launchers:build_{name}", config=config, summary=summary
+        )
         for name, (config, summary) in kinds.items()
     }
 

@@ -16,13 +16,13 @@ from pathlib import Path
 import yaml  # type: ignore[import-untyped] # its stubs are a package of their own
 
 from sbp_core.plugins import PluginRegistry, discover
+from sbp_launch.apps.plan import PlanConfig
 from sbp_launch.calibrate.config import CalibrateConfig
-from sbp_launch.callback_settings import callbacks_of, settings_of
-from sbp_launch.catalog import Catalog, make_catalog
-from sbp_launch.config import GROUPS
-from sbp_launch.help import plain
-from sbp_launch.known_keys import nested_configs, takes_of
-from sbp_launch.plan import PlanConfig
+from sbp_launch.settings.callbacks import callbacks_of, settings_of
+from sbp_launch.settings.catalog import Catalog, make_catalog
+from sbp_launch.settings.config import GROUPS
+from sbp_launch.settings.help import plain
+from sbp_launch.settings.known_keys import nested_configs, takes_of
 
 #: The settings that an app has beside its groups, by its primary config.
 _OF_APPS: Mapping[str, type] = {"plan": PlanConfig, "calibrate": CalibrateConfig}

@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 from sbp_core.plugins import PluginRegistry
-from sbp_launch.app import run
+from sbp_launch.apps.app import run
 from sbp_launch.calibrate.config import GROUPS, CalibrateRun, check_calibrate
-from sbp_launch.config import Application
+from sbp_launch.settings.config import Application
 
 
 def _calibrate(config: CalibrateRun, registry: PluginRegistry, run_folder: Path) -> None:

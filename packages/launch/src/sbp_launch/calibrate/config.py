@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from sbp_core.errors import ConfigError
 from sbp_core.plugins import PluginRegistry, merge_settings
 from sbp_launch.calibrate.kept import kept_calibrations
-from sbp_launch.check import choose, refuse_unknown
-from sbp_launch.config import ComposedConfig, PluginChoice
 from sbp_launch.output import check_writable
+from sbp_launch.settings.check import choose, refuse_unknown
+from sbp_launch.settings.config import ComposedConfig, PluginChoice
 
 if TYPE_CHECKING:
     from sbp_core.calibration import Calibration

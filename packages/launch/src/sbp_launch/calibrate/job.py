@@ -11,7 +11,7 @@ from sbp_core.calibration import Measurement
 from sbp_core.errors import SbpError
 from sbp_core.serialize import dump, load, parse, read_text
 from sbp_launch.calibrate.config import CalibrateConfig
-from sbp_launch.config import PluginChoice
+from sbp_launch.settings.config import PluginChoice
 
 #: Prefix of a line of progress; all other lines are output of the processes.
 _MARK = "sbp-calibrate-progress "

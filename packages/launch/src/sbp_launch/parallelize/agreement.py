@@ -21,7 +21,7 @@ from sbp_core.graph import graph_hash
 from sbp_core.plugins import PluginRegistry
 from sbp_core.runtime import BatchPart
 from sbp_core.units import format_ranges
-from sbp_launch.planning import Planned
+from sbp_launch.planning.flow import Planned
 from sbp_torch.boxing.processes import gather_texts
 
 #: Bytes of a manifest as text; a longer one is compared by the hash of each value.

@@ -16,7 +16,7 @@ from sbp_core.placement import Placement
 from sbp_core.plugins import GraphPass, PluginRegistry, merge_settings
 from sbp_core.runtime import BatchIs
 from sbp_launch.compile_config import CompileConfig
-from sbp_launch.planning import PlanSettings
+from sbp_launch.planning.flow import PlanSettings
 from sbp_torch.capture import UpdateOptions
 
 #: Keys of `sbp-train`'s config, and the arguments of `parallelize` that they are.

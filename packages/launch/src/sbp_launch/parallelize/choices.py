@@ -16,8 +16,8 @@ from sbp_core.errors import ConfigError, SbpTypeError
 from sbp_core.plugins import ChecksOthers, PlanRequest, PluginRegistry, discover
 from sbp_core.runtime import Runtime
 from sbp_core.strategy import Strategy
-from sbp_launch.catalog import Catalog, make_catalog
-from sbp_launch.option_names import nearest_option
+from sbp_launch.settings.catalog import Catalog, make_catalog
+from sbp_launch.settings.option_names import nearest_option
 
 #: How an object is chosen: by name, by name and settings, or as it is.
 Choice = str | Mapping[str, Any]
@@ -107,7 +107,7 @@ class Choices:
         )
 
     def _missing(self, kind: str, chosen: str, options: Sequence[str]) -> ConfigError:
-        from sbp_launch.refusals import HOMES  # here, as it takes Hydra
+        from sbp_launch.settings.refusals import HOMES  # here, as it takes Hydra
 
         near = nearest_option(kind, chosen, options)
         brought = {entry.distribution for entry in self.registry.entries}

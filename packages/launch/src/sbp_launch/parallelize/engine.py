@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from sbp_core.boxing import BoxingBackend
 from sbp_core.plugins import PluginRegistry
 from sbp_core.runtime import BatchIs, Runtime
-from sbp_launch.planning import PlanSettings
+from sbp_launch.planning.flow import PlanSettings
 from sbp_launch.world import World
 
 

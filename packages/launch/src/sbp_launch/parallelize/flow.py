@@ -14,7 +14,7 @@ from sbp_core.sbp import S
 from sbp_core.strategy import Strategy
 from sbp_launch.parallelize.engine import Engine
 from sbp_launch.parallelize.program import OneDeviceProgram, micro_batch
-from sbp_launch.planning import (
+from sbp_launch.planning.flow import (
     Planned,
     PlanSettings,
     capture_training,

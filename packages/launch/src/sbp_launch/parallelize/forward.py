@@ -16,8 +16,8 @@ from sbp_core.runtime import BatchIs, Session, StepResult
 from sbp_launch.parallelize.agreement import Gather, compare_forms
 from sbp_launch.parallelize.engine import Engine
 from sbp_launch.parallelize.program import OneDeviceProgram, micro_batch
-from sbp_launch.planning import Planned, capture_forward, evaluating, plan_beside
-from sbp_launch.source_lines import naming_source_lines
+from sbp_launch.planning.flow import Planned, capture_forward, evaluating, plan_beside
+from sbp_launch.planning.source_lines import naming_source_lines
 from sbp_torch.capture import flatten_batch
 
 #: Most forms of batches whose plans are kept; beyond it, the oldest one is forgotten.

@@ -20,7 +20,7 @@ from sbp_core.sbp import B, NdSbp
 from sbp_launch.parallelize.agreement import Gather, compare, digest_of, gathering, manifest
 from sbp_launch.parallelize.engine import Engine
 from sbp_launch.parallelize.program import OneDeviceProgram
-from sbp_launch.planning import Planned
+from sbp_launch.planning.flow import Planned
 
 logger = logging.getLogger(__name__)
 

@@ -14,10 +14,10 @@ from sbp_launch.checkpoint.manifest import Metadata
 from sbp_launch.checkpoint.places import find_checkpoints, step_name
 from sbp_launch.checkpoint.reading import Checkpoint
 from sbp_launch.checkpoint.saving import Processes, ReadTogether, save
-from sbp_launch.environment import versions
 from sbp_launch.parallelize.agreement import Gather
-from sbp_launch.plan_output import write_plan
-from sbp_launch.planning import Planned
+from sbp_launch.planning.flow import Planned
+from sbp_launch.planning.output import write_plan
+from sbp_launch.run.environment import versions
 from sbp_launch.world import World
 
 logger = logging.getLogger(__name__)

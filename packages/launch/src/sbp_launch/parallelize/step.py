@@ -18,6 +18,7 @@ from sbp_core.errors import RunError, SbpValueError
 from sbp_core.graph import LogicalGraph
 from sbp_core.runtime import BatchIs, Session, batch_parts, local_samples
 from sbp_core.strategy import Strategy
+from sbp_launch.checkpoint.starting_weights import find_weights
 from sbp_launch.parallelize.agreement import Gather, compare_batches
 from sbp_launch.parallelize.engine import Engine
 from sbp_launch.parallelize.forward import Forwards
@@ -26,10 +27,9 @@ from sbp_launch.parallelize.output import StepOutput
 from sbp_launch.parallelize.program import OneDeviceProgram
 from sbp_launch.parallelize.saved import StepSaves, load_step, processes_of
 from sbp_launch.parallelize.scalars import UpdateScalars
-from sbp_launch.plan_output import print_plan
-from sbp_launch.planning import Planned
-from sbp_launch.source_lines import naming_source_lines
-from sbp_launch.starting_weights import find_weights
+from sbp_launch.planning.flow import Planned
+from sbp_launch.planning.output import print_plan
+from sbp_launch.planning.source_lines import naming_source_lines
 from sbp_launch.world import World
 from sbp_torch.capture import flatten_batch
 from sbp_torch.interchange.torch_states import to_model_state, to_optimizer_state

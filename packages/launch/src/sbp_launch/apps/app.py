@@ -1,0 +1,239 @@
+"""What the apps share: read the command line, check everything cheap, then hand over to Hydra.
+
+A wrong setting is answered before Hydra starts a job: no run folder, no traceback, exit code 2.
+What a run does is the trainer's.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+import traceback
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra._internal.utils import get_args_parser  # of hydra.main; there is no public one
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from sbp_core.errors import ConfigError, SbpError
+from sbp_core.plugins import blame, discover
+from sbp_launch.apps.sweep import SweepJob, objective, print_sweep
+from sbp_launch.exit_codes import BAD_CONFIG, FAILED, INTERRUPTED
+from sbp_launch.run.file import save_run
+from sbp_launch.run.folder import check_unused, make_folder, take_folder, writing
+from sbp_launch.run.run import make_console
+from sbp_launch.settings.catalog import PRIMARY, Catalog, make_catalog
+from sbp_launch.settings.check import in_use
+from sbp_launch.settings.compose import (
+    VERSION_BASE,
+    compose,
+    read,
+    refuse_conflicts,
+    searching,
+    sweep_jobs,
+)
+from sbp_launch.settings.config import Application, ConfigT
+from sbp_launch.settings.help import overrides_of, render_help, render_topics, split_topics
+from sbp_launch.settings.refusals import as_hydra_says, unknown_flag
+
+#: Runs the jobs of a sweep in this process, one after the other.
+_LAUNCHER = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
+
+#: Exit codes above this one are those of signals.
+_SIGNALS = 128
+
+#: Hydra's variable: with the value 1, errors keep their whole traceback.
+FULL_ERROR = "HYDRA_FULL_ERROR"
+
+
+def run(app: Application[ConfigT]) -> int:
+    """Run a command on `sys.argv`.
+
+    Returns:
+        Exit code: 0, or 2 for a wrong setting, 1 for a run that failed, 130 after Ctrl-C. After
+        SIGTERM or SIGHUP it raises `SystemExit` with 143 or 129.
+    """
+    try:
+        return _run(app)
+    except SbpError as error:
+        return _report(app, error)
+    except HydraException as error:
+        return _report(app, as_hydra_says(error))
+    except KeyboardInterrupt:
+        # Libraries that were interrupted half imported would log statistics at exit.
+        logging.disable(logging.INFO)
+        sys.stderr.write(f"\n{app.name}: interrupted\n")
+        return INTERRUPTED
+
+
+def _report(app: Application[Any], error: SbpError) -> int:
+    sys.stderr.write(f"{app.name}: {error}\n")
+    return BAD_CONFIG if isinstance(error, ConfigError) else FAILED
+
+
+def _run(app: Application[ConfigT]) -> int:
+    arguments, topics = split_topics(sys.argv[1:])
+    sys.argv[1:] = flags_first(arguments)
+    parser = get_args_parser()
+    options, unknown = parser.parse_known_args()
+    if unknown:
+        raise unknown_flag(unknown[0], parser)
+    registry = discover()
+    catalog = make_catalog(registry, options.config_dir)
+    if options.shell_completion:
+        words = catalog.complete(os.environ.get("COMP_LINE", ""))
+        if words is not None:
+            sys.stdout.write("\n".join(words) + "\n")
+            return 0
+    # One that replaces the primary folder or reruns an old job is checked when its job starts.
+    elif not (options.hydra_help or options.config_path or options.experimental_rerun):
+        if options.config_name:
+            app = replace(app, config_name=options.config_name)
+        if options.help:
+            overrides = [*options.overrides, *overrides_of(topics, catalog)]
+            composed = read(compose(catalog, app, overrides), catalog)
+            sys.stdout.write(
+                render_topics(app, composed, catalog, topics)
+                if topics
+                else render_help(app, composed, catalog)
+            )
+            return 0
+        sys.argv += _check_jobs(app, catalog, options)
+    for problem in registry.problems:
+        sys.stderr.write(f"{app.name}: warning: a plugin is left out: {problem}\n")
+    finished: list[SweepJob] = []
+    try:
+        with searching(registry.config_folders()):
+            hydra.main(
+                config_path=PRIMARY.path, config_name=app.config_name, version_base=VERSION_BASE
+            )(_job(app, catalog, finished))()
+    finally:
+        if finished:
+            print_sweep(finished, make_console())
+    return FAILED if any(job.failure for job in finished) else 0
+
+
+def flags_first(arguments: Sequence[str]) -> list[str]:
+    """Move overrides behind flags: argparse refuses `planner=toy -m trainer.steps=1,2`."""
+    overrides = [text for text in arguments if text[:1] == "~" or re.match("[^-=][^=]*=", text)]
+    return [text for text in arguments if text not in overrides] + overrides
+
+
+def _check_jobs(app: Application[Any], catalog: Catalog, options: Namespace) -> list[str]:
+    """Check every job that the command line asks for; one that is only shown must just compose.
+
+    Returns:
+        Overrides to add: the folder that was made for the run.
+
+    Raises:
+        ConfigError: something is wrong with one of them, or with their folder.
+    """
+    overrides = list(options.overrides)
+    refuse_conflicts(overrides)
+    sweep = options.multirun or "hydra.mode=MULTIRUN" in overrides
+    jobs = sweep_jobs(overrides) if sweep else [tuple(overrides)]
+    config = checked = None
+    for job in jobs:
+        single = [text for text in job if not text.startswith("hydra.mode=")]
+        config = compose(catalog, app, single)
+        if not options.cfg and not options.info:
+            checked = app.check(read(config, catalog), catalog.registry)
+    if config is None or checked is None or app.may_overwrite is None:
+        return []
+    # The jobs of a sweep have folders of their own in it.
+    overwrite = sweep or app.may_overwrite(checked)
+    return _take_folder(config, "sweep" if sweep else "run", overwrite=overwrite)
+
+
+def _take_folder(config: DictConfig, mode: str, *, overwrite: bool) -> list[str]:
+    """Make the folder of a run or a sweep, and return the override that names it.
+
+    A folder that is named for the time is made anew, as others may start in the same second.
+
+    Args:
+        config: Composed, with Hydra's own node.
+        mode: `run` or `sweep`.
+        overwrite: Whether it may hold an earlier run.
+    """
+    node = config.hydra[mode]
+    wanted = Path(str(node.dir))
+    named = OmegaConf.to_container(node, resolve=False)
+    if "${now" not in str(named["dir"] if isinstance(named, dict) else ""):
+        take_folder(wanted, overwrite=overwrite)
+        return []
+    quoted = str(make_folder(wanted)).replace("'", "\\'")
+    return [f"hydra.{mode}.dir='{quoted}'"]
+
+
+def _job(
+    app: Application[ConfigT], catalog: Catalog, finished: list[SweepJob]
+) -> Callable[[DictConfig], float | None]:
+    """Return what Hydra calls for each job.
+
+    Args:
+        app: The app.
+        catalog: What one can choose from.
+        finished: Takes the jobs of a sweep that goes on when one has failed.
+    """
+
+    def run_one(config: DictConfig, folder: Path) -> None:
+        # Hydra prints a traceback for what a job raises; what a user can mend needs none.
+        whole = OmegaConf.merge({"hydra": HydraConfig.get()}, config)
+        assert isinstance(whole, DictConfig), "a config and Hydra's node are mappings"
+        composed = None
+        try:
+            composed = read(whole, catalog)
+            checked = app.check(composed, catalog.registry)
+            if app.may_overwrite is not None:  # again: of a sweep, each job has its own folder
+                check_unused(folder, overwrite=app.may_overwrite(checked))
+                with writing(folder):
+                    save_run(composed, folder)
+            app.task(checked, catalog.registry, folder)
+        except SbpError:
+            raise
+        except Exception as error:
+            told = composed and blame(error, in_use(composed, catalog.registry))
+            if not told or os.environ.get(FULL_ERROR) == "1":
+                raise
+            raise told from error
+
+    def job(config: DictConfig) -> float | None:
+        node = HydraConfig.get()
+        folder = Path(node.runtime.output_dir)
+        # Launchers of plugins run jobs in other processes, and tell of their failures themselves.
+        here = node.mode == RunMode.MULTIRUN and node.launcher["_target_"] == _LAUNCHER
+        if not (app.sweep_goes_on and here):
+            try:
+                run_one(config, folder)
+            except SbpError as error:
+                raise SystemExit(_report(app, error)) from error
+            return None
+        failure = "it was stopped"
+        try:
+            run_one(config, folder)
+            failure = ""
+        except SbpError as error:
+            _report(app, error)
+            failure = error.what
+        except SystemExit as error:
+            if not isinstance(error.code, int) or error.code > _SIGNALS:
+                raise
+            failure = f"it ended with exit code {error.code}" if error.code else ""
+        except Exception as error:
+            traceback.print_exc()
+            failure = f"{type(error).__name__}: {error}"
+        finally:
+            overrides = tuple(map(str, node.overrides.task))
+            finished.append(SweepJob(overrides=overrides, folder=folder, failure=failure))
+        return objective(folder)
+
+    return job

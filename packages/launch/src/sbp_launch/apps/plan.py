@@ -1,0 +1,140 @@
+"""The command `sbp-plan`: check the config, plan, and print the plan. Runs no step of training.
+
+With `out=FILE` it writes the strategy, to edit and to use with `planner=file`.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from sbp_core import strategy_yaml
+from sbp_core.errors import ConfigError
+from sbp_core.plugins import PluginRegistry, merge_settings
+from sbp_core.strategy import Strategy
+from sbp_launch.apps.app import run
+from sbp_launch.output import check_writable
+from sbp_launch.settings.check import check
+from sbp_launch.settings.config import Application, ComposedConfig, RunConfig, key_of
+
+#: What `planner=file` reads.
+_ENDINGS = (".yaml", ".yml", ".json")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanConfig:
+    """The settings of `sbp-plan` itself.
+
+    Args:
+        out: File to write the strategy to; None for none.
+        overwrite: Whether it may exist.
+    """
+
+    out: str | None = None
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        if self.out is None:
+            return
+        if Path(self.out).suffix not in _ENDINGS:
+            raise ConfigError(
+                f"out={self.out!r} ends in none of {', '.join(_ENDINGS)}",
+                accepted="a path such as strategy.yaml",
+            )
+        check_writable("out", self.out, example="strategy.yaml")
+        if Path(self.out).exists() and not self.overwrite:
+            raise ConfigError(
+                f"out={self.out!r} exists",
+                accepted="a file that is not there yet",
+                todo="choose another name, or add overwrite=true",
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRun:
+    """One call of `sbp-plan`.
+
+    Args:
+        run: What is planned, and how.
+        settings: Its own settings.
+        overrides: What the command line said.
+    """
+
+    run: RunConfig
+    settings: PlanConfig
+    overrides: tuple[str, ...] = ()
+
+
+def check_plan(composed: ComposedConfig, registry: PluginRegistry) -> PlanRun:
+    """Return the plan that a composed config asks for.
+
+    Raises:
+        ConfigError: see `check`; or `out` cannot be written, or exists.
+    """
+    own = [field.name for field in fields(PlanConfig)]
+    checked = check(composed, registry, own)
+    overrides = [text for name in own for text in composed.overrides_of(name)]
+    settings = merge_settings(
+        PlanConfig,
+        {name: composed.values[name] for name in own if name in composed.values},
+        where=["sbp_launch/conf/plan.yaml", *overrides],
+    )
+    return PlanRun(run=checked, settings=settings, overrides=composed.overrides)
+
+
+def next_command(path: str, overrides: Sequence[str]) -> str:
+    """Return the command that trains by a strategy, with the other settings as they were.
+
+    Args:
+        path: File of the strategy.
+        overrides: What the command line of `sbp-plan` said.
+    """
+    own = ("planner", *(field.name for field in fields(PlanConfig)))
+    kept = [text for text in overrides if key_of(text).partition(".")[0] not in own]
+    return shlex.join(["sbp-train", "planner=file", f"planner.path={path}", *kept])
+
+
+def save_strategy(strategy: Strategy, path: str) -> None:
+    """Write a strategy as its file's ending says.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    file = Path(path)
+    try:
+        if file.suffix == ".json":
+            strategy.save(file)
+        else:
+            strategy_yaml.save(strategy, file)
+    except OSError as error:
+        raise ConfigError(f"out={path!r} cannot be written: {error.strerror}") from error
+
+
+def _plan(config: PlanRun, registry: PluginRegistry, run_folder: Path) -> None:
+    # Here and not above: a wrong setting is answered without waiting for torch.
+    from sbp_launch.trainer.trainer import plan_only
+
+    strategy = plan_only(config.run, registry)
+    if (path := config.settings.out) is not None:
+        save_strategy(strategy, path)
+        sys.stdout.write(f"wrote {path}: how every tensor and op is split; edit it, then\n")
+        sys.stdout.write(f"  {next_command(path, config.overrides)}\n")
+
+
+def main() -> None:
+    """Run `sbp-plan` and exit with its code."""
+    app = Application(
+        name="sbp-plan",
+        about="plan a training step on many ranks, and print the plan without training",
+        config_name="plan",
+        check=check_plan,
+        task=_plan,
+    )
+    sys.exit(run(app))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""What came of the runs of `--multirun`: one table, also if some of them have failed.
+
+run  optimizer.lr  steps  loss    held-out  best            tokens/s  folder
+0    0.001         100    2.4101  2.4272    2.4272          14,452    runs/2026-11-23_14-00/0
+1    0.1           failed: the loss is nan; the last finite loss was 5.2, of step 3
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.box import Box
+from rich.console import Console
+from rich.table import Table
+
+from sbp_launch.run.result import RunResult, read_result
+from sbp_launch.settings.config import key_of
+
+#: A line below the heads, and no others.
+_BOX = Box("    \n    \n ── \n    \n    \n    \n    \n    \n")
+
+#: Most columns that the name of a setting takes in any case.
+_KEY = 24
+
+_NUMBERS = ("steps", "loss", "held-out", "best")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepJob:
+    """One run of a sweep that has ended.
+
+    Args:
+        overrides: What the command line said of it.
+        folder: Its run folder.
+        failure: Why it failed, in a line; empty if it did not.
+    """
+
+    overrides: tuple[str, ...]
+    folder: Path
+    failure: str = ""
+
+
+def objective(folder: Path) -> float | None:
+    """Return what a sweeper is to minimise: the best held-out loss of a run, or else its loss."""
+    result = read_result(folder)
+    if result is None:
+        return None
+    return result.loss if result.best is None else result.best
+
+
+def print_sweep(jobs: Sequence[SweepJob], console: Console) -> None:
+    """Print what came of the runs of a sweep, in a table with a row for each."""
+    results = [read_result(job.folder) for job in jobs]
+    keys = _varied(jobs)
+    parent = Path(os.path.commonpath([job.folder.parent for job in jobs]))
+    rates = [one.rate for one in results if one is not None]
+    unit = next((one.unit for one in results if one is not None), "samples")
+    table = Table(box=_BOX, padding=(0, 2, 0, 0), pad_edge=False, show_edge=False)
+    table.add_column("run", justify="right")
+    for key in keys:
+        table.add_column(key, overflow="fold", min_width=min(len(key), _KEY))
+    for head in (*_NUMBERS, *([f"{unit}/s"] if any(rates) else [])):
+        table.add_column(head, justify="right", no_wrap=True)
+    table.add_column("folder", overflow="fold")
+    for number, (job, result) in enumerate(zip(jobs, results, strict=True)):
+        values = dict(text.partition("=")[::2] for text in job.overrides)
+        cells = _cells(result)[: None if any(rates) else -1]
+        table.add_row(
+            str(number),
+            *(values.get(key, "") for key in keys),
+            *cells,
+            str(job.folder.relative_to(parent)),
+        )
+    console.print(f"\nthe runs of {_shown(parent)}:", highlight=False, soft_wrap=True)
+    console.print(table, highlight=False)
+    for number, job in enumerate(jobs):
+        if job.failure:
+            console.print(
+                f"run {number} failed: {job.failure}", highlight=False, markup=False, soft_wrap=True
+            )
+    best = [
+        (one.best, number)
+        for number, one in enumerate(results)
+        if one is not None and one.best is not None
+    ]
+    if len(best) > 1:
+        loss, number = min(best)
+        console.print(f"lowest held-out loss: {loss:.4f}, of run {number}", highlight=False)
+
+
+def _varied(jobs: Sequence[SweepJob]) -> list[str]:
+    """Return the keys of the overrides that are not the same in all runs; none of a single one."""
+    common = set.intersection(*(set(job.overrides) for job in jobs))
+    texts = (text for job in jobs for text in job.overrides if text not in common)
+    return list(dict.fromkeys(key_of(text) for text in texts))
+
+
+def _cells(result: RunResult | None) -> list[str]:
+    """Return steps, losses and speed as they are printed."""
+    if result is None:
+        return [""] * (len(_NUMBERS) + 1)
+    losses = (_loss(one) for one in (result.loss, result.held_out_loss, result.best))
+    return [str(result.step), *losses, _rate(result.rate)]
+
+
+def _loss(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}" if math.isfinite(value) else str(value)
+
+
+def _rate(value: float | None) -> str:
+    return "" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _shown(path: Path) -> str:
+    """Return a folder as one types it from here."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)

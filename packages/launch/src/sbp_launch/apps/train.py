@@ -1,0 +1,117 @@
+"""The command `sbp-train`: check the config, then train. Imports no torch until it trains.
+
+It may be one of several processes, which torchrun, mpiexec or srun started. Then rank 0 does what
+is said here, and the others follow it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from sbp_core.errors import ConfigError, SbpError
+from sbp_core.plugins import PluginRegistry
+from sbp_launch.apps.app import run
+from sbp_launch.checkpoint.opening import look
+from sbp_launch.checkpoint.places import AUTO, find_checkpoints
+from sbp_launch.exit_codes import BAD_CONFIG, FAILED, INTERRUPTED
+from sbp_launch.launching.choice import choose_launcher
+from sbp_launch.launching.launching import follow, launch
+from sbp_launch.launching.meeting import Meeting, meet
+from sbp_launch.settings.check import check
+from sbp_launch.settings.config import Application, ComposedConfig, RunConfig
+from sbp_launch.world import World
+
+_NAME = "sbp-train"
+
+
+def check_train(composed: ComposedConfig, registry: PluginRegistry, *, world: World) -> RunConfig:
+    """Return the run that a composed config describes, with the launcher that it means.
+
+    Raises:
+        ConfigError: see `check` and `choose_launcher`; or there are no weights to start from, or no
+            checkpoint to go on from.
+    """
+    config = check(composed, registry)
+    trainer = config.trainer
+    _check_place("trainer.init_from", trainer.init_from, look)
+    if trainer.resume != AUTO:
+        _check_place("trainer.resume", trainer.resume, find_checkpoints)
+    return choose_launcher(config, composed, registry, world)
+
+
+def _check_place(key: str, place: str | None, find: Callable[[str], object]) -> None:
+    """Look whether there is what a setting names, if that is on this machine.
+
+    Raises:
+        ConfigError: there is not.
+    """
+    if place is None or "://" in place:
+        return
+    try:
+        find(place)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{key}={place}: {error.what}",
+            where=error.where,
+            accepted=error.accepted,
+            todo=error.todo,
+        ) from error
+
+
+def make_application(world: World, meeting: Meeting | None = None) -> Application[RunConfig]:
+    """Return the command, in a process that stands somewhere among others."""
+
+    def train(config: RunConfig, registry: PluginRegistry, run_folder: Path) -> None:
+        launch(config, registry, run_folder, world, meeting)
+
+    return Application(
+        name=_NAME,
+        about="train a model on many ranks as if on one device",
+        config_name="config",
+        check=partial(check_train, world=world),
+        task=train,
+        may_overwrite=lambda config: config.trainer.overwrite or config.trainer.resume == AUTO,
+        # Ranks that were started by others end when a run has failed.
+        sweep_goes_on=world.size == 1,
+    )
+
+
+def _run_among(world: World) -> int:
+    """Run as one of several processes; return the exit code."""
+    world.export()
+    meeting = meet(world)
+    if world.rank:
+        code = follow(meeting, world)
+    else:
+        code = FAILED
+        try:
+            code = run(make_application(world, meeting))
+        except SystemExit as error:
+            code = error.code if isinstance(error.code, int) else FAILED
+        finally:
+            meeting.tell(None, code)
+    meeting.leave(code)
+    return code
+
+
+def main() -> None:
+    """Run `sbp-train` and exit with its code."""
+    world = World()
+    try:
+        world = World.of_environment()
+        code = run(make_application(world)) if world.size == 1 else _run_among(world)
+    except SbpError as error:
+        # Once, where all ranks say the same; of a failure each has its own to say.
+        if not world.rank or not isinstance(error, ConfigError):
+            sys.stderr.write(f"{_NAME}: {error}\n")
+        code = BAD_CONFIG if isinstance(error, ConfigError) else FAILED
+    except KeyboardInterrupt:  # while it met the others, or waited for the next run
+        code = INTERRUPTED
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

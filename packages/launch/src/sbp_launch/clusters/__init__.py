@@ -1,0 +1,1 @@
+"""The cluster profiles that come with sbp-launch: rates declared (`local`) or measured."""

@@ -1,0 +1,157 @@
+"""Start the ranks of a run as its launcher says, and see to it that all of them end.
+
+| the ranks are | what happens here |
+|---|---|
+| threads of this process | it trains |
+| processes that were started already, of which this one is rank 0 | tells the others, and trains |
+| processes that are not there yet | starts them, passes on what they write, and waits |
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
+from typing import cast
+
+from sbp_core.boxing import BoxingBackend
+from sbp_core.boxing.supervision import ExitReport, LaunchSpec, Line, supervise
+from sbp_core.errors import RunError
+from sbp_core.plugins import Launcher, LaunchRequest, PluginRegistry
+from sbp_launch.exit_codes import BAD_CONFIG
+from sbp_launch.launching.choice import has_threads, is_started
+from sbp_launch.launching.logs import log_path
+from sbp_launch.launching.meeting import Meeting
+from sbp_launch.launching.rank import run_rank
+from sbp_launch.run.run import make_console
+from sbp_launch.settings.config import RunConfig
+from sbp_launch.world import World
+
+#: Seconds that ranks get to end by themselves when one has failed: those that wait for it are told
+#: at once; one that captures or plans waits for nobody.
+_GRACE_S = 2.0
+
+#: Lines of the log of a rank that failed which are shown.
+_SHOWN_LINES = 12
+
+
+def launch(
+    config: RunConfig, registry: PluginRegistry, folder: Path, world: World, meeting: Meeting | None
+) -> None:
+    """Train on the ranks of a run, wherever they are.
+
+    Args:
+        config: Whose launcher is chosen.
+        registry: The plugins.
+        folder: Of the run, with its settings.
+        world: Who started this process.
+        meeting: With the other ranks, if there are some already.
+
+    Raises:
+        SbpError: the run failed.
+        SystemExit: the ranks have said themselves why they ended.
+    """
+    if has_threads(config, registry):
+        # Here and not above: a wrong setting is answered without waiting for torch.
+        from sbp_launch.trainer.trainer import train
+
+        train(config, registry, folder)
+    elif is_started(config, world):
+        if meeting is not None:
+            meeting.tell(folder.absolute())
+        if code := run_rank(folder, world):
+            raise SystemExit(code)
+    else:
+        _start(config, registry, folder)
+
+
+def follow(meeting: Meeting, world: World) -> int:
+    """Train, as another rank than 0, in each run that rank 0 tells of; return the exit code."""
+    while True:
+        folder, code = meeting.receive()
+        if folder is None:
+            return code
+        if code := run_rank(folder, world):
+            return code
+
+
+def rank_command(folder: Path) -> tuple[str, ...]:
+    """Return the command of every rank of the run in a folder.
+
+    It finds the modules that this process finds: the working folder only where this one does.
+    """
+    finds_here = "" in sys.path or str(Path.cwd()) in sys.path
+    options = () if finds_here else ("-P",)
+    width = str(make_console().width)
+    return (
+        sys.executable,
+        *options,
+        "-m",
+        "sbp_launch.launching.rank",
+        str(folder.absolute()),
+        width,
+    )
+
+
+def _start(config: RunConfig, registry: PluginRegistry, folder: Path) -> None:
+    """Start the ranks, and wait for them.
+
+    Raises:
+        ConfigError: they cannot be started so.
+        RunError: one of them failed.
+        SystemExit, KeyboardInterrupt: a signal ended them, or rank 0 has said why it ended.
+    """
+    num_ranks = prod(config.mesh)
+    boxing, choice = config.boxing, config.launcher
+    request = LaunchRequest(
+        command=rank_command(folder),
+        num_ranks=num_ranks,
+        backend=cast(BoxingBackend, registry.make("boxing", boxing.name, boxing.settings)),
+        folder=folder.absolute(),
+    )
+    launcher = cast(Launcher, registry.make("launcher", choice.name, choice.settings))
+    specs: Sequence[LaunchSpec] = launcher.launch_specs(request)
+    processes = "1 process" if num_ranks == 1 else f"{num_ranks} processes"
+    sys.stdout.write(
+        f"launcher {config.launcher.name}: {processes}, one a rank; what each writes is in "
+        f"{log_path(folder, 0).parent}\n"
+    )
+    sys.stdout.flush()
+    report = supervise(specs, grace_s=_GRACE_S, on_line=_write_line, stops_gently=True)
+    if report.stopped_by == signal.SIGINT:
+        raise KeyboardInterrupt
+    if report.stopped_by is not None:
+        raise SystemExit(128 + report.stopped_by)
+    if any(end.code == BAD_CONFIG for end in report.exits if 0 in end.spec.ranks):
+        raise SystemExit(BAD_CONFIG)  # a setting, of which rank 0 has told
+    error = report.error(quote=False)
+    if error is not None:
+        raise _with_logs(error, report, folder)
+
+
+def _write_line(line: Line) -> None:
+    """Pass on what rank 0 writes, or a launcher; the other ranks have their logs."""
+    if 0 in line.spec.ranks:
+        sys.stdout.write(f"{line.text}\n")
+        sys.stdout.flush()
+
+
+def _with_logs(error: RunError, report: ExitReport, folder: Path) -> RunError:
+    """Return an error that quotes what the rank that failed first has written last."""
+    cause = report.cause
+    if cause is None:
+        return error
+    rank = cause.spec.ranks[0]
+    if len(cause.spec.ranks) > 1 and cause.root_cause is not None:
+        rank = int(cause.root_cause[0])
+    path = log_path(folder, rank)
+    try:
+        lines = path.read_text("utf-8", "replace").splitlines()[-_SHOWN_LINES:]
+    except OSError:
+        return error
+    quoted = "\n".join([f"{path}, which ends so:", *(f"    {line}" for line in lines)])
+    return RunError(
+        error.what, where=(*error.where, quoted), accepted=error.accepted, todo=error.todo
+    )

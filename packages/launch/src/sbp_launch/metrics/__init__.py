@@ -1,0 +1,1 @@
+"""Where the metrics of a run go: the sinks that come with sbp-launch."""

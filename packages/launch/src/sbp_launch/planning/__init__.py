@@ -1,0 +1,38 @@
+"""From a one-device step to a checked plan, and what is said of a plan to people.
+
+`flow` is the way: capture, passes, planner, compiler, check, memory. Of a plan, `rows` has a row
+for each module and op, `moves` the boxing around them, `table` prints both; `pipeline`, `savings`
+and `report` say the rest; `output` writes all of it on a console and into a folder; `source_lines`
+finds the model's line of an operator that failed. Knows no config of a run: `sbp_launch.trainer`
+and `sbp_launch.parallelize` both plan through this room.
+
+Stability: provisional.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sbp_core.exports import lazy
+
+if TYPE_CHECKING:
+    from sbp_launch.planning.flow import (
+        Captured,
+        Planned,
+        PlanSettings,
+        capture_training,
+        compiled,
+    )
+
+__all__ = ["Captured", "PlanSettings", "Planned", "capture_training", "compiled"]
+
+__getattr__, __dir__ = lazy(
+    __name__,
+    {
+        "Captured": "flow",
+        "PlanSettings": "flow",
+        "Planned": "flow",
+        "capture_training": "flow",
+        "compiled": "flow",
+    },
+)

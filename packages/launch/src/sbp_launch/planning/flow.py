@@ -1,0 +1,374 @@
+"""From a one-device step to a checked plan: capture, passes, planner, compiler, check, memory.
+
+Knows no config of a run: `planned` asks for `sbp-train`, `parallelize` for a program of one's own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from sbp_aten.passes import prepare_step
+from sbp_core.boxing import StepKind
+from sbp_core.check import CheckReport, check
+from sbp_core.cluster import Cluster
+from sbp_core.compile import CompileOptions, Lowered, PhysicalPlan, compile_plan, lower
+from sbp_core.errors import ConfigError, PlanError, SbpError
+from sbp_core.graph import (
+    InputKind,
+    LogicalGraph,
+    Phase,
+    Rate,
+    rename_outputs,
+    rename_uses,
+)
+from sbp_core.infer import infer_strategy
+from sbp_core.memory import MemoryReport, check_memory, memory_bound, predict_memory
+from sbp_core.passes import allow_unknown
+from sbp_core.placement import Placement
+from sbp_core.plugins import GraphPass, PlanRequest
+from sbp_core.sbp import P
+from sbp_core.signatures import UnknownOperator
+from sbp_core.strategy import Strategy
+from sbp_launch.compile_config import CompileConfig
+from sbp_launch.planning.rows import ModuleRow, OpRow, module_rows, op_rows
+from sbp_launch.settings.patterns import check_patterns
+from sbp_torch.capture import capture
+from sbp_torch.update_options import UpdateOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A graph, how it was planned, and the checked plan."""
+
+    graph: LogicalGraph
+    strategy: Strategy
+    plan: PhysicalPlan
+    checked: CheckReport
+
+    @cached_property
+    def memory(self) -> MemoryReport | str:
+        """What each rank's memory holds, or why it is not known: predicted when it is asked for."""
+        try:
+            return predict_memory(self.plan)
+        except PlanError as error:
+            return error.what
+
+    @cached_property
+    def lowered(self) -> Lowered:
+        """The ops with their boxing, before small tensors are merged to travel together."""
+        return lower(self.graph, self.strategy)
+
+    @property
+    def num_steps(self) -> Mapping[StepKind, int]:
+        """Boxing steps that send something in a training step, by kind, before some are merged."""
+        found: Counter[StepKind] = Counter()
+        for item in self.lowered.items:
+            if item.step is not None and item.step.size_bytes:
+                is_micro = item.rate is Rate.MICRO
+                found[item.step.kind] += self.graph.num_micro_batches if is_micro else 1
+        return found
+
+    @cached_property
+    def module_rows(self) -> tuple[ModuleRow, ...]:
+        """The rows of the printed plan."""
+        return module_rows(self.graph, self.strategy, self.lowered)
+
+    @cached_property
+    def op_rows(self) -> tuple[OpRow, ...]:
+        """The rows of `plan.txt`."""
+        return tuple(op_rows(self.graph, self.strategy, self.lowered))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanSettings:
+    """How steps are planned: training steps, and the evaluation of what they train.
+
+    Args:
+        mesh: All ranks, with named axes.
+        cluster: The machine.
+        compile: How a step becomes a plan.
+        passes: Passes of plugins, in the order in which they are applied.
+        micro_batches: Parts of one step.
+        update: What happens once a step beside the optimizer.
+    """
+
+    mesh: Placement
+    cluster: Cluster
+    compile: CompileConfig = field(default_factory=CompileConfig)
+    passes: tuple[GraphPass, ...] = ()
+    micro_batches: int = 1
+    update: UpdateOptions = field(default_factory=lambda: UpdateOptions(fused=True))
+
+    @property
+    def options(self) -> CompileOptions:
+        """What the compiler takes."""
+        return CompileOptions(
+            overlap=self.compile.overlap,
+            boxing_thread=self.compile.boxing_thread,
+            bucket_bytes=self.compile.bucket_bytes,
+            cluster=self.cluster,
+            prefetch=self.compile.prefetch,
+            in_place_states=self.compile.in_place_states,
+        )
+
+    def request(
+        self, graph: LogicalGraph, pins: Mapping[str, str | Mapping[str, str]] | None = None
+    ) -> PlanRequest:
+        """Return what a planner takes."""
+        return PlanRequest(
+            graph=graph,
+            mesh=self.mesh,
+            cluster=self.cluster,
+            pins=pins or {},
+            options=self.options,
+            regather=self.compile.regather,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Captured:
+    """A captured step in the forms in which it can be planned.
+
+    Args:
+        graph: Its softmaxes over very many classes are in parts, so that classes can be split.
+        original: As it was captured.
+        settings: How it is brought into the form that is planned.
+    """
+
+    graph: LogicalGraph
+    original: LogicalGraph
+    settings: PlanSettings
+
+    @cached_property
+    def whole(self) -> LogicalGraph | None:
+        """The form in which each softmax is one operator; None if that is `graph` already.
+
+        It is faster, and for plans that split no classes.
+        """
+        if _num_softmaxes(self.graph) == _num_softmaxes(self.original):
+            return None
+        passes = replace(self.settings.compile.passes, split_classes=None)
+        settings = replace(self.settings, compile=replace(self.settings.compile, passes=passes))
+        return _prepared(self.original, settings, settings.micro_batches)
+
+    def planned(self, plan: Callable[[LogicalGraph], Strategy]) -> tuple[LogicalGraph, Strategy]:
+        """Return the form that is the better one for what a planner decides, and that.
+
+        Args:
+            plan: Decides on a form. A strategy that was read is for one of them.
+
+        Raises:
+            SbpError: of `plan`, about `graph`.
+        """
+        try:
+            found = plan(self.graph)
+        except SbpError:
+            if self.whole is not None:
+                with suppress(SbpError):
+                    return self.whole, plan(self.whole)
+            raise
+        if self.whole is not None and not _has_partial_maxima(found):
+            with suppress(SbpError):  # such as pins of what only the other form has
+                return self.whole, plan(self.whole)
+        return self.graph, found
+
+
+def _num_softmaxes(graph: LogicalGraph) -> int:
+    return sum(node.kind == "_log_softmax" for node in graph.nodes)
+
+
+def _has_partial_maxima(strategy: Strategy) -> bool:
+    """Whether ranks have maxima of parts: of logits whose classes are split."""
+    return any(
+        part == P("max")
+        for assignment in strategy.nodes.values()
+        for made in assignment.signature.outputs
+        for part in made
+    )
+
+
+def capture_training(
+    model: nn.Module,
+    loss: Any,
+    batch: Any,
+    optimizer: torch.optim.Optimizer,
+    settings: PlanSettings,
+) -> Captured:
+    """Capture a training step and bring it into the forms that are planned.
+
+    Args:
+        model: See `capture`.
+        loss: See `capture`.
+        batch: An example of one micro-batch.
+        optimizer: See `capture`.
+        settings: How.
+
+    Raises:
+        CaptureError: it cannot be captured.
+        ConfigError: a pattern of mixed precision matches nothing.
+    """
+    captured = capture(
+        model,
+        loss,
+        batch,
+        optimizer,
+        update=settings.update,
+        autocast=settings.compile.autocast,
+        per_shard_random=settings.compile.random == "per_shard",
+        device=settings.mesh.device,
+    )
+    check_precision(settings.compile, captured)
+    graph = _prepared(captured, settings, settings.micro_batches)
+    return Captured(graph=graph, original=captured, settings=settings)
+
+
+def capture_forward(
+    model: nn.Module, loss: Any, batch: Any, settings: PlanSettings, name: str
+) -> LogicalGraph:
+    """Capture forward and loss, as one micro-batch, in the mode in which the model is."""
+    captured = capture(
+        model,
+        loss,
+        batch,
+        name=name,
+        autocast=settings.compile.autocast,
+        per_shard_random=settings.compile.random == "per_shard",
+        device=settings.mesh.device,
+    )
+    return _prepared(captured, settings, 1)
+
+
+def with_averages(graph: LogicalGraph, train: LogicalGraph) -> LogicalGraph:
+    """Return a forward step that reads averages of parameters, where a training step keeps them.
+
+    before: y = linear(x, head.weight)
+    after:  y = linear(x, head.weight.ema)
+
+    Args:
+        graph: Of `capture_forward`.
+        train: The training step, over the same model; its averages are states `<parameter>.ema`.
+    """
+    averages = {entry.of: entry.name for entry in train.inputs if entry.name == f"{entry.of}.ema"}
+    names = {one.name: averages[one.name] for one in graph.inputs if one.name in averages}
+    if not names:
+        return graph
+    types = {names.get(value, value): kind for value, kind in graph.types.items()}
+    return graph.with_nodes(
+        tuple(rename_uses(node, names) for node in graph.nodes),
+        inputs=tuple(replace(one, name=names.get(one.name, one.name)) for one in graph.inputs),
+        outputs=rename_outputs(graph.outputs, names),
+        types=types,
+    )
+
+
+def _prepared(captured: LogicalGraph, settings: PlanSettings, micro_batches: int) -> LogicalGraph:
+    unknown = UnknownOperator(settings.compile.unknown_ops)
+    extra = [*settings.passes, partial(allow_unknown, unknown=unknown)]
+    options = settings.compile.passes
+    if settings.mesh.size == 1:  # nothing is split, and PyTorch's own softmax is one operator
+        options = replace(options, split_classes=None)
+    return prepare_step(captured, micro_batches, extra, options=options)
+
+
+def check_precision(config: CompileConfig, graph: LogicalGraph) -> None:
+    """Check the patterns of mixed precision, which may name operators, too.
+
+    Raises:
+        ConfigError: one matches nothing.
+    """
+    how = config.passes.mixed_precision
+    if how is None:
+        return
+    kinds = sorted({node.kind for node in graph.nodes})
+    modules = sorted({node.module for node in graph.nodes if node.module})
+    key = "compile.passes.mixed_precision"
+    check_patterns(f"{key}.keep", how.keep, [*modules, *kinds], "module and no operator")
+    check_patterns(f"{key}.lower", how.lower, kinds, "operator")
+
+
+def compiled(graph: LogicalGraph, strategy: Strategy, settings: PlanSettings) -> Planned:
+    """Compile a strategy, and check the plan."""
+    plan = compile_plan(graph, strategy, settings.options)
+    return Planned(graph=graph, strategy=strategy, plan=plan, checked=check(plan, types=False))
+
+
+def regathering(strategy: Strategy, config: CompileConfig) -> Strategy:
+    """Return the strategy with what the config says of gathers; left alone, it says its own."""
+    chosen = config.regather
+    return strategy if chosen == CompileConfig().regather else replace(strategy, regather=chosen)
+
+
+def check_fits(planned: Planned, cluster: Cluster) -> None:
+    """Compare what the plan needs with the memory of a rank.
+
+    Its exact memory takes as long as planning does, and is predicted only where a bound does not
+    settle it.
+
+    Raises:
+        ConfigError: a rank would not fit its memory.
+    """
+    limit_bytes = cluster.device.memory_bytes
+    if memory_bound(planned.plan, planned.graph) <= limit_bytes:
+        return
+    if isinstance(planned.memory, str):
+        return
+    try:
+        check_memory(planned.memory, limit_bytes)
+    except PlanError as error:
+        raise ConfigError(
+            error.what, where="cluster.memory_bytes", accepted=error.accepted, todo=error.todo
+        ) from error
+
+
+def plan_beside(train: Planned, graph: LogicalGraph, settings: PlanSettings) -> Planned:
+    """Plan forward and loss with every state, batch entry and module where training has them.
+
+    Args:
+        train: The training step.
+        graph: Of `capture_forward`, over the same model.
+        settings: Those of the training step.
+
+    Raises:
+        ConfigError: a rank would not fit its memory.
+    """
+    stored = {name: str(entry.sbp) for name, entry in train.strategy.storage.items()}
+    modules: list[list[str]] = [[] for _ in train.strategy.stages]
+    for node in train.graph.nodes:
+        if node.name in train.strategy.nodes and node.phase is Phase.FORWARD and node.module:
+            stage = train.strategy.nodes[node.name].stage
+            if node.module not in modules[stage]:
+                modules[stage].append(node.module)
+    pins = {
+        e.name: stored[e.name] for e in graph.inputs if e.kind.is_state or e.kind is InputKind.BATCH
+    }
+    strategy = infer_strategy(
+        PlanRequest(graph=graph, mesh=settings.mesh, cluster=settings.cluster),
+        planner=train.strategy.planner,
+        pins=pins,
+        stages=train.strategy.stages,
+        stage_patterns=modules if len(modules) > 1 else (),
+        in_flight=(1,) * len(modules),
+    )
+    made = compiled(graph, replace(strategy, regather=train.strategy.regather), settings)
+    check_fits(made, settings.cluster)
+    return made
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode inside the `with` block; it is as it was afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training

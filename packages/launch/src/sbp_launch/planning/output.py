@@ -1,0 +1,58 @@
+"""A plan on a console, and as files in a folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from rich.console import Console
+
+from sbp_core import strategy_yaml
+from sbp_core.compile import to_json
+from sbp_core.memory import MemoryReport
+from sbp_launch.console import say
+from sbp_launch.planning.flow import Planned
+from sbp_launch.planning.report import memory_lines, summary
+from sbp_launch.planning.rows import plan_text
+from sbp_launch.planning.savings import saving_lines
+from sbp_launch.planning.table import legend, plan_table
+
+
+def print_plan(
+    console: Console, planned: Planned, mesh: Mapping[str, int], max_rows: int, todo: str
+) -> None:
+    """Print a plan: its table and its summary.
+
+    Args:
+        console: Where.
+        planned: The plan.
+        mesh: Ranks along each axis of the whole mesh, by its name.
+        max_rows: Most rows of the table; 0 for no table.
+        todo: How to see the rows that are left out.
+    """
+    if max_rows:
+        rows, stages = planned.module_rows, planned.strategy.stages
+        console.print(plan_table(rows, stages, max_rows, console.width, todo))
+        say(console, legend(rows, mesh, stages))
+    plan, graph, strategy = planned.plan, planned.graph, planned.strategy
+    say(console, summary(plan, graph, strategy, planned.module_rows, planned.num_steps))
+    say(console, saving_lines(graph, strategy))
+    say(console, memory_lines(plan, planned.memory))
+
+
+def write_plan(folder: Path, planned: Planned) -> None:
+    """Write the plan, the strategy and the memory into a folder.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    planned.strategy.save(folder / "strategy.json")
+    strategy_yaml.save(planned.strategy, folder / "strategy.yaml")
+    if isinstance(planned.memory, MemoryReport):
+        text = "\n".join(planned.memory.lines()) + "\n"
+        (folder / "memory.txt").write_text(text, encoding="utf-8")
+    text = json.dumps(to_json(planned.plan))
+    (folder / "plan.json").write_text(text, encoding="utf-8")
+    (folder / "plan.txt").write_text(plan_text(planned.op_rows), encoding="utf-8")

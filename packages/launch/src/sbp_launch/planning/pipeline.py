@@ -1,0 +1,89 @@
+"""What is said of a pipeline: its stages, its schedule, and how long its ranks wait.
+
+    time ->                                one rank a row, F and B of micro-batches 0 to 3
+    stage 0   F0 F1 .. .. B0 F2 B1 F3 B2 .. B3        .. waits: the bubble
+    stage 1   .. F0 B0 F1 B1 F2 B2 F3 B3 .. ..
+
+With p stages that take equally long and m micro-batches, a rank waits (p - 1) of the m + p - 1
+slots of a forward and backward. What is predicted of a plan knows the times of its stages and of
+its boxing, too.
+
+Source: Huang et al., "GPipe", NeurIPS 2019, section 2.3 (the share); Narayanan et al., "PipeDream",
+SOSP 2019 (1F1B).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sbp_core.compile import Accumulate, Compute, PhysicalPlan
+from sbp_core.infer import one_forward_one_backward, step_time_s
+from sbp_core.placement import Placement
+from sbp_core.strategy import Strategy
+from sbp_launch.planning.moves import ranks_text
+from sbp_launch.planning.rows import ModuleRow
+from sbp_launch.planning.table import groups_of
+
+#: Most modules that are named of a stage.
+_MOST_NAMES = 4
+
+
+def pipeline_lines(plan: PhysicalPlan, strategy: Strategy, rows: Sequence[ModuleRow]) -> list[str]:
+    """Return schedule, stages and bubble; nothing for a plan of one stage."""
+    count, micro_batches = len(plan.stages), plan.num_micro_batches
+    if count == 1:
+        return []
+    step_s = step_time_s(plan)
+    busy = [_busy_s(plan, stage) / step_s for stage in plan.stages]
+    batches = f"{micro_batches} micro-batch" + "es" * (micro_batches != 1)
+    lines = [f"pipeline: {count} stages, {batches}, schedule {_schedule(strategy)}"]
+    for index, stage in enumerate(plan.stages):
+        lines.append(
+            f"  stage {index} ({ranks_text(stage)}): {_modules(rows, index)}; "
+            f"busy {busy[index]:.0%}, {strategy.in_flight[index]} in flight"
+        )
+    equal = (count - 1) / (micro_batches + count - 1)
+    sizes = [stage.size for stage in plan.stages]
+    idle = 1 - sum(b * size for b, size in zip(busy, sizes, strict=True)) / sum(sizes)
+    bubble = (
+        f"  bubble: ranks wait {idle:.0%} of the predicted step; (p - 1)/(m + p - 1) = {equal:.0%} "
+        "if stages were equal"
+    )
+    if micro_batches == 1:
+        bubble += "; raise trainer.micro_batches, so that stages work at the same time"
+    return [*lines, bubble]
+
+
+def _schedule(strategy: Strategy) -> str:
+    """Return the name of what the quotas of the stages make, with the quotas if it has none."""
+    stages, micro_batches = len(strategy.stages), strategy.num_micro_batches
+    if micro_batches == 1:
+        return "one after the other"
+    if strategy.in_flight == one_forward_one_backward(stages, micro_batches):
+        return "1F1B"
+    if set(strategy.in_flight) == {micro_batches}:
+        return "GPipe"
+    return f"with in_flight {list(strategy.in_flight)}"
+
+
+def _busy_s(plan: PhysicalPlan, stage: Placement) -> float:
+    """Return the seconds of a step that a rank of a stage computes, in the mean of its ranks."""
+    total = sum(
+        actor.time_s * actor.num_firings(plan.num_micro_batches)
+        for rank in stage.rank_list
+        for actor in plan.by_rank[rank].actors
+        if isinstance(actor, Compute | Accumulate)
+    )
+    return total / stage.size
+
+
+def _modules(rows: Sequence[ModuleRow], stage: int) -> str:
+    """Return the modules of a stage, those in the middle left out where there are many."""
+    names = [
+        group.name.partition(" ")[0] or group.rows[0].module
+        for group in groups_of(rows)
+        if group.stage == stage and (group.name or not group.rows[0].is_parent)
+    ]
+    if len(names) > _MOST_NAMES:
+        names = [*names[: _MOST_NAMES - 2], "...", names[-1]]
+    return ", ".join(names) or "nothing"

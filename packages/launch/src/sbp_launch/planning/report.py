@@ -1,0 +1,166 @@
+"""What is said of a plan beside its table: what it is and moves, what each rank's memory holds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from math import prod
+
+from sbp_core.boxing import StepKind
+from sbp_core.compile import COMMIT, BoxingActor, PhysicalPlan
+from sbp_core.graph import LogicalGraph
+from sbp_core.infer import step_time_s
+from sbp_core.memory import MemoryReport
+from sbp_core.sbp import Split
+from sbp_core.signatures import OpCall, work_flop
+from sbp_core.strategy import Strategy
+from sbp_core.units import format_bytes, format_seconds
+from sbp_launch.planning.pipeline import pipeline_lines
+from sbp_launch.planning.rows import ModuleRow
+
+#: From this share of a step's arithmetic on, a rank does nearly all of it.
+_ALIKE = 0.9
+
+#: Parts of a rank's memory below this share of its peak are summed up.
+_LEAST_SHARE = 0.01
+
+
+def crowding(num_ranks: int, cores: int) -> list[str]:
+    """Return a warning if ranks have to share cores."""
+    if num_ranks <= cores:
+        return []
+    return [
+        f"warning: {num_ranks} ranks share {counted(cores, 'core')} and take turns: a step takes "
+        f"about {num_ranks / cores:.3g} times as long as with a core for each rank"
+    ]
+
+
+def memory_lines(plan: PhysicalPlan, memory: MemoryReport | str) -> list[str]:
+    """Return for each stage what the rank holds at its peak that needs most.
+
+    Args:
+        plan: Whose memory it is.
+        memory: Of each rank, or why it is not known.
+    """
+    if isinstance(memory, str):
+        return [f"memory is not known, so no limit was checked: {memory}"]
+    found = memory.ranks
+    lines = []
+    for index, stage in enumerate(plan.stages):
+        worst = max((found[rank] for rank in stage.rank_list), key=lambda rank: rank.peak)
+        kinds = sorted(worst.kinds.items(), key=lambda entry: -entry[1])
+        parts = [(kind.value, n) for kind, n in kinds if n >= _LEAST_SHARE * worst.peak]
+        if rest := worst.peak - sum(size for _, size in parts):
+            parts.append(("other", rest))
+        text = " + ".join(f"{format_bytes(size)} {name}" for name, size in parts)
+        of = f"a rank of stage {index}" if len(plan.stages) > 1 else "a rank"
+        lines.append(f"memory of {of} at its peak: {format_bytes(worst.peak)}")
+        lines.append(f"  = {text}")
+    return lines
+
+
+def arithmetic_lines(graph: LogicalGraph, strategy: Strategy) -> list[str]:
+    """Return which share of a step's arithmetic a rank does, and whether that gains anything.
+
+    What is split on no mesh axis of its stage, every rank of the stage computes alike.
+    """
+    done: dict[int, float] = {}
+    total = 0.0
+    for node in graph.nodes:
+        if node.is_host:
+            continue
+        assigned = strategy.nodes[node.name]
+        stage = strategy.stages[assigned.stage]
+        flop = work_flop(OpCall.of(graph, node))
+        split = {
+            axis
+            for sbp in (*assigned.signature.inputs, *assigned.signature.outputs)
+            for axis, entry in enumerate(sbp)
+            if isinstance(entry, Split)
+        }
+        total += flop
+        part = flop / prod(stage.mesh_shape[axis] for axis in split)
+        done[assigned.stage] = done.get(assigned.stage, 0.0) + part
+    num_ranks = sum(stage.size for stage in strategy.stages)
+    if num_ranks == 1 or not total:
+        return []
+    share, even = max(done.values()) / total, 1 / num_ranks
+    lines = [
+        f"arithmetic: a rank does {_percent(share)} of the step's; an even share is "
+        f"{_percent(even)}"
+    ]
+    if share >= _ALIKE:
+        lines.append(
+            f"  every rank computes nearly the whole step, so {num_ranks} ranks gain nothing: this "
+            "model and batch are too small to split, or too much is pinned to B"
+        )
+    return lines
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g}%"
+
+
+def counted(number: int, word: str, plural: str = "s") -> str:
+    """Return a number with its word: `1 step`, `3 steps`."""
+    return f"{number} {word}{plural * (number != 1)}"
+
+
+def summary(
+    plan: PhysicalPlan,
+    graph: LogicalGraph,
+    strategy: Strategy,
+    rows: Sequence[ModuleRow],
+    num_steps: Mapping[StepKind, int],
+) -> list[str]:
+    """Return the lines under the table: what the plan is and moves, and the planner's why.
+
+    The latter is `explanation` of the strategy's report: a list of lines.
+
+    Args:
+        plan: Checked.
+        graph: The step.
+        strategy: What it was compiled from.
+        rows: Those of the table.
+        num_steps: Boxing steps of each kind between ranks, before small tensors are merged.
+    """
+    return [
+        f"planner {strategy.planner}: {counted(len(plan.ranks), 'rank')}, "
+        f"{counted(plan.num_micro_batches, 'micro-batch', 'es')}",
+        *pipeline_lines(plan, strategy, rows),
+        *arithmetic_lines(graph, strategy),
+        *_boxing_lines(plan, num_steps),
+        "checked: a replay of the step proves that it cannot deadlock and that buffers are bounded",
+        f"predicted time of a step: {format_seconds(step_time_s(plan))}",
+        *strategy.report.get("explanation", ()),
+    ]
+
+
+def _boxing_lines(plan: PhysicalPlan, num_steps: Mapping[StepKind, int]) -> list[str]:
+    """Return how much a step sends, and in how many collectives and transfers beside its commit."""
+    firings = {
+        actor.step: actor.num_firings(plan.num_micro_batches)
+        for part in plan.ranks
+        for actor in part.actors
+        if isinstance(actor, BoxingActor) and actor.name != COMMIT
+    }
+    sent: Counter[StepKind] = Counter()
+    for index, count in firings.items():
+        sent[plan.steps[index].kind] += count * (plan.steps[index].size_bytes > 0)
+    if not +sent:
+        but = " but the commit of the step" if plan.boxing_bytes else ""
+        return [f"boxing: nothing is sent between ranks{but}"]
+    texts, is_merged = [], False
+    for kind in sorted(+sent):
+        asked = max(num_steps.get(kind, 0), sent[kind])
+        is_merged |= asked > sent[kind]
+        texts.append(
+            counted(asked, kind.value) + (f" (sent as {sent[kind]})" if asked > sent[kind] else "")
+        )
+    together = "; small tensors travel together" if is_merged else ""
+    count, total = len(plan.ranks), plan.boxing_bytes
+    return [
+        f"boxing in a step: a rank sends {format_bytes(total / count)}, "
+        f"the {count} ranks together {format_bytes(total)}",
+        f"  {', '.join(texts)}{together}",
+    ]

@@ -1,0 +1,259 @@
+"""The plan as rows: one for each module of the model, and one for each op.
+
+The rows of modules are what is printed: how a module's parameters are stored, how its output
+leaves, and what travels around it. The rows of ops are the file `plan.txt`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from sbp_core.boxing import BoxingStep, StepKind
+from sbp_core.compile import Lowered
+from sbp_core.graph import InputKind, LogicalGraph, Node, OutputKind, Phase, Rate
+from sbp_core.signatures import is_view
+from sbp_core.strategy import Strategy
+from sbp_launch.planning.moves import Move, When, moves, owner_of, ranks_text
+
+_PHASE_ORDER = {phase: index for index, phase in enumerate(Phase)}
+_WHEN_ORDER = {when: index for index, when in enumerate(When)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleMove:
+    """Boxing steps of one module that happen at the same time in the same way.
+
+    Args:
+        when, phase: Such as after forward.
+        what: What travels, with its number if there are several: `2 gradients`.
+        kind: The collective, or a transfer.
+        how: Axes and change: `over data: P -> B`.
+        sent_bytes: What all ranks of the stage together send in a training step.
+        num_ranks: Ranks that share in sending.
+        layers: Of layers that are folded into one row, those that do this; empty for all.
+    """
+
+    when: When
+    phase: Phase
+    what: str
+    kind: StepKind
+    how: str
+    sent_bytes: int
+    num_ranks: int
+    layers: str = ""
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """What the moves of a module are sorted by."""
+        return _PHASE_ORDER[self.phase], _WHEN_ORDER[self.when]
+
+    @property
+    def bytes_of_a_rank(self) -> float:
+        """What a rank sends in a training step; where ranks differ, their mean."""
+        return self.sent_bytes / self.num_ranks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleRow:
+    """One module on one stage; a module with children has a row for the ops that it calls itself.
+
+    Args:
+        stage: Where it runs.
+        module: Its path; empty for the model itself.
+        is_parent: Whether it has children.
+        parameters: (name, SBP) of each parameter that it stores.
+        output: SBP of the largest tensor that leaves it in the forward phase, after its boxing.
+        moves: What travels around it, in the order forward, backward, update.
+    """
+
+    stage: int
+    module: str
+    is_parent: bool
+    parameters: tuple[tuple[str, str], ...]
+    output: str
+    moves: tuple[ModuleMove, ...]
+
+    @property
+    def bytes_of_a_rank(self) -> float:
+        """What a rank sends in a training step."""
+        return sum(move.bytes_of_a_rank for move in self.moves)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpRow:
+    """One op of the plan.
+
+    Args:
+        phase, stage, module: Where it stands.
+        name: As the strategy names it.
+        op: Operator without its namespace.
+        inputs, outputs: Their SBPs.
+        before: Boxing of its inputs, as far as it is the first to ask for it.
+        after: Boxing of its outputs as new states, loss and metrics.
+        sent_bytes: What that boxing sends in a training step, over all ranks.
+    """
+
+    phase: str
+    stage: int
+    module: str
+    name: str
+    op: str
+    inputs: str
+    outputs: str
+    before: str
+    after: str
+    sent_bytes: int
+
+
+def module_rows(graph: LogicalGraph, strategy: Strategy, lowered: Lowered) -> tuple[ModuleRow, ...]:
+    """Return a row for each module and stage: by stage, in the order of the forward pass.
+
+    Args:
+        graph: What was planned.
+        strategy: How.
+        lowered: What `lower` made of both.
+    """
+    found: dict[tuple[int, str], list[Move]] = {}
+    nodes: dict[tuple[int, str], list[Node]] = defaultdict(list)
+    for node in graph.nodes:
+        if node.phase is Phase.FORWARD and not node.is_host:
+            nodes[strategy.nodes[node.name].stage, node.module].append(node)
+    found.update((key, []) for key in nodes)
+    parameters: dict[tuple[int, str], list[tuple[str, str]]] = defaultdict(list)
+    for entry in graph.inputs:
+        if entry.kind is InputKind.PARAMETER:
+            stored = strategy.storage[entry.name]
+            key = stored.stage, owner_of(entry)
+            found.setdefault(key, [])
+            parameters[key].append((entry.name.rpartition(".")[2], f"({stored.sbp})"))
+    for move in moves(graph, lowered):
+        found.setdefault((move.stage, move.module), []).append(move)
+    paths = {module for _, module in found}
+    parents = {path for path in paths if any(other.startswith(f"{path}.") for other in paths)}
+    rows = [
+        ModuleRow(
+            stage=stage,
+            module=module,
+            is_parent=not module or module in parents,
+            parameters=tuple(parameters[stage, module]),
+            output=_output(graph, strategy, nodes[stage, module], own),
+            moves=tuple(sorted(_together(own), key=lambda move: move.order)),
+        )
+        for (stage, module), own in found.items()
+        if own or parameters[stage, module] or not _only_views(nodes[stage, module])
+    ]
+    return tuple(sorted(rows, key=lambda row: row.stage))
+
+
+def _only_views(nodes: Sequence[Node]) -> bool:
+    return all(is_view(node.op) for node in nodes)
+
+
+def _output(
+    graph: LogicalGraph, strategy: Strategy, nodes: Sequence[Node], own: Sequence[Move]
+) -> str:
+    """Return the SBP of the largest tensor that leaves a module in the forward phase; the last one.
+
+    Args:
+        graph: What was planned.
+        strategy: How.
+        nodes: Those of the module.
+        own: What travels around it.
+    """
+    names = {node.name for node in nodes}
+    results = {out.value for out in graph.outputs if out.kind is not OutputKind.STATE}
+    boxed = {
+        move.value: f"({move.target})"
+        for move in own
+        if move.when is When.AFTER and move.phase is Phase.FORWARD
+    }
+    found, largest = "", -1
+    for node in nodes:
+        sbps = strategy.nodes[node.name].signature.outputs
+        for value, sbp in zip(node.outputs, sbps, strict=True):
+            users = graph.users[value]
+            leaves = any(u.phase is Phase.FORWARD and u.name not in names for u in users)
+            size = graph.tensor(value).size_bytes
+            if (leaves or value in results) and size >= largest:
+                found, largest = boxed.get(value, f"({sbp})"), size
+    return found
+
+
+def _together(own: Sequence[Move]) -> Iterator[ModuleMove]:
+    """Yield a module's moves, equal ones as one."""
+    groups: dict[tuple[Phase, When, str, StepKind, str, int], list[Move]] = defaultdict(list)
+    for move in own:
+        key = move.phase, move.when, move.what, move.kind, move.how, move.num_ranks
+        groups[key].append(move)
+    for (phase, when, what, kind, how, num_ranks), same in groups.items():
+        count = len({move.value for move in same})
+        yield ModuleMove(
+            when=when,
+            phase=phase,
+            what=f"{count} {what}s" if count > 1 else what,
+            kind=kind,
+            how=how,
+            sent_bytes=sum(move.sent_bytes for move in same),
+            num_ranks=num_ranks,
+        )
+
+
+def op_rows(graph: LogicalGraph, strategy: Strategy, lowered: Lowered) -> Iterator[OpRow]:
+    """Yield a row for each op, in graph order."""
+    before: dict[str, list[BoxingStep]] = defaultdict(list)
+    after: dict[str, list[BoxingStep]] = defaultdict(list)
+    sent: dict[str, int] = defaultdict(int)
+    for item in lowered.items:
+        if item.step is None:
+            continue
+        value = lowered.held[item.outputs[0]].value
+        name = item.asked_by or graph.producers[value].name
+        (before if item.asked_by else after)[name].append(item.step)
+        repeats = graph.num_micro_batches if item.rate is Rate.MICRO else 1
+        sent[name] += repeats * item.step.size_bytes
+    for node in graph.nodes:
+        if node.is_host:
+            continue
+        assigned = strategy.nodes[node.name]
+        yield OpRow(
+            phase=node.phase.value,
+            stage=assigned.stage,
+            module=node.module or "(root)",
+            name=node.name,
+            op=node.op.partition(".")[2],
+            inputs=" ".join(f"({sbp})" for sbp in assigned.signature.inputs),
+            outputs=" ".join(f"({sbp})" for sbp in assigned.signature.outputs),
+            before=", ".join(map(_step_text, before[node.name])),
+            after=", ".join(map(_step_text, after[node.name])),
+            sent_bytes=sent[node.name],
+        )
+
+
+def plan_text(rows: Sequence[OpRow]) -> str:
+    """Return every op as a line of tab-separated text, below a line of names."""
+    names = (
+        "phase",
+        "stage",
+        "module",
+        "name",
+        "op",
+        "input_sbps",
+        "output_sbps",
+        "boxing_before",
+        "boxing_after",
+        "sent_bytes_all_ranks",
+    )
+    lines = ["\t".join(names)]
+    for row in rows:
+        cells = (row.phase, row.stage, row.module, row.name, row.op, row.inputs, row.outputs)
+        lines.append("\t".join(map(str, (*cells, row.before, row.after, row.sent_bytes))))
+    return "\n".join(lines) + "\n"
+
+
+def _step_text(step: BoxingStep) -> str:
+    """Return what a step does: `all-reduce (S(0), P) -> (S(0), B)`."""
+    (before, source), (after, target) = step.source, step.target
+    there = f" to {ranks_text(after)}" if before != after else ""
+    return f"{step.kind.value}{there} ({source}) -> ({target})"

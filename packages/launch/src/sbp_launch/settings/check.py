@@ -1,0 +1,263 @@
+"""From a composed config to a checked `RunConfig`: every setting of every group, before torch.
+
+Builds nothing; the plugins' own config dataclasses say what is legal.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TypeVar
+
+from sbp_core.errors import ConfigError, SbpLookupError, nearest
+from sbp_core.plugins import ChecksOthers, PluginEntry, PluginRegistry, merge_settings
+from sbp_launch.compile_config import CompileConfig
+from sbp_launch.settings.config import (
+    GROUPS,
+    PLUGIN_GROUPS,
+    ComposedConfig,
+    PluginChoice,
+    RunConfig,
+    TrainerConfig,
+    key_of,
+)
+from sbp_launch.settings.known_keys import OTHER_NAMES, known_settings, meant
+
+T = TypeVar("T")
+
+
+def check(composed: ComposedConfig, registry: PluginRegistry, own: Iterable[str] = ()) -> RunConfig:
+    """Return the run that a composed config describes.
+
+    Args:
+        composed: The config.
+        registry: The plugins.
+        own: Settings of the command itself, in no group; they are not checked here.
+
+    Raises:
+        ConfigError: a group, a plugin or a setting is unknown, missing or refused; names the key,
+            its file and what the command line said about it.
+    """
+    refuse_unknown(composed, (*GROUPS, *own), registry)
+    choices: dict[str, PluginChoice] = {}
+    configs: dict[str, object] = {}
+    for group in PLUGIN_GROUPS:
+        choices[group], configs[group] = choose(composed, registry, group)
+    mesh, axes = (getattr(configs["cluster"], name, None) for name in ("mesh", "axes"))
+    if not isinstance(mesh, tuple) or not isinstance(axes, tuple):
+        raise ConfigError(
+            "the cluster's config has no mesh and axes",
+            where=composed.files.get("cluster", ""),
+            accepted="a cluster whose config has mesh: tuple[int, ...] and axes: tuple[str, ...]",
+        )
+    _check_together(composed, configs, configs)
+    with _seeking_elsewhere(composed, registry):
+        trainer = _core_config(composed, "trainer", TrainerConfig)
+        compile_config = _core_config(composed, "compile", CompileConfig)
+    for name in compile_config.plugins:
+        with _naming_overrides(composed, "compile", f"compile.plugins={name}"):
+            registry.factory("pass", name)
+    callbacks = _callbacks(composed, registry, trainer)
+    _check_together(composed, callbacks, {**configs, "trainer": trainer})
+    return RunConfig(**choices, trainer=trainer, compile=compile_config, mesh=mesh, axes=axes)
+
+
+def _callbacks(
+    composed: ComposedConfig, registry: PluginRegistry, trainer: TrainerConfig
+) -> dict[str, object]:
+    """Return the checked configs of the callbacks, by key.
+
+    Raises:
+        ConfigError: one is unknown or twice there, or a setting of one is not known or refused.
+    """
+    found: dict[str, object] = {}
+    with _naming_overrides(composed, "trainer"):
+        try:
+            choices = trainer.callback_choices
+        except ConfigError as error:
+            what = f"trainer.{error.what}"
+            where = (composed.files.get("trainer", ""),)
+            raise ConfigError(what, where=where, accepted=error.accepted, todo=error.todo) from None
+    for index, choice in enumerate(choices):
+        key = f"trainer.callbacks[{index}]"
+        with _naming_overrides(composed, "trainer", f"{key} is {choice.name!r}"):
+            file = composed.files.get("trainer", "")
+            found[key] = registry.configure(
+                "callback", choice.name, choice.settings, key=key, where=file
+            )
+    return found
+
+
+def _check_together(
+    composed: ComposedConfig, asked: Mapping[str, object], configs: Mapping[str, object]
+) -> None:
+    """Ask configs whether those of the other groups fit them.
+
+    Args:
+        composed: What they were made of.
+        asked: By group; those of callbacks by their keys.
+        configs: Of all groups that are known by now.
+
+    Raises:
+        ConfigError: one does not; names the files of both, and what the command line said.
+    """
+    for group, config in asked.items():
+        if not isinstance(config, ChecksOthers):
+            continue
+        try:
+            config.check_beside({kind: one for kind, one in configs.items() if kind != group})
+        except ConfigError as error:
+            told = f"{error.what} {error.accepted} {error.todo}"
+            asking = group.partition(".")[0]
+            about = [one for one in configs if one == asking or re.search(rf"\b{one}[.=]", told)]
+            files = [composed.files.get(one, "") for one in about]
+            said = [line for one in about for line in composed.overrides_of(one)]
+            where = (*error.where, *files, *said)
+            raise ConfigError(
+                error.what, where=where, accepted=error.accepted, todo=error.todo
+            ) from error
+
+
+def refuse_unknown(
+    composed: ComposedConfig, known: Iterable[str], registry: PluginRegistry
+) -> None:
+    """Check that a config has no groups and settings of its own but those that are known.
+
+    Raises:
+        ConfigError: it has; says which is nearest, of all settings.
+    """
+    names = sorted(known)
+    for name in composed.values:
+        if name not in names:
+            said = (text for text in composed.overrides if key_of(text).split(".")[0] == name)
+            text = next(said, name)
+            key, value = key_of(text), text.partition("=")[2]
+            near = nearest(name, names)
+            todo = f"did you mean {near + key.removeprefix(name)!r}?" if near else ""
+            if not near or "." not in key:
+                # What is like a name of this app is rarely a setting of another option.
+                settings = known_settings(composed, registry)
+                like = [one for one in settings if not (near and one.options)]
+                todo = meant(key, like, value) or todo
+            raise ConfigError(
+                f"no group or setting is called {key!r}",
+                where=composed.overrides_of(name),
+                accepted=", ".join(names),
+                todo=todo or "choose one of these",
+            )
+
+
+def choose(
+    composed: ComposedConfig, registry: PluginRegistry, group: str
+) -> tuple[PluginChoice, object]:
+    """Return the plugin that a group names, and its checked config.
+
+    Raises:
+        ConfigError: the group is missing, or the plugin or a setting is not known or refused.
+    """
+    file = composed.files.get(group, "")
+    settings = _settings(composed, group)
+    name = settings.pop("name", None)
+    if not isinstance(name, str):
+        names = ", ".join(registry.names(group))
+        what = f"{group}.name is {'not set' if name is None else repr(name)}"
+        raise ConfigError(
+            what, where=file, accepted=names, todo="add the plugin that the file is for: name: NAME"
+        )
+    with (
+        _naming_overrides(composed, group, f"{group}.name is {name!r}"),
+        _seeking_elsewhere(composed, registry),
+    ):
+        config = registry.configure(group, name, settings, where=file)
+    return PluginChoice(name=name, settings=settings, file=file), config
+
+
+def _core_config(composed: ComposedConfig, group: str, config: type[T]) -> T:
+    """Return the checked config of a group that names no plugin.
+
+    Raises:
+        ConfigError: the group is missing, or a setting is not known or refused.
+    """
+    settings = _settings(composed, group)
+    with _naming_overrides(composed, group):
+        return merge_settings(config, settings, key=group, where=composed.files.get(group, ""))
+
+
+def _settings(composed: ComposedConfig, group: str) -> dict[str, object]:
+    """Return the settings of a group.
+
+    Raises:
+        ConfigError: the group is missing or no mapping.
+    """
+    value = composed.values.get(group)
+    if not isinstance(value, Mapping):
+        raise ConfigError(
+            f"{group} is {value!r}",
+            where=[composed.files.get(group, ""), *composed.overrides_of(group)],
+            accepted=f"an option of the group {group!r}: {group}=OPTION",
+        )
+    return {str(name): setting for name, setting in value.items()}
+
+
+@contextmanager
+def _naming_overrides(composed: ComposedConfig, group: str, asked: str = "") -> Iterator[None]:
+    """Name the overrides that an error in the `with` block is about.
+
+    Args:
+        composed: The config.
+        group: Whose settings are checked.
+        asked: What asks for a plugin that may not be known.
+    """
+    try:
+        yield
+    except (ConfigError, SbpLookupError) as error:
+        what, where = error.what, error.where
+        if isinstance(error, SbpLookupError):
+            what, where = f"{asked}: {what}", (composed.files.get(group, ""), *where)
+        where = (*where, *composed.overrides_of(group, what))
+        raise ConfigError(what, where=where, accepted=error.accepted, todo=error.todo) from error
+
+
+@contextmanager
+def _seeking_elsewhere(composed: ComposedConfig, registry: PluginRegistry) -> Iterator[None]:
+    """Say which group, or which other option, takes a setting that is unknown where it stands."""
+    try:
+        yield
+    except ConfigError as error:
+        unknown = re.match(r"no setting is called '([\w.]+)'", error.what)
+        if unknown is None:
+            raise
+        settings = known_settings(composed, registry)
+        leaf = unknown[1].rpartition(".")[2]
+        same = [one for one in settings if one.leaf == leaf and one.key == unknown[1]] or [
+            one for one in settings if one.leaf == leaf and not one.options
+        ]
+        if not same and leaf not in OTHER_NAMES:
+            raise
+        said = [text for text in composed.overrides if key_of(text) == unknown[1]]
+        value = said[0].partition("=")[2] if said else ""
+        todo = meant(unknown[1], same or settings, value) or error.todo
+        raise ConfigError(
+            error.what, where=error.where, accepted=error.accepted, todo=todo
+        ) from error
+
+
+def in_use(composed: ComposedConfig, registry: PluginRegistry) -> list[PluginEntry]:
+    """Return the plugins whose code a run may call: those it names, passes and signatures."""
+    trainer = composed.values.get("trainer")
+    callbacks = trainer.get("callbacks") if isinstance(trainer, Mapping) else ()
+    named = {
+        ("callback", one.get("name") if isinstance(one, Mapping) else one)
+        for one in (callbacks if isinstance(callbacks, list | tuple) else ())
+    }
+    named |= {
+        (group, value.get("name"))
+        for group, value in composed.values.items()
+        if isinstance(value, Mapping)
+    }
+    return [
+        entry
+        for entry in registry.entries
+        if (entry.kind, entry.name) in named or entry.kind in ("pass", "signature")
+    ]

@@ -1,0 +1,264 @@
+"""From a command line to a composed config, with Hydra; its errors become `ConfigError`."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Glob
+from hydra.core.plugins import Plugins
+from hydra.errors import MissingConfigException, OverrideParseException
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+from sbp_core.errors import ConfigError, SbpError
+from sbp_core.plugins import ConfigFolder
+from sbp_core.serialize import read_text
+from sbp_launch.settings.catalog import OWN_FOLDER, PRIMARY, Catalog
+from sbp_launch.settings.config import GROUPS, PLUGIN_GROUPS, Application, ComposedConfig, key_of
+from sbp_launch.settings.option_file import refuse_expansion, refuse_faults
+from sbp_launch.settings.refusals import (
+    as_hydra_says,
+    faulty_file,
+    forced,
+    missing_option,
+    not_in_the_file,
+    option_of,
+    unreadable,
+)
+
+#: Version of Hydra's behaviour that the configs are written for.
+VERSION_BASE = "1.3"
+
+#: Most jobs of a sweep that are checked before the first one starts.
+MOST_JOBS_CHECKED = 256
+
+_FOLDERS: ContextVar[tuple[ConfigFolder, ...]] = ContextVar("config_folders", default=())
+
+
+class PluginFolders(SearchPathPlugin):
+    """Add the config folders of the enclosing `searching` to Hydra's search path."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        """Append the folders; the primary folder is there already."""
+        for folder in _FOLDERS.get():
+            if folder.path != PRIMARY.path:
+                search_path.append(provider=folder.distribution, path=folder.path)
+
+
+@contextmanager
+def searching(folders: Sequence[ConfigFolder]) -> Iterator[None]:
+    """Let Hydra find the options in `folders` inside the `with` block.
+
+    The plugin is registered by hand: a module in `hydra_plugins` would burden every Hydra app of
+    the environment.
+    """
+    Plugins.instance().register(PluginFolders)
+    token = _FOLDERS.set(tuple(folders))
+    try:
+        yield
+    finally:
+        _FOLDERS.reset(token)
+
+
+def compose(catalog: Catalog, app: Application[Any], overrides: Sequence[str]) -> DictConfig:
+    """Compose a config, Hydra's own node included.
+
+    Args:
+        catalog: What one can choose from.
+        app: Its primary config is composed; its check has better words than Hydra, and knows what a
+            plugin takes.
+        overrides: The command line.
+
+    Raises:
+        ConfigError: Hydra cannot; names the key, its file and the nearest valid name.
+    """
+    _refuse_expansions(catalog)
+    try:
+        return _compose(catalog, app.config_name, overrides)
+    except OverrideParseException as error:
+        raise unreadable(error) from error
+    except Exception as error:  # not all are of Hydra: ValueError, TypeError
+        raise _explain(error, catalog, app, overrides) from error
+
+
+def _refuse_expansions(catalog: Catalog) -> None:
+    """Refuse option files of the user's own that Hydra would take all memory to read."""
+    for folder in catalog.folders:
+        if folder.distribution != OWN_FOLDER:
+            continue
+        root = Path(folder.path.removeprefix("file://"))
+        # Options of groups, and those in a folder of their own there.
+        for path in (*root.glob("*.yaml"), *root.glob("*/*.yaml"), *root.glob("*/*/*.yaml")):
+            try:
+                text = read_text(path)
+            except SbpError:
+                continue  # which Hydra finds if it is chosen
+            refuse_expansion(text, str(path))
+
+
+def _compose(catalog: Catalog, config_name: str, overrides: Sequence[str]) -> DictConfig:
+    module = PRIMARY.path.removeprefix("pkg://")
+    with (
+        searching(catalog.folders),
+        hydra.initialize_config_module(module, job_name="sbp", version_base=VERSION_BASE),
+        warnings.catch_warnings(),
+    ):
+        # Hydra only warns of a search path that does not exist.
+        warnings.filterwarnings("error", message="provider=.* is not available")
+        return hydra.compose(config_name, list(overrides), return_hydra_config=True)
+
+
+def _explain(
+    error: Exception, catalog: Catalog, app: Application[Any], overrides: Sequence[str]
+) -> ConfigError:
+    """Return what is wrong with overrides that Hydra refused.
+
+    Of settings Hydra knows the keys in the files, and no more. So the same is composed again with
+    every key allowed: what is wrong with it, `check` says best.
+    """
+    groups = catalog.groups()
+    try:
+        if file := faulty_file(error):
+            refuse_faults(Path(file).read_text("utf-8", "replace"), file)
+        for text in overrides:
+            refuse_faults(catalog.text(option_of(text)), catalog.file(option_of(text)))
+    except ConfigError as fault:
+        return fault
+    missing = error.missing_cfg_file if isinstance(error, MissingConfigException) else ""
+    for text in overrides:
+        if "/" in (key := key_of(text)) and f"'{key}'" in str(error):
+            missing = option_of(text)  # planner/manual=zero is meant as planner=manual/zero
+    if missing and missing.partition("/")[0] in (*GROUPS, *groups):
+        asking = re.match("In '([^']+)'", str(error))
+        file = catalog.file(asking[1]) if asking else ""
+        return missing_option(missing, overrides, file or catalog.file(app.config_name), catalog)
+    try:
+        keys_allowed = [forced(text, groups, error) for text in overrides]
+        composed = read(_compose(catalog, app.config_name, keys_allowed), catalog)
+        composed = replace(composed, overrides=tuple(overrides))
+        app.check(composed, catalog.registry)
+    except ConfigError as refused:
+        return refused
+    except Exception:
+        return as_hydra_says(error)
+    return not_in_the_file(error, composed)
+
+
+def refuse_conflicts(overrides: Sequence[str]) -> None:
+    """Check that no key is set twice, to different values: Hydra would take the last in silence.
+
+    Raises:
+        ConfigError: one is; names both overrides.
+    """
+    seen: dict[str, str] = {}
+    for text in overrides:
+        if text.startswith("~") or "=" not in text:
+            continue
+        key = option_of(text) if "/" in key_of(text) else key_of(text)
+        first = seen.setdefault(key, text)
+        if first.partition("=")[2] != text.partition("=")[2]:
+            raise ConfigError(
+                f"{key} is set twice: {first} and {text}",
+                where="the command line",
+                accepted="one value; several with -m: " + f"{key}=A,B",
+                todo=f"leave out {first} or {text}",
+            )
+
+
+def read(config: DictConfig, catalog: Catalog) -> ComposedConfig:
+    """Return a composed config, Hydra's own node included, as plain values.
+
+    Raises:
+        ConfigError: a mandatory value is not set, an interpolation leads nowhere, or two
+            distributions bring the option of a group.
+    """
+    files = {}
+    for group, option in config.hydra.runtime.choices.items():
+        if group in GROUPS and option is not None:
+            files[group] = file = catalog.file(f"{group}/{option}")
+            owners = catalog.owners(f"{group}/{option}")
+            if len(owners) > 1:
+                raise ConfigError(
+                    f"the option file {file} comes from {' and '.join(owners)}",
+                    accepted="one distribution for each option",
+                    todo="uninstall one of them, or ask its author for another name",
+                )
+            value = config[group]
+            if not OmegaConf.is_dict(value) or (group in PLUGIN_GROUPS and "name" not in value):
+                refuse_faults(catalog.text(f"{group}/{option}"), file)
+    names = [name for name in map(str, config) if name != "hydra"]
+    return ComposedConfig(
+        values={name: _plain(config, name, files.get(name, ""), catalog) for name in names},
+        files=files,
+        overrides=tuple(map(str, config.hydra.overrides.task)),
+    )
+
+
+def _plain(config: DictConfig, group: str, file: str, catalog: Catalog) -> object:
+    """Return what a config says of one group or setting, as plain values.
+
+    Raises:
+        ConfigError: see `read`.
+    """
+    try:
+        value: object = config[group]
+        if OmegaConf.is_config(value):
+            value = OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
+        return value
+    except MissingMandatoryValue as error:
+        key = error.full_key or group
+        option = config.hydra.runtime.choices.get(group, "")
+        raise _not_set(key, group, option, file, catalog) from error
+    except OmegaConfBaseException as error:
+        what = str(error).partition("\n")[0]
+        raise ConfigError(f"{error.full_key or group}: {what}", where=file) from error
+
+
+def _not_set(key: str, group: str, option: str, file: str, catalog: Catalog) -> ConfigError:
+    """Make the error of a setting without a value, from its comment in the option file."""
+    comment = catalog.comments(f"{group}/{option}").get(key.removeprefix(f"{group}."), "")
+    shown = re.search(rf"\b{re.escape(key)}=\S+", comment)
+    # Options below this one set it.
+    below = [f"{group}={one}" for one in catalog.options(group) if one.startswith(f"{option}/")]
+    others = f", or choose {', '.join(below)}" if below else ""
+    return ConfigError(
+        f"{key} is not set",
+        where=file,
+        accepted="" if shown else comment,
+        todo=f"set {shown[0] if shown else f'{key}=VALUE'}{others}",
+    )
+
+
+def sweep_jobs(overrides: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    """Return the overrides of each job of a sweep, as far as they are known beforehand.
+
+    A sweep that another sweeper interprets (an interval, a glob) is left out. At most
+    `MOST_JOBS_CHECKED` jobs are returned.
+
+    Raises:
+        ConfigError: an override cannot be read.
+    """
+    try:
+        parsed = OverridesParser.create().parse_overrides(list(overrides))
+    except OverrideParseException as error:
+        raise unreadable(error) from error
+    choices = []
+    for override in parsed:
+        if not override.is_sweep_override():
+            choices.append([str(override.input_line)])
+        elif override.is_discrete_sweep() and not isinstance(override.value(), Glob):
+            key = override.get_key_element()
+            choices.append([f"{key}={value}" for value in override.sweep_string_iterator()])
+    return tuple(itertools.islice(itertools.product(*choices), MOST_JOBS_CHECKED))

@@ -1,0 +1,354 @@
+"""The config of one run as values, before it is checked (`ComposedConfig`) and after (`RunConfig`).
+
+A `RunConfig` has a `TrainerConfig` and a `PluginChoice` for each group; an `Application` is a
+command that takes one. Knows nothing of Hydra: `check` makes these from what Hydra composed.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, Literal, TypeVar
+
+from sbp_core.errors import ConfigError
+from sbp_core.plugins import INSTEAD, PluginRegistry
+from sbp_launch.checkpoint.settings import CheckpointConfig
+from sbp_launch.compile_config import CompileConfig
+from sbp_launch.data.order import Order
+from sbp_launch.settings.budget import DEFAULT_STEPS, Budget, Unit
+from sbp_launch.settings.schedules import ScheduleConfig
+from sbp_torch.update_options import UpdateOptions
+
+#: Config groups whose options name a plugin, in the order of a run.
+PLUGIN_GROUPS = (
+    "model",
+    "data",
+    "cluster",
+    "boxing",
+    "runtime",
+    "planner",
+    "optimizer",
+    "logger",
+    "storage",
+    "launcher",
+)
+
+#: All config groups.
+GROUPS = (*PLUGIN_GROUPS, "trainer", "compile")
+
+#: The budgets that a run may be given.
+_BUDGETS: tuple[Unit, ...] = ("steps", "epochs", "tokens", "hours")
+
+_AT_LEAST_ONE = ("steps", "tokens", "batch_size", "micro_batches", "log_every")
+_AT_LEAST_ZERO = ("seed", "compare_steps", "sample_tokens", "plan_rows", "prefetch")
+
+
+def _check_least(config: object, low: int, names: tuple[str, ...]) -> None:
+    """Check settings that are whole numbers, those that are set.
+
+    Raises:
+        ConfigError: one is below `low`.
+    """
+    for name in names:
+        value = getattr(config, name)
+        if isinstance(value, int) and value < low:
+            raise ConfigError(f"{name}={value} is too small", accepted=f"an integer >= {low}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluateConfig:
+    """When and on how much held-out data a run is evaluated.
+
+    Args:
+        every: Steps between two evaluations, >= 1; None for one at the end only.
+        batches: Batches of held-out data, of `batch_size` samples each; 0 for no evaluation.
+    """
+
+    every: int | None = None
+    batches: int = 4
+
+    def __post_init__(self) -> None:
+        _check_least(self, 1, ("every",))
+        _check_least(self, 0, ("batches",))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PluginChoice:
+    """The option of one group.
+
+    Args:
+        name: Of the plugin.
+        settings: For its config, without `name`.
+        file: Of the option, for messages.
+    """
+
+    name: str
+    settings: Mapping[str, object] = field(default_factory=dict)
+    file: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerConfig:
+    """How long and how a run trains.
+
+    Args:
+        steps: Optimizer updates, >= 1; as `epochs`, `tokens` and `hours` a budget over all stops,
+            of which one may be given, and 300 steps if none is.
+        epochs: Times to go through the training data, > 0.
+        tokens: Tokens of text to train on, >= 1.
+        hours: Time to train, with evaluation and saving, but without planning, > 0.
+        batch_size: Samples of one step over all ranks, >= 1.
+        micro_batches: Parts of one step; divides `batch_size`. `auto`: the fewest with which every
+            rank fits its memory.
+        seed: Seed of the initialisation and of the order of the samples, >= 0.
+        init_from: Weights to start from: a checkpoint, a run folder, a file of safetensors, or a
+            folder of Hugging Face or torch.distributed.checkpoint; None for those that the model
+            makes.
+        order: Of the samples: `shuffled`, in another order each epoch; or `sequential`.
+        prefetch: Batches that are loaded ahead of the step; 0: each when the step needs it.
+        compare_steps: First steps that also run on one device; 0 for none.
+        evaluate: When and on how much held-out data it is evaluated.
+        sample_tokens: Tokens generated after training; 0 for none.
+        log_every: Steps between two printed lines where there is no bar, >= 1; metrics are kept
+            for every step.
+        dtype: Floating type of parameters and activations.
+        plan_rows: Most rows of the printed plan; 0 for no plan.
+        on_nan: What to do if the loss is infinite or no number: `stop`, or `warn` and go on.
+        trace: Steps of which it is kept what every rank did when, counted from 1: `10..12`, or
+            one; None for none.
+        overwrite: Whether a run may replace the files of an earlier one in its folder.
+        resume: Where to go on: `auto`, the newest checkpoint that is whole, of this run folder; or
+            the path of one, of a folder of them, or of a run. None to begin.
+        checkpoint: When checkpoints are saved, and which are kept.
+        callbacks: What is called between steps: the name of each, or a mapping with `name` and its
+            settings.
+        schedule: How the learning rate goes.
+        update: Clipping, averages and scaling beside the optimizer.
+    """
+
+    steps: int | None = None
+    epochs: float | None = None
+    tokens: int | None = None
+    hours: float | None = None
+    batch_size: int = 16
+    micro_batches: int | Literal["auto"] = 1
+    seed: int = 0
+    init_from: str | None = None
+    order: Order = "shuffled"
+    prefetch: int = 2
+    compare_steps: int = 3
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    sample_tokens: int = 200
+    log_every: int = 10
+    dtype: Literal["float32", "float64"] = field(
+        default="float32",
+        metadata={
+            INSTEAD: "for mixed precision, parameters stay float32: compile.autocast=bfloat16"
+        },
+    )
+    plan_rows: int = 30
+    on_nan: Literal["stop", "warn"] = "stop"
+    trace: str | int | None = None
+    overwrite: bool = False
+    resume: str | None = None
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    callbacks: tuple[str | Mapping[str, Any], ...] = ()
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    update: UpdateOptions = field(default_factory=lambda: UpdateOptions(fused=True))
+
+    def __post_init__(self) -> None:
+        _check_least(self, 1, _AT_LEAST_ONE)
+        _check_least(self, 0, _AT_LEAST_ZERO)
+        self._check_budget()
+        if self.micro_batches != "auto" and self.batch_size % self.micro_batches:
+            divisors = [n for n in range(1, self.batch_size + 1) if self.batch_size % n == 0]
+            raise ConfigError(
+                f"batch_size={self.batch_size} does not divide into "
+                f"micro_batches={self.micro_batches}",
+                accepted=f"micro_batches one of {', '.join(map(str, divisors))}",
+            )
+        traced = self.traced_steps
+        last = self.budget.amount if self.budget.unit == "steps" else math.inf
+        if self.trace is not None and not (traced and traced[0] >= 1 and traced[-1] <= last):
+            steps = "" if last == math.inf else f", of 1 to steps={last}"
+            raise ConfigError(
+                f"trace={self.trace} names no steps of this run",
+                accepted=f"first..last, or one step{steps}",
+            )
+
+    def _check_budget(self) -> None:
+        """Check that there is one budget.
+
+        Raises:
+            ConfigError: there are several, or it is none.
+        """
+        given = [name for name in _BUDGETS if getattr(self, name) is not None]
+        if len(given) > 1:
+            texts = [f"{name}={getattr(self, name)}" for name in given]
+            raise ConfigError(
+                f"{given[0]} is not the only budget: {' and '.join(texts)}",
+                accepted=f"one of {', '.join(_BUDGETS)}",
+                todo=f"leave out all but one, or say trainer.{given[0]}=null",
+            )
+        if not 0 < self.budget.amount < math.inf:
+            raise ConfigError(
+                f"{self.budget.unit}={self.budget.amount} is no budget",
+                accepted="a finite number > 0",
+            )
+
+    @property
+    def budget(self) -> Budget:
+        """How long the run trains."""
+        for unit in _BUDGETS:
+            if (amount := getattr(self, unit)) is not None:
+                return Budget(unit=unit, amount=amount)
+        return Budget(unit="steps", amount=DEFAULT_STEPS)
+
+    @property
+    def callback_choices(self) -> tuple[PluginChoice, ...]:
+        """The plugins that `callbacks` names, each with its settings.
+
+        Raises:
+            ConfigError: one has no name, or two have the same.
+        """
+        found: dict[str, PluginChoice] = {}
+        for index, given in enumerate(self.callbacks):
+            settings = {} if isinstance(given, str) else dict(given)
+            name = given if isinstance(given, str) else settings.pop("name", None)
+            if not isinstance(name, str) or name in found:
+                raise ConfigError(
+                    f"callbacks[{index}] has no name"
+                    if not isinstance(name, str)
+                    else f"callbacks[{index}]: {name!r} is there twice",
+                    accepted="the name of a callback, or a mapping with its name and settings, each"
+                    " once",
+                    todo="such as trainer.callbacks=[{name: early_stop, patience: 3}]",
+                )
+            found[name] = PluginChoice(name=name, settings=settings)
+        return tuple(found.values())
+
+    @property
+    def traced_steps(self) -> range:
+        """The steps to trace, counted from 1; empty for none, and if `trace` names none."""
+        named = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", str(self.trace))
+        if named is None:
+            return range(0)
+        return range(int(named[1]), int(named[2] or named[1]) + 1)
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Samples of one micro-batch over all ranks."""
+        return self.batch_size // self.num_micro_batches
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Parts of one step, of a run that is planned."""
+        assert self.micro_batches != "auto", "plan_fitting knows how many there are"
+        return self.micro_batches
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """All choices of one run, checked.
+
+    Args:
+        model: Kind `model`.
+        data: Kind `data`.
+        cluster: Kind `cluster`.
+        boxing: Kind `boxing`.
+        runtime: Kind `runtime`.
+        planner: Kind `planner`.
+        optimizer: Kind `optimizer`.
+        logger: Kind `logger`.
+        trainer: How long and how it trains.
+        compile: How a step becomes a plan.
+        mesh: Ranks along each mesh axis, from the cluster's config.
+        axes: Name of each mesh axis, from the cluster's config.
+        launcher: Kind `launcher`.
+        storage: Kind `storage`.
+    """
+
+    model: PluginChoice
+    data: PluginChoice
+    cluster: PluginChoice
+    boxing: PluginChoice
+    runtime: PluginChoice
+    planner: PluginChoice
+    optimizer: PluginChoice
+    logger: PluginChoice
+    trainer: TrainerConfig
+    compile: CompileConfig
+    mesh: tuple[int, ...]
+    axes: tuple[str, ...]
+    launcher: PluginChoice = field(default_factory=lambda: PluginChoice(name="threads"))
+    storage: PluginChoice = field(default_factory=lambda: PluginChoice(name="local"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComposedConfig:
+    """A composed config as plain values, not yet checked.
+
+    Args:
+        values: The whole config by group.
+        files: File of the chosen option of each group.
+        overrides: What the command line said.
+    """
+
+    values: Mapping[str, object]
+    files: Mapping[str, str]
+    overrides: tuple[str, ...]
+
+    def overrides_of(self, group: str, what: str = "") -> list[str]:
+        """Return the overrides of a group, or of a setting of the primary config, as error context.
+
+        Args:
+            group: Its name.
+            what: What is wrong with it: only the overrides of which this tells; all if empty.
+        """
+        # The unknown name may be one on the way to the last: `trainer.updat.fused=null`.
+        unknown = what.partition("'")[2].partition("'")[0]
+        return [
+            f"the command line: {text}"
+            for text in self.overrides
+            if (key := key_of(text)).partition(".")[0] == group
+            and (not what or key.rpartition(".")[2] in what or key.startswith(f"{unknown}."))
+        ]
+
+
+def key_of(override: str) -> str:
+    """Return the key of an override: `trainer.steps` of `+trainer.steps=5`."""
+    return re.split("[=@]", override.lstrip("+~"), maxsplit=1)[0].strip()
+
+
+#: The checked config of an app.
+ConfigT = TypeVar("ConfigT")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Application(Generic[ConfigT]):
+    """One command.
+
+    Args:
+        name: Its name: `sbp-train`.
+        about: What it does, in one sentence.
+        config_name: Its primary config.
+        check: Makes its checked config of what Hydra composed; raises `ConfigError`.
+        task: What it does with that, the plugins and the run folder; called inside a Hydra job.
+        groups: The config groups that it has; empty for all.
+        may_overwrite: Whether, by its config, it may use a folder that holds an earlier run; None
+            for a command that leaves no run folder.
+        sweep_goes_on: Whether the other runs of a sweep are done when one has failed, and all are
+            told of in one table.
+    """
+
+    name: str
+    about: str
+    config_name: str
+    check: Callable[[ComposedConfig, PluginRegistry], ConfigT]
+    task: Callable[[ConfigT, PluginRegistry, Path], None]
+    groups: tuple[str, ...] = ()
+    may_overwrite: Callable[[ConfigT], bool] | None = None
+    sweep_goes_on: bool = False

@@ -1,0 +1,348 @@
+"""The text of `--help`: what one can choose, and of a topic what every setting means.
+
+Hydra's own help writes nested options as groups (`planner/manual: zero`), which cannot be typed
+back; here every option and setting reads as one writes it. Prints nothing.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml  # type: ignore[import-untyped] # its stubs are a package of their own
+
+from sbp_core.errors import ConfigError, nearest
+from sbp_core.plugins import PluginEntry
+from sbp_launch.settings.callbacks import callbacks_of, settings_of
+from sbp_launch.settings.catalog import Catalog
+from sbp_launch.settings.config import GROUPS, Application, ComposedConfig
+from sbp_launch.settings.known_keys import known_settings, nested_configs, takes_of
+
+#: Columns of a help that goes to no terminal.
+_WIDTH = 100
+
+#: Columns of an option, and of a setting with its value.
+_OPTION, _SETTING = 24, 34
+
+#: The flags that are of use here.
+_FLAGS = {
+    "--help, -h [TOPIC]": "this page, or the settings of a group, an option, or one setting",
+    "--cfg, -c job": "show the whole config that the command line makes, and run nothing",
+    "--multirun, -m": "one job for each value: trainer.steps=50,100",
+    "--config-dir, -cd FOLDER": "options of your own, as FOLDER/GROUP/NAME.yaml",
+    "--config-name, -cn NAME": "another primary config",
+    "--info, -i searchpath": "where options are looked for, and whose they are",
+    "--shell-completion, -sc": "completion in a shell: see --hydra-help",
+    "--hydra-help": "all flags of Hydra",
+}
+
+
+def split_topics(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the arguments without the words right behind `--help`, and these words.
+
+    >>> split_topics(["planner=osdp", "--help", "trainer", "-m"])
+    (['planner=osdp', '--help', '-m'], ['trainer'])
+    """
+    kept: list[str] = []
+    topics: list[str] = []
+    behind = False
+    for text in arguments:
+        is_flag = text.startswith("-")
+        behind = text in ("--help", "-h") or (behind and not is_flag)
+        (topics if behind and not is_flag else kept).append(text)
+    return kept, topics
+
+
+def overrides_of(topics: Sequence[str], catalog: Catalog) -> list[str]:
+    """Return the overrides that topics are: `planner=osdp`, or `osdp` for short."""
+    found = []
+    for topic in topics:
+        owners = [group for group in catalog.groups() if topic in catalog.options(group)]
+        if "=" in topic:
+            found.append(topic)
+        elif topic not in catalog.groups() and len(owners) == 1:
+            found.append(f"{owners[0]}={topic}")
+    return found
+
+
+def render_help(app: Application[Any], composed: ComposedConfig, catalog: Catalog) -> str:
+    """Return the help of an app: groups, options, flags.
+
+    Args:
+        app: The app.
+        composed: Its config with the overrides of the command line.
+        catalog: What one can choose from; plugins with problems are listed.
+    """
+    width = _columns()
+    lines = [f"{app.name}: {app.about}", ""]
+    lines.append(f"usage: {app.name} [GROUP=OPTION ...] [KEY=VALUE ...] [FLAG ...]")
+    groups = app.groups or (*GROUPS, *(one for one in catalog.groups() if one not in GROUPS))
+    shown = "trainer" if "trainer" in groups else groups[-1]
+    example = f"{app.name} --help {shown}"
+    lines += ["", f"Options of each group (* is chosen; `{example}` explains its settings):"]
+    for group in groups:
+        lines.append(f"  {group}")
+        chosen = composed.files.get(group, "")
+        for option in catalog.options(group):
+            mark = "*" if chosen and catalog.file(f"{group}/{option}") == chosen else " "
+            told = catalog.summary(group, option)
+            start = f"    {mark} {option:<{_OPTION}} "
+            lines.append(f"{start}{_cut(told, width - len(start))}".rstrip())
+    own = [key for key in composed.values if key not in groups]
+    if own:
+        lines += ["", f"Settings of its own (`{own[0]}=VALUE` changes one):"]
+        for row in _rows(app, composed, catalog, ""):
+            lines += row.lines(width)
+    lines += ["", "Settings (`KEY=VALUE` changes one):"] if groups else []
+    for topic, what in _topics_to_try(app, shown).items():
+        lines.append(f"  {app.name + ' --help ' + topic:<40} {what}"[:width])
+    lines += ["", "Flags:"]
+    lines += [f"  {flag:<{_OPTION + 4}} {what}"[:width] for flag, what in _FLAGS.items()]
+    if catalog.registry.problems:
+        lines += ["", "Plugins with problems:"]
+        lines += [f"  {one}" for one in catalog.registry.problems]
+    return "\n".join(lines) + "\n"
+
+
+def _topics_to_try(app: Application[Any], shown: str) -> dict[str, str]:
+    if app.groups:
+        return {shown: "every setting of the chosen option"}
+    return {
+        "trainer": "every setting of the chosen option, with its value",
+        "planner=osdp": "those of another option",
+        "trainer.steps": "one setting, and what it takes",
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Row:
+    """One setting: its key, value, comment, and what it takes; the value of a heading is below."""
+
+    key: str
+    value: object
+    comment: str
+    takes: str = ""
+    is_heading: bool = False
+
+    def lines(self, width: int, *, whole: bool = False) -> Iterator[str]:
+        """Yield what is printed of it; `whole` adds what values it takes."""
+        text = f"  {self.key}:" if self.is_heading else f"  {self.key}={plain(self.value)}"
+        nested: list[str] = []
+        if isinstance(self.value, Mapping) and len(text) > _SETTING:
+            # Too long for a line; so it can be typed into a file.
+            text, nested = f"  {self.key}:", [f"      {line}" for line in _block(self.value)]
+        comment = f"{self.comment} (takes {self.takes})" if whole and self.takes else self.comment
+        told = textwrap.wrap(comment.strip(), max(24, width - _SETTING - 2))
+        if len(text) > _SETTING or not told:
+            yield text
+        else:
+            yield f"{text:<{_SETTING}}  {told.pop(0)}"
+        for line in told:
+            yield f"{'':<{_SETTING}}  {line}"
+        yield from nested
+
+
+def _block(mapping: Mapping[object, object]) -> Iterator[str]:
+    """Yield the lines of a mapping in YAML, one an item."""
+    for name, item in mapping.items():
+        flow = None if isinstance(item, Mapping | list | tuple) else False
+        yield yaml.safe_dump({name: item}, default_flow_style=flow, width=10**6).rstrip()
+
+
+def _cut(text: str, width: int) -> str:
+    """Return a text that fits: its first clauses, or else its first words.
+
+    >>> _cut("Llama over bytes, 0.9 million parameters", 30), _cut("one two three", 11)
+    ('Llama over bytes', 'one two ...')
+    """
+    if len(text) <= width:
+        return text
+    clauses = [match.start() for match in re.finditer("[,;:] ", text) if match.start() <= width]
+    if clauses and clauses[-1] > width // 3:
+        return text[: clauses[-1]]
+    return textwrap.shorten(text, width, placeholder=" ...")
+
+
+def plain(value: object) -> str:
+    """Return a value as one types it on the command line.
+
+    >>> plain([1, "a", None]), plain(1e11), plain(""), plain({"a": True})
+    ('[1,a,null]', '1e+11', "''", '{a: true}')
+    """
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float) and float(f"{value:g}") == value:
+        return str(value) if len(str(value)) < 8 else f"{value:g}"
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(plain, value))}]"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{name}: {plain(item)}" for name, item in value.items()) + "}"
+    return "''" if value == "" else str(value)
+
+
+def render_topics(
+    app: Application[Any], composed: ComposedConfig, catalog: Catalog, topics: Sequence[str]
+) -> str:
+    """Return the help on topics: the settings of a group or an option, or one setting.
+
+    Args:
+        app: The app.
+        composed: Its config, with the options that the topics name.
+        catalog: What one can choose from.
+        topics: `trainer`, `planner=osdp`, `osdp`, `trainer.steps`, `steps`, or a callback.
+
+    Raises:
+        ConfigError: one is none of these; names the nearest.
+    """
+    width, lines = _columns(), []
+    callbacks = callbacks_of(catalog.registry) if "trainer" in composed.files else []
+    rows = [row for group in ("", *composed.values) for row in _rows(app, composed, catalog, group)]
+    for topic in topics:
+        key = _group_of(topic, catalog) or topic.partition("=")[0]
+        found = [row for row in rows if row.key == key or row.key.endswith(f".{key}")]
+        below = [row for row in rows if row.key.startswith(f"{key}.")]
+        if key in composed.files:
+            lines += [*_about(composed, catalog, key), ""]
+            lines += [line for row in below for line in row.lines(width)] or ["  no settings"]
+        elif found or below:
+            for row in found or below:
+                lines += row.lines(width, whole=not below)
+                lines += [line for one in below for line in one.lines(width, whole=True)]
+            if [row.key for row in found] == ["trainer.callbacks"]:
+                lines += [line for one in callbacks for line in _callback(one, width)]
+        elif named := [one for one in callbacks if one.name == topic]:
+            lines += [line for one in named for line in _callback(one, width)]
+        else:
+            raise _unknown(topic, rows, catalog, composed)
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _callback(entry: PluginEntry, width: int) -> Iterator[str]:
+    """Yield what a callback is, and its settings."""
+    yield f"callback {entry.name}, of {entry.distribution}: {entry.summary}"
+    for one in settings_of(entry):
+        row = _Row(key=one.name, value=one.default, comment=one.meaning, takes=one.takes)
+        yield from row.lines(width, whole=True)
+
+
+def _about(composed: ComposedConfig, catalog: Catalog, group: str) -> list[str]:
+    """Return the heading of a group's settings: the chosen option, whose it is, the others."""
+    file, option = composed.files[group], _option(composed, catalog, group)
+    owner = " ".join(catalog.owners(f"{group}/{option}"))
+    lines = [f"{group}={option}, of {owner}: {file}"]
+    lines += [f"  {line}" for line in catalog.about(f"{group}/{option}")]
+    others = [one for one in catalog.options(group) if one != option]
+    if others:
+        text = f"other options: {', '.join(others)}"
+        lines += textwrap.wrap(text, _columns() - 2, initial_indent="  ", subsequent_indent="  ")
+    return lines
+
+
+def _option(composed: ComposedConfig, catalog: Catalog, group: str) -> str:
+    """Return the chosen option of a group, as one writes it."""
+    file = composed.files[group]
+    return next(one for one in catalog.options(group) if catalog.file(f"{group}/{one}") == file)
+
+
+def _rows(
+    app: Application[Any], composed: ComposedConfig, catalog: Catalog, group: str
+) -> Iterator[_Row]:
+    """Yield the settings of a group, or, for `""`, those of the app itself."""
+    if not group:
+        comments = catalog.comments(app.config_name)
+        for key, value in composed.values.items():
+            if key not in composed.files:
+                yield _Row(key=key, value=value, comment=comments.get(key, ""))
+        return
+    values = composed.values[group]
+    if group not in composed.files or not isinstance(values, Mapping):
+        return
+    option = next(
+        one
+        for one in catalog.options(group)
+        if catalog.file(f"{group}/{one}") == composed.files[group]
+    )
+    comments = catalog.comments(f"{group}/{option}")
+    config = catalog.config(group, values.get("name"))
+    yield from _nested_rows(values, config, comments, group, "")
+
+
+def _nested_rows(
+    values: Mapping[str, object],
+    config: type | None,
+    comments: Mapping[str, str],
+    group: str,
+    prefix: str,
+) -> Iterator[_Row]:
+    nested = nested_configs(config) if config else {}
+    takes = takes_of(config) if config else {}
+    for name, value in values.items():
+        if (prefix, name) == ("", "name"):
+            continue
+        key, comment = f"{group}.{prefix}{name}", comments.get(f"{prefix}{name}", "")
+        inner = nested.get(name)
+        if inner is not None and isinstance(value, Mapping):
+            if comment:
+                yield _Row(key=key, value={}, comment=comment, is_heading=True)
+            yield from _nested_rows(value, inner, comments, group, f"{prefix}{name}.")
+        else:
+            yield _Row(key=key, value=value, comment=comment, takes=takes.get(name, ""))
+
+
+def _group_of(topic: str, catalog: Catalog) -> str:
+    """Return the group of a topic that is one, or an option of one, or `""`."""
+    name = topic.partition("=")[0]
+    if name in catalog.groups():
+        return name
+    owners = [group for group in catalog.groups() if topic in catalog.options(group)]
+    return owners[0] if len(owners) == 1 else ""
+
+
+def _unknown(
+    topic: str, rows: Sequence[_Row], catalog: Catalog, composed: ComposedConfig
+) -> ConfigError:
+    groups = [group for group in GROUPS if group in composed.files]
+    others = _takers(topic, composed, catalog)
+    options = [f"{group}={one}" for group in groups for one in catalog.options(group)]
+    leaves = {row.key.rpartition(".")[2] for row in rows}
+    near = nearest(topic, [*composed.files, *(row.key for row in rows), *options, *leaves])
+    if others:
+        return ConfigError(
+            f"--help {topic}: no chosen option takes it",
+            where="the command line",
+            accepted="a setting of what is chosen, or of an option that is named",
+            todo=f"say --help {' or --help '.join(others)}",
+        )
+    return ConfigError(
+        f"--help {topic}: there is no such group, option or setting",
+        where="the command line",
+        accepted=f"one of the groups {', '.join(groups)}; GROUP=OPTION; a key",
+        todo=f"did you mean --help {near}?" if near else "--help alone lists the options",
+    )
+
+
+def _takers(topic: str, composed: ComposedConfig, catalog: Catalog) -> list[str]:
+    """Return the options that take a setting, where none that is chosen does."""
+    found: dict[str, None] = {}
+    for setting in known_settings(composed, catalog.registry):
+        if topic not in (setting.key, setting.leaf):
+            continue
+        for choice in setting.options:
+            group, _, name = choice.partition("=")
+            names = [one for one in catalog.options(group) if f"{one}/".startswith(f"{name}/")]
+            found |= dict.fromkeys(f"{group}={one}" for one in names[:1])
+    return list(found)
+
+
+def _columns() -> int:
+    """Return the columns of the terminal."""
+    columns = shutil.get_terminal_size((_WIDTH, 24)).columns
+    return max(60, columns) if sys.stdout.isatty() else _WIDTH

@@ -1,0 +1,164 @@
+"""The keys of all settings, and which of them an unknown key may mean.
+
+A key is looked for in all groups, by its last name: `steps` may mean `trainer.steps`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Union, get_args, get_origin, get_type_hints
+
+from sbp_core.plugins import PluginRegistry, describe_type
+from sbp_launch.compile_config import CompileConfig
+from sbp_launch.settings.config import PLUGIN_GROUPS, ComposedConfig, TrainerConfig
+
+#: What other trainers call our settings.
+OTHER_NAMES: Mapping[str, str] = {
+    "accumulate_grad_batches": "trainer.micro_batches",
+    "batch": "trainer.batch_size",
+    "data_path": "data.path",
+    "devices": "cluster.mesh",
+    "eval_batches": "trainer.evaluate.batches",
+    "eval_every": "trainer.evaluate.every",
+    "eval_steps": "trainer.evaluate.every",
+    "global_batch_size": "trainer.batch_size",
+    "grad_clip": "trainer.update.clip_norm",
+    "gradient_accumulation_steps": "trainer.micro_batches",
+    "gradient_clip_val": "trainer.update.clip_norm",
+    "learning_rate": "optimizer.lr",
+    "local_batch_size": "trainer.batch_size",
+    "limit_val_batches": "trainer.evaluate.batches",
+    "max_epochs": "trainer.epochs",
+    "max_norm": "trainer.update.clip_norm",
+    "max_steps": "trainer.steps",
+    "max_time": "trainer.hours",
+    "mixed_precision": "compile.autocast",
+    "n_layer": "model.num_layers",
+    "nproc_per_node": "cluster.mesh",
+    "num_epochs": "trainer.epochs",
+    "num_steps": "trainer.steps",
+    "num_train_epochs": "trainer.epochs",
+    "precision": "compile.autocast",
+    "seq_len": "model.context",
+    "val_check_interval": "trainer.evaluate.every",
+    "warmup": "trainer.schedule.warmup_steps",
+}
+
+#: How much alike a slip of the pen and what was meant are, at least.
+_ALIKE = 0.6
+
+#: The same for a last name alone, which is shorter.
+_ALIKE_NAMES = 0.75
+
+#: Most keys that a hint names.
+_MOST_HINTS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """A setting that some option takes.
+
+    Args:
+        key: `planner.memory_bytes`.
+        options: The options that take it, such as `planner=osdp`; empty if the chosen one does.
+    """
+
+    key: str
+    options: tuple[str, ...] = ()
+
+    @property
+    def leaf(self) -> str:
+        """Its last name."""
+        return self.key.rpartition(".")[2]
+
+
+def known_settings(composed: ComposedConfig, registry: PluginRegistry) -> tuple[Setting, ...]:
+    """Return the settings of the groups that a config has, those of the chosen options first."""
+    chosen: dict[str, None] = {}
+    others: dict[str, list[str]] = {}
+    for group, config in (("trainer", TrainerConfig), ("compile", CompileConfig)):
+        if group in composed.values:
+            chosen |= dict.fromkeys(keys_of(config, group))
+    for entry in registry.entries:
+        if entry.kind not in PLUGIN_GROUPS or entry.kind not in composed.values:
+            continue
+        assert entry.factory is not None, "an entry of a kind has a factory"
+        value = composed.values[entry.kind]
+        is_chosen = isinstance(value, Mapping) and value.get("name") == entry.name
+        for key in keys_of(entry.factory.config, entry.kind):
+            if is_chosen:
+                chosen[key] = None
+            else:
+                others.setdefault(key, []).append(f"{entry.kind}={entry.name}")
+    rest = [Setting(key=key, options=tuple(by)) for key, by in others.items() if key not in chosen]
+    return (*(Setting(key=key) for key in chosen), *rest)
+
+
+def keys_of(config: type, prefix: str) -> Iterator[str]:
+    """Yield the keys of a config dataclass, and of those that it holds."""
+    assert is_dataclass(config), f"{config!r} is no dataclass"
+    for name, nested in nested_configs(config).items():
+        yield f"{prefix}.{name}"
+        if nested is not None:
+            yield from keys_of(nested, f"{prefix}.{name}")
+
+
+def nested_configs(config: type) -> dict[str, type | None]:
+    """Return the names of a config dataclass, each with the dataclass of its value, or None."""
+    assert is_dataclass(config), f"{config!r} is no dataclass"
+    try:
+        hints = get_type_hints(config)
+    except NameError:
+        hints = {}
+    return {field.name: _dataclass_of(hints.get(field.name)) for field in fields(config)}
+
+
+def takes_of(config: type) -> dict[str, str]:
+    """Return what values each setting of a config dataclass takes, in words."""
+    assert is_dataclass(config), f"{config!r} is no dataclass"
+    try:
+        hints = get_type_hints(config)
+    except NameError:
+        return {}
+    return {field.name: describe_type(hints[field.name]) for field in fields(config)}
+
+
+def _dataclass_of(hint: object) -> type | None:
+    parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    return next((one for one in parts if isinstance(one, type) and is_dataclass(one)), None)
+
+
+def meant(key: str, settings: Iterable[Setting], value: str = "") -> str:
+    """Return what an unknown key may mean, as a hint to the user, or `""`.
+
+    The last name decides: what other trainers call so, the same name in other groups, a like one.
+
+    Args:
+        key: Such as `steps`, `trainer.lr` or `trianer.steps`.
+        settings: Those that there are.
+        value: What it was to be.
+    """
+    every = list(settings)
+    leaf = key.rpartition(".")[2]
+    found = [one for one in every if one.leaf == leaf]
+    if not found and (ours := OTHER_NAMES.get(leaf)):
+        found = [one for one in every if one.key == ours]
+    if not found:
+        near = difflib.get_close_matches(key, [one.key for one in every], n=1, cutoff=_ALIKE)
+        names = {one.leaf for one in every}
+        near_leaf = difflib.get_close_matches(leaf, sorted(names), n=1, cutoff=_ALIKE_NAMES)
+        near_leaf = near_leaf or [one for one in names if one.startswith(f"{leaf}_")]
+        found = [one for one in every if one.key in near] if "." in key else []
+        found = found or [one for one in every if one.leaf in near_leaf]
+    if found and all(one.options and one.key == key for one in found):
+        takes = "takes" if len(found[0].options) == 1 else "take"
+        return f"{', '.join(found[0].options)} {takes} {key}"
+    best = sorted(found, key=lambda one: (one.key.count("."), len(one.options)))[:_MOST_HINTS]
+    hints = []
+    for one in best:
+        named = f"{one.key}={value}" if value else f"'{one.key}'"
+        hints.append(f"{named} of {' or '.join(one.options)}" if one.options else named)
+    return f"did you mean {', or '.join(hints)}?" if best else ""

@@ -1,0 +1,188 @@
+"""Why Hydra refused a command line, in the form of our errors: key, file, nearest valid name."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from argparse import ArgumentParser
+from collections.abc import Collection, Mapping, Sequence
+
+from hydra.errors import HydraException, OverrideParseException
+
+from sbp_core.errors import ConfigError, nearest
+from sbp_launch.settings.catalog import Catalog
+from sbp_launch.settings.config import GROUPS, ComposedConfig, key_of
+from sbp_launch.settings.option_names import nearest_option
+
+#: Distributions of the house that bring options of a group, beside sbp-torch and sbp-launch.
+HOMES: Mapping[str, tuple[str, ...]] = {
+    "model": ("sbp-models",),
+    "data": ("sbp-models",),
+    "runtime": ("sbp-actor-runtime",),
+    "planner": ("sbp-planner",),
+    "boxing": ("sbp-boxing-torch", "sbp-boxing-nccl"),
+}
+
+#: Lines of Hydra's messages that only repeat the override, or lead elsewhere.
+_NO_NEWS = ("Error parsing override", "See http")
+
+#: How messages begin that say only what the grammar of Hydra would take.
+_OF_THE_GRAMMAR = ("Lexer", "extraneous input", "mismatched input", "no viable alternative")
+
+#: An SBP value outside quotes; Hydra's grammar reads it as the call of a function.
+_SBP_CALL = re.compile(r"""(?<![\w"'])[SP]\([^()]*\)(?!["'])""")
+
+#: A name in braces within quotes, which the command line does not take, and files may need.
+_QUOTED_NAME = re.compile(r"""(?<=[{,])(\s*)(["'])([^"'{},:]*)\2(?=\s*:)""")
+
+
+def unreadable(error: OverrideParseException) -> ConfigError:
+    """Say what Hydra's grammar does not take."""
+    override = error.override or ""
+    key, equals, value = override.partition("=")
+    if not equals and key[:1] != "~":
+        return ConfigError(
+            f"{override!r} sets nothing",
+            where="the command line",
+            accepted="key=value or group=option, without spaces around the equals sign",
+            todo=f"choose an option: {key}=OPTION" if key in GROUPS else "see --help",
+        )
+    told = [line for line in error.message.splitlines() if not line.startswith(_NO_NEWS)]
+    todo = "; ".join(told)
+    if call := _SBP_CALL.search(override):
+        todo = f'quote values with brackets: "{call[0]}"'
+    elif value[:1] == "(" and value[-1:] == ")":
+        todo = f"a list stands in square brackets: '{key}=[{value[1:-1]}]'"
+    elif value[:1] == "~":
+        todo = f"the shell does not replace ~ here: {key}=$HOME{value[1:]}"
+    elif not _QUOTED_NAME.search(override) and told and told[0].startswith(_OF_THE_GRAMMAR):
+        todo = f"""quote a value with spaces or signs, twice: '{key}="{value}"'"""
+    if _QUOTED_NAME.search(override):
+        meant = _QUOTED_NAME.sub(r"\1\3", override)
+        todo = f"names before a colon stand without quotes here: '{meant}'"
+    return ConfigError(
+        f"the override {override!r} cannot be read",
+        where="the command line",
+        accepted='key=value, group=option, key=[1,2], key={name: "S(0)"}',
+        todo=todo,
+    )
+
+
+def unknown_flag(flag: str, parser: ArgumentParser) -> ConfigError:
+    """Say that there is no such flag, and whether it is a setting, or nearly another flag."""
+    flags = [name for name in parser._option_string_actions if name.startswith("--")]
+    near = nearest(flag, flags)
+    todo = f"did you mean {near}?" if near else "see --help"
+    if "=" in flag:
+        todo = f"settings have no dashes: {flag.lstrip('-')}"
+    return ConfigError(
+        f"no flag is called {flag}", where="the command line", accepted=", ".join(flags), todo=todo
+    )
+
+
+def option_of(override: str) -> str:
+    """Return the group and option of an override: `planner/manual/zero`.
+
+    >>> option_of("planner=manual/zero") == option_of("planner/manual=zero")
+    True
+    """
+    return override.lstrip("+").replace("=", "/", 1)
+
+
+def missing_option(
+    config: str, overrides: Sequence[str], file: str, catalog: Catalog
+) -> ConfigError:
+    """Say that a group has no such option, and which package may bring it.
+
+    Args:
+        config: Group and option: `planner/manual/zeroo`.
+        overrides: The command line.
+        file: The config that asks for the option if the command line does not.
+        catalog: What one can choose from; a plugin that is broken may bring the option.
+    """
+    group, _, option = config.partition("/")
+    options = catalog.options(group)
+    said = [text for text in overrides if option_of(text) == config]
+    asked = said[0] if said else f"{group}={option}"
+    place = f"the command line: {asked}" if said else file
+    accepted = ", ".join(options) or f"none: no installed package brings a {group}"
+    near = nearest_option(group, option, options)
+    suspect, certain = catalog.registry.suspect(config)
+    # With a near match it is a slip of the pen; without one, a broken plugin may bring it.
+    if suspect is not None and (certain or not near):
+        todo = "mend that plugin, or choose one of these"
+        what = suspect.denies(asked, certain=certain)
+        return ConfigError(what, where=place, accepted=accepted, todo=todo)
+    brought = {entry.distribution for entry in catalog.registry.entries}
+    homes = [home for home in HOMES.get(group, ()) if home not in brought]
+    if misplaced := catalog.misplaced(config):
+        todo = misplaced
+    elif near:
+        todo = f"did you mean {group}={near}?"
+    elif homes:
+        brings = "bring" if len(homes) > 1 else "brings"
+        todo = f"pip install {' '.join(homes)}, which {brings} options of the group {group!r}"
+    else:
+        todo = f"choose one of these, or install a package that brings {group}={option}"
+    what = f"{asked}: no such option of the group {group!r}"
+    return ConfigError(what, where=place, accepted=accepted, todo=todo)
+
+
+def forced(text: str, groups: Collection[str], error: Exception) -> str:
+    """Return an override as one that Hydra takes, whether or not a file has its key.
+
+    Args:
+        text: The override.
+        groups: Those of which one chooses an option.
+        error: Of Hydra, which quotes a key that it cannot delete.
+    """
+    key = key_of(text)
+    if key.partition("/")[0] in groups or re.match("hydra[./]", key):
+        return text
+    if text.startswith("~"):
+        return f"++{key}=null" if "=" not in text and f"'{key}'" in str(error) else text
+    return f"++{text.lstrip('+')}"
+
+
+def not_in_the_file(error: Exception, composed: ComposedConfig) -> ConfigError:
+    """Say that a setting is known, but not in the file, so that Hydra wants a `+` before it."""
+    for text in composed.overrides:
+        key = key_of(text)
+        if f"'{key}'" in str(error) and text[0] not in "+~":
+            group = key.partition(".")[0]
+            return ConfigError(
+                f"{key} is not in the file, though {group} takes it",
+                where=[composed.files.get(group, ""), f"the command line: {text}"],
+                todo=f"add it: +{text}",
+            )
+    return as_hydra_says(error)
+
+
+def faulty_file(error: BaseException | None) -> str:
+    """Return the file that could not be read as YAML, from the chain of an error, or `""`."""
+    while error is not None:
+        mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+        if mark is not None and mark.name:
+            return str(mark.name)
+        error = error.__cause__ or error.__context__
+    return ""
+
+
+def as_hydra_says(error: Exception) -> ConfigError:
+    """Return what Hydra says, without the search path that it lists at the end."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if several := re.match(r"Ambiguous value for argument '([^=']+)=([^']*)'", str(error)):
+        key, values = several.groups()
+        return ConfigError(
+            f"{key} is set to several values: {values}",
+            where=f"the command line: {key}={values}",
+            todo=f"as a list: '{key}=[{values}]'; one job for each: add --multirun",
+        )
+    cause = error.__cause__
+    if cause is not None and not isinstance(cause, HydraException):
+        lines.append(str(cause).partition("\n")[0])
+    kept = list(itertools.takewhile(lambda line: "earch path:" not in line, lines))
+    what = kept[0].rstrip(".") if kept else type(error).__name__
+    if not isinstance(error, HydraException | UserWarning):
+        what = f"the config cannot be composed: {what}"
+    return ConfigError(what, where="the command line", todo="; ".join(kept[1:]))

@@ -1,0 +1,226 @@
+"""A trace as events that Perfetto and `chrome://tracing` draw.
+
+A process is a rank, a lane in it one of its threads; below them is what the rank holds. A slice is
+a firing, named for the modules that it computes or for what it moves; slices in it and between them
+are waits. Arrows lead from sends to receives.
+
+    rank 0
+      compute  |step 10 ...
+               |forward blocks.0|all-reduce         |forward blocks.1 ...
+                                |wait for rank 1|
+      held bytes ▁▂▃▃▅
+    rank 1
+      compute  |step 10 ...
+               |forward blocks.0                |all|forward blocks.1 ...
+
+Source: "Trace Event Format", the JSON form of `chrome://tracing`, which Perfetto reads.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from sbp_core.compile import (
+    Actor,
+    ActorId,
+    BoxingActor,
+    Collective,
+    Compute,
+    PhysicalPlan,
+    Receive,
+    Send,
+)
+from sbp_core.graph import LogicalGraph, Node, Phase
+from sbp_core.runtime import Held, Span, SpanKind
+from sbp_launch.planning.moves import updated_module
+from sbp_launch.tracing.times import END_OF, Late, late_ranks
+
+Event = dict[str, Any]
+
+#: How phases are called.
+_PHASES = {Phase.FORWARD: "forward", Phase.BACKWARD: "backward", Phase.OPTIMIZER: "update"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traced:
+    """All that was noted of a run.
+
+    Args:
+        plan: What ran.
+        graph: That it was compiled from; it says which modules an actor computes.
+        spans, held: Of all ranks.
+        hosts: Host and process of each rank.
+        clock_error_s: By how much the clocks of hosts may differ still, in seconds.
+    """
+
+    plan: PhysicalPlan
+    graph: LogicalGraph
+    spans: Sequence[Span]
+    held: Sequence[Held] = ()
+    hosts: Mapping[int, str] = field(default_factory=dict)
+    clock_error_s: float = 0.0
+
+
+def trace_json(traced: Traced) -> dict[str, Any]:
+    """Return the trace as a JSON value that viewers load."""
+    return {
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "plan": traced.plan.hash,
+            "steps": sorted({span.step + 1 for span in traced.spans}),
+            "hosts": {str(rank): host for rank, host in sorted(traced.hosts.items())},
+            "clock_error_s": traced.clock_error_s,
+        },
+        "traceEvents": list(_Events(traced)),
+    }
+
+
+class _Events:
+    """The events of a trace, one after the other."""
+
+    def __init__(self, traced: Traced) -> None:
+        self.traced, self.plan = traced, traced.plan
+        self.nodes = {node.name: node for node in traced.graph.nodes}
+        self.late = late_ranks(traced.plan, traced.spans)
+        self.start_ns = min((span.begin_ns for span in traced.spans), default=0)
+        # Viewers take a lane whose number is its process' for the main thread.
+        self.lanes = {
+            (part.rank, thread): 100 * part.rank + lane + 1
+            for part in traced.plan.ranks
+            for lane, thread in enumerate(part.orders)
+        }
+        self.texts: dict[tuple[int, str], tuple[str, Event]] = {}
+
+    def __iter__(self) -> Iterator[Event]:
+        yield from self._names()
+        yield from self._steps()
+        for span in self.traced.spans:
+            yield from self._slices(span)
+        yield from self._arrows()
+        for held in self.traced.held:
+            yield {
+                "ph": "C", "name": "held", "pid": held.rank, "ts": self._us(held.time_ns),
+                "args": {"bytes": held.num_bytes},
+            }  # fmt: skip
+
+    def _us(self, time_ns: int) -> float:
+        return (time_ns - self.start_ns) / 1000
+
+    def _names(self) -> Iterator[Event]:
+        """Name the processes and lanes, in the order of ranks."""
+        for rank in sorted({rank for rank, _ in self.lanes}):
+            host = self.traced.hosts.get(rank, "")
+            yield _meta("process_name", rank, 0, name=f"rank {rank}")
+            yield _meta("process_sort_index", rank, 0, sort_index=rank)
+            if host:
+                yield _meta("process_labels", rank, 0, labels=host)
+        for (rank, thread), lane in self.lanes.items():
+            yield _meta("thread_name", rank, lane, name=thread)
+            yield _meta("thread_sort_index", rank, lane, sort_index=lane)
+
+    def _steps(self) -> Iterator[Event]:
+        """Return a slice for each step on each lane, around those of its firings."""
+        found: dict[tuple[int, str, int], Span] = {}
+        for span in self.traced.spans:
+            key = span.rank, span.thread, span.step
+            known = found.setdefault(key, span)
+            begin_ns, end_ns = min(known.begin_ns, span.begin_ns), max(known.end_ns, span.end_ns)
+            found[key] = replace(known, begin_ns=begin_ns, end_ns=end_ns)
+        for span in found.values():
+            yield self._slice(span, f"step {span.step + 1}", "step", span.end_ns, {})
+
+    def _slices(self, span: Span) -> Iterator[Event]:
+        """Return the slice of a span, and the wait for other ranks inside of it."""
+        label = {"step": span.step + 1, "micro_batch": span.micro_batch}
+        if span.kind is not SpanKind.FIRING:
+            is_end = span.waits_for.startswith(END_OF)
+            name = "wait for boxing" if is_end else "wait for data or credits"
+            if span.kind is SpanKind.TURN:
+                name = "wait for its turn"
+            args = {**label, "actor": span.actor, "waits_for": span.waits_for}
+            yield self._slice(span, name, "wait", span.end_ns, args)
+            yield from self._late_slice(span)
+            return
+        name, args = self._text(span.rank, self.plan.by_rank[span.rank].by_name[span.actor])
+        category = "boxing" if "bytes" in args else "compute"
+        yield self._slice(span, name, category, span.end_ns, label | args)
+        yield from self._late_slice(span)
+
+    def _late_slice(self, span: Span) -> Iterator[Event]:
+        """Return the slice of what a boxing call waited for another rank, if it did."""
+        late: Late | None = self.late.get(span)
+        if late is not None:
+            name = f"wait for rank {late.rank}"
+            yield self._slice(span, name, "wait", late.until_ns, {"came_last": late.rank})
+
+    def _slice(self, span: Span, name: str, category: str, end_ns: int, args: Event) -> Event:
+        return {
+            "ph": "X", "name": name, "cat": category, "pid": span.rank,
+            "tid": self.lanes[span.rank, span.thread], "ts": self._us(span.begin_ns),
+            "dur": (end_ns - span.begin_ns) / 1000, "args": args,
+        }  # fmt: skip
+
+    def _text(self, rank: int, actor: Actor) -> tuple[str, Event]:
+        """Return how an actor's slices are called, and what is told of them."""
+        key = rank, actor.name
+        if key not in self.texts:
+            self.texts[key] = self._describe(rank, actor)
+        return self.texts[key]
+
+    def _describe(self, rank: int, actor: Actor) -> tuple[str, Event]:
+        args: Event = {"actor": actor.name, "phase": _PHASES[actor.phase]}
+        args["predicted_us"] = round(actor.time_s * 1e6, 1)
+        if isinstance(actor, BoxingActor):
+            step = self.plan.steps[actor.step]
+            kind = {Send: "send", Receive: "receive"}.get(type(actor), str(step.kind))
+            args |= {"bytes": step.size_bytes, "boxing": str(step)}
+            args["ranks"] = list(step.group(rank))
+            return f"{kind} {_value_of(actor)}", args
+        if not isinstance(actor, Compute):
+            return f"accumulate {_PHASES[actor.phase]}", args
+        found = [self.nodes[one.node] for one in actor.instructions if one.node in self.nodes]
+        modules = list(dict.fromkeys(_module_of(node) for node in found))
+        args |= {"modules": modules, "operators": len(actor.instructions)}
+        ends = dict.fromkeys(modules[:1] + modules[-1:])
+        return f"{_PHASES[actor.phase]} {' to '.join(ends)}".rstrip(), args
+
+    def _arrows(self) -> Iterator[Event]:
+        """Return an arrow for each transfer: from the begin of its send to the end of receiving."""
+        firings: dict[ActorId, dict[tuple[int, int], Span]] = defaultdict(dict)
+        for span in self.traced.spans:
+            if span.kind is SpanKind.FIRING:
+                firings[span.rank, span.actor][span.step, span.micro_batch] = span
+        number = 0
+        for link in self.plan.links:
+            for which, sent in firings[link.sender].items():
+                received = firings[link.receiver].get(which)
+                if received is None:
+                    continue
+                number += 1
+                for phase, span, time_ns in (
+                    ("s", sent, sent.begin_ns),
+                    ("f", received, received.end_ns),
+                ):
+                    yield {
+                        "ph": phase, "bp": "e", "id": number, "name": "transfer", "cat": "transfer",
+                        "pid": span.rank, "tid": self.lanes[span.rank, span.thread],
+                        "ts": self._us(time_ns),
+                    }  # fmt: skip
+
+
+def _meta(name: str, rank: int, lane: int, /, **args: object) -> Event:
+    return {"ph": "M", "name": name, "pid": rank, "tid": lane, "args": args}
+
+
+def _value_of(actor: Collective | Send | Receive) -> str:
+    """Return what a boxing actor moves: `blocks.0.proj.addmm` of its key, without where it goes."""
+    name = actor.name.removeprefix("send ").removeprefix("receive ")
+    return name.partition("@")[0]
+
+
+def _module_of(node: Node) -> str:
+    module = updated_module(node) if node.phase is Phase.OPTIMIZER else node.module
+    return module or "(root)"

@@ -1,0 +1,77 @@
+"""The callbacks of a run, and what they ask for together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+from sbp_core.errors import ConfigError
+from sbp_core.plugins import Callback, TrainerControl, TrainerState
+from sbp_launch.run.run import Run
+
+
+def make_callbacks(run: Run) -> dict[str, Callback]:
+    """Return the callbacks that `trainer.callbacks` names, by their names, in their order.
+
+    Raises:
+        PluginError: a plugin returns something else.
+    """
+    found: dict[str, Callback] = {}
+    for choice in run.config.trainer.callback_choices:
+        made = run.registry.make("callback", choice.name, choice.settings)
+        if not isinstance(made, Callback):
+            raise run.registry.entry("callback", choice.name).returned(made, "a Callback")
+        found[choice.name] = made
+    return found
+
+
+def ask(
+    run: Run,
+    callbacks: Mapping[str, Callback],
+    method: Literal["on_step_end", "on_evaluate"],
+    state: TrainerState,
+    metrics: Mapping[str, float],
+) -> TrainerControl:
+    """Tell the callbacks of a run something; return what they ask for together.
+
+    Raises:
+        PluginError: one returns something else.
+    """
+    controls: list[TrainerControl | None] = []
+    for name, callback in callbacks.items():
+        found = getattr(callback, method)(state, metrics)
+        if not (found is None or isinstance(found, TrainerControl)):
+            entry = run.registry.entry("callback", name)
+            raise entry.returned(found, "a TrainerControl or None", by=method)
+        controls.append(found)
+    return together(controls)
+
+
+def together(controls: Iterable[TrainerControl | None]) -> TrainerControl:
+    """Return what several callbacks ask for; of those that would stop, the first says why."""
+    asked = [one for one in controls if one is not None]
+    return TrainerControl(
+        stop=next((one.stop for one in asked if one.stop), ""),
+        evaluate=any(one.evaluate for one in asked),
+        save=any(one.save for one in asked),
+    )
+
+
+def restore(callbacks: Mapping[str, Callback], state: TrainerState) -> None:
+    """Let callbacks go on from a checkpoint; those that were not there then begin.
+
+    Raises:
+        ConfigError: a callback cannot go on from what is there.
+    """
+    for name, callback in callbacks.items():
+        kept = state.callbacks.get(name)
+        if kept is None:
+            continue
+        try:
+            callback.load_state_dict(kept)
+        except (LookupError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"the callback {name!r} cannot go on from {dict(kept)}: {error}",
+                accepted="what it has saved",
+                todo=f"resume from another checkpoint, or without the callback {name}",
+            ) from error

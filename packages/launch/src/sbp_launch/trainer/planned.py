@@ -1,0 +1,114 @@
+"""The plan of a run: what its config says of `planning`, and whose files are to blame."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from sbp_core.collection import collection_paused
+from sbp_core.errors import CaptureError, ConfigError
+from sbp_core.graph import LogicalGraph
+from sbp_core.plugins import GraphPass, Planner, PlanRequest
+from sbp_core.strategy import Strategy
+from sbp_launch.planning.flow import (
+    Captured,
+    Planned,
+    PlanSettings,
+    capture_forward,
+    capture_training,
+    check_fits,
+    compiled,
+    evaluating,
+    plan_beside,
+    regathering,
+    with_averages,
+)
+from sbp_launch.run.run import Run
+from sbp_launch.trainer.program import Program, model_loss
+
+
+@collection_paused()
+def plan_step(run: Run, program: Program) -> Planned:
+    """Capture, plan, compile and check the training step."""
+    config, settings = run.config, plan_settings(run, program)
+    with run.stage("capturing the step"):
+        captured = _captured(run, program, settings)
+    with run.stage("planning"):
+        planner: Planner = run.make("planner")
+
+        def plan(graph: LogicalGraph) -> Strategy:
+            found = _plan(planner, settings.request(graph), config.planner.file)
+            if not isinstance(found, Strategy):
+                raise run.entry("planner").returned(found, "a Strategy", by="plan")
+            return regathering(found, config.compile)
+
+        graph, strategy = captured.planned(plan)
+    with run.stage("compiling and checking the plan"):
+        planned = compiled(graph, strategy, settings)
+    with run.stage("checking its memory"):
+        check_fits(planned, program.cluster)
+    return planned
+
+
+def plan_settings(run: Run, program: Program) -> PlanSettings:
+    """Return what the config of a run says of planning."""
+    config = run.config
+    names = config.compile.plugins
+    return PlanSettings(
+        mesh=program.mesh,
+        cluster=program.cluster,
+        compile=config.compile,
+        passes=tuple(cast(GraphPass, run.registry.make("pass", name)) for name in names),
+        micro_batches=config.trainer.num_micro_batches,
+        update=config.trainer.update,
+    )
+
+
+def _captured(run: Run, program: Program, settings: PlanSettings) -> Captured:
+    """Capture the training step.
+
+    Raises:
+        CaptureError: it cannot be captured.
+        ConfigError: the model asks its batch for what the data do not give; names both files.
+    """
+    config = run.config
+    batch = program.example(config.trainer.micro_batch_size)
+    try:
+        return capture_training(program.model, model_loss, batch, program.optimizer, settings)
+    except CaptureError as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, ConfigError):
+            cause = cause.__cause__
+        if cause is None:
+            raise
+        where = (*cause.where, config.model.file, config.data.file)
+        raise ConfigError(
+            cause.what, where=where, accepted=cause.accepted, todo=cause.todo
+        ) from error
+
+
+def _plan(planner: Planner, request: PlanRequest, file: str) -> Strategy:
+    """Plan; what a planner refuses is said with the file of its option.
+
+    Raises:
+        ConfigError: see `Planner`.
+    """
+    try:
+        return planner.plan(request)
+    except ConfigError as error:
+        where = error.where if file in error.where else (*error.where, file)
+        raise ConfigError(
+            error.what, where=where, accepted=error.accepted, todo=error.todo
+        ) from error
+
+
+def plan_evaluation(run: Run, program: Program, train: Planned) -> Planned:
+    """Plan forward and loss on held-out data, with every state stored as in training.
+
+    The averages of parameters are evaluated where there are some (`trainer.update.ema_decay`). The
+    model is in evaluation mode while it is captured, and as it was afterwards.
+    """
+    settings = plan_settings(run, program)
+    batch = program.example(run.config.trainer.micro_batch_size)
+    with evaluating(program.model):
+        graph = capture_forward(program.model, model_loss, batch, settings, "evaluate")
+    return plan_beside(train, with_averages(graph, train.graph), settings)

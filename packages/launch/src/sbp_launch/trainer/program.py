@@ -1,0 +1,245 @@
+"""The one-device program of a run, and the same program run eagerly beside the first steps.
+
+The model is made without memory: its parameters are made shard by shard when a session starts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol, cast, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from sbp_core.cluster import Cluster
+from sbp_core.errors import ConfigError
+from sbp_core.placement import Placement
+from sbp_core.plugins import ClusterFactory
+from sbp_launch.data import DataCursor, Order, SampleOrder, SampleSource, checked_dataset
+from sbp_launch.optimizers import optimizer_over
+from sbp_launch.planning.report import counted
+from sbp_launch.run.run import Run
+from sbp_launch.settings.config import RunConfig, TrainerConfig
+from sbp_launch.settings.patterns import check_patterns
+from sbp_torch.capture import counted_random, split_losses
+from sbp_torch.deferred_init import DeferredModel, deferred
+from sbp_torch.kinds import Dataset, OptimizerFactory, TextDataset
+
+
+class _Model(Protocol):
+    def loss(self, batch: Mapping[str, Tensor]) -> Tensor: ...
+
+
+@runtime_checkable
+class _ModelWithMetrics(Protocol):
+    def losses(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]: ...
+
+
+def model_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor | Mapping[str, Tensor]:
+    """Return the model's own loss of a batch: a 0-d tensor, or the loss and metrics by name.
+
+    Raises:
+        ConfigError: the model asks the batch for what is not in it.
+    """
+    given = _GivenBatch(batch)
+    if isinstance(model, _ModelWithMetrics):
+        return model.losses(given)
+    return cast(_Model, model).loss(given)
+
+
+class _GivenBatch(dict[str, Tensor]):
+    """A batch that says what it has when it is asked for something else."""
+
+    def __missing__(self, name: str) -> Tensor:
+        given = [
+            f"{name} {str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+            for name, value in self.items()
+        ]
+        raise ConfigError(
+            f"the model asks its batch for {name!r}, which the data do not give",
+            accepted=f"what they give: {', '.join(given) or 'nothing'}",
+            todo="choose data that fit the model, or another model",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """The one-device program and the machine it is for.
+
+    `model` is without data; `made` can make it whole.
+
+    Args:
+        source: The samples of `data`.
+        order: In which they are trained on.
+        seed: Of that order.
+    """
+
+    made: DeferredModel
+    model: nn.Module
+    make_optimizer: OptimizerFactory
+    optimizer: torch.optim.Optimizer
+    data: Dataset
+    source: SampleSource
+    order: Order
+    seed: int
+    mesh: Placement
+    cluster: Cluster
+
+    def cursor(self, split: str = "train") -> DataCursor:
+        """Return the beginning of a split.
+
+        Held-out data are shuffled, and alike in all runs, so that a part of them tells of all.
+
+        Raises:
+            PluginError: the data set does not say how many samples it has.
+            SbpLookupError: it has no such split.
+        """
+        size = self.source.num_samples(split)
+        if split != "train":
+            return DataCursor(order=SampleOrder(num_samples=size))
+        return DataCursor(order=SampleOrder(num_samples=size, order=self.order, seed=self.seed))
+
+    def batch(self, cursor: DataCursor, batch_size: int, split: str = "train") -> dict[str, Tensor]:
+        """Return the whole batch that begins at a cursor.
+
+        Raises:
+            SbpError: a sample cannot be loaded; names it.
+        """
+        return self.source.load(cursor.numbers(np.arange(batch_size)), split)
+
+    def example(self, batch_size: int) -> dict[str, Tensor]:
+        """Return what has the shapes of a batch of the train split: one sample again and again."""
+        return self.source.load(np.zeros(batch_size, np.int64), "train")
+
+    @property
+    def counted(self) -> tuple[str, int]:
+        """What is counted of the data, tokens or samples, and how many of them a sample is."""
+        if not isinstance(self.data, TextDataset):
+            return "samples", 1
+        return "tokens", next(iter(self.example(1).values())).numel()
+
+
+def make_program(run: Run) -> Program:
+    """Build model, optimizer, data set and cluster from their plugins.
+
+    Raises:
+        ConfigError: a plugin refuses its settings, or a pattern of names matches nothing.
+        PluginError: a plugin returns what it may not.
+    """
+    config = run.config
+    dtype: torch.dtype = getattr(torch, config.trainer.dtype)
+
+    def build() -> nn.Module:
+        model = run.make("model")
+        if not isinstance(model, nn.Module):
+            raise run.entry("model").returned(model, "an nn.Module")
+        return model.to(dtype).train()
+
+    # First, as a path that is wrong is soon seen, and making a model takes longer.
+    data = checked_dataset(run.make("data"), run.entry("data"))
+    made = deferred(build, config.trainer.seed)
+    _check_patterns(config, made.model)
+    make_optimizer: OptimizerFactory = run.make("optimizer")
+    optimizer = optimizer_over(make_optimizer, made.model)
+    if optimizer is None:
+        raise run.entry("optimizer").returned(None, "an optimizer", by="__call__")
+    make_cluster: ClusterFactory = run.make("cluster")
+    cluster = make_cluster(math.prod(config.mesh))
+    mesh = Placement.grid(config.mesh, config.axes, cluster.device.kind)
+    return Program(
+        made=made,
+        model=made.model,
+        make_optimizer=make_optimizer,
+        optimizer=optimizer,
+        data=data,
+        source=SampleSource(data=data, plugin=run.entry("data"), dtype=dtype),
+        order=config.trainer.order,
+        seed=config.trainer.seed,
+        mesh=mesh,
+        cluster=cluster,
+    )
+
+
+def _check_patterns(config: RunConfig, model: nn.Module) -> None:
+    """Check the patterns of parameters that would be ignored if they matched nothing.
+
+    Raises:
+        ConfigError: one matches no parameter.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    apart = config.compile.passes.accumulate_addends
+    check_patterns("compile.regather", config.compile.regather, names, "parameter")
+    check_patterns("compile.passes.accumulate_addends", apart, names, "parameter")
+
+
+class EagerReference:
+    """The one-device program, run beside the first steps: eager model, autograd, `torch.optim`.
+
+    A micro-batch at a time, as batch norm sees it, with the random numbers of the plan.
+    """
+
+    def __init__(self, program: Program, settings: TrainerConfig) -> None:
+        self.model = program.made.whole_model()
+        self.optimizer = optimizer_over(program.make_optimizer, self.model)
+        self.settings = settings
+        self.losses: list[float] = []
+        self.found: list[float] = []
+
+    def step(self, batch: Mapping[str, Tensor], loss: float, factor: float) -> None:
+        """Take one step and note its loss beside that of the parallel program.
+
+        Args:
+            batch: Of the step.
+            loss: Of the parallel program.
+            factor: Of the learning rate.
+        """
+        self.optimizer.zero_grad()
+        count, size = self.settings.num_micro_batches, self.settings.micro_batch_size
+        total = 0.0
+        for index in range(count):
+            part = {name: value[index * size :][:size] for name, value in batch.items()}
+            with counted_random(self.settings.seed, len(self.losses) * count + index):
+                own = split_losses(model_loss(self.model, part))[0] / count
+            own.backward()  # type: ignore[no-untyped-call] # torch leaves it untyped
+            total += own.item()
+        self._clip()
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * factor
+        self.optimizer.step()
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        self.losses.append(total)
+        self.found.append(loss)
+
+    def _clip(self) -> None:
+        update, parameters = self.settings.update, list(self.model.parameters())
+        if update.clip_norm is not None:
+            nn.utils.clip_grad_norm_(parameters, update.clip_norm, update.norm_type)
+        if update.clip_value is not None:
+            nn.utils.clip_grad_value_(parameters, update.clip_value)
+
+    def verdict(self) -> str:
+        """Return what is printed: the largest deviation, and where there is none to be told."""
+        pairs = list(zip(self.found, self.losses, strict=True))
+        finite = [math.isfinite(found) and math.isfinite(own) for found, own in pairs]
+        known = finite.index(False) if False in finite else len(pairs)
+        parts = []
+        if known:
+            deviations = [(abs(found - own), abs(own or 1.0)) for found, own in pairs[:known]]
+            worst = max(deviation for deviation, _ in deviations)
+            relative = max(deviation / scale for deviation, scale in deviations)
+            parts.append(
+                f"largest deviation of the loss from one device over the first "
+                f"{counted(known, 'step')}: {worst:.2e} ({relative:.2e} relative)"
+            )
+        if known < len(pairs):
+            found, own = pairs[known]
+            parts.append(
+                f"from step {known + 1} on nothing can be compared: there the loss is {found} on "
+                f"the ranks, {own} on one device"
+            )
+        return "\n".join(parts)

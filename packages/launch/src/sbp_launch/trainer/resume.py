@@ -1,0 +1,189 @@
+"""Where a run goes on: the newest checkpoint that is whole, and what is other than it was."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from sbp_core.errors import ConfigError, SbpValueError
+from sbp_core.plugins import Storage, TrainerState
+from sbp_core.runtime import Session
+from sbp_core.serialize import load
+from sbp_launch.checkpoint.local import MANIFEST_FILE
+from sbp_launch.checkpoint.manifest import DamagedError, Metadata
+from sbp_launch.checkpoint.places import AUTO, find_checkpoints, newest_first
+from sbp_launch.checkpoint.reading import Checkpoint
+from sbp_launch.checkpoint.saving import Processes, ReadTogether
+from sbp_launch.data import DataCursor, SampleOrder
+from sbp_launch.run.run import Run
+from sbp_launch.trainer.checkpoints import place_of
+from sbp_launch.trainer.saved_settings import settings_of
+
+
+class Resume:
+    """Where a run goes on: the newest checkpoint that is whole, of those that it may take.
+
+    Attributes:
+        states: What a session is started with, in parts.
+
+    Args:
+        run: The run.
+        storage: Of the checkpoints.
+        names: Those to try, one after the other.
+
+    Raises:
+        ConfigError: none of them has a whole manifest, or another seed than the run.
+    """
+
+    def __init__(self, run: Run, storage: Storage, names: list[str]) -> None:
+        self._run, self._storage, self._names = run, storage, list(names)
+        self._num_tried = 0
+        self.states = self._next()
+
+    @classmethod
+    def of(cls, run: Run, storage: Storage) -> Resume | None:
+        """Return where a run goes on as `trainer.resume` says; None if it begins.
+
+        Raises:
+            ConfigError: it is to go on, and there is no checkpoint that is whole.
+        """
+        wanted = run.config.trainer.resume
+        if wanted is None:
+            return None
+        if wanted != AUTO:
+            found, names = find_checkpoints(wanted)
+            return cls(run, found, names[:1])
+        names = newest_first(storage)
+        if not names:
+            run.say(["trainer.resume=auto: there is no checkpoint yet, starting at step 0"])
+            return None
+        return cls(run, storage, names)
+
+    @property
+    def metadata(self) -> Metadata:
+        """Where the run was."""
+        return self.states.checkpoint.manifest.metadata
+
+    @contextmanager
+    def fitting(self) -> Iterator[None]:
+        """Say of states that do not fit in the block which checkpoint they are of.
+
+        Raises:
+            ConfigError: they do not.
+        """
+        try:
+            yield
+        except SbpValueError as error:
+            raise ConfigError(
+                f"the checkpoint does not fit this model and optimizer: {error.what}",
+                where=(*error.where, self._place),
+                accepted=error.accepted,
+                todo="choose the model, optimizer and update options of the run that saved it",
+            ) from error
+
+    def check_data(self, order: SampleOrder) -> None:
+        """See that the run goes on in the data, and in the order, in which it was.
+
+        Raises:
+            ConfigError: it would not.
+        """
+        if self.metadata.cursor is not None:
+            where = self._storage.place(self.states.checkpoint.name, MANIFEST_FILE)
+            cursor = DataCursor.from_json(self.metadata.cursor, where=where)
+            cursor.check_same_data(order, where=where)
+
+    def agree(self, session: Session, processes: Processes) -> TrainerState:
+        """See that all processes have read all of a checkpoint; take the next one if not.
+
+        Returns:
+            Where the trainer was.
+
+        Raises:
+            ConfigError: none is whole.
+        """
+        while (problem := self.states.agree(processes)) is not None:
+            self._skip(problem)
+            self.states = self._next()
+            with self.fitting():
+                session.load_state_dict(self.states)
+        self._run.say([f"going on after step {self.metadata.step}, from {self._place}"])
+        return self._trainer_state()
+
+    def _trainer_state(self) -> TrainerState:
+        """Return where the trainer was; of a step of `parallelize`, as if it had been this one.
+
+        Raises:
+            ConfigError: the checkpoint says what cannot be.
+        """
+        metadata = self.metadata
+        if metadata.trainer is None:
+            samples = metadata.step * self._run.config.trainer.batch_size
+            return TrainerState(step=metadata.step, samples=samples)
+        return load(
+            metadata.trainer,
+            TrainerState,
+            root="metadata.trainer",
+            where=self._storage.place(self.states.checkpoint.name, MANIFEST_FILE),
+            error=ConfigError,
+        )
+
+    @property
+    def _place(self) -> str:
+        return place_of(self._run, self._storage, self.states.checkpoint.name)
+
+    def _next(self) -> ReadTogether:
+        while self._names:
+            self._num_tried += 1
+            try:
+                checkpoint = Checkpoint(self._storage, self._names.pop(0))
+            except DamagedError as error:
+                self._skip(error)
+                continue
+            self._check(checkpoint.manifest.metadata, checkpoint.name)
+            return ReadTogether(checkpoint)
+        raise ConfigError(
+            f"none of the {self._num_tried} checkpoints is whole",
+            where=self._storage.place(),
+            accepted="a checkpoint that verifies",
+            todo="begin anew without trainer.resume, in another folder",
+        )
+
+    def _skip(self, error: DamagedError) -> None:
+        """Warn of a damaged checkpoint.
+
+        Raises:
+            DamagedError: it is the one that the user has named.
+        """
+        if self._run.config.trainer.resume != AUTO:
+            raise error
+        where = f" ({error.where[0]})" if error.where else ""
+        self._run.warn(f"{error.what}{where}; it is passed over")
+
+    def _check(self, metadata: Metadata, name: str) -> None:
+        """See that the run draws the same random numbers; tell what else is other.
+
+        Raises:
+            ConfigError: it does not.
+        """
+        seed = self._run.config.trainer.seed
+        if metadata.seed != seed:
+            raise ConfigError(
+                f"the checkpoint was saved with trainer.seed={metadata.seed}, and this run has "
+                f"trainer.seed={seed}",
+                where=self._storage.place(name),
+                todo=f"trainer.seed={metadata.seed}",
+            )
+        now = settings_of(self._run)
+        others = [
+            f"{key} was {_shown(was)}, and is {_shown(now.get(key))}"
+            for key, was in metadata.settings.items()
+            if now.get(key) != was
+        ]
+        self._run.say([f"other than in {name}: {other}" for other in others])
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

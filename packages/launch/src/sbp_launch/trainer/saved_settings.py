@@ -1,0 +1,53 @@
+"""The settings that a checkpoint keeps, as JSON: a run that goes on from it should share them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from xxhash import xxh3_128_hexdigest
+
+from sbp_launch.run.run import Run
+
+
+def settings_of(run: Run) -> dict[str, Any]:
+    """Return the settings that a run should share with the one that it goes on from, as JSON."""
+    config, trainer = run.config, run.config.trainer
+    values = {
+        "model": _choice(config.model),
+        "data": _choice(config.data),
+        "optimizer": _choice(config.optimizer),
+        "trainer.batch_size": trainer.batch_size,
+        "trainer.schedule": asdict(trainer.schedule),
+        "trainer.update": asdict(trainer.update),
+    }
+    if trainer.schedule.decay != "constant":
+        values["trainer.budget"] = asdict(trainer.budget)
+    found: dict[str, Any] = json.loads(_text(values))
+    return found
+
+
+def hash_of(value: Any) -> str:
+    """Return a hash of a value of plain types."""
+    return xxh3_128_hexdigest(_text(value).encode())
+
+
+def _choice(choice: Any) -> dict[str, Any]:
+    return {"name": choice.name, **choice.settings}
+
+
+def _text(value: Any) -> str:
+    # JSON has no infinities: `norm_type` may be one.
+    return json.dumps(_finite(value), sort_keys=True, default=str)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _finite(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
+    if isinstance(value, float) and value - value != 0.0:
+        return str(value)
+    return value

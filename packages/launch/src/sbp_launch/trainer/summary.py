@@ -1,0 +1,82 @@
+"""What is said of a run at its end: to people as lines, to programs as `result.json`."""
+
+from __future__ import annotations
+
+import math
+from contextlib import suppress
+
+from sbp_core.infer import step_time_s
+from sbp_core.memory import MemoryReport
+from sbp_launch.planning.flow import Planned
+from sbp_launch.planning.report import counted
+from sbp_launch.run.result import RunResult, write_result
+from sbp_launch.run.run import Run
+from sbp_launch.trainer.figures import Predicted, prediction_basis
+from sbp_launch.trainer.loop import TrainingLoop
+from sbp_launch.trainer.program import Program
+
+
+def leave_result(run: Run, loop: TrainingLoop) -> None:
+    """Leave what came of the run in its folder, if that can be written; the first process does."""
+    if not run.is_first:
+        return
+    state, typical_s = loop.state, loop.speed.typical_s
+    result = RunResult(
+        step=state.step,
+        samples=state.samples,
+        tokens=state.tokens,
+        epoch=state.epoch,
+        train_s=state.train_s,
+        loss=loop.loss,
+        held_out_loss=loop.held_out.get("held_out_loss"),
+        best=state.best,
+        best_step=state.best_step,
+        unit=loop.speed.unit,
+        rate=loop.speed.rate,
+        mfu=None if typical_s is None else loop.work.mfu(typical_s),
+        stopped_for=loop.stopped_for,
+    )
+    with suppress(OSError):
+        write_result(run.folder, result)
+
+
+def speed_lines(run: Run, loop: TrainingLoop) -> list[str]:
+    """Return what is told of the steps of this process: speed, utilization."""
+    steps = counted(loop.state.step, "step")
+    lines = [", ".join(filter(None, [steps, loop.speed.summary()]))]
+    if loop.speed.typical_s is not None:
+        lines.append(loop.work.line(loop.speed.typical_s, run.config.cluster.name))
+    return lines
+
+
+def held_out_lines(run: Run, loop: TrainingLoop) -> list[str]:
+    """Return what evaluation has found: the newest held-out loss, and the best one."""
+    if not loop.held_out:
+        return []
+    loss, state = loop.held_out["held_out_loss"], loop.state
+    batches = counted(run.config.trainer.evaluate.batches, "batch", "es")
+    averaged = " of the averaged parameters" if run.config.trainer.update.ema_decay else ""
+    lines = [f"held-out loss{averaged}: {loss:.4f} ({batches})"]
+    if state.best is not None and state.best_step != loop.evaluated_step:
+        lines[0] += f"; the lowest was {state.best:.4f}, behind step {state.best_step}"
+    if not math.isfinite(loss):
+        lines.append("warning: the trained states have diverged: try a smaller optimizer.lr")
+    return lines
+
+
+def predicted_of(run: Run, program: Program, planned: Planned) -> Predicted:
+    """Return what was predicted of a step of the run, and what the prediction rests on."""
+    peak = None
+    if isinstance(planned.memory, MemoryReport):
+        peak = max(rank.peak for rank in planned.memory.ranks.values())
+    return Predicted(
+        step_s=step_time_s(planned.plan),
+        peak_bytes=peak,
+        sent_bytes=planned.plan.boxing_bytes,
+        basis=prediction_basis(
+            program.cluster,
+            run.config.cluster.name,
+            str(run.config.cluster.settings.get("file", "")),
+            run.config.boxing.name,
+        ),
+    )

@@ -1,0 +1,258 @@
+"""The flow of a run: program, plan, session, steps, evaluation, summary.
+
+Everything that can be swapped is asked of the registry; what happens in between is `sbp_core`'s.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from sbp_core.boxing import BoxingBackend
+from sbp_core.errors import RunError, SbpValueError
+from sbp_core.plugins import PluginRegistry, Storage, TrainerState
+from sbp_core.strategy import Strategy
+from sbp_launch.checkpoint.starting_weights import StartingWeights, find_weights
+from sbp_launch.clusters.local import usable_cores
+from sbp_launch.planning.flow import Planned
+from sbp_launch.planning.output import print_plan, write_plan
+from sbp_launch.planning.report import counted, crowding
+from sbp_launch.planning.source_lines import with_source_line
+from sbp_launch.run.environment import write_environment
+from sbp_launch.run.folder import writing
+from sbp_launch.run.run import Run, make_console
+from sbp_launch.run.stopping import StopSignals
+from sbp_launch.settings.config import RunConfig
+from sbp_launch.tracing.tracer import StepTracer
+from sbp_launch.trainer.checkpoints import (
+    RunCheckpoints,
+    claimed,
+    processes_of,
+    run_storage,
+)
+from sbp_launch.trainer.figures import Measured, StepMeter
+from sbp_launch.trainer.loop import TrainingLoop
+from sbp_launch.trainer.micro_batches import plan_fitting
+from sbp_launch.trainer.planned import plan_step
+from sbp_launch.trainer.program import EagerReference, Program, make_program
+from sbp_launch.trainer.resume import Resume
+from sbp_launch.trainer.sampling import printable, sample_text
+from sbp_launch.trainer.session import (
+    check_traces,
+    make_backend,
+    save_states,
+    save_states_after_error,
+    start,
+)
+from sbp_launch.trainer.summary import held_out_lines, leave_result, predicted_of, speed_lines
+from sbp_launch.trainer.team import Team, stop_together
+from sbp_launch.world import World
+from sbp_torch.kinds import LanguageModel, TextDataset
+
+#: Where a run keeps every row of its plan.
+_ALL_ROWS = "see plan.txt of the run folder"
+
+
+def plan_only(config: RunConfig, registry: PluginRegistry) -> Strategy:
+    """Plan, print the plan, and return what was decided."""
+    run = Run(config=config, registry=registry, console=make_console())
+    program = make_program(run)
+    run, planned = plan_fitting(run, lambda known: plan_step(known, program))
+    show_plan(run, planned, todo="raise trainer.plan_rows to see them")
+    return planned.strategy
+
+
+def train(
+    config: RunConfig,
+    registry: PluginRegistry,
+    folder: Path,
+    world: World | None = None,
+    console: Console | None = None,
+) -> None:
+    """Train as the config says; print the plan, the progress, and what came of it.
+
+    Leaves in the run folder: `environment.json`, `strategy.yaml`, `strategy.json`, `plan.json`,
+    `plan.txt`, `memory.txt`, the metrics, and checkpoints of the trained states in `checkpoints`,
+    the last of them also if the run is interrupted, terminated or fails.
+
+    Args:
+        config: What was chosen.
+        registry: The plugins.
+        folder: Of the run.
+        world: This process among those of the run, one a rank; alone, with all ranks, if None. All
+            of them call this. Rank 0 writes the files.
+        console: Where this process prints; the standard output if None.
+    """
+    run = Run(
+        config=config,
+        registry=registry,
+        folder=folder,
+        console=console or make_console(),
+        world=world or World(),
+    )
+    backend = make_backend(run)  # first, as it may be refused
+    check_traces(run)
+    storage = run_storage(run)
+    with StopSignals() as signals, claimed(run, storage):
+        resume = Resume.of(run, storage)
+        if run.is_first:
+            with writing(folder):
+                folder.mkdir(parents=True, exist_ok=True)
+                write_environment(folder, registry)
+        program = make_program(run)
+        if resume is not None:
+            resume.check_data(program.cursor().order)
+        num_parameters = sum(parameter.numel() for parameter in program.model.parameters())
+        run.console.print(
+            f"{config.model.name}: {num_parameters:,} parameters; data: {program.data.describe()}",
+            soft_wrap=True,
+        )
+        weights = None if resume is not None else starting_weights(run, program)
+        if not backend.spans_processes:
+            run.say(crowding(program.mesh.size, usable_cores()))
+        try:
+            run, planned = plan_fitting(run, lambda known: plan_step(known, program))
+            if run.is_first:
+                with writing(folder):
+                    write_plan(folder, planned)
+            show_plan(run, planned)
+            checkpoints, reference = train_states(
+                run, program, planned, backend, signals, storage, resume or weights
+            )
+            if run.is_first:
+                show_sample(run, program, checkpoints)
+            if reference is not None and reference.losses:
+                run.console.print(reference.verdict())
+        finally:
+            run.console.print(f"run folder: {folder}", highlight=False, soft_wrap=True)
+
+
+def show_plan(run: Run, planned: Planned, todo: str = _ALL_ROWS) -> None:
+    """Print the plan's table and its summary; `todo` says how to see the rest."""
+    mesh = dict(zip(run.config.axes, run.config.mesh, strict=True))
+    print_plan(run.console, planned, mesh, run.config.trainer.plan_rows, todo)
+
+
+def train_states(
+    run: Run,
+    program: Program,
+    planned: Planned,
+    backend: BoxingBackend,
+    signals: StopSignals,
+    storage: Storage,
+    begin: Resume | StartingWeights | None,
+) -> tuple[RunCheckpoints, EagerReference | None]:
+    """Make or load the states, train, save and evaluate them; say what was measured and predicted.
+
+    Returns:
+        What has saved the trained states, and the one-device program that took the first steps
+        beside the ranks.
+    """
+    config = run.config
+    # Compiled segments call no operators that could be watched.
+    eager = config.runtime.settings.get("compile", "eager") == "eager"
+    ranks = [part.rank for part in planned.plan.ranks]
+    here = [run.world.rank] if backend.spans_processes else None
+    step_meter = StepMeter(planned.plan, backend, counts_memory=eager, ranks=here)
+    tracer = StepTracer(
+        planned.plan, planned.graph, backend, config.trainer.traced_steps, run.folder
+    )
+    reference: EagerReference | None = None
+    resume = begin if isinstance(begin, Resume) else None
+    weights = begin if isinstance(begin, StartingWeights) else None
+    if resume is not None:  # one device would have to begin with the first step
+        with run.stage("loading the states and starting the ranks"), resume.fitting():
+            session = start(run, planned.plan, resume.states, step_meter.backend)
+    else:
+        with run.stage("making the states and starting the ranks"):
+            if config.trainer.compare_steps and run.is_first:
+                reference = EagerReference(program, config.trainer)
+                if weights is not None:
+                    weights.load_into(reference.model)
+            made = program.made.states(program.optimizer, config.trainer.update)
+            with weights.over(made) if weights is not None else nullcontext(made) as first:
+                session = start(run, planned.plan, first, step_meter.backend)
+    with session:
+        team = Team.of(backend, ranks)
+        processes = processes_of(run, team)
+        state = TrainerState() if resume is None else resume.agree(session, processes)
+        checkpoints = RunCheckpoints(run, planned, storage, processes, state.step)
+        loop = TrainingLoop(
+            run=run,
+            program=program,
+            planned=planned,
+            session=session,
+            step_meter=step_meter,
+            tracer=tracer,
+            reference=reference,
+            signals=signals,
+            team=team,
+            checkpoints=checkpoints,
+            state=state,
+        )
+        try:
+            with signals.training(), tracer:
+                try:
+                    loop.train()
+                finally:
+                    leave_result(run, loop)
+        except BaseException as error:
+            with signals.saving():
+                save_states_after_error(run, loop, error)
+            if isinstance(error, RunError):
+                raise with_source_line(error, planned.graph) from error.__cause__
+            raise
+        with signals.saving():
+            save_states(run, loop)
+        measured = Measured.of_all(team.gather(step_meter.measured.to_text()))
+        steps = counted(loop.state.step, "step")
+        if team.highest(signals.pending_number):
+            run.say([f"the states of all {steps} are saved"])
+            stop_together(team, signals)
+        if loop.stopped_for:
+            run.say([f"stopped behind step {loop.state.step}: {loop.stopped_for}"])
+        run.say(speed_lines(run, loop))
+        run.say(step_meter.lines(predicted_of(run, program, planned), measured))
+        run.say(tracer.lines)
+        run.say([f"time of training: {loop.phases.line()}"])
+        run.say(held_out_lines(run, loop))
+    return checkpoints, reference
+
+
+def starting_weights(run: Run, program: Program) -> StartingWeights | None:
+    """Return the weights that the run starts from, if it is to start from some; say which.
+
+    Raises:
+        ConfigError: they are not there, or are not the model's.
+    """
+    path = run.config.trainer.init_from
+    if path is None:
+        return None
+    update = run.config.trainer.update
+    found = find_weights(path, program.model, program.optimizer, update, where="trainer.init_from")
+    run.say([f"starting from the weights in {found.found.place}"])
+    return found
+
+
+def show_sample(run: Run, program: Program, checkpoints: RunCheckpoints) -> None:
+    """Print a text that the trained model writes, if it is one that writes."""
+    settings, data = run.config.trainer, program.data
+    if not settings.sample_tokens or not isinstance(data, TextDataset):
+        return
+    if not isinstance(program.model, LanguageModel):
+        return
+    model: Any = program.made.whole_model()
+    names = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+    model.load_state_dict(checkpoints.read(names), strict=False)
+    model.eval()
+    try:
+        text = sample_text(model, data, "\ndef ", settings.sample_tokens, settings.seed)
+    except SbpValueError as error:
+        run.warn(f"no sample of text: {error}")
+        return
+    run.console.rule("a sample of text")
+    run.console.print(printable(text), markup=False, highlight=False)
+    run.console.rule()
