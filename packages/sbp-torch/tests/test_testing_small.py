@@ -73,8 +73,13 @@ def test_a_device_without_a_rate_fails_the_suite() -> None:
 class Lines:
     """One JSON array a line, flushed or not."""
 
-    def __init__(self, path: Path, *, flush: bool = True, digits: int | None = None) -> None:
-        self.file, self.flush, self.digits = path.open("w", encoding="utf-8"), flush, digits
+    def __init__(
+        self, path: Path, resumed_step: int = 0, *, flush: bool = True, digits: int | None = None
+    ) -> None:
+        lines = path.read_text("utf-8").splitlines() if resumed_step else []
+        kept = [line for line in lines if json.loads(line)[0] <= resumed_step]
+        path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        self.file, self.flush, self.digits = path.open("a", encoding="utf-8"), flush, digits
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         if self.digits is not None:
@@ -91,8 +96,8 @@ class LinesSuite(MetricSinkConformance):
     def make_factory(self) -> MetricSinkFactory:
         return self.make
 
-    def make(self, run_folder: Path) -> MetricSink:
-        return Lines(run_folder / "lines")
+    def make(self, run_folder: Path, *, resumed_step: int = 0) -> MetricSink:
+        return Lines(run_folder / "lines", resumed_step)
 
     def read(self, run_folder: Path) -> Records:
         text = (run_folder / "lines").read_text("utf-8")
@@ -105,7 +110,7 @@ class TestLines(LinesSuite):
 
 def test_a_sink_that_does_not_flush_fails_the_suite(tmp_path: Path) -> None:
     class Suite(LinesSuite):
-        def make(self, run_folder: Path) -> MetricSink:
+        def make(self, run_folder: Path, *, resumed_step: int = 0) -> MetricSink:
             self.sink = Lines(run_folder / "lines", flush=False)
             return self.sink
 
@@ -118,16 +123,29 @@ def test_a_sink_that_does_not_flush_fails_the_suite(tmp_path: Path) -> None:
 
 def test_a_sink_that_rounds_fails_the_suite(tmp_path: Path) -> None:
     class Suite(LinesSuite):
-        def make(self, run_folder: Path) -> MetricSink:
+        def make(self, run_folder: Path, *, resumed_step: int = 0) -> MetricSink:
             return Lines(run_folder / "lines", digits=3)
 
     with pytest.raises(AssertionError, match="loss of step 2"):
         Suite().test_closing_loses_nothing(tmp_path)
 
 
+@pytest.mark.parametrize("resumed_step", [0, 9], ids=["forgets the steps", "keeps undone steps"])
+def test_a_sink_that_does_not_resume_where_it_should_fails_the_suite(
+    tmp_path: Path, resumed_step: int
+) -> None:
+    class Suite(LinesSuite):
+        def make(self, run_folder: Path, **_: int) -> MetricSink:
+            has_lines = (run_folder / "lines").exists()
+            return Lines(run_folder / "lines", resumed_step if has_lines else 0)
+
+    with pytest.raises(AssertionError, match="steps"):
+        Suite().test_a_resumed_run_goes_on_behind_the_step_that_was_saved(tmp_path)
+
+
 def test_a_sink_that_writes_outside_its_folder_fails_the_suite(tmp_path: Path) -> None:
     class Suite(LinesSuite):
-        def make(self, run_folder: Path) -> MetricSink:
+        def make(self, run_folder: Path, *, resumed_step: int = 0) -> MetricSink:
             (run_folder.parent / "stray").touch()
             return Lines(run_folder / "lines")
 

@@ -1,6 +1,6 @@
 """Who starts the processes of a run: the plugins of kind `launcher`.
 
-A launcher says what is started. `launch_choice` says which one is meant, `launching` starts what it
+A launcher says what is started. `choice` says which one is meant, `launching` starts what it
 says, and `world` reads what those that start processes by themselves, torchrun, mpiexec and srun,
 have told each of them.
 """
@@ -199,7 +199,7 @@ def build_spawn(config: ProcessesConfig) -> Spawn:
 
 
 def build_auto(config: AutoConfig) -> Threads:
-    """Return what `auto` stands for where nothing is known of boxing: `launch_choice` decides."""
+    """Return what `auto` stands for where nothing is known of boxing: `choice` decides."""
     return Threads()
 
 

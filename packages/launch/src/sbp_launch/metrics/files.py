@@ -1,4 +1,4 @@
-"""Where the metrics of a run go: JSON lines, CSV, or nowhere; `tensorboard_sink` has another."""
+"""Where the metrics of a run go: JSON lines, CSV, or nowhere; `tensorboard` has another."""
 
 from __future__ import annotations
 
