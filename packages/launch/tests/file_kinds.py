@@ -182,7 +182,7 @@ def _json_kind(name: str, value: object, use: Callable[[object, str], object]) -
     )
 
 
-_CURSOR = DataCursor(position=12, order=SampleOrder(num_samples=7, seed=3))
+_CURSOR = DataCursor(position=12, order=SampleOrder(num_samples=7, seed=3, fingerprint="0a1b"))
 _TRAINED = TrainerState(step=3, samples=12, best=1.5, best_step=2, callbacks={"ema": {"rate": 0.9}})
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tracemalloc
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -119,7 +120,7 @@ def test_a_kept_cursor_says_everything_whatever_the_defaults_are() -> None:
 
     assert cursor.to_json() == {
         "position": 0,
-        "order": {"num_samples": 9, "order": "shuffled", "seed": 0},
+        "order": {"num_samples": 9, "order": "shuffled", "seed": 0, "fingerprint": ""},
     }
 
 
@@ -147,16 +148,20 @@ def test_what_is_no_cursor_is_refused_with_its_key(value: object, says: str) -> 
 
 
 def test_other_data_another_order_or_seed_are_refused_when_a_run_goes_on() -> None:
-    cursor = DataCursor(position=7, order=SampleOrder(num_samples=10))
+    known = SampleOrder(num_samples=10, fingerprint="12")
+    cursor = DataCursor(position=7, order=known)
 
-    cursor.check_same_data(SampleOrder(num_samples=10))
-    for other, says in (
-        (SampleOrder(num_samples=11), "10 samples in the train split, and now there are 11"),
-        (SampleOrder(num_samples=10, seed=1), "trainer.seed"),
-        (SampleOrder(num_samples=10, order="sequential"), "trainer.order"),
+    cursor.check_same_data(known)
+    cursor.check_same_data(replace(known, fingerprint=""))
+    for changes, says in (
+        ({"num_samples": 11}, "the train split had 10 samples, and has 11"),
+        ({"fingerprint": "13"}, "the samples of the train split are not those that they were"),
+        ({"seed": 1}, "trainer.seed was 0, and is 1"),
+        ({"order": "sequential"}, "trainer.order was shuffled, and is sequential"),
     ):
-        with pytest.raises(ConfigError, match=says):
-            cursor.check_same_data(other, where="manifest.json")
+        with pytest.raises(ConfigError, match=f"the run stopped in other data: {says}") as caught:
+            cursor.check_same_data(replace(known, **changes), where="manifest.json")
+        assert "trainer.other_data=true" in caught.value.todo
 
 
 @pytest.mark.parametrize("settings", [{"num_samples": 0}, {"num_samples": 2**62 + 1}])

@@ -7,8 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sbp_core.errors import ConfigError, PluginError, SbpError
 from sbp_core.plugins import Factory, PluginEntry
@@ -60,6 +63,31 @@ def test_floating_parts_of_samples_take_the_dtype_of_the_model() -> None:
     found = loaded({"x": torch.ones(2), "y": torch.ones(2, dtype=torch.int64)})
 
     assert (found["x"].dtype, found["y"].dtype) == (torch.float64, torch.int64)
+
+
+@given(st.integers(1, 2**62), st.sampled_from(["float32", "bfloat16", "int64", "bool"]))
+def test_a_fingerprint_is_of_the_first_and_the_last_sample_and_some_between(
+    size: int, dtype: str
+) -> None:
+    asked: list[int] = []
+
+    def fingerprint(name: str = "x", shape: tuple[int, ...] = (2,), other: int = -1) -> str:
+        def samples(numbers: npt.NDArray[np.int64], split: str) -> dict[str, torch.Tensor]:
+            asked[:] = numbers.tolist()
+            ones = (torch.from_numpy(numbers) == other).reshape(-1, *[1] * len(shape))
+            return {name: ones.expand(-1, *shape).to(getattr(torch, dtype))}
+
+        data: Any = SimpleNamespace(samples=samples, num_samples=lambda split: size)
+        return SampleSource(data=data, plugin=ENTRY, dtype=torch.float64).fingerprint("train")
+
+    found = fingerprint()
+
+    assert asked[0] == 0 and asked[-1] == size - 1 and sorted(set(asked)) == asked
+    assert len(asked) == min(size, 8)
+    assert fingerprint() == found
+    others = [fingerprint("y"), fingerprint(shape=(1, 2)), fingerprint(shape=())]
+    others += [fingerprint(other=number) for number in list(asked)]
+    assert len({found, *others}) == 1 + len(others)
 
 
 def test_what_has_the_contract_of_version_1_is_refused_with_what_it_lacks() -> None:

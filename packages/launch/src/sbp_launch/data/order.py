@@ -40,6 +40,7 @@ class SampleOrder:
         num_samples: Of the split, >= 1.
         order: One of `Order`.
         seed: Of the shuffling, in 0 to 2^63 - 1.
+        fingerprint: Of the samples, as `SampleSource.fingerprint`; empty if it is not known.
 
     Raises:
         SbpValueError: one of these is out of its range.
@@ -48,6 +49,7 @@ class SampleOrder:
     num_samples: int
     order: str = "shuffled"
     seed: int = 0
+    fingerprint: str = ""
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_samples <= MOST_SAMPLES:
@@ -146,19 +148,28 @@ class DataCursor:
         Raises:
             ConfigError: the next position is not of the sample that it was.
         """
-        told = {
-            "num_samples": ("samples in the train split", "the data that the run began with"),
-            "order": ("as trainer.order", f"trainer.order={self.order.order}"),
-            "seed": ("as trainer.seed", f"trainer.seed={self.order.seed}"),
-        }
-        for name, (what, accepted) in told.items():
-            had, has = getattr(self.order, name), getattr(order, name)
+        if told := self.differences(order):
+            raise ConfigError(
+                f"the run stopped in other data: {'; '.join(told)}",
+                where=where,
+                accepted="the data that the run began with, in their order",
+                todo="go on with these at the same position: trainer.other_data=true; or begin a "
+                "run with these weights: trainer.init_from=RUN",
+            )
+
+    def differences(self, order: SampleOrder) -> list[str]:
+        """Return what is other in some data than in those of this cursor; nothing if they agree."""
+        before, told = self.order, []
+        if before.num_samples != order.num_samples:
+            told.append(
+                f"the train split had {before.num_samples:,} samples, and has {order.num_samples:,}"
+            )
+        elif "" not in (before.fingerprint, order.fingerprint) and (
+            before.fingerprint != order.fingerprint
+        ):
+            told.append("the samples of the train split are not those that they were")
+        for name in ("order", "seed"):
+            had, has = getattr(before, name), getattr(order, name)
             if had != has:
-                raise ConfigError(
-                    f"the run stopped in data with {had} {what}, and now there are {has}"
-                    if name == "num_samples"
-                    else f"the run stopped in data with {had} {what}, which now is {has}",
-                    where=where,
-                    accepted=accepted,
-                    todo="begin a new run for other data or another order",
-                )
+                told.append(f"trainer.{name} was {had}, and is {has}")
+        return told

@@ -10,12 +10,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from xxhash import xxh3_128
 
 from sbp_core.errors import PluginError, SbpError, words_of
 from sbp_core.plugins import PluginEntry
 from sbp_torch.kinds import Dataset
 
 _METHODS = ("num_samples", "samples", "describe")
+
+#: Samples that stand for a split in its fingerprint: the first, the last, and as many between.
+_FINGERPRINTED = 8
 
 
 def checked_dataset(made: object, plugin: PluginEntry) -> Dataset:
@@ -72,6 +76,30 @@ class SampleSource:
             PluginError: the data set returns something else, or fails with an error of its own.
             SbpError: what it raises, with the number of the sample.
         """
+        return {
+            name: value.to(self.dtype) if value.is_floating_point() else value
+            for name, value in self._load(numbers, split).items()
+        }
+
+    def fingerprint(self, split: str) -> str:
+        """Return a hash of a few samples of a split, from the first to the last.
+
+        Other data have another one, unless they are alike in all of these samples; the same data
+        have the same one, wherever their files are.
+
+        Raises:
+            PluginError, SbpError: as of `load`.
+        """
+        last = self.num_samples(split) - 1
+        numbers = sorted({last * part // (_FINGERPRINTED - 1) for part in range(_FINGERPRINTED)})
+        state = xxh3_128()
+        for name, value in sorted(self._load(np.array(numbers), split).items()):
+            state.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
+            state.update(value.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        return state.hexdigest()
+
+    def _load(self, numbers: npt.NDArray[np.int64], split: str) -> Mapping[str, Tensor]:
+        """Return samples as the data set returns them, checked; raises as `load`."""
         with self._lock:
             try:
                 found = self.data.samples(numbers, split)
@@ -84,10 +112,7 @@ class SampleSource:
                 accepted = f"tensors whose dim 0 is the {len(numbers)} samples asked for"
                 told = f"{name!r} has the shape {tuple(value.shape)}"
                 raise self._returned(value, accepted, "samples", told)
-        return {
-            name: value.to(self.dtype) if value.is_floating_point() else value
-            for name, value in found.items()
-        }
+        return found
 
     def _returned(self, found: object, accepted: str, by: str, told: str) -> PluginError:
         error = self.plugin.returned(found, accepted, by=by)

@@ -122,6 +122,8 @@ class TrainerConfig:
         overwrite: Whether a run may replace the files of an earlier one in its folder.
         resume: Where to go on: `auto`, the newest checkpoint that is whole, of this run folder; or
             the path of one, of a folder of them, or of a run. None to begin.
+        other_data: Whether it may go on in other data, or in another order of them, than those in
+            which it stopped; at the same number of samples.
         checkpoint: When checkpoints are saved, and which are kept.
         callbacks: What is called between steps: the name of each, or a mapping with `name` and its
             settings.
@@ -154,6 +156,7 @@ class TrainerConfig:
     trace: str | int | None = None
     overwrite: bool = False
     resume: str | None = None
+    other_data: bool = False
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     callbacks: tuple[str | Mapping[str, Any], ...] = ()
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)

@@ -96,11 +96,17 @@ class Program:
         Raises:
             PluginError: the data set does not say how many samples it has.
             SbpLookupError: it has no such split.
+            SbpError: one of the samples that are looked at cannot be loaded; names it.
         """
         size = self.source.num_samples(split)
         if split != "train":
             return DataCursor(order=SampleOrder(num_samples=size))
-        return DataCursor(order=SampleOrder(num_samples=size, order=self.order, seed=self.seed))
+        fingerprint = self.source.fingerprint(split)
+        return DataCursor(
+            order=SampleOrder(
+                num_samples=size, order=self.order, seed=self.seed, fingerprint=fingerprint
+            )
+        )
 
     def batch(self, cursor: DataCursor, batch_size: int, split: str = "train") -> dict[str, Tensor]:
         """Return the whole batch that begins at a cursor.

@@ -86,13 +86,19 @@ class Resume:
     def check_data(self, order: SampleOrder) -> None:
         """See that the run goes on in the data, and in the order, in which it was.
 
+        With `trainer.other_data` it goes on in others, and says so.
+
         Raises:
             ConfigError: it would not.
         """
-        if self.metadata.cursor is not None:
-            where = self._storage.place(self.states.checkpoint.name, MANIFEST_FILE)
-            cursor = DataCursor.from_json(self.metadata.cursor, where=where)
+        if self.metadata.cursor is None:
+            return
+        where = self._storage.place(self.states.checkpoint.name, MANIFEST_FILE)
+        cursor = DataCursor.from_json(self.metadata.cursor, where=where)
+        if not self._run.config.trainer.other_data:
             cursor.check_same_data(order, where=where)
+        for told in cursor.differences(order):
+            self._run.say([f"other than in {self.states.checkpoint.name}: {told}"])
 
     def agree(self, session: Session, processes: Processes) -> TrainerState:
         """See that all processes have read all of a checkpoint; take the next one if not.
