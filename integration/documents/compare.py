@@ -12,6 +12,8 @@ import difflib
 import re
 from collections.abc import Sequence
 
+_RUN = re.compile(r"\d{4}(-\d\d){2}_\d\d(-\d\d){2}")
+
 _RULE = re.compile(r"([─━=-])\1{2,}")
 
 _UNIT = r"(?: ?(?:[kMGTPE]?(?:B|FLOP)|[kMG]i?B|bytes|(?:[mµun]?s|min)(?:/step)?)\b)?"
@@ -19,12 +21,12 @@ _NUMBER = re.compile(rf"(?<![\w.])(?<!S\()[-+]?\d[\d,]*(?:\.\d+)*(?:e[-+]?\d+)?%
 
 
 def masked(line: str) -> str:
-    """Return a line with `#` for its figures, and single spaces.
+    """Return a line with `#` for its figures and the times that name runs, and single spaces.
 
     >>> masked("blocks.* x4   (S(0), B)   4.2 MB")
     'blocks.* x4 (S(0), B) #'
     """
-    return " ".join(_RULE.sub(r"\1\1\1", _NUMBER.sub("#", line)).split())
+    return " ".join(_RULE.sub(r"\1\1\1", _NUMBER.sub("#", _RUN.sub("#", line))).split())
 
 
 def missing(shown: Sequence[str], output: Sequence[str]) -> tuple[int, str] | None:

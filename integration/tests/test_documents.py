@@ -169,6 +169,7 @@ def test_what_does_not_work_is_found(
         ("= 41.0 MB activations + 278.5 kB other", "= 4.0 kB activations + 1 GB other", True),
         ("float32[4096, 1024] 33.6 MB", "float32[5, 3] 2 kB", True),
         ("────────", "─────────────", True),
+        ("in runs/2026-11-23_14-41-31 x=1", "in runs/2027-01-03_00-00-01 x=2", True),
         ("weight (S(0), B)", "weight (S(1), B)", False),
         ("float32[5]", "float64[5]", False),
         ("3 all-gather", "3 all-reduce", False),

@@ -6,12 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from trainable import registry, run_config, run_of
+from trainable import held_out_loss, registry, run_config, run_of
 
 from sbp_launch.optimizers import optimizer_over
 from sbp_launch.settings.config import EvaluateConfig, PluginChoice, RunConfig
 from sbp_launch.trainer import trainer
-from sbp_launch.trainer.evaluation import Evaluator, evaluate
+from sbp_launch.trainer.evaluation import Evaluator
 from sbp_launch.trainer.planned import plan_evaluation, plan_step
 from sbp_launch.trainer.program import make_program
 from sbp_launch.trainer.session import start
@@ -58,7 +58,7 @@ def test_averaged_parameters_are_evaluated_where_there_are_some(planner: str) ->
                 program.batch(program.cursor().advanced(4 * index), 4),
                 {**scalars, "seed": 0, "step": index},
             )
-        found = evaluate(run, program, planned, session)
+        found = held_out_loss(run, program, planned, session)
 
     begin = program.cursor("validation")
     batches = [program.batch(begin.advanced(4 * index), 4, "validation") for index in range(2)]
@@ -102,7 +102,7 @@ def test_every_evaluation_sees_the_newest_states_and_the_same_batches() -> None:
                 program.batch(program.cursor().advanced(4 * index), 4),
                 {**scalars, "seed": 0, "step": index},
             )
-            alone = evaluate(run, program, planned, session)
+            alone = held_out_loss(run, program, planned, session)
             found.append((evaluator.metrics(), evaluator.metrics()))
             assert found[-1][0]["held_out_loss"] == alone
 

@@ -92,6 +92,27 @@ def test_stopped_and_resumed_is_the_unbroken_run(
     assert kept == [step_name(6), step_name(2)]
 
 
+def test_a_run_ends_with_its_checkpoint_and_how_it_trains_further(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "run"
+    ends = (
+        "saved: checkpoints/step-00000006\n"
+        "  to go on: trainer.resume=auto hydra.run.dir=run trainer.steps=MORE\n"
+        f"run folder: {folder}\n"
+    )
+    run = config()
+
+    trainer.train(run, registry(), folder)
+    assert capsys.readouterr().out.endswith(ends)
+    trainer.train(resumed(run), registry(), folder)
+
+    out = capsys.readouterr().out
+    assert "trainer.steps=6 is reached: there is no step to take\n" in out
+    assert out.endswith(ends)
+
+
 def test_a_run_goes_on_from_another_folder_and_on_another_mesh(tmp_path: Path) -> None:
     run = config(dtype="float64")
     trainer.train(run, registry(), tmp_path / "whole")

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from saved_states import states_of_run
-from trainable import Bigram, registry, run_config, run_of
+from trainable import Bigram, held_out_loss, registry, run_config, run_of
 
 from sbp_aten.pass_options import MixedPrecision, PassOptions
 from sbp_core.errors import ConfigError
@@ -15,7 +15,7 @@ from sbp_launch.planning.flow import regathering
 from sbp_launch.settings.config import EvaluateConfig, PluginChoice
 from sbp_launch.settings.patterns import check_patterns
 from sbp_launch.settings.schedules import ScheduleConfig
-from sbp_launch.trainer import evaluation, planned, trainer
+from sbp_launch.trainer import planned, trainer
 from sbp_launch.trainer.program import EagerReference, make_program
 from sbp_launch.trainer.session import make_backend, start
 from sbp_launch.trainer.team import DEADLINE_S, vote_deadline_s
@@ -119,7 +119,7 @@ def test_evaluation_gives_the_loss_of_the_model_on_one_device(tmp_path):
     states = program.made.states(program.optimizer)
 
     with start(run_of(run), made.plan, states, LocalBackend()) as session:
-        found = evaluation.evaluate(run_of(run), program, made, session)
+        found = held_out_loss(run_of(run), program, made, session)
 
     begin = program.cursor("validation")
     batches = [program.batch(begin.advanced(4 * index), 4, "validation") for index in range(2)]
@@ -138,7 +138,7 @@ def test_held_out_loss_does_not_depend_on_the_micro_batches():
         found = planned.plan_step(run_of(run), program)
         states = program.made.states(program.optimizer)
         with start(run_of(run), found.plan, states, LocalBackend()) as session:
-            losses.append(evaluation.evaluate(run_of(run), program, found, session))
+            losses.append(held_out_loss(run_of(run), program, found, session))
 
     assert losses[0] == pytest.approx(losses[1], abs=1e-12)
 

@@ -17,6 +17,7 @@ from sbp_core.graph.ir import LogicalGraph, Node, OutputKind, Phase, Ref
 from sbp_core.plugins import Factory, PluginRegistry, discover, hookimpl
 from sbp_core.plugins.discovery import PluginSource
 from sbp_core.plugins.kinds import GraphPass, PlanRequest
+from sbp_core.runtime import Session
 from sbp_core.strategy import Strategy
 from sbp_launch.compile_config import CompileConfig
 from sbp_launch.planning.flow import Planned
@@ -24,8 +25,9 @@ from sbp_launch.planning.moves import When
 from sbp_launch.planning.rows import ModuleMove, ModuleRow
 from sbp_launch.run.run import Run
 from sbp_launch.settings.config import EvaluateConfig, PluginChoice, RunConfig, TrainerConfig
+from sbp_launch.trainer.evaluation import Evaluator
 from sbp_launch.trainer.planned import plan_step
-from sbp_launch.trainer.program import make_program
+from sbp_launch.trainer.program import Program, make_program
 
 SBP_API_VERSION = 1
 
@@ -302,3 +304,9 @@ def row(module: str, *, moved: int = 0, stage: int = 0, **fields: object) -> Mod
         moves=(move,) if moved else (),
         **{**known, **fields},
     )
+
+
+def held_out_loss(run: Run, program: Program, planned: Planned, session: Session) -> float:
+    """Return the mean loss over held-out data of what a session has trained."""
+    with Evaluator(run, program, planned, session) as evaluator:
+        return evaluator.metrics()["held_out_loss"]

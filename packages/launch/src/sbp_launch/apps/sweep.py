@@ -17,6 +17,7 @@ from rich.box import Box
 from rich.console import Console
 from rich.table import Table
 
+from sbp_launch.run.folder import as_typed
 from sbp_launch.run.result import RunResult, read_result
 from sbp_launch.settings.config import key_of
 
@@ -75,7 +76,7 @@ def print_sweep(jobs: Sequence[SweepJob], console: Console) -> None:
             *cells,
             str(job.folder.relative_to(parent)),
         )
-    console.print(f"\nthe runs of {_shown(parent)}:", highlight=False, soft_wrap=True)
+    console.print(f"\nthe runs of {as_typed(parent)}:", highlight=False, soft_wrap=True)
     console.print(table, highlight=False)
     for number, job in enumerate(jobs):
         if job.failure:
@@ -113,9 +114,3 @@ def _loss(value: float | None) -> str:
 
 def _rate(value: float | None) -> str:
     return "" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def _shown(path: Path) -> str:
-    """Return a folder as one types it from here."""
-    here = Path.cwd()
-    return str(path.relative_to(here) if path.is_relative_to(here) else path)

@@ -87,6 +87,12 @@ def _is_left(path: Path) -> bool:
     return path.exists()
 
 
+def as_typed(folder: Path) -> str:
+    """Return a folder as one types it from here."""
+    here = Path.cwd()
+    return str(folder.relative_to(here) if folder.is_relative_to(here) else folder)
+
+
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
     """Say of what cannot be written in the `with` block that it belongs to a run folder.

@@ -107,9 +107,3 @@ class Evaluator:
             session = runtime.start(plan, self.session)
             self._evaluating = self._started.enter_context(session), plan
         return self._evaluating
-
-
-def evaluate(run: Run, program: Program, planned: Planned, session: Session) -> float:
-    """Return the mean loss over held-out data of what a session has trained; see `Evaluator`."""
-    with Evaluator(run, program, planned, session) as evaluator:
-        return evaluator.metrics()["held_out_loss"]

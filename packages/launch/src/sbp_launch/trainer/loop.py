@@ -166,6 +166,10 @@ class TrainingLoop:
         """
         settings, begun = self.run.config.trainer, self.state
         total_steps = self.allowance.total_steps(begun)
+        if self._is_over:
+            budget = settings.budget
+            reached = f"trainer.{budget.unit}={budget.amount:g} is reached"
+            self.run.say([f"{reached}: there is no step to take"])
         restore(self.callbacks, begun)
         context = TrainingContext(
             folder=self.run.folder,

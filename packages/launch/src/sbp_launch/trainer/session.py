@@ -14,6 +14,7 @@ from sbp_launch.run.run import Run
 from sbp_launch.run.stopping import Terminated
 from sbp_launch.trainer.finite_loss import NotFiniteError
 from sbp_launch.trainer.loop import TrainingLoop
+from sbp_launch.trainer.summary import going_on
 
 
 def make_backend(run: Run) -> BoxingBackend:
@@ -91,6 +92,8 @@ def save_states_after_error(run: Run, loop: TrainingLoop, error: BaseException) 
         error.add_note(f"the states were not saved: {other}")
         run.say([f"{ended}; the states are not saved: {other}"])
         if newest := loop.checkpoints.newest:
-            run.say([f"the newest checkpoint is {newest}; trainer.resume=auto goes on from there"])
+            run.say([f"the newest checkpoint is {newest}", f"  to go on: {going_on(run)}"])
     else:
         run.say([f"{ended}; the states so far are in {place}"])
+        if is_finite:
+            run.say([f"  to go on: {going_on(run)}"])

@@ -9,6 +9,7 @@ from sbp_core.infer import step_time_s
 from sbp_core.memory import MemoryReport
 from sbp_launch.planning.flow import Planned
 from sbp_launch.planning.report import counted
+from sbp_launch.run.folder import as_typed
 from sbp_launch.run.result import RunResult, write_result
 from sbp_launch.run.run import Run
 from sbp_launch.trainer.figures import Predicted, prediction_basis
@@ -62,6 +63,18 @@ def held_out_lines(run: Run, loop: TrainingLoop) -> list[str]:
     if not math.isfinite(loss):
         lines.append("warning: the trained states have diverged: try a smaller optimizer.lr")
     return lines
+
+
+def going_on(run: Run) -> str:
+    """Return the settings with which the same command goes on from the newest checkpoint."""
+    return f"trainer.resume=auto hydra.run.dir={as_typed(run.folder)}"
+
+
+def saved_lines(run: Run, loop: TrainingLoop) -> list[str]:
+    """Return where the states of a run are that has ended, and how it trains further."""
+    unit = run.config.trainer.budget.unit
+    more = "" if loop.stopped_for else f" trainer.{unit}=MORE"
+    return [f"saved: {loop.checkpoints.newest}", f"  to go on: {going_on(run)}{more}"]
 
 
 def predicted_of(run: Run, program: Program, planned: Planned) -> Predicted:

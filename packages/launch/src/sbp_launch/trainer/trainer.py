@@ -47,7 +47,13 @@ from sbp_launch.trainer.session import (
     save_states_after_error,
     start,
 )
-from sbp_launch.trainer.summary import held_out_lines, leave_result, predicted_of, speed_lines
+from sbp_launch.trainer.summary import (
+    held_out_lines,
+    leave_result,
+    predicted_of,
+    saved_lines,
+    speed_lines,
+)
 from sbp_launch.trainer.team import Team, stop_together
 from sbp_launch.world import World
 from sbp_torch.kinds import LanguageModel, TextDataset
@@ -119,13 +125,12 @@ def train(
                 with writing(folder):
                     write_plan(folder, planned)
             show_plan(run, planned)
-            checkpoints, reference = train_states(
-                run, program, planned, backend, signals, storage, resume or weights
-            )
+            loop = train_states(run, program, planned, backend, signals, storage, resume or weights)
             if run.is_first:
-                show_sample(run, program, checkpoints)
-            if reference is not None and reference.losses:
-                run.console.print(reference.verdict())
+                show_sample(run, program, loop.checkpoints)
+            if loop.reference is not None and loop.reference.losses:
+                run.console.print(loop.reference.verdict())
+            run.say(saved_lines(run, loop))
         finally:
             run.console.print(f"run folder: {folder}", highlight=False, soft_wrap=True)
 
@@ -144,12 +149,11 @@ def train_states(
     signals: StopSignals,
     storage: Storage,
     begin: Resume | StartingWeights | None,
-) -> tuple[RunCheckpoints, EagerReference | None]:
+) -> TrainingLoop:
     """Make or load the states, train, save and evaluate them; say what was measured and predicted.
 
     Returns:
-        What has saved the trained states, and the one-device program that took the first steps
-        beside the ranks.
+        The loop, which is through.
     """
     config = run.config
     # Compiled segments call no operators that could be watched.
@@ -219,7 +223,7 @@ def train_states(
         run.say(tracer.lines)
         run.say([f"time of training: {loop.phases.line()}"])
         run.say(held_out_lines(run, loop))
-    return checkpoints, reference
+    return loop
 
 
 def starting_weights(run: Run, program: Program) -> StartingWeights | None:
