@@ -103,6 +103,7 @@ def _run_and_exit(command: Sequence[str], folder: Path, plugins: str, output: in
             # The rules that this process may have gathered are those without these plugins.
             installed_rules.cache_clear()
         sys.argv = list(command)
+        warnings.resetwarnings()  # pytest's are errors
         try:
             runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=False)
             code = 0

@@ -34,7 +34,6 @@ def test_an_edited_file_is_used_or_refused(name: str, tmp_path: Path) -> None:
     found = [try_edit(KINDS[name], seed, tmp_path) for seed in range(200)]
 
     assert [outcome for outcome in found if outcome.fault] == []
-    assert "" in {outcome.error for outcome in found}
 
 
 @pytest.mark.parametrize("name", sorted(KINDS.keys() - files.KINDS.keys()))

@@ -48,7 +48,7 @@ WAYS = {
 
 def sbp(command: str, folder: Path, *overrides: str) -> tuple[int, str]:
     """Run a command of sbp_launch in a folder; return its exit code and what it printed."""
-    return run_command([f"sbp_launch.{command}", *overrides], folder)
+    return run_command([f"sbp_launch.apps.{command}", *overrides], folder)
 
 
 def check_trace(printed: str, folder: Path) -> None:

@@ -179,6 +179,17 @@ def test_host_numbers_stay_numbers() -> None:
     assert all(isinstance(value, float) for value in found)
 
 
+@pytest.mark.parametrize(
+    ("op", "options"), [("mse_loss", ()), ("smooth_l1_loss", (1.0,)), ("huber_loss", (1.0,))]
+)
+def test_the_gradient_of_a_mean_over_no_elements_is_empty(op: str, options: tuple[float]) -> None:
+    entry = _call(f"aten.{op}_backward.default", Ref("g"), Ref("x"), Ref("y"), 1, *options)
+
+    made = _one(entry, g=_placed(0), x=_placed(1, 0, 3), y=_placed(2, 0, 3))
+
+    assert (made.layout.shape, made.source, made.storage_bytes) == ((0, 3), -1, 0)
+
+
 def test_an_operator_that_cannot_run_on_fake_tensors_is_named() -> None:
     entry = _call("aten.mm.default", Ref("x"), Ref("x"))
 

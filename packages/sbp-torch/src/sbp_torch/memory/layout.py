@@ -12,6 +12,7 @@ the exact layout of a step of 10,000 nodes on four ranks costs as much as that o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -30,6 +31,13 @@ from sbp_torch.ops.operators import asked_for, bind, operator_of, results_of
 
 #: Stands in for a host number whose operator cannot take the other stand-ins.
 _ANY_NUMBER = 0.5
+
+#: Their fake kernels divide by the number of elements.
+_MEAN_LOSSES = {
+    "aten.huber_loss_backward.default",
+    "aten.mse_loss_backward.default",
+    "aten.smooth_l1_loss_backward.default",
+}
 
 
 class Layouts:
@@ -96,10 +104,11 @@ class Layouts:
         steps: Sequence[BoxingStep],
     ) -> tuple[ResultLayout | Number, ...]:
         """Call the operator on fake tensors that lie as the arguments do."""
-        with torch.no_grad(), self._mode, unlogged_failures():
-            arguments = _fakes(given)
+        with torch.no_grad(), unlogged_failures():
             try:
-                return _described(_run(entry, rank, arguments, steps), given, arguments)
+                with nullcontext() if _is_empty_loss(entry, given) else self._mode:
+                    arguments = _tensors(given)
+                    return _described(_run(entry, rank, arguments, steps), given, arguments)
             except SbpError as error:
                 raise PlanError(
                     error.what,
@@ -229,10 +238,20 @@ def _frozen(
     return type(argument), repr(argument)
 
 
-def _fakes(given: dict[str, StorageView | Number]) -> dict[str, Tensor | Number]:
-    """Make fake tensors, those of one storage sharing one."""
+def _is_empty_loss(entry: Instruction, given: dict[str, StorageView | Number]) -> bool:
+    """Whether the fake kernel would divide by the number of elements, which is 0.
+
+    The real kernel takes a shard without elements, and all its arguments have at most one.
+    """
+    views = [value for value in given.values() if isinstance(value, StorageView)]
+    sizes = [prod(view.layout.shape) for view in views]
+    return entry.op in _MEAN_LOSSES and 0 in sizes and max(sizes) <= 1
+
+
+def _tensors(given: dict[str, StorageView | Number]) -> dict[str, Tensor | Number]:
+    """Make tensors, those of one storage sharing one."""
     # Whether a result looks at an argument is told by its storage, so arguments in one storage must
-    # be views of one fake tensor; in any dtype, such as a complex tensor beside its real view.
+    # be views of one tensor; in any dtype, such as a complex tensor beside its real view.
     bases: dict[int, Tensor] = {}
     made: dict[str, Tensor | Number] = {}
     for name, value in given.items():
