@@ -184,7 +184,7 @@ def _collectives(plan: PhysicalPlan) -> list[str]:
 def _with_a_partner_of_another_step() -> PhysicalPlan:
     plan = _mixed()
     name, other = _collectives(plan)[0], len(plan.steps)
-    step = replace(plan.steps[plan.by_rank[1].by_name[name].step], shape=(2, 2))
+    step = replace(plan.steps[plan.by_rank[1].by_name[name].step], dtype="int32")
     return _changed_actor(replace(plan, steps=(*plan.steps, step)), 1, name, step=other)
 
 

@@ -176,6 +176,8 @@ def test_unknown_names_get_the_closest_match(before: str, after: str, what: str)
         ("num_micro_batches: 1", f"num_micro_batches: 1{':59' * 100_000}", "too long for a number"),
         ("in_flight: [1]", "in_flight: [1]\nin_flight: [2]", "'in_flight' stands twice"),
         ("  x: (S(0))", "  5: (S(0))", "a name that is no text: 5"),
+        ("  x: (S(0))", '  "\\ud800": (S(0))', "ud800' has half a character"),
+        ("planner: test", 'planner: "\\udfff"', "udfff' has half a character"),
         ("- ranks: [0, 1]", "- rank: [0, 1]", r"stages\[0\] has no place for 'rank'"),
         ("- ranks: [0, 1]", "- ranks: ab", r"stages\[0\]: the ranks ab are no"),
         ("- ranks: [0, 1]", "- ranks: [0, true]", r"stages\[0\]: the ranks True are no"),

@@ -114,11 +114,12 @@ def test_an_operator_that_cannot_be_called_is_refused(
 
 def _another_dtype(plan: Json) -> None:
     for step in plan["steps"]:
-        step["dtype"] = "float64"
+        step["dtype"] = "int32"
 
 
 def _another_shape(plan: Json) -> None:
     for step in plan["steps"]:
+        step["size_bytes"] *= 2 ** len(step["shape"])
         step["shape"] = [extent * 2 for extent in step["shape"]]
 
 
@@ -172,7 +173,7 @@ def _ties_of_a_tensor(plan: Json) -> None:
         (_a_rank_less, "has no plan|part of shape|different"),
         (_a_state_in_place_that_is_not_written, "in place"),
         (_another_mesh_behind_it, "one placement before and after|only a transfer"),
-        (_a_sum_of_whole_values, "all-reduce of .B. on axis 'ranks'"),
+        (_a_sum_of_whole_values, "all-reduce from .B. to where it is"),
         (_unknown_devices, "devices of kind tpu"),
         (_ties_of_a_tensor, "is tied to"),
     ],

@@ -167,8 +167,11 @@ def _missing_partners(plan: PhysicalPlan, rank: int, actor: BoxingActor) -> list
         return isinstance(found, kind) and (found.step, found.rate) == (actor.step, actor.rate)
 
     step = plan.steps[actor.step]
-    # A collective must not name a transfer, nor one end of a transfer anything else.
-    if isinstance(actor, Collective) == (step.kind is StepKind.TRANSFER):
+    # A collective must not name a transfer, nor one end of a transfer anything else; what a rank
+    # does by itself is no actor, but an instruction.
+    if step.kind is StepKind.LOCAL or isinstance(actor, Collective) == (
+        step.kind is StepKind.TRANSFER
+    ):
         return [rank]
     if isinstance(actor, Collective):
         return [r for r in step.group(rank) if not does((r, actor.name), Collective)]

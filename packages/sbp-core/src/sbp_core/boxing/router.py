@@ -25,9 +25,9 @@ from sbp_core.boxing.routing.search import Edge, shortest_path
 from sbp_core.boxing.routing.tables import clear_tables, tables
 from sbp_core.boxing.slices import itemsize
 from sbp_core.boxing.step import BoxingStep
-from sbp_core.errors import SbpValueError
+from sbp_core.boxing.step_spec import check_reductions
 from sbp_core.placement import Placement
-from sbp_core.sbp import NdSbp, Partial, check_sbp
+from sbp_core.sbp import NdSbp, check_sbp
 
 
 def route(shape: Sequence[int], dtype: str, source: State, target: State) -> Route:
@@ -66,7 +66,7 @@ def conversion_bytes(
 def _route(shape: tuple[int, ...], dtype: str, source: State, target: State) -> Route:
     for placement, sbp in (source, target):
         check_sbp(shape, sbp, placement.mesh_shape)
-        _check_dtype(dtype, sbp)
+        check_reductions(dtype, sbp)
     steps: tuple[BoxingStep, ...] = ()
     if source != target:
         steps = _steps(shape, dtype, source, target)
@@ -96,18 +96,6 @@ def _steps(
         )
         state = after
     return tuple(steps)
-
-
-def _check_dtype(dtype: str, sbp: NdSbp) -> None:
-    itemsize(dtype)
-    ordered, adds = not dtype.startswith("complex"), dtype != "bool"
-    for entry in sbp:
-        if isinstance(entry, Partial) and not (adds if entry.reduction == "sum" else ordered):
-            raise SbpValueError(
-                f"{dtype} values have no {entry!r}: they cannot be "
-                + ("added" if entry.reduction == "sum" else "ordered"),
-                accepted='S(dim), B, P("max"), P("min")' if ordered else "S(dim), B, P",
-            )
 
 
 @lru_cache(maxsize=65536)

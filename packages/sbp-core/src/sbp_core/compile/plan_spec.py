@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from sbp_core.boxing.step import BoxingStep, StepKind
+from sbp_core.boxing.step_spec import verify_step
 from sbp_core.compile.liveness import keys_out
 from sbp_core.compile.overwriting import is_in_place, written_arguments
 from sbp_core.compile.physical import (
@@ -28,7 +29,7 @@ from sbp_core.errors import PlanError, SbpValueError
 from sbp_core.graph.ir import ITEMSIZE, Argument, InputKind, Ref, refs
 from sbp_core.graph.primitives import LOCAL_BOX
 from sbp_core.placement import Placement
-from sbp_core.sbp import Partial, check_sbp, local_shape
+from sbp_core.sbp import local_shape
 from sbp_core.signatures.views import is_view
 
 #: Kinds of devices that a plan may be for.
@@ -42,7 +43,7 @@ def verify_plan(plan: PhysicalPlan) -> PhysicalPlan:
     """Check a plan against its specification and return it.
 
     1. There is at least one micro-batch. Ranks are listed once, and so is every name on a rank.
-    2. Steps move tensors that there can be, between nd-SBPs that fit them, along axes of the mesh.
+    2. Boxing steps are such as routes have (`boxing.step_spec`).
     3. A slot is on a stage of its rank and holds the part of its tensor that its nd-SBP says.
     4. Stages and boxing steps that actors name are there, and no size is negative.
     5. A compute segment uses what it takes and what it has made; what leaves it was taken or made.
@@ -106,33 +107,10 @@ def _check_tensor(shape: tuple[int, ...], dtype: str, where: str) -> None:
 
 
 def _check_step(step: BoxingStep, where: str) -> None:
-    _check_tensor(step.shape, step.dtype, where)
-    for placement, sbp in (step.source, step.target):
-        try:
-            check_sbp(step.shape, sbp, placement.mesh_shape)
-        except SbpValueError as error:
-            raise PlanError(error.what, where=where, accepted=error.accepted) from error
-    if step.kind is not StepKind.TRANSFER and step.source[0] != step.target[0]:
-        raise PlanError(
-            f"{step.kind.value} from {step.source[0]} to {step.target[0]}",
-            where=where,
-            accepted="one placement before and after; only a transfer changes it",
-        )
-    num_axes = step.source[0].num_axes
-    if any(axis not in range(num_axes) for axis in step.axes) or step.size_bytes < 0:
-        raise PlanError(
-            f"axes {list(step.axes)} of a mesh of {num_axes}, {step.size_bytes} bytes",
-            where=where,
-            accepted="axes of the mesh, 0 bytes or more",
-        )
-    reduced = {step.source[1][axis] for axis in step.axes}
-    is_partial = len(reduced) == 1 and all(isinstance(entry, Partial) for entry in reduced)
-    if step.kind in (StepKind.ALL_REDUCE, StepKind.REDUCE_SCATTER) and not is_partial:
-        raise PlanError(
-            f"{step.kind.value} of ({step.source[1]}) on {step.axis_names}",
-            where=where,
-            accepted="parts of one reduction on these axes: P, P(max) or P(min)",
-        )
+    try:
+        verify_step(step)
+    except SbpValueError as error:
+        raise PlanError(error.what, where=where, accepted=error.accepted) from error
 
 
 def _check_slot(plan: PhysicalPlan, part: RankPlan, slot: StateSlot) -> None:
@@ -305,12 +283,13 @@ def _unknown(names: set[str], what: str, where: str) -> PlanError:
 
 
 def _check_local_box(plan: PhysicalPlan, args: tuple[object, ...], where: str) -> None:
+    steps = [i for i, step in enumerate(plan.steps) if step.kind is StepKind.LOCAL]
     fits = len(args) == 2 and isinstance(args[0], Ref) and type(args[1]) is int
-    if not fits or args[1] not in range(len(plan.steps)):
+    if not fits or args[1] not in steps:
         raise PlanError(
             f"{LOCAL_BOX} of {args}",
             where=where,
-            accepted=f"a value, and the number of a boxing step below {len(plan.steps)}",
+            accepted=f"a value, and the number of a local step: {', '.join(map(str, steps[:20]))}",
         )
 
 

@@ -1,6 +1,7 @@
 """Values in YAML, and the lines in which their parts stand. Needs PyYAML.
 
-What PyYAML would take in silence is refused: keys that stand twice, and references.
+What PyYAML would take in silence is refused: keys that stand twice, references, and halves of
+characters.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 
 from sbp_core.errors import SbpLookupError, SbpValueError
 from sbp_core.serialize.lines import Keys, Lines, in_line
-from sbp_core.serialize.misfit import shown
+from sbp_core.serialize.misfit import is_unicode, shown
 
 #: What PyYAML passes on of values that it cannot make.
 _OF_PYYAML = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
@@ -109,13 +110,18 @@ def _loader(yaml: Any) -> Any:
                 what = f"{shown(node.value)} is too long for a number"
                 raise yaml.constructor.ConstructorError(None, None, what, node.start_mark)
             try:
-                return super().construct_object(node, deep)
+                found = super().construct_object(node, deep)
             # PyYAML passes on what Python says of dates and numbers that are none.
             except _OF_PYYAML as error:
                 what = f"{shown(node.value)} cannot be read: {error}"
                 raise yaml.constructor.ConstructorError(
                     None, None, what, node.start_mark
                 ) from error
+            # "\ud800" in quotes: no message could show it, and no file hold it.
+            if isinstance(found, str) and not is_unicode(found):
+                what = f"{shown(found)} has half a character"
+                raise yaml.constructor.ConstructorError(None, None, what, node.start_mark)
+            return found
 
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
             known = set()
