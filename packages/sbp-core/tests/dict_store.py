@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from sbp_core.boxing.processes.control_store import ControlStore, StoreLostError, StoreSilentError
+from sbp_core.boxing.processes.control_store import (
+    FIRST_STAYS,
+    ControlStore,
+    StoreLostError,
+    StoreSilentError,
+)
 from sbp_core.boxing.processes.membership import Member
 
 
@@ -18,7 +23,7 @@ class DictControlStore(ControlStore):
 
     def _put(self, key: str, value: str, ranks: Iterable[int]) -> None:
         self._check()
-        if key == "failure":
+        if key in FIRST_STAYS:
             self.entries.setdefault(key, value)
         else:
             self.entries[key] = value

@@ -17,6 +17,7 @@ from sbp_core.placement import Placement
 from sbp_core.runtime import (
     gather_routes,
     known_state,
+    lost_states,
     ownership,
     state_owners,
     state_slots,
@@ -120,6 +121,31 @@ def test_every_element_is_owned_once_by_a_rank_that_holds_it(
         ]
         assert len(elements) == len(set(elements)) == prod(slot.shape)
         assert all(map(volume, owners[name].values())) or len(owners[name]) == 1
+
+
+@given(plans(), st.data())
+def test_what_is_left_owns_every_element_once_or_it_is_known_to_be_lost(
+    plan: PhysicalPlan, data: st.DataObject
+) -> None:
+    left = data.draw(st.sets(st.sampled_from(sorted(plan.by_rank)), min_size=1))
+
+    owners, lost = state_owners(plan, left), lost_states(plan, left)
+
+    for name, slot in state_slots(plan).items():
+        assert owners[name].keys() <= left
+        if slot.sbp is None:
+            assert list(owners[name].values()) == [()]
+            continue
+        elements = [
+            element
+            for bounds in owners[name].values()
+            for element in product(*(range(*dim) for dim in bounds))
+        ]
+        assert len(elements) == len(set(elements))
+        assert (name in lost) == (len(elements) < prod(slot.shape))
+        held = bounds_of(slot.shape, plan.stages[slot.stage], slot.sbp)
+        assert all(volume(held[rank]) and rank not in left for rank in lost.get(name, ()))
+    assert state_owners(plan, plan.by_rank) == state_owners(plan)
 
 
 @given(plans())

@@ -1,6 +1,6 @@
 """The suite of runtimes: passed by the reference runtime, failed by broken ones."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from copy import copy
 from itertools import chain
 from typing import Any
@@ -91,8 +91,13 @@ class HandsOutItsOwnStatesOneByOne(ReferenceSession):
 
 
 class OwnsPiecesTwice(ReferenceSession):
-    def pieces(self) -> Iterator[StatePiece]:
-        return chain(super().pieces(), super().pieces())
+    def pieces(self, *, among: Collection[int] | None = None) -> Iterator[StatePiece]:
+        return chain(super().pieces(among=among), super().pieces(among=among))
+
+
+class LeavesPiecesToTheLost(ReferenceSession):
+    def pieces(self, *, among: Collection[int] | None = None) -> Iterator[StatePiece]:
+        return super().pieces()
 
 
 class CountsRefusedSteps(ReferenceSession):
@@ -150,6 +155,10 @@ BROKEN: list[tuple[type[ReferenceSession], Callable[[RuntimeConformance], None]]
     ),
     (HandsOutItsOwnStates, lambda s: s.test_saved_states_are_copies()),
     (HandsOutItsOwnStatesOneByOne, lambda s: s.test_a_state_is_gathered_whole()),
+    (
+        LeavesPiecesToTheLost,
+        lambda s: s.test_pieces_can_be_dealt_out_among_ranks_that_are_left(),
+    ),
     (OwnsPiecesTwice, lambda s: s.test_pieces_are_every_element_of_every_state_once()),
     (CountsRefusedSteps, lambda s: s.test_a_session_counts_its_steps_and_names_its_ranks()),
     (SharesCopies, lambda s: s.test_a_session_shares_the_states_of_another_as_they_are()),

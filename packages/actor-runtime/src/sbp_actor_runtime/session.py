@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from queue import Empty, SimpleQueue
 
@@ -381,10 +381,10 @@ class ActorSession(Session):
             raise partially_updated(reason)
         self.store.refresh()
 
-    def pieces(self) -> Iterator[StatePiece]:
+    def pieces(self, *, among: Collection[int] | None = None) -> Iterator[StatePiece]:
         """See `Session.pieces`."""
         self._check_whole()
-        return self.store.pieces()
+        return self.store.pieces(among)
 
     def snapshot(self) -> Snapshot:
         """See `Session.snapshot`."""

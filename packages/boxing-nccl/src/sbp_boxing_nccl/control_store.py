@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
-from sbp_core.boxing.processes import ControlStore, StoreLostError
+from sbp_core.boxing.processes import FIRST_STAYS, ControlStore, StoreLostError
 
 #: Tag of all entries.
 _TAG = 0
@@ -104,7 +104,7 @@ class MpiControlStore(ControlStore):
                 raise StoreLostError(f"MPI reported: {error}") from error
 
     def _keep(self, key: str, value: str) -> None:
-        if key == "failure":
+        if key in FIRST_STAYS:
             self._entries.setdefault(key, value)
         else:
             self._entries[key] = value

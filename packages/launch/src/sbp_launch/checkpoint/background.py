@@ -102,6 +102,16 @@ class BackgroundSave:
                 )
             self.advance()
 
+    def abandon(self) -> bool:
+        """Wait until this process writes nothing more, and give up; return whether it is there.
+
+        That it is not is what processes other than the first say of it in any case.
+        """
+        self._thread.join(LIMIT_S)
+        self.is_done = True
+        is_through = not self.is_busy and self._error is None
+        return self._is_committing and self._processes.is_first and is_through
+
     def _begin(self, work: Callable[[], None]) -> threading.Thread:
         def run() -> None:
             try:
@@ -164,6 +174,15 @@ class BackgroundSaves:
     def finish(self) -> str:
         """Wait until what is under way is there; see `go_on`."""
         return self._with_it(BackgroundSave.finish)
+
+    def abandon(self) -> tuple[str, bool]:
+        """Give up what is under way, as another process is lost; see `BackgroundSave.abandon`.
+
+        Returns:
+            Its name, empty if nothing was under way; and whether it is there.
+        """
+        save, self._under_way = self._under_way, None
+        return ("", False) if save is None else (save.name, save.abandon())
 
     def _with_it(self, call: Callable[[BackgroundSave], None]) -> str:
         save = self._under_way

@@ -182,6 +182,7 @@ class _StagedObjects:
             attempt = self._former.rpartition("/")[2].partition("@")[2]
             folder = f"{name}@{int(attempt or 1) + 1}"
         self._path = storage.path(folder)
+        self._is_committed = False
 
     @contextmanager
     def create(self, file: str) -> Iterator[BinaryIO]:
@@ -213,10 +214,13 @@ class _StagedObjects:
                     store.rm_file(entry["name"])
         with self.create(last_file) as file:
             file.write(data)
+        self._is_committed = True
         if self._former is not None:
             store.rm(self._former, recursive=True)
 
     def discard(self) -> None:
-        """Remove the folder."""
+        """Remove the folder, unless it is committed."""
+        if self._is_committed:
+            return
         with suppress(OSError):
             self._storage.files.rm(self._path, recursive=True)

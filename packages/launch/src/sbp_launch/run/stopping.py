@@ -25,6 +25,11 @@ from enum import Enum
 from types import FrameType
 from typing import Any
 
+#: What a run says last before its ranks meet, and when those that are left of it begin to save:
+#: whoever has started them waits for that (`launching`).
+STARTING = "starting the ranks"
+SAVING = "a rank has failed: saving the states with those that are left"
+
 #: The signals that are heard; Windows lacks two of them.
 _HEARD = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sbp_core.graph import graph_hash
 from sbp_core.plugins import Storage, TrainerState
-from sbp_core.runtime import Session
+from sbp_core.runtime import Session, StatePiece
 from sbp_core.serialize import dump
 from sbp_launch.checkpoint.background import BackgroundSave, BackgroundSaves
 from sbp_launch.checkpoint.manifest import Metadata
@@ -61,7 +61,7 @@ class RunCheckpoints:
         first_step: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._run, self._storage, self._processes = run, storage, processes
+        self._run, self.storage, self._processes = run, storage, processes
         self._settings, self._clock, self._last_s = run.config.trainer.checkpoint, clock, clock()
         resumed_here = run.config.trainer.resume == AUTO
         self._saved_step = first_step if resumed_here and first_step else -1
@@ -99,17 +99,57 @@ class RunCheckpoints:
         """
         self.finish()
         name = step_name(state.step) if is_finite else f"{_NOT_FINITE}-{state.step:08d}"
-        place = place_of(self._run, self._storage, name)
+        place = place_of(self._run, self.storage, name)
         if state.step == self._saved_step:
             return place
         metadata = self._metadata(state, cursor)
-        save(self._storage, name, metadata, session.pieces(), self._processes)
+        save(self.storage, name, metadata, session.pieces(), self._processes)
         self._last_s = self._clock()
         if is_finite:
             self._saved_step = state.step
             if self._processes.is_first:
                 self._remove_others(name, state)
         return place
+
+    def has(self, step: int) -> bool:
+        """Whether this process knows that the states of a step are saved."""
+        return self._saved_step == step
+
+    def place(self, step: int) -> str:
+        """Return where the checkpoint of a step is, or would be, for people."""
+        return place_of(self._run, self.storage, step_name(step))
+
+    def abandon(self) -> str:
+        """Give up the checkpoint that is under way, as another process is lost; return its name.
+
+        When all that are left have done so, what was begun of it can be removed.
+        """
+        name, is_there = self._saves.abandon()
+        if is_there:
+            self._saved_step = self._saving_step
+        return name
+
+    def save_pieces(
+        self,
+        pieces: Iterable[StatePiece],
+        state: TrainerState,
+        cursor: DataCursor,
+        processes: Processes,
+    ) -> str:
+        """Save what is left of a run; the processes that are left call it. See `save`.
+
+        Args:
+            pieces: What this process owns of the states, among those that are left.
+            state: Of the trainer.
+            cursor: Where the data go on.
+            processes: Those that are left.
+        """
+        name = step_name(state.step)
+        save(self.storage, name, self._metadata(state, cursor), pieces, processes)
+        self._saved_step = state.step
+        if processes.is_first:
+            self._remove_others(name, state)
+        return self.place(state.step)
 
     def begin(
         self,
@@ -136,7 +176,7 @@ class RunCheckpoints:
             self.save(session, state, cursor)
             return
         if self._saves.name:
-            tell(f"waiting until {place_of(self._run, self._storage, self._saves.name)} is there")
+            tell(f"waiting until {place_of(self._run, self.storage, self._saves.name)} is there")
             self.finish()
         if state.step == self._saved_step:
             return
@@ -144,7 +184,7 @@ class RunCheckpoints:
         self._saving_step, self._last_s = state.step, self._clock()
         self._saves.begin(
             BackgroundSave(
-                self._storage,
+                self.storage,
                 name,
                 self._metadata(state, cursor),
                 session.snapshot(),
@@ -191,20 +231,20 @@ class RunCheckpoints:
     def _remove_others(self, name: str, state: TrainerState) -> None:
         """Remove checkpoints that are not to be kept beside a new one."""
         kept = [] if state.best_step is None else [step_name(state.best_step)]
-        remove(self._storage, [one for one in self._earlier if one != name])
+        remove(self.storage, [one for one in self._earlier if one != name])
         self._earlier = []
-        prune(self._storage, self._settings.keep, kept)
+        prune(self.storage, self._settings.keep, kept)
 
     @property
     def newest(self) -> str:
         """Where the checkpoint is that was saved last, for people; empty if none was."""
         if self._saved_step < 0:
             return ""
-        return place_of(self._run, self._storage, step_name(self._saved_step))
+        return self.place(self._saved_step)
 
     def read(self, names: set[str]) -> Mapping[str, Tensor]:
         """Return states of the checkpoint that was saved last, whole."""
-        with Checkpoint(self._storage, step_name(self._saved_step)) as checkpoint:
+        with Checkpoint(self.storage, step_name(self._saved_step)) as checkpoint:
             return {name: checkpoint[name] for name in checkpoint if name in names}
 
 

@@ -122,13 +122,16 @@ class TrainingLoop:
         Raises:
             RunError: it cannot be saved; earlier checkpoints are still there.
         """
-        # An interrupt may have come when the step was done, and before it was counted.
-        while self.state.step < self._begun_step + self.session.steps_done:
-            self._advance()
+        self.count_done()
         with self.phases.timing("saving"):
             return self.checkpoints.save(
                 self.session, self.saved_state(), self.cursor, is_finite=is_finite
             )
+
+    def count_done(self) -> None:
+        """Count steps that are done, where an interrupt has come before they were counted."""
+        while self.state.step < self._begun_step + self.session.steps_done:
+            self._advance()
 
     @cached_property
     def callbacks(self) -> dict[str, Callback]:

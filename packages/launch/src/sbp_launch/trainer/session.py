@@ -8,13 +8,14 @@ from torch import Tensor
 
 from sbp_core.boxing import BoxingBackend
 from sbp_core.compile import PhysicalPlan
-from sbp_core.errors import ConfigError, RunError
+from sbp_core.errors import BoxingError, ConfigError, RunError
 from sbp_core.runtime import Runtime, Session
 from sbp_launch.run.run import Run
 from sbp_launch.run.stopping import Terminated
 from sbp_launch.trainer.finite_loss import NotFiniteError
 from sbp_launch.trainer.loop import TrainingLoop
 from sbp_launch.trainer.summary import going_on
+from sbp_launch.trainer.survivors import save_with_survivors
 
 
 def make_backend(run: Run) -> BoxingBackend:
@@ -63,9 +64,13 @@ def save_states(run: Run, loop: TrainingLoop) -> None:
 
     Raises:
         RunError: they cannot be saved; earlier ones are still there.
+        BoxingError: a rank has failed meanwhile; those that are left have saved what they could.
     """
     try:
         loop.save()
+    except BoxingError as error:
+        save_states_after_error(run, loop, error)
+        raise
     except KeyboardInterrupt:
         run.say(["abandoned by Ctrl-C: the states are not saved"])
         raise
@@ -76,15 +81,13 @@ def save_states_after_error(run: Run, loop: TrainingLoop, error: BaseException) 
 
     A failure to save never replaces the error that ended the run, nor does Ctrl-C, which abandons
     it. States after a loss that is no number are kept under another name, unless that step was
-    undone. Where each rank is a process, all of them have to have stopped together: their parts
-    have to be those of one step.
+    undone. Where each rank is a process and they have not stopped together, because one of them
+    has failed, those that are left save what they can (`survivors`).
     """
     is_finite = error.is_undone if isinstance(error, NotFiniteError) else True
     ended = f"stopped by {error}" if isinstance(error, Terminated) else "stopped early"
     try:
-        if not loop.team.stops_together:
-            raise RunError("the ranks of the other processes did not stop behind the same step")
-        place = loop.save(is_finite=is_finite)
+        place = _save(run, loop, error, is_finite=is_finite)
     except KeyboardInterrupt:
         error.add_note("the states were not saved: abandoned by Ctrl-C")
         run.say(["abandoned by Ctrl-C: the states are not saved"])
@@ -97,3 +100,21 @@ def save_states_after_error(run: Run, loop: TrainingLoop, error: BaseException) 
         run.say([f"{ended}; the states so far are in {place}"])
         if is_finite:
             run.say([f"  to go on: {going_on(run)}"])
+
+
+def _save(run: Run, loop: TrainingLoop, error: BaseException, *, is_finite: bool) -> str:
+    """Save with all processes, or with those that are left; return where.
+
+    Raises:
+        RunError, BoxingError: see `TrainingLoop.save` and `save_with_survivors`.
+    """
+    if isinstance(error, BoxingError):  # of a save with all
+        return save_with_survivors(run, loop, error)
+    if loop.team.stops_together:
+        try:
+            return loop.save(is_finite=is_finite)
+        except BoxingError as other:
+            return save_with_survivors(run, loop, other)
+    if not isinstance(error, Exception):  # Ctrl-C that does not wait for the step
+        raise RunError("the ranks of the other processes did not stop behind the same step")
+    return save_with_survivors(run, loop, error)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import torch
 
-from sbp_core.boxing import BoxingBackend, BoxingStep, Communicator, StepKind
+from sbp_core.boxing import BoxingBackend, BoxingStep, Communicator, StepKind, SurvivingRanks
 from sbp_core.errors import BoxingError, RunError, words_of
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, P
@@ -44,10 +44,16 @@ class Team:
     Args:
         communicator: Of this process' rank, open; None if it is alone.
         ranks: All ranks of the run.
+        backend: That of the communicator; without it, survivors of a failure cannot meet.
     """
 
-    def __init__(self, communicator: Communicator | None = None, ranks: Sequence[int] = ()) -> None:
-        self._communicator, self._ranks = communicator, tuple(ranks)
+    def __init__(
+        self,
+        communicator: Communicator | None = None,
+        ranks: Sequence[int] = (),
+        backend: BoxingBackend | None = None,
+    ) -> None:
+        self._communicator, self._ranks, self._backend = communicator, tuple(ranks), backend
         #: Whether all processes stop behind the same step, and so can still gather the states.
         self.stops_together = communicator is None
         self._num_votes = 0
@@ -71,7 +77,22 @@ class Team:
         if not backend.spans_processes or len(ranks) == 1:
             return cls()
         (rank,) = backend.local_ranks()
-        return cls(backend.communicator(rank), ranks)
+        return cls(backend.communicator(rank), ranks, backend)
+
+    def survivors(self, error: Exception, limit_s: float) -> SurvivingRanks:
+        """Return the ranks that are left when the run has failed; each of them calls this.
+
+        Args:
+            error: Why it has failed here; the others hear of it.
+            limit_s: Seconds to wait for ranks of which it is not known whether they run.
+
+        Raises:
+            BoxingError: they cannot reach each other.
+        """
+        if self._backend is None:
+            raise BoxingError("there are no other processes")
+        self._backend.fail(error)
+        return self._backend.survivors(limit_s)
 
     def highest(self, vote: int, deadline_s: float = DEADLINE_S) -> int:
         """Return the highest vote of all processes; all of them call this.

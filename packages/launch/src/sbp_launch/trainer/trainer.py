@@ -24,7 +24,7 @@ from sbp_launch.planning.source_lines import with_source_line
 from sbp_launch.run.environment import write_environment
 from sbp_launch.run.folder import writing
 from sbp_launch.run.run import Run, make_console
-from sbp_launch.run.stopping import StopSignals
+from sbp_launch.run.stopping import STARTING, StopSignals
 from sbp_launch.settings.config import RunConfig
 from sbp_launch.tracing.tracer import StepTracer
 from sbp_launch.trainer.checkpoints import (
@@ -168,10 +168,10 @@ def train_states(
     resume = begin if isinstance(begin, Resume) else None
     weights = begin if isinstance(begin, StartingWeights) else None
     if resume is not None:  # one device would have to begin with the first step
-        with run.stage("loading the states and starting the ranks"), resume.fitting():
+        with run.stage(f"loading the states and {STARTING}"), resume.fitting():
             session = start(run, planned.plan, resume.states, step_meter.backend)
     else:
-        with run.stage("making the states and starting the ranks"):
+        with run.stage(f"making the states and {STARTING}"):
             if config.trainer.compare_steps and run.is_first:
                 reference = EagerReference(program, config.trainer)
                 if weights is not None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         Delivered,
         Delivery,
         Pending,
+        SurvivingRanks,
     )
     from sbp_core.boxing.router import clear_routes, conversion_bytes, route
     from sbp_core.boxing.routes import Route
@@ -55,6 +56,7 @@ __all__ = [
     "Piece",
     "Route",
     "StepKind",
+    "SurvivingRanks",
     "bounds_of",
     "can_transfer",
     "clear_routes",
@@ -81,6 +83,7 @@ __getattr__, __dir__ = lazy(
         "Delivered": "backend",
         "Delivery": "backend",
         "Pending": "backend",
+        "SurvivingRanks": "backend",
         "Piece": "slices",
         "Route": "routes",
         "BoxingStep": "step",

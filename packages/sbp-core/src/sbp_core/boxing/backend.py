@@ -12,9 +12,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from sbp_core.boxing.supervision.launch_spec import LaunchSpec, one_process
+from sbp_core.errors import BoxingError
 
 if TYPE_CHECKING:
     from sbp_core.boxing.step import BoxingStep
@@ -218,6 +219,22 @@ class Communicator(ABC):
         return Postponed(partial(self.receive, step, shard, tag=tag, deadline_s=deadline_s))
 
 
+class SurvivingRanks(Protocol):
+    """The ranks whose processes are left when a backend has failed: see `processes.survivors`."""
+
+    ranks: tuple[int, ...]
+
+    def gather(self, text: str, limit_s: float) -> list[str]:
+        """Return a text of each, by `ranks`; all of them call this.
+
+        Raises:
+            BoxingError: another one has ended too, or did not come within `limit_s` seconds.
+        """
+
+    def leave(self) -> None:
+        """Wait a moment for the others to read what was said last."""
+
+
 class BoxingBackend(ABC):
     """A transport. Kind `boxing`: `build(config)` returns one, not yet open.
 
@@ -268,6 +285,19 @@ class BoxingBackend(ABC):
         Asks nobody: what another process has announced is known, what it has not is not.
         """
         return ""
+
+    def survivors(self, limit_s: float) -> SurvivingRanks:
+        """Return the ranks whose processes are left when the backend has failed; each of them asks.
+
+        They can still say short texts to each other. Here: nobody can.
+
+        Args:
+            limit_s: Seconds to wait for ranks of which it is not known whether they run.
+
+        Raises:
+            BoxingError: it has not failed, or the others cannot be reached.
+        """
+        raise BoxingError("the ranks that are left cannot reach each other")
 
     @abstractmethod
     def close(self) -> None:

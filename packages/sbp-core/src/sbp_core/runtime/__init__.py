@@ -31,6 +31,7 @@ from sbp_core.runtime.ownership import (
     check_destination,
     gather_routes,
     known_state,
+    lost_states,
     state_owners,
     state_slots,
 )
@@ -59,6 +60,7 @@ __all__ = [
     "gather_routes",
     "known_state",
     "local_samples",
+    "lost_states",
     "micro_batch_rows",
     "state_owners",
     "state_slots",

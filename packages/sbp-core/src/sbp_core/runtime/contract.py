@@ -9,7 +9,7 @@ as the pieces that ranks own or, for those who compare, as each rank's shard.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -122,10 +122,14 @@ class Session(ABC):
         """
 
     @abstractmethod
-    def pieces(self) -> Iterator[StatePiece]:
+    def pieces(self, *, among: Collection[int] | None = None) -> Iterator[StatePiece]:
         """Yield what the local ranks own of the states: over all ranks, each element once.
 
         Nothing is sent and nothing is copied, so this works after a failed step, too.
+
+        Args:
+            among: The ranks that are left, if others are lost: what is owned is dealt out among
+                them. See `lost_states`.
 
         Raises:
             RunError: a step failed when it had overwritten some states.

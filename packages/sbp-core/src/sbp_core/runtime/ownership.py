@@ -16,7 +16,7 @@ A slice of several times `SHARE_BYTES` that several ranks hold is owned in parts
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil
@@ -68,7 +68,9 @@ def state_slots(plan: PhysicalPlan) -> dict[str, StateSlot]:
     }
 
 
-def state_owners(plan: PhysicalPlan) -> Mapping[str, Mapping[int, Bounds]]:
+def state_owners(
+    plan: PhysicalPlan, among: Collection[int] | None = None
+) -> Mapping[str, Mapping[int, Bounds]]:
     """Return the owners of every state, each with the slice that it owns.
 
     A slice that several ranks hold is owned by one of them, or in even parts by some. Slices and
@@ -78,31 +80,54 @@ def state_owners(plan: PhysicalPlan) -> Mapping[str, Mapping[int, Bounds]]:
 
     Args:
         plan: Any.
+        among: The ranks that can own, where others are lost; what none of them holds has no owner.
+            All if None.
 
     Returns:
         By the names of `state_slots`, bounds by rank. Host numbers have no dims and so no bounds;
         the first rank owns them.
     """
+    owners = [part.rank for part in plan.ranks if among is None or part.rank in among]
     found: dict[str, dict[int, Bounds]] = {name: {} for name in state_slots(plan)}
     slices: list[tuple[int, str, Bounds, list[int]]] = []
     for name, slot in state_slots(plan).items():
         if slot.sbp is None:
-            found[name][plan.ranks[0].rank] = ()
+            found[name] |= dict.fromkeys(owners[:1], ())
             continue
         holders: dict[Bounds, list[int]] = {}
         for rank, bounds in bounds_of(slot.shape, plan.stages[slot.stage], slot.sbp).items():
-            holders.setdefault(bounds, []).append(rank)
+            if rank in owners:
+                holders.setdefault(bounds, []).append(rank)
         filled = {bounds: ranks for bounds, ranks in holders.items() if volume(bounds)}
         for bounds, ranks in (filled or dict(list(holders.items())[:1])).items():
             for part in _parts(bounds, itemsize(slot.dtype), len(ranks)):
                 slices.append((volume(part) * itemsize(slot.dtype), name, part, ranks))
-    loads = dict.fromkeys((part.rank for part in plan.ranks), 0)
+    loads = dict.fromkeys(owners, 0)
     for size_bytes, name, bounds, ranks in sorted(slices, key=lambda entry: (-entry[0], entry[1:])):
         # There are as many holders as parts, or more.
         owner = min((r for r in ranks if r not in found[name]), key=loads.__getitem__)
         loads[owner] += size_bytes
         found[name][owner] = bounds
     return found
+
+
+def lost_states(plan: PhysicalPlan, among: Collection[int]) -> Mapping[str, Sequence[int]]:
+    """Return the states that some ranks do not hold all of, each with the ranks that have the rest.
+
+    Args:
+        plan: Any.
+        among: The ranks that are left.
+    """
+    lost: dict[str, list[int]] = {}
+    for name, slot in state_slots(plan).items():
+        if slot.sbp is None:
+            continue
+        held = bounds_of(slot.shape, plan.stages[slot.stage], slot.sbp)
+        left = {bounds for rank, bounds in held.items() if rank in among}
+        rest = [rank for rank, bounds in held.items() if volume(bounds) and bounds not in left]
+        if rest:
+            lost[name] = rest
+    return lost
 
 
 def _parts(bounds: Bounds, item_bytes: int, num_holders: int) -> Iterator[Bounds]:

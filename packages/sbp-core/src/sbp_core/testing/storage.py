@@ -68,6 +68,21 @@ class StorageConformance(ABC):
         staged.discard()
         assert list(self._storage(tmp_path).names()) == []
 
+    def test_what_is_committed_is_not_discarded(self, tmp_path: Path) -> None:
+        """By who cannot know that it is: another process ended before it could say so."""
+        storage = self._storage(tmp_path)
+        for value in (b"former", b"later"):
+            staged = storage.stage("step-1")
+            with staged.create("a.bin") as file:
+                file.write(value)
+            staged.commit("manifest.json", b"{}", ["a.bin"])
+            staged.discard()
+            storage.stage("step-1").discard()
+
+            assert self._storage(tmp_path).names() == ["step-1"]
+            with self._storage(tmp_path).open("step-1", "a.bin") as file:
+                assert file.read() == value
+
     def test_several_write_one_folder_and_one_commits_it(self, tmp_path: Path) -> None:
         """Files that are not named in the commit are gone."""
         ours, theirs = (self._storage(tmp_path).stage("step-1") for _ in range(2))

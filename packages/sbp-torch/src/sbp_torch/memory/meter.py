@@ -26,7 +26,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sbp_core.boxing import BoxingBackend, BoxingStep, Communicator, Delivery
+from sbp_core.boxing import (
+    BoxingBackend,
+    BoxingStep,
+    Communicator,
+    Delivery,
+    SurvivingRanks,
+)
 from sbp_core.compile import PhysicalPlan
 from sbp_core.graph import InputKind
 from sbp_core.memory import contiguous
@@ -214,6 +220,9 @@ class _Metered(BoxingBackend):
 
     def failure_reason(self) -> str:
         return self.inner.failure_reason()
+
+    def survivors(self, limit_s: float) -> SurvivingRanks:
+        return self.inner.survivors(limit_s)
 
     def close(self) -> None:
         self.inner.close()

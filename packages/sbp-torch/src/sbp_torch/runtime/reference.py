@@ -8,7 +8,7 @@ at once. Slow and simple; the setting `compile` tries out compiled segments.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -145,10 +145,10 @@ class ReferenceSession(Session):
         self.store.refresh()
         return self.store.shard(name, rank)
 
-    def pieces(self) -> Iterator[StatePiece]:
+    def pieces(self, *, among: Collection[int] | None = None) -> Iterator[StatePiece]:
         """See `Session.pieces`."""
         self._check_whole()
-        return self.store.pieces()
+        return self.store.pieces(among)
 
     def snapshot(self) -> Snapshot:
         """See `Session.snapshot`; all is copied at once."""

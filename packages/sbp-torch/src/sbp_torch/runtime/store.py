@@ -209,43 +209,43 @@ class StateStore:
     @cached_property
     def owned(self) -> tuple[tuple[int, str, Bounds], ...]:
         """What the local ranks own: rank, slot of the state, and where its part lies in it."""
+        return self._owned()
+
+    def _owned(self, among: Collection[int] | None = None) -> tuple[tuple[int, str, Bounds], ...]:
         return tuple(
             (rank, name, bounds)
-            for name, owners in state_owners(self.plan).items()
+            for name, owners in state_owners(self.plan, among).items()
             for rank, bounds in owners.items()
             if rank in self.values
         )
 
-    def pieces(self) -> Iterator[StatePiece]:
-        """Yield what the local ranks own of the states."""
+    def pieces(self, among: Collection[int] | None = None) -> Iterator[StatePiece]:
+        """Yield what the local ranks own of the states; `among`: see `state_owners`."""
         values, tied_dtypes = self.values, self.tied_dtypes
-        for rank, name, bounds in self.owned:
-            value = self.owned_part((rank, name), values[rank][name])
+        for rank, name, bounds in self.owned if among is None else self._owned(among):
+            value = _part(values[rank][name], self._index(rank, name, bounds))
             yield from self.pieces_of(name, bounds, value, tied_dtypes)
 
+    def _index(self, rank: int, name: str, bounds: Bounds) -> tuple[slice, ...] | None:
+        """Return where in what a rank holds that lies which it owns; None if it owns all of it."""
+        slot = self.slots[name]
+        if slot.sbp is None:
+            return None
+        held = bounds_of(slot.shape, self.plan.stages[slot.stage], slot.sbp)[rank]
+        if held == bounds:
+            return None
+        return tuple(
+            slice(start - first, stop - first)
+            for (start, stop), (first, _) in zip(bounds, held, strict=True)
+        )
+
     @cached_property
-    def _owned_indices(self) -> Mapping[Part, tuple[slice, ...]]:
-        """Where in what a rank holds that lies which it owns, if it does not own all of it."""
-        found: dict[Part, tuple[slice, ...]] = {}
-        for rank, name, bounds in self.owned:
-            slot = self.slots[name]
-            if slot.sbp is None:
-                continue
-            held = bounds_of(slot.shape, self.plan.stages[slot.stage], slot.sbp)[rank]
-            if held != bounds:
-                found[rank, name] = tuple(
-                    slice(start - first, stop - first)
-                    for (start, stop), (first, _) in zip(bounds, held, strict=True)
-                )
-        return found
+    def _owned_indices(self) -> Mapping[Part, tuple[slice, ...] | None]:
+        return {(rank, name): self._index(rank, name, bounds) for rank, name, bounds in self.owned}
 
     def owned_part(self, part: Part, value: Tensor | Number) -> Tensor | Number:
         """Return what a rank owns of what it holds: no copy."""
-        index = self._owned_indices.get(part)
-        if index is None:
-            return value
-        assert isinstance(value, Tensor), "host numbers have no parts"
-        return value[index]
+        return _part(value, self._owned_indices[part])
 
     def pieces_of(
         self,
@@ -350,6 +350,13 @@ def _tied_number(name: str, found: Mapping[str, Number]) -> Number:
             "PassOptions(tie_step_counters=False)",
         )
     return next(iter(found.values()))
+
+
+def _part(value: Tensor | Number, index: tuple[slice, ...] | None) -> Tensor | Number:
+    if index is None:
+        return value
+    assert isinstance(value, Tensor), "host numbers have no parts"
+    return value[index]
 
 
 def check_tensor(

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sbp_core.boxing import BoxingBackend
+from sbp_core.boxing import BoxingBackend, volume
 from sbp_core.compile import PhysicalPlan
 from sbp_core.errors import RunError, SbpError, SbpLookupError, SbpTypeError, SbpValueError
 from sbp_core.runtime import (
@@ -34,6 +34,7 @@ from sbp_core.runtime import (
     SpanKind,
     Trace,
     batch_parts,
+    lost_states,
 )
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.testing.cases import (
@@ -219,6 +220,21 @@ class RuntimeConformance(SnapshotCases):
                     ]
                     assert any(piece.value is shard for shard in shards), f"{piece.name}: a copy"
             assert_pieces(pieces, wanted)
+
+    def test_pieces_can_be_dealt_out_among_ranks_that_are_left(self) -> None:
+        """What they hold together, each element once; what is lost with others is missing."""
+        for name in ("data parallel", "sharded states", "data and tensor parallel"):
+            left = [part.rank for part in compile_case(name).ranks][1:]
+            lost = lost_states(compile_case(name), left)
+            with self.start(name) as session:
+                run_steps(session, CASES[name].step)
+                wanted = session.state_dict()
+                pieces = list(session.pieces(among=left))
+            whole = {state: value for state, value in wanted.items() if state not in lost}
+            assert_pieces((piece for piece in pieces if piece.name in whole), whole)
+            for state in lost:
+                found = sum(volume(piece.bounds) for piece in pieces if piece.name == state)
+                assert found < wanted[state].numel(), f"what is lost of {state} is handed out"
 
     def _shard(self, session: Session, name: str, rank: int) -> Tensor | Number | None:
         try:

@@ -5,7 +5,8 @@ rank has come), `process_backend` a backend, `connections` how it breaks, `aband
 may be left behind. `manifest` says what a rank sends and receives, `traffic` counts what it hands
 over. How ranks learn that one of them failed: `control_store` (the entries by which they know of
 each other), `store_client` (those entries in a key-value store, which `store_rendezvous` finds),
-`membership` (their processes) and `failure_detector` (the thread that looks).
+`membership` (their processes) and `failure_detector` (the thread that looks). `survivors` are those
+that are left then, and what they say to each other.
 
 Stability: internal.
 """
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from sbp_core.boxing.processes.call import CollectiveCall, group_name, tag_number, wait_until
     from sbp_core.boxing.processes.connections import CLOSE_TIMEOUT_S, Connections
     from sbp_core.boxing.processes.control_store import (
+        FIRST_STAYS,
         ControlStore,
         StoreLostError,
         StoreSilentError,
@@ -33,10 +35,12 @@ if TYPE_CHECKING:
         connect_current_store,
         count_opening,
     )
+    from sbp_core.boxing.processes.survivors import Survivors
     from sbp_core.boxing.processes.traffic import TrafficCounter
 
 __all__ = [
     "CLOSE_TIMEOUT_S",
+    "FIRST_STAYS",
     "CollectiveCall",
     "Connections",
     "ControlStore",
@@ -46,6 +50,7 @@ __all__ = [
     "ProcessBackend",
     "StoreLostError",
     "StoreSilentError",
+    "Survivors",
     "TrafficCounter",
     "check_ranks",
     "connect_current_store",
@@ -62,6 +67,7 @@ __getattr__, __dir__ = lazy(
     __name__,
     {
         "CLOSE_TIMEOUT_S": "connections",
+        "FIRST_STAYS": "control_store",
         "CollectiveCall": "call",
         "Connections": "connections",
         "ControlStore": "control_store",
@@ -71,6 +77,7 @@ __getattr__, __dir__ = lazy(
         "ProcessBackend": "process_backend",
         "StoreLostError": "control_store",
         "StoreSilentError": "control_store",
+        "Survivors": "survivors",
         "TrafficCounter": "traffic",
         "check_ranks": "process_backend",
         "connect_current_store": "store_rendezvous",

@@ -29,6 +29,7 @@ from sbp_core.boxing.processes.control_store import ControlStore
 from sbp_core.boxing.processes.failure_detector import INTERVAL_S, FailureDetector
 from sbp_core.boxing.processes.membership import Member, MemberState, state_of
 from sbp_core.boxing.processes.pending_calls import PendingCall, PendingCalls
+from sbp_core.boxing.processes.survivors import Survivors
 from sbp_core.errors import BoxingError, words_of
 
 _log = logging.getLogger(__name__)
@@ -183,6 +184,12 @@ class Connections(ABC):
         if self._failure is not None:
             return words_of(self._failure)
         return (self.control_store.failure() or "") if self._met and not self._closed else ""
+
+    def survivors(self, limit_s: float) -> Survivors:
+        """See `BoxingBackend.survivors`."""
+        if self._failure is None or not self._met or self._closed:
+            raise BoxingError("survivors are asked for when a run has failed, and before it closes")
+        return Survivors.meet(self.control_store, limit_s)
 
     def failure_reason(self) -> str | None:
         """Return why waiting for others makes no sense any more, or None if it does."""

@@ -12,6 +12,8 @@ takes long, goes wrong or ends.
 | `heartbeat/RANK` | `send_heartbeat` | a number, another one each time |
 | `failure` | `announce_failure` | why the run failed; the first text stays |
 | `acknowledged/RANK` | `acknowledge_failure` | the rank has read that |
+| `survivor/RANK` | `announce_survival` | the rank is left when the run has failed |
+| `survivors` | `agree_on_survivors` | all that are left; the first list stays |
 | `deregistered/RANK`, `deregistered/any` | `deregister` | the rank (or any) needs no other |
 | `transport/...` | `publish` | whatever a backend wants its ranks to know |
 
@@ -32,6 +34,10 @@ from sbp_core.boxing.processes.membership import Member, MemberState, state_of
 #: Characters of a failure that are announced: over MPI a short message leaves at once, whatever its
 #: receiver does; a long one waits for it.
 _LONGEST_TEXT = 2000
+
+
+#: Of these, what was written first stays; of others, what was written last.
+FIRST_STAYS = ("failure", "survivors")
 
 
 class StoreSilentError(RuntimeError):
@@ -66,7 +72,7 @@ class ControlStore(ABC):
 
     @abstractmethod
     def _put(self, key: str, value: str, ranks: Iterable[int]) -> None:
-        """Write an entry for some ranks; of equal keys the last counts, but of `failure` the first.
+        """Write an entry for some ranks; of equal keys the last counts, of `FIRST_STAYS` the first.
 
         Raises:
             StoreSilentError: it cannot be written.
@@ -183,6 +189,19 @@ class ControlStore(ABC):
             and self._try_get(f"acknowledged/{rank}") is None
             and self._try_get(f"deregistered/{rank}") is None
         ]
+
+    def announce_survival(self) -> None:
+        """Tell all ranks that this one is left, now that the run has failed."""
+        self._try_put(f"survivor/{self.rank}", "1")
+
+    def survivors(self, ranks: Iterable[int]) -> list[int]:
+        """Return those of some ranks that are left, as far as they told."""
+        return [rank for rank in ranks if self._try_get(f"survivor/{rank}") is not None]
+
+    def agree_on_survivors(self, proposed: str) -> str | None:
+        """Return which ranks are left, as the first one said that was asked; None if it is lost."""
+        self._try_put("survivors", proposed)
+        return self._try_get("survivors")
 
     def deregister(self) -> None:
         """Tell all ranks that this one needs nobody any more: it may end now."""

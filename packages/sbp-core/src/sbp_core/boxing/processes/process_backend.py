@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from sbp_core.boxing.backend import BoxingBackend, Communicator
 from sbp_core.boxing.processes.connections import Connections
+from sbp_core.boxing.processes.survivors import Survivors
 from sbp_core.errors import BoxingError
 
 
@@ -91,6 +92,12 @@ class ProcessBackend(BoxingBackend):
     def failure_reason(self) -> str:
         """See `BoxingBackend.failure_reason`."""
         return "" if self._connections is None else self._connections.known_failure()
+
+    def survivors(self, limit_s: float) -> Survivors:
+        """See `BoxingBackend.survivors`."""
+        if self._connections is None:
+            raise BoxingError("this boxing backend is not open")
+        return self._connections.survivors(limit_s)
 
     def close(self) -> None:
         """See `BoxingBackend.close`; waits a while for messages and ranks on their way."""

@@ -17,7 +17,12 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from sbp_core.boxing.processes.control_store import ControlStore, StoreLostError, StoreSilentError
+from sbp_core.boxing.processes.control_store import (
+    FIRST_STAYS,
+    ControlStore,
+    StoreLostError,
+    StoreSilentError,
+)
 
 #: Seconds that the store may take for an answer.
 _LIMIT_S = 1.0
@@ -162,7 +167,7 @@ class KeyValueControlStore(ControlStore):
         self._client.close()
 
     def _put(self, key: str, value: str, ranks: Iterable[int]) -> None:
-        write = self._client.set_first if key == "failure" else self._client.set
+        write = self._client.set_first if key in FIRST_STAYS else self._client.set
         write(key, value)
 
     def _get(self, key: str) -> str | None:

@@ -26,6 +26,7 @@ from sbp_core.boxing import (
     Communicator,
     Delivery,
     StepKind,
+    SurvivingRanks,
     sent_bytes,
     transfer_pieces,
 )
@@ -83,6 +84,14 @@ class Fingerprinted(BoxingBackend):
     def fail(self, error: BaseException) -> None:
         """See `BoxingBackend.fail`."""
         self._backend.fail(error)
+
+    def failure_reason(self) -> str:
+        """See `BoxingBackend.failure_reason`."""
+        return self._backend.failure_reason()
+
+    def survivors(self, limit_s: float) -> SurvivingRanks:
+        """See `BoxingBackend.survivors`."""
+        return self._backend.survivors(limit_s)
 
     def close(self) -> None:
         """See `BoxingBackend.close`."""
