@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from sbp_launch.checkpoint.cover import index_of
+from sbp_launch.checkpoint.tensors import Tensors
 
-class Held(dict[str, Tensor]):
-    """A mapping with what writers ask of one."""
+
+class Held(Tensors):
+    """Tensors in memory that are read like those of a file."""
+
+    def __init__(self, held: Mapping[str, Tensor] | None = None, **named: Tensor) -> None:
+        self.held = {**(held or {}), **named}
+
+    @property
+    def names(self) -> Collection[str]:
+        return self.held.keys()
 
     def like(self, name: str) -> Tensor:
-        """Return the shape and dtype, without values."""
-        return self[name].to("meta")
+        return self.held[name].to("meta")
 
-    def part(self, name: str, bounds: Any) -> Tensor:
-        """Return a slice."""
-        return self[name][tuple(slice(*dim) for dim in bounds)].clone()
+    def part(self, name: str, bounds: Sequence[tuple[int, int]]) -> Tensor:
+        return self.held[name][index_of(bounds)]
 
 
 def values(shape: tuple[int, ...], dtype: str) -> Tensor:

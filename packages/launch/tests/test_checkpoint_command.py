@@ -5,24 +5,29 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from held import Held
+from rich.console import Console
+from rich.progress import Progress
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from sbp_core.boxing import volume
 from sbp_core.plugins import Storage
 from sbp_core.runtime import StatePiece
 from sbp_launch.checkpoint import LocalStorage, Metadata, commit, write_part
 from sbp_launch.checkpoint.command.app import main
 from sbp_launch.checkpoint.command.diff import deviation
+from sbp_launch.checkpoint.command.progress import reading
 from sbp_launch.checkpoint.formats.distributed_writer import write_distributed_checkpoint
 from sbp_launch.checkpoint.formats.indexed import IndexedTensors
 from sbp_launch.checkpoint.objects import FsspecStorage
-from sbp_launch.checkpoint.opening import look, open_tensors, read_index
+from sbp_launch.checkpoint.opening import look, manifest_of, open_tensors, read_index
 
 
 @pytest.fixture(autouse=True)
@@ -265,8 +270,8 @@ def test_convert_takes_all_states_or_averages(
     assert torch.equal(averages["network.2.weight"], states()["network.2.weight.ema"])
 
 
-@pytest.mark.parametrize("first", ["safetensors", "hf", "dcp"])
-@pytest.mark.parametrize("second", ["safetensors", "hf", "dcp"])
+@pytest.mark.parametrize("first", ["safetensors", "hf", "dcp", "sbp"])
+@pytest.mark.parametrize("second", ["safetensors", "hf", "dcp", "sbp"])
 def test_from_each_format_to_each_nothing_changes(
     first: str, second: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -279,11 +284,154 @@ def test_from_each_format_to_each_nothing_changes(
         convert = "convert", paths[-2], paths[-1], "--to", form, "--all", "--max-shard-size", "200B"
         assert called(capsys, *convert)[0] == 0
 
-    assert called(capsys, "diff", run, paths[-1], "--all") == (
-        0,
-        f"one: {run}/checkpoints/step-00000100\nother: {paths[-1]}\n\n"
-        "equal: 9 of the 9 tensors that both have\n",
+    found = answered(capsys, "diff", run, paths[-1], "--all")
+    assert (found["equal_tensors"], found["only_in_one"], found["only_in_other"]) == (9, [], [])
+    # Files of others do not say where the run was.
+    assert bool(found["settings"]) == (second == "sbp" and first != "sbp")
+
+
+@pytest.mark.parametrize(
+    ("target", "place"),
+    [
+        ("new", "new/checkpoints/step-00000100"),
+        ("new/checkpoints/", "new/checkpoints/step-00000100"),
+        ("step-00000100", "step-00000100"),
+        ("memory://copies/new", "memory://copies/new/step-00000100"),
+        ("memory://copies/step-00000100", "memory://copies/step-00000100"),
+    ],
+)
+def test_a_checkpoint_is_copied_with_what_it_says_of_its_run(
+    target: str, place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    write(tmp_path / "run", 100, trainer={"step": 100})
+    monkeypatch.chdir(tmp_path)
+
+    copy = "convert", "run", target, "--to", "sbp", "--all"
+    made = answered(capsys, *copy)
+
+    assert made["target"] == place
+    assert made["files"] == ["manifest.json", "rank-00000.safetensors"]
+    assert called(capsys, "verify", target)[0] == 0
+    assert manifest_of(look(target)).metadata == manifest_of(look("run")).metadata
+    assert called(capsys, "diff", "run", target, "--all")[0] == 0
+    again = called(capsys, *copy)
+    assert again[0] == 2 and "is there already" in again[1]
+    assert called(capsys, *copy, "--overwrite")[0] == 0
+    if "://" in place:
+        FsspecStorage(place.rpartition("/")[0]).remove("step-00000100")
+
+
+def test_the_step_of_weights_is_that_of_their_place(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = tmp_path / "weights.safetensors"
+    save_file({"x": torch.arange(4.0)}, weights)
+
+    for place, step in ((tmp_path / "step-00000123", 123), (tmp_path / "run", 0)):
+        assert called(capsys, "convert", weights, place, "--to", "sbp")[0] == 0
+        assert manifest_of(look(place)).metadata.step == step
+
+
+def other_files(folder: Path) -> None:
+    (folder / "step-00000100").mkdir()
+    (folder / "step-00000100" / "mine.txt").write_text("mine")
+
+
+@pytest.mark.parametrize(
+    ("prepare", "target", "says"),
+    [
+        (lambda folder: None, "run", "would lie in what it is made of"),
+        (lambda folder: None, "run/checkpoints/step-00000100/new", "would lie in what it is made"),
+        (
+            lambda folder: None,
+            "step-00000007",
+            "step 7, and the checkpoint is of step 100",
+        ),
+        (other_files, "step-00000100", "holds something else than a checkpoint"),
+    ],
+)
+def test_a_place_that_is_none_for_a_checkpoint_is_refused(
+    prepare: Callable[[Path], None], target: str, says: str,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    write(tmp_path / "run", 100)
+    prepare(tmp_path)
+
+    convert = "convert", tmp_path / "run", tmp_path / target, "--to", "sbp", "--overwrite"
+    code, text = called(capsys, *convert)
+
+    assert code == 2
+    assert says in text
+
+
+def test_what_no_state_can_be_is_no_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_file({"x": torch.ones(3).to(torch.float8_e5m2)}, tmp_path / "x.safetensors")
+
+    convert = "convert", tmp_path / "x.safetensors", tmp_path / "new", "--to", "sbp"
+    code, text = called(capsys, *convert)
+
+    assert code == 2
+    assert "'x' is float8_e5m2, which no state has" in text
+    assert not (tmp_path / "new").exists()
+
+
+def test_only_checkpoints_are_written_to_addresses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "run", 100)
+
+    code, text = called(capsys, "convert", tmp_path / "run", "memory://x", "--to", "hf")
+
+    assert code == 2
+    assert "memory://x is an address, and --to hf writes on this machine" in text
+
+
+@pytest.mark.parametrize("form", ["safetensors", "hf", "sbp"])
+def test_a_part_of_a_tensor_at_a_time_is_in_memory(
+    form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    read = IndexedTensors.part
+
+    def noted(self: IndexedTensors, name: str, bounds: Any) -> Tensor:
+        sizes.append(volume(bounds) * self.like(name).element_size())
+        return read(self, name, bounds)
+
+    monkeypatch.setattr(IndexedTensors, "part", noted)
+    for module in ("tensors", "rewriting"):
+        monkeypatch.setattr(f"sbp_launch.checkpoint.{module}.PART_BYTES", 1000)
+    whole = torch.randn(50, 30)
+    save_file({"x": whole}, tmp_path / "x.safetensors")
+    target = tmp_path / ("y.safetensors" if form == "safetensors" else "y")
+
+    convert = "convert", tmp_path / "x.safetensors", target, "--to", form
+    assert called(capsys, *convert)[0] == 0
+
+    assert max(sizes) <= 1000
+    assert sum(sizes) == 6000
+    with open_tensors(look(target)) as found:
+        assert torch.equal(found["x"], whole)
+    sizes.clear()
+    assert called(capsys, "diff", tmp_path / "x.safetensors", target)[0] == 0
+    assert max(sizes) <= 1000
+
+
+def test_a_terminal_shows_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[float] = []
+    monkeypatch.setattr(Console, "is_terminal", True)
+    monkeypatch.setattr(
+        Progress, "advance", lambda self, task, size: told.append(size), raising=True
     )
+
+    with reading("verifying", 10**12) as tell:
+        tell(7)
+    with reading("verifying", 10**6) as tell:
+        tell(7)
+
+    assert told == [7]
 
 
 def test_a_target_that_is_there_is_replaced_only_if_asked_for(
@@ -338,12 +486,13 @@ def test_diff_says_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[st
         ([float("inf"), 1.0], [float("inf"), 1.0], 0.0, 0.0),
         ([float("inf"), 1.0], [-float("inf"), 1.0], float("inf"), 0.5),
         ([], [], 0.0, 0.0),
+        ([2**53, 7], [2**53 + 1, 7], 1.0, 0.5),
     ],
 )
 def test_deviations_of_all_values(
     one: list[float], other: list[float], largest: float, differing: float
 ) -> None:
-    found = deviation(torch.tensor(one), torch.tensor(other))
+    found = deviation([(torch.tensor(one), torch.tensor(other))])
 
     assert (found.largest, found.differing) == (largest, differing)
 

@@ -26,9 +26,10 @@ from sbp_launch.checkpoint.formats.index import (
     StoredTensor,
     TensorIndex,
 )
-from sbp_launch.checkpoint.formats.indexed import Chosen, IndexedTensors
+from sbp_launch.checkpoint.formats.indexed import IndexedTensors
 from sbp_launch.checkpoint.formats.safetensors_file import CODES, read_safetensors
 from sbp_launch.checkpoint.formats.safetensors_writer import write_safetensors, write_sharded
+from sbp_launch.checkpoint.tensors import Chosen
 
 SHAPES = ((), (0, 3), (5,), (4, 3, 2))
 
@@ -134,9 +135,7 @@ def test_a_tensor_in_pieces_of_several_files_is_read_in_parts(data: st.DataObjec
                     )
                 )
         stored = StoredTensor(shape=shape, dtype="int32", pieces=tuple(pieces))
-        index = TensorIndex(
-            format="test", path=Path(folder), folder=Path(folder), tensors={"x": stored}
-        )
+        index = TensorIndex(path=Path(folder), folder=Path(folder), tensors={"x": stored})
 
         part = IndexedTensors(index).part("x", bounds)
 
@@ -160,7 +159,7 @@ def test_pieces_are_accepted_if_they_hold_each_element_once(data: st.DataObject)
 
         def make() -> TensorIndex:
             return TensorIndex(
-                format="test", path=Path(folder), folder=Path(folder), tensors={"x": stored}
+                path=Path(folder), folder=Path(folder), tensors={"x": stored}
             ).checked()
 
         if bool((count == 1).all()):

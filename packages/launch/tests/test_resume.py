@@ -19,6 +19,7 @@ from sbp_core.errors import ConfigError
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp
 from sbp_launch.checkpoint import Checkpoint, LocalStorage
+from sbp_launch.checkpoint.command.app import main
 from sbp_launch.checkpoint.manifest import DamagedError
 from sbp_launch.checkpoint.objects import FsspecStorage
 from sbp_launch.checkpoint.places import find_checkpoints, newest_first, step_name
@@ -124,6 +125,25 @@ def test_a_run_goes_on_from_another_folder_and_on_another_mesh(tmp_path: Path) -
     found = states_of_run(tmp_path / "second")
     for name, value in states_of_run(tmp_path / "whole").items():
         assert (found[name] - value).abs().max().item() < 1e-12
+
+
+@pytest.mark.parametrize("by_way_of", [[], ["dcp"], ["hf", "safetensors"]])
+def test_a_run_goes_on_from_a_checkpoint_that_was_converted(
+    tmp_path: Path, by_way_of: list[str]
+) -> None:
+    run = config()
+    trainer.train(run, registry(), tmp_path / "whole")
+    stopped(run, tmp_path / "first", 3)
+    source = tmp_path / "first"
+    for form in (*by_way_of, "sbp"):
+        names = {"safetensors": "x.safetensors", "sbp": "step-00000003"}
+        target = tmp_path / names.get(form, form)
+        assert main(["convert", str(source), str(target), "--to", form, "--all"]) == 0
+        source = target
+
+    trainer.train(resumed(run, source), registry(), tmp_path / "second")
+
+    assert_equal(states_of_run(tmp_path / "second"), states_of_run(tmp_path / "whole"))
 
 
 def test_a_path_is_that_of_a_run_of_its_checkpoints_or_of_one(tmp_path: Path) -> None:

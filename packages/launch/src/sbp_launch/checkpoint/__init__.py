@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         SavedTensor,
         manifest_bytes,
         parse_manifest,
+        read_manifest,
     )
     from sbp_launch.checkpoint.places import (
         find_checkpoints,
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
     )
     from sbp_launch.checkpoint.reading import (
         Checkpoint,
-        read_manifest,
     )
     from sbp_launch.checkpoint.saving import (
         Processes,
@@ -102,7 +102,7 @@ __getattr__, __dir__ = lazy(
         "open_checkpoint": "places",
         "parse_manifest": "manifest",
         "prune": "saving",
-        "read_manifest": "reading",
+        "read_manifest": "manifest",
         "save": "saving",
         "step_name": "places",
         "step_of": "places",

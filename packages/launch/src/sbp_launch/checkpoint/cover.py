@@ -1,4 +1,4 @@
-"""Whether slices make up a whole tensor, each element once.
+"""Cut a tensor into slices, and see whether slices make up one, each element once.
 
 The slices of a layout, also where a rank's slice is cut up further, can be parted by straight cuts
 through the whole: between columns first, and then between the rows of each column.
@@ -14,12 +14,55 @@ through the whole: between columns first, and then between the rows of each colu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import product
 
 from sbp_core.boxing import Bounds
 
 #: Most cuts inside each other; a layout has one for each mesh axis and dim, and one for blocks.
 _DEEPEST = 64
+
+
+def cut(shape: Sequence[int], item_bytes: int, block_bytes: int) -> Iterator[Bounds]:
+    """Yield blocks of a tensor that are each one run of its bytes, in their order.
+
+    Rows are taken together as far as a block holds them; where one alone is too large, it is cut
+    up likewise.
+
+    Args:
+        shape: Of the tensor.
+        item_bytes: Of an element.
+        block_bytes: Most bytes of a block, >= `item_bytes`.
+    """
+    dim, inner = len(shape), item_bytes  # the first dim of which a block may have several rows
+    while dim and inner * shape[dim - 1] <= block_bytes:
+        dim -= 1
+        inner *= shape[dim]
+    if not dim or 0 in shape:
+        yield tuple((0, extent) for extent in shape)
+        return
+    rows = max(1, block_bytes // inner)
+    tail = tuple((0, extent) for extent in shape[dim:])
+    for outer in product(*(range(extent) for extent in shape[: dim - 1])):
+        head = tuple((index, index + 1) for index in outer)
+        for start in range(0, shape[dim - 1], rows):
+            yield (*head, (start, min(start + rows, shape[dim - 1])), *tail)
+
+
+def within(inner: Bounds, outer: Sequence[tuple[int, int]]) -> Bounds:
+    """Return the bounds of a slice as counted from the start of another one."""
+    pairs = zip(inner, outer, strict=True)
+    return tuple((start - first, stop - first) for (start, stop), (first, _) in pairs)
+
+
+def index_of(bounds: Sequence[tuple[int, int]]) -> tuple[slice, ...]:
+    """Return the index of a slice, as tensors take it."""
+    return tuple(slice(*dim) for dim in bounds)
+
+
+def bounds_text(bounds: Sequence[tuple[int, int]]) -> str:
+    """Return a slice as Python writes it: `[0:4, 2:3]`."""
+    return f"[{', '.join(f'{start}:{stop}' for start, stop in bounds)}]"
 
 
 def covers(slices: Sequence[Bounds], shape: Sequence[int]) -> bool:

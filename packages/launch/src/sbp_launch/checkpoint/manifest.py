@@ -35,8 +35,10 @@ from xxhash import xxh3_128_hexdigest
 
 from sbp_core.boxing import Bounds, itemsize
 from sbp_core.errors import ConfigError
+from sbp_core.plugins import Storage
 from sbp_core.serialize import Document, parse
-from sbp_launch.checkpoint.cover import covers
+from sbp_launch.checkpoint.cover import bounds_text, covers
+from sbp_launch.checkpoint.local import MANIFEST_FILE
 
 #: Most bytes of a piece, and so of the buffer of who reads one.
 MAX_PIECE_BYTES = 64 * 2**20
@@ -44,7 +46,8 @@ MAX_PIECE_BYTES = 64 * 2**20
 #: Most bytes of a manifest: about 400,000 pieces.
 MAX_MANIFEST_BYTES = 64 * 2**20
 
-_TODO = "take another checkpoint; sbp-checkpoint verify FOLDER says which are whole"
+#: What to do about a checkpoint that is damaged.
+ANOTHER = "take another checkpoint; sbp-checkpoint verify FOLDER says which are whole"
 _FILE = re.compile(r"rank-\d{5,9}\.safetensors")
 _CHECKSUM = re.compile("[0-9a-f]{32}")
 _LAST_LINE = re.compile(rb',\n"xxh3_128": "([0-9a-f]{32})"\}\n')
@@ -107,11 +110,11 @@ class SavedTensor:
                 stop > extent for (_, stop), extent in zip(bounds, self.shape, strict=True)
             ):
                 _refuse(
-                    f"pieces reach beyond shape={list(self.shape)}: {_text(bounds)}",
+                    f"pieces reach beyond shape={list(self.shape)}: {bounds_text(bounds)}",
                     "slices of the tensor",
                 )
             if size * prod(stop - start for start, stop in bounds) > MAX_PIECE_BYTES:
-                _refuse(f"pieces are too large: {_text(bounds)}", "at most 64 MiB each")
+                _refuse(f"pieces are too large: {bounds_text(bounds)}", "at most 64 MiB each")
 
     def piece_bytes(self, piece: SavedPiece) -> int:
         """Return the bytes of one of the pieces."""
@@ -194,7 +197,7 @@ class Manifest:
 
 #: A manifest, and what each process says of its own file, as JSON.
 MANIFEST = Document(
-    kind=Manifest, format="sbp-checkpoint", version=1, todo=_TODO, error=DamagedError
+    kind=Manifest, format="sbp-checkpoint", version=1, todo=ANOTHER, error=DamagedError
 )
 
 
@@ -231,7 +234,7 @@ def parse_manifest(data: bytes, where: str, *, is_whole: bool = True) -> Manifes
             "the manifest does not end in its checksum",
             where=where,
             accepted="a manifest as it was written",
-            todo=_TODO,
+            todo=ANOTHER,
         )
     body = data[: last.start()]
     found = xxh3_128_hexdigest(body)
@@ -240,15 +243,36 @@ def parse_manifest(data: bytes, where: str, *, is_whole: bool = True) -> Manifes
             f"the manifest is damaged: its xxh3_128 is {found}, not {last[1].decode()}",
             where=where,
             accepted="a manifest as it was written",
-            todo=_TODO,
+            todo=ANOTHER,
         )
     try:
         text = f"{body.decode()}}}"
     except UnicodeDecodeError as error:
         raise DamagedError("the manifest is no text", where=where, accepted="UTF-8") from error
-    manifest = MANIFEST.load(parse(text, where=where, error=DamagedError, todo=_TODO), where)
+    manifest = MANIFEST.load(parse(text, where=where, error=DamagedError, todo=ANOTHER), where)
     _check_together(manifest, where, is_whole=is_whole)
     return manifest
+
+
+def read_manifest(storage: Storage, name: str) -> Manifest:
+    """Return the manifest of a checkpoint.
+
+    Raises:
+        DamagedError: it is missing or damaged.
+    """
+    place = storage.place(name, MANIFEST_FILE)
+    try:
+        with storage.open(name, MANIFEST_FILE) as file:
+            data = file.read(MAX_MANIFEST_BYTES + 1)
+    except OSError as error:
+        raise DamagedError(
+            f"the checkpoint {name} cannot be read: {error.strerror or error}",
+            where=place,
+            todo=ANOTHER,
+        ) from error
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise DamagedError("the manifest is too large", where=place, accepted="at most 64 MiB")
+    return parse_manifest(data, place)
 
 
 def _check_together(manifest: Manifest, where: str, *, is_whole: bool) -> None:
@@ -265,7 +289,7 @@ def _check_together(manifest: Manifest, where: str, *, is_whole: bool) -> None:
                     f"tensors.{name}.pieces[{number}].file is {piece.file!r}",
                     where=where,
                     accepted=f"one of files: {', '.join(list(runs_of)[:3])}",
-                    todo=_TODO,
+                    todo=ANOTHER,
                 )
             runs_of[piece.file].append((piece.offset, tensor.piece_bytes(piece)))
         if is_whole and not covers([piece.bounds for piece in tensor.pieces], tensor.shape):
@@ -273,7 +297,7 @@ def _check_together(manifest: Manifest, where: str, *, is_whole: bool) -> None:
                 f"tensors.{name}.pieces do not make up the tensor of shape {list(tensor.shape)}",
                 where=where,
                 accepted="pieces that have each element once",
-                todo=_TODO,
+                todo=ANOTHER,
             )
     for file_name, runs in runs_of.items():
         file = manifest.files[file_name]
@@ -282,7 +306,7 @@ def _check_together(manifest: Manifest, where: str, *, is_whole: bool) -> None:
                 f"files has {file_name!r}, no file of a checkpoint",
                 where=where,
                 accepted="names such as rank-00000.safetensors",
-                todo=_TODO,
+                todo=ANOTHER,
             )
         at = file.header_bytes
         for offset, size in sorted(runs):
@@ -296,14 +320,10 @@ def _check_together(manifest: Manifest, where: str, *, is_whole: bool) -> None:
             f"{file.size_bytes}",
             where=where,
             accepted="pieces one behind the other, from the header to the end",
-            todo=_TODO,
+            todo=ANOTHER,
         )
 
 
 def _check_checksum(text: str) -> None:
     if not _CHECKSUM.fullmatch(text):
         _refuse(f"xxh3_128={text!r} is no checksum", "32 hexadecimal digits")
-
-
-def _text(bounds: Bounds) -> str:
-    return "[" + ", ".join(f"{start}:{stop}" for start, stop in bounds) + "]"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import takewhile
 
 from sbp_core.errors import ConfigError, nearest
 
@@ -28,10 +29,23 @@ def owner_of(name: str, names: Mapping[str, object] | set[str]) -> str:
     return owner if owner in names else ""
 
 
+def beginning_of(names: Iterable[str]) -> str:
+    """Return what all names begin with, as far as a dot; empty if there is nothing.
+
+    >>> beginning_of(["model.layer.weight", "model.layers"])
+    'model.'
+    """
+    paths = [name.split(".")[:-1] for name in names]
+    common = takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))
+    return "".join(f"{parts[0]}." for parts in common)
+
+
 def model_names(names: Iterable[str]) -> list[str]:
-    """Return the names of parameters and buffers."""
+    """Return the names of parameters and buffers, in whatever all names begin with."""
     known = set(names)
-    return [name for name in names if name not in SHARED and not owner_of(name, known)]
+    beginning = beginning_of(known)
+    shared = SHARED | {beginning + name for name in SHARED}
+    return [name for name in names if name not in shared and not owner_of(name, known)]
 
 
 def averaged(names: Iterable[str]) -> dict[str, str]:

@@ -21,16 +21,11 @@ from sbp_launch.checkpoint.formats.hugging_face import INDEX, is_hugging_face, r
 from sbp_launch.checkpoint.formats.index import StoredPiece, StoredTensor, TensorIndex
 from sbp_launch.checkpoint.formats.safetensors_file import read_safetensors
 from sbp_launch.checkpoint.local import MANIFEST_FILE
-from sbp_launch.checkpoint.manifest import (
-    MAX_MANIFEST_BYTES,
-    DamagedError,
-    Manifest,
-    parse_manifest,
-)
+from sbp_launch.checkpoint.manifest import Manifest, read_manifest
 from sbp_launch.checkpoint.places import FOLDER, find_checkpoints
 
 if TYPE_CHECKING:
-    from sbp_launch.checkpoint.formats.indexed import Tensors
+    from sbp_launch.checkpoint.tensors import Tensors
 
 #: How our own format is called.
 FORMAT = "sbp"
@@ -145,23 +140,12 @@ def manifest_of(found: Found) -> Manifest:
         DamagedError: it is missing or damaged.
     """
     assert found.storage is not None, "a checkpoint is in a storage"
-    place = found.storage.place(found.name, MANIFEST_FILE)
-    try:
-        with found.storage.open(found.name, MANIFEST_FILE) as file:
-            data = file.read(MAX_MANIFEST_BYTES + 1)
-    except OSError as error:
-        raise DamagedError(
-            f"the manifest cannot be read: {error.strerror or error}", where=place
-        ) from error
-    if len(data) > MAX_MANIFEST_BYTES:
-        raise DamagedError("the manifest is too large", where=place, accepted="at most 64 MiB")
-    return parse_manifest(data, place)
+    return read_manifest(found.storage, found.name)
 
 
 def manifest_index(manifest: Manifest, found: Found) -> TensorIndex:
     """Return where the tensors of a checkpoint lie."""
     return TensorIndex(
-        format=FORMAT,
         path=Path(found.place),
         folder=Path(found.place),
         tensors={

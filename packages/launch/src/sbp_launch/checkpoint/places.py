@@ -98,7 +98,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     Raises:
         ConfigError: there is none, or it is damaged.
     """
-    # Here and not above: who only looks takes no torch.
+    # Here and not above: what only looks takes no torch.
     from sbp_launch.checkpoint.reading import Checkpoint
 
     storage, names = find_checkpoints(path)

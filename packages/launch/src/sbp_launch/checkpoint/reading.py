@@ -13,33 +13,31 @@ A piece that is asked for whole goes into its place at once; of any other, one a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from math import prod
+from collections.abc import Callable, Collection, Sequence
 from typing import BinaryIO
 
 import torch
 from torch import Tensor
 from xxhash import xxh3_128_hexdigest
 
-from sbp_core.boxing import Bounds
+from sbp_core.boxing import intersection, volume
 from sbp_core.plugins import Storage
-from sbp_launch.checkpoint.local import MANIFEST_FILE
+from sbp_launch.checkpoint.cover import index_of, within
 from sbp_launch.checkpoint.manifest import (
-    MAX_MANIFEST_BYTES,
+    ANOTHER,
     DamagedError,
     Manifest,
     SavedPiece,
     SavedTensor,
-    parse_manifest,
+    read_manifest,
 )
+from sbp_launch.checkpoint.tensors import Tensors, bytes_of
 
 #: Most files that are open at a time.
 _MOST_FILES = 64
 
-_TODO = "take another checkpoint; sbp-checkpoint verify FOLDER says which are whole"
 
-
-class Checkpoint(Mapping[str, Tensor]):
+class Checkpoint(Tensors):
     """The states of a checkpoint: each is read when it is asked for, and verified as it is read.
 
     Attributes:
@@ -61,20 +59,13 @@ class Checkpoint(Mapping[str, Tensor]):
         with self:
             self._check_files()
 
-    def __getitem__(self, name: str) -> Tensor:
-        return self.part(name, [(0, extent) for extent in self.manifest.tensors[name].shape])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.manifest.tensors)
-
-    def __len__(self) -> int:
-        return len(self.manifest.tensors)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.manifest.tensors  # that of `Mapping` reads the tensor
+    @property
+    def names(self) -> Collection[str]:
+        """The names of the states."""
+        return self.manifest.tensors.keys()
 
     def like(self, name: str) -> Tensor:
-        """Return a tensor of a state's shape and dtype, without its values."""
+        """See `Tensors.like`."""
         saved = self.manifest.tensors[name]
         return torch.empty(saved.shape, dtype=getattr(torch, saved.dtype), device="meta")
 
@@ -90,18 +81,22 @@ class Checkpoint(Mapping[str, Tensor]):
             [stop - start for start, stop in wanted], dtype=getattr(torch, saved.dtype)
         )
         for piece in saved.pieces:
-            common = _common(piece.bounds, wanted)
-            if prod(stop - start for start, stop in common):
-                place = found[_inside(common, wanted)]
-                if common == piece.bounds and place.is_contiguous():
-                    self._read(name, piece, _bytes(place))
-                else:
-                    held = self._held(name, saved, piece)
-                    place.copy_(held[_inside(common, piece.bounds)])
+            common = intersection(piece.bounds, wanted)
+            if not volume(common):
+                continue
+            place = found[index_of(within(common, wanted))]
+            if common == piece.bounds and place.is_contiguous():
+                self._read(name, piece, bytes_of(place))
+            else:
+                held = self._held(name, saved, piece)
+                place.copy_(held[index_of(within(common, piece.bounds))])
         return found
 
-    def verify(self) -> None:
+    def verify(self, tell: Callable[[int], None] = lambda _: None) -> None:
         """Read everything.
+
+        Args:
+            tell: Is told the bytes of every piece that was read.
 
         Raises:
             DamagedError: something is damaged; names the file and the tensor.
@@ -109,6 +104,7 @@ class Checkpoint(Mapping[str, Tensor]):
         for name, saved in self.manifest.tensors.items():
             for piece in saved.pieces:
                 self._held(name, saved, piece)
+                tell(saved.piece_bytes(piece))
 
     def close(self) -> None:
         """Close the files; they are opened again if something is read."""
@@ -190,44 +186,8 @@ class Checkpoint(Mapping[str, Tensor]):
             f"the checkpoint {self.name} is damaged: {what}",
             where=self._storage.place(self.name, file),
             accepted="files as they were written",
-            todo=_TODO,
+            todo=ANOTHER,
         )
-
-
-def read_manifest(storage: Storage, name: str) -> Manifest:
-    """Return the manifest of a checkpoint.
-
-    Raises:
-        DamagedError: it is missing or damaged.
-    """
-    place = storage.place(name, MANIFEST_FILE)
-    try:
-        with storage.open(name, MANIFEST_FILE) as file:
-            data = file.read(MAX_MANIFEST_BYTES + 1)
-    except OSError as error:
-        raise DamagedError(
-            f"the checkpoint {name} cannot be read: {_reason(error)}", where=place, todo=_TODO
-        ) from error
-    if len(data) > MAX_MANIFEST_BYTES:
-        raise DamagedError("the manifest is too large", where=place, accepted="at most 64 MiB")
-    return parse_manifest(data, place)
-
-
-def _common(one: Bounds, other: Bounds) -> Bounds:
-    """Return the common slice of two; of no elements where there is none."""
-    pairs = zip(one, other, strict=True)
-    return tuple((max(a, c), max(max(a, c), min(b, d))) for (a, b), (c, d) in pairs)
-
-
-def _inside(common: Bounds, whole: Bounds) -> tuple[slice, ...]:
-    """Return where a slice lies in another one that holds it."""
-    pairs = zip(common, whole, strict=True)
-    return tuple(slice(start - first, stop - first) for (start, stop), (first, _) in pairs)
-
-
-def _bytes(value: Tensor) -> memoryview:
-    flat: memoryview = value.reshape(-1).view(torch.uint8).numpy().data
-    return flat
 
 
 def _reason(error: OSError) -> str:

@@ -10,7 +10,7 @@ Nobody goes on before all know how it ended. Each process reads and writes its o
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,11 +18,11 @@ from torch import Tensor
 
 from sbp_core.errors import ConfigError, RunError, SbpError, words_of
 from sbp_core.plugins import Storage
-from sbp_core.runtime import StatePiece
 from sbp_launch.checkpoint.manifest import DamagedError, Metadata
 from sbp_launch.checkpoint.places import newest_first
 from sbp_launch.checkpoint.reading import Checkpoint
-from sbp_launch.checkpoint.writing import commit, write_part
+from sbp_launch.checkpoint.tensors import Tensors
+from sbp_launch.checkpoint.writing import Piece, commit, write_part
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class Processes:
             raise RunError(
                 f"{what}: {_said(problem)}",
                 where=where,
-                todo="make room, or name a folder elsewhere: hydra.run.dir=FOLDER",
+                todo="make room, or name another place: hydra.run.dir=FOLDER",
             ) from problem
         for rank, text in zip(self.ranks, texts, strict=True):
             if text:
@@ -81,7 +81,7 @@ def save(
     storage: Storage,
     name: str,
     metadata: Metadata,
-    pieces: Iterable[StatePiece],
+    pieces: Iterable[Piece],
     processes: Processes,
 ) -> None:
     """Save a checkpoint; all processes call this, between the same steps.
@@ -134,7 +134,7 @@ def remove(storage: Storage, names: Iterable[str]) -> None:
             logger.warning("%s is not removed: %s", storage.place(name), error.strerror or error)
 
 
-class ReadTogether(Mapping[str, Tensor]):
+class ReadTogether(Tensors):
     """A checkpoint that every process reads its part of, until all know whether it is whole.
 
     What is damaged is read as zeros, and `problem` says so: a process that stopped at it would
@@ -145,20 +145,13 @@ class ReadTogether(Mapping[str, Tensor]):
         self.checkpoint = checkpoint
         self.problem: DamagedError | None = None
 
-    def __getitem__(self, name: str) -> Tensor:
-        return self.part(name, [(0, extent) for extent in self.like(name).shape])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.checkpoint)
-
-    def __len__(self) -> int:
-        return len(self.checkpoint)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.checkpoint
+    @property
+    def names(self) -> Collection[str]:
+        """The names of the states."""
+        return self.checkpoint.names
 
     def like(self, name: str) -> Tensor:
-        """Return a tensor of a state's shape and dtype, without its values."""
+        """See `Tensors.like`."""
         return self.checkpoint.like(name)
 
     def part(self, name: str, bounds: Sequence[tuple[int, int]]) -> Tensor:

@@ -9,7 +9,7 @@ parameter, such as its moving average, begins as a copy of what was read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from sbp_core.errors import ConfigError, nearest
-from sbp_launch.checkpoint.formats.indexed import Tensors
+from sbp_launch.checkpoint.cover import index_of
 from sbp_launch.checkpoint.names import model_names
 from sbp_launch.checkpoint.opening import Found, look, open_tensors
+from sbp_launch.checkpoint.tensors import Tensors
 from sbp_torch.capture import UpdateOptions, copied_states
 from sbp_torch.interchange.torch_states import graph_names
 
@@ -198,7 +199,7 @@ def _check_form(name: str, given: Tensor, own: Tensor, place: tuple[str, ...]) -
         )
 
 
-class _States(Mapping[str, Tensor]):
+class _States(Tensors):
     """States of which some are read from a file, in parts.
 
     Args:
@@ -217,19 +218,15 @@ class _States(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._sources:
             return self._state(name)
-        return self.part(name, [(0, extent) for extent in self.like(name).shape])
+        return super().__getitem__(name)
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._states)
-
-    def __len__(self) -> int:
-        return len(self._states)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._states  # that of `Mapping` makes the tensor
+    @property
+    def names(self) -> Collection[str]:
+        """The names of the states."""
+        return self._states.keys()
 
     def like(self, name: str) -> Tensor:
-        """Return a tensor of a state's shape and dtype, without its values."""
+        """See `Tensors.like`."""
         if name not in self._sources:
             return self._state(name).to("meta")
         source = self._sources[name]
@@ -242,7 +239,7 @@ class _States(Mapping[str, Tensor]):
             ConfigError: tied tensors differ.
         """
         if name not in self._sources:
-            return self._state(name)[tuple(slice(*dim) for dim in bounds)].clone()
+            return self._state(name)[index_of(bounds)].clone()
         source = self._sources[name]
         first = source.names[0]
         found = self._tensors.part(first, bounds)

@@ -13,8 +13,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from math import prod
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,7 +23,8 @@ from xxhash import xxh3_128_hexdigest
 from sbp_core.boxing import Bounds, itemsize
 from sbp_core.errors import SbpValueError
 from sbp_core.plugins import StagedFolder
-from sbp_core.runtime import StatePiece
+from sbp_launch.checkpoint.cover import bounds_text, cut, index_of
+from sbp_launch.checkpoint.formats.safetensors_file import CODES
 from sbp_launch.checkpoint.local import MANIFEST_FILE
 from sbp_launch.checkpoint.manifest import (
     Manifest,
@@ -34,16 +35,13 @@ from sbp_launch.checkpoint.manifest import (
     manifest_bytes,
     parse_manifest,
 )
+from sbp_launch.checkpoint.tensors import bytes_of, dtype_name
 
 #: Bytes that are hashed and written at a time, and verified at a time when they are read.
 BLOCK_BYTES = 8 * 2**20
 
 #: What safetensors calls dtypes. It has none for complex128: two float64 for each.
-_CODES = {
-    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
-    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
-    "complex64": "C64", "complex128": "F64",
-}  # fmt: skip
+_CODES = {**CODES, "complex128": "F64"}
 
 
 def states_file(rank: int) -> str:
@@ -56,11 +54,35 @@ def part_file(rank: int) -> str:
     return f"rank-{rank:05d}.json"
 
 
+class Piece(Protocol):
+    """A slice of a state, such as a `StatePiece`; its value may be made when it is asked for."""
+
+    @property
+    def name(self) -> str:
+        """Of the state."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole state."""
+
+    @property
+    def dtype(self) -> str:
+        """Of the state."""
+
+    @property
+    def bounds(self) -> Bounds:
+        """Where it lies in the state: (start, stop) of each dim."""
+
+    @property
+    def value(self) -> Tensor | float | int:
+        """The slice; a number of a state without dims."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Entry:
     """A piece, with its place in the file."""
 
-    piece: StatePiece
+    piece: Piece
     offset: int  # from the end of the header
     size_bytes: int
 
@@ -73,7 +95,7 @@ class _Entry:
         piece = self.piece
         if self.shape == piece.shape:
             return piece.name
-        return f"{piece.name}[{', '.join(f'{start}:{stop}' for start, stop in piece.bounds)}]"
+        return piece.name + bounds_text(piece.bounds)
 
     def header(self) -> dict[str, object]:
         shape = [*self.shape, 2] if self.piece.dtype == "complex128" else list(self.shape)
@@ -81,9 +103,7 @@ class _Entry:
         return {"dtype": _CODES[self.piece.dtype], "shape": shape, "data_offsets": place}
 
 
-def write_part(
-    staged: StagedFolder, rank: int, metadata: Metadata, pieces: Iterable[StatePiece]
-) -> int:
+def write_part(staged: StagedFolder, rank: int, metadata: Metadata, pieces: Iterable[Piece]) -> int:
     """Write what a process owns, and what that is, into a folder; return the bytes of the file.
 
     Both files are durable then. Memory: the pieces, and a block of 8 MiB if they are on a device
@@ -159,7 +179,7 @@ def commit(staged: StagedFolder, ranks: Sequence[int]) -> Manifest:
     return manifest
 
 
-def _entries(pieces: Iterable[StatePiece]) -> list[_Entry]:
+def _entries(pieces: Iterable[Piece]) -> list[_Entry]:
     """Return pieces with their places: those of large elements first, so that all are aligned."""
     found, offset = [], 0
     for piece in sorted(pieces, key=lambda one: (-itemsize(one.dtype), one.name, one.bounds)):
@@ -174,51 +194,19 @@ def _blocks(entry: _Entry) -> Iterator[tuple[Bounds, memoryview]]:
     piece = entry.piece
     value = piece.value
     whole = value if isinstance(value, Tensor) else _number(value, piece.dtype)
-    if tuple(whole.shape) != entry.shape or _dtype_name(whole) != piece.dtype:
+    if tuple(whole.shape) != entry.shape or dtype_name(whole) != piece.dtype:
         raise SbpValueError(
             f"the piece of {piece.name!r} has shape {tuple(whole.shape)} and dtype "
-            f"{_dtype_name(whole)}",
+            f"{dtype_name(whole)}",
             accepted=f"shape {entry.shape} and dtype {piece.dtype}, as its bounds say",
         )
-    for block in cut(entry.shape, itemsize(piece.dtype)):
-        part = whole[tuple(slice(*dim) for dim in block)].detach()
-        # To the CPU first: a copy on the device would need memory there.
-        flat = part.cpu().contiguous().reshape(-1)
-        # A single element counts as contiguous whatever its stride is; its bytes want stride 1.
-        flat = flat.as_strided(flat.shape, (1,)).view(torch.uint8)
-        starts = [start for start, _ in piece.bounds]
-        moved = zip(starts, block, strict=True)
-        bounds = tuple((start + first, start + last) for start, (first, last) in moved)
-        yield bounds, flat.numpy().data
+    for block in cut(entry.shape, itemsize(piece.dtype), BLOCK_BYTES):
+        moved = zip(piece.bounds, block, strict=True)
+        bounds = tuple((start + first, start + last) for (start, _), (first, last) in moved)
+        yield bounds, bytes_of(whole[index_of(block)])
 
 
-def cut(shape: Sequence[int], item_bytes: int, block_bytes: int = BLOCK_BYTES) -> Iterator[Bounds]:
-    """Yield blocks of a tensor that are each one run of its bytes, in their order.
-
-    Rows are taken together as far as a block holds them; where one alone is too large, it is cut
-    up likewise.
-
-    Args:
-        shape: Of the tensor.
-        item_bytes: Of an element.
-        block_bytes: Most bytes of a block, >= `item_bytes`.
-    """
-    dim, inner = len(shape), item_bytes  # the first dim of which a block may have several rows
-    while dim and inner * shape[dim - 1] <= block_bytes:
-        dim -= 1
-        inner *= shape[dim]
-    if not dim or 0 in shape:
-        yield tuple((0, extent) for extent in shape)
-        return
-    rows = max(1, block_bytes // inner)
-    tail = tuple((0, extent) for extent in shape[dim:])
-    for outer in product(*(range(extent) for extent in shape[: dim - 1])):
-        head = tuple((index, index + 1) for index in outer)
-        for start in range(0, shape[dim - 1], rows):
-            yield (*head, (start, min(start + rows, shape[dim - 1])), *tail)
-
-
-def _add(tensors: dict[str, SavedTensor], piece: StatePiece, blocks: list[SavedPiece]) -> None:
+def _add(tensors: dict[str, SavedTensor], piece: Piece, blocks: list[SavedPiece]) -> None:
     known = tensors.get(piece.name)
     tensors[piece.name] = SavedTensor(
         shape=piece.shape,
@@ -229,7 +217,3 @@ def _add(tensors: dict[str, SavedTensor], piece: StatePiece, blocks: list[SavedP
 
 def _number(value: float | int, dtype: str) -> Tensor:
     return torch.tensor(value, dtype=getattr(torch, dtype))
-
-
-def _dtype_name(value: Tensor) -> str:
-    return str(value.dtype).removeprefix("torch.")

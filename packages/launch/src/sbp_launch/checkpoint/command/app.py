@@ -6,7 +6,6 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from pathlib import Path
 from typing import NoReturn
 
 from sbp_core.errors import ConfigError, SbpError, nearest
@@ -17,7 +16,7 @@ _NAME = "sbp-checkpoint"
 _VERBS = {
     "inspect": "what it holds: names, shapes, dtypes, where the run was",
     "verify": "read every byte, and say whether it is what was written",
-    "convert": "write it as a file or folder that other programs read",
+    "convert": "write it as a file or folder that other programs read, or as a checkpoint",
     "diff": "how two differ: names, shapes, dtypes, values, settings",
     "prune": "remove older checkpoints of a run, never the newest that verifies",
 }
@@ -73,12 +72,13 @@ def make_parser() -> argparse.ArgumentParser:
 
 def _add_convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SOURCE", help=_PATH)
-    parser.add_argument("target", type=Path, metavar="TARGET", help="file or folder to write")
+    parser.add_argument("target", metavar="TARGET", help="file or folder to write")
     parser.add_argument(
         "--to",
-        choices=("safetensors", "hf", "dcp"),
-        help="one file of safetensors, Hugging Face's layout, or torch.distributed.checkpoint; "
-        "not needed for TARGET.safetensors",
+        choices=("safetensors", "hf", "dcp", "sbp"),
+        help="one file of safetensors, Hugging Face's layout, torch.distributed.checkpoint, or a "
+        "checkpoint, of which TARGET is the run, step-... or its address; not needed for "
+        "TARGET.safetensors",
     )
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--all", action="store_true", help="also the states of the optimizer")
@@ -121,17 +121,7 @@ def run(arguments: Sequence[str]) -> int:
         )
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
-        flags = [
-            "--json",
-            "--all",
-            "--ema",
-            "--to",
-            "--drop",
-            "--rename",
-            "--max-shard-size",
-            "--overwrite",
-        ]
-        near = nearest(unknown[0], [*flags, "--keep", "--damaged", "--yes"])
+        near = nearest(unknown[0], _FLAGS)
         raise ConfigError(
             f"nothing is known of {unknown[0]!r}",
             where="the command line",

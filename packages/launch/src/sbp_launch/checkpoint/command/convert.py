@@ -1,143 +1,214 @@
-"""From a checkpoint, or weights of others, to a file or folder that other programs read."""
+"""From a checkpoint, or weights of others, to files that other programs read, or back."""
 
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sbp_core.errors import ConfigError
 from sbp_core.units import format_bytes, parse_bytes
 from sbp_launch.checkpoint.command.inspect import FORMATS, print_json
+from sbp_launch.checkpoint.command.progress import reading
 from sbp_launch.checkpoint.command.table import make_console
+from sbp_launch.checkpoint.manifest import Metadata
 from sbp_launch.checkpoint.names import (
     averaged,
+    beginning_of,
     model_names,
     parse_renames,
     renamed,
     without,
 )
-from sbp_launch.checkpoint.opening import look, open_tensors
+from sbp_launch.checkpoint.opening import FORMAT, Found, look, manifest_of, open_tensors
 from sbp_launch.console import say
 
 if TYPE_CHECKING:
-    from sbp_launch.checkpoint.formats.indexed import Tensors
+    from sbp_launch.checkpoint.tensors import Tensors
 
 #: Formats that can be written.
-TARGETS = ("safetensors", "hf", "dcp")
+TARGETS = ("safetensors", "hf", "dcp", FORMAT)
 
 
 def convert(options: Namespace) -> int:
     """Write what lies at one path to another, in another format. Returns the exit code."""
     renames = parse_renames(options.rename)
-    size = parse_bytes(options.max_shard_size)
-    if not size:
+    to = _format_of(options)
+    shard_bytes = parse_bytes(options.max_shard_size)
+    if not shard_bytes:
         raise ConfigError(
             f"--max-shard-size {options.max_shard_size!r} is no size", accepted="such as 5GB, 500MB"
         )
-    target: Path = options.target
-    to = options.to or ("safetensors" if target.suffix == ".safetensors" else "")
-    if not to:
-        raise ConfigError(
-            f"{target} does not say its format",
-            accepted=f"--to {', --to '.join(TARGETS)}; or a name that ends in .safetensors",
-        )
-    if to == "safetensors" and target.suffix != ".safetensors":
-        raise ConfigError(f"{target} is no name of such a file", accepted="FILE.safetensors")
     found = look(options.source)
-    _check_target(target, Path(found.place), to, overwrite=options.overwrite)
+    place, write = (
+        _checkpoint(options, found) if to == FORMAT else _file(options, found, to, shard_bytes)
+    )
     with open_tensors(found) as tensors:
-        result = _write(tensors, target, to, renames, size, options)
+        # Here and not above: what is refused takes no torch.
+        from sbp_launch.checkpoint.tensors import Chosen, Told, size_bytes
+
+        names = _names(tensors, options)
+        chosen = Chosen(tensors, renamed(without(names, options.drop), renames))
+        total = sum(size_bytes(chosen.like(name)) for name in chosen)
+        with reading("converting", total) as tell:
+            files = write(Told(chosen, tell))
+        dropped = len(names) - len(chosen)
+        left_out = 0 if options.all else len(tensors) - len(model_names(tensors))
     if options.json:
-        print_json({"source": found.place, "target": str(target), "format": to, **result})
+        print_json(
+            {
+                "source": found.place, "target": place, "format": to, "tensors": chosen.sources,
+                "dropped": dropped, "left_out": left_out, "size_bytes": total, "files": files,
+            }
+        )  # fmt: skip
         return 0
-    written, files = result["tensors"], result["files"]
     lines = [
         f"{found.place}: {FORMATS[found.format]}",
-        f"{target}: {FORMATS[to]}, {len(written):,} tensors, {format_bytes(result['size_bytes'])}"
+        f"{place}: {FORMATS[to]}, {len(chosen):,} tensors, {format_bytes(total)}"
         + (f" in {len(files)} files" if len(files) > 1 else ""),
     ]
     if options.drop:
-        lines.append(f"dropped: {result['dropped']:,} tensors")
-    if result["left_out"]:
-        lines.append(f"left out: {result['left_out']:,} states of the optimizer (--all takes them)")
-    prefix = _common_prefix(list(written))
-    if to == "hf" and prefix and not options.rename:
+        lines.append(f"dropped: {dropped:,} tensors")
+    if left_out:
+        lines.append(f"left out: {left_out:,} states of the optimizer (--all takes them)")
+    beginning = beginning_of(chosen)
+    if to == "hf" and beginning and not options.rename:
         lines.append(
-            f"all names begin with {prefix!r}: if that is no name of the model's own, "
-            f"--rename {prefix}= removes it"
+            f"all names begin with {beginning!r}: if that is no name of the model's own, "
+            f"--rename {beginning}= removes it"
         )
     say(make_console(), lines)
     return 0
 
 
-def _write(
-    tensors: Tensors,
-    target: Path,
-    to: str,
-    renames: list[tuple[str, str]],
-    max_shard_bytes: int,
-    options: Namespace,
-) -> dict[str, Any]:
-    """Write what was chosen of tensors; return what was written, as for JSON."""
-    # Here and not above: what is refused takes no torch.
-    from sbp_launch.checkpoint.formats.distributed_writer import write_distributed_checkpoint
-    from sbp_launch.checkpoint.formats.indexed import Chosen
-    from sbp_launch.checkpoint.formats.safetensors_writer import write_safetensors, write_sharded
-
+def _names(tensors: Tensors, options: Namespace) -> dict[str, str]:
+    """Return which tensors are meant: their names there, by those that they get."""
     if options.ema:
-        names = averaged(tensors)
-    else:
-        names = {name: name for name in (tensors if options.all else model_names(tensors))}
-    chosen = Chosen(tensors, renamed(without(names, options.drop), renames))
-    files = [target.name]
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if to == "safetensors":
-        write_safetensors(target, chosen)
-    elif to == "hf":
-        files = write_sharded(target, chosen, max_shard_bytes)
-    else:
-        write_distributed_checkpoint(target, chosen)
-    return {
-        "tensors": chosen.sources,
-        "dropped": len(names) - len(chosen),
-        "left_out": 0 if options.all else len(tensors) - len(model_names(tensors)),
-        "size_bytes": sum(like.numel() * like.element_size() for like in map(chosen.like, chosen)),
-        "files": files,
-    }
+        return averaged(tensors)
+    return {name: name for name in (tensors if options.all else model_names(tensors))}
 
 
-def _check_target(target: Path, source: Path, to: str, *, overwrite: bool) -> None:
-    """Check that nothing is replaced that was not meant.
+def _format_of(options: Namespace) -> str:
+    """Return the format that is to be written.
 
     Raises:
-        ConfigError: it is the source, or holds something.
+        ConfigError: nothing says it, or the target is no place for it.
     """
-    real, given = target.resolve(), source.resolve()
-    if real == given or real in given.parents or given in real.parents:
+    target: str = options.target
+    is_file = target.endswith(".safetensors")
+    to: str = options.to or ("safetensors" if is_file else "")
+    if not to:
         raise ConfigError(
-            f"{target} would lie in what it is made of, or the other way round",
-            accepted="another place",
+            f"{target} does not say its format",
+            accepted=f"--to {', --to '.join(TARGETS)}; or a name that ends in .safetensors",
         )
+    if to == "safetensors" and not is_file:
+        raise ConfigError(f"{target} is no name of such a file", accepted="FILE.safetensors")
+    if "://" in target and to != FORMAT:
+        raise ConfigError(
+            f"{target} is an address, and --to {to} writes on this machine",
+            accepted=f"a path; with --to {FORMAT} an address, too",
+        )
+    return to
+
+
+def _file(
+    options: Namespace, found: Found, to: str, shard_bytes: int
+) -> tuple[str, Callable[[Tensors], list[str]]]:
+    """Return where a format of others is to be written, and what writes it and returns its files.
+
+    Raises:
+        ConfigError: something that was not meant would be replaced.
+    """
+    target = Path(options.target)
+    _check_apart(target, found)
     if to == "safetensors":
         is_used = target.exists()
     else:
         is_used = target.is_file() or (target.is_dir() and any(target.glob("*.safetensors")))
         is_used = is_used or (to == "dcp" and target.is_dir() and any(target.iterdir()))
-    if is_used and not overwrite:
-        raise ConfigError(
-            f"{target} is there already",
-            accepted="a new file or folder; of Hugging Face's layout, a folder without weights",
-            todo="name another one, or pass --overwrite",
-        )
+    if is_used and not options.overwrite:
+        raise _there_already(str(target))
     if target.is_dir() == (to == "safetensors") and target.exists():
         raise ConfigError(
             f"{target} is a {'folder' if target.is_dir() else 'file'}",
             accepted="a file" if to == "safetensors" else "a folder",
         )
 
+    def write(tensors: Tensors) -> list[str]:
+        from sbp_launch.checkpoint.formats.distributed_writer import write_distributed_checkpoint
+        from sbp_launch.checkpoint.formats.safetensors_writer import (
+            write_safetensors,
+            write_sharded,
+        )
 
-def _common_prefix(names: list[str]) -> str:
-    """Return the first part of all names, with its dot, if they share it."""
-    firsts = {name.partition(".")[0] for name in names}
-    return f"{firsts.pop()}." if len(firsts) == 1 and all("." in name for name in names) else ""
+        if to == "hf":
+            return write_sharded(target, tensors, shard_bytes)
+        if to == "dcp":
+            write_distributed_checkpoint(target, tensors)
+        else:
+            write_safetensors(target, tensors)
+        return [target.name]
+
+    return str(target), write
+
+
+def _checkpoint(options: Namespace, found: Found) -> tuple[str, Callable[[Tensors], list[str]]]:
+    """Return where a checkpoint is to be written, and what writes it and returns its files.
+
+    It says of the run what the source says, if that is a checkpoint.
+
+    Raises:
+        ConfigError: something that was not meant would be replaced.
+    """
+    from sbp_launch.checkpoint.rewriting import place_of_checkpoint, write_checkpoint
+
+    metadata = manifest_of(found).metadata if found.format == FORMAT else None
+    storage, name, step = place_of_checkpoint(options.target, metadata.step if metadata else None)
+    place = storage.place(name)
+    if "://" not in place:
+        _check_apart(Path(place), found)
+        is_other = Path(place).exists() and name not in storage.names()
+        if is_other:
+            raise ConfigError(
+                f"{place} holds something else than a checkpoint",
+                accepted="a new folder, or a checkpoint",
+                todo="name another one",
+            )
+    elif place == found.place:
+        raise _apart(place)
+    if name in storage.names() and not options.overwrite:
+        raise _there_already(place)
+
+    def write(tensors: Tensors) -> list[str]:
+        write_checkpoint(storage, name, tensors, metadata or Metadata(step=step, seed=0))
+        return sorted(storage.sizes(name))
+
+    return place, write
+
+
+def _check_apart(target: Path, found: Found) -> None:
+    """Check that what is written lies apart from what it is made of.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    real, given = target.resolve(), Path(found.place).resolve()
+    if real == given or real in given.parents or given in real.parents:
+        raise _apart(str(target))
+
+
+def _apart(target: str) -> ConfigError:
+    return ConfigError(
+        f"{target} would lie in what it is made of, or the other way round",
+        accepted="another place",
+    )
+
+
+def _there_already(target: str) -> ConfigError:
+    return ConfigError(
+        f"{target} is there already",
+        accepted="what is not there yet; of Hugging Face's layout, a folder without weights",
+        todo="name another one, or pass --overwrite",
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,9 @@ from rich.console import Console
 
 from sbp_core.serialize import dump
 from sbp_launch.checkpoint.command.inspect import print_json
+from sbp_launch.checkpoint.command.progress import reading
 from sbp_launch.checkpoint.command.table import make_console, show_table
+from sbp_launch.checkpoint.cover import cut
 from sbp_launch.checkpoint.manifest import Metadata
 from sbp_launch.checkpoint.names import model_names, parse_renames, renamed
 from sbp_launch.checkpoint.opening import FORMAT, Found, look, manifest_of, open_tensors
@@ -23,7 +25,7 @@ from sbp_launch.exit_codes import FAILED
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from sbp_launch.checkpoint.formats.indexed import Tensors
+    from sbp_launch.checkpoint.tensors import Tensors
 
 #: Tensors that are printed, at most: those that differ most.
 _MOST_ROWS = 40
@@ -95,13 +97,15 @@ def diff(options: Namespace) -> int:
     """Compare what lies at two paths. Returns the exit code: 1 if they differ."""
     renames = parse_renames(options.rename)
     # Here and not above: what only looks takes no torch.
-    from sbp_launch.checkpoint.formats.indexed import Chosen
+    from sbp_launch.checkpoint.tensors import Chosen, Told, size_bytes
 
     one, other = look(options.one), look(options.other)
     with open_tensors(one) as firsts, open_tensors(other) as seconds:
         names = {name: name for name in _wanted(firsts, options)}
         own = Chosen(firsts, renamed(names, renames))
-        result = compare(own, Chosen(seconds, {name: name for name in _wanted(seconds, options)}))
+        with reading("comparing", sum(size_bytes(own.like(name)) for name in own)) as tell:
+            others = Chosen(seconds, {name: name for name in _wanted(seconds, options)})
+            result = compare(Told(own, tell), others)
     settings = _settings(one, other)
     if options.json:
         print_json({"one": one.place, "other": other.place, **result.as_json(settings)})
@@ -111,7 +115,9 @@ def diff(options: Namespace) -> int:
 
 
 def compare(ones: Tensors, others: Tensors) -> Comparison:
-    """Compare tensors of the same names, one pair at a time."""
+    """Compare tensors of the same names, in parts of at most 64 MiB."""
+    from sbp_launch.checkpoint.tensors import PART_BYTES
+
     forms: dict[str, tuple[str, str]] = {}
     values: dict[str, Deviation] = {}
     common = [name for name in ones if name in others]
@@ -121,7 +127,8 @@ def compare(ones: Tensors, others: Tensors) -> Comparison:
         if pair[0] != pair[1]:
             forms[name] = pair
         if likes[0].shape == likes[1].shape:
-            found = deviation(ones[name], others[name])
+            blocks = cut(likes[0].shape, max(like.element_size() for like in likes), PART_BYTES)
+            found = deviation((ones.part(name, at), others.part(name, at)) for at in blocks)
             if found.differing:
                 values[name] = found
     return Comparison(
@@ -133,27 +140,32 @@ def compare(ones: Tensors, others: Tensors) -> Comparison:
     )
 
 
-def deviation(one: Tensor, other: Tensor) -> Deviation:
-    """Compare two tensors of one shape, a block at a time; NaN equals NaN."""
+def deviation(parts: Iterable[tuple[Tensor, Tensor]]) -> Deviation:
+    """Compare two tensors of one shape, given in parts; NaN equals NaN."""
     import torch
 
-    firsts, seconds = one.reshape(-1), other.reshape(-1)
     largest = scale = 0.0
-    differing = 0
-    is_complex = firsts.is_complex() or seconds.is_complex()
-    exact = torch.complex128 if is_complex else torch.float64
-    for at in range(0, firsts.numel(), _BLOCK):
-        a, b = firsts[at : at + _BLOCK].to(exact), seconds[at : at + _BLOCK].to(exact)
-        unequal = (a != b) & ~(a.isnan() & b.isnan())
-        scale = max(scale, b.abs().nan_to_num(0.0, 0.0, 0.0).max().item())
-        if unequal.any():
-            differing += int(unequal.sum())
-            found = (a[unequal] - b[unequal]).abs().nan_to_num(math.inf, math.inf, math.inf)
-            largest = max(largest, found.max().item())
+    differing = count = 0
+    for one, other in parts:
+        firsts, seconds = one.reshape(-1), other.reshape(-1)
+        count += firsts.numel()
+        is_complex = firsts.is_complex() or seconds.is_complex()
+        are_integers = not (is_complex or firsts.is_floating_point() or seconds.is_floating_point())
+        exact = torch.complex128 if is_complex else torch.float64
+        for at in range(0, firsts.numel(), _BLOCK):
+            a, b = firsts[at : at + _BLOCK].to(exact), seconds[at : at + _BLOCK].to(exact)
+            unequal = (a != b) & ~(a.isnan() & b.isnan())
+            if are_integers:  # of which float64 has only those below 2**53
+                unequal = firsts[at : at + _BLOCK].long() != seconds[at : at + _BLOCK].long()
+            scale = max(scale, b.abs().nan_to_num(0.0, 0.0, 0.0).max().item())
+            if unequal.any():
+                differing += int(unequal.sum())
+                found = (a[unequal] - b[unequal]).abs().nan_to_num(math.inf, math.inf, math.inf)
+                largest = max(largest, found.max().item(), float(are_integers))
     return Deviation(
         largest=largest,
         relative=largest / scale if scale else (math.inf if largest else 0.0),
-        differing=differing / max(1, firsts.numel()),
+        differing=differing / max(1, count),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from rich.console import Console
 from sbp_core.errors import ConfigError
 from sbp_core.units import format_bytes, format_seconds
 from sbp_launch.checkpoint.command.inspect import print_json
+from sbp_launch.checkpoint.command.progress import reading
 from sbp_launch.checkpoint.command.table import make_console
 from sbp_launch.checkpoint.formats.distributed_checkpoint import chunk_places
 from sbp_launch.checkpoint.formats.index import inner_path
@@ -82,20 +83,27 @@ def _verified(found: Found) -> tuple[str, int, ConfigError | None]:
             from sbp_launch.checkpoint.reading import Checkpoint
 
             with Checkpoint(found.storage, found.name) as checkpoint:
-                checkpoint.verify()
+                with reading(f"verifying {found.name}", checkpoint.manifest.size_bytes) as tell:
+                    checkpoint.verify(tell)
                 return "whole, by its checksums", checkpoint.manifest.size_bytes, None
         index = read_index(found)
         if found.format == "dcp":
-            for name, file in _damaged_chunks(Path(found.place)):
-                raise DamagedError(f"{name!r} is damaged: its CRC-32 is another", where=file)
+            with reading("verifying", index.size_bytes) as tell:
+                _verify_chunks(Path(found.place), tell)
             return "whole, by the CRC-32 of every chunk", index.size_bytes, None
         return _UNCHECKED, index.size_bytes, None
     except ConfigError as error:
         return "", 0, error
 
 
-def _damaged_chunks(folder: Path) -> Iterator[tuple[str, str]]:
+def _verify_chunks(folder: Path, tell: Callable[[int], None]) -> None:
+    """Read all chunks of a `torch.distributed.checkpoint`.
+
+    Raises:
+        DamagedError: one is not what was written.
+    """
     for name, file, offset, length in chunk_places(folder):
         path = inner_path(folder, file, folder)
         if damaged_record(path, offset, length, f"{path}, {name!r}"):
-            yield name, str(path)
+            raise DamagedError(f"{name!r} is damaged: its CRC-32 is another", where=str(path))
+        tell(length)

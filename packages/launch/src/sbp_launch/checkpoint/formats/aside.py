@@ -16,6 +16,8 @@ from sbp_launch.checkpoint.local import sync
 def writing_aside(path: Path) -> Iterator[BufferedWriter]:
     """Open a file beside `path`, which takes its place at the end of the block.
 
+    Its folder is made if it is not there.
+
     Whatever fails in between, `path` is what it was, and nothing else is left behind.
 
     Raises:
@@ -24,6 +26,7 @@ def writing_aside(path: Path) -> Iterator[BufferedWriter]:
     aside = path.with_name(f"{path.name}.part")
     try:
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             with aside.open("wb") as file:
                 yield file
                 file.flush()

@@ -26,8 +26,6 @@ from sbp_launch.checkpoint.formats.index import (
 from sbp_launch.checkpoint.formats.pickles import Made, Named, Pairs, read_pickle
 from sbp_launch.checkpoint.formats.torch_file import DTYPES, read_tensor, read_value
 
-FORMAT = "dcp"
-
 #: The file that says what is there.
 METADATA = ".metadata"
 
@@ -111,7 +109,7 @@ def read_distributed_checkpoint(folder: Path) -> TensorIndex:
         tensors[name] = StoredTensor(shape=shape, dtype=dtype, pieces=tuple(pieces))
     notes = {"version": str(found.version)} if found.version else {}
     return TensorIndex(
-        format=FORMAT, path=folder, folder=folder, tensors=tensors, notes=notes, others=others
+        path=folder, folder=folder, tensors=tensors, notes=notes, others=others
     ).checked()
 
 

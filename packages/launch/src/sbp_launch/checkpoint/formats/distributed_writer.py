@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from sbp_core.errors import ConfigError, RunError, SbpError
 from sbp_launch.checkpoint.formats.distributed_checkpoint import is_distributed_checkpoint
-from sbp_launch.checkpoint.formats.indexed import Tensors
 from sbp_launch.checkpoint.local import sync
+from sbp_launch.checkpoint.tensors import Tensors
 
 
 def write_distributed_checkpoint(folder: Path, tensors: Tensors) -> None:
@@ -45,6 +45,7 @@ def write_distributed_checkpoint(folder: Path, tensors: Tensors) -> None:
     aside = folder.with_name(f".{folder.name}.part")
     states = {name: tensors.like(name) for name in tensors}
     try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(aside, ignore_errors=True)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable")

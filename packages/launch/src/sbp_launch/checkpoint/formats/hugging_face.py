@@ -18,8 +18,6 @@ from sbp_core.serialize import load, parse, read_text
 from sbp_launch.checkpoint.formats.index import StoredTensor, TensorIndex, inner_path
 from sbp_launch.checkpoint.formats.safetensors_file import MOST_HEADER_BYTES, read_safetensors
 
-FORMAT = "hf"
-
 #: The one file, the index of several, and the name of a shard by its number and their count.
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD = "model-{:05d}-of-{:05d}.safetensors"
@@ -47,7 +45,7 @@ def read_hugging_face(folder: Path) -> TensorIndex:
     index = folder / INDEX
     if not index.is_file():
         found = read_safetensors(inner_path(folder, SINGLE, folder))
-        return replace(found, format=FORMAT, path=folder, folder=folder)
+        return replace(found, path=folder, folder=folder)
     inner_path(folder, INDEX, folder)
     text = read_text(index, most_bytes=MOST_HEADER_BYTES, error=ConfigError, todo=_TODO)
     value = parse(text, where=str(index), error=ConfigError, todo=_TODO)
@@ -78,7 +76,6 @@ def read_hugging_face(folder: Path) -> TensorIndex:
                 todo=f"it has {near!r}; {_TODO}" if near else _TODO,
             )
     return TensorIndex(
-        format=FORMAT,
         path=folder,
         folder=folder,
         tensors={name: tensors[name] for name in weight_map},

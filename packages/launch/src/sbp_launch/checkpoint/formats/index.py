@@ -11,18 +11,16 @@ from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
+from sbp_core import graph
 from sbp_core.boxing import Bounds, volume
 from sbp_core.errors import ConfigError, nearest
 from sbp_core.serialize import file_within, shown
-from sbp_launch.checkpoint.cover import covers
+from sbp_launch.checkpoint.cover import bounds_text, covers
 
 #: Bytes of one element, of the dtypes that files hold; more than those that graphs compute in.
 ITEMSIZE = {
-    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
-    "float8_e4m3fn": 1, "float8_e5m2": 1,
-    "int64": 8, "int32": 4, "int16": 2, "int8": 1,
-    "uint64": 8, "uint32": 4, "uint16": 2, "uint8": 1,
-    "bool": 1, "complex64": 8, "complex128": 16,
+    **graph.ITEMSIZE,
+    "float8_e4m3fn": 1, "float8_e5m2": 1, "uint64": 8, "uint32": 4, "uint16": 2,
 }  # fmt: skip
 
 #: Most dims of a tensor.
@@ -79,7 +77,6 @@ class TensorIndex:
     """All tensors of a file or a folder.
 
     Args:
-        format: Name of the format.
         path: What was opened: a file, or a folder.
         folder: That the files of the pieces are in.
         tensors: By name.
@@ -87,7 +84,6 @@ class TensorIndex:
         others: What it has that is no tensor, by name; in words.
     """
 
-    format: str
     path: Path
     folder: Path
     tensors: Mapping[str, StoredTensor]
@@ -188,11 +184,6 @@ def check_shape(name: str, shape: Sequence[int], dtype: str, path: Path) -> None
             where=str(path),
             accepted=f"at most {MOST_DIMS} dims, none negative, and less than 2**60 elements",
         )
-
-
-def bounds_text(bounds: Bounds) -> str:
-    """Return a slice as Python writes it: `[0:4, 2:3]`."""
-    return f"[{', '.join(f'{start}:{stop}' for start, stop in bounds)}]"
 
 
 def inner_path(folder: Path, name: str, source: Path) -> Path:

@@ -2,41 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from io import FileIO
 from math import prod
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from sbp_core.boxing import intersection, volume
 from sbp_core.errors import ConfigError
+from sbp_launch.checkpoint.cover import index_of, within
 from sbp_launch.checkpoint.formats.index import StoredPiece, TensorIndex, inner_path
+from sbp_launch.checkpoint.tensors import Tensors, bytes_of
 
 #: Bytes that are read at once, at most, of what lies in rows; the buffer that a reader holds.
 BLOCK_BYTES = 8 << 20
 
 
-class Tensors(Protocol):
-    """A mapping of tensors that reads them when they are asked for, whole or in parts."""
-
-    def __getitem__(self, name: str, /) -> Tensor: ...
-
-    def __iter__(self) -> Iterator[str]: ...
-
-    def __len__(self) -> int: ...
-
-    def __contains__(self, name: object, /) -> bool: ...
-
-    def like(self, name: str) -> Tensor:
-        """Return a tensor of the shape and dtype, without values: on the device `meta`."""
-
-    def part(self, name: str, bounds: Sequence[tuple[int, int]]) -> Tensor:
-        """Return a part, a tensor of its own: (start, stop) of each dim."""
-
-
-class IndexedTensors(Mapping[str, Tensor]):
+class IndexedTensors(Tensors):
     """The tensors of files.
 
     A tensor is read piece by piece, through a buffer of `BLOCK_BYTES`; a piece that does not lie in
@@ -49,21 +33,13 @@ class IndexedTensors(Mapping[str, Tensor]):
     def __init__(self, index: TensorIndex) -> None:
         self.index = index
 
-    def __getitem__(self, name: str) -> Tensor:
-        shape = self.index.tensors[name].shape
-        return self.part(name, [(0, extent) for extent in shape])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.index.tensors)
-
-    def __len__(self) -> int:
-        return len(self.index.tensors)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.index.tensors  # that of `Mapping` reads the tensor
+    @property
+    def names(self) -> Collection[str]:
+        """The names of the tensors."""
+        return self.index.tensors.keys()
 
     def like(self, name: str) -> Tensor:
-        """Return a tensor of the shape and dtype, without values: on the device `meta`."""
+        """See `Tensors.like`."""
         stored = self.index.tensors[name]
         return torch.empty(stored.shape, dtype=getattr(torch, stored.dtype), device="meta")
 
@@ -74,36 +50,19 @@ class IndexedTensors(Mapping[str, Tensor]):
             ConfigError: a file is gone, or shorter than when it was opened.
         """
         stored = self.index.tensors[name]
-        assert len(bounds) == len(stored.shape), f"{name}: {bounds} of {stored.shape}"
+        wanted = tuple(bounds)
         shape = [stop - start for start, stop in bounds]
         found = torch.empty(shape, dtype=getattr(torch, stored.dtype))
         with ExitStack() as files:
             for piece in stored.pieces:
-                common = [
-                    (max(a, c), min(b, d))
-                    for (a, b), (c, d) in zip(piece.bounds, bounds, strict=True)
-                ]
-                if any(start >= stop for start, stop in common):
+                common = intersection(piece.bounds, wanted)
+                if not volume(common):
                     continue
                 path = inner_path(self.index.folder, piece.file, self.index.path)
                 file = files.enter_context(path.open("rb", buffering=0))
-                target = found[_slices(common, bounds)]
-                _read(file, piece, _moved(common, piece.bounds), target, name)
+                target = found[index_of(within(common, wanted))]
+                _read(file, piece, within(common, piece.bounds), target, name)
         return found
-
-
-def _moved(
-    bounds: Sequence[tuple[int, int]], origin: Sequence[tuple[int, int]]
-) -> list[tuple[int, int]]:
-    """Return bounds as seen from the beginning of others."""
-    pairs = zip(bounds, origin, strict=True)
-    return [(start - first, stop - first) for (start, stop), (first, _) in pairs]
-
-
-def _slices(
-    bounds: Sequence[tuple[int, int]], origin: Sequence[tuple[int, int]]
-) -> tuple[slice, ...]:
-    return tuple(slice(*dim) for dim in _moved(bounds, origin))
 
 
 def _read(
@@ -115,7 +74,7 @@ def _read(
         return
     whole = _read_flat(file, piece.offset, piece.span, target.dtype, name)
     view = whole.as_strided(piece.shape, piece.strides)
-    target.copy_(view[tuple(slice(*dim) for dim in bounds)])
+    target.copy_(view[index_of(bounds)])
 
 
 def _read_rows(
@@ -142,7 +101,7 @@ def _read_rows(
     if target.is_contiguous() and target.shape[1:] == tuple(shape[1:]):
         _fill(file, offset + start * row * size, target, name)  # whole rows, without a buffer
         return
-    inside = tuple(slice(*dim) for dim in bounds[1:])
+    inside = index_of(bounds[1:])
     for at in range(start, stop, count):
         rows = min(count, stop - at)
         flat = _read_flat(file, offset + at * row * size, rows * row, target.dtype, name)
@@ -162,7 +121,7 @@ def _fill(file: FileIO, offset: int, target: Tensor, name: str) -> None:
     Raises:
         ConfigError: the file ends before.
     """
-    view = target.reshape(-1).view(torch.uint8).numpy().data
+    view = bytes_of(target)
     filled = 0
     file.seek(offset)
     while filled < len(view):
@@ -174,35 +133,3 @@ def _fill(file: FileIO, offset: int, target: Tensor, name: str) -> None:
                 todo="it was changed while it was read: try again, or get it again",
             )
         filled += got
-
-
-class Chosen(Mapping[str, Tensor]):
-    """Some of the tensors of a mapping, perhaps under other names.
-
-    Args:
-        tensors: Where they are.
-        names: Name there, by name here; `sources` of what this makes.
-    """
-
-    def __init__(self, tensors: Tensors, names: Mapping[str, str]) -> None:
-        self._tensors, self.sources = tensors, dict(names)
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._tensors[self.sources[name]]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.sources)
-
-    def __len__(self) -> int:
-        return len(self.sources)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.sources
-
-    def like(self, name: str) -> Tensor:
-        """Return a tensor of the shape and dtype, without values: on the device `meta`."""
-        return self._tensors.like(self.sources[name])
-
-    def part(self, name: str, bounds: Sequence[tuple[int, int]]) -> Tensor:
-        """Return a part, a tensor of its own: (start, stop) of each dim."""
-        return self._tensors.part(self.sources[name], bounds)

@@ -5,7 +5,7 @@ with what; only names that the caller knows may be asked for. Dicts are `Pairs`,
 be `Made`, too.
 
 >>> import pickle, os
->>> read_pickle(pickle.dumps({"a": (1, 2.5)}), known=[]).get("a")
+>>> read_pickle(pickle.dumps({"a": (1, 2.5)}), known=[])["a"]
 (1, 2.5)
 >>> class Planted:
 ...     def __reduce__(self):
@@ -81,10 +81,6 @@ class Pairs:
     """A dict of a pickle: keys may be anything."""
 
     items: list[tuple[Any, Any]] = field(default_factory=list)
-
-    def get(self, name: str) -> Any:
-        """Return the value of a text; None if there is none."""
-        return next((value for key, value in reversed(self.items) if key == name), None)
 
     def __getitem__(self, name: str) -> Any:
         found = [value for key, value in self.items if isinstance(key, str) and key == name]

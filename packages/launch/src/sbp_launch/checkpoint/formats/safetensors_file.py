@@ -18,8 +18,6 @@ from sbp_launch.checkpoint.formats.index import (
     check_shape,
 )
 
-FORMAT = "safetensors"
-
 #: Bytes of a header, at most, as in the library of that name.
 MOST_HEADER_BYTES = 100_000_000
 
@@ -75,7 +73,6 @@ def read_safetensors(path: Path) -> TensorIndex:
             f"the tensors end at byte {end}, and the file has {size}", where=str(path), todo=_TODO
         )
     return TensorIndex(
-        format=FORMAT,
         path=path,
         folder=path.parent,
         tensors={name: tensors[name] for name in entries},

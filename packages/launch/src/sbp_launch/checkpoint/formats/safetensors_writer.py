@@ -1,7 +1,7 @@
 """Tensors as safetensors: one file, or the shards of Hugging Face's libraries.
 
-The header is written first, as shapes and dtypes are known before; then one tensor after the other.
-So writing takes the memory of the largest tensor.
+The header is written first, as shapes and dtypes are known before; then one tensor after the other,
+in parts of at most 64 MiB, which is the memory that writing takes.
 """
 
 from __future__ import annotations
@@ -10,19 +10,17 @@ import json
 import re
 import shutil
 from collections.abc import Iterable, Mapping
-from math import prod
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from sbp_core.errors import ConfigError, RunError
 from sbp_core.units import format_bytes
 from sbp_launch.checkpoint.formats.aside import writing_aside
 from sbp_launch.checkpoint.formats.hugging_face import INDEX, SHARD, SINGLE
-from sbp_launch.checkpoint.formats.indexed import Tensors
 from sbp_launch.checkpoint.formats.safetensors_file import CODES, MOST_HEADER_BYTES
 from sbp_launch.checkpoint.local import sync
+from sbp_launch.checkpoint.tensors import Tensors, bytes_of, dtype_name, size_bytes
 
 #: Says whose tensors they are; `transformers` loads no file without it.
 _NOTES = {"format": "pt"}
@@ -46,7 +44,7 @@ def write_safetensors(path: Path, tensors: Tensors, names: Iterable[str] | None 
     header: dict[str, object] = {"__metadata__": _NOTES}
     end = 0
     for name in order:
-        begin, end = end, end + _size_bytes(metas[name])
+        begin, end = end, end + size_bytes(metas[name])
         header[name] = {
             "dtype": _code(name, metas[name]),
             "shape": list(metas[name].shape),
@@ -63,10 +61,8 @@ def write_safetensors(path: Path, tensors: Tensors, names: Iterable[str] | None 
     with writing_aside(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in order:
-            value = tensors[name]
-            if value.shape != metas[name].shape or value.dtype != metas[name].dtype:
-                raise RunError(f"{name!r} was {metas[name].dtype} of shape {metas[name].shape}")
-            file.write(_bytes_of(value))
+            for part in tensors.parts(name):
+                file.write(bytes_of(part))
 
 
 def write_sharded(folder: Path, tensors: Tensors, max_shard_bytes: int) -> list[str]:
@@ -112,7 +108,7 @@ def write_sharded(folder: Path, tensors: Tensors, max_shard_bytes: int) -> list[
 
 def _write_index(path: Path, tensors: Tensors, shards: Mapping[str, list[str]]) -> None:
     index = {
-        "metadata": {"total_size": sum(_size_bytes(tensors.like(name)) for name in tensors)},
+        "metadata": {"total_size": sum(size_bytes(tensors.like(name)) for name in tensors)},
         "weight_map": {name: file for file, names in shards.items() for name in names},
     }
     with writing_aside(path) as file:
@@ -140,7 +136,7 @@ def _shards(tensors: Tensors, max_shard_bytes: int) -> list[list[str]]:
     shards: list[list[str]] = [[]]
     filled = 0
     for name in tensors:
-        size = _size_bytes(tensors.like(name))
+        size = size_bytes(tensors.like(name))
         if shards[-1] and filled + size > max_shard_bytes:
             shards.append([])
             filled = 0
@@ -149,21 +145,10 @@ def _shards(tensors: Tensors, max_shard_bytes: int) -> list[list[str]]:
     return shards
 
 
-def _size_bytes(meta: Tensor) -> int:
-    return prod(meta.shape) * meta.element_size()
-
-
 def _code(name: str, meta: Tensor) -> str:
-    dtype = str(meta.dtype).removeprefix("torch.")
+    dtype = dtype_name(meta)
     if dtype not in CODES:
         raise ConfigError(
             f"{name!r} is {dtype}, which safetensors does not have", accepted=", ".join(CODES)
         )
     return CODES[dtype]
-
-
-def _bytes_of(value: Tensor) -> memoryview:
-    """Return the elements of a tensor, in rows, as memory."""
-    flat = value.detach().contiguous().cpu().reshape(-1)
-    # A single element counts as contiguous whatever its stride is; its bytes want stride 1.
-    return flat.as_strided(flat.shape, (1,)).view(torch.uint8).numpy().data

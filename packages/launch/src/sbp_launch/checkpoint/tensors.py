@@ -1,0 +1,130 @@
+"""Tensors of files: read when they are asked for, whole or in parts."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from sbp_launch.checkpoint.cover import cut
+
+#: Most bytes of a part, of who reads a tensor part by part.
+PART_BYTES = 64 * 2**20
+
+
+class Tensors(Mapping[str, Tensor]):
+    """A mapping of tensors that are not in memory until they are asked for."""
+
+    @property
+    @abstractmethod
+    def names(self) -> Collection[str]:
+        """Their names, in the order in which they are yielded."""
+
+    @abstractmethod
+    def like(self, name: str) -> Tensor:
+        """Return a tensor of the shape and dtype, without values: on the device `meta`.
+
+        Raises:
+            KeyError: there is no such tensor.
+        """
+
+    @abstractmethod
+    def part(self, name: str, bounds: Sequence[tuple[int, int]]) -> Tensor:
+        """Return a part on the CPU, a tensor of its own: (start, stop) of each dim.
+
+        Raises:
+            KeyError: there is no such tensor.
+            ConfigError: it cannot be read, or is not what was written.
+        """
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.part(name, [(0, extent) for extent in self.like(name).shape])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names  # that of `Mapping` reads the tensor
+
+    def parts(self, name: str) -> Iterator[Tensor]:
+        """Yield a tensor in parts of at most 64 MiB, each one run of its bytes, in their order."""
+        like = self.like(name)
+        for bounds in cut(like.shape, like.element_size(), PART_BYTES):
+            yield self.part(name, bounds)
+
+
+class Chosen(Tensors):
+    """Some of the tensors of a mapping, perhaps under other names.
+
+    Args:
+        tensors: Where they are.
+        names: Name there, by name here; `sources` of what this makes.
+    """
+
+    def __init__(self, tensors: Tensors, names: Mapping[str, str]) -> None:
+        self._tensors, self.sources = tensors, dict(names)
+
+    @property
+    def names(self) -> Collection[str]:
+        """The names here."""
+        return self.sources.keys()
+
+    def like(self, name: str) -> Tensor:
+        """See `Tensors.like`."""
+        return self._tensors.like(self.sources[name])
+
+    def part(self, name: str, bounds: Sequence[tuple[int, int]]) -> Tensor:
+        """See `Tensors.part`."""
+        return self._tensors.part(self.sources[name], bounds)
+
+
+class Told(Tensors):
+    """Tensors that say how much of them is read.
+
+    Args:
+        tensors: Where they are.
+        tell: Is told the bytes of every part that was read.
+    """
+
+    def __init__(self, tensors: Tensors, tell: Callable[[int], None]) -> None:
+        self._tensors, self._tell = tensors, tell
+
+    @property
+    def names(self) -> Collection[str]:
+        """Their names."""
+        return self._tensors.names
+
+    def like(self, name: str) -> Tensor:
+        """See `Tensors.like`."""
+        return self._tensors.like(name)
+
+    def part(self, name: str, bounds: Sequence[tuple[int, int]]) -> Tensor:
+        """See `Tensors.part`."""
+        found = self._tensors.part(name, bounds)
+        self._tell(size_bytes(found))
+        return found
+
+
+def size_bytes(like: Tensor) -> int:
+    """Return the bytes of a tensor's elements."""
+    return like.numel() * like.element_size()
+
+
+def dtype_name(like: Tensor) -> str:
+    """Return what the dtype of a tensor is called: `float32`."""
+    return str(like.dtype).removeprefix("torch.")
+
+
+def bytes_of(value: Tensor) -> memoryview:
+    """Return the elements of a tensor in rows: its own memory if they lie so on the CPU."""
+    # To the CPU first: a copy on the device would need memory there.
+    flat = value.detach().cpu().contiguous().reshape(-1)
+    # A single element counts as contiguous whatever its stride is; its bytes want stride 1.
+    flat = flat.as_strided(flat.shape, (1,)).view(torch.uint8)
+    view: memoryview = flat.numpy().data
+    return view
