@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 
-from fuzz.running import edited_plan, plans, run_plan
+from fuzz.plan_edits import edited_plan
+from fuzz.running import plans, run_plan
 from sbp_core.testing import files
 from sbp_core.testing.fuzz import FileKind
 

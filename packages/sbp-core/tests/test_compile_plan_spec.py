@@ -63,6 +63,10 @@ def _box(*args: object) -> PhysicalPlan:
     return _with_instruction(Instruction(op=LOCAL_BOX, args=args, outputs=("new",)))
 
 
+def _called(op: str, kwargs: dict[str, int]) -> PhysicalPlan:
+    return _with_instruction(Instruction(op=op, args=(), kwargs=kwargs, outputs=("new",)))
+
+
 def _with_step(**changes: object) -> PhysicalPlan:
     plan = _plan()
     return replace(plan, steps=(replace(plan.steps[0], **changes), *plan.steps[1:]))
@@ -111,6 +115,8 @@ PAIR = Placement([0, 1], ("data",))
         (lambda: _box(0, 0), r"local_box of \(0, 0\)"),
         (lambda: _box(Ref("x")), "local_box of "),
         (lambda: _box(Ref("x"), 0), "local_box of .*0"),
+        (lambda: _called("host.neg", {"x; y": 0}), "host.neg takes no argument 'x; y'"),
+        (lambda: _called(LOCAL_BOX, {"dim": 0}), "local_box takes no argument 'dim'"),
         (lambda: _with_step(shape=(-1, 4)), r"a tensor float32\[-1, 4\]"),
         (lambda: _with_step(dtype="number"), "no dtype is called 'number'"),
         (lambda: _with_step(axes=(4,)), r"on axes \[4\]\n  in boxing step 0"),

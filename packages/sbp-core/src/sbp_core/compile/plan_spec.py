@@ -232,6 +232,13 @@ def _check_segment(plan: PhysicalPlan, actor: Compute, where: str) -> set[str]:
                 where=where,
                 accepted="namespace.operator[.overload]",
             )
+        strange = [name for name in instruction.kwargs if not name.isidentifier()]
+        if strange or (instruction.kwargs and instruction.op == LOCAL_BOX):
+            raise PlanError(
+                f"{instruction.op} takes no argument {min(strange or instruction.kwargs)!r}",
+                where=where,
+                accepted=f"names of arguments; none for {LOCAL_BOX}",
+            )
         used = {ref.name for ref in refs((instruction.args, tuple(instruction.kwargs.values())))}
         if not used <= known:
             raise _unknown(used - known, f"{instruction.op} uses", where)
