@@ -217,7 +217,7 @@ def test_a_disk_that_fills_up_while_it_trains_ends_the_run_with_what_was_saved(
     assert "hydra.run.dir" in caught.value.todo
     told = capsys.readouterr().out
     assert "stopped early; the states are not saved: the checkpoint step-00000002" in told
-    assert "the newest checkpoint is checkpoints/step-00000001\n  to go on: trainer.resume" in told
+    assert "the newest checkpoint is checkpoints/step-00000001\n  to go on: sbp-train" in told
     assert states_of_run(tmp_path)["head.weight.step"].item() == 1
     names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
     assert names == {".lock", "step-00000001"}

@@ -100,7 +100,7 @@ def test_a_run_ends_with_its_checkpoint_and_how_it_trains_further(
     folder = tmp_path / "run"
     ends = (
         "saved: checkpoints/step-00000006\n"
-        "  to go on: trainer.resume=auto hydra.run.dir=run trainer.steps=MORE\n"
+        "  to go on: sbp-train resume=run trainer.steps=MORE\n"
         f"run folder: {folder}\n"
     )
     run = config()

@@ -6,6 +6,7 @@ is said here, and the others follow it.
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -14,6 +15,7 @@ from pathlib import Path
 from sbp_core.errors import ConfigError, SbpError
 from sbp_core.plugins import PluginRegistry
 from sbp_launch.apps.app import run
+from sbp_launch.apps.going_on import going_on
 from sbp_launch.checkpoint.opening import look
 from sbp_launch.checkpoint.places import AUTO, find_checkpoints
 from sbp_launch.exit_codes import BAD_CONFIG, FAILED, INTERRUPTED
@@ -71,12 +73,22 @@ def make_application(world: World, meeting: Meeting | None = None) -> Applicatio
         name=_NAME,
         about="train a model on many ranks as if on one device",
         config_name="config",
+        usage=("resume=RUN_FOLDER [KEY=VALUE ...]",),
         check=partial(check_train, world=world),
         task=train,
         may_overwrite=lambda config: config.trainer.overwrite or config.trainer.resume == AUTO,
         # Ranks that were started by others end when a run has failed.
         sweep_goes_on=world.size == 1,
     )
+
+
+def _run(world: World, meeting: Meeting | None = None) -> int:
+    """Run the command; return its exit code."""
+    arguments = going_on(sys.argv[1:])
+    if arguments != sys.argv[1:]:
+        sys.stdout.write(f"going on with: {_NAME} {shlex.join(arguments)}\n")
+        sys.argv[1:] = arguments
+    return run(make_application(world, meeting))
 
 
 def _run_among(world: World) -> int:
@@ -88,7 +100,7 @@ def _run_among(world: World) -> int:
     else:
         code = FAILED
         try:
-            code = run(make_application(world, meeting))
+            code = _run(world, meeting)
         except SystemExit as error:
             code = error.code if isinstance(error.code, int) else FAILED
         finally:
@@ -102,7 +114,7 @@ def main() -> None:
     world = World()
     try:
         world = World.of_environment()
-        code = run(make_application(world)) if world.size == 1 else _run_among(world)
+        code = _run(world) if world.size == 1 else _run_among(world)
     except SbpError as error:
         # Once, where all ranks say the same; of a failure each has its own to say.
         if not world.rank or not isinstance(error, ConfigError):

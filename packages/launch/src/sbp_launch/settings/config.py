@@ -340,6 +340,7 @@ class Application(Generic[ConfigT]):
         config_name: Its primary config.
         check: Makes its checked config of what Hydra composed; raises `ConfigError`.
         task: What it does with that, the plugins and the run folder; called inside a Hydra job.
+        usage: Other ways to call it than with groups and settings.
         groups: The config groups that it has; empty for all.
         may_overwrite: Whether, by its config, it may use a folder that holds an earlier run; None
             for a command that leaves no run folder.
@@ -352,6 +353,7 @@ class Application(Generic[ConfigT]):
     config_name: str
     check: Callable[[ComposedConfig, PluginRegistry], ConfigT]
     task: Callable[[ConfigT, PluginRegistry, Path], None]
+    usage: tuple[str, ...] = ()
     groups: tuple[str, ...] = ()
     may_overwrite: Callable[[ConfigT], bool] | None = None
     sweep_goes_on: bool = False

@@ -80,7 +80,9 @@ def render_help(app: Application[Any], composed: ComposedConfig, catalog: Catalo
     """
     width = _columns()
     lines = [f"{app.name}: {app.about}", ""]
-    lines.append(f"usage: {app.name} [GROUP=OPTION ...] [KEY=VALUE ...] [FLAG ...]")
+    usage = ("[GROUP=OPTION ...] [KEY=VALUE ...] [FLAG ...]", *app.usage)
+    heads = ("usage: ", *[" " * 7] * len(app.usage))
+    lines += [f"{head}{app.name} {one}" for head, one in zip(heads, usage, strict=True)]
     groups = app.groups or (*GROUPS, *(one for one in catalog.groups() if one not in GROUPS))
     shown = "trainer" if "trainer" in groups else groups[-1]
     example = f"{app.name} --help {shown}"

@@ -66,8 +66,8 @@ def held_out_lines(run: Run, loop: TrainingLoop) -> list[str]:
 
 
 def going_on(run: Run) -> str:
-    """Return the settings with which the same command goes on from the newest checkpoint."""
-    return f"trainer.resume=auto hydra.run.dir={as_typed(run.folder)}"
+    """Return the command that goes on from the newest checkpoint."""
+    return f"sbp-train resume={as_typed(run.folder)}"
 
 
 def saved_lines(run: Run, loop: TrainingLoop) -> list[str]:
