@@ -388,6 +388,14 @@ def exhaustive(session: nox.Session) -> None:
 
 
 @nox.session(reuse_venv=True)
+def stories(session: nox.Session) -> None:
+    """What users expect: each criterion, its proof, and whether it holds; `-- NUMBER` for one."""
+    install_all(session, "rich>=13.7", "nox", with_tests=True)
+    with session.chdir(ROOT / "integration"):
+        session.run("python", "-m", "stories", *session.posargs, env=TEST_ENVIRONMENT)
+
+
+@nox.session(reuse_venv=True)
 def benchmarks(session: nox.Session) -> None:
     """Every program in integration/benchmarks; `-- NAME ARGUMENTS` for one of them."""
     folder = ROOT / "integration" / "benchmarks"

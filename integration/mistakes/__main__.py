@@ -1,11 +1,14 @@
 """The command: `python -m mistakes [WORD ...]`, run in the folder `integration`.
 
 Makes every mistake whose name holds one of the words, prints its answer and the seconds it took,
-and what is wrong with the answer; exit code 1 if anything is.
+and what is wrong with the answer; exit code 1 if anything is. With `--within SECONDS`, so is an
+answer that took longer on one core, where it does not take PyTorch.
 """
 
 from __future__ import annotations
 
+import argparse
+import resource
 import sys
 import tempfile
 from pathlib import Path
@@ -18,8 +21,19 @@ from mistakes.table import MISTAKES
 from mistakes.trial import make
 
 
-def main(words: list[str]) -> int:
+def cpu_s() -> float:
+    """Return how long the programs that this process has run took of a core, in seconds."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def main(argv: list[str]) -> int:
     """Make the mistakes and return the exit code."""
+    parser = argparse.ArgumentParser(prog="mistakes")
+    parser.add_argument("words", nargs="*", metavar="WORD")
+    parser.add_argument("--within", type=float, default=float("inf"), metavar="SECONDS")
+    options = parser.parse_args(argv)
+    words = options.words
     chosen = {
         name: mistake
         for name, mistake in MISTAKES.items()
@@ -30,12 +44,16 @@ def main(words: list[str]) -> int:
         folder = Path(place)
         prepare(folder)
         for name, mistake in chosen.items():
+            before = cpu_s()
             answer = make(mistake, folder)
             slowest = max(slowest, (answer.seconds, name))
-            faults += bool(answer.faults)
+            wrong = list(answer.faults)
+            if not mistake.imports_torch and cpu_s() - before > options.within:
+                wrong.append(f"took longer than {options.within:g} s")
+            faults += bool(wrong)
             print(f"--- {name}: {' '.join(mistake.command)}  [{answer.seconds:.1f} s]")
             print(answer.text.strip())
-            for fault in answer.faults:
+            for fault in wrong:
                 print(f"!!! {fault}")
     print(f"{len(chosen)} mistakes, {faults} badly answered; slowest: "
           f"{slowest[1]}, {slowest[0]:.1f} s")  # fmt: skip

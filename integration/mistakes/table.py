@@ -81,6 +81,9 @@ MISTAKES: dict[str, Mistake] = {
     "key of another option": _train("data.path=text.txt", "data=text"),
     "limit of another planner": _train("planner.memory_bytes=90e6", "planner=osdp"),
     "deep key mistyped": _train("trainer.update.clipnorm=1", "clip_norm"),
+    "another trainer's key mistyped": _train(
+        "trainer.gradient_clipp1ng=1", "'trainer.gradient_clipp1ng'", "trainer.update.clip_norm=1"
+    ),
     "the same key twice": _train(
         "trainer.steps=1 trainer.steps=2", "trainer.steps=1", "trainer.steps=2"
     ),
@@ -93,6 +96,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "zero's third stage": _train("planner=zero3", "planner=manual/zero"),
     "optimizer mistyped": _train("optimizer=admaw", "did you mean optimizer=adamw?"),
+    "backend mistyped": _train("boxing=ncll", "did you mean boxing=nccl?"),
     "runtime mistyped": _train("runtime=actr", "did you mean runtime=actor?"),
     "unknown flag": _train("--stpes", "--stpes"),
     # Values.
@@ -118,6 +122,11 @@ MISTAKES: dict[str, Mistake] = {
     "a mesh of nothing": _train("cluster.mesh=[0]", "cluster.mesh", "[2, 2]"),
     "one name for two axes": _train("cluster.axes=[data]", "cluster.axes", "cluster.mesh"),
     "two axes of one name": _train("cluster.axes=[data,data]", "cluster.axes", "distinct"),
+    "axes that do not make up the world": _train(
+        "cluster.mesh=[2,3] cluster.axes=[tensor,pipe] cluster.world_size=8",
+        "has 6 ranks, and world_size=8",
+        "a mesh of 8 ranks",
+    ),
     "another world size": _train("cluster.world_size=3", "world_size=3", "4"),
     "a pipeline without its axis": _train(
         "planner=manual/pipeline cluster.mesh=[2]", "pipe", "cluster.axes=[pipe]"

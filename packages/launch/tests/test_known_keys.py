@@ -31,6 +31,7 @@ SETTINGS = [
         ("trianer.update.clip_norm", "1", "did you mean trainer.update.clip_norm=1?"),
         ("max_steps", "5", "did you mean trainer.steps=5?"),
         ("batch", "5", "did you mean trainer.batch_size=5?"),
+        ("trainer.gradient_clipp1ng", "1", "did you mean trainer.update.clip_norm=1?"),
         (
             "memory_bytes",
             "1",

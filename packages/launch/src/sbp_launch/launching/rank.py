@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 import traceback
+from dataclasses import asdict
 from pathlib import Path
 
 from sbp_core.errors import ConfigError, SbpError
@@ -32,7 +33,7 @@ def run_rank(folder: Path, world: World, width: int | None = None) -> int:
     world.export()
     with RankLog(folder, world.rank) as log:
         try:
-            _train(folder, world, width)
+            _train(folder, world, width, log)
         except SbpError as error:
             log.note(_original_traceback(error))
             log.last_words(f"{_speaker(world)}: {error}")
@@ -51,13 +52,15 @@ def run_rank(folder: Path, world: World, width: int | None = None) -> int:
     return 0
 
 
-def _train(folder: Path, world: World, width: int | None) -> None:
+def _train(folder: Path, world: World, width: int | None, log: RankLog) -> None:
     registry, composed = discover(), load_run(folder)
     config = check(composed, registry)
     # Here and not above: a wrong setting is answered without waiting for torch.
     from sbp_launch.run.run import FILE_WIDTH, make_console
+    from sbp_launch.trainer.saved_settings import hash_of
     from sbp_launch.trainer.trainer import train
 
+    log.note(f"settings: {hash_of(asdict(config))}\n")  # equal in the logs of all ranks
     if world.launcher == MPIEXEC:  # which gives its ranks a terminal of its own
         width = width or FILE_WIDTH
     try:

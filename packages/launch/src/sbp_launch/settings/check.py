@@ -22,7 +22,7 @@ from sbp_launch.settings.config import (
     TrainerConfig,
     key_of,
 )
-from sbp_launch.settings.known_keys import OTHER_NAMES, known_settings, meant
+from sbp_launch.settings.known_keys import known_settings, meant, ours_of
 
 T = TypeVar("T")
 
@@ -233,7 +233,7 @@ def _seeking_elsewhere(composed: ComposedConfig, registry: PluginRegistry) -> It
         same = [one for one in settings if one.leaf == leaf and one.key == unknown[1]] or [
             one for one in settings if one.leaf == leaf and not one.options
         ]
-        if not same and leaf not in OTHER_NAMES:
+        if not same and not ours_of(leaf):
             raise
         said = [text for text in composed.overrides if key_of(text) == unknown[1]]
         value = said[0].partition("=")[2] if said else ""

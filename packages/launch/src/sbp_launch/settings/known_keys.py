@@ -28,10 +28,12 @@ OTHER_NAMES: Mapping[str, str] = {
     "grad_clip": "trainer.update.clip_norm",
     "gradient_accumulation_steps": "trainer.micro_batches",
     "gradient_clip_val": "trainer.update.clip_norm",
+    "gradient_clipping": "trainer.update.clip_norm",
     "learning_rate": "optimizer.lr",
     "local_batch_size": "trainer.batch_size",
     "limit_val_batches": "trainer.evaluate.batches",
     "max_epochs": "trainer.epochs",
+    "max_grad_norm": "trainer.update.clip_norm",
     "max_norm": "trainer.update.clip_norm",
     "max_steps": "trainer.steps",
     "max_time": "trainer.hours",
@@ -52,6 +54,9 @@ _ALIKE = 0.6
 
 #: The same for a last name alone, which is shorter.
 _ALIKE_NAMES = 0.75
+
+#: The same for a last name that other trainers have, which goes before a name of ours.
+_ALIKE_OTHERS = 0.85
 
 #: Most keys that a hint names.
 _MOST_HINTS = 3
@@ -131,10 +136,20 @@ def _dataclass_of(hint: object) -> type | None:
     return next((one for one in parts if isinstance(one, type) and is_dataclass(one)), None)
 
 
+def ours_of(name: str) -> str:
+    """Return our key of what other trainers call so, or nearly so; `""` if none does.
+
+    >>> ours_of("gradient_cliping")
+    'trainer.update.clip_norm'
+    """
+    near = difflib.get_close_matches(name, OTHER_NAMES, n=1, cutoff=_ALIKE_OTHERS)
+    return OTHER_NAMES[near[0]] if near else ""
+
+
 def meant(key: str, settings: Iterable[Setting], value: str = "") -> str:
     """Return what an unknown key may mean, as a hint to the user, or `""`.
 
-    The last name decides: what other trainers call so, the same name in other groups, a like one.
+    The last name decides: the same name in other groups, what other trainers call so, a like one.
 
     Args:
         key: Such as `steps`, `trainer.lr` or `trianer.steps`.
@@ -144,7 +159,7 @@ def meant(key: str, settings: Iterable[Setting], value: str = "") -> str:
     every = list(settings)
     leaf = key.rpartition(".")[2]
     found = [one for one in every if one.leaf == leaf]
-    if not found and (ours := OTHER_NAMES.get(leaf)):
+    if not found and (ours := ours_of(leaf)):
         found = [one for one in every if one.key == ours]
     if not found:
         near = difflib.get_close_matches(key, [one.key for one in every], n=1, cutoff=_ALIKE)

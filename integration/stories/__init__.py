@@ -1,0 +1,1 @@
+"""What users expect, as ten stories: each criterion with what proves it, and whether it holds."""

@@ -1,0 +1,163 @@
+"""Runs proofs, and says what came of each."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree
+
+from stories.proofs import ROOT, Command, Missing, NamedTests, Proof
+
+#: Lines of a program that failed which are kept.
+_SHOWN = 15
+
+#: What Hypothesis says of a property, in the statistics that pytest prints of it.
+_STATISTICS = re.compile(r"^(tests/\S+?)(?:\[.*)?:\s*$")
+_EXAMPLES = re.compile(r"(\d+) passing examples")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of a proof.
+
+    Args:
+        count: Cases that held; a property counts its examples.
+        failed: Cases that did not.
+        skipped: Cases that this machine cannot run.
+        text: What to read of a failure.
+    """
+
+    count: int = 0
+    failed: int = 0
+    skipped: int = 0
+    text: str = ""
+
+    @property
+    def says(self) -> str:
+        """The word of the table."""
+        if self.failed:
+            return "failed"
+        return "passed" if self.count else "skipped"
+
+
+def run_proofs(
+    proofs: Iterable[Proof], *, jobs: int = 1, quick: bool = False
+) -> dict[Proof, Outcome]:
+    """Run proofs, those of one folder at once; of what is missing, or left out, nothing is said.
+
+    Args:
+        proofs: Which.
+        jobs: Processes of pytest.
+        quick: Whether programs and tests of the session `exhaustive` are left out.
+    """
+    chosen = list(dict.fromkeys(one for one in proofs if not isinstance(one, Missing)))
+    tests = [one for one in chosen if isinstance(one, NamedTests)]
+    found: dict[Proof, Outcome] = {}
+    for folder in dict.fromkeys(one.folder for one in tests):
+        here = [one for one in tests if one.folder == folder]
+        found |= _run_tests(ROOT / folder, here, jobs, quick)
+    for command in () if quick else (one for one in chosen if isinstance(one, Command)):
+        found[command] = _run_command(command)
+    return found
+
+
+def _run_tests(
+    folder: Path, tests: list[NamedTests], jobs: int, quick: bool
+) -> dict[Proof, Outcome]:
+    """Run tests of one folder in one pytest."""
+    ids = list(dict.fromkeys(name for one in tests for name in one.ids))
+    with tempfile.TemporaryDirectory() as place:
+        report = Path(place, "report.xml")
+        command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *ids]
+        command += ["--hypothesis-show-statistics"]
+        command += ["-m", "not exhaustive and not gpu"] if quick else []
+        command += ["-n", str(jobs), "--dist", "worksteal"] if jobs > 1 else []
+        sys.stdout.write(f"pytest in {folder.relative_to(ROOT)}: {len(ids)} names ...\n")
+        sys.stdout.flush()
+        done = _run(command, folder)
+        cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
+    if not cases and done.returncode not in (0, 5):
+        text = "\n".join(done.stdout.splitlines()[-_SHOWN:])
+        return {one: Outcome(failed=1, text=text) for one in tests}
+    examples = examples_of(done.stdout)
+    return {one: _outcome(one, cases, examples) for one in tests}
+
+
+def examples_of(text: str) -> dict[str, int]:
+    """Return how many examples of each property passed, from what pytest has printed."""
+    found: defaultdict[str, int] = defaultdict(int)
+    name = ""
+    for line in text.splitlines():
+        if match := _STATISTICS.match(line):
+            name = match[1]
+        elif name:
+            found[name] += sum(map(int, _EXAMPLES.findall(line)))
+    return dict(found)
+
+
+def _outcome(
+    tests: NamedTests, cases: Iterable[ElementTree.Element], examples: Mapping[str, int]
+) -> Outcome:
+    """Return what came of tests, from the report of the pytest that ran them."""
+    count = failed = skipped = 0
+    text, counted = "", set()
+    for case in cases:
+        _, file, *classes = case.get("classname", "").split(".")
+        function = case.get("name", "").partition("[")[0]
+        path = "::".join([f"tests/{file}.py", *classes, function])
+        if not any(path == one or path.startswith(f"{one}::") for one in tests.ids):
+            continue
+        bad = next((one for one in case if one.tag in ("failure", "error")), None)
+        if bad is not None:
+            failed += 1
+            told = "\n".join((bad.text or "").splitlines()[-_SHOWN:])
+            text += f"{path}\n{told}\n"
+        elif case.find("skipped") is not None:
+            skipped += 1
+        elif path not in examples:
+            count += 1
+        elif path not in counted:
+            count += examples[path]
+            counted.add(path)
+    return Outcome(count, failed, skipped, text)
+
+
+def _run_command(command: Command) -> Outcome:
+    """Run a program; its cases are counted by what it leaves or says."""
+    sys.stdout.write(f"{command} ...\n")
+    sys.stdout.flush()
+    with tempfile.TemporaryDirectory() as place:
+        file = Path(place, "outcomes.json")
+        words = {"python": sys.executable, "JSON": str(file)}
+        done = _run([words.get(word, word) for word in command.words], ROOT / "integration")
+        if file.exists():
+            count = len(json.loads(file.read_text("utf-8")))
+        elif command.counted:
+            found = re.findall(command.counted, done.stdout)
+            count = sum(int(number.replace(",", "")) for number in found)
+        else:
+            count = 1
+    if done.returncode or not count:
+        return Outcome(count, failed=1, text="\n".join(done.stdout.splitlines()[-_SHOWN:]))
+    return Outcome(count)
+
+
+def _run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CI": "true"}
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
