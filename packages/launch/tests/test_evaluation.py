@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import trainable
+from torch import Tensor, nn
 from trainable import held_out_loss, registry, run_config, run_of
 
 from sbp_launch.optimizers import optimizer_over
@@ -108,3 +111,33 @@ def test_every_evaluation_sees_the_newest_states_and_the_same_batches() -> None:
 
     assert found[0][0] == found[0][1]
     assert found[0][0] != found[1][0]
+
+
+class Dropping(trainable.Wide):
+    """Drops between its blocks, in modules of their own, which evaluation has no part of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.ModuleList([nn.Dropout(0.5) for _ in self.blocks])
+
+    def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
+        x = self.first(batch["x"])
+        for block, drop in zip(self.blocks, self.drop, strict=True):
+            x = x + drop(block(x))
+        return (self.head(x) - batch["wanted"]).square().mean()
+
+
+def test_stages_with_dropout_are_evaluated_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainable, "make_wide", lambda config: Dropping())
+    config = run_config((2,), ("pipe",), micro_batches=2)
+    run = run_of(replace(config, model=PluginChoice(name="wide"), data=PluginChoice(name="rows")))
+    program = make_program(run)
+    train = plan_step(run, program)
+
+    found = plan_evaluation(run, program, train)
+
+    assert "drop.0" in {node.module for node in train.graph.nodes}
+    assert "drop.0" not in {node.module for node in found.graph.nodes}
+    assert len(found.plan.stages) == 2
+    where = {name: entry.stage for name, entry in train.strategy.storage.items()}
+    assert {where[name] == entry.stage for name, entry in found.strategy.storage.items()} == {True}

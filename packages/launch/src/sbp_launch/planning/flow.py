@@ -341,10 +341,11 @@ def plan_beside(train: Planned, graph: LogicalGraph, settings: PlanSettings) -> 
     """
     stored = {name: str(entry.sbp) for name, entry in train.strategy.storage.items()}
     modules: list[list[str]] = [[] for _ in train.strategy.stages]
+    left = {node.module for node in graph.nodes}  # dropout has no part in an evaluation
     for node in train.graph.nodes:
         if node.name in train.strategy.nodes and node.phase is Phase.FORWARD and node.module:
             stage = train.strategy.nodes[node.name].stage
-            if node.module not in modules[stage]:
+            if node.module in left and node.module not in modules[stage]:
                 modules[stage].append(node.module)
     pins = {
         e.name: stored[e.name] for e in graph.inputs if e.kind.is_state or e.kind is InputKind.BATCH
