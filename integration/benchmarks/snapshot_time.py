@@ -36,7 +36,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sbp_core.plugins import discover
-from sbp_core.runtime import StatePiece
+from sbp_core.runtime import Snapshot, StatePiece
 from sbp_core.units import format_bytes, format_seconds
 from sbp_launch.checkpoint import LocalStorage, Metadata, write_part
 
@@ -91,7 +91,7 @@ class Ways:
         snapshot.release()
         return took_s, 1
 
-    def write(self, pieces: Iterable[StatePiece]) -> None:
+    def write(self, pieces: Iterable[StatePiece] | Snapshot) -> None:
         write_part(self.staged, dist.get_rank(), Metadata(step=1, seed=0), pieces)
 
     def save(self) -> tuple[float, int]:
@@ -100,7 +100,7 @@ class Ways:
 
     def save_beside(self) -> tuple[float, int]:
         with self.session.snapshot() as snapshot:
-            writer = threading.Thread(target=lambda: self.write(snapshot.pieces()))
+            writer = threading.Thread(target=lambda: self.write(snapshot))
             writer.start()
             num_steps, busy = 0, torch.ones(())
             while busy:

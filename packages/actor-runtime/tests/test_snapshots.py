@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import cycle
 from typing import Any
 
@@ -15,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sbp_core.runtime import NotFiniteStepError, Snapshot
+from sbp_core.runtime import NotFiniteStepError, Snapshot, StatePiece
 from sbp_torch.runtime.devices import Aside, CpuDevice
 from sbp_torch.segments import segment_maker
 from sbp_torch.testing.cases import assert_pieces
@@ -104,6 +107,78 @@ def test_every_snapshot_is_of_its_moment_whatever_is_done(
                 session.load_state_dict(first)
     for snapshot, states in held:
         assert_pieces(snapshot.pieces(), states)
+
+
+def shard_bytes(session: Any, part: tuple[int, str]) -> int:
+    value = session.shard(part[1], part[0])
+    assert isinstance(value, Tensor)
+    return value.nbytes
+
+
+class Memory(bytearray):
+    """Of a copy; says when it is let go of."""
+
+
+class CountingDevice(SlowDevice):
+    """Counts the bytes of all copies that are alive."""
+
+    def __init__(self, delays: Iterable[float]) -> None:
+        super().__init__(delays)
+        self.lock, self.now_bytes, self.most_bytes = threading.RLock(), 0, 0
+
+    def copy_aside(self, value: Tensor, since: Any, buffer: Tensor | None) -> Aside:
+        if buffer is None:
+            memory = Memory(value.nbytes)
+            buffer = torch.frombuffer(memory, dtype=value.dtype).view(value.shape)
+            weakref.finalize(memory, self._count, -value.nbytes)
+            self._count(value.nbytes)
+        return super().copy_aside(value, since, buffer)
+
+    def _count(self, size_bytes: int) -> None:
+        with self.lock:
+            self.now_bytes += size_bytes
+            self.most_bytes = max(self.most_bytes, self.now_bytes)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    name=st.sampled_from([ALONE, "sharded states"]),
+    limits=st.lists(st.sampled_from([0, 64, 512, 4096, None]), min_size=1, max_size=3),
+    copies=st.lists(st.sampled_from([0.0, 1e-4, 1e-3]), min_size=1, max_size=5),
+    writes=st.lists(st.sampled_from([0.0, 1e-4, 1e-3]), min_size=1, max_size=5),
+)
+def test_copies_stay_within_the_limit_and_are_of_their_moment(
+    name: str, limits: list[int | None], copies: list[float], writes: list[float]
+) -> None:
+    pauses = cycle(writes)
+
+    def copied(piece: StatePiece) -> StatePiece:
+        time.sleep(next(pauses))
+        value = piece.value.clone() if isinstance(piece.value, Tensor) else piece.value
+        return replace(piece, value=value)
+
+    def read(snapshot: Snapshot) -> list[StatePiece]:
+        found = []
+        with snapshot:
+            pieces = snapshot.pieces()
+            for _ in snapshot.slices():
+                found.append(copied(next(pieces)))  # no name: the piece is let go of
+        return found
+
+    with start(name) as session, ThreadPoolExecutor(1) as writer:
+        for index, limit_bytes in enumerate(limits):
+            session.store.copier.device = device = CountingDevice(copies)
+            session.store.copier._buffers.clear()
+            session.store.copier._kept_bytes = 0
+            states = session.state_dict()
+            reading = writer.submit(read, session.snapshot(limit_bytes=limit_bytes))
+            run_step(session, name, index % 2)
+            assert_pieces(reading.result(20.0), states)
+            if limit_bytes is not None:
+                # A thread may be about to let go of the last one.
+                largest = max(shard_bytes(session, part) for part in session.store.overwritten)
+                assert device.most_bytes <= limit_bytes + largest
+                assert device.now_bytes <= limit_bytes
 
 
 def test_without_a_snapshot_there_is_no_thread_and_nothing_is_told(

@@ -11,20 +11,24 @@ import pytest
 import torch
 from trainable import registry, run_config
 
-from sbp_core.errors import RunError
+from sbp_core.errors import ConfigError, RunError
+from sbp_core.runtime import Snapshot
 from sbp_launch.checkpoint import Checkpoint, LocalStorage, background
 from sbp_launch.checkpoint.places import newest_first, step_name
 from sbp_launch.checkpoint.settings import CheckpointConfig
 from sbp_launch.settings.config import EvaluateConfig, RunConfig
 from sbp_launch.trainer import trainer
+from sbp_torch.runtime.reference import ReferenceSession
 
 
-def config(every: int, *, wait: bool = False, steps: int = 4) -> RunConfig:
+def config(
+    every: int, *, wait: bool = False, steps: int = 4, copy_bytes: int | None = None
+) -> RunConfig:
     return run_config(
         (2,),
         ("data",),
         steps=steps,
-        checkpoint=CheckpointConfig(every=every, keep=0, wait=wait),
+        checkpoint=CheckpointConfig(every=every, keep=0, wait=wait, copy_bytes=copy_bytes),
         evaluate=EvaluateConfig(batches=0),
         sample_tokens=0,
         plan_rows=0,
@@ -67,6 +71,28 @@ def test_what_is_written_while_steps_go_on_is_what_steps_would_wait_for(tmp_path
             assert all(torch.equal(one[key], other[key]) for key in one)
             found, wanted = one.manifest.metadata, other.manifest.metadata
             assert (found.step, found.cursor) == (wanted.step, wanted.cursor)
+
+
+def test_copies_take_no_more_than_the_setting_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = []
+    take = ReferenceSession.snapshot
+
+    def taken(session: ReferenceSession, *, limit_bytes: int | None) -> Snapshot:
+        limits.append(limit_bytes)
+        return take(session, limit_bytes=limit_bytes)
+
+    monkeypatch.setattr(ReferenceSession, "snapshot", taken)
+    trainer.train(config(1, steps=2, copy_bytes=1000), registry(), tmp_path)
+
+    assert limits == [1000]
+    assert CheckpointConfig().copy_bytes == 256 * 2**20
+
+
+def test_less_than_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match="copy_bytes=-1 is too small"):
+        CheckpointConfig(copy_bytes=-1)
 
 
 def test_steps_go_on_while_a_checkpoint_is_written_and_the_end_waits_for_it(

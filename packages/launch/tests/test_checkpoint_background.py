@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -35,6 +37,9 @@ class Given(Snapshot):
         self.steps_done, self._pieces = 1, pieces
         self.readable, self.is_released = threading.Event(), False
         self.readable.set()
+
+    def slices(self) -> Sequence[StatePiece]:
+        return self._pieces
 
     def pieces(self) -> Iterator[StatePiece]:
         assert self.readable.wait(WAIT_S)
@@ -125,6 +130,28 @@ def test_nothing_is_committed_before_all_processes_are_through(tmp_path: Path) -
 
     assert two_processes(process) == ["done", "done"]
     assert seen == [[], ["step-1"], ["step-1"]]
+    assert_saved(tmp_path)
+
+
+def test_a_snapshot_is_written_piece_by_piece(tmp_path: Path) -> None:
+    alive: list[weakref.ref[object]] = []
+    most = 0
+
+    class OneByOne(Given):
+        def pieces(self) -> Iterator[StatePiece]:
+            nonlocal most
+            for piece in self._pieces:
+                value = torch.as_tensor(piece.value).clone()
+                alive.append(weakref.ref(value))
+                yield replace(piece, value=value)
+                del value
+                most = max(most, sum(one() is not None for one in alive))
+
+    save = saving(LocalStorage(tmp_path), OneByOne(alone()._pieces))
+    save.finish()
+
+    assert len(alive) == len(STATES)
+    assert most == 0
     assert_saved(tmp_path)
 
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from sbp_core.boxing import itemsize
 from sbp_core.compile import first_overwrites
 from sbp_core.compile.physical import Compute, Instruction
 from sbp_core.errors import RunError
 from sbp_core.graph import Phase, Rate, Ref
+from sbp_core.runtime import StatePiece, StateSlice
 from sbp_torch.runtime.devices import Aside, CpuDevice
 from sbp_torch.runtime.store import StateStore
 from sbp_torch.segments.codegen import telling_segment_function
@@ -245,6 +249,148 @@ def test_releasing_a_snapshot_ends_its_copies() -> None:
     store.close()
 
     assert len(device.copied) <= 1
+
+
+def _sizes(store: StateStore) -> dict[tuple[int, str], int]:
+    return {part: _owned(store, part).nbytes for part in store.overwritten}
+
+
+def _owned(store: StateStore, part: tuple[int, str]) -> Tensor:
+    value = store.owned_part(part, store.values[part[0]][part[1]])
+    assert isinstance(value, Tensor)
+    return value
+
+
+def _update(store: StateStore, part: tuple[int, str]) -> None:
+    """Overwrite a state as a step would."""
+    before_overwrite = store.copier.before_overwrite(part[0])
+    if before_overwrite is not None:
+        before_overwrite(part[1])
+    store.values[part[0]][part[1]].fill_(-1.0)
+
+
+def _wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20.0
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def test_with_a_limit_the_thread_waits_until_what_it_has_copied_is_read() -> None:
+    store, device = _store("sharded states")
+    sizes = _sizes(store)
+    most = max(sizes.values())
+    snapshot = store.snapshot(0, limit_bytes=most)
+    pieces = snapshot.pieces()
+
+    for index, _ in enumerate(pieces):
+        _wait_until(lambda: snapshot._is_full or not snapshot._is_awaited)
+        assert index or len(device.copied) < len(sizes)
+        assert snapshot._held_bytes + store.copier._kept_bytes <= most
+        assert device.copied == [
+            _address(store, part) for part in list(sizes)[: len(device.copied)]
+        ]
+
+    assert len(device.copied) == len(sizes)
+    assert_pieces([*store.pieces()], CASES["sharded states"].step.states)
+    with pytest.raises(RunError, match="the snapshot was read"):
+        list(snapshot.pieces())
+
+
+def test_an_update_waits_for_room_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("sbp_torch.runtime.snapshots.TOLD_S", 0.01)
+    store, _ = _store("sharded states")
+    sizes = _sizes(store)
+    states = CASES["sharded states"].step.states
+    *_, last = sizes
+    snapshot = store.snapshot(4, limit_bytes=max(sizes.values()))
+    with ThreadPoolExecutor(1) as rank:
+        updating = rank.submit(_update, store, last)
+        _wait_until(lambda: bool(caplog.records))
+        is_kept = not (store.values[last[0]][last[1]] == -1.0).any()
+        assert not updating.done()
+
+        found = [replace(p, value=torch.as_tensor(p.value).clone()) for p in snapshot.pieces()]
+        updating.result(20.0)
+
+    assert is_kept
+    assert (store.values[last[0]][last[1]] == -1.0).all()
+    assert_pieces(found, states)
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "the update behind step 4 waits until its checkpoint is written further: copies of states "
+        f"may take {max(sizes.values())} B (trainer.checkpoint.copy_bytes)"
+    )
+
+
+def test_an_update_for_which_others_wait_too_long_goes_beyond_the_limit(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store, _ = _store("sharded states")
+    states = CASES["sharded states"].step.states
+    snapshot = store.snapshot(4, limit_bytes=0, patience_s=0.01)
+
+    for part in store.overwritten:  # nobody reads
+        _update(store, part)
+
+    assert_pieces(snapshot.pieces(), states)
+    (record,) = caplog.records
+    assert "has waited 0 s for room: copies go beyond 0 B" in record.getMessage()
+
+
+def test_what_has_no_room_is_read_where_it_is_and_its_update_waits() -> None:
+    store, device = _store("sharded states")
+    states = CASES["sharded states"].step.states
+    snapshot = store.snapshot(0, limit_bytes=0)
+    found = []
+    with ThreadPoolExecutor(1) as rank:
+        updating: list[Future[None]] = []
+        for piece in snapshot.pieces():
+            part = next((p for p in store.overwritten if _holds(store, p, piece.value)), None)
+            if part is not None:
+                updating.append(rank.submit(_update, store, part))
+                assert not updating[-1].done()
+            found.append(replace(piece, value=torch.as_tensor(piece.value).clone()))
+        for one in updating:
+            one.result(20.0)
+
+    assert device.copied == []
+    assert len(updating) == len(store.overwritten)
+    assert_pieces(found, states)
+    assert all((_owned(store, part) == -1.0).all() for part in store.overwritten)
+
+
+def _holds(store: StateStore, part: tuple[int, str], value: object) -> bool:
+    return isinstance(value, Tensor) and _owned(store, part).data_ptr() == value.data_ptr()
+
+
+def test_the_end_waits_for_no_room() -> None:
+    store, device = _store("sharded states")
+    snapshot = store.snapshot(0, limit_bytes=0)
+
+    store.close()
+
+    assert_pieces(snapshot.pieces(), CASES["sharded states"].step.states)
+    assert device.copied == []
+
+
+def test_slices_are_what_pieces_yields_and_large_elements_come_first() -> None:
+    for name in ("sharded states", "running statistics"):
+        store = StateStore(compile_case(name), compile_case(name).by_rank)
+        store.load(CASES[name].step.states)
+        with store.snapshot(0) as snapshot:
+            slices = snapshot.slices()
+            pieces = [StateSlice(**_place(piece)) for piece in snapshot.pieces()]
+
+        assert pieces == slices
+        sizes = [itemsize(one.dtype) for one in slices]
+        assert sizes == sorted(sizes, reverse=True)
+
+
+def _place(piece: StatePiece) -> dict[str, Any]:
+    return {key: getattr(piece, key) for key in ("name", "shape", "dtype", "bounds")}
 
 
 def test_a_segment_tells_of_each_state_just_before_it_overwrites_it() -> None:

@@ -56,6 +56,9 @@ logger = logging.getLogger(__name__)
 #: Seconds that threads get to end, after a failure and on closing, before they are left behind.
 GRACE_S = 10.0
 
+#: Part of a deadline, in which other ranks may wait for this one, that an update waits for room.
+ROOM_PATIENCE = 0.5
+
 
 class ActorRuntime(Runtime):
     """Runs the local ranks of a plan on threads of this process.
@@ -386,10 +389,14 @@ class ActorSession(Session):
         self._check_whole()
         return self.store.pieces(among)
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self, *, limit_bytes: int | None = None) -> Snapshot:
         """See `Session.snapshot`."""
         self._check_whole()
-        return self.store.snapshot(self.steps_done)
+        return self.store.snapshot(
+            self.steps_done,
+            limit_bytes=limit_bytes,
+            patience_s=ROOM_PATIENCE * self.config.deadline_s,
+        )
 
     def gather(self, name: str, *, to: int | None = None) -> Tensor | None:
         """See `Session.gather`."""

@@ -125,7 +125,7 @@ class BackgroundSave:
 
     def _write(self, metadata: Metadata, snapshot: Snapshot) -> None:
         with snapshot:
-            write_part(self._staged, self._processes.rank, metadata, snapshot.pieces())
+            write_part(self._staged, self._processes.rank, metadata, snapshot)
 
     def _commit(self) -> None:
         commit(self._staged, self._processes.ranks)

@@ -11,6 +11,10 @@ _SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 _TIME = re.compile(r"(\d+(?:\.\d+)?) ?(s|min|h)")
 
 
+#: Most bytes of copies of states, by itself.
+COPY_BYTES = 256 * 2**20
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointConfig:
     """When checkpoints are saved beside the one at the end, and which are kept.
@@ -22,16 +26,24 @@ class CheckpointConfig:
         best: Whether one is saved behind each evaluation that finds a lower loss than all before.
         wait: Whether the next step waits until a checkpoint is written. If not, it is written while
             steps go on, from copies of the states, for which there has to be memory.
+        copy_bytes: Most bytes of these copies in a process, >= 0; an update that finds no room for
+            one waits until others are written. None for all.
     """
 
     every: int | str | None = "10min"
     keep: int = 2
     best: bool = False
     wait: bool = False
+    copy_bytes: int | None = COPY_BYTES
 
     def __post_init__(self) -> None:
         if self.keep < 0:
             raise ConfigError(f"keep={self.keep} is too small", accepted="an integer >= 0; 0: all")
+        if self.copy_bytes is not None and self.copy_bytes < 0:
+            raise ConfigError(
+                f"copy_bytes={self.copy_bytes} is too small",
+                accepted="an integer >= 0, or with a unit, such as 1GiB; null: copies of all",
+            )
         if self.every is not None and not (self.every_steps or self.every_s):
             raise ConfigError(
                 f"every={self.every!r} is no number of steps and no time",

@@ -14,7 +14,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from xxhash import xxh3_128_hexdigest
 from sbp_core.boxing import Bounds, itemsize
 from sbp_core.errors import SbpValueError
 from sbp_core.plugins import StagedFolder
+from sbp_core.runtime import Snapshot
 from sbp_launch.checkpoint.cover import bounds_text, cut, index_of
 from sbp_launch.checkpoint.formats.safetensors_file import CODES
 from sbp_launch.checkpoint.local import MANIFEST_FILE
@@ -54,8 +55,8 @@ def part_file(rank: int) -> str:
     return f"rank-{rank:05d}.json"
 
 
-class Piece(Protocol):
-    """A slice of a state, such as a `StatePiece`; its value may be made when it is asked for."""
+class Slice(Protocol):
+    """Which part of a state, such as a `StateSlice`."""
 
     @property
     def name(self) -> str:
@@ -73,6 +74,10 @@ class Piece(Protocol):
     def bounds(self) -> Bounds:
         """Where it lies in the state: (start, stop) of each dim."""
 
+
+class Piece(Slice, Protocol):
+    """A slice of a state, such as a `StatePiece`; its value may be made when it is asked for."""
+
     @property
     def value(self) -> Tensor | float | int:
         """The slice; a number of a state without dims."""
@@ -80,9 +85,9 @@ class Piece(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Entry:
-    """A piece, with its place in the file."""
+    """A piece that is to come, with its place in the file."""
 
-    piece: Piece
+    piece: Slice
     offset: int  # from the end of the header
     size_bytes: int
 
@@ -103,22 +108,33 @@ class _Entry:
         return {"dtype": _CODES[self.piece.dtype], "shape": shape, "data_offsets": place}
 
 
-def write_part(staged: StagedFolder, rank: int, metadata: Metadata, pieces: Iterable[Piece]) -> int:
+def write_part(
+    staged: StagedFolder, rank: int, metadata: Metadata, pieces: Iterable[Piece] | Snapshot
+) -> int:
     """Write what a process owns, and what that is, into a folder; return the bytes of the file.
 
     Both files are durable then. Memory: the pieces, and a block of 8 MiB if they are on a device
-    or no block of memory.
+    or no block of memory. Those of a snapshot are written as they come.
 
     Args:
         staged: The folder.
         rank: The lowest one of this process.
         metadata: Where the run is.
-        pieces: Each is asked for its value once.
+        pieces: Each is asked for its value once; of a snapshot all are.
 
     Raises:
         OSError: they cannot be written.
+        RunError: as of `Snapshot.pieces`.
     """
-    entries = _entries(pieces)
+    slices: Sequence[Slice]
+    values: Iterator[Piece]
+    if isinstance(pieces, Snapshot):
+        slices, values = pieces.slices(), pieces.pieces()
+    else:
+        # Those of large elements first, so that all are aligned.
+        found = sorted(pieces, key=lambda one: (-itemsize(one.dtype), one.name, one.bounds))
+        slices, values = found, iter(found)
+    entries = _entries(slices)
     header = json.dumps({entry.name: entry.header() for entry in entries}).encode()
     header += b" " * (-len(header) % 8)
     start = len(header).to_bytes(8, "little") + header
@@ -128,14 +144,9 @@ def write_part(staged: StagedFolder, rank: int, metadata: Metadata, pieces: Iter
         with staged.create(name) as file:
             file.write(start)
             for entry in entries:
-                blocks = []
-                for bounds, data in _blocks(entry):
-                    digest = xxh3_128_hexdigest(data)
-                    file.write(data)
-                    blocks.append(
-                        SavedPiece(file=name, offset=size_bytes, bounds=bounds, xxh3_128=digest)
-                    )
-                    size_bytes += len(data)
+                # No name for the piece: it would keep its memory while the next is waited for.
+                blocks = _write_piece(file, name, size_bytes, next(values))
+                size_bytes += entry.size_bytes
                 _add(tensors, entry.piece, blocks)
     files = {
         name: SavedFile(
@@ -179,34 +190,45 @@ def commit(staged: StagedFolder, ranks: Sequence[int]) -> Manifest:
     return manifest
 
 
-def _entries(pieces: Iterable[Piece]) -> list[_Entry]:
-    """Return pieces with their places: those of large elements first, so that all are aligned."""
+def _entries(slices: Iterable[Slice]) -> list[_Entry]:
+    """Return slices with their places, one behind the other."""
     found, offset = [], 0
-    for piece in sorted(pieces, key=lambda one: (-itemsize(one.dtype), one.name, one.bounds)):
+    for piece in slices:
         size = itemsize(piece.dtype) * prod(stop - start for start, stop in piece.bounds)
         found.append(_Entry(piece=piece, offset=offset, size_bytes=size))
         offset += size
     return found
 
 
-def _blocks(entry: _Entry) -> Iterator[tuple[Bounds, memoryview]]:
+def _write_piece(file: BinaryIO, name: str, offset: int, piece: Piece) -> list[SavedPiece]:
+    """Append a piece to the file of a name; return its blocks."""
+    blocks = []
+    for bounds, data in _blocks(piece):
+        digest = xxh3_128_hexdigest(data)
+        file.write(data)
+        blocks.append(SavedPiece(file=name, offset=offset, bounds=bounds, xxh3_128=digest))
+        offset += len(data)
+    return blocks
+
+
+def _blocks(piece: Piece) -> Iterator[tuple[Bounds, memoryview]]:
     """Yield the bytes of a piece in blocks: where each lies in the state, and its bytes."""
-    piece = entry.piece
     value = piece.value
+    shape = tuple(stop - start for start, stop in piece.bounds)
     whole = value if isinstance(value, Tensor) else _number(value, piece.dtype)
-    if tuple(whole.shape) != entry.shape or dtype_name(whole) != piece.dtype:
+    if tuple(whole.shape) != shape or dtype_name(whole) != piece.dtype:
         raise SbpValueError(
             f"the piece of {piece.name!r} has shape {tuple(whole.shape)} and dtype "
             f"{dtype_name(whole)}",
-            accepted=f"shape {entry.shape} and dtype {piece.dtype}, as its bounds say",
+            accepted=f"shape {shape} and dtype {piece.dtype}, as its bounds say",
         )
-    for block in cut(entry.shape, itemsize(piece.dtype), BLOCK_BYTES):
+    for block in cut(shape, itemsize(piece.dtype), BLOCK_BYTES):
         moved = zip(piece.bounds, block, strict=True)
         bounds = tuple((start + first, start + last) for (start, _), (first, last) in moved)
         yield bounds, bytes_of(whole[index_of(block)])
 
 
-def _add(tensors: dict[str, SavedTensor], piece: Piece, blocks: list[SavedPiece]) -> None:
+def _add(tensors: dict[str, SavedTensor], piece: Slice, blocks: list[SavedPiece]) -> None:
     known = tensors.get(piece.name)
     tensors[piece.name] = SavedTensor(
         shape=piece.shape,

@@ -14,6 +14,7 @@ from sbp_launch.checkpoint.manifest import Metadata
 from sbp_launch.checkpoint.places import find_checkpoints, step_name
 from sbp_launch.checkpoint.reading import Checkpoint
 from sbp_launch.checkpoint.saving import Processes, ReadTogether, save
+from sbp_launch.checkpoint.settings import COPY_BYTES
 from sbp_launch.parallelize.agreement import Gather
 from sbp_launch.planning.flow import Planned
 from sbp_launch.planning.output import write_plan
@@ -71,7 +72,8 @@ class StepSaves:
         if wait:
             save(*given, session.pieces(), self._processes)
         else:
-            self._saves.begin(BackgroundSave(*given, session.snapshot(), self._processes))
+            snapshot = session.snapshot(limit_bytes=COPY_BYTES)
+            self._saves.begin(BackgroundSave(*given, snapshot, self._processes))
 
     def behind_step(self) -> None:
         """See whether the checkpoint that is under way goes on; all processes call it.

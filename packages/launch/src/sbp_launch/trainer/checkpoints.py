@@ -187,7 +187,7 @@ class RunCheckpoints:
                 self.storage,
                 name,
                 self._metadata(state, cursor),
-                session.snapshot(),
+                session.snapshot(limit_bytes=self._settings.copy_bytes),
                 self._processes,
                 behind_commit=lambda: self._remove_others(name, state),
             )

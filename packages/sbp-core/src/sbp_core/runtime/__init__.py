@@ -28,6 +28,7 @@ from sbp_core.runtime.contract import (
 )
 from sbp_core.runtime.ownership import (
     StatePiece,
+    StateSlice,
     check_destination,
     gather_routes,
     known_state,
@@ -50,6 +51,7 @@ __all__ = [
     "Span",
     "SpanKind",
     "StatePiece",
+    "StateSlice",
     "StepResult",
     "TensorMeter",
     "Trace",

@@ -136,7 +136,7 @@ class Session(ABC):
         """
 
     @abstractmethod
-    def snapshot(self) -> Snapshot:
+    def snapshot(self, *, limit_bytes: int | None = None) -> Snapshot:
         """Return what `pieces` yields, to be read while later steps run; they do not change it.
 
         Returns at once. What the next update overwrites is copied aside by one thread, which the
@@ -156,6 +156,13 @@ class Session(ABC):
 
         A snapshot holds at most a copy of what the local ranks own and updates overwrite; so does
         the session from the first release of one on, which the next snapshot uses, until `close`.
+        With a limit, a snapshot and what the session keeps are at most that large together. Then
+        somebody has to read it while steps go on: an update that finds no room waits for the
+        reader, and says so if that takes a second; if it takes too long for the other ranks, it
+        goes beyond the limit, and says so.
+
+        Args:
+            limit_bytes: Most bytes of copies at a time, >= 0; None for all.
 
         Raises:
             RunError: as of `pieces`.

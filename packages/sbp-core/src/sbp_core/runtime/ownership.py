@@ -40,21 +40,37 @@ SHARE_BYTES = 8 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StatePiece:
-    """What a rank owns of a state.
+class StateSlice:
+    """Which part of a state a rank owns.
 
     Args:
         name: Of the state, one of `Session.state_dict`.
         shape, dtype: Of the whole state.
-        bounds: Where the piece lies in it: (start, stop) of each dim.
-        value: The piece: of shape `stop - start`, and no copy, so that a later step may overwrite
-            it; of a state that ranks keep as a host number, the number.
+        bounds: Where the part lies in it: (start, stop) of each dim.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     bounds: Bounds
+
+    def with_value(self, value: Tensor | Number) -> StatePiece:
+        """Return the piece that lies there."""
+        return StatePiece(
+            name=self.name, shape=self.shape, dtype=self.dtype, bounds=self.bounds, value=value
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatePiece(StateSlice):
+    """What a rank owns of a state.
+
+    Args:
+        name, shape, dtype, bounds: As of `StateSlice`.
+        value: The piece: of shape `stop - start`, and no copy, so that a later step may overwrite
+            it; of a state that ranks keep as a host number, the number.
+    """
+
     value: Tensor | Number
 
 

@@ -77,7 +77,8 @@ class RankDevice(Protocol):
         Args:
             value: The tensor.
             since: The moment (`now`).
-            buffer: What an earlier copy of such a tensor lay in; None to take new memory.
+            buffer: Where the copy goes, of its shape and dtype, without gaps; None to take new
+                memory.
         """
 
     def follow(self, copy: Aside) -> None:
@@ -109,7 +110,9 @@ class CpuDevice:
 
     def copy_aside(self, value: Tensor, since: Any, buffer: Tensor | None) -> Aside:
         """See `RankDevice.copy_aside`."""
-        return Aside((torch.empty_like(value) if buffer is None else buffer).copy_(value))
+        if buffer is None:
+            buffer = torch.empty(value.shape, dtype=value.dtype)
+        return Aside(buffer.copy_(value))
 
     def follow(self, copy: Aside) -> None:
         """See `RankDevice.follow`: it is made."""
@@ -181,7 +184,7 @@ class CudaDevice:
     def copy_aside(self, value: Tensor, since: Any, buffer: Tensor | None) -> Aside:
         """See `RankDevice.copy_aside`; into page-locked memory, and the host does not wait."""
         if buffer is None:
-            buffer = torch.empty_like(value, device="cpu", pin_memory=True)
+            buffer = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
         with torch.cuda.stream(self._saving):
             self._saving.wait_event(since)
             buffer.copy_(value, non_blocking=True)

@@ -150,8 +150,8 @@ class ReferenceSession(Session):
         self._check_whole()
         return self.store.pieces(among)
 
-    def snapshot(self) -> Snapshot:
-        """See `Session.snapshot`; all is copied at once."""
+    def snapshot(self, *, limit_bytes: int | None = None) -> Snapshot:
+        """See `Session.snapshot`; all is copied at once, whatever the limit is."""
         self._check_whole()
         return self.store.snapshot(self.steps_done, at_once=True)
 

@@ -8,26 +8,44 @@ needs a copy which is not there yet makes it, or waits for the thread if that is
     copying thread      |  copy a  . . .  copy b  . . . . . . .   copy d
 
 Nothing is copied of states that no update overwrites: new values take their place in other memory.
+
+With a limit of bytes, the thread waits for the reader to be through with copies before it makes
+more, and so does an update:
+
+    reader              |          write a  write b  write c  write d
+    rank            ... | forward  backward  commit | update a  update b  (waits) update c
+    copying thread      |  copy a  copy b  (full) copy c  . . . copy d
 """
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import groupby
+from math import inf
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from sbp_core.boxing import itemsize
 from sbp_core.compile import Compute, PhysicalPlan, first_overwrites
 from sbp_core.errors import RunError
-from sbp_core.runtime import Snapshot, StatePiece
+from sbp_core.runtime import Number, Snapshot, StatePiece, StateSlice
+from sbp_core.units import format_bytes
 from sbp_torch.runtime.devices import Aside, RankDevice
 
 if TYPE_CHECKING:
     from sbp_torch.runtime.store import StateStore
+
+logger = logging.getLogger(__name__)
+
+#: Seconds that an update waits for room before it says so.
+TOLD_S = 1.0
 
 #: A part of a state: of which rank, and by which name ranks know it.
 Part = tuple[int, str]
@@ -39,11 +57,21 @@ class StateSnapshot(Snapshot):
     Args:
         store: The states, which are whole.
         steps_done: Of the session.
+        limit_bytes: Most bytes of copies at a time; None for all.
+        patience_s: Seconds that an update waits for room, before copies go beyond the limit.
     """
 
-    def __init__(self, store: StateStore, steps_done: int) -> None:
+    def __init__(
+        self,
+        store: StateStore,
+        steps_done: int,
+        limit_bytes: int | None = None,
+        patience_s: float = inf,
+    ) -> None:
         self.steps_done = steps_done
         self._store, self._copier = store, store.copier
+        self._limit_bytes, self._patience_s = limit_bytes, patience_s
+        self._is_limited = limit_bytes is not None
         # A store replaces these and changes none.
         self._values, self._tied_dtypes = store.values, store.tied_dtypes
         self._since = store.device.now()
@@ -51,26 +79,53 @@ class StateSnapshot(Snapshot):
         self._changed = threading.Condition()
         self._begun: set[Part] = set()
         self._made: dict[Part, Aside | Exception] = {}
+        self._held_bytes = 0  # of copies that are begun or made
         self._released = threading.Event()
-        #: Whether the copying thread will come to it, or is at it.
-        self._is_awaited = False
+        #: Whether the copying thread will come to it, or is at it; and whether that waits for room.
+        self._is_awaited = self._is_full = False
+        #: With a limit: what the reader is at, if it is no copy; and what it has read.
+        self._read_in_place: Part | None = None
+        self._read: set[Part] = set()
+        #: When the first update began to wait for room, and whether that was said.
+        self._waits_since: float | None = None
+        self._is_told = False
 
-    def copy(self, part: Part) -> Aside | Exception | None:
+    def copy(self, part: Part, *, for_update: bool = True) -> Aside | Exception | None:
         """Return the copy of a part, or why there is none; make it unless somebody does.
 
-        None of a part that is not copied, or when the snapshot is released.
+        Waits for room, and while the part is read where it is.
+
+        Args:
+            part: Of a state.
+            for_update: Whether a rank waits for it.
+
+        Returns:
+            None of a part that is not copied, or is read, or when the snapshot is released.
         """
         with self._changed:
-            while part in self._begun:
-                self._changed.wait()
-            if part in self._made or self._released.is_set() or part not in self._to_copy:
+            while not self._is_settled(part):
+                value = self._store.owned_part(part, self._values[part[0]][part[1]])
+                assert isinstance(value, Tensor), "host numbers are not overwritten"
+                if part in self._begun or part == self._read_in_place:
+                    self._changed.wait()
+                elif self._has_room(value.nbytes):
+                    self._begun.add(part)
+                    self._held_bytes += value.nbytes
+                    room_bytes = self._room_bytes
+                    break
+                elif for_update:
+                    self._await_room()
+                elif self._copier.is_closed:  # nothing is overwritten any more
+                    return None
+                else:
+                    self._is_full = True
+                    self._changed.notify_all()
+                    self._changed.wait()
+            else:
                 return self._made.get(part)
-            self._begun.add(part)
-            value = self._store.owned_part(part, self._values[part[0]][part[1]])
-        assert isinstance(value, Tensor), "host numbers are not overwritten"
         made: Aside | Exception
         try:
-            made = self._copier.copied(part, value, self._since)
+            made = self._copier.copied(value, self._since, room_bytes)
         except Exception as error:  # such as for lack of memory
             made = error
         with self._changed:
@@ -81,9 +136,49 @@ class StateSnapshot(Snapshot):
             self._give_back()
         return made
 
+    def _is_settled(self, part: Part) -> bool:
+        """Whether no copy of a part is to be made any more."""
+        is_needed = part in self._to_copy and part not in self._read
+        return part in self._made or self._released.is_set() or not is_needed
+
+    @property
+    def _room_bytes(self) -> int | None:
+        """Bytes that the limit leaves; None if there is none."""
+        return None if self._limit_bytes is None else self._limit_bytes - self._held_bytes
+
+    def _has_room(self, size_bytes: int) -> bool:
+        return self._room_bytes is None or size_bytes <= self._room_bytes
+
+    def _await_room(self) -> None:
+        """Have an update wait for the reader, and say so if it takes long; it holds the lock."""
+        now = time.monotonic()
+        if self._waits_since is None:
+            self._waits_since = now
+        waited_s = now - self._waits_since
+        step, limit = self.steps_done, format_bytes(self._limit_bytes or 0)
+        if waited_s >= self._patience_s:
+            logger.warning(
+                "the update behind step %d has waited %.0f s for room: copies go beyond %s, or "
+                "other ranks would give up",
+                *(step, waited_s, limit),
+            )
+            self._limit_bytes, self._is_full = None, False
+            return
+        if waited_s >= TOLD_S and not self._is_told:
+            self._is_told = True
+            logger.warning(
+                "the update behind step %d waits until its checkpoint is written further: copies "
+                "of states may take %s (trainer.checkpoint.copy_bytes)",
+                *(step, limit),
+            )
+        self._changed.wait(min(TOLD_S, self._patience_s - waited_s))
+
     def copy_all(self) -> None:
         """Make all copies that nobody has made; return when they are there."""
-        made = [self.copy(part) for part in self._to_copy]
+        for part in self._to_copy:
+            self.copy(part, for_update=False)
+        with self._changed:
+            made = list(self._made.values())
         for copy in made:
             if isinstance(copy, Aside):
                 copy.wait()
@@ -100,32 +195,79 @@ class StateSnapshot(Snapshot):
             self._is_awaited = False
             self._changed.notify_all()
 
+    def wake(self) -> None:
+        """Have who waits look again."""
+        with self._changed:
+            self._changed.notify_all()
+
+    @property
+    def _in_order(self) -> list[tuple[Part, StateSlice]]:
+        found = [
+            ((rank, name), one)
+            for rank, name, bounds in self._store.owned_in_order
+            for one in self._store.slices_of(name, bounds, self._tied_dtypes)
+        ]
+        return sorted(found, key=lambda entry: -itemsize(entry[1].dtype))
+
+    def slices(self) -> Sequence[StateSlice]:
+        """See `Snapshot.slices`."""
+        return [one for _, one in self._in_order]
+
     def pieces(self) -> Iterator[StatePiece]:
         """See `Snapshot.pieces`."""
-        values = self._values
-        for rank, name, bounds in self._store.owned_in_order:
-            self._await((rank, name))
-            copy = self.copy((rank, name))
-            if self._released.is_set():
-                raise RunError("the snapshot was released", todo="read it before")
-            if isinstance(copy, Exception):
-                raise RunError(
-                    f"the snapshot after step {self.steps_done} has no copy of {name!r}: {copy}",
-                    where=f"rank {rank}",
-                    todo="wait for what is saved, which copies nothing: "
-                    "trainer.checkpoint.wait=true, step.save(folder), session.pieces()",
-                ) from copy
-            if copy is None:
-                value = self._store.owned_part((rank, name), values[rank][name])
-            else:
-                value = copy.wait()
-            yield from self._store.pieces_of(name, bounds, value, self._tied_dtypes)
+        for part, entries in groupby(self._in_order, key=lambda entry: entry[0]):
+            value = self._value(part)
+            for _, one in entries:
+                yield one.with_value(value)
+            del value  # or its memory would stay
+            if self._is_limited:
+                self._let_go(part)
 
-    def _await(self, part: Part) -> None:
-        """Wait for the thread to copy a part: two would take more from those that compute."""
+    def _value(self, part: Part) -> Tensor | Number:
+        """Return a part as it was, when it is copied.
+
+        Raises:
+            RunError: see `Snapshot.pieces`.
+        """
         with self._changed:
-            while self._is_awaited and part in self._to_copy and part not in self._made:
+            self._await_thread(part)
+            while part in self._begun:
                 self._changed.wait()
+            if part in self._read:
+                raise RunError("the snapshot was read", todo="take one without a limit")
+            values = self._values
+            if self._is_limited and not self._is_settled(part):
+                self._read_in_place = part
+                return self._store.owned_part(part, values[part[0]][part[1]])
+        copy = self.copy(part)
+        if self._released.is_set():
+            raise RunError("the snapshot was released", todo="read it before")
+        if isinstance(copy, Exception):
+            raise RunError(
+                f"the snapshot after step {self.steps_done} has no copy of {part[1]!r}: {copy}",
+                where=f"rank {part[0]}",
+                todo="wait for what is saved, which copies nothing: "
+                "trainer.checkpoint.wait=true, step.save(folder), session.pieces()",
+            ) from copy
+        if copy is None:
+            return self._store.owned_part(part, values[part[0]][part[1]])
+        return copy.wait()
+
+    def _await_thread(self, part: Part) -> None:
+        """Wait for the thread to copy a part: two would take more from those that compute."""
+        while self._is_awaited and not self._is_full and not self._is_settled(part):
+            self._changed.wait()
+
+    def _let_go(self, part: Part) -> None:
+        """Make room, as a part is read."""
+        with self._changed:
+            copy = self._made.pop(part, None)
+            if isinstance(copy, Aside):
+                self._held_bytes -= copy.value.nbytes
+                self._copier.keep([copy.value])
+            self._read.add(part)
+            self._read_in_place, self._is_full = None, False
+            self._changed.notify_all()
 
     def release(self) -> None:
         """See `Snapshot.release`."""
@@ -135,7 +277,8 @@ class StateSnapshot(Snapshot):
     def _give_back(self) -> None:
         with self._changed:
             made, self._made, self._values = self._made, {}, {}
-        self._copier.keep({p: copy.value for p, copy in made.items() if isinstance(copy, Aside)})
+            self._changed.notify_all()
+        self._copier.keep([copy.value for copy in made.values() if isinstance(copy, Aside)])
 
 
 class Copier:
@@ -154,7 +297,9 @@ class Copier:
         self._under_way: list[StateSnapshot] = []
         self._orders: SimpleQueue[StateSnapshot | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._buffers: dict[Part, Tensor] = {}
+        #: Memory of copies that nobody needs any more, by bytes.
+        self._buffers: dict[int, list[Tensor]] = {}
+        self._kept_bytes = 0
 
     @cached_property
     def places(self) -> Mapping[Part, tuple[int, int]]:
@@ -198,22 +343,47 @@ class Copier:
 
         return copy_before
 
-    def copied(self, part: Part, value: Tensor, since: object) -> Aside:
-        """Return a copy of a part of a state, in memory that is kept for it or new."""
+    def copied(self, value: Tensor, since: object, room_bytes: int | None) -> Aside:
+        """Return a copy of a part of a state, in memory that is kept or new.
+
+        Args:
+            value: The part.
+            since: See `RankDevice.copy_aside`.
+            room_bytes: Most bytes that stay kept for later copies beside this; None for all.
+        """
         with self._lock:
-            buffer = self._buffers.pop(part, None)
+            fitting = self._buffers.get(value.nbytes)
+            buffer = None
+            if fitting:
+                buffer = fitting.pop().view(value.dtype).view(value.shape)
+                self._kept_bytes -= value.nbytes
+            while room_bytes is not None and self._kept_bytes > max(0, room_bytes):
+                size_bytes, others = next(iter(self._buffers.items()))
+                if others:
+                    others.pop()
+                    self._kept_bytes -= size_bytes
+                else:
+                    del self._buffers[size_bytes]
         return self.device.copy_aside(value, since, buffer)
 
-    def keep(self, buffers: Mapping[Part, Tensor]) -> None:
-        """Keep the memory of copies that nobody needs any more, one of each part."""
+    def keep(self, values: Sequence[Tensor]) -> None:
+        """Keep the memory of copies that nobody needs any more."""
         with self._lock:
-            if not self.is_closed:
-                self._buffers |= buffers
+            for value in () if self.is_closed else values:
+                buffer = value.reshape(-1).view(torch.uint8)
+                self._buffers.setdefault(buffer.nbytes, []).append(buffer)
+                self._kept_bytes += buffer.nbytes
 
     def close(self) -> None:
-        """Wait until all copies are made; let go of the memory."""
+        """Wait until all copies are made; let go of the memory.
+
+        Of a snapshot with a limit, what has no room is left where it is: nothing overwrites it.
+        """
         with self._lock:
-            self.is_closed, self._buffers = True, {}
+            self.is_closed, self._buffers, self._kept_bytes = True, {}, 0
+            under_way = tuple(self._under_way)
+        for snapshot in under_way:
+            snapshot.wake()
         if self._thread is not None:
             self._orders.put(None)
             self._thread.join()

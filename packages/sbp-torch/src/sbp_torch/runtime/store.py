@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from math import inf
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from sbp_core.boxing import Bounds, bounds_of
 from sbp_core.compile import PhysicalPlan, StateSlot
 from sbp_core.errors import SbpLookupError, SbpTypeError, SbpValueError
-from sbp_core.runtime import StatePiece, known_state, state_owners, state_slots
+from sbp_core.runtime import StatePiece, StateSlice, known_state, state_owners, state_slots
 from sbp_torch._torch_compat import storage_key
 from sbp_torch.boxing.execute import assemble, shard
 from sbp_torch.runtime.devices import device_of
@@ -224,7 +225,8 @@ class StateStore:
         values, tied_dtypes = self.values, self.tied_dtypes
         for rank, name, bounds in self.owned if among is None else self._owned(among):
             value = _part(values[rank][name], self._index(rank, name, bounds))
-            yield from self.pieces_of(name, bounds, value, tied_dtypes)
+            for one in self.slices_of(name, bounds, tied_dtypes):
+                yield one.with_value(value)
 
     def _index(self, rank: int, name: str, bounds: Bounds) -> tuple[slice, ...] | None:
         """Return where in what a rank holds that lies which it owns; None if it owns all of it."""
@@ -247,20 +249,16 @@ class StateStore:
         """Return what a rank owns of what it holds: no copy."""
         return _part(value, self._owned_indices[part])
 
-    def pieces_of(
-        self,
-        name: str,
-        bounds: Bounds,
-        value: Tensor | Number,
-        tied_dtypes: Mapping[str, torch.dtype],
-    ) -> Iterator[StatePiece]:
-        """Yield an owned part of what is kept as one: several states, of a host number."""
+    def slices_of(
+        self, name: str, bounds: Bounds, tied_dtypes: Mapping[str, torch.dtype]
+    ) -> Iterator[StateSlice]:
+        """Yield the slice of what is kept as one: of several states, of a host number."""
         slot = self.slots[name]
         for tied in self._names_of(name):
             dtype = slot.dtype
             if slot.sbp is None:
                 dtype = str(tied_dtypes[tied]).removeprefix("torch.")
-            yield StatePiece(name=tied, shape=slot.shape, dtype=dtype, bounds=bounds, value=value)
+            yield StateSlice(name=tied, shape=slot.shape, dtype=dtype, bounds=bounds)
 
     @cached_property
     def copier(self) -> Copier:
@@ -280,14 +278,24 @@ class StateStore:
         order = {part: index for index, part in enumerate(self.overwritten)}
         return tuple(sorted(self.owned, key=lambda entry: order.get(entry[:2], -1)))
 
-    def snapshot(self, steps_done: int, *, at_once: bool = False) -> StateSnapshot:
+    def snapshot(
+        self,
+        steps_done: int,
+        *,
+        at_once: bool = False,
+        limit_bytes: int | None = None,
+        patience_s: float = inf,
+    ) -> StateSnapshot:
         """Return what the local ranks own, as it is now.
 
         Args:
             steps_done: Of the session.
             at_once: Make all copies first, instead of on a thread.
+            limit_bytes: Most bytes of copies at a time; None for all, without `at_once`.
+            patience_s: Seconds that an update waits for room, before copies go beyond the limit.
         """
-        made = StateSnapshot(self, steps_done)
+        assert not at_once or limit_bytes is None, "nobody reads yet"
+        made = StateSnapshot(self, steps_done, limit_bytes, patience_s)
         if at_once:
             made.copy_all()
         else:
