@@ -194,6 +194,32 @@ def on_rank_0_alone(rank: int) -> str:
     return "trained"
 
 
+def damaged(rank: int, folder: Path) -> dict[str, Any]:
+    """Load checkpoints of which one is damaged where only rank 1 reads; return what is said."""
+    torch.manual_seed(0)
+    model = nn.Linear(64, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    given, said = {"x": torch.ones(2, 64)}, {}
+    with parallelize(model, square, given, optimizer, planner="manual/zero") as step:
+        for _ in range(2):
+            step(given)
+            step.save(folder)
+        newest = folder / "step-00000002"
+        if rank == 1:
+            path = newest / "rank-00001.safetensors"
+            path.write_bytes(path.read_bytes()[:-1] + b"?")
+        step.state_dict()  # both are here
+        for what, call in (("load", lambda: step.load(newest)), ("step", lambda: step(given))):
+            try:
+                call()
+            except SbpError as error:
+                said[what] = str(error)
+        step.load(folder)
+        done = step.steps_done
+        found = [float(step(given)) for _ in range(2)]
+    return {"said": said, "goes on behind": done, "losses": found}
+
+
 def square(model: nn.Module, given: dict[str, torch.Tensor]) -> torch.Tensor:
     """Return a loss."""
     loss: torch.Tensor = model(given["x"]).square().sum()
@@ -201,9 +227,10 @@ def square(model: nn.Module, given: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def main() -> None:
-    """Run all of it as one rank; print it."""
+    """Run all of it as one rank, which takes a folder and names of layouts; print it."""
     rank = World.of_environment().rank
-    found: dict[str, Any] = {name: trained(name) for name in sys.argv[1:]}
+    found: dict[str, Any] = {name: trained(name) for name in sys.argv[2:]}
+    found["damaged"] = damaged(rank, Path(sys.argv[1]))
     found["started differently"] = started_differently(rank)
     found["refusals"] = {**refusals(rank), "other batches": different_batches(rank)}
     found["refusals"]["other evaluations"] = different_evaluations(rank)

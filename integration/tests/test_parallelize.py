@@ -272,6 +272,31 @@ def test_what_was_saved_goes_on_on_another_mesh(tmp_path):
         step.load(tmp_path / "elsewhere")
 
 
+def test_a_damaged_checkpoint_changes_nothing_and_the_one_before_it_is_loaded(tmp_path, caplog):
+    model = make_model()
+    with parallelize(model, loss_of, batch_of(0), make_optimizer(model), mesh=2) as step:
+        kept = []
+        for index in range(2):
+            step(batch_of(index))
+            step.save(tmp_path)
+            kept.append(step.state_dict())
+        path = tmp_path / "step-00000002" / "rank-00000.safetensors"
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+
+        with pytest.raises(ConfigError, match="step-00000002 is damaged: the xxh3_128 of tensor"):
+            step.load(path.parent)
+
+        assert step.steps_done == 2
+        torch.testing.assert_close(step.state_dict(), kept[1], rtol=0, atol=0)
+        step.load(tmp_path)
+        assert "step-00000002 is damaged" in caplog.text
+        assert step.steps_done == 1
+        torch.testing.assert_close(step.state_dict(), kept[0], rtol=0, atol=0)
+        (tmp_path / "step-00000001" / "manifest.json").write_text("{}")
+        with pytest.raises(ConfigError, match="none of the 2 checkpoints is whole"):
+            step.load(tmp_path)
+
+
 def test_a_checkpoint_is_written_while_steps_run(tmp_path):
     def start(**layout):
         model = make_model()

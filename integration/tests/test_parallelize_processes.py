@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import parallel_ranks
@@ -31,8 +32,9 @@ def ranks_of(boxing: str, layouts: tuple[str, ...]) -> Mapping[int, dict[str, An
     backend: Any = registry().make("boxing", boxing, {})
     assert isinstance(backend, BoxingBackend)
     lines: list[Line] = []
-    command = [sys.executable, str(Path(parallel_ranks.__file__)), *layouts]
-    ended = supervise(backend.launch_specs(2, command), timeout_s=240, on_line=lines.append)
+    with TemporaryDirectory() as folder:
+        command = [sys.executable, str(Path(parallel_ranks.__file__)), folder, *layouts]
+        ended = supervise(backend.launch_specs(2, command), timeout_s=240, on_line=lines.append)
     assert ended.error() is None, "\n".join(map(str, lines))
     found = [json.loads(line.text) for line in lines if line.text.startswith("{")]
     return {one.pop("rank"): one for one in found}
@@ -89,3 +91,18 @@ def test_states_that_one_rank_asks_for_alone_are_not_mixed_up_with_a_step(
     assert all("ranks that did not arrive: " in one for one in said)
     assert "boxing step 'agreement on the states to gather'" in "".join(said)
     assert "all processes make the same calls" in "".join(said)
+
+
+@pytest.mark.parametrize(("boxing", "layouts"), RUNS)
+def test_a_checkpoint_that_one_process_finds_damaged_is_passed_over_by_all(
+    boxing: str, layouts: tuple[str, ...]
+) -> None:
+    found = [ranks_of(boxing, layouts)[rank]["damaged"] for rank in (0, 1)]
+
+    damage = "the checkpoint step-00000002 is damaged: the xxh3_128 of tensor '"
+    assert found[0]["said"]["load"].startswith(f"rank 1 says: {damage}")
+    assert found[1]["said"]["load"].startswith(damage)
+    for one in found:
+        assert one["said"]["step"].startswith("this parallel step has no states")
+        assert one["goes on behind"] == 1
+    assert found[0]["losses"] == found[1]["losses"]

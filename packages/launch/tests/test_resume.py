@@ -190,12 +190,15 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(
 
     with pytest.raises(DamagedError, match=r"step-00000006 is damaged: the xxh3_128 of tensor '"):
         trainer.train(resumed(run, path.parent), registry(), tmp_path / "refused")
+    trainer.train(resumed(run, tmp_path / "parts"), registry(), tmp_path / "elsewhere")
     trainer.train(resumed(run), registry(), tmp_path / "parts")
 
     out = re.sub(r"\s+", " ", capsys.readouterr().out)
-    assert re.search(r"warning: the checkpoint step-00000006 is damaged: .*it is passed over", out)
-    assert "going on after step 4" in out
-    assert_equal(states_of_run(tmp_path / "parts"), states_of_run(tmp_path / "whole"))
+    warning = r"warning: the checkpoint step-00000006 is damaged: .*it is passed over"
+    assert re.search(f"{warning}.*{warning}", out)
+    assert out.count("going on after step 4") == 2
+    for folder in ("elsewhere", "parts"):
+        assert_equal(states_of_run(tmp_path / folder), states_of_run(tmp_path / "whole"))
 
 
 def test_a_manifest_that_is_cut_is_skipped_too_and_without_any_that_is_whole_nothing_begins(

@@ -21,6 +21,7 @@ from torch import Tensor
 from xxhash import xxh3_128_hexdigest
 
 from sbp_core.boxing import intersection, volume
+from sbp_core.errors import ConfigError
 from sbp_core.plugins import Storage
 from sbp_launch.checkpoint.cover import index_of, within
 from sbp_launch.checkpoint.manifest import (
@@ -91,6 +92,11 @@ class Checkpoint(Tensors):
                 held = self._held(name, saved, piece)
                 place.copy_(held[index_of(within(common, piece.bounds))])
         return found
+
+    @property
+    def place(self) -> str:
+        """Where it is, for people."""
+        return self._storage.place(self.name)
 
     def verify(self, tell: Callable[[int], None] = lambda _: None) -> None:
         """Read everything.
@@ -188,6 +194,16 @@ class Checkpoint(Tensors):
             accepted="files as they were written",
             todo=ANOTHER,
         )
+
+
+def none_is_whole(storage: Storage, count: int) -> ConfigError:
+    """Return the error to raise where all of `count` checkpoints are damaged."""
+    return ConfigError(
+        f"none of the {count} checkpoints is whole",
+        where=storage.place(),
+        accepted="a checkpoint that verifies",
+        todo="begin anew, in another folder",
+    )
 
 
 def _reason(error: OSError) -> str:

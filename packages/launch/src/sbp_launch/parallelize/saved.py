@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 from sbp_core.errors import BoxingError, ConfigError, RunError
@@ -10,9 +11,9 @@ from sbp_core.graph import graph_hash
 from sbp_core.runtime import Session
 from sbp_launch.checkpoint.background import BackgroundSave, BackgroundSaves
 from sbp_launch.checkpoint.local import LocalStorage
-from sbp_launch.checkpoint.manifest import Metadata
+from sbp_launch.checkpoint.manifest import DamagedError, Metadata
 from sbp_launch.checkpoint.places import find_checkpoints, step_name
-from sbp_launch.checkpoint.reading import Checkpoint
+from sbp_launch.checkpoint.reading import Checkpoint, none_is_whole
 from sbp_launch.checkpoint.saving import Processes, ReadTogether, save
 from sbp_launch.checkpoint.settings import COPY_BYTES
 from sbp_launch.parallelize.agreement import Gather
@@ -115,31 +116,62 @@ class StepSaves:
             logger.warning("the checkpoint %s is not saved: %s", name, problem.what)
 
 
-def load_step(path: Path, session: Session, seed: int, processes: Processes) -> int:
-    """Load the newest checkpoint that a path means; return its step; all processes call it.
+def load_step(
+    path: Path,
+    session: Session,
+    seed: int,
+    processes: Processes,
+    replacing: Callable[[], None] = lambda: None,
+) -> int:
+    """Load the newest whole checkpoint that a path means; all processes call it.
+
+    Args:
+        path: Of one, or of a folder of them, of which damaged ones are passed over with a warning.
+        session: Whose states are replaced.
+        seed: Of the step.
+        processes: Of the step.
+        replacing: Called before states are replaced by what another process may find damaged: if
+            this function raises behind that, the session has no states until it is given others.
+
+    Returns:
+        The step that the checkpoint is of.
 
     Raises:
-        ConfigError: there is none, it is damaged, does not fit, or was saved with another seed. Of
-            several processes, those that have read their parts before one finds the damage have
-            lost their states then: the session is closed.
+        ConfigError: there is none, it does not fit, or was saved with another seed.
+        DamagedError: the only one is damaged.
     """
     storage, names = find_checkpoints(path)
-    checkpoint = Checkpoint(storage, names[0])
-    metadata = checkpoint.manifest.metadata
-    if metadata.seed != seed:
+    for name in names:
+        try:
+            checkpoint = Checkpoint(storage, name)
+            _check_seed(checkpoint, seed)
+            if len(processes.ranks) == 1:
+                with checkpoint:
+                    session.load_state_dict(checkpoint)
+            else:
+                replacing()
+                states = ReadTogether(checkpoint)
+                session.load_state_dict(states)
+                if (problem := states.agree(processes)) is not None:
+                    raise problem
+        except DamagedError as error:
+            if len(names) == 1:
+                raise
+            logger.warning("%s; it is passed over", error.what)
+        else:
+            return checkpoint.manifest.metadata.step
+    raise none_is_whole(storage, len(names))
+
+
+def _check_seed(checkpoint: Checkpoint, seed: int) -> None:
+    """See that the step draws the random numbers of the one that was saved.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    saved = checkpoint.manifest.metadata.seed
+    if saved != seed:
         raise ConfigError(
-            f"{storage.place(names[0])} was written with seed={metadata.seed}, and this is "
-            f"seed={seed}",
-            todo=f"pass seed={metadata.seed} to parallelize",
+            f"{checkpoint.place} was written with seed={saved}, and this is seed={seed}",
+            todo=f"pass seed={saved} to parallelize",
         )
-    if len(processes.ranks) == 1:
-        with checkpoint:
-            session.load_state_dict(checkpoint)
-        return metadata.step
-    states = ReadTogether(checkpoint)
-    session.load_state_dict(states)
-    problem = states.agree(processes)
-    if problem is not None:
-        session.close()
-        raise problem
-    return metadata.step

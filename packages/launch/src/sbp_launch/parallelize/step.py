@@ -62,7 +62,7 @@ class ParallelStep:
         self._scalars = UpdateScalars(program.optimizer, program.update)
         #: Gathers texts of the ranks of other processes, between steps.
         self._gather: Gather | None = None
-        self._has_compared = False
+        self._has_compared = self._has_damaged_states = False
         self._saves: StepSaves | None = None
         ranks = engine.ranks if engine.batch_is == "local" else engine.settings.mesh.rank_list
         self._parts = batch_parts(planned.plan, ranks)
@@ -136,8 +136,18 @@ class ParallelStep:
         """The started plan.
 
         Raises:
-            RunError: it is not started.
+            RunError: it is not started, or has lost its states in `load`.
         """
+        if self._has_damaged_states:
+            raise RunError(
+                "this parallel step has no states: those that it was to load are damaged",
+                todo="load others: step.load(PATH), or step.load_state_dict(states)",
+            )
+        return self._started
+
+    @property
+    def _started(self) -> Session:
+        """The started plan, whatever became of its states."""
         if self._session is None:
             raise RunError(
                 "this parallel step is not started",
@@ -280,7 +290,8 @@ class ParallelStep:
 
     def load_state_dict(self, states: Mapping[str, Tensor]) -> None:
         """Replace every state by what `state_dict` returned, perhaps of another mesh."""
-        self.session.load_state_dict(states)
+        self._started.load_state_dict(states)
+        self._has_damaged_states = False
 
     def model_state_dict(self) -> dict[str, Any]:
         """Return what `model.load_state_dict` takes: whole tensors on all ranks."""
@@ -335,18 +346,25 @@ class ParallelStep:
     def load(self, path: str | Path) -> None:
         """Go on from a checkpoint, perhaps of another mesh; all processes call it.
 
-        Each process reads, and verifies, what its ranks hold.
+        Each process reads, and verifies, what its ranks hold. If that is damaged, the states are as
+        they were; where each rank is a process, there are none then until others are loaded.
 
         Args:
             path: Of a checkpoint; or of a folder that has some, such as that of a run of
-                `sbp-train`, of which the newest is taken.
+                `sbp-train`, of which the newest is taken that is whole. Those that are damaged are
+                passed over, with a warning.
 
         Raises:
             ConfigError: there is none, it is damaged, does not fit, or was saved with another seed.
         """
         self.finish_saving()
         processes = processes_of(self.world, self._gather)
-        done = load_step(Path(path), self.session, self._engine.seed, processes)
+
+        def replacing() -> None:
+            self._has_damaged_states = True  # until all processes have read theirs whole
+
+        done = load_step(Path(path), self._started, self._engine.seed, processes, replacing)
+        self._has_damaged_states = False
         self._first_step = done - self.session.steps_done
 
     def load_model(self, path: str | Path) -> None:

@@ -14,7 +14,7 @@ from sbp_core.serialize import load
 from sbp_launch.checkpoint.local import MANIFEST_FILE
 from sbp_launch.checkpoint.manifest import DamagedError, Metadata
 from sbp_launch.checkpoint.places import AUTO, find_checkpoints, newest_first
-from sbp_launch.checkpoint.reading import Checkpoint
+from sbp_launch.checkpoint.reading import Checkpoint, none_is_whole
 from sbp_launch.checkpoint.saving import Processes, ReadTogether
 from sbp_launch.data import DataCursor, SampleOrder
 from sbp_launch.run.run import Run
@@ -39,7 +39,7 @@ class Resume:
 
     def __init__(self, run: Run, storage: Storage, names: list[str]) -> None:
         self._run, self._storage, self._names = run, storage, list(names)
-        self._num_tried = 0
+        self._num_given = len(names)
         self.states = self._next()
 
     @classmethod
@@ -54,7 +54,7 @@ class Resume:
             return None
         if wanted != AUTO:
             found, names = find_checkpoints(wanted)
-            return cls(run, found, names[:1])
+            return cls(run, found, names)
         names = newest_first(storage)
         if not names:
             run.say(["trainer.resume=auto: there is no checkpoint yet, starting at step 0"])
@@ -141,7 +141,6 @@ class Resume:
 
     def _next(self) -> ReadTogether:
         while self._names:
-            self._num_tried += 1
             try:
                 checkpoint = Checkpoint(self._storage, self._names.pop(0))
             except DamagedError as error:
@@ -149,20 +148,15 @@ class Resume:
                 continue
             self._check(checkpoint.manifest.metadata, checkpoint.name)
             return ReadTogether(checkpoint)
-        raise ConfigError(
-            f"none of the {self._num_tried} checkpoints is whole",
-            where=self._storage.place(),
-            accepted="a checkpoint that verifies",
-            todo="begin anew without trainer.resume, in another folder",
-        )
+        raise none_is_whole(self._storage, self._num_given)
 
     def _skip(self, error: DamagedError) -> None:
         """Warn of a damaged checkpoint.
 
         Raises:
-            DamagedError: it is the one that the user has named.
+            DamagedError: there was no other.
         """
-        if self._run.config.trainer.resume != AUTO:
+        if self._num_given == 1:
             raise error
         where = f" ({error.where[0]})" if error.where else ""
         self._run.warn(f"{error.what}{where}; it is passed over")
