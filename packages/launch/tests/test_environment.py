@@ -40,7 +40,7 @@ def test_versions_of_python_torch_and_every_plugin_are_recorded():
 
 def test_variables_that_are_not_listed_are_not_recorded(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("SERVICE_TOKEN", "secret")
+    monkeypatch.setenv("SERVICE_TOKEN", "wJalrXUtnFEMI")
 
     write_environment(tmp_path, registry())
 
@@ -48,7 +48,7 @@ def test_variables_that_are_not_listed_are_not_recorded(tmp_path, monkeypatch):
     assert json.loads(text)["variables"]["OMP_NUM_THREADS"] == "1"
     assert json.loads(text)["variables"].keys() <= set(VARIABLES)
     assert "SERVICE_TOKEN" not in text
-    assert "secret" not in text
+    assert "wJalrXUtnFEMI" not in text
 
 
 def test_a_clean_tree_is_its_commit(tree):

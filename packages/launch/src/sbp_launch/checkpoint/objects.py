@@ -23,6 +23,7 @@ from typing import Any, BinaryIO, cast
 from sbp_core.errors import ConfigError
 from sbp_core.plugins import StagedFolder, Storage, StorageFactory
 from sbp_launch.checkpoint.local import MANIFEST_FILE
+from sbp_launch.secret_settings import refuse_secret_address
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +66,7 @@ class FsspecStorage:
         options: Of the file system.
 
     Raises:
-        ConfigError: fsspec is not installed, or knows no such address.
+        ConfigError: fsspec is not installed, or knows no such address; or it holds a password.
     """
 
     def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
@@ -76,6 +77,8 @@ class FsspecStorage:
                 "storage=fsspec needs fsspec, which is not installed",
                 todo="pip install 'sbp-launch[fsspec]', and what the address needs, such as s3fs",
             ) from error
+        # It is part of what is printed and recorded.
+        refuse_secret_address(url, "the address of checkpoints")
         self.url = url.rstrip("/")
         try:
             found = fsspec.core.url_to_fs(self.url, **(options or {}))

@@ -18,6 +18,7 @@ from typing import Any
 
 from sbp_core.plugins import PluginRegistry
 from sbp_launch.clusters.local import usable_cores
+from sbp_launch.secret_settings import without_secrets
 
 #: The file of a run folder that holds the record.
 ENVIRONMENT = "environment.json"
@@ -80,7 +81,7 @@ def environment(registry: PluginRegistry) -> dict[str, Any]:
     plugins = {entry.distribution: entry.version for entry in registry.entries if entry.version}
     return {
         "time": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "command": sys.argv,
+        "command": [without_secrets(argument) for argument in sys.argv],
         "folder": str(Path.cwd()),
         "git": git_state(Path.cwd()),
         "python": platform.python_version(),

@@ -13,6 +13,7 @@ from typing import TypeVar
 from sbp_core.errors import ConfigError, SbpLookupError, nearest
 from sbp_core.plugins import ChecksOthers, PluginEntry, PluginRegistry, merge_settings
 from sbp_launch.compile_config import CompileConfig
+from sbp_launch.secret_settings import refuse_secrets
 from sbp_launch.settings.config import (
     GROUPS,
     PLUGIN_GROUPS,
@@ -37,9 +38,10 @@ def check(composed: ComposedConfig, registry: PluginRegistry, own: Iterable[str]
 
     Raises:
         ConfigError: a group, a plugin or a setting is unknown, missing or refused; names the key,
-            its file and what the command line said about it.
+            its file and what the command line said about it. Or one holds a secret.
     """
     refuse_unknown(composed, (*GROUPS, *own), registry)
+    refuse_secrets(composed.values)
     choices: dict[str, PluginChoice] = {}
     configs: dict[str, object] = {}
     for group in PLUGIN_GROUPS:
