@@ -162,7 +162,8 @@ def train_and_kill(options: argparse.Namespace, console: Console) -> Iterator[Tr
                 how,
                 moment,
                 num_ranks=options.ranks,
-                failing_rank=draw.randrange(options.ranks),
+                # The first one commits.
+                failing_rank=draw.randrange(1 if moment is Moment.COMMIT else options.ranks),
             )
             down = "never" if outcome.down_s is None else f"{outcome.down_s:.2f} s"
             line = f"{way}: {how} of rank {outcome.failing_rank} at {moment}: down after {down}"

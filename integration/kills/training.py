@@ -13,12 +13,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from uuid import uuid4
 
 from kills.trial import How, marked_processes
+from sbp_core.errors import SbpError
+from sbp_launch.checkpoint import Checkpoint, LocalStorage, newest_first
 
 HOOK = Path(__file__).with_name("hook")
 
@@ -60,7 +63,7 @@ TRAINING_WAYS = {
 }
 
 #: How a rank of a training run fails.
-TRAINING_HOWS = (How.EXCEPTION, How.SIGKILL, How.SIGSTOP)
+TRAINING_HOWS = (How.EXCEPTION, How.SIGKILL, How.SIGSTOP, How.EXIT)
 
 
 class Moment(StrEnum):
@@ -71,7 +74,14 @@ class Moment(StrEnum):
     FIRST_STEP = "first step"
     FORWARD = "forward"
     UPDATE = "update"
+    WRITING = "writing"
+    COMMIT = "commit"
     END = "end"
+
+    @property
+    def saves(self) -> bool:
+        """Whether it is one of a save while steps run."""
+        return self in (Moment.WRITING, Moment.COMMIT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +93,7 @@ class TrainingOutcome:
         down_s: When the command had ended; None if it had to be ended.
         left: Processes that were left behind.
         exit_status: Of the command.
+        checkpoints: The steps of those that are there, or what is wrong with one.
         lines: All that it wrote.
     """
 
@@ -93,7 +104,25 @@ class TrainingOutcome:
     down_s: float | None
     left: tuple[int, ...]
     exit_status: int | None
+    checkpoints: tuple[int | str, ...]
     lines: tuple[str, ...]
+
+    @property
+    def saved_step(self) -> int | None:
+        """The step that the ranks that are left have to save; None if they may not be able to.
+
+        Each rank has all states. They need the control store, which rank 0 hosts, unless torchrun
+        does; a rank 0 that is stopped still has the lock of the folder; mpiexec ends all ranks with
+        the one that is killed.
+        """
+        if self.moment in (Moment.IMPORT, Moment.CAPTURE, Moment.FIRST_STEP):
+            return None
+        if self.how is How.SIGSTOP or self.how is How.SIGKILL:
+            if self.way == "mpiexec":
+                return None
+            if self.failing_rank == 0 and (self.way == "spawn" or self.how is How.SIGSTOP):
+                return None
+        return 4 if self.moment is Moment.END else 2
 
     @property
     def limit_s(self) -> float:
@@ -132,6 +161,15 @@ class TrainingOutcome:
             found.append("the first line of the message does not name the rank")
         if "to mend it:" not in self.message:
             found.append("the message does not say what to do")
+        found += [text for text in self.checkpoints if isinstance(text, str)]
+        newest = max((step for step in self.checkpoints if isinstance(step, int)), default=-1)
+        if self.saved_step is not None and newest < self.saved_step:
+            found.append(f"step {self.saved_step} is not saved by the ranks that are left")
+        if (
+            newest >= 0
+            and f"to go on from step-{newest:08d}: sbp-train resume=" not in self.message
+        ):
+            found.append("the message does not say how to go on from the newest checkpoint")
         return tuple(found)
 
 
@@ -152,6 +190,7 @@ def run_training_trial(
                 [
                     *(sys.executable, "-m", "sbp_launch.apps.train"),
                     *(*TRAINING_WAYS[way], *_SMALL, f"cluster.mesh=[{num_ranks}]"),
+                    *(("trainer.checkpoint.every=2",) if moment.saves else ()),
                 ],
                 cwd=folder,
                 env={
@@ -185,8 +224,22 @@ def run_training_trial(
             down_s=down_s,
             left=left if down_s is not None else (),
             exit_status=command.returncode,
+            checkpoints=tuple(_checkpoints(folder)),
             lines=tuple(text.splitlines()),
         )
+
+
+def _checkpoints(folder: Path) -> Iterator[int | str]:
+    """Yield the steps of the checkpoints of a run that are whole, and what is wrong with others."""
+    for place in folder.glob("runs/*/checkpoints"):
+        storage = LocalStorage(place)
+        for name in newest_first(storage):
+            try:
+                with Checkpoint(storage, name) as checkpoint:
+                    _ = [checkpoint[state] for state in checkpoint]
+                    yield checkpoint.manifest.metadata.step
+            except SbpError as error:
+                yield f"{name} is damaged: {error}"
 
 
 def _fired_at(folder: Path, command: subprocess.Popen[bytes]) -> float | None:

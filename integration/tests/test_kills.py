@@ -36,11 +36,12 @@ def test_when_a_rank_is_killed_it_is_named_and_all_come_down(way: str, how: How)
     [
         ("spawn", How.EXCEPTION, Moment.UPDATE, 1),
         ("spawn", How.SIGSTOP, Moment.FORWARD, 0),
+        ("spawn", How.SIGKILL, Moment.WRITING, 1),
         ("mpiexec", How.SIGKILL, Moment.FIRST_STEP, 1),
     ],
     ids=str,
 )
-def test_when_a_rank_that_trains_is_killed_it_is_named_and_all_come_down(
+def test_when_a_rank_that_trains_is_killed_it_is_named_and_the_others_save_what_is_left(
     way: str, how: How, moment: Moment, failing_rank: int
 ) -> None:
     outcome = run_training_trial(way, how, moment, failing_rank=failing_rank)

@@ -11,6 +11,7 @@ import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import itertools
 import json
 import os
 import signal
@@ -23,6 +24,9 @@ from typing import Any
 
 #: The step, counted from 0, in which a rank fails in forward or in the update.
 _STEP = 2
+
+#: The piece of a checkpoint, counted from 0, behind which a rank fails that writes one.
+_PIECE = 3
 
 
 class ToldToFailError(Exception):
@@ -42,6 +46,8 @@ def _fail(settings: dict[str, Any]) -> None:
     unfinished = fired.with_suffix(".part")
     unfinished.write_text(json.dumps([time.monotonic(), os.getpid()]), "utf-8")
     unfinished.rename(fired)
+    if settings["how"] == "sys.exit":
+        sys.exit(4)
     if settings["how"] == "exception":
         raise ToldToFailError("this rank was told to fail")
     os.kill(os.getpid(), getattr(signal, settings["how"]))
@@ -92,6 +98,17 @@ def _patch_update(module: Any, settings: dict[str, Any]) -> None:
     _before(module.Worker, "_fire", _in_update, settings)
 
 
+def _patch_writing(module: Any, settings: dict[str, Any]) -> None:
+    # When some of the file is written.
+    calls = itertools.count()
+    _before(module, "_add", lambda *_: next(calls) == _PIECE, settings)
+
+
+def _patch_commit(module: Any, settings: dict[str, Any]) -> None:
+    # All ranks have said that their files are there.
+    _before(module._StagedLocal, "commit", _always, settings)
+
+
 def _patch_end(module: ModuleType, settings: dict[str, Any]) -> None:
     _before(module, "save_states", _always, settings)
 
@@ -103,6 +120,8 @@ _MOMENTS: dict[str, tuple[str, Callable[[Any, dict[str, Any]], None]]] = {
     "first step": ("sbp_actor_runtime.session", _patch_first_step),
     "forward": ("sbp_actor_runtime.worker", _patch_forward),
     "update": ("sbp_actor_runtime.worker", _patch_update),
+    "writing": ("sbp_launch.checkpoint.writing", _patch_writing),
+    "commit": ("sbp_launch.checkpoint.local", _patch_commit),
     "end": ("sbp_launch.trainer.trainer", _patch_end),
 }
 

@@ -8,15 +8,24 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from saved_states import STATES, pieces_of, save
 from trainable import registry, run_config
 
-from sbp_core.boxing.supervision import ExitReport, LaunchSpec, one_process_per_rank
+from sbp_core.boxing.supervision import ExitReport, LaunchSpec, Line, one_process_per_rank
 from sbp_core.errors import RunError
+from sbp_core.placement import Placement
 from sbp_core.plugins import LaunchRequest
+from sbp_core.sbp import B, NdSbp
+from sbp_launch.checkpoint.local import LocalStorage
+from sbp_launch.checkpoint.places import step_name
 from sbp_launch.launching import launching
 from sbp_launch.launching.launchers import Spawn
+from sbp_launch.run.stopping import SAVING, STARTING
 from sbp_launch.settings.config import PluginChoice
 from sbp_launch.world import World
+
+#: What one process owns of some states.
+OWNED = pieces_of(STATES, Placement.grid((1,), ("a",), "cpu"), NdSbp(B))
 
 #: A rank whose exit code is that of its place in a list.
 _RANK = "import os, sys, time; sys.exit(int(sys.argv[1].split(',')[int(os.environ['RANK'])]))"
@@ -76,3 +85,33 @@ def test_a_run_that_a_signal_stopped_ends_as_if_alone(
         launched(tmp_path, monkeypatch, "0,0")
 
     assert getattr(caught.value, "code", 143) == 143
+
+
+def test_a_run_that_failed_says_from_which_checkpoint_it_goes_on_and_how(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for step in (1, 2):
+        save(LocalStorage(tmp_path / "run" / "checkpoints"), step_name(step), OWNED)
+
+    with pytest.raises(RunError) as caught:
+        launched(tmp_path / "run", monkeypatch, "0,1")
+
+    last = str(caught.value).splitlines()[-1]
+    assert last == "  to go on from step-00000002: sbp-train resume=run"
+
+
+def test_ranks_get_time_for_their_step_and_to_save_what_is_left(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    output = launching._Output()
+    first, second = (LaunchSpec(command=("python",), ranks=(rank,)) for rank in (0, 1))
+    found = []
+
+    for text in ("planning", f"making the states and {STARTING} ... 0.1 s", SAVING, "saved"):
+        output.write(Line(spec=first, text=text))
+        output.write(Line(spec=second, text="rank 1 speaks"))
+        found.append(output.more_grace_s())
+
+    assert found == [0.0, 30.0, 600.0, 0.0]
+    assert "rank 1" not in capsys.readouterr().out

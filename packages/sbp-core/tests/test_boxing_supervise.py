@@ -161,6 +161,37 @@ def test_the_others_have_the_grace_to_say_why_they_end(tmp_path):
     assert "then rank 0 ended with exit code 4" in str(ended)
 
 
+def test_the_others_get_more_grace_as_long_as_they_need_it(tmp_path):
+    other = """
+        import sys, time
+        print("saving", flush=True)
+        time.sleep(1.0)
+        print("saved", flush=True)
+    """
+    fails = "import time; time.sleep(0.3); exit(3)"
+    heard = Heard()
+
+    ended = supervise(
+        [python(other), python(fails, 1)],
+        grace_s=0.1,
+        more_grace_s=lambda: 60.0 if heard.texts == ["saving"] else 0.0,
+        on_line=heard,
+    )
+
+    assert heard.texts == ["saving", "saved"]
+    assert [end.code for end in ended.exits] == [3, 0]
+
+
+def test_who_is_stopped_gets_no_more_grace():
+    stops = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
+
+    ended = supervise(
+        [python("exit(3)"), python(stops, 1)], grace_s=0.5, more_grace_s=lambda: 600.0
+    )
+
+    assert [end.stopped for end in ended.remaining] == [True]
+
+
 def test_a_killed_process_is_named_with_its_signal_and_the_others_are_ended():
     pids: list[int] = []
 

@@ -18,20 +18,26 @@ from typing import cast
 
 from sbp_core.boxing import BoxingBackend
 from sbp_core.boxing.supervision import ExitReport, LaunchSpec, Line, supervise
-from sbp_core.errors import RunError
-from sbp_core.plugins import Launcher, LaunchRequest, PluginRegistry
+from sbp_core.errors import RunError, SbpError
+from sbp_core.plugins import Launcher, LaunchRequest, PluginRegistry, StorageFactory
 from sbp_launch.exit_codes import BAD_CONFIG
 from sbp_launch.launching.choice import has_threads, is_started
 from sbp_launch.launching.logs import log_path
 from sbp_launch.launching.meeting import Meeting
 from sbp_launch.launching.rank import run_rank
+from sbp_launch.run.folder import going_on
 from sbp_launch.run.run import make_console
+from sbp_launch.run.stopping import SAVING, STARTING
 from sbp_launch.settings.config import RunConfig
 from sbp_launch.world import World
 
 #: Seconds that ranks get to end by themselves when one has failed: those that wait for it are told
 #: at once; one that captures or plans waits for nobody.
 _GRACE_S = 2.0
+
+#: Seconds that they get beyond that: one that computes, until it waits for the others; and to save
+#: what is left.
+_STEP_S, _SAVE_S = 30.0, 600.0
 
 #: Lines of the log of a rank that failed which are shown.
 _SHOWN_LINES = 12
@@ -119,7 +125,14 @@ def _start(config: RunConfig, registry: PluginRegistry, folder: Path) -> None:
         f"{log_path(folder, 0).parent}\n"
     )
     sys.stdout.flush()
-    report = supervise(specs, grace_s=_GRACE_S, on_line=_write_line, stops_gently=True)
+    output = _Output()
+    report = supervise(
+        specs,
+        grace_s=_GRACE_S,
+        more_grace_s=output.more_grace_s,
+        on_line=output.write,
+        stops_gently=True,
+    )
     if report.stopped_by == signal.SIGINT:
         raise KeyboardInterrupt
     if report.stopped_by is not None:
@@ -128,14 +141,58 @@ def _start(config: RunConfig, registry: PluginRegistry, folder: Path) -> None:
         raise SystemExit(BAD_CONFIG)  # a setting, of which rank 0 has told
     error = report.error(quote=False)
     if error is not None:
-        raise _with_logs(error, report, folder)
+        raise _with_checkpoint(_with_logs(error, report, folder), config, registry, folder)
 
 
-def _write_line(line: Line) -> None:
-    """Pass on what rank 0 writes, or a launcher; the other ranks have their logs."""
-    if 0 in line.spec.ranks:
+class _Output:
+    """Passes on what rank 0 writes, or a launcher; the other ranks have their logs.
+
+    By that it knows what the run is at, and so how long those that are left of it may take to end.
+    """
+
+    def __init__(self) -> None:
+        self._at = ""
+
+    def write(self, line: Line) -> None:
+        """Pass on a line."""
+        if 0 not in line.spec.ranks:
+            return
+        if STARTING in line.text:
+            self._at = STARTING
+        elif SAVING in line.text:
+            self._at = SAVING
+        elif self._at == SAVING:
+            self._at = ""  # it has said how that went
         sys.stdout.write(f"{line.text}\n")
         sys.stdout.flush()
+
+    def more_grace_s(self) -> float:
+        """Return how much longer the others get when a rank has failed."""
+        return {STARTING: _STEP_S, SAVING: _SAVE_S}.get(self._at, 0.0)
+
+
+def _with_checkpoint(
+    error: RunError, config: RunConfig, registry: PluginRegistry, folder: Path
+) -> RunError:
+    """Return an error that says how to go on from the newest checkpoint, if there is one."""
+    from sbp_launch.checkpoint import (
+        newest_first,  # here: it takes a while, and only failures need it
+    )
+
+    try:
+        choice = config.storage
+        make = cast(StorageFactory, registry.make("storage", choice.name, choice.settings))
+        names = newest_first(make(folder))
+    except SbpError:
+        return error  # which matters more
+    if not names:
+        return error
+    return RunError(
+        error.what,
+        where=error.where,
+        accepted=error.accepted,
+        todo=f"{error.todo}\n  to go on from {names[0]}: {going_on(folder)}",
+    )
 
 
 def _with_logs(error: RunError, report: ExitReport, folder: Path) -> RunError:

@@ -93,6 +93,11 @@ def as_typed(folder: Path) -> str:
     return str(folder.relative_to(here) if folder.is_relative_to(here) else folder)
 
 
+def going_on(folder: Path) -> str:
+    """Return the command that goes on from a run's newest checkpoint."""
+    return f"sbp-train resume={as_typed(folder)}"
+
+
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
     """Say of what cannot be written in the `with` block that it belongs to a run folder.

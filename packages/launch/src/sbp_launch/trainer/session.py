@@ -10,11 +10,11 @@ from sbp_core.boxing import BoxingBackend
 from sbp_core.compile import PhysicalPlan
 from sbp_core.errors import BoxingError, ConfigError, RunError
 from sbp_core.runtime import Runtime, Session
+from sbp_launch.run.folder import going_on
 from sbp_launch.run.run import Run
 from sbp_launch.run.stopping import Terminated
 from sbp_launch.trainer.finite_loss import NotFiniteError
 from sbp_launch.trainer.loop import TrainingLoop
-from sbp_launch.trainer.summary import going_on
 from sbp_launch.trainer.survivors import save_with_survivors
 
 
@@ -95,11 +95,11 @@ def save_states_after_error(run: Run, loop: TrainingLoop, error: BaseException) 
         error.add_note(f"the states were not saved: {other}")
         run.say([f"{ended}; the states are not saved: {other}"])
         if newest := loop.checkpoints.newest:
-            run.say([f"the newest checkpoint is {newest}", f"  to go on: {going_on(run)}"])
+            run.say([f"the newest checkpoint is {newest}", f"  to go on: {going_on(run.folder)}"])
     else:
         run.say([f"{ended}; the states so far are in {place}"])
         if is_finite:
-            run.say([f"  to go on: {going_on(run)}"])
+            run.say([f"  to go on: {going_on(run.folder)}"])
 
 
 def _save(run: Run, loop: TrainingLoop, error: BaseException, *, is_finite: bool) -> str:
@@ -108,12 +108,12 @@ def _save(run: Run, loop: TrainingLoop, error: BaseException, *, is_finite: bool
     Raises:
         RunError, BoxingError: see `TrainingLoop.save` and `save_with_survivors`.
     """
-    if isinstance(error, BoxingError):  # of a save with all
-        return save_with_survivors(run, loop, error)
     if loop.team.stops_together:
         try:
             return loop.save(is_finite=is_finite)
         except BoxingError as other:
+            if not is_finite:
+                raise
             return save_with_survivors(run, loop, other)
     if not isinstance(error, Exception):  # Ctrl-C that does not wait for the step
         raise RunError("the ranks of the other processes did not stop behind the same step")

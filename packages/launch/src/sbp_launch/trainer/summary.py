@@ -9,7 +9,7 @@ from sbp_core.infer import step_time_s
 from sbp_core.memory import MemoryReport
 from sbp_launch.planning.flow import Planned
 from sbp_launch.planning.report import counted
-from sbp_launch.run.folder import as_typed
+from sbp_launch.run.folder import going_on
 from sbp_launch.run.result import RunResult, write_result
 from sbp_launch.run.run import Run
 from sbp_launch.trainer.figures import Predicted, prediction_basis
@@ -65,16 +65,11 @@ def held_out_lines(run: Run, loop: TrainingLoop) -> list[str]:
     return lines
 
 
-def going_on(run: Run) -> str:
-    """Return the command that goes on from the newest checkpoint."""
-    return f"sbp-train resume={as_typed(run.folder)}"
-
-
 def saved_lines(run: Run, loop: TrainingLoop) -> list[str]:
     """Return where the states of a run are that has ended, and how it trains further."""
     unit = run.config.trainer.budget.unit
     more = "" if loop.stopped_for else f" trainer.{unit}=MORE"
-    return [f"saved: {loop.checkpoints.newest}", f"  to go on: {going_on(run)}{more}"]
+    return [f"saved: {loop.checkpoints.newest}", f"  to go on: {going_on(run.folder)}{more}"]
 
 
 def predicted_of(run: Run, program: Program, planned: Planned) -> Predicted:

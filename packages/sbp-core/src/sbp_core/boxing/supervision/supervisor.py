@@ -35,6 +35,9 @@ _LAST_LINES = 30
 #: Seconds between SIGTERM and SIGKILL.
 _TERM_S = 1.0
 
+#: Seconds after which it is asked again whether there is more grace.
+_LOOK_S = 0.5
+
 #: Seconds to read what a process has written before it ended.
 _DRAIN_S = 1.0
 
@@ -69,6 +72,7 @@ def supervise(
     launch_specs: Sequence[LaunchSpec],
     *,
     grace_s: float = 3.0,
+    more_grace_s: Callable[[], float] = lambda: 0.0,
     on_line: Callable[[Line], None] = write_line,
     timeout_s: float | None = None,
     stops_gently: bool = False,
@@ -83,6 +87,8 @@ def supervise(
     Args:
         launch_specs: What to start.
         grace_s: Seconds, after one has ended badly, in which the others may end by themselves.
+        more_grace_s: Says how many seconds they get beyond that, such as to save what is left; it
+            is asked again while these last. Those that a signal has stopped get none.
         on_line: Called with every line they write, in the thread of the caller.
         timeout_s: Seconds after which they are ended; None waits for ever.
         stops_gently: Pass Ctrl-C, SIGTERM and SIGHUP on, and wait until all processes have ended,
@@ -96,7 +102,8 @@ def supervise(
         RunError: a program cannot be started.
         KeyboardInterrupt: Ctrl-C, once all processes have ended.
     """
-    with _Supervision(launch_specs, grace_s, on_line) as run, run.hearing(gently=stops_gently):
+    supervision = _Supervision(launch_specs, grace_s, more_grace_s, on_line)
+    with supervision as run, run.hearing(gently=stops_gently):
         try:
             run.start()
             run.wait(timeout_s)
@@ -143,9 +150,14 @@ class _Supervision:
     """The processes of one run. Two threads for each: one reads its lines, one awaits its end."""
 
     def __init__(
-        self, launch_specs: Sequence[LaunchSpec], grace_s: float, on_line: Callable[[Line], None]
+        self,
+        launch_specs: Sequence[LaunchSpec],
+        grace_s: float,
+        more_grace_s: Callable[[], float],
+        on_line: Callable[[Line], None],
     ) -> None:
-        self._specs, self._grace_s, self._on_line = tuple(launch_specs), grace_s, on_line
+        self._specs, self._on_line = tuple(launch_specs), on_line
+        self._grace_s, self._more_grace_s = grace_s, more_grace_s
         self._mark = f"SBP_SUPERVISED_{uuid4().hex}"
         self._processes: dict[int, subprocess.Popen[str]] = {}
         self._threads: list[threading.Thread] = []
@@ -243,7 +255,7 @@ class _Supervision:
         end = None if timeout_s is None else self._began + timeout_s
         while len(self._exits) < len(self._specs):
             if self._any_failed():
-                self._handle_until(time.monotonic() + self._grace_s)
+                self._wait_for_others()
                 break
             if self._stop_end is not None:
                 self._handle_until(self._stop_end)
@@ -255,6 +267,20 @@ class _Supervision:
         for index in range(len(self._specs)):
             if index not in self._exits:
                 self._exits[index] = self._describe(index, None)
+
+    def _wait_for_others(self) -> None:
+        """Wait, when one has failed, until all have ended or the grace is over."""
+        end = time.monotonic() + self._grace_s
+        self._handle_until(end)
+        while self._any_runs() and not _is_over(end + self._more_grace_s()):
+            self._handle_until(time.monotonic() + _LOOK_S)
+
+    def _any_runs(self) -> bool:
+        """Whether a process has not ended, and is not stopped either."""
+        return any(
+            index not in self._exits and not reaper.is_stopped(process.pid)
+            for index, process in self._processes.items()
+        )
 
     def _stop(self, number: int) -> None:
         """Ask all processes to end, and wait; the second time, not for long."""
