@@ -27,6 +27,7 @@ EVALUATING = (
 
 MPIEXEC = ("mpiexec", "-n", "2", "--oversubscribe", "--bind-to", "none")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
 def started(
@@ -90,17 +91,20 @@ def test_processes_compute_what_threads_do_bit_for_bit(
 
 
 @pytest.mark.exhaustive
-def test_a_sweep_has_a_run_on_processes_after_the_other(tmp_path: Path) -> None:
-    done = train(
-        tmp_path,
-        *DATA,
-        "boxing=torch",
-        "-m",
-        "optimizer.lr=1e-3,1e12,1e-2",
-        "hydra.sweep.dir=sweep",
-        "trainer.plan_rows=0",
-        "trainer.compare_steps=0",
-    )
+@pytest.mark.parametrize(
+    ("by", "boxing"),
+    [("spawn", "torch"), ("torchrun", "torch"), ("mpiexec", "torch"), ("mpiexec", "mpi")],
+)
+def test_a_sweep_has_a_run_on_processes_after_the_other_also_behind_one_that_fails(
+    tmp_path: Path, by: str, boxing: str
+) -> None:
+    command = ("-m", "sbp_launch.apps.train", *SMALL, *DATA, f"boxing={boxing}")
+    command += ("-m", "optimizer.lr=1e-3,1e12,1e-2", "hydra.sweep.dir=sweep")
+    command += ("trainer.plan_rows=0", "trainer.compare_steps=0")
+    starts = {"spawn": [sys.executable], "torchrun": TORCHRUN}.get(by, [*MPIEXEC, sys.executable])
+
+    # mpiexec gives its ranks a terminal, which is to show plain text.
+    done = started([*starts, *command], tmp_path, {**AS_ROOT, "TERM": "dumb"})
 
     assert done.returncode == 1, done.stdout + done.stderr  # one of them has diverged
     first, second = (losses(tmp_path / "sweep" / job) for job in "02")
@@ -110,7 +114,7 @@ def test_a_sweep_has_a_run_on_processes_after_the_other(tmp_path: Path) -> None:
     head, _, *rows = done.stdout.partition("the runs of sweep:\n")[2].splitlines()
     assert head.split()[:3] == ["run", "optimizer.lr", "steps"]
     assert [row.split()[2] for row in (rows[0], rows[2])] == ["3", "3"]
-    assert rows[3].startswith("run 1 failed: rank ")
+    assert rows[3].startswith("run 1 failed: the loss is nan; the last finite loss was ")
 
 
 @pytest.mark.parametrize(
@@ -187,13 +191,12 @@ def process_of_rank(rank: int, folder: Path) -> int:
 @pytest.mark.parametrize("by", ["torchrun", "mpiexec"])
 def test_the_command_runs_under_other_launchers(tmp_path: Path, by: str, boxing: str) -> None:
     overrides = (*SMALL, *DATA, f"boxing={boxing}", "hydra.run.dir=run")
-    environment = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     starts = TORCHRUN if by == "torchrun" else MPIEXEC
     command = ("-m", "sbp_launch.apps.train", *overrides)
     if by == "mpiexec":
         command = (sys.executable, *command)
 
-    done = started([*starts, *command], tmp_path, environment)
+    done = started([*starts, *command], tmp_path, AS_ROOT)
 
     if (by, boxing) == ("torchrun", "mpi"):  # its processes have no MPI that connects them
         assert done.returncode != 0

@@ -10,7 +10,7 @@ import pytest
 
 from sbp_core.boxing.supervision.rendezvous import free_port
 from sbp_core.errors import ConfigError
-from sbp_launch.launching.meeting import meet
+from sbp_launch.launching.meeting import Told, meet
 from sbp_launch.world import World
 
 
@@ -21,22 +21,26 @@ def world(rank: int) -> World:
 def test_rank_0_tells_of_one_run_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    heard: list[tuple[Path | None, int]] = []
+    heard: list[Told] = []
+    told = [
+        Told(folder=Path("/runs/1")),
+        Told(folder=Path("/runs/2"), of_sweep=True),
+        Told(code=2),
+    ]
 
     def follow() -> None:
         meeting = meet(world(1))
-        while not heard or heard[-1][0] is not None:
+        while not heard or heard[-1].folder is not None:
             heard.append(meeting.receive())
 
     other = threading.Thread(target=follow)
     other.start()
     meeting = meet(world(0))
-    meeting.tell(Path("/runs/1"))
-    meeting.tell(Path("/runs/2"))
-    meeting.tell(None, 2)
+    for one in told:
+        meeting.tell(one)
     other.join(60)
 
-    assert heard == [(Path("/runs/1"), 0), (Path("/runs/2"), 0), (None, 2)]
+    assert heard == told
 
 
 def test_rank_0_leaves_last_as_it_may_hold_what_the_others_meet_by(
@@ -56,7 +60,7 @@ def test_rank_0_leaves_last_as_it_may_hold_what_the_others_meet_by(
     other = threading.Thread(target=follow)
     other.start()
     meeting = meet(world(0))
-    meeting.tell(None)
+    meeting.tell(Told())
     meeting.leave(0)
     left.append(0)
     other.join(60)

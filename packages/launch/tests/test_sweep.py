@@ -31,7 +31,8 @@ def result(**changes: object) -> RunResult:
 def jobs(folder: Path) -> list[SweepJob]:
     """Return three runs: a good one, one that diverged, and one that did not begin."""
     found = [result(loss=2.5, held_out_loss=2.75, best=2.6, best_step=80, rate=14452.3, mfu=0.1)]
-    found += [result(step=3, loss=math.nan, rate=None)]
+    diverged = "the loss is nan [of step 3]\n  in step 3 of 100"
+    found += [result(step=3, loss=math.nan, rate=None, failure=diverged)]
     made = []
     for number, rate in enumerate(("0.001", "0.1", "-1")):
         place = folder / str(number)
@@ -66,7 +67,7 @@ def test_each_run_has_a_row_with_what_came_of_it(
     assert words[5] == ["1", "0.1", "3", "nan", "1"]
     assert words[6] == ["2", "-1", "2"]
     assert lines[7:] == [
-        "run 1 failed: it failed [as 1 does]",
+        "run 1 failed: the loss is nan [of step 3]",
         "run 2 failed: it failed [as 2 does]",
     ]
 
@@ -101,5 +102,6 @@ def test_a_run_leaves_what_came_of_it_also_if_it_fails(
     assert good.loss and good.held_out_loss and good.rate and good.mfu
     assert objective(tmp_path / "good") == good.best
     assert (bad.step, bad.best) == (2, None)
+    assert (good.failure, bad.failure) == ("", "ZeroDivisionError: division by zero")
     assert objective(tmp_path / "bad") == bad.loss
     assert objective(tmp_path) is None

@@ -4,27 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from sbp_core.errors import ConfigError, RunError
 from sbp_launch.apps import train
 from sbp_launch.launching import launching
-from sbp_launch.launching.meeting import Meeting
+from sbp_launch.launching.meeting import Meeting, Told
 from sbp_launch.world import World
 
 
 class MadeUpMeeting(Meeting):
     """Keeps what it is told; the others receive what is given."""
 
-    def __init__(self, given: Sequence[tuple[Path | None, int]] = ()) -> None:
-        self.given, self.told, self.left = list(given), list[Any](), list[int]()
+    def __init__(self, given: Sequence[Told] = ()) -> None:
+        self.given, self.told, self.left = list(given), list[Told](), list[int]()
 
-    def tell(self, folder: Path | None, code: int = 0) -> None:
-        self.told.append((folder, code))
+    def tell(self, told: Told) -> None:
+        self.told.append(told)
 
-    def receive(self) -> tuple[Path | None, int]:
+    def receive(self) -> Told:
         return self.given.pop(0)
 
     def leave(self, code: int) -> None:
@@ -67,7 +66,7 @@ def test_rank_0_tells_the_others_how_it_ended(
     meeting = MadeUpMeeting()
 
     assert exit_code(monkeypatch, 0, meeting) == code
-    assert (meeting.told, meeting.left) == ([(None, code)], [code])
+    assert (meeting.told, meeting.left) == ([Told(code=code)], [code])
 
 
 def test_the_others_are_told_of_a_mistake_of_ours_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,14 +78,27 @@ def test_the_others_are_told_of_a_mistake_of_ours_too(monkeypatch: pytest.Monkey
 
     with pytest.raises(KeyError):
         exit_code(monkeypatch, 0, meeting)
-    assert meeting.told == [(None, 1)]
+    assert meeting.told == [Told(code=1)]
 
 
 @pytest.mark.parametrize(
-    ("codes", "last", "runs"), [([0, 0], 0, 2), ([0, 0], 130, 2), ([1, 0], 1, 1)]
+    ("codes", "of_sweep", "last", "runs", "code"),
+    [
+        ([0, 0], True, 0, 2, 0),
+        ([0, 0], True, 130, 2, 130),
+        ([1, 0], False, 1, 1, 1),
+        ([1, 0], True, 1, 2, 1),
+        ([2, 0], True, 0, 2, 2),
+        ([130, 0], True, 130, 1, 130),
+    ],
 )
-def test_another_rank_follows_from_run_to_run_until_one_fails(
-    codes: list[int], last: int, runs: int, monkeypatch: pytest.MonkeyPatch
+def test_another_rank_follows_from_run_to_run_of_a_sweep_and_until_one_fails_or_is_stopped(
+    codes: list[int],
+    of_sweep: bool,
+    last: int,
+    runs: int,
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ran: list[Path] = []
 
@@ -96,11 +108,12 @@ def test_another_rank_follows_from_run_to_run_until_one_fails(
 
     monkeypatch.setattr(launching, "run_rank", run_rank)
     folders = [Path("0"), Path("1")]
-    meeting = MadeUpMeeting([(folders[0], 0), (folders[1], 0), (None, last)])
+    told = [Told(folder=folder, of_sweep=of_sweep) for folder in folders]
+    meeting = MadeUpMeeting([*told, Told(code=last)])
 
-    assert exit_code(monkeypatch, 1, meeting) == last
+    assert exit_code(monkeypatch, 1, meeting) == code
     assert ran == folders[:runs]
-    assert meeting.left == [last]
+    assert meeting.left == [code]
 
 
 @pytest.mark.parametrize(
@@ -122,7 +135,7 @@ def test_a_setting_that_keeps_ranks_from_meeting_is_said_once_and_a_failure_by_e
 
 def test_ctrl_c_ends_a_rank_that_waits_for_the_next_run(monkeypatch: pytest.MonkeyPatch) -> None:
     class Waiting(MadeUpMeeting):
-        def receive(self) -> tuple[Path | None, int]:
+        def receive(self) -> Told:
             raise KeyboardInterrupt
 
     assert exit_code(monkeypatch, 1, Waiting()) == 130

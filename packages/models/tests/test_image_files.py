@@ -118,9 +118,9 @@ def broken_folder(tmp_path: Path, content: bytes) -> image_folder.ImageFolder:
     return image_folder.build(ImageFolderConfig(path=str(tmp_path)))
 
 
-def bomb() -> bytes:
+def bomb(side: int = 20_000) -> bytes:
     """Return a small PNG that says that it is huge."""
-    header = struct.pack(">IIBBBBB", 20_000, 20_000, 8, 0, 0, 0, 0)
+    header = struct.pack(">IIBBBBB", side, side, 8, 0, 0, 0, 0)
     crc = zlib.crc32(b"IHDR" + header)
     chunk = struct.pack(">I", len(header)) + b"IHDR" + header + struct.pack(">I", crc)
     return b"\x89PNG\r\n\x1a\n" + chunk
@@ -149,8 +149,9 @@ def test_a_flipped_byte_of_a_png_is_found_by_its_checksum(tmp_path: Path) -> Non
         broken_folder(tmp_path, bytes(content)).samples(np.arange(1))
 
 
-def test_a_file_that_says_that_it_is_huge_is_refused(tmp_path: Path) -> None:
-    data = broken_folder(tmp_path, bomb())
+@pytest.mark.parametrize("side", [9_000, 11_000, 20_000])  # Pillow says nothing, warns, refuses
+def test_a_file_that_says_that_it_is_huge_is_refused(tmp_path: Path, side: int) -> None:
+    data = broken_folder(tmp_path, bomb(side))
 
     with pytest.raises(ConfigError, match=r"x\.png is (no|an) image"):
         data.samples(np.arange(1))

@@ -66,6 +66,7 @@ class Pictures:
             IndexError,
             struct.error,
             self._image.DecompressionBombError,
+            self._image.DecompressionBombWarning,  # where warnings are errors
         ) as error:
             raise ConfigError(
                 f"{name} is no image that can be decoded: {error}",

@@ -27,7 +27,7 @@ from omegaconf import DictConfig, OmegaConf
 from sbp_core.errors import ConfigError, SbpError
 from sbp_core.plugins import blame, discover
 from sbp_launch.apps.sweep import SweepJob, objective, print_sweep
-from sbp_launch.exit_codes import BAD_CONFIG, FAILED, INTERRUPTED
+from sbp_launch.exit_codes import BAD_CONFIG, FAILED, INTERRUPTED, SIGNALS
 from sbp_launch.run.file import save_run
 from sbp_launch.run.folder import check_unused, make_folder, take_folder, writing
 from sbp_launch.run.run import make_console
@@ -47,9 +47,6 @@ from sbp_launch.settings.refusals import as_hydra_says, unknown_flag
 
 #: Runs the jobs of a sweep in this process, one after the other.
 _LAUNCHER = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
-
-#: Exit codes above this one are those of signals.
-_SIGNALS = 128
 
 #: Hydra's variable: with the value 1, errors keep their whole traceback.
 FULL_ERROR = "HYDRA_FULL_ERROR"
@@ -225,7 +222,7 @@ def _job(
             _report(app, error)
             failure = error.what
         except SystemExit as error:
-            if not isinstance(error.code, int) or error.code > _SIGNALS:
+            if not isinstance(error.code, int) or error.code > SIGNALS:
                 raise
             failure = f"it ended with exit code {error.code}" if error.code else ""
         except Exception as error:

@@ -1,8 +1,9 @@
 """What came of the runs of `--multirun`: one table, also if some of them have failed.
 
 run  optimizer.lr  steps  loss    held-out  best            tokens/s  folder
-0    0.001         100    2.4101  2.4272    2.4272          14,452    runs/2026-11-23_14-00/0
-1    0.1           failed: the loss is nan; the last finite loss was 5.2, of step 3
+0    0.001         100    2.4101  2.4272    2.4272          14,452    0
+1    0.1           3      nan                                         1
+run 1 failed: the loss is nan; the last finite loss was 5.2, of step 2
 """
 
 from __future__ import annotations
@@ -78,10 +79,13 @@ def print_sweep(jobs: Sequence[SweepJob], console: Console) -> None:
         )
     console.print(f"\nthe runs of {as_typed(parent)}:", highlight=False, soft_wrap=True)
     console.print(table, highlight=False)
-    for number, job in enumerate(jobs):
+    for number, (job, result) in enumerate(zip(jobs, results, strict=True)):
         if job.failure:
+            # What ended the training says more than how its process has ended.
+            failure = (result.failure if result is not None else "") or job.failure
+            failure = failure.partition("\n")[0]
             console.print(
-                f"run {number} failed: {job.failure}", highlight=False, markup=False, soft_wrap=True
+                f"run {number} failed: {failure}", highlight=False, markup=False, soft_wrap=True
             )
     best = [
         (one.best, number)

@@ -12,6 +12,9 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+
 from sbp_core.errors import ConfigError, SbpError
 from sbp_core.plugins import PluginRegistry
 from sbp_launch.apps.app import run
@@ -21,7 +24,7 @@ from sbp_launch.checkpoint.places import AUTO, find_checkpoints
 from sbp_launch.exit_codes import BAD_CONFIG, FAILED, INTERRUPTED
 from sbp_launch.launching.choice import choose_launcher
 from sbp_launch.launching.launching import follow, launch
-from sbp_launch.launching.meeting import Meeting, meet
+from sbp_launch.launching.meeting import Meeting, Told, meet
 from sbp_launch.settings.check import check
 from sbp_launch.settings.config import Application, ComposedConfig, RunConfig
 from sbp_launch.world import World
@@ -67,7 +70,8 @@ def make_application(world: World, meeting: Meeting | None = None) -> Applicatio
     """Return the command, in a process that stands somewhere among others."""
 
     def train(config: RunConfig, registry: PluginRegistry, run_folder: Path) -> None:
-        launch(config, registry, run_folder, world, meeting)
+        of_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
+        launch(config, registry, run_folder, world, meeting, of_sweep=of_sweep)
 
     return Application(
         name=_NAME,
@@ -77,8 +81,7 @@ def make_application(world: World, meeting: Meeting | None = None) -> Applicatio
         check=partial(check_train, world=world),
         task=train,
         may_overwrite=lambda config: config.trainer.overwrite or config.trainer.resume == AUTO,
-        # Ranks that were started by others end when a run has failed.
-        sweep_goes_on=world.size == 1,
+        sweep_goes_on=True,
     )
 
 
@@ -104,7 +107,7 @@ def _run_among(world: World) -> int:
         except SystemExit as error:
             code = error.code if isinstance(error.code, int) else FAILED
         finally:
-            meeting.tell(None, code)
+            meeting.tell(Told(code=code))
     meeting.leave(code)
     return code
 

@@ -20,10 +20,10 @@ from sbp_core.boxing import BoxingBackend
 from sbp_core.boxing.supervision import ExitReport, LaunchSpec, Line, supervise
 from sbp_core.errors import RunError, SbpError
 from sbp_core.plugins import Launcher, LaunchRequest, PluginRegistry, StorageFactory
-from sbp_launch.exit_codes import BAD_CONFIG
+from sbp_launch.exit_codes import BAD_CONFIG, SIGNALS
 from sbp_launch.launching.choice import has_threads, is_started
 from sbp_launch.launching.logs import log_path
-from sbp_launch.launching.meeting import Meeting
+from sbp_launch.launching.meeting import Meeting, Told
 from sbp_launch.launching.rank import run_rank
 from sbp_launch.run.folder import going_on
 from sbp_launch.run.run import make_console
@@ -44,7 +44,13 @@ _SHOWN_LINES = 12
 
 
 def launch(
-    config: RunConfig, registry: PluginRegistry, folder: Path, world: World, meeting: Meeting | None
+    config: RunConfig,
+    registry: PluginRegistry,
+    folder: Path,
+    world: World,
+    meeting: Meeting | None,
+    *,
+    of_sweep: bool = False,
 ) -> None:
     """Train on the ranks of a run, wherever they are.
 
@@ -54,6 +60,7 @@ def launch(
         folder: Of the run, with its settings.
         world: Who started this process.
         meeting: With the other ranks, if there are some already.
+        of_sweep: Whether further runs follow if this one fails.
 
     Raises:
         SbpError: the run failed.
@@ -66,7 +73,7 @@ def launch(
         train(config, registry, folder)
     elif is_started(config, world):
         if meeting is not None:
-            meeting.tell(folder.absolute())
+            meeting.tell(Told(folder=folder.absolute(), of_sweep=of_sweep))
         if code := run_rank(folder, world):
             raise SystemExit(code)
     else:
@@ -75,12 +82,13 @@ def launch(
 
 def follow(meeting: Meeting, world: World) -> int:
     """Train, as another rank than 0, in each run that rank 0 tells of; return the exit code."""
-    while True:
-        folder, code = meeting.receive()
-        if folder is None:
+    failed = 0
+    while (told := meeting.receive()).folder is not None:
+        code = run_rank(told.folder, world)
+        if code and (not told.of_sweep or code > SIGNALS):
             return code
-        if code := run_rank(folder, world):
-            return code
+        failed = failed or code
+    return told.code or failed
 
 
 def rank_command(folder: Path) -> tuple[str, ...]:

@@ -5,8 +5,8 @@ Rank 0 reads the command line, makes the run folder, and leaves the settings the
     rank 0    compose, check, RUN/config.yaml ... tell(RUN) ... train ... tell(None)
     others    receive() ..........................-> RUN         train ... receive() -> None
 
-A sweep has a run after the other. A command line that is refused, or only asks for help, has none.
-Over MPI under mpiexec, and elsewhere over the store of torch.distributed.
+A sweep has a run after the other, also when one has failed. A command line that is refused, or only
+asks for help, has none. Over MPI under mpiexec, and elsewhere over the store of torch.distributed.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -36,26 +37,37 @@ _LEAVE_S, _LEAVE_STORE_S = 3.0, 30.0
 _LOOK_S = 0.01
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """What rank 0 tells the others.
+
+    Args:
+        folder: Of the next run; None if there is no other.
+        code: Exit code of rank 0, if there is no other.
+        of_sweep: Whether further runs follow if this one fails.
+    """
+
+    folder: Path | None = None
+    code: int = 0
+    of_sweep: bool = False
+
+
 class Meeting(ABC):
     """What the processes of a run say to each other before there is a run."""
 
-    def tell(self, folder: Path | None, code: int = 0) -> None:
-        """Tell all other ranks, as rank 0, which run comes next; None for no other.
+    def tell(self, told: Told) -> None:
+        """Tell all other ranks, as rank 0, what comes next."""
+        self._send(json.dumps(asdict(told), default=str))
 
-        Args:
-            folder: Of the run.
-            code: Exit code of rank 0, if there is no other run.
-        """
-        self._send(json.dumps([None if folder is None else str(folder), code]))
-
-    def receive(self) -> tuple[Path | None, int]:
-        """Return what rank 0 told: the next run, or None and its exit code.
+    def receive(self) -> Told:
+        """Return what rank 0 told.
 
         Raises:
             RunError: rank 0 has ended without a word.
         """
-        folder, code = json.loads(self._receive())
-        return None if folder is None else Path(folder), code
+        told = json.loads(self._receive())
+        folder = told.pop("folder")
+        return Told(folder=None if folder is None else Path(folder), **told)
 
     @abstractmethod
     def leave(self, code: int) -> None:

@@ -30,6 +30,7 @@ class RunResult:
         rate: Of these a second, the median without the first steps; None of too few.
         mfu: Model flop utilization at that speed.
         stopped_for: Why a callback has ended the run; empty if none has.
+        failure: What else has ended it before its budget was spent; empty if nothing has.
     """
 
     step: int
@@ -45,6 +46,7 @@ class RunResult:
     rate: float | None = None
     mfu: float | None = None
     stopped_for: str = ""
+    failure: str = ""
 
 
 DOCUMENT = Document(

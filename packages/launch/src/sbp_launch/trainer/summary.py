@@ -17,7 +17,7 @@ from sbp_launch.trainer.loop import TrainingLoop
 from sbp_launch.trainer.program import Program
 
 
-def leave_result(run: Run, loop: TrainingLoop) -> None:
+def leave_result(run: Run, loop: TrainingLoop, failure: str = "") -> None:
     """Leave what came of the run in its folder, if that can be written; the first process does."""
     if not run.is_first:
         return
@@ -36,6 +36,7 @@ def leave_result(run: Run, loop: TrainingLoop) -> None:
         rate=loop.speed.rate,
         mfu=None if typical_s is None else loop.work.mfu(typical_s),
         stopped_for=loop.stopped_for,
+        failure=failure,
     )
     with suppress(OSError):
         write_result(run.folder, result)

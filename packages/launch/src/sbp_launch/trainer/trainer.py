@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from sbp_core.boxing import BoxingBackend
-from sbp_core.errors import RunError, SbpValueError
+from sbp_core.errors import RunError, SbpValueError, words_of
 from sbp_core.plugins import PluginRegistry, Storage, TrainerState
 from sbp_core.strategy import Strategy
 from sbp_launch.checkpoint.starting_weights import StartingWeights, find_weights
@@ -201,8 +201,10 @@ def train_states(
             with signals.training(), tracer:
                 try:
                     loop.train()
-                finally:
-                    leave_result(run, loop)
+                except BaseException as error:
+                    leave_result(run, loop, words_of(error))
+                    raise
+                leave_result(run, loop)
         except BaseException as error:
             with signals.saving():
                 save_states_after_error(run, loop, error)
