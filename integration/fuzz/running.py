@@ -42,6 +42,7 @@ _OF_VALUES = (
     "this machine has",
     "GPUs",
     "expected scalar type",
+    "must have the same dtype",
     "division by zero",
     "math domain error",
     "Result too large",

@@ -33,6 +33,7 @@ from actor_plans import (
 
 from sbp_actor_runtime import session as session_module
 from sbp_actor_runtime.configs import ActorConfig
+from sbp_actor_runtime.message import WorkerReport
 from sbp_actor_runtime.session import ActorRuntime
 from sbp_core.errors import BoxingError, GraphError, RunError, SbpTypeError, SbpValueError
 from sbp_core.testing.interrupts import hears_signals
@@ -369,3 +370,14 @@ def test_an_interrupt_while_states_are_taken_over_leaves_all_ranks_at_one_step()
 
     assert session.store.values is not held
     assert all(held[rank][name] is value for rank in old for name, value in old[rank].items())
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (2, 0, 3, 1)])
+def test_of_results_that_differ_that_of_the_lowest_rank_counts(order: tuple[int, ...]) -> None:
+    with start(DATA) as session:
+        reports = [
+            WorkerReport(thread=(rank, "compute"), results={"loss": torch.tensor(float(rank))})
+            for rank in order
+        ]
+
+        assert session._commit(reports)["loss"] == 0

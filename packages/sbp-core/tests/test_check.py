@@ -243,7 +243,7 @@ def _with_keys_that_nobody_makes() -> PhysicalPlan:
         (_without_a_step, r"there is no boxing step 0"),
         (_with_a_partner_of_another_step, r"nothing of this boxing step is planned on the ranks"),
         (_with_a_transfer_as_collective, r"nothing of this boxing step is planned on the ranks"),
-        (_with_a_receiver_at_another_rate, r"nothing of this boxing step is planned on the ranks"),
+        (_with_a_receiver_at_another_rate, r"'receive .*' step 0 at rate 'step'"),
         (_with_a_register_filled_at_another_rate, "fills at rate 'micro', the register at rate"),
         (_without_a_partner, r"rank 0 has no send 'send layers.0.relu@1\(B\)'"),
         (

@@ -14,10 +14,11 @@ from sbp_core.compile.physical import (
     PhysicalPlan,
     Receive,
     Send,
+    StateSlot,
 )
 from sbp_core.compile.plan_spec import verify_plan
 from sbp_core.errors import PlanError
-from sbp_core.graph.ir import Ref
+from sbp_core.graph.ir import InputKind, Ref
 from sbp_core.graph.primitives import LOCAL_BOX
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, S
@@ -82,6 +83,50 @@ def _ranks_twice() -> PhysicalPlan:
     return replace(plan, ranks=_twice(plan.ranks))
 
 
+def _links_twice() -> PhysicalPlan:
+    plan = _plan()
+    return replace(plan, links=(*plan.links, replace(plan.links[0], name="another")))
+
+
+def _link_to_another_step() -> PhysicalPlan:
+    return _with_actor(Send, step=1)
+
+
+def _link_to_another_name() -> PhysicalPlan:
+    plan = _with_actor(Send, name="send x")
+    return replace(plan, links=(replace(plan.links[0], sender=(0, "send x")), *plan.links[1:]))
+
+
+def _emitted_twice() -> PhysicalPlan:
+    first = _plan().ranks[0].actors[0]
+    assert isinstance(first, Compute)
+    return _with_rank(actors=_first(emits=(("loss", first.outputs[0]),)))
+
+
+def _written_twice() -> PhysicalPlan:
+    first = _plan().ranks[0].actors[0]
+    assert isinstance(first, Compute)
+    return _with_rank(actors=_first(writes=(("layers.0.weight", first.outputs[0]),)))
+
+
+def _number_in_place() -> PhysicalPlan:
+    first = _plan().ranks[0].actors[0]
+    assert isinstance(first, Compute)
+    number = StateSlot(
+        name="step",
+        kind=InputKind.OPTIMIZER_STATE,
+        shape=(),
+        dtype="float32",
+        stage=0,
+        sbp=None,
+        local_shape=(),
+    )
+    return _with_rank(
+        slots=lambda slots: (*slots, number),
+        actors=_first(writes=(("step", first.outputs[0]),), in_place=("step",)),
+    )
+
+
 PAIR = Placement([0, 1], ("data",))
 
 
@@ -123,6 +168,12 @@ PAIR = Placement([0, 1], ("data",))
         (lambda: _with_step(size_bytes=-1), "-1 bytes"),
         (lambda: _with_step(source=(PAIR, NdSbp(S(3)))), r"S\(3\) splits a dim"),
         (lambda: _with_step(target=(PAIR, NdSbp())), "0 entries for a mesh of 1 axes"),
+        (_links_twice, "two links are called '0 send .* to 1 receive .*"),
+        (_link_to_another_step, r"'send layers.0.relu@1\(B\)' does step 1 at"),
+        (_link_to_another_name, "'send x' does step 0 at rate 'micro', 'receive"),
+        (_emitted_twice, "two emits of actors are called 'loss'"),
+        (_written_twice, "two writes of actors are called 'layers"),
+        (_number_in_place, r"\['step'\] in place"),
         (lambda: _with_link(sender=(0, "nobody")), "rank 0 has no send 'nobody'"),
         (lambda: _with_link(sender=(9, "forward.0.0")), "rank 9 has no send"),
         (lambda: _with_link(receiver=(0, "forward.0.0")), "rank 0 has no receive 'forward.0.0'"),

@@ -260,7 +260,9 @@ class ActorSession(Session):
         """Commit the new states of all ranks; return the results of the step."""
         results: dict[str, Tensor] = {}
         values = {rank: dict(held) for rank, held in self.store.values.items()}
-        for report in reports:
+        # If ranks have results of their own, that of the lowest counts, as in the reference
+        # runtime, and not that of the rank that came last.
+        for report in sorted(reports, key=lambda one: one.thread, reverse=True):
             results |= report.results
             values[report.thread[0]] |= report.new_states
         # One assignment, so that an interrupt leaves all ranks either before the step or after it.

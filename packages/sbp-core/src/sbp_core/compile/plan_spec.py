@@ -17,7 +17,6 @@ from sbp_core.compile.overwriting import is_in_place, written_arguments
 from sbp_core.compile.physical import (
     Accumulate,
     Actor,
-    Channel,
     Compute,
     PhysicalPlan,
     RankPlan,
@@ -50,9 +49,10 @@ def verify_plan(plan: PhysicalPlan) -> PhysicalPlan:
        A boxing actor takes one shard, an accumulation the parts that it sums; they make what they
        say, and nothing else leaves them.
        What an instruction writes over is a state that the actor overwrites, or of its own making.
-    6. Links lead from an actor that sends to one that receives.
+    6. Links lead from an actor that sends to one that receives the same, once.
     7. What ranks hold by one name is one graph input, and who holds a part of a state has a plan.
-       Actors write states that their rank holds; ties stand for states that no other one is.
+       Actors write states that their rank holds, one actor each; so it is with results. Ties stand
+       for states that no other one is.
     8. All stages are of one kind of device.
 
     Raises:
@@ -72,13 +72,14 @@ def verify_plan(plan: PhysicalPlan) -> PhysicalPlan:
         _check_once("slots", (slot.name for slot in part.slots), where)
         for slot in part.slots:
             _check_slot(plan, part, slot)
-        states = {slot.name for slot in part.slots if slot.kind.is_state}
         for actor in part.actors:
             where = f"actor {actor.name!r} of rank {part.rank}"
             _check_actor(plan, actor, where)
-            _check_writes(actor, states, where)
-    for link in plan.links:
-        _check_link(plan, link)
+            _check_writes(part, actor, where)
+        for what in ("emits", "writes"):
+            names = [name for actor in part.actors for name, _ in getattr(actor, what)]
+            _check_once(f"{what} of actors", names, f"rank {part.rank}")
+    _check_links(plan)
     _check_inputs(plan)
     _check_ties(plan)
     kinds = sorted({stage.device for stage in plan.stages})
@@ -210,14 +211,15 @@ def _check_actor(plan: PhysicalPlan, actor: Actor, where: str) -> None:
         raise _unknown(leaving - known, "it hands on", where)
 
 
-def _check_writes(actor: Actor, states: set[str], where: str) -> None:
-    written = [state for state, _ in actor.writes]
-    _check_once("states that it writes", written, where)
-    if not states.issuperset(written) or not set(written).issuperset(actor.in_place):
+def _check_writes(part: RankPlan, actor: Actor, where: str) -> None:
+    states = {slot.name for slot in part.slots if slot.kind.is_state}
+    numbers = {slot.name for slot in part.slots if slot.sbp is None}
+    written = {state for state, _ in actor.writes}
+    if not states >= written or not written - numbers >= set(actor.in_place):
         raise PlanError(
-            f"writes {written}, and {list(actor.in_place)} in place",
+            f"writes {sorted(written)}, and {list(actor.in_place)} in place",
             where=where,
-            accepted="states that this rank holds; in place some of those that it writes",
+            accepted="states that this rank holds; in place some tensors of those that it writes",
         )
 
 
@@ -300,13 +302,32 @@ def _check_local_box(plan: PhysicalPlan, args: tuple[object, ...], where: str) -
         )
 
 
-def _check_link(plan: PhysicalPlan, link: Channel) -> None:
-    for (rank, name), kind in ((link.sender, Send), (link.receiver, Receive)):
-        part = plan.by_rank.get(rank)
-        actor = None if part is None else part.by_name.get(name)
-        if not isinstance(actor, kind):
+def _check_links(plan: PhysicalPlan) -> None:
+    """Check that each link is from a send to the receive of what it sends, and that none is twice.
+
+    The two ends call a message alike: `send x` and `receive x`.
+    """
+    for link in plan.links:
+        where = f"link {link.name!r}"
+        ends: list[Send | Receive] = []
+        for (rank, name), kind in ((link.sender, Send), (link.receiver, Receive)):
+            part = plan.by_rank.get(rank)
+            actor = None if part is None else part.by_name.get(name)
+            if not isinstance(actor, kind):
+                raise PlanError(
+                    f"rank {rank} has no {kind.__name__.lower()} {name!r}",
+                    where=where,
+                    accepted="an actor that sends and one that receives",
+                )
+            ends.append(actor)
+        sends, receives = ends
+        alike = sends.name.removeprefix("send ") == receives.name.removeprefix("receive ")
+        if not alike or (sends.step, sends.rate) != (receives.step, receives.rate):
             raise PlanError(
-                f"rank {rank} has no {kind.__name__.lower()} {name!r}",
-                where=f"link {link.name!r}",
-                accepted="an actor that sends and one that receives",
+                f"{sends.name!r} does step {sends.step} at rate {sends.rate.value!r}, "
+                f"{receives.name!r} step {receives.step} at rate {receives.rate.value!r}",
+                where=where,
+                accepted="one step at one rate, by 'send NAME' and 'receive NAME'",
             )
+    pairs = [(*link.sender, "to", *link.receiver) for link in plan.links]
+    _check_once("links", (" ".join(map(str, pair)) for pair in pairs), "the plan")

@@ -235,6 +235,7 @@ class _Tensors(InstructionDomain[Value]):
         self.plan, self.watch, self.segments = session.plan, session.watch, session.segments
         self.states, self.step, self.only_finite = states, session.steps_done, session.only_finite
         self.results: dict[str, Tensor] = {}
+        self._ranks_of_results: dict[str, int] = {}
         self.new_states: dict[int, Values] = defaultdict(dict)
         self.has_overwritten = False
 
@@ -308,8 +309,10 @@ class _Tensors(InstructionDomain[Value]):
             return joined(None if total is None else _tensor(total), _tensor(part), term[2])
 
     def emit(self, firing: Firing[Actor], result: str, value: Value) -> None:
-        """See `Domain.emit`; every rank has the same."""
-        self.results[result] = _tensor(value)
+        """See `Domain.emit`; if ranks have results of their own, that of the lowest counts."""
+        if firing.rank <= self._ranks_of_results.setdefault(result, firing.rank):
+            self._ranks_of_results[result] = firing.rank
+            self.results[result] = _tensor(value)
 
     def write(self, firing: Firing[Actor], state: str, value: Value) -> None:
         """See `Domain.write`."""
