@@ -18,15 +18,6 @@ from torch import Tensor
 
 QUIET = ("trainer.compare_steps=0", "trainer.plan_rows=0")
 
-#: Layouts of one run, one after the other; each of two steps.
-LAYOUTS = (
-    ("planner=manual/data_parallel", "cluster.mesh=[4]", "cluster.axes=[data]"),
-    ("planner=manual/pipeline", "cluster.mesh=[2]", "cluster.axes=[pipe]"),
-    ("planner=manual/data_tensor", "cluster.mesh=[2,2]", "cluster.axes=[data,tensor]"),
-    ("planner=manual/zero", "cluster.mesh=[2]", "cluster.axes=[data]"),
-    ("cluster.mesh=[1]", "cluster.axes=[data]"),
-)
-
 
 def without(*keys: str) -> tuple[str, ...]:
     """Return the settings of a small run but for some."""
@@ -102,35 +93,6 @@ def test_a_hundred_steps_are_fifty_a_stop_and_fifty(tmp_path: Path, boxing: str)
     assert f"going on after step {stopped:.0f}" in done.stdout
     assert_equal(saved_states(tmp_path / "run"), saved_states(tmp_path / "whole"))
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
-
-
-@pytest.mark.exhaustive
-def test_a_run_goes_from_mesh_to_mesh(tmp_path: Path) -> None:
-    dtype = ("trainer.dtype=float64", "trainer.micro_batches=2", *QUIET)
-    small = (*without("trainer.steps", "cluster.mesh"), *dtype)
-    found, resume = [], ()
-    for number, layout in enumerate(LAYOUTS):
-        steps, folder = f"trainer.steps={2 * number + 2}", f"hydra.run.dir=part{number}"
-        done = subprocess.run(
-            command(*small, *layout, steps, folder, *resume),
-            cwd=tmp_path,
-            check=False,
-            capture_output=True,
-            text=True,
-            timeout=240,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        found += losses(tmp_path / f"part{number}")
-        resume = (f"trainer.resume=part{number}",)
-
-    whole = (*small, *LAYOUTS[-1], f"trainer.steps={2 * len(LAYOUTS)}", "hydra.run.dir=whole")
-    subprocess.run(command(*whole), cwd=tmp_path, check=True, capture_output=True, timeout=240)
-
-    assert found == pytest.approx(losses(tmp_path / "whole"), abs=1e-9)
-    states, wanted = saved_states(tmp_path / "part4"), saved_states(tmp_path / "whole")
-    assert states.keys() == wanted.keys()
-    for name, value in wanted.items():
-        assert (states[name] - value).abs().max().item() < 1e-9, name
 
 
 @pytest.mark.exhaustive
