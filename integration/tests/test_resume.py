@@ -13,8 +13,11 @@ import pytest
 import torch
 from checkpoints import saved_states
 from small_runs import DATA, SMALL, losses
-from test_launchers import TORCHRUN, text_until, train
+from test_launchers import TORCHRUN, started, text_until, train
 from torch import Tensor
+
+from sbp_launch.checkpoint.command.app import main
+from sbp_launch.checkpoint.names import model_names
 
 QUIET = ("trainer.compare_steps=0", "trainer.plan_rows=0")
 
@@ -47,6 +50,26 @@ def test_processes_go_on_where_they_stopped_bit_for_bit(tmp_path: Path) -> None:
     names = {path.name for path in (tmp_path / "rest/checkpoints/step-00000003").iterdir()}
     assert names == {"manifest.json", "rank-00000.safetensors", "rank-00001.safetensors"}
     assert_equal(saved_states(tmp_path / "rest"), saved_states(tmp_path / "whole"))
+
+
+def test_processes_start_from_weights_each_with_its_own_part(tmp_path: Path) -> None:
+    one_step = (*without("trainer.steps", "trainer.evaluate.batches"), *DATA, *QUIET)
+    one_step = (*one_step, "trainer.steps=1", "trainer.evaluate.batches=0", "boxing=torch")
+    first = started(command(*one_step, "trainer.seed=7", "hydra.run.dir=first"), tmp_path)
+    assert first.returncode == 0, first.stdout + first.stderr
+    wanted = saved_states(tmp_path / "first")
+    convert = ["convert", str(tmp_path / "first"), str(tmp_path / "gpt"), "--to", "hf"]
+    assert main([*convert, "--max-shard-size", "10kB"]) == 0
+
+    stays = ("trainer.init_from=gpt", "optimizer.lr=1e-30", "hydra.run.dir=second")
+    run = started(command(*one_step, *stays), tmp_path)
+
+    assert run.returncode == 0, run.stdout + run.stderr
+    found = saved_states(tmp_path / "second")
+    files = {path.name for path in (tmp_path / "second/checkpoints/step-00000001").iterdir()}
+    assert files == {"manifest.json", "rank-00000.safetensors", "rank-00001.safetensors"}
+    for name in model_names(wanted):
+        torch.testing.assert_close(found[name], wanted[name], rtol=0, atol=1e-29)
 
 
 @pytest.mark.exhaustive

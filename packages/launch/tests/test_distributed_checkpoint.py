@@ -10,11 +10,10 @@ import sys
 import warnings
 import weakref
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from held import Held, same, values
@@ -25,6 +24,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 
 from sbp_core.errors import ConfigError
+from sbp_launch.checkpoint.formats import distributed_writer
 from sbp_launch.checkpoint.formats.distributed_checkpoint import read_distributed_checkpoint
 from sbp_launch.checkpoint.formats.distributed_writer import write_distributed_checkpoint
 from sbp_launch.checkpoint.formats.index import ITEMSIZE
@@ -60,6 +60,27 @@ if rank == 0:
 else:
     os._exit(0)
 """
+
+
+#: Two processes that load them, and compare what each has.
+LOADING = (
+    SAVING.partition("checkpoint.save")[0].replace("torch.arange(35.0)", "torch.zeros(35)")
+    + """
+del states["model"]["plain"], states["model"]["short"], states["step"]
+checkpoint.load(states, checkpoint_id=f"{sys.argv[1]}/saved")
+for value in states["model"].values():
+    assert torch.equal(value.full_tensor(), torch.arange(35.0).reshape(7, 5))
+if rank == 0:
+    assert os.wait()[1] == 0
+else:
+    os._exit(0)
+"""
+)
+
+
+def assert_equal(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
 
 
 def saved(folder: Path, states: dict[str, Any]) -> Path:
@@ -137,27 +158,43 @@ def test_pytorch_loads_what_is_written_with_every_dtype(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["written"]
 
 
-def test_one_tensor_at_a_time_is_held_while_writing(tmp_path: Path) -> None:
+def test_one_part_at_a_time_is_held_while_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     memory: list[weakref.ref[Any]] = []
     most = 0
 
     class Made(Held):
-        def __getitem__(self, name: str) -> Tensor:
+        def part(self, name: str, bounds: Sequence[tuple[int, int]]) -> Tensor:
             nonlocal most
             most = max(most, sum(ref() is not None for ref in memory))
-            values = np.full(100, float(name))
+            values = super().part(name, bounds).numpy().copy()
+            assert values.nbytes <= 400
             memory.append(weakref.ref(values))
             return torch.from_numpy(values)
 
-        def like(self, name: str) -> Tensor:
-            return torch.empty(100, device="meta", dtype=torch.float64)
+    monkeypatch.setattr(distributed_writer, "PART_BYTES", 400)
+    wholes = {f"{n}": torch.randn(7, 10, 5) for n in range(3)} | {"one": torch.tensor(2.0)}
 
-    write_distributed_checkpoint(tmp_path / "written", Made({str(n): Tensor() for n in range(9)}))
+    write_distributed_checkpoint(tmp_path / "written", Made(wholes))
 
-    assert len(memory) == 9
+    assert len(memory) == 3 * 4 + 1
     assert most <= 1
-    states = {"7": torch.zeros(100, dtype=torch.float64)}
-    assert loaded(tmp_path / "written", states)["7"][0] == 7
+    states = {name: torch.zeros_like(value) for name, value in wholes.items()}
+    assert_equal(loaded(tmp_path / "written", states), wholes)
+    assert_equal(IndexedTensors(read_distributed_checkpoint(tmp_path / "written")), wholes)
+
+
+def test_two_processes_load_what_is_written_into_sharded_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distributed_writer, "PART_BYTES", 40)
+    rows = torch.arange(35.0).reshape(7, 5)
+    names = ("model.rows", "model.columns", "model.everywhere")
+
+    write_distributed_checkpoint(tmp_path / "saved", Held(dict.fromkeys(names, rows)))
+
+    subprocess.run([sys.executable, "-c", LOADING, str(tmp_path)], check=True, timeout=200)
 
 
 def test_a_folder_with_other_files_is_not_replaced(tmp_path: Path) -> None:

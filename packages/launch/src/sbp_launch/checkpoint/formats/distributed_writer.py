@@ -1,28 +1,32 @@
 """Tensors as a checkpoint that `torch.distributed.checkpoint.load` reads, by PyTorch's own writer.
 
-The writer is given tensors without values, and asks for each when it is its turn. Each gets a file,
-as PyTorch keeps all tensors of a file until it is written: so writing takes the memory of the
-largest tensor.
+The writer is given tensors without values, and asks for a chunk of one when it is its turn. Each
+chunk gets a file, as PyTorch keeps all that goes to a file until it is written: so writing takes
+the memory of a chunk, of at most 64 MiB.
 """
 
 from __future__ import annotations
 
 import shutil
 import warnings
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from sbp_core.errors import ConfigError, RunError, SbpError
+from sbp_launch.checkpoint.cover import cut
 from sbp_launch.checkpoint.formats.distributed_checkpoint import is_distributed_checkpoint
 from sbp_launch.checkpoint.local import sync
-from sbp_launch.checkpoint.tensors import Tensors
+from sbp_launch.checkpoint.tensors import PART_BYTES, Tensors
 
 
 def write_distributed_checkpoint(folder: Path, tensors: Tensors) -> None:
@@ -30,7 +34,7 @@ def write_distributed_checkpoint(folder: Path, tensors: Tensors) -> None:
 
     Args:
         folder: Is made if it is not there. It is written aside, and then renamed.
-        tensors: Each is asked for once.
+        tensors: Each part is asked for once.
 
     Raises:
         ConfigError: the folder has something else in it.
@@ -78,12 +82,38 @@ def _cannot_write(folder: Path, cause: BaseException) -> BaseException:
 
 
 class _Planner(DefaultSavePlanner):
-    """Hands over the values of a tensor when it is to be written."""
+    """Hands over the values of a chunk when it is to be written."""
 
     def __init__(self, tensors: Tensors) -> None:
         super().__init__()
         self._tensors = tensors
 
+    def create_local_plan(self) -> SavePlan:
+        """Cut what PyTorch would write as one into chunks."""
+        plan = super().create_local_plan()
+        self.plan = replace(plan, items=[part for item in plan.items for part in _chunks(item)])
+        return self.plan
+
     def resolve_data(self, write_item: WriteItem) -> Any:
-        value: Tensor = self._tensors[write_item.index.fqn]
-        return value.detach().contiguous()
+        """Return the values of a chunk."""
+        data = write_item.tensor_data
+        assert data is not None, "there are tensors only"
+        chunk = zip(data.chunk.offsets, data.chunk.sizes, strict=True)
+        return self._tensors.part(
+            write_item.index.fqn, [(start, start + size) for start, size in chunk]
+        )
+
+
+def _chunks(item: WriteItem) -> Iterator[WriteItem]:
+    """Yield the chunks of a tensor, each one run of its bytes."""
+    data = item.tensor_data
+    assert data is not None, "there are tensors only"
+    for bounds in cut(data.size, data.properties.dtype.itemsize, PART_BYTES):
+        offsets = torch.Size(start for start, _ in bounds)
+        sizes = torch.Size(stop - start for start, stop in bounds)
+        yield replace(
+            item,
+            index=replace(item.index, offset=offsets),
+            type=WriteItemType.SHARD,
+            tensor_data=replace(data, chunk=ChunkStorageMetadata(offsets=offsets, sizes=sizes)),
+        )
