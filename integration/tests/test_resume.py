@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import saved_states
+from safetensors.torch import load_file
 from small_runs import DATA, SMALL, losses
 from test_launchers import TORCHRUN, started, text_until, train
 from torch import Tensor
 
-from sbp_launch.checkpoint.command.app import main
-from sbp_launch.checkpoint.names import model_names
+from forked import COMMANDS, run_command
 
 QUIET = ("trainer.compare_steps=0", "trainer.plan_rows=0")
 
@@ -57,19 +57,18 @@ def test_processes_start_from_weights_each_with_its_own_part(tmp_path: Path) -> 
     one_step = (*one_step, "trainer.steps=1", "trainer.evaluate.batches=0", "boxing=torch")
     first = started(command(*one_step, "trainer.seed=7", "hydra.run.dir=first"), tmp_path)
     assert first.returncode == 0, first.stdout + first.stderr
-    wanted = saved_states(tmp_path / "first")
-    convert = ["convert", str(tmp_path / "first"), str(tmp_path / "gpt"), "--to", "hf"]
-    assert main([*convert, "--max-shard-size", "10kB"]) == 0
+    convert = [COMMANDS["sbp-checkpoint"], "convert", "first", "first.safetensors"]
+    assert run_command(convert, tmp_path)[0] == 0
 
-    stays = ("trainer.init_from=gpt", "optimizer.lr=1e-30", "hydra.run.dir=second")
+    stays = ("trainer.init_from=first.safetensors", "optimizer.lr=1e-30", "hydra.run.dir=second")
     run = started(command(*one_step, *stays), tmp_path)
 
     assert run.returncode == 0, run.stdout + run.stderr
     found = saved_states(tmp_path / "second")
     files = {path.name for path in (tmp_path / "second/checkpoints/step-00000001").iterdir()}
     assert files == {"manifest.json", "rank-00000.safetensors", "rank-00001.safetensors"}
-    for name in model_names(wanted):
-        torch.testing.assert_close(found[name], wanted[name], rtol=0, atol=1e-29)
+    for name, value in load_file(tmp_path / "first.safetensors").items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-29)
 
 
 @pytest.mark.exhaustive
