@@ -117,11 +117,12 @@ class TrainingOutcome:
         """
         if self.moment in (Moment.IMPORT, Moment.CAPTURE, Moment.FIRST_STEP):
             return None
-        if self.how is How.SIGSTOP or self.how is How.SIGKILL:
-            if self.way == "mpiexec":
-                return None
-            if self.failing_rank == 0 and (self.way == "spawn" or self.how is How.SIGSTOP):
-                return None
+        # At the end a rank raises where it does not save any more; elsewhere in a step.
+        is_gone = self.how in (How.SIGSTOP, How.SIGKILL) or self.moment is Moment.END
+        if is_gone and self.way == "mpiexec":
+            return None
+        if is_gone and self.failing_rank == 0 and (self.way == "spawn" or self.how is How.SIGSTOP):
+            return None
         return 4 if self.moment is Moment.END else 2
 
     @property
@@ -139,6 +140,12 @@ class TrainingOutcome:
         return self.how.is_stall and self.moment in (Moment.IMPORT, Moment.CAPTURE)
 
     @property
+    def _has_recovered(self) -> bool:
+        """Whether a checkpoint could not be written, and a later one, of the last step, was."""
+        can_go_on = self.moment.saves and self.how in (How.EXCEPTION, How.EXIT)
+        return can_go_on and self.checkpoints[:1] == (4,)
+
+    @property
     def message(self) -> str:
         """The last message of the command; those that it quotes are indented."""
         parts = "\n".join(("", *self.lines)).split("\nsbp-train: ")
@@ -153,6 +160,8 @@ class TrainingOutcome:
             found.append(f"all came down {down}, not within {self.limit_s:g} s")
         if self.left:
             found.append(f"processes {list(self.left)} were left behind")
+        if not self.exit_status and self._has_recovered:
+            return tuple(found)
         if not self.exit_status:
             found.append(f"the command ended with exit status {self.exit_status}")
         first, name = self.message.partition("\n")[0], rf"\brank {self.failing_rank}\b"

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from test_launchers import TORCHRUN, started, text_until, train
 from torch import Tensor
 
 from forked import COMMANDS, run_command
+from sbp_launch.checkpoint import open_checkpoint
 
 QUIET = ("trainer.compare_steps=0", "trainer.plan_rows=0")
 
@@ -149,6 +152,75 @@ def test_torchrun_starts_a_run_again_that_has_lost_a_rank(tmp_path: Path) -> Non
     ]
     whole = train_whole(tmp_path, overrides)
     assert_equal(saved_states(tmp_path / "run"), whole)
+
+
+@pytest.mark.exhaustive
+def test_a_host_less_is_planned_anew_and_goes_on_where_the_others_stopped(tmp_path: Path) -> None:
+    overrides = (
+        *without("trainer.steps", "trainer.log_every", "cluster.mesh"),
+        *QUIET,
+        "planner=manual/data_parallel",
+        "cluster.mesh=[-1]",
+        "cluster.axes=[data]",
+        "boxing=torch",
+        "trainer.steps=1000",
+        "trainer.log_every=50",
+        "trainer.checkpoint.every=20",
+        "hydra.run.dir=run",
+        "trainer.resume=auto",
+    )
+    settings = "last_call_timeout=10,keep_alive_interval=1,keep_alive_max_attempt=2"
+    host = (
+        *(sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1"),
+        *("--max-restarts=3", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"),
+        *("--local-addr=127.0.0.1", f"--rdzv-conf={settings}", "-m", "sbp_launch.apps.train"),
+    )
+
+    def start() -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [*host, *overrides],
+            cwd=tmp_path,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+
+    with start() as first:
+        time.sleep(1.0)  # the first one has the store by which hosts meet
+        with start() as second:
+            told = text_until(first, b"step 100/1000")
+            second.kill()
+            os.kill(process_of_torchrun(1, tmp_path), signal.SIGKILL)
+        told += first.communicate(timeout=240)[0].decode()
+
+    assert first.returncode == 0, told
+    assert told.count("planner manual: 2 ranks") == told.count("planner manual: 1 rank,") == 1
+    saved = int(told.partition("the states so far are in checkpoints/step-")[2][:8])
+    assert f"going on after step {saved}, from checkpoints/step-{saved:08d}" in told
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text("utf-8").splitlines()
+    assert [json.loads(line)["step"] for line in lines if "loss" in json.loads(line)] == [
+        *range(1, 1001)
+    ]
+    assert saved >= 100
+    alone = (*overrides[:-2], "hydra.run.dir=whole")
+    alone = tuple("cluster.mesh=[1]" if text == "cluster.mesh=[-1]" else text for text in alone)
+    subprocess.run(command(*alone), cwd=tmp_path, check=True, capture_output=True, timeout=240)
+    # The first steps alike; later ones drift as float32 is summed in another order.
+    assert losses(tmp_path / "run")[:20] == pytest.approx(losses(tmp_path / "whole")[:20], abs=1e-5)
+    assert samples(tmp_path / "run") == samples(tmp_path / "whole")
+
+
+def samples(folder: Path) -> object:
+    """Return how far a run is in its data, by its newest checkpoint."""
+    with open_checkpoint(folder) as checkpoint:
+        return checkpoint.manifest.metadata.cursor
+
+
+def free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port: int = server.getsockname()[1]
+        return port
 
 
 def train_whole(folder: Path, overrides: tuple[str, ...]) -> dict[str, Tensor]:

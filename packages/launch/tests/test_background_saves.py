@@ -160,3 +160,26 @@ def test_what_cannot_be_written_ends_the_run_and_leaves_what_is_there(
     for name in (first, last):
         with Checkpoint(LocalStorage(tmp_path / "checkpoints"), name) as found:
             found.verify()
+
+
+@pytest.mark.parametrize("problem", [OSError(28, "No space left on device"), SystemExit(4)])
+def test_what_could_not_be_written_at_the_end_is_told_and_the_last_step_is_saved(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    writing: Callable[[Callable[[int], None]], None],
+    problem: BaseException,
+) -> None:
+    ended = threading.Event()
+
+    def fails(step: int) -> None:
+        assert_set(ended)
+        raise problem
+
+    writing(fails)
+    with pytest.MonkeyPatch.context() as patch:
+        at = trainer.save_states
+        patch.setattr(trainer, "save_states", lambda *given: (ended.set(), at(*given)))
+        trainer.train(config(3), registry(), tmp_path)
+
+    assert saved(tmp_path) == [step_name(4)]
+    assert "step-00000003 is not saved: " in caplog.text

@@ -27,6 +27,7 @@ from sbp_launch.launching.launching import follow, launch
 from sbp_launch.launching.meeting import Meeting, Told, meet
 from sbp_launch.settings.check import check
 from sbp_launch.settings.config import Application, ComposedConfig, RunConfig
+from sbp_launch.settings.open_mesh import close_mesh
 from sbp_launch.world import World
 
 _NAME = "sbp-train"
@@ -39,6 +40,7 @@ def check_train(composed: ComposedConfig, registry: PluginRegistry, *, world: Wo
         ConfigError: see `check` and `choose_launcher`; or there are no weights to start from, or no
             checkpoint to go on from.
     """
+    composed = close_mesh(composed, world)
     config = check(composed, registry)
     trainer = config.trainer
     _check_place("trainer.init_from", trainer.init_from, look)

@@ -54,7 +54,7 @@ class BackgroundSave:
         self._storage, self._processes, self._behind_commit = storage, processes, behind_commit
         self._staged = storage.stage(name)
         self._is_committing = False
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._thread = self._begin(lambda: self._write(metadata, snapshot))
 
     @property
@@ -116,7 +116,7 @@ class BackgroundSave:
         def run() -> None:
             try:
                 work()
-            except Exception as error:
+            except BaseException as error:  # SystemExit, too, ends a thread in silence
                 self._error = error
 
         thread = threading.Thread(target=run, name="sbp checkpoint", daemon=True)

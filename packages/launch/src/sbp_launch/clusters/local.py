@@ -58,7 +58,7 @@ class LocalConfig:
     rank also waits while operators and boxing steps of the others start.
 
     Args:
-        mesh: Ranks along each axis, >= 1.
+        mesh: Ranks along each axis, >= 1; of one axis -1, as many as the launcher has started.
         axes: Distinct name of each axis; None, once made, is those of `AXES`.
         device: Kind of device behind every rank.
         world_size: Ranks in all; None takes what the mesh has.
@@ -123,6 +123,12 @@ def named_axes(
         ConfigError: one of them does not hold; the message starts with the guilty setting.
     """
     shown = list(mesh)
+    if -1 in mesh:
+        raise ConfigError(
+            f"mesh={shown} leaves the length of an axis to the processes that were started, and "
+            "no launcher has started this one",
+            accepted="one -1, under torchrun, mpiexec or srun; or the ranks along each axis",
+        )
     if not mesh or min(mesh) < 1:
         raise ConfigError(
             f"mesh={shown} has no ranks",

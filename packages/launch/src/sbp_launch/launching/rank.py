@@ -19,6 +19,7 @@ from sbp_launch.exit_codes import BAD_CONFIG, FAILED, INTERRUPTED
 from sbp_launch.launching.logs import RankLog
 from sbp_launch.run.file import load_run
 from sbp_launch.settings.check import check, in_use
+from sbp_launch.settings.open_mesh import close_mesh
 from sbp_launch.world import MPIEXEC, World
 
 
@@ -53,7 +54,7 @@ def run_rank(folder: Path, world: World, width: int | None = None) -> int:
 
 
 def _train(folder: Path, world: World, width: int | None, log: RankLog) -> None:
-    registry, composed = discover(), load_run(folder)
+    registry, composed = discover(), close_mesh(load_run(folder), world)
     config = check(composed, registry)
     # Here and not above: a wrong setting is answered without waiting for torch.
     from sbp_launch.run.run import FILE_WIDTH, make_console

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -9,6 +10,7 @@ from dataclasses import asdict
 
 from torch import Tensor
 
+from sbp_core.errors import BoxingError, SbpError
 from sbp_core.graph import graph_hash
 from sbp_core.plugins import Storage, TrainerState
 from sbp_core.runtime import Session, StatePiece
@@ -24,6 +26,8 @@ from sbp_launch.run.environment import versions
 from sbp_launch.run.run import Run
 from sbp_launch.trainer.saved_settings import hash_of, settings_of
 from sbp_launch.trainer.team import Team
+
+logger = logging.getLogger(__name__)
 
 #: What is kept of a run whose loss is no number, apart from the checkpoints to go on from.
 _NOT_FINITE = "not-finite"
@@ -97,7 +101,13 @@ class RunCheckpoints:
         Raises:
             RunError: it cannot be saved.
         """
-        self.finish()
+        under_way = self._saves.name
+        try:
+            self.finish()
+        except BoxingError:
+            raise
+        except SbpError as error:  # in all processes; the later one makes up for it
+            logger.warning("%s is not saved: %s", under_way, error.what)
         name = step_name(state.step) if is_finite else f"{_NOT_FINITE}-{state.step:08d}"
         place = place_of(self._run, self.storage, name)
         if state.step == self._saved_step:
