@@ -309,8 +309,10 @@ STORIES = (
                 package("launch", "test_trace_events"),
                 package("launch", "test_trace_gather"),
             ),
-            "a signal dumps actors, credits and the last collectives of every rank in < 2 s": (
-                Missing("SIGUSR1 stops a run; nothing dumps"),
+            "a signal has every rank dump actors, credits and the last collectives": (
+                integration("test_stories_status"),
+                package("actor-runtime", "test_status"),
+                package("launch", "test_status"),
             ),
             "tracing that is off costs nothing": (
                 package("launch", "test_tracing", "test_no_step_is_traced_unless_asked_for"),

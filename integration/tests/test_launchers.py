@@ -181,7 +181,8 @@ def process_of_rank(rank: int, folder: Path) -> int:
             variables = (process / "environ").read_bytes().split(b"\0")
         except OSError:
             continue
-        if bytes(folder / "run") in command and f"RANK={rank}".encode() in variables:
+        named = {f"{name}={rank}".encode() for name in ("RANK", "OMPI_COMM_WORLD_RANK")}
+        if bytes(folder / "run") in command and named & {*variables}:
             return int(process.name)
     raise AssertionError(f"there is no rank {rank}")
 

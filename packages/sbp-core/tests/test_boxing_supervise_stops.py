@@ -23,8 +23,9 @@ def stop(number, frame):
     time.sleep({takes_s})
     say("saved")
     sys.exit(128 + number)
-for number in (signal.SIGINT, signal.SIGTERM):
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
     signal.signal(number, stop)
+signal.signal(signal.SIGUSR2, lambda number, frame: say("asked"))
 say("ready")
 time.sleep(600)
 """
@@ -42,7 +43,7 @@ def signals_when(text: str, times: int, number: int) -> Heard:
     return heard
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 @hears_signals()
 def test_processes_that_stop_gently_take_the_time_to_save(number):
     heard = signals_when("ready", 2, number)
@@ -68,6 +69,24 @@ def test_a_process_that_the_signal_ends_at_once_does_not_hurry_the_others():
 
     assert "saved" in heard.texts
     assert [end.code for end in report.exits] == [-signal.SIGTERM, 128 + signal.SIGTERM]
+
+
+@hears_signals()
+def test_processes_that_are_asked_what_they_are_at_go_on():
+    heard = signals_when("ready", 2, signal.SIGUSR2)
+
+    def on_line(line: Line) -> None:
+        heard(line)
+        if line.text == "asked" and heard.texts.count("asked") == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    specs = [python(_SAVER.format(takes_s=0.0), rank) for rank in (0, 1)]
+
+    report = supervise(specs, on_line=on_line, timeout_s=60, stops_gently=True)
+
+    assert heard.texts.count("asked") == 2
+    assert report.stopped_by == signal.SIGTERM
+    assert [end.code for end in report.exits] == [128 + signal.SIGTERM] * 2
 
 
 @hears_signals()

@@ -21,6 +21,7 @@ from torch import Tensor
 from sbp_actor_runtime.between_steps import BetweenSteps
 from sbp_actor_runtime.configs import ActorConfig
 from sbp_actor_runtime.message import Message, StepOrder, ThreadId, WorkerReport
+from sbp_actor_runtime.status import worker_status
 from sbp_actor_runtime.worker import Worker
 from sbp_core.boxing import BoxingBackend
 from sbp_core.compile import PhysicalPlan
@@ -363,6 +364,16 @@ class ActorSession(Session):
                 *(others if waited else ()),
             ),
         )
+
+    def status(self) -> list[str]:
+        """See `Session.status`."""
+        done = self.steps_done
+        steps = "1 step is done" if done == 1 else f"{done} steps are done"
+        ended = "the session is closed" if self.closed else "it ended in a failed step"
+        if self.closed or self.failure is not None:
+            return [f"{steps}; {ended}"]
+        workers = list(self.workers.values())
+        return [steps, *(line for one in workers for line in worker_status(one, self.plan.steps))]
 
     # States.
 

@@ -85,6 +85,10 @@ class Worker:
         self.inbox: SimpleQueue[Message] = SimpleQueue()
         #: The actor that is firing or about to; for messages about threads that hang.
         self.current_actor = ""
+        #: Its place in the order, or that of the last one; -1 before the first.
+        self.place = -1
+        #: Whether it waits for what that actor needs.
+        self.is_waiting = False
         self.is_stopping = False
         #: Whether it is past the commit of a step that overwrites states, here or on other ranks;
         #: the session resets it before each step.
@@ -168,6 +172,7 @@ class Worker:
         """Fire what is at the places from `start` to before `stop` in the order."""
         fire = self._fire if order.trace is None else self._fire_traced
         for place in range(start, stop):
+            self.place = place
             for early in self.early.get(place, ()):
                 # Nothing of what comes after `stop` if the step may end there.
                 if early < stop or not order.only_finite:
@@ -306,6 +311,7 @@ class Worker:
             RunError: no message came for `PATIENCE` deadlines; says what was lacking.
             Stopped: the session asked the thread to stop.
         """
+        self.is_waiting = True
         while not post.may_fire(firing):
             try:
                 message = self.inbox.get(timeout=PATIENCE * deadline_s)
@@ -317,6 +323,7 @@ class Worker:
                     todo="see which rank stopped; raise runtime.deadline_s if it is only slow",
                 ) from None
             self._handle(message)
+        self.is_waiting = False
 
     def _handle(self, message: Message) -> None:
         if isinstance(message, Request):

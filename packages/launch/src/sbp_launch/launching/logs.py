@@ -18,12 +18,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import TextIO
 
+from sbp_launch.run.folder import LOGS
+
 #: How messages of `logging` are written: to a log, and by rank 0 to the terminal.
 _TIMED = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _PLAIN = "%(levelname)s %(name)s: %(message)s"
-
-#: The folder of the logs in the run folder.
-LOGS = "logs"
 
 
 def log_path(folder: Path, rank: int) -> Path:

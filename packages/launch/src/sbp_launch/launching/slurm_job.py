@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Any
 
 from sbp_core.boxing.supervision import thread_share
-from sbp_launch.launching.logs import LOGS
+from sbp_launch.run.folder import LOGS
 from sbp_launch.world import FORGET_LAUNCHER, job_port
 
 #: Seconds between two looks at the job.
@@ -150,6 +150,8 @@ def main() -> None:
     job = Job(Path(folder), json.loads(settings), command)
     for number in _PASSED_ON:
         signal.signal(number, job.stop)
+    # What asks the ranks what they are at would end the job: to submitit it says that time is up.
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     sys.exit(job.wait())
 
 

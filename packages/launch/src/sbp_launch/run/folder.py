@@ -26,6 +26,9 @@ RUN_FILES = (
     "result.json",
 )
 
+#: The folder of what each process of a run writes, in the run folder.
+LOGS = "logs"
+
 #: Bytes that a run needs before it begins: its config.
 _FIRST_BYTES = 2**16
 

@@ -22,8 +22,9 @@ from sbp_launch.planning.output import print_plan, write_plan
 from sbp_launch.planning.report import counted, crowding
 from sbp_launch.planning.source_lines import with_source_line
 from sbp_launch.run.environment import write_environment
-from sbp_launch.run.folder import writing
+from sbp_launch.run.folder import LOGS, writing
 from sbp_launch.run.run import Run, make_console
+from sbp_launch.run.status import StatusSignal
 from sbp_launch.run.stopping import STARTING, StopSignals
 from sbp_launch.settings.config import RunConfig
 from sbp_launch.tracing.tracer import StepTracer
@@ -102,7 +103,8 @@ def train(
     backend = make_backend(run)  # first, as it may be refused
     check_traces(run)
     storage = run_storage(run)
-    with StopSignals() as signals, claimed(run, storage):
+    status = StatusSignal(folder / LOGS, run.world)
+    with StopSignals() as signals, status, claimed(run, storage):
         resume = Resume.of(run, storage)
         if run.is_first:
             with writing(folder):
@@ -125,7 +127,9 @@ def train(
                 with writing(folder):
                     write_plan(folder, planned)
             show_plan(run, planned)
-            loop = train_states(run, program, planned, backend, signals, storage, resume or weights)
+            loop = train_states(
+                run, program, planned, backend, signals, status, storage, resume or weights
+            )
             if run.is_first:
                 show_sample(run, program, loop.checkpoints)
             if loop.reference is not None and loop.reference.losses:
@@ -147,6 +151,7 @@ def train_states(
     planned: Planned,
     backend: BoxingBackend,
     signals: StopSignals,
+    status: StatusSignal,
     storage: Storage,
     begin: Resume | StartingWeights | None,
 ) -> TrainingLoop:
@@ -180,6 +185,7 @@ def train_states(
             with weights.over(made) if weights is not None else nullcontext(made) as first:
                 session = start(run, planned.plan, first, step_meter.backend)
     with session:
+        status.session = session
         team = Team.of(backend, ranks)
         processes = processes_of(run, team)
         state = TrainerState() if resume is None else resume.agree(session, processes)

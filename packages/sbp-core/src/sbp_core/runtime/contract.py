@@ -113,6 +113,15 @@ class Session(ABC):
                 which no method hands out but `shard`. Or the session is closed.
         """
 
+    def status(self) -> Sequence[str]:
+        """Say in lines what each local rank is at, such as what it waits for.
+
+        For people who wonder why a run does not go on: called from any thread, in the middle of a
+        step that hangs, too, and returns at once. A runtime that knows no more says this.
+        """
+        ranks = ", ".join(map(str, self.local_ranks))
+        return [f"ranks {ranks}: {self.steps_done} steps are done"]
+
     @abstractmethod
     def shard(self, name: str, rank: int) -> Tensor | Number:
         """Return one rank's part of a state (not a copy).

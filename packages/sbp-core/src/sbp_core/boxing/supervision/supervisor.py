@@ -42,7 +42,12 @@ _LOOK_S = 0.5
 _DRAIN_S = 1.0
 
 #: Signals that would end a program without giving it the chance to end its ranks.
-_DEADLY = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
+_DEADLY = tuple(
+    getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name)
+)
+
+#: Asks processes what they are at, which they write down and go on.
+_ASKS = tuple(getattr(signal, name) for name in ("SIGUSR2",) if hasattr(signal, name))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +86,8 @@ def supervise(
 
     Each is the leader of a session, and so of a process group, of its own: what the terminal sends
     reaches the supervisor alone. Ctrl-C is passed on, and the processes get `grace_s` to save what
-    they have. A SIGTERM or SIGHUP that would end this process raises `SystemExit` instead; one that
-    is ignored, as `nohup` has it, stays ignored.
+    they have. A SIGTERM, SIGHUP or SIGUSR1 that would end this process raises `SystemExit` instead;
+    one that is ignored, as `nohup` has it, stays ignored.
 
     Args:
         launch_specs: What to start.
@@ -91,9 +96,10 @@ def supervise(
             is asked again while these last. Those that a signal has stopped get none.
         on_line: Called with every line they write, in the thread of the caller.
         timeout_s: Seconds after which they are ended; None waits for ever.
-        stops_gently: Pass Ctrl-C, SIGTERM and SIGHUP on, and wait until all processes have ended,
-            however long they take to save what they have. A second signal is passed on, too, and
-            leaves them `grace_s`. Nothing is raised: see `ExitReport.stopped_by`.
+        stops_gently: Pass these signals on, and wait until all processes have ended, however long
+            they take to save what they have. A second signal is passed on, too, and leaves them
+            `grace_s`. Nothing is raised: see `ExitReport.stopped_by`. SIGUSR2 is passed on, too,
+            and stops nobody.
 
     Returns:
         How they ended; see `ExitReport.error`.
@@ -117,18 +123,18 @@ def supervise(
 
 @contextlib.contextmanager
 def _handling(
-    handler: Callable[[int, FrameType | None], None], *, interrupts: bool
+    handler: Callable[[int, FrameType | None], None], more: Sequence[int]
 ) -> Iterator[None]:
     """Handle signals that end a process at once, where the program left them be.
 
     Args:
         handler: What is called with the signal's number.
-        interrupts: Whether Ctrl-C is one of them.
+        more: Others that are handled, too.
     """
     left = (signal.SIG_DFL, signal.default_int_handler)
     taken: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
-        numbers = (*_DEADLY, *((signal.SIGINT,) if interrupts else ()))
+        numbers = (*_DEADLY, *more)
         taken = {n: before for n in numbers if (before := signal.getsignal(n)) in left}
     for number in taken:
         signal.signal(number, handler)
@@ -140,8 +146,8 @@ def _handling(
 
 
 @dataclass(frozen=True, slots=True)
-class _Stop:
-    """A signal that asks all processes to end."""
+class _Signal:
+    """A signal that this process has heard."""
 
     number: int
 
@@ -161,7 +167,7 @@ class _Supervision:
         self._mark = f"SBP_SUPERVISED_{uuid4().hex}"
         self._processes: dict[int, subprocess.Popen[str]] = {}
         self._threads: list[threading.Thread] = []
-        self._events: queue.SimpleQueue[tuple[int, str | int | _Stop]] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[tuple[int, str | int | _Signal]] = queue.SimpleQueue()
         self._last: list[deque[str]] = [deque(maxlen=_LAST_LINES) for _ in self._specs]
         self._root_causes = [RootCauseFinder(spec) for spec in self._specs]
         self._exits: dict[int, ProcessExit] = {}
@@ -202,9 +208,9 @@ class _Supervision:
             raise SystemExit(128 + number)
 
         def note(number: int, frame: FrameType | None) -> None:
-            self._events.put((0, _Stop(number)))
+            self._events.put((0, _Signal(number)))
 
-        with _handling(note if gently else leave, interrupts=gently):
+        with _handling(note, (signal.SIGINT, *_ASKS)) if gently else _handling(leave, ()):
             yield
 
     def start(self) -> None:
@@ -287,6 +293,10 @@ class _Supervision:
         if self._stopped_by is not None and self._stop_end is None:
             self._stop_end = time.monotonic() + self._grace_s
         self._stopped_by = self._stopped_by or number
+        self._pass_on(number)
+
+    def _pass_on(self, number: int) -> None:
+        """Send a signal to all ranks that have not ended."""
         for index, process in self._processes.items():
             if index in self._exits:
                 continue
@@ -328,8 +338,8 @@ class _Supervision:
                 index, event = self._events.get(timeout=limit_s)
         except queue.Empty:
             return False
-        if isinstance(event, _Stop):
-            self._stop(event.number)
+        if isinstance(event, _Signal):
+            (self._pass_on if event.number in _ASKS else self._stop)(event.number)
         elif isinstance(event, int):
             self._exits.setdefault(index, self._describe(index, event))
         else:

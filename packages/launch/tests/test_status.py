@@ -1,0 +1,145 @@
+"""SIGUSR2 has a run write what it is at, whatever its main thread does."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sbp_core.testing.interrupts import hears_signals
+from sbp_launch.run.status import StatusSignal
+from sbp_launch.world import World
+
+WORLD = World(rank=1, size=2, local_rank=1, local_size=2)
+
+
+def session_that(status: Callable[[], Sequence[str]]) -> Any:
+    return SimpleNamespace(status=status)
+
+
+def text_of(asked: StatusSignal, until: str) -> str:
+    """Return what was written, once it holds a text."""
+    end = time.monotonic() + 30
+    while time.monotonic() < end:
+        text = asked.path.read_text("utf-8") if asked.path.exists() else ""
+        if until in text:
+            return text
+        time.sleep(0.01)
+    raise AssertionError(f"no {until!r} in {asked.path}")
+
+
+@hears_signals()
+def test_what_the_ranks_are_at_is_written_as_often_as_it_is_asked(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    said = iter(["rank 1: at head", "rank 1: at tail"])
+    with StatusSignal(tmp_path / "logs", WORLD) as asked:
+        asked.session = session_that(lambda: [next(said)])
+        signal.raise_signal(signal.SIGUSR2)
+        text_of(asked, "at head")
+        signal.raise_signal(signal.SIGUSR2)
+        text = text_of(asked, "at tail")
+
+    assert asked.path == tmp_path / "logs" / "status_1.txt"
+    assert " process 1 of 2: host " in text.splitlines()[0]
+    assert text.index("at head") < text.index("stacks:") < text.index("at tail")
+    assert "test_status.py" in text  # where the main thread is
+    assert f"sbp-train: what its ranks are at: {asked.path}\n" in capfd.readouterr().err
+
+
+@hears_signals()
+def test_it_is_written_while_the_main_thread_is_in_a_call_that_does_not_return(
+    tmp_path: Path,
+) -> None:
+    out, into = os.pipe()
+    written = []
+
+    def ask(asked: StatusSignal) -> None:
+        os.kill(os.getpid(), signal.SIGUSR2)
+        written.append(text_of(asked, "rank 1: waits"))
+        os.write(into, b"!")
+
+    with StatusSignal(tmp_path, WORLD) as asked:
+        asked.session = session_that(lambda: ["rank 1: waits"])
+        asking = threading.Timer(0.1, ask, (asked,))
+        asking.start()
+        read = ctypes.CDLL(None).read(out, ctypes.create_string_buffer(1), 1)
+        asking.join()
+
+    assert written and read == 1
+    os.close(out), os.close(into)
+
+
+@hears_signals()
+def test_a_status_that_cannot_be_written_stops_nobody(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    asked_times = []
+
+    def fail() -> Sequence[str]:
+        asked_times.append(1)
+        raise RuntimeError("it changed while it was read")
+
+    with StatusSignal(tmp_path, WORLD) as asked:
+        asked.session = session_that(fail)
+        signal.raise_signal(signal.SIGUSR2)
+        while not asked_times:
+            time.sleep(0.01)
+        asked.session = None
+        signal.raise_signal(signal.SIGUSR2)
+        text_of(asked, "there is no session yet")
+
+    assert "cannot be written: it changed while it was read" in capfd.readouterr().err
+
+
+@hears_signals()
+def test_other_signals_write_nothing_and_what_was_heard_before_is_heard_behind(
+    tmp_path: Path,
+) -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGUSR2, lambda number, frame: heard.append(number))
+    usr1 = signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
+    try:
+        with StatusSignal(tmp_path / "logs", WORLD) as asked:
+            signal.raise_signal(signal.SIGUSR1)
+        signal.raise_signal(signal.SIGUSR2)
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+        signal.signal(signal.SIGUSR1, usr1)
+
+    assert heard == [signal.SIGUSR1, signal.SIGUSR2]
+    assert not asked.path.exists()
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+@hears_signals()
+def test_a_signal_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    try:
+        with StatusSignal(tmp_path / "logs", WORLD):
+            assert signal.getsignal(signal.SIGUSR2) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+
+
+def test_in_another_thread_than_the_main_one_nothing_is_heard(tmp_path: Path) -> None:
+    found = []
+
+    def enter() -> None:
+        before = signal.getsignal(signal.SIGUSR2)
+        with StatusSignal(tmp_path, WORLD):
+            found.append(signal.getsignal(signal.SIGUSR2) == before)
+
+    other = threading.Thread(target=enter)
+    other.start()
+    other.join()
+
+    assert found == [True]
