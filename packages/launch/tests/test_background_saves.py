@@ -87,7 +87,7 @@ def test_copies_take_no_more_than_the_setting_says(
     trainer.train(config(1, steps=2, copy_bytes=1000), registry(), tmp_path)
 
     assert limits == [1000]
-    assert CheckpointConfig().copy_bytes == 256 * 2**20
+    assert CheckpointConfig().copy_bytes == 240 * 2**20
 
 
 def test_less_than_nothing_is_refused() -> None:

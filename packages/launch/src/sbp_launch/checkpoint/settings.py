@@ -11,8 +11,8 @@ _SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 _TIME = re.compile(r"(\d+(?:\.\d+)?) ?(s|min|h)")
 
 
-#: Most bytes of copies of states, by itself.
-COPY_BYTES = 256 * 2**20
+#: Most bytes of copies of states, by itself: with the blocks of who writes, less than 256 MB.
+COPY_BYTES = 240 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

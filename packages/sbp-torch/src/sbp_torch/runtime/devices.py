@@ -15,6 +15,7 @@ overlap with kernels if the host's memory is page-locked and the streams differ)
 
 from __future__ import annotations
 
+import mmap
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -110,12 +111,26 @@ class CpuDevice:
 
     def copy_aside(self, value: Tensor, since: Any, buffer: Tensor | None) -> Aside:
         """See `RankDevice.copy_aside`."""
-        if buffer is None:
-            buffer = torch.empty(value.shape, dtype=value.dtype)
-        return Aside(buffer.copy_(value))
+        return Aside((_memory_like(value) if buffer is None else buffer).copy_(value))
 
     def follow(self, copy: Aside) -> None:
         """See `RankDevice.follow`: it is made."""
+
+
+#: Bytes from which a copy has pages of its own.
+_OWN_PAGES_BYTES = 2**20
+
+
+def _memory_like(value: Tensor) -> Tensor:
+    """Return new memory of the host for a copy of a tensor.
+
+    A large one has pages of its own: between copies that are kept, what the allocator of the
+    process frees of other tensors would be left in pieces, which take as much again.
+    """
+    if value.nbytes < _OWN_PAGES_BYTES:
+        return torch.empty(value.shape, dtype=value.dtype)
+    pages = mmap.mmap(-1, value.nbytes)
+    return torch.frombuffer(pages, dtype=value.dtype).view(value.shape)
 
 
 class CudaDevice:

@@ -1,0 +1,200 @@
+"""Measure the memory that saving and loading take beside the states: two processes.
+
+    python integration/benchmarks/checkpoint_memory.py [--mib 1024]
+
+Linear layers of 16 MiB with AdamW, data parallel over gloo, so that each process holds all states
+and owns half of them. Ways, in this order:
+
+    step        steps as always
+    wait        every process writes its file of a checkpoint, then steps
+    limit       steps while a thread writes, from copies of 240 MiB at most, as in runs
+    all         steps while a thread writes, from copies of all that is overwritten
+    load        a session of another plan, ZeRO-1, starts from that checkpoint
+
+Printed is the most resident memory of a process (Linux) while it is at it: beyond what a step takes
+for saving, beyond the shards of the new session for loading; of the process that takes more. Also
+the steps that a save took, and how long its longest was. Nothing is asserted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import multiprocessing
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from sbp_core.plugins import discover
+from sbp_core.runtime import Session
+from sbp_core.units import format_bytes, format_seconds
+from sbp_launch.checkpoint import (
+    BackgroundSave,
+    Checkpoint,
+    LocalStorage,
+    Metadata,
+    Processes,
+    save,
+    step_name,
+)
+from sbp_launch.checkpoint.settings import COPY_BYTES
+
+sys.path.insert(0, str(Path(__file__).parent / "peers"))
+from matrix import Ours
+from programs import LEARNING_RATE, Model
+from sbp_ways import make_backend, start_session
+
+NUM_RANKS, WARM_UP, STEPS, WIDTH = 2, 2, 4, 2048
+LIMITS: Mapping[str, int | None] = {"limit": COPY_BYTES, "all": None}
+
+#: Bytes of memory, steps, and seconds of the longest.
+Found = dict[str, tuple[int, int, float]]
+
+
+class Layers(nn.Module):
+    """Square layers, one behind the other."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(count)))
+
+    def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
+        return self.layers(batch["x"]).square().mean()
+
+
+def memory(key: str) -> int:
+    """Return the bytes of resident memory of this process: now (VmRSS), or the most (VmHWM)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    line = next(line for line in lines if line.startswith(key))
+    return 1024 * int(line.split()[1])
+
+
+def forget_most() -> None:
+    """Let go of what is free, and let the most resident memory be that of now."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def gathered(text: str) -> Sequence[str]:
+    found: list[Any] = [None] * NUM_RANKS
+    dist.all_gather_object(found, text)
+    return found
+
+
+class Saves:
+    """The ways to take steps and to save."""
+
+    def __init__(self, session: Session, batch: Mapping[str, Tensor], folder: Path) -> None:
+        self.session, self.batch, self.storage = session, batch, LocalStorage(folder)
+        ranks = tuple(range(NUM_RANKS))
+        self.processes = Processes(rank=dist.get_rank(), ranks=ranks, gather=gathered)
+        self.step_s: list[float] = []
+
+    def step(self) -> None:
+        began = time.perf_counter()
+        self.session.step(self.batch, {"lr": LEARNING_RATE})
+        self.step_s.append(time.perf_counter() - began)
+
+    def take(self, way: str) -> None:
+        name, metadata = step_name(1), Metadata(step=1, seed=0)
+        if way in LIMITS:
+            snapshot = self.session.snapshot(limit_bytes=LIMITS[way])
+            under_way = BackgroundSave(self.storage, name, metadata, snapshot, self.processes)
+            while not under_way.is_done:
+                self.step()
+                if not any(gathered("busy" if under_way.is_busy else "")):
+                    under_way.advance()
+            return
+        if way == "wait":
+            save(self.storage, name, metadata, self.session.pieces(), self.processes)
+        for _ in range(STEPS):
+            self.step()
+
+    def measured(self, way: str) -> tuple[int, int, float]:
+        """Return the most memory, and what the steps took."""
+        self.step_s.clear()
+        dist.barrier()
+        forget_most()
+        self.take(way)
+        return memory("VmHWM"), len(self.step_s), max(self.step_s)
+
+
+def work(rank: int, mib: int, folder: str, told: Any) -> None:
+    """Measure in one process."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", NUM_RANKS)
+    own = dist.PrefixStore("benchmark", store)
+    dist.init_process_group("gloo", store=own, rank=rank, world_size=NUM_RANKS)
+    registry: Any = discover(strict=True)
+    count = mib * 2**20 // (3 * 4 * WIDTH * WIDTH)
+    model = Model(
+        make=lambda _: Layers(count),
+        batch=lambda generator: {"x": torch.randn(4, WIDTH, generator=generator)},
+        options={"fused": True},
+    )
+    found: Found = {}
+    with ExitStack() as stack:
+        ours = Ours(preset="manual/data_parallel", boxing="torch")
+        session, _ = start_session(ours, "save", model, registry, store, stack=stack)
+        saves = Saves(session, model.batch_of(0), Path(folder))
+        for _ in range(WARM_UP):
+            saves.step()
+        for way in ("step", "wait", *LIMITS):
+            most, steps, longest_s = saves.measured(way)
+            found[way] = (most - found["step"][0] if way != "step" else most, steps, longest_s)
+    del session, saves
+    with ExitStack() as stack:
+        ours = Ours(preset="manual/zero1", boxing="torch")
+        _, plan = start_session(ours, "plan", model, registry, store, stack=stack)
+    gc.collect()
+    with Checkpoint(LocalStorage(Path(folder)), step_name(1)) as checkpoint:
+        backend = make_backend(registry, "torch", "load", store)
+        forget_most()
+        before = memory("VmRSS")
+        began = time.perf_counter()
+        with registry.make("runtime", "actor", {}).start(plan, checkpoint, backend) as session:
+            took_s, most = time.perf_counter() - began, memory("VmHWM")
+            held = (session.shard(name, rank) for name in checkpoint)
+            shards = sum(value.nbytes for value in held if isinstance(value, Tensor))
+        found["load"] = (most - before - shards, 0, took_s)
+    told.put((shards, found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    """Measure, and print a line for each way."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--mib", type=int, default=1024, help="of states")
+    options = parser.parse_args()
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        told = context.SimpleQueue()
+        processes = [
+            context.Process(target=work, args=(rank, options.mib, folder, told))
+            for rank in range(NUM_RANKS)
+        ]
+        for process in processes:
+            process.start()
+        parts = [told.get() for _ in processes]
+        for process in processes:
+            process.join()
+    print(f"{'way':8}{'memory':>12}{'steps':>8}{'longest':>12}")
+    for way in parts[0][1]:
+        size, steps, longest_s = map(max, zip(*(found[way] for _, found in parts), strict=True))
+        print(f"{way:8}{format_bytes(size):>12}{steps:>8}{format_seconds(longest_s):>12}")
+    print(f"shards of a process that loads: {format_bytes(max(shards for shards, _ in parts))}")
+
+
+if __name__ == "__main__":
+    main()
