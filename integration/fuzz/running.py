@@ -164,7 +164,7 @@ def _is_small(plan: PhysicalPlan) -> bool:
 
 def _states(plan: PhysicalPlan) -> dict[str, torch.Tensor]:
     return {
-        tied: _ramp(slot.shape, "float32" if slot.sbp is None else slot.dtype)
+        tied: _ramp(slot.shape, slot.dtype)
         for name, slot in state_slots(plan).items()
         for tied in plan.ties.get(name, (name,))
     }
